@@ -1,0 +1,262 @@
+"""Real S3 servers on free ports of this machine, each a process of its own that dies with its starter.
+
+A server is started by a keeper process (this file run as a script). The keeper holds the reading end of a
+pipe from the starter: when the starter closes it, or dies in any way, the keeper kills the server's whole
+process group and removes the server's folder. Nothing here needs pytest.
+
+    with moto_server() as server:
+        url = server.url("photos")                       # s3://<fresh bucket>/photos
+        fsspec.filesystem("s3", **server.storage_options)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+READY_SECONDS = 60.0
+START_ATTEMPTS = 3
+
+
+@dataclass
+class S3Server:
+    """An S3 endpoint and the keys for it; `pid` is the server's process, 0 for one that we did not start."""
+
+    name: str
+    endpoint: str
+    key: str
+    secret: str
+    token: str = ""
+    pid: int = 0
+    buckets: list[str] = field(default_factory=list)
+
+    @property
+    def storage_options(self) -> dict[str, Any]:
+        """Return the options of s3fs for this server."""
+        options: dict[str, Any] = {
+            "key": self.key,
+            "secret": self.secret,
+            "endpoint_url": self.endpoint,
+            "client_kwargs": {"region_name": "us-east-1"},
+        }
+        return {**options, "token": self.token} if self.token else options
+
+    @property
+    def env(self) -> dict[str, str]:
+        """Return the environment that leads a process without options to this server."""
+        keys = {"AWS_ACCESS_KEY_ID": self.key, "AWS_SECRET_ACCESS_KEY": self.secret}
+        if self.token:
+            keys["AWS_SESSION_TOKEN"] = self.token
+        return {**keys, "AWS_ENDPOINT_URL": self.endpoint, "AWS_DEFAULT_REGION": "us-east-1"}
+
+    def client(self) -> Any:
+        """Return a botocore client, for what fsspec does not offer."""
+        from botocore.config import Config
+        from botocore.session import get_session
+
+        return get_session().create_client(
+            "s3",
+            region_name="us-east-1",
+            endpoint_url=self.endpoint,
+            aws_access_key_id=self.key,
+            aws_secret_access_key=self.secret,
+            aws_session_token=self.token or None,
+            config=Config(s3={"addressing_style": "path"}, connect_timeout=5, read_timeout=15),
+        )
+
+    def new_bucket(self) -> str:
+        """Create an empty bucket and return its name."""
+        name = f"streamloader-{uuid.uuid4().hex[:16]}"
+        with contextlib.closing(self.client()) as client:
+            client.create_bucket(Bucket=name)
+        self.buckets.append(name)
+        return name
+
+    def url(self, name: str = "data") -> str:
+        """Return the URL `name` in a bucket of its own."""
+        return f"s3://{self.new_bucket()}/{name}"
+
+    def remove_buckets(self) -> None:
+        """Empty and delete the buckets made here: needed only where the server outlives the tests."""
+        with contextlib.closing(self.client()) as client:
+            for bucket in self.buckets:
+                for page in client.get_paginator("list_objects_v2").paginate(Bucket=bucket):
+                    for entry in page.get("Contents", ()):
+                        client.delete_object(Bucket=bucket, Key=entry["Key"])
+                client.delete_bucket(Bucket=bucket)
+        self.buckets.clear()
+
+
+@contextlib.contextmanager
+def moto_server() -> Iterator[S3Server]:
+    """Run moto: it keeps objects in memory and does not check signatures."""
+
+    def command(folder: Path, ports: Sequence[int]) -> list[str]:
+        return [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(ports[0])]
+
+    with _running("moto", command, num_ports=1, env={}) as server:
+        yield server
+
+
+@contextlib.contextmanager
+def seaweedfs_server() -> Iterator[S3Server]:
+    """Run SeaweedFS with its data in a temporary folder: it checks signatures."""
+
+    def command(folder: Path, ports: Sequence[int]) -> list[str]:
+        names = ("s3.port", "s3.port.grpc", "master.port", "master.port.grpc")
+        names += ("volume.port", "volume.port.grpc", "filer.port", "filer.port.grpc")
+        names += ("admin.port", "admin.port.grpc")
+        return [
+            *(_weed(), f"-logdir={folder}", "mini", f"-dir={folder}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1"),
+            *(f"-{name}={port}" for name, port in zip(names, ports, strict=True)),
+            *("-master.telemetry=false", "-webdav=false", "-admin.ui=false"),
+            *("-s3.port.iceberg=0", "-s3.port.lance=0"),
+            # these two would stand in /tmp; the keeper removes those that cannot be moved
+            *(f"-filer.localSocket={folder}/filer.sock", f"-s3.localSocket={folder}/s3.sock"),
+        ]
+
+    keys = {"AWS_ACCESS_KEY_ID": "streamloader", "AWS_SECRET_ACCESS_KEY": "streamloader-secret"}
+    with _running("seaweedfs", command, num_ports=10, env=keys) as server:
+        yield server
+
+
+@contextlib.contextmanager
+def external_server(endpoint: str) -> Iterator[S3Server]:
+    """Use the server at `endpoint` with the keys of the environment; its buckets are removed at the end."""
+    key, secret = os.environ["AWS_ACCESS_KEY_ID"], os.environ["AWS_SECRET_ACCESS_KEY"]
+    server = S3Server("external", endpoint, key, secret, os.environ.get("AWS_SESSION_TOKEN", ""))
+    try:
+        yield server
+    finally:
+        server.remove_buckets()
+
+
+def free_ports(count: int) -> list[int]:
+    """Return ports that are free now, below the range that the kernel gives to clients."""
+    ports: list[int] = []
+    with contextlib.ExitStack() as stack:
+        while len(ports) < count:
+            candidate = stack.enter_context(socket.socket())
+            with contextlib.suppress(OSError):
+                candidate.bind(("127.0.0.1", random.randrange(20_000, 32_000)))
+                ports.append(candidate.getsockname()[1])
+    return ports
+
+
+@contextlib.contextmanager
+def _running(
+    name: str, command: Callable[[Path, Sequence[int]], list[str]], num_ports: int, env: dict[str, str]
+) -> Iterator[S3Server]:
+    """Start the command until it answers; another process may take a free port first, hence the attempts."""
+    for attempt in range(START_ATTEMPTS):
+        folder = Path(tempfile.mkdtemp(prefix=f"streamloader-{name}-"))
+        ports = free_ports(num_ports)
+        sockets = [f"seaweedfs-*-grpc-{port}.sock" for port in ports]
+        keeper = _start_keeper(folder, sockets, command(folder, ports), env)
+        try:
+            server = S3Server(
+                name,
+                f"http://127.0.0.1:{ports[0]}",
+                key=env.get("AWS_ACCESS_KEY_ID", "streamloader"),
+                secret=env.get("AWS_SECRET_ACCESS_KEY", "streamloader-secret"),
+                pid=int(keeper.stdout.readline() or 0),
+            )
+            problem = _wait_ready(server, keeper)
+            if not problem:
+                yield server
+                return
+            if attempt == START_ATTEMPTS - 1:
+                raise RuntimeError(f"{name} did not start: {problem}\n{_log_tail(folder)}")
+        finally:
+            keeper.stdin.close()  # the keeper kills the server and removes the folder
+            keeper.wait(timeout=30)
+            keeper.stdout.close()
+
+
+def _start_keeper(
+    folder: Path, leftovers: list[str], command: list[str], env: dict[str, str]
+) -> subprocess.Popen[bytes]:
+    # a session of its own: Ctrl-C in the terminal must not end the server before the tests are done with it
+    return subprocess.Popen(
+        [sys.executable, "-I", __file__, json.dumps([str(folder), leftovers, command])],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, **env},
+        start_new_session=True,
+    )
+
+
+def _wait_ready(server: S3Server, keeper: subprocess.Popen[bytes]) -> str:
+    """Wait until an object can be written; return what is wrong, or nothing."""
+    from botocore.exceptions import BotoCoreError, ClientError
+
+    deadline = time.monotonic() + READY_SECONDS
+    host, port = server.endpoint.removeprefix("http://").split(":")
+    problem = "it does not listen"
+    while time.monotonic() < deadline:
+        if keeper.poll() is not None:
+            return f"it ended with {keeper.returncode}"
+        try:
+            socket.create_connection((host, int(port)), timeout=1).close()
+            bucket = server.new_bucket()
+            with contextlib.closing(server.client()) as client:
+                client.put_object(Bucket=bucket, Key="ready", Body=b"yes")
+            return ""
+        except (OSError, BotoCoreError, ClientError) as error:
+            problem = str(error)
+        time.sleep(0.05)
+    return problem
+
+
+def _log_tail(folder: Path) -> str:
+    with contextlib.suppress(OSError):
+        return (folder / "server.log").read_text(errors="replace")[-4000:]
+    return "(its folder is gone: the server ended by itself)"
+
+
+def _weed() -> str:
+    beside = Path(sys.executable).with_name("weed")
+    return str(beside) if beside.exists() else shutil.which("weed") or "weed"
+
+
+def _keep(folder: str, leftovers: list[str], command: list[str]) -> int:
+    """Run the command until it ends or standard input is closed, then leave nothing of it.
+
+    `leftovers` are glob patterns of the files in /tmp that the command would leave.
+    """
+    with Path(folder, "server.log").open("wb") as log:
+        server = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True, cwd=folder
+        )
+    print(server.pid, flush=True)
+    server_end = os.pidfd_open(server.pid)
+    ended, _, _ = select.select([server_end, 0], [], [])
+    if server_end in ended:  # it ended by itself: keep its log until the starter has read it
+        select.select([0], [], [], READY_SECONDS)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(server.pid, signal.SIGKILL)
+    status = server.wait()
+    for pattern in leftovers:
+        for path in Path("/tmp").glob(pattern):
+            path.unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(_keep(*json.loads(sys.argv[1])))
