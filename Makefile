@@ -1,0 +1,54 @@
+# Every target makes .venv first. The stamp in it remembers what was installed: the second time starts at once.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test lint types test-slow format bench-first clean
+
+help:
+	@echo "make demo         the main job: convert, train with two ranks, kill, resume, evaluate (a minute or two)"
+	@echo "make test         lint, types and all tests (less than ten minutes)"
+	@echo "make lint         ruff; 'make format' repairs what it can"
+	@echo "make types        mypy --strict"
+	@echo "make test-slow    the tests that take minutes each"
+	@echo "make bench-first  the loader against obstore alone, on SeaweedFS"
+	@echo "make clean        remove .venv and every cache"
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	@command -v $(PYTHON) >/dev/null || { echo "no '$(PYTHON)' here: name a Python 3.11 or later, make PYTHON=..." >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(None if v >= (3, 11) else "$(PYTHON) is Python %d.%d: streamloader needs 3.11 or later, make PYTHON=..." % v[:2])'
+	@echo "installing into $(VENV), once: a minute or two"
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+demo: $(STAMP)
+	@$(BIN)/streamloader demo
+
+test: lint types
+	$(BIN)/python -m pytest -m 'not slow'
+
+test-slow: $(STAMP)
+	$(BIN)/python -m pytest -m slow
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+types: $(STAMP)
+	$(BIN)/mypy
+
+bench-first: $(STAMP)
+	$(BIN)/python bench/first.py
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,79 @@
+"""The public face: what `import streamloader as sl` gives, pinned."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+from importlib.metadata import entry_points, version
+
+import pytest
+
+import streamloader as sl
+
+NAMES = {
+    *("open", "Dataset", "Writer", "Field", "Layout", "convert", "StreamingDataset", "Shuffle", "Decode"),
+    *("Stats", "errors", "__version__"),
+}
+
+
+def test_public_names_are_pinned() -> None:
+    assert set(sl.__all__) == NAMES
+    assert set(sl.__all__) <= set(dir(sl))
+    assert len(NAMES) <= 12
+
+
+@pytest.mark.parametrize("name", sorted(NAMES - {"__version__"}))
+def test_public_name_is_there_and_documented(name: str) -> None:
+    assert inspect.getdoc(getattr(sl, name)), f"sl.{name} has no documentation"
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'opne'"):
+        _ = sl.opne  # type: ignore[attr-defined]
+
+
+def test_importing_submodules_leaves_the_public_names_alone() -> None:
+    code = (
+        "import importlib, pkgutil, streamloader as sl\n"
+        "for info in pkgutil.walk_packages(sl.__path__, 'streamloader.'):\n"
+        "    if not info.name.endswith('__main__'):\n"
+        "        importlib.import_module(info.name)\n"
+        "kinds = {name: type(getattr(sl, name)).__name__ for name in sl.__all__}\n"
+        "modules = sorted(name for name, kind in kinds.items() if kind == 'module')\n"
+        "print(modules, callable(sl.convert), callable(sl.open))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False)
+    assert done.stdout.strip() == "['errors'] True True", done.stderr
+
+
+def test_version_is_that_of_the_installed_package() -> None:
+    assert sl.__version__ == version("streamloader")
+
+
+def test_streaming_dataset_takes_what_was_promised() -> None:
+    parameters = inspect.signature(sl.StreamingDataset).parameters
+    assert {name: p.default for name, p in parameters.items() if p.default is not p.empty} == {
+        **{"fields": None, "split": None, "shuffle": True, "seed": 0, "remainder": "pad", "decode": None},
+        **{"transform": None, "transform_workers": 0, "with_index": False, "world": None, "memory": None},
+        "storage_options": None,
+    }
+    required = [name for name, p in parameters.items() if p.default is p.empty]
+    assert required == ["url", "batch_size"]
+    assert [name for name, p in parameters.items() if p.kind is not p.KEYWORD_ONLY] == ["url"]
+
+
+def test_open_takes_what_was_promised() -> None:
+    parameters = inspect.signature(sl.open).parameters
+    assert list(parameters) == ["url", "split", "storage_options"]
+
+
+def test_every_error_has_a_code_of_its_own() -> None:
+    codes = [getattr(sl.errors, name).code for name in sl.errors.__all__]
+    assert len(set(codes)) == len(codes)
+
+
+def test_the_console_script_is_there() -> None:
+    (script,) = entry_points(group="console_scripts", name="streamloader")
+    assert script.value == "streamloader.cli.main:main"
+    assert callable(script.load())
