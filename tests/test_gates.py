@@ -59,6 +59,8 @@ ONLY_IN = {
     "zarr numcodecs crc32c": {"format"},
 }
 
+UNPICKLABLE = "multiprocessing will pickle the caller's transform: it is tried first, for a clear error"
+MAY_PICKLE = {"engine/transform.py": UNPICKLABLE}
 PICKLING = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
 CONTAINERS = {
     *("dict", "list", "set", "bytearray", "defaultdict", "deque", "Counter", "OrderedDict", "count"),
@@ -81,14 +83,22 @@ MUTATORS = {
 
 
 @cache
+def protocol_methods() -> set[str]:
+    """The methods that a Protocol declares: its docstring is theirs."""
+    nodes = (node for module in MODULES for node in tree(module).body if isinstance(node, ast.ClassDef))
+    protocols = (node for node in nodes if any(ast.unparse(base).startswith("Protocol") for base in node.bases))
+    return {f".{inner.name}" for node in protocols for inner in node.body if isinstance(inner, ast.FunctionDef)}
+
+
+@cache
 def tree(module: str) -> ast.Module:
     return ast.parse((PACKAGE / module).read_text(), module)
 
 
 def stage(module: str) -> str:
-    """The stage a module belongs to: its folder, or its own name at the top."""
+    """The stage a module belongs to: its folder, or its own name at the top; all torch_*.py are one."""
     first = module.split("/", 1)[0].removesuffix(".py")
-    return "torch_dataset" if first.startswith("torch_dataset") else first
+    return "torch_dataset" if first.startswith("torch_") else first
 
 
 def functions(module: str) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
@@ -150,15 +160,16 @@ def test_functions_stay_small_and_take_few_arguments(module: str) -> None:
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_exceptions_are_caught_by_name(module: str) -> None:
+def test_exceptions_are_caught_by_name_or_with_a_reason(module: str) -> None:
+    lines = (PACKAGE / module).read_text().splitlines()
     for node in ast.walk(tree(module)):
         if isinstance(node, ast.ExceptHandler):
             kinds = [] if node.type is None else node.type.elts if isinstance(node.type, ast.Tuple) else [node.type]
-            names = [ast.unparse(kind) for kind in kinds]
+            names = {ast.unparse(kind) for kind in kinds}
             reraises = any(isinstance(inner, ast.Raise) and inner.exc is None for inner in ast.walk(node))
-            assert names, f"{module}:{node.lineno} catches everything"
-            assert "Exception" not in names, f"{module}:{node.lineno} catches Exception"
-            assert "BaseException" not in names or reraises, f"{module}:{node.lineno} swallows BaseException"
+            broad = not names or "Exception" in names or ("BaseException" in names and not reraises)
+            reason = "noqa: BLE001 - " in lines[node.lineno - 1]
+            assert not broad or reason, f"{module}:{node.lineno} catches everything: name what, or say why"
 
 
 @pytest.mark.parametrize("module", MODULES)
@@ -191,7 +202,7 @@ def test_a_stage_imports_only_what_stands_to_its_left(module: str) -> None:
     for name, line in imports(module):
         parts = name.split(".")
         if parts[0] == "streamloader" and len(parts) > 1:
-            other = "torch_dataset" if parts[1].startswith("torch_dataset") else parts[1]
+            other = stage(parts[1])
             if (PACKAGE / f"{parts[1]}.py").exists() or (PACKAGE / parts[1]).is_dir():
                 assert other == mine or other in ALLOWED[mine], f"{module}:{line} imports {name}"
         else:
@@ -203,7 +214,7 @@ def test_a_stage_imports_only_what_stands_to_its_left(module: str) -> None:
 @pytest.mark.parametrize("module", MODULES)
 def test_nothing_is_pickled_by_hand(module: str) -> None:
     for name, line in imports(module):
-        assert name.split(".")[0] not in PICKLING, f"{module}:{line} imports {name}"
+        assert name.split(".")[0] not in PICKLING or module in MAY_PICKLE, f"{module}:{line} imports {name}"
     for node in ast.walk(tree(module)):
         if isinstance(node, ast.Call):
             given = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
@@ -222,7 +233,8 @@ def test_everything_public_is_documented_and_annotated(module: str) -> None:
         assert node.returns is not None, f"{module}:{node.lineno} {name} does not say what it returns"
         nested = any(part[:1].islower() for part in name.split(".")[:-1])
         if not nested and not any(part.startswith("_") for part in name.split(".")):
-            assert ast.get_docstring(node), f"{module}:{node.lineno} {name} has no docstring"
+            declared = any(name.endswith(method) for method in protocol_methods())
+            assert declared or ast.get_docstring(node), f"{module}:{node.lineno} {name} has no docstring"
 
 
 def test_no_file_names_a_machine() -> None:
