@@ -1,0 +1,52 @@
+"""Storage: objects by path and bytes by range, below any fsspec URL.
+
+    store = open_store("s3://bucket/folder", {"endpoint_url": "http://127.0.0.1:9000"})
+    store.put("a/b", b"abc")
+    store.reader().read("a/b", 1, 3)
+
+Importing this package starts no thread, loop or client; opening a store makes no request.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from streamloader.storage.connection import Connection, check_protocol
+from streamloader.storage.fsspec_store import FsspecStore
+from streamloader.storage.location import parse_location
+from streamloader.storage.policy import NO_RETRY, RetryBudget, RetryPolicy, Timing, call_with_retry
+from streamloader.storage.protocol import Buffer, ObjectInfo, RangeReader, Store
+from streamloader.storage.ranges import MergedRange, coalesce
+
+__all__ = [
+    "NO_RETRY",
+    "Buffer",
+    "MergedRange",
+    "ObjectInfo",
+    "RangeReader",
+    "RetryBudget",
+    "RetryPolicy",
+    "Store",
+    "Timing",
+    "call_with_retry",
+    "coalesce",
+    "open_store",
+]
+
+
+def open_store(
+    url: str | os.PathLike[str],
+    options: Mapping[str, Any] | None = None,
+    policy: RetryPolicy | None = None,
+) -> Store:
+    """Return the store below `url`: any fsspec URL or a local path, with its fsspec `storage_options`.
+
+    `policy` is how patient the control plane is; the data plane (`reader`) never retries by itself.
+    Raises `UsageError` for what is no URL and `UnsupportedError` for a protocol that is unknown or whose
+    package is missing.
+    """
+    location = parse_location(url, options)
+    check_protocol(location)
+    return FsspecStore(Connection(location), "", policy or RetryPolicy())

@@ -1,0 +1,208 @@
+"""What a store can be asked, in terms of one fsspec filesystem; raises the client's own exceptions.
+
+`PlainCalls` works with every filesystem. `LocalCalls` and `HttpCalls` (here) and `S3Calls` replace what a
+protocol does better or not at all. Paths are the filesystem's own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from fsspec.asyn import sync
+
+from streamloader.errors import UnsupportedError
+from streamloader.storage.failures import beyond_the_end, client_errors, facts_of
+from streamloader.storage.location import redact
+from streamloader.storage.protocol import Buffer, ObjectInfo
+
+TEMPORARY_SUFFIX = ".streamloader-tmp"
+
+
+class Page(NamedTuple):
+    """Some objects of a listing, and what to ask for the next ones (empty: these were the last)."""
+
+    objects: Sequence[ObjectInfo]
+    token: str
+
+
+class Calls(Protocol):
+    """The questions that `FsspecStore` asks."""
+
+    def get(self, path: str) -> bytes: ...
+    def get_range(self, path: str, start: int, stop: int) -> bytes: ...
+    def get_tail(self, path: str, size: int) -> bytes: ...
+    def info(self, path: str) -> ObjectInfo | None: ...
+    def list_page(self, folder: str, token: str) -> Page: ...
+    def put(self, path: str, data: Buffer) -> str: ...
+    def create(self, path: str, data: Buffer) -> str: ...
+    def delete(self, paths: Sequence[str]) -> None: ...
+
+
+class PlainCalls:
+    """Any filesystem, by the interface that all share. `put` and `create` return the etag or nothing."""
+
+    def __init__(self, fs: Any) -> None:
+        self.fs = fs
+
+    def get(self, path: str) -> bytes:
+        return bytes(self.fs.cat_file(path))
+
+    def get_range(self, path: str, start: int, stop: int) -> bytes:
+        return self._ranged(path, start, stop)
+
+    def get_tail(self, path: str, size: int) -> bytes:
+        return self._ranged(path, -size, None)
+
+    def info(self, path: str) -> ObjectInfo | None:
+        self.fs.invalidate_cache()
+        try:
+            found = self.fs.info(path)
+        except (FileNotFoundError, NotADirectoryError) as error:
+            if error.__cause__ is not None:  # fsspec's HTTP says "not found" for whatever went wrong
+                raise error.__cause__ from None
+            return None
+        return _object_info(path, found) if found["type"] == "file" else None
+
+    def list_page(self, folder: str, token: str) -> Page:  # noqa: ARG002 - S3 needs it
+        self.fs.invalidate_cache()
+        found = self.fs.find(folder, detail=True)
+        objects = [_object_info(path, info) for path, info in found.items() if info["type"] == "file"]
+        return Page([entry for entry in objects if entry.path.startswith(folder.rstrip("/") + "/")], "")
+
+    def put(self, path: str, data: Buffer) -> str:
+        return etag_of(self.fs.pipe_file(path, owned(data)))
+
+    def create(self, path: str, data: Buffer) -> str:
+        return etag_of(self.fs.pipe_file(path, owned(data), mode="create"))
+
+    def delete(self, paths: Sequence[str]) -> None:
+        for path in paths:
+            with contextlib.suppress(FileNotFoundError):
+                self.fs.rm_file(path)
+
+    def _ranged(self, path: str, start: int, stop: int | None) -> bytes:
+        try:
+            data: bytes = self.fs.cat_file(path, start=start, end=stop)
+        except client_errors() as error:
+            if not beyond_the_end(error):
+                raise
+            data = b""
+        return data
+
+
+class MemoryCalls(PlainCalls):
+    """fsspec's memory filesystem, whose check for an existing file is not atomic by itself."""
+
+    _creating = threading.Lock()
+
+    def create(self, path: str, data: Buffer) -> str:
+        with self._creating:
+            return super().create(path, data)
+
+
+class LocalCalls(PlainCalls):
+    """Local files: written beside their place under a temporary name, then renamed or linked into it."""
+
+    def put(self, path: str, data: Buffer) -> str:
+        temporary = _write_beside(path, data)
+        try:
+            temporary.replace(path)
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise
+        return ""
+
+    def create(self, path: str, data: Buffer) -> str:
+        temporary = _write_beside(path, data)
+        try:
+            os.link(temporary, path)  # fails where there is a file, at once for all who try
+        finally:
+            temporary.unlink(missing_ok=True)
+        return ""
+
+
+class HttpCalls(PlainCalls):
+    """Plain HTTP servers: they are read only, and a range that they ignore is noticed."""
+
+    def get_range(self, path: str, start: int, stop: int) -> bytes:
+        return bytes(sync(self.fs.loop, self._partial, path, f"bytes={start}-{stop - 1}"))
+
+    def get_tail(self, path: str, size: int) -> bytes:
+        return bytes(sync(self.fs.loop, self._partial, path, f"bytes=-{size}"))
+
+    def info(self, path: str) -> ObjectInfo | None:
+        try:
+            return super().info(path)
+        except client_errors() as error:
+            if facts_of(error).status == 404:
+                return None
+            raise
+
+    def list_page(self, folder: str, token: str) -> Page:  # noqa: ARG002
+        found = self.fs.find(folder + "/", detail=False)
+        entries = [self.info(path) for path in found if path.startswith(folder + "/")]
+        return Page([entry for entry in entries if entry is not None], "")
+
+    def put(self, path: str, data: Buffer) -> str:  # noqa: ARG002
+        raise _read_only(path)
+
+    def create(self, path: str, data: Buffer) -> str:  # noqa: ARG002
+        raise _read_only(path)
+
+    def delete(self, paths: Sequence[str]) -> None:
+        if paths:
+            raise _read_only(paths[0])
+
+    async def _partial(self, url: str, wanted: str) -> bytes:
+        options = dict(self.fs.kwargs)
+        options["headers"] = {**options.get("headers", {}), "Range": wanted, "Accept-Encoding": "identity"}
+        session = await self.fs.set_session()
+        async with session.get(self.fs.encode_url(url), **options) as response:
+            if response.status == 416:
+                return b""
+            self.fs._raise_not_found_for_status(response, url)
+            if response.status != 206:
+                raise UnsupportedError(
+                    f"{redact(url)}: the server ignores ranges (it answered {response.status} to {wanted})",
+                    "use a server with ranged reads, or copy the dataset to a store",
+                )
+            data: bytes = await response.read()
+            return data
+
+
+def _read_only(url: str) -> UnsupportedError:
+    return UnsupportedError(f"{redact(url)}: HTTP servers are read only", "write to a bucket or a local folder")
+
+
+def _write_beside(path: str, data: Buffer) -> Path:
+    folder = Path(path).parent
+    folder.mkdir(parents=True, exist_ok=True)
+    temporary = folder / f".{uuid.uuid4().hex}{TEMPORARY_SUFFIX}"
+    try:
+        temporary.write_bytes(data)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+    return temporary
+
+
+def owned(data: Buffer) -> bytes | bytearray:
+    """Return the data as what botocore takes: it knows no memoryview."""
+    return bytes(data) if isinstance(data, memoryview) else data
+
+
+def _object_info(path: str, info: dict[str, Any]) -> ObjectInfo:
+    return ObjectInfo(path, int(info["size"] or 0), etag_of(info))
+
+
+def etag_of(answer: Any) -> str:
+    """Return the etag in what a filesystem answered, without quotes; empty where there is none."""
+    if not isinstance(answer, dict):
+        return ""
+    return str(answer.get("ETag") or answer.get("etag") or "").strip('"')

@@ -1,0 +1,138 @@
+"""The clients of one URL, made in the process that uses them, and never those of another process.
+
+A client that was used before a fork must not be touched after it: obstore hangs, s3fs raises. Everything
+here is therefore kept by process id, and what a child inherits stays where it is, unused.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import fsspec
+from fsspec.core import url_to_fs
+
+from streamloader.errors import UnsupportedError, UsageError
+from streamloader.storage import fork
+from streamloader.storage.calls import Calls, HttpCalls, LocalCalls, MemoryCalls, PlainCalls
+from streamloader.storage.fsspec_reader import FsspecReader
+from streamloader.storage.location import Location
+from streamloader.storage.object_reader import ObjectReader, open_object_reader
+from streamloader.storage.policy import RetryBudget
+
+# a stage fetches with up to some hundred threads; botocore keeps 10 connections unless told otherwise
+POOL_CONNECTIONS = 128
+_KNOW_LISTINGS_CACHE = {"s3", "gs", "az", "http"}
+
+
+@dataclass(frozen=True)
+class Session:
+    """One process's filesystem: `root` is the filesystem's own path of the store's URL."""
+
+    calls: Calls
+    root: str
+    budget: RetryBudget = field(default_factory=RetryBudget)
+
+    def path(self, relative: str) -> str:
+        """Return the filesystem's own path of a path below the store."""
+        return f"{self.root.rstrip('/')}/{relative}" if relative else self.root
+
+
+class Connection:
+    """The clients of one URL in every process that uses it. Cheap until the first call."""
+
+    def __init__(self, location: Location) -> None:
+        self.location = location
+        self._sessions: dict[int, Session] = {}
+        self._readers: dict[int, ObjectReader | FsspecReader] = {}
+
+    def session(self) -> Session:
+        """Return this process's filesystem, made at the first call."""
+        pid = os.getpid()
+        if pid not in self._sessions:  # two threads may both make one; setdefault keeps the first
+            self._sessions.setdefault(pid, _open_session(self.location))
+        return self._sessions[pid]
+
+    def reader(self) -> ObjectReader | FsspecReader:
+        """Return this process's data plane for the whole URL, made at the first call."""
+        pid = os.getpid()
+        if pid not in self._readers:
+            self._readers.setdefault(pid, self._open_reader())
+        return self._readers[pid]
+
+    def _open_reader(self) -> ObjectReader | FsspecReader:
+        reason = fork.FORKED_REASON
+        if not fork.obstore_is_forbidden():
+            try:
+                return open_object_reader(self.location)
+            except UnsupportedError as error:
+                reason = error.problem
+        elif self.location.protocol != "memory":
+            fork.warn_forked()
+        session = self.session()
+        return FsspecReader(session.calls, session.root, self.location.shown, reason)
+
+
+def check_protocol(location: Location) -> None:
+    """Raise `UnsupportedError` for a protocol that fsspec does not know or whose package is missing."""
+    protocols = [
+        link.split("://", 1)[0] for link in location.target.split("::") if "://" in link or "::" in location.target
+    ]
+    for protocol in protocols:
+        try:
+            fsspec.get_filesystem_class(protocol)
+        except ValueError:
+            raise UnsupportedError(
+                f"{location.shown}: fsspec knows no protocol {protocol!r}",
+                "use one such as s3, gs, az, https, file or memory",
+            ) from None
+        except ImportError as error:
+            package = _missing_package(error, protocol)
+            raise UnsupportedError(
+                f"{location.shown}: the protocol {protocol!r} needs the package {package}", f"pip install {package}"
+            ) from error
+
+
+def _missing_package(error: ImportError, protocol: str) -> str:
+    cause = error.__cause__
+    if isinstance(cause, ImportError) and cause.name:
+        return cause.name.split(".")[0]
+    registry = importlib.import_module("fsspec.registry").known_implementations
+    return str(registry[protocol]["class"]).split(".", maxsplit=1)[0]
+
+
+def _open_session(location: Location) -> Session:
+    options: dict[str, Any] = dict(location.options)
+    if location.protocol == "s3" and not location.is_chain:
+        options["config_kwargs"] = _s3_config(options.get("config_kwargs", {}))
+    if location.protocol in _KNOW_LISTINGS_CACHE and not location.is_chain:
+        options["use_listings_cache"] = False
+    try:
+        fs, root = url_to_fs(location.target, **({} if location.is_chain else {"skip_instance_cache": True}), **options)
+        if location.protocol == "s3" and not location.is_chain:
+            fs.retries = 1  # our policy is the only one that retries
+            fs.connect()
+    except (TypeError, ValueError) as error:
+        raise UsageError(
+            f"{location.shown}: storage_options {sorted(location.options)} do not fit the protocol: {error}",
+            "see the parameters of the protocol's fsspec filesystem",
+        ) from error
+    return Session(_calls_for(location, fs), root)
+
+
+def _s3_config(given: Mapping[str, Any]) -> dict[str, Any]:
+    return {"max_pool_connections": POOL_CONNECTIONS, "retries": {"max_attempts": 0}, **given}
+
+
+def _calls_for(location: Location, fs: Any) -> Calls:
+    if location.is_chain:
+        return PlainCalls(fs)
+    if location.protocol == "s3":
+        from streamloader.storage.s3_calls import S3Calls
+
+        return S3Calls(fs)
+    known: dict[str, type[PlainCalls]] = {"file": LocalCalls, "http": HttpCalls, "memory": MemoryCalls}
+    return known.get(location.protocol, PlainCalls)(fs)

@@ -1,0 +1,231 @@
+"""What a client's exception means: every one becomes an error of ours, with the URL and the remedy.
+
+fsspec's backends keep the HTTP status and the store's error code in the exception or in its cause; obstore
+keeps them only in its text. Both are read here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from dataclasses import dataclass
+
+from streamloader.errors import (
+    AccessError,
+    EndpointError,
+    NotFoundError,
+    ObjectExistsError,
+    StorageError,
+    ThrottledError,
+    TransientError,
+    UnsupportedError,
+)
+from streamloader.storage.location import redact
+
+# module, class: the roots of the exceptions that clients raise besides OSError
+_CLIENT_ROOTS = (
+    ("botocore.exceptions", "BotoCoreError"),
+    ("botocore.exceptions", "ClientError"),
+    ("aiohttp", "ClientError"),
+    ("obstore.exceptions", "BaseError"),
+    ("gcsfs.retry", "HttpError"),
+    ("google.auth.exceptions", "GoogleAuthError"),
+    ("azure.core.exceptions", "AzureError"),
+    ("requests", "RequestException"),
+    ("fsspec.exceptions", "FSTimeoutError"),
+)
+
+
+@dataclass(frozen=True)
+class _Rule:
+    """An error of ours, and by which codes, HTTP statuses or names of exception classes it is recognised."""
+
+    kind: type[StorageError]
+    problem: str
+    remedy: str
+    codes: frozenset[str] = frozenset()
+    statuses: frozenset[int] = frozenset()
+    names: frozenset[str] = frozenset()
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+# The first rule that fits wins. What the store answered counts before the names of exceptions, which are
+# names so that no client needs to be imported to recognise another's.
+_RULES = (
+    _Rule(
+        NotFoundError,
+        "its bucket does not exist",
+        "check the bucket's name and endpoint_url, or create it first",
+        codes=_words("NoSuchBucket ContainerNotFound"),
+    ),
+    _Rule(
+        ThrottledError,
+        "the store asks to slow down",
+        "send fewer requests at once",
+        codes=_words(
+            "SlowDown ServiceUnavailable Throttling ThrottlingException RequestLimitExceeded TooManyRequests ServerBusy"
+        ),
+        statuses=frozenset({429, 503}),
+    ),
+    _Rule(
+        AccessError,
+        "the credentials have expired",
+        "renew them",
+        codes=_words("ExpiredToken ExpiredTokenException TokenRefreshRequired RequestExpired"),
+    ),
+    _Rule(AccessError, "this machine's clock is wrong", "set the clock", codes=_words("RequestTimeTooSkewed")),
+    _Rule(
+        EndpointError,
+        "the bucket is in another region or at another endpoint",
+        "set client_kwargs={'region_name': ...} or endpoint_url in storage_options",
+        codes=_words("PermanentRedirect TemporaryRedirect Redirect AuthorizationHeaderMalformed"),
+        statuses=frozenset({301, 307, 308}),
+    ),
+    _Rule(
+        AccessError,
+        "no permission",
+        "check the credentials (storage_options, AWS_PROFILE or the environment) and what they may do",
+        codes=_words("InvalidToken InvalidAccessKeyId SignatureDoesNotMatch AccessDenied"),
+        statuses=frozenset({401, 403}),
+        names=_words(
+            "PermissionError NoCredentialsError PartialCredentialsError CredentialRetrievalError ProfileNotFound "
+            "TokenRetrievalError SSOTokenLoadError UnauthorizedSSOTokenError UnauthenticatedError "
+            "DefaultCredentialsError RefreshError ClientAuthenticationError PermissionDeniedError"
+        ),
+    ),
+    _Rule(
+        EndpointError,
+        "the endpoint cannot be reached",
+        "check endpoint_url, the network and, for https, the certificate (verify or AWS_CA_BUNDLE)",
+        codes=_words("Unreachable"),
+        names=_words(
+            "EndpointConnectionError ConnectTimeoutError ProxyConnectionError SSLError gaierror ClientConnectorError "
+            "ClientConnectorDNSError ClientConnectorSSLError ConnectionRefusedError ServiceRequestError InvalidURL"
+        ),
+    ),
+    _Rule(
+        ObjectExistsError,
+        "the object exists already",
+        "choose another name or delete it",
+        codes=_words("PreconditionFailed BlobAlreadyExists"),
+        statuses=frozenset({412}),
+        names=_words("FileExistsError AlreadyExistsError"),
+    ),
+    _Rule(
+        NotFoundError,
+        "it does not exist",
+        "check the URL",
+        codes=_words("NoSuchKey NoSuchUpload BlobNotFound"),
+        statuses=frozenset({404}),
+        names=_words("FileNotFoundError IsADirectoryError NotADirectoryError"),
+    ),
+    _Rule(
+        UnsupportedError,
+        "the server ignores ranges or cannot do that",
+        "use a server with ranged reads and all of S3's calls",
+        codes=_words("RangeNotSupported"),
+        statuses=frozenset({405, 501}),
+        names=_words("NotImplementedError NotSupportedError"),
+    ),
+    _Rule(
+        TransientError,
+        "the store failed or the transfer broke off",
+        "try again; look at the store's health and the network",
+        codes=_words("Interrupted InternalError RequestTimeout OperationAborted ConditionalRequestConflict"),
+        statuses=frozenset({408, 409, 500, 502, 504}),
+        names=_words(
+            "HTTPClientError ReadTimeoutError ConnectionClosedError ResponseStreamingError IncompleteReadError "
+            "ResponseParserError ClientPayloadError ClientConnectionError FSTimeoutError TimeoutError IncompleteRead "
+            "ConnectionError TransportError ServiceResponseError JoinError"
+        ),
+    ),
+)
+
+
+def client_errors() -> tuple[type[BaseException], ...]:
+    """Return the exceptions that the clients loaded so far can raise, for an `except` clause."""
+    roots = [getattr(sys.modules.get(module), name, None) for module, name in _CLIENT_ROOTS]
+    return (OSError, NotImplementedError, *(root for root in roots if root is not None))
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What an exception and its causes tell: HTTP status (0: none), error code, text, names of the classes."""
+
+    status: int
+    code: str
+    text: str
+    names: frozenset[str]
+
+
+def facts_of(error: BaseException) -> Facts:
+    """Collect the facts from an exception and the chain of its causes."""
+    status, code, text, names = 0, "", "", set[str]()
+    link: BaseException | None = error
+    for _ in range(8):
+        if link is None:
+            break
+        names.update(kind.__name__ for kind in type(link).__mro__)
+        response = getattr(link, "response", None)
+        if isinstance(response, dict):  # botocore
+            details = response.get("Error", {})
+            status = status or response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+            code, text = code or str(details.get("Code", "")), text or str(details.get("Message", ""))
+        code = code or str(getattr(link, "error_code", None) or "")  # azure
+        for name in ("status", "status_code", "code"):  # aiohttp, azure, gcsfs
+            value = getattr(link, name, None)
+            status = status or (value if isinstance(value, int) else 0)
+        if type(link).__module__.startswith("obstore"):
+            status, code, text = _obstore_facts(str(link), status, code, text)
+        link = link.__cause__ or link.__context__
+    if "FileNotFoundError" in names and "Server returned non-2xx" in str(error):  # obstore raises the builtin
+        status, code, text = _obstore_facts(str(error), status, code, text)
+    return Facts(status, code, text or str(error), frozenset(names))
+
+
+def _obstore_facts(text: str, status: int, code: str, message: str) -> tuple[int, str, str]:
+    summary, _, debug = text.partition("Debug source:")
+    found = re.search(r"status code: (\d{3})", summary)
+    if found:
+        status = status or int(found[1])
+    elif "kind: Connect" in debug or "tcp connect" in debug or "dns error" in debug:
+        code = code or "Unreachable"
+    elif re.search(r"kind: (Timeout|Interrupted|Request|Decode|Body|Unknown)\b", debug):
+        code = code or "Interrupted"
+    elif "InvalidRange" in debug:
+        status = status or 416
+    elif "NotPartial" in debug or "RangeNotSupported" in debug:
+        code = code or "RangeNotSupported"
+    xml_code, xml_message = re.search(r"<Code>(.*?)</Code>", text), re.search(r"<Message>(.*?)</Message>", text)
+    code = code or (xml_code[1] if xml_code else "")
+    return status, code, message or (xml_message[1] if xml_message else summary)
+
+
+def beyond_the_end(error: BaseException) -> bool:
+    """Return whether the store refused a range because the object ends before it."""
+    facts = facts_of(error)
+    return facts.status == 416 or facts.code == "InvalidRange"
+
+
+def storage_error(error: BaseException, url: str) -> StorageError:
+    """Return the error of ours for what a client raised while it worked on `url` (shown, so without secrets)."""
+    if isinstance(error, StorageError):
+        return error
+    facts = facts_of(error)
+    detail = " ".join(redact(facts.text).split())[:200]
+    if not facts.code.isdigit() and facts.code not in detail:
+        detail = f"{facts.code}: {detail}"
+    detail = detail or type(error).__name__
+    rule = _rule_for(facts)
+    if rule is None:
+        return StorageError(f"{url}: {detail}", "look at the store and at storage_options")
+    return rule.kind(f"{url}: {rule.problem} ({detail})", rule.remedy)
+
+
+def _rule_for(facts: Facts) -> _Rule | None:
+    by_answer = (rule for rule in _RULES if facts.code in rule.codes or facts.status in rule.statuses)
+    by_name = (rule for rule in _RULES if facts.names & rule.names)
+    return next(by_answer, None) or next(by_name, None)

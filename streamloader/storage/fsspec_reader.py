@@ -1,0 +1,34 @@
+"""The data plane over fsspec: for every protocol and option that obstore does not know, and after a fork."""
+
+from __future__ import annotations
+
+from streamloader.storage.calls import Calls
+from streamloader.storage.failures import client_errors, storage_error
+from streamloader.storage.location import checked_path, redact
+
+
+class FsspecReader:
+    """A `RangeReader` over one fsspec filesystem. `root` is the filesystem's own path, `shown` its URL."""
+
+    kind = "fsspec"
+
+    def __init__(self, calls: Calls, root: str, shown: str, reason: str) -> None:
+        self._calls = calls
+        self._root = root.rstrip("/")
+        self._shown = shown
+        self.reason = reason
+
+    def below(self, path: str) -> FsspecReader:
+        """Return the reader of the folder `path`, with the same filesystem."""
+        if not path:
+            return self
+        return FsspecReader(self._calls, f"{self._root}/{path}", f"{self._shown}/{path}", self.reason)
+
+    def read(self, path: str, start: int, stop: int) -> memoryview:
+        """Return bytes [start, stop) of the object, fewer where it ends before. One request; thread-safe."""
+        if stop <= start:
+            return memoryview(b"")
+        try:
+            return memoryview(self._calls.get_range(f"{self._root}/{checked_path(path)}", start, stop))
+        except client_errors() as error:
+            raise storage_error(error, redact(f"{self._shown}/{path}")) from error

@@ -1,0 +1,89 @@
+"""The seam between storage and everything to its right: objects by path, bytes by range."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+Buffer = bytes | bytearray | memoryview
+
+
+@dataclass(frozen=True)
+class ObjectInfo:
+    """One stored object: `path` is relative to its store, `size` in bytes, `etag` empty where unknown."""
+
+    path: str
+    size: int
+    etag: str = ""
+
+
+class RangeReader(Protocol):
+    """The data plane: blocking ranged reads, from any thread, without a retry of its own.
+
+    `kind` names the client (`obstore` or `fsspec`) and `reason` says why it was chosen.
+    """
+
+    kind: str
+    reason: str
+
+    def read(self, path: str, start: int, stop: int) -> memoryview:
+        """Return bytes [start, stop) of the object; shorter where the object ends before `stop`.
+
+        Raises a `StorageError`: `NotFoundError`, `AccessError`, `EndpointError`, `ThrottledError`,
+        or `TransientError` for what may pass.
+        """
+        ...
+
+
+class Store(Protocol):
+    """The control plane: whole objects below one URL. Paths are relative, with `/`.
+
+    A store is cheap, holds no connection until its first call, and pickles as its URL and options.
+    Every failure is a `StorageError` that names the URL.
+    """
+
+    @property
+    def url(self) -> str:
+        """The URL that the paths are below, without a trailing slash and without credentials."""
+        ...
+
+    def child(self, path: str) -> Store:
+        """Return the store below `path`."""
+        ...
+
+    def get(self, path: str) -> bytes:
+        """Return the whole object. Raises `NotFoundError` where there is none."""
+        ...
+
+    def get_range(self, path: str, start: int, stop: int) -> bytes:
+        """Return bytes [start, stop)."""
+        ...
+
+    def get_tail(self, path: str, size: int) -> bytes:
+        """Return the last `size` bytes."""
+        ...
+
+    def head(self, path: str) -> ObjectInfo | None:
+        """Return the object's size and etag, or None where there is none."""
+        ...
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        """Yield every object below the folder `prefix`, recursively, in no promised order."""
+        ...
+
+    def put(self, path: str, data: Buffer) -> ObjectInfo:
+        """Write the object in one request where the store allows; it appears whole or not at all."""
+        ...
+
+    def create(self, path: str, data: Buffer) -> ObjectInfo:
+        """Write the object unless there is one: then raise `ObjectExistsError`."""
+        ...
+
+    def delete(self, paths: Iterable[str]) -> None:
+        """Delete the objects; those that are not there are passed over."""
+        ...
+
+    def reader(self) -> RangeReader:
+        """Return this process's data plane, started at the first call."""
+        ...

@@ -1,0 +1,63 @@
+"""S3 through s3fs, one request for each question. s3fs itself asks HEAD or LIST first in many places."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from botocore.exceptions import ClientError
+
+from streamloader.storage.calls import Page, PlainCalls, etag_of, owned
+from streamloader.storage.failures import facts_of
+from streamloader.storage.protocol import Buffer, ObjectInfo
+
+# s3fs sends one PUT for less than two parts: here below 1 GiB (S3 takes 5 GiB, but a failed PUT starts anew)
+PART_BYTES = 512 << 20
+KEYS_PER_DELETE = 1000  # S3's limit
+
+
+class S3Calls(PlainCalls):
+    """An `s3fs.S3FileSystem`."""
+
+    def get(self, path: str) -> bytes:
+        return self._ranged(path, 0, None)  # without a start s3fs asks for the size first
+
+    def info(self, path: str) -> ObjectInfo | None:
+        bucket, key = self._split(path)
+        try:
+            found = self.fs.call_s3("head_object", Bucket=bucket, Key=key)
+        except OSError as error:
+            if facts_of(error).status != 404:
+                raise
+            return None
+        return ObjectInfo(path, found["ContentLength"], etag_of(found))
+
+    def list_page(self, folder: str, token: str) -> Page:
+        bucket, key = self._split(folder)
+        prefix = f"{key}/" if key else ""
+        more = {"ContinuationToken": token} if token else {}
+        answer = self.fs.call_s3("list_objects_v2", Bucket=bucket, Prefix=prefix, **more)
+        objects = [
+            ObjectInfo(f"{bucket}/{entry['Key']}", entry["Size"], etag_of(entry))
+            for entry in answer.get("Contents", ())
+            if not entry["Key"].endswith("/")  # consoles mark folders so
+        ]
+        return Page(objects, answer.get("NextContinuationToken", "") if answer.get("IsTruncated") else "")
+
+    def put(self, path: str, data: Buffer) -> str:
+        return etag_of(self.fs.pipe_file(path, owned(data), chunksize=PART_BYTES))
+
+    def create(self, path: str, data: Buffer) -> str:
+        return etag_of(self.fs.pipe_file(path, owned(data), chunksize=PART_BYTES, mode="create"))
+
+    def delete(self, paths: Sequence[str]) -> None:
+        for first in range(0, len(paths), KEYS_PER_DELETE):
+            split = [self._split(path) for path in paths[first : first + KEYS_PER_DELETE]]
+            keys = {"Objects": [{"Key": key} for _, key in split], "Quiet": True}
+            answer = self.fs.call_s3("delete_objects", Bucket=split[0][0], Delete=keys)
+            for problem in answer.get("Errors", ()):
+                if problem.get("Code") != "NoSuchKey":
+                    raise ClientError({"Error": problem}, "DeleteObjects")
+
+    def _split(self, path: str) -> tuple[str, str]:
+        bucket, key, _ = self.fs.split_path(path)
+        return bucket, key
