@@ -1,0 +1,1 @@
+"""The format: what a dataset is, and how its bytes become samples."""

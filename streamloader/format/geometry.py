@@ -1,0 +1,172 @@
+"""How a dataset is cut: chunk, block, shard and the pinned order, from sizes alone. Pure.
+
+Every size is a power of two, so chunk divides block divides shard by construction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from math import log2
+from typing import Any
+
+from streamloader.errors import FieldError
+from streamloader.format.manifest import MAX_CHUNK_BYTES, Field, FieldLayout, OrderPin, layout_from_json, layout_json
+from streamloader.options import MIB, Layout
+
+RESIDENT_ITEM = 1024  # bytes a sample: larger ones are worth a request of their own
+RESIDENT_TOTAL = 256 * 10**6  # bytes, decoded: what every reader may hold for the small fields
+RESIDENT_CHUNK = MIB
+RESIDENT_SHARD = 64 * MIB
+MAX_CHUNKS = 1 << 16  # of a shard: its index stays below 1 MiB
+MAX_LANES = 64
+BLOCKS = 64  # a small dataset is cut in at least so many blocks, so that the block permutation mixes it
+EXPANSION = 4  # a shard decodes to at most so many times `shard_size`: writers and readers hold it in memory
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """How a dataset is being written. `order` and `resident` are settled when the number of samples is known.
+
+    `layouts` of resident fields say that the field is small enough; `settle` gives them their own geometry.
+    """
+
+    samples_per_shard: int
+    order: OrderPin
+    layouts: Mapping[str, FieldLayout]
+    options: Layout = field(default_factory=Layout)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain JSON values, from which `from_json` makes an equal geometry."""
+        options = {name: getattr(self.options, name) for name in self.options.__dataclass_fields__}
+        return {
+            "samples_per_shard": self.samples_per_shard,
+            "order": {"block": self.order.block, "lanes": self.order.lanes, "window": self.order.window},
+            "layouts": {name: layout_json(layout) for name, layout in sorted(self.layouts.items())},
+            "options": options,
+        }
+
+    @classmethod
+    def from_json(cls, raw: Mapping[str, Any]) -> Geometry:
+        """Return the geometry that `to_json` wrote. Raises KeyError, TypeError or ValueError for anything else."""
+        return cls(
+            samples_per_shard=int(raw["samples_per_shard"]),
+            order=OrderPin(**raw["order"]),
+            layouts={name: layout_from_json(layout) for name, layout in raw["layouts"].items()},
+            options=Layout(**raw["options"]),
+        )
+
+
+def choose_layouts(
+    fields: Mapping[str, Field],
+    sizes: Mapping[str, float],
+    codecs: Mapping[str, str],
+    num_samples: int | None,
+    options: Layout,
+) -> Geometry:
+    """Return the geometry of a dataset. `sizes` are mean stored bytes a sample; `num_samples` None is unknown.
+
+    The largest bulk field sets the shard (about `shard_size` stored), all bulk fields together the block (about
+    `block_size` stored), each field its chunk (about `chunk_size`, decoded where the shape is fixed). A sample
+    larger than every target gives chunk = block = 1. Raises `FieldError` for a sample of 2 GiB or more.
+    """
+    for name, one in fields.items():
+        if one.fixed and one.item_bytes > MAX_CHUNK_BYTES:
+            raise FieldError(f"a sample of field {name!r} has {one.item_bytes} bytes", "the format holds up to 2 GiB")
+    small = resident_fields(fields, num_samples)
+    bulk = {name: max(sizes[name], 1.0) for name in fields if name not in small}
+    decoded = [fields[name].item_bytes / EXPANSION for name in bulk if fields[name].fixed]
+    # the small fields of a shard travel together, in one part
+    largest = max([1.0, *bulk.values(), *decoded, float(sum(fields[name].item_bytes for name in small))])
+    shard = nearest_power(options.shard_size / largest)
+    if options.samples_per_shard is not None:
+        shard = next_power(options.samples_per_shard)
+    if num_samples is not None:
+        shard = min(shard, next_power(num_samples))
+    block = _block(sum(bulk.values()) if bulk else sum(sizes[name] for name in small), num_samples, shard, options)
+    layouts = {}
+    for name in sorted(fields):
+        unit = fields[name].item_bytes if fields[name].fixed else max(sizes[name], 1.0)
+        chunk = max(nearest_power(options.chunk_size / unit), shard // MAX_CHUNKS)
+        # before the number of samples is known, a block of a small dataset must not be assumed
+        chunk = min(chunk, block if num_samples is not None else shard)
+        layouts[name] = FieldLayout(fields[name], chunk, shard, codecs[name], resident=name in small)
+    block = max([block, *(layout.chunk for name, layout in layouts.items() if name not in small)])
+    return Geometry(shard, order_pin(num_samples, block), layouts, options)
+
+
+def settle(geometry: Geometry, num_samples: int, stored: Mapping[str, int]) -> Geometry:
+    """Return the final geometry of a dataset of `num_samples`; `stored` are the encoded bytes of its bulk fields.
+
+    Bulk fields keep their layout, since they are written. Small fields become resident, smallest first, as
+    long as all of them fit; the others become bulk, with the shards of the bulk fields. The block is computed
+    again from what was really stored.
+    """
+    fields = {name: layout.field for name, layout in geometry.layouts.items()}
+    small = {name: fields[name] for name, layout in geometry.layouts.items() if layout.resident}
+    resident = resident_fields(small, num_samples)
+    bulk = {name: layout for name, layout in geometry.layouts.items() if name not in resident}
+    samples = max(num_samples, 1)
+    sizes = {name: max(stored.get(name, 0) / samples, 1.0) for name in bulk if name not in small}
+    sizes |= {name: float(fields[name].item_bytes) for name in small}
+    mean = sum(sizes[name] for name in (bulk or small))
+    block = _block(mean, num_samples, geometry.samples_per_shard, geometry.options)
+    # only what is not written yet may still follow the block
+    bulk |= {
+        name: replace(bulk[name], chunk=min(bulk[name].chunk, block), resident=False) for name in bulk if name in small
+    }
+    block = max([block, *(layout.chunk for layout in bulk.values())])
+    layouts = bulk | {name: _resident_layout(geometry.layouts[name], num_samples) for name in resident}
+    layouts = {name: layouts[name] for name in sorted(layouts)}
+    return Geometry(geometry.samples_per_shard, order_pin(num_samples, block), layouts, geometry.options)
+
+
+def resident_fields(fields: Mapping[str, Field], num_samples: int | None) -> tuple[str, ...]:
+    """Return the names of the small fields: fixed shape, at most 1 KiB, smallest first, together at most 256 MB."""
+    small = [
+        (field.item_bytes, name) for name, field in fields.items() if field.fixed and field.item_bytes <= RESIDENT_ITEM
+    ]
+    total, names = 0, []
+    for size, name in sorted(small):
+        total += size * (num_samples or 0)
+        if total > RESIDENT_TOTAL:
+            break
+        names.append(name)
+    return tuple(names)
+
+
+def order_pin(num_samples: int | None, block: int) -> OrderPin:
+    """Return rule 1 of the order contract: L = largest power of two <= min(64, max(1, blocks / 8)), W = 4 B."""
+    lanes = MAX_LANES
+    if num_samples is not None:
+        blocks = -(-num_samples // block)
+        lanes = previous_power(min(MAX_LANES, max(1, blocks // 8)))
+    return OrderPin(block, lanes, 4 * block)
+
+
+def nearest_power(value: float) -> int:
+    """Return the power of two nearest to `value` on a logarithmic scale, at least 1."""
+    return 1 << round(log2(value)) if value > 1 else 1
+
+
+def next_power(value: int) -> int:
+    """Return the least power of two >= `value`, at least 1."""
+    return 1 << max(value - 1, 0).bit_length()
+
+
+def previous_power(value: int) -> int:
+    """Return the largest power of two <= `value` >= 1."""
+    return 1 << (value.bit_length() - 1)
+
+
+def _block(mean: float, num_samples: int | None, shard: int, options: Layout) -> int:
+    block = min(nearest_power(options.block_size / max(mean, 1.0)), shard)
+    if num_samples is not None:
+        block = min(block, max(1, next_power(num_samples) // BLOCKS))
+    return block
+
+
+def _resident_layout(layout: FieldLayout, num_samples: int) -> FieldLayout:
+    most = next_power(num_samples)
+    shard = min(nearest_power(RESIDENT_SHARD / layout.field.item_bytes), most)
+    return replace(layout, chunk=min(nearest_power(RESIDENT_CHUNK / layout.field.item_bytes), shard), shard=shard)

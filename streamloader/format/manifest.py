@@ -1,0 +1,290 @@
+"""What a dataset is, as frozen values: fields, their layout, the pinned order; and their JSON form.
+
+The manifest is the group attribute `streamloader` of the root `zarr.json`; `formats/streamloader/v1/SPEC.md`
+says what each key means.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import Any, Literal
+
+import numpy as np
+
+from streamloader.errors import FieldError, FormatError, VersionError
+
+FORMAT = "streamloader"
+VERSION = 1
+KNOWN_REQUIREMENTS: frozenset[str] = frozenset()
+
+Kind = Literal["tensor", "bytes", "text", "ragged"]
+CODECS = ("none", "lz4", "zstd")
+INTS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
+DTYPES = ("bool", *INTS, "float16", "float32", "float64")
+MAX_SAMPLES = 1 << 62
+MAX_CHUNK_BYTES = 2**31 - 64  # blosc's own bound is 2^31 - 17; lengths of items and table entries are u32
+MAX_CHUNKS = 1 << 20  # of a shard: its index has 16 MiB then
+NAME = re.compile(r"[a-z][a-z0-9_]*\Z")
+_OF = r"(?P<kind>bytes|text|ragged)(?::(?P<of>[a-z0-9+.-]+))?"
+_SPEC = re.compile(rf"(?:{_OF}|(?P<dtype>[a-z0-9]+))(?:\[(?P<shape>[0-9, ]*)\])?\Z")
+_ENCODING = re.compile(r"[a-z0-9+.-]*\Z")
+_SHA256 = re.compile(r"[0-9a-f]{64}\Z")
+
+
+@dataclass(frozen=True)
+class Field:
+    """One field of a sample.
+
+    `kind` "tensor" has a `dtype` and a fixed `shape` a sample; "ragged" a `dtype` and the fixed inner
+    `shape` behind its variable first dimension; "bytes" an optional `encoding` (jpeg, png, flac, ...).
+    """
+
+    kind: Kind
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+    encoding: str = ""
+
+    def __post_init__(self) -> None:
+        if self.kind in ("tensor", "ragged"):
+            if self.dtype not in DTYPES:
+                raise FieldError(f"dtype {self.dtype!r} of a {self.kind} field", f"choose one of {', '.join(DTYPES)}")
+            if any(n < 1 for n in self.shape):
+                raise FieldError(f"shape {self.shape} has an empty axis", "give every axis at least 1")
+        elif self.kind not in ("bytes", "text"):
+            raise FieldError(f"field kind {self.kind!r}", "choose tensor, bytes, text or ragged")
+        elif self.dtype or self.shape:
+            raise FieldError(f"a {self.kind} field with dtype or shape", "only tensor and ragged fields have them")
+        if not _ENCODING.match(self.encoding) or (self.encoding and self.kind not in ("bytes", "text")):
+            raise FieldError(f"encoding {self.encoding!r} of a {self.kind} field", "name it like bytes:jpeg")
+
+    @classmethod
+    def parse(cls, spec: str | Field) -> Field:
+        """Return the field that `int64`, `float32[64]`, `bytes`, `bytes:jpeg`, `text` or `ragged:int32[2]` names."""
+        if isinstance(spec, Field):
+            return spec
+        found = _SPEC.match(spec)
+        if found is None:
+            examples = "int64, float32[3,224,224], bytes:jpeg, text or ragged:int32"
+            raise FieldError(f"{spec!r} names no field", f"write it like {examples}")
+        shape = tuple(int(n) for n in (found["shape"] or "").replace(" ", "").split(",") if n)
+        if found["kind"] == "ragged":
+            return cls("ragged", found["of"] or "", shape)
+        if found["kind"]:
+            return cls("bytes" if found["kind"] == "bytes" else "text", shape=shape, encoding=found["of"] or "")
+        return cls("tensor", found["dtype"], shape)
+
+    def __str__(self) -> str:
+        shape = f"[{','.join(map(str, self.shape))}]" if self.shape else ""
+        if self.kind == "tensor":
+            return f"{self.dtype}{shape}"
+        of = self.dtype if self.kind == "ragged" else self.encoding
+        return f"{self.kind}{':' + of if of else ''}{shape}"
+
+    @property
+    def fixed(self) -> bool:
+        """Whether every sample has the same number of bytes."""
+        return self.kind == "tensor"
+
+    @property
+    def item_bytes(self) -> int:
+        """Bytes of one sample of a tensor field, or of one row of a ragged one; 1 for bytes and text."""
+        if self.kind in ("bytes", "text"):
+            return 1
+        return np.dtype(self.dtype).itemsize * prod(self.shape)
+
+
+@dataclass(frozen=True)
+class FieldLayout:
+    """How one field is stored. `chunk` and `shard` in samples; `nbytes` decoded and `stored` encoded, in bytes.
+
+    `codec` is "none", "lz4" (blosc) or "zstd". A `resident` field is held in memory by readers; its geometry
+    is its own, where that of the others is aligned: chunk divides block divides shard.
+    """
+
+    field: Field
+    chunk: int
+    shard: int
+    codec: str
+    resident: bool
+    nbytes: int = 0
+    stored: int = 0
+
+    def num_shards(self, num_samples: int) -> int:
+        """Return the number of shard objects."""
+        return -(-num_samples // self.shard)
+
+    @property
+    def chunks_per_shard(self) -> int:
+        """The inner chunks of every shard, also of the last, shorter one."""
+        return self.shard // self.chunk
+
+    def shard_key(self, name: str, shard: int) -> str:
+        """Return the path of a shard object below the dataset (Zarr's default chunk key encoding)."""
+        return "/".join([name, "c", str(shard), *("0" for _ in (self.field.shape if self.field.fixed else ()))])
+
+
+@dataclass(frozen=True)
+class OrderPin:
+    """The order parameters that the manifest pins, in samples (rule 1 of the order contract)."""
+
+    block: int
+    lanes: int
+    window: int
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """One dataset. `tables` has the SHA-256 of each field's chunk table, by field name."""
+
+    num_samples: int
+    samples_per_shard: int
+    fields: Mapping[str, FieldLayout]
+    order: OrderPin
+    tables: Mapping[str, str] = field(default_factory=dict)
+    provenance: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the canonical JSON of version, num_samples, order, fields and each table's SHA-256."""
+        identity = {
+            "version": VERSION,
+            "num_samples": self.num_samples,
+            "order": _order_json(self.order),
+            "fields": {name: layout_json(layout) for name, layout in self.fields.items()},
+            "tables": dict(self.tables),
+        }
+        return hashlib.sha256(canonical_json(identity)).hexdigest()
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the manifest as it stands in the group attribute."""
+        return {
+            "format": FORMAT,
+            "version": VERSION,
+            "requires": [],
+            "num_samples": self.num_samples,
+            "samples_per_shard": self.samples_per_shard,
+            "order": _order_json(self.order),
+            "fields": {name: layout_json(layout) for name, layout in self.fields.items()},
+            "tables": dict(self.tables),
+            "digest": self.digest,
+            "provenance": dict(self.provenance),
+        }
+
+    def with_tables(self, tables: Mapping[str, str], fields: Mapping[str, FieldLayout]) -> Manifest:
+        """Return the manifest with final table hashes and layouts."""
+        return replace(self, tables=dict(tables), fields=dict(fields))
+
+
+def canonical_json(value: Any) -> bytes:
+    """Return RFC 8785 JSON of a value without floats: our keys are ASCII, so code point order is its order."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
+
+
+def check_name(name: str) -> None:
+    """Raise `FieldError` unless `name` can name a field."""
+    if not NAME.match(name):
+        raise FieldError(f"field name {name!r}", "start with a-z and go on with a-z, 0-9 and _")
+
+
+def check_version(attributes: Mapping[str, Any], url: str) -> None:
+    """Raise `VersionError` for a later version, or for a requirement that this version does not know."""
+    version, requires = attributes.get("version"), attributes.get("requires", [])
+    if type(version) is not int or version < 1 or not isinstance(requires, list):
+        problem = f"{url} has format version {version!r}, requires {requires!r}"
+        raise FormatError(problem, "its manifest is damaged: convert it again")
+    if version > VERSION:
+        problem = f"{url} has format version {version}, this streamloader reads up to {VERSION}"
+        raise VersionError(problem, "upgrade streamloader")
+    unknown = sorted({str(one) for one in requires} - KNOWN_REQUIREMENTS)
+    if unknown:
+        problem = f"{url} requires {', '.join(unknown)}, which this streamloader does not know"
+        raise VersionError(problem, "upgrade streamloader")
+
+
+def manifest_from_json(attributes: Mapping[str, Any], url: str) -> Manifest:
+    """Return the manifest of one dataset. Raises `VersionError` or `FormatError`, which name `url`."""
+    check_version(attributes, url)
+    try:
+        order = attributes["order"]
+        manifest = Manifest(
+            num_samples=_natural(attributes["num_samples"]),
+            samples_per_shard=_natural(attributes["samples_per_shard"], 1),
+            fields={name: layout_from_json(raw) for name, raw in attributes["fields"].items()},
+            order=OrderPin(_natural(order["block"], 1), _natural(order["lanes"], 1), _natural(order["window"], 1)),
+            tables=dict(attributes["tables"]),
+            provenance=dict(attributes.get("provenance", {})),
+        )
+        stated = attributes["digest"]
+        _check(manifest)
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        problem = f"the manifest of {url} is damaged ({type(error).__name__}: {error})"
+        raise FormatError(problem, "convert it again") from error
+    if stated != manifest.digest:
+        problem = f"the manifest of {url} says digest {stated}, its content gives {manifest.digest}"
+        raise FormatError(problem, "it was edited: convert it again")
+    return manifest
+
+
+def _check(manifest: Manifest) -> None:
+    """Raise ValueError for what no writer of ours writes, so that nothing later allocates or computes by it."""
+    if set(manifest.tables) != set(manifest.fields):
+        raise ValueError(f"fields {sorted(manifest.fields)} have tables {sorted(manifest.tables)}")
+    if manifest.num_samples > MAX_SAMPLES:
+        raise ValueError(f"{manifest.num_samples} samples")
+    for name, layout in manifest.fields.items():
+        check_name(name)
+        if not _SHA256.match(manifest.tables[name]):
+            raise ValueError(f"table hash {manifest.tables[name]!r} of {name}")
+        size = layout.field.item_bytes if layout.field.fixed else 4
+        if layout.chunk * size > MAX_CHUNK_BYTES or layout.chunks_per_shard > MAX_CHUNKS:
+            raise ValueError(f"chunk {layout.chunk} and shard {layout.shard} of {name} are too large")
+        if layout.field.fixed and layout.nbytes != manifest.num_samples * size:
+            raise ValueError(f"{manifest.num_samples} samples of {name} have {layout.nbytes} bytes")
+        if not layout.resident and layout.shard != manifest.samples_per_shard:
+            raise ValueError(f"shard {layout.shard} of {name} where the dataset has {manifest.samples_per_shard}")
+
+
+def _natural(value: Any, least: int = 0) -> int:
+    if type(value) is not int or value < least:
+        raise ValueError(f"{value!r} where a whole number of at least {least} belongs")
+    return value
+
+
+def _order_json(order: OrderPin) -> dict[str, int]:
+    return {"version": 1, "block": order.block, "lanes": order.lanes, "window": order.window}
+
+
+def layout_json(layout: FieldLayout) -> dict[str, Any]:
+    """Return a field's layout as it stands in the manifest."""
+    out: dict[str, Any] = {"kind": layout.field.kind}
+    if layout.field.dtype:
+        out["dtype"] = layout.field.dtype
+        out["shape"] = list(layout.field.shape)
+    if layout.field.encoding:
+        out["encoding"] = layout.field.encoding
+    out |= {"chunk": layout.chunk, "shard": layout.shard, "codec": layout.codec, "resident": layout.resident}
+    return out | {"nbytes": layout.nbytes, "stored": layout.stored}
+
+
+def layout_from_json(raw: Mapping[str, Any]) -> FieldLayout:
+    """Return the layout that `layout_json` wrote. Raises KeyError, TypeError or ValueError for anything else."""
+    shape = tuple(_natural(n, 1) for n in raw.get("shape", ()))
+    layout = FieldLayout(
+        field=Field(raw["kind"], raw.get("dtype", ""), shape, raw.get("encoding", "")),
+        chunk=_natural(raw["chunk"], 1),
+        shard=_natural(raw["shard"], 1),
+        codec=raw["codec"],
+        resident=raw["resident"],
+        nbytes=_natural(raw["nbytes"]),
+        stored=_natural(raw["stored"]),
+    )
+    if layout.shard % layout.chunk:
+        raise ValueError(f"chunk {layout.chunk} does not divide shard {layout.shard}")
+    if layout.codec not in CODECS or type(layout.resident) is not bool:
+        raise ValueError(f"codec {layout.codec!r}, resident {layout.resident!r}")
+    return layout

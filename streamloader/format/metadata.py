@@ -1,0 +1,136 @@
+"""The `zarr.json` documents of a dataset, as bytes. Pure, and the same for the same manifest."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from streamloader.format.codecs import BLOSC_LEVEL, ZSTD_LEVEL
+from streamloader.format.manifest import FORMAT, VERSION, FieldLayout, Manifest
+from streamloader.format.table import rows_per_page, table_path
+
+Document = dict[str, Any]
+TABLES = "_streamloader/chunks"
+
+
+def dataset_documents(manifest: Manifest) -> dict[str, Document]:
+    """Return the documents of a dataset by path of their node; "" is the root, with all others consolidated."""
+    nodes: dict[str, Document] = {}
+    for name, layout in manifest.fields.items():
+        nodes[name] = field_document(name, layout, manifest.num_samples)
+        nodes[table_path(name)] = table_document(layout, manifest.num_samples)
+    nodes["_streamloader"] = group_document({})
+    nodes[TABLES] = group_document({})
+    return {"": group_document({FORMAT: manifest.to_json()}, nodes), **nodes}
+
+
+def split_documents(manifests: Mapping[str, Manifest]) -> Document:
+    """Return the root document that lists the splits, each a dataset in the child group of that name."""
+    nodes: dict[str, Document] = {}
+    for split, manifest in manifests.items():
+        for path, document in dataset_documents(manifest).items():
+            node = {key: value for key, value in document.items() if key != "consolidated_metadata"}
+            nodes[f"{split}/{path}" if path else split] = node
+    listed = {
+        split: {"num_samples": manifest.num_samples, "digest": manifest.digest} for split, manifest in manifests.items()
+    }
+    attributes = {"format": FORMAT, "version": VERSION, "requires": [], "splits": listed}
+    return group_document({FORMAT: attributes}, nodes)
+
+
+def to_bytes(document: Document) -> bytes:
+    """Return a document as it is stored: keys sorted, so that the same dataset gives the same bytes."""
+    return json.dumps(document, sort_keys=True, indent=1, allow_nan=False).encode()
+
+
+def group_document(attributes: Mapping[str, Any], nodes: Mapping[str, Document] | None = None) -> Document:
+    """Return a group's document, with `nodes` as inline consolidated metadata."""
+    document: Document = {"zarr_format": 3, "node_type": "group", "attributes": dict(attributes)}
+    if nodes is not None:
+        consolidated = {"kind": "inline", "must_understand": False, "metadata": dict(sorted(nodes.items()))}
+        document["consolidated_metadata"] = consolidated
+    return document
+
+
+def field_document(name: str, layout: FieldLayout, num_samples: int) -> Document:
+    """Return the document of a field's array: `sharding_indexed`, the index at the end, one axis of samples."""
+    field = layout.field
+    inner = list(field.shape) if field.fixed else []
+    data_type, fill = _data_type(layout)
+    sharding = {
+        "chunk_shape": [layout.chunk, *inner],
+        "codecs": [_array_codec(layout), *_compressor(layout), {"name": "crc32c"}],
+        "index_codecs": [_bytes_codec(8), {"name": "crc32c"}],
+        "index_location": "end",
+    }
+    document = _array_document([num_samples, *inner], [layout.shard, *inner], data_type, fill)
+    document["codecs"] = [{"name": "sharding_indexed", "configuration": sharding}]
+    document["dimension_names"] = ["sample", *(f"{name}_{axis}" for axis in range(len(inner)))]
+    if not field.fixed:
+        said: Document = {"kind": field.kind}
+        if field.encoding:
+            said["encoding"] = field.encoding
+        if field.kind == "ragged":
+            said |= {"dtype": field.dtype, "shape": list(field.shape)}
+        document["attributes"] = {FORMAT: said}
+    return document
+
+
+def table_document(layout: FieldLayout, num_samples: int) -> Document:
+    """Return the document of a field's chunk table: u4 (shards, chunks, 2) in pages along the shards."""
+    shape = [layout.num_shards(num_samples), layout.chunks_per_shard, 2]
+    document = _array_document(shape, [rows_per_page(layout, num_samples), *shape[1:]], "uint32", 0)
+    document["codecs"] = [_bytes_codec(4), {"name": "crc32c"}]
+    document["dimension_names"] = ["shard", "chunk", "entry"]
+    return document
+
+
+def _array_document(shape: list[int], chunk: list[int], data_type: str, fill: Any) -> Document:
+    return {
+        "zarr_format": 3,
+        "node_type": "array",
+        "attributes": {},
+        "shape": shape,
+        "data_type": data_type,
+        "fill_value": fill,
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": chunk}},
+        "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
+        "storage_transformers": [],
+    }
+
+
+def _data_type(layout: FieldLayout) -> tuple[str, Any]:
+    kind, dtype = layout.field.kind, layout.field.dtype
+    if kind == "text":
+        return "string", ""
+    if kind != "tensor":
+        return "variable_length_bytes", ""
+    if dtype == "bool":
+        return dtype, False
+    return dtype, 0.0 if dtype.startswith("float") else 0
+
+
+def _array_codec(layout: FieldLayout) -> Document:
+    if layout.field.kind == "tensor":
+        return _bytes_codec(np.dtype(layout.field.dtype).itemsize)
+    return {"name": "vlen-utf8" if layout.field.kind == "text" else "vlen-bytes", "configuration": {}}
+
+
+def _bytes_codec(itemsize: int) -> Document:
+    if itemsize == 1:
+        return {"name": "bytes"}
+    return {"name": "bytes", "configuration": {"endian": "little"}}
+
+
+def _compressor(layout: FieldLayout) -> list[Document]:
+    if layout.codec == "none":
+        return []
+    if layout.codec == "zstd":
+        return [{"name": "zstd", "configuration": {"level": ZSTD_LEVEL, "checksum": False}}]
+    typesize = np.dtype(layout.field.dtype).itemsize if layout.field.fixed else 1
+    shuffle = "shuffle" if typesize > 1 else "noshuffle"
+    blosc = {"cname": "lz4", "clevel": BLOSC_LEVEL, "shuffle": shuffle, "typesize": typesize, "blocksize": 0}
+    return [{"name": "blosc", "configuration": blosc}]

@@ -1,0 +1,123 @@
+"""From a URL's root document to a manifest: one request, and a clear error for everything that can be there."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from streamloader.errors import FieldError, FormatError, IncompleteError, NotADatasetError, NotFoundError
+from streamloader.format.manifest import FORMAT, NAME, Manifest, check_version, manifest_from_json
+from streamloader.storage.protocol import Store
+
+ROOT = "zarr.json"
+JOB = "_streamloader/job.json"
+RECEIPTS = "_streamloader/receipts"
+MAX_ROOT = 64 << 20  # bytes of a root document
+
+
+@dataclass(frozen=True)
+class Opened:
+    """An opened dataset: its manifest, the store below which its objects lie, and the names of the root's splits."""
+
+    manifest: Manifest
+    store: Store
+    splits: tuple[str, ...]
+
+
+def open_manifest(store: Store, split: str | None = None) -> tuple[Manifest, Store]:
+    """Return the manifest of the dataset, or of its split, and the store below which its objects lie."""
+    opened = open_root(store, split)
+    return opened.manifest, opened.store
+
+
+def open_root(store: Store, split: str | None = None) -> Opened:
+    """Open a dataset, or one split of it, by one request.
+
+    Raises `NotADatasetError`, `IncompleteError`, `VersionError`, `FormatError`; `FieldError` where the split is
+    not one of the root's, or where there are splits and none is asked for.
+    """
+    document = read_root(store)
+    attributes = _streamloader(document, store.url)
+    check_version(attributes, store.url)
+    listed = attributes.get("splits")
+    if listed is None:
+        if split is not None:
+            raise FieldError(f"{store.url} has no splits, asked for {split!r}", "leave split out")
+        return Opened(manifest_from_json(attributes, store.url), store, ())
+    if not isinstance(listed, Mapping) or not all(NAME.match(name) for name in listed):
+        raise FormatError(f"the splits of {store.url} are damaged", "convert it again")
+    names = tuple(listed)
+    if split is None or split not in listed:
+        asked = "none was asked for" if split is None else f"{split!r} is not one of them"
+        raise FieldError(f"{store.url} has the splits {', '.join(names)}; {asked}", f"open it with split={names[0]!r}")
+    child = store.child(split)
+    try:
+        node = document["consolidated_metadata"]["metadata"][split]
+        stated = listed[split]["digest"]
+    except (KeyError, TypeError) as error:
+        raise FormatError(f"the root of {store.url} does not hold its split {split!r}", "convert it again") from error
+    manifest = manifest_from_json(_streamloader(node, child.url), child.url)
+    if manifest.digest != stated:
+        problem = f"{store.url} says split {split!r} has digest {stated}, its manifest gives {manifest.digest}"
+        raise FormatError(problem, "convert it again")
+    return Opened(manifest, child, names)
+
+
+def read_root(store: Store) -> dict[str, Any]:
+    """Return the root document. Raises `NotADatasetError`, `IncompleteError` or `FormatError`."""
+    try:
+        data = store.get(ROOT)
+    except NotFoundError as error:
+        raise _absent(store) from error
+    if len(data) > MAX_ROOT:
+        raise FormatError(f"{store.url}/{ROOT} has {len(data)} bytes, at most {MAX_ROOT} are read", "convert it again")
+    try:
+        document = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"{store.url}/{ROOT} is damaged ({error})", "copy or convert the dataset again") from error
+    if not isinstance(document, dict):
+        raise FormatError(f"{store.url}/{ROOT} is damaged (not an object)", "copy or convert the dataset again")
+    return document
+
+
+def read_job(store: Store) -> dict[str, Any] | None:
+    """Return the job of an unfinished conversion, or None where there is none. Raises `FormatError`."""
+    try:
+        job = json.loads(store.get(JOB))
+    except NotFoundError:
+        return None
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"{store.url}/{JOB} is damaged ({error})", "convert again with overwrite") from error
+    return job if isinstance(job, dict) else {}
+
+
+def _streamloader(document: Any, url: str) -> dict[str, Any]:
+    attributes = document.get("attributes") if isinstance(document, dict) else None
+    ours = attributes.get(FORMAT) if isinstance(attributes, dict) else None
+    if not isinstance(ours, dict):
+        remedy = "give the URL of a dataset that streamloader wrote"
+        raise NotADatasetError(f"{url} is Zarr or JSON, but not a streamloader dataset", remedy)
+    return ours
+
+
+def _absent(store: Store) -> NotADatasetError | IncompleteError:
+    """Say why there is no root document: nothing at all, a conversion in its middle, or something else."""
+    job = read_job(store)
+    if job is None:
+        remedy = "check the URL and the storage_options, or convert something to it"
+        return NotADatasetError(f"there is no dataset at {store.url} (no {ROOT})", remedy)
+    receipts = sum(1 for info in store.list() if _is_receipt(info.path))
+    total = job.get("shards")
+    done = f"{receipts} of {total} shards" if isinstance(total, int) else f"{receipts} shards"
+    if job.get("by") == "writer":
+        problem = f"writing of {store.url} was not closed: it has {done}"
+        return IncompleteError(problem, "write it again with overwrite=True; what is there cannot be resumed")
+    problem = f"the conversion of {store.url} is unfinished: it has {done}"
+    return IncompleteError(problem, "run the same convert command again, it goes on from there")
+
+
+def _is_receipt(path: str) -> bool:
+    folder, _, name = path.rpartition("/")
+    return (folder == RECEIPTS or folder.endswith("/" + RECEIPTS)) and name.endswith(".json")

@@ -1,0 +1,200 @@
+"""From samples to ranged requests, and from their bytes to samples."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import crc32c
+import numpy as np
+from numpy.typing import NDArray
+
+from streamloader.errors import CorruptError, FieldError, MissingObjectError, ModifiedError, NotFoundError
+from streamloader.format.codecs import CRC_BYTES, Items, decode_fixed, decode_items
+from streamloader.format.manifest import FieldLayout, Manifest
+from streamloader.format.opening import open_manifest
+from streamloader.format.shard import index_size, parse_index
+from streamloader.format.table import ChunkTable
+from streamloader.options import MIB
+from streamloader.storage.protocol import RangeReader, Store
+
+__all__ = ["FieldReader", "Run", "field_reader", "open_manifest"]
+
+MAX_REQUEST = 16 * MIB  # one request of a cloud store moves 50-90 MB/s: larger ones only add latency
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """Whole, neighbouring chunks of one shard: one ranged request of bytes [start, stop) of the object `path`.
+
+    `chunk` is the first of them within the shard, `sizes` (bytes, with checksum) and `crcs` are per chunk.
+    `num_samples` counts those that exist: the dataset's last chunk may be partly padding.
+    """
+
+    path: str
+    start: int
+    stop: int
+    shard: int
+    chunk: int
+    sizes: NDArray[np.int64]
+    crcs: NDArray[np.uint32]
+    first_sample: int
+    num_samples: int
+
+
+def field_reader(store: Store, manifest: Manifest, name: str) -> FieldReader:
+    """Return a reader of one field of the dataset below `store`. Raises `FieldError` for an unknown field."""
+    layout = manifest.fields.get(name)
+    if layout is None:
+        raise FieldError(f"{store.url} has no field {name!r}", f"its fields are {', '.join(manifest.fields)}")
+    table = ChunkTable(store, name, layout, manifest.num_samples)
+    return FieldReader(store, name, layout, manifest.num_samples, table)
+
+
+class FieldReader:
+    """Plans and decodes one field; thread-safe. The requests themselves are the caller's."""
+
+    def __init__(self, store: Store, name: str, layout: FieldLayout, num_samples: int, table: ChunkTable) -> None:
+        self.name = name
+        self.layout = layout
+        self.num_samples = num_samples
+        self._store = store
+        self._table = table
+
+    def runs(self, start: int, stop: int, max_bytes: int = MAX_REQUEST) -> list[Run]:
+        """Return the requests that cover the samples [start, stop), in order.
+
+        They are cut at shard borders and so that none exceeds `max_bytes`, but never inside a chunk. Reads
+        pages of the chunk table and nothing else. Raises `MissingObjectError` for an absent chunk.
+        """
+        if not 0 <= start <= stop <= self.num_samples:
+            raise IndexError(f"samples [{start}, {stop}) of {self.num_samples}")
+        layout = self.layout
+        runs: list[Run] = []
+        for shard in range(start // layout.shard, -(-stop // layout.shard) if stop > start else 0):
+            base = shard * layout.shard
+            first = (max(start, base) - base) // layout.chunk
+            last = -(-(min(stop, base + layout.shard) - base) // layout.chunk)
+            offsets, crcs = self._table.shard(shard)
+            for low, high in _cuts(offsets, first, last, max_bytes):
+                runs.append(self._run(shard, low, high, offsets, crcs))
+        return runs
+
+    def fetch(self, reader: RangeReader, run: Run) -> memoryview:
+        """Return the run's bytes by one request without a retry. Raises `MissingObjectError` or `StorageError`."""
+        try:
+            return reader.read(run.path, run.start, run.stop)
+        except NotFoundError as error:
+            problem = f"{self._url(run)} is missing, which the manifest promises"
+            raise MissingObjectError(problem, "restore the object, or convert the dataset again") from error
+
+    def decode(
+        self, run: Run, data: memoryview, out: NDArray[Any] | None = None, first: int | None = None
+    ) -> list[Items] | None:
+        """Check length and checksum of every chunk of the run, and decode it.
+
+        Fixed shape: into `out`, C-contiguous (rows, *shape) of the field's dtype; its row 0 is sample `first`
+        (default: `run.first_sample`), and samples outside of it are dropped. Variable size: returns the items
+        of each chunk, without the padding of the last one. Raises `CorruptError` or `ModifiedError`, which
+        name the object, the chunk and its samples.
+        """
+        if len(data) != run.stop - run.start:
+            raise self._damage(run, 0, f"{len(data)} of {run.stop - run.start} bytes came")
+        items: list[Items] = []
+        first = run.first_sample if first is None else first
+        at = 0
+        for i, size in enumerate(run.sizes.tolist()):
+            body, at = self._verified(run, i, data[at : at + size]), at + size
+            sample = run.first_sample + i * self.layout.chunk
+            rows = min(self.layout.chunk, run.first_sample + run.num_samples - sample)
+            try:
+                if out is not None:
+                    self._decode_rows(body, out, sample - first, rows)
+                else:
+                    items.append(_trimmed(decode_items(self.layout, body), rows))
+            except CorruptError as error:
+                raise self._damage(run, i, error.problem) from error
+        return items if out is None else None
+
+    def _decode_rows(self, body: memoryview, out: NDArray[Any], row: int, rows: int) -> None:
+        low, high = max(row, 0), min(row + rows, len(out))
+        if low >= high:
+            return
+        if low == row:
+            decode_fixed(self.layout, body, out[low:high])
+            return
+        whole = np.empty((rows, *self.layout.field.shape), out.dtype)
+        decode_fixed(self.layout, body, whole)
+        np.copyto(out[low:high], whole[low - row : high - row])
+
+    def _verified(self, run: Run, i: int, data: memoryview) -> memoryview:
+        body = data[:-CRC_BYTES]
+        stored = int.from_bytes(data[-CRC_BYTES:], "little")
+        computed = crc32c.crc32c(body)
+        if computed != stored:
+            raise self._damage(run, i, f"its crc32c is {computed:08x}, stored is {stored:08x}")
+        if stored != run.crcs[i]:
+            raise self._modified(run, i, f"its crc32c is {stored:08x}, the manifest's table says {run.crcs[i]:08x}")
+        return body
+
+    def _damage(self, run: Run, i: int, detail: str) -> CorruptError | ModifiedError:
+        """Say what is wrong with a chunk, after asking the shard's own index whether the object is another one."""
+        layout = self.layout
+        expected = np.empty((len(run.sizes), 2), np.uint64)
+        expected[:, 1] = run.sizes
+        expected[:, 0] = run.start + np.cumsum(run.sizes) - run.sizes
+        try:
+            tail = self._store.get_tail(run.path, index_size(layout.chunks_per_shard))
+            index = parse_index(tail, layout.chunks_per_shard)
+        except (CorruptError, NotFoundError):
+            index = None  # truncated, or gone since
+        if index is not None and not np.array_equal(index[run.chunk : run.chunk + len(run.sizes)], expected):
+            return self._modified(run, i, "its index is intact, but not the one that the manifest was written for")
+        problem = f"{self._where(run, i)} is damaged: {detail}"
+        return CorruptError(problem, "restore the object, or convert the dataset again")
+
+    def _modified(self, run: Run, i: int, detail: str) -> ModifiedError:
+        problem = f"{self._where(run, i)}: the object was modified after the conversion: {detail}"
+        return ModifiedError(problem, "restore the object, or convert the dataset again")
+
+    def _where(self, run: Run, i: int) -> str:
+        sample = run.first_sample + i * self.layout.chunk
+        stop = min(sample + self.layout.chunk, self.num_samples)
+        return f"chunk {run.chunk + i} of {self._url(run)} (samples {sample} to {stop - 1})"
+
+    def _url(self, run: Run) -> str:
+        return f"{self._store.url}/{run.path}"
+
+    def _run(self, shard: int, low: int, high: int, offsets: NDArray[np.int64], crcs: NDArray[np.uint32]) -> Run:
+        layout = self.layout
+        sample = shard * layout.shard + low * layout.chunk
+        run = Run(
+            path=layout.shard_key(self.name, shard),
+            start=int(offsets[low]),
+            stop=int(offsets[high]),
+            shard=shard,
+            chunk=low,
+            sizes=np.diff(offsets[low : high + 1]),
+            crcs=crcs[low:high],
+            first_sample=sample,
+            num_samples=min((high - low) * layout.chunk, self.num_samples - sample),
+        )
+        short = np.flatnonzero(run.sizes < CRC_BYTES)
+        if len(short):
+            problem = f"{self._where(run, int(short[0]))} is absent in the chunk table"
+            raise MissingObjectError(problem, "convert the dataset again")
+        return run
+
+
+def _cuts(offsets: NDArray[np.int64], first: int, last: int, max_bytes: int) -> Iterator[tuple[int, int]]:
+    """Yield chunk ranges that cover [first, last), each as long as `max_bytes` allows, and at least one chunk."""
+    while first < last:
+        room = int(np.searchsorted(offsets, offsets[first] + max_bytes, side="right")) - 1
+        stop = min(max(room, first + 1), last)
+        yield first, stop
+        first = stop
+
+
+def _trimmed(items: Items, rows: int) -> Items:
+    return Items(items.buffer, items.starts[:rows], items.stops[:rows]) if rows < len(items) else items

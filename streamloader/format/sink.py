@@ -1,0 +1,260 @@
+"""What everything that writes a dataset shares: shards, then receipts, then the manifest last.
+
+A shard is written by `write_shard`, by anyone and as often as one likes: the same samples give the same
+bytes. `finish` gathers the small fields and publishes; until its last step nothing can be opened. A crash at
+any moment is healed by doing the missing shards and `finish` again.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import crc32c
+import numpy as np
+from numpy.typing import NDArray
+
+from streamloader.errors import DestinationError, FormatError, IncompleteError, MissingObjectError, NotFoundError
+from streamloader.format.codecs import Column
+from streamloader.format.geometry import Geometry, settle
+from streamloader.format.manifest import FORMAT, FieldLayout, Manifest
+from streamloader.format.metadata import dataset_documents, split_documents, to_bytes
+from streamloader.format.opening import JOB, RECEIPTS, ROOT, read_job
+from streamloader.format.receipts import (
+    FieldReceipt,
+    Receipt,
+    StoredObject,
+    check_receipts,
+    read_receipts,
+    receipt_path,
+)
+from streamloader.format.shard import EncodedShard, encode_shard
+from streamloader.format.table import encode_pages, rows_per_page, table_digest, table_path
+from streamloader.format.threads import run_all
+from streamloader.storage.protocol import Store
+
+__all__ = [
+    "FieldReceipt",
+    "Receipt",
+    "StoredObject",
+    "check_receipts",
+    "clean",
+    "erase",
+    "finish",
+    "prepare",
+    "read_receipts",
+    "write_job",
+    "write_shard",
+    "write_split_root",
+]
+
+PARTS = "_streamloader/parts"
+# every path that a dataset of ours, finished or not, with or without splits, can have
+_OURS = re.compile(r"([a-z][a-z0-9_]*/)?(_streamloader/.*|zarr\.json|[a-z][a-z0-9_]*/(zarr\.json|c/[0-9]+(/0)*))\Z")
+
+
+def prepare(store: Store, overwrite: bool = False) -> None:
+    """Make sure that nothing of a dataset is at the destination; `overwrite` removes what is.
+
+    Raises `DestinationError` for a dataset, finished or not, without `overwrite`, and for a Zarr that is not
+    ours in any case.
+    """
+    try:
+        document = json.loads(store.get(ROOT))
+    except NotFoundError:
+        document = None
+    except ValueError:
+        document = {}
+    if document is not None and FORMAT not in (document.get("attributes") or {}):
+        raise DestinationError(
+            f"{store.url} holds a Zarr that streamloader did not write", "choose another destination"
+        )
+    if not overwrite:
+        if document is not None:
+            raise DestinationError(f"{store.url} holds a dataset", "choose another destination, or overwrite it")
+        if read_job(store) is not None:
+            raise DestinationError(f"{store.url} holds an unfinished dataset", "finish it, or overwrite it")
+        return
+    erase(store)
+
+
+def erase(store: Store) -> None:
+    """Delete a dataset: its manifest first, so that no half of it opens, then all that has a name of ours."""
+    store.delete([ROOT])
+    store.delete([info.path for info in store.list() if _OURS.match(info.path)])
+
+
+def write_job(store: Store, job: Mapping[str, Any]) -> None:
+    """Write the job file of an unfinished dataset. `shards` is their total, where known; `by` "writer" cannot resume.
+
+    Raises `ObjectExistsError` where there is one.
+    """
+    store.create(JOB, json.dumps(dict(job), sort_keys=True, indent=1).encode())
+
+
+def write_shard(store: Store, geometry: Geometry, index: int, columns: Mapping[str, Column]) -> Receipt:
+    """Write one shard of all fields and then its receipt; `columns` are its samples, in order.
+
+    One object for each bulk field, and one part with the rows of all small fields, field after field in the
+    order of their names. Raises `FieldError` or `StorageError`.
+    """
+    num_samples = len(columns[next(iter(geometry.layouts))])
+    objects: dict[str, StoredObject] = {}
+    fields: dict[str, FieldReceipt] = {}
+    part: list[bytes] = []
+    for name, layout in sorted(geometry.layouts.items()):
+        column = columns[name]
+        if layout.resident:
+            part.append(np.asarray(column, _little(layout)).tobytes())
+            continue
+        encoded = encode_shard(layout, column)
+        path = layout.shard_key(name, index)
+        objects[path] = _put(store, path, encoded.data)
+        fields[name] = FieldReceipt(column_bytes(layout, column), len(encoded.data), encoded.entries)
+    if part:
+        path = f"{PARTS}/{index}"
+        objects[path] = _put(store, path, b"".join(part))
+    receipt = Receipt(index, num_samples, objects, fields)
+    store.put(receipt_path(index), receipt.to_json())
+    return receipt
+
+
+def column_bytes(layout: FieldLayout, column: Column) -> int:
+    """Return the decoded bytes of a column."""
+    if layout.field.fixed:
+        return len(column) * layout.field.item_bytes
+    return sum(len(item) for item in column)
+
+
+def finish(
+    store: Store,
+    geometry: Geometry,
+    receipts: Mapping[int, Receipt],
+    provenance: Mapping[str, Any],
+    threads: int,
+) -> Manifest:
+    """Gather the small fields, write tables, array documents and last the root; then remove parts and receipts.
+
+    Holds the resident fields (256 MB at most) and a part for each thread. Raises `IncompleteError` where a
+    shard is missing, `MissingObjectError` or `FormatError` where a part is not what was written.
+    """
+    num_samples = _count(store, geometry, receipts)
+    stored = {name: 0 for name, layout in geometry.layouts.items() if not layout.resident}
+    for receipt in receipts.values():
+        for name, one in receipt.fields.items():
+            stored[name] += one.stored
+    final = settle(geometry, num_samples, stored)
+    fields = {name: {shard: receipt.fields[name] for shard, receipt in receipts.items()} for name in stored}
+    fields |= _gather(store, geometry, final, receipts, threads)
+    tables: dict[str, str] = {}
+    layouts: dict[str, FieldLayout] = {}
+    for name, layout in final.layouts.items():
+        entries = np.zeros((layout.num_shards(num_samples), layout.chunks_per_shard, 2), np.uint32)
+        for shard, one in fields[name].items():
+            entries[shard] = one.entries
+        stored_pages = encode_pages(entries, rows_per_page(layout, num_samples))
+        pages = [(f"{table_path(name)}/c/{i}/0/0", page) for i, page in enumerate(stored_pages)]
+        run_all(lambda page: store.put(*page), pages, threads)
+        tables[name] = table_digest(entries)
+        sums = [(one.nbytes, one.stored) for one in fields[name].values()]
+        layouts[name] = replace(layout, nbytes=sum(n for n, _ in sums), stored=sum(s for _, s in sums))
+    manifest = Manifest(num_samples, final.samples_per_shard, layouts, final.order, tables, provenance)
+    documents = dataset_documents(manifest)
+    root = documents.pop("")
+    run_all(lambda path: store.put(f"{path}/{ROOT}", to_bytes(documents[path])), documents, threads)
+    store.put(ROOT, to_bytes(root))
+    clean(store)
+    return manifest
+
+
+def write_split_root(store: Store, manifests: Mapping[str, Manifest]) -> None:
+    """Publish the finished datasets of the child groups as splits; then remove the job file."""
+    store.put(ROOT, to_bytes(split_documents(manifests)))
+    clean(store)
+
+
+def clean(store: Store) -> None:
+    """Remove what only an unfinished dataset needs. Safe to repeat: a crash in it is healed by the next call."""
+    store.delete([info.path for folder in (PARTS, RECEIPTS) for info in store.list(folder)])
+    store.delete([JOB])
+
+
+def _put(store: Store, path: str, data: bytes) -> StoredObject:
+    info = store.put(path, data)
+    return StoredObject(len(data), info.etag, crc32c.crc32c(data))
+
+
+def _little(layout: FieldLayout) -> np.dtype[Any]:
+    return np.dtype(layout.field.dtype).newbyteorder("<")
+
+
+def _count(store: Store, geometry: Geometry, receipts: Mapping[int, Receipt]) -> int:
+    """Return the number of samples. All shards must be there, and only the last may be short."""
+    total = sum(receipt.num_samples for receipt in receipts.values())
+    expected = range(-(-total // geometry.samples_per_shard))
+    full = all(receipts[i].num_samples == geometry.samples_per_shard for i in expected[:-1] if i in receipts)
+    if sorted(receipts) != list(expected) or not full:
+        problem = f"{store.url} has the shards {sorted(receipts)[:20]} with {total} samples"
+        raise IncompleteError(f"{problem} in shards of {geometry.samples_per_shard}", "write the missing shards first")
+    return total
+
+
+def _gather(
+    store: Store, geometry: Geometry, final: Geometry, receipts: Mapping[int, Receipt], threads: int
+) -> dict[str, dict[int, FieldReceipt]]:
+    """Turn the parts into shards of the small fields; return their rows of the tables by field and shard."""
+    small = [name for name, layout in sorted(geometry.layouts.items()) if layout.resident]
+    num_samples = sum(receipt.num_samples for receipt in receipts.values())
+    out: dict[str, dict[int, FieldReceipt]] = {name: {} for name in small}
+    resident = {
+        name: np.empty((num_samples, *final.layouts[name].field.shape), _little(final.layouts[name]))
+        for name in small
+        if final.layouts[name].resident
+    }
+
+    def take(receipt: Receipt) -> None:
+        data = _part(store, receipt)
+        at, first = 0, receipt.shard * geometry.samples_per_shard
+        for name in small:
+            layout = final.layouts[name]
+            size = receipt.num_samples * layout.field.item_bytes
+            rows = np.frombuffer(data, _little(layout), size // _little(layout).itemsize, at)
+            rows = rows.reshape(-1, *layout.field.shape)
+            at += size
+            if name in resident:
+                resident[name][first : first + len(rows)] = rows
+            else:
+                out[name][receipt.shard] = _write(store, name, layout, receipt.shard, rows)
+
+    def write(task: tuple[str, int]) -> None:
+        name, shard = task
+        layout = final.layouts[name]
+        rows = resident[name][shard * layout.shard : (shard + 1) * layout.shard]
+        out[name][shard] = _write(store, name, layout, shard, rows)
+
+    if small:
+        run_all(take, receipts.values(), threads)
+        tasks = [(name, shard) for name in resident for shard in range(final.layouts[name].num_shards(num_samples))]
+        run_all(write, tasks, threads)
+    return out
+
+
+def _write(store: Store, name: str, layout: FieldLayout, shard: int, rows: NDArray[Any]) -> FieldReceipt:
+    encoded: EncodedShard = encode_shard(layout, rows)
+    store.put(layout.shard_key(name, shard), encoded.data)
+    return FieldReceipt(column_bytes(layout, rows), len(encoded.data), encoded.entries)
+
+
+def _part(store: Store, receipt: Receipt) -> bytes:
+    path = f"{PARTS}/{receipt.shard}"
+    try:
+        data = store.get(path)
+    except NotFoundError as error:
+        raise MissingObjectError(f"{store.url}/{path} is missing", "run the same conversion again") from error
+    written = receipt.objects[path]
+    if len(data) != written.size or crc32c.crc32c(data) != written.crc32c:
+        raise FormatError(f"{store.url}/{path} is not what was written", "run the same conversion again")
+    return data

@@ -1,0 +1,114 @@
+"""The chunk table of a field: what each inner chunk's stored size and checksum are, read page by page.
+
+`_streamloader/chunks/<field>` is a Zarr v3 array, u4 (shards, chunks, 2), in pages: regular chunks along the
+shards, codecs `bytes` and `crc32c`. A reader plans exact ranges from it, without one index request a shard.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator
+
+import crc32c
+import numpy as np
+from numpy.typing import NDArray
+
+from streamloader.errors import CorruptError, FormatError, MissingObjectError, NotFoundError
+from streamloader.format.codecs import CRC_BYTES
+from streamloader.format.manifest import FieldLayout
+from streamloader.storage.protocol import Store
+
+PAGE_BYTES = 1 << 20
+CACHE_BYTES = 64 << 20
+
+
+def table_path(name: str) -> str:
+    """Return the path of the table's array below the dataset."""
+    return f"_streamloader/chunks/{name}"
+
+
+def rows_per_page(layout: FieldLayout, num_samples: int) -> int:
+    """Return the shards of one page: 1 MiB at most, no more than the dataset has, and at least one."""
+    rows = max(1, PAGE_BYTES // (8 * layout.chunks_per_shard))
+    return max(1, min(rows, layout.num_shards(num_samples)))
+
+
+def encode_pages(entries: NDArray[np.uint32], rows: int) -> Iterator[bytes]:
+    """Yield the stored pages of `rows` shards each; `entries` is uint32 (shards, chunks, 2). 0 pads the last one."""
+    for start in range(0, len(entries), rows):
+        page = np.zeros((rows, *entries.shape[1:]), "<u4")
+        part = entries[start : start + rows]
+        page[: len(part)] = part
+        data = page.tobytes()
+        yield data + crc32c.crc32c(data).to_bytes(CRC_BYTES, "little")
+
+
+def table_digest(entries: NDArray[np.uint32]) -> str:
+    """Return the SHA-256 of the table's little-endian C-order bytes, without the padding of its last page."""
+    return hashlib.sha256(entries.astype("<u4").tobytes()).hexdigest()
+
+
+class ChunkTable:
+    """The table of one field, read lazily; thread-safe. Holds up to 64 MB of pages, the latest used."""
+
+    def __init__(self, store: Store, name: str, layout: FieldLayout, num_samples: int) -> None:
+        self._store = store
+        self._name = name
+        self._chunks = layout.chunks_per_shard
+        self._shards = layout.num_shards(num_samples)
+        self._rows = rows_per_page(layout, num_samples)
+        self._limit = layout.stored
+        self._pages: OrderedDict[int, NDArray[np.uint32]] = OrderedDict()
+        self._keep = max(2, CACHE_BYTES // (8 * self._rows * self._chunks))
+        self._lock = threading.Lock()
+
+    def shard(self, index: int) -> tuple[NDArray[np.int64], NDArray[np.uint32]]:
+        """Return (int64 offsets (chunks + 1,), uint32 crcs (chunks,)) of a shard's inner chunks.
+
+        Raises `MissingObjectError`, `CorruptError` or `FormatError`, which name the table's page.
+        """
+        if not 0 <= index < self._shards:
+            raise IndexError(f"shard {index} of {self._shards}")
+        page = self._page(index // self._rows)
+        row = page[index % self._rows]
+        offsets = np.zeros(self._chunks + 1, np.int64)
+        np.cumsum(row[:, 0], out=offsets[1:])
+        if offsets[-1] > self._limit:
+            problem = f"the chunk table of {self._url(index // self._rows)} gives shard {index} {offsets[-1]} bytes"
+            raise FormatError(f"{problem}, the whole field has {self._limit}", "convert the dataset again")
+        return offsets, row[:, 1]
+
+    def _page(self, number: int) -> NDArray[np.uint32]:
+        with self._lock:
+            page = self._pages.get(number)
+            if page is not None:
+                self._pages.move_to_end(number)
+                return page
+        page = self._load(number)  # two threads may load one page; neither then waits for the other's request
+        with self._lock:
+            self._pages[number] = page
+            while len(self._pages) > self._keep:
+                self._pages.popitem(last=False)
+        return page
+
+    def _load(self, number: int) -> NDArray[np.uint32]:
+        url, path = self._url(number), self._path(number)
+        size = 8 * self._rows * self._chunks
+        try:
+            data = self._store.get_range(path, 0, size + CRC_BYTES + 1)  # one byte more shows a longer object
+        except NotFoundError as error:
+            raise MissingObjectError(f"the chunk table {url} is missing", "convert the dataset again") from error
+        if len(data) != size + CRC_BYTES:
+            problem = f"the chunk table {url} has {len(data)} bytes, expected {size + CRC_BYTES}"
+            raise CorruptError(problem, "copy or convert the dataset again")
+        if crc32c.crc32c(data[:size]) != int.from_bytes(data[size:], "little"):
+            raise CorruptError(f"the checksum of the chunk table {url} does not match", "copy or convert it again")
+        return np.frombuffer(data, "<u4", size // 4).astype(np.uint32).reshape(self._rows, self._chunks, 2)
+
+    def _path(self, number: int) -> str:
+        return f"{table_path(self._name)}/c/{number}/0/0"
+
+    def _url(self, number: int) -> str:
+        return f"{self._store.url}/{self._path(number)}"

@@ -1,0 +1,55 @@
+"""The same work on many items, on plain threads."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+def run_all(work: Callable[[Item], Result], items: Iterable[Item], threads: int) -> list[Result]:
+    """Return `[work(item) for item in items]`, done by up to `threads` threads.
+
+    The first failure is raised when the items in work have ended; no further ones are begun. The threads are
+    daemons: an executor's would keep the interpreter from leaving while a request stalls.
+    """
+    todo = list(enumerate(items))
+    if threads <= 1 or len(todo) <= 1:
+        return [work(item) for _, item in todo]
+    todo.reverse()
+    results: dict[int, Result] = {}
+    failures: list[BaseException] = []
+
+    def consume() -> None:
+        while not failures:
+            try:
+                index, item = todo.pop()  # atomic
+            except IndexError:
+                return
+            try:
+                results[index] = work(item)
+            except BaseException as error:  # noqa: BLE001 - handed to the caller, whatever it is
+                failures.append(error)
+
+    count = len(todo)
+    crew = [threading.Thread(target=consume, name="streamloader-io", daemon=True) for _ in range(min(threads, count))]
+    try:
+        for thread in crew:
+            thread.start()
+        for thread in crew:
+            thread.join()
+    except BaseException as error:
+        failures.append(error)  # Ctrl-C: the others stop after the item they are at
+        raise
+    if failures:
+        raise failures[0]
+    return [results[index] for index in range(count)]
+
+
+def cpu_count() -> int:
+    """Return the CPUs that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
