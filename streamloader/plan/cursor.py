@@ -1,0 +1,140 @@
+"""Where a run stands in its order, as plain values that any world size can go on from (rules 9 and 10)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from streamloader.errors import StateError, UsageError
+from streamloader.options import REMAINDERS, Remainder
+from streamloader.plan.order import OrderParams
+from streamloader.plan.world import Share
+
+__all__ = ["STATE_FORMAT", "Cursor"]
+
+STATE_FORMAT = 1
+
+_NEW_RUN = "load a state that streamloader's state_dict() gave, or start without one"
+
+
+@dataclass(frozen=True)
+class Cursor:
+    """What was delivered: everything before `position` of `epoch`, in the order that the other values pin.
+
+    The same on every rank, and free of the world size. `workers` DataLoader workers deliver in turn; `extra` of
+    them have delivered one batch each (on every rank) from `position` on. Without workers these are 1 and 0.
+    """
+
+    digest: str
+    params: OrderParams
+    split: str | None
+    shuffle: bool
+    remainder: Remainder
+    seed: int
+    epoch: int = 0
+    position: int = 0
+    extra: int = 0
+    workers: int = 1
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values, from which `from_dict` makes an equal cursor."""
+        return {
+            "format": STATE_FORMAT,
+            "digest": self.digest,
+            "order": {"block": self.params.block, "lanes": self.params.lanes, "window": self.params.window},
+            "split": self.split,
+            "shuffle": self.shuffle,
+            "remainder": self.remainder,
+            "seed": self.seed,
+            "epoch": self.epoch,
+            "position": self.position,
+            "extra": self.extra,
+            "workers": self.workers,
+        }
+
+    @classmethod
+    def from_dict(cls, state: dict[str, Any]) -> Cursor:
+        """The cursor that `to_dict` wrote. Raises StateError for another format, missing keys or impossible values."""
+        found = state.get("format")
+        if found != STATE_FORMAT:
+            raise StateError(f"the state has format {found!r}, this version reads {STATE_FORMAT}", _NEW_RUN)
+        order = _get(state, "order", dict)
+        remainder = _get(state, "remainder", str)
+        if remainder not in REMAINDERS:
+            raise StateError(f"the state's remainder is {remainder!r}, not one of {', '.join(REMAINDERS)}", _NEW_RUN)
+        try:
+            params = OrderParams(*(_get(order, name, int) for name in ("block", "lanes", "window")))
+        except UsageError as error:
+            raise StateError(f"the state's order cannot be: {error.problem}", _NEW_RUN) from error
+        cursor = cls(
+            digest=_get(state, "digest", str),
+            params=params,
+            split=_get(state, "split", str, type(None)),
+            shuffle=_get(state, "shuffle", bool),
+            remainder=remainder,
+            **{name: _get(state, name, int) for name in ("seed", "epoch", "position", "extra", "workers")},
+        )
+        if min(cursor.seed, cursor.epoch, cursor.position) < 0 or not 0 <= cursor.extra < cursor.workers:
+            raise StateError(f"the state {cursor.to_dict()} cannot be", _NEW_RUN)
+        return cursor
+
+    def check(self, expected: Cursor, *, force: bool = False) -> None:
+        """Raises StateError, with both values, unless this state belongs to the run that `expected` describes.
+
+        Compares all that pins the order, so not epoch, position and workers. `force` lets the digest differ: for a
+        copy of the dataset with the same samples.
+        """
+        names = ("digest", "split", "params", "shuffle", "remainder", "seed")
+        differing = [name for name in names if getattr(self, name) != getattr(expected, name)]
+        if force and "digest" in differing:
+            differing.remove("digest")
+        if not differing:
+            return
+        pairs = [f"{name} {getattr(self, name)!r} and not {getattr(expected, name)!r}" for name in differing]
+        remedy = "open the dataset as it was when the state was saved, or start without the state"
+        if differing == ["digest"]:
+            remedy = "open the dataset that the state is of, or pass force=True if this is a copy of it"
+        raise StateError(f"the state was saved with {', '.join(pairs)} as here", remedy)
+
+    def advance(self, batches: int, share: Share) -> Cursor:
+        """The cursor when `batches` more have been delivered on every rank, at most to the end of the epoch.
+
+        `share` is that of the consumer: the rank's, or with DataLoader workers that of a worker (its world is
+        `workers` times as large). After the last step it is at position 0 of the next epoch.
+        """
+        if not batches:
+            return self
+        rounds, extra = divmod(self.extra + batches, self.workers)
+        steps = share.global_steps(self.position)
+        if rounds > steps or (rounds == steps and extra):
+            raise UsageError(f"{batches} batches from position {self.position} pass the end", "advance less at once")
+        if rounds == steps:
+            return self.next_epoch()
+        return replace(self, position=self.position + rounds * share.global_batch, extra=extra)
+
+    def next_epoch(self) -> Cursor:
+        """The beginning of the next epoch: where a run stands when it has delivered all its batches."""
+        return replace(self, epoch=self.epoch + 1, position=0, extra=0)
+
+    def with_workers(self, workers: int) -> tuple[Cursor, int]:
+        """(cursor, repeated): this cursor for another number of workers.
+
+        It then goes on from the last complete round, and `repeated` batches of each rank come again: 0 where the
+        number is the same.
+        """
+        if workers < 1:
+            raise UsageError(f"{workers} consumers cannot be", "give 1 or more")
+        if workers == self.workers:
+            return self, 0
+        return replace(self, extra=0, workers=workers), self.extra
+
+
+def _get(state: dict[str, Any], name: str, *types: type) -> Any:
+    """The value of a key; StateError where it is missing or of another type."""
+    if name not in state:
+        raise StateError(f"the state has no {name!r}", _NEW_RUN)
+    value = state[name]
+    if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
+        wanted = " or ".join(kind.__name__ for kind in types)
+        raise StateError(f"the state's {name} is {value!r}, not of type {wanted}", _NEW_RUN)
+    return value

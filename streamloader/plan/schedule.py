@@ -1,0 +1,187 @@
+"""What the engine executes: the batches of one rank, each with the blocks it needs and those it is done with.
+
+Pure and vectorised: Python work is O(blocks) + O(batches). A schedule is planned in spans of steps. Each re-examines
+a window of arrivals before and after it, so spans start short (the first batch is early) and grow to about two
+windows (then half of the arithmetic is overlap).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from streamloader.errors import UsageError
+from streamloader.plan.order import EpochOrder, OrderParams
+from streamloader.plan.touch import Ints, Key, Span, Touched, touch_lanes, touch_units
+from streamloader.plan.world import Share
+
+__all__ = ["BatchPlan", "BlockRef", "schedule", "slots_needed"]
+
+_MAX_ROWS = 2**22  # rows of a span: a plan takes about 40 bytes for each
+_MIN_ROWS = 2**12  # rows of a lane below which a longer span costs little
+_FIRST_STEPS = 64  # steps of the first span at most: what the first batch waits for
+
+
+@dataclass(frozen=True)
+class BlockRef:
+    """One fetch: the samples [start, stop). Tickets are 0, 1, 2, ... in order of first need by this rank.
+
+    A block that two lanes share has a ticket for each: it is fetched twice rather than held for the whole epoch.
+    """
+
+    ticket: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, eq=False)
+class BatchPlan:
+    """One batch of one rank; `step` counts from where the schedule starts, arrays have an entry for each row.
+
+    `tickets` says which block a row comes from, `rows` which row of that block (counted from the block's start),
+    `samples` the sample number, `positions` the global position (a padded row keeps its own p >= N), `valid` is
+    false for padded rows. `needs` are the blocks that are needed here for the first time, in order of first need;
+    `done` the tickets that no later batch of the schedule uses: each ticket is in one `needs` and in one `done`.
+    """
+
+    step: int
+    tickets: NDArray[np.int64]
+    rows: NDArray[np.int64]
+    samples: NDArray[np.int64]
+    positions: NDArray[np.int64]
+    valid: NDArray[np.bool_]
+    needs: tuple[BlockRef, ...]
+    done: tuple[int, ...]
+
+
+def schedule(order: EpochOrder, share: Share, position: int, unit: int | None = None) -> Iterator[BatchPlan]:
+    """The batches of `share`'s rank from the global position `position` to the end of the epoch.
+
+    `unit` is the number of samples fetched at once without shuffle (the chunk; the block where it is None). Raises
+    UsageError where order and share do not belong together, or the position is outside the epoch.
+    """
+    if (share.num_samples, share.lanes) != (order.num_samples, order.lanes):
+        raise UsageError(
+            f"a share of {share.num_samples} samples over {share.lanes} lanes does not fit an order of "
+            f"{order.num_samples} over {order.lanes}",
+            "make the share with order.num_samples and order.lanes",
+        )
+    if not 0 <= position <= order.num_samples:
+        raise UsageError(f"position {position} is not in [0, {order.num_samples}]", "start inside the epoch")
+    if unit is not None and unit < 1:
+        raise UsageError(f"a unit of {unit} samples cannot be", "give unit >= 1")
+    return _plan(order, share, position, unit or order.params.block)
+
+
+def _plan(order: EpochOrder, share: Share, position: int, unit: int) -> Iterator[BatchPlan]:
+    live: dict[Key, int] = {}  # the tickets of blocks that later spans use
+    tickets = step = 0
+    for span in _spans(order, share, position):
+        positions = share.positions_of_steps(span.begin, span.steps)
+        source = share.source(positions)
+        touched = touch_lanes(order, source, span, live) if order.shuffle else touch_units(share, unit, source, span)
+        booking = _book(touched, live, tickets)
+        yield from _batches(touched, booking, share, positions, step)
+        tickets += booking.opened.size
+        step += span.steps
+        kept = np.flatnonzero((booking.ticket >= 0) & ~touched.finished)
+        live = {touched.keys[i]: int(booking.ticket[i]) for i in kept}
+
+
+@dataclass(frozen=True, eq=False)
+class _Booking:
+    """The tickets of a span: one for each touched block (-1: not used yet), and which blocks open and close where.
+
+    `opened` and `closed` are indexes of blocks, ordered by the rows `opened_at` and `closed_at`.
+    """
+
+    ticket: Ints
+    opened: Ints
+    opened_at: Ints
+    closed: Ints
+    closed_at: Ints
+
+
+def _book(touched: Touched, live: dict[Key, int], next_ticket: int) -> _Booking:
+    rows = np.arange(touched.block.size)
+    first = np.full(len(touched.keys), rows.size)
+    first[touched.block[::-1]] = rows[::-1]  # of an index that repeats, numpy keeps the last assignment
+    last = np.full(len(touched.keys), -1)
+    last[touched.block] = rows
+    ticket = np.array([live.get(key, -1) for key in touched.keys], np.int64)
+    opened = np.flatnonzero((last >= 0) & (ticket < 0))
+    opened = opened[np.argsort(first[opened])]
+    ticket[opened] = next_ticket + np.arange(opened.size)
+    closed = np.flatnonzero(touched.finished & (ticket >= 0))
+    closed = closed[np.argsort(last[closed], kind="stable")]
+    return _Booking(ticket, opened, first[opened], closed, np.maximum(last[closed], 0))
+
+
+def _batches(
+    touched: Touched, booking: _Booking, share: Share, positions: Ints, first_step: int
+) -> Iterator[BatchPlan]:
+    tickets = booking.ticket[touched.block]
+    samples = touched.start[touched.block] + touched.row
+    valid = positions < share.num_samples
+    begins = np.arange(0, positions.size + share.batch, share.batch)
+    opened_from = np.searchsorted(booking.opened_at, begins).tolist()
+    closed_from = np.searchsorted(booking.closed_at, begins).tolist()
+    opened, closed = booking.opened, booking.closed
+    refs = [
+        BlockRef(*ref)
+        for ref in zip(
+            booking.ticket[opened].tolist(), touched.start[opened].tolist(), touched.stop[opened].tolist(), strict=True
+        )
+    ]
+    done = booking.ticket[closed].tolist()
+    for i in range(begins.size - 1):
+        cut = slice(i * share.batch, (i + 1) * share.batch)
+        yield BatchPlan(
+            step=first_step + i,
+            tickets=tickets[cut],
+            rows=touched.row[cut],
+            samples=samples[cut],
+            positions=positions[cut],
+            valid=valid[cut],
+            needs=tuple(refs[opened_from[i] : opened_from[i + 1]]),
+            done=tuple(done[closed_from[i] : closed_from[i + 1]]),
+        )
+
+
+def _spans(order: EpochOrder, share: Share, position: int) -> Iterator[Span]:
+    """Cuts the steps into spans. The last two steps are in one, since padding repeats rows of the one before."""
+    steps = share.num_steps(position)
+    rows = min(max(2 * order.params.window, _MIN_ROWS), _MAX_ROWS // share.lanes_read)
+    most = max(1, rows * share.lanes // share.global_batch if order.shuffle else rows // share.batch)
+    size = min(most, _FIRST_STEPS)
+    done = 0
+    while done < steps:
+        count = steps - done if steps - done <= size + 1 else size
+        begin = position + done * share.global_batch
+        done += count
+        end = min(begin + count * share.global_batch, order.num_samples)
+        yield Span(count, begin, end, last=done == steps)
+        size = min(most, 2 * size)
+
+
+def slots_needed(params: OrderParams, share: Share) -> int:
+    """How many blocks a schedule holds at once at most, from `needs` until `done`; the same on every rank.
+
+    A lane holds a block from its smallest key to its largest. The keys of the arrivals [s, s + B) lie in
+    [s, s + B + W), so at key T only blocks with T - B - W < s < T are held: at most W / B + 1, and one more in the
+    lane of the short block. A batch holds what any of its keys [T0, T1] holds: W / B + 2 + (T1 - T0) / B, and
+    T1 - T0 is about the batch's rows in that lane: chance stretches it, but by little against a block, and against
+    the lanes without the short block; one slot more is for a single lane. (Replays of thousands of schedules
+    came up to the count without it, never above.)
+    Padding makes the last step the last G positions in another order. Where N < G or R does not divide L, the last
+    step may touch other lanes, one block for each row at most. Without shuffle, give OrderParams(unit, 1, 2 * unit).
+    """
+    lanes, per_lane = share.lanes_read, params.window // params.block + 2
+    rows = -(-lanes * share.global_batch // share.lanes)  # of a step, over all ranks, in the lanes that one reads
+    slots = lanes * per_lane + -(-rows // params.block) + 1
+    if not share.divides or share.num_samples < share.global_batch:
+        slots = max(slots, min(share.batch, share.lanes * per_lane))
+    return min(slots, max(1, -(-share.num_samples // params.block) + share.lanes - 1))

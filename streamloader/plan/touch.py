@@ -1,0 +1,119 @@
+"""Which blocks the rows of some steps touch, in lanes (shuffled) or in units (in order of the samples)."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from streamloader.plan.order import EpochOrder
+from streamloader.plan.world import Share
+
+__all__ = ["Ints", "Key", "Span", "Touched", "touch_lanes", "touch_units"]
+
+Ints = NDArray[np.int64]
+Key = tuple[int, int]  # (lane, j): the j-th block to arrive; (0, j): the j-th unit
+
+
+@dataclass(frozen=True)
+class Span:
+    """`steps` steps over the positions [begin, end); `last` when no step follows them."""
+
+    steps: int
+    begin: int
+    end: int
+    last: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Touched:
+    """Blocks that a span may touch, and where in them its rows lie. `block` and `row` have an entry for each row."""
+
+    keys: list[Key]
+    start: Ints  # first sample of each block
+    stop: Ints
+    finished: NDArray[np.bool_]  # no later step uses the block
+    block: Ints  # index into the above
+    row: Ints  # counted from the start of the block
+
+
+@dataclass(frozen=True, eq=False)
+class _LanePart:
+    """What one lane emits at some indexes: `block` counts the lane's examined blocks from the `first` one on."""
+
+    first: int
+    finished: NDArray[np.bool_]
+    block: Ints
+    row: Ints
+
+
+def touch_lanes(order: EpochOrder, source: Ints, span: Span, live: Collection[Key]) -> Touched:
+    """The blocks of a shuffled order at the positions `source`, those of `live` included.
+
+    Every lane with a row or a live block is read from the span's first position to its end.
+    """
+    lane, index = source % order.lanes, source // order.lanes
+    used = np.zeros(order.lanes, np.bool_)
+    used[lane] = True
+    used[[key[0] for key in live]] = True
+    lanes = np.flatnonzero(used)
+    low = min(span.begin // order.lanes, int(index.min()))  # padding may repeat what came before the span
+    stops = -((lanes - span.end) // order.lanes)
+    width = int(stops.max()) - low
+    table = np.empty((2, lanes.size, width), np.int64)
+    keys: list[Key] = []
+    finished: list[NDArray[np.bool_]] = []
+    for slot, (number, stop) in enumerate(zip(lanes.tolist(), stops.tolist(), strict=True)):
+        part = _read_lane(order, number, low, stop)
+        np.add(part.block, len(keys), out=table[0, slot, : stop - low])
+        table[1, slot, : stop - low] = part.row
+        keys += [(number, part.first + i) for i in range(part.finished.size)]
+        finished.append(part.finished)
+    slots = np.cumsum(used) - 1
+    at = slots[lane] * width + (index - low)
+    start = order.block_numbers(np.array([key[1] for key in keys], np.int64)) * order.params.block
+    return Touched(
+        keys=keys,
+        start=start,
+        stop=np.minimum(start + order.params.block, order.num_samples),
+        finished=np.concatenate(finished) | span.last,
+        block=table[0].ravel()[at],
+        row=table[1].ravel()[at],
+    )
+
+
+def _read_lane(order: EpochOrder, lane: int, low: int, stop: int) -> _LanePart:
+    """The indexes [low, stop) of a lane. A block is finished unless an arrival of it is emitted at `stop` or later."""
+    begin, length = order.lane_bounds(lane)
+    first, offsets = order.examine(lane, low, stop)
+    start = begin + first
+    end = start + low - first + offsets.size
+    first_block, last_block = order.locate(np.array([start, end - 1]))[0].tolist()
+    edges = order.first_arrivals(np.arange(first_block, last_block + 2))
+    inside = edges.clip(start, end)
+    block = np.repeat(np.arange(edges.size - 1), inside[1:] - inside[:-1])
+    row = np.arange(start, end) - edges[block]
+    finished = np.ones(edges.size - 1, np.bool_)
+    finished[block[offsets[stop - low :]]] = False
+    if end < min(begin + length, int(edges[-1])):  # some of the last block was not even examined
+        finished[-1] = False
+    emitted = offsets[: stop - low]
+    return _LanePart(first_block, finished, block[emitted], row[emitted])
+
+
+def touch_units(share: Share, unit: int, source: Ints, span: Span) -> Touched:
+    """The units of `unit` consecutive samples at the positions `source`, where a position is a sample."""
+    units, block = np.unique(source // unit, return_inverse=True)
+    start = units * unit
+    stop = np.minimum(start + unit, share.num_samples)
+    next_position = span.end + share.world.rank * share.batch  # where this rank's rows go on
+    return Touched(
+        keys=[(0, number) for number in units.tolist()],
+        start=start,
+        stop=stop,
+        finished=(stop <= next_position) | span.last,
+        block=block,
+        row=source - start[block],
+    )
