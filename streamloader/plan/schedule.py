@@ -39,8 +39,9 @@ class BlockRef:
 
 @dataclass(frozen=True, eq=False)
 class BatchPlan:
-    """One batch of one rank; `step` counts from where the schedule starts, arrays have an entry for each row.
+    """One batch of one rank, or several steps at once; arrays have an entry for each row.
 
+    `step`, the first that it holds, counts from where the schedule starts.
     `tickets` says which block a row comes from, `rows` which row of that block (counted from the block's start),
     `samples` the sample number, `positions` the global position (a padded row keeps its own p >= N), `valid` is
     false for padded rows. `needs` are the blocks that are needed here for the first time, in order of first need;
@@ -57,10 +58,13 @@ class BatchPlan:
     done: tuple[int, ...]
 
 
-def schedule(order: EpochOrder, share: Share, position: int, unit: int | None = None) -> Iterator[BatchPlan]:
+def schedule(
+    order: EpochOrder, share: Share, position: int, unit: int | None = None, steps_at_once: int = 1
+) -> Iterator[BatchPlan]:
     """The batches of `share`'s rank from the global position `position` to the end of the epoch.
 
-    `unit` is the number of samples fetched at once without shuffle (the chunk; the block where it is None). Raises
+    `unit` is the number of samples fetched at once without shuffle (the chunk; the block where it is None). Each plan
+    holds the rows of `steps_at_once` steps, the last perhaps of fewer: for steps of a single sample. Raises
     UsageError where order and share do not belong together, or the position is outside the epoch.
     """
     if (share.num_samples, share.lanes) != (order.num_samples, order.lanes):
@@ -71,22 +75,22 @@ def schedule(order: EpochOrder, share: Share, position: int, unit: int | None = 
         )
     if not 0 <= position <= order.num_samples:
         raise UsageError(f"position {position} is not in [0, {order.num_samples}]", "start inside the epoch")
-    if unit is not None and unit < 1:
-        raise UsageError(f"a unit of {unit} samples cannot be", "give unit >= 1")
-    return _plan(order, share, position, unit or order.params.block)
+    if steps_at_once < 1 or (unit is not None and unit < 1):
+        raise UsageError(f"unit={unit} samples and {steps_at_once} steps at once cannot be", "give 1 or more")
+    return _plan(order, share, _spans(order, share, position, steps_at_once), unit or order.params.block, steps_at_once)
 
 
-def _plan(order: EpochOrder, share: Share, position: int, unit: int) -> Iterator[BatchPlan]:
+def _plan(order: EpochOrder, share: Share, spans: Iterator[Span], unit: int, steps_at_once: int) -> Iterator[BatchPlan]:
     live: dict[Key, int] = {}  # the tickets of blocks that later spans use
-    tickets = step = 0
-    for span in _spans(order, share, position):
+    tickets = 0
+    for span in spans:
         positions = share.positions_of_steps(span.begin, span.steps)
         source = share.source(positions)
         touched = touch_lanes(order, source, span, live) if order.shuffle else touch_units(share, unit, source, span)
         booking = _book(touched, live, tickets)
-        yield from _batches(touched, booking, share, positions, step)
+        steps = range(span.first_step, span.first_step + span.steps, steps_at_once)
+        yield from _batches(touched, booking, share, positions, steps)
         tickets += booking.opened.size
-        step += span.steps
         kept = np.flatnonzero((booking.ticket >= 0) & ~touched.finished)
         live = {touched.keys[i]: int(booking.ticket[i]) for i in kept}
 
@@ -121,12 +125,14 @@ def _book(touched: Touched, live: dict[Key, int], next_ticket: int) -> _Booking:
 
 
 def _batches(
-    touched: Touched, booking: _Booking, share: Share, positions: Ints, first_step: int
+    touched: Touched, booking: _Booking, positions: Ints, valid: NDArray[np.bool_], cuts: tuple[int, int, int]
 ) -> Iterator[BatchPlan]:
+    """The span's plans; `cuts` are its first step, the rows of a step, and the steps of a plan."""
+    first_step, batch, steps_at_once = cuts
+    rows = batch * steps_at_once
     tickets = booking.ticket[touched.block]
     samples = touched.start[touched.block] + touched.row
-    valid = positions < share.num_samples
-    begins = np.arange(0, positions.size + share.batch, share.batch)
+    begins = np.arange(0, positions.size + rows, rows)
     opened_from = np.searchsorted(booking.opened_at, begins).tolist()
     closed_from = np.searchsorted(booking.closed_at, begins).tolist()
     opened, closed = booking.opened, booking.closed
@@ -138,9 +144,9 @@ def _batches(
     ]
     done = booking.ticket[closed].tolist()
     for i in range(begins.size - 1):
-        cut = slice(i * share.batch, (i + 1) * share.batch)
+        cut = slice(i * rows, (i + 1) * rows)
         yield BatchPlan(
-            step=first_step + i,
+            step=first_step + i * steps_at_once,
             tickets=tickets[cut],
             rows=touched.row[cut],
             samples=samples[cut],
@@ -151,23 +157,24 @@ def _batches(
         )
 
 
-def _spans(order: EpochOrder, share: Share, position: int) -> Iterator[Span]:
+def _spans(order: EpochOrder, share: Share, position: int, steps_at_once: int) -> Iterator[Span]:
     """Cuts the steps into spans. The last two steps are in one, since padding repeats rows of the one before."""
     steps = share.num_steps(position)
     rows = min(max(2 * order.params.window, _MIN_ROWS), _MAX_ROWS // share.lanes_read)
-    most = max(1, rows * share.lanes // share.global_batch if order.shuffle else rows // share.batch)
-    size = min(most, _FIRST_STEPS)
+    longest = rows * share.lanes // share.global_batch if order.shuffle else rows // share.batch
+    most = max(1, longest // steps_at_once) * steps_at_once
+    size = min(most, max(1, _FIRST_STEPS // steps_at_once) * steps_at_once)
     done = 0
     while done < steps:
         count = steps - done if steps - done <= size + 1 else size
         begin = position + done * share.global_batch
-        done += count
         end = min(begin + count * share.global_batch, order.num_samples)
-        yield Span(count, begin, end, last=done == steps)
+        yield Span(done, count, begin, end, last=done + count == steps)
+        done += count
         size = min(most, 2 * size)
 
 
-def slots_needed(params: OrderParams, share: Share) -> int:
+def slots_needed(params: OrderParams, share: Share, steps_at_once: int = 1) -> int:
     """How many blocks a schedule holds at once at most, from `needs` until `done`; the same on every rank.
 
     A lane holds a block from its smallest key to its largest. The keys of the arrivals [s, s + B) lie in
@@ -180,8 +187,9 @@ def slots_needed(params: OrderParams, share: Share) -> int:
     step may touch other lanes, one block for each row at most. Without shuffle, give OrderParams(unit, 1, 2 * unit).
     """
     lanes, per_lane = share.lanes_read, params.window // params.block + 2
-    rows = -(-lanes * share.global_batch // share.lanes)  # of a step, over all ranks, in the lanes that one reads
+    batch = steps_at_once * share.batch
+    rows = -(-lanes * share.world.size * batch // share.lanes)  # of a plan, over all ranks, in the lanes that one reads
     slots = lanes * per_lane + -(-rows // params.block) + 1
     if not share.divides or share.num_samples < share.global_batch:
-        slots = max(slots, min(share.batch, share.lanes * per_lane))
+        slots = max(slots, min(batch, share.lanes * per_lane))
     return min(slots, max(1, -(-share.num_samples // params.block) + share.lanes - 1))

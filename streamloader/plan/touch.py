@@ -19,8 +19,9 @@ Key = tuple[int, int]  # (lane, j): the j-th block to arrive; (0, j): the j-th u
 
 @dataclass(frozen=True)
 class Span:
-    """`steps` steps over the positions [begin, end); `last` when no step follows them."""
+    """`steps` steps from `first_step` on, over the positions [begin, end); `last` when no step follows them."""
 
+    first_step: int
     steps: int
     begin: int
     end: int
