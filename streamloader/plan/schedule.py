@@ -124,15 +124,13 @@ def _book(touched: Touched, live: dict[Key, int], next_ticket: int) -> _Booking:
     return _Booking(ticket, opened, first[opened], closed, np.maximum(last[closed], 0))
 
 
-def _batches(
-    touched: Touched, booking: _Booking, positions: Ints, valid: NDArray[np.bool_], cuts: tuple[int, int, int]
-) -> Iterator[BatchPlan]:
-    """The span's plans; `cuts` are its first step, the rows of a step, and the steps of a plan."""
-    first_step, batch, steps_at_once = cuts
-    rows = batch * steps_at_once
+def _batches(touched: Touched, booking: _Booking, share: Share, positions: Ints, steps: range) -> Iterator[BatchPlan]:
+    """The plans of a span: `steps` are the first steps of each."""
+    rows = share.batch * steps.step
     tickets = booking.ticket[touched.block]
     samples = touched.start[touched.block] + touched.row
-    begins = np.arange(0, positions.size + rows, rows)
+    valid = positions < share.num_samples
+    begins = np.arange(len(steps) + 1) * rows
     opened_from = np.searchsorted(booking.opened_at, begins).tolist()
     closed_from = np.searchsorted(booking.closed_at, begins).tolist()
     opened, closed = booking.opened, booking.closed
@@ -143,10 +141,10 @@ def _batches(
         )
     ]
     done = booking.ticket[closed].tolist()
-    for i in range(begins.size - 1):
+    for i, step in enumerate(steps):
         cut = slice(i * rows, (i + 1) * rows)
         yield BatchPlan(
-            step=first_step + i * steps_at_once,
+            step=step,
             tickets=tickets[cut],
             rows=touched.row[cut],
             samples=samples[cut],
