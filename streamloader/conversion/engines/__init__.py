@@ -1,0 +1,1 @@
+"""Where tasks run: here in processes of this machine; later elsewhere too."""

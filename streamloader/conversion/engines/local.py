@@ -1,0 +1,163 @@
+"""Tasks in processes of this machine.
+
+Workers are started as programs of their own, not forked: an object client that was used before a fork hangs.
+They inherit a socket and the reading end of a pipe, nothing with a name: so a kill -9 of any process leaves no
+semaphore, no shared memory and, since the pipe then closes, no process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
+
+from streamloader.conversion.task import Task
+from streamloader.errors import EngineError, StreamloaderError
+from streamloader.format.sink import Receipt
+
+ATTEMPTS = 3  # a worker that is killed three times at one shard will be killed a fourth time
+
+OnDone = Callable[[Task, Receipt], None]
+
+
+def run_tasks(tasks: Iterator[Task], workers: int, on_done: OnDone) -> None:
+    """Do all tasks in `workers` processes, at most one task each at a time; 0 does them in this process.
+
+    `on_done` is called here, in the order in which tasks end. After a failure no further task is begun, those
+    under way are finished, and the failure of the earliest task is raised. A task whose worker is killed
+    is done again, `ATTEMPTS` times in all; then, or when a worker fails in a way of its own, `EngineError`.
+    """
+    if workers == 0:
+        for task in tasks:
+            on_done(task, task.run())
+        return
+    crew = _Crew(tasks, on_done)
+    try:
+        crew.run(workers)
+    finally:
+        crew.close()
+    if crew.failures:
+        raise crew.failures[min(crew.failures)]
+
+
+@dataclass
+class _Assignment:
+    """One task on its way: its number in the order of the tasks, and how often it was begun."""
+
+    number: int
+    task: Task
+    attempts: int = 0
+
+
+class _Worker:
+    """One process with the task that it is at."""
+
+    def __init__(self) -> None:
+        self.channel, theirs = Pipe()
+        hear, self._lifeline = os.pipe()
+        command = [
+            sys.executable,
+            "-P",
+            "-m",
+            "streamloader.conversion.engines.worker",
+            str(theirs.fileno()),
+            str(hear),
+        ]
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            pass_fds=(theirs.fileno(), hear),
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+        )
+        theirs.close()
+        os.close(hear)
+        self.assigned: _Assignment | None = None
+
+    def begin(self, assigned: _Assignment) -> None:
+        assigned.attempts += 1
+        self.assigned = assigned
+        with contextlib.suppress(ConnectionError):  # it has died: its closed channel is noticed in any case
+            self.channel.send(assigned.task)
+
+    def close(self) -> int:
+        """End the process and return its status: -n where signal n ended it before."""
+        status = self._process.poll()
+        if status is None:
+            self._process.kill()
+        self.channel.close()
+        os.close(self._lifeline)
+        ended = self._process.wait()
+        return ended if status is None else status
+
+
+class _Crew:
+    """The workers of one run, and what is left to do."""
+
+    def __init__(self, tasks: Iterator[Task], on_done: OnDone) -> None:
+        self.failures: dict[int, StreamloaderError] = {}
+        self._todo = (_Assignment(number, task) for number, task in enumerate(tasks))
+        self._again: list[_Assignment] = []
+        self._on_done = on_done
+        self._workers: list[_Worker] = []
+
+    def run(self, count: int) -> None:
+        """Work until nothing is left, or until those under way have ended after a failure."""
+        while True:
+            while len(self._workers) < count and (assigned := self._next()):
+                worker = _Worker()
+                self._workers.append(worker)
+                worker.begin(assigned)
+            busy: dict[Connection, _Worker] = {w.channel: w for w in self._workers if w.assigned}
+            if not busy:
+                return
+            for channel in wait(list(busy)):
+                self._hear(busy[channel])  # type: ignore[index]  # it is one of those that we gave
+
+    def close(self) -> None:
+        """End every worker, at once."""
+        for worker in self._workers:
+            worker.close()
+        self._workers.clear()
+
+    def _next(self) -> _Assignment | None:
+        if self.failures:
+            return None
+        return self._again.pop() if self._again else next(self._todo, None)
+
+    def _hear(self, worker: _Worker) -> None:
+        assigned = worker.assigned
+        assert assigned is not None
+        try:
+            answer: Receipt | StreamloaderError = worker.channel.recv()
+        except (EOFError, ConnectionError):
+            self._workers.remove(worker)
+            self._bury(worker, assigned)
+            return
+        worker.assigned = None
+        if isinstance(answer, StreamloaderError):
+            self.failures[assigned.number] = answer
+        else:
+            self._on_done(assigned.task, answer)
+        following = self._next()
+        if following:
+            worker.begin(following)
+
+    def _bury(self, worker: _Worker, assigned: _Assignment) -> None:
+        status = worker.close()
+        what = f"the worker that wrote shard {assigned.task.shard} of {assigned.task.store.url}"
+        if status >= 0:
+            raise EngineError(
+                f"{what} failed with status {status}", "its error stands above; this is a bug, please report it"
+            )
+        if assigned.attempts >= ATTEMPTS:
+            name = signal.Signals(-status).name
+            remedy = "if memory ran out, use fewer workers or a smaller shard size; then run the same command again"
+            raise EngineError(f"{what} was ended by {name}, {assigned.attempts} times in all", remedy)
+        self._again.append(assigned)

@@ -1,0 +1,68 @@
+"""From a source to the geometry of what is written: a sample of rows, a codec for each field, sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from streamloader.conversion.sources.base import Source
+from streamloader.format.codecs import Column, choose_codec, encode_chunk
+from streamloader.format.geometry import Geometry, choose_layouts
+from streamloader.format.manifest import Field, FieldLayout
+from streamloader.options import Layout
+
+PROBE_BYTES = 16 << 20  # what choosing codecs reads at most, unless 16 samples are more
+PROBE_RUNS = 16  # places in the source: it is often sorted, and neighbours compress together
+PROBE_ROWS = 1 << 20
+
+
+@dataclass(frozen=True)
+class Schema:
+    """What the sampled rows say: each field's codec, and its mean stored bytes a sample."""
+
+    fields: Mapping[str, Field]
+    codecs: Mapping[str, str]
+    sizes: Mapping[str, float]
+
+    def geometry(self, num_samples: int, options: Layout) -> Geometry:
+        """Return how a dataset of so many of these samples is cut."""
+        return choose_layouts(self.fields, self.sizes, self.codecs, num_samples, options)
+
+
+def probe(source: Source, options: Layout) -> Schema:
+    """Read some rows and choose; the same source gives the same schema. Raises what reading raises."""
+    fields = source.fields
+    few = probe_rows(source.num_samples, PROBE_RUNS)
+    columns = source.part(few).read()
+    row_bytes = sum(_nbytes(column) for column in columns.values()) / max(len(few), 1)
+    rows = probe_rows(source.num_samples, int(min(PROBE_ROWS, PROBE_BYTES / max(row_bytes, 1.0))))
+    if len(rows) > len(few):
+        columns = source.part(rows).read()
+    codecs = {name: choose_codec(options.codec, field, columns[name]) for name, field in fields.items()}
+    sizes = {name: _stored(fields[name], codecs[name], column) for name, column in columns.items()}
+    return Schema(fields, codecs, sizes)
+
+
+def probe_rows(num_samples: int, count: int) -> NDArray[np.int64]:
+    """Return about `count` rows, at least 16 where there are so many: up to 16 runs, spread evenly, ascending."""
+    count = max(count, PROBE_RUNS)
+    if num_samples <= count:
+        return np.arange(num_samples, dtype=np.int64)
+    length = count // PROBE_RUNS
+    starts = np.arange(PROBE_RUNS, dtype=np.int64) * (num_samples - length) // (PROBE_RUNS - 1)
+    return np.unique(starts[:, None] + np.arange(length, dtype=np.int64))
+
+
+def _nbytes(column: Column) -> int:
+    return column.nbytes if isinstance(column, np.ndarray) else sum(len(item) for item in column)
+
+
+def _stored(field: Field, codec: str, column: Column) -> float:
+    """Return the mean stored bytes a sample; those of an empty source are its decoded ones."""
+    if len(column) == 0:
+        return float(field.item_bytes)
+    layout = FieldLayout(field, chunk=len(column), shard=len(column), codec=codec, resident=False)
+    return len(encode_chunk(layout, column)) / len(column)

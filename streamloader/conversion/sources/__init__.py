@@ -1,0 +1,1 @@
+"""What can be converted: one file for each format, all behind `Source` in base.py."""

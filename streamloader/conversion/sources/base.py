@@ -1,0 +1,113 @@
+"""The seam between a conversion and what it reads: numbered rows of one schema, read in parts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from streamloader.errors import SourceChangedError
+from streamloader.format.codecs import Column
+from streamloader.format.manifest import Field
+from streamloader.format.threads import run_all
+from streamloader.storage.policy import RetryPolicy, call_with_retry
+from streamloader.storage.protocol import ObjectInfo, Store
+
+READ_THREADS = 8  # a small file costs one round trip, so several are under way at once
+REQUEST_BYTES = 8 << 20  # the longest request; the memory that one thread holds
+GAP_BYTES = 256 << 10  # reading this much for nothing is cheaper than another request
+
+
+class Part(Protocol):
+    """Some rows of a source: small, picklable, and the same columns at every reading."""
+
+    def read(self) -> dict[str, Column]:
+        """Return one column a field. Raises `SourceError` or `SourceChangedError`, which name the file."""
+        ...
+
+
+class Source(Protocol):
+    """What is converted. Opening it costs a listing and the headers; the data are read part by part.
+
+    `files` are all that it is made of, sorted by path: the conversion's identity. `notes` go into the manifest's
+    provenance: class names, how many files were passed over.
+    """
+
+    @property
+    def url(self) -> str:
+        """Where it is, without credentials."""
+        ...
+
+    @property
+    def files(self) -> Sequence[ObjectInfo]:
+        """The files, with size and etag or modification time."""
+        ...
+
+    @property
+    def fields(self) -> Mapping[str, Field]:
+        """The fields of every row."""
+        ...
+
+    @property
+    def num_samples(self) -> int:
+        """The number of rows."""
+        ...
+
+    @property
+    def notes(self) -> Mapping[str, Any]:
+        """What the manifest's provenance tells about the source, without floats."""
+        ...
+
+    def part(self, rows: NDArray[np.int64]) -> Part:
+        """Return the part that holds these rows, which ascend."""
+        ...
+
+
+@dataclass(frozen=True)
+class Range:
+    """Bytes [start, stop) of the file `path`."""
+
+    path: str
+    start: int
+    stop: int
+
+
+def read_range(store: Store, wanted: Range) -> memoryview:
+    """Return the bytes of one range; raises `SourceChangedError` where the file is now too short for it."""
+    if wanted.start == wanted.stop:
+        return memoryview(b"")
+    reader = store.reader()
+    data = call_with_retry(lambda: reader.read(wanted.path, wanted.start, wanted.stop), RetryPolicy())
+    if len(data) != wanted.stop - wanted.start:
+        end = wanted.start + len(data)
+        raise SourceChangedError(
+            f"{store.url}/{wanted.path} ends at byte {end}, when it was listed it had at least {wanted.stop}",
+            "leave the source alone while it is converted, and start again with --overwrite",
+        )
+    return data
+
+
+def read_ranges(store: Store, wanted: Sequence[Range]) -> Iterator[memoryview]:
+    """Yield the bytes of each range in order, a few under way at once."""
+    for first in range(0, len(wanted), READ_THREADS):  # bounds the memory
+        yield from run_all(lambda one: read_range(store, one), wanted[first : first + READ_THREADS], READ_THREADS)
+
+
+def cut_runs(starts: NDArray[np.int64], stops: NDArray[np.int64], gap: int, longest: int) -> list[tuple[int, int]]:
+    """Return index ranges [i, j) of ascending ranges that are worth one request each.
+
+    Neighbours are joined over at most `gap`, up to `longest` from the first start to the last stop.
+    """
+    breaks = np.append(np.flatnonzero(starts[1:] - stops[:-1] > gap) + 1, len(starts))
+    runs: list[tuple[int, int]] = []
+    first = 0
+    while first < len(starts):
+        near = int(breaks[np.searchsorted(breaks, first, side="right")])
+        short = int(np.searchsorted(stops, starts[first] + longest, side="right"))
+        last = max(first + 1, min(near, short))
+        runs.append((first, last))
+        first = last
+    return runs

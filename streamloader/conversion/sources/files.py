@@ -1,0 +1,146 @@
+"""Which files a source URL names: one file, a glob, a brace range, or a folder."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from streamloader.errors import NotFoundError, SourceError
+from streamloader.format.manifest import NAME
+from streamloader.storage import open_store
+from streamloader.storage.protocol import ObjectInfo, Store
+
+_BRACES = re.compile(r"\{([^{}]*)\}")
+_RANGE = re.compile(r"(\d+)\.\.(\d+)\Z")
+_MAX_EXPANDED = 1_000_000  # a typo such as {0..99999999999} must not fill the memory
+
+
+@dataclass(frozen=True)
+class Listing:
+    """The files below `store`, sorted by path. `url` is what the user gave, made absolute."""
+
+    store: Store
+    url: str
+    files: tuple[ObjectInfo, ...]
+    folder: bool
+
+    def top_folders(self) -> list[str]:
+        """Return the names of the folders right below, those without files too where the store has such."""
+        names = {info.path.split("/", 1)[0] for info in self.files if "/" in info.path}
+        root = local_path(self.store)
+        if self.folder and root is not None:  # an empty folder stands in no listing
+            names |= {entry.name for entry in root.iterdir() if entry.is_dir()}
+        return sorted(names)
+
+
+def local_path(store: Store) -> Path | None:
+    """Return the folder that a store of local files stands for, else None."""
+    path = Path(store.url.removeprefix("file://"))
+    return path if path.is_absolute() else None
+
+
+def _dated(store: Store, files: Iterable[ObjectInfo]) -> tuple[ObjectInfo, ...]:
+    """Return the files sorted by path, local ones with their modification time in place of an etag."""
+    root = local_path(store)
+    if root is not None:
+        files = [replace(info, etag=str((root / info.path).stat().st_mtime_ns)) for info in files]
+    return tuple(sorted(files, key=lambda info: info.path))
+
+
+def list_source(src: str | os.PathLike[str], options: Mapping[str, Any]) -> Listing:
+    """Return the files that `src` names. Raises `SourceError` where there is none, or a `StorageError`."""
+    text = os.fspath(src)
+    if any(mark in text for mark in "*?{["):
+        return _list_pattern(text, options)
+    head, _, name = text.rstrip("/").rpartition("/")
+    if "." in name and not text.endswith("/"):
+        store = open_store(head or ("/" if text.startswith("/") else "."), options)
+        info = store.head(name)
+        if info is not None:
+            return Listing(store, f"{store.url}/{name}", _dated(store, [info]), folder=False)
+    store = open_store(text, options)
+    try:
+        files = _dated(store, store.list())
+    except NotFoundError:
+        files = ()
+    if not files:
+        raise SourceError(f"nothing is at {store.url}", "check the path, and the bucket's name")
+    return Listing(store, store.url, files, folder=True)
+
+
+def _list_pattern(text: str, options: Mapping[str, Any]) -> Listing:
+    parts = text.split("/")
+    first = next(i for i, part in enumerate(parts) if any(mark in part for mark in "*?{["))
+    head, pattern = "/".join(parts[:first]), "/".join(parts[first:])
+    store = open_store(head or ("/" if text.startswith("/") else "."), options)
+    found: dict[str, ObjectInfo] = {}
+    listed: list[ObjectInfo] | None = None
+    for one in expand_braces(pattern):
+        if any(mark in one for mark in "*?["):
+            listed = list(store.list()) if listed is None else listed
+            matching = [info for info in listed if _matches(info.path, one)]
+        else:
+            info = store.head(one)
+            matching = [info] if info is not None else []
+        if not matching:
+            raise SourceError(f"no file is {store.url}/{one}, which {text} names", "check the pattern")
+        found |= {info.path: info for info in matching}
+    return Listing(store, f"{store.url}/{pattern}", _dated(store, found.values()), folder=False)
+
+
+def expand_braces(pattern: str) -> Iterator[str]:
+    """Yield the names of `{000..003}` (zero-padded as its first number) and of `{a,b}`.
+
+    Raises `SourceError` for a range that runs backwards or has more than a million names.
+    """
+    found = _BRACES.search(pattern)
+    if found is None:
+        yield pattern
+        return
+    bounds = _RANGE.match(found[1])
+    choices: list[str] = found[1].split(",")
+    if bounds:
+        first, last = int(bounds[1]), int(bounds[2])
+        if not 0 <= last - first < _MAX_EXPANDED:
+            raise SourceError(f"the range {found[0]} of {pattern}", "write it ascending, with at most a million names")
+        choices = [str(number).zfill(len(bounds[1])) for number in range(first, last + 1)]
+    for choice in choices:
+        yield from expand_braces(pattern[: found.start()] + choice + pattern[found.end() :])
+
+
+def _matches(path: str, pattern: str) -> bool:
+    names, patterns = path.split("/"), pattern.split("/")
+    return len(names) == len(patterns) and all(map(fnmatchcase, names, patterns))
+
+
+def hidden(path: str) -> bool:
+    """Return whether the file or a folder above it is hidden, by its dot or as what macOS puts into archives."""
+    return any(part.startswith(".") or part == "__MACOSX" for part in path.split("/"))
+
+
+def extension(path: str) -> str:
+    """Return the lower-case last extension, without its dot; empty where there is none."""
+    return path.rsplit("/", 1)[-1].rpartition(".")[2].lower() if "." in path.rsplit("/", 1)[-1] else ""
+
+
+def field_names(originals: list[str], where: str) -> dict[str, str]:
+    """Return a field name for each original: lower case, others than a-z, 0-9 become `_`, no digit in front.
+
+    Raises `SourceError` where two originals would share one name.
+    """
+    names: dict[str, str] = {}
+    for original in originals:
+        name = re.sub(r"[^a-z0-9]+", "_", original.lower()).strip("_")
+        name = name if NAME.match(name) else f"f_{name}".rstrip("_")
+        other = next((key for key, taken in names.items() if taken == name), None)
+        if other is not None:
+            raise SourceError(
+                f"{other!r} and {original!r} of {where} both make the field {name!r}", "rename one of them"
+            )
+        names[original] = name
+    return names

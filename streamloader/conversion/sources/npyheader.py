@@ -1,0 +1,86 @@
+"""The header of an .npy: what the array is and where its rows lie. Nothing is unpickled."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.lib import format as npy_format
+
+from streamloader.conversion.sources.base import Range, read_range
+from streamloader.errors import FieldError, SourceError
+from streamloader.format.manifest import Field
+from streamloader.storage.protocol import ObjectInfo, Store
+
+HEADER_BYTES = 16 << 10  # numpy refuses to evaluate a longer header too
+
+
+@dataclass(frozen=True)
+class StoredArray:
+    """An array whose rows lie one after another in a file, from byte `start` on."""
+
+    path: str
+    start: int
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+
+    @property
+    def field(self) -> Field:
+        """The tensor field that holds it."""
+        return Field("tensor", self.dtype.newbyteorder("=").name, self.shape[1:])
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row."""
+        return self.field.item_bytes
+
+
+def read_array_header(store: Store, info: ObjectInfo, start: int, stop: int, name: str) -> StoredArray:
+    """Return the array that stands in bytes [start, stop) of a file; `name` is how messages call it.
+
+    Raises `SourceError` unless it is a plain array of a known dtype, in C order, and whole.
+    """
+    head = read_range(store, Range(info.path, start, min(stop, start + HEADER_BYTES)))
+    where = f"{store.url}/{name}"
+    shape, dtype, length = parse_header(bytes(head), where)
+    array = StoredArray(info.path, start + length, dtype, shape)
+    needed = length + array.row_bytes * shape[0]
+    if needed > stop - start:
+        raise SourceError(
+            f"{where} has {stop - start} bytes, its header says {needed}: it is truncated", "fetch or make it again"
+        )
+    return array
+
+
+def parse_header(head: bytes, where: str) -> tuple[tuple[int, ...], np.dtype[Any], int]:
+    """Return shape, dtype and the header's length in bytes. Raises `SourceError`, which names `where`."""
+    file = io.BytesIO(head)
+    readers: dict[tuple[int, int], Callable[..., Any]] = {
+        (1, 0): npy_format.read_array_header_1_0,
+        (2, 0): npy_format.read_array_header_2_0,
+    }
+    try:
+        version = npy_format.read_magic(file)
+        if version not in readers:
+            raise ValueError(f"format version {version[0]}.{version[1]}, which only structured arrays use")
+        shape, fortran, dtype = readers[version](file, max_header_size=HEADER_BYTES)
+    except ValueError as error:
+        raise SourceError(f"{where} is no .npy that can be read: {error}", "write it with numpy.save") from None
+    if dtype.hasobject:
+        raise SourceError(
+            f"{where} holds pickled objects, which are never read", "save plain arrays (allow_pickle=False)"
+        )
+    if not shape:
+        raise SourceError(f"{where} is a single value, not an array of samples", "give arrays with a first axis")
+    if fortran and len(shape) > 1:
+        raise SourceError(
+            f"{where} is in Fortran order: its rows do not lie together", "save numpy.ascontiguousarray(it)"
+        )
+    try:
+        Field("tensor", dtype.newbyteorder("=").name, tuple(shape[1:]))
+    except FieldError as error:
+        raise SourceError(f"{where}: {error.problem}", error.remedy) from None
+    return tuple(shape), dtype, file.tell()
