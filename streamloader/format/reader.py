@@ -99,6 +99,8 @@ class FieldReader:
         of each chunk, without the padding of the last one. Raises `CorruptError` or `ModifiedError`, which
         name the object, the chunk and its samples.
         """
+        if self.layout.field.fixed == (out is None):
+            raise TypeError(f"field {self.name!r}: `out` is for fields of fixed shape, and they need it")
         if len(data) != run.stop - run.start:
             raise self._damage(run, 0, f"{len(data)} of {run.stop - run.start} bytes came")
         items: list[Items] = []

@@ -7,8 +7,6 @@ any moment is healed by doing the missing shards and `finish` again.
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -17,12 +15,13 @@ import crc32c
 import numpy as np
 from numpy.typing import NDArray
 
-from streamloader.errors import DestinationError, FormatError, IncompleteError, MissingObjectError, NotFoundError
+from streamloader.errors import FormatError, IncompleteError, MissingObjectError, NotFoundError
 from streamloader.format.codecs import Column
+from streamloader.format.destination import PARTS, clean, erase, prepare, write_job
 from streamloader.format.geometry import Geometry, settle
-from streamloader.format.manifest import FORMAT, FieldLayout, Manifest
+from streamloader.format.manifest import FieldLayout, Manifest
 from streamloader.format.metadata import dataset_documents, split_documents, to_bytes
-from streamloader.format.opening import JOB, RECEIPTS, ROOT, read_job
+from streamloader.format.opening import ROOT
 from streamloader.format.receipts import (
     FieldReceipt,
     Receipt,
@@ -50,49 +49,6 @@ __all__ = [
     "write_shard",
     "write_split_root",
 ]
-
-PARTS = "_streamloader/parts"
-# every path that a dataset of ours, finished or not, with or without splits, can have
-_OURS = re.compile(r"([a-z][a-z0-9_]*/)?(_streamloader/.*|zarr\.json|[a-z][a-z0-9_]*/(zarr\.json|c/[0-9]+(/0)*))\Z")
-
-
-def prepare(store: Store, overwrite: bool = False) -> None:
-    """Make sure that nothing of a dataset is at the destination; `overwrite` removes what is.
-
-    Raises `DestinationError` for a dataset, finished or not, without `overwrite`, and for a Zarr that is not
-    ours in any case.
-    """
-    try:
-        document = json.loads(store.get(ROOT))
-    except NotFoundError:
-        document = None
-    except ValueError:
-        document = {}
-    if document is not None and FORMAT not in (document.get("attributes") or {}):
-        raise DestinationError(
-            f"{store.url} holds a Zarr that streamloader did not write", "choose another destination"
-        )
-    if not overwrite:
-        if document is not None:
-            raise DestinationError(f"{store.url} holds a dataset", "choose another destination, or overwrite it")
-        if read_job(store) is not None:
-            raise DestinationError(f"{store.url} holds an unfinished dataset", "finish it, or overwrite it")
-        return
-    erase(store)
-
-
-def erase(store: Store) -> None:
-    """Delete a dataset: its manifest first, so that no half of it opens, then all that has a name of ours."""
-    store.delete([ROOT])
-    store.delete([info.path for info in store.list() if _OURS.match(info.path)])
-
-
-def write_job(store: Store, job: Mapping[str, Any]) -> None:
-    """Write the job file of an unfinished dataset. `shards` is their total, where known; `by` "writer" cannot resume.
-
-    Raises `ObjectExistsError` where there is one.
-    """
-    store.create(JOB, json.dumps(dict(job), sort_keys=True, indent=1).encode())
 
 
 def write_shard(store: Store, geometry: Geometry, index: int, columns: Mapping[str, Column]) -> Receipt:
@@ -174,12 +130,6 @@ def write_split_root(store: Store, manifests: Mapping[str, Manifest]) -> None:
     """Publish the finished datasets of the child groups as splits; then remove the job file."""
     store.put(ROOT, to_bytes(split_documents(manifests)))
     clean(store)
-
-
-def clean(store: Store) -> None:
-    """Remove what only an unfinished dataset needs. Safe to repeat: a crash in it is healed by the next call."""
-    store.delete([info.path for folder in (PARTS, RECEIPTS) for info in store.list(folder)])
-    store.delete([JOB])
 
 
 def _put(store: Store, path: str, data: bytes) -> StoredObject:

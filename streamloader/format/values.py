@@ -1,0 +1,131 @@
+"""What people write, checked and turned into columns: arrays of the field's dtype, or lists of bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from streamloader.errors import FieldError
+from streamloader.format.codecs import Column
+from streamloader.format.manifest import Field
+
+
+def check_names(fields: Mapping[str, Field], given: Mapping[str, Any], what: str) -> None:
+    """Raise `FieldError` unless `given` has exactly the fields."""
+    missing = sorted(set(fields) - set(given))
+    unknown = sorted(str(name) for name in set(given) - set(fields))
+    if missing or unknown:
+        problem = f"{what} has no field {missing[0]!r}" if missing else f"{what} has an unknown field {unknown[0]!r}"
+        raise FieldError(problem, f"give exactly the fields {', '.join(fields)}")
+
+
+def to_columns(fields: Mapping[str, Field], batch: Mapping[str, Any], first: int) -> tuple[int, dict[str, Column]]:
+    """Return the number of samples of a batch and its columns, checked; `first` is the number of its first sample.
+
+    Raises `FieldError` for missing or unknown fields, unequal lengths, and values that do not fit.
+    """
+    check_names(fields, batch, f"the batch from sample {first} on")
+    lengths: dict[str, int] = {}
+    for name, values in batch.items():
+        if not isinstance(values, (list, tuple)) and getattr(values, "ndim", 0) == 0:
+            raise FieldError(
+                f"field {name!r} of a batch is a {type(values).__name__}", "give one value for each sample"
+            )
+        lengths[name] = len(values)
+    if len(set(lengths.values())) > 1:
+        said = ", ".join(f"{name!r} {length}" for name, length in lengths.items())
+        raise FieldError(f"the columns of a batch have unequal lengths: {said}", "give one value for each sample")
+    columns = {name: to_column(name, field, batch[name], first) for name, field in fields.items()}
+    return next(iter(lengths.values())), columns
+
+
+def to_column(name: str, field: Field, values: Any, first: int) -> Column:
+    """Return one field's column of a batch. Raises `FieldError`, which names the first sample that does not fit."""
+    if field.fixed:
+        array = _as_array(values)
+        if array is not None and array.shape[1:] == field.shape:
+            return _cast(array, np.dtype(field.dtype), f"field {name!r} of samples {first} to {first + len(array) - 1}")
+        rows = [to_value(name, field, value, first + i) for i, value in enumerate(values)]
+        return np.stack(rows) if rows else np.empty((0, *field.shape), field.dtype)
+    return [to_value(name, field, value, first + i) for i, value in enumerate(values)]  # type: ignore[misc]
+
+
+def to_value(name: str, field: Field, value: Any, sample: int) -> NDArray[Any] | bytes:
+    """Return one value as an array of the field's shape and dtype, or as bytes. Raises `FieldError`."""
+    where = f"field {name!r} of sample {sample}"
+    if field.kind == "bytes":
+        if not isinstance(value, (bytes, bytearray, memoryview)):
+            raise FieldError(f"{where} is a {type(value).__name__}", "give bytes")
+        return bytes(value)
+    if field.kind == "text":
+        return _encode(value, where)
+    array = _as_array(value)
+    if array is None:
+        raise FieldError(f"{where} is no array of one shape", f"give {field}")
+    if field.kind == "ragged":
+        if array.size == 0:
+            return b""
+        if array.ndim == 0 or array.shape[1:] != field.shape:
+            wanted = ", ".join(["any", *map(str, field.shape)])
+            raise FieldError(f"{where} has shape {array.shape}, expected ({wanted})", f"give {field}")
+        return _cast(array, np.dtype(field.dtype), where).astype(np.dtype(field.dtype).newbyteorder("<")).tobytes()
+    if array.shape != field.shape:
+        raise FieldError(f"{where} has shape {array.shape}, expected {field.shape}", f"give {field}")
+    return _cast(array, np.dtype(field.dtype), where)
+
+
+def from_bytes(field: Field, item: memoryview) -> Any:
+    """Return a variable-size value as people read it: bytes, str, or an array (k, *shape) of its own memory."""
+    if field.kind == "bytes":
+        return bytes(item)
+    if field.kind == "text":
+        return str(item, "utf-8")
+    rows = np.frombuffer(item, np.dtype(field.dtype).newbyteorder("<"))
+    return rows.astype(np.dtype(field.dtype)).reshape(-1, *field.shape)
+
+
+def _encode(value: Any, where: str) -> bytes:
+    if not isinstance(value, str):
+        raise FieldError(f"{where} is a {type(value).__name__}", "give a str")
+    try:
+        return value.encode()
+    except UnicodeEncodeError as error:
+        raise FieldError(f"{where} is no text ({error.reason})", "give a str that UTF-8 can write") from error
+
+
+def _as_array(value: Any) -> NDArray[Any] | None:
+    try:
+        return np.asarray(value)
+    except (ValueError, TypeError):  # lists of unequal lengths
+        return None
+
+
+def _cast(array: NDArray[Any], dtype: np.dtype[Any], where: str) -> NDArray[Any]:
+    """Cast within a kind, or to a wider one; whole numbers also to any type that holds their values."""
+    if array.dtype == dtype or array.size == 0:
+        return array.astype(dtype, copy=False)
+    problem = f"{where} is {array.dtype}, expected {dtype}"
+    if array.dtype.kind in "iu" and dtype.kind in "iu":
+        low, high, info = int(array.min()), int(array.max()), np.iinfo(dtype)
+        if low < info.min or high > info.max:
+            raise FieldError(f"{problem}, which does not hold {low} to {high}", "declare a wider dtype")
+    elif not np.can_cast(array.dtype, dtype, "same_kind"):
+        raise FieldError(problem, "convert it yourself, or declare another dtype")
+    try:
+        with np.errstate(over="raise"):
+            return array.astype(dtype)
+    except FloatingPointError as error:
+        raise FieldError(f"{problem}, which does not hold its values", "declare a wider dtype") from error
+
+
+def row_bytes(fields: Mapping[str, Field], columns: Mapping[str, Column | Sequence[bytes]]) -> NDArray[np.int64]:
+    """Return the decoded bytes of each sample of the columns."""
+    count = len(next(iter(columns.values())))
+    sizes = np.full(count, sum(field.item_bytes for field in fields.values() if field.fixed), np.int64)
+    for name, field in fields.items():
+        if not field.fixed:
+            sizes += np.fromiter((len(item) for item in columns[name]), np.int64, count)
+    return sizes
