@@ -174,16 +174,17 @@ class _Process:
         first = number // layout.chunk * layout.chunk
         stop = min(first + layout.chunk, field.num_samples)
         (run,) = field.runs(first, stop)
-        chunk: Chunk
-        if layout.field.fixed:
-            chunk = np.empty((stop - first, *layout.field.shape), layout.field.dtype)
-            self._load(field, run, chunk, first)
-            size = chunk.nbytes
-        else:
-            chunk = self._items(field, run)[0]
-            size = chunk.buffer.nbytes
-        self._keep((name, first // layout.chunk), chunk, size)
-        return chunk
+        if not layout.field.fixed:
+            items = self._items(field, run)[0]
+            self._keep((name, first // layout.chunk), items, items.buffer.nbytes)
+            return items
+        rows = np.empty((stop - first, *layout.field.shape), layout.field.dtype)
+        self._load(field, run, rows, first)
+        self._keep((name, first // layout.chunk), rows, rows.nbytes)
+        return rows
+
+    def _items(self, field: FieldReader, run: Run) -> list[Items]:
+        return self._load(field, run) or []
 
     def _load(
         self, field: FieldReader, run: Run, out: NDArray[Any] | None = None, first: int = 0
