@@ -1,0 +1,1 @@
+"""Encoded samples into arrays."""

@@ -1,0 +1,117 @@
+"""How many bytes go where: pure arithmetic from `memory=` to slots and threads."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from streamloader.errors import MemoryBudgetError
+
+MIB = 1 << 20
+# Requests in flight: 16 saturate loopback and 10 Gbit/s at 4 MiB each; memory may lower it.
+MAX_THREADS = 16
+# Batches made ahead of the consumer: one is handed over, one waits, one is in the making.
+READY_BATCHES = 3
+# What an open connection costs beside its body, and how often the body is held at once by the client.
+CONNECTION_BYTES = MIB // 2
+BODY_COPIES = 2
+# The part of the machine's memory that a loader may take without being told how much.
+MACHINE_SHARE = 0.8
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What the plan needs; sizes in bytes.
+
+    `slots`: blocks that must be resident at once. `slot_bytes`: one decoded block of all streamed fields, of
+    which `variable_bytes` are the mean of the variable-size ones. `resident_bytes`: fields held whole.
+    `batch_bytes`: one finished batch. `request_bytes`: the largest single request. `blocks`: blocks of the
+    epoch, beyond which a slot is of no use.
+    """
+
+    slots: int
+    slot_bytes: int
+    batch_bytes: int
+    request_bytes: int
+    blocks: int
+    variable_bytes: int = 0
+    resident_bytes: int = 0
+
+    @property
+    def window_bytes(self) -> int:
+        """The shuffle window alone."""
+        return self.slots * self.slot_bytes
+
+    @property
+    def thread_bytes(self) -> int:
+        """One request in flight: a slot of its own, the client's copies of the body, the connection."""
+        return self.slot_bytes + BODY_COPIES * self.request_bytes + CONNECTION_BYTES
+
+    @property
+    def least_bytes(self) -> int:
+        """The least `memory` that runs at all: the window, resident fields, the ready batches and one request."""
+        return self.window_bytes + self.resident_bytes + READY_BATCHES * self.batch_bytes + self.thread_bytes
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What the engine may use: `slots` of a block, `threads` that fetch, `bytes` in all.
+
+    `variable_bytes` of them are for blocks of variable-size fields.
+    """
+
+    slots: int
+    threads: int
+    bytes: int
+    variable_bytes: int = 0
+
+
+def allot(demand: Demand, memory: int | None, ranks_here: int = 1) -> Budget:
+    """Return the budget. Raises `MemoryBudgetError`, which names the need, where the window does not fit.
+
+    Without `memory` the window gets what it needs and every thread its request, as long as all ranks of
+    this machine together stay below 80 % of its memory.
+    """
+    limit = memory
+    if limit is None:
+        limit = min(
+            demand.least_bytes + (MAX_THREADS - 1) * demand.thread_bytes,
+            int(machine_memory() * MACHINE_SHARE / ranks_here),
+        )
+    if demand.least_bytes > limit:
+        raise MemoryBudgetError(
+            f"the shuffle window needs memory={demand.least_bytes} bytes for each rank ({demand.slots} blocks of "
+            f"{demand.slot_bytes} bytes, {READY_BATCHES} batches of {demand.batch_bytes}, resident fields of "
+            f"{demand.resident_bytes}, one request), "
+            f"but {'memory=' if memory is not None else 'the machine allows it '}{limit}",
+            f"give memory={demand.least_bytes} or more, or a smaller shuffle=Shuffle(window=, lanes=)",
+        )
+    spare = (limit - demand.least_bytes) // demand.thread_bytes
+    threads = min(MAX_THREADS, 1 + spare)
+    slots = min(demand.slots + threads, demand.blocks + 1)
+    slots = max(1, slots)
+    return Budget(slots, max(1, min(threads, slots)), limit, variable_bytes=slots * demand.variable_bytes)
+
+
+def machine_memory() -> int:
+    """Return the bytes of memory that this process may have: the machine's, or the control group's if less."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            text = Path(path).read_text().strip()
+        except OSError:
+            continue
+        if text.isdigit():
+            total = min(total, int(text))
+    return total
+
+
+def usable_cores() -> int:
+    """Return the cores that this process may use: its affinity, or the control group's quota if less."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+    except (OSError, ValueError):
+        return cores
+    return cores if quota == "max" else max(1, min(cores, -(-int(quota) // int(period))))

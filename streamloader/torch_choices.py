@@ -1,0 +1,91 @@
+"""What the arguments of `StreamingDataset` mean for a dataset: checked, and filled in from its manifest."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from streamloader.decode.image import ENCODINGS, ImageDecoder
+from streamloader.errors import BatchError, FieldError, UsageError
+from streamloader.format.manifest import Field, Manifest
+from streamloader.options import REMAINDERS, Decode, Shuffle
+from streamloader.plan.order import OrderParams
+from streamloader.torch_tensors import OFFSETS
+
+DecodeChoice = None | bool | str | Decode | Mapping[str, "Decode | str | bool"]
+
+
+def check_arguments(
+    batch_size: int | None, remainder: str, transform: object, transform_workers: int, memory: int | None
+) -> None:
+    """Raise `UsageError` for what is wrong whatever the dataset is."""
+    if batch_size is not None and (isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1):
+        raise BatchError(f"batch_size={batch_size!r}", "give a whole number of at least 1, or None for samples")
+    if remainder not in REMAINDERS:
+        raise UsageError(f"remainder={remainder!r}", f"choose one of {', '.join(REMAINDERS)}")
+    if transform is not None and not callable(transform):
+        raise UsageError(f"transform={transform!r} cannot be called", "give a function of a sample")
+    if transform_workers < 0 or (transform_workers and transform is None):
+        raise UsageError(
+            f"transform_workers={transform_workers} with transform={transform}", "give both, or transform_workers=0"
+        )
+    if memory is not None and memory < 1:
+        raise UsageError(f"memory={memory}", "give bytes, at least 1")
+
+
+def choose_fields(
+    manifest: Manifest, wanted: Sequence[str] | None, with_index: bool, with_valid: bool
+) -> tuple[str, ...]:
+    """Return the fields to fetch. Raises `FieldError` for an unknown one, or a name that a column of the batch has."""
+    if isinstance(wanted, str):
+        raise FieldError(f"fields={wanted!r}", f"give a list: fields=[{wanted!r}]")
+    names = tuple(manifest.fields) if wanted is None else tuple(wanted)
+    for name in names:
+        if name not in manifest.fields:
+            raise FieldError(f"there is no field {name!r}", f"choose from {', '.join(manifest.fields)}")
+    ragged = [name for name in names if manifest.fields[name].field.kind == "ragged"]
+    columns = {*(name + OFFSETS for name in ragged), *(("index",) * with_index), *(("valid",) * with_valid)}
+    for name in names:
+        if name in columns:
+            raise FieldError(
+                f"the dataset has a field {name!r}, and the batch a column of that name",
+                "leave the field out with fields=, or choose with_index=False or another remainder",
+            )
+    return names
+
+
+def choose_decoders(fields: Mapping[str, Field], choice: DecodeChoice) -> dict[str, ImageDecoder]:
+    """Return the decoder of each image field. Raises `FieldError` where there is nothing to decode."""
+    if choice is None or choice is False:
+        return {}
+    images = [name for name, field in fields.items() if field.kind == "bytes" and field.encoding in ENCODINGS]
+    each = dict(choice) if isinstance(choice, Mapping) else dict.fromkeys(images, choice)
+    for name in each:
+        if name not in fields or fields[name].kind != "bytes":
+            raise FieldError(
+                f"decode names {name!r}, which is no bytes field that is fetched",
+                f"choose from {', '.join(images) or 'none'}",
+            )
+    if not each:
+        raise FieldError(
+            f"decode={choice!r}, and no field holds encoded images",
+            "leave decode out, or name the field in decode={...}",
+        )
+    return {name: ImageDecoder.choose(_decode_options(value)) for name, value in each.items() if value is not False}
+
+
+def _decode_options(value: Decode | str | bool) -> Decode:
+    if isinstance(value, Decode):
+        return value
+    return Decode() if value is True else Decode(backend=value)  # type: ignore[arg-type]
+
+
+def choose_order(manifest: Manifest, shuffle: bool | Shuffle) -> OrderParams:
+    """Return the manifest's order, with what `Shuffle` overrides. Raises `UsageError` for a block that cuts chunks."""
+    wish = shuffle if isinstance(shuffle, Shuffle) else Shuffle()
+    block = wish.block or manifest.order.block
+    window = wish.window or max(manifest.order.window // block, 2 if wish.block is None else 4) * block
+    params = OrderParams(block, wish.lanes or manifest.order.lanes, window)
+    chunk = max((layout.chunk for layout in manifest.fields.values() if not layout.resident), default=1)
+    if block % chunk:
+        raise UsageError(f"Shuffle(block={block}) cuts chunks of {chunk} samples", f"give a multiple of {chunk}")
+    return params

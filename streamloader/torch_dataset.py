@@ -1,0 +1,235 @@
+"""`StreamingDataset`: a sharded, shuffled dataset on object storage as a torch `IterableDataset`."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch.utils.data import IterableDataset
+
+from streamloader.engine.session import Session, Wish
+from streamloader.errors import BatchError, StateError, UsageError
+from streamloader.format.manifest import Field
+from streamloader.format.reader import field_reader, open_manifest
+from streamloader.options import Remainder, Shuffle
+from streamloader.plan.cursor import Cursor
+from streamloader.plan.order import EpochOrder
+from streamloader.plan.world import Share, World
+from streamloader.stats import Stats
+from streamloader.storage import open_store
+from streamloader.torch_choices import DecodeChoice, check_arguments, choose_decoders, choose_fields, choose_order
+from streamloader.torch_epochs import SharedEpochs
+from streamloader.torch_pass import Follow, Pass, Position, Shape, warn_of_costs
+from streamloader.torch_world import in_worker, ranks_on_this_machine, resolve_world, worker
+
+
+class StreamingDataset(IterableDataset[dict[str, Any]]):
+    """Batches of a streamloader dataset, in an order that depends on the seed and epoch alone.
+
+    Iterate it, or give it to `DataLoader(ds, batch_size=None)`. It yields dicts: a tensor for each fixed-shape
+    field, lists for bytes and text, `name` and `name_offsets` for ragged fields, `valid` (bool, False for rows
+    that only fill up the last batch) with `remainder="pad"`, and `index` (int64) with `with_index`.
+
+    `batch_size`: samples of each rank's batch; None yields samples, for `DataLoader(ds, batch_size=64)`.
+    `fields`: names to fetch, default all. `split`: of a dataset that has splits. `shuffle`: True, False, or
+    `Shuffle(window=, lanes=, block=)`. `seed`: below 2^64. `remainder`: what the last, incomplete step does:
+    "pad", "drop" or "uneven". `decode`: how encoded images become uint8 tensors (height, width, channels): True,
+    a backend's name, a `Decode`, or one of these for each field. `transform(sample[, rng])`: called with each
+    sample, a dict of numpy arrays, bytes and str; `rng` is keyed by seed, epoch and position. `transform_workers`:
+    processes that run it. `world`: (rank, size); default torch.distributed's, else torchrun's environment.
+    `memory`: bytes this rank's loader may use, beside Python and torch; default what the window needs.
+    `storage_options`: for the store, as fsspec takes them.
+
+    A complete pass advances the epoch. Raises a `StreamloaderError`: here for what is known to be wrong, at the
+    batch where it belongs for what is found on the way.
+    """
+
+    def __init__(
+        self,
+        url: str | os.PathLike[str],
+        *,
+        batch_size: int | None,
+        fields: Sequence[str] | None = None,
+        split: str | None = None,
+        shuffle: bool | Shuffle = True,
+        seed: int = 0,
+        remainder: Remainder = "pad",
+        decode: DecodeChoice = None,
+        transform: Callable[..., Any] | None = None,
+        transform_workers: int = 0,
+        with_index: bool = False,
+        world: tuple[int, int] | World | None = None,
+        memory: int | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__()
+        check_arguments(batch_size, remainder, transform, transform_workers, memory)
+        self._batch_size = batch_size
+        self._with_index = with_index
+        self._world = world
+        self._store = open_store(url, storage_options)
+        self._manifest, self._dataset_store = open_manifest(self._store, split)
+        self._names = choose_fields(self._manifest, fields, with_index, remainder == "pad")
+        decoders = choose_decoders({name: self._manifest.fields[name].field for name in self._names}, decode)
+        self._wish = Wish(decoders, transform, transform_workers, memory)
+        if batch_size is not None and batch_size > max(1, self._manifest.num_samples):
+            raise BatchError(
+                f"batch_size={batch_size} is more than the {self._manifest.num_samples} samples of {self._store.url}",
+                "give a batch_size that the dataset can fill",
+            )
+        self._start = Cursor(
+            digest=self._manifest.digest,
+            params=choose_order(self._manifest, shuffle),
+            split=split,
+            shuffle=shuffle is not False,
+            remainder=remainder,
+            seed=seed,
+        )
+        self._order(self._start)  # refuses a seed that does not fit
+        self._now = self._start
+        self._loaded = False
+        self._epochs = SharedEpochs()
+        self._session: tuple[int, Session] | None = None
+        self._pass: weakref.ref[Pass] | None = None
+        self._pickled = False
+
+    @property
+    def fields(self) -> dict[str, Field]:
+        """The fields that are fetched, by name."""
+        return {name: self._manifest.fields[name].field for name in self._names}
+
+    @property
+    def num_samples(self) -> int:
+        """The samples of the dataset, over all ranks."""
+        return self._manifest.num_samples
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that the next pass delivers, or the present one its rest of."""
+        return self._epochs.next_epoch(self._now.epoch)
+
+    def __len__(self) -> int:
+        """This rank's batches in a whole epoch (samples with `batch_size=None`), read without workers."""
+        return self._share(resolve_world(self._world)).num_steps(0)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        """Begin a pass: at the start of the epoch, or where a loaded state stands. Ends the pass before it."""
+        self._end_pass()
+        start = self._begin()
+        number, count = worker()
+        rank = resolve_world(self._world)
+        start, repeated = start.with_workers(count)
+        begin = Position.of_worker(start, rank, number, self._share)
+        warn_of_costs(begin.share, count, repeated, fresh=start.position == 0)
+        self._epochs.begin(number, start.epoch)
+        self._start = self._now = start
+        run = Pass(
+            self._open_session(), self._order(start), begin, Follow(self._deliver, self._complete), self._shape()
+        )
+        self._pass = weakref.ref(run)
+        return run
+
+    def set_epoch(self, epoch: int) -> None:
+        """Let the next pass deliver this epoch, from its beginning unless it is the present one already.
+
+        Raises `StateError` where a state was just loaded and says another epoch: frameworks that number their
+        epochs anew would lose the place.
+        """
+        if isinstance(epoch, bool) or not isinstance(epoch, int) or not 0 <= epoch < 2**64:
+            raise UsageError(f"set_epoch({epoch!r})", "give a whole number of at least 0")
+        present = self.epoch
+        if self._loaded and epoch != present:
+            raise StateError(
+                f"set_epoch({epoch}) right after a state of epoch {present} was loaded",
+                "go on with the loaded epoch, or do not load the state",
+            )
+        if epoch != present:
+            self._epochs.reset()
+            self._start = replace(self._start, epoch=epoch, position=0, extra=0)
+            if self._pass is None:
+                self._now = self._start
+
+    def state_dict(self, batches: int | None = None, *, workers: int = 1) -> dict[str, Any]:
+        """Return where training stands, as JSON-able values that are the same on every rank.
+
+        Without arguments: after the batches handed out. `batches=k`: after k batches of the present pass were
+        trained, for frameworks that fetch ahead; with DataLoader workers also say how many `workers`.
+        Raises `StateError` in a parent whose DataLoader workers did the reading: it cannot know what they did.
+        """
+        if batches is not None:
+            share = self._share(World(0, resolve_world(self._world).size * workers))
+            return self._start.with_workers(workers)[0].advance(batches, share).to_dict()
+        if self._pickled and self._pass is None and not in_worker():
+            raise StateError(
+                "this copy of the dataset was handed to DataLoader workers and has not been read here",
+                "save state_dict(batches=<trained>, workers=<num_workers>), or use torchdata's StatefulDataLoader",
+            )
+        return self._now.to_dict()
+
+    def load_state_dict(self, state: dict[str, Any], *, force: bool = False) -> None:
+        """Let the next pass go on where the state stands, at any world size.
+
+        Raises `StateError` where it belongs to another dataset, split, order or seed; `force` accepts a copy of
+        the dataset with another digest.
+        """
+        cursor = Cursor.from_dict(state)
+        cursor.check(self._start, force=force)
+        self._end_pass()
+        self._epochs.reset()
+        self._start = self._now = replace(cursor, digest=self._manifest.digest)
+        self._loaded = True
+
+    def stats(self) -> Stats:
+        """Return what this process's loader did so far, with a verdict on what limits it."""
+        return self._open_session().counters.snapshot()
+
+    def close(self) -> None:
+        """End the present pass and its threads."""
+        self._end_pass()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Pickle for workers: the rank is resolved here, since a spawned worker cannot ask torch.distributed."""
+        self._pickled = True
+        return self.__dict__ | {"_session": None, "_pass": None, "_world": resolve_world(self._world)}
+
+    def _begin(self) -> Cursor:
+        epoch = self._epochs.next_epoch(self._start.epoch)
+        return self._start if epoch == self._start.epoch else replace(self._start, epoch=epoch, position=0, extra=0)
+
+    def _deliver(self, cursor: Cursor) -> None:
+        self._loaded = False
+        self._now = cursor
+
+    def _complete(self, epoch: int) -> None:
+        self._epochs.complete(worker()[0], epoch)
+        if self._start.epoch == epoch:  # else set_epoch was called meanwhile
+            self._start = self._start.next_epoch()
+        self._now = self._start
+        self._pass = None
+
+    def _end_pass(self) -> None:
+        run = self._pass() if self._pass is not None else None
+        if run is not None:
+            run.end()
+        self._pass = None
+
+    def _order(self, cursor: Cursor) -> EpochOrder:
+        return EpochOrder(self._manifest.num_samples, cursor.params, cursor.seed, cursor.epoch, cursor.shuffle)
+
+    def _share(self, world: World) -> Share:
+        lanes = self._start.params.lanes if self._start.shuffle else 1
+        return Share(self._manifest.num_samples, lanes, self._batch_size or 1, world, self._start.remainder)
+
+    def _shape(self) -> Shape:
+        return Shape(self._batch_size is None, self._with_index, self._start.remainder == "pad")
+
+    def _open_session(self) -> Session:
+        """The session of this process: threads and clients do not survive a fork."""
+        if self._session is None or self._session[0] != os.getpid():
+            readers = {name: field_reader(self._dataset_store, self._manifest, name) for name in self._names}
+            wish = replace(self._wish, ranks_here=ranks_on_this_machine())
+            self._session = (os.getpid(), Session(self._dataset_store, readers, self._manifest.num_samples, wish))
+        return self._session[1]

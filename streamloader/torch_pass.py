@@ -1,0 +1,149 @@
+"""One pass of one consumer over an epoch: from the pipeline's batches to what the caller gets."""
+
+from __future__ import annotations
+
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from streamloader.engine.session import Session
+from streamloader.errors import EngineError
+from streamloader.plan.cursor import Cursor
+from streamloader.plan.order import EpochOrder
+from streamloader.plan.world import Share, World
+from streamloader.torch_tensors import to_samples, to_tensors
+
+# A pass that yields samples still runs in batches, so that the engine's work stays per batch.
+SAMPLES_AT_ONCE = 64
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where a consumer begins: its own world (rule 10), its share, and the cursor of the pass."""
+
+    world: World
+    share: Share
+    start: Cursor
+    ahead: int
+
+    @classmethod
+    def of_worker(cls, start: Cursor, rank: World, number: int, share: Callable[[World], Share]) -> Position:
+        """Return where DataLoader worker `number` of `start.workers` begins.
+
+        DataLoader asks worker 0 first. If `extra` workers of the round have delivered already, worker 0 takes the
+        part of the next one in line, and those that have delivered are a round ahead.
+        """
+        part = (number + start.extra) % start.workers
+        world = rank.consumer(part, start.workers)
+        return cls(world, share(world), start, 1 if part < start.extra else 0)
+
+    def position(self, steps: int) -> int:
+        """The global position of this consumer's next step after `steps` of them."""
+        return self.start.position + (self.ahead + steps) * self.share.global_batch
+
+    def cursor(self, steps: int) -> Cursor:
+        """The cursor after `steps` steps of this consumer; it means the same to the worker of this number."""
+        if not self.share.global_steps(self.position(steps)):
+            return self.start.next_epoch()
+        return replace(self.start, position=self.start.position + steps * self.share.global_batch)
+
+
+@dataclass(frozen=True)
+class Follow:
+    """Who is told: `deliver` of the cursor after each batch handed out, `complete` of the epoch that is over."""
+
+    deliver: Callable[[Cursor], None]
+    complete: Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What is handed out: single `samples` or batches, with which columns beside the fields."""
+
+    samples: bool
+    with_index: bool
+    with_valid: bool
+
+
+class Pass(Iterator[dict[str, Any]]):
+    """Yields batches, or samples, and reports what was handed out. Dropping it ends its threads."""
+
+    def __init__(
+        self,
+        session: Session,
+        order: EpochOrder,
+        begin: Position,
+        follow: Follow,
+        shape: Shape,
+    ) -> None:
+        self._begin = begin
+        self._epoch = order.epoch
+        self._follow: Follow | None = follow
+        self._shape = shape
+        self._steps = 0
+        self._ended = False
+        self._waiting: deque[dict[str, Any]] = deque()
+        steps_at_once = SAMPLES_AT_ONCE if shape.samples else 1
+        self._pipeline = session.start(order, begin.share, begin.position(0), steps_at_once)
+
+    def __next__(self) -> dict[str, Any]:
+        """Return the next batch or sample. Raises the error that belongs there."""
+        if self._ended:
+            raise EngineError(
+                "this pass was ended by a later iter(), load_state_dict() or close()", "iterate one pass at a time"
+            )
+        if not self._waiting:
+            batch = next(self._pipeline, None)
+            if batch is None:
+                self._complete_once()
+                raise StopIteration
+            extra = {"with_index": self._shape.with_index, "with_valid": self._shape.with_valid}
+            self._waiting.extend(to_samples(batch, **extra) if self._shape.samples else [to_tensors(batch, **extra)])
+        self._steps += 1
+        if self._follow is not None:
+            self._follow.deliver(self._begin.cursor(self._steps))
+        return self._waiting.popleft()
+
+    def end(self) -> None:
+        """End the threads of this pass; asking it for more is an error from now on."""
+        self._ended = True
+        self._pipeline.close()
+
+    def _complete_once(self) -> None:
+        if self._follow is not None:
+            self._follow.complete(self._epoch)
+        self._follow = None
+
+
+def warn_of_costs(share: Share, workers: int, repeated: int, *, fresh: bool) -> None:
+    """Say once what this world costs: more ranks than lanes, lanes that are read twice, workers, repeated batches."""
+    if repeated:
+        warnings.warn(
+            f"the number of DataLoader workers changed: {repeated} batches of each rank come again", stacklevel=3
+        )
+    if workers > 1:
+        warnings.warn(
+            f"{workers} DataLoader workers on each rank: an epoch has the same samples, but the composition of its "
+            "batches depends on num_workers; num_workers=0 is as fast, transform_workers= runs slow transforms",
+            stacklevel=3,
+        )
+    if share.divides or share.lanes == 1:
+        return
+    if fresh and share.world.size > share.lanes:
+        warnings.warn(
+            f"{share.world.size} consumers share {share.lanes} lanes: blocks are read about {share.read_factor:.1f} "
+            f"times; set shuffle=Shuffle(lanes={_next_multiple(share.lanes, share.world.size)})",
+            stacklevel=3,
+        )
+    else:
+        warnings.warn(
+            f"{share.world.size} consumers do not divide {share.lanes} lanes: blocks are read about "
+            f"{share.read_factor:.1f} times",
+            stacklevel=3,
+        )
+
+
+def _next_multiple(lanes: int, size: int) -> int:
+    return -(-lanes // size) * size

@@ -1,0 +1,50 @@
+"""Finished batches as dicts of tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+
+from streamloader.engine.batch import Batch, Ragged
+
+OFFSETS = "_offsets"
+
+
+def to_tensors(batch: Batch, *, with_index: bool, with_valid: bool) -> dict[str, Any]:
+    """Return the batch as the caller sees it.
+
+    Arrays become tensors that share their memory, a ragged field `name` becomes the tensors `name` (values end to
+    end) and `name_offsets`, everything else stays a list. `index` is int64 and `valid` bool, both of shape (samples,).
+    """
+    out: dict[str, Any] = {}
+    for name, column in batch.columns.items():
+        if isinstance(column, Ragged):
+            out[name] = _tensor(column.values)
+            out[name + OFFSETS] = torch.from_numpy(column.offsets)
+        else:
+            out[name] = _tensor(column) if isinstance(column, np.ndarray) else column
+    if with_index:
+        out["index"] = torch.from_numpy(batch.plan.samples.copy())
+    if with_valid:
+        out["valid"] = torch.from_numpy(batch.plan.valid.copy())
+    return out
+
+
+def to_samples(batch: Batch, *, with_index: bool, with_valid: bool) -> Iterator[dict[str, Any]]:
+    """Yield the samples of a batch: tensors without the batch axis, and single values of lists."""
+    columns = to_tensors(batch, with_index=with_index, with_valid=with_valid)
+    for name, column in batch.columns.items():
+        if isinstance(column, Ragged):
+            edges = columns.pop(name + OFFSETS).tolist()
+            columns[name] = [columns[name][a:b] for a, b in pairwise(edges)]
+    for i in range(len(batch.plan.samples)):
+        yield {name: column[i] for name, column in columns.items()}
+
+
+def _tensor(array: np.ndarray[Any, Any]) -> torch.Tensor:
+    # A read-only array cannot be shared with torch, which would let the caller write to it.
+    return torch.from_numpy(array if array.flags.writeable else array.copy())
