@@ -1,0 +1,153 @@
+"""One rank of the demo's training; torchrun starts as many as it is told. Only the public API is used here.
+
+Each rank writes the numbers of the samples it takes to a log of its own, and says what happens as JSON lines on
+standard output. The run goes on from `checkpoint.pt` where there is one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import threading
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import streamloader as sl
+from streamloader.demo.server import end_with_starter
+
+GLOBAL_BATCH = 96
+CHECKPOINT_STEPS = 7
+IMAGES = sl.Decode(mode="L")
+
+
+def main() -> None:
+    """Train, then evaluate on the val split."""
+    options = _options()
+    threading.Thread(target=end_with_starter, daemon=True).start()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    dist.init_process_group("gloo")
+    trainer = Trainer(options.url, options.folder)
+    with (options.folder / f"{options.run}-rank{dist.get_rank()}.jsonl").open("w", buffering=1) as log:
+        trainer.train(options.epochs, log)
+    right, count = evaluate(trainer.model.module, options.url)
+    if dist.get_rank() == 0:
+        say("evaluated", right=right, count=count)
+    dist.destroy_process_group()
+
+
+def say(event: str, **values: Any) -> None:
+    """Write one event for the starter: a short line reaches a pipe whole."""
+    print(json.dumps({"event": event, **values}), flush=True)  # noqa: T201
+
+
+def network() -> nn.Sequential:
+    """Return a small convolutional network: (b, 1, 32, 32) pixels from 0 to 1 -> (b, 10) logits."""
+    return nn.Sequential(
+        *(nn.Conv2d(1, 16, 5, stride=2, padding=2), nn.ReLU()),
+        *(nn.Conv2d(16, 32, 3, stride=2, padding=1), nn.ReLU()),
+        *(nn.Conv2d(32, 64, 3, stride=2, padding=1), nn.ReLU()),
+        *(nn.Flatten(), nn.Linear(1024, 10)),
+    )
+
+
+class Trainer:
+    """The model, its optimizer and the stream of batches: what a checkpoint holds."""
+
+    def __init__(self, url: str, folder: Path) -> None:
+        self.rank = dist.get_rank()
+        size = dist.get_world_size()
+        self.model = DistributedDataParallel(network())
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=3e-3)
+        self.data = sl.StreamingDataset(
+            url, split="train", batch_size=GLOBAL_BATCH // size, decode=IMAGES, with_index=True, seed=1
+        )
+        self.step = 0
+        self.checkpoint = folder / "checkpoint.pt"
+        say("started", rank=self.rank, pid=os.getpid())
+        if self.checkpoint.exists():
+            saved = torch.load(self.checkpoint, weights_only=True)
+            self.model.module.load_state_dict(saved["model"])
+            self.optimizer.load_state_dict(saved["optimizer"])
+            self.data.load_state_dict(saved["data"])
+            self.step = saved["step"]
+
+    def train(self, epochs: int, log: TextIO) -> None:
+        """Train up to the given epoch; rank 0 writes a checkpoint every few steps."""
+        first = self.data.state_dict()
+        say("begun", rank=self.rank, step=self.step, epoch=first["epoch"], position=first["position"])
+        for epoch in range(first["epoch"], epochs):
+            for batch in self.data:
+                # written before the gradients meet: a checkpoint implies that every rank wrote the steps before it
+                index = batch["index"][batch["valid"]].tolist()
+                log.write(json.dumps({"epoch": epoch, "step": self.step, "index": index}) + "\n")
+                self._learn(batch)
+                if self.rank == 0 and self.step % CHECKPOINT_STEPS == 0:
+                    self._save()
+        stats = self.data.stats()
+        say(
+            "trained",
+            rank=self.rank,
+            rate=stats.samples_per_second,
+            waited=stats.wait_fraction,
+            verdict=stats.verdict,
+            client=stats.client,
+        )
+
+    def _learn(self, batch: dict[str, Tensor]) -> None:
+        loss = nn.functional.cross_entropy(self.model(pixels(batch)), batch["label"], reduction="none")
+        self.optimizer.zero_grad()
+        (loss * batch["valid"]).mean().backward()  # type: ignore[no-untyped-call]
+        self.optimizer.step()
+        self.step += 1
+
+    def _save(self) -> None:
+        state = self.data.state_dict()
+        saved = {
+            "model": self.model.module.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "data": state,
+            "step": self.step,
+        }
+        unfinished = self.checkpoint.with_suffix(".unfinished")
+        torch.save(saved, unfinished)
+        unfinished.replace(self.checkpoint)
+        say("checkpoint", step=self.step, epoch=state["epoch"], position=state["position"])
+
+
+def pixels(batch: dict[str, Tensor]) -> Tensor:
+    """Return the images of a batch as the network takes them: uint8 (b, h, w, 1) -> float32 (b, 1, h, w)."""
+    return batch["image"].permute(0, 3, 1, 2).float() / 255
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, url: str) -> tuple[int, int]:
+    """Return how many samples of the val split, over all ranks, the model gets right, and how many there are."""
+    data = sl.StreamingDataset(
+        url, split="val", batch_size=GLOBAL_BATCH // dist.get_world_size(), shuffle=False, decode=IMAGES
+    )
+    right_and_count = torch.zeros(2, dtype=torch.int64)
+    for batch in data:
+        right = (model(pixels(batch)).argmax(1) == batch["label"]) & batch["valid"]
+        right_and_count += torch.stack([right.sum(), batch["valid"].sum()])
+    dist.all_reduce(right_and_count)
+    return int(right_and_count[0]), int(right_and_count[1])
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--url", required=True)
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--run", required=True)
+    parser.add_argument("--epochs", type=int, required=True)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

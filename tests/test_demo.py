@@ -1,0 +1,138 @@
+"""The demo: its checks catch what they are for, its processes end with their starter, and the whole of it passes."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from streamloader.demo.check import Taken, check_exactly_once, read_log, repeated_steps
+from streamloader.demo.images import write_digits, write_photographs
+from streamloader.demo.server import s3_server
+from streamloader.errors import EngineError
+
+STARTER = """
+import sys
+from streamloader.demo.server import s3_server
+with s3_server("bucket") as endpoint:
+    print(endpoint, flush=True)
+    sys.stdin.read()
+"""
+
+
+def epoch_of(numbers: list[int], epoch: int = 0, batch: int = 4) -> list[Taken]:
+    starts = range(0, len(numbers), batch)
+    return [Taken(epoch, step, tuple(numbers[start : start + batch])) for step, start in enumerate(starts)]
+
+
+@given(st.permutations(range(23)))
+def test_a_permutation_is_exactly_once(numbers: list[int]) -> None:
+    check_exactly_once(epoch_of(numbers) + epoch_of(numbers[::-1], epoch=1), 23, epochs=2)
+
+
+@given(st.permutations(range(23)), st.integers(0, 22), st.integers(0, 22))
+def test_a_missed_and_a_repeated_sample_are_found(numbers: list[int], place: int, other: int) -> None:
+    if numbers[place] == numbers[other]:
+        numbers = [*numbers, numbers[place]]
+    else:
+        numbers = [numbers[other] if number == numbers[place] else number for number in numbers]
+    with pytest.raises(EngineError, match=r"epoch 0 (missed|repeated) 1 of 23 samples"):
+        check_exactly_once(epoch_of(numbers), 23, epochs=1)
+
+
+def test_a_missing_epoch_is_found() -> None:
+    with pytest.raises(EngineError, match="epoch 1 missed 8 of 8"):
+        check_exactly_once(epoch_of(list(range(8))), 8, epochs=2)
+
+
+def test_an_invented_sample_is_found() -> None:
+    with pytest.raises(EngineError, match=r"invented 1 of 8 samples \(8"):
+        check_exactly_once(epoch_of(list(range(9))), 8, epochs=1)
+
+
+def test_steps_after_the_checkpoint_must_be_the_same_batches() -> None:
+    before = epoch_of(list(range(12)))
+    assert repeated_steps(before, before, resumed_at=1) == 2
+    with pytest.raises(EngineError, match="step 2 was another batch"):
+        repeated_steps(before, epoch_of(list(range(12))[::-1]), resumed_at=1)
+
+
+def test_a_line_that_a_kill_cut_short_is_left_out(tmp_path: Path) -> None:
+    line = json.dumps({"epoch": 0, "step": 0, "index": [1, 2]})
+    (tmp_path / "first-rank0.jsonl").write_text(f"{line}\n{line[:20]}")
+    assert read_log(tmp_path, "first") == [Taken(0, 0, (1, 2))]
+
+
+def test_the_images_are_real_files_in_class_folders(tmp_path: Path) -> None:
+    assert write_digits(tmp_path / "digits") == 1797
+    assert write_photographs(tmp_path / "photographs") == 182
+    assert {path.name for path in (tmp_path / "digits").iterdir()} == set("0123456789")
+    assert len(list(tmp_path.glob("digits/*/*.png"))) == 1797
+    assert len(list(tmp_path.glob("photographs/*/*.jpg"))) == 182
+    with Image.open(next(tmp_path.glob("digits/0/*.png"))) as image:
+        assert (image.size, image.mode, image.format) == ((32, 32), "L", "PNG")
+
+
+def test_the_server_has_an_empty_bucket() -> None:
+    with s3_server("bucket") as endpoint, urllib.request.urlopen(f"{endpoint}/bucket?list-type=2") as answer:
+        assert b"<KeyCount>0</KeyCount>" in answer.read()
+
+
+def test_the_server_ends_with_its_starter_even_if_that_is_killed() -> None:
+    starter = subprocess.Popen(
+        [sys.executable, "-c", STARTER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert starter.stdin is not None
+    assert starter.stdout is not None
+    assert starter.stdout.readline().startswith("http://127.0.0.1:")
+    children = Path(f"/proc/{starter.pid}/task/{starter.pid}/children").read_text().split()
+    server = os.pidfd_open(int(children[0]))
+    starter.send_signal(signal.SIGKILL)
+    starter.wait()
+    try:
+        assert select.select([server], [], [], 30)[0], "the server is still there"
+    finally:
+        os.close(server)
+        starter.stdin.close()
+        starter.stdout.close()
+
+
+def test_an_occupied_folder_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").write_text("precious")
+    done = run_demo("--keep", str(tmp_path))
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ")
+    assert len(done.stderr.splitlines()) == 1
+    assert "is not empty" in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
+
+
+@pytest.mark.timeout(300)
+def test_the_demo_passes_and_leaves_nothing(tmp_path: Path) -> None:
+    done = run_demo(env={"TMPDIR": str(tmp_path)})
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert "exactly once" in done.stdout
+    assert "val accuracy 9" in done.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+def run_demo(*arguments: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    code = "from streamloader.cli.main import main; main()"
+    return subprocess.run(
+        [sys.executable, "-c", code, "demo", *arguments],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **(env or {})},
+        timeout=290,
+        check=False,
+    )
