@@ -5,7 +5,7 @@ pipe from the starter: when the starter closes it, or dies in any way, the keepe
 process group and removes the server's folder. Nothing here needs pytest.
 
     with moto_server() as server:
-        url = server.url("photos")                       # s3://<fresh bucket>/photos
+        url = server.url("photos")                       # s3://<bucket>/<fresh folder>/photos
         fsspec.filesystem("s3", **server.storage_options)
 """
 
@@ -44,6 +44,7 @@ class S3Server:
     token: str = ""
     pid: int = 0
     buckets: list[str] = field(default_factory=list)
+    shared_bucket: str = ""
 
     @property
     def storage_options(self) -> dict[str, Any]:
@@ -88,8 +89,9 @@ class S3Server:
         return name
 
     def url(self, name: str = "data") -> str:
-        """Return the URL `name` in a bucket of its own."""
-        return f"s3://{self.new_bucket()}/{name}"
+        """Return the URL of an empty folder `name`; all are in one bucket, since a new one takes a second."""
+        self.shared_bucket = self.shared_bucket or self.new_bucket()
+        return f"s3://{self.shared_bucket}/{uuid.uuid4().hex}/{name}"
 
     def remove_buckets(self) -> None:
         """Empty and delete the buckets made here: needed only where the server outlives the tests."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -46,21 +47,25 @@ class Connection:
 
     def __init__(self, location: Location) -> None:
         self.location = location
+        # a lock of each process, too: a child may inherit one that was held
+        self._locks: dict[int, threading.RLock] = {}
         self._sessions: dict[int, Session] = {}
         self._readers: dict[int, ObjectReader | FsspecReader] = {}
 
     def session(self) -> Session:
         """Return this process's filesystem, made at the first call."""
         pid = os.getpid()
-        if pid not in self._sessions:  # two threads may both make one; setdefault keeps the first
-            self._sessions.setdefault(pid, _open_session(self.location))
+        with self._locks.setdefault(pid, threading.RLock()):
+            if pid not in self._sessions:
+                self._sessions[pid] = _open_session(self.location)
         return self._sessions[pid]
 
     def reader(self) -> ObjectReader | FsspecReader:
         """Return this process's data plane for the whole URL, made at the first call."""
         pid = os.getpid()
-        if pid not in self._readers:
-            self._readers.setdefault(pid, self._open_reader())
+        with self._locks.setdefault(pid, threading.RLock()):
+            if pid not in self._readers:
+                self._readers[pid] = self._open_reader()
         return self._readers[pid]
 
     def _open_reader(self) -> ObjectReader | FsspecReader:

@@ -6,6 +6,7 @@ knows them all and refreshes what expires, so that a run outlives its first sess
 
 from __future__ import annotations
 
+import contextlib
 import os
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -56,36 +57,35 @@ def s3_target(location: Location, options: S3Options) -> Target:
         raise UnsupportedError("obstore does not know access point ARNs")
     try:
         session = botocore.session.Session(profile=options.profile)
-        client = _client(session, options)
-        try:
-            endpoint = str(client.meta.endpoint_url)
-            region = options.region or os.environ.get("AWS_REGION") or session.get_config_variable("region")
-            custom = not _is_aws(endpoint)
-            region = region or (DEFAULT_REGION if custom else _ask_region(client, bucket))
-        finally:
-            client.close()
+        endpoint, region = _endpoint_and_region(session, options, bucket)
         credentials = None if options.anon else _credentials(session, options, location.shown)
         http = client_options(options.connect_seconds, options.read_seconds, endpoint.startswith("http://"))
         _trust(http, options.verify if options.verify is not None else session.get_config_variable("ca_bundle"))
     except client_errors() as error:
         raise storage_error(error, location.shown) from error
+    custom = not _is_aws(endpoint)
     config = s3_config(options, endpoint if custom else None, region)
     if custom and "AWS_ENDPOINT_URL_S3" in os.environ:
         config["aws_endpoint_url_s3"] = endpoint  # to obstore the variable outranks `endpoint`
     return Target("s3", bucket, prefix, config, http, credentials)
 
 
-def _client(session: Any, options: S3Options) -> Any:
-    config: dict[str, Any] = {"connect_timeout": options.connect_seconds, "read_timeout": options.read_seconds}
-    config["retries"] = {"max_attempts": 0}
-    config["signature_version"] = botocore.UNSIGNED  # only the region is asked for, without credentials
-    return session.create_client(
-        "s3",
-        region_name=options.region,
-        endpoint_url=options.endpoint_url,
-        verify=options.verify,
-        config=Config(**config),
+def _endpoint_and_region(session: Any, options: S3Options, bucket: str) -> tuple[str, str]:
+    region = options.region or os.environ.get("AWS_REGION") or session.get_config_variable("region")
+    if options.endpoint_url and not _is_aws(options.endpoint_url):
+        return options.endpoint_url, region or DEFAULT_REGION
+    config = Config(
+        connect_timeout=options.connect_seconds,
+        read_timeout=options.read_seconds,
+        retries={"max_attempts": 0},
+        signature_version=botocore.UNSIGNED,  # only the region is asked for, which needs no credentials
     )
+    given = {"region_name": region, "endpoint_url": options.endpoint_url, "verify": options.verify}
+    with contextlib.closing(session.create_client("s3", config=config, **given)) as client:
+        endpoint = str(client.meta.endpoint_url)  # botocore knows the environment and the profile
+        if not region and _is_aws(endpoint):
+            region = _ask_region(client, bucket)
+    return endpoint, region or DEFAULT_REGION
 
 
 def _is_aws(endpoint: str) -> bool:

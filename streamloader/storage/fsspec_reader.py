@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from streamloader.storage.calls import Calls
 from streamloader.storage.failures import client_errors, storage_error
-from streamloader.storage.location import checked_path, redact
+from streamloader.storage.location import object_path, redact
 
 
 class FsspecReader:
@@ -29,6 +29,6 @@ class FsspecReader:
         if stop <= start:
             return memoryview(b"")
         try:
-            return memoryview(self._calls.get_range(f"{self._root}/{checked_path(path)}", start, stop))
+            return memoryview(self._calls.get_range(f"{self._root}/{object_path(path)}", start, stop))
         except client_errors() as error:
             raise storage_error(error, redact(f"{self._shown}/{path}")) from error

@@ -9,7 +9,7 @@ from streamloader.errors import StorageError, ThrottledError, UsageError
 from streamloader.storage.calls import TEMPORARY_SUFFIX, Calls, Page
 from streamloader.storage.connection import Connection
 from streamloader.storage.failures import client_errors, storage_error
-from streamloader.storage.location import Location, checked_path
+from streamloader.storage.location import Location, checked_path, object_path
 from streamloader.storage.policy import RETRYABLE, RetryPolicy, call_with_retry
 from streamloader.storage.protocol import Buffer, ObjectInfo, RangeReader
 
@@ -38,7 +38,7 @@ class FsspecStore:
 
     def get(self, path: str) -> bytes:
         """Return the whole object. Raises `NotFoundError` where there is none."""
-        return self._ask(_named(path), lambda calls, full: calls.get(full))
+        return self._ask(object_path(path), lambda calls, full: calls.get(full))
 
     def get_range(self, path: str, start: int, stop: int) -> bytes:
         """Return bytes [start, stop), fewer where the object ends before; one request."""
@@ -46,17 +46,17 @@ class FsspecStore:
             raise UsageError(f"bytes [{start}, {stop}) of {path!r} are no range", "give 0 <= start <= stop")
         if start == stop:
             return b""
-        return self._ask(_named(path), lambda calls, full: calls.get_range(full, start, stop))
+        return self._ask(object_path(path), lambda calls, full: calls.get_range(full, start, stop))
 
     def get_tail(self, path: str, size: int) -> bytes:
         """Return the last `size` bytes, fewer where the object is smaller; one request."""
         if size < 1:
             return b""
-        return self._ask(_named(path), lambda calls, full: calls.get_tail(full, size))
+        return self._ask(object_path(path), lambda calls, full: calls.get_tail(full, size))
 
     def head(self, path: str) -> ObjectInfo | None:
         """Return the object's size and etag, or None where there is none."""
-        found = self._ask(_named(path), lambda calls, full: calls.info(full))
+        found = self._ask(object_path(path), lambda calls, full: calls.info(full))
         return ObjectInfo(path, found.size, found.etag) if found else None
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
@@ -72,7 +72,7 @@ class FsspecStore:
 
     def put(self, path: str, data: Buffer) -> ObjectInfo:
         """Write the object, on S3 in one request below 1 GiB; it appears whole or not at all."""
-        etag = self._ask(_named(path), lambda calls, full: calls.put(full, data))
+        etag = self._ask(object_path(path), lambda calls, full: calls.put(full, data))
         return ObjectInfo(path, memoryview(data).nbytes, etag)
 
     def create(self, path: str, data: Buffer) -> ObjectInfo:
@@ -81,12 +81,12 @@ class FsspecStore:
         Atomic on S3, Google Cloud, Azure, local files and memory. Retried only where the store refused to
         act: after a lost answer a second try could meet the object of the first.
         """
-        etag = self._ask(_named(path), lambda calls, full: calls.create(full, data), (ThrottledError,))
+        etag = self._ask(object_path(path), lambda calls, full: calls.create(full, data), (ThrottledError,))
         return ObjectInfo(path, memoryview(data).nbytes, etag)
 
     def delete(self, paths: Iterable[str]) -> None:
         """Delete the objects; those that are not there are passed over."""
-        below = [self._below(_named(path)) for path in paths]
+        below = [self._below(object_path(path)) for path in paths]
         if below:
             session = self._guard("", self._connection.session)
             full = [session.path(path) for path in below]
@@ -131,12 +131,6 @@ class FsspecStore:
             return call()
         except client_errors() as error:
             raise storage_error(error, self._shown(path)) from error
-
-
-def _named(path: str) -> str:
-    if not path:
-        raise UsageError("an object's path is empty", "name the object below its store")
-    return path
 
 
 def _next_page(token: str) -> Callable[[Calls, str], Page]:

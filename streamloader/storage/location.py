@@ -82,6 +82,13 @@ def checked_path(path: str) -> str:
     return path
 
 
+def object_path(path: str) -> str:
+    """Return the relative path of an object. Raises `UsageError` for one that could leave its store, and for none."""
+    if not path or path.endswith("/"):
+        raise UsageError(f"{path!r} names no object", "name the object below its store")
+    return checked_path(path)
+
+
 def _absolute(path: str) -> str:
     return os.path.normpath(Path(path).expanduser().absolute())
 

@@ -9,7 +9,7 @@ from typing import Any
 from streamloader.errors import ForkError, UnsupportedError
 from streamloader.storage import fork
 from streamloader.storage.failures import beyond_the_end, client_errors, storage_error
-from streamloader.storage.location import Location, checked_path
+from streamloader.storage.location import Location, object_path
 from streamloader.storage.translate import Target, azure_target, gcs_target, http_target, local_target, s3_options
 
 
@@ -42,7 +42,7 @@ class ObjectReader:
         if os.getpid() != self._pid:
             raise ForkError(f"{self._shown}: {fork.FORKED_REASON}", "ask the store for a reader in this process")
         fork.note_obstore_use()
-        key = f"{self._prefix}/{checked_path(path)}" if self._prefix else checked_path(path)
+        key = "/".join(filter(None, (self._prefix, object_path(path))))
         try:
             return memoryview(self._get_range(self._client, key, start=start, end=stop))
         except client_errors() as error:

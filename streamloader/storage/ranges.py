@@ -22,7 +22,7 @@ def coalesce(ranges: Sequence[tuple[int, int]], *, max_gap: int, max_bytes: int)
 
     Two neighbours are joined where at most `max_gap` unwanted bytes lie between them (fetching a gap is
     cheaper than another request while it takes less than the store's latency) and the result is at most
-    `max_bytes`; one range that is larger stays whole. Empty ranges belong to no request.
+    `max_bytes`; one range that is larger stays whole, with those inside it. Empty ranges belong to no request.
     Raises `UsageError` for a range that ends before it starts.
     """
     for start, stop in ranges:
@@ -33,7 +33,7 @@ def coalesce(ranges: Sequence[tuple[int, int]], *, max_gap: int, max_bytes: int)
     members: list[int] = []
     first = last = 0
     for start, stop, member in wanted:
-        if members and (start - last > max_gap or max(stop, last) - first > max_bytes):
+        if members and (start - last > max_gap or (stop > last and stop - first > max_bytes)):
             merged.append(MergedRange(first, last, tuple(members)))
             members = []
         if not members:

@@ -1,0 +1,252 @@
+"""The law of the seam: every store keeps it, on memory, local files and real S3 servers."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from servers import S3Server
+
+from streamloader.errors import NotFoundError, ObjectExistsError, UsageError
+from streamloader.storage import ObjectInfo, RangeReader, Store, open_store
+from streamloader.storage.connection import Connection, Session
+from streamloader.storage.fsspec_reader import FsspecReader
+
+DIGITS = b"0123456789"
+# whole, parts, beyond the end, at the end, past the end, nothing
+SLICES = [(0, 10), (0, 1), (3, 7), (9, 10), (5, 50), (10, 20), (50, 60), (4, 4)]
+ODD_NAMES = ["x y", "a+b", "ü", "100%25", "a#b", "a=b,c;d", ".dot", "_streamloader"]
+
+
+@pytest.fixture
+def store(store_url: tuple[str, dict[str, Any]]) -> Store:
+    return open_store(*store_url)
+
+
+@pytest.fixture(params=["chosen", "fsspec"])
+def reader(request: pytest.FixtureRequest, store: Any) -> RangeReader:
+    store.put("a/digits", DIGITS)
+    if request.param == "chosen":
+        chosen: RangeReader = store.reader()
+        return chosen
+    connection: Connection = store._connection
+    session: Session = connection.session()
+    return FsspecReader(session.calls, session.root, store.url, "the test wants it")
+
+
+def test_put_object_is_there_whole_with_its_size(store: Store) -> None:
+    info = store.put("a/digits", DIGITS)
+    assert (info.path, info.size) == ("a/digits", 10)
+    assert store.get("a/digits") == DIGITS
+    head = store.head("a/digits")
+    assert head is not None
+    assert (head.path, head.size) == ("a/digits", 10)
+    assert info.etag in ("", head.etag)
+    assert '"' not in head.etag
+
+
+def test_every_buffer_can_be_written(store: Store) -> None:
+    for kind in (bytes, bytearray, memoryview):
+        store.put("digits", kind(DIGITS))
+        store.create(f"made-{kind.__name__}", kind(DIGITS))
+        assert store.get("digits") == store.get(f"made-{kind.__name__}") == DIGITS
+
+
+def test_put_replaces(store: Store) -> None:
+    store.put("a", b"long before")
+    store.put("a", b"now")
+    assert store.get("a") == b"now"
+
+
+def test_empty_object_is_an_object(store: Store) -> None:
+    store.put("empty", b"")
+    assert store.get("empty") == store.get_range("empty", 0, 5) == store.get_tail("empty", 5) == b""
+    head = store.head("empty")
+    assert head is not None
+    assert head.size == 0
+    assert bytes(store.reader().read("empty", 0, 5)) == b""
+
+
+def test_a_range_is_a_slice(store: Store) -> None:
+    store.put("digits", DIGITS)
+    for start, stop in SLICES:
+        assert store.get_range("digits", start, stop) == DIGITS[start:stop]
+    for start, stop in ((-1, 3), (5, 4)):
+        with pytest.raises(UsageError, match=r"no range"):
+            store.get_range("digits", start, stop)
+
+
+def test_a_tail_is_the_end(store: Store) -> None:
+    store.put("digits", DIGITS)
+    for size in (1, 4, 10, 50):
+        assert store.get_tail("digits", size) == DIGITS[-size:]
+    assert store.get_tail("digits", 0) == b""
+
+
+def test_the_data_plane_reads_the_same_slices(reader: RangeReader) -> None:
+    for start, stop in SLICES:
+        view = reader.read("a/digits", start, stop)
+        assert isinstance(view, memoryview)
+        assert bytes(view) == DIGITS[start:stop]
+
+
+def test_the_data_plane_says_what_it_is_and_why(store: Store) -> None:
+    reader = store.reader()
+    assert reader.kind == ("fsspec" if store.url.startswith("memory") else "obstore")
+    assert reader.reason
+
+
+def test_the_data_plane_reads_from_many_threads(reader: RangeReader, store: Store) -> None:
+    content = bytes(range(256)) * 4096
+    store.put("large", content)
+    starts = range(0, len(content), 16384)
+    with ThreadPoolExecutor(16) as pool:
+        parts = list(pool.map(lambda start: bytes(reader.read("large", start, start + 16384)), starts))
+    assert b"".join(parts) == content
+
+
+def test_a_missing_object_is_not_found_by_either_plane(store: Store, reader: RangeReader) -> None:
+    assert store.head("a/none") is None
+    for ask in (
+        lambda: store.get("a/none"),
+        lambda: store.get_range("a/none", 0, 1),
+        lambda: store.get_tail("a/none", 1),
+        lambda: reader.read("a/none", 0, 1),
+    ):
+        with pytest.raises(NotFoundError, match=r"/a/none: it does not exist") as raised:
+            ask()
+        assert "\n" not in str(raised.value)
+        assert len(str(raised.value)) < 400
+
+
+def test_a_folder_is_no_object(store: Store) -> None:
+    store.put("folder/a", b"1")
+    assert store.head("folder") is None
+    with pytest.raises(NotFoundError):
+        store.get("folder")
+
+
+def test_create_refuses_what_is_there_and_leaves_it(store: Store) -> None:
+    info = store.create("receipt", b"first")
+    assert info.size == 5
+    with pytest.raises(ObjectExistsError, match="receipt"):
+        store.create("receipt", b"second")
+    assert store.get("receipt") == b"first"
+
+
+def test_of_many_creates_exactly_one_wins(store: Store) -> None:
+    start = threading.Barrier(8)
+
+    def attempt(number: int) -> int | None:
+        start.wait()
+        try:
+            store.create("one", b"%d" % number)
+        except ObjectExistsError:
+            return None
+        return number
+
+    with ThreadPoolExecutor(8) as pool:
+        winners = [number for number in pool.map(attempt, range(8)) if number is not None]
+    assert store.get("one") == b"%d" % winners[0]
+    assert len(winners) == 1
+
+
+def test_list_is_recursive_relative_and_of_folders(store: Store) -> None:
+    for path in ("a/b/c", "a/b/d", "a/e", "ab", "f"):
+        store.put(path, path.encode())
+    sizes = {"a/b/c": 5, "a/b/d": 5, "a/e": 3, "ab": 2, "f": 1}
+    assert {info.path: info.size for info in store.list()} == sizes
+    assert (
+        {info.path for info in store.list("a")} == {info.path for info in store.list("a/")} == {"a/b/c", "a/b/d", "a/e"}
+    )
+    assert {info.path for info in store.child("a").list("b")} == {"b/c", "b/d"}
+    assert list(store.list("none")) == list(store.list("f")) == []
+
+
+def test_list_agrees_with_head(store: Store) -> None:
+    store.put("a/b", DIGITS)
+    assert list(store.list()) == [store.head("a/b")]
+
+
+def test_delete_passes_over_what_is_not_there(store: Store) -> None:
+    for path in ("a/b", "a/c"):
+        store.put(path, b"1")
+    store.delete(["a/b", "none"])
+    store.delete([])
+    assert [info.path for info in store.list()] == ["a/c"]
+
+
+def test_odd_names_survive(store: Store) -> None:
+    for name in ODD_NAMES:
+        path = f"d/{name}"
+        store.put(path, DIGITS)
+        assert store.get_range(path, 2, 4) == bytes(store.reader().read(path, 2, 4)) == b"23"
+        assert [info.path for info in store.list()] == [path]
+        store.delete([path])
+        assert not list(store.list())
+
+
+def test_no_path_leaves_its_store(store: Store) -> None:
+    asks = (store.get, store.head, lambda path: store.put(path, b""), lambda path: store.reader().read(path, 0, 1))
+    for path in ("../a", "/a", "a//b", "a/../b", "./a", "a/", ""):
+        for ask in asks:
+            with pytest.raises(UsageError):
+                ask(path)
+
+
+def test_child_is_the_store_of_the_folder(store: Store) -> None:
+    child = store.child("a").child("b")
+    child.put("c", DIGITS)
+    assert child.url == f"{store.url}/a/b"
+    assert store.get("a/b/c") == bytes(child.reader().read("c", 0, 10)) == DIGITS
+
+
+def test_a_store_pickles_as_its_url(store: Store) -> None:
+    store.put("a/b", DIGITS)
+    store.reader().read("a/b", 0, 1)
+    again = pickle.loads(pickle.dumps(store.child("a")))
+    assert again.url == store.child("a").url
+    assert again.get("b") == bytes(again.reader().read("b", 0, 10)) == DIGITS
+
+
+def test_listing_and_deleting_go_beyond_a_page(moto: S3Server) -> None:
+    store = open_store(moto.url(), moto.storage_options)
+    names = {f"n/{number:04}" for number in range(1001)}
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda name: store.put(name, b""), names))
+    assert {info.path for info in store.list()} == names
+    store.delete(names)
+    assert not list(store.list())
+
+
+def test_a_bucket_itself_is_a_store(s3: S3Server) -> None:
+    store = open_store(f"s3://{s3.new_bucket()}/", s3.storage_options)
+    store.put("a", DIGITS)
+    assert [info.path for info in store.list()] == ["a"]
+    assert bytes(store.reader().read("a", 1, 3)) == b"12"
+
+
+def test_local_paths_are_stores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    for url, folder in (("here", "here"), ("~/there", "home/there"), (tmp_path / "p", "p"), ("./x/../y", "y")):
+        open_store(url).put("a/b", DIGITS)
+        assert (tmp_path / folder / "a" / "b").read_bytes() == DIGITS
+        assert open_store(url).url == str(tmp_path / folder)
+
+
+def test_a_local_write_that_was_killed_is_not_listed(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    store.put("a", DIGITS)
+    (tmp_path / ".0123.streamloader-tmp").write_bytes(b"half")
+    assert list(store.list()) == [ObjectInfo("a", 10)]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".0123.streamloader-tmp", "a"]
+
+
+def test_opening_makes_no_request() -> None:
+    store = open_store("s3://bucket/folder", {"endpoint_url": "http://127.0.0.1:9", "key": "k", "secret": "s"})
+    assert store.child("a").url == "s3://bucket/folder/a"

@@ -1,0 +1,75 @@
+"""URLs: what is shown never holds a secret, and paths stay below their store."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from streamloader.errors import UnsupportedError, UsageError
+from streamloader.storage import open_store
+from streamloader.storage.location import checked_path, parse_location, redact
+
+
+@pytest.mark.parametrize(
+    ("url", "protocol", "child"),
+    [
+        ("s3://bucket", "s3", "s3://bucket/a/b"),
+        ("s3a://bucket/x/", "s3", "s3a://bucket/x/a/b"),
+        ("gcs://bucket/x", "gs", "gcs://bucket/x/a/b"),
+        ("abfs://box@account.dfs.core.windows.net/x", "az", "abfs://box@account.dfs.core.windows.net/x/a/b"),
+        ("https://host/x//", "http", "https://host/x/a/b"),
+        ("memory://", "memory", "memory://a/b"),
+        ("file:///", "file", "file:///a/b"),
+        ("/", "file", "/a/b"),
+        ("/x/../y/", "file", "/y/a/b"),
+        ("simplecache::s3://bucket/x", "simplecache", "simplecache::s3://bucket/x/a/b"),
+    ],
+)
+def test_urls_and_what_is_below_them(url: str, protocol: str, child: str) -> None:
+    location = parse_location(url, None)
+    assert (location.protocol, location.child("a/b").shown) == (protocol, child)
+
+
+@given(st.text("abcXYZ09+/=_-", min_size=6, max_size=30).filter(lambda secret: "/" not in secret))
+def test_no_secret_is_ever_shown(secret: str) -> None:
+    location = parse_location(f"https://user:{secret}@host/x", {"token": secret + "!"})
+    assert location.shown == "https://host/x"
+    assert f":{secret}@" not in repr(open_store(location.target)) + redact(f"GET {location.target} failed")
+    assert secret + "!" not in repr(location)
+
+
+@pytest.mark.parametrize("url", ["", "   "])
+def test_what_is_no_url_is_refused(url: str) -> None:
+    with pytest.raises(UsageError):
+        open_store(url)
+
+
+def test_a_signed_url_cannot_hold_a_dataset() -> None:
+    with pytest.raises(UnsupportedError) as raised:
+        open_store("https://host/x?sig=topsecret")
+    assert "topsecret" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("gs://bucket/x", "pip install gcsfs"),
+        ("abfs://box/x", "pip install adlfs"),
+        ("nosuch://x/y", "knows no protocol 'nosuch'"),
+        ("simplecache::nosuch://x/y", "knows no protocol 'nosuch'"),
+    ],
+)
+def test_an_unknown_protocol_or_missing_package_is_named(url: str, words: str) -> None:
+    with pytest.raises(UnsupportedError, match=words):
+        open_store(url)
+
+
+@given(st.lists(st.text("ab._ ü", min_size=1, max_size=4), min_size=1, max_size=4))
+def test_checked_paths_are_plain_descents(parts: list[str]) -> None:
+    path = "/".join(parts)
+    if any(part in (".", "..") for part in parts):
+        with pytest.raises(UsageError):
+            checked_path(path)
+    else:
+        assert checked_path(path) == path
