@@ -1,0 +1,50 @@
+"""`streamloader`: the commands, and what becomes of errors. Imports stay light, so that `--help` is quick."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import click
+
+from streamloader import __version__
+from streamloader.cli.convert import convert
+from streamloader.cli.demo import demo
+from streamloader.cli.inspect import inspect
+from streamloader.errors import StreamloaderError
+
+BAD_INPUT = 2
+INTERRUPTED = 130  # 128 + SIGINT, as shells say it
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="streamloader")
+def cli() -> None:
+    """Make datasets for streaming from object storage into PyTorch, and look into them."""
+
+
+for _command in (convert, inspect, demo):
+    cli.add_command(_command)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run a command and exit: 2 with one line on stderr for bad input, 130 after Ctrl-C."""
+    try:
+        status = cli.main(args=arguments, prog_name="streamloader", standalone_mode=False)
+    except StreamloaderError as error:
+        click.echo(f"error: {error}", err=True)
+        status = BAD_INPUT
+    except click.exceptions.NoArgsIsHelpError as error:
+        error.show()
+        status = BAD_INPUT
+    except click.ClickException as error:
+        click.echo(f"error: {' '.join(error.format_message().split())}", err=True)
+        status = BAD_INPUT
+    except click.Abort:
+        click.echo("interrupted", err=True)
+        status = INTERRUPTED
+    sys.exit(status)
+
+
+if __name__ == "__main__":
+    main()

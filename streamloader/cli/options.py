@@ -1,0 +1,34 @@
+"""What several commands share: `--storage-option name=value`, and sizes as people read them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from typing import Any
+
+from streamloader.errors import UsageError
+
+
+def parse_options(pairs: Iterable[str]) -> dict[str, Any]:
+    """Return the options of `name=value` texts; a value that is JSON is read as such. Raises `UsageError`."""
+    options: dict[str, Any] = {}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        if not name or not equals:
+            raise UsageError(
+                f"storage option {pair!r}", "write it as name=value, say endpoint_url=http://host or anon=true"
+            )
+        try:
+            options[name] = json.loads(value)
+        except ValueError:
+            options[name] = value
+    return options
+
+
+def show_bytes(size: float) -> str:
+    """Return a number of bytes like `1.5 GiB`."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.0f} B" if unit == "B" else f"{size:.3g} {unit}"
+        size /= 1024
+    return f"{size:.4g} TiB"
