@@ -65,7 +65,7 @@ class Pipeline:
         self._crew = Crew("assemble", 1, self._core.fail)
         self._crew.submit(self._core.run)
         self._crew.submit(self._core.shut)
-        self._close = weakref.finalize(self, self._core.close)
+        self._close = weakref.finalize(self, _end, self._core, self._crew)
         self._over = False
 
     def __iter__(self) -> Pipeline:
@@ -90,7 +90,6 @@ class Pipeline:
         """End the threads; those in a request end after it."""
         self._over = True
         self._close()
-        self._crew.close()
 
     def join(self, seconds: float = 30.0) -> bool:
         """Wait for the threads of a closed pipeline; return whether all have ended."""
@@ -100,6 +99,11 @@ class Pipeline:
         if not batch.finished:
             with self._counters.timed("transform_wait_seconds" if self._core.transforms else "decode_wait_seconds"):
                 batch.wait()
+
+
+def _end(core: _Assembler, crew: Crew) -> None:
+    core.close()
+    crew.close()
 
 
 class _Assembler:
