@@ -23,8 +23,9 @@ from streamloader.errors import EngineError
 
 STARTER = """
 import sys
+from pathlib import Path
 from streamloader.demo.server import s3_server
-with s3_server("bucket") as endpoint:
+with s3_server("bucket", Path(sys.argv[1])) as endpoint:
     print(endpoint, flush=True)
     sys.stdin.read()
 """
@@ -83,8 +84,11 @@ def test_the_images_are_real_files_in_class_folders(tmp_path: Path) -> None:
         assert (image.size, image.mode, image.format) == ((32, 32), "L", "PNG")
 
 
-def test_the_server_has_an_empty_bucket() -> None:
-    with s3_server("bucket") as endpoint, urllib.request.urlopen(f"{endpoint}/bucket?list-type=2") as answer:
+def test_the_server_has_an_empty_bucket(tmp_path: Path) -> None:
+    with (
+        s3_server("bucket", tmp_path / "log") as endpoint,
+        urllib.request.urlopen(f"{endpoint}/bucket?list-type=2") as answer,
+    ):
         assert b"<KeyCount>0</KeyCount>" in answer.read()
 
 

@@ -37,17 +37,10 @@ class Job:
             "torch.distributed.run",
             "--standalone",
             "--local-addr=127.0.0.1",
-            f"--nproc-per-node={ranks}",
+            f"--log-dir={self.folder}/tmp",
         ]
-        script = ["-m", "streamloader.demo.train", f"--url={self.url}", f"--folder={self.folder}"]
-        return [
-            sys.executable,
-            *torchrun,
-            f"--log-dir={self.folder}",
-            *script,
-            f"--run={run}",
-            f"--epochs={self.epochs}",
-        ]
+        script = ["-m", "streamloader.demo.train", self.url, str(self.folder), run, str(self.epochs)]
+        return [sys.executable, *torchrun, f"--nproc-per-node={ranks}", *script]
 
 
 class Ranks:

@@ -8,6 +8,7 @@ import sys
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from streamloader.errors import EngineError
 
@@ -15,20 +16,27 @@ STOP_SECONDS = 20.0
 
 
 @contextmanager
-def s3_server(bucket: str) -> Iterator[str]:
-    """Run a server on a free port of this machine with one empty bucket, and give its URL.
+def s3_server(bucket: str, log: Path) -> Iterator[str]:
+    """Run a server on a free port of this machine with one empty bucket, and give its URL; it writes to `log`.
 
     Raises `EngineError` where it does not start.
     """
-    command = [sys.executable, "-m", "streamloader.demo.server"]
-    # a session of its own: Ctrl-C must not end the server before the ranks that use it
-    server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    with log.open("w") as errors:
+        server = subprocess.Popen(
+            [sys.executable, "-m", "streamloader.demo.server"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            start_new_session=True,  # Ctrl-C must not end the server before the ranks that use it
+        )
     assert server.stdin is not None
     assert server.stdout is not None
     try:
         endpoint = server.stdout.readline().strip()
         if not endpoint:
-            raise EngineError("the S3 server of the demo did not start", "pip install 'streamloader[demo]'")
+            last = (log.read_text().strip().splitlines() or ["it said nothing"])[-1]
+            raise EngineError(f"the S3 server did not start: {last}", "pip install 'streamloader[demo]'")
         request = urllib.request.Request(f"{endpoint}/{bucket}", method="PUT")
         direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         direct.open(request, timeout=STOP_SECONDS).close()

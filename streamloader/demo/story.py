@@ -25,7 +25,7 @@ from streamloader.errors import DestinationError, EngineError
 BUCKET = "demo"
 DIGITS = f"s3://{BUCKET}/digits"
 PHOTOGRAPHS = f"s3://{BUCKET}/photographs"
-EPOCHS = 10
+EPOCHS = 12
 KILLED_IN_EPOCH = 3
 RANKS_BEFORE, RANKS_AFTER = 2, 3
 GOAL = 0.95
@@ -73,7 +73,7 @@ def tell(keep: Path | None) -> None:
     """Run the demo in a temporary folder, or in the new folder `keep`. Raises a `StreamloaderError` if a step fails."""
     console = Console(highlight=False)
     begin = time.perf_counter()
-    with _folder(keep) as folder, s3_server(BUCKET) as endpoint:
+    with _folder(keep) as folder, s3_server(BUCKET, folder / "server.log") as endpoint:
         (folder / "tmp").mkdir()
         stage = Stage(folder, endpoint, console)
         _make_datasets(stage)
@@ -163,8 +163,8 @@ def _report(stage: Stage, events: list[Event]) -> None:
     stage.say(f"val accuracy {accuracy:.1%}: {evaluated['right']} of {evaluated['count']} digits")
     stage.say(f"speed {sum(event['rate'] for event in trained):.0f} samples/s over {len(trained)} ranks")
     for event in sorted(trained, key=lambda event: int(event["rank"])):
-        stage.say(f"rank {event['rank']} waited {event['waited']:.1%} of the time for data ({event['verdict']})")
-    stage.say(f"data plane: {trained[0]['client']}")
+        stage.say(f"rank {event['rank']} waited {event['waited']:.1%} of the time for data")
+    stage.say(f"rank {trained[0]['rank']} says: {trained[0]['verdict']} (data plane: {trained[0]['client']})")
     if accuracy < GOAL:
         raise EngineError(f"val accuracy is {accuracy:.1%}, below {GOAL:.0%}", "report this")
 

@@ -142,10 +142,10 @@ def evaluate(model: nn.Module, url: str) -> tuple[int, int]:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--url", required=True)
-    parser.add_argument("--folder", type=Path, required=True)
-    parser.add_argument("--run", required=True)
-    parser.add_argument("--epochs", type=int, required=True)
+    parser.add_argument("url")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("run")
+    parser.add_argument("epochs", type=int)
     return parser.parse_args()
 
 
