@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import uuid
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import fsspec
@@ -14,6 +13,8 @@ from servers import S3Server, external_server, moto_server, seaweedfs_server
 
 # a test that forgets its keys must fail at once, not ask a cloud's metadata service for them
 os.environ.setdefault("AWS_EC2_METADATA_DISABLED", "true")
+
+StoreUrl = tuple[str, dict[str, Any]]
 
 EXTERNAL = os.environ.get("STREAMLOADER_TEST_S3", "")
 S3_SERVERS = ["moto", "seaweedfs", *(["external"] if EXTERNAL else [])]
@@ -47,17 +48,24 @@ def s3(request: pytest.FixtureRequest) -> S3Server:
     return server
 
 
-@pytest.fixture(params=["memory", "file", *S3_SERVERS])
-def store_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(url, storage_options) of an empty place on each kind of store in turn."""
+@pytest.fixture(scope="session", params=["memory", "file", *S3_SERVERS])
+def root_url(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoreUrl]:
+    """(url, storage_options) of a place on each kind of store in turn, shared by all tests."""
     if request.param == "file":
-        yield (tmp_path / "store").as_uri(), {}
+        yield tmp_path_factory.mktemp("store").as_uri(), {}
     elif request.param == "memory":
         name = f"streamloader-{uuid.uuid4().hex}"
-        yield f"memory://{name}/data", {}
+        yield f"memory://{name}", {}
         memory = fsspec.filesystem("memory")
         if memory.exists(f"/{name}"):
             memory.rm(f"/{name}", recursive=True)
     else:
         server: S3Server = request.getfixturevalue(request.param)
         yield server.url(), server.storage_options
+
+
+@pytest.fixture
+def store_url(root_url: StoreUrl) -> StoreUrl:
+    """(url, storage_options) of an empty place on each kind of store in turn."""
+    url, options = root_url
+    return f"{url}/{uuid.uuid4().hex}/data", options

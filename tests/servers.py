@@ -111,7 +111,8 @@ def moto_server() -> Iterator[S3Server]:
     def command(folder: Path, ports: Sequence[int]) -> list[str]:
         return [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(ports[0])]
 
-    with _running("moto", command, num_ports=1, env={}) as server:
+    # short pages, so that listings of a hundred objects already have a second one
+    with _running("moto", command, num_ports=1, env={"MOTO_S3_DEFAULT_MAX_KEYS": "100"}) as server:
         yield server
 
 

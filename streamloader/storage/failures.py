@@ -175,15 +175,22 @@ def facts_of(error: BaseException) -> Facts:
             status = status or response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
             code, text = code or str(details.get("Code", "")), text or str(details.get("Message", ""))
         code = code or str(getattr(link, "error_code", None) or "")  # azure
-        for name in ("status", "status_code", "code"):  # aiohttp, azure, gcsfs
-            value = getattr(link, name, None)
-            status = status or (value if isinstance(value, int) else 0)
+        status = status or _status_attribute(link)
         if type(link).__module__.startswith("obstore"):
             status, code, text = _obstore_facts(str(link), status, code, text)
         link = link.__cause__ or link.__context__
     if "FileNotFoundError" in names and "Server returned non-2xx" in str(error):  # obstore raises the builtin
         status, code, text = _obstore_facts(str(error), status, code, text)
     return Facts(status, code, text or str(error), frozenset(names))
+
+
+def _status_attribute(error: BaseException) -> int:
+    """Return the HTTP status that aiohttp, azure and gcsfs keep in an attribute; 0 where there is none."""
+    for name in ("status", "status_code", "code"):  # aiohttp warns of its `code`, and has `status`
+        value = getattr(error, name, None)
+        if isinstance(value, int):
+            return value
+    return 0
 
 
 def _obstore_facts(text: str, status: int, code: str, message: str) -> tuple[int, str, str]:

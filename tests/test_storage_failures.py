@@ -1,0 +1,142 @@
+"""Wrong names, keys and endpoints, on real servers: one line that names the URL and the remedy, and soon."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from servers import S3Server
+
+from streamloader.errors import (
+    AccessError,
+    EndpointError,
+    NotFoundError,
+    StorageError,
+    TransientError,
+    UnsupportedError,
+    UsageError,
+)
+from streamloader.storage import Store, open_store
+from streamloader.storage.failures import storage_error
+
+FIRST_CONTACT_SECONDS = 15
+
+ASKS: dict[str, Callable[[Store], Any]] = {
+    "get": lambda store: store.get("a"),
+    "list": lambda store: list(store.list()),
+    "put": lambda store: store.put("a", b"1"),
+    "read": lambda store: store.reader().read("a", 0, 1),
+}
+
+
+def told(store: Store, ask: str, kind: type[StorageError]) -> str:
+    """Ask, and return the one line of the error that it must raise soon."""
+    started = time.monotonic()
+    with pytest.raises(kind) as raised:
+        ASKS[ask](store)
+    assert time.monotonic() - started < FIRST_CONTACT_SECONDS
+    line = str(raised.value)
+    assert raised.value.remedy
+    assert store.url in line
+    assert "\n" not in line
+    assert len(line) < 500
+    return line
+
+
+@pytest.fixture
+def full_port() -> Iterator[int]:
+    """A port whose queue of connections is full: connecting to it hangs, as with a firewall."""
+    with socket.socket() as listener, socket.socket() as first, socket.socket() as second:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(0)
+        for client in (first, second):
+            client.setblocking(False)
+            client.connect_ex(listener.getsockname())
+        yield listener.getsockname()[1]
+
+
+def test_a_bucket_that_does_not_exist_is_named(s3: S3Server) -> None:
+    store = open_store("s3://no-such-bucket-of-ours/x", s3.storage_options)
+    for ask in ("get", "list", "read"):
+        assert "its bucket does not exist" in told(store, ask, NotFoundError)
+
+
+@pytest.mark.parametrize("wrong", [{"secret": "wrong"}, {"key": "wrong"}])
+def test_wrong_keys_are_told_as_such(seaweedfs: S3Server, wrong: dict[str, str]) -> None:
+    store = open_store(seaweedfs.url(), {**seaweedfs.storage_options, **wrong})
+    for ask in ASKS:
+        line = told(store, ask, AccessError)
+        assert "streamloader-secret" not in line
+        assert "storage_options" in line
+
+
+@pytest.mark.parametrize("endpoint", ["http://127.0.0.1:9", "http://no.such.host.invalid", "https://127.0.0.1:9"])
+def test_an_endpoint_that_is_not_there_is_told_at_once(endpoint: str) -> None:
+    store = open_store("s3://bucket/x", {"key": "k", "secret": "s", "endpoint_url": endpoint})
+    for ask in ASKS:
+        assert "the endpoint cannot be reached" in told(store, ask, EndpointError)
+
+
+def test_an_endpoint_that_swallows_connections_is_given_up_soon(full_port: int) -> None:
+    options = {"key": "k", "secret": "s", "endpoint_url": f"http://127.0.0.1:{full_port}"}
+    store = open_store("s3://bucket/x", {**options, "config_kwargs": {"connect_timeout": 1}})
+    for ask in ("get", "read"):
+        assert "the endpoint cannot be reached" in told(store, ask, EndpointError)
+
+
+def test_https_to_an_http_port_is_an_endpoint_error(moto: S3Server) -> None:
+    options = {**moto.storage_options, "endpoint_url": moto.endpoint.replace("http:", "https:")}
+    store = open_store("s3://bucket/x", options)
+    for ask in ("get", "read"):
+        assert "the endpoint cannot be reached" in told(store, ask, EndpointError)
+
+
+@pytest.mark.parametrize("ask", ["get", "read"])
+def test_missing_credentials_are_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ask: str) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
+    store = open_store("s3://bucket/x", {"endpoint_url": "http://127.0.0.1:9"})
+    assert "credentials" in told(store, ask, AccessError)
+    store = open_store("s3://bucket/x", {"endpoint_url": "http://127.0.0.1:9", "profile": "none-such"})
+    assert "none-such" in told(store, ask, AccessError)
+
+
+@pytest.mark.parametrize("ask", ["get", "put", "list"])
+def test_options_that_do_not_fit_are_told(ask: str) -> None:
+    with pytest.raises(UsageError, match="no_such_option"):
+        ASKS[ask](open_store("s3://bucket/x", {"no_such_option": 1}))
+
+
+def test_a_local_folder_without_permission_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    told(open_store(tmp_path / "file"), "get", NotFoundError)
+    told(open_store("/proc/1/no-such-folder"), "put", StorageError)
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (TimeoutError("slow"), TransientError),
+        (ConnectionResetError("gone"), TransientError),
+        (ConnectionRefusedError("no"), EndpointError),
+        (socket.gaierror("no name"), EndpointError),
+        (PermissionError("no"), AccessError),
+        (NotImplementedError("cannot"), UnsupportedError),
+        (OSError(28, "No space left on device"), StorageError),
+    ],
+)
+def test_builtin_exceptions_have_their_kind(error: Exception, kind: type[StorageError]) -> None:
+    told = storage_error(error, "s3://b/k")
+    assert type(told) is kind
+    assert str(error) in str(told)
+
+
+def test_an_error_of_ours_stays_as_it_is() -> None:
+    error = NotFoundError("x")
+    assert storage_error(error, "s3://b/k") is error

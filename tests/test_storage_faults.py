@@ -1,0 +1,133 @@
+"""Servers that misbehave, for real: what each plane makes of it, and how many requests it costs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from faulty import FaultyServer, faulty_server
+
+from streamloader.errors import NotFoundError, StorageError, ThrottledError, TransientError, UnsupportedError
+from streamloader.storage import NO_RETRY, RangeReader, RetryPolicy, Store, call_with_retry, open_store
+
+CONTENT = bytes(range(256)) * 64
+QUICK = RetryPolicy(attempts=4, base_seconds=0.001)
+
+# an option that obstore has no counterpart of: the data plane is then fsspec
+BY_FSSPEC = {"config_kwargs": {"read_timeout": 0.5, "s3": {"payload_signing_enabled": True}}}
+BY_OBSTORE = {"config_kwargs": {"read_timeout": 0.5}}
+PLANES = {"s3-obstore": BY_OBSTORE, "s3-fsspec": BY_FSSPEC, "http-obstore": {}, "http-fsspec": {"encoded": False}}
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[FaultyServer]:
+    with faulty_server(CONTENT) as server:
+        yield server
+
+
+@pytest.fixture
+def server(running: FaultyServer) -> FaultyServer:
+    running.faults.clear()
+    running.gets = 0
+    return running
+
+
+@pytest.fixture(scope="module", params=PLANES)
+def store(request: pytest.FixtureRequest, running: FaultyServer) -> Store:
+    protocol = request.param.split("-")[0]
+    if protocol == "http":
+        return open_store(f"{running.endpoint}/bucket", PLANES[request.param], QUICK)
+    options: dict[str, Any] = {"key": "k", "secret": "s", "endpoint_url": running.endpoint, **PLANES[request.param]}
+    return open_store("s3://bucket", options, QUICK)
+
+
+@pytest.fixture
+def reader(store: Store, request: pytest.FixtureRequest) -> RangeReader:
+    reader = store.reader()
+    assert reader.kind in request.node.callspec.id, reader.reason
+    return reader
+
+
+@pytest.mark.parametrize("fault", ["503", "500", "429", "truncate", "close"])
+def test_one_fault_costs_exactly_one_extra_request(server: FaultyServer, reader: RangeReader, fault: str) -> None:
+    server.faults.append(fault)
+    data = call_with_retry(lambda: reader.read("x", 100, 5000), QUICK)
+    assert bytes(data) == CONTENT[100:5000]
+    assert server.gets == 2
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind"),
+    [
+        ("503", ThrottledError),
+        ("429", ThrottledError),
+        ("500", TransientError),
+        ("truncate", TransientError),
+        ("404", NotFoundError),
+        ("ignore-range", UnsupportedError),
+    ],
+)
+def test_a_reader_asks_once_and_tells_the_kind_of_failure(
+    server: FaultyServer, reader: RangeReader, store: Store, fault: str, kind: type[StorageError]
+) -> None:
+    if fault == "ignore-range" and store.url.startswith("s3") and reader.kind == "fsspec":
+        pytest.skip("every S3 server keeps ranges; s3fs does not check")
+    server.faults.append(fault)
+    with pytest.raises(kind) as raised:
+        reader.read("x", 100, 200)
+    assert type(raised.value) is kind
+    assert server.gets == 1
+    assert f"{store.url}/x" in str(raised.value)
+    assert "\n" not in str(raised.value)
+    assert len(str(raised.value)) < 400
+
+
+def test_a_lasting_fault_ends_with_its_kind_after_the_policy(server: FaultyServer, reader: RangeReader) -> None:
+    server.faults.extend(["503"] * 99)
+    with pytest.raises(ThrottledError, match="4 attempts"):
+        call_with_retry(lambda: reader.read("x", 0, 10), QUICK)
+    assert server.gets == 4
+
+
+@pytest.mark.parametrize("options", [BY_OBSTORE, BY_FSSPEC], ids=["obstore", "fsspec"])
+def test_a_stalled_answer_is_given_up_and_asked_for_again(server: FaultyServer, options: dict[str, Any]) -> None:
+    store = open_store("s3://bucket", {"key": "k", "secret": "s", "endpoint_url": server.endpoint, **options})
+    server.faults.append("stall")
+    data = call_with_retry(lambda: store.reader().read("x", 0, 10), QUICK)
+    assert bytes(data) == CONTENT[:10]
+    assert server.gets == 2
+
+
+def test_the_control_plane_retries_by_the_same_policy(server: FaultyServer, store: Store) -> None:
+    server.faults.extend(["503", "close"])
+    assert store.get_range("x", 5, 9) == CONTENT[5:9]
+    assert server.gets == 3
+    assert store.get_tail("x", 7) == CONTENT[-7:]
+    assert server.gets == 4
+    server.faults.extend(["503"] * 99)
+    with pytest.raises(ThrottledError, match="4 attempts"):
+        store.get("x")
+
+
+def test_http_is_read_only_and_says_so(server: FaultyServer) -> None:
+    store = open_store(f"{server.endpoint}/folder", None, NO_RETRY)
+    assert store.get("x") == CONTENT
+    head = store.head("x")
+    assert head is not None
+    assert (head.size, head.etag) == (len(CONTENT), "abc")
+    for ask in (lambda: store.put("x", b""), lambda: store.create("x", b""), lambda: store.delete(["x"])):
+        with pytest.raises(UnsupportedError, match="read only"):
+            ask()
+    server.faults.append("404")
+    with pytest.raises(NotFoundError):
+        store.get("x")
+
+
+def test_http_head_of_a_failing_server_is_no_absence(server: FaultyServer) -> None:
+    store = open_store(f"{server.endpoint}/folder", None, NO_RETRY)
+    server.faults.append("404")
+    assert store.head("x") is None
+    server.faults.append("500")
+    with pytest.raises(TransientError):
+        store.head("x")
