@@ -108,9 +108,9 @@ def _absent(store: Store) -> NotADatasetError | IncompleteError:
     if job is None:
         remedy = "check the URL and the storage_options, or convert something to it"
         return NotADatasetError(f"there is no dataset at {store.url} (no {ROOT})", remedy)
-    receipts = sum(1 for info in store.list() if _is_receipt(info.path))
+    finished = _finished_shards(store, job)
     total = job.get("shards")
-    done = f"{receipts} of {total} shards" if isinstance(total, int) else f"{receipts} shards"
+    done = f"{finished} of {total} shards" if isinstance(total, int) else f"{finished} shards"
     if job.get("by") == "writer":
         problem = f"writing of {store.url} was not closed: it has {done}"
         return IncompleteError(problem, "write it again with overwrite=True; what is there cannot be resumed")
@@ -118,6 +118,14 @@ def _absent(store: Store) -> NotADatasetError | IncompleteError:
     return IncompleteError(problem, "run the same convert command again, it goes on from there")
 
 
-def _is_receipt(path: str) -> bool:
-    folder, _, name = path.rpartition("/")
-    return (folder == RECEIPTS or folder.endswith("/" + RECEIPTS)) and name.endswith(".json")
+def _finished_shards(store: Store, job: Mapping[str, Any]) -> int:
+    """Count the shards of an unfinished conversion: by receipts, which a split that is finished has no longer."""
+    count = sum(1 for _ in store.list(RECEIPTS))
+    for split in job.get("splits") or ():
+        child = store.child(split)
+        if child.head(ROOT) is None:
+            count += sum(1 for _ in child.list(RECEIPTS))
+        else:
+            manifest = open_root(child).manifest
+            count += -(-manifest.num_samples // manifest.samples_per_shard)
+    return count

@@ -1,0 +1,123 @@
+"""Random fields and columns for the tests of the format, and short ways to write and read them."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from hypothesis import strategies as st
+
+from streamloader.format.geometry import Geometry, choose_layouts
+from streamloader.format.manifest import DTYPES, Field, Manifest
+from streamloader.format.reader import field_reader, open_manifest
+from streamloader.format.sink import finish, read_receipts, write_shard
+from streamloader.options import Layout
+from streamloader.storage import open_store
+from streamloader.storage.protocol import Store
+
+CODECS = ("none", "lz4", "zstd")
+ALL_KINDS = {
+    **{f"f_{dtype}": Field("tensor", dtype, (3,)) for dtype in DTYPES},
+    "scalar": Field.parse("int64"),
+    "image": Field.parse("uint8[40,33]"),
+    "blob": Field.parse("bytes:jpeg"),
+    "words": Field.parse("text"),
+    "boxes": Field.parse("ragged:float32[4]"),
+    "tokens": Field.parse("ragged:uint16"),
+}
+
+shapes = st.lists(st.integers(1, 4), max_size=3).map(tuple)
+fields = st.one_of(
+    st.builds(Field, st.just("tensor"), st.sampled_from(DTYPES), shapes),
+    st.builds(Field, st.just("ragged"), st.sampled_from(DTYPES), shapes),
+    st.sampled_from([Field("bytes"), Field("bytes", encoding="png"), Field("text")]),
+)
+
+
+def column_of(field: Field, count: int, seed: int = 0) -> Any:
+    """Return a column as the format holds it: an array, or a list of bytes. About half of it compresses."""
+    rng = np.random.default_rng([seed, count])
+
+    def array(shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
+        raw = rng.integers(0, 256, (*shape, np.dtype(field.dtype).itemsize), np.uint8) // rng.choice([1, 64])
+        if field.dtype == "bool":
+            return raw[..., 0] % 2 == 1
+        if field.dtype.startswith("float"):
+            return raw[..., 0].astype(field.dtype) / 8
+        return raw.view(field.dtype)[..., 0]
+
+    if field.fixed:
+        return np.ascontiguousarray(array((count, *field.shape)))
+    lengths = rng.integers(0, 9, count).tolist()
+    if field.kind == "ragged":
+        return [array((length, *field.shape)).tobytes() for length in lengths]
+    if field.kind == "text":
+        return [(f"é{i} " * length).encode() for i, length in enumerate(lengths)]
+    return [rng.bytes(length * 7) for length in lengths]
+
+
+def columns_of(fields: Mapping[str, Field], count: int, seed: int = 0) -> dict[str, Any]:
+    """Return a column for each field."""
+    return {name: column_of(field, count, seed + i) for i, (name, field) in enumerate(sorted(fields.items()))}
+
+
+def memory_store() -> Store:
+    """Return an empty store in memory."""
+    return open_store(f"memory://{uuid.uuid4().hex}/data")
+
+
+def geometry_of(fields: Mapping[str, Field], count: int | None, layout: Layout, codec: str = "") -> Geometry:
+    """Return a geometry with each codec in turn, or all `codec`."""
+    sizes = {name: float(field.item_bytes if field.fixed else 40) for name, field in fields.items()}
+    codecs = {name: codec or CODECS[i % 3] for i, name in enumerate(sorted(fields))}
+    return choose_layouts(fields, sizes, codecs, count, layout)
+
+
+def write_shards(store: Store, geometry: Geometry, columns: Mapping[str, Any]) -> None:
+    """Write all shards of the columns, without finishing."""
+    size = geometry.samples_per_shard
+    count = len(next(iter(columns.values())))
+    for index in range(-(-count // size)):
+        part = {name: column[index * size : (index + 1) * size] for name, column in columns.items()}
+        write_shard(store, geometry, index, part)
+
+
+def write_dataset(store: Store, columns: Mapping[str, Any], geometry: Geometry) -> Manifest:
+    """Write and finish a dataset."""
+    write_shards(store, geometry, columns)
+    return finish(store, geometry, read_receipts(store), {}, 2)
+
+
+def read_column(store: Store, name: str, start: int, stop: int, max_bytes: int = 1 << 24) -> Any:
+    """Read a column through `FieldReader`, as the format holds it."""
+    manifest, store = open_manifest(store)
+    reader, plane = field_reader(store, manifest, name), store.reader()
+    field = reader.layout.field
+    runs = reader.runs(start, stop, max_bytes)
+    if field.fixed:
+        out = np.zeros((stop - start, *field.shape), field.dtype)
+        for run in runs:
+            reader.decode(run, reader.fetch(plane, run), out, start)
+        return out
+    items = []
+    for run in runs:
+        chunks = reader.decode(run, reader.fetch(plane, run))
+        assert chunks is not None
+        values = [bytes(chunk[i]) for chunk in chunks for i in range(len(chunk))]
+        assert len(values) == run.num_samples
+        items += [value for i, value in enumerate(values) if start <= run.first_sample + i < stop]
+    return items
+
+
+def same(left: Any, right: Any) -> bool:
+    """Return whether two columns are equal, bit for bit."""
+    if isinstance(left, np.ndarray):
+        return left.dtype == right.dtype and left.shape == right.shape and left.tobytes() == right.tobytes()
+    return bool(left == right)
+
+
+def objects_of(store: Store) -> dict[str, bytes]:
+    """Return every object below the store."""
+    return {info.path: store.get(info.path) for info in store.list()}

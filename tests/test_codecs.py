@@ -1,0 +1,151 @@
+"""Laws of one chunk: what goes in comes out, the same every time, and damage is an error."""
+
+from __future__ import annotations
+
+import struct
+import threading
+
+import crc32c
+import numpy as np
+import pytest
+from format_data import CODECS, column_of, fields, same
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numcodecs import blosc, zstd
+
+from streamloader.errors import CorruptError, FieldError
+from streamloader.format.codecs import (
+    choose_codec,
+    decode_fixed,
+    decode_items,
+    encode_chunk,
+    measure_codec,
+    pack_items,
+    parse_items,
+)
+from streamloader.format.manifest import Field, FieldLayout
+
+UINT8 = Field("tensor", "uint8", (8,))
+
+
+def layout_of(field: Field, chunk: int, codec: str, nbytes: int = 1 << 20) -> FieldLayout:
+    return FieldLayout(field, chunk, chunk, codec, resident=False, nbytes=nbytes)
+
+
+def body_of(layout: FieldLayout, column: object) -> memoryview:
+    return memoryview(encode_chunk(layout, column))[:-4]  # type: ignore[arg-type]
+
+
+@given(fields, st.sampled_from(CODECS), st.integers(1, 40), st.data())
+@settings(max_examples=150, deadline=None)
+def test_a_chunk_gives_back_its_samples_and_fill(field: Field, codec: str, chunk: int, data: st.DataObject) -> None:
+    rows = data.draw(st.integers(1, chunk))
+    layout, column = layout_of(field, chunk, codec), column_of(field, rows)
+    stored = encode_chunk(layout, column)
+    body = memoryview(stored)[:-4]
+    assert int.from_bytes(stored[-4:], "little") == crc32c.crc32c(bytes(body))
+    if field.fixed:
+        for room in {rows, chunk, max(1, rows - 1)}:
+            out = np.ones((room, *field.shape), field.dtype)
+            decode_fixed(layout, body, out)
+            assert same(out[:rows], column[:room])
+            assert not out[rows:].any()
+    else:
+        items = decode_items(layout, body)
+        assert [bytes(items[i]) for i in range(len(items))] == column + [b""] * (chunk - rows)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_the_same_samples_give_the_same_bytes_on_every_thread(codec: str) -> None:
+    column = column_of(Field("tensor", "float32", (64,)), 4096)
+    layout = layout_of(Field("tensor", "float32", (64,)), 4096, codec)
+    found: list[bytes] = [encode_chunk(layout, column)]
+    threads = [threading.Thread(target=lambda: found.append(encode_chunk(layout, column))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 5 and len(set(found)) == 1
+
+
+@given(st.sampled_from(CODECS), st.booleans(), st.data())
+@settings(max_examples=200, deadline=None)
+def test_damaged_bodies_are_errors_or_other_values_but_never_a_crash(
+    codec: str, variable: bool, data: st.DataObject
+) -> None:
+    field = Field("bytes") if variable else UINT8
+    layout = layout_of(field, 32, codec)
+    body = bytearray(body_of(layout, column_of(field, 32)))
+    for _ in range(data.draw(st.integers(1, 4))):
+        body[data.draw(st.integers(0, len(body) - 1))] = data.draw(st.integers(0, 255))
+    cut = memoryview(bytes(body))[: data.draw(st.integers(0, len(body)))]
+    try:
+        if variable:
+            items = decode_items(layout, cut)
+            assert len(items) == 32 and sum(len(items[i]) for i in range(32)) <= 2 * layout.nbytes
+        else:
+            decode_fixed(layout, cut, np.empty((32, 8), np.uint8))
+    except CorruptError:
+        pass
+
+
+@given(st.binary(max_size=200), st.integers(0, 20))
+def test_lengths_beyond_the_buffer_are_errors(data: bytes, count: int) -> None:
+    try:
+        items = parse_items(memoryview(data), count)
+    except CorruptError:
+        return
+    assert pack_items([bytes(items[i]) for i in range(count)]) == data
+
+
+@pytest.mark.parametrize("codec", ["lz4", "zstd"])
+def test_a_frame_that_claims_more_than_its_geometry_is_not_unpacked(codec: str) -> None:
+    bomb = np.zeros(64 << 20, np.uint8)
+    packed = zstd.compress(bomb, 3) if codec == "zstd" else blosc.compress(bomb, b"lz4", 5, 0, typesize=1)
+    layout = layout_of(Field("bytes"), 4, codec, nbytes=1000)
+    with pytest.raises(CorruptError, match="claims 67108864"):
+        decode_items(layout, memoryview(packed))
+    with pytest.raises(CorruptError, match="claims 67108864"):
+        decode_fixed(layout_of(UINT8, 4, codec), memoryview(packed), np.empty((4, 8), np.uint8))
+
+
+def test_a_blosc_header_that_points_beyond_its_bytes_is_refused() -> None:
+    layout = layout_of(UINT8, 32, "lz4")
+    body = bytearray(body_of(layout, column_of(UINT8, 32)))
+    struct.pack_into("<I", body, 12, 1 << 30)
+    with pytest.raises(CorruptError, match="claims -1"):
+        decode_fixed(layout, memoryview(body), np.empty((32, 8), np.uint8))
+
+
+def test_a_zstd_frame_without_its_size_is_refused() -> None:
+    layout = layout_of(UINT8, 1, "zstd")
+    body = bytes.fromhex("28b52ffd00") + bytes(10)
+    with pytest.raises(CorruptError):
+        decode_fixed(layout, memoryview(body), np.empty((1, 8), np.uint8))
+
+
+def test_items_of_two_gigabytes_are_refused() -> None:
+    with pytest.raises(FieldError, match="2147483648 bytes"):
+        pack_items([bytes(2**31)])  # zero pages: no memory is touched
+
+
+def test_auto_leaves_noise_alone_and_compresses_what_pays() -> None:
+    rng = np.random.default_rng(0)
+    noise = rng.integers(0, 256, (4096, 512), np.uint8)
+    field = Field("tensor", "uint8", (512,))
+    assert measure_codec("auto", field, noise) == ("none", 512.0)
+    assert choose_codec("auto", field, np.zeros_like(noise)) == "lz4"
+    repeated = np.repeat(noise[:, :8], 64, axis=1)  # runs: lz4 saves most of it
+    assert choose_codec("auto", field, repeated) == "lz4"
+    letters = rng.integers(0, 4, (4096, 512), np.uint8)  # two bits in each byte: only entropy coding sees it
+    assert choose_codec("auto", field, letters) == "zstd"
+    assert choose_codec("auto", Field("bytes"), [rng.bytes(1000) for _ in range(100)]) == "none"
+    assert choose_codec("zstd", field, noise) == "zstd"
+
+
+@pytest.mark.parametrize("spec", ["int64", "bytes", "text", "ragged:int32[2]", "uint8[4]"])
+def test_auto_has_an_answer_for_no_samples(spec: str) -> None:
+    field = Field.parse(spec)
+    column = column_of(field, 0)
+    codec, size = measure_codec("auto", field, column)
+    assert codec == "none" and size == field.item_bytes

@@ -1,0 +1,324 @@
+"""Laws of writing: the same bytes again and again, the manifest last, and every Zarr reader agrees."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorstore
+import xarray
+import zarr
+from format_data import (
+    ALL_KINDS,
+    CODECS,
+    columns_of,
+    fields,
+    geometry_of,
+    memory_store,
+    objects_of,
+    read_column,
+    same,
+    write_dataset,
+    write_shards,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from streamloader.errors import (
+    DestinationError,
+    FieldError,
+    FormatError,
+    IncompleteError,
+    MissingObjectError,
+    NotADatasetError,
+)
+from streamloader.format.geometry import RESIDENT_TOTAL, Geometry
+from streamloader.format.manifest import Field
+from streamloader.format.opening import open_root
+from streamloader.format.sink import (
+    Receipt,
+    check_receipts,
+    clean,
+    erase,
+    finish,
+    prepare,
+    read_receipts,
+    write_job,
+    write_shard,
+    write_split_root,
+)
+from streamloader.options import Layout
+from streamloader.storage import open_store
+from streamloader.storage.protocol import Store
+
+LAYOUT = Layout(samples_per_shard=16, chunk_size=64, block_size=256)
+MIXED = {"image": Field.parse("uint8[1100]"), "label": Field.parse("int64"), "name": Field("text")}
+
+
+def decoded(array: Any, field: Field) -> Any:
+    """What zarr-python gives for a field, as our column."""
+    values = array[:]
+    if field.fixed:
+        return np.asarray(values)
+    return [one.encode() if isinstance(one, str) else bytes(one) for one in values.tolist()]
+
+
+@pytest.mark.parametrize("count", [0, 1, 15, 16, 17, 100])
+@pytest.mark.parametrize("codec", CODECS)
+def test_zarr_python_reads_every_kind_of_field(count: int, codec: str, tmp_path: Path) -> None:
+    store, columns = open_store(tmp_path), columns_of(ALL_KINDS, count)
+    write_dataset(store, columns, geometry_of(ALL_KINDS, count, LAYOUT, codec))
+    group = zarr.open_consolidated(str(tmp_path))
+    for name, field in ALL_KINDS.items():
+        assert same(decoded(group[name], field), columns[name]), name
+        assert group[name].metadata.dimension_names[0] == "sample"
+        alone = zarr.open_array(str(tmp_path / name), mode="r")  # without consolidated metadata
+        assert same(decoded(alone, field), columns[name]), name
+        table = group[f"_streamloader/chunks/{name}"][:]
+        assert table.shape[2] == 2 and (table[..., 0] > 0).sum() == -(-count // group[name].chunks[0])
+    assert dict(group["boxes"].attrs) == {"streamloader": {"kind": "ragged", "dtype": "float32", "shape": [4]}}
+    assert dict(group["blob"].attrs) == {"streamloader": {"kind": "bytes", "encoding": "jpeg"}}
+
+
+@given(
+    st.dictionaries(st.sampled_from(["a", "b", "c"]), fields, min_size=1),
+    st.integers(0, 60),
+    st.sampled_from([1, 4, 32]),
+    st.booleans(),
+)
+@settings(max_examples=25, deadline=None)
+def test_zarr_python_reads_random_geometries(fields: dict[str, Field], count: int, shard: int, known: bool) -> None:
+    store, columns = memory_store(), columns_of(fields, count)
+    layout = Layout(samples_per_shard=shard, chunk_size=50, block_size=150)
+    write_dataset(store, columns, geometry_of(fields, count if known else None, layout))
+    objects = zarr.storage.FsspecStore.from_url(store.url)
+    group = zarr.open_consolidated(objects)
+    for name, field in fields.items():
+        assert same(decoded(group[name], field), columns[name])
+
+
+def test_xarray_and_tensorstore_read_the_fixed_shape_fields(tmp_path: Path) -> None:
+    fixed = {name: field for name, field in ALL_KINDS.items() if field.fixed}
+    columns = columns_of(fixed, 37)
+    write_dataset(open_store(tmp_path), columns, geometry_of(fixed, 37, LAYOUT))
+    with xarray.open_zarr(tmp_path, consolidated=True) as opened:
+        assert opened.sizes["sample"] == 37
+        for name in fixed:
+            assert same(opened[name].values, columns[name]), name
+    for name in fixed:
+        spec = {"driver": "zarr3", "kvstore": {"driver": "file", "path": f"{tmp_path}/{name}"}}
+        found = np.asarray(tensorstore.open(spec).result().read().result())
+        assert same(found, columns[name]), name
+
+
+def test_a_shard_written_twice_has_the_same_bytes() -> None:
+    columns = columns_of(ALL_KINDS, 16)
+    geometry = geometry_of(ALL_KINDS, None, LAYOUT)
+    store, again = memory_store(), memory_store()
+    first = write_shard(store, geometry, 0, columns)
+    write_shard(again, geometry, 0, columns)
+    before = objects_of(store)
+    write_shard(store, geometry, 0, columns)
+    assert objects_of(store) == before
+    assert {path: data for path, data in before.items() if "receipts" not in path} == {
+        path: data for path, data in objects_of(again).items() if "receipts" not in path
+    }
+    assert Receipt.from_json(first.to_json()).to_json() == first.to_json()
+
+
+def test_a_dataset_is_the_same_for_any_number_of_threads_and_order_of_shards() -> None:
+    columns = columns_of(MIXED, 100)
+    geometry = geometry_of(MIXED, None, LAYOUT)
+    found = []
+    for threads, shards in ((1, range(7)), (4, [3, 0, 6, 5, 1, 2, 4])):
+        store = memory_store()
+        for index in shards:
+            part = {name: column[index * 16 : index * 16 + 16] for name, column in columns.items()}
+            write_shard(store, geometry, index, part)
+        finish(store, geometry, read_receipts(store), {"source": "x"}, threads)
+        found.append(objects_of(store))
+    assert found[0] == found[1]
+
+
+def test_nothing_opens_before_the_root_and_nothing_is_left_after_it() -> None:
+    store, columns = memory_store(), columns_of(MIXED, 40)
+    geometry = geometry_of(MIXED, None, LAYOUT)
+    write_job(store, "convert", MIXED, shards=3)
+    write_shards(store, geometry, columns)
+    with pytest.raises(IncompleteError):
+        open_root(store)
+    finish(store, geometry, read_receipts(store), {}, 2)
+    manifest = open_root(store).manifest
+    left = {path.split("/")[1] for path in objects_of(store) if path.startswith("_streamloader/")}
+    assert left == {"chunks", "zarr.json"}
+    assert set(manifest.fields) == set(MIXED) and manifest.num_samples == 40
+
+
+class CrashingStore:
+    """A store whose n-th write or deletion never happens, as if the process had been killed there."""
+
+    def __init__(self, store: Store, after: int) -> None:
+        self.store, self.left = store, after
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.store, name)
+
+    def put(self, path: str, data: bytes) -> Any:
+        self._spend()
+        return self.store.put(path, data)
+
+    def delete(self, paths: Any) -> None:
+        self._spend()
+        self.store.delete(paths)
+
+    def _spend(self) -> None:
+        if self.left == 0:
+            raise KeyboardInterrupt
+        self.left -= 1
+
+
+def test_a_crash_at_any_write_of_finish_is_healed_by_finishing_again() -> None:
+    columns, geometry = columns_of(MIXED, 40), geometry_of(MIXED, None, LAYOUT)
+    calm = memory_store()
+    write_job(calm, "convert", MIXED, shards=3)
+    write_dataset(calm, columns, geometry)
+    expected = objects_of(calm)
+    crashes = 0
+    for after in range(40):
+        store = memory_store()
+        write_job(store, "convert", MIXED, shards=3)
+        write_shards(store, geometry, columns)
+        try:
+            finish(CrashingStore(store, after), geometry, read_receipts(store), {}, 1)  # type: ignore[arg-type]
+        except KeyboardInterrupt:
+            crashes += 1
+            if store.head("zarr.json") is None:
+                with pytest.raises(IncompleteError, match="3 of 3 shards"):
+                    open_root(store)
+                finish(store, geometry, read_receipts(store), {}, 1)
+            else:
+                clean(store)
+        assert objects_of(store) == expected
+    assert 10 < crashes < 40
+
+
+def test_shards_whose_objects_are_missing_or_differ_are_found() -> None:
+    store, geometry = memory_store(), geometry_of(MIXED, None, LAYOUT)
+    write_shards(store, geometry, columns_of(MIXED, 100))
+    receipts = read_receipts(store)
+    assert sorted(receipts) == list(range(7)) and check_receipts(store, receipts) == []
+    store.delete([geometry.layouts["image"].shard_key("image", 2)])
+    store.put(geometry.layouts["name"].shard_key("name", 4), b"short")
+    store.delete(["_streamloader/parts/6"])
+    assert check_receipts(store, receipts) == [2, 4, 6]
+    store.put("_streamloader/receipts/1.json", b"{}")
+    assert 1 not in read_receipts(store)
+
+
+def test_finish_refuses_missing_shards_and_foreign_parts() -> None:
+    store, geometry = memory_store(), geometry_of(MIXED, None, LAYOUT)
+    write_shards(store, geometry, columns_of(MIXED, 40))
+    receipts = read_receipts(store)
+    with pytest.raises(IncompleteError):
+        finish(store, geometry, {i: receipts[i] for i in (0, 2)}, {}, 1)
+    part = store.get("_streamloader/parts/1")
+    store.put("_streamloader/parts/1", bytes(len(part)))
+    with pytest.raises(FormatError, match="parts/1"):
+        finish(store, geometry, receipts, {}, 1)
+    store.delete(["_streamloader/parts/1"])
+    with pytest.raises(MissingObjectError, match="parts/1"):
+        finish(store, geometry, receipts, {}, 1)
+
+
+def test_small_fields_that_do_not_fit_together_become_aligned_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    fields = {"vector": Field.parse("float32[64]"), "label": Field.parse("int64"), "image": Field.parse("uint8[1100]")}
+    store, columns = memory_store(), columns_of(fields, 100)
+    geometry: Geometry = geometry_of(fields, None, LAYOUT)
+    # the law is about the sum, whatever the limit; the real one would need 256 MB of test data
+    monkeypatch.setattr("streamloader.format.geometry.RESIDENT_TOTAL", 1000)
+    assert RESIDENT_TOTAL > 1000
+    manifest = write_dataset(store, columns, geometry)
+    assert manifest.fields["label"].resident and not manifest.fields["vector"].resident
+    assert manifest.fields["vector"].shard == manifest.fields["image"].shard == 16
+    for name in fields:
+        assert same(read_column(store, name, 0, 100), columns[name])
+
+
+def test_splits_are_listed_by_the_root_and_opened_by_one_request() -> None:
+    store = memory_store()
+    parts = {"train": 50, "val": 7}
+    write_job(store, "convert", MIXED, splits=parts, shards=5)
+    manifests = {
+        split: write_dataset(store.child(split), columns_of(MIXED, count), geometry_of(MIXED, count, LAYOUT))
+        for split, count in parts.items()
+    }
+    write_split_root(store, manifests)
+    assert store.head("_streamloader/job.json") is None
+    for split, count in parts.items():
+        opened = open_root(store, split)
+        assert opened.manifest == manifests[split] and opened.splits == ("train", "val")
+        assert opened.store.url == f"{store.url}/{split}"
+        assert open_root(store.child(split)).manifest.num_samples == count
+    with pytest.raises(FieldError, match="splits train, val; none was asked for"):
+        open_root(store)
+    with pytest.raises(FieldError, match="'test' is not one of them"):
+        open_root(store, "test")
+    with pytest.raises(FieldError, match="has no splits, asked for 'train'"):
+        open_root(store.child("train"), "train")
+    group = zarr.open_consolidated(zarr.storage.FsspecStore.from_url(store.url))
+    assert group["train/label"].shape == (50,) and group["val/label"].shape == (7,)
+    document = json.loads(store.get("zarr.json"))
+    document["attributes"]["streamloader"]["splits"]["val"]["digest"] = "0" * 64
+    store.put("zarr.json", json.dumps(document).encode())
+    with pytest.raises(FormatError, match="its manifest gives"):
+        open_root(store, "val")
+
+
+@pytest.mark.parametrize("state", ["finished", "unfinished", "splits", "unfinished splits"])
+def test_erasing_takes_a_dataset_and_nothing_else(state: str) -> None:
+    store, geometry = memory_store(), geometry_of(MIXED, None, LAYOUT)
+    others = {
+        "photo.jpg": b"x",
+        "image/notes.txt": b"x",
+        "other/zarr.json": b"{}",
+        "other/image/c/0/0": b"x",
+        "c/0": b"x",
+    }
+    for path, data in others.items():
+        store.put(path, data)
+    splits = ["train", "val"] if "splits" in state else []
+    write_job(store, "convert", MIXED, splits=splits)
+    for child in [store.child(split) for split in splits] or [store]:
+        write_shards(child, geometry, columns_of(MIXED, 40))
+        if not state.startswith("unfinished"):
+            finish(child, geometry, read_receipts(child), {}, 1)
+    if state == "splits":
+        write_split_root(store, {split: open_root(store.child(split)).manifest for split in splits})
+    with pytest.raises(DestinationError, match="overwrite"):
+        prepare(store)
+    try:
+        erase(CrashingStore(store, 2))  # type: ignore[arg-type]
+    except KeyboardInterrupt:
+        with pytest.raises((IncompleteError, NotADatasetError)):
+            open_root(store)
+    prepare(store, overwrite=True)
+    assert objects_of(store) == others
+    prepare(store)
+
+
+def test_a_zarr_of_others_is_never_overwritten() -> None:
+    store = memory_store()
+    store.put("zarr.json", b'{"zarr_format": 3, "node_type": "group", "attributes": {}}')
+    for overwrite in (False, True):
+        with pytest.raises(DestinationError, match="did not write"):
+            prepare(store, overwrite)
+
+
+def test_two_writers_at_one_destination_are_refused() -> None:
+    store = memory_store()
+    write_job(store, "writer", MIXED)
+    with pytest.raises(DestinationError, match="someone else"):
+        write_job(store, "writer", MIXED)
