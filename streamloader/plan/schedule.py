@@ -29,7 +29,7 @@ _FIRST_STEPS = 64  # steps of the first span at most: what the first batch waits
 class BlockRef:
     """One fetch: the samples [start, stop). Tickets are 0, 1, 2, ... in order of first need by this rank.
 
-    A block that two lanes share has a ticket for each: it is fetched twice rather than held for the whole epoch.
+    A block that two lanes share has a ticket for each, of its own part: no sample is fetched twice.
     """
 
     ticket: int

@@ -33,18 +33,23 @@ class Touched:
     """Blocks that a span may touch, and where in them its rows lie. `block` and `row` have an entry for each row."""
 
     keys: list[Key]
-    start: Ints  # first sample of each block
+    start: Ints  # first sample of each block, or of the part of it that is the lane's
     stop: Ints
     finished: NDArray[np.bool_]  # no later step uses the block
     block: Ints  # index into the above
-    row: Ints  # counted from the start of the block
+    row: Ints  # counted from that start
 
 
 @dataclass(frozen=True, eq=False)
 class _LanePart:
-    """What one lane emits at some indexes: `block` counts the lane's examined blocks from the `first` one on."""
+    """What one lane emits at some indexes: `block` counts the lane's examined blocks from the `first` one on.
+
+    Where a block stands across two lanes, each has a part: rows [below, below + size) of it, and `row` counts from `below`.
+    """
 
     first: int
+    below: Ints
+    size: Ints
     finished: NDArray[np.bool_]
     block: Ints
     row: Ints
@@ -65,43 +70,47 @@ def touch_lanes(order: EpochOrder, source: Ints, span: Span, live: Collection[Ke
     width = int(stops.max()) - low
     table = np.empty((2, lanes.size, width), np.int64)
     keys: list[Key] = []
-    finished: list[NDArray[np.bool_]] = []
+    parts: list[_LanePart] = []
     for slot, (number, stop) in enumerate(zip(lanes.tolist(), stops.tolist(), strict=True)):
         part = _read_lane(order, number, low, stop)
         np.add(part.block, len(keys), out=table[0, slot, : stop - low])
         table[1, slot, : stop - low] = part.row
         keys += [(number, part.first + i) for i in range(part.finished.size)]
-        finished.append(part.finished)
+        parts.append(part)
     slots = np.cumsum(used) - 1
     at = slots[lane] * width + (index - low)
     start = order.block_numbers(np.array([key[1] for key in keys], np.int64)) * order.params.block
+    start += np.concatenate([part.below for part in parts])
     return Touched(
         keys=keys,
         start=start,
-        stop=np.minimum(start + order.params.block, order.num_samples),
-        finished=np.concatenate(finished) | span.last,
+        stop=start + np.concatenate([part.size for part in parts]),
+        finished=np.concatenate([part.finished for part in parts]) | span.last,
         block=table[0].ravel()[at],
         row=table[1].ravel()[at],
     )
 
 
 def _read_lane(order: EpochOrder, lane: int, low: int, stop: int) -> _LanePart:
-    """The indexes [low, stop) of a lane. A block is finished unless an arrival of it is emitted at `stop` or later."""
-    begin, length = order.lane_bounds(lane)
+    """The indexes [low, stop) of a lane.
+
+    A block is finished unless an arrival of it is emitted at `stop` or later. Of the last examined block one is:
+    where the lane goes on, the last examined arrival is stop + W - 1.
+    """
     first, offsets = order.examine(lane, low, stop)
-    start = begin + first
+    start = order.lane_bounds(lane)[0] + first
     end = start + low - first + offsets.size
     first_block, last_block = order.locate(np.array([start, end - 1]))[0].tolist()
     edges = order.first_arrivals(np.arange(first_block, last_block + 2))
     inside = edges.clip(start, end)
     block = np.repeat(np.arange(edges.size - 1), inside[1:] - inside[:-1])
-    row = np.arange(start, end) - edges[block]
+    of_lane = edges.clip(begin, begin + length)
+    row = np.arange(start, end) - of_lane[block]
     finished = np.ones(edges.size - 1, np.bool_)
     finished[block[offsets[stop - low :]]] = False
-    if end < min(begin + length, int(edges[-1])):  # some of the last block was not even examined
-        finished[-1] = False
     emitted = offsets[: stop - low]
-    return _LanePart(first_block, finished, block[emitted], row[emitted])
+    below, size = (of_lane - edges)[:-1], of_lane[1:] - of_lane[:-1]
+    return _LanePart(first_block, below, size, finished, block[emitted], row[emitted])
 
 
 def touch_units(share: Share, unit: int, source: Ints, span: Span) -> Touched:
