@@ -44,7 +44,8 @@ class Touched:
 class _LanePart:
     """What one lane emits at some indexes: `block` counts the lane's examined blocks from the `first` one on.
 
-    Where a block stands across two lanes, each has a part: rows [below, below + size) of it, and `row` counts from `below`.
+    Where a block stands across two lanes, each has a part: the rows [below, below + size) of it; `row` counts from
+    `below`.
     """
 
     first: int
@@ -98,7 +99,8 @@ def _read_lane(order: EpochOrder, lane: int, low: int, stop: int) -> _LanePart:
     where the lane goes on, the last examined arrival is stop + W - 1.
     """
     first, offsets = order.examine(lane, low, stop)
-    start = order.lane_bounds(lane)[0] + first
+    begin, length = order.lane_bounds(lane)
+    start = begin + first
     end = start + low - first + offsets.size
     first_block, last_block = order.locate(np.array([start, end - 1]))[0].tolist()
     edges = order.first_arrivals(np.arange(first_block, last_block + 2))
