@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import ssl
 import threading
 from collections import deque
 from collections.abc import Iterator
@@ -23,8 +24,11 @@ class FaultyServer(ThreadingHTTPServer):
     daemon_threads = True
     block_on_close = False
 
-    def __init__(self, content: bytes) -> None:
+    def __init__(self, content: bytes, tls: ssl.SSLContext | None = None) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
+        self.scheme = "https" if tls else "http"
+        if tls:
+            self.socket = tls.wrap_socket(self.socket, server_side=True, do_handshake_on_connect=False)
         self.content = content
         self.faults: deque[str] = deque()
         self.gets = 0
@@ -33,12 +37,16 @@ class FaultyServer(ThreadingHTTPServer):
     @property
     def endpoint(self) -> str:
         """Return the server's URL."""
-        return f"http://127.0.0.1:{self.server_port}"
+        return f"{self.scheme}://127.0.0.1:{self.server_port}"
 
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server: FaultyServer
+
+    def handle(self) -> None:
+        with contextlib.suppress(ConnectionError, ssl.SSLError):  # a client that does not trust us hangs up
+            super().handle()
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002
         pass
@@ -81,9 +89,9 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 @contextlib.contextmanager
-def faulty_server(content: bytes) -> Iterator[FaultyServer]:
+def faulty_server(content: bytes, tls: ssl.SSLContext | None = None) -> Iterator[FaultyServer]:
     """Run the server in a thread until the block ends."""
-    server = FaultyServer(content)
+    server = FaultyServer(content, tls)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
     thread.start()
     try:

@@ -1,0 +1,170 @@
+"""Keys, endpoints and regions: both planes find what botocore finds, on a server that checks signatures."""
+
+from __future__ import annotations
+
+import json
+import ssl
+import stat
+import sys
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Any
+
+import botocore.session
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from faulty import FaultyServer, faulty_server
+from servers import S3Server
+
+from streamloader.errors import EndpointError
+from streamloader.storage import Store, open_store
+from streamloader.storage.credentials import RefreshingCredentials, _ask_region, _is_aws
+
+CONTENT = b"0123456789"
+
+
+@pytest.fixture(autouse=True)
+def no_keys(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Start from an environment that knows nothing."""
+    for name in ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY", "SESSION_TOKEN", "PROFILE", "REGION", "DEFAULT_REGION"):
+        monkeypatch.delenv(f"AWS_{name}", raising=False)
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+
+
+@pytest.fixture
+def url(seaweedfs: S3Server) -> str:
+    url = seaweedfs.url()
+    open_store(url, seaweedfs.storage_options).put("a", CONTENT)
+    return url
+
+
+def assert_both_planes_read(store: Store) -> None:
+    assert store.get("a") == CONTENT
+    reader = store.reader()
+    assert reader.kind == "obstore", reader.reason
+    assert bytes(reader.read("a", 2, 5)) == b"234"
+
+
+def test_the_environment_is_enough(url: str, seaweedfs: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in seaweedfs.env.items():
+        monkeypatch.setenv(name, value)
+    assert_both_planes_read(open_store(url))
+
+
+def test_an_option_outranks_the_environment(url: str, seaweedfs: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "wrong")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://127.0.0.1:9")
+    assert_both_planes_read(open_store(url, seaweedfs.storage_options))
+
+
+def test_a_profile_gives_keys_and_endpoint(url: str, seaweedfs: S3Server, tmp_path: Path) -> None:
+    (tmp_path / "credentials").write_text(
+        f"[ours]\naws_access_key_id = {seaweedfs.key}\naws_secret_access_key = {seaweedfs.secret}\n"
+    )
+    (tmp_path / "config").write_text(f"[profile ours]\nregion = us-east-1\nendpoint_url = {seaweedfs.endpoint}\n")
+    assert_both_planes_read(open_store(url, {"profile": "ours"}))
+
+
+def test_aws_profile_counts_as_the_option_does(
+    url: str, seaweedfs: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "credentials").write_text(
+        f"[ours]\naws_access_key_id = {seaweedfs.key}\naws_secret_access_key = {seaweedfs.secret}\n"
+    )
+    monkeypatch.setenv("AWS_PROFILE", "ours")
+    assert_both_planes_read(open_store(url, {"endpoint_url": seaweedfs.endpoint}))
+
+
+def test_keys_that_expire_are_renewed(url: str, seaweedfs: S3Server, tmp_path: Path) -> None:
+    """A profile's credential_process gives keys that end in a second: each use must ask for new ones."""
+    program = tmp_path / "keys.py"
+    program.write_text(
+        f"#!{sys.executable}\nimport json, pathlib\n"
+        f"with pathlib.Path({str(tmp_path / 'asked')!r}).open('a') as log: log.write('x')\n"
+        f"print({json.dumps(json.dumps(expiring_keys(seaweedfs)))})\n"
+    )
+    program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    (tmp_path / "config").write_text(f"[profile ours]\ncredential_process = {program}\n")
+    session = botocore.session.Session(profile="ours")
+    provider = RefreshingCredentials(session.get_credentials())
+    first, second = provider(), provider()
+    assert first["access_key_id"] == second["access_key_id"] == seaweedfs.key
+    assert len((tmp_path / "asked").read_text()) >= 2
+    assert timedelta(0) < first["expires_at"] - datetime.now(UTC) <= timedelta(minutes=10)
+    assert_both_planes_read(open_store(url, {"profile": "ours", "endpoint_url": seaweedfs.endpoint}))
+
+
+def expiring_keys(server: S3Server) -> dict[str, Any]:
+    soon = datetime.now(UTC) + timedelta(seconds=30)
+    return {
+        "Version": 1,
+        "AccessKeyId": server.key,
+        "SecretAccessKey": server.secret,
+        "Expiration": soon.isoformat(),
+    }
+
+
+def test_the_region_is_the_buckets_own(moto: S3Server) -> None:
+    client = moto.client()
+    bucket = "streamloader-in-eu-west-1"
+    client.create_bucket(Bucket=bucket, CreateBucketConfiguration={"LocationConstraint": "eu-west-1"})
+    assert _ask_region(client, bucket) == "eu-west-1"
+    assert _ask_region(client, "no-such-bucket-of-ours") == "us-east-1"
+    client.close()
+
+
+def test_only_aws_is_aws() -> None:
+    assert _is_aws("https://s3.eu-west-1.amazonaws.com")
+    assert _is_aws("https://s3.cn-north-1.amazonaws.com.cn")
+    assert not _is_aws("https://amazonaws.com.example.org")
+    assert not _is_aws("http://127.0.0.1:9000")
+
+
+@pytest.fixture
+def certificate(tmp_path: Path) -> Path:
+    """A certificate for 127.0.0.1 that nobody trusts, with its key in one file."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "streamloader test")])
+    now = datetime.now(UTC)
+    certificate = (
+        x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
+        .not_valid_before(now - timedelta(hours=1))
+        .not_valid_after(now + timedelta(hours=1))
+        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ip_address("127.0.0.1"))]), critical=False)
+        .sign(key, hashes.SHA256())
+    )
+    (tmp_path / "cert.pem").write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
+    (tmp_path / "key.pem").write_bytes(
+        key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    )
+    return tmp_path / "cert.pem"
+
+
+@pytest.fixture
+def tls_server(certificate: Path) -> Iterator[FaultyServer]:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, certificate.with_name("key.pem"))
+    with faulty_server(CONTENT, context) as server:
+        yield server
+
+
+def test_a_private_certificate_is_trusted_where_told(
+    tls_server: FaultyServer, certificate: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: dict[str, Any] = {"key": "k", "secret": "s", "endpoint_url": tls_server.endpoint}
+    monkeypatch.delenv("AWS_CA_BUNDLE", raising=False)
+    stranger = open_store("s3://bucket", options)
+    for ask in (lambda: stranger.get("a"), lambda: stranger.reader().read("a", 0, 1)):
+        with pytest.raises(EndpointError, match="certificate"):
+            ask()
+    for verify in (str(certificate), False):
+        assert_both_planes_read(open_store("s3://bucket", {**options, "client_kwargs": {"verify": verify}}))
+    monkeypatch.setenv("AWS_CA_BUNDLE", str(certificate))
+    assert_both_planes_read(open_store("s3://bucket", options))
