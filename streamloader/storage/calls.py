@@ -42,6 +42,7 @@ class Calls(Protocol):
     def put(self, path: str, data: Buffer) -> str: ...
     def create(self, path: str, data: Buffer) -> str: ...
     def delete(self, paths: Sequence[str]) -> None: ...
+    def remove_leftovers(self, folder: str) -> int: ...
 
 
 class PlainCalls:
@@ -86,6 +87,9 @@ class PlainCalls:
             with contextlib.suppress(FileNotFoundError):
                 self.fs.rm_file(path)
 
+    def remove_leftovers(self, folder: str) -> int:  # noqa: ARG002 - most stores keep nothing unfinished
+        return 0
+
     def _ranged(self, path: str, start: int, stop: int | None) -> bytes:
         try:
             data: bytes = self.fs.cat_file(path, start=start, end=stop)
@@ -125,6 +129,12 @@ class LocalCalls(PlainCalls):
         finally:
             temporary.unlink(missing_ok=True)
         return ""
+
+    def remove_leftovers(self, folder: str) -> int:
+        leftovers = list(Path(folder).rglob(f"*{TEMPORARY_SUFFIX}"))
+        for path in leftovers:
+            path.unlink(missing_ok=True)
+        return len(leftovers)
 
 
 class HttpCalls(PlainCalls):

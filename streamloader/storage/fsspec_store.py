@@ -92,6 +92,13 @@ class FsspecStore:
             full = [session.path(path) for path in below]
             self._ask("", lambda calls, _: calls.delete(full))
 
+    def remove_leftovers(self) -> int:
+        """Remove what killed writers left below this store, and return how many: unfinished uploads, temporary files.
+
+        Only for who knows that nobody else is writing here: a write in progress would be broken off.
+        """
+        return self._ask("", lambda calls, full: calls.remove_leftovers(full))
+
     def reader(self) -> RangeReader:
         """Return this process's data plane, started at the first call."""
         return self._guard("", self._connection.reader).below(self._folder)

@@ -84,6 +84,13 @@ class Store(Protocol):
         """Delete the objects; those that are not there are passed over."""
         ...
 
+    def remove_leftovers(self) -> int:
+        """Remove what killed writers left below (unfinished uploads, temporary files); return how many.
+
+        Only while nobody else writes here.
+        """
+        ...
+
     def reader(self) -> RangeReader:
         """Return this process's data plane, started at the first call."""
         ...

@@ -58,6 +58,18 @@ class S3Calls(PlainCalls):
                 if problem.get("Code") != "NoSuchKey":
                     raise ClientError({"Error": problem}, "DeleteObjects")
 
+    def remove_leftovers(self, folder: str) -> int:
+        bucket, key = self._split(folder)
+        removed = 0
+        while True:  # each round removes what it has seen, so the next page comes to the front
+            answer = self.fs.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=f"{key}/" if key else "")
+            uploads = answer.get("Uploads", ())
+            for upload in uploads:
+                self.fs.call_s3("abort_multipart_upload", Bucket=bucket, Key=upload["Key"], UploadId=upload["UploadId"])
+            removed += len(uploads)
+            if not uploads or not answer.get("IsTruncated"):
+                return removed
+
     def _split(self, path: str) -> tuple[str, str]:
         bucket, key, _ = self.fs.split_path(path)
         return bucket, key

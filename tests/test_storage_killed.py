@@ -1,0 +1,86 @@
+"""A killed writer: what it was writing is whole or absent, and the rest is found and removed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from servers import S3Server
+
+from streamloader.errors import StorageError
+from streamloader.storage import open_store, s3_calls
+
+MIB = 1 << 20
+
+WRITER = """
+import itertools, sys
+from streamloader.storage import open_store
+store = open_store(sys.argv[1])
+for number in itertools.count():
+    store.put("same", bytes([number % 256]) * (1 << 22))
+    print(number, flush=True)
+"""
+
+
+def test_a_killed_writer_leaves_whole_objects_and_nothing_outside_its_folder(tmp_path: Path) -> None:
+    folder, temporary = tmp_path / "store", tmp_path / "tmp"
+    temporary.mkdir()
+    writer = subprocess.Popen(
+        [sys.executable, "-c", WRITER, str(folder)],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent), "TMPDIR": str(temporary)},
+        stdout=subprocess.PIPE,
+    )
+    assert writer.stdout
+    with writer.stdout:
+        for _ in range(5):
+            assert writer.stdout.readline()
+        writer.send_signal(signal.SIGKILL)
+        writer.wait()
+    store = open_store(folder)
+    assert [info.path for info in store.list()] == ["same"]
+    assert len(store.get("same")) == 1 << 22
+    assert len(set(store.get("same"))) == 1
+    assert not list(temporary.iterdir())
+    left = [path for path in folder.iterdir() if path.name != "same"]
+    assert all(path.name.endswith(".streamloader-tmp") for path in left)
+    assert store.remove_leftovers() == len(left)
+    assert [path.name for path in folder.iterdir()] == ["same"]
+
+
+def uploads(server: S3Server, bucket: str) -> list[str]:
+    client = server.client()
+    answer = client.list_multipart_uploads(Bucket=bucket)
+    client.close()
+    return [upload["Key"] for upload in answer.get("Uploads", [])]
+
+
+def test_unfinished_uploads_below_the_store_are_removed_and_no_others(s3: S3Server) -> None:
+    bucket = s3.new_bucket()
+    client = s3.client()
+    for key in ("ours/a", "ours/b/c", "others/d"):
+        client.create_multipart_upload(Bucket=bucket, Key=key)
+    client.close()
+    store = open_store(f"s3://{bucket}/ours", s3.storage_options)
+    assert store.remove_leftovers() == 2
+    assert store.remove_leftovers() == 0
+    assert uploads(s3, bucket) == ["others/d"]
+
+
+def test_large_objects_go_up_in_parts_and_a_failed_one_is_aborted(
+    s3: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(s3_calls, "PART_BYTES", 5 * MIB)
+    bucket = s3.new_bucket()
+    store = open_store(f"s3://{bucket}/x", s3.storage_options)
+    content = os.urandom(MIB) * 11
+    assert store.put("large", content).size == 11 * MIB
+    assert store.get("large") == content
+    monkeypatch.setattr(s3_calls, "PART_BYTES", MIB)  # S3 refuses parts that small when the upload is completed
+    with pytest.raises(StorageError):
+        store.put("refused", content)
+    assert uploads(s3, bucket) == []
+    assert store.head("refused") is None
