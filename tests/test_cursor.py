@@ -109,6 +109,8 @@ def test_workers_advance_in_rounds_and_another_number_repeats_the_round(
     share = Share(num_samples, 4, 3, World(0, 2 * workers), "pad")
     start = replace(CURSOR, workers=workers)
     batches = share.global_steps(0) * workers
+    with pytest.raises(UsageError, match="pass the end"):
+        start.advance(batches + 1, share)
     one, two = sorted(data.draw(st.tuples(st.integers(0, batches), st.integers(0, batches))))
     cursor = start.advance(one, share)
     if one < batches:
