@@ -1,0 +1,270 @@
+"""Laws of random access: what numpy slicing would give, few requests, and one clear error for anything broken."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from format_data import ALL_KINDS, column_of, columns_of, geometry_of, memory_store, same, write_dataset
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from streamloader.dataset import Dataset
+from streamloader.dataset import open as open_dataset
+from streamloader.errors import (
+    CorruptError,
+    FieldError,
+    MissingObjectError,
+    NotADatasetError,
+    StreamloaderError,
+    UsageError,
+)
+from streamloader.format.manifest import Field
+from streamloader.format.opening import Opened, open_root
+from streamloader.format.sink import write_split_root
+from streamloader.format.values import from_bytes
+from streamloader.options import Layout
+from streamloader.storage.protocol import Store
+
+LAYOUT = Layout(samples_per_shard=16, chunk_size=256, block_size=512)
+COUNT = 77
+
+
+def public_columns(count: int) -> dict[str, Any]:
+    return {
+        name: column if field.fixed else [from_bytes(field, memoryview(item)) for item in column]
+        for (name, field), column in zip(sorted(ALL_KINDS.items()), columns_of(ALL_KINDS, count).values(), strict=True)
+    }
+
+
+def make(count: int = COUNT, fields: dict[str, Field] = ALL_KINDS) -> Store:
+    store = memory_store()
+    write_dataset(store, columns_of(fields, count), geometry_of(fields, count, LAYOUT))
+    return store
+
+
+def equal(left: Any, right: Any) -> bool:
+    if isinstance(left, list):
+        return len(left) == len(right) and all(equal(a, b) for a, b in zip(left, right, strict=True))
+    if isinstance(left, np.ndarray | np.generic):
+        return same(np.asarray(left), np.asarray(right))
+    return type(left) is type(right) and bool(left == right)
+
+
+STORE = make()
+COLUMNS = public_columns(COUNT)
+DATASET = open_dataset(STORE.url)
+
+
+@given(st.integers(-COUNT, COUNT - 1))
+@settings(max_examples=60, deadline=None)
+def test_a_sample_is_the_row_of_every_column(index: int) -> None:
+    sample = DATASET[index]
+    assert set(sample) == set(ALL_KINDS)
+    for name, value in sample.items():
+        assert equal(value, COLUMNS[name][index]), name
+
+
+@given(st.one_of(st.none(), st.integers(-100, 100)), st.one_of(st.none(), st.integers(-100, 100)))
+@settings(max_examples=60, deadline=None)
+def test_a_slice_is_the_slice_of_every_column(start: int | None, stop: int | None) -> None:
+    found = DATASET[start:stop]
+    for name, column in found.items():
+        assert equal(column, COLUMNS[name][start:stop]), name
+
+
+def test_samples_have_the_types_that_are_documented() -> None:
+    sample = DATASET[np.int64(3)]
+    assert isinstance(sample["scalar"], np.int64) and isinstance(sample["image"], np.ndarray)
+    assert isinstance(sample["blob"], bytes) and isinstance(sample["words"], str)
+    assert sample["boxes"].shape[1:] == (4,) and sample["boxes"].dtype == np.float32
+    assert sample["tokens"].ndim == 1
+    sample["image"][:] = 7
+    assert equal(DATASET[3]["image"], COLUMNS["image"][3])  # a caller's changes stay the caller's
+
+
+def test_a_dataset_says_what_it_is() -> None:
+    assert len(DATASET) == COUNT and DATASET.fields == {name: ALL_KINDS[name] for name in sorted(ALL_KINDS)}
+    assert DATASET.url == STORE.url and DATASET.splits == () and DATASET.digest == DATASET.manifest.digest
+    assert f"{COUNT} samples" in repr(DATASET)
+    assert [int(sample["scalar"]) for sample in DATASET] == COLUMNS["scalar"].tolist()  # by IndexError at the end
+
+
+@pytest.mark.parametrize("index", [COUNT, -COUNT - 1, 10**20])
+def test_numbers_outside_the_dataset_are_index_errors(index: int) -> None:
+    with pytest.raises(IndexError):
+        DATASET[index]
+
+
+def test_wrong_reads_are_refused() -> None:
+    with pytest.raises(FieldError, match="no field 'nope'"):
+        DATASET.read("nope", 0, 1)
+    with pytest.raises(IndexError):
+        DATASET.read("image", 0, COUNT + 1)
+    with pytest.raises(UsageError, match="step 2"):
+        DATASET[::2]
+    with pytest.raises(TypeError):
+        DATASET["image"]  # type: ignore[index]
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_nothing_and_one_sample_can_be_read(count: int) -> None:
+    ds = open_dataset(make(count).url)
+    assert len(ds) == count and len(list(ds)) == count
+    assert equal(ds[:]["boxes"], public_columns(count)["boxes"]) and ds[:]["image"].shape == (count, 40, 33)
+
+
+class Counting:
+    """A store that counts the requests of its data plane."""
+
+    def __init__(self, store: Store, flip: int = 0) -> None:
+        self.store, self.reads, self.flip = store, list[str](), flip
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.store, name)
+
+    def reader(self) -> Any:
+        plane, outer = self.store.reader(), self
+
+        class Plane:
+            kind, reason = "fake", "it counts"
+
+            def read(self, path: str, start: int, stop: int) -> memoryview:
+                outer.reads.append(path)
+                data = bytearray(plane.read(path, start, stop))
+                if outer.flip:
+                    outer.flip -= 1
+                    data[0] ^= 1
+                return memoryview(data)
+
+        return Plane()
+
+
+def counted(store: Store, flip: int = 0) -> tuple[Dataset, Counting]:
+    opened = open_root(store)
+    counting = Counting(store, flip)
+    return Dataset(Opened(opened.manifest, counting, ())), counting  # type: ignore[arg-type]
+
+
+def test_neighbouring_samples_cost_one_request_a_chunk() -> None:
+    ds, counting = counted(STORE)
+    for i in range(COUNT):
+        ds[i]
+    chunks = sum(-(-COUNT // layout.chunk) for layout in ds.manifest.fields.values())
+    assert len(counting.reads) == chunks
+    counting.reads.clear()
+    ds.read("image", 0, 16)
+    assert len(counting.reads) == 1
+
+
+def test_a_transfer_that_was_damaged_once_is_fetched_again() -> None:
+    ds, counting = counted(STORE, flip=1)
+    assert equal(ds.read("image", 0, 16), COLUMNS["image"][:16]) and len(counting.reads) == 2
+    ds, counting = counted(STORE, flip=2)
+    with pytest.raises(CorruptError, match="image/c/0/0/0"):
+        ds.read("image", 0, 16)
+
+
+def test_threads_may_share_a_dataset() -> None:
+    ds, wrong = open_dataset(STORE.url), list[int]()
+
+    def look(seed: int) -> None:
+        for i in np.random.default_rng(seed).integers(0, COUNT, 30).tolist():
+            if any(not equal(value, COLUMNS[name][i]) for name, value in ds[i].items()):
+                wrong.append(i)
+
+    threads = [threading.Thread(target=look, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+def test_a_dataset_survives_pickling_before_and_after_use(tmp_path: Path) -> None:
+    from streamloader.storage import open_store
+
+    store = open_store(tmp_path)
+    write_dataset(store, columns_of(ALL_KINDS, COUNT), geometry_of(ALL_KINDS, COUNT, LAYOUT))
+    ds = open_dataset(tmp_path)
+    for _ in range(2):
+        again = pickle.loads(pickle.dumps(ds))
+        assert again.digest == ds.digest and equal(again[5]["words"], COLUMNS["words"][5])
+        ds[5]
+
+
+@pytest.mark.filterwarnings("ignore:this process was forked")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_a_forked_child_reads_with_clients_of_its_own(s3: Any) -> None:
+    url, options = s3.url(), s3.storage_options
+    from streamloader.storage import open_store
+
+    write_dataset(open_store(url, options), columns_of(ALL_KINDS, COUNT), geometry_of(ALL_KINDS, COUNT, LAYOUT))
+    ds = open_dataset(url, storage_options=options)
+    assert equal(ds[3]["words"], COLUMNS["words"][3])
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            status = (
+                0
+                if equal(ds[40]["image"], COLUMNS["image"][40]) and equal(ds[3:9]["words"], COLUMNS["words"][3:9])
+                else 2
+            )
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert equal(ds[50]["image"], COLUMNS["image"][50])
+
+
+def test_splits_open_by_name(store_url: tuple[str, dict[str, Any]]) -> None:
+    from streamloader.storage import open_store
+
+    url, options = store_url
+    store, fields = open_store(url, options), {"x": Field.parse("int64"), "t": Field("text")}
+    manifests = {
+        split: write_dataset(store.child(split), columns_of(fields, count), geometry_of(fields, count, LAYOUT))
+        for split, count in (("train", 20), ("val", 5))
+    }
+    write_split_root(store, manifests)
+    ds = open_dataset(url, split="val", storage_options=options)
+    assert ds.splits == ("train", "val") and len(ds) == 5 and ds.url.endswith("/val")
+    assert equal(ds[:]["x"], column_of(fields["x"], 5, 1))
+    with pytest.raises(FieldError, match="train, val"):
+        open_dataset(url, storage_options=options)
+    with pytest.raises(FieldError, match="'test'"):
+        open_dataset(url, split="test", storage_options=options)
+
+
+def test_broken_datasets_are_one_clear_error_on_every_store(store_url: tuple[str, dict[str, Any]]) -> None:
+    from streamloader.storage import open_store
+
+    url, options = store_url
+    with pytest.raises(NotADatasetError, match="no dataset at"):
+        open_dataset(url, storage_options=options)
+    fields = {"image": Field.parse("uint8[1100]")}
+    store = open_store(url, options)
+    write_dataset(store, columns_of(fields, 64), geometry_of(fields, None, LAYOUT, "none"))
+    whole = store.get("image/c/1/0")
+    flipped = bytearray(whole)
+    flipped[5000] ^= 16
+    for data, kind, said in (
+        (whole[:3000], CorruptError, "image/c/1/0"),
+        (bytes(flipped), CorruptError, r"chunk 4 of .*image/c/1/0 \(samples 20 to 20\)"),
+        (None, MissingObjectError, "image/c/1/0"),
+    ):
+        if data is None:
+            store.delete(["image/c/1/0"])
+        else:
+            store.put("image/c/1/0", data)
+        ds = open_dataset(url, storage_options=options)
+        assert ds[0]["image"].shape == (1100,)
+        for read in (lambda ds=ds: ds[20], lambda ds=ds: ds[0:64], lambda ds=ds: ds.read("image", 10, 30)):
+            with pytest.raises(kind, match=said) as caught:
+                read()
+            assert isinstance(caught.value, StreamloaderError) and "\n" not in str(caught.value)
