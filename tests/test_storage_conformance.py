@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import threading
 import uuid
+import zipfile
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 from servers import S3Server
 
-from streamloader.errors import NotFoundError, ObjectExistsError, UsageError
+from streamloader.errors import NotFoundError, ObjectExistsError, UnsupportedError, UsageError
 from streamloader.storage import ObjectInfo, RangeReader, Store, open_store
 from streamloader.storage.connection import Connection, Session
 from streamloader.storage.fsspec_reader import FsspecReader
@@ -252,6 +257,44 @@ def test_a_local_write_that_was_killed_is_not_listed(tmp_path: Path) -> None:
     (tmp_path / ".0123.streamloader-tmp").write_bytes(b"half")
     assert list(store.list()) == [ObjectInfo("a", 10)]
     assert sorted(path.name for path in tmp_path.iterdir()) == [".0123.streamloader-tmp", "a"]
+
+
+def test_a_chained_url_is_a_store(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "all.zip", "w") as archive:
+        archive.writestr("folder/a/b", DIGITS)
+    store = open_store(f"zip://folder::file://{tmp_path}/all.zip")
+    assert store.get("a/b") == store.child("a").get("b") == DIGITS
+    assert bytes(store.child("a").reader().read("b", 2, 4)) == b"23"
+    assert [info.path for info in store.list()] == ["a/b"]
+    with pytest.raises(NotFoundError, match=r"zip://folder/c::"):
+        store.get("c")
+
+
+def test_a_folder_that_a_web_server_lists_is_a_store(tmp_path: Path) -> None:
+    open_store(tmp_path).put("a/b/c", DIGITS)
+    open_store(tmp_path).put("a/d", b"1")
+    with web_server(tmp_path) as endpoint:
+        store = open_store(f"{endpoint}/a")
+        assert {info.path: info.size for info in store.list()} == {"b/c": 10, "d": 1}
+        assert store.get("b/c") == DIGITS
+        with pytest.raises(UnsupportedError, match="ranges"):
+            store.get_range("b/c", 2, 4)
+
+
+@contextlib.contextmanager
+def web_server(folder: Path) -> Iterator[str]:
+    """Python's own server: it lists folders and ignores ranges."""
+
+    class Quiet(SimpleHTTPRequestHandler):
+        def log_message(self, format: str, *args: object) -> None:  # noqa: A002
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(folder))) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
 
 
 def test_opening_makes_no_request() -> None:
