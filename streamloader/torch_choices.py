@@ -42,6 +42,8 @@ def choose_fields(
     for name in names:
         if name not in manifest.fields:
             raise FieldError(f"there is no field {name!r}", f"choose from {', '.join(manifest.fields)}")
+        if names.count(name) > 1:
+            raise FieldError(f"fields names {name!r} {names.count(name)} times", "name each field once")
     ragged = [name for name in names if manifest.fields[name].field.kind == "ragged"]
     columns = {*(name + OFFSETS for name in ragged), *(("index",) * with_index), *(("valid",) * with_valid)}
     for name in names:

@@ -97,7 +97,8 @@ class Pass(Iterator[dict[str, Any]]):
         if not self._waiting:
             batch = next(self._pipeline, None)
             if batch is None:
-                self._complete_once()
+                if self._pipeline.completed:  # and not after an error
+                    self._complete_once()
                 raise StopIteration
             extra = {"with_index": self._shape.with_index, "with_valid": self._shape.with_valid}
             self._waiting.extend(to_samples(batch, **extra) if self._shape.samples else [to_tensors(batch, **extra)])

@@ -73,12 +73,9 @@ def allot(demand: Demand, memory: int | None, ranks_here: int = 1) -> Budget:
     Without `memory` the window gets what it needs and every thread its request, as long as all ranks of
     this machine together stay below 80 % of its memory.
     """
-    limit = memory
-    if limit is None:
-        limit = min(
-            demand.least_bytes + (MAX_THREADS - 1) * demand.thread_bytes,
-            int(machine_memory() * MACHINE_SHARE / ranks_here),
-        )
+    limit = allowance(memory, ranks_here)
+    if memory is None:
+        limit = min(limit, demand.least_bytes + (MAX_THREADS - 1) * demand.thread_bytes)
     if demand.least_bytes > limit:
         raise MemoryBudgetError(
             f"the shuffle window needs memory={demand.least_bytes} bytes for each rank ({demand.slots} blocks of "
@@ -92,6 +89,11 @@ def allot(demand: Demand, memory: int | None, ranks_here: int = 1) -> Budget:
     slots = min(demand.slots + threads, demand.blocks + 1)
     slots = max(1, slots)
     return Budget(slots, max(1, min(threads, slots)), limit, variable_bytes=slots * demand.variable_bytes)
+
+
+def allowance(memory: int | None, ranks_here: int) -> int:
+    """Return the bytes that one rank may use: `memory`, or its part of 80 % of the machine's."""
+    return int(machine_memory() * MACHINE_SHARE / ranks_here) if memory is None else memory
 
 
 def machine_memory() -> int:

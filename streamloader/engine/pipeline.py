@@ -53,7 +53,7 @@ class Source:
 class Pipeline:
     """Iterates over the finished batches of a schedule, in its order.
 
-    An error surfaces at the batch it belongs to. Close it, or drop it, to end its threads; it never leaves
+    An error surfaces at the batch it belongs to; `completed` says whether the last batch was handed out. Close it, or drop it, to end its threads; it never leaves
     anything outside this process.
     """
 
@@ -67,6 +67,7 @@ class Pipeline:
         self._crew.submit(self._core.shut)
         self._close = weakref.finalize(self, _end, self._core, self._crew)
         self._over = False
+        self.completed = False
 
     def __iter__(self) -> Pipeline:
         return self
@@ -81,6 +82,7 @@ class Pipeline:
             self._finish(batch)
         error = batch.error if isinstance(batch, Batch) else batch
         if error is not None or not isinstance(batch, Batch):
+            self.completed = error is None and not self._over
             self.close()
             raise error or StopIteration
         self._counters.delivered(len(batch.plan.samples), asked)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
 from streamloader.decode.image import ImageDecoder
-from streamloader.engine.budget import MIB, Budget, Demand, allot
+from streamloader.engine.budget import MIB, Budget, Demand, allot, allowance
 from streamloader.engine.pipeline import Pipeline, Source
 from streamloader.engine.resident import load_whole
 from streamloader.engine.stages import Recipe
@@ -22,8 +22,8 @@ from streamloader.plan.world import Share
 from streamloader.stats import Counters
 from streamloader.storage.protocol import Store
 
-# What resident fields may take of `memory` before they are streamed instead, block by block.
-RESIDENT_SHARE = 0.5
+# How many times its encoded size a photograph takes decoded: a JPEG of usual quality spends 2 to 3 bits a pixel.
+IMAGE_EXPANSION = 10
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,9 @@ class Session:
 
     @property
     def chunk(self) -> int:
-        """Samples of the largest chunk over the streamed fields: the fetch unit without shuffle."""
-        return max((reader.layout.chunk for reader in self._streamed().values()), default=1024)
+        """Samples of the largest chunk over the bulk fields: the fetch unit without shuffle."""
+        layouts = (reader.layout for reader in self._readers.values())
+        return max((layout.chunk for layout in layouts if not layout.resident), default=1024)
 
     def start(self, order: EpochOrder, share: Share, position: int, steps_at_once: int = 1) -> Pipeline:
         """Return the running pipeline of an epoch from a global position; each batch holds `steps_at_once` steps.
@@ -60,64 +61,71 @@ class Session:
         """
         block = order.params.block if order.shuffle else self.chunk
         params = order.params if order.shuffle else OrderParams(block, 1, 2 * block)
-        budget = self._budget(params, share, steps_at_once)
-        self._load_resident()
+        resident, budget = self._plan_memory(params, share, steps_at_once)
+        for name in resident:
+            if name not in self._resident:
+                self._resident[name] = load_whole(self._readers[name], self._store.reader(), self.counters)
         self.counters.describe_client(f"{self._store.reader().kind}: {self._store.reader().reason}")
+        streamed = {name: reader for name, reader in self._readers.items() if name not in resident}
         recipe = Recipe(
             names=tuple(self._readers),
-            streamed={name: reader.layout for name, reader in self._streamed().items()},
-            resident=self._resident,
+            streamed={name: reader.layout for name, reader in streamed.items()},
+            resident={name: self._resident[name] for name in resident},
             decoders=self._wish.decoders,
             transform=self._wish.transform,
             transform_workers=self._wish.transform_workers,
             seed=order.seed,
             epoch=order.epoch,
         )
-        source = Source(self._streamed(), self._store.reader, block)
+        source = Source(streamed, self._store.reader, block)
         plans = schedule(order, share, position, None if order.shuffle else block, steps_at_once)
         return Pipeline(source, recipe, plans, budget, self.counters)
 
-    def _streamed(self) -> dict[str, FieldReader]:
-        return {name: reader for name, reader in self._readers.items() if name not in self._resident_names()}
+    def _plan_memory(self, params: OrderParams, share: Share, steps_at_once: int) -> tuple[list[str], Budget]:
+        """Return the fields to hold whole, and the budget.
 
-    def _resident_names(self) -> list[str]:
-        """The manifest's resident fields, the smallest first, as long as they fit their share of `memory`."""
-        room = np.inf if self._wish.memory is None else self._wish.memory * RESIDENT_SHARE
-        names = []
-        for name, reader in sorted(self._readers.items(), key=lambda item: item[1].layout.nbytes):
-            room -= self._num_samples * reader.layout.field.item_bytes
-            if reader.layout.resident and room >= 0:
-                names.append(name)
-        return names
+        Of the manifest's resident fields, smallest first, as many are held as leave room for the window; the
+        others are streamed. Where no choice fits, the error names the least need of all.
+        """
+        small = [name for name, reader in self._readers.items() if reader.layout.resident]
+        small.sort(key=lambda name: self._readers[name].layout.nbytes)
+        allowed = allowance(self._wish.memory, self._wish.ranks_here)
+        slots = slots_needed(params, share, steps_at_once)
+        choices = [
+            (small[:count], self._demand(small[:count], params.block, slots, steps_at_once * share.batch))
+            for count in range(len(small), -1, -1)
+        ]
+        fitting = [choice for choice in choices if choice[1].least_bytes <= allowed]
+        resident, demand = fitting[0] if fitting else min(choices, key=lambda choice: choice[1].least_bytes)
+        return resident, allot(demand, self._wish.memory, self._wish.ranks_here)
 
-    def _load_resident(self) -> None:
-        for name in self._resident_names():
-            if name not in self._resident:
-                self._resident[name] = load_whole(self._readers[name], self._store.reader(), self.counters)
-
-    def _budget(self, params: OrderParams, share: Share, steps_at_once: int) -> Budget:
-        block = params.block
-        streamed = self._streamed()
-        fixed = sum(block * r.layout.field.item_bytes for r in streamed.values() if r.layout.field.fixed)
-        per_sample = {name: _mean_bytes(reader, self._num_samples) for name, reader in streamed.items()}
-        variable = sum(int(block * per_sample[name]) for name, r in streamed.items() if not r.layout.field.fixed)
-        request = max((min(MAX_REQUEST, int(block * size)) for size in per_sample.values()), default=MIB)
-        resident = sum(
-            self._num_samples * self._readers[name].layout.field.item_bytes for name in self._resident_names()
-        )
-        sample = sum(per_sample.values()) + sum(
-            self._readers[n].layout.field.item_bytes for n in self._resident_names()
-        )
-        demand = Demand(
-            slots=slots_needed(params, share, steps_at_once),
-            slot_bytes=fixed + variable,
-            batch_bytes=int(steps_at_once * share.batch * sample),
-            request_bytes=request,
+    def _demand(self, resident: list[str], block: int, slots: int, rows: int) -> Demand:
+        """What is needed with these fields held whole; `rows` are the samples of a batch."""
+        streamed = {name: reader for name, reader in self._readers.items() if name not in resident}
+        mean = {name: _mean_bytes(reader, self._num_samples) for name, reader in self._readers.items()}
+        requests = [
+            max(reader.layout.chunk * mean[name], min(MAX_REQUEST, block * mean[name]))
+            for name, reader in streamed.items()
+        ]
+        variable = sum(int(block * mean[name]) for name, r in streamed.items() if not r.layout.field.fixed)
+        return Demand(
+            slots=slots,
+            slot_bytes=variable + sum(block * int(mean[n]) for n, r in streamed.items() if r.layout.field.fixed),
+            batch_bytes=int(rows * sum(self._finished_bytes(name, size) for name, size in mean.items())),
+            request_bytes=int(max(requests, default=MIB)),
             blocks=-(-self._num_samples // block),
             variable_bytes=variable,
-            resident_bytes=resident,
+            resident_bytes=self._num_samples * sum(int(mean[name]) for name in resident),
         )
-        return allot(demand, self._wish.memory, self._wish.ranks_here)
+
+    def _finished_bytes(self, name: str, stored: float) -> float:
+        """The bytes of one sample in a finished batch."""
+        decoder = self._wish.decoders.get(name)
+        if decoder is None:
+            return stored
+        if decoder.options.size is None:
+            return stored * IMAGE_EXPANSION
+        return float(math.prod(decoder.options.size) * decoder.channels)
 
 
 def _mean_bytes(reader: FieldReader, num_samples: int) -> float:

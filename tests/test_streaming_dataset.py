@@ -1,0 +1,438 @@
+"""What comes out of `StreamingDataset`: every sample once, with its exact content, in the planned order."""
+
+from __future__ import annotations
+
+import gc
+import json
+import pickle
+import threading
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+import reference_order as reference
+import torch
+from datasets import numbers
+from torch.utils.data import DataLoader
+
+from streamloader.errors import (
+    BatchError,
+    EngineError,
+    FieldError,
+    MissingObjectError,
+    StreamloaderError,
+    UsageError,
+    WorldError,
+)
+from streamloader.errors import MemoryBudgetError as TooLittle
+from streamloader.options import Layout, Shuffle
+from streamloader.plan.order import EpochOrder, OrderParams
+from streamloader.torch_dataset import StreamingDataset
+
+N = 603
+GOLDEN = json.loads(reference.ORDERS.read_text(encoding="utf-8"))["orders"]
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A dataset of N samples with every kind of field."""
+    path = tmp_path_factory.mktemp("dataset") / "all"
+    datasets.write(path, N)
+    return str(path)
+
+
+def our_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("streamloader")]
+
+
+def assert_threads_end() -> None:
+    for thread in our_threads():
+        thread.join(20)
+    assert our_threads() == []
+
+
+def planned(ds: StreamingDataset, shuffle: bool = True, seed: int = 0, epoch: int = 0) -> list[int]:
+    """The order of an epoch by the planner, from what the manifest pins."""
+    pin = ds._manifest.order
+    params = OrderParams(pin.block, pin.lanes, pin.window)
+    return EpochOrder(ds.num_samples, params, seed, epoch, shuffle).samples_at(0, ds.num_samples).tolist()
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_every_sample_comes_once_with_exact_content_in_the_planned_order(url: str, shuffle: bool) -> None:
+    ds = StreamingDataset(url, batch_size=32, shuffle=shuffle, seed=5, with_index=True)
+    for epoch in range(2):
+        assert ds.epoch == epoch
+        seen: list[int] = []
+        batches = list(ds)
+        assert len(batches) == len(ds) == 19
+        for batch in batches:
+            datasets.check_batch(batch, datasets.FIELDS)
+            assert len(batch["index"]) == 32
+            seen += numbers(batch)
+        assert sorted(seen) == list(range(N))
+        assert seen == planned(ds, shuffle, 5, epoch)
+        assert batches[-1]["valid"].sum() == N % 32
+    assert_threads_end()
+
+
+def test_columns_come_in_the_order_that_was_asked_for(url: str) -> None:
+    wanted = ["tok", "x", "label", "name"]
+    ds = StreamingDataset(url, batch_size=8, fields=wanted, remainder="drop")
+    assert list(next(iter(ds))) == ["tok", "tok_offsets", "x", "label", "name"]
+    assert list(ds.fields) == wanted
+    assert list(StreamingDataset(url, batch_size=8).fields) == sorted(datasets.FIELDS)
+
+
+def test_only_the_fields_that_are_asked_for_are_fetched(url: str) -> None:
+    fetched = {}
+    for fields in (["label"], ["x"], ["x", "wide"], []):
+        ds = StreamingDataset(url, batch_size=32, fields=fields)
+        rows = sum(len(batch["valid"]) for batch in ds)
+        assert rows == 19 * 32
+        fetched[tuple(fields)] = ds.stats().bytes_fetched
+    assert fetched[()] == 0
+    assert 8 * N <= fetched[("label",)] <= 8 * 1024 + 64
+    most = N + 7 * 4 + 1  # a chunk that two of the 8 lanes share is fetched by both; the last one is padded
+    assert 1200 * N <= fetched[("x",)] <= 1204 * most
+    assert 2400 * N <= fetched[("x", "wide")] <= 2408 * most
+
+
+@pytest.mark.parametrize("remainder", ["pad", "drop", "uneven"])
+@pytest.mark.parametrize(("num_samples", "size", "batch"), [(0, 1, 4), (1, 1, 1), (5, 4, 5), (21, 2, 4), (7, 3, 4)])
+def test_datasets_smaller_than_a_step_come_out_whole(
+    tmp_path: Path, num_samples: int, size: int, batch: int, remainder: Any
+) -> None:
+    datasets.write(tmp_path, num_samples, ["x", "label", "name", "tok"])
+    seen: list[int] = []
+    lengths = []
+    for rank in range(size):
+        if batch > max(1, num_samples):
+            with pytest.raises(BatchError, match=f"batch_size={batch} is more than the {num_samples} samples"):
+                StreamingDataset(tmp_path, batch_size=batch)
+            return
+        ds = StreamingDataset(tmp_path, batch_size=batch, remainder=remainder, world=(rank, size), with_index=True)
+        batches = list(ds)
+        assert len(batches) == len(ds)
+        for one in batches:
+            datasets.check_batch(one, ["x", "label", "name", "tok"])
+            seen += numbers(one)
+        lengths.append(len(batches))
+    step = size * batch
+    full = num_samples // step
+    assert len(seen) == len(set(seen)) == (full * step if remainder == "drop" else num_samples)
+    if remainder != "uneven":
+        assert set(lengths) == {full + (remainder == "pad" and num_samples % step > 0)}
+
+
+@pytest.mark.parametrize("golden", [g for g in GOLDEN if g.get("samples")], ids=lambda golden: golden["name"])
+def test_the_pinned_orders_are_what_is_delivered(tmp_path: Path, golden: dict[str, Any]) -> None:
+    count = golden["num_samples"]
+    datasets.write(tmp_path, count, ["label", "x"], Layout(chunk_size=1, shard_size=1 << 14, codec="none"))
+    shuffle: Any = Shuffle(block=golden["block"], lanes=golden["lanes"], window=golden["window"])
+    ds = StreamingDataset(
+        tmp_path,
+        batch_size=min(count, 7),
+        shuffle=shuffle if golden["shuffle"] else False,
+        seed=golden["seed"],
+        with_index=True,
+    )
+    ds.set_epoch(golden["epoch"])
+    seen = []
+    for batch in ds:
+        datasets.check_batch(batch, ["label", "x"])
+        seen += numbers(batch)
+    assert seen == golden["samples"]
+
+
+def test_shuffle_overrides_what_the_manifest_pins_and_refuses_what_cannot_be(url: str) -> None:
+    shuffle = Shuffle(block=16, lanes=4, window=48)
+    ds = StreamingDataset(url, batch_size=16, fields=["x"], shuffle=shuffle, with_index=True)
+    order = EpochOrder(N, OrderParams(16, 4, 48), 0, 0)
+    assert [i for batch in ds for i in numbers(batch)] == order.samples_at(0, N).tolist()
+    with pytest.raises(UsageError, match=r"Shuffle\(block=6\) cuts chunks of 8 samples; give a multiple of 8"):
+        StreamingDataset(url, batch_size=16, shuffle=Shuffle(block=6))
+    with pytest.raises(UsageError, match="window=20 is not a multiple of block=8"):
+        StreamingDataset(url, batch_size=16, shuffle=Shuffle(window=20))
+
+
+def test_other_seeds_and_epochs_give_other_orders_of_the_same_samples(url: str) -> None:
+    orders = set()
+    for seed, epoch in ((0, 0), (1, 0), (0, 1), (2**64 - 1, 0)):
+        ds = StreamingDataset(url, batch_size=1, fields=["label"], seed=seed, with_index=True)
+        ds.set_epoch(epoch)
+        seen = [batch["index"].item() for batch in ds]
+        assert sorted(seen) == list(range(N))
+        orders.add(tuple(seen))
+    assert len(orders) == 4
+
+
+def test_samples_come_singly_for_a_dataloader_that_batches(url: str) -> None:
+    fields = ["x", "label", "name", "tok"]
+    ds = StreamingDataset(url, batch_size=None, fields=fields, with_index=True, remainder="uneven")
+    assert len(ds) == N
+    samples = list(ds)
+    assert [sample["index"].item() for sample in samples] == planned(ds)
+    for sample in samples[:70]:
+        i = sample["index"].item()
+        datasets.equal(sample["x"], datasets.value("x", i))
+        datasets.equal(sample["tok"], datasets.value("tok", i))
+        assert sample["label"].item() == datasets.value("label", i)
+        assert sample["name"] == datasets.value("name", i)
+    ds = StreamingDataset(url, batch_size=None, fields=["x", "label", "name"], with_index=True)
+    seen = []
+    for batch in DataLoader(ds, batch_size=64):
+        datasets.check_batch(batch, ["x", "label", "name"])
+        seen += numbers(batch)
+    assert seen == planned(ds)
+
+
+def test_a_dataloader_without_workers_changes_nothing(url: str) -> None:
+    ds = StreamingDataset(url, batch_size=64, with_index=True)
+    loader = DataLoader(ds, batch_size=None)
+    assert len(loader) == len(ds)
+    seen = []
+    for batch in loader:
+        datasets.check_batch(batch, datasets.FIELDS)
+        seen += numbers(batch)
+    assert seen == planned(ds)
+    assert ds.epoch == 1
+
+
+def test_batches_that_the_consumer_keeps_are_not_written_again(url: str) -> None:
+    ds = StreamingDataset(url, batch_size=16, with_index=True)
+    kept = []
+    for _ in range(2):
+        for batch in ds:
+            kept.append({"x": batch["x"], "label": batch["label"].view(-1), "index": batch["index"]})
+            kept[-1]["wide"] = batch["wide"][2:3]  # a view alone must keep the batch's memory
+            if len(kept) > 20:
+                kept.pop(0)
+    for batch in kept:
+        datasets.check_batch(batch, ["x", "label"])
+        datasets.equal(batch["wide"][0], datasets.value("wide", batch["index"][2].item()))
+
+
+def test_dropped_batches_are_used_again(url: str) -> None:
+    ds = StreamingDataset(url, batch_size=4, fields=["x", "wide", "label"])
+    for _ in range(4):
+        before = ds.stats().buffers_allocated
+        assert sum(1 for _ in ds) == 151
+        # a pass has one batch handed out, three ready and one in the making, of three fields each
+        assert ds.stats().buffers_allocated - before <= 3 * 6
+    np_view = next(iter(ds))["x"].numpy()  # memory that is still seen is not recycled
+    copy = np_view.copy()
+    for _ in ds:
+        pass
+    assert np.array_equal(np_view, copy)
+
+
+@pytest.mark.parametrize(
+    ("world", "shown"),
+    [
+        ((2, 2), "rank 2 of a world of 2 cannot be"),
+        ((-1, 2), "rank -1 of a world of 2"),
+        ((0, 0), "rank 0 of a world of 0"),
+        ((0,), r"world=\(0,\)"),
+        ("01x", "world='01x'"),
+        (("a", 2), "'a' is no rank or world size"),
+        (3, "world=3"),
+    ],
+)
+def test_a_world_that_cannot_be_is_refused(url: str, world: Any, shown: str) -> None:
+    with pytest.raises(WorldError, match=shown):
+        len(StreamingDataset(url, batch_size=8, world=world))
+
+
+def test_the_world_comes_from_the_environment_unless_it_is_given(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ds = StreamingDataset(url, batch_size=8, fields=[], with_index=True)
+    given = StreamingDataset(url, batch_size=8, fields=[], with_index=True, world=(0, 4))
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert len(ds) == 38
+    assert [i for batch in ds for i in numbers(batch)] == planned(ds)[1::2]
+    assert [i for batch in given for i in numbers(batch)] == planned(ds)[0::4]
+    monkeypatch.setenv("RANK", "2")
+    with pytest.raises(WorldError, match="rank 2 of a world of 2"):
+        iter(ds)
+    monkeypatch.delenv("RANK")
+    with pytest.raises(WorldError, match="RANK=None and WORLD_SIZE=2"):
+        len(ds)
+    monkeypatch.setenv("RANK", "")
+    with pytest.raises(WorldError, match="'' is no rank"):
+        len(ds)
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 8, 11])
+def test_ranks_share_every_global_batch(url: str, size: int, shuffle: bool, recwarn: Any) -> None:
+    ranks = [
+        StreamingDataset(url, batch_size=12, fields=["label"], with_index=True, world=(r, size), shuffle=shuffle)
+        for r in range(size)
+    ]
+    order = planned(ranks[0], shuffle)
+    step = 12 * size
+    steps = [list(ds) for ds in ranks]
+    assert {len(batches) for batches in steps} == {-(-N // step)}
+    for k, parts in enumerate(zip(*steps, strict=True)):
+        together = [i for batch in parts for i in numbers(batch)]
+        assert sorted(together) == sorted(order[k * step : (k + 1) * step])
+    said = [str(warning.message) for warning in recwarn]
+    if shuffle and size in (3, 11):
+        assert said
+        assert all(f"{size} consumers" in text and "8 lanes" in text for text in said)
+        assert size == 3 or "set shuffle=Shuffle(lanes=11)" in said[0]
+    else:
+        assert said == []
+
+
+BAD_ARGUMENTS: list[tuple[dict[str, Any], type[StreamloaderError], str]] = [
+    ({"batch_size": 0}, BatchError, "batch_size=0"),
+    ({"batch_size": -3}, BatchError, "batch_size=-3"),
+    ({"batch_size": True}, BatchError, "batch_size=True"),
+    ({"batch_size": 2.0}, BatchError, "batch_size=2.0"),
+    ({"batch_size": N + 1}, BatchError, f"batch_size={N + 1} is more than the {N} samples"),
+    ({"fields": ["x", "nope"]}, FieldError, "there is no field 'nope'; choose from"),
+    ({"fields": "x"}, FieldError, r"give a list: fields=\['x'\]"),
+    ({"fields": ["x", "x"]}, FieldError, "'x'"),
+    ({"remainder": "keep"}, UsageError, "remainder='keep'; choose one of pad, drop, uneven"),
+    ({"seed": -1}, UsageError, "seed=-1 is not in"),
+    ({"seed": 2**64}, UsageError, "seed=18446744073709551616 is not in"),
+    ({"transform": 3}, UsageError, "transform=3 cannot be called"),
+    ({"transform_workers": 2}, UsageError, "transform_workers=2 with transform=None"),
+    ({"transform": len, "transform_workers": -1}, UsageError, "transform_workers=-1"),
+    ({"memory": 0}, UsageError, "memory=0"),
+    ({"decode": True}, FieldError, "no field holds encoded images"),
+    ({"decode": {"label": True}}, FieldError, "decode names 'label'"),
+    ({"split": "val"}, FieldError, "val"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "kind", "shown"), BAD_ARGUMENTS, ids=lambda case: str(case)[:30])
+def test_wrong_arguments_are_refused_at_once(
+    url: str, arguments: dict[str, Any], kind: type[StreamloaderError], shown: str
+) -> None:
+    with pytest.raises(kind, match=shown) as caught:
+        StreamingDataset(url, **{"batch_size": 8, **arguments})
+    assert "\n" not in str(caught.value)
+    assert caught.value.remedy
+
+
+@pytest.mark.parametrize("epoch", [-1, 1.5, True, "1"])
+def test_an_epoch_that_cannot_be_is_refused(url: str, epoch: Any) -> None:
+    with pytest.raises(UsageError, match="set_epoch"):
+        StreamingDataset(url, batch_size=8).set_epoch(epoch)
+
+
+def test_a_column_is_never_silently_replaced_by_a_field(tmp_path: Path) -> None:
+    from streamloader.format.writer import Writer
+
+    with Writer(tmp_path, {"valid": "bool", "index": "int64"}) as out:
+        out.write({"valid": True, "index": 7})
+    with pytest.raises(FieldError, match="'valid'"):
+        StreamingDataset(tmp_path, batch_size=1)
+    with pytest.raises(FieldError, match="'index'"):
+        StreamingDataset(tmp_path, batch_size=1, remainder="drop", with_index=True)
+    (batch,) = StreamingDataset(tmp_path, batch_size=1, remainder="drop")
+    assert batch["index"].item() == 7
+
+
+def test_too_little_memory_names_the_need_and_that_much_is_enough(url: str) -> None:
+    with pytest.raises(TooLittle, match=r"needs memory=(\d+) bytes") as caught:
+        iter(StreamingDataset(url, batch_size=32, memory=1000))
+    need = int(str(caught.value).split("needs memory=")[1].split()[0])
+    with pytest.raises(TooLittle):
+        iter(StreamingDataset(url, batch_size=32, memory=need - 1))
+    for remainder in ("pad", "drop", "uneven"):
+        ds = StreamingDataset(url, batch_size=32, memory=need, with_index=True, remainder=remainder)  # type: ignore[arg-type]
+        seen = [i for batch in ds for i in numbers(batch)]
+        assert len(seen) == len(set(seen)) == (N - N % 32 if remainder == "drop" else N)
+
+
+def test_a_missing_shard_is_named_after_the_batches_before_it(url: str, tmp_path: Path) -> None:
+    datasets.write(tmp_path / "d", 512, ["x"])
+    shards = sorted(path for path in (tmp_path / "d").rglob("*") if path.is_file() and path.parent.parent.name == "c")
+    gone = shards[4]
+    gone.unlink()
+    ds = StreamingDataset(tmp_path / "d", batch_size=16, shuffle=False, with_index=True)
+    good = []
+    iterator = iter(ds)
+    with pytest.raises(MissingObjectError, match="is missing, which the manifest promises") as caught:
+        for batch in iterator:
+            datasets.check_batch(batch, ["x"])
+            good += numbers(batch)
+    assert good == list(range(256))  # 64 samples a shard
+    assert str(gone.relative_to(tmp_path / "d")) in str(caught.value)
+    assert list(iterator) == []
+    assert ds.epoch == 0
+    assert_threads_end()
+
+
+def test_dropping_an_iterator_ends_its_threads(url: str) -> None:
+    for steps in (0, 1, 5):
+        iterator = iter(StreamingDataset(url, batch_size=8))
+        for _ in range(steps):
+            next(iterator)
+        assert our_threads()
+        del iterator
+        gc.collect()
+        assert_threads_end()
+
+
+def test_a_second_pass_ends_the_first(url: str) -> None:
+    ds = StreamingDataset(url, batch_size=8, with_index=True)
+    first = iter(ds)
+    begin = numbers(next(first))
+    second = iter(ds)
+    assert numbers(next(second)) == begin
+    with pytest.raises(EngineError, match="ended by a later iter"):
+        next(first)
+    assert len(list(second)) == len(ds) - 1
+    assert_threads_end()
+
+
+def test_close_ends_the_pass_and_its_threads(url: str) -> None:
+    ds = StreamingDataset(url, batch_size=8)
+    iterator = iter(ds)
+    next(iterator)
+    ds.close()
+    assert_threads_end()
+    with pytest.raises(EngineError, match="close"):
+        next(iterator)
+    assert len(list(ds)) == len(ds)
+
+
+def test_a_pass_after_the_end_stays_at_its_end(url: str) -> None:
+    iterator = iter(StreamingDataset(url, batch_size=300, fields=["label"]))
+    assert len(list(iterator)) == 3
+    assert list(iterator) == []
+    assert list(iterator) == []
+
+
+def test_a_pickled_dataset_delivers_the_same(url: str) -> None:
+    ds = StreamingDataset(url, batch_size=64, with_index=True, seed=3, fields=["x", "name"])
+    next(iter(ds))
+    copy = pickle.loads(pickle.dumps(ds))
+    assert [numbers(batch) for batch in copy] == [
+        numbers(batch) for batch in StreamingDataset(url, batch_size=64, with_index=True, seed=3, fields=["x", "name"])
+    ]
+
+
+def test_stats_say_what_was_done(url: str) -> None:
+    ds = StreamingDataset(url, batch_size=32, fields=["x"])
+    assert ds.stats().batches == 0
+    assert ds.stats().verdict == "no batch yet"
+    for _ in ds:
+        pass
+    stats = ds.stats()
+    assert (stats.batches, stats.samples) == (19, 19 * 32)
+    assert stats.requests >= 10
+    assert stats.retries == 0
+    assert stats.bytes_decoded >= 1200 * N
+    assert 0 < stats.wait_seconds <= stats.seconds < 60
+    assert 0 < stats.first_batch_seconds <= stats.wait_seconds
+    assert stats.client.startswith("obstore")
+    assert "bound" in str(stats)
+    assert torch.is_tensor(next(iter(ds))["x"])
