@@ -146,7 +146,7 @@ class _Process:
             number = run.first_sample
             for items in chunks:
                 wanted = range(max(start - number, 0), min(stop - number, len(items)))
-                column.extend(from_bytes(kind, items[i]) for i in wanted)
+                column.extend(from_bytes(name, kind, items[i], number + i) for i in wanted)
                 number += len(items)
         return column
 
@@ -161,7 +161,7 @@ class _Process:
             chunk = loaded[name] if kept is None else kept
             row = number % self._manifest.fields[name].chunk
             if isinstance(chunk, Items):
-                sample[name] = from_bytes(self._manifest.fields[name].field, chunk[row])
+                sample[name] = from_bytes(name, self._manifest.fields[name].field, chunk[row], number)
             else:
                 value = chunk[row]
                 sample[name] = value.copy() if isinstance(value, np.ndarray) else value

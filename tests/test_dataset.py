@@ -18,6 +18,7 @@ from streamloader.dataset import Dataset
 from streamloader.dataset import open as open_dataset
 from streamloader.errors import (
     CorruptError,
+    DecodeError,
     FieldError,
     MissingObjectError,
     NotADatasetError,
@@ -37,7 +38,7 @@ COUNT = 77
 
 def public_columns(count: int) -> dict[str, Any]:
     return {
-        name: column if field.fixed else [from_bytes(field, memoryview(item)) for item in column]
+        name: column if field.fixed else [from_bytes(name, field, memoryview(item), 0) for item in column]
         for (name, field), column in zip(sorted(ALL_KINDS.items()), columns_of(ALL_KINDS, count).values(), strict=True)
     }
 
@@ -86,6 +87,18 @@ def test_samples_have_the_types_that_are_documented() -> None:
     assert sample["tokens"].ndim == 1
     sample["image"][:] = 7
     assert equal(DATASET[3]["image"], COLUMNS["image"][3])  # a caller's changes stay the caller's
+
+
+def test_values_that_no_writer_of_ours_writes_name_field_and_sample() -> None:
+    fields = {"t": Field("text"), "r": Field.parse("ragged:int32[2]")}
+    store = memory_store()
+    broken = {"t": [b"fine", b"\xff"], "r": [b"12345678", b"12345"]}
+    write_dataset(store, broken, geometry_of(fields, None, LAYOUT))
+    ds = open_dataset(store.url)
+    assert ds[0]["t"] == "fine" and ds[0]["r"].shape == (1, 2)
+    for read in (lambda: ds[1], lambda: ds.read("t", 0, 2), lambda: ds.read("r", 0, 2)):
+        with pytest.raises(DecodeError, match=r"field '[tr]' of sample 1 is not"):
+            read()
 
 
 def test_a_dataset_says_what_it_is() -> None:

@@ -141,10 +141,10 @@ def measure_codec(choice: CodecChoice, field: Field, column: Column) -> tuple[st
     return best, stored[best] / rows
 
 
-def compress(codec: str, payload: bytes | NDArray[np.uint8], typesize: int) -> bytes:
-    """Return `payload` as the codec's one frame; "none" gives its bytes."""
+def compress(codec: str, payload: bytes | NDArray[np.uint8], typesize: int) -> bytes | memoryview:
+    """Return `payload` as the codec's one frame; "none" gives the payload itself."""
     if codec == "none":
-        return payload if isinstance(payload, bytes) else payload.tobytes()
+        return payload if isinstance(payload, bytes) else payload.data
     if codec == "zstd":
         return bytes(zstd.compress(payload, ZSTD_LEVEL))
     _use_one_blosc_thread()

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from streamloader.errors import FieldError
+from streamloader.errors import DecodeError, FieldError
 from streamloader.format.codecs import Column
 from streamloader.format.manifest import Field
 
@@ -77,14 +77,21 @@ def to_value(name: str, field: Field, value: Any, sample: int) -> NDArray[Any] |
     return _cast(array, np.dtype(field.dtype), where)
 
 
-def from_bytes(field: Field, item: memoryview) -> Any:
-    """Return a variable-size value as people read it: bytes, str, or an array (k, *shape) of its own memory."""
+def from_bytes(name: str, field: Field, item: memoryview, sample: int) -> Any:
+    """Return a variable-size value as people read it: bytes, str, or an array (k, *shape) of its own memory.
+
+    Raises `DecodeError`, which names the field and the sample, for bytes that no writer of ours writes.
+    """
     if field.kind == "bytes":
         return bytes(item)
-    if field.kind == "text":
-        return str(item, "utf-8")
-    rows = np.frombuffer(item, np.dtype(field.dtype).newbyteorder("<"))
-    return rows.astype(np.dtype(field.dtype)).reshape(-1, *field.shape)
+    try:
+        if field.kind == "text":
+            return str(item, "utf-8")
+        rows = np.frombuffer(item, np.dtype(field.dtype).newbyteorder("<"))
+        return rows.astype(np.dtype(field.dtype)).reshape(-1, *field.shape)
+    except ValueError as error:
+        remedy = "convert the dataset again"
+        raise DecodeError(f"field {name!r} of sample {sample} is not {field} ({error})", remedy) from error
 
 
 def _encode(value: Any, where: str) -> bytes:
