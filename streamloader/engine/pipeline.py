@@ -5,7 +5,7 @@
                     v                        |
               [fetch threads: ranged read -> verify -> decode into the slot]
 
-Only the assembler admits and releases, so slots and bytes need no lock. The threads hold `_Assembler`; the
+Only the assembler admits and releases, so slots and bytes need no lock. The threads hold `Assembler`; the
 consumer holds `Pipeline`, and dropping that ends them.
 """
 
@@ -19,12 +19,12 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from streamloader.engine.arena import Arena
+from streamloader.engine.arena import Arena, BatchBuffers
 from streamloader.engine.batch import Batch
 from streamloader.engine.budget import READY_BATCHES, Budget, usable_cores
 from streamloader.engine.crew import Crew
 from streamloader.engine.fetch import Fetcher
-from streamloader.engine.stages import Recipe, Stages
+from streamloader.engine.stages import Recipe, Shelf, Stages
 from streamloader.errors import EngineError, StreamloaderError
 from streamloader.format.reader import FieldReader
 from streamloader.plan.schedule import BatchPlan, BlockRef
@@ -34,11 +34,15 @@ from streamloader.storage.protocol import RangeReader
 
 @dataclass(frozen=True)
 class Source:
-    """Where blocks come from: the streamed fields, the data plane (opened on first use), samples in a block."""
+    """Where blocks come from, the streamed fields and the data plane (opened on first use), and where they are put.
+
+    `arena` and `buffers` outlive a pass, so that the next one finds its memory touched.
+    """
 
     fields: Mapping[str, FieldReader]
     reader: Callable[[], RangeReader]
-    block: int
+    arena: Arena
+    buffers: BatchBuffers
 
     def weight(self, ref: BlockRef) -> int:
         """Return about how many bytes the block's variable-size fields take in memory."""
@@ -53,19 +57,19 @@ class Source:
 class Pipeline:
     """Iterates over the finished batches of a schedule, in its order.
 
-    An error surfaces at the batch it belongs to; `completed` says whether the last batch was handed out. Close it, or drop it, to end its threads; it never leaves
-    anything outside this process.
+    An error surfaces at the batch it belongs to; `completed` says whether the last batch was handed out. Close
+    it, or drop it, to end its threads; it never leaves anything outside this process.
     """
 
     def __init__(
         self, source: Source, recipe: Recipe, plans: Iterator[BatchPlan], budget: Budget, counters: Counters
     ) -> None:
         self._counters = counters
-        self._core = _Assembler(source, recipe, plans, budget, counters)
-        self._crew = Crew("assemble", 1, self._core.fail)
-        self._crew.submit(self._core.run)
-        self._crew.submit(self._core.shut)
-        self._close = weakref.finalize(self, _end, self._core, self._crew)
+        self.core = Assembler(source, recipe, plans, budget, counters)
+        self._crew = Crew("assemble", 1, self.core.fail)
+        self._crew.submit(self.core.run)
+        self._crew.submit(self.core.shut)
+        self._close = weakref.finalize(self, _end, self.core, self._crew)
         self._over = False
         self.completed = False
 
@@ -77,7 +81,7 @@ class Pipeline:
         if self._over:
             raise StopIteration
         asked = time.perf_counter()
-        batch = self._core.next_ready()
+        batch = self.core.next_ready()
         if isinstance(batch, Batch):
             self._finish(batch)
         error = batch.error if isinstance(batch, Batch) else batch
@@ -93,22 +97,18 @@ class Pipeline:
         self._over = True
         self._close()
 
-    def join(self, seconds: float = 30.0) -> bool:
-        """Wait for the threads of a closed pipeline; return whether all have ended."""
-        return self._crew.join(seconds) and self._core.join(seconds)
-
     def _finish(self, batch: Batch) -> None:
         if not batch.finished:
-            with self._counters.timed("transform_wait_seconds" if self._core.transforms else "decode_wait_seconds"):
+            with self._counters.timed("transform_wait_seconds" if self.core.transforms else "decode_wait_seconds"):
                 batch.wait()
 
 
-def _end(core: _Assembler, crew: Crew) -> None:
+def _end(core: Assembler, crew: Crew) -> None:
     core.close()
     crew.close()
 
 
-class _Assembler:
+class Assembler:
     """What the threads share; see the module's picture."""
 
     def __init__(
@@ -122,15 +122,16 @@ class _Assembler:
         self._held = 0
         self._weights: dict[int, int] = {}
         self._slots = budget.slots
-        self._arena = Arena({name: field.layout for name, field in source.fields.items()}, budget.slots, source.block)
+        self._arena = source.arena
         self._fetcher = Fetcher(source.fields, source.reader, self._arena, budget.threads, counters)
-        self._stages = Stages(recipe, self._arena, usable_cores(), counters, self.fail)
+        self._stages = Stages(recipe, Shelf(source.arena, source.buffers), usable_cores(), counters, self.fail)
         self.transforms = recipe.transform is not None
         self._planned: deque[BatchPlan] = deque()
         self._wanted: deque[BlockRef] = deque()
         self._ready: queue.SimpleQueue[Batch | BaseException | None] = queue.SimpleQueue()
         self._places = threading.Semaphore(READY_BATCHES)
         self._closed = False
+        self._ended = threading.Event()
 
     def run(self) -> None:
         """Assemble until the plan ends, a batch fails, or the pipeline is closed."""
@@ -151,6 +152,7 @@ class _Assembler:
     def shut(self) -> None:
         """Run after `run`, however that ended: nothing is fetched any more."""
         self._fetcher.close()
+        self._ended.set()
 
     def next_ready(self) -> Batch | BaseException | None:
         """Return the next batch, which may not be finished yet; an error of no batch; None after the last."""
@@ -176,8 +178,8 @@ class _Assembler:
         self._ready.put(None)
 
     def join(self, seconds: float) -> bool:
-        """Wait for the threads of the stages."""
-        return self._fetcher.join(seconds) and self._stages.join(seconds)
+        """Wait for the threads of a closed pipeline, `seconds` at most for each; return whether all are done."""
+        return self._ended.wait(seconds) and self._fetcher.join(seconds) and self._stages.join(seconds)
 
     def _look_ahead(self) -> None:
         """Plan until as many blocks wait as there are slots: admission then never waits for the plan."""
