@@ -22,6 +22,7 @@ from streamloader.errors import EngineError, StreamloaderError
 from streamloader.format.sink import Receipt
 
 ATTEMPTS = 3  # a worker that is killed three times at one shard will be killed a fourth time
+ENDING_SECONDS = 10.0  # for printing a traceback and leaving the interpreter
 
 OnDone = Callable[[Task, Receipt], None]
 
@@ -86,15 +87,18 @@ class _Worker:
         with contextlib.suppress(ConnectionError):  # it has died: its closed channel is noticed in any case
             self.channel.send(assigned.task)
 
+    def wait(self) -> int:
+        """Return the status of a process that closed its channel, so that it is ending: -n where signal n ended it."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(ENDING_SECONDS)
+        return self.close()
+
     def close(self) -> int:
-        """End the process and return its status: -n where signal n ended it before."""
-        status = self._process.poll()
-        if status is None:
-            self._process.kill()
+        """End the process, at once where it still runs, and return its status."""
+        self._process.kill()  # does nothing to one that has ended
         self.channel.close()
         os.close(self._lifeline)
-        ended = self._process.wait()
-        return ended if status is None else status
+        return self._process.wait()
 
 
 class _Crew:
@@ -150,7 +154,7 @@ class _Crew:
             worker.begin(following)
 
     def _bury(self, worker: _Worker, assigned: _Assignment) -> None:
-        status = worker.close()
+        status = worker.wait()
         what = f"the worker that wrote shard {assigned.task.shard} of {assigned.task.store.url}"
         if status >= 0:
             raise EngineError(

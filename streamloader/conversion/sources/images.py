@@ -46,5 +46,5 @@ def image_problem(data: bytes) -> str:
 def refuse_image(name: str, problem: str) -> NoReturn:
     """Raise `SourceError` for the image `name`."""
     raise SourceError(
-        f"the image {name} cannot be decoded: {problem}", "repair or remove it, then run the same command again"
+        f"the image {name} cannot be decoded: {problem}", "repair or remove it, then begin again with --overwrite"
     )

@@ -43,7 +43,7 @@ class PackedArray:
     def read_rows(self, store: Store, rows: NDArray[np.int64], out: NDArray[Any]) -> None:
         """Fill `out` with the rows, which ascend. Raises `SourceError` for a damaged or truncated member."""
         size = self.field.item_bytes
-        flat = out.reshape(len(rows), -1).view(np.uint8).reshape(len(rows), size)
+        flat = out.reshape(-1).view(np.uint8).reshape(len(rows), size)
         per_piece = max(1, _PIECE // size)
         with _opened(store, self.info) as archive, archive.open(self.member) as file:
             file.read(self.start)
