@@ -185,6 +185,20 @@ def test_blocks_are_freed_while_the_epoch_runs() -> None:
     assert 4 * 3 <= engine.most_live <= slots_needed(order.params, share) < 35
 
 
+@pytest.mark.parametrize(
+    ("order", "share"),
+    [
+        (EpochOrder(45, OrderParams(8, 32, 16), 2564031480, 0), Share(45, 32, 64, World(5, 16), "pad")),
+        (EpochOrder(422, OrderParams(32, 8, 64), 1054913783104, 0), Share(422, 8, 32, World(0, 6), "uneven")),
+    ],
+    ids=["smaller than a global batch", "ranks that do not divide the lanes"],
+)
+def test_last_step_may_touch_other_lanes_and_still_has_its_slots(order: EpochOrder, share: Share) -> None:
+    engine = check_replay(order, share, 0, None)
+    assert share.lanes_read * 4 + share.batch // order.params.block + 1 < engine.most_live
+    assert engine.most_live <= slots_needed(order.params, share)
+
+
 def test_slots_are_the_same_on_every_rank_and_no_more_than_the_dataset() -> None:
     params = OrderParams(16, 8, 64)
     assert len({slots_needed(params, Share(10**6, 8, 32, World(rank, 3), "pad")) for rank in range(3)}) == 1
