@@ -1,0 +1,228 @@
+"""Every golden dataset, by the package and by the naive reader, against values that neither of them made."""
+
+from __future__ import annotations
+
+import copy
+import json
+import subprocess
+import sys
+import uuid
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import naive_reader
+import numpy as np
+import pytest
+from golden import EXPECTED, GOLDEN, V1, assert_same, expected_column, place
+
+import streamloader as sl
+
+NAMES = sorted(EXPECTED)
+SCHEMA = jsonschema.Draft202012Validator(json.loads((V1 / "manifest.schema.json").read_text()))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_open_reads_every_golden_dataset(name: str) -> None:
+    folder, split = place(name)
+    ds = sl.open(folder.as_uri(), split=split)
+    said = EXPECTED[name]
+    assert (len(ds), ds.digest) == (said["num_samples"], said["digest"])
+    assert {field: str(one) for field, one in ds.fields.items()} == {
+        field: one["spec"] for field, one in said["fields"].items()
+    }
+    whole = ds[:]
+    for field in said["fields"]:
+        wanted = expected_column(name, field)
+        assert_same(whole[field], wanted)
+        assert_same(ds.read(field, 0, len(ds)), wanted)
+    for i in range(len(ds)):
+        sample = ds[i]
+        for field in said["fields"]:
+            assert_same([sample[field]] if ds.fields[field].kind != "tensor" else sample[field], one_of(name, field, i))
+
+
+def one_of(name: str, field: str, i: int) -> Any:
+    column = expected_column(name, field)
+    return np.asarray(column[i]) if isinstance(column, np.ndarray) else [column[i]]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_naive_reader_reads_every_golden_dataset(name: str) -> None:
+    folder, split = place(name)
+    manifest, columns = naive_reader.read(folder, split)
+    assert (manifest["num_samples"], manifest["digest"]) == (EXPECTED[name]["num_samples"], EXPECTED[name]["digest"])
+    assert set(columns) == set(EXPECTED[name]["fields"])
+    for field, column in columns.items():
+        assert_same(column, expected_column(name, field))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("batch_size", [1, 4])
+def test_streaming_without_shuffle_gives_every_golden_dataset_in_order(name: str, batch_size: int) -> None:
+    folder, split = place(name)
+    count = EXPECTED[name]["num_samples"]
+    loader = sl.StreamingDataset(
+        folder.as_uri(), split=split, batch_size=min(batch_size, max(count, 1)), shuffle=False, remainder="uneven"
+    )
+    batches = list(loader)
+    assert len(batches) == len(loader)
+    for field, one in EXPECTED[name]["fields"].items():
+        wanted = expected_column(name, field)
+        assert_same(gathered(batches, field, one["spec"]) if batches else wanted[:0], wanted)
+
+
+def gathered(batches: list[dict[str, Any]], field: str, spec: str) -> Any:
+    """Return a column of all batches; ragged ones are cut by their offsets."""
+    if spec.startswith("ragged"):
+        return [
+            batch[field][a:b].numpy()
+            for batch in batches
+            for a, b in zip(batch[field + "_offsets"][:-1], batch[field + "_offsets"][1:], strict=True)
+        ]
+    if spec.startswith(("bytes", "text")):
+        return [item for batch in batches for item in batch[field]]
+    return np.concatenate([batch[field].numpy() for batch in batches])
+
+
+def test_the_images_decode() -> None:
+    loader = sl.StreamingDataset(
+        (GOLDEN / "variable").as_uri(), batch_size=1, fields=["photo", "icon"], shuffle=False, decode="pillow"
+    )
+    for i, sample in enumerate(loader):
+        assert sample["photo"].shape == (1, 8, (16, 8)[i % 2], 3)
+        grey = [[(i * 20 + 16 * x + 64 * y) % 256 for x in range(4)] for y in range(3)]
+        assert sample["icon"].tolist() == [[[[g, g, g] for g in row] for row in grey]]
+
+
+def test_the_script_makes_the_same_bytes_again(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, V1 / "make_golden.py", tmp_path], check=True, timeout=100)
+    extra = {Path("README.md"), Path(".gitattributes")}
+    made = {path.relative_to(tmp_path): path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    kept = {path.relative_to(GOLDEN): path.read_bytes() for path in GOLDEN.rglob("*") if path.is_file()}
+    assert set(kept) == set(made) | extra
+    assert [str(path) for path in made if made[path] != kept[path]] == []
+
+
+def test_golden_data_stays_small() -> None:
+    assert sum(path.stat().st_size for path in GOLDEN.rglob("*") if path.is_file()) < 300_000
+
+
+def manifest_at(folder: Path) -> dict[str, Any]:
+    attribute: dict[str, Any] = json.loads((folder / "zarr.json").read_text())["attributes"]["streamloader"]
+    return attribute
+
+
+@pytest.mark.parametrize("name", [*NAMES, "splits"])
+def test_every_golden_manifest_fits_the_schema(name: str) -> None:
+    SCHEMA.validate(manifest_at(GOLDEN / name))
+
+
+def test_what_the_writer_makes_fits_the_schema_and_the_naive_reader(tmp_path: Path) -> None:
+    specs = {
+        "x": "float16[3]",
+        "big": "uint8[2000]",
+        "doc": "text",
+        "img": "bytes:png",
+        "raw": "bytes",
+        "r": "ragged:int8",
+    }
+    rng = np.random.default_rng(1)
+    for codec in ("auto", "none", "lz4", "zstd"):
+        folder = tmp_path / codec
+        layout = sl.Layout(codec=codec, chunk_size=1 << 12, block_size=1 << 13, shard_size=1 << 14)  # type: ignore[arg-type]
+        samples = [
+            {
+                "x": rng.integers(0, 9, 3).astype("float16"),
+                "big": rng.integers(0, 3, 2000).astype("uint8"),
+                "doc": f"{i}é" * i,
+                "img": bytes([i]) * i,
+                "raw": rng.bytes(i),
+                "r": np.arange(i % 5, dtype="int8"),
+            }
+            for i in range(53)
+        ]
+        with sl.Writer(folder.as_uri(), specs, layout=layout, provenance={"by": "a test", "x": 0.5}) as out:
+            for sample in samples:
+                out.write(sample)
+        SCHEMA.validate(manifest_at(folder))
+        manifest, columns = naive_reader.read(folder)
+        assert manifest["fields"]["big"]["codec"] == codec or codec == "auto"
+        for field, column in columns.items():
+            wanted = [sample[field] for sample in samples]
+            assert_same(column, np.stack(wanted) if field in ("x", "big") else wanted)
+
+
+def change(path: str, value: Any) -> Any:
+    """Return a function that sets a key of a manifest, or removes it where the value is `...`."""
+
+    def apply(manifest: dict[str, Any]) -> None:
+        *parents, last = path.split(".")
+        node = manifest
+        for parent in parents:
+            node = node[parent]
+        if value is ...:
+            del node[last]
+        else:
+            node[last] = value
+
+    return apply
+
+
+WRONG = {
+    **{f"{key} is missing": change(key, ...) for key in ("format", "version", "requires", "num_samples", "order")},
+    **{f"{key} is missing": change(key, ...) for key in ("fields", "tables", "digest", "order.window")},
+    **{f"label.{key} is missing": change(f"fields.label.{key}", ...) for key in ("kind", "dtype", "chunk", "codec")},
+    "another format": change("format", "zarr"),
+    "a later version": change("version", 2),
+    "a requirement": change("requires", ["encryption"]),
+    "negative num_samples": change("num_samples", -1),
+    "num_samples as a float": change("num_samples", 2.5),
+    "too many samples": change("num_samples", 1 << 63),
+    "another order": change("order.version", 2),
+    "no lanes": change("order.lanes", 0),
+    "a huge window": change("order.window", 1 << 31),
+    "no fields": change("fields", {}),
+    "an unknown kind": change("fields.label.kind", "object"),
+    "an unknown dtype": change("fields.label.dtype", "complex64"),
+    "an empty axis": change("fields.label.shape", [0]),
+    "too many axes": change("fields.label.shape", [1] * 31),
+    "an unknown codec": change("fields.label.codec", "gzip"),
+    "an empty chunk": change("fields.label.chunk", 0),
+    "text that is resident": change("fields.caption.resident", True),
+    "text with a dtype": change("fields.caption.dtype", "int8"),
+    "a tensor with an encoding": change("fields.label.encoding", "png"),
+    "a short digest": change("digest", "00"),
+    "a table hash in capitals": change("tables.label", "A" * 64),
+}
+
+
+@pytest.mark.parametrize("what", sorted([*WRONG, "a name with a path"]))
+def test_a_wrong_manifest_does_not_fit_the_schema(what: str) -> None:
+    manifest = copy.deepcopy(manifest_at(GOLDEN / "mixed"))
+    if what == "a name with a path":
+        manifest["fields"]["../x"] = manifest["fields"]["label"]
+    else:
+        WRONG[what](manifest)
+    with pytest.raises(jsonschema.ValidationError):
+        SCHEMA.validate(manifest)
+
+
+def test_a_wrong_root_of_splits_does_not_fit_the_schema() -> None:
+    root = manifest_at(GOLDEN / "splits")
+    for wrong in ({}, {"../up": root["splits"]["val"]}, {"val": {"num_samples": 3}}):
+        with pytest.raises(jsonschema.ValidationError):
+            SCHEMA.validate(root | {"splits": wrong})
+
+
+def test_a_golden_dataset_reads_the_same_from_memory() -> None:
+    """Nothing in a dataset depends on where it lies."""
+    import fsspec
+
+    memory = fsspec.filesystem("memory")
+    folder = f"/golden-{uuid.uuid4().hex}"
+    memory.put(str(GOLDEN / "mixed") + "/", folder + "/", recursive=True)
+    try:
+        assert_same(sl.open(f"memory:/{folder}")[:]["label"], expected_column("mixed", "label"))
+    finally:
+        memory.rm(folder, recursive=True)

@@ -1,0 +1,202 @@
+"""Other people's Zarr readers read what we write: zarr-python, zarrs, xarray, dask and TensorStore.
+
+zarr-python, xarray and dask read every field. zarrs' own decoder and TensorStore read those of fixed shape; the
+errors that they give for the others are pinned, so that the day they learn it is noticed.
+"""
+
+from __future__ import annotations
+
+import http.server
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import dask.array
+import fsspec
+import numpy as np
+import pytest
+import tensorstore
+import xarray
+import zarr
+from golden import EXPECTED, GOLDEN, assert_same, expected_column
+from servers import S3Server
+from zarr.storage import LocalStore, WrapperStore
+from zarrs.pipeline import UnsupportedDataTypeError
+
+import streamloader as sl
+
+NAMES = sorted(EXPECTED)
+
+
+def spec_of(name: str, field: str) -> str:
+    spec: str = EXPECTED[name]["fields"][field]["spec"]
+    return spec
+
+
+def is_fixed(name: str, field: str) -> bool:
+    return not spec_of(name, field).startswith(("bytes", "text", "ragged"))
+
+
+def foreign(name: str, field: str) -> Any:
+    """Return an expected column as plain Zarr readers see it: ragged samples are their bytes."""
+    column = expected_column(name, field)
+    return [one.tobytes() for one in column] if spec_of(name, field).startswith("ragged") else column
+
+
+def assert_foreign(name: str, field: str, found: Any) -> None:
+    """Fail unless what a Zarr reader gave is the expected column."""
+    assert_same(found if is_fixed(name, field) else found.tolist(), foreign(name, field))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_zarr_python_reads_every_field(name: str) -> None:
+    group = zarr.open_consolidated(str(GOLDEN / name))
+    for field in EXPECTED[name]["fields"]:
+        array = group[field]
+        assert_foreign(name, field, array[:])
+        assert_foreign(name, field, zarr.open_array(str(GOLDEN / name / field), mode="r")[:])  # its own document
+        assert array.metadata.dimension_names[0] == "sample"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_zarr_python_reads_the_chunk_tables(name: str) -> None:
+    """The tables are plain arrays: what they say adds up to the bytes that are stored."""
+    group = zarr.open_consolidated(str(GOLDEN / name))
+    manifest = group.attrs["streamloader"]
+    for field, layout in manifest["fields"].items():
+        table = group[f"_streamloader/chunks/{field}"][:]
+        chunks = layout["shard"] // layout["chunk"]
+        indexes = len(table) * (16 * chunks + 4)
+        assert table.shape == (-(-manifest["num_samples"] // layout["shard"]), chunks, 2)
+        assert int(table[..., 0].sum()) + indexes == layout["stored"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_zarrs_reads_every_field_of_fixed_shape(name: str) -> None:
+    zarrs = {"codec_pipeline.path": "zarrs.ZarrsCodecPipeline", "codec_pipeline.strict": True}
+    with zarr.config.set(zarrs):
+        group = zarr.open_consolidated(str(GOLDEN / name))
+        for field in EXPECTED[name]["fields"]:
+            if is_fixed(name, field) or EXPECTED[name]["num_samples"] == 0:
+                assert_foreign(name, field, group[field][:])
+            else:
+                with pytest.raises(UnsupportedDataTypeError):
+                    group[field][:]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_zarrs_with_its_fallback_reads_every_field(name: str) -> None:
+    with zarr.config.set({"codec_pipeline.path": "zarrs.ZarrsCodecPipeline"}):
+        group = zarr.open_consolidated(str(GOLDEN / name))
+        for field in EXPECTED[name]["fields"]:
+            assert_foreign(name, field, group[field][:])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_xarray_reads_every_field(name: str) -> None:
+    with xarray.open_zarr(GOLDEN / name, consolidated=True) as ds:
+        assert set(ds.data_vars) == set(EXPECTED[name]["fields"])
+        assert ds.sizes["sample"] == EXPECTED[name]["num_samples"]
+        for field in EXPECTED[name]["fields"]:
+            assert_foreign(name, field, ds[field].values)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_dask_reads_every_field(name: str) -> None:
+    for field in EXPECTED[name]["fields"]:
+        lazy = dask.array.from_zarr(str(GOLDEN / name), component=field)
+        assert_foreign(name, field, lazy.compute(scheduler="synchronous"))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_tensorstore_reads_every_field_of_fixed_shape(name: str) -> None:
+    for field in EXPECTED[name]["fields"]:
+        spec = {"driver": "zarr3", "kvstore": {"driver": "file", "path": f"{GOLDEN / name / field}/"}}
+        if is_fixed(name, field):
+            found = tensorstore.open(spec).result()
+            assert found.domain.labels[0] == "sample"
+            assert_foreign(name, field, found.read().result())
+        else:
+            with pytest.raises(ValueError, match=r"\"data_type\": (string|(variable_length_)?bytes) data type is not"):
+                tensorstore.open(spec).result()
+
+
+def test_a_root_of_splits_is_one_tree_of_groups() -> None:
+    root = zarr.open_consolidated(str(GOLDEN / "splits"))
+    assert sorted(root.group_keys()) == ["train", "val"]
+    for name in ("train", "val"):
+        assert_foreign(f"splits/{name}", "label", root[f"{name}/label"][:])
+        assert root[name].attrs["streamloader"]["digest"] == root.attrs["streamloader"]["splits"][name]["digest"]
+
+
+def test_zarr_python_and_xarray_read_from_s3(moto: S3Server) -> None:
+    url = moto.url("golden")
+    fs = fsspec.filesystem("s3", **moto.storage_options)
+    for name in ("mixed", "variable"):
+        fs.put(f"{GOLDEN / name}/", f"{url}/{name}/", recursive=True)
+        group = zarr.open_group(f"{url}/{name}", mode="r", storage_options=moto.storage_options)
+        for field in EXPECTED[name]["fields"]:
+            assert_foreign(name, field, group[field][:])
+        opened = sl.open(f"{url}/{name}", storage_options=moto.storage_options)
+        for field in EXPECTED[name]["fields"]:
+            assert_same(opened[:][field], expected_column(name, field))
+    with xarray.open_zarr(f"{url}/mixed", storage_options=moto.storage_options) as ds:
+        assert_foreign("mixed", "signal", ds["signal"].values)
+
+
+class Counted(WrapperStore[Any]):
+    """A store that keeps the keys it was asked for."""
+
+    def __init__(self, store: Any) -> None:
+        super().__init__(store)
+        self.keys: list[str] = []
+
+    async def get(self, key: str, prototype: Any, byte_range: Any = None) -> Any:
+        self.keys.append(key)
+        return await super().get(key, prototype, byte_range)
+
+
+def test_zarr_python_opens_a_dataset_and_all_its_arrays_by_one_get() -> None:
+    store = Counted(LocalStore(GOLDEN / "tensors", read_only=True))
+    group = zarr.open_group(store, mode="r", zarr_format=3, use_consolidated=True)
+    assert len(list(group.arrays())) == 12
+    assert group["a_int8"].shape == (11, 3)
+    assert store.keys == ["zarr.json"]
+
+
+@contextmanager
+def http_server(folder: Path) -> Iterator[tuple[str, list[str]]]:
+    """Serve a folder; yield its URL, and the list of requests that arrive."""
+    requests: list[str] = []
+
+    class Handler(http.server.SimpleHTTPRequestHandler):
+        def log_request(self, code: Any = "-", size: Any = "-") -> None:
+            requests.append(f"{self.command} {self.path}")
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=folder))
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}", requests
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def test_we_open_a_dataset_or_a_split_by_one_get() -> None:
+    with http_server(GOLDEN) as (url, requests):
+        assert len(sl.open(f"{url}/tensors")) == 11
+        assert len(sl.open(f"{url}/splits", split="val")) == 3
+        assert requests == ["GET /tensors/zarr.json", "GET /splits/zarr.json"]
+
+
+def test_every_kind_of_number_keeps_its_bits_in_all_readers() -> None:
+    """NaN, -0.0 and subnormals are compared by their bytes above; this shows that they are in the data."""
+    halves = expected_column("tensors", "a_float16")
+    assert np.isnan(halves[0])
+    assert np.signbit(halves[3])
+    assert 0 < halves[4] < np.finfo("float16").tiny
