@@ -8,6 +8,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ class Arena:
 
     def __init__(self, layouts: Mapping[str, FieldLayout], slots: int, block: int) -> None:
         self.block = block
+        self.shape = (dict(layouts), slots, block)
         self._free = deque(range(slots))
         self._layouts = dict(layouts)
         self._fixed: dict[str, Column] = {
@@ -39,6 +41,11 @@ class Arena:
         # ticket -> slot as an array, so that a batch translates its rows in one take
         self._slot_of = np.full(1024, -1, np.int64)
         self._ticket_of: dict[int, int] = {}
+
+    def clear(self) -> None:
+        """Release every slot: the pass that held them is over, and its threads are."""
+        for ticket in list(self._ticket_of.values()):
+            self.release(ticket)
 
     @property
     def free(self) -> int:
@@ -104,7 +111,7 @@ class BatchBuffers:
     slice does not).
     """
 
-    def __init__(self, counters: Counters, *, recycle: bool) -> None:
+    def __init__(self, counters: Counters, *, recycle: bool = True) -> None:
         self._free: dict[tuple[int, str], deque[NDArray[np.uint8]]] = {}
         self._counters = counters
         self._recycle = recycle
@@ -123,3 +130,11 @@ class BatchBuffers:
             # a deque's append is atomic: the finalizer may run in any thread, also within `lease`
             weakref.finalize(view, free.append, base).atexit = False
         return view
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What blocks are kept in and batches are put into. It outlives a pass: the next one finds its pages touched."""
+
+    arena: Arena
+    buffers: BatchBuffers

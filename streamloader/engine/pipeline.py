@@ -19,12 +19,12 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from streamloader.engine.arena import Arena, BatchBuffers
+from streamloader.engine.arena import Memory
 from streamloader.engine.batch import Batch
 from streamloader.engine.budget import READY_BATCHES, Budget, usable_cores
 from streamloader.engine.crew import Crew
 from streamloader.engine.fetch import Fetcher
-from streamloader.engine.stages import Recipe, Shelf, Stages
+from streamloader.engine.stages import Recipe, Stages
 from streamloader.errors import EngineError, StreamloaderError
 from streamloader.format.reader import FieldReader
 from streamloader.plan.schedule import BatchPlan, BlockRef
@@ -34,15 +34,11 @@ from streamloader.storage.protocol import RangeReader
 
 @dataclass(frozen=True)
 class Source:
-    """Where blocks come from, the streamed fields and the data plane (opened on first use), and where they are put.
-
-    `arena` and `buffers` outlive a pass, so that the next one finds its memory touched.
-    """
+    """Where blocks come from, the streamed fields and the data plane (opened on first use), and where they are put."""
 
     fields: Mapping[str, FieldReader]
     reader: Callable[[], RangeReader]
-    arena: Arena
-    buffers: BatchBuffers
+    memory: Memory
 
     def weight(self, ref: BlockRef) -> int:
         """Return about how many bytes the block's variable-size fields take in memory."""
@@ -122,9 +118,9 @@ class Assembler:
         self._held = 0
         self._weights: dict[int, int] = {}
         self._slots = budget.slots
-        self._arena = source.arena
+        self._arena = source.memory.arena
         self._fetcher = Fetcher(source.fields, source.reader, self._arena, budget.threads, counters)
-        self._stages = Stages(recipe, Shelf(source.arena, source.buffers), usable_cores(), counters, self.fail)
+        self._stages = Stages(recipe, source.memory, usable_cores(), counters, self.fail)
         self.transforms = recipe.transform is not None
         self._planned: deque[BatchPlan] = deque()
         self._wanted: deque[BlockRef] = deque()

@@ -10,11 +10,13 @@ from typing import Any
 from numpy.typing import NDArray
 
 from streamloader.decode.image import ImageDecoder
+from streamloader.engine.arena import Arena, BatchBuffers, Memory
 from streamloader.engine.budget import MIB, Budget, Demand, allot, allowance
-from streamloader.engine.pipeline import Pipeline, Source
+from streamloader.engine.pipeline import Assembler, Pipeline, Source
 from streamloader.engine.resident import load_whole
 from streamloader.engine.stages import Recipe
 from streamloader.engine.transform import Transform
+from streamloader.format.manifest import FieldLayout
 from streamloader.format.reader import MAX_REQUEST, FieldReader
 from streamloader.plan.order import EpochOrder, OrderParams
 from streamloader.plan.schedule import schedule, slots_needed
@@ -24,6 +26,9 @@ from streamloader.storage.protocol import Store
 
 # How many times its encoded size a photograph takes decoded: a JPEG of usual quality spends 2 to 3 bits a pixel.
 IMAGE_EXPANSION = 10
+
+# How long a new pass waits for the threads of the one before it; then it leaves them their memory and takes its own.
+JOIN_SECONDS = 0.2
 
 
 @dataclass(frozen=True)
@@ -47,6 +52,7 @@ class Session:
         self._wish = wish
         self.counters = Counters()
         self._resident: dict[str, NDArray[Any]] = {}
+        self._last: tuple[Assembler, Memory] | None = None
 
     @property
     def chunk(self) -> int:
@@ -77,9 +83,24 @@ class Session:
             seed=order.seed,
             epoch=order.epoch,
         )
-        source = Source(streamed, self._store.reader, block)
+        memory = self._memory({name: reader.layout for name, reader in streamed.items()}, budget.slots, block)
+        source = Source(streamed, self._store.reader, memory)
         plans = schedule(order, share, position, None if order.shuffle else block, steps_at_once)
-        return Pipeline(source, recipe, plans, budget, self.counters)
+        pipeline = Pipeline(source, recipe, plans, budget, self.counters)
+        self._last = (pipeline.core, memory)
+        return pipeline
+
+    def _memory(self, layouts: Mapping[str, FieldLayout], slots: int, block: int) -> Memory:
+        """Return the last pass's memory if it fits and no thread of that pass can still write to it, else new."""
+        if self._last is not None:
+            core, memory = self._last
+            self._last = None
+            if memory.arena.shape == (layouts, slots, block) and core.join(JOIN_SECONDS):
+                memory.arena.clear()
+                return memory
+        # A transform may keep slices of what it was given; only memory that nobody sees again is recycled.
+        buffers = BatchBuffers(self.counters, recycle=self._wish.transform is None)
+        return Memory(Arena(layouts, slots, block), buffers)
 
     def _plan_memory(self, params: OrderParams, share: Share, steps_at_once: int) -> tuple[list[str], Budget]:
         """Return the fields to hold whole, and the budget.

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streamloader.decode.image import ImageDecoder
-from streamloader.engine.arena import Arena, BatchBuffers
+from streamloader.engine.arena import Memory
 from streamloader.engine.batch import Batch, items_to_column, rows_of
 from streamloader.engine.crew import Crew
 from streamloader.engine.transform import RngKey, Sample, Transform, TransformProcess, apply, collate, takes_rng
@@ -45,13 +45,12 @@ class Stages:
     """Runs batches through the recipe. Threads hold this object, never the pipeline's handle."""
 
     def __init__(
-        self, recipe: Recipe, arena: Arena, threads: int, counters: Counters, fail: Callable[[BaseException], None]
+        self, recipe: Recipe, memory: Memory, threads: int, counters: Counters, fail: Callable[[BaseException], None]
     ) -> None:
         self._recipe = recipe
-        self._arena = arena
+        self._arena = memory.arena
+        self._buffers = memory.buffers
         self._counters = counters
-        # A transform may keep slices of what it was given; only memory that nobody sees again is recycled.
-        self._buffers = BatchBuffers(counters, recycle=recipe.transform is None)
         self._decode = Crew("decode", threads if recipe.decoders else 0, fail)
         self._threads = threads
         self._processes: list[TransformProcess] = []
