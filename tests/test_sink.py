@@ -100,15 +100,18 @@ def test_zarr_python_reads_random_geometries(fields: dict[str, Field], count: in
         assert same(decoded(group[name], field), columns[name])
 
 
-def test_xarray_and_tensorstore_read_the_fixed_shape_fields(tmp_path: Path) -> None:
-    fixed = {name: field for name, field in ALL_KINDS.items() if field.fixed}
-    columns = columns_of(fixed, 37)
-    write_dataset(open_store(tmp_path), columns, geometry_of(fixed, 37, LAYOUT))
+def test_zarrs_xarray_and_tensorstore_read_the_fields_they_support(tmp_path: Path) -> None:
+    columns = columns_of(ALL_KINDS, 37)
+    write_dataset(open_store(tmp_path), columns, geometry_of(ALL_KINDS, 37, LAYOUT))
+    with zarr.config.set({"codec_pipeline.path": "zarrs.ZarrsCodecPipeline"}):
+        group = zarr.open_consolidated(str(tmp_path))
+        for name, field in ALL_KINDS.items():
+            assert same(decoded(group[name], field), columns[name]), name
     with xarray.open_zarr(tmp_path, consolidated=True) as opened:
         assert opened.sizes["sample"] == 37
-        for name in fixed:
-            assert same(opened[name].values, columns[name]), name
-    for name in fixed:
+        for name, field in ALL_KINDS.items():
+            assert same(decoded(opened[name].values, field), columns[name]), name
+    for name in (name for name, field in ALL_KINDS.items() if field.fixed):
         spec = {"driver": "zarr3", "kvstore": {"driver": "file", "path": f"{tmp_path}/{name}"}}
         found = np.asarray(tensorstore.open(spec).result().read().result())
         assert same(found, columns[name]), name
@@ -216,6 +219,22 @@ def test_shards_whose_objects_are_missing_or_differ_are_found() -> None:
     assert check_receipts(store, receipts) == [2, 4, 6]
     store.put("_streamloader/receipts/1.json", b"{}")
     assert 1 not in read_receipts(store)
+
+
+def test_columns_that_would_be_stored_as_something_else_are_refused() -> None:
+    store, geometry = memory_store(), geometry_of(MIXED, None, LAYOUT)
+    good = columns_of(MIXED, 10)
+    for change, said in (
+        ({"label": good["label"][:9]}, "lengths"),
+        ({"label": good["label"].astype("f8")}, "'label' has float64"),
+        ({"image": good["image"][:, :9]}, "'image' has uint8"),
+        ({"more": good["label"]}, "columns .*more"),
+        (columns_of(MIXED, 17), "lengths"),
+        (columns_of(MIXED, 0), "lengths"),
+    ):
+        with pytest.raises(FieldError, match=said):
+            write_shard(store, geometry, 0, good | change)
+    assert objects_of(store) == {}
 
 
 def test_finish_refuses_missing_shards_and_foreign_parts() -> None:

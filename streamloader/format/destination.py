@@ -23,7 +23,8 @@ def prepare(store: Store, overwrite: bool = False) -> None:
     Raises `DestinationError` for a dataset without `overwrite`, and for a Zarr that is not ours in any case.
     """
     document = _root(store)
-    if document is not None and FORMAT not in (document.get("attributes") or {}):
+    attributes = document.get("attributes") if document else None
+    if document is not None and not (isinstance(attributes, dict) and FORMAT in attributes):
         raise DestinationError(
             f"{store.url} holds a Zarr that streamloader did not write", "choose another destination"
         )

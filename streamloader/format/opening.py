@@ -70,7 +70,7 @@ def read_root(store: Store) -> dict[str, Any]:
     try:
         data = store.get(ROOT)
     except NotFoundError as error:
-        raise _absent(store) from error
+        raise _absent(store, error) from error
     if len(data) > MAX_ROOT:
         raise FormatError(f"{store.url}/{ROOT} has {len(data)} bytes, at most {MAX_ROOT} are read", "convert it again")
     try:
@@ -102,12 +102,12 @@ def _streamloader(document: Any, url: str) -> dict[str, Any]:
     return ours
 
 
-def _absent(store: Store) -> NotADatasetError | IncompleteError:
+def _absent(store: Store, error: NotFoundError) -> NotADatasetError | IncompleteError:
     """Say why there is no root document: nothing at all, a conversion in its middle, or something else."""
     job = read_job(store)
     if job is None:
         remedy = "check the URL and the storage_options, or convert something to it"
-        return NotADatasetError(f"there is no dataset at {store.url} (no {ROOT})", remedy)
+        return NotADatasetError(f"there is no dataset at {store.url} ({error.problem})", remedy)
     finished = _finished_shards(store, job)
     total = job.get("shards")
     done = f"{finished} of {total} shards" if isinstance(total, int) else f"{finished} shards"

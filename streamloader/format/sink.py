@@ -15,7 +15,7 @@ import crc32c
 import numpy as np
 from numpy.typing import NDArray
 
-from streamloader.errors import FormatError, IncompleteError, MissingObjectError, NotFoundError
+from streamloader.errors import FieldError, FormatError, IncompleteError, MissingObjectError, NotFoundError
 from streamloader.format.codecs import Column
 from streamloader.format.destination import PARTS, clean, erase, prepare, write_job
 from streamloader.format.geometry import Geometry, settle
@@ -57,7 +57,7 @@ def write_shard(store: Store, geometry: Geometry, index: int, columns: Mapping[s
     One object for each bulk field, and one part with the rows of all small fields, field after field in the
     order of their names. Raises `FieldError` or `StorageError`.
     """
-    num_samples = len(columns[next(iter(geometry.layouts))])
+    num_samples = _check_columns(geometry, columns)
     objects: dict[str, StoredObject] = {}
     fields: dict[str, FieldReceipt] = {}
     part: list[bytes] = []
@@ -76,6 +76,23 @@ def write_shard(store: Store, geometry: Geometry, index: int, columns: Mapping[s
     receipt = Receipt(index, num_samples, objects, fields)
     store.put(receipt_path(index), receipt.to_json())
     return receipt
+
+
+def _check_columns(geometry: Geometry, columns: Mapping[str, Column]) -> int:
+    """Return the number of samples; `FieldError` where a column would be stored as something else."""
+    if set(columns) != set(geometry.layouts):
+        raise FieldError(f"the columns {sorted(columns)} of a shard", f"give exactly {', '.join(geometry.layouts)}")
+    lengths = {name: len(column) for name, column in columns.items()}
+    num_samples = next(iter(lengths.values()))
+    if set(lengths.values()) != {num_samples} or not 0 < num_samples <= geometry.samples_per_shard:
+        problem = f"the columns of a shard of {geometry.samples_per_shard} samples have lengths {lengths}"
+        raise FieldError(problem, "give as many values for each field, and no more than a shard has")
+    for name, column in columns.items():
+        field = geometry.layouts[name].field
+        if field.fixed and (np.dtype(field.dtype), field.shape) != (np.asarray(column).dtype, np.shape(column)[1:]):
+            problem = f"the column of {name!r} has {np.asarray(column).dtype} {np.shape(column)[1:]}"
+            raise FieldError(f"{problem}, the field is {field}", f"give {field}")
+    return num_samples
 
 
 def column_bytes(layout: FieldLayout, column: Column) -> int:
