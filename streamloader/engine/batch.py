@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streamloader.format.manifest import Field
+from streamloader.format.values import from_bytes
 from streamloader.plan.schedule import BatchPlan
 
 
@@ -50,16 +51,28 @@ class Batch:
         self._done.wait()
 
 
-def items_to_column(field_: Field, items: list[memoryview]) -> Any:
-    """Return the batch column of a variable-size field: list of bytes or str, or `Ragged`."""
-    if field_.kind == "bytes":
-        return [bytes(item) for item in items]
-    if field_.kind == "text":
-        return [str(item, "utf-8") for item in items]
+def items_to_column(name: str, kind: Field, items: Sequence[memoryview], samples: NDArray[np.int64]) -> Any:
+    """Return the batch column of a variable-size field: list of bytes or str, or `Ragged`.
+
+    Raises `DecodeError`, which names the sample, for bytes that are not of that kind.
+    """
+    try:
+        if kind.kind == "bytes":
+            return [bytes(item) for item in items]
+        if kind.kind == "text":
+            return [str(item, "utf-8") for item in items]
+        return _ragged(kind, items)
+    except ValueError:
+        for item, sample in zip(items, samples.tolist(), strict=True):
+            from_bytes(name, kind, item, sample)  # raises for the one that is to blame
+        raise
+
+
+def _ragged(kind: Field, items: Sequence[memoryview]) -> Ragged:
     offsets = np.zeros(len(items) + 1, np.int64)
-    np.cumsum([len(item) // field_.item_bytes for item in items], out=offsets[1:])
-    raw = np.frombuffer(b"".join(items), np.dtype(field_.dtype).newbyteorder("<"))
-    return Ragged(raw.astype(field_.dtype, copy=False).reshape(-1, *field_.shape), offsets)
+    np.cumsum([len(item) // kind.item_bytes for item in items], out=offsets[1:])
+    raw = np.frombuffer(bytearray().join(items), np.dtype(kind.dtype).newbyteorder("<"))
+    return Ragged(raw.astype(kind.dtype, copy=False).reshape(int(offsets[-1]), *kind.shape), offsets)
 
 
 def rows_of(columns: Mapping[str, Any], count: int) -> list[dict[str, Any]]:

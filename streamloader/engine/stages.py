@@ -77,7 +77,7 @@ class Stages:
             if name in self._recipe.decoders:
                 images[name] = items
             else:
-                batch.columns[name] = items_to_column(layout.field, items)
+                batch.columns[name] = items_to_column(name, layout.field, items, plan.samples)
         for name, values in self._recipe.resident.items():
             out = self._buffers.lease((count, *values.shape[1:]), str(values.dtype))
             np.take(values, plan.samples, axis=0, out=out, mode="clip")
