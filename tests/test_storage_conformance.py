@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 import pickle
 import threading
 import uuid
@@ -249,6 +251,19 @@ def test_local_paths_are_stores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         open_store(url).put("a/b", DIGITS)
         assert (tmp_path / folder / "a" / "b").read_bytes() == DIGITS
         assert open_store(url).url == str(tmp_path / folder)
+
+
+def test_create_needs_no_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refuse)
+    store = open_store(tmp_path)
+    store.create("a", DIGITS)
+    with pytest.raises(ObjectExistsError):
+        store.create("a", b"")
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+    assert store.get("a") == DIGITS
 
 
 def test_a_local_write_that_was_killed_is_not_listed(tmp_path: Path) -> None:

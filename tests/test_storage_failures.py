@@ -140,3 +140,13 @@ def test_builtin_exceptions_have_their_kind(error: Exception, kind: type[Storage
 def test_an_error_of_ours_stays_as_it_is() -> None:
     error = NotFoundError("x")
     assert storage_error(error, "s3://b/k") is error
+
+
+def test_what_the_caller_was_handling_does_not_count() -> None:
+    try:
+        raise PermissionError("another matter")
+    except PermissionError:
+        try:
+            raise TimeoutError("slow")
+        except TimeoutError as error:
+            assert type(storage_error(error, "s3://b/k")) is TransientError

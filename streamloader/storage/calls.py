@@ -7,6 +7,7 @@ protocol does better or not at all. Paths are the filesystem's own.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import threading
 import uuid
@@ -22,6 +23,7 @@ from streamloader.storage.location import redact
 from streamloader.storage.protocol import Buffer, ObjectInfo
 
 TEMPORARY_SUFFIX = ".streamloader-tmp"
+_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS)  # exFAT, SMB and some FUSE have no hard links
 
 
 class Page(NamedTuple):
@@ -96,7 +98,9 @@ class PlainCalls:
         except client_errors() as error:
             if not beyond_the_end(error):
                 raise
-            data = b""
+            return b""
+        if stop is not None and len(data) > stop - start:
+            raise UnsupportedError(f"{redact(path)}: the server ignores ranges", "use a server with ranged reads")
         return data
 
 
@@ -126,6 +130,11 @@ class LocalCalls(PlainCalls):
         temporary = _write_beside(path, data)
         try:
             os.link(temporary, path)  # fails where there is a file, at once for all who try
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+            with Path(path).open("xb") as file:
+                file.write(data)
         finally:
             temporary.unlink(missing_ok=True)
         return ""

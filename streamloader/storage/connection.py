@@ -21,7 +21,7 @@ from streamloader.storage import fork
 from streamloader.storage.calls import Calls, HttpCalls, LocalCalls, MemoryCalls, PlainCalls
 from streamloader.storage.fsspec_reader import FsspecReader
 from streamloader.storage.location import Location
-from streamloader.storage.object_reader import ObjectReader, open_object_reader
+from streamloader.storage.object_reader import ObjectReader, obstore_knows, open_object_reader
 from streamloader.storage.policy import RetryBudget
 
 # a stage fetches with up to some hundred threads; botocore keeps 10 connections unless told otherwise
@@ -75,7 +75,7 @@ class Connection:
                 return open_object_reader(self.location)
             except UnsupportedError as error:
                 reason = error.problem
-        elif self.location.protocol != "memory":
+        elif obstore_knows(self.location.protocol):
             fork.warn_forked()
         session = self.session()
         return FsspecReader(session.calls, session.root, self.location.shown, reason)
@@ -83,10 +83,8 @@ class Connection:
 
 def check_protocol(location: Location) -> None:
     """Raise `UnsupportedError` for a protocol that fsspec does not know or whose package is missing."""
-    protocols = [
-        link.split("://", 1)[0] for link in location.target.split("::") if "://" in link or "::" in location.target
-    ]
-    for protocol in protocols:
+    links = location.target.split("::")
+    for protocol in (link.split("://", 1)[0] for link in links if location.is_chain or "://" in link):
         try:
             fsspec.get_filesystem_class(protocol)
         except ValueError:
@@ -110,14 +108,17 @@ def _missing_package(error: ImportError, protocol: str) -> str:
 
 
 def _open_session(location: Location) -> Session:
+    protocol = "" if location.is_chain else location.protocol  # a chain's options belong to its links
     options: dict[str, Any] = dict(location.options)
-    if location.protocol == "s3" and not location.is_chain:
-        options["config_kwargs"] = _s3_config(options.get("config_kwargs", {}))
-    if location.protocol in _KNOW_LISTINGS_CACHE and not location.is_chain:
+    if protocol:
+        options["skip_instance_cache"] = True
+    if protocol == "s3":
+        options["config_kwargs"] = _s3_config(options.get("config_kwargs") or {})
+    if protocol in _KNOW_LISTINGS_CACHE:
         options["use_listings_cache"] = False
     try:
-        fs, root = url_to_fs(location.target, **({} if location.is_chain else {"skip_instance_cache": True}), **options)
-        if location.protocol == "s3" and not location.is_chain:
+        fs, root = url_to_fs(location.target, **options)
+        if protocol == "s3":
             fs.retries = 1  # our policy is the only one that retries
             fs.connect()
     except (TypeError, ValueError) as error:
@@ -125,19 +126,17 @@ def _open_session(location: Location) -> Session:
             f"{location.shown}: storage_options {sorted(location.options)} do not fit the protocol: {error}",
             "see the parameters of the protocol's fsspec filesystem",
         ) from error
-    return Session(_calls_for(location, fs), root)
+    return Session(_calls_for(protocol, fs), root)
 
 
 def _s3_config(given: Mapping[str, Any]) -> dict[str, Any]:
     return {"max_pool_connections": POOL_CONNECTIONS, "retries": {"max_attempts": 0}, **given}
 
 
-def _calls_for(location: Location, fs: Any) -> Calls:
-    if location.is_chain:
-        return PlainCalls(fs)
-    if location.protocol == "s3":
+def _calls_for(protocol: str, fs: Any) -> Calls:
+    if protocol == "s3":
         from streamloader.storage.s3_calls import S3Calls
 
         return S3Calls(fs)
     known: dict[str, type[PlainCalls]] = {"file": LocalCalls, "http": HttpCalls, "memory": MemoryCalls}
-    return known.get(location.protocol, PlainCalls)(fs)
+    return known.get(protocol, PlainCalls)(fs)

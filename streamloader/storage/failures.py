@@ -145,10 +145,10 @@ _RULES = (
 )
 
 
-def client_errors() -> tuple[type[BaseException], ...]:
-    """Return the exceptions that the clients loaded so far can raise, for an `except` clause."""
+def client_errors(*also: type[BaseException]) -> tuple[type[BaseException], ...]:
+    """Return the exceptions that the clients loaded so far can raise, and `also`, for an `except` clause."""
     roots = [getattr(sys.modules.get(module), name, None) for module, name in _CLIENT_ROOTS]
-    return (OSError, NotImplementedError, *(root for root in roots if root is not None))
+    return (OSError, NotImplementedError, *also, *(root for root in roots if root is not None))
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ class Facts:
 
 
 def facts_of(error: BaseException) -> Facts:
-    """Collect the facts from an exception and the chain of its causes."""
+    """Collect the facts from an exception and the chain of its causes; what comes first counts."""
     status, code, text, names = 0, "", "", set[str]()
     link: BaseException | None = error
     for _ in range(8):
@@ -178,7 +178,7 @@ def facts_of(error: BaseException) -> Facts:
         status = status or _status_attribute(link)
         if type(link).__module__.startswith("obstore"):
             status, code, text = _obstore_facts(str(link), status, code, text)
-        link = link.__cause__ or link.__context__
+        link = link.__cause__  # not its context: that may be what the caller was handling
     if "FileNotFoundError" in names and "Server returned non-2xx" in str(error):  # obstore raises the builtin
         status, code, text = _obstore_facts(str(error), status, code, text)
     return Facts(status, code, text or str(error), frozenset(names))

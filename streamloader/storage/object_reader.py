@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from streamloader.errors import ForkError, UnsupportedError
@@ -45,7 +45,7 @@ class ObjectReader:
         key = "/".join(filter(None, (self._prefix, object_path(path))))
         try:
             return memoryview(self._get_range(self._client, key, start=start, end=stop))
-        except client_errors() as error:
+        except client_errors(ValueError) as error:  # ValueError: a name that obstore cannot parse
             if beyond_the_end(error):
                 return memoryview(b"")
             raise storage_error(error, f"{self._shown}/{path}") from error
@@ -59,17 +59,16 @@ def open_object_reader(location: Location) -> ObjectReader:
     """
     if location.is_chain:
         raise UnsupportedError("obstore knows no chained URLs")
-    targets: dict[str, Callable[[Location], Target]] = {
-        "s3": _s3_target,
-        "gs": lambda where: gcs_target(where, os.environ),
-        "az": lambda where: azure_target(where, os.environ),
-        "http": http_target,
-        "file": local_target,
-    }
-    if location.protocol not in targets:
+    translate = _TARGETS.get(location.protocol)
+    if translate is None:
         raise UnsupportedError(f"obstore does not know the protocol {location.protocol!r}")
-    target = targets[location.protocol](location)
+    target = translate(location)
     return ObjectReader(_client(target), target.prefix, location.shown, f"obstore knows {location.protocol}")
+
+
+def obstore_knows(protocol: str) -> bool:
+    """Return whether obstore has a client for the protocol at all."""
+    return protocol in _TARGETS
 
 
 def _s3_target(location: Location) -> Target:
@@ -94,3 +93,12 @@ def _client(target: Target) -> Any:
         return kinds[target.kind](target.bucket, **options)
     except (ValueError, TypeError, BaseError) as error:
         raise UnsupportedError(f"obstore refuses the options: {' '.join(str(error).split())[:200]}") from error
+
+
+_TARGETS: Mapping[str, Callable[[Location], Target]] = {
+    "s3": _s3_target,
+    "gs": lambda location: gcs_target(location, os.environ),
+    "az": lambda location: azure_target(location, os.environ),
+    "http": http_target,
+    "file": local_target,
+}
