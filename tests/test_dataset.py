@@ -63,7 +63,7 @@ DATASET = open_dataset(STORE.url)
 
 
 @given(st.integers(-COUNT, COUNT - 1))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_a_sample_is_the_row_of_every_column(index: int) -> None:
     sample = DATASET[index]
     assert set(sample) == set(ALL_KINDS)
@@ -72,7 +72,7 @@ def test_a_sample_is_the_row_of_every_column(index: int) -> None:
 
 
 @given(st.one_of(st.none(), st.integers(-100, 100)), st.one_of(st.none(), st.integers(-100, 100)))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_a_slice_is_the_slice_of_every_column(start: int | None, stop: int | None) -> None:
     found = DATASET[start:stop]
     for name, column in found.items():

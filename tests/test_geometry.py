@@ -48,7 +48,7 @@ def choose(fields: dict[str, Field], sizes: dict[str, float], count: int | None,
 
 
 @given(some_fields, counts, layouts, st.data())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200, deadline=None)
 def test_chunk_divides_block_divides_shard(
     fields: dict[str, Field], count: int | None, layout: Layout, data: st.DataObject
 ) -> None:

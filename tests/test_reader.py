@@ -83,7 +83,7 @@ def open_manifest_of(attributes: dict[str, Any], store: Store) -> Manifest:
     st.one_of(st.none(), st.just(0)),
     st.data(),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_any_range_of_any_field_reads_as_it_was_written(
     fields: dict[str, Field], count: int, codec: str, known: int | None, data: st.DataObject
 ) -> None:
@@ -98,7 +98,7 @@ def test_any_range_of_any_field_reads_as_it_was_written(
 
 
 @given(st.integers(1, 200), st.integers(1, 3000), st.data())
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_runs_are_whole_neighbouring_chunks_within_the_limit(count: int, max_bytes: int, data: st.DataObject) -> None:
     store, manifest = dataset(count)
     start = data.draw(st.integers(0, count - 1))
@@ -333,7 +333,7 @@ ROOT = _root()
 
 
 @given(st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_a_root_with_any_value_replaced_opens_as_it_was_or_is_an_error(data: st.DataObject) -> None:
     store, manifest = memory_store(), ROOT[1]
     document = json.loads(ROOT[0])

@@ -54,8 +54,9 @@ def threads_of_writer() -> list[threading.Thread]:
 
 def test_what_is_written_is_read_on_every_store(store_url: tuple[str, dict[str, Any]]) -> None:
     url, options = store_url
-    columns = {name: public(field, column_of(field, 70)) for name, field in ALL_KINDS.items()}
-    with Writer(url, ALL_KINDS, layout=SMALL, storage_options=options, provenance={"made": "here"}) as out:
+    fields = {name: ALL_KINDS[name] for name in ("f_bool", "image", "blob", "words", "boxes")}
+    columns = {name: public(field, column_of(field, 70)) for name, field in fields.items()}
+    with Writer(url, fields, layout=SMALL, storage_options=options, provenance={"made": "here"}) as out:
         for i in range(20):
             out.write({name: column[i] for name, column in columns.items()})
         out.write_batch({name: column[20:69] for name, column in columns.items()})
@@ -66,7 +67,7 @@ def test_what_is_written_is_read_on_every_store(store_url: tuple[str, dict[str, 
     ds = open_dataset(url, storage_options=options)
     found = ds[:]
     assert len(ds) == 70 and ds.manifest.provenance == {"made": "here"}
-    for name in ALL_KINDS:
+    for name in fields:
         assert equal(found[name], columns[name]), name
     assert not threads_of_writer()
     with pytest.raises(DestinationError, match="overwrite"):
@@ -88,7 +89,7 @@ def test_what_is_written_is_read_on_every_store(store_url: tuple[str, dict[str, 
     st.booleans(),
     st.integers(1, 3000),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_samples_and_batches_of_any_size_give_the_same_dataset(
     fields: dict[str, Field], count: int, step: int, known: bool, probe: int
 ) -> None:
@@ -252,6 +253,9 @@ def test_wrong_arguments_are_refused_before_anything_is_written() -> None:
         (lambda: Writer(store.url, {"A": "int64"}), "field name 'A'"),
         (lambda: Writer(store.url, {"a": "object"}), "dtype 'object'"),
         (lambda: Writer(store.url, PAIR, workers=0), "workers=0"),
+        (lambda: Writer(store.url, PAIR, num_samples=-1), "num_samples=-1"),
+        (lambda: Writer(store.url, PAIR, provenance={"x": float("nan")}), "provenance"),
+        (lambda: Writer(store.url, PAIR, provenance={"x": object()}), "provenance"),
     ):
         with pytest.raises(UsageError, match=said):
             call()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
 from types import TracebackType
@@ -55,8 +56,14 @@ class Writer:
             raise FieldError("a dataset without fields", "name at least one")
         for name in fields:
             check_name(name)
-        if workers is not None and workers < 1:
-            raise UsageError(f"workers={workers}", "give at least 1")
+        if (workers is not None and workers < 1) or (num_samples is not None and num_samples < 0):
+            raise UsageError(f"workers={workers}, num_samples={num_samples}", "give at least 1 worker and 0 samples")
+        try:
+            json.dumps(dict(provenance or {}), allow_nan=False)  # said now, not when everything is written
+        except (TypeError, ValueError) as error:
+            raise UsageError(
+                f"provenance is not JSON ({error})", "give text, finite numbers, lists and dicts"
+            ) from error
         self._fields = {name: Field.parse(spec) for name, spec in fields.items()}
         self._layout = layout or Layout()
         self._declared = num_samples
