@@ -81,6 +81,7 @@ class EpochOrder:
 
     @property
     def num_blocks(self) -> int:
+        """ceil(N / B): the last block may be short."""
         return -(-self.num_samples // self.params.block)
 
     @cached_property

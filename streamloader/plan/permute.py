@@ -46,8 +46,8 @@ def order_keys(seed: int, epoch: int, num_samples: int, block: int, lanes: int) 
 class BlockPermutation:
     """A keyed permutation of [0, num_blocks) in O(1) memory: a balanced Feistel network, cycle-walked.
 
-    The network permutes [0, 4**h), at most four times `num_blocks` (eight for one or two blocks); a value outside
-    [0, num_blocks) is permuted again until it falls inside (Black and Rogaway 2002).
+    The network permutes [0, 4**h), at most four times `num_blocks`; a value outside [0, num_blocks) is permuted again
+    until it falls inside (Black and Rogaway 2002).
     """
 
     num_blocks: int
