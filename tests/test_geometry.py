@@ -52,7 +52,7 @@ def choose(fields: dict[str, Field], sizes: dict[str, float], count: int | None,
 def test_chunk_divides_block_divides_shard(
     fields: dict[str, Field], count: int | None, layout: Layout, data: st.DataObject
 ) -> None:
-    sizes = {name: data.draw(st.floats(0, 1e7)) for name in fields}
+    sizes = {name: data.draw(st.one_of(st.floats(0, 10), st.floats(0, 1e7))) for name in fields}
     geometry = choose(fields, sizes, count, layout)
     final = settle(geometry, count or 0, {name: int(size * (count or 0)) for name, size in sizes.items()})
     for one in (geometry, final):
@@ -82,6 +82,14 @@ def test_images_get_the_sizes_of_the_design() -> None:
     assert geometry.order.block == 32  # 4.8 MB
     assert (geometry.order.lanes, geometry.order.window) == (64, 128)
     assert geometry.layouts["label"].resident and not geometry.layouts["image"].resident
+
+
+def test_short_texts_beside_images_do_not_widen_the_block() -> None:
+    fields = {"image": Field("bytes"), "caption": Field("text"), "label": Field.parse("int64")}
+    for count in (None, 10**6):
+        geometry = choose(fields, {"image": 1.5e5, "caption": 20.0, "label": 8.0}, count, Layout())
+        assert geometry.order.block == 32
+        assert settle(geometry, 10**6, {"image": 150 * 10**9, "caption": 20 * 10**6}).order.block == 32
 
 
 def test_a_sample_above_every_target_stands_alone() -> None:

@@ -20,11 +20,11 @@ from hypothesis import strategies as st
 import streamloader.format.writer as writer_module
 from streamloader.dataset import open as open_dataset
 from streamloader.errors import (
+    AccessError,
     DestinationError,
     FieldError,
     IncompleteError,
     NotADatasetError,
-    TransientError,
     UsageError,
 )
 from streamloader.format.manifest import Field
@@ -285,12 +285,12 @@ def gated(monkeypatch: pytest.MonkeyPatch, act: Callable[[str], None]) -> Any:
 def test_an_upload_that_fails_surfaces_at_a_later_write_or_at_close(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(path: str) -> None:
         if path.startswith("image/c/2"):
-            raise TransientError(f"{path} is out of reach", "try again")
+            raise AccessError(f"no permission for {path}", "ask for it")
 
     store = gated(monkeypatch, fail)
     monkeypatch.setattr(writer_module, "PROBE_BYTES", 1)
     fields = {"image": Field.parse("uint8[1100]")}
-    with pytest.raises(TransientError, match="image/c/2"), Writer("memory://x", fields, layout=SMALL) as out:
+    with pytest.raises(AccessError, match="image/c/2"), Writer("memory://x", fields, layout=SMALL) as out:
         for _ in range(100):
             out.write_batch({"image": np.zeros((16, 1100), "u1")})
     assert objects_of(store) == {} and not threads_of_writer()

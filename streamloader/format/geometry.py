@@ -87,11 +87,8 @@ def choose_layouts(
     layouts = {}
     for name in sorted(fields):
         unit = fields[name].item_bytes if fields[name].fixed else max(sizes[name], 1.0)
-        chunk = max(nearest_power(options.chunk_size / unit), shard // MAX_CHUNKS)
-        # before the number of samples is known, a block of a small dataset must not be assumed
-        chunk = min(chunk, block if num_samples is not None else shard)
+        chunk = min(max(nearest_power(options.chunk_size / unit), shard // MAX_CHUNKS), block)
         layouts[name] = FieldLayout(fields[name], chunk, shard, codecs[name], resident=name in small)
-    block = max([block, *(layout.chunk for name, layout in layouts.items() if name not in small)])
     return Geometry(shard, order_pin(num_samples, block), layouts, options)
 
 
@@ -160,10 +157,10 @@ def previous_power(value: int) -> int:
 
 
 def _block(mean: float, num_samples: int | None, shard: int, options: Layout) -> int:
-    block = min(nearest_power(options.block_size / max(mean, 1.0)), shard)
+    block = nearest_power(options.block_size / max(mean, 1.0))
     if num_samples is not None:
-        block = min(block, max(1, next_power(num_samples) // BLOCKS))
-    return block
+        block = min(block, next_power(num_samples) // BLOCKS)
+    return min(max(block, shard // MAX_CHUNKS, 1), shard)
 
 
 def _resident_layout(layout: FieldLayout, num_samples: int) -> FieldLayout:
