@@ -360,7 +360,7 @@ def test_a_kill_of_the_group_at_any_moment_leaves_nothing_and_is_resumed_to_the_
 ) -> None:
     rng = random.Random(int(os.environ.get("STREAMLOADER_TEST_SEED", "0")))
     kept = 0
-    for _ in range(4):
+    for _ in range(3):
         goal = kept + rng.randrange(1, 12)
         with converting(photos, tmp_path) as process:
             wait_for(lambda goal=goal: receipts(tmp_path) >= goal)

@@ -354,3 +354,39 @@ def test_a_file_that_shrinks_after_it_was_listed_is_named(tmp_path: Path) -> Non
 def test_an_unknown_format_is_told(tmp_path: Path) -> None:
     with pytest.raises(StreamloaderError, match="choose one of imagefolder, webdataset, npy"):
         open_source(tmp_path, "parquet", {})
+
+
+def test_links_to_files_and_folders_are_followed_but_not_in_circles(tmp_path: Path) -> None:
+    png(tmp_path / "store" / "x.png")
+    png(tmp_path / "store" / "more" / "y.png", 5)
+    root = tmp_path / "root"
+    (root / "a").mkdir(parents=True)
+    (root / "a" / "x.png").symlink_to(tmp_path / "store" / "x.png")
+    for name in "bc":
+        (root / name).symlink_to(tmp_path / "store" / "more")
+    (root / "a" / "loop").symlink_to(root)
+    source = opened(root)
+    assert [info.path for info in source.files] == ["a/x.png", "b/y.png", "c/y.png"]
+    found = source.part(np.arange(3)).read()
+    assert found["image"] == [(root / info.path).read_bytes() for info in source.files]
+
+
+def test_a_link_that_leads_nowhere_is_named(tmp_path: Path) -> None:
+    png(tmp_path / "a" / "x.png")
+    (tmp_path / "a" / "y.png").symlink_to(tmp_path / "nowhere.png")
+    with pytest.raises(SourceError, match=r"a/y\.png cannot be read: No such file"):
+        opened(tmp_path)
+
+
+def test_a_folder_with_the_marks_of_a_pattern_in_its_name_is_a_folder(tmp_path: Path) -> None:
+    png(tmp_path / "photos [1] {2}" / "a" / "x.png")
+    assert opened(tmp_path / "photos [1] {2}").num_samples == 1
+    with pytest.raises(SourceError, match="pattern for its bucket"):
+        opened("s3://{a,b}/x.tar")
+
+
+def test_a_source_that_cannot_be_reached_is_told(tmp_path: Path) -> None:
+    png(tmp_path / "a" / "x.png")
+    for src in (tmp_path / "nowhere", tmp_path / "a" / "x.npy", tmp_path / "*.tar", tmp_path / "{1..3}.npy"):
+        with pytest.raises(SourceError, match=r"nothing is at|no file is"):
+            opened(src)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from streamloader.conversion.plan import Job, first_change, pack_files
-from streamloader.conversion.sources.files import local_path
+from streamloader.conversion.sources.localfiles import local_path
 from streamloader.errors import DestinationError, FormatError, NotFoundError, SourceChangedError
 from streamloader.format.destination import erase, prepare, write_job
 from streamloader.format.opening import read_job
@@ -44,7 +44,6 @@ def take(store: Store, job: Job, found: Mapping[str, Any] | None, overwrite: boo
 
     Raises `DestinationError` for other options and `SourceChangedError`, which names the file.
     """
-    _remove_temporaries(store)
     if found is not None:
         problem = _difference(store, job, found)
         if problem is None:
@@ -94,8 +93,8 @@ def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
     }
 
 
-def _remove_temporaries(store: Store) -> None:
-    """Remove the half-written files of a kill, which listings of a store do not show."""
+def remove_temporaries(store: Store) -> None:
+    """Remove the half-written files of killed runs and workers, which listings of a store do not show."""
     root = local_path(store)
     if root is not None:
         for path in root.rglob(f".*{TEMPORARY_SUFFIX}"):

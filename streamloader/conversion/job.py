@@ -60,7 +60,7 @@ def convert(
     if source_options is None:
         source_options = storage_options if _protocol(src) == _protocol(dst) else None
     name, source = open_source(src, format, source_options or {})
-    if f"{store.url}/".startswith(f"{source.url}/"):
+    if _inside(store.url, source.url):
         raise DestinationError(
             f"the destination {store.url} lies in the source {source.url}", "choose another destination"
         )
@@ -70,6 +70,10 @@ def convert(
     run = _Run(job, store, listener, _count_workers(workers, source.url, store.url))
     manifests = run.complete()
     return Report(store.url, name, manifests, job.num_shards, run.kept_shards)
+
+
+def _inside(url: str, folder: str) -> bool:
+    return f"{url}/".removeprefix("file://").startswith(f"{folder}/".removeprefix("file://"))
 
 
 def _protocol(url: str | os.PathLike[str]) -> str:
@@ -103,6 +107,7 @@ class _Run:
         open_splits = [split for split in self.job.splits if split.name not in manifests]
         receipts = self._write([_SplitRun(split, stores[split.name]) for split in open_splits], manifests)
         self._tell("finish")
+        destination.remove_temporaries(self.store)  # nothing writes here now
         self.store.delete([destination.FILES])  # before the job file goes, so that nothing of it can stay
         for split in open_splits:
             store = stores[split.name]

@@ -26,7 +26,7 @@ class SplitPlan:
     """One dataset of the job: the source rows that it holds, ascending, and how it is cut. `name` "" is the root."""
 
     name: str
-    rows: NDArray[np.int64]
+    rows: NDArray[np.int64] | range
     geometry: Geometry
     provenance: Mapping[str, Any]
 
@@ -38,7 +38,8 @@ class SplitPlan:
     def shard_rows(self, shard: int) -> NDArray[np.int64]:
         """Return the source rows of one shard."""
         size = self.geometry.samples_per_shard
-        return self.rows[shard * size : (shard + 1) * size]
+        rows = self.rows[shard * size : (shard + 1) * size]
+        return np.arange(rows.start, rows.stop, dtype=np.int64) if isinstance(rows, range) else rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,8 +78,8 @@ def make_job(source: Source, format_name: str, splits: Splits, options: Layout) 
             told = {**provenance, "split": {"name": name, "share": str(share), "seed": SEED}}
             plans.append(SplitPlan(name, rows, schema.geometry(len(rows), options), told))
     else:
-        rows = np.arange(source.num_samples, dtype=np.int64)
-        plans.append(SplitPlan("", rows, schema.geometry(len(rows), options), provenance))
+        geometry = schema.geometry(source.num_samples, options)
+        plans.append(SplitPlan("", range(source.num_samples), geometry, provenance))
     document = {
         "by": "convert",
         "version": VERSION,

@@ -140,7 +140,7 @@ class _Crew:
         assert assigned is not None
         try:
             answer: Receipt | StreamloaderError = worker.channel.recv()
-        except (EOFError, ConnectionError):
+        except (EOFError, OSError):  # OSError: killed in the middle of its answer
             self._workers.remove(worker)
             self._bury(worker, assigned)
             return

@@ -13,6 +13,7 @@ from multiprocessing.connection import Connection
 
 from streamloader.conversion.task import Task
 from streamloader.errors import StreamloaderError
+from streamloader.format.receipts import Receipt
 
 
 def main(socket: int, lifeline: int) -> None:
@@ -26,10 +27,12 @@ def main(socket: int, lifeline: int) -> None:
                 task: Task = channel.recv()
             except EOFError:
                 return
+            answer: Receipt | StreamloaderError
             try:
-                channel.send(task.run())
+                answer = task.run()
             except StreamloaderError as error:
-                channel.send(error)
+                answer = error
+            channel.send(answer)
 
 
 def _die_with_starter(lifeline: int) -> None:

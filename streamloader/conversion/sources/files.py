@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from streamloader.conversion.sources.localfiles import file_info, folders, local_path, walk_files
 from streamloader.errors import NotFoundError, SourceError
 from streamloader.format.manifest import NAME
 from streamloader.storage import open_store
@@ -17,6 +18,7 @@ from streamloader.storage.protocol import ObjectInfo, Store
 
 _BRACES = re.compile(r"\{([^{}]*)\}")
 _RANGE = re.compile(r"(\d+)\.\.(\d+)\Z")
+_MARKS = "*?{["
 _MAX_EXPANDED = 1_000_000  # a typo such as {0..99999999999} must not fill the memory
 
 
@@ -34,40 +36,24 @@ class Listing:
         names = {info.path.split("/", 1)[0] for info in self.files if "/" in info.path}
         root = local_path(self.store)
         if self.folder and root is not None:  # an empty folder stands in no listing
-            names |= {entry.name for entry in root.iterdir() if entry.is_dir()}
+            names |= folders(root)
         return sorted(names)
-
-
-def local_path(store: Store) -> Path | None:
-    """Return the folder that a store of local files stands for, else None."""
-    path = Path(store.url.removeprefix("file://"))
-    return path if path.is_absolute() else None
-
-
-def _dated(store: Store, files: Iterable[ObjectInfo]) -> tuple[ObjectInfo, ...]:
-    """Return the files sorted by path, local ones with their modification time in place of an etag."""
-    root = local_path(store)
-    if root is not None:
-        files = [replace(info, etag=str((root / info.path).stat().st_mtime_ns)) for info in files]
-    return tuple(sorted(files, key=lambda info: info.path))
 
 
 def list_source(src: str | os.PathLike[str], options: Mapping[str, Any]) -> Listing:
     """Return the files that `src` names. Raises `SourceError` where there is none, or a `StorageError`."""
     text = os.fspath(src)
-    if any(mark in text for mark in "*?{["):
+    if any(mark in text for mark in _MARKS) and ("://" in text or not Path(text).exists()):
         return _list_pattern(text, options)
     head, _, name = text.rstrip("/").rpartition("/")
-    if "." in name and not text.endswith("/"):
-        store = open_store(head or ("/" if text.startswith("/") else "."), options)
-        info = store.head(name)
+    in_bucket = "/" in text.partition("://")[2] if "://" in text else True  # s3://my.bucket is no file
+    if "." in name and not text.endswith("/") and in_bucket:
+        store = _open(head, text, options)
+        info = _head(store, name)
         if info is not None:
-            return Listing(store, f"{store.url}/{name}", _dated(store, [info]), folder=False)
+            return Listing(store, f"{store.url}/{name}", (info,), folder=False)
     store = open_store(text, options)
-    try:
-        files = _dated(store, store.list())
-    except NotFoundError:
-        files = ()
+    files = _list(store)
     if not files:
         raise SourceError(f"nothing is at {store.url}", "check the path, and the bucket's name")
     return Listing(store, store.url, files, folder=True)
@@ -75,22 +61,41 @@ def list_source(src: str | os.PathLike[str], options: Mapping[str, Any]) -> List
 
 def _list_pattern(text: str, options: Mapping[str, Any]) -> Listing:
     parts = text.split("/")
-    first = next(i for i, part in enumerate(parts) if any(mark in part for mark in "*?{["))
+    first = next(i for i, part in enumerate(parts) if any(mark in part for mark in _MARKS))
+    if "://" in text and first < 3:
+        raise SourceError(f"{text} has a pattern for its bucket or host", "name one bucket, and patterns below it")
     head, pattern = "/".join(parts[:first]), "/".join(parts[first:])
-    store = open_store(head or ("/" if text.startswith("/") else "."), options)
+    store = _open(head, text, options)
     found: dict[str, ObjectInfo] = {}
-    listed: list[ObjectInfo] | None = None
+    listed: tuple[ObjectInfo, ...] | None = None
     for one in expand_braces(pattern):
         if any(mark in one for mark in "*?["):
-            listed = list(store.list()) if listed is None else listed
+            listed = _list(store) if listed is None else listed
             matching = [info for info in listed if _matches(info.path, one)]
         else:
-            info = store.head(one)
+            info = _head(store, one)
             matching = [info] if info is not None else []
         if not matching:
             raise SourceError(f"no file is {store.url}/{one}, which {text} names", "check the pattern")
         found |= {info.path: info for info in matching}
-    return Listing(store, f"{store.url}/{pattern}", _dated(store, found.values()), folder=False)
+    return Listing(store, f"{store.url}/{pattern}", tuple(found[path] for path in sorted(found)), folder=False)
+
+
+def _open(head: str, text: str, options: Mapping[str, Any]) -> Store:
+    return open_store(head or ("/" if text.startswith("/") else "."), options)
+
+
+def _list(store: Store) -> tuple[ObjectInfo, ...]:
+    root = local_path(store)
+    try:
+        return tuple(sorted(store.list() if root is None else walk_files(root), key=lambda info: info.path))
+    except NotFoundError:
+        return ()
+
+
+def _head(store: Store, path: str) -> ObjectInfo | None:
+    root = local_path(store)
+    return store.head(path) if root is None else file_info(root, path)
 
 
 def expand_braces(pattern: str) -> Iterator[str]:
