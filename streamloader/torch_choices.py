@@ -9,6 +9,7 @@ from streamloader.errors import BatchError, FieldError, UsageError
 from streamloader.format.manifest import Field, Manifest
 from streamloader.options import REMAINDERS, Decode, Shuffle
 from streamloader.plan.order import OrderParams
+from streamloader.plan.world import Share
 from streamloader.torch_tensors import OFFSETS
 
 DecodeChoice = None | bool | str | Decode | Mapping[str, "Decode | str | bool"]
@@ -91,3 +92,13 @@ def choose_order(manifest: Manifest, shuffle: bool | Shuffle) -> OrderParams:
     if block % chunk:
         raise UsageError(f"Shuffle(block={block}) cuts chunks of {chunk} samples", f"give a multiple of {chunk}")
     return params
+
+
+def check_share(share: Share) -> None:
+    """Raise `BatchError` where the last, incomplete step is the only one, and is to be dropped."""
+    if share.remainder == "drop" and share.num_samples and not share.global_steps(0):
+        raise BatchError(
+            f"{share.world.size} consumers with batch_size={share.batch} take {share.global_batch} samples at once, "
+            f"the dataset has {share.num_samples}, and remainder='drop' leaves nothing",
+            "give a smaller batch_size, or another remainder",
+        )

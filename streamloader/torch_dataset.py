@@ -20,7 +20,14 @@ from streamloader.plan.order import EpochOrder
 from streamloader.plan.world import Share, World
 from streamloader.stats import Stats
 from streamloader.storage import open_store
-from streamloader.torch_choices import DecodeChoice, check_arguments, choose_decoders, choose_fields, choose_order
+from streamloader.torch_choices import (
+    DecodeChoice,
+    check_arguments,
+    check_share,
+    choose_decoders,
+    choose_fields,
+    choose_order,
+)
 from streamloader.torch_epochs import SharedEpochs
 from streamloader.torch_pass import Follow, Pass, Position, Shape, warn_of_costs
 from streamloader.torch_world import in_worker, ranks_on_this_machine, resolve_world, worker
@@ -123,6 +130,7 @@ class StreamingDataset(IterableDataset[dict[str, Any]]):
         rank = resolve_world(self._world)
         start, repeated = start.with_workers(count)
         begin = Position.of_worker(start, rank, number, self._share)
+        check_share(begin.share)
         warn_of_costs(begin.share, count, repeated, fresh=start.position == 0)
         self._epochs.begin(number, start.epoch)
         self._start = self._now = start

@@ -436,3 +436,10 @@ def test_stats_say_what_was_done(url: str) -> None:
     assert stats.client.startswith("obstore")
     assert "bound" in str(stats)
     assert torch.is_tensor(next(iter(ds))["x"])
+
+
+def test_dropping_the_only_step_is_an_error_and_not_an_empty_epoch(url: str) -> None:
+    for rank in range(2):
+        dataset = StreamingDataset(url, batch_size=400, remainder="drop", world=(rank, 2))
+        with pytest.raises(BatchError, match=f"take 800 samples at once, the dataset has {N}"):
+            iter(dataset)
