@@ -86,8 +86,8 @@ def allot(demand: Demand, memory: int | None, ranks_here: int = 1) -> Budget:
         )
     spare = (limit - demand.least_bytes) // demand.thread_bytes
     threads = min(MAX_THREADS, 1 + spare)
-    slots = min(demand.slots + threads, demand.blocks + 1)
-    slots = max(1, slots)
+    # never fewer than the plan needs, which may be more than there are blocks: two lanes may hold one each
+    slots = max(1, demand.slots, min(demand.slots + threads, demand.blocks + 1))
     return Budget(slots, max(1, min(threads, slots)), limit, variable_bytes=slots * demand.variable_bytes)
 
 
