@@ -14,7 +14,9 @@ from PIL import Image, UnidentifiedImageError
 from streamloader.errors import DecodeError, UsageError
 from streamloader.options import Decode
 
-ENCODINGS = frozenset({"jpeg", "jpg", "png", "webp", "gif", "bmp", "tiff", "ppm", "image"})
+ENCODINGS = frozenset(
+    {"jpeg", "jpg", "png", "webp", "gif", "bmp", "tiff", "ppm", "pgm", "jp2", "image", "mixed"}  # mixed: several of them
+)
 _JPEG_MAGIC = b"\xff\xd8\xff"
 # Above this an image is refused before it is decoded: a bomb, not a sample (Pillow's own limit is of this size).
 MAX_PIXELS = 180_000_000
