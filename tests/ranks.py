@@ -1,0 +1,60 @@
+"""What one rank does under torchrun: runs the cases of a job file and writes what it saw; a script, not a test.
+
+torchrun --nproc-per-node 2 ranks.py job.json writes rank<r>.json beside it: for each case its batches, as lists of
+sample numbers, and its state.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import sys
+from pathlib import Path
+from typing import Any
+
+import datasets
+import torch.distributed as dist
+from datasets import numbers
+from torch.utils.data import DataLoader
+
+from streamloader.torch_dataset import StreamingDataset
+
+
+def run_case(job: dict[str, Any], case: dict[str, Any]) -> dict[str, Any]:
+    """One pass, or as many batches of it as the case says."""
+    arguments = {"batch_size": 8, "fields": ["x", "label", "name"], "with_index": True, **case.get("arguments", {})}
+    ds = StreamingDataset(job["url"], storage_options=job["options"], **arguments)
+    if "state" in case:
+        ds.load_state_dict(case["state"])
+    source: Any = ds
+    if case.get("workers"):
+        context = case["context"]
+        source = DataLoader(ds, batch_size=None, num_workers=case["workers"], multiprocessing_context=context)
+    batches = []
+    iterator = iter(source)
+    for batch in iterator:
+        datasets.check_batch(batch, ["x", "label", "name"])
+        batches.append(numbers(batch))
+        if len(batches) == case.get("batches"):
+            break
+    state = ds.state_dict() if not case.get("workers") else None
+    del iterator
+    dist.barrier()  # a rank that hung would be missed here
+    return {"batches": batches, "state": state, "epoch": ds.epoch, "client": ds.stats().client}
+
+
+def main() -> None:
+    """Run the job."""
+    path = Path(sys.argv[1])
+    job = json.loads(path.read_text())
+    multiprocessing.set_forkserver_preload(["torch", "streamloader.torch_dataset"])
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    results = {case["name"]: run_case(job, case) for case in job["cases"]}
+    (path.parent / f"rank{rank}.json").write_text(json.dumps(results))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""Real ranks under torchrun: disjoint shares, equal lengths, no hang at the end, with and without workers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+from servers import S3Server
+from torchrun import run_ranks
+
+from streamloader.plan.order import EpochOrder, OrderParams
+from streamloader.torch_dataset import StreamingDataset
+
+N = 603
+BATCH = 8
+FIELDS = ["x", "label", "name"]
+
+Results = list[dict[str, Any]]
+
+
+def workers(count: int, context: str) -> dict[str, Any]:
+    return {"name": f"{count} {context}", "workers": count, "context": context}
+
+
+# fork comes first where the parent must not have used obstore, and last where it must
+FRESH = [workers(2, "fork"), {"name": "plain"}, workers(2, "forkserver"), workers(2, "spawn")]
+USED = [{"name": "plain"}, workers(2, "forkserver"), workers(2, "spawn"), workers(2, "fork")]
+PARTS = [
+    {"name": "seven", "batches": 7},
+    {"name": "uneven", "arguments": {"remainder": "uneven"}},
+    {"name": "drop", "arguments": {"remainder": "drop"}},
+    {"name": "in order", "arguments": {"shuffle": False}},
+]
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("ddp") / "data"
+    datasets.write(path, N, FIELDS)
+    return path
+
+
+@pytest.fixture(scope="module")
+def two(seaweedfs: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """Two ranks that read from a real S3 server."""
+    url = seaweedfs.url("ddp")
+    datasets.write(url, N, FIELDS, options=seaweedfs.storage_options)
+    job = {"url": url, "options": seaweedfs.storage_options, "cases": [*USED, *PARTS]}
+    folder = tmp_path_factory.mktemp("two")
+    results = run_ranks(folder, 2, job)
+    # each of the 2 x 2 forked workers says once that it cannot use the client of its parent
+    assert (folder / "stderr").read_text().count("RuntimeWarning: this process was forked after obstore was used") == 4
+    return results
+
+
+@pytest.fixture(scope="module")
+def four(dataset: Path, two: Results, tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """Four ranks that read local files; the first case goes on where two ranks stopped."""
+    rest = {"name": "rest", "state": two[0]["seven"]["state"]}
+    job = {"url": str(dataset), "options": None, "cases": [*FRESH, *PARTS, rest]}
+    folder = tmp_path_factory.mktemp("four")
+    results = run_ranks(folder, 4, job)
+    assert "forked after obstore" not in (folder / "stderr").read_text()
+    return results
+
+
+@pytest.fixture(params=[2, 4])
+def ranks(request: pytest.FixtureRequest) -> Results:
+    results: Results = request.getfixturevalue({2: "two", 4: "four"}[request.param])
+    return results
+
+
+def planned(path: Path, shuffle: bool = True) -> list[int]:
+    pin = StreamingDataset(path, batch_size=BATCH)._manifest.order
+    order = EpochOrder(N, OrderParams(pin.block, pin.lanes, pin.window), 0, 0, shuffle)
+    return order.samples_at(0, N).tolist()
+
+
+def steps(ranks: Results, case: str) -> list[list[int]]:
+    """The sorted samples of each global batch; every rank has the same number of batches."""
+    parts = [rank[case]["batches"] for rank in ranks]
+    assert len({len(batches) for batches in parts}) == 1
+    return [sorted(i for batch in step for i in batch) for step in zip(*parts, strict=True)]
+
+
+def cut(order: list[int], size: int) -> list[list[int]]:
+    return [sorted(order[at : at + size]) for at in range(0, len(order), size)]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("case", ["plain", "2 fork", "2 forkserver", "2 spawn"])
+def test_ranks_share_an_epoch_without_overlap_or_loss(ranks: Results, case: str) -> None:
+    seen = [i for step in steps(ranks, case) for i in step]
+    assert sorted(seen) == list(range(N))
+
+
+@pytest.mark.timeout(300)
+def test_each_step_is_the_planned_global_batch(ranks: Results, dataset: Path) -> None:
+    size = len(ranks) * BATCH
+    assert steps(ranks, "plain") == cut(planned(dataset), size)
+    assert steps(ranks, "drop") == cut(planned(dataset), size)[: N // size]
+    assert steps(ranks, "in order") == cut(planned(dataset, shuffle=False), size)
+    assert [rank["plain"]["epoch"] for rank in ranks] == [1] * len(ranks)
+
+
+@pytest.mark.timeout(300)
+def test_uneven_deals_out_what_there_is(ranks: Results) -> None:
+    seen = [i for rank in ranks for batch in rank["uneven"]["batches"] for i in batch]
+    assert sorted(seen) == list(range(N))
+    lengths = [len(rank["uneven"]["batches"]) for rank in ranks]
+    assert max(lengths) - min(lengths) <= 1
+
+
+@pytest.mark.timeout(300)
+def test_states_are_the_same_on_every_rank(ranks: Results) -> None:
+    states = [rank["seven"]["state"] for rank in ranks]
+    assert states == [states[0]] * len(states)
+    assert states[0]["position"] == 7 * BATCH * len(ranks)
+
+
+@pytest.mark.timeout(300)
+def test_four_ranks_go_on_exactly_where_two_stopped(two: Results, four: Results, dataset: Path) -> None:
+    done = [i for step in steps(two, "seven") for i in step]
+    rest = [i for step in steps(four, "rest") for i in step]
+    assert sorted(done + rest) == list(range(N))
+    assert steps(four, "rest") == cut(planned(dataset)[7 * BATCH * 2 :], 4 * BATCH)
+
+
+@pytest.mark.timeout(300)
+def test_ranks_read_through_obstore_from_s3(two: Results) -> None:
+    assert {rank["plain"]["client"] for rank in two} == {"obstore: obstore knows s3"}

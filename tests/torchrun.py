@@ -1,0 +1,45 @@
+"""Starts tests/ranks.py under torchrun and collects what the ranks wrote."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+TESTS = Path(__file__).parent
+
+
+def environment() -> dict[str, str]:
+    """The environment of a child process: imports what this one does, warns of nothing that is not asked for."""
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")]),
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+def command(ranks: int, script: str, *arguments: str) -> list[str]:
+    """torchrun of a script of this folder, on a port of its own choice."""
+    options = ["--nnodes=1", f"--nproc-per-node={ranks}", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0"]
+    return [sys.executable, "-m", "torch.distributed.run", *options, str(TESTS / script), *arguments]
+
+
+def run_ranks(folder: Path, ranks: int, job: Mapping[str, Any], seconds: float = 100) -> list[dict[str, Any]]:
+    """What each rank wrote for each case of the job; `folder` keeps their standard error."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "job.json").write_text(json.dumps(job))
+    done = subprocess.run(
+        command(ranks, "ranks.py", str(folder / "job.json")),
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-6000:]
+    (folder / "stderr").write_text(done.stderr)
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(ranks)]
