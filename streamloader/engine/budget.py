@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from streamloader.errors import MemoryBudgetError
+from streamloader.format.threads import cpu_count
 
 MIB = 1 << 20
 # Requests in flight: 16 saturate loopback and 10 Gbit/s at 4 MiB each; memory may lower it.
@@ -58,13 +59,14 @@ class Demand:
 class Budget:
     """What the engine may use: `slots` of a block, `threads` that fetch, `bytes` in all.
 
-    `variable_bytes` of them are for blocks of variable-size fields.
+    `variable_bytes` of them are for blocks of variable-size fields. `cores` are for decoding.
     """
 
     slots: int
     threads: int
     bytes: int
     variable_bytes: int = 0
+    cores: int = 1
 
 
 def allot(demand: Demand, memory: int | None, ranks_here: int = 1) -> Budget:
@@ -88,7 +90,8 @@ def allot(demand: Demand, memory: int | None, ranks_here: int = 1) -> Budget:
     threads = min(MAX_THREADS, 1 + spare)
     # never fewer than the plan needs, which may be more than there are blocks: two lanes may hold one each
     slots = max(1, demand.slots, min(demand.slots + threads, demand.blocks + 1))
-    return Budget(slots, max(1, min(threads, slots)), limit, variable_bytes=slots * demand.variable_bytes)
+    cores = max(1, cpu_count() // ranks_here)
+    return Budget(slots, max(1, min(threads, slots)), limit, slots * demand.variable_bytes, cores)
 
 
 def allowance(memory: int | None, ranks_here: int) -> int:
@@ -107,13 +110,3 @@ def machine_memory() -> int:
         if text.isdigit():
             total = min(total, int(text))
     return total
-
-
-def usable_cores() -> int:
-    """Return the cores that this process may use: its affinity, or the control group's quota if less."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-    except (OSError, ValueError):
-        return cores
-    return cores if quota == "max" else max(1, min(cores, -(-int(quota) // int(period))))

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from streamloader.engine.arena import Memory
 from streamloader.engine.batch import Batch
-from streamloader.engine.budget import READY_BATCHES, Budget, usable_cores
+from streamloader.engine.budget import READY_BATCHES, Budget
 from streamloader.engine.crew import Crew
 from streamloader.engine.fetch import Fetcher
 from streamloader.engine.stages import Recipe, Stages
@@ -120,7 +120,7 @@ class Assembler:
         self._slots = budget.slots
         self._arena = source.memory.arena
         self._fetcher = Fetcher(source.fields, source.reader, self._arena, budget.threads, counters)
-        self._stages = Stages(recipe, source.memory, usable_cores(), counters, self.fail)
+        self._stages = Stages(recipe, source.memory, budget.cores, counters, self.fail)
         self.transforms = recipe.transform is not None
         self._planned: deque[BatchPlan] = deque()
         self._wanted: deque[BlockRef] = deque()
