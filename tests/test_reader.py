@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
+from dataclasses import replace
 from typing import Any
 
 import crc32c
@@ -36,7 +38,8 @@ from streamloader.errors import (
     VersionError,
 )
 from streamloader.format.destination import write_job
-from streamloader.format.manifest import Field, FieldLayout, Manifest, manifest_from_json
+from streamloader.format.manifest import Field, FieldLayout, Manifest
+from streamloader.format.parse import manifest_from_json
 from streamloader.format.reader import FieldReader, field_reader, open_manifest
 from streamloader.format.table import ChunkTable, encode_pages, rows_per_page
 from streamloader.options import Layout
@@ -178,12 +181,16 @@ def test_a_table_that_claims_more_than_the_field_has_is_refused_before_any_reque
     layout = manifest.fields["image"]
     entries = np.full((4, layout.chunks_per_shard, 2), 2**32 - 1, "<u4").tobytes()
     path = "_streamloader/chunks/image/c/0/0/0"
-    store.put(path, entries + crc32c.crc32c(entries).to_bytes(4, "little"))
-    with pytest.raises(FormatError, match="the whole field has"):
-        field_reader(store, manifest, "image").runs(0, 1)
-    store.put(path, bytes(len(entries)) + crc32c.crc32c(bytes(len(entries))).to_bytes(4, "little"))
-    with pytest.raises(MissingObjectError, match="absent"):
-        field_reader(store, manifest, "image").runs(0, 1)
+    for table, error, said in (
+        (entries, FormatError, "the whole field has"),
+        (bytes(len(entries)), MissingObjectError, "absent"),
+    ):
+        store.put(path, table + crc32c.crc32c(table).to_bytes(4, "little"))
+        with pytest.raises(ModifiedError, match=path):
+            field_reader(store, manifest, "image").runs(0, 1)
+        hostile = replace(manifest, tables={**manifest.tables, "image": hashlib.sha256(table).hexdigest()})
+        with pytest.raises(error, match=said):
+            field_reader(store, hostile, "image").runs(0, 1)
 
 
 def test_table_pages_are_read_once_and_only_those_that_are_needed() -> None:

@@ -14,9 +14,8 @@ from PIL import Image, UnidentifiedImageError
 from streamloader.errors import DecodeError, UsageError
 from streamloader.options import Decode
 
-ENCODINGS = frozenset(
-    {"jpeg", "jpg", "png", "webp", "gif", "bmp", "tiff", "ppm", "pgm", "jp2", "image", "mixed"}  # mixed: several of them
-)
+# "mixed" is what an image folder has whose extensions name several of the others
+ENCODINGS = frozenset("jpeg jpg png webp gif bmp tiff ppm pgm jp2 image mixed".split())
 _JPEG_MAGIC = b"\xff\xd8\xff"
 # Above this an image is refused before it is decoded: a bomb, not a sample (Pillow's own limit is of this size).
 MAX_PIXELS = 180_000_000
@@ -51,7 +50,7 @@ class ImageDecoder:
         try:
             with Image.open(io.BytesIO(data)) as image:
                 return (image.height, image.width, self.channels)
-        except (OSError, UnidentifiedImageError, ValueError, SyntaxError) as error:
+        except (OSError, UnidentifiedImageError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
             raise _bad(sample, data, error) from error
 
     def decode(self, data: memoryview, sample: int, out: NDArray[np.uint8] | None = None) -> NDArray[np.uint8]:

@@ -10,30 +10,27 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any, Literal
 
 import numpy as np
 
-from streamloader.errors import FieldError, FormatError, VersionError
+from streamloader.errors import FieldError
 
 FORMAT = "streamloader"
 VERSION = 1
-KNOWN_REQUIREMENTS: frozenset[str] = frozenset()
 
 Kind = Literal["tensor", "bytes", "text", "ragged"]
 CODECS = ("none", "lz4", "zstd")
 INTS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 DTYPES = ("bool", *INTS, "float16", "float32", "float64")
-MAX_SAMPLES = 1 << 62
 MAX_CHUNK_BYTES = 2**31 - 64  # blosc's own bound is 2^31 - 17; lengths of items and table entries are u32
-MAX_CHUNKS = 1 << 20  # of a shard: its index has 16 MiB then
+MAX_AXES = 30  # of a sample: numpy before version 2 has 32, a batch adds one
 NAME = re.compile(r"[a-z][a-z0-9_]*\Z")
 _OF = r"(?P<kind>bytes|text|ragged)(?::(?P<of>[a-z0-9+.-]+))?"
 _SPEC = re.compile(rf"(?:{_OF}|(?P<dtype>[a-z0-9]+))(?:\[(?P<shape>[0-9, ]*)\])?\Z")
 _ENCODING = re.compile(r"[a-z0-9+.-]*\Z")
-_SHA256 = re.compile(r"[0-9a-f]{64}\Z")
 
 
 @dataclass(frozen=True)
@@ -55,6 +52,8 @@ class Field:
                 raise FieldError(f"dtype {self.dtype!r} of a {self.kind} field", f"choose one of {', '.join(DTYPES)}")
             if any(n < 1 for n in self.shape):
                 raise FieldError(f"shape {self.shape} has an empty axis", "give every axis at least 1")
+            if len(self.shape) > MAX_AXES:
+                raise FieldError(f"a shape of {len(self.shape)} axes", f"the format holds up to {MAX_AXES}")
         elif self.kind not in ("bytes", "text"):
             raise FieldError(f"field kind {self.kind!r}", "choose tensor, bytes, text or ragged")
         elif self.dtype or self.shape:
@@ -175,10 +174,6 @@ class Manifest:
             "provenance": dict(self.provenance),
         }
 
-    def with_tables(self, tables: Mapping[str, str], fields: Mapping[str, FieldLayout]) -> Manifest:
-        """Return the manifest with final table hashes and layouts."""
-        return replace(self, tables=dict(tables), fields=dict(fields))
-
 
 def canonical_json(value: Any) -> bytes:
     """Return RFC 8785 JSON of a value without floats: our keys are ASCII, so code point order is its order."""
@@ -191,65 +186,8 @@ def check_name(name: str) -> None:
         raise FieldError(f"field name {name!r}", "start with a-z and go on with a-z, 0-9 and _")
 
 
-def check_version(attributes: Mapping[str, Any], url: str) -> None:
-    """Raise `VersionError` for a later version, or for a requirement that this version does not know."""
-    version, requires = attributes.get("version"), attributes.get("requires", [])
-    if type(version) is not int or version < 1 or not isinstance(requires, list):
-        problem = f"{url} has format version {version!r}, requires {requires!r}"
-        raise FormatError(problem, "its manifest is damaged: convert it again")
-    if version > VERSION:
-        problem = f"{url} has format version {version}, this streamloader reads up to {VERSION}"
-        raise VersionError(problem, "upgrade streamloader")
-    unknown = sorted({str(one) for one in requires} - KNOWN_REQUIREMENTS)
-    if unknown:
-        problem = f"{url} requires {', '.join(unknown)}, which this streamloader does not know"
-        raise VersionError(problem, "upgrade streamloader")
-
-
-def manifest_from_json(attributes: Mapping[str, Any], url: str) -> Manifest:
-    """Return the manifest of one dataset. Raises `VersionError` or `FormatError`, which name `url`."""
-    check_version(attributes, url)
-    try:
-        order = attributes["order"]
-        manifest = Manifest(
-            num_samples=_natural(attributes["num_samples"]),
-            samples_per_shard=_natural(attributes["samples_per_shard"], 1),
-            fields={name: layout_from_json(raw) for name, raw in attributes["fields"].items()},
-            order=OrderPin(_natural(order["block"], 1), _natural(order["lanes"], 1), _natural(order["window"], 1)),
-            tables=dict(attributes["tables"]),
-            provenance=dict(attributes.get("provenance", {})),
-        )
-        stated = attributes["digest"]
-        _check(manifest)
-    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        problem = f"the manifest of {url} is damaged ({type(error).__name__}: {error})"
-        raise FormatError(problem, "convert it again") from error
-    if stated != manifest.digest:
-        problem = f"the manifest of {url} says digest {stated}, its content gives {manifest.digest}"
-        raise FormatError(problem, "it was edited: convert it again")
-    return manifest
-
-
-def _check(manifest: Manifest) -> None:
-    """Raise ValueError for what no writer of ours writes, so that nothing later allocates or computes by it."""
-    if set(manifest.tables) != set(manifest.fields):
-        raise ValueError(f"fields {sorted(manifest.fields)} have tables {sorted(manifest.tables)}")
-    if manifest.num_samples > MAX_SAMPLES:
-        raise ValueError(f"{manifest.num_samples} samples")
-    for name, layout in manifest.fields.items():
-        check_name(name)
-        if not _SHA256.match(manifest.tables[name]):
-            raise ValueError(f"table hash {manifest.tables[name]!r} of {name}")
-        size = layout.field.item_bytes if layout.field.fixed else 4
-        if layout.chunk * size > MAX_CHUNK_BYTES or layout.chunks_per_shard > MAX_CHUNKS:
-            raise ValueError(f"chunk {layout.chunk} and shard {layout.shard} of {name} are too large")
-        if layout.field.fixed and layout.nbytes != manifest.num_samples * size:
-            raise ValueError(f"{manifest.num_samples} samples of {name} have {layout.nbytes} bytes")
-        if not layout.resident and layout.shard != manifest.samples_per_shard:
-            raise ValueError(f"shard {layout.shard} of {name} where the dataset has {manifest.samples_per_shard}")
-
-
-def _natural(value: Any, least: int = 0) -> int:
+def natural(value: Any, least: int = 0) -> int:
+    """Return `value`. Raises ValueError unless it is a whole number of at least `least`."""
     if type(value) is not int or value < least:
         raise ValueError(f"{value!r} where a whole number of at least {least} belongs")
     return value
@@ -273,15 +211,15 @@ def layout_json(layout: FieldLayout) -> dict[str, Any]:
 
 def layout_from_json(raw: Mapping[str, Any]) -> FieldLayout:
     """Return the layout that `layout_json` wrote. Raises KeyError, TypeError or ValueError for anything else."""
-    shape = tuple(_natural(n, 1) for n in raw.get("shape", ()))
+    shape = tuple(natural(n, 1) for n in raw.get("shape", ()))
     layout = FieldLayout(
         field=Field(raw["kind"], raw.get("dtype", ""), shape, raw.get("encoding", "")),
-        chunk=_natural(raw["chunk"], 1),
-        shard=_natural(raw["shard"], 1),
+        chunk=natural(raw["chunk"], 1),
+        shard=natural(raw["shard"], 1),
         codec=raw["codec"],
         resident=raw["resident"],
-        nbytes=_natural(raw["nbytes"]),
-        stored=_natural(raw["stored"]),
+        nbytes=natural(raw["nbytes"]),
+        stored=natural(raw["stored"]),
     )
     if layout.shard % layout.chunk:
         raise ValueError(f"chunk {layout.chunk} does not divide shard {layout.shard}")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from streamloader.errors import FieldError, FormatError, IncompleteError, NotADatasetError, NotFoundError
-from streamloader.format.manifest import FORMAT, NAME, Manifest, check_version, manifest_from_json
+from streamloader.format.manifest import FORMAT, NAME, Manifest
+from streamloader.format.parse import check_version, manifest_from_json, parse_json
 from streamloader.storage.protocol import Store
 
 ROOT = "zarr.json"
@@ -74,7 +74,7 @@ def read_root(store: Store) -> dict[str, Any]:
     if len(data) > MAX_ROOT:
         raise FormatError(f"{store.url}/{ROOT} has {len(data)} bytes, at most {MAX_ROOT} are read", "convert it again")
     try:
-        document = json.loads(data)
+        document = parse_json(data)
     except (ValueError, RecursionError) as error:
         raise FormatError(f"{store.url}/{ROOT} is damaged ({error})", "copy or convert the dataset again") from error
     if not isinstance(document, dict):
@@ -85,12 +85,19 @@ def read_root(store: Store) -> dict[str, Any]:
 def read_job(store: Store) -> dict[str, Any] | None:
     """Return the job of an unfinished conversion, or None where there is none. Raises `FormatError`."""
     try:
-        job = json.loads(store.get(JOB))
+        job = parse_json(store.get(JOB))
     except NotFoundError:
         return None
     except (ValueError, RecursionError) as error:
         raise FormatError(f"{store.url}/{JOB} is damaged ({error})", "convert again with overwrite") from error
-    return job if isinstance(job, dict) else {}
+    names = [job.get(key) or [] for key in ("fields", "splits")] if isinstance(job, dict) else []
+    if not names or not all(isinstance(one, list) and all(_is_name(name) for name in one) for one in names):
+        raise FormatError(f"{store.url}/{JOB} is damaged (not a job)", "convert again with overwrite")
+    return dict(job)
+
+
+def _is_name(name: Any) -> bool:
+    return isinstance(name, str) and NAME.match(name) is not None
 
 
 def _streamloader(document: Any, url: str) -> dict[str, Any]:

@@ -48,7 +48,7 @@ def field_reader(store: Store, manifest: Manifest, name: str) -> FieldReader:
     layout = manifest.fields.get(name)
     if layout is None:
         raise FieldError(f"{store.url} has no field {name!r}", f"its fields are {', '.join(manifest.fields)}")
-    table = ChunkTable(store, name, layout, manifest.num_samples)
+    table = ChunkTable(store, name, layout, manifest.num_samples, manifest.tables.get(name, ""))
     return FieldReader(store, name, layout, manifest.num_samples, table)
 
 

@@ -15,7 +15,7 @@ import crc32c
 import numpy as np
 from numpy.typing import NDArray
 
-from streamloader.errors import CorruptError, FormatError, MissingObjectError, NotFoundError
+from streamloader.errors import CorruptError, FormatError, MissingObjectError, ModifiedError, NotFoundError
 from streamloader.format.codecs import CRC_BYTES
 from streamloader.format.manifest import FieldLayout
 from streamloader.storage.protocol import Store
@@ -51,15 +51,19 @@ def table_digest(entries: NDArray[np.uint32]) -> str:
 
 
 class ChunkTable:
-    """The table of one field, read lazily; thread-safe. Holds up to 64 MB of pages, the latest used."""
+    """The table of one field, read lazily; thread-safe. Holds up to 64 MB of pages, the latest used.
 
-    def __init__(self, store: Store, name: str, layout: FieldLayout, num_samples: int) -> None:
+    `sha256` is what the manifest says of the whole table: compared where the table is one page, as most are.
+    """
+
+    def __init__(self, store: Store, name: str, layout: FieldLayout, num_samples: int, sha256: str = "") -> None:
         self._store = store
         self._name = name
         self._chunks = layout.chunks_per_shard
         self._shards = layout.num_shards(num_samples)
         self._rows = rows_per_page(layout, num_samples)
         self._limit = layout.stored
+        self._sha256 = sha256 if self._shards <= self._rows else ""
         self._pages: OrderedDict[int, NDArray[np.uint32]] = OrderedDict()
         self._keep = max(2, CACHE_BYTES // (8 * self._rows * self._chunks))
         self._lock = threading.Lock()
@@ -67,7 +71,7 @@ class ChunkTable:
     def shard(self, index: int) -> tuple[NDArray[np.int64], NDArray[np.uint32]]:
         """Return (int64 offsets (chunks + 1,), uint32 crcs (chunks,)) of a shard's inner chunks.
 
-        Raises `MissingObjectError`, `CorruptError` or `FormatError`, which name the table's page.
+        Raises `MissingObjectError`, `CorruptError`, `ModifiedError` or `FormatError`, which name the table's page.
         """
         if not 0 <= index < self._shards:
             raise IndexError(f"shard {index} of {self._shards}")
@@ -105,7 +109,11 @@ class ChunkTable:
             raise CorruptError(problem, "copy or convert the dataset again")
         if crc32c.crc32c(data[:size]) != int.from_bytes(data[size:], "little"):
             raise CorruptError(f"the checksum of the chunk table {url} does not match", "copy or convert it again")
-        return np.frombuffer(data, "<u4", size // 4).astype(np.uint32).reshape(self._rows, self._chunks, 2)
+        page = np.frombuffer(data, "<u4", size // 4).astype(np.uint32).reshape(self._rows, self._chunks, 2)
+        if self._sha256 and table_digest(page[: self._shards]) != self._sha256:
+            problem = f"the chunk table {url} is intact, but not the one that the manifest was written for"
+            raise ModifiedError(problem, "restore it, or convert the dataset again")
+        return page
 
     def _path(self, number: int) -> str:
         return f"{table_path(self._name)}/c/{number}/0/0"
