@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from streamloader.cli.options import parse_options, show_bytes
+from streamloader.cli.options import INTERRUPTED, parse_options, show_bytes
 from streamloader.options import CODECS, CodecChoice, Layout, parse_size
 
 if TYPE_CHECKING:
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
     Listener = Callable[[Progress], None]
 
-INTERRUPTED = 130
 LINE_SECONDS = 5.0  # how often a line is printed where there is no terminal
 
 _OPTION_HELP = "An option of the store, as its fsspec package calls it; JSON values are read as such. May be repeated."

@@ -11,10 +11,10 @@ from streamloader import __version__
 from streamloader.cli.convert import convert
 from streamloader.cli.demo import demo
 from streamloader.cli.inspect import inspect
+from streamloader.cli.options import INTERRUPTED
 from streamloader.errors import StreamloaderError
 
 BAD_INPUT = 2
-INTERRUPTED = 130  # 128 + SIGINT, as shells say it
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})

@@ -8,6 +8,8 @@ from typing import Any
 
 from streamloader.errors import UsageError
 
+INTERRUPTED = 130  # the exit status after Ctrl-C: 128 + SIGINT, as shells say it
+
 
 def parse_options(pairs: Iterable[str]) -> dict[str, Any]:
     """Return the options of `name=value` texts; a value that is JSON is read as such. Raises `UsageError`."""

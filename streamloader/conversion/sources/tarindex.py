@@ -12,6 +12,9 @@ from streamloader.storage.protocol import ObjectInfo, Store
 
 _BLOCK = tarfile.BLOCKSIZE
 _MAX_NAME = 1 << 20  # a hostile header must not make us read gigabytes for a name
+_NAMING = (tarfile.GNUTYPE_LONGNAME, tarfile.XHDTYPE)
+# links, folders and devices: whatever size their header states, no data follow
+_WITHOUT_DATA = (tarfile.LNKTYPE, tarfile.SYMTYPE, tarfile.CHRTYPE, tarfile.BLKTYPE, tarfile.DIRTYPE, tarfile.FIFOTYPE)
 _NEAR = 512 << 10  # where headers are nearer than this, reading what lies between is cheaper than a request each
 _WIDE, _NARROW = 4 << 20, 16 << 10
 
@@ -66,15 +69,8 @@ def members(store: Store, info: ObjectInfo) -> Iterator[Member]:
             raise _truncated(
                 where, f"its member {printable(header.name)} goes on to byte {stop}, the file ends at {info.size}"
             )
-        if header.type in (tarfile.GNUTYPE_LONGNAME, tarfile.XHDTYPE):
-            if header.size > _MAX_NAME:
-                raise SourceError(
-                    f"{where} has a name of {header.size} bytes at byte {start}", "it is damaged: make it again"
-                )
-            data = headers.read(start, header.size)
-            renamed = (
-                _pax_path(data, where) if header.type == tarfile.XHDTYPE else _text(data.rstrip(b"\0"))
-            ) or renamed
+        if header.type in _NAMING:
+            renamed = _long_name(headers, header, start, where) or renamed
             continue
         if header.isreg():
             if header.type == tarfile.GNUTYPE_SPARSE:
@@ -103,12 +99,17 @@ def _header(block: bytes, offset: int, where: str) -> tarfile.TarInfo | None:
         raise SourceError(
             f"{where} has a member of {header.size} bytes at byte {offset}", "it is damaged: make it again"
         )
-    if not header.isreg() and header.type not in (tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK, *_PAX):
-        header.size = 0  # links and folders have no data, whatever they say
+    if header.type in _WITHOUT_DATA:
+        header.size = 0
     return header
 
 
-_PAX = (tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE)
+def _long_name(headers: _Headers, header: tarfile.TarInfo, start: int, where: str) -> str:
+    """Return the name that a header gives to the member after it, or nothing."""
+    if header.size > _MAX_NAME:
+        raise SourceError(f"{where} has a name of {header.size} bytes at byte {start}", "it is damaged: make it again")
+    data = headers.read(start, header.size)
+    return _pax_path(data, where) if header.type == tarfile.XHDTYPE else _text(data.rstrip(b"\0"))
 
 
 def _pax_path(data: bytes, where: str) -> str:
