@@ -92,23 +92,17 @@ def test_the_server_has_an_empty_bucket(tmp_path: Path) -> None:
         assert b"<KeyCount>0</KeyCount>" in answer.read()
 
 
-def test_the_server_ends_with_its_starter_even_if_that_is_killed() -> None:
-    starter = subprocess.Popen(
-        [sys.executable, "-c", STARTER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    assert starter.stdin is not None
-    assert starter.stdout is not None
-    assert starter.stdout.readline().startswith("http://127.0.0.1:")
-    children = Path(f"/proc/{starter.pid}/task/{starter.pid}/children").read_text().split()
-    server = os.pidfd_open(int(children[0]))
-    starter.send_signal(signal.SIGKILL)
-    starter.wait()
-    try:
-        assert select.select([server], [], [], 30)[0], "the server is still there"
-    finally:
-        os.close(server)
-        starter.stdin.close()
-        starter.stdout.close()
+def test_the_server_ends_with_its_starter_even_if_that_is_killed(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", STARTER, str(tmp_path / "log")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as starter:
+        assert starter.stdout is not None
+        assert starter.stdout.readline().startswith("http://127.0.0.1:")
+        children = Path(f"/proc/{starter.pid}/task/{starter.pid}/children").read_text().split()
+        server = os.pidfd_open(int(children[0]))
+        starter.send_signal(signal.SIGKILL)
+    ended, _, _ = select.select([server], [], [], 30)
+    os.close(server)
+    assert ended, "the server is still there"
 
 
 def test_an_occupied_folder_is_one_line_and_exit_code_2(tmp_path: Path) -> None:

@@ -166,7 +166,9 @@ def test_exceptions_are_caught_by_name_or_with_a_reason(module: str) -> None:
         if isinstance(node, ast.ExceptHandler):
             kinds = [] if node.type is None else node.type.elts if isinstance(node.type, ast.Tuple) else [node.type]
             names = {ast.unparse(kind) for kind in kinds}
-            reraises = any(isinstance(inner, ast.Raise) and (inner.exc is None or inner.cause) for inner in ast.walk(node))
+            reraises = any(
+                isinstance(inner, ast.Raise) and (inner.exc is None or inner.cause) for inner in ast.walk(node)
+            )
             broad = not names or (not reraises and names & {"Exception", "BaseException"})
             reason = "noqa: BLE001 - " in lines[node.lineno - 1]
             assert not broad or reason, f"{module}:{node.lineno} catches everything: name what, or say why"
