@@ -15,7 +15,7 @@ from streamloader.errors import DecodeError, UsageError
 from streamloader.options import Decode
 
 # "mixed" is what an image folder has whose extensions name several of the others
-ENCODINGS = frozenset("jpeg jpg png webp gif bmp tiff ppm pgm jp2 image mixed".split())
+ENCODINGS = frozenset(["jpeg", "jpg", "png", "webp", "gif", "bmp", "tiff", "ppm", "pgm", "jp2", "image", "mixed"])
 _JPEG_MAGIC = b"\xff\xd8\xff"
 # Above this an image is refused before it is decoded: a bomb, not a sample (Pillow's own limit is of this size).
 MAX_PIXELS = 180_000_000
