@@ -115,8 +115,8 @@ class StreamingDataset(IterableDataset[dict[str, Any]]):
 
     @property
     def epoch(self) -> int:
-        """The epoch that the next pass delivers, or the present one its rest of."""
-        return self._epochs.next_epoch(self._now.epoch)
+        """The epoch that the next pass delivers; during a pass its own, unless `set_epoch` chose another."""
+        return self._epochs.next_epoch(self._start.epoch)
 
     def __len__(self) -> int:
         """This rank's batches in a whole epoch (samples with `batch_size=None`), read without workers."""
@@ -157,7 +157,7 @@ class StreamingDataset(IterableDataset[dict[str, Any]]):
         if epoch != present:
             self._epochs.reset()
             self._start = replace(self._start, epoch=epoch, position=0, extra=0)
-            if self._pass is None:
+            if self._running() is None:
                 self._now = self._start
 
     def state_dict(self, batches: int | None = None, *, workers: int = 1) -> dict[str, Any]:
@@ -185,6 +185,11 @@ class StreamingDataset(IterableDataset[dict[str, Any]]):
         """
         cursor = Cursor.from_dict(state)
         cursor.check(self._start, force=force)
+        if cursor.position > self._manifest.num_samples:
+            raise StateError(
+                f"the state has position {cursor.position}, the dataset {self._manifest.num_samples} samples",
+                "load a state that was saved with this dataset",
+            )
         self._end_pass()
         self._epochs.reset()
         self._start = self._now = replace(cursor, digest=self._manifest.digest)
@@ -218,8 +223,11 @@ class StreamingDataset(IterableDataset[dict[str, Any]]):
         self._now = self._start
         self._pass = None
 
+    def _running(self) -> Pass | None:
+        return self._pass() if self._pass is not None else None
+
     def _end_pass(self) -> None:
-        run = self._pass() if self._pass is not None else None
+        run = self._running()
         if run is not None:
             run.end()
         self._pass = None

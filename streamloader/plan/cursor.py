@@ -55,6 +55,8 @@ class Cursor:
     @classmethod
     def from_dict(cls, state: dict[str, Any]) -> Cursor:
         """The cursor that `to_dict` wrote. Raises StateError for another format, missing keys or impossible values."""
+        if not isinstance(state, dict):
+            raise StateError(f"a state is a dict, not {state!r:.60}", _NEW_RUN)
         found = state.get("format")
         if found != STATE_FORMAT:
             raise StateError(f"the state has format {found!r}, this version reads {STATE_FORMAT}", _NEW_RUN)

@@ -1,0 +1,277 @@
+"""States: what was delivered and nothing else; any world size goes on from there, exactly."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+from datasets import numbers
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from streamloader.errors import StateError, UsageError
+from streamloader.options import Layout, Shuffle
+from streamloader.plan.order import EpochOrder, OrderParams
+from streamloader.torch_dataset import StreamingDataset
+
+N = 603
+FIELDS = ["x", "label"]
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("resume")
+    datasets.write(folder / "data", N, FIELDS)
+    datasets.write(folder / "copy", N, FIELDS)
+    datasets.write(folder / "longer", N + 1, FIELDS)
+    datasets.write(folder / "recoded", N, FIELDS, Layout(shard_size=1 << 17, codec="zstd"))
+    return folder
+
+
+def open_rank(path: Path, batch: int = 8, world: tuple[int, int] = (0, 1), **arguments: Any) -> StreamingDataset:
+    return StreamingDataset(path / "data", batch_size=batch, world=world, with_index=True, **arguments)
+
+
+def planned(ds: StreamingDataset, epoch: int = 0) -> list[int]:
+    pin = ds._manifest.order
+    order = EpochOrder(N, OrderParams(pin.block, pin.lanes, pin.window), 0, epoch)
+    return order.samples_at(0, N).tolist()
+
+
+def take(iterator: Iterator[dict[str, Any]], count: int) -> list[list[int]]:
+    return [numbers(batch) for batch in islice(iterator, count)]
+
+
+@pytest.mark.parametrize("steps", [0, 1, 5, 75])
+def test_a_state_goes_on_after_the_last_batch_handed_out(path: Path, steps: int) -> None:
+    whole = take(iter(open_rank(path)), 1000)
+    ds = open_rank(path)
+    iterator = iter(ds)
+    assert take(iterator, steps) == whole[:steps]
+    state = json.loads(json.dumps(ds.state_dict()))  # whatever was prefetched meanwhile
+    assert state["position"] == 8 * steps
+    other = open_rank(path)
+    other.load_state_dict(state)
+    assert other.state_dict() == state
+    assert take(iter(other), 1000) == whole[steps:]
+    assert other.epoch == 1
+    assert take(iterator, 1000) == whole[steps:]
+
+
+def test_after_the_last_batch_the_state_is_the_next_epoch(path: Path) -> None:
+    ds = open_rank(path)
+    iterator = iter(ds)
+    assert len(take(iterator, len(ds))) == len(ds)
+    state = ds.state_dict()  # StopIteration was not seen yet
+    assert (state["epoch"], state["position"]) == (1, 0)
+    assert next(iterator, None) is None
+    assert ds.state_dict() == state
+    other = open_rank(path)
+    other.load_state_dict(state)
+    assert [i for batch in take(iter(other), 1000) for i in batch] == planned(other, epoch=1)
+
+
+def test_epochs_advance_by_themselves_and_set_epoch_chooses_one(path: Path) -> None:
+    ds = open_rank(path, batch=64)
+    for epoch in range(3):
+        assert ds.epoch == epoch
+        assert [i for batch in take(iter(ds), 1000) for i in batch] == planned(ds, epoch)
+    ds.set_epoch(1)
+    assert ds.epoch == 1
+    assert [i for batch in take(iter(ds), 1000) for i in batch] == planned(ds, 1)
+    assert ds.epoch == 2
+
+
+def test_a_pass_that_is_left_early_does_not_advance_the_epoch(path: Path) -> None:
+    ds = open_rank(path)
+    begin = take(iter(ds), 3)
+    assert ds.epoch == 0
+    assert take(iter(ds), 3) == begin
+    ds.set_epoch(0)
+    assert take(iter(ds), 3) == begin
+
+
+def test_set_epoch_during_a_pass_is_for_the_next_one(path: Path) -> None:
+    ds = open_rank(path, batch=64)
+    iterator = iter(ds)
+    seen = take(iterator, 2)
+    ds.set_epoch(5)
+    seen += take(iterator, 1000)
+    assert [i for batch in seen for i in batch] == planned(ds, 0)
+    assert ds.epoch == 5
+    assert [i for batch in take(iter(ds), 1000) for i in batch] == planned(ds, 5)
+
+
+def test_set_epoch_after_a_load_must_agree_until_a_batch_was_taken(path: Path) -> None:
+    ds = open_rank(path)
+    iterator = iter(ds)
+    take(iterator, 4)
+    state = {**ds.state_dict(), "epoch": 3}
+    ds.load_state_dict(state)
+    ds.set_epoch(3)
+    with pytest.raises(StateError, match=r"set_epoch\(0\) right after a state of epoch 3 was loaded"):
+        ds.set_epoch(0)
+    rest = take(iter(ds), 1)
+    assert rest[0] == planned(ds, 3)[32:40]  # set_epoch(3) did not go back to its beginning
+    ds.set_epoch(0)
+    assert ds.epoch == 0
+    ds.set_epoch(3)
+    assert take(iter(ds), 1)[0] == planned(ds, 3)[:8]
+
+
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_every_sample_comes_once_through_any_changes_of_the_world(path: Path, data: st.DataObject) -> None:
+    """Legs of a run, each with its own ranks and batch size, saved and loaded in between."""
+    remainder = data.draw(st.sampled_from(("pad", "uneven")))
+    seen: list[int] = []
+    state: dict[str, Any] | None = None
+    while state is None or state["epoch"] == 0:
+        size, batch = data.draw(st.sampled_from((1, 2, 4))), data.draw(st.sampled_from((7, 16, 40)))
+        steps = data.draw(st.integers(1, max(2, 300 // (size * batch))))
+        states = []
+        for rank in range(size):
+            ds = open_rank(path, batch, (rank, size), remainder=remainder, fields=["label"])
+            if state is not None:
+                ds.load_state_dict(state)
+            iterator = iter(ds)
+            seen += [i for part in take(iterator, steps) for i in part]
+            states.append(ds.state_dict())
+            ds.close()
+        if remainder == "pad":
+            assert states == [states[0]] * size
+        # with "uneven" a rank may have no row in the last step, and then does not know that the others took it
+        state = max(states, key=lambda one: (one["epoch"], one["position"]))
+    assert sorted(seen) == list(range(N))
+
+
+@pytest.mark.parametrize("global_batch", [16, 64])
+def test_the_same_global_batch_at_any_world_size_has_the_same_samples(path: Path, global_batch: int) -> None:
+    runs = []
+    for size in (1, 2, 4):
+        ranks = [take(iter(open_rank(path, global_batch // size, (r, size), fields=[])), 1000) for r in range(size)]
+        runs.append([sorted(i for part in step for i in part) for step in zip(*ranks, strict=True)])
+    assert runs == [runs[0]] * 3
+
+
+def test_the_state_after_k_trained_batches_can_be_asked_for(path: Path) -> None:
+    ds = open_rank(path, world=(1, 2))
+    iterator = iter(ds)
+    states = [ds.state_dict()]
+    for _ in iterator:
+        states.append(ds.state_dict())
+    fresh = open_rank(path, world=(1, 2))
+    running = iter(fresh)
+    take(running, 5)
+    assert [fresh.state_dict(batches=k) for k in range(len(states))] == states
+    with pytest.raises(UsageError, match="pass the end"):
+        fresh.state_dict(batches=len(states))
+    fresh.load_state_dict(states[4])
+    assert fresh.state_dict(batches=3) == states[7]
+
+
+def test_samples_taken_singly_can_be_resumed_singly(path: Path) -> None:
+    ds = StreamingDataset(path / "data", batch_size=None, with_index=True, fields=["label"])
+    iterator = iter(ds)
+    begin = [sample["index"].item() for sample in islice(iterator, 101)]
+    state = ds.state_dict()
+    assert state["position"] == 101
+    other = StreamingDataset(path / "data", batch_size=None, with_index=True, fields=["label"])
+    other.load_state_dict(state)
+    assert begin + [sample["index"].item() for sample in other] == planned(ds)
+
+
+def test_shuffle_false_resumes_too(path: Path) -> None:
+    ds = open_rank(path, shuffle=False, world=(1, 2))
+    take(iter(ds), 5)
+    other = open_rank(path, batch=20, shuffle=False, world=(0, 1))
+    other.load_state_dict(ds.state_dict())
+    assert [i for batch in take(iter(other), 1000) for i in batch] == list(range(80, N))
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"seed": 4}, "seed 0 and not 4"),
+    ({"shuffle": False}, "shuffle True and not False"),
+    ({"remainder": "drop"}, "remainder 'pad' and not 'drop'"),
+    ({"shuffle": Shuffle(window=1024)}, r"window=\d+.* and not .*window=1024"),
+    ({"shuffle": Shuffle(lanes=3)}, r"lanes=\d+.* and not .*lanes=3"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "shown"), REFUSED)
+def test_a_state_of_another_order_is_refused_with_both_values(
+    path: Path, arguments: dict[str, Any], shown: str
+) -> None:
+    state = open_rank(path).state_dict()
+    for force in (False, True):
+        with pytest.raises(StateError, match=shown):
+            open_rank(path, **arguments).load_state_dict(state, force=force)
+
+
+def test_a_state_of_another_dataset_is_refused_and_of_a_copy_can_be_forced(path: Path) -> None:
+    state = open_rank(path).state_dict()
+    same = StreamingDataset(path / "copy", batch_size=8)
+    same.load_state_dict(state)  # the same bytes have the same digest
+    pin = open_rank(path)._manifest.order
+    shuffle = Shuffle(window=pin.window, lanes=pin.lanes, block=pin.block)
+    longer = StreamingDataset(path / "longer", batch_size=8, shuffle=shuffle)
+    with pytest.raises(StateError, match=f"digest '{state['digest']}' and not '{longer._manifest.digest}'"):
+        longer.load_state_dict(state)
+    longer.load_state_dict(state, force=True)
+    assert longer.state_dict()["digest"] == longer._manifest.digest
+    assert take(iter(StreamingDataset(path / "longer", batch_size=8, with_index=True, shuffle=shuffle)), 1)
+
+
+BROKEN: list[tuple[dict[str, Any], str]] = [
+    ({"format": 2}, "format 2"),
+    ({"position": -1}, "cannot be"),
+    ({"position": "8"}, "position is '8', not of type int"),
+    ({"extra": 1}, "cannot be"),
+    ({"epoch": True}, "epoch is True"),
+    ({"order": {"block": 8, "lanes": 8, "window": 9}}, "window=9"),
+    ({"order": None}, "order is None"),
+    ({"remainder": "some"}, "remainder is 'some'"),
+]
+
+
+@pytest.mark.parametrize(("change", "shown"), BROKEN)
+def test_a_broken_state_is_refused(path: Path, change: dict[str, Any], shown: str) -> None:
+    ds = open_rank(path)
+    before = ds.state_dict()
+    with pytest.raises(StateError, match=shown):
+        ds.load_state_dict({**before, **change})
+    for name in before:
+        with pytest.raises(StateError, match=name):
+            ds.load_state_dict({key: value for key, value in before.items() if key != name})
+    assert ds.state_dict() == before
+    assert take(iter(ds), 1)
+
+
+@pytest.mark.parametrize("state", [None, [], "state", 3])
+def test_what_is_no_state_is_refused(path: Path, state: Any) -> None:
+    with pytest.raises(StateError):
+        open_rank(path).load_state_dict(state)
+
+
+def test_a_position_beyond_the_dataset_is_refused(path: Path) -> None:
+    ds = open_rank(path)
+    with pytest.raises(StateError, match=f"position {N + 9}"):
+        ds.load_state_dict({**ds.state_dict(), "position": N + 9})
+
+
+def test_a_state_is_a_copy(path: Path) -> None:
+    ds = open_rank(path)
+    iterator = iter(ds)
+    take(iterator, 2)
+    state = ds.state_dict()
+    kept = copy.deepcopy(state)
+    take(iterator, 3)
+    assert state == kept
+    state["order"]["block"] = 999
+    assert ds.state_dict()["order"]["block"] != 999
