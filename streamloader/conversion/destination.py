@@ -6,11 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from streamloader.conversion.plan import Job, first_change, pack_files
-from streamloader.conversion.sources.localfiles import local_path
-from streamloader.errors import DestinationError, FormatError, NotFoundError, SourceChangedError
+from streamloader.errors import AccessError, DestinationError, FormatError, NotFoundError, SourceChangedError
 from streamloader.format.destination import erase, prepare, write_job
 from streamloader.format.opening import read_job
-from streamloader.storage.calls import TEMPORARY_SUFFIX
 from streamloader.storage.protocol import Store
 
 FILES = "_streamloader/files"
@@ -93,9 +91,9 @@ def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
     }
 
 
-def remove_temporaries(store: Store) -> None:
-    """Remove the half-written files of killed runs and workers, which listings of a store do not show."""
-    root = local_path(store)
-    if root is not None:
-        for path in root.rglob(f".*{TEMPORARY_SUFFIX}"):
-            path.unlink(missing_ok=True)
+def remove_leftovers(store: Store) -> None:
+    """Remove the half-written files and unfinished uploads of killed runs and workers."""
+    try:
+        store.remove_leftovers()
+    except AccessError:
+        return  # who may write may not always list uploads: then the bucket's lifecycle rule removes them

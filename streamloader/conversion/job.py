@@ -107,7 +107,7 @@ class _Run:
         open_splits = [split for split in self.job.splits if split.name not in manifests]
         receipts = self._write([_SplitRun(split, stores[split.name]) for split in open_splits], manifests)
         self._tell("finish")
-        destination.remove_temporaries(self.store)  # nothing writes here now
+        destination.remove_leftovers(self.store)  # nothing writes here now
         self.store.delete([destination.FILES])  # before the job file goes, so that nothing of it can stay
         for split in open_splits:
             store = stores[split.name]
