@@ -28,7 +28,8 @@ class RngKey:
 
     def rng(self) -> np.random.Generator:
         """Return the generator: Philox, keyed by (seed, epoch), its counter started at the position."""
-        return np.random.Generator(np.random.Philox(key=[self.seed, self.epoch], counter=[0, 0, 0, self.position]))
+        key = np.array([self.seed, self.epoch], np.uint64)  # numpy would make floats of a list with large numbers
+        return np.random.Generator(np.random.Philox(key=key, counter=np.array([0, 0, 0, self.position], np.uint64)))
 
 
 def takes_rng(transform: Transform) -> bool:

@@ -1,0 +1,191 @@
+"""The caller's transform: reproducible at any world size, the same in processes, and its failures named."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+from datasets import numbers
+from hypothesis import given
+from hypothesis import strategies as st
+
+from streamloader.engine.transform import RngKey, collate, takes_rng
+from streamloader.errors import EngineError, TransformError, UsageError
+from streamloader.torch_dataset import StreamingDataset
+
+N = 203
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("transform") / "data"
+    datasets.write(path, N, ["x", "label", "name", "tok"])
+    return str(path)
+
+
+def noisy(sample: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
+    return {"y": sample["x"][:4] + 1, "noise": rng.random(3), "name": sample["name"] + "!", "label": sample["label"]}
+
+
+def summed(sample: dict[str, Any]) -> dict[str, Any]:
+    return {"sum": sample["tok"].sum(), "tok": [*sample["tok"].tolist()], "name": sample["name"]}
+
+
+def failing(sample: dict[str, Any]) -> dict[str, Any]:
+    if sample["label"] == datasets.value("label", 57):
+        raise KeyError("colour")
+    return {"label": sample["label"]}
+
+
+def suicidal(sample: dict[str, Any]) -> dict[str, Any]:
+    if sample["label"] == datasets.value("label", 57):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return {"label": sample["label"]}
+
+
+def by_number(ds: StreamingDataset) -> dict[int, tuple[Any, ...]]:
+    seen = {}
+    for batch in ds:
+        for row in range(len(batch["index"])):
+            if batch["valid"][row]:
+                i = batch["index"][row].item()
+                assert batch["name"][row] == datasets.value("name", i) + "!"
+                assert batch["y"][row].tolist() == (datasets.value("x", i)[:4] + 1).tolist()
+                assert batch["label"][row].item() == datasets.value("label", i)
+                seen[i] = tuple(batch["noise"][row].tolist())
+    return seen
+
+
+def test_random_numbers_are_those_of_the_sample_at_any_world_size_and_batch(url: str) -> None:
+    arguments: dict[str, Any] = {"transform": noisy, "with_index": True, "seed": 11}
+    alone = by_number(StreamingDataset(url, batch_size=16, **arguments))
+    assert len(alone) == N == len(set(alone.values()))
+    two = {}
+    for rank in range(2):
+        two |= by_number(StreamingDataset(url, batch_size=5, world=(rank, 2), **arguments))
+    assert two == alone
+    again = StreamingDataset(url, batch_size=16, **arguments)
+    iterator = iter(again)
+    for _ in range(4):
+        next(iterator)
+    resumed = StreamingDataset(url, batch_size=16, **arguments)
+    resumed.load_state_dict(again.state_dict())
+    rest = by_number(resumed)
+    assert len(rest) == N - 64
+    assert rest.items() <= alone.items()
+    next_epoch = by_number(resumed)
+    assert next_epoch.keys() == alone.keys()
+    assert not set(next_epoch.values()) & set(alone.values())
+
+
+def test_processes_give_what_this_process_gives(url: str) -> None:
+    arguments: dict[str, Any] = {"batch_size": 16, "transform": noisy, "with_index": True, "seed": 11}
+    here = StreamingDataset(url, **arguments)
+    there = StreamingDataset(url, transform_workers=2, **arguments)
+    batches = list(zip(here, there, strict=True))
+    assert len(batches) == 13
+    for ours, theirs in batches:
+        assert list(ours) == list(theirs) == ["y", "noise", "name", "label", "index", "valid"]
+        for name in ("y", "noise", "label", "index", "valid"):
+            assert ours[name].dtype == theirs[name].dtype
+            assert ours[name].tolist() == theirs[name].tolist()
+        assert ours["name"] == theirs["name"]
+
+
+def test_samples_come_as_arrays_bytes_and_str_and_lists_stay_lists(url: str) -> None:
+    for batch in StreamingDataset(url, batch_size=16, transform=summed, with_index=True):
+        for row, i in enumerate(batch["index"].tolist()):
+            expected = datasets.value("tok", i)
+            assert batch["tok"][row] == expected.tolist()
+            assert batch["sum"][row].item() == expected.sum()
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_failing_transform_names_the_sample_after_the_batches_before_it(url: str, workers: int) -> None:
+    ds = StreamingDataset(
+        url, batch_size=8, transform=failing, transform_workers=workers, shuffle=False, with_index=True
+    )
+    seen = []
+    with pytest.raises(TransformError, match="the transform raised KeyError on sample 57: 'colour'"):
+        for batch in ds:
+            seen += numbers(batch)
+    assert seen == list(range(56))
+    assert ds.state_dict()["position"] == 56
+
+
+def test_a_killed_transform_process_is_an_error_at_its_batch(url: str) -> None:
+    ds = StreamingDataset(url, batch_size=8, transform=suicidal, transform_workers=1, shuffle=False, with_index=True)
+    seen = []
+    with pytest.raises(EngineError, match=r"a transform process died \(exit code -9\)"):
+        for batch in ds:
+            seen += numbers(batch)
+    assert seen == list(range(56))
+
+
+def test_what_processes_cannot_load_is_refused(url: str) -> None:
+    with pytest.raises(UsageError, match="transform_workers with a transform that other processes cannot load"):
+        iter(StreamingDataset(url, batch_size=8, transform=lambda sample: sample, transform_workers=1))
+
+
+@pytest.mark.parametrize(
+    ("transform", "shown"),
+    [
+        (lambda sample: None, "the transform returned NoneType for sample"),
+        (lambda sample: {"x": sample["x"][: len(sample["name"])]}, "returned 'x' in shapes"),
+        (lambda sample: {"a" if sample["name"] else "b": 1}, "returned keys"),
+    ],
+)
+def test_what_cannot_be_batched_is_refused(url: str, transform: Any, shown: str) -> None:
+    with pytest.raises(TransformError, match=shown):
+        list(StreamingDataset(url, batch_size=16, transform=transform))
+
+
+def test_what_a_transform_keeps_is_not_written_again(url: str) -> None:
+    kept: list[dict[str, Any]] = []
+
+    def keep(sample: dict[str, Any]) -> dict[str, Any]:
+        kept.append(sample)
+        return {"label": sample["label"]}
+
+    for _ in StreamingDataset(url, batch_size=4, transform=keep, fields=["x", "label"]):
+        pass
+    for sample in kept:
+        i = int(sample["label"]) + 2**40
+        assert np.array_equal(sample["x"], datasets.value("x", i))
+
+
+@given(st.lists(st.integers(0, 2**64 - 1), min_size=3, max_size=3), st.data())
+def test_keys_that_differ_give_other_numbers(key: list[int], data: st.DataObject) -> None:
+    other = list(key)
+    other[data.draw(st.integers(0, 2))] ^= data.draw(st.integers(1, 2**64 - 1))
+    first, same = RngKey(*key).rng().random(4).tolist(), RngKey(*key).rng().random(4).tolist()
+    assert first == same
+    assert first != RngKey(*other).rng().random(4).tolist()
+
+
+def test_the_generator_is_given_to_who_has_a_place_for_it() -> None:
+    def keyword(sample: Any, *, rng: Any = None) -> None: ...
+    def optional(sample: Any, rng: Any = None) -> None: ...
+    def other(sample: Any, size: int = 3) -> None: ...
+
+    assert takes_rng(noisy)
+    assert takes_rng(optional)
+    assert not takes_rng(summed)
+    assert not takes_rng(other)
+    assert not takes_rng(keyword)
+    assert not takes_rng(dict)
+
+
+def test_collating_keeps_dtypes_and_stacks_numbers() -> None:
+    samples = [{"a": np.float16(i), "b": np.full((2, 2), i, np.uint16), "c": i, "d": None, "e": b"x"} for i in (1, 2)]
+    batch = collate(samples)
+    assert batch["a"].dtype == np.float16
+    assert (batch["b"].dtype, batch["b"].shape) == (np.uint16, (2, 2, 2))
+    assert batch["c"].tolist() == [1, 2]
+    assert batch["d"] == [None, None]
+    assert batch["e"] == [b"x", b"x"]
+    assert collate([]) == {}
