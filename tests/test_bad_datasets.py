@@ -1,0 +1,220 @@
+"""Broken and hostile datasets: each gives its one clear error, and never wrong data, a crash or much memory."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import resource
+import subprocess
+import sys
+import uuid
+from pathlib import Path
+from typing import Any
+
+import pytest
+from golden import EXPECTED as GOLD
+from golden import GOLDEN, V1, assert_same, expected_column
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import streamloader as sl
+from streamloader import errors
+from streamloader.errors import StreamloaderError
+from streamloader.storage import open_store
+
+BAD = V1 / "bad"
+EXPECTED: dict[str, Any] = json.loads((BAD / "expected.json").read_text())
+WRONG = sorted(name for name, said in EXPECTED.items() if said["error"])
+SAME = sorted(set(EXPECTED) - set(WRONG))
+ROOM = 32 << 20  # bytes that reading a bad dataset may add to the peak of reading a good one
+CLAIMED = 1 << 30  # bytes that it may allocate, used or not, beside those of a good one: mostly stacks of threads
+
+
+def read_all(url: str, split: str | None = None) -> dict[str, Any]:
+    """Read every sample one by one, then all at once."""
+    ds = sl.open(url, split=split)
+    for i in range(min(len(ds), 100)):
+        ds[i]
+    return ds[:]
+
+
+def stream(url: str, said: dict[str, Any], shuffle: bool) -> list[dict[str, Any]]:
+    """Iterate one epoch, and check what comes before an error: it must be the samples of the good dataset."""
+    decode = "pillow" if said["when"] == "decode" else None
+    loader = sl.StreamingDataset(
+        url, batch_size=1, split=said.get("split"), shuffle=shuffle, decode=decode, with_index=True
+    )
+    got = []
+    for batch in loader:
+        number = int(batch["index"][0])
+        assert batch["label"].tolist() == [GOLD["free"]["fields"]["label"]["values"][number]]
+        assert_same(batch["wave"].numpy(), expected_column("free", "wave")[number : number + 1])
+        assert batch["blob"] == [expected_column("free", "blob")[number]]
+        got.append(batch)
+    return got
+
+
+def assert_said(error: StreamloaderError, said: dict[str, Any]) -> None:
+    """Fail unless it is the expected error: class, code, the words, and on one line."""
+    assert (type(error).__name__, error.code) == (said["error"], said["code"])
+    text = str(error)
+    assert [word for word in said["says"] if word not in text] == [], text
+    assert "\n" not in text
+    assert len(text) < 1000
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_bad_dataset_gives_its_error_when_it_is_opened_or_read(name: str) -> None:
+    said = EXPECTED[name]
+    url = (BAD / name).as_uri()
+    if said["when"] == "decode":  # the bytes are what the dataset holds: only decoding them fails
+        assert len(read_all(url)["icon"]) == 1
+        return
+    with pytest.raises(StreamloaderError) as caught:
+        sl.open(url, split=said.get("split")) if said["when"] == "open" else read_all(url, said.get("split"))
+    assert_said(caught.value, said)
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("name", WRONG)
+def test_a_bad_dataset_gives_its_error_when_it_is_streamed(name: str, shuffle: bool) -> None:
+    said = EXPECTED[name]
+    with pytest.raises(StreamloaderError) as caught:
+        stream((BAD / name).as_uri(), said, shuffle)
+    assert_said(caught.value, said)
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_a_wrong_shard_index_alone_changes_nothing(name: str) -> None:
+    """The chunk table says the same, so that the index is not asked; readers that do ask it must check it."""
+    url = (BAD / name).as_uri()
+    whole = read_all(url)
+    for field in GOLD["free"]["fields"]:
+        assert_same(whole[field], expected_column("free", field))
+    assert len(stream(url, EXPECTED[name], shuffle=False)) == GOLD["free"]["num_samples"]
+
+
+def test_every_error_class_of_the_format_has_a_bad_dataset() -> None:
+    classes = {
+        one.__name__ for one in vars(errors).values() if isinstance(one, type) and issubclass(one, errors.FormatError)
+    }
+    assert classes <= {said["error"] for said in EXPECTED.values()}
+
+
+@pytest.mark.parametrize("name", ["too_new", "deep_json", "rewritten_shard", "blosc_bomb", "text_that_is_no_utf8"])
+def test_inspect_says_it_on_one_line_and_exits_with_2(name: str) -> None:
+    command = [sys.executable, "-m", "streamloader.cli.main", "inspect", str(BAD / name)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1
+    for word in [*EXPECTED[name]["says"], EXPECTED[name]["code"]]:
+        assert word in done.stderr
+
+
+def test_the_script_makes_the_same_bytes_again(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, V1 / "make_bad.py", tmp_path], check=True, timeout=100)
+    made = {path.relative_to(tmp_path): path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    kept = {path.relative_to(BAD): path.read_bytes() for path in BAD.rglob("*") if path.is_file()}
+    assert set(kept) - set(made) == {Path("README.md"), Path(".gitattributes")}
+    assert [str(path) for path in made if made[path] != kept.get(path)] == []
+
+
+def peaks(names: list[str]) -> dict[str, int]:
+    """Return by how many bytes reading each dataset raised this process' peak memory, after a good one was read."""
+    read_all((GOLDEN / "free").as_uri())
+    stream((GOLDEN / "free").as_uri(), {"when": "read"}, shuffle=True)
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    limit = 1024 * int(status["VmData"].split()[0]) + CLAIMED
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    grown = {}
+    for name in names:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        for read in (read_all, lambda url: stream(url, EXPECTED[name], shuffle=True)):  # noqa: B023 - called here
+            try:
+                read((BAD / name).as_uri())
+            except StreamloaderError:
+                continue
+        grown[name] = 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+    return grown
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the limit on data is Linux's")
+def test_no_bad_dataset_takes_much_memory() -> None:
+    """Bombs claim from 64 MiB to exabytes."""
+    code = f"import sys, json; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+    code += "import test_bad_datasets as t\nprint(json.dumps(t.peaks(sorted(t.EXPECTED))))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    assert [(name, grown) for name, grown in json.loads(done.stdout).items() if grown > ROOM] == []
+
+
+MEMORY = open_store(f"memory://{uuid.uuid4().hex}/fuzz")
+OBJECTS = {
+    path.relative_to(GOLDEN / "free").as_posix(): path.read_bytes()
+    for path in (GOLDEN / "free").rglob("*")
+    if path.is_file()
+}
+FREE = {field: expected_column("free", field) for field in GOLD["free"]["fields"]}
+
+
+@given(st.data())
+@settings(max_examples=150, deadline=None)
+def test_any_damaged_object_gives_the_same_data_or_a_clear_error(data: st.DataObject) -> None:
+    path = data.draw(st.sampled_from(sorted(OBJECTS)))
+    damaged = bytearray(OBJECTS[path])
+    for _ in range(data.draw(st.integers(1, 3))):
+        damaged[data.draw(st.integers(0, len(damaged) - 1))] ^= data.draw(st.integers(1, 255))
+    cut = data.draw(st.one_of(st.just(len(damaged)), st.integers(0, len(damaged))))
+    for name, content in OBJECTS.items():
+        MEMORY.put(name, content)
+    MEMORY.put(path, bytes(damaged[:cut]))
+    try:
+        ds = sl.open(MEMORY.url)
+        whole = ds[:]
+        sample = ds[data.draw(st.integers(0, 19))]
+    except StreamloaderError as error:
+        assert "\n" not in str(error)
+        return
+    assert set(whole) == set(FREE) == set(sample)
+    for field, column in FREE.items():
+        assert_same(whole[field], column)
+
+
+def script(name: str) -> Any:
+    """Return a script beside the specification as a module."""
+    spec = importlib.util.spec_from_file_location(name, V1 / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+MAKE_BAD = script("make_bad")
+
+
+@given(st.sampled_from(["free", "one"]), st.data())
+@settings(max_examples=100, deadline=None)
+def test_any_chunk_whose_checksums_fit_reads_as_something_or_is_a_clear_error(base: str, data: st.DataObject) -> None:
+    """An attacker's frames and lengths: the decoders may not crash, and what is read has the right shape."""
+    files = MAKE_BAD.Files(base)
+    name = data.draw(st.sampled_from(sorted(files.ours["fields"])))
+    bodies = files.bodies(name, 0)
+    chunk = data.draw(st.integers(0, len(bodies) - 1))
+    body = bytearray(bodies[chunk])
+    for _ in range(data.draw(st.integers(1, 4))):
+        at = data.draw(st.one_of(st.integers(0, min(24, len(body)) - 1), st.integers(0, len(body) - 1)))
+        body[at] = data.draw(st.integers(0, 255))
+    files.replace_chunk(name, 0, chunk, bytes(body[: data.draw(st.integers(0, 2 * len(body)))]))
+    for path, content in {**files.objects, "zarr.json": json.dumps(files.root).encode()}.items():
+        MEMORY.child(base).put(path, content)
+    try:
+        whole = sl.open(MEMORY.child(base).url)[:]
+    except StreamloaderError as error:
+        assert "\n" not in str(error)
+        return
+    for field, one in GOLD[base]["fields"].items():
+        wanted = expected_column(base, field)
+        assert len(whole[field]) == len(wanted), one
+        if field != name:
+            assert_same(whole[field], wanted)
