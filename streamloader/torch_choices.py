@@ -68,7 +68,7 @@ def choose_decoders(fields: Mapping[str, Field], choice: DecodeChoice) -> dict[s
                 f"decode names {name!r}, which is no bytes field that is fetched",
                 f"choose from {', '.join(images) or 'none'}",
             )
-    if not each:
+    if not each and not isinstance(choice, Mapping):
         raise FieldError(
             f"decode={choice!r}, and no field holds encoded images",
             "leave decode out, or name the field in decode={...}",

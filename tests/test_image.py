@@ -1,0 +1,168 @@
+"""Encoded images become tensors: the right pixels, whatever decodes them; a bad one is named."""
+
+from __future__ import annotations
+
+import io
+import threading
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from datasets import encoded, numbers, picture
+from PIL import Image
+
+from streamloader.decode.image import ImageDecoder
+from streamloader.errors import DecodeError, FieldError, UsageError
+from streamloader.options import Decode
+from streamloader.torch_dataset import StreamingDataset
+
+N = 70
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("images")
+    datasets.write_images(path / "jpeg", [encoded(picture(i), "jpeg") for i in range(N)])
+    datasets.write_images(path / "png", [encoded(picture(i), "png") for i in range(N)], "png")
+    mixed = [encoded(picture(i, 10 + i % 3, 12), "png" if i % 2 else "jpeg") for i in range(N)]
+    datasets.write_images(path / "mixed", mixed, "image")
+    broken = [encoded(picture(i), "jpeg") for i in range(N)]
+    broken[41] = b"this is no image"
+    datasets.write_images(path / "broken", broken)
+    return path
+
+
+@pytest.mark.parametrize("kind", ["jpeg", "png"])
+@pytest.mark.parametrize("decode", [True, "pillow", "simplejpeg", Decode("pillow"), {"image": True}])
+def test_images_come_as_their_pixels(folder: Path, kind: str, decode: Any) -> None:
+    ds = StreamingDataset(folder / kind, batch_size=16, decode=decode, with_index=True)
+    seen = []
+    for batch in ds:
+        image = batch["image"]
+        assert (image.dtype, image.shape) == (torch.uint8, (16, 24, 32, 3))
+        assert batch["label"].tolist() == batch["index"].tolist()
+        for row, i in enumerate(batch["index"].tolist()):
+            difference = np.abs(image[row].numpy().astype(int) - picture(i).astype(int))
+            assert difference.max() <= (0 if kind == "png" else 24)
+            assert difference.mean() <= (0 if kind == "png" else 4)
+        seen += numbers(batch)
+    assert sorted(seen) == list(range(N))
+
+
+def test_both_jpeg_decoders_see_the_same_image(folder: Path) -> None:
+    ways = [StreamingDataset(folder / "jpeg", batch_size=N, decode=way) for way in ("pillow", "simplejpeg")]
+    one, other = (next(iter(ds))["image"].numpy().astype(int) for ds in ways)
+    assert np.abs(one - other).max() <= 2
+
+
+@pytest.mark.parametrize("kind", ["jpeg", "png", "mixed"])
+def test_a_size_makes_images_alike(folder: Path, kind: str) -> None:
+    ds = StreamingDataset(folder / kind, batch_size=10, decode=Decode(size=(6, 9)), with_index=True)
+    for batch in ds:
+        assert batch["image"].shape == (10, 6, 9, 3)
+        i = batch["index"][0].item()
+        red = batch["image"][0, :, :, 0].float().mean().item()
+        assert abs(red - picture(i)[0, 0, 0]) < 12
+
+
+def test_grey_images_have_one_channel(folder: Path) -> None:
+    for size in (None, (8, 8)):
+        decode = Decode(mode="L", size=size)
+        for kind in ("jpeg", "png"):
+            (batch,) = StreamingDataset(folder / kind, batch_size=N, decode=decode, with_index=True)
+            assert batch["image"].shape == (N, *(size or (24, 32)), 1)
+            if size is None:
+                i = batch["index"][3].item()
+                expected = np.asarray(Image.fromarray(picture(i)).convert("L"), int)
+                assert np.abs(batch["image"][3, :, :, 0].numpy().astype(int) - expected).mean() < 4
+
+
+def test_without_decode_the_bytes_are_what_was_written(folder: Path) -> None:
+    for decode in (None, False, {}):
+        for batch in StreamingDataset(folder / "png", batch_size=16, with_index=True, decode=decode):
+            assert batch["image"] == [encoded(picture(i), "png") for i in batch["index"].tolist()]
+
+
+def test_images_of_several_sizes_need_a_size_or_a_transform(folder: Path) -> None:
+    with pytest.raises(DecodeError, match=r"decodes to shape \(1\d, 12, 3\), others of its batch to \(1\d, 12, 3\)"):
+        list(StreamingDataset(folder / "mixed", batch_size=16, decode=True))
+
+    def crop(sample: dict[str, Any]) -> dict[str, Any]:
+        assert sample["image"].dtype == np.uint8
+        return {"image": sample["image"][:8, :8], "label": sample["label"]}
+
+    for batch in StreamingDataset(folder / "mixed", batch_size=16, decode=True, transform=crop):
+        assert batch["image"].shape == (16, 8, 8, 3)
+    for sample in StreamingDataset(folder / "mixed", batch_size=None, decode=Decode(size=(4, 5)), remainder="drop"):
+        assert sample["image"].shape == (4, 5, 3)
+
+
+@pytest.mark.parametrize("decode", [True, "pillow", Decode(size=(8, 8))])
+def test_a_bad_image_is_named_after_the_batches_before_it(folder: Path, decode: Any) -> None:
+    ds = StreamingDataset(folder / "broken", batch_size=8, decode=decode, shuffle=False, with_index=True)
+    seen = []
+    with pytest.raises(DecodeError, match=r"sample 41 does not decode as an image \(16 bytes beginning 74686973"):
+        for batch in ds:
+            seen += numbers(batch)
+    assert seen == list(range(40))
+    for thread in threading.enumerate():
+        if thread.name.startswith("streamloader"):
+            thread.join(20)
+            assert not thread.is_alive()
+    resumed = StreamingDataset(folder / "broken", batch_size=8, decode=decode, shuffle=False, with_index=True)
+    resumed.load_state_dict(ds.state_dict())
+    with pytest.raises(DecodeError, match="sample 41"):
+        next(iter(resumed))
+    (batch, *_) = StreamingDataset(folder / "broken", batch_size=N, shuffle=False)
+    assert batch["image"][41] == b"this is no image"
+
+
+@pytest.mark.parametrize("part", [0, 0.01, 0.1, 0.5, 0.9])
+@pytest.mark.parametrize("kind", ["jpeg", "png"])
+@pytest.mark.parametrize("backend", ["pillow", "simplejpeg"])
+def test_a_cut_image_is_an_error_and_not_grey_pixels(part: float, kind: str, backend: Any) -> None:
+    whole = encoded(picture(1), kind)
+    data = memoryview(whole[: int(part * len(whole))])
+    decoder = ImageDecoder.choose(Decode(backend))
+    with pytest.raises(DecodeError, match="sample 7 does not decode"):
+        decoder.decode(data, 7)
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "P", "LA", "I;16", "1", "CMYK"])
+@pytest.mark.parametrize("size", [None, (5, 6)])
+def test_images_of_every_mode_become_rgb(mode: str, size: Any) -> None:
+    image = Image.fromarray(picture(3))
+    image = image.convert("L").convert("I").convert("I;16") if mode == "I;16" else image.convert(mode)
+    out = io.BytesIO()
+    image.save(out, "tiff" if mode == "CMYK" else "png")
+    decoder = ImageDecoder.choose(Decode(size=size))
+    pixels = decoder.decode(memoryview(out.getvalue()), 0)
+    assert pixels.shape == (*(size or (24, 32)), 3)
+    assert pixels.dtype == np.uint8
+    assert decoder.shape(memoryview(out.getvalue()), 0) == pixels.shape
+
+
+def test_a_bomb_is_refused_before_it_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("streamloader.decode.image.MAX_PIXELS", 1000)
+    for kind, backend in (("jpeg", "pillow"), ("jpeg", "simplejpeg"), ("png", "pillow")):
+        decoder = ImageDecoder.choose(Decode(backend))  # type: ignore[arg-type]
+        with pytest.raises(DecodeError, match="64 x 48 pixels are more than 1000"):
+            decoder.decode(memoryview(encoded(picture(0, 48, 64), kind)), 0)
+
+
+@pytest.mark.parametrize(
+    ("decode", "kind", "shown"),
+    [
+        ("opencv", UsageError, "backend='opencv'"),
+        ({"label": True}, FieldError, "decode names 'label'"),
+        ({"nope": True}, FieldError, "decode names 'nope'"),
+        (3, UsageError, "3"),
+        (["image"], UsageError, "image"),
+    ],
+)
+def test_wrong_decode_choices_are_refused(folder: Path, decode: Any, kind: Any, shown: str) -> None:
+    with pytest.raises(kind, match=shown):
+        StreamingDataset(folder / "jpeg", batch_size=4, decode=decode)
