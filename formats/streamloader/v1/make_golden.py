@@ -2,7 +2,8 @@
 
     python make_golden.py [FOLDER]
 
-Run it again only to add a dataset. One that was published stays as it is: every later version must read it.
+Run it again only to add a dataset. One that was published stays as it is: every later version must read it. So
+every size and codec is written out here, and nothing depends on what a version of the package would choose.
 Compressed bytes depend on the versions of zstd and blosc that constraints.txt pins.
 """
 
@@ -11,26 +12,72 @@ from __future__ import annotations
 import base64
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from golden_values import DATASETS, Fields
 
-from streamloader.format.geometry import Geometry
 from streamloader.format.manifest import Field, FieldLayout, Manifest, OrderPin
 from streamloader.format.metadata import dataset_documents, to_bytes
 from streamloader.format.shard import encode_shard
-from streamloader.format.sink import column_bytes, finish, read_receipts, write_shard, write_split_root
+from streamloader.format.sink import column_bytes, write_split_root
 from streamloader.format.table import encode_pages, rows_per_page, table_digest, table_path
 from streamloader.format.values import to_columns
-from streamloader.format.writer import Writer
-from streamloader.options import Layout
 from streamloader.storage import open_store
 from streamloader.storage.protocol import Store
 
 CODECS = ("none", "lz4", "zstd")
 NUMBERS = {"nan": float("nan"), "inf": float("inf"), "-inf": float("-inf")}
+RESIDENT, BULK = True, False
+Layouts = dict[str, tuple[int, int, str, bool]]  # chunk, shard, codec, resident
+
+
+def in_turn(name: str) -> Layouts:
+    """All fields bulk, chunks of 2 in shards of 4, with the codecs in turn."""
+    return {field: (2, 4, CODECS[i % 3], BULK) for i, field in enumerate(DATASETS[name])}
+
+
+EVERY_KIND: Layouts = {
+    "signal": (1, 1, "lz4", BULK),
+    "icon": (1, 1, "none", BULK),
+    "caption": (1, 1, "zstd", BULK),
+    "boxes": (1, 1, "lz4", BULK),
+    "label": (1, 1, "zstd", RESIDENT),
+}
+SMALL: Layouts = {"label": (8, 8, "none", RESIDENT), "vector": (8, 8, "zstd", RESIDENT)}
+# samples_per_shard, order, layouts
+PLANS: dict[str, tuple[int, OrderPin, Layouts]] = {
+    "tensors": (4, OrderPin(2, 1, 8), in_turn("tensors")),
+    "variable": (4, OrderPin(2, 1, 8), in_turn("variable")),
+    "mixed": (
+        8,
+        OrderPin(4, 2, 16),
+        {
+            "signal": (2, 8, "lz4", BULK),
+            "caption": (4, 8, "zstd", BULK),
+            "label": (32, 32, "lz4", RESIDENT),
+            "vector": (16, 32, "none", RESIDENT),
+        },
+    ),
+    "only_resident": (
+        16,
+        OrderPin(1, 4, 4),
+        {"label": (64, 64, "lz4", RESIDENT), "score": (64, 64, "none", RESIDENT), "seen": (64, 64, "zstd", RESIDENT)},
+    ),
+    "empty": (1, OrderPin(1, 1, 4), EVERY_KIND),
+    "one": (1, OrderPin(1, 1, 4), EVERY_KIND),
+    "splits/train": (8, OrderPin(1, 1, 4), SMALL | {"signal": (1, 8, "lz4", BULK), "caption": (1, 8, "none", BULK)}),
+    "splits/val": (4, OrderPin(1, 1, 4), SMALL | {"signal": (1, 4, "lz4", BULK), "caption": (1, 4, "none", BULK)}),
+    # what the format allows and our writers do not choose: no powers of two, a resident field of several shards
+    "free": (
+        12,
+        OrderPin(6, 2, 12),
+        {"wave": (3, 12, "none", BULK), "blob": (6, 12, "lz4", BULK), "label": (5, 15, "zstd", RESIDENT)},
+    ),
+}
+PROVENANCE = {"free": {"source": "by hand", "ratio": 0.5, "who": "Zoë"}}
 
 
 def value_of(field: Field, value: Any) -> Any:
@@ -50,99 +97,57 @@ def columns_of(fields: Fields) -> tuple[dict[str, Field], dict[str, Any]]:
     return parsed, to_columns(parsed, raw, 0)[1]
 
 
-def with_writer(url: str, fields: Fields, layout: Layout) -> Manifest:
-    """Write as a user does."""
-    parsed, _ = columns_of(fields)
-    count = len(next(iter(fields.values()))[1])
-    with Writer(url, parsed, layout=layout, num_samples=count, workers=1) as out:
-        for i in range(count):
-            out.write({name: value_of(parsed[name], values[i]) for name, (_, values) in fields.items()})
-    return out.close()
+def write_field(store: Store, name: str, layout: FieldLayout, column: Any) -> tuple[FieldLayout, str]:
+    """Write the shards and the table of a field; return its final layout and the table's hash."""
+    entries, stored = np.zeros((0, layout.chunks_per_shard, 2), np.uint32), 0
+    for i in range(layout.num_shards(len(column))):
+        encoded = encode_shard(layout, column[i * layout.shard : (i + 1) * layout.shard])
+        store.put(layout.shard_key(name, i), encoded.data)
+        entries = np.concatenate([entries, encoded.entries[None]])
+        stored += len(encoded.data)
+    for i, page in enumerate(encode_pages(entries, rows_per_page(layout, len(column)))):
+        store.put(f"{table_path(name)}/c/{i}/0/0", page)
+    return replace(layout, nbytes=column_bytes(layout, column), stored=stored), table_digest(entries)
 
 
-def all_bulk(store: Store, fields: Fields) -> None:
-    """Write every field as bulk, chunks of 2 in shards of 4, with the codecs in turn."""
-    parsed, columns = columns_of(fields)
-    layouts = {
-        name: FieldLayout(field, 2, 4, CODECS[i % 3], resident=False) for i, (name, field) in enumerate(parsed.items())
-    }
-    geometry = Geometry(4, OrderPin(2, 1, 8), layouts)
-    count = len(next(iter(columns.values())))
-    for shard in range(-(-count // 4)):
-        write_shard(store, geometry, shard, {name: column[4 * shard :][:4] for name, column in columns.items()})
-    finish(store, geometry, read_receipts(store), {"made_by": "make_golden.py"}, 1)
-
-
-def by_hand(store: Store, fields: Fields) -> None:
-    """Write what the format allows and our writers do not choose.
-
-    No powers of two, a resident field of several shards, keys that a reader must ignore, and the other name of
-    the bytes dtype.
-    """
-    parsed, columns = columns_of(fields)
-    sizes = {"wave": (3, 12, False), "blob": (6, 12, False), "label": (5, 15, True)}
-    count = len(columns["label"])
+def write(store: Store, name: str) -> Manifest:
+    """Write one golden dataset, the root document last."""
+    samples_per_shard, order, plan = PLANS[name]
+    parsed, columns = columns_of(DATASETS[name])
     layouts, tables = {}, {}
-    for codec, (name, (chunk, shard, resident)) in zip(CODECS, sizes.items(), strict=True):
-        layout = FieldLayout(parsed[name], chunk, shard, codec, resident)
-        entries, stored = [], 0
-        for i in range(-(-count // shard)):
-            encoded = encode_shard(layout, columns[name][i * shard : (i + 1) * shard])
-            store.put(layout.shard_key(name, i), encoded.data)
-            entries.append(encoded.entries)
-            stored += len(encoded.data)
-        nbytes = column_bytes(layout, columns[name])
-        layouts[name] = FieldLayout(parsed[name], chunk, shard, codec, resident, nbytes, stored)
-        table = np.stack(entries)
-        tables[name] = table_digest(table)
-        for i, page in enumerate(encode_pages(table, rows_per_page(layout, count))):
-            store.put(f"{table_path(name)}/c/{i}/0/0", page)
-    provenance = {"source": "by hand", "ratio": 0.5, "who": "Zoë"}
-    documents = dataset_documents(Manifest(count, 12, layouts, OrderPin(6, 2, 12), tables, provenance))
-    ours = documents[""]["attributes"]["streamloader"]
-    ours["later"] = {"a reader": "ignores this"}
-    ours["fields"]["wave"]["unit"] = "V"
-    documents["blob"]["data_type"] = "bytes"
+    for field, (chunk, shard, codec, resident) in plan.items():
+        layout = FieldLayout(parsed[field], chunk, shard, codec, resident)
+        layouts[field], tables[field] = write_field(store, field, layout, columns[field])
+    count = len(next(iter(columns.values())))
+    manifest = Manifest(count, samples_per_shard, layouts, order, tables, PROVENANCE.get(name, {}))
+    documents = dataset_documents(manifest)
+    if name == "free":  # keys that a reader must ignore, and the other name of the bytes dtype
+        ours = documents[""]["attributes"]["streamloader"]
+        ours["later"] = {"a reader": "ignores this"}
+        ours["fields"]["wave"]["unit"] = "V"
+        documents["blob"]["data_type"] = "bytes"
+    root = documents.pop("")
     for path, document in documents.items():
-        store.put(f"{path}/zarr.json" if path else "zarr.json", to_bytes(document))
+        store.put(f"{path}/zarr.json", to_bytes(document))
+    store.put("zarr.json", to_bytes(root))
+    return manifest
 
 
 def make(folder: Path) -> None:
     """Write all golden datasets below `folder`."""
     store = open_store(str(folder))
-    url = str(folder)
-    all_bulk(store.child("tensors"), DATASETS["tensors"])
-    all_bulk(store.child("variable"), DATASETS["variable"])
-    small = Layout(shard_size=1 << 14, block_size=1 << 12, chunk_size=1 << 11, samples_per_shard=8)
-    with_writer(f"{url}/mixed", DATASETS["mixed"], small)
-    with_writer(f"{url}/only_resident", DATASETS["only_resident"], small)
-    with_writer(f"{url}/empty", DATASETS["empty"], small)
-    with_writer(f"{url}/one", DATASETS["one"], small)
-    splits = {name: with_writer(f"{url}/splits/{name}", DATASETS[f"splits/{name}"], small) for name in ("train", "val")}
-    write_split_root(store.child("splits"), splits)
-    by_hand(store.child("free"), DATASETS["free"])
+    manifests = {name: write(store.child(name), name) for name in PLANS}
+    write_split_root(store.child("splits"), {name: manifests[f"splits/{name}"] for name in ("train", "val")})
     expected = {
         name: {
-            "num_samples": len(next(iter(fields.values()))[1]),
-            "digest": digest_of(folder / name),
-            "fields": shown(fields),
+            "num_samples": manifests[name].num_samples,
+            "digest": manifests[name].digest,  # pinned, so that a change of its definition is seen
+            "fields": {field: {"spec": spec, "values": values} for field, (spec, values) in fields.items()},
         }
         for name, fields in DATASETS.items()
     }
-    (folder / "expected.json").write_text(
-        json.dumps(expected, indent=None, separators=(",", ":"), sort_keys=True) + "\n"
-    )
-
-
-def shown(fields: Fields) -> dict[str, Any]:
-    """Return the fields as they stand in expected.json."""
-    return {name: {"spec": spec, "values": values} for name, (spec, values) in fields.items()}
-
-
-def digest_of(path: Path) -> str:
-    """Return the digest that a dataset states: pinned, so that a change of its definition is seen."""
-    digest: str = json.loads((path / "zarr.json").read_text())["attributes"]["streamloader"]["digest"]
-    return digest
+    text = json.dumps(expected, separators=(",", ":"), sort_keys=True)
+    (folder / "expected.json").write_text(text + "\n")
 
 
 if __name__ == "__main__":
