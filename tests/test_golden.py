@@ -17,6 +17,7 @@ import pytest
 from golden import EXPECTED, GOLDEN, V1, assert_same, expected_column, place
 
 import streamloader as sl
+from streamloader.format import manifest, parse
 
 NAMES = sorted(EXPECTED)
 SCHEMA = jsonschema.Draft202012Validator(json.loads((V1 / "manifest.schema.json").read_text()))
@@ -226,3 +227,20 @@ def test_a_golden_dataset_reads_the_same_from_memory() -> None:
         assert_same(sl.open(f"memory:/{folder}")[:]["label"], expected_column("mixed", "label"))
     finally:
         memory.rm(folder, recursive=True)
+
+
+def test_the_example_of_the_specification_is_the_golden_shard() -> None:
+    text = (V1 / "SPEC.md").read_text()
+    shown = bytes.fromhex(text.split("```\n")[1])
+    assert shown == (GOLDEN / "free" / "wave" / "c" / "1" / "0").read_bytes()
+
+
+def test_the_schema_has_the_limits_of_the_reader() -> None:
+    defs = SCHEMA.schema["$defs"]
+    order = defs["dataset"]["properties"]["order"]["properties"]
+    assert order["lanes"]["maximum"] == parse.MAX_LANES
+    assert order["window"]["exclusiveMaximum"] == parse.MAX_WINDOW
+    assert defs["count"]["exclusiveMaximum"] == parse.MAX_SAMPLES
+    field = defs["field"]["properties"]
+    assert field["shape"]["maxItems"] == manifest.MAX_AXES
+    assert (field["dtype"]["enum"], field["codec"]["enum"]) == (list(manifest.DTYPES), list(manifest.CODECS))

@@ -20,7 +20,7 @@ from streamloader.format.manifest import (
 )
 
 KNOWN_REQUIREMENTS: frozenset[str] = frozenset()
-MAX_SAMPLES = 1 << 62
+MAX_SAMPLES = 1 << 62  # positions of an epoch, padding included, stay below 2^63
 MAX_CHUNKS = 1 << 20  # of a shard: its index has 16 MiB then
 MAX_LANES = 1 << 16  # readers loop over the lanes
 MAX_WINDOW = 1 << 31
@@ -88,7 +88,7 @@ def _check(manifest: Manifest) -> None:
         raise ValueError("no field")
     if set(manifest.tables) != set(manifest.fields):
         raise ValueError(f"fields {sorted(manifest.fields)} have tables {sorted(manifest.tables)}")
-    if manifest.num_samples > MAX_SAMPLES:
+    if manifest.num_samples >= MAX_SAMPLES:
         raise ValueError(f"{manifest.num_samples} samples")
     for name, layout in manifest.fields.items():
         check_name(name)
