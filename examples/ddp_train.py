@@ -1,0 +1,126 @@
+"""Trains a small classifier on an image dataset in a bucket, with as many ranks as torchrun starts.
+
+    torchrun --nproc-per-node=2 examples/ddp_train.py s3://my-bucket/photos --epochs 3
+
+The dataset has the fields `image` (encoded images) and `label`, and the splits train and val, as `streamloader
+convert FOLDER URL --split train=0.9,val=0.1` makes them. Stop it at any time and start it again, with any number
+of ranks that divides the batch: it goes on at the next sample.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import streamloader as sl
+
+GLOBAL_BATCH = 32
+DECODE = sl.Decode(size=(64, 64))
+SAVE_STEPS = 2  # thousands, in a real run
+
+
+def main() -> None:
+    """Train, save now and then, evaluate."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("url")
+    parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--steps", type=int, help="stop after so many steps in all")
+    parser.add_argument("--checkpoint", type=Path, default=Path("checkpoint.pt"))
+    arguments = parser.parse_args()
+
+    cuda = torch.cuda.is_available()
+    dist.init_process_group("nccl" if cuda else "gloo")
+    if cuda:
+        torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
+    device = torch.device("cuda" if cuda else "cpu")
+    batch_size = GLOBAL_BATCH // dist.get_world_size()
+    train = sl.StreamingDataset(arguments.url, split="train", batch_size=batch_size, decode=DECODE)
+    val = sl.StreamingDataset(arguments.url, split="val", batch_size=batch_size, decode=DECODE, shuffle=False)
+
+    torch.manual_seed(0)
+    model = DistributedDataParallel(network().to(device))
+    optimizer = torch.optim.Adam(model.parameters())
+    step = load(arguments.checkpoint, model, optimizer, train)
+    if dist.get_rank() == 0:
+        print(f"begin at step {step}, epoch {train.epoch}, with {dist.get_world_size()} ranks", flush=True)
+    while train.epoch < arguments.epochs and step != arguments.steps:
+        for batch in train:
+            loss = nn.functional.cross_entropy(
+                model(pixels(batch, device)), batch["label"].to(device), reduction="none"
+            )
+            optimizer.zero_grad()
+            (loss * batch["valid"].to(device)).mean().backward()  # rows that only fill the last batch do not count
+            optimizer.step()
+            step += 1
+            if step % SAVE_STEPS == 0 and dist.get_rank() == 0:
+                save(arguments.checkpoint, model, optimizer, train, step)
+            if step == arguments.steps:
+                break
+    right, count = evaluate(model.module, val, device)
+    if dist.get_rank() == 0:
+        print(f"end at step {step}, epoch {train.epoch}: {right} of {count} right; {train.stats().verdict}")
+    dist.destroy_process_group()
+
+
+def network() -> nn.Module:
+    """Return a network of (b, 3, 64, 64) floats -> (b, 16) logits: enough for 16 classes."""
+    layers = [nn.Conv2d(3, 16, 5, stride=4), nn.ReLU(), nn.Conv2d(16, 32, 3, stride=2), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(1568, 16))
+
+
+def pixels(batch: dict[str, Tensor], device: torch.device) -> Tensor:
+    """Return the images: uint8 (b, h, w, 3) -> float32 (b, 3, h, w) in [0, 1], converted where the model is."""
+    return batch["image"].to(device).permute(0, 3, 1, 2).float() / 255
+
+
+def save(
+    path: Path,
+    model: DistributedDataParallel,
+    optimizer: torch.optim.Optimizer,
+    data: sl.StreamingDataset,
+    step: int,
+) -> None:
+    """Write a checkpoint beside its place and rename it: a kill leaves the old one or the new one, never half."""
+    saved = {
+        "model": model.module.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "data": data.state_dict(),  # the same on every rank
+        "step": step,
+    }
+    unfinished = path.with_suffix(".unfinished")
+    torch.save(saved, unfinished)
+    unfinished.replace(path)
+
+
+def load(
+    path: Path, model: DistributedDataParallel, optimizer: torch.optim.Optimizer, data: sl.StreamingDataset
+) -> int:
+    """Load the checkpoint where there is one, on every rank, and return its step."""
+    if not path.exists():
+        return 0
+    saved = torch.load(path, map_location="cpu", weights_only=True)
+    model.module.load_state_dict(saved["model"])
+    optimizer.load_state_dict(saved["optimizer"])
+    data.load_state_dict(saved["data"])
+    return int(saved["step"])
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, data: sl.StreamingDataset, device: torch.device) -> tuple[int, int]:
+    """Return how many samples the model gets right, and how many there are, over all ranks."""
+    totals = torch.zeros(2, dtype=torch.int64, device=device)
+    for batch in data:
+        valid = batch["valid"].to(device)
+        right = (model(pixels(batch, device)).argmax(1) == batch["label"].to(device)) & valid
+        totals += torch.stack([right.sum(), valid.sum()])
+    dist.all_reduce(totals)
+    return int(totals[0]), int(totals[1])
+
+
+if __name__ == "__main__":
+    main()

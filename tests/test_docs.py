@@ -1,0 +1,171 @@
+"""Every statement of the documentation that is code runs as it stands, and what it prints is what the page says."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from PIL import Image
+from servers import S3Server
+
+from streamloader import errors
+from streamloader.demo.images import write_photographs
+
+ROOT = Path(__file__).parent.parent
+README = ROOT / "README.md"
+PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
+LINKING = [*PAGES, ROOT / "ARCHITECTURE.md", ROOT / "CHANGELOG.md", *sorted(ROOT.glob("formats/**/*.md"))]
+
+FENCE = re.compile(r"^```(\w*)( output)?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)")
+# not run: the package under test is installed, and a test must not replace it
+INSTALL = re.compile(r"^pip install (?:'([^']+)'|(\S+)).*$", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block: its language, its first line in the page, its code, and what the page says that it prints."""
+
+    language: str
+    line: int
+    code: str
+    output: str | None = None
+
+
+def blocks(page: Path) -> list[Block]:
+    """The code blocks of a page; a `text output` block belongs to the one before it."""
+    found: list[Block] = []
+    text = page.read_text()
+    for fence in FENCE.finditer(text):
+        language, is_output, code = fence[1], bool(fence[2]), fence[3]
+        if is_output:
+            last = found.pop()
+            found.append(Block(last.language, last.line, last.code, code))
+        elif language in ("python", "bash"):
+            found.append(Block(language, text[: fence.start()].count("\n") + 2, code))
+    return found
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder `photos/<class>/<image>` of scikit-learn's photographs and some of its digits, JPEG and PNG."""
+    from sklearn.datasets import load_digits
+
+    folder = tmp_path_factory.mktemp("source") / "photos"
+    write_photographs(folder)
+    digits = load_digits()
+    for number, (pixels, label) in enumerate(zip(digits.images[:150], digits.target, strict=False)):
+        path = folder / f"digit{label}" / f"{number:03d}.png"
+        path.parent.mkdir(exist_ok=True)
+        Image.fromarray((pixels * 15).astype("uint8")).resize((160, 160)).save(path)
+    return folder
+
+
+class Reader:
+    """Someone who reads pages and tries what they say, in one bucket, each page in a fresh folder with `photos/`."""
+
+    def __init__(self, moto: S3Server, photos: Path, folder: Path) -> None:
+        self._moto, self._photos, self._folder = moto, photos, folder
+        client = moto.client()
+        client.create_bucket(Bucket="my-bucket")
+        rule = {"Effect": "Allow", "Principal": "*", "Action": "s3:GetObject", "Resource": "arn:aws:s3:::my-bucket/*"}
+        client.put_bucket_policy(Bucket="my-bucket", Policy=json.dumps({"Version": "2012-10-17", "Statement": [rule]}))
+        client.close()
+        self.printed = {README: self.run(README)}  # the other pages take the dataset that it converts
+
+    def run(self, page: Path) -> list[str]:
+        """Run a page and return what each of its blocks printed."""
+        work = self._folder / page.stem
+        shutil.copytree(self._photos, work / "photos")
+        (work / "examples").symlink_to(ROOT / "examples")
+        parts = [(part.language, part.line, INSTALL.sub("true", part.code)) for part in blocks(page)]
+        code, out = self._folder / f"{page.name}.json", self._folder / f"{page.name}.out"
+        code.write_text(json.dumps(parts))
+        path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+        done = subprocess.run(
+            [sys.executable, str(ROOT / "tests" / "run_page.py"), str(code), str(out)],
+            cwd=work,
+            env={**os.environ, **self._moto.env, "PATH": path, "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=280,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr[-4000:]
+        printed: list[str] = json.loads(out.read_text())
+        return printed
+
+
+@pytest.fixture(scope="module")
+def reader(moto: S3Server, photos: Path, tmp_path_factory: pytest.TempPathFactory) -> Reader:
+    """A reader who has done what the README says."""
+    return Reader(moto, photos, tmp_path_factory.mktemp("reader"))
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)], ids=lambda page: page.stem)
+def test_every_block_of_a_page_runs_and_prints_what_it_says(page: Path, reader: Reader) -> None:
+    if page not in reader.printed:
+        reader.printed[page] = reader.run(page)
+    for part, printed in zip(blocks(page), reader.printed[page], strict=True):
+        if part.output is not None:
+            pattern = re.escape(part.output.strip()).replace(r"\.\.\.", ".*")
+            assert re.fullmatch(pattern, printed.strip(), re.DOTALL), f"{page.name}:{part.line} printed\n{printed}"
+
+
+@pytest.mark.parametrize("page", LINKING, ids=lambda page: str(page.relative_to(ROOT)))
+def test_relative_links_resolve(page: Path) -> None:
+    for target in LINK.findall(page.read_text()):
+        file, _, anchor = target.partition("#")
+        if "://" in target:
+            continue
+        linked = page.parent / file if file else page
+        assert linked.exists(), f"{page.name} links {target}"
+        if anchor:
+            assert anchor in anchors(linked), f"{page.name} links {target}"
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors that GitHub makes of a page's headings."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_install_lines_name_extras_that_exist() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    lines = [found for page in PAGES for found in INSTALL.findall(page.read_text())]
+    assert lines
+    for quoted, bare in lines:
+        requirement = re.fullmatch(r"(?:\.|streamloader|[a-z0-9-]+)(?:\[([a-z,]+)\])?", quoted or bare)
+        assert requirement, f"pip install {quoted or bare}"
+        assert set((requirement[1] or "").split(",")) - {""} <= set(project["optional-dependencies"])
+
+
+def test_the_first_screen_of_the_readme_is_short() -> None:
+    text = README.read_text()
+    install_and_convert, train = blocks(README)[:2]
+    assert (install_and_convert.language, train.language) == ("bash", "python")
+    lines = [line for line in (install_and_convert.code + train.code).splitlines() if line.strip()]
+    assert len(lines) <= 15
+    end = train.line + train.code.count("\n")
+    assert end <= 40, "what it is, install, convert and train stand on the first screen"
+    for word in ("pip install", "streamloader convert", "StreamingDataset("):
+        assert word in text[: text.index(train.code) + len(train.code)]
+
+
+def test_the_page_of_errors_is_complete_and_right() -> None:
+    rows = re.findall(r"^\| `(SL\d+)` \| `(\w+)` \| (.+?) \| (.+?) \|$", (ROOT / "docs/errors.md").read_text(), re.M)
+    known = [(getattr(errors, name).code, name) for name in errors.__all__]
+    assert [(code, name) for code, name, _, _ in rows] == sorted(known)
+    for code, name, what, remedy in rows:
+        doc = (getattr(errors, name).__doc__ or "").split("\n")[0].rstrip(".")
+        assert what.startswith(doc), f"{code}: the page says {what!r}, the class {doc!r}"
+        assert len(remedy) >= 20, f"{code} does not say what to do"
