@@ -116,7 +116,7 @@ class StreamingDataset(IterableDataset[dict[str, Any]]):
     @property
     def epoch(self) -> int:
         """The epoch that the next pass delivers; during a pass its own, unless `set_epoch` chose another."""
-        return self._epochs.next_epoch(self._start.epoch)
+        return self._epochs.next_epoch()
 
     def __len__(self) -> int:
         """This rank's batches in a whole epoch (samples with `batch_size=None`), read without workers."""
@@ -132,7 +132,7 @@ class StreamingDataset(IterableDataset[dict[str, Any]]):
         begin = Position.of_worker(start, rank, number, self._share)
         check_share(begin.share)
         warn_of_costs(begin.share, count, repeated, fresh=start.position == 0)
-        self._epochs.begin(number, start.epoch)
+        self._epochs.begin(number, count, start.epoch)
         self._start = self._now = start
         run = Pass(
             self._open_session(), self._order(start), begin, Follow(self._deliver, self._complete), self._shape()
@@ -146,8 +146,8 @@ class StreamingDataset(IterableDataset[dict[str, Any]]):
         Raises `StateError` where a state was just loaded and says another epoch: frameworks that number their
         epochs anew would lose the place.
         """
-        if isinstance(epoch, bool) or not isinstance(epoch, int) or not 0 <= epoch < 2**64:
-            raise UsageError(f"set_epoch({epoch!r})", "give a whole number of at least 0")
+        if isinstance(epoch, bool) or not isinstance(epoch, int) or not 0 <= epoch < 2**63:
+            raise UsageError(f"set_epoch({epoch!r})", "give a whole number of at least 0, below 2**63")
         present = self.epoch
         if self._loaded and epoch != present:
             raise StateError(
@@ -155,7 +155,7 @@ class StreamingDataset(IterableDataset[dict[str, Any]]):
                 "go on with the loaded epoch, or do not load the state",
             )
         if epoch != present:
-            self._epochs.reset()
+            self._epochs.choose(epoch)
             self._start = replace(self._start, epoch=epoch, position=0, extra=0)
             if self._running() is None:
                 self._now = self._start
@@ -191,7 +191,7 @@ class StreamingDataset(IterableDataset[dict[str, Any]]):
                 "load a state that was saved with this dataset",
             )
         self._end_pass()
-        self._epochs.reset()
+        self._epochs.choose(cursor.epoch)
         self._start = self._now = replace(cursor, digest=self._manifest.digest)
         self._loaded = True
 
@@ -209,7 +209,7 @@ class StreamingDataset(IterableDataset[dict[str, Any]]):
         return self.__dict__ | {"_session": None, "_pass": None, "_world": resolve_world(self._world)}
 
     def _begin(self) -> Cursor:
-        epoch = self._epochs.next_epoch(self._start.epoch)
+        epoch = self._epochs.next_epoch()
         return self._start if epoch == self._start.epoch else replace(self._start, epoch=epoch, position=0, extra=0)
 
     def _deliver(self, cursor: Cursor) -> None:

@@ -2,39 +2,45 @@
 
 Workers pass over copies of the dataset, so the parent would never learn that an epoch is over, and persistent
 workers would never learn of `set_epoch`. A few bytes of anonymous shared memory (torch unlinks its name at once:
-nothing is left after a kill) hold, for each worker, how many epochs it has completed.
+nothing is left after a kill) hold the epoch that was set last and, for each worker, the one that it does next.
 """
 
 from __future__ import annotations
 
 import torch
 
-_UNUSED = -1
 MAX_WORKERS = 512
 
 
 class SharedEpochs:
-    """The epoch at which the next pass starts, and the completed passes of each worker."""
+    """The epoch of the next pass: the least that any worker of the last pass does next, or what was set since."""
 
     def __init__(self) -> None:
-        self._completed = torch.full((MAX_WORKERS,), _UNUSED, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
+        shared = torch.zeros(2 + MAX_WORKERS, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
+        self._chosen, self._workers, self._next = shared[:1], shared[1:2], shared[2:]
 
-    def next_epoch(self, at_least: int) -> int:
-        """Return the epoch that every worker is through to; `at_least` where none has said anything.
+    def next_epoch(self) -> int:
+        """Return the epoch at which the next pass starts."""
+        workers = int(self._workers)
+        return int(self._next[:workers].min()) if workers else int(self._chosen)
 
-        Counting only what all workers completed keeps a worker that starts late in the epoch of the others.
+    def begin(self, worker: int, workers: int, epoch: int) -> None:
+        """Note that one of so many workers starts a pass of `epoch`.
+
+        The first one also speaks for those that are still starting: it may be through before they have begun.
         """
-        used = self._completed[self._completed != _UNUSED]
-        return max(at_least, int(used.min())) if len(used) else at_least
-
-    def begin(self, worker: int, epoch: int) -> None:
-        """Note that a worker starts a pass of `epoch`."""
-        self._completed[worker] = epoch
+        if int(self._workers) != workers:
+            self._next[:workers] = epoch
+            self._workers.fill_(workers)
+        self._next[worker] = epoch
 
     def complete(self, worker: int, epoch: int) -> None:
-        """Note that a worker has completed its pass of `epoch`."""
-        self._completed[worker] = epoch + 1
+        """Note that a worker has completed its pass of `epoch`; nothing, if another epoch was set meanwhile."""
+        if int(self._next[worker]) == epoch:
+            self._next[worker] = epoch + 1
 
-    def reset(self) -> None:
-        """Forget all passes: the caller set the epoch, or loaded a state."""
-        self._completed.fill_(_UNUSED)
+    def choose(self, epoch: int) -> None:
+        """Let the next pass be of this epoch: the caller set it, or loaded a state, perhaps in each worker."""
+        if self.next_epoch() != epoch:
+            self._workers.zero_()
+            self._chosen.fill_(epoch)
