@@ -11,11 +11,13 @@ import uuid
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 from golden import EXPECTED as GOLD
 from golden import GOLDEN, V1, assert_same, expected_column
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from servers import S3Server
 
 import streamloader as sl
 from streamloader import errors
@@ -92,6 +94,17 @@ def test_a_wrong_shard_index_alone_changes_nothing(name: str) -> None:
     for field in GOLD["free"]["fields"]:
         assert_same(whole[field], expected_column("free", field))
     assert len(stream(url, EXPECTED[name], shuffle=False)) == GOLD["free"]["num_samples"]
+
+
+def test_missing_and_short_objects_give_the_same_errors_on_s3(moto: S3Server) -> None:
+    """There a range behind an object's end is a refusal (416), and a missing object one of three."""
+    fs = fsspec.filesystem("s3", **moto.storage_options)
+    for name in ("empty_shard", "truncated_shard", "missing_shard", "missing_table", "truncated_table", "nothing_here"):
+        url = moto.url(name)
+        fs.put(f"{BAD / name}/", f"{url}/", recursive=True)
+        with pytest.raises(StreamloaderError) as caught:
+            sl.open(url, storage_options=moto.storage_options)[:]
+        assert_said(caught.value, EXPECTED[name])
 
 
 def test_every_error_class_of_the_format_has_a_bad_dataset() -> None:
