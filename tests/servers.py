@@ -129,8 +129,9 @@ def seaweedfs_server() -> Iterator[S3Server]:
             *(f"-{name}={port}" for name, port in zip(names, ports, strict=True)),
             *("-master.telemetry=false", "-webdav=false", "-admin.ui=false"),
             *("-s3.port.iceberg=0", "-s3.port.lance=0"),
-            # these two would stand in /tmp; the keeper removes those that cannot be moved
-            *(f"-filer.localSocket={folder}/filer.sock", f"-s3.localSocket={folder}/s3.sock"),
+            # these two would stand in /tmp; relative, since a path of a socket has 107 characters at most. The keeper
+            # removes those that cannot be moved
+            *("-filer.localSocket=filer.sock", "-s3.localSocket=s3.sock"),
         ]
 
     keys = {"AWS_ACCESS_KEY_ID": "streamloader", "AWS_SECRET_ACCESS_KEY": "streamloader-secret"}
