@@ -1,36 +1,36 @@
 """Every error that streamloader raises on purpose: one tree, each with a stable code.
 
-    StreamloaderError
-    |-- UsageError                SL100  an argument is wrong (also a ValueError)
-    |   |-- FieldError            SL101  unknown field, or values that do not fit the field
-    |   |-- BatchError            SL102  a batch that the dataset cannot fill
-    |   |-- MemoryBudgetError     SL103  the shuffle window does not fit `memory`
-    |   |-- StateError            SL104  a saved state of another dataset, order or split
-    |   `-- WorldError            SL105  a rank or world size that cannot be
-    |-- StorageError              SL200  the store said no
-    |   |-- NotFoundError         SL201  no such object, bucket or folder
-    |   |-- AccessError           SL202  credentials are missing, wrong, or not allowed to
-    |   |-- EndpointError         SL203  the endpoint cannot be reached
-    |   |-- TransientError        SL204  a passing failure that outlived its retries
-    |   |-- ThrottledError        SL205  the store asked to slow down (503, 429), also after retries
-    |   |-- ObjectExistsError     SL206  a create-only write met an object
-    |   `-- UnsupportedError      SL207  this protocol or option cannot do that
-    |-- FormatError               SL300  the bytes are not what the format says
-    |   |-- NotADatasetError      SL301  nothing of ours is at this URL
-    |   |-- IncompleteError       SL302  a conversion that has not finished
-    |   |-- VersionError          SL303  written by a later version, or requires what we do not know
-    |   |-- MissingObjectError    SL304  a shard, chunk or table that the manifest promises is not there
-    |   |-- CorruptError          SL305  truncated, or a checksum does not match
-    |   `-- ModifiedError         SL306  intact bytes, but not those the manifest was written for
-    |-- SampleError               SL400  one sample cannot be used
-    |   |-- DecodeError           SL401  an encoded sample does not decode
-    |   `-- TransformError        SL402  the caller's transform raised, or returned what cannot be batched
-    |-- ConvertError              SL500  a conversion cannot go on
-    |   |-- SourceError           SL501  the source is empty, unreadable, or not of one schema
-    |   |-- SourceChangedError    SL502  the source changed since the conversion began
-    |   `-- DestinationError      SL503  the destination holds something else
-    `-- EngineError               SL600  a thread, process or protocol of ours failed
-        `-- ForkError             SL601  a used client would be touched after a fork
+StreamloaderError
+|-- UsageError                SL100  an argument is wrong (also a ValueError)
+|   |-- FieldError            SL101  unknown field, or values that do not fit the field
+|   |-- BatchError            SL102  a batch that the dataset cannot fill
+|   |-- MemoryBudgetError     SL103  the shuffle window does not fit `memory`
+|   |-- StateError            SL104  a saved state of another dataset, order or split
+|   `-- WorldError            SL105  a rank or world size that cannot be
+|-- StorageError              SL200  the store said no
+|   |-- NotFoundError         SL201  no such object, bucket or folder
+|   |-- AccessError           SL202  credentials are missing, wrong, or not allowed to
+|   |-- EndpointError         SL203  the endpoint cannot be reached
+|   |-- TransientError        SL204  a passing failure that outlived its retries
+|   |-- ThrottledError        SL205  the store asked to slow down (503, 429), also after retries
+|   |-- ObjectExistsError     SL206  a create-only write met an object
+|   `-- UnsupportedError      SL207  this protocol or option cannot do that
+|-- FormatError               SL300  the bytes are not what the format says
+|   |-- NotADatasetError      SL301  nothing of ours is at this URL
+|   |-- IncompleteError       SL302  a conversion that has not finished
+|   |-- VersionError          SL303  written by a later version, or requires what we do not know
+|   |-- MissingObjectError    SL304  a shard, chunk or table that the manifest promises is not there
+|   |-- CorruptError          SL305  truncated, or a checksum does not match
+|   `-- ModifiedError         SL306  intact bytes, but not those the manifest was written for
+|-- SampleError               SL400  one sample cannot be used
+|   |-- DecodeError           SL401  an encoded sample does not decode
+|   `-- TransformError        SL402  the caller's transform raised, or returned what cannot be batched
+|-- ConvertError              SL500  a conversion cannot go on
+|   |-- SourceError           SL501  the source is empty, unreadable, or not of one schema
+|   |-- SourceChangedError    SL502  the source changed since the conversion began
+|   `-- DestinationError      SL503  the destination holds something else
+`-- EngineError               SL600  a thread, process or protocol of ours failed
+    `-- ForkError             SL601  a used client would be touched after a fork
 """
 
 from __future__ import annotations
