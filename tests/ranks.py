@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,10 @@ def run_case(job: dict[str, Any], case: dict[str, Any]) -> dict[str, Any]:
         context = case["context"]
         source = DataLoader(ds, batch_size=None, num_workers=case["workers"], multiprocessing_context=context)
     batches = []
+    while case.get("forever"):  # until someone kills this rank
+        for step, _ in enumerate(source):
+            if step == 2 and ds.epoch == 0:
+                print(os.getpid(), flush=True)
     iterator = iter(source)
     for batch in iterator:
         datasets.check_batch(batch, ["x", "label", "name"])

@@ -1,0 +1,120 @@
+"""A web server of a folder, with ranges, that stalls, throttles or dies on demand when data files are asked for.
+
+with folder_server(path) as server:
+    server.behave = "stall"      # or "503", "close", ""; for requests of shards, but not for paths with `spare`
+    StreamingDataset(server.url, ...)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+
+class FolderServer(ThreadingHTTPServer):
+    """Treats the next `times` requests for data badly; `gets` counts them all, `met` is set once one was."""
+
+    request_queue_size = 128  # the loader connects with all its threads at once
+    daemon_threads = True
+    block_on_close = False
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.folder = folder
+        self.behave = ""
+        self.spare = "nothing"
+        self.times = 10**9
+        self.gets = 0
+        self.lock = threading.Lock()
+        self.met = threading.Event()
+        self.released = threading.Event()
+
+    @property
+    def url(self) -> str:
+        """The URL of the folder."""
+        return f"http://127.0.0.1:{self.server_port}"
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Say nothing: clients may hang up."""
+
+    def behaviour(self, path: str) -> str:
+        """What to do with a request for data; empty for what is right."""
+        with self.lock:
+            self.gets += 1
+            if not self.behave or self.spare in path or self.times <= 0:
+                return ""
+            self.times -= 1
+        self.met.set()
+        return self.behave
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: FolderServer
+
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002
+        pass
+
+    def do_HEAD(self) -> None:
+        self._file(body=False)
+
+    def do_GET(self) -> None:
+        data = "/c/" in self.path and "_streamloader" not in self.path
+        behaviour = self.server.behaviour(self.path) if data else ""
+        if behaviour == "stall":
+            self.server.released.wait()
+            self.close_connection = True
+        elif behaviour == "close":
+            self.close_connection = True
+        elif behaviour == "503":
+            self._answer(503, b"slow down", {"Retry-After": "0"})
+        else:
+            self._file(body=True)
+
+    def _file(self, body: bool) -> None:
+        path = self.server.folder / self.path.lstrip("/")
+        if not path.is_file():
+            self._answer(404, b"")
+            return
+        content = path.read_bytes()
+        wanted = self.headers.get("Range", "").removeprefix("bytes=")
+        if not wanted:
+            self._answer(200, content, {}, body)
+            return
+        low, high = wanted.split("-")
+        start = int(low) if low else max(0, len(content) - int(high))
+        stop = min(len(content), int(high) + 1) if low and high else len(content)
+        if start >= len(content):
+            self._answer(416, b"")
+            return
+        self._answer(206, content[start:stop], {"Content-Range": f"bytes {start}-{stop - 1}/{len(content)}"}, body)
+
+    def _answer(self, status: int, content: bytes, headers: dict[str, str] | None = None, body: bool = True) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(content)))
+        self.send_header("Last-Modified", "Fri, 20 Nov 2026 12:00:00 GMT")
+        self.send_header("Accept-Ranges", "bytes")
+        for name, text in (headers or {}).items():
+            self.send_header(name, text)
+        self.end_headers()
+        if body:
+            with contextlib.suppress(ConnectionError):
+                self.wfile.write(content)
+
+
+@contextlib.contextmanager
+def folder_server(folder: Path) -> Iterator[FolderServer]:
+    """Run the server in a thread until the block ends."""
+    server = FolderServer(folder)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.released.set()
+        server.shutdown()
+        thread.join()
+        server.server_close()

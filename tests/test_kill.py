@@ -1,0 +1,234 @@
+"""Processes that are interrupted or killed: they end at once, and nothing of them stays behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from textwrap import dedent, indent
+from typing import Any
+
+import datasets
+import pytest
+from folder_server import folder_server
+from servers import seaweedfs_server
+from torchrun import command, environment
+
+N = 600
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("kill") / "data"
+    datasets.write(path, N, ["x", "label", "name"])
+    return path
+
+
+BEGIN = """
+import json, os, sys
+from streamloader.torch_dataset import StreamingDataset
+
+def busy(sample):
+    return {"label": sample["label"]}
+
+def say(*what):
+    print(json.dumps(what), flush=True)
+
+if __name__ == "__main__":
+    url = sys.argv[1]
+"""
+
+
+class Child:
+    """A Python process that runs a script; every line that it prints is JSON."""
+
+    def __init__(self, tmp_path: Path, code: str, *arguments: str) -> None:
+        script = tmp_path / "script.py"
+        script.write_text(BEGIN + indent(dedent(code), "    "))
+        self.temporary = tmp_path / "temporary"
+        self.temporary.mkdir()
+        self.process = subprocess.Popen(
+            [sys.executable, str(script), *arguments],
+            env={**environment(), "TMPDIR": str(self.temporary)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def heard(self) -> Any:
+        """The next line that the process prints."""
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, self.process.communicate()[1]
+        return json.loads(line)
+
+    def end(self, seconds: float) -> tuple[int, str]:
+        """(exit status, standard error) of a process that ends within these seconds."""
+        try:
+            _, error = self.process.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.communicate()
+            raise
+        return self.process.returncode, error
+
+
+def descendants(pid: int) -> list[int]:
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [each for child in children for each in (int(child), *descendants(int(child)))]
+
+
+def assert_all_end(pids: Iterable[int], seconds: float = 20) -> None:
+    for pid in pids:
+        try:
+            handle = os.pidfd_open(pid)
+        except ProcessLookupError:
+            continue
+        try:
+            assert select.select([handle], [], [], seconds)[0], f"process {pid} is still there"
+        finally:
+            os.close(handle)
+
+
+def assert_no_shared_memory(pids: Iterable[int]) -> None:
+    left = [path.name for path in Path("/dev/shm").iterdir()] if Path("/dev/shm").is_dir() else []
+    assert [name for name in left for pid in pids if f"_{pid}_" in name or "streamloader" in name] == []
+
+
+@pytest.mark.parametrize("fields", ["x", "label"])
+def test_ctrl_c_ends_a_process_that_waits_for_a_stalled_server(tmp_path: Path, folder: Path, fields: str) -> None:
+    with folder_server(folder) as server:
+        server.behave = "stall"  # "label" is loaded whole, before the first batch
+        child = Child(
+            tmp_path,
+            f"""
+            ds = StreamingDataset(url, batch_size=8, fields=["{fields}"])
+            say("opened")
+            for batch in ds:
+                say("batch")
+            """,
+            server.url,
+        )
+        assert child.heard() == ["opened"]
+        assert server.met.wait(60)
+        begin = time.monotonic()
+        child.process.send_signal(signal.SIGINT)
+        status, error = child.end(20)
+        assert time.monotonic() - begin < 5
+    assert status == -signal.SIGINT
+    assert "KeyboardInterrupt" in error
+
+
+@pytest.mark.parametrize("behave", ["", "stall"])
+def test_a_process_ends_with_its_main_thread_whatever_is_in_flight(tmp_path: Path, folder: Path, behave: str) -> None:
+    with folder_server(folder) as server:
+        server.behave, server.spare = behave, "/c/0"
+        child = Child(
+            tmp_path,
+            """
+            ds = StreamingDataset(url, batch_size=8, fields=["x"], shuffle=False)
+            iterator = iter(ds)
+            next(iterator)
+            say("one batch")
+            sys.stdin.read()
+            """,
+            server.url,
+        )
+        assert child.heard() == ["one batch"]
+        assert not behave or server.met.wait(60)
+        status, error = child.end(20)
+    assert (status, error) == (0, "")
+
+
+def test_a_killed_process_leaves_no_transform_process_and_no_file(tmp_path: Path, folder: Path) -> None:
+    child = Child(
+        tmp_path,
+        """
+        ds = StreamingDataset(url, batch_size=8, transform=busy, transform_workers=2)
+        iterator = iter(ds)
+        next(iterator)
+        say("running")
+        while True:
+            for batch in ds:
+                pass
+        """,
+        str(folder),
+    )
+    assert child.heard() == ["running"]
+    pids = [child.process.pid, *descendants(child.process.pid)]
+    assert len(pids) >= 3
+    child.process.kill()
+    assert child.end(20)[0] == -signal.SIGKILL
+    assert_all_end(pids)
+    assert_no_shared_memory(pids)
+    assert list(child.temporary.iterdir()) == []
+
+
+def test_a_killed_rank_ends_the_others_and_leaves_nothing(tmp_path: Path, folder: Path) -> None:
+    case = {"name": "forever", "workers": 2, "context": "fork", "forever": True}
+    (tmp_path / "job.json").write_text(json.dumps({"url": str(folder), "options": None, "cases": [case]}))
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    run = subprocess.Popen(
+        command(2, "ranks.py", str(tmp_path / "job.json")),
+        env={**environment(), "TMPDIR": str(temporary)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert run.stdout is not None
+    ranks = [int(run.stdout.readline()) for _ in range(2)]
+    pids = [run.pid, *descendants(run.pid)]
+    assert len(pids) >= 7  # torchrun, two ranks, four workers
+    os.kill(ranks[1], signal.SIGKILL)
+    run.communicate(timeout=60)
+    assert run.returncode != 0
+    assert_all_end(pids)
+    assert_no_shared_memory(pids)
+    # torchrun's logs, and the sockets over which torch's workers hand on file descriptors, whatever the dataset
+    assert [path.name for path in temporary.iterdir() if not path.name.startswith(("torchelastic", "pymp-"))] == []
+
+
+def test_a_killed_server_is_an_error_and_leaves_nothing(tmp_path: Path) -> None:
+    with seaweedfs_server() as server:
+        url = server.url("kill")
+        datasets.write(url, N, ["x", "label", "name"], options=server.storage_options)
+        child = Child(
+            tmp_path,
+            """
+            from streamloader.storage.policy import RetryPolicy
+            RetryPolicy.__init__.__defaults__ = (3, 0.05, 0.1, 5.0, 1)  # patience of a test
+            ds = StreamingDataset(url, batch_size=8, storage_options=json.loads(sys.argv[2]))
+            iterator = iter(ds)
+            next(iterator)
+            say("running")
+            sys.stdin.readline()
+            try:
+                while True:
+                    for batch in ds:
+                        pass
+            except BaseException as error:
+                say(type(error).__name__, str(error))
+            """,
+            url,
+            json.dumps(server.storage_options),
+        )
+        assert child.heard() == ["running"]
+        os.killpg(server.pid, signal.SIGKILL)
+        assert child.process.stdin is not None
+        child.process.stdin.write("go on\n")
+        child.process.stdin.flush()
+    kind, shown = child.heard()
+    assert kind in ("EndpointError", "TransientError")
+    assert "s3://" in shown
+    status, error = child.end(20)
+    assert (status, error) == (0, "")
+    assert_no_shared_memory([child.process.pid])
+    assert list(child.temporary.iterdir()) == []
