@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from streamloader.errors import CorruptError
 from streamloader.format.reader import FieldReader, Run
 from streamloader.format.threads import run_all
 from streamloader.stats import Counters
@@ -21,10 +22,20 @@ def load_whole(field: FieldReader, reader: RangeReader, counters: Counters) -> N
     """Return every sample of a fixed-shape field, shape (num_samples, *shape). Raises storage and format errors."""
     out = np.empty((field.num_samples, *field.layout.field.shape), field.layout.field.dtype)
 
-    def load(run: Run) -> None:
-        body = call_with_retry(partial(field.fetch, reader, run), RetryPolicy())
+    def fetch(run: Run) -> None:
+        counters.add(requests=1)
+        body = call_with_retry(
+            partial(field.fetch, reader, run), RetryPolicy(), on_retry=lambda *_: counters.add(requests=1, retries=1)
+        )
+        counters.add(bytes_fetched=len(body))
         field.decode(run, body, out[run.first_sample : run.first_sample + run.num_samples])
-        counters.add(requests=1, bytes_fetched=len(body))
+
+    def load(run: Run) -> None:
+        try:
+            fetch(run)
+        except CorruptError:  # mostly a damaged transfer: what is damaged at rest fails again
+            counters.add(retries=1)
+            fetch(run)
 
     run_all(load, field.runs(0, field.num_samples), THREADS)
     return out

@@ -1,0 +1,208 @@
+"""The engine against the plan: any geometry in as little memory as it says it needs, and stores that misbehave."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import uuid
+from pathlib import Path
+from typing import Any
+
+import datasets
+import fsspec
+import pytest
+from datasets import numbers
+from folder_server import folder_server
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torchrun import environment
+
+from streamloader.errors import EndpointError, MemoryBudgetError, StreamloaderError, ThrottledError, TransientError
+from streamloader.options import Layout, Shuffle
+from streamloader.plan.order import EpochOrder
+from streamloader.plan.world import Share, World
+from streamloader.storage.policy import RetryPolicy
+from streamloader.torch_dataset import StreamingDataset
+
+FIELDS = ["x", "label", "tok", "name"]
+
+
+def assert_threads_end() -> None:
+    for thread in threading.enumerate():
+        if thread.name.startswith("streamloader"):
+            thread.join(20)
+            assert not thread.is_alive()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("pipeline") / "data"
+    datasets.write(path, 512, ["x", "label"])
+    return path
+
+
+def least_memory(ds: StreamingDataset, **arguments: Any) -> int:
+    """What the error of a hopeless memory= says is needed."""
+    with pytest.raises(MemoryBudgetError) as caught:
+        iter(ds)
+    return int(str(caught.value).split("needs memory=")[1].split()[0])
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data())
+@pytest.mark.filterwarnings("ignore:.* consumers .* lanes")
+def test_every_geometry_delivers_the_plan_in_the_memory_it_asks_for(data: st.DataObject) -> None:
+    count = data.draw(st.integers(1, 300))
+    chunk = data.draw(st.sampled_from((1 << 11, 1 << 13)))
+    layout = Layout(shard_size=1 << 15, block_size=1 << 13, chunk_size=chunk, codec="none")
+    name = f"streamloader-{uuid.uuid4().hex}"
+    url = f"memory://{name}/data"
+    try:
+        datasets.write(url, count, FIELDS, layout)
+        size = data.draw(st.integers(1, 5))
+        batch = data.draw(st.integers(1, min(count, 40)))
+        remainder = data.draw(
+            st.sampled_from(("pad", "drop", "uneven") if size * batch <= count else ("pad", "uneven"))
+        )
+        shuffle: bool | Shuffle = data.draw(st.booleans())
+        if shuffle and data.draw(st.booleans()):
+            block = StreamingDataset(url, batch_size=1)._start.params.block
+            shuffle = Shuffle(
+                block=block, lanes=data.draw(st.integers(1, 6)), window=block * data.draw(st.integers(2, 5))
+            )
+        rank = data.draw(st.integers(0, size - 1))
+        arguments: dict[str, Any] = {
+            "batch_size": batch,
+            "shuffle": shuffle,
+            "world": (rank, size),
+            "remainder": remainder,
+            "with_index": True,
+        }
+        need = least_memory(StreamingDataset(url, memory=1, **arguments))
+        ds = StreamingDataset(url, memory=need, **arguments)
+        order = EpochOrder(count, ds._start.params, 0, 0, shuffle is not False)
+        share = Share(count, order.lanes, batch, World(rank, size), remainder)
+        truth = order.samples_at(0, count)
+        steps = 0
+        for steps, got in enumerate(ds, start=1):
+            positions, valid = share.positions((steps - 1) * share.global_batch)
+            assert got["index"].tolist() == truth[share.source(positions)].tolist()
+            assert remainder != "pad" or got["valid"].tolist() == valid.tolist()
+            datasets.check_batch(got, FIELDS)
+        assert steps == share.num_steps(0) == len(ds)
+        assert_threads_end()
+    finally:
+        fsspec.filesystem("memory").rm(f"/{name}", recursive=True)
+
+
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RetryPolicy.__init__, "__defaults__", (4, 0.01, 0.05, 10.0, 1))
+
+
+def test_a_storm_of_503_is_survived(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RetryPolicy.__init__, "__defaults__", (30, 0.01, 0.05, 20.0, 30))
+    with folder_server(folder) as server:
+        server.behave, server.times, server.spare = "503", 60, "/label/"
+        ds = StreamingDataset(server.url, batch_size=16, with_index=True)
+        seen = []
+        for batch in ds:
+            datasets.check_batch(batch, ["x", "label"])
+            seen += numbers(batch)
+        assert sorted(seen) == list(range(512))
+        assert server.times == 0
+        assert ds.stats().retries >= 30
+    assert_threads_end()
+
+
+@pytest.mark.parametrize("behave", ["503", "close"])
+def test_a_store_that_fails_for_good_is_an_error_after_the_batches_before_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, behave: str
+) -> None:
+    impatient(monkeypatch)
+    with folder_server(folder) as server:
+        server.behave, server.spare = behave, "/c/0"
+        ds = StreamingDataset(server.url, batch_size=16, with_index=True, shuffle=False)
+        seen = []
+        with pytest.raises((ThrottledError, EndpointError, TransientError), match=r"/x/c/1") as caught:
+            for batch in ds:
+                datasets.check_batch(batch, ["x", "label"])
+                seen += numbers(batch)
+        assert seen
+        assert seen == list(range(len(seen)))
+        assert len(seen) < 512
+        assert "\n" not in str(caught.value)
+        assert ds.state_dict()["position"] == len(seen)
+        server.behave = ""  # the store recovers: the run goes on from its state
+        again = StreamingDataset(server.url, batch_size=16, with_index=True, shuffle=False)
+        again.load_state_dict(ds.state_dict())
+        assert seen + [i for batch in again for i in numbers(batch)] == list(range(512))
+    assert_threads_end()
+
+
+def test_a_damaged_chunk_is_named_at_its_batch(folder: Path, tmp_path: Path) -> None:
+    datasets.write(tmp_path / "d", 512, ["x"])
+    shard = next(
+        path for path in sorted((tmp_path / "d" / "x" / "c").rglob("*")) if path.is_file() and "3" in path.parts[-2:]
+    )
+    content = bytearray(shard.read_bytes())
+    content[5] ^= 1
+    shard.write_bytes(content)
+    ds = StreamingDataset(tmp_path / "d", batch_size=16, with_index=True, shuffle=False)
+    seen = []
+    with pytest.raises(StreamloaderError, match=r"chunk 0 of .*x/c/3.* \(samples \d+ to \d+\) is damaged"):
+        for batch in ds:
+            seen += numbers(batch)
+    assert seen
+    assert seen == list(range(len(seen)))
+    assert_threads_end()
+
+
+MEMORY = """
+import resource, sys
+import numpy as np
+from streamloader.torch_dataset import StreamingDataset
+from streamloader.format.writer import Writer
+from streamloader.options import Layout
+
+url, memory = sys.argv[1], int(sys.argv[2])
+peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+for _ in StreamingDataset(url, batch_size=8, fields=["label"]):
+    pass  # torch, clients and threads are there
+before = peak()
+ds = StreamingDataset(url, batch_size=64, memory=memory, with_index=True)
+peaks = []
+for epoch in range(5):
+    seen = 0
+    for batch in ds:
+        assert (batch["image"][:, 0, 0, 0].numpy() == batch["index"].numpy() % 251).all()
+        seen += int(batch["valid"].sum())
+    assert seen == 2048, seen
+    peaks.append(peak() - before)
+print(*peaks)
+"""
+
+
+def test_peak_memory_stays_within_the_budget_and_does_not_grow(tmp_path: Path) -> None:
+    import numpy as np
+
+    from streamloader.format.writer import Writer
+
+    with Writer(tmp_path / "d", {"image": "uint8[224,224,3]", "label": "int64"}, layout=Layout(codec="none")) as out:
+        for start in range(0, 2048, 64):
+            fill = (np.arange(start, start + 64) % 251).astype(np.uint8)
+            images = np.broadcast_to(fill[:, None, None, None], (64, 224, 224, 3))
+            out.write_batch({"image": images, "label": np.arange(start, start + 64)})
+    need = least_memory(StreamingDataset(tmp_path / "d", batch_size=64, memory=1))
+    done = subprocess.run(
+        [sys.executable, "-c", MEMORY, str(tmp_path / "d"), str(need)],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    peaks = [int(text) for text in done.stdout.split()]
+    assert peaks[-1] <= need + 300 * 10**6
+    assert peaks[-1] - peaks[1] <= 40 * 10**6, "memory grows from epoch to epoch"
