@@ -1,0 +1,118 @@
+"""Slots and batch buffers: what is held is never written again, and what was dropped is used again."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import numpy as np
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from streamloader.engine.arena import Arena, BatchBuffers
+from streamloader.format.codecs import Items
+from streamloader.format.manifest import Field, FieldLayout
+from streamloader.stats import Counters
+
+BLOCK = 4
+LAYOUTS = {
+    "x": FieldLayout(Field.parse("int64[2]"), chunk=2, shard=8, codec="none", resident=False),
+    "raw": FieldLayout(Field.parse("bytes"), chunk=2, shard=8, codec="none", resident=False),
+}
+
+
+def items(values: list[bytes]) -> Items:
+    ends = np.cumsum([len(value) for value in values], dtype=np.int64)
+    starts = ends - [len(value) for value in values]
+    return Items(np.frombuffer(b"".join(values), np.uint8), starts, ends)
+
+
+def fill(arena: Arena, ticket: int, skip: int = 0) -> None:
+    """Load a block whose values tell its ticket; `skip` samples of the first chunk come before it."""
+    slot = arena.claim(ticket)
+    arena.room("x", slot, BLOCK)[:] = (ticket * BLOCK + np.arange(BLOCK))[:, None]
+    values = [b"before"] * skip + [b"%d" % (ticket * BLOCK + row) for row in range(BLOCK)]
+    chunks = [items(values[at : at + 2]) for at in range(0, len(values), 2)]
+    arena.keep("raw", slot, chunks[:1], skip)  # in two requests
+    arena.keep("raw", slot, chunks[1:], 0)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_rows_are_those_of_their_tickets_whatever_was_claimed_and_released(data: st.DataObject) -> None:
+    slots = data.draw(st.integers(1, 6))
+    arena = Arena(LAYOUTS, slots, BLOCK)
+    live: list[int] = []
+    ticket = 0
+    for _ in range(data.draw(st.integers(1, 60))):
+        ticket += data.draw(st.sampled_from((1, 1, 1, 1023, 1024)))  # tickets that would share a place in the table
+        if len(live) == slots:
+            arena.release(live.pop(data.draw(st.integers(0, slots - 1))))
+        fill(arena, ticket, skip=data.draw(st.integers(0, 1)))
+        live.append(ticket)
+        assert arena.free == slots - len(live)
+        tickets = np.array(data.draw(st.lists(st.sampled_from(live), min_size=1, max_size=9)), np.int64)
+        rows = np.array([data.draw(st.integers(0, BLOCK - 1)) for _ in tickets], np.int64)
+        out = np.empty((len(tickets), 2), np.int64)
+        arena.take("x", tickets, rows, out)
+        assert out.tolist() == [[t * BLOCK + r] * 2 for t, r in zip(tickets, rows, strict=True)]
+        assert [bytes(item) for item in arena.items("raw", tickets, rows)] == [
+            b"%d" % (t * BLOCK + r) for t, r in zip(tickets, rows, strict=True)
+        ]
+    arena.clear()
+    assert arena.free == slots
+
+
+def test_items_that_a_batch_holds_outlive_their_slot() -> None:
+    arena = Arena(LAYOUTS, 1, BLOCK)
+    fill(arena, 0)
+    held = arena.items("raw", np.zeros(1, np.int64), np.array([3]))
+    arena.release(0)
+    fill(arena, 1)
+    assert bytes(held[0]) == b"3"
+
+
+def leased(buffers: BatchBuffers, value: int) -> torch.Tensor:
+    array: np.ndarray[Any, Any] = buffers.lease((8, 16), "float32")
+    array[:] = value
+    return torch.from_numpy(array)
+
+
+def test_a_buffer_comes_back_only_when_nothing_sees_it_any_more() -> None:
+    counters = Counters()
+    buffers = BatchBuffers(counters)
+    first = leased(buffers, 1)
+    row, flat = first[3], first.view(-1)
+    del first
+    gc.collect()
+    second = leased(buffers, 2)
+    assert (row == 1).all()
+    assert (flat == 1).all()
+    assert counters.snapshot().buffers_allocated == 2
+    address = row.untyped_storage().data_ptr()
+    del row, flat
+    gc.collect()
+    third = leased(buffers, 3)
+    assert third.untyped_storage().data_ptr() == address
+    assert counters.snapshot().buffers_allocated == 2
+    assert (second == 2).all()
+
+
+def test_buffers_of_another_size_or_dtype_are_not_mixed_up() -> None:
+    buffers = BatchBuffers(Counters())
+    for shape, dtype in (((4,), "float32"), ((2, 2), "float32"), ((4,), "int32"), ((3,), "bool"), ((0, 5), "uint8")):
+        array = buffers.lease(shape, dtype)
+        assert (array.shape, array.dtype) == (shape, np.dtype(dtype))
+        del array
+        assert buffers.lease(shape, dtype).dtype == np.dtype(dtype)
+
+
+def test_without_recycling_every_lease_is_new_memory() -> None:
+    counters = Counters()
+    buffers = BatchBuffers(counters, recycle=False)
+    kept = [buffers.lease((4,), "int64")[:2] for _ in range(5)]  # numpy slices do not keep a lease
+    for i, view in enumerate(kept):
+        view[:] = i
+    assert [view.tolist() for view in kept] == [[i, i] for i in range(5)]
+    assert counters.snapshot().buffers_allocated == 5
