@@ -87,6 +87,8 @@ class StreamloaderError(Exception):
         self.remedy = remedy
 
     def __str__(self) -> str:
+        if not self.remedy and f"[{self.code}]" in self.problem:
+            return self.problem  # a DataLoader worker's error, which torch makes anew from its text and traceback
         text = f"{self.problem}; {self.remedy}" if self.remedy else self.problem
         return f"{' '.join(text.split())} [{self.code}]"
 

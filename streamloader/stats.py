@@ -16,7 +16,9 @@ class Stats:
 
     `wait_seconds`: the training loop waited for a batch. `fetch_wait_seconds`, `decode_wait_seconds` and
     `transform_wait_seconds` say for what the loader itself waited; they overlap with training.
-    `client` names the data plane and why it was chosen.
+    `request_seconds`, `unpack_seconds`, `decode_seconds` and `transform_seconds` are summed over all threads: requests
+    in flight, checking and unpacking chunks, decoding images, the caller's transform. `full_seconds`: the loader was
+    ahead and waited for the training loop. `client` names the data plane and why it was chosen.
     """
 
     batches: int = 0
@@ -31,6 +33,8 @@ class Stats:
     buffers_allocated: int = 0
     request_seconds: float = 0.0
     unpack_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    transform_seconds: float = 0.0
     fetch_wait_seconds: float = 0.0
     decode_wait_seconds: float = 0.0
     transform_wait_seconds: float = 0.0

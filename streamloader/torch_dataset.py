@@ -101,7 +101,6 @@ class StreamingDataset(IterableDataset[dict[str, Any]]):
         self._epochs = SharedEpochs()
         self._session: tuple[int, Session] | None = None
         self._pass: weakref.ref[Pass] | None = None
-        self._pickled = False
 
     @property
     def fields(self) -> dict[str, Field]:
@@ -169,10 +168,12 @@ class StreamingDataset(IterableDataset[dict[str, Any]]):
         """
         if batches is not None:
             share = self._share(World(0, resolve_world(self._world).size * workers))
-            return self._start.with_workers(workers)[0].advance(batches, share).to_dict()
-        if self._pickled and self._pass is None and not in_worker():
+            # workers pass on without the parent: it knows where their first pass began, not which one they are at
+            start = self._from(self._epochs.begun) if self._read_by_workers() else self._start
+            return start.with_workers(workers)[0].advance(batches, share).to_dict()
+        if self._read_by_workers():
             raise StateError(
-                "this copy of the dataset was handed to DataLoader workers and has not been read here",
+                "this copy of the dataset was handed to DataLoader workers, which read since",
                 "save state_dict(batches=<trained>, workers=<num_workers>), or use torchdata's StatefulDataLoader",
             )
         return self._now.to_dict()
@@ -205,12 +206,17 @@ class StreamingDataset(IterableDataset[dict[str, Any]]):
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickle for workers: the rank is resolved here, since a spawned worker cannot ask torch.distributed."""
-        self._pickled = True
         return self.__dict__ | {"_session": None, "_pass": None, "_world": resolve_world(self._world)}
 
     def _begin(self) -> Cursor:
-        epoch = self._epochs.next_epoch()
+        return self._from(self._epochs.next_epoch())
+
+    def _from(self, epoch: int) -> Cursor:
+        """Where a pass of this epoch begins: where it stands if a state said so."""
         return self._start if epoch == self._start.epoch else replace(self._start, epoch=epoch, position=0, extra=0)
+
+    def _read_by_workers(self) -> bool:
+        return self._epochs.read_elsewhere and self._running() is None and not in_worker()
 
     def _deliver(self, cursor: Cursor) -> None:
         self._loaded = False

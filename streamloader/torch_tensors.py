@@ -41,6 +41,8 @@ def to_samples(batch: Batch, *, with_index: bool, with_valid: bool) -> Iterator[
         if isinstance(column, Ragged):
             edges = columns.pop(name + OFFSETS).tolist()
             columns[name] = [columns[name][a:b] for a, b in pairwise(edges)]
+        elif isinstance(column, list) and column and isinstance(column[0], np.ndarray):
+            columns[name] = [_tensor(image) for image in column]
     for i in range(len(batch.plan.samples)):
         yield {name: column[i] for name, column in columns.items()}
 

@@ -68,6 +68,21 @@ def test_a_size_makes_images_alike(folder: Path, kind: str) -> None:
         assert abs(red - picture(i)[0, 0, 0]) < 12
 
 
+def test_single_samples_keep_each_its_own_size(folder: Path) -> None:
+    ds = StreamingDataset(folder / "mixed", batch_size=None, decode=True, with_index=True)
+    shapes = {int(sample["index"]): tuple(sample["image"].shape) for sample in ds}
+    assert shapes == {i: (10 + i % 3, 12, 3) for i in range(N)}
+    assert all(isinstance(sample["image"], torch.Tensor) for sample in ds)
+
+
+def test_what_libjpeg_only_warns_of_is_no_error() -> None:
+    good = encoded(picture(3), "jpeg")
+    padded = good[:-2] + b"abc" + good[-2:]  # "extraneous bytes before marker", which cameras do write
+    fast, slow = (ImageDecoder.choose(Decode(backend)) for backend in ("simplejpeg", "pillow"))
+    pixels = fast.decode(memoryview(padded), 0)
+    assert np.array_equal(pixels, slow.decode(memoryview(padded), 0))
+
+
 def test_grey_images_have_one_channel(folder: Path) -> None:
     for size in (None, (8, 8)):
         decode = Decode(mode="L", size=size)

@@ -72,7 +72,10 @@ class ImageDecoder:
     def _pixels(self, data: memoryview) -> NDArray[np.uint8]:
         wanted = self.options
         if self.fast and data[:3] == _JPEG_MAGIC and wanted.size is None:
-            return self._simplejpeg(data)
+            try:
+                return self._simplejpeg(data)
+            except ValueError:  # it refuses what libjpeg only warns of; whether an image is good, Pillow decides
+                pass
         with Image.open(io.BytesIO(data)) as image:
             if image.width * image.height > MAX_PIXELS:
                 raise ValueError(f"{image.width} x {image.height} pixels are more than {MAX_PIXELS}")

@@ -78,6 +78,7 @@ class Session:
             streamed={name: reader.layout for name, reader in streamed.items()},
             resident={name: self._resident[name] for name in resident},
             decoders=self._wish.decoders,
+            alike=self._wish.transform is None and steps_at_once == 1,
             transform=self._wish.transform,
             transform_workers=self._wish.transform_workers,
             seed=order.seed,

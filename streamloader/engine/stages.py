@@ -28,13 +28,16 @@ class Recipe:
     """What a batch is made of: the columns `names`, in that order.
 
     `streamed` fields come from the arena, `resident` ones are whole arrays in memory; `decoders` names the
-    image fields to decode. `seed` and `epoch` key the random numbers of the transform.
+    image fields to decode. `alike` says that the images of a batch must have one size; where a transform makes
+    them alike, or samples are handed out singly, they are kept apart. `seed` and `epoch` key the random numbers of
+    the transform.
     """
 
     names: tuple[str, ...]
     streamed: Mapping[str, FieldLayout]
     resident: Mapping[str, NDArray[Any]]
     decoders: Mapping[str, ImageDecoder]
+    alike: bool
     transform: Transform | None
     transform_workers: int
     seed: int
@@ -105,8 +108,8 @@ class Stages:
         try:
             for name, items in images.items():
                 decoder = self._recipe.decoders[name]
-                if self._recipe.transform is not None and decoder.options.size is None:
-                    out: Any = [None] * len(items)  # the transform makes them alike
+                if not self._recipe.alike and decoder.options.size is None:
+                    out: Any = [None] * len(items)
                 else:
                     out = self._buffers.lease((len(items), *decoder.shape(items[0], numbers[0])), "uint8")
                 batch.columns[name] = out
