@@ -12,7 +12,6 @@ import pytest
 from torch.utils.data import DataLoader
 from torchrun import environment
 
-from streamloader.errors import StateError
 from streamloader.torch_dataset import StreamingDataset
 
 N = 603
