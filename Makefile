@@ -5,14 +5,13 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint types test-slow format bench-first clean
+.PHONY: help install demo test lint types format bench-first clean
 
 help:
 	@echo "make demo         the main job: convert, train with two ranks, kill, resume, evaluate (a minute or two)"
 	@echo "make test         lint, types and all tests (less than ten minutes)"
 	@echo "make lint         ruff; 'make format' repairs what it can"
 	@echo "make types        mypy --strict"
-	@echo "make test-slow    the tests that take minutes each"
 	@echo "make bench-first  the loader against obstore alone, on SeaweedFS"
 	@echo "make clean        remove .venv and every cache"
 
@@ -30,10 +29,7 @@ demo: $(STAMP)
 	@$(BIN)/streamloader demo
 
 test: lint types
-	$(BIN)/python -m pytest -m 'not slow'
-
-test-slow: $(STAMP)
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -9,6 +9,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any
 
+# Bytes: a cloud store's first byte takes as long as a MiB of the rest, so that shorter requests mostly wait.
+SMALL_REQUEST = 1 << 20
+
 
 @dataclass(frozen=True)
 class Stats:
@@ -66,8 +69,12 @@ class Stats:
         }
         stage = max(stages, key=lambda name: stages[name])
         rate = self.bytes_fetched / self.seconds / 1e6 if self.seconds else 0.0
+        size = self.bytes_fetched / max(1, self.requests)
+        change = "more memory= keeps more of them in flight"
+        if size < SMALL_REQUEST:
+            change = "they are small: a larger shuffle=Shuffle(block=) makes fewer and longer ones"
         advice = {
-            "network": f"{rate:.0f} MB/s in {self.requests} requests; more memory= keeps more of them in flight",
+            "network": f"{rate:.1f} MB/s in {self.requests} requests of {size / 1e6:.3g} MB; {change}",
             "decode": "give it more cores, the simplejpeg extra, or store smaller images",
             "transform": "set transform_workers=, or move work out of the transform",
         }

@@ -19,11 +19,12 @@ from streamloader.format.geometry import (
     choose_layouts,
     nearest_power,
     next_power,
+    order_pin,
     previous_power,
     resident_fields,
     settle,
 )
-from streamloader.format.manifest import Field
+from streamloader.format.manifest import Field, OrderPin
 from streamloader.options import MIB, Layout
 
 names = st.sampled_from(["a", "b", "c", "d"])
@@ -143,3 +144,11 @@ def test_powers_are_the_nearest_of_their_kind(value: int) -> None:
     below, above, near = previous_power(value), next_power(value), nearest_power(value)
     assert below <= value <= above <= 2 * below
     assert near in (below, above)
+
+
+@pytest.mark.parametrize(
+    ("num_samples", "block", "lanes"),
+    [(0, 8, 1), (1, 8, 1), (8 * 15, 8, 1), (8 * 16 - 7, 8, 2), (8 * 31, 8, 2), (8 * 32, 8, 4), (10**12, 8, 64)],
+)
+def test_default_lanes_are_a_power_of_two_of_eight_blocks_each(num_samples: int, block: int, lanes: int) -> None:
+    assert order_pin(num_samples, block) == OrderPin(block, lanes, 4 * block)

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streamloader.errors import UsageError
-from streamloader.plan.order import EpochOrder, OrderParams, _stable_argsort, default_params
+from streamloader.plan.order import EpochOrder, OrderParams, _stable_argsort
 from streamloader.plan.world import Share, World
 
 GOLDEN = json.loads(reference.ORDERS.read_text(encoding="utf-8"))
@@ -155,7 +155,7 @@ def test_epochs_and_seeds_differ() -> None:
 
 def test_order_can_be_entered_deep_in_ten_trillion_samples() -> None:
     n = 10**13
-    order = EpochOrder(n, default_params(n, 1024), seed=7, epoch=3)
+    order = EpochOrder(n, OrderParams(1024, 64, 4096), seed=7, epoch=3)
     there = order.samples_at(n // 2, n // 2 + 500)
     assert there[100:].tolist() == order.samples_at(n // 2 + 100, n // 2 + 500).tolist()
     assert len(set(there.tolist())) == 500
@@ -171,14 +171,6 @@ def test_argsort_keeps_the_order_of_equal_keys(values: list[int]) -> None:
 def test_argsort_keeps_the_order_of_equal_keys_in_long_arrays() -> None:
     keys = np.random.default_rng(1).integers(0, 5000, 20_000).astype(np.uint64)
     assert (_stable_argsort(keys) == np.argsort(keys, kind="stable")).all()
-
-
-@pytest.mark.parametrize(
-    ("num_samples", "block", "lanes"),
-    [(0, 8, 1), (1, 8, 1), (8 * 15, 8, 1), (8 * 16 - 7, 8, 2), (8 * 31, 8, 2), (8 * 32, 8, 4), (10**12, 8, 64)],
-)
-def test_default_lanes_are_a_power_of_two_of_eight_blocks_each(num_samples: int, block: int, lanes: int) -> None:
-    assert default_params(num_samples, block) == OrderParams(block, lanes, 4 * block)
 
 
 @pytest.mark.parametrize(
@@ -211,8 +203,3 @@ def test_window_too_wide_for_its_keys_is_refused_before_anything_is_allocated() 
     order = EpochOrder(2**40, OrderParams(2**29, 1, 3 * 2**29), 0, 0)
     with pytest.raises(UsageError, match="smaller window="):
         order.emit(0, 2**32, 2**32 + 1)
-
-
-def test_default_params_refuse_a_block_of_nothing() -> None:
-    with pytest.raises(UsageError, match="block=0 "):
-        default_params(10, 0)

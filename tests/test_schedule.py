@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from streamloader.errors import UsageError
 from streamloader.plan import schedule as planner
-from streamloader.plan.order import EpochOrder, OrderParams, default_params
+from streamloader.plan.order import EpochOrder, OrderParams
 from streamloader.plan.schedule import BatchPlan, BlockRef, schedule, slots_needed
 from streamloader.plan.world import Share, World
 
@@ -221,7 +221,7 @@ def test_epoch_of_no_or_one_sample(num_samples: int, shuffle: bool) -> None:
 
 def test_first_batch_of_ten_billion_samples_is_planned_at_once() -> None:
     num_samples = 10**10
-    order = EpochOrder(num_samples, default_params(num_samples, 1024), seed=1, epoch=0)
+    order = EpochOrder(num_samples, OrderParams(1024, 64, 4096), seed=1, epoch=0)
     share = Share(num_samples, order.lanes, 256, World(0, 1), "pad")
     seconds = []
     for position in (0, num_samples // 2 + 17, num_samples - 999):

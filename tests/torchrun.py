@@ -22,9 +22,10 @@ def environment() -> dict[str, str]:
     }
 
 
-def command(ranks: int, script: str, *arguments: str) -> list[str]:
-    """torchrun of a script of this folder, on a port of its own choice."""
+def command(ranks: int, script: str, *arguments: str, log: Path) -> list[str]:
+    """torchrun of a script of this folder, on a port of its own choice, with its log in a folder that is given."""
     options = ["--nnodes=1", f"--nproc-per-node={ranks}", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0"]
+    options.append(f"--log-dir={log}")
     return [sys.executable, "-m", "torch.distributed.run", *options, str(TESTS / script), *arguments]
 
 
@@ -33,7 +34,7 @@ def run_ranks(folder: Path, ranks: int, job: Mapping[str, Any], seconds: float =
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "job.json").write_text(json.dumps(job))
     done = subprocess.run(
-        command(ranks, "ranks.py", str(folder / "job.json")),
+        command(ranks, "ranks.py", str(folder / "job.json"), log=folder / "logs"),
         env=environment(),
         capture_output=True,
         text=True,

@@ -16,10 +16,11 @@ def run_all(work: Callable[[Item], Result], items: Iterable[Item], threads: int)
     """Return `[work(item) for item in items]`, done by up to `threads` threads.
 
     The first failure is raised when the items in work have ended; no further ones are begun. The threads are
-    daemons: an executor's would keep the interpreter from leaving while a request stalls.
+    daemons: an executor's would keep the interpreter from leaving while a request stalls. A single item gets one
+    too, since Ctrl-C waits for a client's call on the main thread.
     """
     todo = list(enumerate(items))
-    if threads <= 1 or len(todo) <= 1:
+    if threads <= 1 or not todo:
         return [work(item) for _, item in todo]
     todo.reverse()
     results: dict[int, Result] = {}

@@ -15,9 +15,7 @@ from numpy.typing import NDArray
 from streamloader.errors import UsageError
 from streamloader.plan.permute import BlockPermutation, mix, order_keys
 
-__all__ = ["EpochOrder", "OrderParams", "default_params"]
-
-_MAX_DEFAULT_LANES = 64
+__all__ = ["EpochOrder", "OrderParams"]
 
 
 @dataclass(frozen=True)
@@ -45,14 +43,6 @@ class OrderParams:
             )
         if self.window >= 2**31:
             raise UsageError(f"window={self.window} samples is not below 2**31", "set a smaller window=")
-
-
-def default_params(num_samples: int, block: int) -> OrderParams:
-    """The defaults of rule 1 for a block of `block` samples: window 4 blocks, up to 64 lanes of 8 blocks or more."""
-    if block < 1:
-        raise UsageError(f"block={block} is not a whole number of 1 or more", "set block= to one")
-    eighth = min(_MAX_DEFAULT_LANES, max(1, -(-num_samples // block) // 8))
-    return OrderParams(block=block, lanes=2 ** (eighth.bit_length() - 1), window=4 * block)
 
 
 @dataclass(frozen=True)

@@ -18,12 +18,10 @@ from streamloader.storage.fsspec_store import FsspecStore
 from streamloader.storage.location import parse_location
 from streamloader.storage.policy import NO_RETRY, RetryBudget, RetryPolicy, Timing, call_with_retry
 from streamloader.storage.protocol import Buffer, ObjectInfo, RangeReader, Store
-from streamloader.storage.ranges import MergedRange, coalesce
 
 __all__ = [
     "NO_RETRY",
     "Buffer",
-    "MergedRange",
     "ObjectInfo",
     "RangeReader",
     "RetryBudget",
@@ -31,7 +29,6 @@ __all__ = [
     "Store",
     "Timing",
     "call_with_retry",
-    "coalesce",
     "open_store",
 ]
 
