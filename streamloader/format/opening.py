@@ -68,7 +68,7 @@ def open_root(store: Store, split: str | None = None) -> Opened:
 def read_root(store: Store) -> dict[str, Any]:
     """Return the root document. Raises `NotADatasetError`, `IncompleteError` or `FormatError`."""
     try:
-        data = store.get_range(ROOT, 0, MAX_ROOT + 1)
+        data = store.get(ROOT)
     except NotFoundError as error:
         raise _absent(store, error) from error
     if len(data) > MAX_ROOT:
