@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from typing import Any
 
 import datasets
@@ -129,6 +130,10 @@ def test_a_killed_transform_process_is_an_error_at_its_batch(url: str) -> None:
 def test_what_processes_cannot_load_is_refused(url: str) -> None:
     with pytest.raises(UsageError, match="transform_workers with a transform that other processes cannot load"):
         iter(StreamingDataset(url, batch_size=8, transform=lambda sample: sample, transform_workers=1))
+    for thread in threading.enumerate():
+        if thread.name.startswith("streamloader"):
+            thread.join(20)
+            assert not thread.is_alive()
 
 
 @pytest.mark.parametrize(

@@ -119,8 +119,9 @@ class Assembler:
         self._weights: dict[int, int] = {}
         self._slots = budget.slots
         self._arena = source.memory.arena
-        self._fetcher = Fetcher(source.fields, source.reader, self._arena, budget.threads, counters)
+        # first, since it may refuse the transform: no thread may be left then
         self._stages = Stages(recipe, source.memory, budget.cores, counters, self.fail)
+        self._fetcher = Fetcher(source.fields, source.reader, self._arena, budget.threads, counters)
         self.transforms = recipe.transform is not None
         self._planned: deque[BatchPlan] = deque()
         self._wanted: deque[BlockRef] = deque()

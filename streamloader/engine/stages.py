@@ -54,12 +54,12 @@ class Stages:
         self._arena = memory.arena
         self._buffers = memory.buffers
         self._counters = counters
-        self._decode = Crew("decode", threads if recipe.decoders else 0, fail)
         self._threads = threads
         self._processes: list[TransformProcess] = []
         if recipe.transform is not None:
             self._processes = [TransformProcess(recipe.transform) for _ in range(recipe.transform_workers)]
             self._with_rng = takes_rng(recipe.transform)
+        self._decode = Crew("decode", threads if recipe.decoders else 0, fail)
         self._transform = [
             Crew("transform", 1, fail) for _ in range(max(1, len(self._processes)) if recipe.transform else 0)
         ]
