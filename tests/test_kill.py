@@ -184,11 +184,17 @@ def test_a_killed_rank_ends_the_others_and_leaves_nothing(tmp_path: Path, folder
         text=True,
     )
     assert run.stdout is not None
-    ranks = [int(run.stdout.readline()) for _ in range(2)]
-    pids = [run.pid, *descendants(run.pid)]
-    assert len(pids) >= 7  # torchrun, two ranks, four workers
-    os.kill(ranks[1], signal.SIGKILL)
-    run.communicate(timeout=60)
+    try:
+        ranks = [int(run.stdout.readline()) for _ in range(2)]
+        pids = [run.pid, *descendants(run.pid)]
+        assert len(pids) >= 7  # torchrun, two ranks, four workers
+        os.kill(ranks[1], signal.SIGKILL)
+        run.communicate(timeout=60)
+    finally:
+        if run.poll() is None:
+            for pid in [*descendants(run.pid), run.pid]:
+                os.kill(pid, signal.SIGKILL)
+            run.communicate()
     assert run.returncode != 0
     assert_all_end(pids)
     assert_no_shared_memory(pids)
