@@ -27,7 +27,7 @@ class Arena:
     def __init__(self, layouts: Mapping[str, FieldLayout], slots: int, block: int) -> None:
         self.block = block
         self.shape = (dict(layouts), slots, block)
-        self._free = deque(range(slots))
+        self._free = list(range(slots))
         self._layouts = dict(layouts)
         self._fixed: dict[str, Column] = {
             name: np.empty((slots * block, *layout.field.shape), layout.field.dtype)
@@ -54,7 +54,7 @@ class Arena:
 
     def claim(self, ticket: int) -> int:
         """Return a free slot, now held for `ticket`."""
-        slot = self._free.popleft()
+        slot = self._free.pop()  # the one that was released last: its pages are touched
         while self._slot_of[ticket & (len(self._slot_of) - 1)] != -1:
             self._grow()
         self._slot_of[ticket & (len(self._slot_of) - 1)] = slot
