@@ -9,10 +9,15 @@ from typing import Any
 
 import fsspec
 import pytest
+from hypothesis import settings
 from servers import S3Server, external_server, moto_server, seaweedfs_server
 
 # a test that forgets its keys must fail at once, not ask a cloud's metadata service for them
 os.environ.setdefault("AWS_EC2_METADATA_DISABLED", "true")
+
+# machines are shared: how long an example takes says nothing; with CI set, hypothesis draws the same examples each time
+settings.register_profile("unhurried", parent=settings(), deadline=None)
+settings.load_profile("unhurried")
 
 StoreUrl = tuple[str, dict[str, Any]]
 
