@@ -8,8 +8,9 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from textwrap import dedent, indent
 from typing import Any
@@ -171,11 +172,16 @@ def test_a_killed_process_leaves_no_transform_process_and_no_file(tmp_path: Path
     assert list(child.temporary.iterdir()) == []
 
 
-def test_a_killed_rank_ends_the_others_and_leaves_nothing(tmp_path: Path, folder: Path) -> None:
+@pytest.fixture
+def temporary() -> Iterator[Path]:
+    """A folder for temporary files with a short path: a socket's, in which torch's workers put theirs, ends at 107."""
+    with tempfile.TemporaryDirectory(prefix="kill") as path:
+        yield Path(path)
+
+
+def test_a_killed_rank_ends_the_others_and_leaves_nothing(tmp_path: Path, folder: Path, temporary: Path) -> None:
     case = {"name": "forever", "workers": 2, "context": "fork", "forever": True}
     (tmp_path / "job.json").write_text(json.dumps({"url": str(folder), "options": None, "cases": [case]}))
-    temporary = tmp_path / "temporary"
-    temporary.mkdir()
     run = subprocess.Popen(
         command(2, "ranks.py", str(tmp_path / "job.json"), log=tmp_path / "logs"),
         env={**environment(), "TMPDIR": str(temporary)},
