@@ -120,6 +120,13 @@ def finish(running: Ranks, log: Path) -> list[Event]:
 
 
 def _reason(log: Path) -> str:
-    lines = [line.strip() for line in log.read_text(errors="replace").splitlines()]
-    named = [line for line in lines if line.startswith("[rank") and "Error" in line]
-    return named[0] if named else next((line for line in reversed(lines) if line), "it said nothing")
+    """Return the line of the log that says most: a rank's own error, another one, what torchrun says of its death."""
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    for says in (
+        lambda line: line.startswith("[rank") and "Error" in line,
+        lambda line: "Error" in line or "what():" in line,
+        lambda line: line.startswith(("traceback :", "exitcode")),
+    ):
+        for line in filter(says, lines):
+            return line
+    return lines[-1] if lines else "it said nothing"
