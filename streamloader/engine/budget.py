@@ -8,8 +8,8 @@ from pathlib import Path
 
 from streamloader.errors import MemoryBudgetError
 from streamloader.format.threads import cpu_count
+from streamloader.options import MIB
 
-MIB = 1 << 20
 # Requests in flight: 16 saturate loopback and 10 Gbit/s at 4 MiB each; memory may lower it.
 MAX_THREADS = 16
 # Batches made ahead of the consumer: one is handed over, one waits, one is in the making.

@@ -11,13 +11,14 @@ from numpy.typing import NDArray
 
 from streamloader.decode.image import ImageDecoder
 from streamloader.engine.arena import Arena, BatchBuffers, Memory
-from streamloader.engine.budget import MIB, Budget, Demand, allot, allowance
+from streamloader.engine.budget import Budget, Demand, allot, allowance
 from streamloader.engine.pipeline import Assembler, Pipeline, Source
 from streamloader.engine.resident import load_whole
 from streamloader.engine.stages import Recipe
 from streamloader.engine.transform import Transform
 from streamloader.format.manifest import FieldLayout
 from streamloader.format.reader import MAX_REQUEST, FieldReader
+from streamloader.options import MIB
 from streamloader.plan.order import EpochOrder, OrderParams
 from streamloader.plan.schedule import schedule, slots_needed
 from streamloader.plan.world import Share

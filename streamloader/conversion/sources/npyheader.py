@@ -18,6 +18,11 @@ from streamloader.storage.protocol import ObjectInfo, Store
 HEADER_BYTES = 16 << 10  # numpy refuses to evaluate a longer header too
 
 
+def row_field(dtype: np.dtype[Any], shape: tuple[int, ...]) -> Field:
+    """Return the tensor field that holds the rows of an array of that dtype, in any byte order, and shape."""
+    return Field("tensor", dtype.newbyteorder("=").name, shape[1:])
+
+
 @dataclass(frozen=True)
 class StoredArray:
     """An array whose rows lie one after another in a file, from byte `start` on."""
@@ -30,7 +35,7 @@ class StoredArray:
     @property
     def field(self) -> Field:
         """The tensor field that holds it."""
-        return Field("tensor", self.dtype.newbyteorder("=").name, self.shape[1:])
+        return row_field(self.dtype, self.shape)
 
     @property
     def row_bytes(self) -> int:

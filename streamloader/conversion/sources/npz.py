@@ -15,7 +15,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streamloader.conversion.sources.base import Range, read_range
-from streamloader.conversion.sources.npyheader import HEADER_BYTES, StoredArray, parse_header, read_array_header
+from streamloader.conversion.sources.npyheader import (
+    HEADER_BYTES,
+    StoredArray,
+    parse_header,
+    read_array_header,
+    row_field,
+)
 from streamloader.errors import SourceError
 from streamloader.format.manifest import Field
 from streamloader.storage.protocol import ObjectInfo, Store
@@ -38,7 +44,7 @@ class PackedArray:
     @property
     def field(self) -> Field:
         """The tensor field that holds it."""
-        return Field("tensor", self.dtype.newbyteorder("=").name, self.shape[1:])
+        return row_field(self.dtype, self.shape)
 
     def read_rows(self, store: Store, rows: NDArray[np.int64], out: NDArray[Any]) -> None:
         """Fill `out` with the rows, which ascend. Raises `SourceError` for a damaged or truncated member."""
