@@ -47,7 +47,7 @@ class RefreshingCredentials:
 
 
 def s3_target(location: Location, options: S3Options) -> Target:
-    """Return what an obstore client for the bucket is made of.
+    """Return what a client for the bucket is made of.
 
     Raises `UnsupportedError` for what obstore cannot do, `AccessError` where there are no credentials, and
     `EndpointError` where the bucket's region cannot be asked for.
@@ -60,14 +60,15 @@ def s3_target(location: Location, options: S3Options) -> Target:
         endpoint, region = _endpoint_and_region(session, options, bucket)
         credentials = None if options.anon else _credentials(session, options, location.shown)
         http = client_options(options.connect_seconds, options.read_seconds, endpoint.startswith("http://"))
-        _trust(http, options.verify if options.verify is not None else session.get_config_variable("ca_bundle"))
+        verify = options.verify if options.verify is not None else session.get_config_variable("ca_bundle")
+        _trust(http, verify)
     except client_errors() as error:
         raise storage_error(error, location.shown) from error
     custom = not _is_aws(endpoint)
     config = s3_config(options, endpoint if custom else None, region)
     if custom and "AWS_ENDPOINT_URL_S3" in os.environ:
         config["aws_endpoint_url_s3"] = endpoint  # to obstore the variable outranks `endpoint`
-    return Target("s3", bucket, prefix, config, http, credentials)
+    return Target("s3", bucket, prefix, config, http, credentials, endpoint, verify)
 
 
 def _endpoint_and_region(session: Any, options: S3Options, bucket: str) -> tuple[str, str]:

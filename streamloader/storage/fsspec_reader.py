@@ -5,6 +5,7 @@ from __future__ import annotations
 from streamloader.storage.calls import Calls
 from streamloader.storage.failures import client_errors, storage_error
 from streamloader.storage.location import object_path, redact
+from streamloader.storage.protocol import Room
 
 
 class FsspecReader:
@@ -24,7 +25,7 @@ class FsspecReader:
             return self
         return FsspecReader(self._calls, f"{self._root}/{path}", f"{self._shown}/{path}", self.reason)
 
-    def read(self, path: str, start: int, stop: int) -> memoryview:
+    def read(self, path: str, start: int, stop: int, room: Room | None = None) -> memoryview:  # noqa: ARG002 - the client makes bodies of its own
         """Return bytes [start, stop) of the object, fewer where it ends before. One request; thread-safe."""
         if stop <= start:
             return memoryview(b"")

@@ -1,4 +1,4 @@
-"""The control plane: whole objects below a URL, through any fsspec filesystem."""
+"""The control plane: whole objects below a URL, through any fsspec filesystem; on S3 they are read without it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from streamloader.errors import StorageError, ThrottledError, UsageError
 from streamloader.storage.calls import TEMPORARY_SUFFIX, Calls, Page
 from streamloader.storage.connection import Connection
 from streamloader.storage.failures import client_errors, storage_error
+from streamloader.storage.http_reader import HttpReader
 from streamloader.storage.location import Location, checked_path, object_path
 from streamloader.storage.policy import RETRYABLE, RetryPolicy, call_with_retry
 from streamloader.storage.protocol import Buffer, ObjectInfo, RangeReader
@@ -38,7 +39,7 @@ class FsspecStore:
 
     def get(self, path: str) -> bytes:
         """Return the whole object. Raises `NotFoundError` where there is none."""
-        return self._ask(object_path(path), lambda calls, full: calls.get(full))
+        return self._read(path, lambda http, key: http.get(key), lambda calls, full: calls.get(full))
 
     def get_range(self, path: str, start: int, stop: int) -> bytes:
         """Return bytes [start, stop), fewer where the object ends before; one request."""
@@ -46,13 +47,19 @@ class FsspecStore:
             raise UsageError(f"bytes [{start}, {stop}) of {path!r} are no range", "give 0 <= start <= stop")
         if start == stop:
             return b""
-        return self._ask(object_path(path), lambda calls, full: calls.get_range(full, start, stop))
+        return self._read(
+            path,
+            lambda http, key: bytes(http.read(key, start, stop)),
+            lambda calls, full: calls.get_range(full, start, stop),
+        )
 
     def get_tail(self, path: str, size: int) -> bytes:
         """Return the last `size` bytes, fewer where the object is smaller; one request."""
         if size < 1:
             return b""
-        return self._ask(object_path(path), lambda calls, full: calls.get_tail(full, size))
+        return self._read(
+            path, lambda http, key: http.get_tail(key, size), lambda calls, full: calls.get_tail(full, size)
+        )
 
     def head(self, path: str) -> ObjectInfo | None:
         """Return the object's size and etag, or None where there is none."""
@@ -116,6 +123,16 @@ class FsspecStore:
     def _shown(self, path: str) -> str:
         return self._connection.location.child(self._below(path)).shown
 
+    def _read(
+        self, path: str, by_http: Callable[[HttpReader, str], bytes], by_fsspec: Callable[[Calls, str], bytes]
+    ) -> bytes:
+        """Read one object: over plain sockets where they serve it, for fsspec's S3 takes 0.2 s to start."""
+        below = self._below(object_path(path))
+        http = self._guard(path, self._connection.http)
+        if http is None:
+            return self._ask(path, by_fsspec)
+        return call_with_retry(lambda: by_http(http, below), self._policy, self._connection.budget)
+
     def _ask(
         self,
         path: str,
@@ -129,7 +146,7 @@ class FsspecStore:
         return call_with_retry(
             lambda: self._guard(path, lambda: call(session.calls, full)),
             self._policy,
-            session.budget,
+            self._connection.budget,
             retryable=retryable,
         )
 

@@ -10,6 +10,7 @@ from streamloader.errors import ForkError, UnsupportedError
 from streamloader.storage import fork
 from streamloader.storage.failures import beyond_the_end, client_errors, storage_error
 from streamloader.storage.location import Location, object_path
+from streamloader.storage.protocol import Room
 from streamloader.storage.translate import Target, azure_target, gcs_target, http_target, local_target, s3_options
 
 
@@ -35,7 +36,7 @@ class ObjectReader:
         prefix = f"{self._prefix}/{path}" if self._prefix else path
         return ObjectReader(self._client, prefix, f"{self._shown}/{path}", self.reason)
 
-    def read(self, path: str, start: int, stop: int) -> memoryview:
+    def read(self, path: str, start: int, stop: int, room: Room | None = None) -> memoryview:  # noqa: ARG002 - the client makes bodies of its own
         """Return bytes [start, stop) of the object, fewer where it ends before. One request; thread-safe."""
         if stop <= start:
             return memoryview(b"")

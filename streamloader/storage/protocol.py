@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+
 Buffer = bytes | bytearray | memoryview
+Room = Callable[[int], memoryview]
 
 
 @dataclass(frozen=True)
@@ -21,19 +24,29 @@ class ObjectInfo:
 class RangeReader(Protocol):
     """The data plane: blocking ranged reads, from any thread, without a retry of its own.
 
-    `kind` names the client (`obstore` or `fsspec`) and `reason` says why it was chosen.
+    `kind` names the client (`http`, `obstore` or `fsspec`) and `reason` says why it was chosen.
     """
 
     kind: str
     reason: str
 
-    def read(self, path: str, start: int, stop: int) -> memoryview:
+    def below(self, path: str) -> RangeReader:
+        """Return the reader of the folder `path`, over the same connections."""
+        ...
+
+    def read(self, path: str, start: int, stop: int, room: Room | None = None) -> memoryview:
         """Return bytes [start, stop) of the object; shorter where the object ends before `stop`.
 
-        Raises a `StorageError`: `NotFoundError`, `AccessError`, `EndpointError`, `ThrottledError`,
-        or `TransientError` for what may pass.
+        `room` gives writable memory of a size, for a plane that puts bytes where it is told; one whose client
+        makes bodies of its own does not call it. Raises a `StorageError`: `NotFoundError`, `AccessError`,
+        `EndpointError`, `ThrottledError`, or `TransientError` for what may pass.
         """
         ...
+
+
+def room_for(size: int) -> memoryview:
+    """Return writable memory of so many bytes, not cleared; none for a negative size."""
+    return memoryview(np.empty(max(0, size), np.uint8))  # type: ignore[arg-type]
 
 
 class Store(Protocol):

@@ -31,7 +31,10 @@ _AZURE_PASSED_OVER = _FSSPEC_ONLY | {"max_concurrency", "blocksize", "assume_con
 
 @dataclass(frozen=True)
 class Target:
-    """What an obstore client is made of. `bucket` is a container or a base URL elsewhere, `prefix` a key."""
+    """What a client is made of. `bucket` is a container or a base URL elsewhere, `prefix` a key.
+
+    `endpoint` (a URL) and `verify` (False, or the file of the certificates to trust) are known for S3.
+    """
 
     kind: str
     bucket: str
@@ -39,6 +42,8 @@ class Target:
     config: Mapping[str, Any] = field(default_factory=dict, repr=False)
     client_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
     credentials: Callable[[], dict[str, Any]] | None = field(default=None, repr=False)
+    endpoint: str = ""
+    verify: bool | str | None = None
 
 
 @dataclass(frozen=True)
