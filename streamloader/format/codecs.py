@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from streamloader.errors import CorruptError, FieldError
 from streamloader.format.manifest import MAX_CHUNK_BYTES, Field, FieldLayout
 from streamloader.options import CodecChoice
+from streamloader.storage.protocol import Room, room_for
 
 Column = NDArray[Any] | Sequence[bytes]
 
@@ -87,16 +88,17 @@ def decode_fixed(layout: FieldLayout, data: memoryview, out: NDArray[Any]) -> No
     np.copyto(flat, whole[: flat.size])
 
 
-def decode_items(layout: FieldLayout, data: memoryview) -> Items:
+def decode_items(layout: FieldLayout, data: memoryview, room: Room = room_for) -> Items:
     """Return the `layout.chunk` items of the chunk's body `data`, without its checksum; nothing is copied.
 
-    Raises `CorruptError` where lengths and bytes do not agree, or a frame claims more than the whole field has.
+    A compressed body is unpacked into what `room` gives for its size. Raises `CorruptError` where lengths and bytes do
+    not agree, or a frame claims more than the whole field has.
     """
     if layout.codec != "none":
         size = _check_frame(layout.codec, data, 4, min(MAX_CHUNK_BYTES, layout.nbytes + 4 * layout.chunk + 4))
-        whole = np.empty(size, np.uint8)
+        whole = room(size)
         _decompress(layout.codec, data, whole)
-        data = whole.data
+        data = whole
     return parse_items(data, layout.chunk)
 
 
@@ -106,17 +108,18 @@ def parse_items(data: memoryview, count: int) -> Items:
     if size < 4 + 4 * count or int.from_bytes(data[:4], "little") != count:
         raise CorruptError(f"the chunk of {size} bytes does not hold {count} items")
     length_at = struct.Struct("<I").unpack_from
-    starts = [0] * count
-    stops = [0] * count
+    stops: list[int] = []
     stop = 4
-    for i in range(count):
-        if stop + 4 > size:
-            raise CorruptError(f"item {i} of the chunk begins at byte {stop} of {size}")
-        starts[i] = start = stop + 4
-        stops[i] = stop = start + length_at(data, stop)[0]
+    try:
+        for _ in range(count):
+            stop += 4 + length_at(data, stop)[0]
+            stops.append(stop)
+    except struct.error:
+        raise CorruptError(f"item {len(stops)} of the chunk begins at byte {stop} of {size}") from None
     if stop != size:
         raise CorruptError(f"the items of the chunk end at byte {stop} of {size}")
-    return Items(data, np.array(starts, np.int64), np.array(stops, np.int64))
+    edges = np.array([4, *stops], np.int64)
+    return Items(data, edges[:-1] + 4, edges[1:])
 
 
 def choose_codec(choice: CodecChoice, field: Field, column: Column) -> str:
@@ -158,7 +161,7 @@ def _use_one_blosc_thread() -> None:
     blosc.use_threads = False
 
 
-def _decompress(codec: str, data: memoryview, out: NDArray[np.uint8]) -> None:
+def _decompress(codec: str, data: memoryview, out: NDArray[np.uint8] | memoryview) -> None:
     _use_one_blosc_thread()
     try:
         (zstd if codec == "zstd" else blosc).decompress(data, out)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,11 +17,13 @@ from streamloader.format.opening import open_manifest
 from streamloader.format.shard import index_size, parse_index
 from streamloader.format.table import ChunkTable
 from streamloader.options import MIB
-from streamloader.storage.protocol import RangeReader, Store
+from streamloader.storage.protocol import RangeReader, Room, Store, room_for
 
 __all__ = ["FieldReader", "Run", "field_reader", "open_manifest"]
 
 MAX_REQUEST = 16 * MIB  # one request of a cloud store moves 50-90 MB/s: larger ones only add latency
+# A damaged body is mostly a damaged transfer: fetched again this often before it counts as damaged at rest.
+BODY_ATTEMPTS = 3
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,23 +83,53 @@ class FieldReader:
                 runs.append(self._run(shard, low, high, offsets, crcs))
         return runs
 
-    def fetch(self, reader: RangeReader, run: Run) -> memoryview:
-        """Return the run's bytes by one request without a retry. Raises `MissingObjectError` or `StorageError`."""
+    def fetch(self, reader: RangeReader, run: Run, room: Room | None = None) -> memoryview:
+        """Return the run's bytes by one request without a retry, in `room` where the plane can put them.
+
+        Raises `MissingObjectError` or `StorageError`.
+        """
         try:
-            return reader.read(run.path, run.start, run.stop)
+            return reader.read(run.path, run.start, run.stop, room)
         except NotFoundError as error:
             problem = f"{self._url(run)} is missing, which the manifest promises"
             raise MissingObjectError(problem, "restore the object, or convert the dataset again") from error
 
+    def load(
+        self,
+        run: Run,
+        fetch: Callable[[], memoryview],
+        out: NDArray[Any] | None = None,
+        first: int | None = None,
+        *,
+        room: Room = room_for,
+        on_damage: Callable[[], None] | None = None,
+    ) -> list[Items] | None:
+        """Return what `decode` does of the body that `fetch` returns; a damaged one is fetched again, twice at most.
+
+        `on_damage` is told before each further attempt. Raises what `fetch` raises and, in the end, what `decode` does.
+        """
+        for _ in range(BODY_ATTEMPTS - 1):
+            try:
+                return self.decode(run, fetch(), out, first, room)
+            except CorruptError:
+                if on_damage is not None:
+                    on_damage()
+        return self.decode(run, fetch(), out, first, room)
+
     def decode(
-        self, run: Run, data: memoryview, out: NDArray[Any] | None = None, first: int | None = None
+        self,
+        run: Run,
+        data: memoryview,
+        out: NDArray[Any] | None = None,
+        first: int | None = None,
+        room: Room = room_for,
     ) -> list[Items] | None:
         """Check length and checksum of every chunk of the run, and decode it.
 
         Fixed shape: into `out`, C-contiguous (rows, *shape) of the field's dtype; its row 0 is sample `first`
         (default: `run.first_sample`), and samples outside of it are dropped. Variable size: returns the items
-        of each chunk, without the padding of the last one. Raises `CorruptError` or `ModifiedError`, which
-        name the object, the chunk and its samples.
+        of each chunk, without the padding of the last one; compressed ones are unpacked into `room`. Raises
+        `CorruptError` or `ModifiedError`, which name the object, the chunk and its samples.
         """
         if self.layout.field.fixed == (out is None):
             raise TypeError(f"field {self.name!r}: `out` is for fields of fixed shape, and they need it")
@@ -114,7 +146,7 @@ class FieldReader:
                 if out is not None:
                     self._decode_rows(body, out, sample - first, rows)
                 else:
-                    items.append(_trimmed(decode_items(self.layout, body), rows))
+                    items.append(_trimmed(decode_items(self.layout, body, room), rows))
             except CorruptError as error:
                 raise self._damage(run, i, error.problem) from error
         return items if out is None else None
