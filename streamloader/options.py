@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -37,26 +38,128 @@ class Shuffle:
 
 
 @dataclass(frozen=True)
-class Decode:
-    """How encoded images become tensors: uint8, height x width x channels.
+class RandomResizedCrop:
+    """A box of random size, shape and place, resized to the target: the usual augmentation of photographs.
 
-    `backend`: "pillow" knows every format; "simplejpeg" decodes JPEG four times as fast and leaves other
-    formats to Pillow; "auto" is simplejpeg where it is installed. `mode`: "RGB" (3 channels), "L" (1) .
-    `size`: (height, width) to resize to, bilinear; None keeps each image's own size, and then all images of
-    a batch must have one, or a transform must make it so.
+    `scale`: the least and greatest part of the image's area; `ratio`: of width to height, drawn evenly on a
+    logarithmic scale. `flip`: how probably the result is mirrored, from 0 to 1. The random numbers belong to the
+    sample's seed, epoch and position.
+    """
+
+    scale: tuple[float, float] = (0.08, 1.0)
+    ratio: tuple[float, float] = (3 / 4, 4 / 3)
+    flip: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not (len(self.scale) == 2 and 0 < self.scale[0] <= self.scale[1] <= 1):
+            raise UsageError(f"RandomResizedCrop(scale={self.scale!r})", "give (least, greatest) above 0, at most 1")
+        if not (len(self.ratio) == 2 and 0 < self.ratio[0] <= self.ratio[1] < math.inf):
+            raise UsageError(f"RandomResizedCrop(ratio={self.ratio!r})", "give (least, greatest) above 0")
+        if not 0 <= self.flip <= 1:
+            raise UsageError(f"RandomResizedCrop(flip={self.flip!r})", "give a probability from 0 to 1")
+
+
+@dataclass(frozen=True)
+class CenterCrop:
+    """The largest box of the target's shape in the middle of the image, times `part`: for evaluation.
+
+    0.875 is what resizing the short side to 256 and cropping 224 gives, the usual partner of `RandomResizedCrop`.
+    """
+
+    part: float = 0.875
+
+    def __post_init__(self) -> None:
+        if not 0 < self.part <= 1:
+            raise UsageError(f"CenterCrop(part={self.part!r})", "give a part above 0, at most 1")
+
+
+Normalization = tuple[tuple[float, ...], tuple[float, ...]]
+# mean and standard deviation of ImageNet's training images, channels from 0 to 1: what torchvision's models expect
+IMAGENET: Normalization = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+
+
+@dataclass(frozen=True)
+class Decode:
+    """How encoded images become tensors: height x width x channels, uint8, or float32 with `normalize`.
+
+    `backend`: "pillow" knows every format; "simplejpeg" decodes JPEG four times as fast and leaves other formats to
+    Pillow; "auto" is simplejpeg where it is installed, and then OpenCV resizes where that is. `mode`: "RGB" (3
+    channels), "L" (1). `size`: (height, width) to resize to, bilinear; None keeps each image's own size, and then
+    all images of a batch must have one, or a transform must make it so. `crop`: what is resized to `size`: None, the
+    whole image; "random" or `RandomResizedCrop(...)`; "center" or `CenterCrop(...)`. `normalize`: (mean, std), one
+    number for each channel, gives (x / 255 - mean) / std; "imagenet" stands for `IMAGENET`. An EXIF orientation is
+    not applied: the pixels come as they are stored.
     """
 
     backend: Literal["auto", "pillow", "simplejpeg"] = "auto"
     mode: Literal["RGB", "L"] = "RGB"
     size: tuple[int, int] | None = None
+    crop: Literal["random", "center"] | RandomResizedCrop | CenterCrop | None = None
+    normalize: Literal["imagenet"] | Normalization | None = None
 
     def __post_init__(self) -> None:
         if self.backend not in ("auto", "pillow", "simplejpeg"):
             raise UsageError(f"Decode(backend={self.backend!r})", "choose 'auto', 'pillow' or 'simplejpeg'")
         if self.mode not in ("RGB", "L"):
             raise UsageError(f"Decode(mode={self.mode!r})", "choose 'RGB' or 'L'")
-        if self.size is not None and (len(self.size) != 2 or min(self.size) < 1):
+        if self.size is not None and not _is_size(self.size):
             raise UsageError(f"Decode(size={self.size!r})", "give size as (height, width), both at least 1")
+        if self.crop not in (None, "random", "center") and not isinstance(self.crop, RandomResizedCrop | CenterCrop):
+            raise UsageError(f"Decode(crop={self.crop!r})", "choose 'random', 'center', or a value of their classes")
+        if self.crop is not None and self.size is None:
+            raise UsageError(f"Decode(crop={self.crop!r}) without size", "give size=(height, width)")
+        if self.normalize is not None and not _is_normalization(self.normalization, self.channels):
+            raise UsageError(
+                f"Decode(normalize={self.normalize!r}, mode={self.mode!r})",
+                f"give (mean, std), each of {self.channels} numbers, std not 0; or 'imagenet' for RGB",
+            )
+
+    @property
+    def channels(self) -> int:
+        """Channels of every decoded image."""
+        return 3 if self.mode == "RGB" else 1
+
+    @property
+    def box(self) -> RandomResizedCrop | CenterCrop | None:
+        """The crop as a value."""
+        if isinstance(self.crop, str):
+            return RandomResizedCrop() if self.crop == "random" else CenterCrop()
+        return self.crop
+
+    @property
+    def normalization(self) -> Normalization | None:
+        """Mean and standard deviation of each channel."""
+        return IMAGENET if self.normalize == "imagenet" else self.normalize
+
+
+def _is_size(size: object) -> bool:
+    return isinstance(size, tuple | list) and len(size) == 2 and all(isinstance(n, int) and n >= 1 for n in size)
+
+
+def _is_normalization(value: object, channels: int) -> bool:
+    if not isinstance(value, tuple | list) or len(value) != 2:
+        return False
+    if any(not isinstance(part, tuple | list) or len(part) != channels for part in value):
+        return False
+    numbers = [number for part in value for number in part]
+    return all(isinstance(n, int | float) and math.isfinite(n) for n in numbers) and all(value[1])
+
+
+@dataclass(frozen=True)
+class Pack:
+    """How the documents of a batch become rows of one length: end to end, cut every `length` values.
+
+    `pad` fills the last row of the batch, the only one that may not be full.
+    """
+
+    length: int
+    pad: int | float = 0
+
+    def __post_init__(self) -> None:
+        if isinstance(self.length, bool) or not isinstance(self.length, int) or self.length < 1:
+            raise UsageError(f"Pack(length={self.length!r})", "give length as a whole number of at least 1")
+        if isinstance(self.pad, bool) or not isinstance(self.pad, (int, float)):
+            raise UsageError(f"Pack(pad={self.pad!r})", "give pad as a number")
 
 
 @dataclass(frozen=True)

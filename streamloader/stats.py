@@ -6,22 +6,66 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
+
+from streamloader.errors import UsageError
 
 # Bytes: a cloud store's first byte takes as long as a MiB of the rest, so that shorter requests mostly wait.
 SMALL_REQUEST = 1 << 20
+# Below this share of waiting, a faster loader would not be noticed.
+KEEPS_UP = 0.05
+# A stage that works this share of its time is the limit: its threads also wait for each other and for the GIL.
+BUSY = 0.6
+# Retries in this share of the requests say that the store throttles or fails, whatever else is slow.
+MANY_RETRIES = 0.05
+# What is so at the time of a snapshot, and no sum.
+_PRESENT = frozenset(["in_flight", "cores", "transformers"])
+
+
+@dataclass(frozen=True)
+class BatchReport:
+    """What `on_batch` is told of each batch, just before it is handed out, in the thread that asked for it.
+
+    `step` counts this consumer's batches from the start of epoch 0, so that it goes on after a resume. `wait_seconds`:
+    the training loop waited for this batch; `seconds`: wall time since the one before was handed out, or since the pass
+    began. `worker` is the DataLoader worker's number, 0 without workers. With `batch_size=None` a report is about
+    the up to 64 samples that are made at once, and comes with the first of them.
+    """
+
+    epoch: int
+    step: int
+    samples: int
+    wait_seconds: float
+    seconds: float
+    worker: int = 0
+
+    @property
+    def wait_fraction(self) -> float:
+        """The share of this step that the training loop stood still for data, from 0 to 1."""
+        return min(1.0, self.wait_seconds / self.seconds) if self.seconds else 0.0
+
+    @property
+    def samples_per_second(self) -> float:
+        """The samples of the batch for each second of this step."""
+        return self.samples / self.seconds if self.seconds else 0.0
 
 
 @dataclass(frozen=True)
 class Stats:
     """What one rank's loader did since it was made. Seconds are wall time, bytes are as stored.
 
-    `wait_seconds`: the training loop waited for a batch. `fetch_wait_seconds`, `decode_wait_seconds` and
-    `transform_wait_seconds` say for what the loader itself waited; they overlap with training.
-    `request_seconds`, `unpack_seconds`, `decode_seconds` and `transform_seconds` are summed over all threads: requests
-    in flight, checking and unpacking chunks, decoding images, the caller's transform. `full_seconds`: the loader was
-    ahead and waited for the training loop. `client` names the data plane and why it was chosen.
+    `seconds` from the first batch asked for to the last handed out. `wait_seconds`: the training loop waited for a
+    batch; `first_batch_seconds` of them for the first. `fetch_wait_seconds`, `decode_wait_seconds` and
+    `transform_wait_seconds` say for what the loader itself waited; they overlap with training. `gather_seconds`: the
+    thread that plans and gathers batches was at work.
+    `request_seconds` and `transform_seconds` are summed over all threads: requests in flight, the caller's transform;
+    `unpack_seconds` and `decode_seconds` are processor time: checking and unpacking chunks, decoding images.
+    `full_seconds`: the loader was
+    ahead and waited for the training loop. `cpu_seconds`: of this whole process, since the first batch. `hedges` are
+    second requests for a slow first one. `in_flight` is how many requests may be under way at once now, `cores` how
+    many this rank decodes with, `transformers` how many threads or processes run the transform. `client` names the
+    data plane and why it was chosen.
     """
 
     batches: int = 0
@@ -31,6 +75,10 @@ class Stats:
     first_batch_seconds: float = 0.0
     requests: int = 0
     retries: int = 0
+    hedges: int = 0
+    in_flight: int = 0
+    cores: int = 1
+    transformers: int = 1
     bytes_fetched: int = 0
     bytes_decoded: int = 0
     buffers_allocated: int = 0
@@ -39,10 +87,30 @@ class Stats:
     decode_seconds: float = 0.0
     transform_seconds: float = 0.0
     fetch_wait_seconds: float = 0.0
+    gather_seconds: float = 0.0
     decode_wait_seconds: float = 0.0
     transform_wait_seconds: float = 0.0
     full_seconds: float = 0.0
+    cpu_seconds: float = 0.0
     client: str = ""
+
+    def since(self, earlier: Stats) -> Stats:
+        """Return what was done after the snapshot `earlier` of the same dataset: for a line of the last interval.
+
+        Raises `UsageError` where `earlier` is not earlier.
+        """
+        if earlier.batches > self.batches or earlier.seconds > self.seconds:
+            raise UsageError(
+                f"since() got stats of {earlier.batches} batches in {earlier.seconds:.1f} s, these are of "
+                f"{self.batches} in {self.seconds:.1f} s",
+                "take both from the same dataset: later.since(earlier)",
+            )
+        changes: dict[str, Any] = {
+            item.name: getattr(self, item.name) - getattr(earlier, item.name)
+            for item in fields(self)
+            if item.name not in _PRESENT and item.name != "client"
+        }
+        return replace(self, **changes)
 
     @property
     def samples_per_second(self) -> float:
@@ -50,41 +118,125 @@ class Stats:
         return self.samples / self.seconds if self.seconds else 0.0
 
     @property
+    def megabytes_per_second(self) -> float:
+        """10^6 bytes fetched per second, while the loader was not ahead of the training loop."""
+        return _share(self.bytes_fetched / 1e6, self._active)
+
+    @property
     def wait_fraction(self) -> float:
-        """The share of time that the training loop stood still for data, from 0 to 1."""
-        return min(1.0, self.wait_seconds / self.seconds) if self.seconds else 0.0
+        """The share of time that the training loop stood still for data, from 0 to 1; after the first batch."""
+        steady = self.seconds - self.first_batch_seconds
+        if steady <= 0:
+            return min(1.0, _share(self.wait_seconds, self.seconds))
+        return min(1.0, _share(self.wait_seconds - self.first_batch_seconds, steady))
+
+    @property
+    def requests_in_flight(self) -> float:
+        """How many requests were under way at once on average, while the loader was not ahead."""
+        return _share(self.request_seconds, self._active)
+
+    @property
+    def decode_busy(self) -> float:
+        """The share of the cores' time that went into unpacking chunks and decoding images, while not ahead."""
+        return _share(self.unpack_seconds + self.decode_seconds, self.cores * self._active)
+
+    @property
+    def transform_busy(self) -> float:
+        """The share of their time that the threads or processes of the transform were in it, while not ahead."""
+        return _share(self.transform_seconds, self.transformers * self._active)
+
+    @property
+    def limit(self) -> str:
+        """Which stage is the limit: "network", "gather", "decode", "transform", "consumer"; "" before the first batch.
+
+        A stage that is busy nearly all the time; where none is, the one that batches waited for.
+        """
+        if not self.batches:
+            return ""
+        if self.wait_fraction < KEEPS_UP:
+            return "consumer"
+        busy = {"decode": self.decode_busy, "transform": self.transform_busy}
+        stage = max(busy, key=lambda name: busy[name])
+        late = self.decode_wait_seconds + self.transform_wait_seconds > self.fetch_wait_seconds
+        if busy[stage] >= BUSY or late:
+            return stage
+        return "gather" if self.gather_seconds > self.fetch_wait_seconds else "network"
 
     @property
     def verdict(self) -> str:
-        """Which stage is the limit, with the figure and what to change."""
-        if not self.batches:
+        """Which stage is the limit, by how much, and what to change."""
+        limit = self.limit
+        if not limit:
             return "no batch yet"
-        share = f"training waited {self.wait_fraction:.0%} of the time"
-        if self.wait_fraction < 0.05:
-            return f"consumer-bound: {share}; the loader keeps up"
-        stages = {
-            "network": self.fetch_wait_seconds,
-            "decode": self.decode_wait_seconds,
-            "transform": self.transform_wait_seconds,
+        words = {
+            "network": self._network,
+            "gather": self._gather,
+            "decode": self._decode,
+            "transform": self._transform,
+            "consumer": self._consumer,
         }
-        stage = max(stages, key=lambda name: stages[name])
-        rate = self.bytes_fetched / self.seconds / 1e6 if self.seconds else 0.0
-        size = self.bytes_fetched / max(1, self.requests)
-        change = "more memory= keeps more of them in flight"
-        if size < SMALL_REQUEST:
-            change = "they are small: a larger shuffle=Shuffle(block=) makes fewer and longer ones"
-        advice = {
-            "network": f"{rate:.1f} MB/s in {self.requests} requests of {size / 1e6:.3g} MB; {change}",
-            "decode": "give it more cores, the simplejpeg extra, or store smaller images",
-            "transform": "set transform_workers=, or move work out of the transform",
-        }
-        return f"{stage}-bound: {share}; {advice[stage]}"
+        return f"{limit}-bound: training waited {self.wait_fraction:.0%} of the time; {words[limit]()}"
 
     def __str__(self) -> str:
         return (
             f"{self.samples} samples in {self.batches} batches, {self.samples_per_second:.0f} samples/s, "
             f"{self.bytes_fetched / 1e6:.1f} MB in {self.requests} requests ({self.retries} retries); {self.verdict}"
         )
+
+    @property
+    def _active(self) -> float:
+        """Seconds in which the loader was not ahead: what it did is measured against these."""
+        return max(self.seconds - self.full_seconds, self.wait_seconds)
+
+    def _network(self) -> str:
+        size = self.bytes_fetched / max(1, self.requests)
+        flight = self.requests_in_flight
+        each = f"{size / 1e6:.3g} MB" if size >= 1e6 else f"{size / 1e3:.3g} kB"
+        what = f"{self.megabytes_per_second:.4g} MB/s in {flight:.3g} requests in flight of {each}"
+        if self.retries > MANY_RETRIES * self.requests:
+            return f"{what}; {self.retries} retries in {self.requests} requests: the store throttles or fails"
+        if size < SMALL_REQUEST:
+            return f"{what}; they are small: a larger shuffle=Shuffle(block=) makes fewer and longer ones"
+        if self.client.startswith("fsspec"):
+            return f"{what}; they go through fsspec, the slowest client; stats().client says why"
+        if self.cpu_seconds > 0.85 * self.cores * (self.seconds - self.first_batch_seconds):
+            return f"{what}; the process keeps its {_count(self.cores, 'core')} busy: give it more"
+        if flight < self.in_flight / 2:
+            return f"{what} where {self.in_flight} are allowed; more memory= lets more blocks wait for their turn"
+        return f"{what}; `streamloader bench` tells whether the endpoint gives more"
+
+    def _gather(self) -> str:
+        busy = _share(self.gather_seconds, self._active)
+        return (
+            f"one thread plans and gathers {self.samples_per_second:.3g} samples/s, {busy:.0%} busy; "
+            "train with more ranks, or store several of these small samples as one"
+        )
+
+    def _decode(self) -> str:
+        work = self.unpack_seconds + self.decode_seconds
+        cores = f"{_count(self.cores, 'core')} {min(1.0, self.decode_busy):.0%} busy"
+        if self.unpack_seconds >= self.decode_seconds:
+            part = _share(self.unpack_seconds, work)
+            return f"{cores}, {part:.0%} of it unpacking chunks; convert with codec lz4 or none, or give more cores"
+        part = _share(self.decode_seconds, work)
+        change = "choose fewer pixels (Decode(size=)), the jpeg extra, or more cores"
+        return f"{cores}, {part:.0%} of it decoding images; {change}"
+
+    def _transform(self) -> str:
+        who = f"{_count(self.transformers, 'transformer')} {min(1.0, self.transform_busy):.0%} busy"
+        return f"{who}; set transform_workers= higher, or move work out of the transform"
+
+    def _consumer(self) -> str:
+        idle = min(1.0, _share(self.full_seconds, self.seconds))
+        return f"the loader keeps up and was ahead {idle:.0%} of the time"
+
+
+def _share(part: float, whole: float) -> float:
+    return part / whole if whole > 0 else 0.0
+
+
+def _count(number: int, name: str) -> str:
+    return f"{number} {name}{'' if number == 1 else 's'}"
 
 
 class Counters:
@@ -96,12 +248,18 @@ class Counters:
         self._client = ""
         self._begin: float | None = None
         self._end = 0.0
+        self._cpu_begin = self._cpu_end = 0.0
 
     def add(self, **amounts: float) -> None:
         """Add to the named sums."""
         with self._lock:
             for name, amount in amounts.items():
                 self._sums[name] = self._sums.get(name, 0) + amount
+
+    def note(self, **values: float) -> None:
+        """Set the named fields: what is so now, such as `in_flight`, not what adds up."""
+        with self._lock:
+            self._sums.update(values)
 
     def describe_client(self, client: str) -> None:
         """Say which data plane serves, and why."""
@@ -118,14 +276,12 @@ class Counters:
 
     def delivered(self, samples: int, asked: float) -> None:
         """Count a batch that was asked for at `asked` (`time.perf_counter`) and is handed out now."""
-        now = time.perf_counter()
-        with self._lock:
-            first = self._begin is None
-            self._begin = asked if self._begin is None else self._begin
-            self._end = now
-        self.add(
-            batches=1, samples=samples, wait_seconds=now - asked, first_batch_seconds=now - asked if first else 0.0
-        )
+        now, cpu = time.perf_counter(), time.process_time()
+        if self._begin is None:
+            self._begin, self._cpu_begin = asked, cpu
+            self.add(first_batch_seconds=now - asked)
+        self._end, self._cpu_end = now, cpu
+        self.add(batches=1, samples=samples, wait_seconds=now - asked)
 
     def snapshot(self) -> Stats:
         """Return the sums so far."""
@@ -135,5 +291,5 @@ class Counters:
                 for item in fields(Stats)
                 if item.name in self._sums
             }
-            begin = self._begin
-        return Stats(**known, seconds=self._end - begin if begin is not None else 0.0, client=self._client)
+        seconds = self._end - self._begin if self._begin is not None else 0.0
+        return Stats(**known, seconds=seconds, cpu_seconds=self._cpu_end - self._cpu_begin, client=self._client)

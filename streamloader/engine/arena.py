@@ -5,6 +5,8 @@ A page that was touched before costs nothing; a new one costs three times the co
 
 from __future__ import annotations
 
+import math
+import threading
 import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -19,88 +21,136 @@ from streamloader.format.manifest import FieldLayout
 from streamloader.stats import Counters
 
 Column = NDArray[Any]
+NOTHING = memoryview(b"")
+NO_SLOT = -1
 
 
 class Arena:
-    """`slots` blocks of `block` samples: one array for each fixed-shape field, chunk lists for the others."""
+    """`slots` blocks of `block` samples: one array for each fixed-shape field, chunks with offsets for the others."""
 
     def __init__(self, layouts: Mapping[str, FieldLayout], slots: int, block: int) -> None:
         self.block = block
         self.shape = (dict(layouts), slots, block)
+        self._count = slots
         self._free = list(range(slots))
-        self._layouts = dict(layouts)
         self._fixed: dict[str, Column] = {
             name: np.empty((slots * block, *layout.field.shape), layout.field.dtype)
             for name, layout in layouts.items()
             if layout.field.fixed
         }
-        self._items: dict[str, list[list[Items]]] = {
-            name: [[] for _ in range(slots)] for name, layout in layouts.items() if not layout.field.fixed
+        self._variable = {
+            name: _Chunks(layout.chunk, slots, block) for name, layout in layouts.items() if not layout.field.fixed
         }
-        self._skip = {name: np.zeros(slots, np.int64) for name in self._items}
-        # ticket -> slot as an array, so that a batch translates its rows in one take
-        self._slot_of = np.full(1024, -1, np.int64)
-        self._ticket_of: dict[int, int] = {}
+        # ticket -> slot, also as an array, so that a batch translates its rows in one take
+        self._slots: dict[int, int] = {}
+        self._slot_of = np.full(1024, NO_SLOT, np.int64)
+        self._lock = threading.Lock()
 
     def clear(self) -> None:
         """Release every slot: the pass that held them is over, and its threads are."""
-        for ticket in list(self._ticket_of.values()):
+        for ticket in list(self._slots):
             self.release(ticket)
 
     @property
     def free(self) -> int:
-        """Slots that can be claimed."""
-        return len(self._free)
+        """Slots that can be reserved."""
+        return self._count - len(self._slots)
+
+    def reserve(self, ticket: int) -> None:
+        """Hold a slot for `ticket`; which one is said when its first bytes come."""
+        with self._lock:
+            oldest = next(iter(self._slots), ticket)
+            self._slots[ticket] = NO_SLOT
+            if ticket - oldest >= len(self._slot_of):
+                self._grow(ticket - oldest)
 
     def claim(self, ticket: int) -> int:
-        """Return a free slot, now held for `ticket`."""
-        slot = self._free.pop()  # the one that was released last: its pages are touched
-        while self._slot_of[ticket & (len(self._slot_of) - 1)] != -1:
-            self._grow()
-        self._slot_of[ticket & (len(self._slot_of) - 1)] = slot
-        self._ticket_of[slot] = ticket
-        return slot
+        """Return the slot of a ticket; `NO_SLOT` where it was released meanwhile. Thread-safe."""
+        with self._lock:
+            slot = self._slots.get(ticket)
+            if slot is None:
+                return NO_SLOT
+            if slot == NO_SLOT:
+                slot = self._free.pop()  # the one that was released last: its pages are touched
+                self._slots[ticket] = self._slot_of[ticket & (len(self._slot_of) - 1)] = slot
+            return slot
 
     def release(self, ticket: int) -> None:
         """Give the ticket's slot back; items that a batch still holds stay alive with it."""
-        at = ticket & (len(self._slot_of) - 1)
-        slot = int(self._slot_of[at])
-        self._slot_of[at] = -1
-        del self._ticket_of[slot]
-        for held in self._items.values():
-            held[slot] = []
-        self._free.append(slot)
+        with self._lock:
+            slot = self._slots.pop(ticket)
+            if slot != NO_SLOT:
+                for chunks in self._variable.values():
+                    chunks.drop(slot)
+                self._free.append(slot)
 
     def room(self, name: str, slot: int, rows: int) -> Column:
         """Return the first `rows` rows of a slot, to be decoded into."""
         return self._fixed[name][slot * self.block : slot * self.block + rows]
 
     def keep(self, name: str, slot: int, chunks: Sequence[Items], skip: int) -> None:
-        """Append decoded chunks of a variable-size field, in order of their samples.
+        """Hold neighbouring decoded chunks of a variable-size field; other parts of the block may come before or after.
 
-        `skip`: the samples of the first chunk that come before the block's first row.
+        `skip`: how many samples before the block's first row they begin; below 0 where they begin behind it.
         """
-        if not self._items[name][slot]:
-            self._skip[name][slot] = skip
-        self._items[name][slot].extend(chunks)
+        self._variable[name].keep(slot, chunks, skip)
 
     def take(self, name: str, tickets: NDArray[np.int64], rows: NDArray[np.int64], out: Column) -> None:
         """Gather fixed-shape rows into `out`: one copy, no allocation of the batch's size."""
-        slots = self._slot_of[tickets & (len(self._slot_of) - 1)]
+        slots = self._translate(tickets)
         np.take(self._fixed[name], slots * self.block + rows, axis=0, out=out, mode="clip")
 
     def items(self, name: str, tickets: NDArray[np.int64], rows: NDArray[np.int64]) -> list[memoryview]:
         """Return the encoded bytes of each row; views that keep their chunk alive."""
-        held = self._items[name]
-        slots = self._slot_of[tickets & (len(self._slot_of) - 1)]
-        chunk, within = np.divmod(rows + self._skip[name][slots], self._layouts[name].chunk)
-        return [held[s][c][i] for s, c, i in zip(slots.tolist(), chunk.tolist(), within.tolist(), strict=True)]
+        return self._variable[name].items(self._translate(tickets), rows)
 
-    def _grow(self) -> None:
-        size = 2 * len(self._slot_of)
-        self._slot_of = np.full(size, -1, np.int64)
-        for slot, ticket in self._ticket_of.items():
-            self._slot_of[ticket & (size - 1)] = slot
+    def _translate(self, tickets: NDArray[np.int64]) -> NDArray[np.int64]:
+        table = self._slot_of  # another thread may put a larger one in its place
+        slots: NDArray[np.int64] = table[tickets & (len(table) - 1)]
+        return slots
+
+    def _grow(self, span: int) -> None:
+        table = np.full(2 << span.bit_length(), NO_SLOT, np.int64)
+        for ticket, slot in self._slots.items():
+            table[ticket & (len(table) - 1)] = slot
+        self._slot_of = table
+
+
+class _Chunks:
+    """A variable-size field in all slots: its chunks as they were decoded, and where each row of a block lies in them.
+
+    Everything is found by arithmetic from slot and row, so that runs of a block may come in any order.
+    """
+
+    def __init__(self, chunk: int, slots: int, block: int) -> None:
+        self._chunk = chunk
+        self._block = block
+        self._most = block // chunk + 2  # chunks that a block may touch, wherever it begins
+        self._buffers = [NOTHING] * (slots * self._most)
+        self._skip = np.zeros(slots, np.int64)  # the samples of the first chunk that come before the block
+        self._starts = np.empty(slots * block, np.int32)  # a chunk has less than 2 GiB
+        self._stops = np.empty(slots * block, np.int32)
+
+    def keep(self, slot: int, chunks: Sequence[Items], skip: int) -> None:
+        # runs begin with a chunk, so that each of them knows where the block's first chunk begins
+        self._skip[slot] = before = skip % self._chunk
+        first = slot * self._most + (before - skip) // self._chunk
+        base = slot * self._block
+        for i, items in enumerate(chunks):
+            self._buffers[first + i] = items.buffer
+            begin = i * self._chunk - skip
+            low, high = max(begin, 0), min(begin + len(items), self._block)
+            self._starts[base + low : base + high] = items.starts[low - begin : high - begin]
+            self._stops[base + low : base + high] = items.stops[low - begin : high - begin]
+
+    def drop(self, slot: int) -> None:
+        self._buffers[slot * self._most : (slot + 1) * self._most] = [NOTHING] * self._most
+
+    def items(self, slots: NDArray[np.int64], rows: NDArray[np.int64]) -> list[memoryview]:
+        chunks = slots * self._most + (rows + self._skip[slots]) // self._chunk
+        places = slots * self._block + rows
+        found = zip(chunks.tolist(), self._starts[places].tolist(), self._stops[places].tolist(), strict=True)
+        return [self._buffers[chunk][start:stop] for chunk, start, stop in found]
 
 
 class BatchBuffers:
@@ -108,33 +158,64 @@ class BatchBuffers:
 
     It never waits for the consumer: with none free it allocates and counts. A lease ends with the ndarray
     that `lease` returned, so hand out only what keeps that object alive (a tensor made from it does, a numpy
-    slice does not).
+    slice does not). Of each size `keep` at most are kept for the next lease.
     """
 
-    def __init__(self, counters: Counters, *, recycle: bool = True) -> None:
+    def __init__(self, counters: Counters, *, recycle: bool = True, keep: int = 8) -> None:
         self._free: dict[tuple[int, str], deque[NDArray[np.uint8]]] = {}
         self._counters = counters
         self._recycle = recycle
+        self._keep = keep
 
     def lease(self, shape: tuple[int, ...], dtype: str) -> Column:
         """Return an array of that shape; its content is whatever was there."""
-        nbytes = int(np.dtype(dtype).itemsize * np.prod(shape, dtype=np.int64))
-        free = self._free.setdefault((nbytes, dtype), deque(maxlen=8))
-        try:
-            base = free.pop()
-        except IndexError:
-            base = np.empty(nbytes, np.uint8)
-            self._counters.add(buffers_allocated=1)
-        view = np.frombuffer(base.data, dtype=dtype).reshape(shape) if nbytes else np.empty(shape, dtype)
-        if self._recycle and nbytes:
+        count = math.prod(shape)
+        if not count:
+            return np.empty(shape, dtype)
+        capacity = _capacity(count * np.dtype(dtype).itemsize)
+        base, free = self._spare(capacity, dtype)
+        view = np.frombuffer(base.data, dtype, count).reshape(shape)
+        if self._recycle:
             # a deque's append is atomic: the finalizer may run in any thread, also within `lease`
             weakref.finalize(view, free.append, base).atexit = False
         return view
 
+    def _spare(self, capacity: int, dtype: str) -> tuple[NDArray[np.uint8], deque[NDArray[np.uint8]]]:
+        """Return memory, and where it comes back to: of the next size where this one has none, else new."""
+        for size in (capacity, _capacity(capacity + 1)):
+            free = self._free.setdefault((size, dtype), deque(maxlen=self._keep))
+            try:
+                return free.pop(), free
+            except IndexError:
+                continue
+        self._counters.add(buffers_allocated=1)
+        return np.empty(capacity, np.uint8), self._free[capacity, dtype]
+
+
+def _capacity(nbytes: int) -> int:
+    """Round up to 1, 1.25, 1.5 or 1.75 times a power of two: batches whose size varies share their buffers."""
+    step = 1 << max(6, nbytes.bit_length() - 3)
+    return -(-nbytes // step) * step
+
+
+class Bodies:
+    """Memory that bodies are read into: each comes back by itself once no view of it is left."""
+
+    def __init__(self, most: int) -> None:
+        self._buffers = BatchBuffers(Counters(), keep=most)
+
+    def room(self, size: int) -> memoryview:
+        """Return writable memory of so many bytes."""
+        return memoryview(self._buffers.lease((size,), "uint8"))  # type: ignore[arg-type]
+
 
 @dataclass(frozen=True)
 class Memory:
-    """What blocks are kept in and batches are put into. It outlives a pass: the next one finds its pages touched."""
+    """What bodies are read into, blocks are kept in and batches are put into.
 
+    It outlives a pass: the next one finds its pages touched.
+    """
+
+    bodies: Bodies
     arena: Arena
     buffers: BatchBuffers

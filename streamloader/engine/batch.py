@@ -11,8 +11,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from streamloader.engine.arena import BatchBuffers
 from streamloader.format.manifest import Field
 from streamloader.format.values import from_bytes
+from streamloader.options import Pack
 from streamloader.plan.schedule import BatchPlan
 
 
@@ -20,7 +22,8 @@ from streamloader.plan.schedule import BatchPlan
 class Ragged:
     """Ragged samples of a batch, end to end: sample i is `values[offsets[i]:offsets[i + 1]]`.
 
-    `values` has shape (sum of lengths, *inner), `offsets` is int64 of shape (samples + 1,).
+    `values` has shape (sum of lengths, *inner), `offsets` is int64 of shape (samples + 1,). Packed, `values` has shape
+    (rows, length), and the offsets count in it row by row; what follows the last one is padding.
     """
 
     values: NDArray[Any]
@@ -51,8 +54,16 @@ class Batch:
         self._done.wait()
 
 
-def items_to_column(name: str, kind: Field, items: Sequence[memoryview], samples: NDArray[np.int64]) -> Any:
-    """Return the batch column of a variable-size field: list of bytes or str, or `Ragged`.
+def items_to_column(
+    name: str,
+    kind: Field,
+    items: Sequence[memoryview],
+    samples: NDArray[np.int64],
+    buffers: BatchBuffers,
+    *,
+    pack: Pack | None = None,
+) -> Any:
+    """Return the batch column of a variable-size field: list of bytes or str, or `Ragged`, packed where asked.
 
     Raises `DecodeError`, which names the sample, for bytes that are not of that kind.
     """
@@ -61,18 +72,30 @@ def items_to_column(name: str, kind: Field, items: Sequence[memoryview], samples
             return [bytes(item) for item in items]
         if kind.kind == "text":
             return [str(item, "utf-8") for item in items]
-        return _ragged(kind, items)
+        return _end_to_end(kind, items, buffers, pack)
     except ValueError:
         for item, sample in zip(items, samples.tolist(), strict=True):
             from_bytes(name, kind, item, sample)  # raises for the one that is to blame
         raise
 
 
-def _ragged(kind: Field, items: Sequence[memoryview]) -> Ragged:
-    offsets = np.zeros(len(items) + 1, np.int64)
-    np.cumsum([len(item) // kind.item_bytes for item in items], out=offsets[1:])
-    raw = np.frombuffer(bytearray().join(items), np.dtype(kind.dtype).newbyteorder("<"))
-    return Ragged(raw.astype(kind.dtype, copy=False).reshape(int(offsets[-1]), *kind.shape), offsets)
+def _end_to_end(kind: Field, items: Sequence[memoryview], buffers: BatchBuffers, pack: Pack | None) -> Ragged:
+    edges = np.zeros(len(items) + 1, np.int64)  # in bytes
+    np.cumsum(np.fromiter(map(len, items), np.int64, len(items)), out=edges[1:])
+    if (edges % kind.item_bytes).any():
+        raise ValueError("a sample ends within a row")
+    offsets = edges // kind.item_bytes
+    count = int(offsets[-1])
+    if pack is None:
+        values = buffers.lease((count, *kind.shape), kind.dtype)
+    else:
+        values = buffers.lease((-(-count // pack.length), pack.length), kind.dtype)
+        values.reshape(-1)[count:] = pack.pad
+    into = values.reshape(-1).view(np.uint8).data
+    # Slices of memoryviews: those of arrays take half as long again, and an index of every value five times.
+    for item, (begin, end) in zip(items, pairwise(edges.tolist()), strict=True):
+        into[begin:end] = item
+    return Ragged(values, offsets)
 
 
 def rows_of(columns: Mapping[str, Any], count: int) -> list[dict[str, Any]]:

@@ -13,15 +13,24 @@ Job = Callable[[], None]
 
 
 class Crew:
-    """`count` daemon threads over one queue. The threads hold the queue alone, never their owner."""
+    """Up to `count` daemon threads over one queue, `started` of them now. They hold the queue, never their owner."""
 
-    def __init__(self, name: str, count: int, on_error: Callable[[BaseException], None]) -> None:
+    def __init__(
+        self, name: str, count: int, on_error: Callable[[BaseException], None], started: int | None = None
+    ) -> None:
         self._jobs: SimpleQueue[Job | None] = SimpleQueue()
-        self._threads = [
-            threading.Thread(target=_run, args=(self._jobs, on_error), name=f"streamloader-{name}-{i}", daemon=True)
-            for i in range(count)
-        ]
-        for thread in self._threads:
+        self._name = name
+        self._count = count
+        self._on_error = on_error
+        self._threads: list[threading.Thread] = []
+        self.grow(count if started is None else started)
+
+    def grow(self, count: int) -> None:
+        """Start threads until there are `count`, or as many as the crew may have. For one caller at a time."""
+        while len(self._threads) < min(count, self._count):
+            name = f"streamloader-{self._name}-{len(self._threads)}"
+            thread = threading.Thread(target=_run, args=(self._jobs, self._on_error), name=name, daemon=True)
+            self._threads.append(thread)
             thread.start()
 
     def submit(self, job: Job) -> None:

@@ -1,77 +1,81 @@
-"""Blocks from the store into their slots: ranged read, verify, decode, on daemon threads."""
+"""Blocks from the store into their slots: ranged read, verify, decode, on daemon threads.
+
+A block is cut in *pieces*, the runs of its fields: each is one request, and all of them are asked for side by side. A
+piece holds one of the places that `Pace` allows until it is in its slot. Where its request is late, a second one is
+sent in the same place; the first whose body is whole is decoded, and the other is dropped when it comes: a blocking
+read cannot be called off, so it keeps its thread till then. Bodies in memory are never more than threads.
+"""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections import deque
 from functools import partial
 
-from streamloader.engine.arena import Arena
-from streamloader.engine.crew import Crew
-from streamloader.engine.pace import Pace
-from streamloader.errors import CorruptError, StorageError, StreamloaderError, ThrottledError
-from streamloader.format.reader import FieldReader, Run
+from streamloader.engine.arena import NO_SLOT
+from streamloader.engine.crew import Crew, Job
+from streamloader.engine.pieces import NEVER, LoadingBlock, Piece
+from streamloader.engine.source import Source
+from streamloader.errors import StorageError, StreamloaderError
 from streamloader.plan.schedule import BlockRef
 from streamloader.stats import Counters
-from streamloader.storage.policy import RetryBudget, RetryPolicy, call_with_retry
-from streamloader.storage.protocol import RangeReader
+from streamloader.storage.policy import NO_RETRY, Timing, call_with_retry
 
-# A damaged body is mostly a damaged transfer: fetched again this often before it counts as damaged at rest.
-BODY_ATTEMPTS = 3
+# How often a waiting consumer looks for late requests.
+LOOK_SECONDS = 0.05
 
 
-class LoadingBlock:
-    """A block on its way: `left` fields are missing; `error` is the first that failed."""
-
-    __slots__ = ("error", "left", "slot")
-
-    def __init__(self, slot: int, left: int) -> None:
-        self.slot = slot
-        self.left = left
-        self.error: BaseException | None = None
+class _Dropped(Exception):  # noqa: N818 - not an error: another request was faster, or nobody waits any more
+    """Ends a request that is of no use any more."""
 
 
 class Fetcher:
-    """Loads admitted blocks, and lets one consumer wait for the block it needs."""
+    """Loads admitted blocks by up to `threads` requests, and lets one consumer wait for the block it needs."""
 
     def __init__(
         self,
-        fields: Mapping[str, FieldReader],
-        reader: Callable[[], RangeReader],
-        arena: Arena,
+        source: Source,
         threads: int,
         counters: Counters,
     ) -> None:
-        self._fields = fields
-        self._open_reader = reader
-        self._arena = arena
+        self._fields = source.fields
+        self._open_reader = source.reader
+        self._arena = source.memory.arena
+        self._bodies = source.memory.bodies
+        self._threads = threads
         self._counters = counters
-        self._pace = Pace(threads)
-        self._policy = RetryPolicy()
-        self._retries = RetryBudget()
-        self._retries.success()  # the manifest came from there
+        self._line = source.line
+        self._line.pace.allow(threads)
         self._blocks: dict[int, LoadingBlock] = {}
+        self._pieces: set[Piece] = set()
         self._changed = threading.Condition()
+        self._pending: deque[Job] = deque()  # wait for a place
+        self._hedges: deque[Job] = deque()  # have one, wait for a thread
+        self._places = self._busy = self._writers = 0  # places taken, threads at work, slots written to
         self._awaited = -1
+        self._looked = 0.0
         self._failure: BaseException | None = None
-        self._closed = False
-        self._crew = Crew("fetch", threads, self.fail)
+        self._closed = threading.Event()
+        self._timing = Timing(sleep=self._sleep)
+        self._crew = Crew("fetch", threads, self.fail, started=0)
 
-    def load(self, ref: BlockRef, slot: int) -> None:
-        """Begin to load a block into a slot that was claimed for it."""
-        block = LoadingBlock(slot, len(self._fields))
-        self._blocks[ref.ticket] = block
-        for name in self._fields:
-            self._crew.submit(partial(self._load_field, ref, block, name))
+    def load(self, ref: BlockRef) -> None:
+        """Begin to load a block, for which a slot was reserved."""
+        block = LoadingBlock(ref, len(self._fields))
+        with self._changed:
+            self._blocks[ref.ticket] = block
+            self._pending.extend(partial(self._load_field, block, name) for name in self._fields)
+            self._dispatch()
 
     def wait(self, ticket: int) -> BaseException | None:
         """Wait until the block is whole; return its error, if it has one. Stops early when closed."""
         with self._changed:
             block = self._blocks[ticket]
             self._awaited = ticket
-            while block.left and not self._failure and not self._closed:
-                self._changed.wait()
+            while block.left and not self._failure and not self._closed.is_set():
+                self._changed.wait(LOOK_SECONDS)
+                self._hedge_late()
             self._awaited = -1
             if self._failure is not None:
                 return self._failure
@@ -90,68 +94,170 @@ class Fetcher:
     def close(self) -> None:
         """Let the threads end after the request each of them is in."""
         with self._changed:
-            self._closed = True
+            self._closed.set()
+            self._pending.clear()
+            self._hedges.clear()
             self._changed.notify_all()
         self._crew.close()
 
     def join(self, seconds: float) -> bool:
-        """Wait for the threads; return whether all have ended."""
-        return self._crew.join(seconds)
+        """Wait, once closed, until no thread writes to the arena any more; return whether that is so.
 
-    def _load_field(self, ref: BlockRef, block: LoadingBlock, name: str) -> None:
-        error: BaseException | None = None
-        if not self._closed:
-            try:
-                for run in self._fields[name].runs(ref.start, ref.stop):
-                    self._load_run(self._fields[name], run, ref, block.slot)
-            except StreamloaderError as problem:
-                error = problem
+        A thread in a request that stalls does not matter: what it brings is dropped.
+        """
         with self._changed:
-            block.error = block.error or error
-            block.left -= 1
-            if not block.left and self._awaited == ref.ticket:
-                self._changed.notify_all()
+            return self._changed.wait_for(lambda: not self._writers, seconds)
 
-    def _load_run(self, field: FieldReader, run: Run, ref: BlockRef, slot: int) -> None:
-        for attempt in range(BODY_ATTEMPTS):
-            body = self._read(field, run)
-            begin = time.perf_counter()
-            try:
-                self._unpack(field, run, body, ref, slot)
-            except CorruptError:
-                if attempt + 1 == BODY_ATTEMPTS:
-                    raise
-                self._counters.add(retries=1)
-                continue
-            finally:
-                self._counters.add(unpack_seconds=time.perf_counter() - begin)
+    def _dispatch(self) -> None:
+        """Give jobs to threads, as far as places and threads go. Holds the lock."""
+        limit = self._line.pace.limit
+        while self._busy < self._threads and not self._closed.is_set():
+            if self._hedges:
+                job = self._hedges.popleft()
+            elif self._pending and self._places < limit:
+                job = self._pending.popleft()
+                self._places += 1
+            else:
+                return
+            self._busy += 1
+            self._crew.grow(self._busy)
+            self._crew.submit(job)
+
+    def _settle(self, block: LoadingBlock, error: BaseException | None) -> None:
+        """A piece of the block is there, or has failed: its place is free. Holds the lock."""
+        self._places -= 1
+        block.error = block.error or error
+        block.left -= 1
+        if not block.left and self._awaited == block.ref.ticket:
+            self._changed.notify_all()
+
+    def _load_field(self, block: LoadingBlock, name: str) -> None:
+        """Cut the field's part of a block in pieces, and load the first."""
+        field = self._fields[name]
+        try:
+            runs = field.runs(block.ref.start, block.ref.stop)
+        except StreamloaderError as error:
+            with self._changed:
+                self._busy -= 1
+                self._settle(block, error)
+                self._dispatch()
             return
+        pieces = [Piece(block, field, run) for run in runs]
+        with self._changed:
+            block.left += len(pieces) - 1
+            self._pieces.update(pieces)
+            if not self._closed.is_set():
+                self._pending.extendleft(partial(self._load_piece, piece, 0) for piece in reversed(pieces[1:]))
+                self._dispatch()
+        self._load_piece(pieces[0], 0)
 
-    def _read(self, field: FieldReader, run: Run) -> memoryview:
-        reader = self._open_reader()
-        begin = time.perf_counter()
+    def _load_piece(self, piece: Piece, number: int) -> None:
+        done, error = False, None
+        try:
+            self._fill(piece, number)
+            done = True
+        except _Dropped:
+            pass
+        except StreamloaderError as problem:
+            error = problem
+        with self._changed:
+            self._busy -= 1
+            piece.requests -= 1
+            if piece.writer == number:
+                self._put_down(piece)
+            if not piece.over:
+                piece.error = piece.error or error
+                if done or not piece.requests:
+                    piece.over = True
+                    self._pieces.remove(piece)
+                    self._settle(piece.block, None if done else piece.error)
+            self._dispatch()
 
-        def once() -> memoryview:
-            self._counters.add(requests=1)
-            with self._pace.flight():
-                return field.fetch(reader, run)
+    def _hedge(self, piece: Piece, number: int) -> None:
+        if piece.over:
+            self._line.hedging.give_back()
+        else:
+            self._counters.add(hedges=1)
+        self._load_piece(piece, number)
 
-        def again(error: StorageError, _delay: float) -> None:
-            self._counters.add(retries=1)
-            if isinstance(error, ThrottledError):
-                self._pace.throttled()
+    def _fill(self, piece: Piece, number: int) -> None:
+        """Fetch a piece and decode it into its slot."""
+        name, ref, layout = piece.field.name, piece.block.ref, piece.field.layout
+        fixed = layout.field.fixed
+        slot = self._arena.claim(ref.ticket)
+        if slot == NO_SLOT:
+            raise _Dropped
+        rows = self._arena.room(name, slot, ref.stop - ref.start) if fixed else None
+        fetch, damaged = partial(self._fetch, piece, number), partial(self._damaged, piece)
+        items = piece.field.load(piece.run, fetch, rows, ref.start, room=self._bodies.room, on_damage=damaged)
+        if items is not None:
+            self._arena.keep(name, slot, items, ref.start - piece.run.first_sample)
+        self._counters.add(
+            unpack_seconds=time.thread_time() - piece.body_at,
+            bytes_decoded=piece.run.num_samples * layout.field.item_bytes if fixed else 0,
+        )
 
-        body = call_with_retry(once, self._policy, self._retries, on_retry=again)
-        self._pace.succeeded()
-        self._counters.add(bytes_fetched=len(body), request_seconds=time.perf_counter() - begin)
+    def _damaged(self, piece: Piece) -> None:
+        with self._changed:
+            self._put_down(piece)
+        self._counters.add(retries=1, unpack_seconds=time.thread_time() - piece.body_at)
+
+    def _put_down(self, piece: Piece) -> None:
+        """The piece's body is decoded or given up. Holds the lock."""
+        piece.writer = None
+        self._writers -= 1
+        if self._closed.is_set():
+            self._changed.notify_all()
+
+    def _fetch(self, piece: Piece, number: int) -> memoryview:
+        """Return the piece's body, for the caller alone to decode; raises `_Dropped` where that is of no use."""
+        line = self._line
+        policy = NO_RETRY if number else line.policy
+        request = partial(self._request, piece, number)
+        again = partial(self._again, piece)
+        body = call_with_retry(request, policy, line.retries, timing=self._timing, on_retry=again)
+        with self._changed:
+            if piece.over or piece.writer is not None or self._closed.is_set():
+                raise _Dropped
+            piece.writer = number
+            self._writers += 1
+            piece.body_at = time.thread_time()
         return body
 
-    def _unpack(self, field: FieldReader, run: Run, body: memoryview, ref: BlockRef, slot: int) -> None:
-        if not field.layout.field.fixed:
-            chunks = field.decode(run, body)
-            assert chunks is not None
-            self._arena.keep(field.name, slot, chunks, max(0, ref.start - run.first_sample))
+    def _request(self, piece: Piece, number: int) -> memoryview:
+        if piece.over or self._closed.is_set():
+            raise _Dropped
+        self._counters.add(requests=1)
+        if number or piece.fresh:
+            piece.fresh, piece.sent = False, time.perf_counter()
+        read = partial(piece.field.fetch, self._open_reader(), piece.run, self._bodies.room)
+        body = self._line.request(read, self._waiting, self._counters)
+        piece.sent = NEVER
+        return body
+
+    def _waiting(self) -> bool:
+        return bool(self._pending)
+
+    def _again(self, piece: Piece, _error: StorageError, _delay: float) -> None:
+        piece.sent = NEVER
+        self._counters.add(retries=1)
+
+    def _sleep(self, seconds: float) -> None:
+        self._closed.wait(seconds)
+
+    def _hedge_late(self) -> None:
+        """Send late requests once more, the earliest first, within the budget. Holds the lock."""
+        now = time.perf_counter()
+        if now - self._looked < LOOK_SECONDS or not self._line.pace.calm:
             return
-        room = self._arena.room(field.name, slot, ref.stop - ref.start)
-        field.decode(run, body, room, ref.start)
-        self._counters.add(bytes_decoded=run.num_samples * field.layout.field.item_bytes)
+        self._looked = now
+        hedging = self._line.hedging
+        late = [p for p in self._pieces if now - p.sent > hedging.deadline(p.run.stop - p.run.start)]
+        for piece in sorted(late, key=lambda piece: piece.sent):
+            if not hedging.withdraw():
+                break
+            piece.sent = NEVER
+            piece.requests += 1
+            piece.hedges += 1
+            self._hedges.append(partial(self._hedge, piece, piece.hedges))
+        self._dispatch()

@@ -5,67 +5,77 @@
                     v                        |
               [fetch threads: ranged read -> verify -> decode into the slot]
 
-Only the assembler admits and releases, so slots and bytes need no lock. The threads hold `Assembler`; the
-consumer holds `Pipeline`, and dropping that ends them.
+Only the assembler admits and releases, so bytes need no lock. The threads hold `Assembler`; its owners
+hold `Engine`, and dropping that ends them. A consumer iterates over one pass, a `Pipeline`; one that it drops halfway
+ends the engine, one that it completes leaves it to the next pass, if the engine was made for more than one.
 """
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
 
-from streamloader.engine.arena import Memory
 from streamloader.engine.batch import Batch
 from streamloader.engine.budget import READY_BATCHES, Budget
 from streamloader.engine.crew import Crew
 from streamloader.engine.fetch import Fetcher
+from streamloader.engine.passes import PassPlan, plans
+from streamloader.engine.source import Source
 from streamloader.engine.stages import Recipe, Stages
 from streamloader.errors import EngineError, StreamloaderError
-from streamloader.format.reader import FieldReader
 from streamloader.plan.schedule import BatchPlan, BlockRef
 from streamloader.stats import Counters
-from streamloader.storage.protocol import RangeReader
 
 
-@dataclass(frozen=True)
-class Source:
-    """Where blocks come from, the streamed fields and the data plane (opened on first use), and where they are put."""
+class Engine:
+    """The threads of one pass, or of pass after pass: then the next one is loaded while the present one drains.
 
-    fields: Mapping[str, FieldReader]
-    reader: Callable[[], RangeReader]
-    memory: Memory
-
-    def weight(self, ref: BlockRef) -> int:
-        """Return about how many bytes the block's variable-size fields take in memory."""
-        return sum(
-            (run.stop - run.start) * max(1, field.layout.nbytes) // max(1, field.layout.stored)
-            for field in self.fields.values()
-            if not field.layout.field.fixed
-            for run in field.runs(ref.start, ref.stop)
-        )
-
-
-class Pipeline:
-    """Iterates over the finished batches of a schedule, in its order.
-
-    An error surfaces at the batch it belongs to; `completed` says whether the last batch was handed out. Close
-    it, or drop it, to end its threads; it never leaves anything outside this process.
+    Never leaves anything outside this process.
     """
 
     def __init__(
-        self, source: Source, recipe: Recipe, plans: Iterator[BatchPlan], budget: Budget, counters: Counters
+        self, source: Source, recipe: Recipe, first: PassPlan, budget: Budget, counters: Counters, *, endless: bool
     ) -> None:
-        self._counters = counters
-        self.core = Assembler(source, recipe, plans, budget, counters)
+        self.counters = counters
+        self.passes = 0  # completed by their consumers
+        self.core = Assembler(source, recipe, plans(first, endless=endless), budget, counters)
         self._crew = Crew("assemble", 1, self.core.fail)
         self._crew.submit(self.core.run)
         self._crew.submit(self.core.shut)
-        self._close = weakref.finalize(self, _end, self.core, self._crew)
+        self._close = weakref.finalize(self, _end, self.core, self._crew, os.getpid())
+        self._endless = endless
+
+    @property
+    def alive(self) -> bool:
+        """Whether a next pass can be had."""
+        return self._endless and self._close.alive
+
+    def close(self) -> None:
+        """End the threads; those in a request end after it."""
+        self._close()
+
+
+def _end(core: Assembler, crew: Crew, process: int) -> None:
+    if os.getpid() == process:  # in a forked child the threads are not, and their locks may be held for ever
+        core.close()
+        crew.close()
+
+
+class Pipeline:
+    """Iterates over the finished batches of an engine's next pass, in their order.
+
+    An error surfaces at the batch it belongs to; `completed` says whether the last batch was handed out. Close
+    it, or drop it, before that, and the engine ends.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._close = weakref.finalize(self, engine.close)
         self._over = False
         self.completed = False
 
@@ -76,39 +86,41 @@ class Pipeline:
         """Return the next batch. Raises its error, or StopIteration after the last."""
         if self._over:
             raise StopIteration
+        core = self._engine.core
         asked = time.perf_counter()
-        batch = self.core.next_ready()
+        batch = core.next_ready()
         if isinstance(batch, Batch):
             self._finish(batch)
-        error = batch.error if isinstance(batch, Batch) else batch
-        if error is not None or not isinstance(batch, Batch):
-            self.completed = error is None and not self._over
-            self.close()
-            raise error or StopIteration
-        self._counters.delivered(len(batch.plan.samples), asked)
-        return batch
+            if batch.error is None:
+                self._engine.counters.delivered(len(batch.plan.samples), asked)
+                return batch
+            batch = batch.error
+        self.completed = batch is None and not self._over
+        if self.completed:
+            self._engine.passes += 1
+        if self.completed and self._engine.alive:
+            self._close.detach()
+        self.close()
+        raise batch or StopIteration
 
     def close(self) -> None:
-        """End the threads; those in a request end after it."""
+        """End a pass that is not complete, and its engine."""
         self._over = True
         self._close()
 
     def _finish(self, batch: Batch) -> None:
         if not batch.finished:
-            with self._counters.timed("transform_wait_seconds" if self.core.transforms else "decode_wait_seconds"):
+            core = self._engine.core
+            name = "transform_wait_seconds" if core.transforms else "decode_wait_seconds"
+            with self._engine.counters.timed(name):
                 batch.wait()
-
-
-def _end(core: Assembler, crew: Crew) -> None:
-    core.close()
-    crew.close()
 
 
 class Assembler:
     """What the threads share; see the module's picture."""
 
     def __init__(
-        self, source: Source, recipe: Recipe, plans: Iterator[BatchPlan], budget: Budget, counters: Counters
+        self, source: Source, recipe: Recipe, plans: Iterator[BatchPlan | None], budget: Budget, counters: Counters
     ) -> None:
         self._source = source
         self._plans = plans
@@ -121,9 +133,9 @@ class Assembler:
         self._arena = source.memory.arena
         # first, since it may refuse the transform: no thread may be left then
         self._stages = Stages(recipe, source.memory, budget.cores, counters, self.fail)
-        self._fetcher = Fetcher(source.fields, source.reader, self._arena, budget.threads, counters)
+        self._fetcher = Fetcher(source, budget.threads, counters)
         self.transforms = recipe.transform is not None
-        self._planned: deque[BatchPlan] = deque()
+        self._planned: deque[BatchPlan | None] = deque()  # None: a pass ends here
         self._wanted: deque[BlockRef] = deque()
         self._ready: queue.SimpleQueue[Batch | BaseException | None] = queue.SimpleQueue()
         self._places = threading.Semaphore(READY_BATCHES)
@@ -133,18 +145,25 @@ class Assembler:
     def run(self) -> None:
         """Assemble until the plan ends, a batch fails, or the pipeline is closed."""
         while not self._closed:
-            self._look_ahead()
-            if not self._planned:
-                break
-            batch = Batch(self._planned.popleft())
-            error = self._load(batch.plan)
-            if error is None:
-                self._gather(batch)
-            else:
-                batch.finish(error)
-            if not self._hand_over(batch) or error is not None:
+            with self._counters.timed("gather_seconds"):
+                self._look_ahead()
+            if not self._planned or not self._place():
                 return
-        self._ready.put(None)
+            plan = self._planned.popleft()
+            batch = None if plan is None else self._assemble(plan)
+            if not self._closed:
+                self._ready.put(batch)
+            if batch is not None and batch.error is not None:
+                return
+
+    def _assemble(self, plan: BatchPlan) -> Batch:
+        batch = Batch(plan)
+        error = self._load(plan)
+        if error is None:
+            self._gather(batch)
+        else:
+            batch.finish(error)
+        return batch
 
     def shut(self) -> None:
         """Run after `run`, however that ended: nothing is fetched any more."""
@@ -155,9 +174,7 @@ class Assembler:
         """Return the next batch, which may not be finished yet; an error of no batch; None after the last."""
         if self._closed:
             return None
-        begin = time.perf_counter()
         batch = self._ready.get()
-        self._counters.add(fetch_wait_seconds=time.perf_counter() - begin)
         self._places.release()
         return batch
 
@@ -179,13 +196,18 @@ class Assembler:
         return self._ended.wait(seconds) and self._fetcher.join(seconds) and self._stages.join(seconds)
 
     def _look_ahead(self) -> None:
-        """Plan until as many blocks wait as there are slots: admission then never waits for the plan."""
-        while len(self._wanted) < self._slots or not self._planned:
-            plan = next(self._plans, None)
-            if plan is None:
+        """Plan until as many blocks wait as there are slots: admission then never waits for the plan.
+
+        Not beyond the end of the next pass: passes without a block would never fill the slots.
+        """
+        while not self._planned or (len(self._wanted) < self._slots and self._planned.count(None) < 2):
+            try:
+                plan = next(self._plans)
+            except StopIteration:
                 break
             self._planned.append(plan)
-            self._wanted.extend(plan.needs)
+            if plan is not None:
+                self._wanted.extend(plan.needs)
         self._admit()
 
     def _admit(self) -> None:
@@ -200,7 +222,8 @@ class Assembler:
         ref = self._wanted.popleft()
         self._weights[ref.ticket] = weight
         self._held += weight
-        self._fetcher.load(ref, self._arena.claim(ref.ticket))
+        self._arena.reserve(ref.ticket)
+        self._fetcher.load(ref)
 
     def _load(self, plan: BatchPlan) -> BaseException | None:
         """Wait until every block that this batch is the first to need is there; return the first error."""
@@ -212,7 +235,8 @@ class Assembler:
                         "report this with the dataset's manifest: the plan needs more slots than it says",
                     )
                 self._admit_next(self._source.weight(self._wanted[0]))
-            error = self._fetcher.wait(ref.ticket)
+            with self._counters.timed("fetch_wait_seconds"):
+                error = self._fetcher.wait(ref.ticket)
             if error is not None:
                 return error
             if self._closed:
@@ -223,7 +247,8 @@ class Assembler:
         if self._closed:
             return
         try:
-            self._stages.start(batch)
+            with self._counters.timed("gather_seconds"):
+                self._stages.start(batch)
         except StreamloaderError as error:
             batch.finish(error)
         for ticket in batch.plan.done:
@@ -232,11 +257,9 @@ class Assembler:
             self._held -= self._weights.pop(ticket)
         self._admit()
 
-    def _hand_over(self, batch: Batch) -> bool:
-        """Put the batch where the consumer takes it, once fewer than READY_BATCHES are ahead of it."""
+    def _place(self) -> bool:
+        """Wait until fewer than READY_BATCHES are made and not yet taken; return whether to go on."""
         begin = time.perf_counter()
         self._places.acquire()
         self._counters.add(full_seconds=time.perf_counter() - begin)
-        if not self._closed:
-            self._ready.put(batch)
         return not self._closed

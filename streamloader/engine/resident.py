@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from streamloader.errors import CorruptError
 from streamloader.format.reader import FieldReader, Run
 from streamloader.format.threads import run_all
 from streamloader.stats import Counters
@@ -22,20 +21,19 @@ def load_whole(field: FieldReader, reader: RangeReader, counters: Counters) -> N
     """Return every sample of a fixed-shape field, shape (num_samples, *shape). Raises storage and format errors."""
     out = np.empty((field.num_samples, *field.layout.field.shape), field.layout.field.dtype)
 
-    def fetch(run: Run) -> None:
+    def request(run: Run) -> memoryview:
         counters.add(requests=1)
-        body = call_with_retry(
-            partial(field.fetch, reader, run), RetryPolicy(), on_retry=lambda *_: counters.add(requests=1, retries=1)
-        )
+        body = field.fetch(reader, run)
         counters.add(bytes_fetched=len(body))
-        field.decode(run, body, out[run.first_sample : run.first_sample + run.num_samples])
+        return body
+
+    def again(*_: object) -> None:
+        counters.add(retries=1)
 
     def load(run: Run) -> None:
-        try:
-            fetch(run)
-        except CorruptError:  # mostly a damaged transfer: what is damaged at rest fails again
-            counters.add(retries=1)
-            fetch(run)
+        rows = out[run.first_sample : run.first_sample + run.num_samples]
+        patient = partial(call_with_retry, partial(request, run), RetryPolicy(), on_retry=again)
+        field.load(run, patient, rows, on_damage=again)
 
     run_all(load, field.runs(0, field.num_samples), THREADS)
     return out

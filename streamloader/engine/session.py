@@ -7,20 +7,24 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
 from streamloader.decode.image import ImageDecoder
-from streamloader.engine.arena import Arena, BatchBuffers, Memory
-from streamloader.engine.budget import Budget, Demand, allot, allowance
-from streamloader.engine.pipeline import Assembler, Pipeline, Source
+from streamloader.engine.arena import Arena, BatchBuffers, Bodies, Memory
+from streamloader.engine.budget import MAX_THREADS, Budget, Demand, allot, allowance
+from streamloader.engine.line import Line
+from streamloader.engine.passes import PassPlan
+from streamloader.engine.pipeline import Engine, Pipeline
 from streamloader.engine.resident import load_whole
+from streamloader.engine.source import Source
 from streamloader.engine.stages import Recipe
 from streamloader.engine.transform import Transform
 from streamloader.format.manifest import FieldLayout
 from streamloader.format.reader import MAX_REQUEST, FieldReader
-from streamloader.options import MIB
+from streamloader.options import MIB, Pack
 from streamloader.plan.order import EpochOrder, OrderParams
-from streamloader.plan.schedule import schedule, slots_needed
+from streamloader.plan.schedule import slots_needed
 from streamloader.plan.world import Share
 from streamloader.stats import Counters
 from streamloader.storage.protocol import Store
@@ -37,10 +41,31 @@ class Wish:
     """What the caller wants of each sample, and within how many bytes (`memory`, None for what it needs)."""
 
     decoders: Mapping[str, ImageDecoder] = field(default_factory=dict)
+    packs: Mapping[str, Pack] = field(default_factory=dict)
     transform: Transform | None = None
     transform_workers: int = 0
     memory: int | None = None
     ranks_here: int = 1
+
+
+@dataclass
+class _Running:
+    """An engine, what it works in, and the pass that it delivers next."""
+
+    engine: Engine
+    memory: Memory
+    upcoming: PassPlan
+    begun: int = 0
+
+    def expects(self, wanted: PassPlan) -> bool:
+        """Return whether the engine goes on with just this pass, the one before it being complete."""
+        return self.engine.alive and self.engine.passes == self.begun and self.upcoming == wanted
+
+    def go_on(self) -> Pipeline:
+        """Begin the upcoming pass."""
+        self.begun += 1
+        self.upcoming = self.upcoming.following()
+        return Pipeline(self.engine)
 
 
 class Session:
@@ -53,7 +78,8 @@ class Session:
         self._wish = wish
         self.counters = Counters()
         self._resident: dict[str, NDArray[Any]] = {}
-        self._last: tuple[Assembler, Memory] | None = None
+        self._running: _Running | None = None
+        self._line = Line()
 
     @property
     def chunk(self) -> int:
@@ -67,6 +93,13 @@ class Session:
         Raises `MemoryBudgetError` before any sample is read.
         """
         block = order.params.block if order.shuffle else self.chunk
+        wanted = PassPlan(order, share, position, None if order.shuffle else block, steps_at_once)
+        running = self._running
+        if running is not None and running.expects(wanted):
+            return running.go_on()
+        # A second pass says that more will come: from then on the next is loaded while the present one drains.
+        endless = running is not None and running.engine.passes > 0
+        self.close()
         params = order.params if order.shuffle else OrderParams(block, 1, 2 * block)
         resident, budget = self._plan_memory(params, share, steps_at_once)
         for name in resident:
@@ -74,35 +107,42 @@ class Session:
                 self._resident[name] = load_whole(self._readers[name], self._store.reader(), self.counters)
         self.counters.describe_client(f"{self._store.reader().kind}: {self._store.reader().reason}")
         streamed = {name: reader for name, reader in self._readers.items() if name not in resident}
-        recipe = Recipe(
+        memory = self._memory({name: reader.layout for name, reader in streamed.items()}, budget.slots, block)
+        source = Source(streamed, self._store.reader, self._line, memory)
+        recipe = self._recipe(resident, order.seed, alike=steps_at_once == 1)
+        engine = Engine(source, recipe, wanted, budget, self.counters, endless=endless)
+        self._running = _Running(engine, memory, wanted)
+        return self._running.go_on()
+
+    def close(self) -> None:
+        """End the threads of the last pass, and of one that is loaded ahead."""
+        if self._running is not None:
+            self._running.engine.close()
+
+    def _recipe(self, resident: list[str], seed: int, *, alike: bool) -> Recipe:
+        return Recipe(
             names=tuple(self._readers),
-            streamed={name: reader.layout for name, reader in streamed.items()},
+            streamed={name: reader.layout for name, reader in self._readers.items() if name not in resident},
             resident={name: self._resident[name] for name in resident},
             decoders=self._wish.decoders,
-            alike=self._wish.transform is None and steps_at_once == 1,
+            packs=self._wish.packs,
+            alike=alike and self._wish.transform is None,
             transform=self._wish.transform,
             transform_workers=self._wish.transform_workers,
-            seed=order.seed,
-            epoch=order.epoch,
+            seed=seed,
         )
-        memory = self._memory({name: reader.layout for name, reader in streamed.items()}, budget.slots, block)
-        source = Source(streamed, self._store.reader, memory)
-        plans = schedule(order, share, position, None if order.shuffle else block, steps_at_once)
-        pipeline = Pipeline(source, recipe, plans, budget, self.counters)
-        self._last = (pipeline.core, memory)
-        return pipeline
 
     def _memory(self, layouts: Mapping[str, FieldLayout], slots: int, block: int) -> Memory:
         """Return the last pass's memory if it fits and no thread of that pass can still write to it, else new."""
-        if self._last is not None:
-            core, memory = self._last
-            self._last = None
+        if self._running is not None:
+            core, memory = self._running.engine.core, self._running.memory
+            self._running = None
             if memory.arena.shape == (layouts, slots, block) and core.join(JOIN_SECONDS):
                 memory.arena.clear()
                 return memory
         # A transform may keep slices of what it was given; only memory that nobody sees again is recycled.
         buffers = BatchBuffers(self.counters, recycle=self._wish.transform is None)
-        return Memory(Arena(layouts, slots, block), buffers)
+        return Memory(Bodies(slots + MAX_THREADS), Arena(layouts, slots, block), buffers)
 
     def _plan_memory(self, params: OrderParams, share: Share, steps_at_once: int) -> tuple[list[str], Budget]:
         """Return the fields to hold whole, and the budget.
@@ -146,9 +186,10 @@ class Session:
         decoder = self._wish.decoders.get(name)
         if decoder is None:
             return stored
+        itemsize = np.dtype(decoder.dtype).itemsize
         if decoder.options.size is None:
-            return stored * IMAGE_EXPANSION
-        return float(math.prod(decoder.options.size) * decoder.channels)
+            return stored * IMAGE_EXPANSION * itemsize
+        return float(math.prod(decoder.options.size) * decoder.channels * itemsize)
 
 
 def _mean_bytes(reader: FieldReader, num_samples: int) -> float:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -13,13 +15,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from streamloader.decode.image import ImageDecoder
+from streamloader.decode.image import ImageDecoder, Scratch
 from streamloader.engine.arena import Memory
 from streamloader.engine.batch import Batch, items_to_column, rows_of
 from streamloader.engine.crew import Crew
 from streamloader.engine.transform import RngKey, Sample, Transform, TransformProcess, apply, collate, takes_rng
 from streamloader.errors import StreamloaderError
 from streamloader.format.manifest import FieldLayout
+from streamloader.options import Pack
+from streamloader.plan.schedule import BatchPlan
 from streamloader.stats import Counters
 
 
@@ -28,9 +32,9 @@ class Recipe:
     """What a batch is made of: the columns `names`, in that order.
 
     `streamed` fields come from the arena, `resident` ones are whole arrays in memory; `decoders` names the
-    image fields to decode. `alike` says that the images of a batch must have one size; where a transform makes
-    them alike, or samples are handed out singly, they are kept apart. `seed` and `epoch` key the random numbers of
-    the transform.
+    image fields to decode, `packs` the ragged fields to cut in rows. `alike` says that the images of a batch must have
+    one size; where a transform makes them alike, or samples are handed out singly, they are kept apart. `seed` keys the
+    random numbers of the transform, with the plan's epoch and positions.
     """
 
     names: tuple[str, ...]
@@ -41,7 +45,11 @@ class Recipe:
     transform: Transform | None
     transform_workers: int
     seed: int
-    epoch: int
+    packs: Mapping[str, Pack] = field(default_factory=dict)
+
+
+# How long the interpreter's exit waits for the image, or the part of a batch in a transform, that a thread is at.
+EXIT_SECONDS = 5.0
 
 
 class Stages:
@@ -59,10 +67,16 @@ class Stages:
         if recipe.transform is not None:
             self._processes = [TransformProcess(recipe.transform) for _ in range(recipe.transform_workers)]
             self._with_rng = takes_rng(recipe.transform)
+        self._scratch = Scratch()
+        self._closed = False
         self._decode = Crew("decode", threads if recipe.decoders else 0, fail)
         self._transform = [
             Crew("transform", 1, fail) for _ in range(max(1, len(self._processes)) if recipe.transform else 0)
         ]
+        # OpenCV, and most of what a transform may call, aborts the process when its thread comes back from it to an
+        # interpreter that has ended: the exit waits. Threads that wait for a process of their own end as they are.
+        here = [self._decode] if self._processes else [self._decode, *self._transform]
+        weakref.finalize(self, _leave, here, os.getpid())
 
     def start(self, batch: Batch) -> None:
         """Gather the batch now, and hand it to the later stages, the last of which finishes it."""
@@ -80,7 +94,8 @@ class Stages:
             if name in self._recipe.decoders:
                 images[name] = items
             else:
-                batch.columns[name] = items_to_column(name, layout.field, items, plan.samples)
+                pack = self._recipe.packs.get(name)
+                batch.columns[name] = items_to_column(name, layout.field, items, plan.samples, self._buffers, pack=pack)
         for name, values in self._recipe.resident.items():
             out = self._buffers.lease((count, *values.shape[1:]), str(values.dtype))
             np.take(values, plan.samples, axis=0, out=out, mode="clip")
@@ -92,6 +107,7 @@ class Stages:
 
     def close(self) -> None:
         """Let threads and processes end."""
+        self._closed = True
         for crew in (self._decode, *self._transform):
             crew.close()
         for process in self._processes:
@@ -102,34 +118,40 @@ class Stages:
         return all(crew.join(seconds) for crew in (self._decode, *self._transform))
 
     def _start_decode(self, batch: Batch, images: Mapping[str, Sequence[memoryview]]) -> None:
-        numbers = batch.plan.samples.tolist()
-        parts = _cut(len(numbers), 4 * self._threads)
+        parts = _cut(len(batch.plan.samples), 4 * self._threads)
         left = _Countdown(len(parts) * len(images), partial(self._start_transform, batch))
         try:
-            for name, items in images.items():
-                decoder = self._recipe.decoders[name]
-                if not self._recipe.alike and decoder.options.size is None:
-                    out: Any = [None] * len(items)
-                else:
-                    out = self._buffers.lease((len(items), *decoder.shape(items[0], numbers[0])), "uint8")
-                batch.columns[name] = out
-                for part in parts:
-                    self._decode.submit(partial(self._decode_part, batch, name, items, part, left))
+            columns = [self._images(batch.plan, name, items) for name, items in images.items()]
         except StreamloaderError as error:
             batch.finish(error)
+            return
+        for column in columns:
+            batch.columns[column.name] = column.out
+            for part in parts:
+                self._decode.submit(partial(self._decode_part, batch, column, part, left))
 
-    def _decode_part(self, batch: Batch, name: str, items: Sequence[memoryview], part: range, left: _Countdown) -> None:
-        decoder, out, numbers = self._recipe.decoders[name], batch.columns[name], batch.plan.samples
-        begin = time.perf_counter()
+    def _images(self, plan: BatchPlan, name: str, items: Sequence[memoryview]) -> _Images:
+        decoder, samples = self._recipe.decoders[name], plan.samples.tolist()
+        out: list[NDArray[Any] | None] | NDArray[Any] = [None] * len(items)
+        if self._recipe.alike or decoder.options.size is not None:
+            out = self._buffers.lease((len(items), *decoder.shape(items[0], samples[0])), decoder.dtype)
+        draws = decoder.draws(self._recipe.seed, plan.epoch, plan.positions)
+        return _Images(name, decoder, items, samples, draws or [[]] * len(items), out)
+
+    def _decode_part(self, batch: Batch, images: _Images, part: range, left: _Countdown) -> None:
+        begin = time.thread_time()
         try:
             for i in part:
-                if isinstance(out, list):
-                    out[i] = decoder.decode(items[i], int(numbers[i]))
-                else:
-                    decoder.decode(items[i], int(numbers[i]), out[i])
+                if self._closed:
+                    return
+                image = images.decoder.decode(
+                    images.items[i], images.samples[i], images.out[i], images.draws[i], self._scratch
+                )
+                if isinstance(images.out, list):
+                    images.out[i] = image
         except StreamloaderError as error:
             batch.error = batch.error or error
-        self._counters.add(decode_seconds=time.perf_counter() - begin)
+        self._counters.add(decode_seconds=time.thread_time() - begin)
         left.down()
 
     def _start_transform(self, batch: Batch) -> None:
@@ -151,7 +173,7 @@ class Stages:
     ) -> None:
         i, done, left = into
         plan, recipe = batch.plan, self._recipe
-        keys = [RngKey(recipe.seed, recipe.epoch, int(plan.positions[j])) for j in part]
+        keys = [RngKey(recipe.seed, plan.epoch, int(plan.positions[j])) for j in part]
         numbers = [int(plan.samples[j]) for j in part]
         chosen = [samples[j] for j in part]
         begin = time.perf_counter()
@@ -173,6 +195,29 @@ class Stages:
             except StreamloaderError as error:
                 batch.error = error
         batch.finish()
+
+
+def _leave(crews: Sequence[Crew], process: int) -> None:
+    if os.getpid() == process:  # a forked child has no such threads
+        for crew in crews:
+            crew.close()
+        for crew in crews:
+            crew.join(EXIT_SECONDS)
+
+
+@dataclass(frozen=True)
+class _Images:
+    """A batch's images of one field, what decodes them, their samples and random numbers, and where they go to.
+
+    `out` is an array, or a list for images of their own sizes.
+    """
+
+    name: str
+    decoder: ImageDecoder
+    items: Sequence[memoryview]
+    samples: Sequence[int]
+    draws: Sequence[Sequence[float]]
+    out: list[NDArray[Any] | None] | NDArray[Any]
 
 
 class _Countdown:

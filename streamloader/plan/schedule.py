@@ -27,7 +27,7 @@ _FIRST_STEPS = 64  # steps of the first span at most: what the first batch waits
 
 @dataclass(frozen=True)
 class BlockRef:
-    """One fetch: the samples [start, stop). Tickets are 0, 1, 2, ... in order of first need by this rank.
+    """One fetch: the samples [start, stop). Tickets count up, one for each, in order of first need by this rank.
 
     A block that two lanes share has a ticket for each, of its own part: no sample is fetched twice.
     """
@@ -41,13 +41,14 @@ class BlockRef:
 class BatchPlan:
     """One batch of one rank, or several steps at once; arrays have an entry for each row.
 
-    `step`, the first that it holds, counts from where the schedule starts.
+    `step`, the first that it holds, counts from where the schedule of this `epoch` starts.
     `tickets` says which block a row comes from, `rows` which row of that block (counted from the block's start),
     `samples` the sample number, `positions` the global position (a padded row keeps its own p >= N), `valid` is
     false for padded rows. `needs` are the blocks that are needed here for the first time, in order of first need;
     `done` the tickets that no later batch of the schedule uses: each ticket is in one `needs` and in one `done`.
     """
 
+    epoch: int
     step: int
     tickets: NDArray[np.int64]
     rows: NDArray[np.int64]
@@ -59,13 +60,21 @@ class BatchPlan:
 
 
 def schedule(
-    order: EpochOrder, share: Share, position: int, unit: int | None = None, steps_at_once: int = 1
+    order: EpochOrder,
+    share: Share,
+    position: int,
+    unit: int | None = None,
+    steps_at_once: int = 1,
+    *,
+    first_ticket: int = 0,
 ) -> Iterator[BatchPlan]:
     """The batches of `share`'s rank from the global position `position` to the end of the epoch.
 
     `unit` is the number of samples fetched at once without shuffle (the chunk; the block where it is None). Each plan
-    holds the rows of `steps_at_once` steps, the last perhaps of fewer: for steps of a single sample. Raises
-    UsageError where order and share do not belong together, or the position is outside the epoch.
+    holds the rows of `steps_at_once` steps, the last perhaps of fewer: for steps of a single sample. Tickets are
+    numbered from `first_ticket` on, so that schedules can follow one another.
+
+    Raises UsageError where order and share do not belong together, or the position is outside the epoch.
     """
     if (share.num_samples, share.lanes) != (order.num_samples, order.lanes):
         raise UsageError(
@@ -77,19 +86,22 @@ def schedule(
         raise UsageError(f"position {position} is not in [0, {order.num_samples}]", "start inside the epoch")
     if steps_at_once < 1 or (unit is not None and unit < 1):
         raise UsageError(f"unit={unit} samples and {steps_at_once} steps at once cannot be", "give 1 or more")
-    return _plan(order, share, _spans(order, share, position, steps_at_once), unit or order.params.block, steps_at_once)
+    spans = _spans(order, share, position, steps_at_once)
+    unit = unit or order.params.block
+    return _plan(order, share, spans, unit=unit, steps_at_once=steps_at_once, tickets=first_ticket)
 
 
-def _plan(order: EpochOrder, share: Share, spans: Iterator[Span], unit: int, steps_at_once: int) -> Iterator[BatchPlan]:
+def _plan(
+    order: EpochOrder, share: Share, spans: Iterator[Span], *, unit: int, steps_at_once: int, tickets: int
+) -> Iterator[BatchPlan]:
     live: dict[Key, int] = {}  # the tickets of blocks that later spans use
-    tickets = 0
     for span in spans:
         positions = share.positions_of_steps(span.begin, span.steps)
         source = share.source(positions)
         touched = touch_lanes(order, source, span, live) if order.shuffle else touch_units(share, unit, source, span)
         booking = _book(touched, live, tickets)
         steps = range(span.first_step, span.first_step + span.steps, steps_at_once)
-        yield from _batches(touched, booking, share, positions, steps)
+        yield from _batches(touched, booking, share, positions, steps=steps, epoch=order.epoch)
         tickets += booking.opened.size
         kept = np.flatnonzero((booking.ticket >= 0) & ~touched.finished)
         live = {touched.keys[i]: int(booking.ticket[i]) for i in kept}
@@ -124,7 +136,9 @@ def _book(touched: Touched, live: dict[Key, int], next_ticket: int) -> _Booking:
     return _Booking(ticket, opened, first[opened], closed, np.maximum(last[closed], 0))
 
 
-def _batches(touched: Touched, booking: _Booking, share: Share, positions: Ints, steps: range) -> Iterator[BatchPlan]:
+def _batches(
+    touched: Touched, booking: _Booking, share: Share, positions: Ints, *, steps: range, epoch: int
+) -> Iterator[BatchPlan]:
     """The plans of a span: `steps` are the first steps of each."""
     rows = share.batch * steps.step
     tickets = booking.ticket[touched.block]
@@ -144,6 +158,7 @@ def _batches(touched: Touched, booking: _Booking, share: Share, positions: Ints,
     for i, step in enumerate(steps):
         cut = slice(i * rows, (i + 1) * rows)
         yield BatchPlan(
+            epoch=epoch,
             step=step,
             tickets=tickets[cut],
             rows=touched.row[cut],

@@ -1,0 +1,42 @@
+"""Blocks and their pieces while they are on their way."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from streamloader.format.reader import FieldReader, Run
+from streamloader.plan.schedule import BlockRef
+
+NEVER = float("inf")
+
+
+@dataclass(slots=True, eq=False)
+class LoadingBlock:
+    """A block on its way: `left` pieces are missing; `error` is the first that failed."""
+
+    ref: BlockRef
+    left: int
+    error: BaseException | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Piece:
+    """A run on its way into its block, by its first request, number 0, and `hedges` more where that is late.
+
+    `requests` are under way or wait for a thread. `fresh`: none was sent yet. `sent`: when the latest went out, `NEVER`
+    where there is none to be late. `writer`: the number of the one whose body is being decoded, since `body_at`, in
+    processor time of its thread.
+    `over`: it is in its slot, or has failed.
+    """
+
+    block: LoadingBlock
+    field: FieldReader
+    run: Run
+    requests: int = 1
+    hedges: int = 0
+    fresh: bool = True
+    sent: float = NEVER
+    body_at: float = 0.0
+    writer: int | None = None
+    over: bool = False
+    error: BaseException | None = None
