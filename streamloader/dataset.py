@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from streamloader.errors import CorruptError, UsageError
+from streamloader.errors import UsageError
 from streamloader.format.codecs import Items
 from streamloader.format.manifest import Field, Manifest
 from streamloader.format.opening import Opened, open_root
@@ -189,17 +189,11 @@ class _Process:
     def _load(
         self, field: FieldReader, run: Run, out: NDArray[Any] | None = None, first: int = 0
     ) -> list[Items] | None:
-        """Fetch and decode a run; a damaged body is fetched a second time, since mostly the transfer is to blame."""
-        try:
-            return field.decode(run, self._fetch(field, run), out, first)
-        except CorruptError:
-            return field.decode(run, self._fetch(field, run), out, first)
-
-    def _fetch(self, field: FieldReader, run: Run) -> memoryview:
+        """Fetch and decode a run."""
         if self._plane is None:
             self._plane = self._store.reader()
-        plane = self._plane
-        return call_with_retry(lambda: field.fetch(plane, run), self._policy, self._budget)
+        request = partial(field.fetch, self._plane, run)
+        return field.load(run, lambda: call_with_retry(request, self._policy, self._budget), out, first)
 
     def _field(self, name: str) -> FieldReader:
         with self._lock:

@@ -14,11 +14,12 @@ from streamloader.engine.session import Session, Wish
 from streamloader.errors import BatchError, StateError, UsageError
 from streamloader.format.manifest import Field
 from streamloader.format.reader import field_reader, open_manifest
+from streamloader.format.threads import cpu_count
 from streamloader.options import Remainder, Shuffle
 from streamloader.plan.cursor import Cursor
 from streamloader.plan.order import EpochOrder
 from streamloader.plan.world import Share, World
-from streamloader.stats import Stats
+from streamloader.stats import BatchReport, Stats
 from streamloader.storage import open_store
 from streamloader.torch_choices import (
     DecodeChoice,
@@ -29,6 +30,7 @@ from streamloader.torch_choices import (
     choose_order,
 )
 from streamloader.torch_epochs import SharedEpochs
+from streamloader.torch_packing import PackChoice, choose_packs
 from streamloader.torch_pass import Follow, Pass, Position, Shape, warn_of_costs
 from streamloader.torch_world import in_worker, ranks_on_this_machine, resolve_world, worker
 
@@ -44,10 +46,12 @@ class StreamingDataset(IterableDataset[dict[str, Any]]):
     `fields`: names to fetch, default all. `split`: of a dataset that has splits. `shuffle`: True, False, or
     `Shuffle(window=, lanes=, block=)`. `seed`: below 2^64. `remainder`: what the last, incomplete step does:
     "pad", "drop" or "uneven". `decode`: how encoded images become uint8 tensors (height, width, channels): True,
-    a backend's name, a `Decode`, or one of these for each field. `transform(sample[, rng])`: called with each
+    a backend's name, a `Decode`, or one of these for each field. `pack`: ragged fields whose documents come as rows of
+    one length, `{"tokens": 2049}` or `{"tokens": Pack(2049, pad=)}`. `transform(sample[, rng])`: called with each
     sample, a dict of numpy arrays, bytes and str; `rng` is keyed by seed, epoch and position. `transform_workers`:
     processes that run it. `world`: (rank, size); default torch.distributed's, else torchrun's environment.
     `memory`: bytes this rank's loader may use, beside Python and torch; default what the window needs.
+    `on_batch(report)`: called with a `BatchReport` for each batch, say to log how long training waited for it.
     `storage_options`: for the store, as fsspec takes them.
 
     A complete pass advances the epoch. Raises a `StreamloaderError`: here for what is known to be wrong, at the
@@ -65,23 +69,29 @@ class StreamingDataset(IterableDataset[dict[str, Any]]):
         seed: int = 0,
         remainder: Remainder = "pad",
         decode: DecodeChoice = None,
+        pack: PackChoice = None,
         transform: Callable[..., Any] | None = None,
         transform_workers: int = 0,
         with_index: bool = False,
         world: tuple[int, int] | World | None = None,
         memory: int | None = None,
+        on_batch: Callable[[BatchReport], None] | None = None,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
         check_arguments(batch_size, remainder, transform, transform_workers, memory)
+        if on_batch is not None and not callable(on_batch):
+            raise UsageError(f"on_batch={on_batch!r} cannot be called", "give a function of a BatchReport")
+        self._on_batch = on_batch
         self._batch_size = batch_size
         self._with_index = with_index
         self._world = world
         self._store = open_store(url, storage_options)
         self._manifest, self._dataset_store = open_manifest(self._store, split)
         self._names = choose_fields(self._manifest, fields, with_index, remainder == "pad")
-        decoders = choose_decoders({name: self._manifest.fields[name].field for name in self._names}, decode)
-        self._wish = Wish(decoders, transform, transform_workers, memory)
+        decoders = choose_decoders(self.fields, decode)
+        packs = choose_packs(self.fields, pack, batch_size=batch_size, transformed=transform is not None)
+        self._wish = Wish(decoders, packs, transform, transform_workers, memory)
         if batch_size is not None and batch_size > max(1, self._manifest.num_samples):
             raise BatchError(
                 f"batch_size={batch_size} is more than the {self._manifest.num_samples} samples of {self._store.url}",
@@ -133,9 +143,8 @@ class StreamingDataset(IterableDataset[dict[str, Any]]):
         warn_of_costs(begin.share, count, repeated, fresh=start.position == 0)
         self._epochs.begin(number, count, start.epoch)
         self._start = self._now = start
-        run = Pass(
-            self._open_session(), self._order(start), begin, Follow(self._deliver, self._complete), self._shape()
-        )
+        follow = Follow(self._deliver, self._complete, self._on_batch)
+        run = Pass(self._open_session(), self._order(start), begin, follow, self._shape())
         self._pass = weakref.ref(run)
         return run
 
@@ -203,6 +212,8 @@ class StreamingDataset(IterableDataset[dict[str, Any]]):
     def close(self) -> None:
         """End the present pass and its threads."""
         self._end_pass()
+        if self._session is not None and self._session[0] == os.getpid():
+            self._session[1].close()
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickle for workers: the rank is resolved here, since a spawned worker cannot ask torch.distributed."""
@@ -253,5 +264,9 @@ class StreamingDataset(IterableDataset[dict[str, Any]]):
         if self._session is None or self._session[0] != os.getpid():
             readers = {name: field_reader(self._dataset_store, self._manifest, name) for name in self._names}
             wish = replace(self._wish, ranks_here=ranks_on_this_machine())
-            self._session = (os.getpid(), Session(self._dataset_store, readers, self._manifest.num_samples, wish))
+            session = Session(self._dataset_store, readers, self._manifest.num_samples, wish)
+            session.counters.note(
+                cores=max(1, cpu_count() // wish.ranks_here), transformers=max(1, wish.transform_workers)
+            )
+            self._session = (os.getpid(), session)
         return self._session[1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -13,7 +14,9 @@ from streamloader.errors import EngineError
 from streamloader.plan.cursor import Cursor
 from streamloader.plan.order import EpochOrder
 from streamloader.plan.world import Share, World
+from streamloader.stats import BatchReport
 from streamloader.torch_tensors import to_samples, to_tensors
+from streamloader.torch_world import worker
 
 # A pass that yields samples still runs in batches, so that the engine's work stays per batch.
 SAMPLES_AT_ONCE = 64
@@ -52,10 +55,14 @@ class Position:
 
 @dataclass(frozen=True)
 class Follow:
-    """Who is told: `deliver` of the cursor after each batch handed out, `complete` of the epoch that is over."""
+    """Who is told: `deliver` of the cursor after each batch handed out, `complete` of the epoch that is over.
+
+    `report` hears of each batch before it is handed out: where it raises, the batch is still to come.
+    """
 
     deliver: Callable[[Cursor], None]
     complete: Callable[[int], None]
+    report: Callable[[BatchReport], None] | None = None
 
 
 @dataclass(frozen=True)
@@ -83,10 +90,12 @@ class Pass(Iterator[dict[str, Any]]):
         self._follow: Follow | None = follow
         self._shape = shape
         self._steps = 0
+        self._steps_before = order.epoch * begin.share.num_steps(0)
         self._ended = False
         self._waiting: deque[dict[str, Any]] = deque()
         steps_at_once = SAMPLES_AT_ONCE if shape.samples else 1
         self._pipeline = session.start(order, begin.share, begin.position(0), steps_at_once)
+        self._told = time.perf_counter()
 
     def __next__(self) -> dict[str, Any]:
         """Return the next batch or sample. Raises the error that belongs there."""
@@ -95,6 +104,7 @@ class Pass(Iterator[dict[str, Any]]):
                 "this pass was ended by a later iter(), load_state_dict() or close()", "iterate one pass at a time"
             )
         if not self._waiting:
+            asked = time.perf_counter()
             batch = next(self._pipeline, None)
             if batch is None:
                 if self._pipeline.completed:  # and not after an error
@@ -102,6 +112,7 @@ class Pass(Iterator[dict[str, Any]]):
                 raise StopIteration
             extra = {"with_index": self._shape.with_index, "with_valid": self._shape.with_valid}
             self._waiting.extend(to_samples(batch, **extra) if self._shape.samples else [to_tensors(batch, **extra)])
+            self._report(len(batch.plan.samples), asked)
         self._steps += 1
         if self._follow is not None:
             self._follow.deliver(self._begin.cursor(self._steps))
@@ -111,6 +122,23 @@ class Pass(Iterator[dict[str, Any]]):
         """End the threads of this pass; asking it for more is an error from now on."""
         self._ended = True
         self._pipeline.close()
+
+    def _report(self, samples: int, asked: float) -> None:
+        if self._follow is None or self._follow.report is None:
+            return
+        now, before = time.perf_counter(), self._told
+        self._told = now
+        share = self._begin.share
+        self._follow.report(
+            BatchReport(
+                epoch=self._epoch,
+                step=self._steps_before + self._begin.position(self._steps) // share.global_batch,
+                samples=samples,
+                wait_seconds=now - asked,
+                seconds=now - before,
+                worker=worker()[0],
+            )
+        )
 
     def _complete_once(self) -> None:
         if self._follow is not None:
