@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING
 import click
 
 from streamloader.cli.options import INTERRUPTED, parse_options, show_bytes
+from streamloader.cli.progress import Display, Step, display
 from streamloader.options import CODECS, CodecChoice, Layout, parse_size
 
 if TYPE_CHECKING:
     from streamloader.conversion import Progress, Report
 
     Listener = Callable[[Progress], None]
-
-LINE_SECONDS = 5.0  # how often a line is printed where there is no terminal
 
 _OPTION_HELP = "An option of the store, as its fsspec package calls it; JSON values are read as such. May be repeated."
 
@@ -98,57 +97,29 @@ def _summary(report: Report, seconds: float) -> str:
 
 @contextmanager
 def _listener(quiet: bool) -> Iterator[Listener | None]:
-    """Give what shows the progress on stderr: a bar on a terminal, else a line now and then."""
+    """Give what shows the progress on stderr, or None where nothing is to be shown."""
     if quiet:
         yield None
-    elif sys.stderr.isatty():
-        with _bar() as listen:
-            yield listen
-    else:
-        yield _Lines()
+        return
+    with display() as shown:
+        yield _Told(shown)
 
 
-class _Lines:
-    """Plain lines: at the start of a phase, every few seconds, and at its end."""
+class _Told:
+    """Turns what a conversion tells into steps with rates."""
 
-    def __init__(self) -> None:
-        self._begin = self._said = time.monotonic()
+    def __init__(self, shown: Display) -> None:
+        self._shown = shown
+        self._begin = 0.0
 
     def __call__(self, progress: Progress) -> None:
         if progress.phase == "scan":
-            click.echo(f"scan: {progress.detail}", err=True)
+            self._shown.say(f"scan: {progress.detail}")
             return
         now = time.monotonic()
-        if progress.phase == "write" and progress.done == progress.kept:
-            self._begin = now
-        if progress.phase == "write" and now - self._said < LINE_SECONDS and progress.done < progress.total:
-            return
-        self._said = now
-        rate = (progress.done - progress.kept) / max(now - self._begin, 1e-3)
+        self._begin = self._begin or now
+        elapsed = max(now - self._begin, 1e-3)
+        rate = f"{(progress.done - progress.kept) / elapsed:,.0f} samples/s, {progress.bytes / elapsed / 1e6:,.1f} MB/s"
         kept = f", {progress.kept} kept from before" if progress.kept else ""
-        told = f", {rate:,.0f} samples/s" if progress.phase == "write" else ""
-        click.echo(f"{progress.phase}: {progress.done} of {progress.total} samples{told}{kept}", err=True)
-
-
-@contextmanager
-def _bar() -> Iterator[Listener]:
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-    from rich.progress import Progress as Bar
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}"))
-    console = Console(stderr=True)
-    with Bar(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console, transient=True) as bar:
-        row = bar.add_task("scan", total=None, rate="samples")
-
-        def listen(progress: Progress) -> None:
-            if progress.phase == "scan":
-                bar.console.print(f"scan: {progress.detail}", markup=False, highlight=False, soft_wrap=True)
-                return
-            if bar.tasks[0].total is None:
-                bar.reset(row, total=progress.total, completed=progress.done)
-            speed = bar.tasks[0].speed
-            rate = f"{speed:,.0f} samples/s" if speed else "samples"
-            bar.update(row, completed=progress.done, description=progress.phase, rate=rate)
-
-        yield listen
+        step = Step(progress.phase, progress.done, progress.total, "samples", rate + kept, progress.kept)
+        self._shown.show(step)

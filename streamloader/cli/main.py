@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import click
 
 from streamloader import __version__
+from streamloader.cli.bench import bench
 from streamloader.cli.convert import convert
 from streamloader.cli.demo import demo
 from streamloader.cli.inspect import inspect
@@ -20,10 +21,10 @@ BAD_INPUT = 2
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="streamloader")
 def cli() -> None:
-    """Make datasets for streaming from object storage into PyTorch, and look into them."""
+    """Make datasets for streaming from object storage into PyTorch, look into them, and measure them."""
 
 
-for _command in (convert, inspect, demo):
+for _command in (convert, inspect, bench, demo):
     cli.add_command(_command)
 
 

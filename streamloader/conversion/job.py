@@ -99,6 +99,7 @@ class _Run:
     kept_shards: int = 0
     kept: int = 0
     done: int = 0
+    stored: int = 0
 
     def complete(self) -> dict[str, Manifest]:
         """Write what is missing, publish every dataset, and return the manifests by split."""
@@ -139,6 +140,7 @@ class _Run:
             def note(task: Task, receipt: Receipt) -> None:
                 by_url[task.store.url].receipts[task.shard] = receipt  # noqa: B023 - used in this round only
                 self.done += receipt.num_samples
+                self.stored += sum(one.size for one in receipt.objects.values())
                 self._tell("write")
 
             run_tasks(self._tasks(tasks), min(self.workers, len(tasks)), note)
@@ -156,7 +158,7 @@ class _Run:
             yield Task(part, split.store, split.plan.geometry, shard)
 
     def _tell(self, phase: Any) -> None:
-        self.listener(Progress(phase, self.done, self.job.num_samples, self.kept))
+        self.listener(Progress(phase, self.done, self.job.num_samples, self.kept, self.stored))
 
 
 class _SplitRun:

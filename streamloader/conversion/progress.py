@@ -13,7 +13,8 @@ Phase = Literal["scan", "write", "finish"]
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a conversion stands, in samples. `kept` of the `done` were written by an earlier run.
+    """Where a conversion stands, in samples. `kept` of the `done` were written by an earlier run; this one has
+    stored `bytes`.
 
     In the phase "scan" `total` is 0: how much there is, is not known yet. `detail` is one line of text.
     """
@@ -22,6 +23,7 @@ class Progress:
     done: int = 0
     total: int = 0
     kept: int = 0
+    bytes: int = 0
     detail: str = ""
 
 
