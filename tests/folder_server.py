@@ -1,7 +1,8 @@
 """A web server of a folder, with ranges, that stalls, throttles or dies on demand when data files are asked for.
 
 with folder_server(path) as server:
-    server.behave = "stall"      # or "503", "close", ""; for requests of shards, but not for paths with `spare`
+    server.behave = "stall"      # or "503", "close", "damage", ""; for requests of shards, not for paths with `spare`
+    server.every = 50            # only each 50th of them; a "stall" lasts `seconds`, for ever without
     StreamingDataset(server.url, ...)
 """
 
@@ -27,6 +28,11 @@ class FolderServer(ThreadingHTTPServer):
         self.behave = ""
         self.spare = "nothing"
         self.times = 10**9
+        self.every = 1
+        self.seconds: float | None = None
+        self.delay = 0.0  # seconds before every answer
+        self.stall_every = 0  # besides, each so many requests wait for `seconds`
+        self.now = self.most_at_once = 0
         self.gets = 0
         self.lock = threading.Lock()
         self.met = threading.Event()
@@ -44,7 +50,7 @@ class FolderServer(ThreadingHTTPServer):
         """What to do with a request for data; empty for what is right."""
         with self.lock:
             self.gets += 1
-            if not self.behave or self.spare in path or self.times <= 0:
+            if not self.behave or self.spare in path or self.times <= 0 or self.gets % self.every:
                 return ""
             self.times -= 1
         self.met.set()
@@ -62,24 +68,38 @@ class _Handler(BaseHTTPRequestHandler):
         self._file(body=False)
 
     def do_GET(self) -> None:
-        data = "/c/" in self.path and "_streamloader" not in self.path
+        with self.server.lock:
+            self.server.now += 1
+            self.server.most_at_once = max(self.server.most_at_once, self.server.now)
+        try:
+            self._get()
+        finally:
+            with self.server.lock:
+                self.server.now -= 1
+
+    def _get(self) -> None:
+        index = self.headers.get("Range", "").startswith("bytes=-")  # of a shard, asked for when a body is damaged
+        data = "/c/" in self.path and "_streamloader" not in self.path and not index
         behaviour = self.server.behaviour(self.path) if data else ""
-        if behaviour == "stall":
-            self.server.released.wait()
-            self.close_connection = True
-        elif behaviour == "close":
+        if data and self.server.delay:
+            self.server.released.wait(self.server.delay)
+        if data and self.server.stall_every and self.server.gets % self.server.stall_every == 0:
+            self.server.released.wait(self.server.seconds)
+        if (behaviour == "stall" and self.server.released.wait(self.server.seconds)) or behaviour == "close":
             self.close_connection = True
         elif behaviour == "503":
             self._answer(503, b"slow down", {"Retry-After": "0"})
         else:
-            self._file(body=True)
+            self._file(body=True, damage=behaviour == "damage")
 
-    def _file(self, body: bool) -> None:
+    def _file(self, body: bool, damage: bool = False) -> None:
         path = self.server.folder / self.path.lstrip("/")
         if not path.is_file():
             self._answer(404, b"")
             return
         content = path.read_bytes()
+        if damage:
+            content = bytes(byte ^ 1 for byte in content)
         wanted = self.headers.get("Range", "").removeprefix("bytes=")
         if not wanted:
             self._answer(200, content, {}, body)

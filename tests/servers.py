@@ -117,15 +117,15 @@ def moto_server() -> Iterator[S3Server]:
 
 
 @contextlib.contextmanager
-def seaweedfs_server() -> Iterator[S3Server]:
-    """Run SeaweedFS with its data in a temporary folder: it checks signatures."""
+def seaweedfs_server(data: Path | None = None) -> Iterator[S3Server]:
+    """Run SeaweedFS with its data in a temporary folder, or in `data`, which stays: it checks signatures."""
 
     def command(folder: Path, ports: Sequence[int]) -> list[str]:
         names = ("s3.port", "s3.port.grpc", "master.port", "master.port.grpc")
         names += ("volume.port", "volume.port.grpc", "filer.port", "filer.port.grpc")
         names += ("admin.port", "admin.port.grpc")
         return [
-            *(_weed(), f"-logdir={folder}", "mini", f"-dir={folder}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1"),
+            *(_weed(), f"-logdir={folder}", "mini", f"-dir={data or folder}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1"),
             *(f"-{name}={port}" for name, port in zip(names, ports, strict=True)),
             *("-master.telemetry=false", "-webdav=false", "-admin.ui=false"),
             *("-s3.port.iceberg=0", "-s3.port.lance=0"),
@@ -135,6 +135,8 @@ def seaweedfs_server() -> Iterator[S3Server]:
         ]
 
     keys = {"AWS_ACCESS_KEY_ID": "streamloader", "AWS_SECRET_ACCESS_KEY": "streamloader-secret"}
+    # a Go program gives idle memory back; on a virtual machine it then pays dearly for getting it anew
+    keys["GODEBUG"] = "madvdontneed=0"
     with _running("seaweedfs", command, num_ports=10, env=keys) as server:
         yield server
 
@@ -171,7 +173,7 @@ def _running(
         folder = Path(tempfile.mkdtemp(prefix=f"streamloader-{name}-"))
         ports = free_ports(num_ports)
         sockets = [f"seaweedfs-*-grpc-{port}.sock" for port in ports]
-        keeper = _start_keeper(folder, sockets, command(folder, ports), env)
+        keeper = start_keeper(folder, sockets, command(folder, ports), env)
         try:
             server = S3Server(
                 name,
@@ -187,14 +189,16 @@ def _running(
             if attempt == START_ATTEMPTS - 1:
                 raise RuntimeError(f"{name} did not start: {problem}\n{_log_tail(folder)}")
         finally:
-            keeper.stdin.close()  # the keeper kills the server and removes the folder
-            keeper.wait(timeout=30)
-            keeper.stdout.close()
+            end_keeper(keeper)
 
 
-def _start_keeper(
+def start_keeper(
     folder: Path, leftovers: list[str], command: list[str], env: dict[str, str]
 ) -> subprocess.Popen[bytes]:
+    """Start the command in `folder`; the keeper's first line of output is its process id.
+
+    `leftovers` are glob patterns of the files in /tmp that the command would leave.
+    """
     # a session of its own: Ctrl-C in the terminal must not end the server before the tests are done with it
     return subprocess.Popen(
         [sys.executable, "-I", __file__, json.dumps([str(folder), leftovers, command])],
@@ -203,6 +207,13 @@ def _start_keeper(
         env={**os.environ, **env},
         start_new_session=True,
     )
+
+
+def end_keeper(keeper: subprocess.Popen[bytes]) -> None:
+    """Kill the keeper's process and remove its folder."""
+    keeper.stdin.close()
+    keeper.wait(timeout=30)
+    keeper.stdout.close()
 
 
 def _wait_ready(server: S3Server, keeper: subprocess.Popen[bytes]) -> str:

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streamloader.engine.arena import Arena, BatchBuffers
+from streamloader.engine.arena import NO_SLOT, Arena, BatchBuffers
 from streamloader.format.codecs import Items
 from streamloader.format.manifest import Field, FieldLayout
 from streamloader.stats import Counters
@@ -25,17 +25,18 @@ LAYOUTS = {
 def items(values: list[bytes]) -> Items:
     ends = np.cumsum([len(value) for value in values], dtype=np.int64)
     starts = ends - [len(value) for value in values]
-    return Items(np.frombuffer(b"".join(values), np.uint8), starts, ends)
+    return Items(memoryview(b"".join(values)), starts, ends)
 
 
 def fill(arena: Arena, ticket: int, skip: int = 0) -> None:
     """Load a block whose values tell its ticket; `skip` samples of the first chunk come before it."""
+    arena.reserve(ticket)
     slot = arena.claim(ticket)
     arena.room("x", slot, BLOCK)[:] = (ticket * BLOCK + np.arange(BLOCK))[:, None]
     values = [b"before"] * skip + [b"%d" % (ticket * BLOCK + row) for row in range(BLOCK)]
     chunks = [items(values[at : at + 2]) for at in range(0, len(values), 2)]
-    arena.keep("raw", slot, chunks[:1], skip)  # in two requests
-    arena.keep("raw", slot, chunks[1:], 0)
+    arena.keep("raw", slot, chunks[1:], skip - 2)  # in two requests, the later one first
+    arena.keep("raw", slot, chunks[:1], skip)
 
 
 @settings(max_examples=60, deadline=None)
@@ -62,6 +63,24 @@ def test_rows_are_those_of_their_tickets_whatever_was_claimed_and_released(data:
         ]
     arena.clear()
     assert arena.free == slots
+
+
+def test_a_slot_is_said_once_when_it_is_needed_and_not_after_its_release() -> None:
+    arena = Arena(LAYOUTS, 2, BLOCK)
+    arena.reserve(5)
+    arena.reserve(6)
+    assert arena.free == 0
+    slot = arena.claim(5)
+    assert arena.claim(5) == slot != arena.claim(6)
+    arena.release(6)
+    arena.release(5)
+    assert arena.free == 2
+    assert arena.claim(5) == NO_SLOT
+    arena.reserve(7)
+    assert arena.claim(7) == slot  # the one that was released last: its pages are touched
+    arena.reserve(8)
+    arena.release(8)  # never said
+    assert arena.free == 1
 
 
 def test_items_that_a_batch_holds_outlive_their_slot() -> None:

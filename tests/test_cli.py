@@ -124,7 +124,8 @@ def as_text(value: Any) -> str:
 def test_a_terminal_gets_a_bar(photos: Path, tmp_path: Path) -> None:
     master, slave = os.openpty()
     command = [*COMMAND, "convert", str(photos), str(tmp_path / "out"), "--shard-size", "100KiB", "--workers", "1"]
-    with subprocess.Popen(command, stderr=slave, stdout=subprocess.DEVNULL, env=environment(tmp_path)) as process:
+    terminal = {**environment(tmp_path), "CI": "", "TERM": "xterm"}
+    with subprocess.Popen(command, stderr=slave, stdout=subprocess.DEVNULL, env=terminal) as process:
         os.close(slave)
         shown = b""
         with contextlib.suppress(OSError):  # the terminal is closed when the process has ended

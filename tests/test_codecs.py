@@ -56,6 +56,24 @@ def test_a_chunk_gives_back_its_samples_and_fill(field: Field, codec: str, chunk
 
 
 @pytest.mark.parametrize("codec", CODECS)
+def test_compressed_items_are_unpacked_where_there_is_room_for_them(codec: str) -> None:
+    layout, column = layout_of(Field("bytes"), 8, codec), column_of(Field("bytes"), 8)
+    memory: list[bytearray] = []
+
+    def room(size: int) -> memoryview:
+        memory.append(bytearray(size))
+        return memoryview(memory[-1])
+
+    items = decode_items(layout, body_of(layout, column), room)
+    assert [bytes(items[i]) for i in range(8)] == column
+    if codec == "none":
+        assert not memory
+    else:
+        memory[0][:] = bytes(len(memory[0]))
+        assert not any(any(items[i]) for i in range(8))
+
+
+@pytest.mark.parametrize("codec", CODECS)
 def test_the_same_samples_give_the_same_bytes_on_every_thread(codec: str) -> None:
     column = column_of(Field("tensor", "float32", (64,)), 4096)
     layout = layout_of(Field("tensor", "float32", (64,)), 4096, codec)

@@ -30,7 +30,7 @@ from streamloader.format.opening import Opened, open_root
 from streamloader.format.sink import write_split_root
 from streamloader.format.values import from_bytes
 from streamloader.options import Layout
-from streamloader.storage.protocol import Store
+from streamloader.storage.protocol import Room, Store
 
 LAYOUT = Layout(samples_per_shard=16, chunk_size=256, block_size=512)
 COUNT = 77
@@ -147,7 +147,7 @@ class Counting:
         class Plane:
             kind, reason = "fake", "it counts"
 
-            def read(self, path: str, start: int, stop: int) -> memoryview:
+            def read(self, path: str, start: int, stop: int, room: Room | None = None) -> memoryview:
                 outer.reads.append(path)
                 data = bytearray(plane.read(path, start, stop))
                 if outer.flip:
@@ -178,7 +178,7 @@ def test_neighbouring_samples_cost_one_request_a_chunk() -> None:
 def test_a_transfer_that_was_damaged_once_is_fetched_again() -> None:
     ds, counting = counted(STORE, flip=1)
     assert equal(ds.read("image", 0, 16), COLUMNS["image"][:16]) and len(counting.reads) == 2
-    ds, counting = counted(STORE, flip=2)
+    ds, counting = counted(STORE, flip=3)
     with pytest.raises(CorruptError, match="image/c/0/0/0"):
         ds.read("image", 0, 16)
 

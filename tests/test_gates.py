@@ -45,7 +45,8 @@ ALLOWED = {
     "engine": BASE | {"storage", "format", "plan", "decode"},
     "torch_dataset": BASE | {"storage", "format", "plan", "decode", "engine"},
     "conversion": BASE | {"storage", "format"},
-    "cli": BASE | {"storage", "format", "dataset", "conversion", "demo", "torch_dataset"},
+    "measure": BASE | {"storage", "format", "plan", "decode", "engine", "torch_dataset"},
+    "cli": BASE | {"storage", "format", "dataset", "conversion", "demo", "torch_dataset", "measure"},
     "demo": BASE,
     "__init__": BASE | {"format", "dataset", "conversion", "torch_dataset"},
 }
@@ -53,7 +54,7 @@ ALLOWED = {
 # third-party packages that only some stages may import; `import streamloader` is a user's import
 ONLY_IN = {
     "fsspec s3fs gcsfs adlfs obstore botocore aiobotocore boto3": {"storage"},
-    "torch torchdata": {"torch_dataset", "demo"},
+    "torch torchdata": {"torch_dataset", "demo", "measure"},
     "click rich": {"cli", "demo"},
     "sklearn moto streamloader": {"demo"},
     "zarr numcodecs crc32c": {"format"},

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import io
+import subprocess
+import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +17,10 @@ import torch
 from datasets import encoded, numbers, picture
 from PIL import Image
 
+from streamloader.decode.crop import DRAWS
 from streamloader.decode.image import ImageDecoder
 from streamloader.errors import DecodeError, FieldError, UsageError
-from streamloader.options import Decode
+from streamloader.options import Decode, RandomResizedCrop
 from streamloader.torch_dataset import StreamingDataset
 
 N = 70
@@ -166,6 +170,127 @@ def test_a_bomb_is_refused_before_it_is_decoded(monkeypatch: pytest.MonkeyPatch)
         decoder = ImageDecoder.choose(Decode(backend))  # type: ignore[arg-type]
         with pytest.raises(DecodeError, match="64 x 48 pixels are more than 1000"):
             decoder.decode(memoryview(encoded(picture(0, 48, 64), kind)), 0)
+
+
+AUGMENT = Decode(size=(12, 16), crop=RandomResizedCrop(flip=0.5), normalize="imagenet")
+
+
+def by_number(ds: StreamingDataset) -> dict[int, bytes]:
+    """The valid images of what is left of an epoch, as bytes."""
+    seen = {}
+    for batch in ds:
+        assert batch["image"].dtype == torch.float32
+        for image, i, valid in zip(
+            batch["image"].numpy(), batch["index"].tolist(), batch["valid"].tolist(), strict=True
+        ):
+            if valid:
+                seen[i] = image.tobytes()
+    return seen
+
+
+def test_random_crops_are_those_of_the_sample_at_any_world_size_batch_and_resume(folder: Path) -> None:
+    arguments: dict[str, Any] = {"decode": AUGMENT, "with_index": True, "seed": 5}
+    alone = StreamingDataset(folder / "jpeg", batch_size=16, **arguments)
+    first = by_number(alone)
+    assert len(first) == N == len(set(first.values()))
+    two: dict[int, bytes] = {}
+    for rank in range(2):
+        two |= by_number(StreamingDataset(folder / "jpeg", batch_size=5, world=(rank, 2), **arguments))
+    assert two == first
+    begun = StreamingDataset(folder / "jpeg", batch_size=8, **arguments)
+    iterator = iter(begun)
+    for _ in range(3):
+        next(iterator)
+    resumed = StreamingDataset(folder / "jpeg", batch_size=16, **arguments)
+    resumed.load_state_dict(begun.state_dict())
+    rest = by_number(resumed)
+    assert len(rest) == N - 24
+    assert rest.items() <= first.items()
+    second = by_number(alone)
+    assert sorted(second) == sorted(first)
+    assert all(second[i] != first[i] for i in first), "another epoch, another crop"
+    other = by_number(StreamingDataset(folder / "jpeg", batch_size=16, **{**arguments, "seed": 6}))
+    assert all(other[i] != first[i] for i in first)
+
+
+def test_a_random_crop_and_a_transform_draw_different_numbers(folder: Path) -> None:
+    def noisy(sample: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
+        assert sample["image"].dtype == np.float32
+        return {"image": sample["image"], "index": sample["label"], "noise": rng.random(DRAWS)}
+
+    ds = StreamingDataset(folder / "jpeg", batch_size=N, decode=AUGMENT, with_index=True, seed=5, transform=noisy)
+    (batch,) = ds
+    plain = by_number(StreamingDataset(folder / "jpeg", batch_size=16, decode=AUGMENT, with_index=True, seed=5))
+    for image, i in zip(batch["image"].numpy(), batch["index"].tolist(), strict=True):
+        assert image.tobytes() == plain[i]
+    crops = ImageDecoder.choose(AUGMENT).draws(5, 0, np.arange(N))
+    assert not {number for row in crops or [] for number in row} & set(batch["noise"].flatten().tolist())
+
+
+def test_evaluation_takes_the_middle(folder: Path) -> None:
+    decode = Decode(size=(12, 16), crop="center", normalize=((0, 0, 0), (1 / 255,) * 3))
+    for batch in StreamingDataset(folder / "png", batch_size=16, shuffle=False, decode=decode, with_index=True):
+        for image, i in zip(batch["image"].numpy(), batch["index"].tolist(), strict=True):
+            whole = picture(i).astype(float)
+            assert np.abs(image.mean((0, 1)) - whole.mean((0, 1))).max() < 6  # half a row of 24
+            assert image[:, :, 1].min() > whole[:, 1:, 1].min() + 3, "a sixteenth is missing on each side"
+
+
+def test_single_images_are_normalised_in_their_own_sizes(folder: Path) -> None:
+    decode = Decode(normalize=((0.5,) * 3, (0.5,) * 3))
+    for sample in StreamingDataset(folder / "mixed", batch_size=None, decode=decode, with_index=True):
+        image = sample["image"]
+        assert image.dtype == torch.float32
+        assert image.shape == (10 + int(sample["index"]) % 3, 12, 3)
+        assert -1 <= image.min() < image.max() <= 1
+
+
+def test_a_transform_that_holds_pythons_lock_does_not_starve_the_fetch(folder: Path) -> None:
+    def count(sample: dict[str, Any]) -> dict[str, Any]:
+        end = time.thread_time() + 0.01
+        while time.thread_time() < end:
+            pass
+        return {"label": sample["label"]}
+
+    ds = StreamingDataset(folder / "jpeg", batch_size=5, decode=AUGMENT, transform=count, remainder="drop")
+    batches = iter(ds)
+    next(batches)
+    begun = ds.stats()
+    left = sum(1 for _ in batches)
+    done = ds.stats()
+    assert left == N // 5 - 1
+    assert done.transform_seconds - begun.transform_seconds > 0.05 * (left - 4)
+    waited = done.wait_seconds - begun.wait_seconds
+    assert done.fetch_wait_seconds - begun.fetch_wait_seconds < 0.2 * waited
+    assert done.transform_wait_seconds - begun.transform_wait_seconds > 0.8 * waited
+
+
+LEAVING = """
+import sys, cv2, numpy as np, streamloader as sl
+
+def blur(sample):
+    return {"image": cv2.GaussianBlur(np.zeros((300, 300, 3), np.float32), (9, 9), 0)}
+
+# so much to do that the threads are in OpenCV when the script ends
+side, transform = (1500, None) if sys.argv[2] == "decode" else (200, blur)
+decode = sl.Decode(size=(side, side), normalize="imagenet")
+ds = sl.StreamingDataset(sys.argv[1], batch_size=16, decode=decode, transform=transform)
+batches = iter(ds)
+next(batches)
+print("left")
+"""
+
+
+@pytest.mark.parametrize("work", ["decode", "transform"])
+def test_a_script_may_end_in_the_middle_of_a_pass(folder: Path, work: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", LEAVING, str(folder / "jpeg"), work],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "left\n", "")
 
 
 @pytest.mark.parametrize(

@@ -54,9 +54,9 @@ def test_version_is_that_of_the_installed_package() -> None:
 def test_streaming_dataset_takes_what_was_promised() -> None:
     parameters = inspect.signature(sl.StreamingDataset).parameters
     assert {name: p.default for name, p in parameters.items() if p.default is not p.empty} == {
-        **{"fields": None, "split": None, "shuffle": True, "seed": 0, "remainder": "pad", "decode": None},
+        **{"fields": None, "split": None, "shuffle": True, "seed": 0, "remainder": "pad", "decode": None, "pack": None},
         **{"transform": None, "transform_workers": 0, "with_index": False, "world": None, "memory": None},
-        "storage_options": None,
+        **{"on_batch": None, "storage_options": None},
     }
     required = [name for name, p in parameters.items() if p.default is p.empty]
     assert required == ["url", "batch_size"]

@@ -23,6 +23,7 @@ from streamloader.errors import NotFoundError, ObjectExistsError, UnsupportedErr
 from streamloader.storage import ObjectInfo, RangeReader, Store, open_store
 from streamloader.storage.connection import Connection, Session
 from streamloader.storage.fsspec_reader import FsspecReader
+from streamloader.storage.object_reader import obstore_knows, open_object_reader
 
 DIGITS = b"0123456789"
 # whole, parts, beyond the end, at the end, past the end, nothing
@@ -40,13 +41,17 @@ def store(root: Store) -> Store:
     return root.child(f"{uuid.uuid4().hex}/data")
 
 
-@pytest.fixture(params=["chosen", "fsspec"])
+@pytest.fixture(params=["chosen", "obstore", "fsspec"])
 def reader(request: pytest.FixtureRequest, store: Any) -> RangeReader:
     store.put("a/digits", DIGITS)
     if request.param == "chosen":
         chosen: RangeReader = store.reader()
         return chosen
     connection: Connection = store._connection
+    if request.param == "obstore":
+        if not obstore_knows(connection.location.protocol):
+            pytest.skip("obstore does not know it")
+        return open_object_reader(connection.location).below(store._folder)
     session: Session = connection.session()
     whole = FsspecReader(session.calls, session.root, connection.location.shown, "the test wants it")
     return whole.below(store._folder)
@@ -108,9 +113,22 @@ def test_the_data_plane_reads_the_same_slices(reader: RangeReader) -> None:
         assert bytes(view) == DIGITS[start:stop]
 
 
+def test_a_range_is_put_where_there_is_room(reader: RangeReader) -> None:
+    for start, stop in SLICES:
+        rooms: list[bytearray] = []
+
+        def room(size: int, rooms: list[bytearray] = rooms) -> memoryview:
+            rooms.append(bytearray(size))
+            return memoryview(rooms[-1])
+
+        assert bytes(reader.read("a/digits", start, stop, room)) == DIGITS[start:stop]
+        if reader.kind in ("http", "file") and DIGITS[start:stop]:
+            assert rooms[0][: len(DIGITS[start:stop])] == DIGITS[start:stop]
+
+
 def test_the_data_plane_says_what_it_is_and_why(store: Store) -> None:
     reader = store.reader()
-    assert reader.kind == ("fsspec" if store.url.startswith("memory") else "obstore")
+    assert reader.kind == {"memory": "fsspec", "s3": "http", "file": "file"}[store.url.split(":")[0]]
     assert reader.reason
 
 

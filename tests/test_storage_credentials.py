@@ -21,8 +21,9 @@ from faulty import FaultyServer, faulty_server
 from servers import S3Server
 
 from streamloader.errors import EndpointError
-from streamloader.storage import Store, open_store
+from streamloader.storage import open_store
 from streamloader.storage.credentials import RefreshingCredentials, _ask_region, _is_aws
+from streamloader.storage.object_reader import open_object_reader
 
 CONTENT = b"0123456789"
 
@@ -43,17 +44,19 @@ def url(seaweedfs: S3Server) -> str:
     return url
 
 
-def assert_both_planes_read(store: Store) -> None:
+def assert_every_plane_reads(store: Any) -> None:
     assert store.get("a") == CONTENT
     reader = store.reader()
-    assert reader.kind == "obstore", reader.reason
+    assert reader.kind == "http", reader.reason
     assert bytes(reader.read("a", 2, 5)) == b"234"
+    by_obstore = open_object_reader(store._connection.location).below(store._folder)
+    assert bytes(by_obstore.read("a", 2, 5)) == b"234"
 
 
 def test_the_environment_is_enough(url: str, seaweedfs: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in seaweedfs.env.items():
         monkeypatch.setenv(name, value)
-    assert_both_planes_read(open_store(url))
+    assert_every_plane_reads(open_store(url))
 
 
 def test_an_option_outranks_the_environment(url: str, seaweedfs: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,7 +64,7 @@ def test_an_option_outranks_the_environment(url: str, seaweedfs: S3Server, monke
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://127.0.0.1:9")
-    assert_both_planes_read(open_store(url, seaweedfs.storage_options))
+    assert_every_plane_reads(open_store(url, seaweedfs.storage_options))
 
 
 def test_a_profile_gives_keys_and_endpoint(url: str, seaweedfs: S3Server, tmp_path: Path) -> None:
@@ -69,7 +72,7 @@ def test_a_profile_gives_keys_and_endpoint(url: str, seaweedfs: S3Server, tmp_pa
         f"[ours]\naws_access_key_id = {seaweedfs.key}\naws_secret_access_key = {seaweedfs.secret}\n"
     )
     (tmp_path / "config").write_text(f"[profile ours]\nregion = us-east-1\nendpoint_url = {seaweedfs.endpoint}\n")
-    assert_both_planes_read(open_store(url, {"profile": "ours"}))
+    assert_every_plane_reads(open_store(url, {"profile": "ours"}))
 
 
 def test_aws_profile_counts_as_the_option_does(
@@ -79,7 +82,7 @@ def test_aws_profile_counts_as_the_option_does(
         f"[ours]\naws_access_key_id = {seaweedfs.key}\naws_secret_access_key = {seaweedfs.secret}\n"
     )
     monkeypatch.setenv("AWS_PROFILE", "ours")
-    assert_both_planes_read(open_store(url, {"endpoint_url": seaweedfs.endpoint}))
+    assert_every_plane_reads(open_store(url, {"endpoint_url": seaweedfs.endpoint}))
 
 
 def test_keys_that_expire_are_renewed(url: str, seaweedfs: S3Server, tmp_path: Path) -> None:
@@ -98,7 +101,7 @@ def test_keys_that_expire_are_renewed(url: str, seaweedfs: S3Server, tmp_path: P
     assert first["access_key_id"] == second["access_key_id"] == seaweedfs.key
     assert len((tmp_path / "asked").read_text()) >= 2
     assert timedelta(0) < first["expires_at"] - datetime.now(UTC) <= timedelta(minutes=10)
-    assert_both_planes_read(open_store(url, {"profile": "ours", "endpoint_url": seaweedfs.endpoint}))
+    assert_every_plane_reads(open_store(url, {"profile": "ours", "endpoint_url": seaweedfs.endpoint}))
 
 
 def expiring_keys(server: S3Server) -> dict[str, Any]:
@@ -165,6 +168,6 @@ def test_a_private_certificate_is_trusted_where_told(
         with pytest.raises(EndpointError, match="certificate"):
             ask()
     for verify in (str(certificate), False):
-        assert_both_planes_read(open_store("s3://bucket", {**options, "client_kwargs": {"verify": verify}}))
+        assert_every_plane_reads(open_store("s3://bucket", {**options, "client_kwargs": {"verify": verify}}))
     monkeypatch.setenv("AWS_CA_BUNDLE", str(certificate))
-    assert_both_planes_read(open_store("s3://bucket", options))
+    assert_every_plane_reads(open_store("s3://bucket", options))

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import datasets
 import pytest
+from folder_server import folder_server
 from torch.utils.data import DataLoader
 from torchrun import environment
 
@@ -192,10 +194,12 @@ say("copy", take(iter(pickle.loads(pickle.dumps(ds)))))
 """
 
 
-def test_a_fork_after_obstore_was_used_reads_through_fsspec_without_a_hang(url: str) -> None:
-    said = run(url, FORKS, warned=3)
+@pytest.mark.parametrize(("plane", "warned"), [("file", 0), ("http", 3)])
+def test_a_fork_in_the_middle_of_a_pass_reads_on_without_a_hang(url: str, plane: str, warned: int) -> None:
+    with folder_server(Path(url)) as server:
+        said = run(server.url if plane == "http" else url, FORKS, warned=warned)
     child, client = said["child"]
-    assert client.startswith("fsspec: forked after obstore was used")
+    assert client.startswith("fsspec: forked after obstore was used" if plane == "http" else "file: ")
     for seen in (child, said["child again"], said["parent"]):
         assert sorted(flat(seen)) == list(range(N))
     assert child == said["child again"] == said["parent"]

@@ -1,0 +1,301 @@
+"""The bench: its contract with contestants, its arithmetic, its page, and a tiny run of all of it."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "bench" / "peers")]
+
+import common  # noqa: E402
+
+from bench import contestants, report  # noqa: E402
+from bench.contestants import CEILINGS, OURS, Contestant, ContestError  # noqa: E402
+from bench.data import prepare  # noqa: E402
+from bench.figures import best_peer, rate, ratio, rows, traffic  # noqa: E402
+from bench.objects import Requests, counted  # noqa: E402
+from bench.plan import Settings, cells, steps  # noqa: E402
+from bench.progress import Show  # noqa: E402
+from bench.servers import configuration  # noqa: E402
+from bench.targets import reached  # noqa: E402
+
+FETCH_DECODE = CEILINGS[1].name
+CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f]")
+
+
+def line(contestant: str, kind: str, seconds: list[float], **other: Any) -> dict[str, Any]:
+    """A line as a run records it: images, 1000 samples of 150,000 bytes."""
+    epoch = {"samples": 1000, "cut": False, "first_batch_seconds": 0.1, "first_batch_samples": 256}
+    epochs = [
+        {**epoch, "epoch": n, "seconds": s, "cpu_seconds": s / 2, "peak_bytes": 500_000_000}
+        for n, s in enumerate(seconds)
+    ]
+    machine = {"processor": "x", "cores": 2, "memory_bytes": 8e9, "kernel": "6", "python": "3.11"}
+    return {
+        **{"run": "1", "time": "2026-01-01T00:00:00", "server": "seaweedfs", "kind": "read", "workload": "images"},
+        **{"variant": "", "unit": "samples", "contestant": contestant, "contestant_kind": kind, "workers": 0},
+        **{"repeat": 0, "front": "", "samples": 1000, "units": 1000, "raw_bytes": 150_000_000, "epochs": epochs},
+        **{
+            "stored_bytes": 150_000_000,
+            "commit": "abc",
+            "machine": machine,
+            "versions": {"streamloader": "0"},
+            **other,
+        },
+    }
+
+
+def slopes(height: int, width: int) -> np.ndarray:
+    """A smooth picture."""
+    y, x = np.mgrid[0:height, 0:width]
+    channels = np.stack([y / height, x / width, (y + x) / (height + width)], axis=2)
+    return np.ascontiguousarray((channels * 255).astype(np.uint8))
+
+
+def a_run() -> list[dict[str, Any]]:
+    """Two rounds of the project at 1000 and 800 samples/s, its ceiling at 1000, and a peer with two worker counts."""
+    return [
+        line(FETCH_DECODE, "ceiling", [1.0, 1.0]),
+        line(OURS.name, "ours", [1.0, 0.5]),
+        line("slow", "peer", [10.0, 5.0]),
+        line("slow", "peer", [4.0, 8.0], workers=2),
+        line(FETCH_DECODE, "ceiling", [1.0, 1.0], repeat=1),
+        line(OURS.name, "ours", [1.25, 0.5], repeat=1),
+        line(OURS.name, "ours", [2.0], front="count", requests={"gets": 40, "others": 2, "bytes": 151_500_000}),
+        {**line("broken", "peer", []), "failed": "it ended | with 1"},
+    ]
+
+
+def test_a_cut_epoch_leaves_the_start_out_and_a_whole_one_does_not() -> None:
+    epoch = {"samples": 1000, "seconds": 4.0, "first_batch_seconds": 2.0, "first_batch_samples": 200}
+    assert rate({**epoch, "cut": False}) == 250
+    assert rate({**epoch, "cut": True}) == 400
+
+
+def test_each_epoch_of_a_row_is_taken_at_its_best_worker_count() -> None:
+    found = {row.contestant: row for row in rows(a_run())}
+    assert found["slow"].workers == (2, 0)
+    assert [spread.median for spread in found["slow"].rates] == [250, 200]
+    ours = found[OURS.name].rates[0]
+    assert (ours.median, ours.least, ours.greatest, ours.count) == (900, 800, 1000, 2)
+    assert "broken" not in found
+
+
+def test_ratios_are_taken_round_by_round() -> None:
+    found = ratio(a_run(), "images", OURS.name, FETCH_DECODE)
+    assert found is not None
+    assert (found.median, found.least, found.greatest) == (0.9, 0.8, 1.0)
+    assert ratio(a_run(), "images", OURS.name, "nobody") is None
+    peer = best_peer(a_run(), "images", 1)
+    assert peer is not None and peer.rates[1].median == 200
+
+
+def test_traffic_compares_what_was_fetched_with_what_was_needed() -> None:
+    seen = traffic(a_run())["images", OURS.name]
+    assert seen.requests_per_gigabyte == pytest.approx(280)
+    assert seen.fetched_over_needed == pytest.approx(1.01)
+
+
+def test_the_page_names_every_target_that_was_measured_and_whoever_was_left_out(tmp_path: Path) -> None:
+    lines = a_run()
+    law = {"kind": "law", "run": "1", "name": "memory", "value": 100e6, "growth": 0.5, "memory": 1, "peaks": [1, 2]}
+    (tmp_path / "x.jsonl").write_text(
+        "".join(json.dumps(one) + "\n" for one in [{**lines[0], "run": "0"}, *lines, law])
+    )
+    page = report.write("x", tmp_path).read_text()
+    met = {one.figure: one.met for one in reached([*lines, law])}
+    assert met["images over the best peer, slow"] and met[f"images over {FETCH_DECODE}"]
+    assert not met["growth of the peak in 20 epochs"]
+    for figure in met:
+        assert f"| {figure} |" in page
+    assert "it ended \\| with 1" in page
+    assert (tmp_path / "x-rates.png").read_bytes().startswith(b"\x89PNG")
+    assert "![x-rates.png](x-rates.png)" in page
+
+
+def test_rounds_interleave_and_repeat_only_the_best_worker_count() -> None:
+    settings = Settings(quick=True, name="x", workers=(0, 2), repeats=3, peer_repeats=2)
+    peer = Contestant("p", "peer", "peer_p.py")
+    by_cell = {cell.name: list(steps(settings, cell, [peer])) for cell in cells(settings)}
+    assert set(by_cell) == {"images", "vectors", "jpeg", "tokens", "tokens packed", "mixed"}
+    measured = [step for step in by_cell["images"] if not step.front]
+    assert [step.workers for step in measured if step.contestant is peer] == [0, 2, None]
+    assert [step.repeat for step in measured] == sorted(step.repeat for step in measured)
+    assert sum(step.contestant is OURS for step in measured) == 3
+    assert any(step.contestant.extra.get("ceiling") == "image" for step in by_cell["jpeg"])
+    assert not any(step.contestant.extra.get("ceiling") == "image" for step in by_cell["images"])
+
+
+@pytest.mark.parametrize("workload", ["vectors", "tokens", "jpeg", "mixed"])
+def test_raw_data_is_the_same_each_time_and_whole(workload: str, tmp_path: Path, photos: Path) -> None:
+    """`jpeg` and `mixed` on two small photographs, since the real ones are a download."""
+    folders = []
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "photos").symlink_to(photos)
+        folders.append(prepare(workload, 300, tmp_path / name))
+    for path in sorted(folders[0].iterdir()):
+        assert path.read_bytes() == (folders[1] / path.name).read_bytes(), path.name
+    source = common.Source(folders[0])
+    last = source.sample(299)
+    assert set(last) == set(source.columns) and len(list(source.samples())) == 300
+    if workload == "tokens":
+        assert source.units == len(source.array("tokens"))
+        assert 200 <= len(last["tokens"]) <= 4000 and last["tokens"].max() < 50257
+        rows_ = source.packed_rows()
+        assert np.array_equal(rows_.ravel(), source.array("tokens")[: rows_.size])
+        packed = np.array(list(common.pack_documents(one["tokens"] for one in source.samples())))
+        assert np.array_equal(packed, rows_)
+    if workload == "jpeg":
+        assert last["jpeg"][:3] == b"\xff\xd8\xff"
+    if workload == "mixed":
+        assert last["image"].shape == (96, 96, 3) and last["text"].isascii() and last["vector"].shape == (16,)
+
+
+@pytest.fixture(scope="session")
+def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder like scikit-image's, with a picture of slopes under its names."""
+    from PIL import Image
+
+    from bench.photos import OF_SKIMAGE
+
+    root = tmp_path_factory.mktemp("photos")
+    folder = root / "skimage" / "data"
+    folder.mkdir(parents=True)
+    for name in OF_SKIMAGE:
+        Image.fromarray(slopes(450, 600)).save(folder / name)
+    return root
+
+
+def test_both_jpeg_transforms_deliver_normalised_crops_of_the_same_size() -> None:
+    import random
+
+    import simplejpeg
+
+    data = simplejpeg.encode_jpeg(slopes(375, 500), 95)
+    for seed in range(20):
+        random.seed(seed)
+        fast = common.jpeg_transform("fast")(data)
+        random.seed(seed)
+        plain = common.jpeg_transform("pillow")(data)
+        assert fast.shape == plain.shape == (224, 224, 3)
+        assert fast.dtype == plain.dtype == np.float32
+        assert np.abs(fast - plain).mean() < 0.05
+
+
+def test_random_crops_stay_inside_and_have_the_stated_areas() -> None:
+    for height, width in ((375, 500), (10, 3000), (224, 224)):
+        for _ in range(200):
+            top, left, h, w = common.random_crop(height, width)
+            assert top >= 0 and left >= 0 and top + h <= height and left + w <= width and h > 0 and w > 0
+
+
+def test_epochs_are_cut_after_the_first_batch_and_batches_must_be_tensors(capsys: pytest.CaptureFixture[str]) -> None:
+    import torch
+
+    spec = common.Spec("images", "", "s3://bench/x", epochs=2, seconds=1e-9)
+    common.measure_epochs(lambda epoch: ({"a": torch.ones(4)} for _ in range(9)), spec, lambda batch: 4)
+    found = [json.loads(text) for text in capsys.readouterr().out.splitlines()]
+    assert [(one["epoch"], one["samples"], one["cut"]) for one in found] in (
+        [(0, 4, True), (1, 4, True)],
+        [(0, 8, True), (1, 8, True)],
+        [(0, 8, True), (1, 4, True)],
+        [(0, 4, True), (1, 8, True)],
+    )
+    assert all(one["peak_bytes"] > 0 for one in found)
+    with pytest.raises(TypeError, match="ndarray"):
+        common.touch({"a": np.ones(4)})
+    common.touch({"a": [torch.ones(1), torch.ones(0)], "b": ["text"], "c": torch.ones(2, 2)})
+
+
+def test_cpu_and_memory_of_children_count() -> None:
+    code = "import time; x = bytearray(b'1') * 300_000_000; print('held', flush=True); input()"
+    with common.Memory() as memory:
+        memory.begin_epoch()
+        before, alone = common.tree_cpu_seconds(), memory.peak()
+        child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        assert child.stdin is not None and child.stdout is not None
+        child.stdout.readline()
+        assert child.pid in common.processes()
+        memory.look()
+        assert memory.peak() > 300_000_000
+        assert memory.peak() >= alone
+        child.communicate(b"\n")
+    assert common.tree_cpu_seconds() > before
+
+
+def test_a_contestant_that_fails_or_never_ends_is_an_error_with_its_last_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(contestants, "PEERS", tmp_path)
+    (tmp_path / "bad.py").write_text("import sys; sys.exit('no such luck')")
+    (tmp_path / "ever.py").write_text("import time; time.sleep(1000)")
+    (tmp_path / "good.py").write_text("import json, sys; print('x'); print(open(sys.argv[2]).read())")
+    with pytest.raises(ContestError, match="no such luck"):
+        contestants.run(Contestant("bad", "ours", "bad.py"), "read", {}, 60)
+    with pytest.raises(ContestError, match="no end after"):
+        contestants.run(Contestant("ever", "ours", "ever.py"), "read", {}, 0.2)
+    (spec,) = contestants.run(Contestant("good", "ours", "good.py", {"a": 1}), "read", {"extra": {"b": 2}}, 60)
+    assert spec["extra"] == {"a": 1, "b": 2}
+    assert not Path(spec["cache"]).exists()
+
+
+def test_the_log_of_the_counting_proxy_is_added_up(tmp_path: Path) -> None:
+    log = tmp_path / "access.log"
+    log.write_text("PUT\t200\t0\t/b/x\t\n")
+    offset = log.stat().st_size
+    log.write_text(
+        log.read_text() + "GET\t206\t100\t/b/x\t\nGET\t200\t7\t/b/y\t?\nGET\t404\t9\t/b/z\t\nHEAD\t200\t0\t/b/x\t\n"
+    )
+    assert counted(log, offset) == Requests(gets=2, others=2, bytes=107)
+
+
+def test_nginx_is_told_to_delay_only_where_it_is_asked(tmp_path: Path) -> None:
+    assert "limit_rate" not in configuration(1234, tmp_path, "plain")
+    assert "ssl_certificate server.pem" in configuration(1234, tmp_path, "tls")
+    assert "access.log requests" in configuration(1234, tmp_path, "count")
+
+
+def test_progress_in_a_pipe_is_plain_lines_with_the_time_left() -> None:
+    stream = io.StringIO()
+    show = Show(stream, total=100.0)
+    show.begin("not shown in a pipe")
+    show.end("data written")
+    show.end("images streamloader: 5,000 samples/s", expected=25.0)
+    show.close()
+    assert not CONTROL.search(stream.getvalue())
+    first, second = stream.getvalue().splitlines()
+    assert first == "[  0%] data written"
+    assert re.fullmatch(r"\[ 25%, \d+ min left\] images streamloader: 5,000 samples/s", second)
+
+
+def test_a_tiny_run_goes_from_data_to_page(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "bench", "--quick", "--workloads", "vectors", "--peers", "--samples", "20000"]
+    command += ["--repeats", "1", "--no-laws", "--no-fronts", "--server", "moto", "--out", "tiny", "--touch", "0"]
+    command += ["--data", str(tmp_path / "data"), "--results", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert not CONTROL.search(done.stderr) and "100%" in done.stderr
+    lines = [json.loads(text) for text in (tmp_path / "tiny.jsonl").read_text().splitlines()]
+    read = {one["contestant"]: one for one in lines if one["kind"] == "read"}
+    assert set(read) == {OURS.name, CEILINGS[0].name, FETCH_DECODE}
+    for one in read.values():
+        assert [epoch["samples"] for epoch in one["epochs"]] == [20000, 20000]
+        assert one["machine"]["cores"] >= 1 and one["commit"] and one["stored_bytes"] > 20000 * 264
+    assert "## vectors" in (tmp_path / "tiny.md").read_text()
+
+
+def test_bad_arguments_end_with_one_line() -> None:
+    command = [sys.executable, "-m", "bench", "--no-fronts", "--no-laws", "--peers", "nobody"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode and done.stderr.startswith("no such peer: nobody")
+    assert len(done.stderr.splitlines()) == 1

@@ -1,0 +1,272 @@
+"""Measuring: ceilings do what an epoch of the loader does, no more and no less; a bench tells what limits it."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from datasets import FIELDS, encoded, picture, write, write_images
+from folder_server import folder_server
+from servers import S3Server
+
+import streamloader as sl
+from streamloader.errors import CorruptError, DecodeError, FieldError, NotADatasetError, UnsupportedError, UsageError
+from streamloader.measure.ceiling import Ceiling, decode_ceiling, fetch_ceiling, image_ceiling, obstore_ceiling
+from streamloader.measure.meter import BenchProgress
+from streamloader.measure.run import bench
+from streamloader.measure.values import BenchOptions
+from streamloader.measure.verdict import Measured, judge
+from streamloader.options import Layout
+from streamloader.stats import Stats
+
+ZSTD = Layout(shard_size=1 << 16, block_size=1 << 14, chunk_size=1 << 12, codec="zstd")
+
+
+@pytest.fixture(scope="module")
+def everything(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Every kind of field, in several shards and blocks."""
+    folder = tmp_path_factory.mktemp("measure") / "all"
+    write(folder, 700, FIELDS, ZSTD)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """JPEGs and their labels."""
+    folder = tmp_path_factory.mktemp("measure") / "images"
+    write_images(folder, (encoded(picture(i), "jpeg") for i in range(60)))
+    return folder
+
+
+@pytest.mark.parametrize("fields", [None, ["x"], ["label"], ["tok", "wide", "flag"]])
+def test_a_ceiling_makes_the_requests_of_a_first_epoch(everything: Path, fields: list[str] | None) -> None:
+    one_lane = sl.Shuffle(lanes=1)  # a block that two lanes share is asked for in two parts
+    dataset = sl.StreamingDataset(everything, batch_size=64, fields=fields, shuffle=one_lane, world=(0, 1))
+    assert sum(int(batch["valid"].sum()) for batch in dataset) == 700
+    stats = dataset.stats()
+    dataset.close()
+    for measure in (fetch_ceiling, decode_ceiling, obstore_ceiling):
+        ceiling = measure(str(everything), fields=fields)
+        assert (ceiling.samples, ceiling.bytes, ceiling.requests) == (700, stats.bytes_fetched, stats.requests)
+        assert ceiling.seconds > 0
+        assert ceiling.samples_per_second == pytest.approx(700 / ceiling.seconds)
+
+
+def test_later_passes_do_not_fetch_held_fields_again(everything: Path) -> None:
+    once, twice = (fetch_ceiling(str(everything), fields=["x", "label"], passes=n) for n in (1, 2))
+    bulk = fetch_ceiling(str(everything), fields=["x"])
+    assert twice.samples == 2 * once.samples
+    assert twice.bytes - once.bytes == bulk.bytes
+    assert fetch_ceiling(str(everything), fields=["label"], passes=10**9).samples == 700
+
+
+def test_a_ceiling_stops_in_time_and_counts_what_it_did(everything: Path) -> None:
+    counted: list[tuple[int, int]] = []
+    begin = time.perf_counter()
+    ceiling = decode_ceiling(
+        str(everything), seconds=0.3, passes=10**9, in_flight=2, advance=lambda *amounts: counted.append(amounts)
+    )
+    assert 0.3 <= ceiling.seconds <= time.perf_counter() - begin < 10
+    assert (ceiling.samples, ceiling.bytes) == tuple(map(sum, zip(*counted, strict=True)))
+    assert ceiling.requests == len(counted)
+    assert 0 < ceiling.cpu_seconds <= 3 * ceiling.seconds
+
+
+def test_obstore_fetches_a_split_of_a_bucket_as_the_loaders_client_does(seaweedfs: S3Server, tmp_path: Path) -> None:
+    (tmp_path / "ant").mkdir()
+    for i in range(20):
+        (tmp_path / "ant" / f"{i}.jpg").write_bytes(encoded(picture(i), "jpeg"))
+    url, options = seaweedfs.url("measured"), seaweedfs.storage_options
+    sl.convert(tmp_path, url, split={"train": 0.6, "val": 0.4}, workers=0, storage_options=options)
+    ours, obstore = (measure(url, options, split="train") for measure in (fetch_ceiling, obstore_ceiling))
+    assert ours.samples == obstore.samples == 12
+    assert ours.bytes == obstore.bytes
+    assert ours.requests == obstore.requests
+    write("memory://measured", 10, ["x"])
+    with pytest.raises(UnsupportedError):
+        obstore_ceiling("memory://measured")
+
+
+def test_a_throttled_ceiling_tries_again(everything: Path) -> None:
+    with folder_server(everything) as server:
+        server.behave, server.times = "503", 3
+        ceiling = fetch_ceiling(server.url, fields=["x"], in_flight=2)
+        assert server.times == 0
+        assert (ceiling.samples, ceiling.requests) == (700, server.gets - 3)
+
+
+def test_decoding_checks_and_fetching_does_not(everything: Path, tmp_path: Path) -> None:
+    write(tmp_path / "damaged", 100, ["x"])
+    shard = next(
+        path for path in (tmp_path / "damaged" / "x").rglob("*") if path.is_file() and path.name != "zarr.json"
+    )
+    body = bytearray(shard.read_bytes())
+    body[100] ^= 1
+    shard.write_bytes(body)
+    assert fetch_ceiling(str(tmp_path / "damaged")).samples == 100
+    with pytest.raises(CorruptError, match="damaged"):
+        decode_ceiling(str(tmp_path / "damaged"))
+
+
+def test_an_empty_dataset_has_a_ceiling_of_nothing(tmp_path: Path) -> None:
+    write(tmp_path / "none", 0, ["x", "label"])
+    ceiling = fetch_ceiling(str(tmp_path / "none"))
+    assert (ceiling.samples, ceiling.bytes, ceiling.requests) == (0, 0, 0)
+    assert Ceiling("", 0, 0, 0.0, 0, 0.0).megabytes_per_second == 0
+
+
+def test_images_are_decoded_from_memory(images: Path) -> None:
+    cropped = sl.Decode(size=(16, 16), crop="random", normalize="imagenet")
+    for decode in (None, sl.Decode(size=(16, 16)), sl.Decode(backend="pillow", mode="L"), cropped):
+        ceiling = image_ceiling(str(images), field="image", decode=decode, seconds=0.1)
+        assert ceiling.samples >= 60
+        assert ceiling.requests == 0
+        assert ceiling.bytes >= sum(len(encoded(picture(i), "jpeg")) for i in range(60))
+
+
+def test_what_is_no_image_is_refused(images: Path, tmp_path: Path) -> None:
+    with pytest.raises(FieldError, match="label"):
+        image_ceiling(str(images), field="label")
+    write_images(tmp_path / "bad", [b"\xff\xd8\xff nothing"])
+    with pytest.raises(DecodeError, match="sample 0"):
+        image_ceiling(str(tmp_path / "bad"))
+
+
+def test_bad_arguments_are_refused(everything: Path) -> None:
+    for bad in ({"in_flight": 0}, {"passes": 0}, {"seconds": -1.0}):
+        with pytest.raises(UsageError):
+            fetch_ceiling(str(everything), **bad)  # type: ignore[arg-type]
+    with pytest.raises(FieldError, match="no field 'nope'"):
+        fetch_ceiling(str(everything), fields=["nope"])
+    with pytest.raises(FieldError, match="give a list"):
+        fetch_ceiling(str(everything), fields="x")
+    with pytest.raises(NotADatasetError):
+        fetch_ceiling(str(everything.parent / "nothing"))
+
+
+# ---- the verdict, from made-up figures
+
+
+def figures(samples_per_second: float, name: str = "") -> Ceiling:
+    """One second of samples of 1 MB, that keeps 1.8 cores busy."""
+    return Ceiling(name, round(samples_per_second), round(samples_per_second * 1e6), 1.0, 41, 1.8)
+
+
+STATS = Stats(batches=10, seconds=1.0, wait_seconds=1.0, request_seconds=41.0, bytes_fetched=10**9, requests=10)
+FAST = Measured(figures(1000), figures(950), [], figures(930), STATS, cores=2)
+
+
+def test_a_loader_near_the_endpoint_is_network_bound() -> None:
+    ratio, verdict = judge(FAST)
+    assert ratio == pytest.approx(0.93)
+    assert verdict.startswith("network-bound: 0.93 of what this endpoint gives; 41 requests in flight; ")
+    assert judge(replace(FAST, stats=None))[1].startswith("network-bound: 0.93 of what this endpoint gives; a faster")
+
+
+def test_unpacking_that_halves_the_ceiling_is_decode_bound() -> None:
+    ratio, verdict = judge(replace(FAST, unpack=figures(500), loader=figures(480)))
+    assert ratio == pytest.approx(0.96)
+    assert verdict.startswith("decode-bound: 0.96 of what fetching and unpacking chunks give; 2 cores busy; ")
+    assert "lz4" in verdict
+    idle = replace(figures(500), cpu_seconds=0.3)
+    assert judge(replace(FAST, unpack=idle))[1].startswith("network-bound"), "it is not unpacking that took the time"
+
+
+def test_images_that_decode_slower_than_they_come_are_decode_bound() -> None:
+    ratio, verdict = judge(replace(FAST, images=[figures(200), figures(200)], loader=figures(90), cores=1))
+    assert ratio == pytest.approx(0.9), "two images of each sample: 100 samples/s"
+    assert verdict.startswith("decode-bound: 0.90 of what decoding the images alone gives; 1 core busy; ")
+    assert "fewer pixels" in verdict
+    assert judge(replace(FAST, images=[figures(5000)]))[1].startswith("network-bound")
+
+
+def test_a_loader_far_below_its_ceilings_says_so_and_why() -> None:
+    ratio, verdict = judge(replace(FAST, loader=figures(400)))
+    assert ratio == pytest.approx(0.4)
+    assert verdict.startswith("loader-bound: 0.40 of what this endpoint gives; 41 requests in flight; what it waited")
+    assert STATS.verdict in verdict
+
+
+# ---- real runs
+
+
+def test_a_bench_measures_every_stage_and_tells_how_far_it_is(everything: Path) -> None:
+    heard: list[BenchProgress] = []
+    result = bench(str(everything), BenchOptions(seconds=0.3, batch_size=64), heard.append)
+    names = [ceiling.name for ceiling in result.ceilings]
+    assert names == ["fetch, 16 at once", "fetch, 64 at once", names[2]]
+    assert names[2] in ("fetch and unpack, 16 at once", "fetch and unpack, 64 at once")
+    for row in (*result.ceilings, result.loader):
+        assert row.samples > 0
+        assert row.bytes > 0
+        assert 0.3 <= row.seconds < 5
+    assert result.stats is not None
+    assert result.loader.samples == result.stats.samples
+    assert result.num_samples == 700
+    assert "-bound: " in result.verdict
+    assert [one.stage for one in heard if one.samples_per_second == 0] != []
+    assert {one.stage for one in heard} == {*names, "loader"}
+    assert all(0 <= one.done_seconds <= one.total_seconds == pytest.approx(1.2) for one in heard)
+    assert [one.done_seconds for one in heard] == sorted(one.done_seconds for one in heard)
+    assert json.loads(json.dumps(result.to_dict()))["stages"][-1]["name"] == "loader"
+
+
+def test_a_bench_of_a_slow_store_is_network_bound(everything: Path) -> None:
+    with folder_server(everything) as server:
+        answer = server.behaviour
+
+        def late(path: str) -> str:
+            time.sleep(0.02)  # what a request to a far store takes
+            return answer(path)
+
+        server.behaviour = late  # type: ignore[method-assign]
+        options = BenchOptions(seconds=1.0, batch_size=64, fields=("wide",), memory=3 << 20)
+        result = bench(server.url, options)
+    assert result.stats is not None
+    assert result.stats.limit == "network", result
+    assert "of what this endpoint gives" in result.verdict
+
+
+def test_a_bench_of_images_decodes_them(images: Path, tmp_path: Path) -> None:
+    options = BenchOptions(seconds=0.3, image_size=(200, 300), trace=tmp_path / "trace.jsonl")
+    result = bench(str(images), options)
+    assert result.batch_size == 60
+    assert result.ceilings[-1].name == "decode image from memory"
+    assert result.stats is not None
+    assert result.stats.decode_seconds > 0
+    lines = [json.loads(line) for line in (tmp_path / "trace.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(len(lines)))
+    assert sum(line["samples"] for line in lines) == result.loader.samples
+    encoded_only = bench(str(images), BenchOptions(seconds=0.1, image_size=None))
+    assert all("decode image" not in ceiling.name for ceiling in encoded_only.ceilings)
+
+
+def test_a_bench_of_fields_that_are_held_says_so(everything: Path) -> None:
+    result = bench(str(everything), BenchOptions(seconds=0.2, fields=("label", "flag")))
+    assert result.verdict.startswith("memory-bound: every field is held in memory")
+
+
+@pytest.mark.filterwarnings("ignore:2 DataLoader workers on each rank")
+def test_a_bench_with_workers_counts_their_samples(everything: Path) -> None:
+    result = bench(str(everything), BenchOptions(seconds=0.3, workers=2, batch_size=64, fields=("x",)))
+    assert result.loader.samples > 0
+    assert result.stats is None
+    assert "-bound: " in result.verdict
+
+
+def test_what_cannot_be_measured_is_refused(everything: Path, tmp_path: Path) -> None:
+    write(tmp_path / "none", 0, ["x"])
+    with pytest.raises(UsageError, match="has no samples"):
+        bench(str(tmp_path / "none"))
+    with pytest.raises(FieldError, match="no field 'nope'"):
+        bench(str(everything), BenchOptions(fields=("nope",)))
+    with pytest.raises(UsageError, match="batch_size=701"):
+        bench(str(everything), BenchOptions(batch_size=701))
+    with pytest.raises(UsageError, match="cannot be written"):
+        bench(str(everything), BenchOptions(trace=tmp_path / "no" / "folder"))
+    for bad in ({"seconds": 0.0}, {"workers": -1}, {"workers": 1, "trace": tmp_path / "trace"}, {"fields": ()}):
+        with pytest.raises(UsageError):
+            BenchOptions(**bad)

@@ -1,0 +1,373 @@
+"""What limits training, in words: laws on made-up stats, and real runs that each have one clear limit."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from datasets import encoded, write, write_images
+from folder_server import folder_server
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader
+
+import streamloader as sl
+from streamloader.errors import UsageError
+from streamloader.stats import BatchReport, Counters, Stats
+
+N = 700
+SUMS = [
+    item.name for item in dataclasses.fields(Stats) if item.name not in ("in_flight", "cores", "transformers", "client")
+]
+
+seconds = st.floats(0, 1e6)
+counts = st.integers(0, 10**12)
+any_stats = st.builds(
+    Stats,
+    **{name: counts if isinstance(getattr(Stats, name), int) else seconds for name in SUMS},
+    in_flight=st.integers(0, 64),
+    cores=st.integers(1, 256),
+    transformers=st.integers(1, 64),
+    client=st.sampled_from(["obstore: obstore knows s3", "fsspec: obstore does not know ftp"]),
+).map(lambda stats: dataclasses.replace(stats, first_batch_seconds=min(stats.first_batch_seconds, stats.wait_seconds)))
+
+
+@pytest.fixture(scope="module")
+def vectors(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Small blocks of float vectors, not compressed."""
+    folder = tmp_path_factory.mktemp("stats") / "vectors"
+    write(folder, N, ["x", "label"])
+    return folder
+
+
+def stream(url: str | Path, batch: int = 32, **options: Any) -> sl.StreamingDataset:
+    return sl.StreamingDataset(url, batch_size=batch, world=(0, 1), **options)
+
+
+# ---- laws
+
+
+@given(any_stats)
+def test_a_verdict_is_one_line_that_begins_with_the_limit(stats: Stats) -> None:
+    assert stats.limit in (("network", "gather", "decode", "transform", "consumer") if stats.batches else ("",))
+    assert stats.verdict.startswith(f"{stats.limit}-bound: training waited " if stats.batches else "no batch yet")
+    assert "\n" not in str(stats)
+    assert stats.verdict in str(stats)
+    assert 0 <= stats.wait_fraction <= 1
+    assert (stats.limit == "consumer") == (stats.batches > 0 and stats.wait_fraction < 0.05)
+
+
+@given(any_stats, st.sampled_from([0.125, 0.5, 2.0, 64.0]))
+def test_the_limit_does_not_depend_on_how_long_was_measured(stats: Stats, factor: float) -> None:
+    longer = dataclasses.replace(stats, **{name: getattr(stats, name) * factor for name in SUMS if "seconds" in name})
+    assert longer.limit == stats.limit
+
+
+@given(any_stats, any_stats)
+def test_an_interval_and_what_came_before_it_make_the_whole(before: Stats, interval: Stats) -> None:
+    whole = dataclasses.replace(interval, **{name: getattr(before, name) + getattr(interval, name) for name in SUMS})
+    since = whole.since(before)
+    for name in SUMS:
+        expected = getattr(interval, name)
+        assert getattr(since, name) == pytest.approx(expected, abs=1e-6 * (1 + abs(getattr(whole, name))))
+    assert (since.in_flight, since.cores, since.client) == (interval.in_flight, interval.cores, interval.client)
+    assert before.since(before).verdict == "no batch yet"
+
+
+def test_stats_in_the_wrong_order_are_refused() -> None:
+    with pytest.raises(UsageError, match=r"stats of 3 batches .* these are of 2"):
+        Stats(batches=2, seconds=2.0).since(Stats(batches=3, seconds=2.0))
+
+
+SECOND = Stats(batches=100, samples=3200, seconds=100.0, wait_seconds=50.0, cores=2, client="obstore: knows s3")
+NETWORK = dataclasses.replace(
+    SECOND, fetch_wait_seconds=50.0, bytes_fetched=41_200_000_000, requests=9810, request_seconds=4100.0, in_flight=64
+)
+
+
+def changed(stats: Stats, **values: Any) -> str:
+    return dataclasses.replace(stats, **values).verdict
+
+
+def test_the_network_is_the_limit_where_no_stage_is_busy() -> None:
+    assert NETWORK.verdict == (
+        "network-bound: training waited 50% of the time; 412 MB/s in 41 requests in flight of 4.2 MB; "
+        "`streamloader bench` tells whether the endpoint gives more"
+    )
+    assert "they are small: a larger shuffle=Shuffle(block=)" in changed(NETWORK, requests=981_000)
+    assert "1000 retries in 9810 requests: the store throttles or fails" in changed(NETWORK, retries=1000)
+    assert "stats().client says why" in changed(NETWORK, client="fsspec: obstore does not know ftp")
+    assert "keeps its 2 cores busy" in changed(NETWORK, cpu_seconds=190.0)
+    assert "more memory=" in changed(NETWORK, request_seconds=500.0)
+
+
+def test_a_stage_that_is_busy_all_the_time_is_the_limit() -> None:
+    unpack = changed(NETWORK, unpack_seconds=180.0, decode_seconds=10.0)
+    assert unpack.startswith("decode-bound: training waited 50% of the time; 2 cores 95% busy, 95% of it unpacking")
+    assert "codec lz4 or none" in unpack
+    images = changed(NETWORK, unpack_seconds=10.0, decode_seconds=180.0)
+    assert "95% of it decoding images; choose fewer pixels" in images
+    transform = changed(NETWORK, transform_seconds=390.0, transformers=4, decode_seconds=180.0)
+    assert transform.startswith("transform-bound: ")
+    assert "4 transformers 98% busy" in transform
+    assert changed(NETWORK, transform_seconds=90.0, transformers=4).startswith("network-bound")
+
+
+def test_what_batches_waited_for_decides_where_no_stage_is_busy() -> None:
+    late = dataclasses.replace(SECOND, fetch_wait_seconds=1.0, decode_wait_seconds=49.0, decode_seconds=60.0)
+    assert late.limit == "decode"
+    assert dataclasses.replace(late, fetch_wait_seconds=60.0).limit == "network"
+
+
+def test_the_first_batch_does_not_count_as_waiting() -> None:
+    slow_start = Stats(batches=100, seconds=110.0, wait_seconds=11.0, first_batch_seconds=10.0, full_seconds=55.0)
+    assert slow_start.wait_fraction == pytest.approx(0.01)
+    assert slow_start.verdict == (
+        "consumer-bound: training waited 1% of the time; the loader keeps up and was ahead 50% of the time"
+    )
+    only = Stats(batches=1, seconds=3.0, wait_seconds=3.0, first_batch_seconds=3.0)
+    assert only.wait_fraction == 1
+
+
+def test_counters_sum_note_and_snapshot() -> None:
+    counters = Counters()
+    assert counters.snapshot() == Stats()
+    counters.add(requests=1, bytes_fetched=10)
+    counters.add(requests=2, request_seconds=0.5)
+    counters.note(in_flight=8, cores=3)
+    counters.note(in_flight=6)
+    counters.describe_client("obstore: knows s3")
+    with counters.timed("unpack_seconds"):
+        pass
+    begin = time.perf_counter()
+    counters.delivered(4, begin)
+    counters.delivered(4, time.perf_counter())
+    stats = counters.snapshot()
+    assert (stats.requests, stats.bytes_fetched, stats.request_seconds) == (3, 10, 0.5)
+    assert (stats.in_flight, stats.cores, stats.client) == (6, 3, "obstore: knows s3")
+    assert (stats.batches, stats.samples) == (2, 8)
+    assert 0 < stats.first_batch_seconds < stats.wait_seconds <= stats.seconds
+    assert stats.unpack_seconds > 0
+    assert stats.cpu_seconds >= 0
+
+
+# ---- real runs
+
+
+def test_a_store_that_delays_every_request_is_network_bound(vectors: Path) -> None:
+    with folder_server(vectors) as server:
+        answer = server.behaviour
+
+        def late(path: str) -> str:
+            time.sleep(0.05)  # what a request to a far store takes
+            return answer(path)
+
+        server.behaviour = late  # type: ignore[method-assign]
+        dataset = stream(server.url)
+        assert sum(1 for _ in dataset) == 22
+        stats = dataset.stats()
+        dataset.close()
+    assert stats.limit == "network", stats
+    assert "they are small" in stats.verdict
+    assert stats.requests_in_flight > 1
+
+
+def test_a_slow_transform_is_transform_bound(vectors: Path) -> None:
+    dataset = stream(vectors, transform=slow)
+    assert sum(1 for _ in dataset) == 22
+    stats = dataset.stats()
+    dataset.close()
+    assert stats.limit == "transform", stats
+    assert "1 transformer " in stats.verdict
+    assert stats.transform_busy > 0.7
+
+
+def slow(sample: dict[str, Any]) -> dict[str, Any]:
+    time.sleep(0.002)
+    return sample
+
+
+def test_chunks_that_are_hard_to_unpack_are_decode_bound(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    rows = rng.integers(0, 16, (64, 1 << 20), dtype=np.uint8)  # half of it entropy: zstd's slow case
+    layout = sl.Layout(shard_size=16 << 20, block_size=2 << 20, chunk_size=1 << 20, codec="zstd")
+    with sl.Writer(tmp_path / "packed", {"x": "uint8[1048576]"}, layout=layout, num_samples=256) as out:
+        for _ in range(4):
+            out.write_batch({"x": rows})
+    dataset = stream(tmp_path / "packed", batch=4)
+    passes, before = [], dataset.stats()
+    for _ in range(4):  # what else runs on this machine may take the cores from one
+        assert sum(1 for _ in dataset) == 64
+        passes.append(dataset.stats().since(before))
+        before = dataset.stats()
+    dataset.close()
+    stats = max(passes, key=lambda stats: stats.decode_busy)
+    assert stats.limit == "decode", (stats, stats.decode_busy)
+    assert "codec lz4 or none" in stats.verdict
+
+
+def test_large_photographs_are_decode_bound(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    noise = encoded(rng.integers(0, 256, (400, 400, 3), dtype=np.uint8), "jpeg")
+    write_images(tmp_path / "photos", [noise] * 96)
+    dataset = stream(tmp_path / "photos", batch=16, decode="pillow")
+    assert sum(1 for _ in dataset) == 6
+    stats = dataset.stats()
+    dataset.close()
+    assert stats.limit == "decode", (stats, stats.decode_busy)
+    assert "fewer pixels" in stats.verdict
+
+
+def test_a_slow_consumer_is_consumer_bound(vectors: Path) -> None:
+    dataset = stream(vectors)
+    for _ in dataset:
+        time.sleep(0.05)  # what a training step takes
+    stats = dataset.stats()
+    dataset.close()
+    assert stats.limit == "consumer", stats
+    assert "was ahead" in stats.verdict
+    assert stats.full_seconds > 0.5
+
+
+def test_an_interval_of_a_run_tells_of_that_interval(vectors: Path) -> None:
+    dataset = stream(vectors)
+    assert sum(1 for _ in dataset) == 22
+    before = dataset.stats()
+    batches = iter(dataset)
+    for _ in range(5):
+        next(batches)
+        time.sleep(0.05)
+    interval = dataset.stats().since(before)
+    dataset.close()
+    assert (interval.batches, interval.samples) == (5, 160)
+    assert 0.2 < interval.seconds < dataset.stats().seconds
+    assert interval.first_batch_seconds == 0
+
+
+# ---- each batch, as it happens
+
+
+def test_every_batch_is_reported_before_it_is_handed_out(vectors: Path) -> None:
+    heard: list[BatchReport] = []
+    dataset = stream(vectors, on_batch=heard.append)
+    for epoch in range(2):
+        for number, batch in enumerate(dataset):
+            assert len(heard) == epoch * 22 + number + 1
+            assert (heard[-1].epoch, heard[-1].samples) == (epoch, len(batch["x"]))
+    stats = dataset.stats()
+    dataset.close()
+    assert [report.step for report in heard] == list(range(44))
+    assert all(0 <= report.wait_seconds <= report.seconds for report in heard)
+    assert sum(report.wait_seconds for report in heard) >= stats.wait_seconds
+    assert sum(report.seconds for report in heard) <= stats.seconds + 60
+    assert {report.worker for report in heard} == {0}
+
+
+def test_a_resumed_run_goes_on_counting_steps(vectors: Path) -> None:
+    heard: list[BatchReport] = []
+    first = stream(vectors, on_batch=heard.append)
+    for _ in first:
+        pass
+    for _ in zip(range(6), first, strict=False):
+        pass
+    state = first.state_dict()
+    first.close()
+    second = stream(vectors, on_batch=heard.append)
+    second.load_state_dict(state)
+    list(second)
+    second.close()
+    assert [report.step for report in heard] == [*range(22 + 6), *range(28, 44)]
+
+
+def test_single_samples_are_reported_as_they_are_made(vectors: Path) -> None:
+    heard: list[BatchReport] = []
+    dataset = sl.StreamingDataset(vectors, batch_size=None, world=(0, 1), on_batch=heard.append)
+    assert sum(1 for _ in dataset) == N
+    dataset.close()
+    assert sum(report.samples for report in heard) == N
+    assert [report.step for report in heard] == list(range(0, N, 64))
+
+
+def test_a_listener_that_raises_loses_no_batch(vectors: Path) -> None:
+    calls: list[int] = []
+
+    def fails_once(report: BatchReport) -> None:
+        calls.append(report.step)
+        if len(calls) == 3:
+            raise RuntimeError("the disk of the log is full")
+
+    dataset = stream(vectors, on_batch=fails_once, with_index=True)
+    batches = iter(dataset)
+    seen = [next(batches)["index"].tolist() for _ in range(2)]
+    state = dataset.state_dict()
+    with pytest.raises(RuntimeError, match="the disk of the log"):
+        next(batches)
+    assert dataset.state_dict() == state
+    seen += [batch["index"].tolist() for batch in batches]
+    dataset.close()
+    again = stream(vectors, with_index=True)
+    assert seen == [batch["index"].tolist() for batch in again]
+    again.close()
+
+
+def test_what_cannot_be_called_is_refused(vectors: Path) -> None:
+    with pytest.raises(UsageError, match="cannot be called"):
+        stream(vectors, on_batch="print")
+
+
+class Note:
+    """A listener that may be pickled: appends the worker's number to a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __call__(self, report: BatchReport) -> None:
+        with self.path.open("a") as file:
+            file.write(f"{os.getpid()} {report.worker} {report.step}\n")
+
+
+@pytest.mark.filterwarnings("ignore:2 DataLoader workers on each rank")
+def test_each_dataloader_worker_reports_its_own_batches(vectors: Path, tmp_path: Path) -> None:
+    dataset = stream(vectors, on_batch=Note(tmp_path / "log"))
+    loader = DataLoader(dataset, batch_size=None, num_workers=2, multiprocessing_context="forkserver")
+    count = sum(1 for _ in loader)
+    lines = [tuple(map(int, line.split())) for line in (tmp_path / "log").read_text().splitlines()]
+    assert len(lines) == count == 22
+    for number in range(2):
+        assert [step for _, worker, step in lines if worker == number] == list(range(11))
+    assert os.getpid() not in {pid for pid, _, _ in lines}
+
+
+@pytest.fixture
+def events(tmp_path: Path) -> Iterator[Path]:
+    """A folder for TensorBoard's events."""
+    yield tmp_path / "events"
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_the_wait_of_each_step_can_be_logged_to_tensorboard(vectors: Path, events: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from torch.utils.tensorboard import SummaryWriter
+
+    heard: list[BatchReport] = []
+    with SummaryWriter(str(events)) as writer:
+
+        def log(report: BatchReport) -> None:
+            heard.append(report)
+            for name in ("wait_seconds", "wait_fraction", "samples_per_second"):
+                writer.add_scalar(f"data/{name}", getattr(report, name), report.step)
+
+        dataset = stream(vectors, on_batch=log)
+        assert sum(1 for _ in dataset) == 22
+        dataset.close()
+    written = EventAccumulator(str(events)).Reload()
+    for name in ("wait_seconds", "wait_fraction", "samples_per_second"):
+        scalars = written.Scalars(f"data/{name}")
+        assert [scalar.step for scalar in scalars] == list(range(22))
+        assert [scalar.value for scalar in scalars] == pytest.approx([getattr(one, name) for one in heard], rel=1e-5)
