@@ -5,14 +5,15 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint types format bench-first clean
+.PHONY: help install demo test lint types format bench bench-full clean
 
 help:
 	@echo "make demo         the main job: convert, train with two ranks, kill, resume, evaluate (a minute or two)"
 	@echo "make test         lint, types and all tests (less than ten minutes)"
 	@echo "make lint         ruff; 'make format' repairs what it can"
 	@echo "make types        mypy --strict"
-	@echo "make bench-first  the loader against obstore alone, on SeaweedFS"
+	@echo "make bench        loader, ceilings and peers side by side (less than 15 minutes)"
+	@echo "make bench-full   the same with full counts: an hour or two"
 	@echo "make clean        remove .venv and every cache"
 
 install: $(STAMP)
@@ -42,8 +43,11 @@ format: $(STAMP)
 types: $(STAMP)
 	$(BIN)/mypy
 
-bench-first: $(STAMP)
-	$(BIN)/python bench/first.py
+bench: $(STAMP)
+	$(BIN)/python -m bench --quick
+
+bench-full: $(STAMP)
+	$(BIN)/python -m bench
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

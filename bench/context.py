@@ -1,0 +1,110 @@
+"""A run under way, and what every line and process of it is told."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from bench import venvs
+from bench.contestants import OURS, Contestant
+from bench.machine import describe, load
+from bench.objects import BUCKET
+from bench.plan import Cell, Settings, cells
+from bench.progress import Show
+from bench.servers import Endpoint
+from bench.workloads import DATA, ROOT, Workload
+
+RESULTS = ROOT / "bench" / "results"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where data is read, and where it is written. `folder`: what nginx serves; written objects are copied there."""
+
+    endpoint: Endpoint
+    writable: Endpoint
+    folder: Path | None = None
+
+
+@dataclass
+class Bench:
+    """A run under way.
+
+    `best`: workers -> samples/s of each (cell, contestant); `sizes`: bytes stored for each; `out`: those that cannot
+    go on.
+    """
+
+    settings: Settings
+    place: Place
+    show: Show
+    data: Path = DATA
+    results: Path = RESULTS
+    begin: float = field(default_factory=time.monotonic)
+    best: dict[tuple[str, str], dict[int, float]] = field(default_factory=dict)
+    sizes: dict[tuple[str, str], int] = field(default_factory=dict)
+    out: set[tuple[str, str]] = field(default_factory=set)
+    about: dict[str, Any] = field(default_factory=describe)
+    number: str = field(default_factory=lambda: datetime.now(UTC).strftime("%Y%m%d-%H%M%S"))
+
+    def late(self, cell: Cell) -> bool:
+        """Whether the time of the run up to this cell's end is over."""
+        every = cells(self.settings)
+        share = (every.index(cell) + 1) / len(every)
+        return bool(self.settings.minutes) and time.monotonic() - self.begin > 60 * self.settings.minutes * share
+
+    def record(self, line: Mapping[str, Any]) -> dict[str, Any]:
+        """Append a line that can be understood by itself, and return it."""
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        full = {
+            "run": self.number,
+            "time": now,
+            "server": self.place.endpoint.name,
+            "load": load(),
+            **line,
+            **self.about,
+        }
+        self.results.mkdir(parents=True, exist_ok=True)
+        with (self.results / f"{self.settings.name}.jsonl").open("a") as file:
+            file.write(json.dumps(full) + "\n")
+        return full
+
+
+def specification(bench: Bench, cell: Cell, contestant: Contestant, endpoint: Endpoint) -> dict[str, Any]:
+    """Return what every process of the cell is told."""
+    count = bench.settings.count(cell.workload)
+    # a ceiling reads what the project wrote, and the project packs when it reads
+    owner = OURS.name if contestant.kind == "ceiling" else contestant.name
+    packed = "-packed" if cell.variant == "packed" and contestant.kind == "peer" else ""
+    return {
+        "workload": cell.workload.name,
+        "source": str(bench.data / f"{cell.workload.name}-{count}"),
+        "url": f"s3://{BUCKET}/{owner}/{cell.workload.name}-{count}{packed}",
+        "endpoint": endpoint.url,
+        "key": endpoint.key,
+        "secret": endpoint.secret,
+        "ca": endpoint.ca,
+        "batch": cell.workload.batch,
+        "variant": cell.variant,
+    }
+
+
+def counts(bench: Bench, workload: Workload) -> dict[str, int]:
+    """Return how much a whole epoch is: samples, what is counted, raw bytes."""
+    count = bench.settings.count(workload)
+    meta = json.loads((bench.data / f"{workload.name}-{count}" / "meta.json").read_text())
+    units = meta["bytes"] // 4 if workload.unit == "tokens" else count
+    return {"samples": count, "units": units, "raw_bytes": meta["bytes"]}
+
+
+def described(cell: Cell, contestant: Contestant) -> dict[str, Any]:
+    what = {"workload": cell.workload.name, "variant": cell.variant, "unit": cell.workload.unit}
+    return {**what, "contestant": contestant.name, "contestant_kind": contestant.kind, **_peer_versions(contestant)}
+
+
+def _peer_versions(contestant: Contestant) -> dict[str, str]:
+    return {"peer_versions": venvs.versions(contestant.name)} if contestant.kind == "peer" else {}

@@ -1,0 +1,166 @@
+"""Figures that are the project's alone: memory, growth, size, ranks, delay, the start of a plan."""
+
+from __future__ import annotations
+
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from bench import contestants
+from bench.contestants import CEILINGS, OURS, Contestant, ContestError
+from bench.context import Bench, specification
+from bench.data import prepare
+from bench.figures import rate
+from bench.objects import BUCKET, counted, mirror, stored
+from bench.plan import Cell
+from bench.run import OWN_TIMEOUT, measured
+from bench.servers import Endpoint, Front, nginx
+from bench.storing import store
+from bench.workloads import ROOT, WORKLOADS
+
+GROWTH_EPOCHS = 20
+DELAY_ROUNDS = 3
+SIZES = (10_000, 100_000, 1_000_000, 10_000_000)
+QUICK_SIZES = SIZES[:3]
+SAMPLES_EACH = 4_000_000  # small datasets are streamed again and again, so that each size is measured as long
+MOST_EPOCHS = 200
+PLAN_SAMPLES = 10**10
+
+# a plan over so many samples, from nothing to the samples of the first batch
+PLAN = """
+import time
+from streamloader.plan.order import EpochOrder, OrderParams
+from streamloader.plan.schedule import schedule
+from streamloader.plan.world import Share, World
+begin = time.perf_counter()
+order = EpochOrder({samples}, OrderParams(block=1024, lanes=64, window=4096), 7, 0)
+next(iter(schedule(order, Share({samples}, 64, 256, World(0, 1), "pad"), {start})))
+print(time.perf_counter() - begin)
+"""
+
+
+def measure_laws(bench: Bench) -> None:
+    """Measure each and record a line for it."""
+    images = Cell(WORKLOADS["images"], "")
+    prepare("images", bench.settings.count(images.workload), bench.data)
+    store(bench, images, OURS)
+    laws: dict[str, Callable[[], dict[str, Any]]] = {
+        "plan": plan_start,
+        "memory": lambda: peak_memory(bench, images),
+        "ranks": lambda: ranks(bench, images),
+        "delay": lambda: delay(bench, images),
+        "sizes": lambda: sizes(bench),
+    }
+    for name, law in laws.items():
+        bench.show.begin(f"law: {name}")
+        try:
+            line = law()
+        except ContestError as error:
+            line = {"failed": str(error)}
+        bench.record({"kind": "law", "name": name, **line})
+        bench.show.end(f"law {name}: {line.get('value', line.get('failed'))}")
+
+
+def plan_start() -> dict[str, Any]:
+    """Return the seconds until a plan names its first batch, at the start and in the middle of the epoch."""
+    found = []
+    for start in (0, PLAN_SAMPLES // 2):
+        code = PLAN.format(samples=PLAN_SAMPLES, start=start)
+        done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+        if done.returncode:
+            return {"failed": done.stderr.strip()[-300:]}
+        found.append(float(done.stdout))
+    return {"value": max(found), "samples": PLAN_SAMPLES, "seconds": found}
+
+
+def peak_memory(bench: Bench, cell: Cell) -> dict[str, Any]:
+    """Return the peak above `memory=`, and how much the peak of the last epoch is above that of the second.
+
+    `memory=` is the least that the loader accepts, so that it has nothing to spare.
+    """
+    memory = least_memory(bench, cell)
+    spec = _spec(bench, cell, bench.place.endpoint, epochs=GROWTH_EPOCHS, extra={"memory": memory})
+    epochs = measured(OURS, spec, bench.place.endpoint, OWN_TIMEOUT)["epochs"]
+    peaks = [epoch["peak_bytes"] for epoch in epochs]
+    return {"value": max(peaks) - memory, "growth": peaks[-1] / peaks[1] - 1, "memory": memory, "peaks": peaks}
+
+
+def least_memory(bench: Bench, cell: Cell) -> int:
+    """Return the bytes that the loader asks for when it gets one. Raises `ContestError` where it names none."""
+    try:
+        contestants.run(OURS, "read", _spec(bench, cell, bench.place.endpoint, extra={"memory": 1}), OWN_TIMEOUT)
+    except ContestError as error:
+        found = re.search(r"give memory=(\d+)", str(error))
+        if found:
+            return int(found[1])
+        raise
+    raise ContestError(f"{OURS.name}: it accepts memory=1")
+
+
+def ranks(bench: Bench, cell: Cell) -> dict[str, Any]:
+    """Return the bytes that 2 and 4 ranks fetch together in one epoch, over those stored."""
+    spec = _spec(bench, cell, bench.place.endpoint)
+    _, size = stored(bench.place.writable, spec["url"].removeprefix(f"s3://{BUCKET}/"))
+    found = {}
+    for count in (2, 4):
+        with nginx(bench.place.endpoint, "count") as counting, ThreadPoolExecutor(count) as pool:
+            specs = [_spec(bench, cell, counting, epochs=1, extra={"world": [rank, count]}) for rank in range(count)]
+            list(pool.map(lambda one: contestants.run(OURS, "read", one, OWN_TIMEOUT), specs))
+            found[str(count)] = counted(_log(counting)).bytes / size
+    return {"value": max(found.values()), "ranks": found}
+
+
+def delay(bench: Bench, cell: Cell) -> dict[str, Any]:
+    """Return the rate through the delaying server over that without delay, both nginx over the same folder."""
+    fetch = CEILINGS[0]
+    rates: dict[str, list[list[float]]] = {}
+    with tempfile.TemporaryDirectory(prefix="streamloader-static-") as name:
+        folder = Path(name)
+        spec = _spec(bench, cell, bench.place.writable)
+        mirror(bench.place.writable, spec["url"].removeprefix(f"s3://{BUCKET}/"), folder)
+        fronts: tuple[Front, ...] = ("plain", "delay")
+        with nginx(folder, fronts[0]) as plain, nginx(folder, fronts[1]) as slow:
+            for _ in range(DELAY_ROUNDS):
+                for contestant in (OURS, fetch):
+                    for front, where in zip(fronts, (plain, slow), strict=True):
+                        key = f"{contestant.name} {front}"
+                        rates.setdefault(key, []).append(_rates(contestant, _spec(bench, cell, where), where))
+    both = [[statistics.median(turn[epoch] for turn in rates[f"{OURS.name} {f}"]) for f in fronts] for epoch in (0, 1)]
+    first, later = (slow / plain for plain, slow in both)
+    return {"value": later, "first_epoch": first, "later_epoch": later, "rates": rates}
+
+
+def sizes(bench: Bench) -> dict[str, Any]:
+    """Return how far the rates of vectors datasets of different sizes are apart: 1 - least / greatest."""
+    rates: dict[str, float] = {}
+    cell = Cell(WORKLOADS["vectors"], "")
+    for count in QUICK_SIZES if bench.settings.quick else SIZES:
+        prepare(cell.workload.name, count, bench.data)
+        sized = replace(bench, settings=replace(bench.settings, samples=count))
+        store(sized, cell, OURS)
+        epochs = min(MOST_EPOCHS, max(2, SAMPLES_EACH // count + 1))
+        spec = _spec(sized, cell, bench.place.endpoint, epochs=epochs)
+        rates[str(count)] = statistics.median(_rates(OURS, spec, bench.place.endpoint)[1:])
+    return {"value": 1 - min(rates.values()) / max(rates.values()), "rates": rates}
+
+
+def _rates(contestant: Contestant, spec: Mapping[str, Any], where: Endpoint) -> list[float]:
+    return [rate(epoch) for epoch in measured(contestant, spec, where, OWN_TIMEOUT)["epochs"]]
+
+
+def _spec(
+    bench: Bench, cell: Cell, where: Endpoint, epochs: int = 2, extra: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    return {**specification(bench, cell, OURS, where), "epochs": epochs, "extra": dict(extra or {})}
+
+
+def _log(counting: Endpoint) -> Path:
+    assert counting.log is not None
+    return counting.log

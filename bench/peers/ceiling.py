@@ -1,0 +1,53 @@
+"""The ceilings, on the project's own datasets.
+
+`spec.extra["ceiling"]` is "obstore" (it fetches the same ranges), "decode" (fetched, verified, decoded) or "image".
+"""
+
+from __future__ import annotations
+
+from common import Memory, Source, Spec, emit, main, take_warm_memory
+from ours import crop, storage_options
+
+from streamloader.measure import ceiling
+
+
+def write(spec: Spec) -> int:
+    """Write nothing: a ceiling reads what the project wrote."""
+    raise NotImplementedError(spec.url)
+
+
+def read(spec: Spec) -> None:
+    """Measure the ceiling once for each epoch."""
+    source = Source(spec.source)
+    take_warm_memory()
+    with Memory() as memory:
+        for epoch in range(spec.epochs):
+            memory.begin_epoch()
+            done = measure(spec)
+            emit(
+                {
+                    "epoch": epoch,
+                    "samples": round(done.samples * source.units / len(source)),  # tokens, where they are counted
+                    "seconds": round(done.seconds, 4),
+                    "cut": bool(spec.seconds),
+                    "first_batch_seconds": 0.0,
+                    "first_batch_samples": 0,
+                    "cpu_seconds": round(done.cpu_seconds, 3),
+                    "peak_bytes": memory.peak(),
+                    "bytes": done.bytes,
+                    "requests": done.requests,
+                }
+            )
+
+
+def measure(spec: Spec) -> ceiling.Ceiling:
+    """Run one ceiling once."""
+    options = storage_options(spec)
+    if spec.extra["ceiling"] == "image":
+        return ceiling.image_ceiling(spec.url, options, "jpeg", crop(), spec.seconds or 3.0)
+    drain = ceiling.obstore_ceiling if spec.extra["ceiling"] == "obstore" else ceiling.decode_ceiling
+    return drain(spec.url, options, seconds=spec.seconds)
+
+
+if __name__ == "__main__":
+    main(write=write, read=read)
