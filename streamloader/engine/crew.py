@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from queue import SimpleQueue
+from contextlib import suppress
+from queue import Empty, SimpleQueue
 
 Job = Callable[[], None]
 
@@ -38,9 +39,13 @@ class Crew:
         self._jobs.put(job)
 
     def close(self) -> None:
-        """Drop the jobs that have not begun and let the threads end; does not wait for a stalled request."""
-        while not self._jobs.empty():
-            self._jobs.get_nowait()
+        """Drop the jobs that have not begun and let the threads end; does not wait for a stalled request.
+
+        Several threads may close at once: each puts an end for every thread after all that it has taken.
+        """
+        with suppress(Empty):
+            while True:
+                self._jobs.get_nowait()
         for _ in self._threads:
             self._jobs.put(None)
 
