@@ -75,8 +75,7 @@ def settings_of(options: argparse.Namespace) -> Settings:
         name=options.out or ("quick" if options.quick else "full"),
         server=options.endpoint or options.server,
         workloads=tuple(options.workloads),
-        # a folder behind nginx can be read, not listed or written: peers need more
-        peers=() if options.server == "nginx" else tuple(sorted(wanted)),
+        peers=tuple(sorted(wanted)),
         workers=(2, 0) if options.quick else (2, 0, 1),
         repeats=options.repeats,
         peer_repeats=1 if options.quick else 2,

@@ -53,6 +53,11 @@ def _vectors(folder: Path, count: int) -> dict[str, str]:
     return {"vector": "tensor", **_labels(folder, count)}
 
 
+def _wide(folder: Path, count: int) -> dict[str, str]:
+    _normal(folder, count, 260)
+    return {"vector": "tensor", **_labels(folder, count)}
+
+
 def _jpeg(folder: Path, count: int) -> dict[str, str]:
     """Sizes differ as those of a photo collection do: 500 x 375 on average, a tenth more or less."""
     import simplejpeg
@@ -142,6 +147,7 @@ def _in_parts(make: Callable[[int], T], count: int) -> Iterator[T]:
 _MAKERS: dict[str, Callable[[Path, int], dict[str, str]]] = {
     "images": _images,
     "vectors": _vectors,
+    "wide": _wide,
     "jpeg": _jpeg,
     "tokens": _tokens,
     "mixed": _mixed,

@@ -28,14 +28,17 @@ class Spread:
 
 @dataclass(frozen=True)
 class Row:
-    """One contestant of one cell, at its best worker count; rates in units (samples, or tokens) for each second."""
+    """One contestant of one cell, at its best worker count; rates in units (samples, or tokens) for each second.
+
+    `workers` and `rates` have an entry for each epoch that was measured: two or three.
+    """
 
     cell: str
     unit: str
     contestant: str
     kind: str
-    workers: tuple[int, int]
-    rates: tuple[Spread, Spread]
+    workers: tuple[int, ...]
+    rates: tuple[Spread, ...]
     unit_bytes: float
     cpu_per_gigabyte: Spread
     peak: Spread
@@ -79,7 +82,11 @@ def rows(lines: Iterable[Line], front: str = "") -> list[Row]:
 
 
 def _row(by_workers: Mapping[int, Sequence[Line]]) -> Row:
-    spreads = [{n: Spread.of(_epoch_rates(found, epoch)) for n, found in by_workers.items()} for epoch in (0, 1)]
+    epochs = min(len(line["epochs"]) for found in by_workers.values() for line in found)
+    spreads = [
+        {n: Spread.of(rate(line["epochs"][epoch]) for line in found) for n, found in by_workers.items()}
+        for epoch in range(epochs)
+    ]
     best = [max(spread, key=lambda n: spread[n].median) for spread in spreads]
     found = by_workers[best[0]]
     line = found[0]
@@ -90,18 +97,14 @@ def _row(by_workers: Mapping[int, Sequence[Line]]) -> Row:
         unit=line["unit"],
         contestant=line["contestant"],
         kind=line["contestant_kind"],
-        workers=(best[0], best[1]),
-        rates=(spreads[0][best[0]], spreads[1][best[1]]),
+        workers=tuple(best),
+        rates=tuple(spread[n] for spread, n in zip(spreads, best, strict=True)),
         unit_bytes=size,
         cpu_per_gigabyte=Spread.of(e["cpu_seconds"] / max(1, e["samples"]) / size * 1e9 for e in first),
         peak=Spread.of(epoch["peak_bytes"] for line in found for epoch in line["epochs"]),
         first_batch=Spread.of(epoch["first_batch_seconds"] for epoch in first),
         cut=any(epoch.get("cut") for line in found for epoch in line["epochs"]),
     )
-
-
-def _epoch_rates(lines: Sequence[Line], epoch: int) -> list[float]:
-    return [rate(line["epochs"][min(epoch, len(line["epochs"]) - 1)]) for line in lines]
 
 
 def by_round(lines: Iterable[Line], cell: str, contestant: str, epoch: int) -> dict[int, float]:

@@ -45,8 +45,14 @@ def stored(endpoint: Endpoint, prefix: str) -> tuple[int, int]:
     return len(sizes), sum(sizes)
 
 
-def recall(endpoint: Endpoint, prefix: str) -> None:
-    """Read every object of the folder once: machines may put files that were idle for seconds out of memory."""
+def recall(endpoint: Endpoint, prefix: str, mirrored: Path | None = None) -> None:
+    """Read every object of the folder once, or its mirror: machines put files that were idle out of memory."""
+    if mirrored is not None:
+        for path in (mirrored / BUCKET / prefix).rglob("*"):
+            if path.is_file():
+                with path.open("rb") as file:
+                    _drain(file)
+        return
     with contextlib.closing(endpoint.client()) as client, ThreadPoolExecutor(READERS) as pool:
         keys = [key for key, _ in entries(client, prefix)]
         for _ in pool.map(lambda key: _drain(client.get_object(Bucket=BUCKET, Key=key)["Body"]), keys):

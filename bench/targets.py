@@ -39,9 +39,9 @@ def reached(lines: Sequence[Line]) -> list[Reached]:
 def _ceilings(lines: Sequence[Line]) -> list[Reached]:
     found = []
     for cell, under, bound in (("images", FETCH_DECODE, 0.85), ("jpeg", IMAGE_DECODE, 0.90)):
-        first, later = (ratio(lines, cell, OURSELVES, under, epoch) for epoch in (0, 1))
+        first, later = (ratio(lines, cell, OURSELVES, under, epoch) for epoch in (0, -1))
         if first and later:
-            note = f"second epoch {later.median:.2f} ({_range(later)})"
+            note = f"last epoch {later.median:.2f} ({_range(later)})"
             found.append(Reached(f"{cell} over {under}", bound, False, first.median, _range(first), note))
     return found
 
@@ -53,11 +53,11 @@ def _peers(lines: Sequence[Line]) -> list[Reached]:
         rates = ours["vectors"].rates[0]
         found.append(Reached("vectors, samples/s", 1e6, False, rates.median, _range(rates)))
     for cell, bound in OVER_PEERS.items():
-        peer, later = best_peer(lines, cell), best_peer(lines, cell, 1)
+        peer, later = best_peer(lines, cell), best_peer(lines, cell, -1)
         if cell in ours and peer and later:
             mine = ours[cell].rates
             value = mine[0].median / peer.rates[0].median
-            note = f"second epoch {mine[1].median / later.rates[1].median:.1f} over {later.contestant}"
+            note = f"last epoch {mine[-1].median / later.rates[-1].median:.1f} over {later.contestant}"
             found.append(Reached(f"{cell} over the best peer, {peer.contestant}", bound, False, value, "", note))
     return found
 
@@ -78,7 +78,7 @@ def _laws(lines: Sequence[Line]) -> list[Reached]:
     if "sizes" in laws:
         rates = ", ".join(f"{int(count):,}: {value:,.0f}/s" for count, value in laws["sizes"]["rates"].items())
         found.append(
-            Reached("vectors of all sizes, slowest below fastest", 0.10, True, laws["sizes"]["value"], "", rates)
+            Reached("rows of 1 KB, all sizes, slowest below fastest", 0.10, True, laws["sizes"]["value"], "", rates)
         )
     if "ranks" in laws:
         each = ", ".join(f"{count} ranks {value:.3f}" for count, value in laws["ranks"]["ranks"].items())

@@ -34,3 +34,6 @@ WORKLOADS = {
         Workload("mixed", 32_768, 8192, 256),
     )
 }
+
+# for the law of sizes only: just too wide to be held whole in memory, so that every size is streamed
+WIDE = Workload("wide", 10_000_000, 1_000_000, 1024)

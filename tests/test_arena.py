@@ -118,6 +118,17 @@ def test_a_buffer_comes_back_only_when_nothing_sees_it_any_more() -> None:
     assert (second == 2).all()
 
 
+def test_as_many_buffers_as_an_ordinary_loop_holds_are_made_first_and_no_more() -> None:
+    counters = Counters()
+    buffers = BatchBuffers(counters)
+    for _ in range(9):
+        buffers.lease((8, 16), "float32", usual=3)  # dropped at once
+    assert counters.snapshot().buffers_allocated == 3
+    held = [buffers.lease((8, 16), "float32", usual=3) for _ in range(4)]
+    assert counters.snapshot().buffers_allocated == 4
+    assert len({array.ctypes.data for array in held}) == 4
+
+
 def test_buffers_of_another_size_or_dtype_are_not_mixed_up() -> None:
     buffers = BatchBuffers(Counters())
     for shape, dtype in (((4,), "float32"), ((2, 2), "float32"), ((4,), "int32"), ((3,), "bool"), ((0, 5), "uint8")):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import threading
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -163,31 +163,39 @@ class BatchBuffers:
 
     def __init__(self, counters: Counters, *, recycle: bool = True, keep: int = 8) -> None:
         self._free: dict[tuple[int, str], deque[NDArray[np.uint8]]] = {}
+        self._made: Counter[tuple[int, str]] = Counter()
         self._counters = counters
         self._recycle = recycle
         self._keep = keep
 
-    def lease(self, shape: tuple[int, ...], dtype: str) -> Column:
-        """Return an array of that shape; its content is whatever was there."""
+    def lease(self, shape: tuple[int, ...], dtype: str, usual: int = 1) -> Column:
+        """Return an array of that shape; its content is whatever was there.
+
+        `usual`: how many of it live at once in an ordinary loop. So many are made before one is used again: memory is
+        at its peak after the first batches, not at whichever hour the consumer first falls behind.
+        """
         count = math.prod(shape)
         if not count:
             return np.empty(shape, dtype)
         capacity = _capacity(count * np.dtype(dtype).itemsize)
-        base, free = self._spare(capacity, dtype)
+        base, free = self._spare(capacity, dtype, usual)
         view = np.frombuffer(base.data, dtype, count).reshape(shape)
         if self._recycle:
             # a deque's append is atomic: the finalizer may run in any thread, also within `lease`
             weakref.finalize(view, free.append, base).atexit = False
         return view
 
-    def _spare(self, capacity: int, dtype: str) -> tuple[NDArray[np.uint8], deque[NDArray[np.uint8]]]:
+    def _spare(self, capacity: int, dtype: str, usual: int) -> tuple[NDArray[np.uint8], deque[NDArray[np.uint8]]]:
         """Return memory, and where it comes back to: of the next size where this one has none, else new."""
         for size in (capacity, _capacity(capacity + 1)):
             free = self._free.setdefault((size, dtype), deque(maxlen=self._keep))
+            if size == capacity and self._made[size, dtype] < usual:
+                break
             try:
                 return free.pop(), free
             except IndexError:
                 continue
+        self._made[capacity, dtype] += 1
         self._counters.add(buffers_allocated=1)
         return np.empty(capacity, np.uint8), self._free[capacity, dtype]
 

@@ -13,7 +13,7 @@ from streamloader.options import MIB
 # Requests in flight at most: 49 of 8 MB fill 25 Gbit/s of a store that answers after 30 ms and moves 85 MB/s on each
 # connection. How many there are follows what pays (`pace.py`); memory may lower it.
 MAX_THREADS = 64
-# Batches made ahead of the consumer: one is handed over, one waits, one is in the making.
+# Batches at once: the consumer has one, one waits, one is in the making.
 READY_BATCHES = 3
 # What an open connection costs beside its body.
 CONNECTION_BYTES = MIB // 2

@@ -139,6 +139,7 @@ class Assembler:
         self._wanted: deque[BlockRef] = deque()
         self._ready: queue.SimpleQueue[Batch | BaseException | None] = queue.SimpleQueue()
         self._places = threading.Semaphore(READY_BATCHES)
+        self._taken = False  # a batch, whose place is free only once the next one is asked for
         self._closed = False
         self._ended = threading.Event()
 
@@ -174,8 +175,10 @@ class Assembler:
         """Return the next batch, which may not be finished yet; an error of no batch; None after the last."""
         if self._closed:
             return None
+        if self._taken:
+            self._places.release()
         batch = self._ready.get()
-        self._places.release()
+        self._taken = True
         return batch
 
     def fail(self, error: BaseException) -> None:
@@ -258,7 +261,7 @@ class Assembler:
         self._admit()
 
     def _place(self) -> bool:
-        """Wait until fewer than READY_BATCHES are made and not yet taken; return whether to go on."""
+        """Wait until there are fewer than READY_BATCHES, the consumer's included; return whether to go on."""
         begin = time.perf_counter()
         self._places.acquire()
         self._counters.add(full_seconds=time.perf_counter() - begin)

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from streamloader.decode.image import ImageDecoder, Scratch
 from streamloader.engine.arena import Memory
 from streamloader.engine.batch import Batch, items_to_column, rows_of
+from streamloader.engine.budget import READY_BATCHES
 from streamloader.engine.crew import Crew
 from streamloader.engine.transform import RngKey, Sample, Transform, TransformProcess, apply, collate, takes_rng
 from streamloader.errors import StreamloaderError
@@ -47,6 +48,9 @@ class Recipe:
     seed: int
     packs: Mapping[str, Pack] = field(default_factory=dict)
 
+
+# A loop holds its batch until it has the next one, beside those that `READY_BATCHES` counts.
+LIVE_BATCHES = READY_BATCHES + 1
 
 # How long the interpreter's exit waits for the image, or the part of a batch in a transform, that a thread is at.
 EXIT_SECONDS = 5.0
@@ -86,7 +90,7 @@ class Stages:
         batch.columns = dict.fromkeys(self._recipe.names)
         for name, layout in self._recipe.streamed.items():
             if layout.field.fixed:
-                out = self._buffers.lease((count, *layout.field.shape), layout.field.dtype)
+                out = self._buffers.lease((count, *layout.field.shape), layout.field.dtype, LIVE_BATCHES)
                 self._arena.take(name, plan.tickets, plan.rows, out)
                 batch.columns[name] = out
                 continue
@@ -97,7 +101,7 @@ class Stages:
                 pack = self._recipe.packs.get(name)
                 batch.columns[name] = items_to_column(name, layout.field, items, plan.samples, self._buffers, pack=pack)
         for name, values in self._recipe.resident.items():
-            out = self._buffers.lease((count, *values.shape[1:]), str(values.dtype))
+            out = self._buffers.lease((count, *values.shape[1:]), str(values.dtype), LIVE_BATCHES)
             np.take(values, plan.samples, axis=0, out=out, mode="clip")
             batch.columns[name] = out
         if images and count:
@@ -134,7 +138,8 @@ class Stages:
         decoder, samples = self._recipe.decoders[name], plan.samples.tolist()
         out: list[NDArray[Any] | None] | NDArray[Any] = [None] * len(items)
         if self._recipe.alike or decoder.options.size is not None:
-            out = self._buffers.lease((len(items), *decoder.shape(items[0], samples[0])), decoder.dtype)
+            shape = decoder.shape(items[0], samples[0])
+            out = self._buffers.lease((len(items), *shape), decoder.dtype, LIVE_BATCHES)
         draws = decoder.draws(self._recipe.seed, plan.epoch, plan.positions)
         return _Images(name, decoder, items, samples, draws or [[]] * len(items), out)
 
