@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,15 +30,16 @@ class Spread:
 class Row:
     """One contestant of one cell, at its best worker count; rates in units (samples, or tokens) for each second.
 
-    `workers` and `rates` have an entry for each epoch that was measured: two or three.
+    `workers` and `rates` are of the first epoch, and of all later ones together.
     """
 
     cell: str
     unit: str
     contestant: str
     kind: str
-    workers: tuple[int, ...]
-    rates: tuple[Spread, ...]
+    workers: tuple[int, int]
+    rates: tuple[Spread, Spread]
+    second: Spread
     unit_bytes: float
     cpu_per_gigabyte: Spread
     peak: Spread
@@ -55,6 +56,17 @@ def rate(epoch: Mapping[str, Any]) -> float:
         samples = epoch["samples"] - epoch["first_batch_samples"]
         return float(samples / max(1e-9, epoch["seconds"] - epoch["first_batch_seconds"]))
     return float(epoch["samples"] / max(1e-9, epoch["seconds"]))
+
+
+def first_rate(line: Line) -> float:
+    """Return the rate of a line's first epoch."""
+    return rate(line["epochs"][0])
+
+
+def later_rate(line: Line) -> float:
+    """Return the rate of all epochs after the first together; of a single one, its own."""
+    later = line["epochs"][1:] or line["epochs"]
+    return sum(epoch["samples"] for epoch in later) / sum(epoch["samples"] / rate(epoch) for epoch in later)
 
 
 def rates_in_words(line: Line, unit: str) -> str:
@@ -82,11 +94,7 @@ def rows(lines: Iterable[Line], front: str = "") -> list[Row]:
 
 
 def _row(by_workers: Mapping[int, Sequence[Line]]) -> Row:
-    epochs = min(len(line["epochs"]) for found in by_workers.values() for line in found)
-    spreads = [
-        {n: Spread.of(rate(line["epochs"][epoch]) for line in found) for n, found in by_workers.items()}
-        for epoch in range(epochs)
-    ]
+    spreads = [{n: Spread.of(map(take, found)) for n, found in by_workers.items()} for take in (first_rate, later_rate)]
     best = [max(spread, key=lambda n: spread[n].median) for spread in spreads]
     found = by_workers[best[0]]
     line = found[0]
@@ -97,8 +105,9 @@ def _row(by_workers: Mapping[int, Sequence[Line]]) -> Row:
         unit=line["unit"],
         contestant=line["contestant"],
         kind=line["contestant_kind"],
-        workers=tuple(best),
-        rates=tuple(spread[n] for spread, n in zip(spreads, best, strict=True)),
+        workers=(best[0], best[1]),
+        rates=(spreads[0][best[0]], spreads[1][best[1]]),
+        second=Spread.of(rate(line["epochs"][min(1, len(line["epochs"]) - 1)]) for line in by_workers[best[1]]),
         unit_bytes=size,
         cpu_per_gigabyte=Spread.of(e["cpu_seconds"] / max(1, e["samples"]) / size * 1e9 for e in first),
         peak=Spread.of(epoch["peak_bytes"] for line in found for epoch in line["epochs"]),
@@ -107,15 +116,17 @@ def _row(by_workers: Mapping[int, Sequence[Line]]) -> Row:
     )
 
 
-def by_round(lines: Iterable[Line], cell: str, contestant: str, epoch: int) -> dict[int, float]:
+def by_round(lines: Iterable[Line], cell: str, contestant: str, take: Callable[[Line], float]) -> dict[int, float]:
     """Return the rate of each round."""
     found = [line for line in reads(lines) if cell_of(line) == cell and line["contestant"] == contestant]
-    return {line["repeat"]: rate(line["epochs"][epoch]) for line in found}
+    return {line["repeat"]: take(line) for line in found}
 
 
-def ratio(lines: Sequence[Line], cell: str, over: str, under: str, epoch: int = 0) -> Spread | None:
+def ratio(
+    lines: Sequence[Line], cell: str, over: str, under: str, take: Callable[[Line], float] = first_rate
+) -> Spread | None:
     """Return the ratio of two contestants round by round; nothing where they never met."""
-    above, below = (by_round(lines, cell, name, epoch) for name in (over, under))
+    above, below = (by_round(lines, cell, name, take) for name in (over, under))
     both = [above[turn] / below[turn] for turn in above if below.get(turn)]
     return Spread.of(both) if both else None
 

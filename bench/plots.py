@@ -29,7 +29,7 @@ def draw(lines: Sequence[Line], folder: Path, name: str) -> list[Path]:
 
 
 def _rates(lines: Sequence[Line], path: Path) -> Path:
-    """One panel for each cell: bars of the first epoch, the spread as a line, the last epoch as a diamond."""
+    """One panel for each cell: bars of the first epoch, the spread as a line, the later ones as a diamond."""
     every = rows(lines)
     cells = list(dict.fromkeys(row.cell for row in every))
     columns = min(2, len(cells))
@@ -39,7 +39,7 @@ def _rates(lines: Sequence[Line], path: Path) -> Path:
         _panel(axis, [row for row in every if row.cell == cell], cell)
     for axis in list(axes.flat)[len(cells) :]:
         axis.axis("off")
-    figure.suptitle("bar: first epoch, least to greatest; diamond: last epoch", fontsize=10)
+    figure.suptitle("bar: first epoch, least to greatest; diamond: later epochs", fontsize=10)
     figure.tight_layout()
     figure.savefig(path, dpi=110)
     plt.close(figure)
@@ -55,15 +55,15 @@ def _panel(axis: Any, found: list[Row], cell: str) -> None:
         [row.rates[0].greatest - row.rates[0].median for row in found],
     ]
     axis.barh(places, medians, xerr=errors, color=[COLOURS[row.kind] for row in found], ecolor="#333333")
-    axis.plot([row.rates[-1].median for row in found], places, "D", color="#222222", markersize=4)
+    axis.plot([row.rates[1].median for row in found], places, "D", color="#222222", markersize=4)
     axis.set_yticks(places, [row.contestant for row in found])
-    greatest = max(max(row.rates[0].greatest, row.rates[-1].median) for row in found)
+    greatest = max(max(row.rates[0].greatest, row.rates[1].median) for row in found)
     for place, row in zip(places, found, strict=True):
-        end = max(row.rates[0].greatest, row.rates[-1].median)
+        end = max(row.rates[0].greatest, row.rates[1].median)
         axis.text(
             end + 0.025 * greatest,
             place,
-            f"{row.rates[0].median:,.0f} / {row.rates[-1].median:,.0f}",
+            f"{row.rates[0].median:,.0f} / {row.rates[1].median:,.0f}",
             va="center",
             fontsize=8,
         )

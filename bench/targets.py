@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from bench.contestants import CEILINGS, OURS
-from bench.figures import Line, Spread, best_peer, cell_of, ratio, reads, rows, traffic
+from bench.figures import Line, Spread, best_peer, cell_of, first_rate, later_rate, ratio, reads, rows, traffic
 
 OURSELVES = OURS.name
 FETCH_DECODE, IMAGE_DECODE = CEILINGS[1].name, CEILINGS[2].name
@@ -39,9 +39,9 @@ def reached(lines: Sequence[Line]) -> list[Reached]:
 def _ceilings(lines: Sequence[Line]) -> list[Reached]:
     found = []
     for cell, under, bound in (("images", FETCH_DECODE, 0.85), ("jpeg", IMAGE_DECODE, 0.90)):
-        first, later = (ratio(lines, cell, OURSELVES, under, epoch) for epoch in (0, -1))
+        first, later = (ratio(lines, cell, OURSELVES, under, take) for take in (first_rate, later_rate))
         if first and later:
-            note = f"last epoch {later.median:.2f} ({_range(later)})"
+            note = f"later epochs {later.median:.2f} ({_range(later)})"
             found.append(Reached(f"{cell} over {under}", bound, False, first.median, _range(first), note))
     return found
 
@@ -53,11 +53,11 @@ def _peers(lines: Sequence[Line]) -> list[Reached]:
         rates = ours["vectors"].rates[0]
         found.append(Reached("vectors, samples/s", 1e6, False, rates.median, _range(rates)))
     for cell, bound in OVER_PEERS.items():
-        peer, later = best_peer(lines, cell), best_peer(lines, cell, -1)
+        peer, later = best_peer(lines, cell), best_peer(lines, cell, 1)
         if cell in ours and peer and later:
             mine = ours[cell].rates
             value = mine[0].median / peer.rates[0].median
-            note = f"last epoch {mine[-1].median / later.rates[-1].median:.1f} over {later.contestant}"
+            note = f"later epochs {mine[1].median / later.rates[1].median:.1f} over {later.contestant}"
             found.append(Reached(f"{cell} over the best peer, {peer.contestant}", bound, False, value, "", note))
     return found
 

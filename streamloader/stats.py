@@ -19,6 +19,8 @@ KEEPS_UP = 0.05
 BUSY = 0.6
 # Retries in this share of the requests say that the store throttles or fails, whatever else is slow.
 MANY_RETRIES = 0.05
+# Bytes: a larger sample takes longer to copy than to find.
+SMALL_SAMPLE = 4096
 # What is so at the time of a snapshot, and no sum.
 _PRESENT = frozenset(["in_flight", "cores", "transformers"])
 
@@ -207,10 +209,12 @@ class Stats:
 
     def _gather(self) -> str:
         busy = _share(self.gather_seconds, self._active)
-        return (
-            f"one thread plans and gathers {self.samples_per_second:.3g} samples/s, {busy:.0%} busy; "
-            "train with more ranks, or store several of these small samples as one"
-        )
+        size = max(self.bytes_decoded, self.bytes_fetched) / max(1, self.samples)
+        small = size < SMALL_SAMPLE
+        rate = self.samples_per_second
+        what = f"{rate:.3g} samples/s" if small else f"{size * rate / 1e6:.4g} MB/s"
+        change = "store several of these small samples as one" if small else "ask for fewer or smaller fields"
+        return f"one thread plans and gathers {what}, {busy:.0%} busy; train with more ranks, or {change}"
 
     def _decode(self) -> str:
         work = self.unpack_seconds + self.decode_seconds

@@ -119,6 +119,17 @@ def test_a_stage_that_is_busy_all_the_time_is_the_limit() -> None:
     assert changed(NETWORK, transform_seconds=90.0, transformers=4).startswith("network-bound")
 
 
+def test_what_to_change_about_gathering_depends_on_the_size_of_a_sample() -> None:
+    gather = dataclasses.replace(SECOND, gather_seconds=80.0, bytes_decoded=320_000)
+    assert gather.verdict == (
+        "gather-bound: training waited 50% of the time; one thread plans and gathers 32 samples/s, 80% busy; "
+        "train with more ranks, or store several of these small samples as one"
+    )
+    assert "gathers 48 MB/s, 80% busy; train with more ranks, or ask for fewer or smaller fields" in changed(
+        gather, bytes_decoded=4_800_000_000
+    )
+
+
 def test_what_batches_waited_for_decides_where_no_stage_is_busy() -> None:
     late = dataclasses.replace(SECOND, fetch_wait_seconds=1.0, decode_wait_seconds=49.0, decode_seconds=60.0)
     assert late.limit == "decode"
