@@ -16,12 +16,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench.keeper import READY_FD, warm_memory
 from bench.venvs import python_of, requirements_of
 from bench.workloads import ROOT
 
 PEERS = ROOT / "bench" / "peers"
-WARM_GIGABYTES = 2.5  # about what the project takes for the largest window; peers take less
 START_SECONDS = 90.0  # what a process may take beside its epochs: imports, opening, workers
 
 
@@ -81,14 +79,13 @@ def run(contestant: Contestant, mode: str, spec: Mapping[str, Any], timeout: flo
 
     Raises `ContestError` where it fails or needs longer than `timeout` seconds; its processes are ended then.
     """
-    with _cache() as cache, warm_memory(WARM_GIGABYTES if mode == "read" else 0) as ready:
+    with _cache() as cache:
         path = cache / "spec.json"
         extra = {**contestant.extra, **spec.get("extra", {})}
         (cache / "data").mkdir()
         (cache / "tmp").mkdir()
         path.write_text(json.dumps({**spec, "extra": extra, "cache": str(cache / "data")}))
         environment = {**os.environ, "TMPDIR": str(cache / "tmp"), "HF_HOME": str(cache / "hf")}
-        environment[READY_FD] = str(ready)
         log = cache / "stderr"
         with (
             log.open("wb") as errors,
@@ -100,7 +97,6 @@ def run(contestant: Contestant, mode: str, spec: Mapping[str, Any], timeout: flo
                 env=environment,
                 cwd=ROOT,
                 start_new_session=True,
-                pass_fds=(ready,),
                 text=True,
             ) as process,
         ):
