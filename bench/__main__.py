@@ -93,7 +93,7 @@ def measure(settings: Settings, data: Path, results: Path) -> int:
     chosen = [peer for peer in peers() if peer.name in settings.peers]
     # a full run has a new server for each workload: all datasets together would fill the disk
     parts: list[tuple[str, ...]] = [settings.workloads] if settings.quick else [(name,) for name in settings.workloads]
-    parts += [()] if settings.laws else []
+    parts = [part for part in parts if part] + ([()] if settings.laws else [])
     with alone(data), showing(expected(settings, chosen)) as show:
         try:
             bench: Bench | None = None
