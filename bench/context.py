@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -35,8 +36,8 @@ class Place:
 class Bench:
     """A run under way.
 
-    `best`: workers -> samples/s of each (cell, contestant); `sizes`: bytes stored for each; `out`: those that cannot
-    go on.
+    `until`: when the present cell's time is over, on the monotonic clock. `best`: workers -> samples/s of each (cell,
+    contestant); `sizes`: bytes stored for each; `out`: those that cannot go on.
     """
 
     settings: Settings
@@ -44,18 +45,22 @@ class Bench:
     show: Show
     data: Path = DATA
     results: Path = RESULTS
-    begin: float = field(default_factory=time.monotonic)
+    until: float = math.inf
     best: dict[tuple[str, str], dict[int, float]] = field(default_factory=dict)
     sizes: dict[tuple[str, str], int] = field(default_factory=dict)
     out: set[tuple[str, str]] = field(default_factory=set)
     about: dict[str, Any] = field(default_factory=describe)
     number: str = field(default_factory=lambda: datetime.now(UTC).strftime("%Y%m%d-%H%M%S"))
 
-    def late(self, cell: Cell) -> bool:
-        """Whether the time of the run up to this cell's end is over."""
-        every = cells(self.settings)
-        share = (every.index(cell) + 1) / len(every)
-        return bool(self.settings.minutes) and time.monotonic() - self.begin > 60 * self.settings.minutes * share
+    def begin_cell(self) -> None:
+        """Give the cell whose data is there its share of the minutes."""
+        if self.settings.minutes:
+            self.until = time.monotonic() + 60 * self.settings.minutes / len(cells(self.settings))
+
+    @property
+    def late(self) -> bool:
+        """Whether the present cell's time is over."""
+        return time.monotonic() > self.until
 
     def record(self, line: Mapping[str, Any]) -> dict[str, Any]:
         """Append a line that can be understood by itself, and return it."""

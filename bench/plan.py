@@ -15,8 +15,8 @@ START_SECONDS = 5.0  # the same for a peer, beside its epochs
 
 @dataclass(frozen=True)
 class Settings:
-    """One run. `seconds` cuts the epochs of peers. `minutes` are shared by the cells evenly; peers whose turn comes
-    later than their cell's share are left out.
+    """One run. `seconds` cuts the epochs of peers. `minutes` are shared by the cells evenly, writing aside; peers whose
+    turn comes later than their cell's share are left out.
 
     `repeats` are rounds of the project and its ceilings, `peer_repeats` those of the peers: all their worker counts
     in the first, the best one afterwards. `samples` overrides every workload's count;

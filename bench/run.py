@@ -38,6 +38,7 @@ def run_cells(bench: Bench, peers: list[Contestant], workloads: Sequence[str]) -
         prepare(cell.workload.name, bench.settings.count(cell.workload), bench.data)
         for contestant in [OURS, *peers]:
             store(bench, cell, contestant)
+        bench.begin_cell()
         with fronts(bench, bench.settings.fronts) as endpoints:
             for step in steps(bench.settings, cell, peers):
                 take(bench, step, endpoints)
@@ -68,7 +69,7 @@ def take(bench: Bench, step: Step, endpoints: Mapping[str, Endpoint]) -> None:
     owner = OURS.name if step.contestant.kind == "ceiling" else step.contestant.name
     line |= {"front": step.front, "stored_bytes": bench.sizes.get((step.cell.name, owner), 0)}
     line |= counts(bench, step.cell.workload)
-    if peer and bench.late(step.cell):
+    if peer and bench.late:
         bench.record({**line, "skipped": "the time was over"})
         bench.show.end(f"{label}: skipped, the time is over", expected)
         return
