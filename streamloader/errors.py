@@ -133,9 +133,13 @@ class WorldError(UsageError):
 
 
 class StorageError(StreamloaderError):
-    """The store said no."""
+    """The store said no.
+
+    `retry_after`: the seconds that it asked to wait (Retry-After); 0 where it did not.
+    """
 
     code = "SL200"
+    retry_after = 0.0
 
 
 class NotFoundError(StorageError, FileNotFoundError):

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from faulty import faulty_server
 
-from streamloader.errors import ForkError, TransientError
+from streamloader.errors import ForkError, ThrottledError, TransientError
 from streamloader.storage import open_store
 from streamloader.storage.http_pool import SIGNATURE_SECONDS, Endpoint, Pool, Signer
 from streamloader.storage.http_reader import HttpReader
@@ -28,6 +28,7 @@ class Server(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.connections = 0
         self.last = False
+        self.wait = ""  # a 503 with this Retry-After
         self.closed = threading.Event()
 
     def process_request(self, request: Any, client_address: Any) -> None:
@@ -44,6 +45,12 @@ class Handler(BaseHTTPRequestHandler):
     server: Server
 
     def do_GET(self) -> None:
+        if self.server.wait:
+            self.send_response(503)
+            self.send_header("Retry-After", self.server.wait)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+            return
         start, stop = map(int, self.headers["Range"].removeprefix("bytes=").split("-"))
         body = CONTENT[start : stop + 1]
         self.send_response(206)
@@ -87,6 +94,16 @@ def test_a_connection_that_the_server_closed_while_idle_costs_no_request(server:
         assert server.closed.wait(20)
         server.closed.clear()
         assert server.connections == round_
+
+
+@pytest.mark.parametrize(
+    ("said", "wait"), [("7", 7.0), ("0.5", 0.5), ("-3", 0.0), ("Wed, 21 Oct 2026 07:28:00 GMT", 0.0)]
+)
+def test_what_the_store_asks_to_wait_is_heard(server: Server, said: str, wait: float) -> None:
+    server.wait = said
+    with pytest.raises(ThrottledError) as caught:
+        reader_of(server).read("x", 0, 10)
+    assert caught.value.retry_after == wait
 
 
 def test_a_body_that_breaks_off_is_no_body_and_its_connection_is_not_used_again() -> None:

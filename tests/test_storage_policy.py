@@ -113,6 +113,16 @@ def test_waits_stay_within_the_policy(attempts: int, jitter: float, total: float
         assert 0 <= delay <= min(cap, base * 2**retry)
 
 
+@pytest.mark.parametrize(("asked", "slept"), [(0.0, 0.1), (7.0, 7.1), (3600.0, 20.1)])
+def test_what_the_store_asks_to_wait_is_waited_up_to_the_cap(asked: float, slept: float) -> None:
+    error = ThrottledError("slow down")
+    error.retry_after = asked
+    call, _ = failing(error)
+    clock = Clock()
+    call_with_retry(call, RetryPolicy(), timing=clock.timing)
+    assert clock.slept == [pytest.approx(slept)]
+
+
 def test_an_empty_budget_makes_retries_rare_not_impossible() -> None:
     budget = RetryBudget(capacity=1.0)
     budget.success()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from streamloader.errors import (
@@ -153,17 +154,21 @@ def client_errors(*also: type[BaseException]) -> tuple[type[BaseException], ...]
 
 @dataclass(frozen=True)
 class Facts:
-    """What an exception and its causes tell: HTTP status (0: none), error code, text, names of the classes."""
+    """What an exception and its causes tell: HTTP status (0: none), error code, text, names of the classes.
+
+    `wait`: the seconds that the store asked to wait, 0 where it did not.
+    """
 
     status: int
     code: str
     text: str
     names: frozenset[str]
+    wait: float
 
 
 def facts_of(error: BaseException) -> Facts:
     """Collect the facts from an exception and the chain of its causes; what comes first counts."""
-    status, code, text, names = 0, "", "", set[str]()
+    status, code, text, names, wait = 0, "", "", set[str](), 0.0
     link: BaseException | None = error
     for _ in range(8):
         if link is None:
@@ -176,12 +181,13 @@ def facts_of(error: BaseException) -> Facts:
             code, text = code or str(details.get("Code", "")), text or str(details.get("Message", ""))
         code = code or str(getattr(link, "error_code", None) or "")  # azure
         status = status or _status_attribute(link)
+        wait = wait or _retry_after(link)
         if type(link).__module__.startswith("obstore"):
             status, code, text = _obstore_facts(str(link), status, code, text)
         link = link.__cause__  # not its context: that may be what the caller was handling
     if "FileNotFoundError" in names and "Server returned non-2xx" in str(error):  # obstore raises the builtin
         status, code, text = _obstore_facts(str(error), status, code, text)
-    return Facts(status, code, text or str(error), frozenset(names))
+    return Facts(status, code, text or str(error), frozenset(names), wait)
 
 
 def _status_attribute(error: BaseException) -> int:
@@ -191,6 +197,18 @@ def _status_attribute(error: BaseException) -> int:
         if isinstance(value, int):
             return value
     return 0
+
+
+def _retry_after(error: BaseException) -> float:
+    """Return the seconds of a Retry-After header, where the client keeps headers; stores send no dates there."""
+    response = getattr(error, "response", None)
+    headers = getattr(error, "headers", None)
+    if isinstance(response, dict):  # botocore
+        headers = response.get("ResponseMetadata", {}).get("HTTPHeaders")
+    if not isinstance(headers, Mapping):
+        return 0.0
+    text = str(headers.get("retry-after") or headers.get("Retry-After") or "")
+    return float(text) if re.fullmatch(r"\d{1,6}(\.\d+)?", text) else 0.0
 
 
 def _obstore_facts(text: str, status: int, code: str, message: str) -> tuple[int, str, str]:
@@ -229,7 +247,9 @@ def storage_error(error: BaseException, url: str) -> StorageError:
     rule = _rule_for(facts)
     if rule is None:
         return StorageError(f"{url}: {detail}", "look at the store and at storage_options")
-    return rule.kind(f"{url}: {rule.problem} ({detail})", rule.remedy)
+    found = rule.kind(f"{url}: {rule.problem} ({detail})", rule.remedy)
+    found.retry_after = facts.wait
+    return found
 
 
 def _rule_for(facts: Facts) -> _Rule | None:

@@ -29,12 +29,16 @@ MAX_IDLE = 128
 
 
 class HttpError(OSError):
-    """What went wrong: HTTP status (0 without an answer), the store's own code where it has one, and its message."""
+    """What went wrong: HTTP status (0 without an answer), the store's own code where it has one, and its message.
 
-    def __init__(self, status: int, code: str, message: str) -> None:
+    `headers` are those of the answer.
+    """
+
+    def __init__(self, status: int, code: str, message: str, headers: Mapping[str, str] | None = None) -> None:
         super().__init__(message)
         self.status = status
         self.error_code = code
+        self.headers = headers or {}
 
 
 @dataclass(frozen=True)

@@ -112,7 +112,8 @@ def _refusal(answer: http.client.HTTPResponse) -> HttpError:
     text = answer.read(ERROR_BYTES).decode("utf-8", "replace")
     code, message = re.search(r"<Code>(.*?)</Code>", text), re.search(r"<Message>(.*?)</Message>", text)
     status = answer.status
-    return HttpError(status, code[1] if code else "", message[1] if message else f"HTTP status {status}")
+    said = message[1] if message else f"HTTP status {status}"
+    return HttpError(status, code[1] if code else "", said, dict(answer.headers))
 
 
 def _fill(answer: http.client.HTTPResponse, body: memoryview) -> int:

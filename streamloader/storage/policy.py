@@ -34,7 +34,8 @@ class RetryPolicy:
 
     `attempts` and `total_seconds` bound one request, whichever comes first: ten attempts outlast an outage
     of half a minute. The wait before retry n (from 0) is uniform in [0, min(cap, base * 2^n)], which AWS
-    calls full jitter: clients that failed together do not return together. An endpoint that has never
+    calls full jitter: clients that failed together do not return together; what the store asks to wait comes
+    before that, up to the cap. An endpoint that has never
     answered gets `first_contact_attempts`, so that a wrong URL does not look like a hang.
     """
 
@@ -132,7 +133,7 @@ def call_with_retry(
             result = call()
         except retryable as error:
             elapsed = timing.clock() - started
-            delay = policy.delay(attempt - 1, timing.jitter())
+            delay = policy.delay(attempt - 1, timing.jitter()) + min(policy.cap_seconds, error.retry_after)
             if attempt < policy.attempts_for(error, budget.reached) and not budget.withdraw():
                 delay = policy.cap_seconds
             if attempt >= policy.attempts_for(error, budget.reached) or elapsed + delay > policy.total_seconds:
