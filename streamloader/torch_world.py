@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed
 from torch.utils.data import get_worker_info
@@ -10,36 +13,111 @@ from torch.utils.data import get_worker_info
 from streamloader.errors import WorldError
 from streamloader.plan.world import World
 
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
-def resolve_world(given: tuple[int, int] | World | None) -> World:
-    """Return the argument, else torch.distributed's rank and size, else torchrun's environment, else one rank.
+    # a mesh stands with the names of its data-parallel dimensions, unless it has one dimension only
+    WorldChoice = tuple[int, int] | World | ProcessGroup | DeviceMesh | tuple[DeviceMesh, str | Sequence[str]] | None
 
+# Where launchers say rank and size, first found first. torchrun; Horovod; Open MPI; MPICH, Intel MPI and srun
+# --mpi=pmi2; MVAPICH2; srun. Slurm's batch script itself has SLURM_PROCID, but no step: it is not rank 0 of many.
+LAUNCHERS = (
+    ("RANK", "WORLD_SIZE"),
+    ("HOROVOD_RANK", "HOROVOD_SIZE"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("PMI_RANK", "PMI_SIZE"),
+    ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),
+    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
+)
+# The same for the processes of this machine; Slurm lists them for each node, as "4(x2),3".
+LOCAL_SIZES = (
+    *("LOCAL_WORLD_SIZE", "HOROVOD_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"),
+    *("MV2_COMM_WORLD_LOCAL_SIZE", "SLURM_STEP_TASKS_PER_NODE"),
+)
+
+
+def resolve_world(given: WorldChoice) -> World:
+    """Return the argument's rank and size, else torch.distributed's, else the launcher's, else one rank.
+
+    `given`: (rank, size), a process group of the replicas, or a `DeviceMesh` with its data-parallel dimensions: ranks
+    that differ in other dimensions only are one rank here, and get the same batches. Nothing is communicated.
     Raises `WorldError` where a value cannot be.
     """
     if isinstance(given, World):
         return given
-    if given is not None:
-        try:
-            rank, size = given
-        except (TypeError, ValueError):
-            raise WorldError(f"world={given!r}", "give world=(rank, size)") from None
-        return World(_whole(rank), _whole(size))
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return World(torch.distributed.get_rank(), torch.distributed.get_world_size())
-    rank_text, size_text = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
-    if rank_text is None and size_text is None:
-        return World(0, 1)
-    if rank_text is None or size_text is None:
+    if given is None:
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            return World(torch.distributed.get_rank(), torch.distributed.get_world_size())
+        return _of_launcher(os.environ)
+    if torch.distributed.is_available():
+        found = _of_torch(given)
+        if found is not None:
+            return found
+    try:
+        rank, size = given  # type: ignore[misc]
+    except (TypeError, ValueError):
         raise WorldError(
-            f"RANK={rank_text} and WORLD_SIZE={size_text} in the environment", "set both or none, or give world="
+            f"world={given!r:.200}",
+            "give world=(rank, size), a process group, or (mesh, 'its data-parallel dimension')",
+        ) from None
+    return World(_whole(rank), _whole(size))
+
+
+def _of_torch(given: Any) -> World | None:
+    """The world of a process group or a mesh; None for anything else."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    if isinstance(given, torch.distributed.ProcessGroup):
+        rank = torch.distributed.get_rank(given)
+        if rank < 0:
+            raise WorldError("this process is not in the process group of world=", "give the group that it is in")
+        return World(rank, torch.distributed.get_world_size(given))
+    if isinstance(given, DeviceMesh):
+        return _of_mesh(given, given.mesh_dim_names or ("",) * given.ndim, chosen=None)
+    if isinstance(given, tuple) and len(given) == 2 and isinstance(given[0], DeviceMesh):
+        mesh, chosen = given
+        return _of_mesh(mesh, mesh.mesh_dim_names or (), [chosen] if isinstance(chosen, str) else list(chosen))
+    return None
+
+
+def _of_mesh(mesh: DeviceMesh, names: Sequence[str], chosen: Sequence[str] | None) -> World:
+    """Number the data-parallel coordinates of this process row by row, in the order of the mesh."""
+    unknown = [name for name in chosen or () if name not in names]
+    if unknown or (chosen is not None and not chosen) or (chosen is None and mesh.ndim != 1):
+        shown = ", ".join(map(repr, names)) if any(names) else f"{mesh.ndim} without names"
+        what = "no dimension" if not chosen else ", ".join(map(repr, unknown))
+        raise WorldError(
+            f"world= names {what} of a mesh whose dimensions are {shown}",
+            "give world=(mesh, 'dp') with the dimension, or a tuple of the dimensions, over which data is split",
         )
-    return World(_whole(rank_text), _whole(size_text))
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        raise WorldError("this process is not in the mesh of world=", "give the mesh that it is in")
+    rank, size = 0, 1
+    for dim, name in enumerate(names):
+        if chosen is None or name in chosen:
+            rank, size = rank * mesh.size(dim) + int(coordinate[dim]), size * mesh.size(dim)
+    return World(rank, size)
+
+
+def _of_launcher(env: Mapping[str, str]) -> World:
+    if ("RANK" in env) != ("WORLD_SIZE" in env):
+        raise WorldError(
+            f"RANK={env.get('RANK')} and WORLD_SIZE={env.get('WORLD_SIZE')} in the environment",
+            "set both or none, or give world=",
+        )
+    for rank, size in LAUNCHERS:
+        if rank in env and size in env:
+            return World(_whole(env[rank]), _whole(env[size]))
+    return World(0, 1)
 
 
 def ranks_on_this_machine() -> int:
     """Return how many loaders share this machine's memory: local ranks times DataLoader workers."""
-    text = os.environ.get("LOCAL_WORLD_SIZE", "1")
-    return max(1, int(text) if text.isdigit() else 1) * worker()[1]
+    text = next((os.environ[name] for name in LOCAL_SIZES if name in os.environ), "1")
+    counts = [int(count) for count in re.findall(r"(?:^|,)(\d+)", text)]
+    return max(1, *counts, 1) * worker()[1]
 
 
 def worker() -> tuple[int, int]:

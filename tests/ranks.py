@@ -15,7 +15,9 @@ from typing import Any
 
 import datasets
 import torch.distributed as dist
+import torch.distributed.checkpoint as checkpoint
 from datasets import numbers
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader
 
 from streamloader.torch_dataset import StreamingDataset
@@ -24,9 +26,15 @@ from streamloader.torch_dataset import StreamingDataset
 def run_case(job: dict[str, Any], case: dict[str, Any]) -> dict[str, Any]:
     """One pass, or as many batches of it as the case says."""
     arguments = {"batch_size": 8, "fields": ["x", "label", "name"], "with_index": True, **case.get("arguments", {})}
+    if "mesh" in case:  # its shape and names, and the names of the data-parallel dimensions
+        shape, names, chosen = case["mesh"]
+        mesh = init_device_mesh("cpu", tuple(shape), mesh_dim_names=tuple(names))
+        arguments["world"] = mesh.get_group(chosen[0]) if case.get("group") else (mesh, tuple(chosen))
     ds = StreamingDataset(job["url"], storage_options=job["options"], **arguments)
     if "state" in case:
         ds.load_state_dict(case["state"])
+    if "load" in case:
+        checkpoint.load({"data": ds}, checkpoint_id=case["load"])
     source: Any = ds
     if case.get("workers"):
         context = case["context"]
@@ -43,6 +51,8 @@ def run_case(job: dict[str, Any], case: dict[str, Any]) -> dict[str, Any]:
         if len(batches) == case.get("batches"):
             break
     state = ds.state_dict() if not case.get("workers") else None
+    if "save" in case:
+        checkpoint.save({"data": ds}, checkpoint_id=case["save"])
     del iterator
     dist.barrier()  # a rank that hung would be missed here
     return {"batches": batches, "state": state, "epoch": ds.epoch, "client": ds.stats().client}

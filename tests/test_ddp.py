@@ -35,6 +35,16 @@ PARTS = [
 ]
 
 
+# data parallel by 2, and within each replica two ranks of tensor, pipeline or context parallelism
+HYBRID = [
+    {"name": "mesh", "mesh": [[2, 2], ["dp", "tp"], ["dp"]]},
+    {"name": "inner", "mesh": [[2, 2], ["pp", "dp"], ["dp"]]},
+    {"name": "group", "mesh": [[2, 2], ["dp", "tp"], ["dp"]], "group": True},
+    {"name": "both", "mesh": [[2, 2], ["replicate", "shard"], ["replicate", "shard"]]},
+    {"name": "mesh workers", "mesh": [[2, 2], ["dp", "tp"], ["dp"]], "workers": 2, "context": "forkserver"},
+]
+
+
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("ddp") / "data"
@@ -43,11 +53,18 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def two(seaweedfs: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Results:
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Where two ranks save, and four load."""
+    return str(tmp_path_factory.mktemp("checkpoint") / "last")
+
+
+@pytest.fixture(scope="module")
+def two(seaweedfs: S3Server, checkpoint: str, tmp_path_factory: pytest.TempPathFactory) -> Results:
     """Two ranks that read from a real S3 server."""
     url = seaweedfs.url("ddp")
     datasets.write(url, N, FIELDS, options=seaweedfs.storage_options)
-    job = {"url": url, "options": seaweedfs.storage_options, "cases": [*USED, *PARTS]}
+    saving = {"name": "saving", "batches": 7, "save": checkpoint}
+    job = {"url": url, "options": seaweedfs.storage_options, "cases": [*USED, *PARTS, saving]}
     folder = tmp_path_factory.mktemp("two")
     results = run_ranks(folder, 2, job)
     assert "forked after obstore" not in (folder / "stderr").read_text()
@@ -55,10 +72,11 @@ def two(seaweedfs: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Result
 
 
 @pytest.fixture(scope="module")
-def four(dataset: Path, two: Results, tmp_path_factory: pytest.TempPathFactory) -> Results:
+def four(dataset: Path, two: Results, checkpoint: str, tmp_path_factory: pytest.TempPathFactory) -> Results:
     """Four ranks that read local files; the first case goes on where two ranks stopped."""
     rest = {"name": "rest", "state": two[0]["seven"]["state"]}
-    job = {"url": str(dataset), "options": None, "cases": [*FRESH, *PARTS, rest]}
+    loaded = {"name": "loaded", "load": checkpoint}
+    job = {"url": str(dataset), "options": None, "cases": [*FRESH, *PARTS, *HYBRID, rest, loaded]}
     folder = tmp_path_factory.mktemp("four")
     results = run_ranks(folder, 4, job)
     assert "forked after obstore" not in (folder / "stderr").read_text()
@@ -125,6 +143,34 @@ def test_four_ranks_go_on_exactly_where_two_stopped(two: Results, four: Results,
     rest = [i for step in steps(four, "rest") for i in step]
     assert sorted(done + rest) == list(range(N))
     assert steps(four, "rest") == cut(planned(dataset)[7 * BATCH * 2 :], 4 * BATCH)
+
+
+@pytest.mark.timeout(300)
+def test_a_distributed_checkpoint_carries_the_state_to_another_world(two: Results, four: Results) -> None:
+    assert two[1]["saving"]["state"] == two[0]["seven"]["state"]
+    assert [rank["loaded"]["batches"] for rank in four] == [rank["rest"]["batches"] for rank in four]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("case", "replica"), [("mesh", [0, 0, 1, 1]), ("group", [0, 0, 1, 1]), ("inner", [0, 1, 0, 1])]
+)
+def test_ranks_of_one_replica_get_the_same_batches(four: Results, two: Results, case: str, replica: list[int]) -> None:
+    assert [rank[case]["batches"] for rank in four] == [two[number]["plain"]["batches"] for number in replica]
+    assert {rank[case]["state"]["position"] for rank in four} == {0}
+
+
+@pytest.mark.timeout(300)
+def test_workers_of_one_replica_get_the_same_batches_too(four: Results) -> None:
+    first, second, third, fourth = (rank["mesh workers"]["batches"] for rank in four)
+    assert first == second
+    assert third == fourth
+    assert sorted(i for batch in first + third for i in batch) == list(range(N))
+
+
+@pytest.mark.timeout(300)
+def test_data_may_be_split_over_two_dimensions_of_a_mesh(four: Results) -> None:
+    assert [rank["both"]["batches"] for rank in four] == [rank["plain"]["batches"] for rank in four]
 
 
 @pytest.mark.timeout(300)
