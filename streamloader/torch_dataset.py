@@ -6,8 +6,10 @@ import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import torch
 from torch.utils.data import IterableDataset
 
 from streamloader.engine.session import Session, Wish
@@ -17,6 +19,7 @@ from streamloader.format.reader import field_reader, open_manifest
 from streamloader.format.threads import cpu_count
 from streamloader.options import Remainder, Shuffle
 from streamloader.plan.cursor import Cursor
+from streamloader.plan.ledger import step_samples
 from streamloader.plan.order import EpochOrder
 from streamloader.plan.world import Share, World
 from streamloader.stats import BatchReport, Stats
@@ -34,6 +37,9 @@ from streamloader.torch_packing import PackChoice, choose_packs
 from streamloader.torch_pass import Follow, Pass, Position, Shape, warn_of_costs
 from streamloader.torch_world import in_worker, ranks_on_this_machine, resolve_world, worker
 
+if TYPE_CHECKING:
+    from streamloader.torch_world import WorldChoice
+
 
 class StreamingDataset(IterableDataset[dict[str, Any]]):
     """Batches of a streamloader dataset, in an order that depends on the seed and epoch alone.
@@ -49,7 +55,8 @@ class StreamingDataset(IterableDataset[dict[str, Any]]):
     a backend's name, a `Decode`, or one of these for each field. `pack`: ragged fields whose documents come as rows of
     one length, `{"tokens": 2049}` or `{"tokens": Pack(2049, pad=)}`. `transform(sample[, rng])`: called with each
     sample, a dict of numpy arrays, bytes and str; `rng` is keyed by seed, epoch and position. `transform_workers`:
-    processes that run it. `world`: (rank, size); default torch.distributed's, else torchrun's environment.
+    processes that run it. `world`: (rank, size), a process group, or a `DeviceMesh` with the names of its data-parallel
+    dimensions, `(mesh, "dp")`; default torch.distributed's, else the launcher's environment.
     `memory`: bytes this rank's loader may use, beside Python and torch; default what the window needs.
     `on_batch(report)`: called with a `BatchReport` for each batch, say to log how long training waited for it.
     `storage_options`: for the store, as fsspec takes them.
@@ -73,7 +80,7 @@ class StreamingDataset(IterableDataset[dict[str, Any]]):
         transform: Callable[..., Any] | None = None,
         transform_workers: int = 0,
         with_index: bool = False,
-        world: tuple[int, int] | World | None = None,
+        world: WorldChoice = None,
         memory: int | None = None,
         on_batch: Callable[[BatchReport], None] | None = None,
         storage_options: Mapping[str, Any] | None = None,
@@ -85,7 +92,7 @@ class StreamingDataset(IterableDataset[dict[str, Any]]):
         self._on_batch = on_batch
         self._batch_size = batch_size
         self._with_index = with_index
-        self._world = world
+        self._world = None if world is None else resolve_world(world)
         self._store = open_store(url, storage_options)
         self._manifest, self._dataset_store = open_manifest(self._store, split)
         self._names = choose_fields(self._manifest, fields, with_index, remainder == "pad")
@@ -204,6 +211,23 @@ class StreamingDataset(IterableDataset[dict[str, Any]]):
         self._epochs.choose(cursor.epoch)
         self._start = self._now = replace(cursor, digest=self._manifest.digest)
         self._loaded = True
+
+    def samples(self, epoch: int, step: int, rank: int | None = None, *, workers: int = 1) -> torch.Tensor:
+        """Return the numbers of the samples that a step of an epoch delivers, as `index` has them; reads nothing.
+
+        int64 (rows,): those of one `rank`, or of all, one rank after the other. Steps count from 0 in each epoch; with
+        DataLoader `workers` say how many, since the composition of batches depends on it. In an epoch that a loaded
+        state begins in the middle, at another batch size perhaps, steps lie as they were delivered from there on.
+        Raises `UsageError` for a step or rank that is not there.
+        """
+        size = resolve_world(self._world).size
+        start = self._from(epoch)
+        ranks = range(size) if rank is None else [rank]
+        turn, number = divmod(step, max(1, workers))
+        shares = [self._share(World(one, size).consumer(number, workers)) for one in ranks]
+        place = start.position % shares[0].global_batch + turn * shares[0].global_batch
+        order = self._order(start)
+        return torch.from_numpy(np.concatenate([step_samples(order, share, place) for share in shares]))
 
     def stats(self) -> Stats:
         """Return what this process's loader did so far, with a verdict on what limits it."""
