@@ -13,6 +13,7 @@ from streamloader.cli.convert import convert
 from streamloader.cli.demo import demo
 from streamloader.cli.inspect import inspect
 from streamloader.cli.options import INTERRUPTED
+from streamloader.cli.plan import plan
 from streamloader.errors import StreamloaderError
 
 BAD_INPUT = 2
@@ -24,7 +25,7 @@ def cli() -> None:
     """Make datasets for streaming from object storage into PyTorch, look into them, and measure them."""
 
 
-for _command in (convert, inspect, bench, demo):
+for _command in (convert, inspect, plan, bench, demo):
     cli.add_command(_command)
 
 

@@ -87,12 +87,17 @@ class Session:
         layouts = (reader.layout for reader in self._readers.values())
         return max((layout.chunk for layout in layouts if not layout.resident), default=1024)
 
+    def fetched(self, order: EpochOrder) -> OrderParams:
+        """Return the order's block, lanes and window; without shuffle the fetch unit, in one lane."""
+        return order.params if order.shuffle else OrderParams(self.chunk, 1, 2 * self.chunk)
+
     def start(self, order: EpochOrder, share: Share, position: int, steps_at_once: int = 1) -> Pipeline:
         """Return the running pipeline of an epoch from a global position; each batch holds `steps_at_once` steps.
 
         Raises `MemoryBudgetError` before any sample is read.
         """
-        block = order.params.block if order.shuffle else self.chunk
+        params = self.fetched(order)
+        block = params.block
         wanted = PassPlan(order, share, position, None if order.shuffle else block, steps_at_once)
         running = self._running
         if running is not None and running.expects(wanted):
@@ -100,8 +105,7 @@ class Session:
         # A second pass says that more will come: from then on the next is loaded while the present one drains.
         endless = running is not None and running.engine.passes > 0
         self.close()
-        params = order.params if order.shuffle else OrderParams(block, 1, 2 * block)
-        resident, budget = self._plan_memory(params, share, steps_at_once)
+        resident, budget = self.plan_memory(params, share, steps_at_once)
         for name in resident:
             if name not in self._resident:
                 self._resident[name] = load_whole(self._readers[name], self._store.reader(), self.counters)
@@ -144,23 +148,33 @@ class Session:
         buffers = BatchBuffers(self.counters, recycle=self._wish.transform is None)
         return Memory(Bodies(slots + MAX_THREADS), Arena(layouts, slots, block), buffers)
 
-    def _plan_memory(self, params: OrderParams, share: Share, steps_at_once: int) -> tuple[list[str], Budget]:
+    def plan_memory(self, params: OrderParams, share: Share, steps_at_once: int = 1) -> tuple[list[str], Budget]:
         """Return the fields to hold whole, and the budget.
 
         Of the manifest's resident fields, smallest first, as many are held as leave room for the window; the
-        others are streamed. Where no choice fits, the error names the least need of all.
+        others are streamed. Raises `MemoryBudgetError`, with the least need of all, where no choice fits.
         """
-        small = [name for name, reader in self._readers.items() if reader.layout.resident]
-        small.sort(key=lambda name: self._readers[name].layout.nbytes)
-        allowed = allowance(self._wish.memory, self._wish.ranks_here)
-        slots = slots_needed(params, share, steps_at_once)
-        choices = [
-            (small[:count], self._demand(small[:count], params.block, slots, steps_at_once * share.batch))
-            for count in range(len(small), -1, -1)
-        ]
+        choices, allowed = (
+            self._choices(params, share, steps_at_once),
+            allowance(self._wish.memory, self._wish.ranks_here),
+        )
         fitting = [choice for choice in choices if choice[1].least_bytes <= allowed]
         resident, demand = fitting[0] if fitting else min(choices, key=lambda choice: choice[1].least_bytes)
         return resident, allot(demand, self._wish.memory, self._wish.ranks_here)
+
+    def least_memory(self, params: OrderParams, share: Share) -> int:
+        """Return the least `memory`, in bytes, that `plan_memory` accepts."""
+        return min(demand.least_bytes for _, demand in self._choices(params, share, 1))
+
+    def _choices(self, params: OrderParams, share: Share, steps_at_once: int) -> list[tuple[list[str], Demand]]:
+        """The manifest's resident fields that may be held, most of them first, and what is needed then."""
+        small = [name for name, reader in self._readers.items() if reader.layout.resident]
+        small.sort(key=lambda name: self._readers[name].layout.nbytes)
+        slots = slots_needed(params, share, steps_at_once)
+        return [
+            (small[:count], self._demand(small[:count], params.block, slots, steps_at_once * share.batch))
+            for count in range(len(small), -1, -1)
+        ]
 
     def _demand(self, resident: list[str], block: int, slots: int, rows: int) -> Demand:
         """What is needed with these fields held whole; `rows` are the samples of a batch."""

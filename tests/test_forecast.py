@@ -1,0 +1,189 @@
+"""A forecast tells what an epoch then takes: checked against epochs that are run."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+from folder_server import folder_server
+from PIL import Image
+
+from streamloader.cli.main import main
+from streamloader.errors import BatchError, FieldError, MemoryBudgetError, StreamloaderError, UsageError, WorldError
+from streamloader.measure.forecast import Forecast, ForecastOptions, forecast
+from streamloader.options import Shuffle
+from streamloader.plan.mixing import mixing
+from streamloader.plan.order import EpochOrder, OrderParams
+from streamloader.plan.world import Share, World
+from streamloader.torch_dataset import StreamingDataset
+
+N = 603
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("forecast") / "data"
+    datasets.write(path, N, ["x", "label", "tok"])
+    return path
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", *map(str, arguments)])
+    out, err = capsys.readouterr()
+    return int(ended.value.code or 0), out, err
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_requests_and_bytes_are_those_of_the_epoch_that_follows(folder: Path, size: int, shuffle: bool) -> None:
+    told = forecast(str(folder), ForecastOptions(world_size=size, batch_size=16, shuffle=shuffle))
+    requests, fetched = 0, 0
+    for rank in range(size):
+        ds = StreamingDataset(folder, batch_size=16, world=(rank, size), shuffle=shuffle)
+        assert sum(1 for _ in ds) == told.steps
+        stats = ds.stats()
+        requests, fetched = requests + stats.requests, fetched + stats.bytes_fetched
+    # blocks that two lanes share are fetched in two parts, and blocks at the border of two ranks by both
+    assert told.requests <= requests <= told.requests + 2 * (told.lanes + told.steps * size)
+    assert told.bytes <= fetched <= 1.1 * told.bytes
+    assert told.dollars == pytest.approx(told.requests * 0.4e-6)
+    assert told.held == ("label",)
+
+
+def test_the_memory_it_names_is_what_the_loader_accepts(folder: Path) -> None:
+    told = forecast(str(folder), ForecastOptions(batch_size=16))
+    assert len(list(StreamingDataset(folder, batch_size=16, memory=told.least_memory))) == told.steps
+    too_little = told.least_memory - 1
+    with pytest.raises(MemoryBudgetError, match=f"needs memory={told.least_memory}"):
+        forecast(str(folder), ForecastOptions(batch_size=16, memory=too_little))
+    with pytest.raises(MemoryBudgetError, match=f"needs memory={told.least_memory}"):
+        iter(StreamingDataset(folder, batch_size=16, memory=too_little))
+    assert told.memory > told.least_memory
+    assert forecast(str(folder), ForecastOptions(batch_size=16, memory=told.least_memory)).memory == told.least_memory
+
+
+def test_mixing_counts_the_blocks_of_a_batch() -> None:
+    order = EpochOrder(100_000, OrderParams(10, 64, 40), 0, 0)
+    batch = mixing(order, Share(100_000, 64, 256, World(0, 1), "pad"))
+    assert 150 < batch.blocks < 256
+    assert batch.design_effect(0) == 1
+    assert 1 < batch.design_effect(0.5) < batch.design_effect(1.0) < 3
+    in_order = mixing(
+        EpochOrder(100_000, OrderParams(10, 64, 40), 0, 0, shuffle=False), Share(100_000, 1, 50, World(0, 1), "pad")
+    )
+    assert (in_order.blocks, in_order.sharing) == (5, 9)
+    assert mixing(EpochOrder(0, OrderParams(10, 1, 20), 0, 0), Share(0, 1, 8, World(0, 1), "pad")).blocks == 0
+
+
+def test_the_design_effect_is_the_variance_that_is_found() -> None:
+    """Values that are alike within a block: the variance of batch means against that of independent rows."""
+    n, block = 40_960, 16
+    values = np.repeat(np.random.default_rng(0).standard_normal(n // block), block)
+    params = OrderParams(block, 16, 2 * block)
+    share = Share(n, 16, 64, World(0, 1), "drop")
+    means = [
+        values[order.samples_at(begin, begin + 64)].mean()
+        for order in (EpochOrder(n, params, seed, 0) for seed in range(12))
+        for begin in range(0, n - 64, 640)
+    ]
+    expected = mixing(EpochOrder(n, params, 0, 0), share).design_effect(1.0)
+    assert np.var(means) * 64 / values.var() == pytest.approx(expected, rel=0.2)
+
+
+def test_a_world_that_does_not_divide_the_lanes_reads_more(folder: Path) -> None:
+    one, three = (forecast(str(folder), ForecastOptions(world_size=size, batch_size=8)) for size in (1, 3))
+    assert one.read_factor == 1 < three.read_factor
+    assert three.bytes > one.bytes
+
+
+def test_the_command_prints_a_line_for_each_matter(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, err = run(capsys, folder, "--world-size", 3, "--batch-size", 8)
+    assert (status, err) == (0, "")
+    lines = out.splitlines()
+    assert [line.split()[0] for line in lines[1:-1]] == ["steps", "order", "memory", "requests", "reading", "mixing"]
+    assert lines[0].endswith(": 603 samples")
+    assert "26 an epoch, of 8 samples on each of 3 ranks (24 together)" in lines[1]
+    assert re.search(r"about \d\.\d times, since 3 ranks do not divide 4 lanes; take --lanes 6$", lines[5])
+    assert "label held whole" in lines[3]
+    assert run(capsys, folder, "--world-size", 3, "--batch-size", 8, "--lanes", 6)[1].splitlines()[5].endswith("once")
+
+
+def test_ranks_that_take_parts_of_a_chunk_in_turn_all_read_it(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        "each chunk by about 4.0 ranks" in run(capsys, folder, "--no-shuffle", "--world-size", 4, "--batch-size", 1)[1]
+    )
+    assert "each block once" in run(capsys, folder, "--no-shuffle", "--world-size", 4, "--batch-size", 64)[1]
+
+
+def test_the_command_prints_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = run(capsys, folder, "--batch-size", 32, "--no-shuffle", "--json", "--get-price", 1000)
+    told = json.loads(out)
+    assert status == 0
+    assert (told["num_samples"], told["steps"], told["lanes"]) == (N, 19, 1)
+    assert told["dollars"] == pytest.approx(told["requests"] / 1000)
+    assert told["rank"]["design_effect"] > 1
+    assert "drawn" not in told
+
+
+@pytest.mark.parametrize("name", ["plan.png", "plan.html"])
+def test_the_plan_is_drawn(folder: Path, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(capsys, folder, "--batch-size", 32, "--plot", tmp_path / name)[0] == 0
+    if name.endswith("png"):
+        with Image.open(tmp_path / name) as picture:
+            assert picture.width > 800
+            assert len(set(picture.convert("L").resize((40, 20)).tobytes())) > 10  # not one colour
+    else:
+        page = (tmp_path / name).read_text()
+        assert "<svg" in page
+        assert "comes from" in page
+        assert "http" not in page.replace("http://www.w3.org", "").replace("https://matplotlib.org", "").replace(
+            "http://purl.org", ""
+        ).replace("http://creativecommons.org", "")
+
+
+BAD: list[tuple[dict[str, Any], type[StreamloaderError], str]] = [
+    ({"world_size": 0}, WorldError, "rank 0 of a world of 0"),
+    ({"batch_size": 0}, BatchError, "a batch of 0 samples"),
+    ({"fields": ("x", "nothing")}, FieldError, "no field 'nothing'"),
+    ({"shuffle": Shuffle(block=3)}, UsageError, r"Shuffle\(block=3\) cuts chunks"),
+    ({"ranks_here": 0}, UsageError, "ranks_here=0"),
+]
+
+
+@pytest.mark.parametrize(("options", "error", "shown"), BAD)
+def test_what_cannot_be_is_refused(
+    folder: Path, options: dict[str, Any], error: type[StreamloaderError], shown: str
+) -> None:
+    with pytest.raises(error, match=shown):
+        forecast(str(folder), ForecastOptions(**options))
+
+
+def test_the_command_refuses_in_one_line(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, shown in (
+        ((folder, "--plot", "plan.pdf"), "ends with .png or .html"),
+        ((folder, "--no-shuffle", "--lanes", 4), "--no-shuffle with"),
+        ((folder, "--world-size", 0), "SL105"),
+        ((tmp_path / "nothing",), "SL301"),
+    ):
+        status, out, err = run(capsys, *arguments)
+        assert (status, out, err.count("\n")) == (2, "", 1)
+        assert shown in err
+
+
+def test_no_sample_is_read(folder: Path) -> None:
+    with folder_server(folder) as server:
+        told: Forecast = forecast(server.url, ForecastOptions(batch_size=16, world_size=2))
+        assert told.requests
+        assert server.gets == 0  # of data
+
+
+def test_an_empty_dataset_takes_nothing(tmp_path: Path) -> None:
+    datasets.write(tmp_path / "empty", 0, ["x", "label"])
+    told = forecast(str(tmp_path / "empty"), ForecastOptions())
+    assert (told.steps, told.requests, told.bytes) == (0, 0, 0)
