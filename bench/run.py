@@ -22,7 +22,7 @@ from bench.storing import store
 EPOCHS = {"peer": 2, "ours": 5, "ceiling": 2}
 OWN_TIMEOUT = 600.0
 PEER_TIMEOUT = 240.0
-COUNTED_SECONDS = 60.0  # requests of a peer are counted for so long, if its epoch takes longer
+COUNTED_SECONDS = 10.0  # requests of a peer are counted for so long, if its epoch takes longer
 
 
 def begin(bench: Bench) -> None:

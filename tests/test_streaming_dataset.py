@@ -90,11 +90,11 @@ def test_a_single_pass_ends_its_threads_and_fetches_nothing_of_the_next(url: str
 
 def test_from_the_second_pass_on_the_next_one_is_loaded_ahead_and_given_up_where_another_is_wanted(url: str) -> None:
     ds = StreamingDataset(url, batch_size=32, seed=5, with_index=True)
-    for _ in range(2):
-        list(ds)
+    list(ds)
     once = ds.stats().requests
+    list(ds)
     deadline = time.monotonic() + 20
-    while ds.stats().requests == once:  # nobody has asked for the third pass yet
+    while ds.stats().requests <= 2 * once:  # nobody has asked for the third pass yet
         assert time.monotonic() < deadline
     ds.set_epoch(7)
     for epoch in (7, 8, 9):
