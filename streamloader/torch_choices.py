@@ -16,7 +16,13 @@ DecodeChoice = None | bool | str | Decode | Mapping[str, "Decode | str | bool"]
 
 
 def check_arguments(
-    batch_size: int | None, remainder: str, transform: object, transform_workers: int, memory: int | None
+    batch_size: int | None,
+    remainder: str,
+    transform: object,
+    transform_workers: int,
+    memory: int | None,
+    *,
+    on_batch: object,
 ) -> None:
     """Raise `UsageError` for what is wrong whatever the dataset is."""
     if batch_size is not None and (isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1):
@@ -31,6 +37,17 @@ def check_arguments(
         )
     if memory is not None and memory < 1:
         raise UsageError(f"memory={memory}", "give bytes, at least 1")
+    if on_batch is not None and not callable(on_batch):
+        raise UsageError(f"on_batch={on_batch!r} cannot be called", "give a function of a BatchReport")
+
+
+def check_batch(batch_size: int, num_samples: int, url: str) -> None:
+    """Raise `BatchError` for a batch that the dataset cannot fill; one sample is enough for an empty one."""
+    if batch_size > max(1, num_samples):
+        raise BatchError(
+            f"batch_size={batch_size} is more than the {num_samples} samples of {url}",
+            "give a batch_size that the dataset can fill",
+        )
 
 
 def choose_fields(

@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from streamloader.engine.session import Session, Wish
-from streamloader.errors import BatchError, StateError, UsageError
+from streamloader.errors import StateError, UsageError
 from streamloader.format.manifest import Field
 from streamloader.format.reader import field_reader, open_manifest
 from streamloader.format.threads import cpu_count
@@ -27,12 +27,13 @@ from streamloader.storage import open_store
 from streamloader.torch_choices import (
     DecodeChoice,
     check_arguments,
+    check_batch,
     check_share,
     choose_decoders,
     choose_fields,
     choose_order,
 )
-from streamloader.torch_epochs import SharedEpochs
+from streamloader.torch_epochs import Place, SharedEpochs
 from streamloader.torch_packing import PackChoice, choose_packs
 from streamloader.torch_pass import Follow, Pass, Position, Shape, warn_of_costs
 from streamloader.torch_world import in_worker, ranks_on_this_machine, resolve_world, worker
@@ -86,9 +87,7 @@ class StreamingDataset(IterableDataset[dict[str, Any]]):
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
-        check_arguments(batch_size, remainder, transform, transform_workers, memory)
-        if on_batch is not None and not callable(on_batch):
-            raise UsageError(f"on_batch={on_batch!r} cannot be called", "give a function of a BatchReport")
+        check_arguments(batch_size, remainder, transform, transform_workers, memory, on_batch=on_batch)
         self._on_batch = on_batch
         self._batch_size = batch_size
         self._with_index = with_index
@@ -99,11 +98,7 @@ class StreamingDataset(IterableDataset[dict[str, Any]]):
         decoders = choose_decoders(self.fields, decode)
         packs = choose_packs(self.fields, pack, batch_size=batch_size, transformed=transform is not None)
         self._wish = Wish(decoders, packs, transform, transform_workers, memory)
-        if batch_size is not None and batch_size > max(1, self._manifest.num_samples):
-            raise BatchError(
-                f"batch_size={batch_size} is more than the {self._manifest.num_samples} samples of {self._store.url}",
-                "give a batch_size that the dataset can fill",
-            )
+        check_batch(batch_size or 1, self._manifest.num_samples, self._store.url)
         self._start = Cursor(
             digest=self._manifest.digest,
             params=choose_order(self._manifest, shuffle),
@@ -170,8 +165,7 @@ class StreamingDataset(IterableDataset[dict[str, Any]]):
                 "go on with the loaded epoch, or do not load the state",
             )
         if epoch != present:
-            self._epochs.choose(epoch)
-            self._start = replace(self._start, epoch=epoch, position=0, extra=0)
+            self._choose(replace(self._start, epoch=epoch, position=0, extra=0))
             if self._running() is None:
                 self._now = self._start
 
@@ -208,8 +202,8 @@ class StreamingDataset(IterableDataset[dict[str, Any]]):
                 "load a state that was saved with this dataset",
             )
         self._end_pass()
-        self._epochs.choose(cursor.epoch)
-        self._start = self._now = replace(cursor, digest=self._manifest.digest)
+        self._choose(replace(cursor, digest=self._manifest.digest))
+        self._now = self._start
         self._loaded = True
 
     def samples(self, epoch: int, step: int, rank: int | None = None, *, workers: int = 1) -> torch.Tensor:
@@ -243,7 +237,16 @@ class StreamingDataset(IterableDataset[dict[str, Any]]):
         """Pickle for workers: the rank is resolved here, since a spawned worker cannot ask torch.distributed."""
         return self.__dict__ | {"_session": None, "_pass": None, "_world": resolve_world(self._world)}
 
+    def _choose(self, start: Cursor) -> None:
+        self._start = start
+        self._epochs.choose(start.epoch)
+        if not in_worker():  # a worker that is given a state, by StatefulDataLoader, has a place of its own
+            self._epochs.tell(Place(start.epoch, start.position, start.extra, start.workers))
+
     def _begin(self) -> Cursor:
+        news = self._epochs.news() if in_worker() else None
+        if news is not None:  # a worker that lives on learns what its parent chose meanwhile
+            self._start = replace(self._start, **news._asdict())
         return self._from(self._epochs.next_epoch())
 
     def _from(self, epoch: int) -> Cursor:

@@ -108,6 +108,16 @@ for workers in (2, 0):
     second = loader()
     second.load_state_dict(state)
     say(f"stateful {workers}", [begin, ahead, take(iter(second)), take(iter(second))])
+lasting = forked(open_dataset(url), persistent_workers=True)
+say("lasting whole", take(iter(lasting)))
+for k in (7, 8, 0, 31):  # they run: the parent's state has to reach them
+    lasting.dataset.load_state_dict(state_after(k))
+    say(f"lasting {k}", [take(iter(lasting)), lasting.dataset.epoch])
+lasting.dataset.load_state_dict(state_after(7))
+lasting.dataset.set_epoch(0)
+say("lasting set", take(iter(lasting)))
+say("lasting next", take(iter(lasting)))
+del lasting
 ds = open_dataset(url)
 ds.load_state_dict(state_after(7))
 with warnings.catch_warnings(record=True) as said:
@@ -166,6 +176,11 @@ def test_states_of_workers_resume_exactly(url: str) -> None:
         assert said[f"rest {k}"] == whole[k:]
     assert sorted(flat(said[f"rest {len(whole)}"])) == list(range(N))  # the next epoch
     assert said[f"rest {len(whole)}"] != whole
+    assert said["lasting whole"] == whole
+    for k in (7, 8, 0, 31):
+        assert said[f"lasting {k}"] == [whole[k:], 1]
+    assert said["lasting set"] == whole[7:]  # the epoch that it is at already
+    assert sorted(flat(said["lasting next"])) == list(range(N))
     # without workers the run goes on from the last complete pair: one batch comes again
     assert sorted(flat(whole[:6]) + flat(said["other"])) == list(range(N))
     assert any("1 batches of each rank come again" in text for text in said["said"])
