@@ -69,7 +69,7 @@ def _panel(axis: Any, found: list[Row], cell: str) -> None:
         )
     axis.set_xlim(0, greatest * 1.3)
     axis.set_title(f"{cell}, {found[0].unit}/s", fontsize=10)
-    axis.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    axis.xaxis.set_major_formatter(lambda value, _: f"{value / 1e6:g} M" if value >= 1e6 else f"{value:,.0f}")
     axis.xaxis.set_major_locator(MaxNLocator(5))
     for side in ("top", "right"):
         axis.spines[side].set_visible(False)
