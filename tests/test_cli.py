@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -400,8 +401,15 @@ def test_a_killed_worker_is_replaced(photos: Path, tmp_path: Path, undisturbed: 
     assert contents(tmp_path / "out") == undisturbed
 
 
+def deaf_to_ctrl_c(pid: int) -> bool:
+    blocked = re.search(r"^SigBlk:\s*([0-9a-f]+)$", Path(f"/proc/{pid}/status").read_text(), re.M)
+    return bool(blocked and int(blocked[1], 16) >> (signal.SIGINT - 1) & 1)
+
+
 def test_ctrl_c_says_how_to_go_on(photos: Path, tmp_path: Path) -> None:
     with converting(photos, tmp_path) as process:
+        wait_for(lambda: len(group(process.pid)) == 3)  # the workers may still be importing
+        assert all(deaf_to_ctrl_c(pid) for pid in group(process.pid) if pid != process.pid)
         wait_for(lambda: receipts(tmp_path) >= 3)
         os.killpg(process.pid, signal.SIGINT)
         told = process.communicate(timeout=60)[1]

@@ -47,6 +47,20 @@ def run_tasks(tasks: Iterator[Task], workers: int, on_done: OnDone) -> None:
         raise crew.failures[min(crew.failures)]
 
 
+@contextlib.contextmanager
+def _deaf_to_ctrl_c() -> Iterator[None]:
+    """Start a program here, and SIGINT is blocked in it from its first instruction on.
+
+    Ctrl-C in a terminal reaches the whole process group: the starter decides. An interpreter that is still importing
+    would print a traceback. To this process it comes at the end of the block.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 @dataclass
 class _Assignment:
     """One task on its way: its number in the order of the tasks, and how often it was begun."""
@@ -70,13 +84,14 @@ class _Worker:
             str(theirs.fileno()),
             str(hear),
         ]
-        self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            pass_fds=(theirs.fileno(), hear),
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
-        )
+        with _deaf_to_ctrl_c():
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(), hear),
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+            )
         theirs.close()
         os.close(hear)
         self.assigned: _Assignment | None = None

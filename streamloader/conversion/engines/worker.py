@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
 import threading
 from multiprocessing.connection import Connection
@@ -18,8 +17,6 @@ from streamloader.format.receipts import Receipt
 
 def main(socket: int, lifeline: int) -> None:
     """Do tasks from the connection `socket` until it is closed."""
-    # Ctrl-C in a terminal reaches the whole process group: the starter decides
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_die_with_starter, args=(lifeline,), daemon=True).start()
     with Connection(socket) as channel:
         while True:
