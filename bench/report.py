@@ -63,8 +63,7 @@ def _head(lines: Sequence[Line]) -> str:
     if memory.get("gigabytes"):
         about.append(
             f"This machine hands out memory that lay idle at {memory['gigabytes_per_second']:g} GB/s, so each"
-            " contestant touches 2.5 GB and gives them back just before it begins: it is not the hypervisor that is"
-            " measured."
+            " contestant touches 2.5 GB and gives them back just before it begins; NOTES.md says how far that helps."
         )
     if settings:
         about += [
