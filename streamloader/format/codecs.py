@@ -62,7 +62,7 @@ def encode_chunk(layout: FieldLayout, column: Column) -> bytes:
             f"a chunk of {layout.chunk} samples has {size} bytes, the format holds less than {MAX_CHUNK_BYTES}",
             "make samples smaller, or cut each in several",
         )
-    body = compress(layout.codec, payload, _typesize(layout.field))
+    body = compress(layout.codec, payload, typesize(layout.field))
     return b"".join((body, crc32c.crc32c(body).to_bytes(CRC_BYTES, "little")))
 
 
@@ -139,20 +139,20 @@ def measure_codec(choice: CodecChoice, field: Field, column: Column) -> tuple[st
     codecs = DECODE_COST if choice == "auto" else (choice,)
     if total == 0:
         return next(iter(codecs)), float(field.item_bytes)
-    stored = {codec: sum(len(compress(codec, piece, _typesize(field))) for piece in pieces) for codec in codecs}
+    stored = {codec: sum(len(compress(codec, piece, typesize(field))) for piece in pieces) for codec in codecs}
     best = min(codecs, key=lambda codec: stored[codec] / total + DECODE_COST[codec])
     return best, stored[best] / rows
 
 
-def compress(codec: str, payload: bytes | NDArray[np.uint8], typesize: int) -> bytes | memoryview:
+def compress(codec: str, payload: bytes | NDArray[np.uint8], number_bytes: int) -> bytes | memoryview:
     """Return `payload` as the codec's one frame; "none" gives the payload itself."""
     if codec == "none":
         return payload if isinstance(payload, bytes) else payload.data
     if codec == "zstd":
         return bytes(zstd.compress(payload, ZSTD_LEVEL))
     _use_one_blosc_thread()
-    shuffle = blosc.SHUFFLE if typesize > 1 else blosc.NOSHUFFLE
-    return bytes(blosc.compress(payload, b"lz4", BLOSC_LEVEL, shuffle, 0, typesize=typesize))
+    shuffle = blosc.SHUFFLE if number_bytes > 1 else blosc.NOSHUFFLE
+    return bytes(blosc.compress(payload, b"lz4", BLOSC_LEVEL, shuffle, 0, typesize=number_bytes))
 
 
 def _use_one_blosc_thread() -> None:
@@ -202,8 +202,12 @@ def _zstd_size(data: memoryview) -> int:
     return int.from_bytes(data[at : at + width], "little") + (256 if width == 2 else 0)
 
 
-def _typesize(field: Field) -> int:
-    return np.dtype(field.dtype).itemsize if field.fixed else 1
+def typesize(field: Field) -> int:
+    """Return the bytes of a number, whose bytes are shuffled before LZ4; 1 where the field holds no numbers.
+
+    The lengths between ragged items keep numbers of up to 4 bytes aligned, and larger ones within an item.
+    """
+    return np.dtype(field.dtype).itemsize if field.fixed or field.kind == "ragged" else 1
 
 
 def _payload(layout: FieldLayout, column: Column) -> bytes | NDArray[np.uint8]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from streamloader.format.codecs import BLOSC_LEVEL, ZSTD_LEVEL
+from streamloader.format.codecs import BLOSC_LEVEL, ZSTD_LEVEL, typesize
 from streamloader.format.manifest import FORMAT, VERSION, FieldLayout, Manifest
 from streamloader.format.table import rows_per_page, table_path
 
@@ -130,7 +130,7 @@ def _compressor(layout: FieldLayout) -> list[Document]:
         return []
     if layout.codec == "zstd":
         return [{"name": "zstd", "configuration": {"level": ZSTD_LEVEL, "checksum": False}}]
-    typesize = np.dtype(layout.field.dtype).itemsize if layout.field.fixed else 1
-    shuffle = "shuffle" if typesize > 1 else "noshuffle"
-    blosc = {"cname": "lz4", "clevel": BLOSC_LEVEL, "shuffle": shuffle, "typesize": typesize, "blocksize": 0}
+    size = typesize(layout.field)
+    shuffle = "shuffle" if size > 1 else "noshuffle"
+    blosc = {"cname": "lz4", "clevel": BLOSC_LEVEL, "shuffle": shuffle, "typesize": size, "blocksize": 0}
     return [{"name": "blosc", "configuration": blosc}]
