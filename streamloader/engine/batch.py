@@ -82,9 +82,9 @@ def items_to_column(
 def _end_to_end(kind: Field, items: Sequence[memoryview], buffers: BatchBuffers, pack: Pack | None) -> Ragged:
     edges = np.zeros(len(items) + 1, np.int64)  # in bytes
     np.cumsum(np.fromiter(map(len, items), np.int64, len(items)), out=edges[1:])
-    if (edges % kind.item_bytes).any():
+    offsets, odd = np.divmod(edges, kind.item_bytes)
+    if odd.any():
         raise ValueError("a sample ends within a row")
-    offsets = edges // kind.item_bytes
     count = int(offsets[-1])
     if pack is None:
         values = buffers.lease((count, *kind.shape), kind.dtype)

@@ -31,6 +31,9 @@ from streamloader.errors import EngineError, StreamloaderError
 from streamloader.plan.schedule import BatchPlan, BlockRef
 from streamloader.stats import Counters
 
+# Blocks ahead of the batch that is assembled, for each request that may be in flight: one on its way, one there.
+AHEAD = 2
+
 
 class Engine:
     """The threads of one pass, or of pass after pass: then the next one is loaded while the present one drains.
@@ -129,6 +132,7 @@ class Assembler:
         self._most_held = budget.variable_bytes
         self._held = 0
         self._weights: dict[int, int] = {}
+        self._ahead = 0  # blocks that were admitted and that no batch has waited for yet
         self._slots = budget.slots
         self._arena = source.memory.arena
         # first, since it may refuse the transform: no thread may be left then
@@ -136,6 +140,7 @@ class Assembler:
         self._fetcher = Fetcher(source, budget.threads, counters)
         self.transforms = recipe.transform is not None
         self._planned: deque[BatchPlan | None] = deque()  # None: a pass ends here
+        self._ends = 0  # of passes, among the planned
         self._wanted: deque[BlockRef] = deque()
         self._ready: queue.SimpleQueue[Batch | BaseException | None] = queue.SimpleQueue()
         self._places = threading.Semaphore(READY_BATCHES)
@@ -151,6 +156,7 @@ class Assembler:
             if not self._planned or not self._place():
                 return
             plan = self._planned.popleft()
+            self._ends -= plan is None
             batch = None if plan is None else self._assemble(plan)
             if not self._closed:
                 self._ready.put(batch)
@@ -203,27 +209,40 @@ class Assembler:
 
         Not beyond the end of the next pass: passes without a block would never fill the slots.
         """
-        while not self._planned or (len(self._wanted) < self._slots and self._planned.count(None) < 2):
+        while not self._planned or (len(self._wanted) < self._slots and self._ends < 2):
             try:
                 plan = next(self._plans)
             except StopIteration:
                 break
             self._planned.append(plan)
-            if plan is not None:
+            if plan is None:
+                self._ends += 1
+            else:
                 self._wanted.extend(plan.needs)
         self._admit()
 
     def _admit(self) -> None:
-        """Begin to load what comes next, as far as slots and bytes go."""
-        while self._wanted and self._arena.free:
-            weight = self._source.weight(self._wanted[0])
-            if self._held and self._held + weight > self._most_held:
-                return
-            self._admit_next(weight)
+        """Begin to load what comes next, as far as slots and bytes go, and what can be on its way goes.
 
-    def _admit_next(self, weight: int) -> None:
+        A slot that nothing fills yet costs nothing, and one that was used before costs less than a new one.
+        """
+        most_ahead = AHEAD * self._source.line.pace.limit
+        while self._wanted and self._arena.free and self._ahead < most_ahead:
+            if self._held and self._held + self._next_weight() > self._most_held:
+                return
+            self._admit_next()
+
+    def _next_weight(self) -> int:
+        """Return what the block that comes next weighs; asked for with each batch until there is room for it."""
+        ref = self._wanted[0]
+        if ref.ticket not in self._weights:
+            self._weights[ref.ticket] = self._source.weight(ref)
+        return self._weights[ref.ticket]
+
+    def _admit_next(self) -> None:
+        weight = self._next_weight()
         ref = self._wanted.popleft()
-        self._weights[ref.ticket] = weight
+        self._ahead += 1
         self._held += weight
         self._arena.reserve(ref.ticket)
         self._fetcher.load(ref)
@@ -237,13 +256,15 @@ class Assembler:
                         f"block {ref.start}:{ref.stop} finds none of {self._slots} slots free",
                         "report this with the dataset's manifest: the plan needs more slots than it says",
                     )
-                self._admit_next(self._source.weight(self._wanted[0]))
+                self._admit_next()
             with self._counters.timed("fetch_wait_seconds"):
                 error = self._fetcher.wait(ref.ticket)
             if error is not None:
                 return error
             if self._closed:
                 break
+            self._ahead -= 1
+            self._admit()
         return None
 
     def _gather(self, batch: Batch) -> None:
