@@ -60,7 +60,7 @@ class Stats:
     `seconds` from the first batch asked for to the last handed out. `wait_seconds`: the training loop waited for a
     batch; `first_batch_seconds` of them for the first. `fetch_wait_seconds`, `decode_wait_seconds` and
     `transform_wait_seconds` say for what the loader itself waited; they overlap with training. `gather_seconds`: the
-    thread that plans and gathers batches was at work.
+    thread that gathers batches was at work, or waited for their plan.
     `request_seconds` and `transform_seconds` are summed over all threads: requests in flight, the caller's transform;
     `unpack_seconds` and `decode_seconds` are processor time: checking and unpacking chunks, decoding images.
     `full_seconds`: the loader was
@@ -214,7 +214,7 @@ class Stats:
         rate = self.samples_per_second
         what = f"{rate:.3g} samples/s" if small else f"{size * rate / 1e6:.4g} MB/s"
         change = "store several of these small samples as one" if small else "ask for fewer or smaller fields"
-        return f"one thread plans and gathers {what}, {busy:.0%} busy; train with more ranks, or {change}"
+        return f"one thread gathers {what}, {busy:.0%} busy; train with more ranks, or {change}"
 
     def _decode(self) -> str:
         work = self.unpack_seconds + self.decode_seconds

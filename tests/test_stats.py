@@ -122,7 +122,7 @@ def test_a_stage_that_is_busy_all_the_time_is_the_limit() -> None:
 def test_what_to_change_about_gathering_depends_on_the_size_of_a_sample() -> None:
     gather = dataclasses.replace(SECOND, gather_seconds=80.0, bytes_decoded=320_000)
     assert gather.verdict == (
-        "gather-bound: training waited 50% of the time; one thread plans and gathers 32 samples/s, 80% busy; "
+        "gather-bound: training waited 50% of the time; one thread gathers 32 samples/s, 80% busy; "
         "train with more ranks, or store several of these small samples as one"
     )
     assert "gathers 48 MB/s, 80% busy; train with more ranks, or ask for fewer or smaller fields" in changed(

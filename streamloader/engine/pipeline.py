@@ -1,6 +1,6 @@
 """The pipeline: admits blocks in the order of first need, gathers batches, keeps a few ready.
 
-    plans -> [assembler thread: admit -> wait for blocks -> gather -> release] -> stages -> ready -> consumer
+    [planner thread] -> [assembler thread: admit -> wait for blocks -> gather -> release] -> stages -> ready -> consumer
                     |                        ^
                     v                        |
               [fetch threads: ranged read -> verify -> decode into the slot]
@@ -18,8 +18,9 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
+from streamloader.engine.ahead import Ahead
 from streamloader.engine.batch import Batch
 from streamloader.engine.budget import READY_BATCHES, Budget
 from streamloader.engine.crew import Crew
@@ -33,6 +34,8 @@ from streamloader.stats import Counters
 
 # Blocks ahead of the batch that is assembled, for each request that may be in flight: one on its way, one there.
 AHEAD = 2
+# Batches that are planned ahead: plans are made in spans, the next one while the batches of the last are gathered.
+PLANNED = 256
 
 
 class Engine:
@@ -50,7 +53,9 @@ class Engine:
         self._crew = Crew("assemble", 1, self.core.fail)
         self._crew.submit(self.core.run)
         self._crew.submit(self.core.shut)
-        self._close = weakref.finalize(self, _end, self.core, self._crew, os.getpid())
+        self._planner = Crew("plan", 1, self.core.fail)
+        self._planner.submit(self.core.plans.run)
+        self._close = weakref.finalize(self, _end, self.core, (self._crew, self._planner), os.getpid())
         self._endless = endless
 
     @property
@@ -63,10 +68,11 @@ class Engine:
         self._close()
 
 
-def _end(core: Assembler, crew: Crew, process: int) -> None:
+def _end(core: Assembler, crews: Sequence[Crew], process: int) -> None:
     if os.getpid() == process:  # in a forked child the threads are not, and their locks may be held for ever
         core.close()
-        crew.close()
+        for crew in crews:
+            crew.close()
 
 
 class Pipeline:
@@ -126,7 +132,7 @@ class Assembler:
         self, source: Source, recipe: Recipe, plans: Iterator[BatchPlan | None], budget: Budget, counters: Counters
     ) -> None:
         self._source = source
-        self._plans = plans
+        self.plans = Ahead(plans, PLANNED)
         self._counters = counters
         # Blocks of a variable-size field differ: slots bound their number, this their bytes.
         self._most_held = budget.variable_bytes
@@ -173,7 +179,8 @@ class Assembler:
         return batch
 
     def shut(self) -> None:
-        """Run after `run`, however that ended: nothing is fetched any more."""
+        """Run after `run`, however that ended: nothing is planned or fetched any more."""
+        self.plans.close()
         self._fetcher.close()
         self._ended.set()
 
@@ -195,6 +202,7 @@ class Assembler:
     def close(self) -> None:
         """Let all threads end."""
         self._closed = True
+        self.plans.close()
         self._places.release()
         self._fetcher.close()
         self._stages.close()
@@ -210,10 +218,9 @@ class Assembler:
         Not beyond the end of the next pass: passes without a block would never fill the slots.
         """
         while not self._planned or (len(self._wanted) < self._slots and self._ends < 2):
-            try:
-                plan = next(self._plans)
-            except StopIteration:
+            if not self.plans.there(wait=not self._planned):
                 break
+            plan = self.plans.take()
             self._planned.append(plan)
             if plan is None:
                 self._ends += 1
