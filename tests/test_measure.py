@@ -14,7 +14,7 @@ from servers import S3Server
 
 import streamloader as sl
 from streamloader.errors import CorruptError, DecodeError, FieldError, NotADatasetError, UnsupportedError, UsageError
-from streamloader.measure.ceiling import Ceiling, decode_ceiling, fetch_ceiling, image_ceiling, obstore_ceiling
+from streamloader.measure.ceiling import WORKS, Ceiling, Effort, image_ceiling, read_ceiling
 from streamloader.measure.meter import BenchProgress
 from streamloader.measure.run import bench
 from streamloader.measure.values import BenchOptions
@@ -48,27 +48,26 @@ def test_a_ceiling_makes_the_requests_of_a_first_epoch(everything: Path, fields:
     assert sum(int(batch["valid"].sum()) for batch in dataset) == 700
     stats = dataset.stats()
     dataset.close()
-    for measure in (fetch_ceiling, decode_ceiling, obstore_ceiling):
-        ceiling = measure(str(everything), fields=fields)
+    for work in WORKS:
+        ceiling = read_ceiling(str(everything), fields=fields, work=work)  # type: ignore[arg-type]
         assert (ceiling.samples, ceiling.bytes, ceiling.requests) == (700, stats.bytes_fetched, stats.requests)
         assert ceiling.seconds > 0
         assert ceiling.samples_per_second == pytest.approx(700 / ceiling.seconds)
 
 
 def test_later_passes_do_not_fetch_held_fields_again(everything: Path) -> None:
-    once, twice = (fetch_ceiling(str(everything), fields=["x", "label"], passes=n) for n in (1, 2))
-    bulk = fetch_ceiling(str(everything), fields=["x"])
+    once, twice = (read_ceiling(str(everything), fields=["x", "label"], effort=Effort(passes=n)) for n in (1, 2))
+    bulk = read_ceiling(str(everything), fields=["x"])
     assert twice.samples == 2 * once.samples
     assert twice.bytes - once.bytes == bulk.bytes
-    assert fetch_ceiling(str(everything), fields=["label"], passes=10**9).samples == 700
+    assert read_ceiling(str(everything), fields=["label"], effort=Effort(passes=10**9)).samples == 700
 
 
 def test_a_ceiling_stops_in_time_and_counts_what_it_did(everything: Path) -> None:
     counted: list[tuple[int, int]] = []
     begin = time.perf_counter()
-    ceiling = decode_ceiling(
-        str(everything), seconds=0.3, passes=10**9, in_flight=2, advance=lambda *amounts: counted.append(amounts)
-    )
+    effort = Effort(seconds=0.3, passes=10**9, in_flight=2, advance=lambda *amounts: counted.append(amounts))
+    ceiling = read_ceiling(str(everything), work="decode", effort=effort)
     assert 0.3 <= ceiling.seconds <= time.perf_counter() - begin < 10
     assert (ceiling.samples, ceiling.bytes) == tuple(map(sum, zip(*counted, strict=True)))
     assert ceiling.requests == len(counted)
@@ -81,19 +80,19 @@ def test_obstore_fetches_a_split_of_a_bucket_as_the_loaders_client_does(seaweedf
         (tmp_path / "ant" / f"{i}.jpg").write_bytes(encoded(picture(i), "jpeg"))
     url, options = seaweedfs.url("measured"), seaweedfs.storage_options
     sl.convert(tmp_path, url, split={"train": 0.6, "val": 0.4}, workers=0, storage_options=options)
-    ours, obstore = (measure(url, options, split="train") for measure in (fetch_ceiling, obstore_ceiling))
+    ours, obstore = (read_ceiling(url, options, None, work, split="train") for work in ("fetch", "obstore"))
     assert ours.samples == obstore.samples == 12
     assert ours.bytes == obstore.bytes
     assert ours.requests == obstore.requests
     write("memory://measured", 10, ["x"])
     with pytest.raises(UnsupportedError):
-        obstore_ceiling("memory://measured")
+        read_ceiling("memory://measured", work="obstore")
 
 
 def test_a_throttled_ceiling_tries_again(everything: Path) -> None:
     with folder_server(everything) as server:
         server.behave, server.times = "503", 3
-        ceiling = fetch_ceiling(server.url, fields=["x"], in_flight=2)
+        ceiling = read_ceiling(server.url, fields=["x"], effort=Effort(in_flight=2))
         assert server.times == 0
         assert (ceiling.samples, ceiling.requests) == (700, server.gets - 3)
 
@@ -106,14 +105,14 @@ def test_decoding_checks_and_fetching_does_not(everything: Path, tmp_path: Path)
     body = bytearray(shard.read_bytes())
     body[100] ^= 1
     shard.write_bytes(body)
-    assert fetch_ceiling(str(tmp_path / "damaged")).samples == 100
+    assert read_ceiling(str(tmp_path / "damaged")).samples == 100
     with pytest.raises(CorruptError, match="damaged"):
-        decode_ceiling(str(tmp_path / "damaged"))
+        read_ceiling(str(tmp_path / "damaged"), work="decode")
 
 
 def test_an_empty_dataset_has_a_ceiling_of_nothing(tmp_path: Path) -> None:
     write(tmp_path / "none", 0, ["x", "label"])
-    ceiling = fetch_ceiling(str(tmp_path / "none"))
+    ceiling = read_ceiling(str(tmp_path / "none"))
     assert (ceiling.samples, ceiling.bytes, ceiling.requests) == (0, 0, 0)
     assert Ceiling("", 0, 0, 0.0, 0, 0.0).megabytes_per_second == 0
 
@@ -138,13 +137,15 @@ def test_what_is_no_image_is_refused(images: Path, tmp_path: Path) -> None:
 def test_bad_arguments_are_refused(everything: Path) -> None:
     for bad in ({"in_flight": 0}, {"passes": 0}, {"seconds": -1.0}):
         with pytest.raises(UsageError):
-            fetch_ceiling(str(everything), **bad)  # type: ignore[arg-type]
+            Effort(**bad)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="none of fetch, obstore, decode"):
+        read_ceiling(str(everything), work="guess")  # type: ignore[arg-type]
     with pytest.raises(FieldError, match="no field 'nope'"):
-        fetch_ceiling(str(everything), fields=["nope"])
+        read_ceiling(str(everything), fields=["nope"])
     with pytest.raises(FieldError, match="give a list"):
-        fetch_ceiling(str(everything), fields="x")
+        read_ceiling(str(everything), fields="x")
     with pytest.raises(NotADatasetError):
-        fetch_ceiling(str(everything.parent / "nothing"))
+        read_ceiling(str(everything.parent / "nothing"))
 
 
 # ---- the verdict, from made-up figures

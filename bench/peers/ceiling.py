@@ -45,8 +45,8 @@ def measure(spec: Spec) -> ceiling.Ceiling:
     options = storage_options(spec)
     if spec.extra["ceiling"] == "image":
         return ceiling.image_ceiling(spec.url, options, "jpeg", crop(), spec.seconds or 3.0)
-    drain = ceiling.obstore_ceiling if spec.extra["ceiling"] == "obstore" else ceiling.decode_ceiling
-    return drain(spec.url, options, seconds=spec.seconds)
+    effort = ceiling.Effort(seconds=spec.seconds)
+    return ceiling.read_ceiling(spec.url, options, work=spec.extra["ceiling"], effort=effort)
 
 
 if __name__ == "__main__":

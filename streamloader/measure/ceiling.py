@@ -1,6 +1,6 @@
 """Ceilings: what is possible without shuffle and batch, with the same client, ranges and decoders as the loader.
 
-fetch_ceiling("s3://bucket/photos", fields=["image"]).megabytes_per_second
+read_ceiling("s3://bucket/photos", fields=["image"]).megabytes_per_second
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +30,8 @@ IMAGE_BYTES = 64 * MIB
 IMAGES = 4096
 
 Advance = Callable[[int, int], None]
+Work = Literal["fetch", "obstore", "decode"]
+WORKS: tuple[str, ...] = get_args(Work)
 
 
 @dataclass(frozen=True)
@@ -79,61 +81,28 @@ class Effort:
             )
 
 
-def fetch_ceiling(
+def read_ceiling(
     url: str,
     storage_options: Mapping[str, Any] | None = None,
     fields: Sequence[str] | None = None,
+    work: Work = "fetch",
+    effort: Effort | None = None,
     *,
     split: str | None = None,
-    in_flight: int = IN_FLIGHT,
-    seconds: float = 0.0,
-    passes: int = 1,
-    advance: Advance | None = None,
 ) -> Ceiling:
-    """Fetch the ranges that the loader fetches in an epoch with its client, blocks mixed, and drop the bytes.
+    """Do the `work` of reading an epoch, blocks mixed, without shuffle and batch.
 
-    Resident fields come first, and once; see `Effort` for the other arguments. Raises a `StreamloaderError`
-    as opening and reading do.
+    "fetch": ask for the ranges that the loader fetches with its client, and drop the bytes. "obstore": the same with
+    obstore, whichever client the loader would take. "decode": with the loader's client, and check and decode every
+    chunk into memory that is used again; encoded images stay encoded. Resident fields come first, and once.
+
+    Raises a `StreamloaderError` as opening and reading do, `CorruptError` for damaged bytes ("decode"), and
+    `UnsupportedError` where obstore cannot serve the URL.
     """
-    effort = Effort(in_flight, seconds, passes, advance)
-    return _drain("fetch", Ranges.of(url, storage_options, fields, split), effort, decode=False)
-
-
-def obstore_ceiling(
-    url: str,
-    storage_options: Mapping[str, Any] | None = None,
-    fields: Sequence[str] | None = None,
-    *,
-    split: str | None = None,
-    in_flight: int = IN_FLIGHT,
-    seconds: float = 0.0,
-    passes: int = 1,
-) -> Ceiling:
-    """Do the same with obstore, whichever client the loader would take.
-
-    Raises also `UnsupportedError` where obstore cannot serve the URL.
-    """
-    ranges = Ranges.of(url, storage_options, fields, split, obstore=True)
-    return _drain("obstore", ranges, Effort(in_flight, seconds, passes), decode=False)
-
-
-def decode_ceiling(
-    url: str,
-    storage_options: Mapping[str, Any] | None = None,
-    fields: Sequence[str] | None = None,
-    *,
-    split: str | None = None,
-    in_flight: int = IN_FLIGHT,
-    seconds: float = 0.0,
-    passes: int = 1,
-    advance: Advance | None = None,
-) -> Ceiling:
-    """Do as `fetch_ceiling`, and check and decode every chunk into memory that is used again: no shuffle, no batch.
-
-    Encoded images stay encoded. Raises as `fetch_ceiling`, and `CorruptError` for damaged bytes.
-    """
-    effort = Effort(in_flight, seconds, passes, advance)
-    return _drain("fetch+decode", Ranges.of(url, storage_options, fields, split), effort, decode=True)
+    if work not in WORKS:
+        raise UsageError(f"work={work!r} is none of {', '.join(WORKS)}", "choose one of them")
+    ranges = Ranges.of(url, storage_options, fields, split, obstore=work == "obstore")
+    return _drain(work, ranges, effort or Effort())
 
 
 def image_ceiling(
@@ -199,14 +168,14 @@ def _clock() -> Iterator[_Clock]:
         clock.stop()
 
 
-def _drain(name: str, ranges: Ranges, effort: Effort, *, decode: bool) -> Ceiling:
+def _drain(work: Work, ranges: Ranges, effort: Effort) -> Ceiling:
     """Let threads take request after request until none is left or the time is over."""
     runs, lock, stop = ranges.runs(effort.passes), threading.Lock(), threading.Event()
     policy, budget = RetryPolicy(), RetryBudget()
     budget.success()  # the manifest came from there
     done: list[tuple[int, int]] = []
 
-    def work(_: int) -> None:
+    def take(_: int) -> None:
         memory = _Memory()
         while not stop.is_set() and not (effort.seconds and clock.elapsed() >= effort.seconds):
             with lock:
@@ -216,7 +185,7 @@ def _drain(name: str, ranges: Ranges, effort: Effort, *, decode: bool) -> Ceilin
             field, run, samples = task
             read = partial(ranges.plane.read, run.path, run.start, run.stop, memory.body)
             body = call_with_retry(read, policy, budget)
-            if decode:
+            if work == "decode":
                 field.decode(run, body, memory.rows(field, run.num_samples))
             done.append((samples, len(body)))
             if effort.advance is not None:
@@ -224,11 +193,11 @@ def _drain(name: str, ranges: Ranges, effort: Effort, *, decode: bool) -> Ceilin
 
     with _clock() as clock:
         try:
-            run_all(work, range(effort.in_flight), effort.in_flight + 1)  # never on the main thread, for Ctrl-C
+            run_all(take, range(effort.in_flight), effort.in_flight + 1)  # never on the main thread, for Ctrl-C
         finally:
             stop.set()
     samples = sum(samples for samples, _ in done)
-    return Ceiling(name, samples, sum(size for _, size in done), clock.seconds, len(done), clock.cpu_seconds)
+    return Ceiling(work, samples, sum(size for _, size in done), clock.seconds, len(done), clock.cpu_seconds)
 
 
 class _Memory:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Generator, Iterable
 from contextlib import ExitStack, closing
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -15,7 +15,7 @@ from streamloader.errors import UsageError
 from streamloader.format.manifest import Manifest
 from streamloader.format.reader import MAX_REQUEST, open_manifest
 from streamloader.format.threads import cpu_count
-from streamloader.measure.ceiling import Ceiling, decode_ceiling, fetch_ceiling, image_ceiling
+from streamloader.measure.ceiling import Ceiling, Effort, Work, image_ceiling, read_ceiling
 from streamloader.measure.meter import Listener, Meter
 from streamloader.measure.values import BenchOptions, BenchResult
 from streamloader.measure.verdict import Measured, judge
@@ -114,22 +114,14 @@ def _levels(manifest: Manifest, options: BenchOptions) -> list[int]:
 def _drained(url: str, options: BenchOptions, levels: list[int], meter: Meter) -> list[Ceiling]:
     """Return the ceiling of fetching at each level, and that of decoding too, at the best of them."""
 
-    def drain(ceiling: Callable[..., Ceiling], name: str, in_flight: int) -> Ceiling:
-        measured = ceiling(
-            url,
-            options.storage_options,
-            options.fields,
-            split=options.split,
-            in_flight=in_flight,
-            seconds=options.seconds,
-            passes=FOREVER,
-            advance=meter.begin(name),
-        )
+    def drain(work: Work, name: str, in_flight: int) -> Ceiling:
+        effort = Effort(in_flight, options.seconds, FOREVER, meter.begin(name))
+        measured = read_ceiling(url, options.storage_options, options.fields, work, effort, split=options.split)
         return replace(measured, name=name)
 
-    fetches = [drain(fetch_ceiling, f"fetch, {level} at once", level) for level in levels]
+    fetches = [drain("fetch", f"fetch, {level} at once", level) for level in levels]
     best = max(zip(fetches, levels, strict=True), key=lambda pair: pair[0].megabytes_per_second)[1]
-    return [*fetches, drain(decode_ceiling, f"fetch and unpack, {best} at once", best)]
+    return [*fetches, drain("decode", f"fetch and unpack, {best} at once", best)]
 
 
 def _decoded(url: str, options: BenchOptions, name: str, meter: Meter) -> Ceiling:
