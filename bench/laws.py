@@ -17,10 +17,10 @@ from bench import contestants
 from bench.contestants import CEILINGS, OURS, Contestant, ContestError
 from bench.context import Bench, specification
 from bench.data import prepare
-from bench.figures import rate
+from bench.figures import first_rate, later_rate, rate
 from bench.objects import BUCKET, counted, mirror, recall, stored
 from bench.plan import Cell
-from bench.run import OWN_TIMEOUT, measured
+from bench.run import EPOCHS, OWN_TIMEOUT, measured
 from bench.servers import Endpoint, Front, nginx
 from bench.storing import store
 from bench.workloads import ROOT, WIDE, WORKLOADS
@@ -118,9 +118,12 @@ def ranks(bench: Bench, cell: Cell) -> dict[str, Any]:
 
 
 def delay(bench: Bench, cell: Cell) -> dict[str, Any]:
-    """Return the rate through the delaying server over that without delay, both nginx over the same folder."""
+    """Return the rate through the delaying server over that without delay, both nginx over the same folder.
+
+    Of the first epoch, and of all later ones together: from the second on, each also fetches for the one after it.
+    """
     fetch = CEILINGS[0]
-    rates: dict[str, list[list[float]]] = {}
+    rates: dict[str, list[tuple[float, float]]] = {}
     with tempfile.TemporaryDirectory(prefix="streamloader-static-") as name:
         folder = Path(name)
         spec = _spec(bench, cell, bench.place.writable)
@@ -131,8 +134,10 @@ def delay(bench: Bench, cell: Cell) -> dict[str, Any]:
                 for contestant in (OURS, fetch):
                     for front, where in zip(fronts, (plain, slow), strict=True):
                         key = f"{contestant.name} {front}"
-                        rates.setdefault(key, []).append(_rates(contestant, _spec(bench, cell, where), where))
-    both = [[statistics.median(turn[epoch] for turn in rates[f"{OURS.name} {f}"]) for f in fronts] for epoch in (0, 1)]
+                        spec = _spec(bench, cell, where, epochs=EPOCHS[contestant.kind])
+                        line = measured(contestant, spec, where, OWN_TIMEOUT)
+                        rates.setdefault(key, []).append((first_rate(line), later_rate(line)))
+    both = [[statistics.median(turn[part] for turn in rates[f"{OURS.name} {f}"]) for f in fronts] for part in (0, 1)]
     first, later = (slow / plain for plain, slow in both)
     return {"value": later, "first_epoch": first, "later_epoch": later, "rates": rates}
 

@@ -17,6 +17,8 @@ ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "bench" / "peers")]
 
 import common  # noqa: E402
+import crops  # noqa: E402
+import measuring  # noqa: E402
 
 from bench import contestants, report  # noqa: E402
 from bench.contestants import CEILINGS, OURS, Contestant, ContestError  # noqa: E402
@@ -185,9 +187,9 @@ def test_both_jpeg_transforms_deliver_normalised_crops_of_the_same_size() -> Non
     data = simplejpeg.encode_jpeg(slopes(375, 500), 95)
     for seed in range(20):
         random.seed(seed)
-        fast = common.jpeg_transform("fast")(data)
+        fast = crops.jpeg_transform("fast")(data)
         random.seed(seed)
-        plain = common.jpeg_transform("pillow")(data)
+        plain = crops.jpeg_transform("pillow")(data)
         assert fast.shape == plain.shape == (224, 224, 3)
         assert fast.dtype == plain.dtype == np.float32
         assert np.abs(fast - plain).mean() < 0.05
@@ -196,7 +198,7 @@ def test_both_jpeg_transforms_deliver_normalised_crops_of_the_same_size() -> Non
 def test_random_crops_stay_inside_and_have_the_stated_areas() -> None:
     for height, width in ((375, 500), (10, 3000), (224, 224)):
         for _ in range(200):
-            top, left, h, w = common.random_crop(height, width)
+            top, left, h, w = crops.random_crop(height, width)
             assert top >= 0 and left >= 0 and top + h <= height and left + w <= width and h > 0 and w > 0
 
 
@@ -204,7 +206,7 @@ def test_epochs_are_cut_after_the_first_batch_and_batches_must_be_tensors(capsys
     import torch
 
     spec = common.Spec("images", "", "s3://bench/x", epochs=2, seconds=1e-9)
-    common.measure_epochs(lambda epoch: ({"a": torch.ones(4)} for _ in range(9)), spec, lambda batch: 4)
+    measuring.measure_epochs(lambda epoch: ({"a": torch.ones(4)} for _ in range(9)), spec, lambda batch: 4)
     found = [json.loads(text) for text in capsys.readouterr().out.splitlines()]
     assert [(one["epoch"], one["samples"], one["cut"]) for one in found] in (
         [(0, 4, True), (1, 4, True)],
@@ -214,24 +216,24 @@ def test_epochs_are_cut_after_the_first_batch_and_batches_must_be_tensors(capsys
     )
     assert all(one["peak_bytes"] > 0 for one in found)
     with pytest.raises(TypeError, match="ndarray"):
-        common.touch({"a": np.ones(4)})
-    common.touch({"a": [torch.ones(1), torch.ones(0)], "b": ["text"], "c": torch.ones(2, 2)})
+        measuring.touch({"a": np.ones(4)})
+    measuring.touch({"a": [torch.ones(1), torch.ones(0)], "b": ["text"], "c": torch.ones(2, 2)})
 
 
 def test_cpu_and_memory_of_children_count() -> None:
     code = "import time; x = bytearray(b'1') * 300_000_000; print('held', flush=True); input()"
-    with common.Memory() as memory:
+    with measuring.Memory() as memory:
         memory.begin_epoch()
-        before, alone = common.tree_cpu_seconds(), memory.peak()
+        before, alone = measuring.tree_cpu_seconds(), memory.peak()
         child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert child.stdin is not None and child.stdout is not None
         child.stdout.readline()
-        assert child.pid in common.processes()
+        assert child.pid in measuring.processes()
         memory.look()
         assert memory.peak() > 300_000_000
         assert memory.peak() >= alone
         child.communicate(b"\n")
-    assert common.tree_cpu_seconds() > before
+    assert measuring.tree_cpu_seconds() > before
 
 
 def test_a_contestant_that_fails_or_never_ends_is_an_error_with_its_last_words(

@@ -17,7 +17,9 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from common import PACKED_ROW, Source, Spec, jpeg_transform, measure_epochs
+from common import Source, Spec
+from crops import jpeg_transform
+from measuring import measure_loader
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
@@ -235,23 +237,12 @@ def taken(column: Column, order: NDArray[np.int64]) -> Column:
     return Ragged(np.concatenate([column.values[:0], *column.split(order)]), column.lengths[order])
 
 
-def count_of(batch: dict[str, Any]) -> int:
-    """Return the samples of a batch; its tokens, where it has tokens."""
-    tokens = batch.get("tokens")
-    if tokens is None:
-        return len(next(iter(batch.values())))
-    return sum(map(len, tokens)) if isinstance(tokens, list) else tokens.shape[0] * PACKED_ROW
-
-
 def read(spec: Spec, open_arrays: Callable[[Spec], Arrays]) -> None:
     """Measure the epochs."""
-    loaders: list[Any] = []
 
-    def epoch(number: int) -> Any:
-        if number == 0:
-            data = BlockDataset(spec, open_arrays)
-            kept = spec.workers > 0
-            loaders.append(DataLoader(data, batch_size=None, num_workers=spec.workers, persistent_workers=kept))
-        return loaders[0]
+    def loader() -> Any:
+        kept = spec.workers > 0
+        data = BlockDataset(spec, open_arrays)
+        return DataLoader(data, batch_size=None, num_workers=spec.workers, persistent_workers=kept)
 
-    measure_epochs(epoch, spec, count_of)
+    measure_loader(loader, spec)

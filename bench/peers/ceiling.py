@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from common import Memory, Source, Spec, emit, main, warm_memory
+from common import Source, Spec, emit, main
+from measuring import Memory, warm_memory
 from ours import crop, storage_options
 
 from streamloader.measure import ceiling
@@ -19,7 +20,7 @@ def write(spec: Spec) -> int:
 def read(spec: Spec) -> None:
     """Measure the ceiling once for each epoch."""
     source = Source(spec.source)
-    warm_memory()
+    warm_memory(spec.warm)
     with Memory() as memory:
         for epoch in range(spec.epochs):
             memory.begin_epoch()

@@ -13,7 +13,9 @@ from typing import Any
 import obstore  # noqa: F401 - the time to the first batch is counted from here on, as that of every peer
 import s3fs  # noqa: F401
 import torch
-from common import CROP, PACKED_ROW, Source, Spec, emit, main, measure_epochs
+from common import PACKED_ROW, Source, Spec, emit, main
+from crops import CROP
+from measuring import measure_epochs
 
 import streamloader as sl
 from streamloader import StreamingDataset
@@ -29,7 +31,7 @@ def storage_options(spec: Spec) -> dict[str, Any]:
 
 
 def crop() -> sl.Decode:
-    """Return the transform of `common.jpeg_transform` in the loader's words."""
+    """Return the transform of `crops.jpeg_transform` in the loader's words."""
     return sl.Decode(size=(CROP, CROP), crop="random", normalize="imagenet")
 
 

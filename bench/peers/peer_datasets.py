@@ -22,7 +22,9 @@ import pyarrow.dataset
 import pyarrow.parquet as pq
 import s3fs
 import torch
-from common import PACKED_ROW, Source, Spec, jpeg_transform, main, measure_epochs
+from common import PACKED_ROW, Source, Spec, main
+from crops import jpeg_transform
+from measuring import count_of, measure_epochs
 from torch.utils.data import DataLoader
 
 FILE_BYTES = 128 << 20
@@ -117,14 +119,6 @@ def as_batch(spec: Spec, shapes: dict[str, tuple[str, Any, tuple[int, ...]]], ro
         else:
             found[name] = torch.from_numpy(column.to_numpy())
     return found
-
-
-def count_of(batch: dict[str, Any]) -> int:
-    """Return the samples of a batch; its tokens, where it has tokens."""
-    tokens = batch.get("tokens")
-    if tokens is None:
-        return len(next(iter(batch.values())))
-    return sum(map(len, tokens)) if isinstance(tokens, list) else tokens.shape[0] * PACKED_ROW
 
 
 def read(spec: Spec) -> None:

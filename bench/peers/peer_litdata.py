@@ -8,15 +8,17 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import litdata
 import numpy as np
 import torch
-from common import PACKED_ROW, Source, Spec, jpeg_transform, main, measure_epochs
+from common import PACKED_ROW, Source, Spec, main
+from crops import jpeg_transform
 from litdata.streaming import downloader
+from measuring import measure_loader
 
 # it fetches chunks with obstore, and has no option by which obstore may speak to an endpoint without TLS
 downloader._OBSTORE_CLIENT_OPTIONS["allow_http"] = True
@@ -143,21 +145,7 @@ def loader(spec: Spec) -> litdata.StreamingDataLoader:
 def read(spec: Spec) -> None:
     """Measure the epochs."""
     tempfile.tempdir = spec.cache or None
-    loaders: list[litdata.StreamingDataLoader] = []
-
-    def epoch(number: int) -> Iterable[Any]:
-        if number == 0:
-            loaders.append(loader(spec))
-        return loaders[0]
-
-    measure_epochs(epoch, spec, count_of)
-
-
-def count_of(batch: dict[str, Any]) -> int:
-    """Return the samples of a batch; its tokens, where it has tokens."""
-    if "tokens" in batch:
-        return sum(map(len, batch["tokens"]))
-    return len(batch["label"])
+    measure_loader(lambda: loader(spec), spec)
 
 
 if __name__ == "__main__":

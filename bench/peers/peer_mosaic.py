@@ -10,12 +10,13 @@ import multiprocessing
 import os
 import tempfile
 import warnings
-from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 import torch
-from common import PACKED_ROW, Source, Spec, jpeg_transform, main, measure_epochs
+from common import PACKED_ROW, Source, Spec, main
+from crops import jpeg_transform
+from measuring import measure_loader
 
 # an old torchvision, which Streaming imports for its vision datasets and nothing here uses, says that it has no codecs
 warnings.filterwarnings("ignore", "Failed to load image Python extension")
@@ -133,26 +134,14 @@ def shuffle_block(spec: Spec) -> int:
 def read(spec: Spec) -> None:
     """Measure the epochs."""
     tempfile.tempdir = spec.cache or None  # for its lock files, which it leaves
-    loaders: list[StreamingDataLoader] = []
-
-    def epoch(number: int) -> Iterable[Any]:
-        if number == 0:
-            workers: dict[str, Any] = {"num_workers": spec.workers, "persistent_workers": spec.workers > 0}
-            loaders.append(StreamingDataLoader(dataset(spec), batch_size=spec.batch, collate_fn=collate, **workers))
-        return loaders[0]
-
-    measure_epochs(epoch, spec, count_of)
-    iterator = getattr(loaders.pop().dataset, "_iterator", None)
+    workers: dict[str, Any] = {"num_workers": spec.workers, "persistent_workers": spec.workers > 0}
+    loader = measure_loader(
+        lambda: StreamingDataLoader(dataset(spec), batch_size=spec.batch, collate_fn=collate, **workers), spec
+    )
+    iterator = getattr(loader.dataset, "_iterator", None)
     if iterator is not None:  # its threads wait for an epoch that was stopped early
         iterator.exit()
     clean_stale_shared_memory()
-
-
-def count_of(batch: dict[str, Any]) -> int:
-    """Return the samples of a batch; its tokens, where it has tokens."""
-    if "tokens" in batch:
-        return sum(map(len, batch["tokens"]))
-    return len(batch["label"])
 
 
 if __name__ == "__main__":

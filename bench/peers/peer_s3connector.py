@@ -10,14 +10,15 @@ Variants: "packed" writes and reads tokens as rows; "pillow" and "fast" choose t
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
 import numpy as np
 import torch
-from blocks import GROUP, Group, Ragged, as_batch, count_of, layout, mixed
-from common import Source, Spec, main, measure_epochs
+from blocks import GROUP, Group, Ragged, as_batch, layout, mixed
+from common import Source, Spec, main
+from measuring import measure_loader
 from numpy.typing import NDArray
 from s3torchconnector import S3Checkpoint, S3ClientConfig, S3IterableDataset, S3Reader
 from torch.utils.data import DataLoader, IterableDataset
@@ -120,15 +121,8 @@ def loaded(reader: S3Reader) -> Group:
 
 def read(spec: Spec) -> None:
     """Measure the epochs."""
-    loaders: list[Any] = []
-
-    def epoch(number: int) -> Iterable[Any]:
-        if number == 0:
-            workers: dict[str, Any] = {"num_workers": spec.workers, "persistent_workers": spec.workers > 0}
-            loaders.append(DataLoader(ShardDataset(spec), batch_size=None, **workers))
-        return loaders[0]
-
-    measure_epochs(epoch, spec, count_of)
+    workers: dict[str, Any] = {"num_workers": spec.workers, "persistent_workers": spec.workers > 0}
+    measure_loader(lambda: DataLoader(ShardDataset(spec), batch_size=None, **workers), spec)
 
 
 if __name__ == "__main__":

@@ -17,8 +17,10 @@ from typing import Any
 
 import numpy as np
 import webdataset as wds
-from blocks import Group, Ragged, as_batch, count_of, layout, mixed
-from common import Source, Spec, UnsupportedError, jpeg_transform, main, measure_epochs
+from blocks import Group, Ragged, as_batch, layout, mixed
+from common import Source, Spec, UnsupportedError, main
+from crops import jpeg_transform
+from measuring import measure_loader
 from webdataset import tenbin
 
 SHARD_BYTES = 128 << 20
@@ -153,22 +155,12 @@ def read(spec: Spec) -> None:
     _need_curl()
     shards = subprocess.run(curl(address(spec, INDEX)), shell=True, check=True, capture_output=True, text=True)
     urls = [f"pipe:{curl(address(spec, name))}" for name in shards.stdout.split()]
-    loaders: list[Any] = []
-
-    def epoch(number: int) -> Any:
-        if number == 0:
-            kept = bool(spec.workers)
-            loaders.append(
-                wds.WebLoader(dataset(spec, urls), batch_size=None, num_workers=spec.workers, persistent_workers=kept)
-            )
-        return loaders[0]
-
-    names = list(Source(spec.source).columns)
-
-    def count(batch: Any) -> int:
-        return count_of(batch if isinstance(batch, dict) else dict(zip(names, batch, strict=True)))
-
-    measure_epochs(epoch, spec, count)
+    kept = bool(spec.workers)
+    measure_loader(
+        lambda: wds.WebLoader(dataset(spec, urls), batch_size=None, num_workers=spec.workers, persistent_workers=kept),
+        spec,
+        names=list(Source(spec.source).columns),
+    )
 
 
 def _need_curl() -> None:

@@ -66,16 +66,16 @@ class HttpReader:
 
     def get(self, path: str) -> bytes:
         """Return the whole object. One request; thread-safe."""
-        try:
-            with self._answer(self._key(path), {}, 200) as answer:
-                return answer.read()
-        except client_errors(http.client.HTTPException) as error:
-            raise storage_error(error, f"{self._shown}/{path}") from error
+        return self._rest(path, {}, 200)
 
     def get_tail(self, path: str, size: int) -> bytes:
         """Return the last `size` bytes of the object, fewer where it is smaller. One request; thread-safe."""
+        return self._rest(path, {"Range": f"bytes=-{size}"}, 206)
+
+    def _rest(self, path: str, headers: dict[str, str], status: int) -> bytes:
+        """Return what comes, however much that is."""
         try:
-            with self._answer(self._key(path), {"Range": f"bytes=-{size}"}, 206) as answer:
+            with self._answer(self._key(path), headers, status) as answer:
                 return answer.read()
         except client_errors(http.client.HTTPException) as error:
             if beyond_the_end(error):

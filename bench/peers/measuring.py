@@ -1,0 +1,184 @@
+"""Measuring an epoch: rate, processor time and peak memory of this process and of all below it."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from common import Spec, emit
+
+SAMPLING_SECONDS = 0.5
+
+
+def warm_memory(size: int) -> None:
+    """Touch memory and give it back: what is taken next is then memory that the machine has handed out just now.
+
+    A virtual machine may provide memory that it has not used for seconds at 0.2 GB/s, twenty times slower than memory
+    in use: a first epoch in it measures the hypervisor. It has to be done here and now: memory that another process
+    held ready was cold again, or not what this process got.
+    """
+    if not size:
+        return
+    with mmap.mmap(-1, size) as memory:
+        memory.madvise(mmap.MADV_HUGEPAGE)  # as numpy asks for its arrays: what is given back must fit them
+        np.frombuffer(memory, np.uint8)[:: mmap.PAGESIZE] = 1
+
+
+def measure_epochs(
+    make_epoch_iterator: Callable[[int], Iterable[Any]], spec: Spec, count_of: Callable[[Any], int]
+) -> None:
+    """Consume `spec.epochs` epochs and print one line for each.
+
+    Import the peer before, and construct its dataset in `make_epoch_iterator(0)`: the time from its call to the first
+    batch is `first_batch_seconds`. `make_epoch_iterator(epoch)` returns what is iterated once; `count_of(batch)` the
+    samples of a batch (tokens for the tokens workload), without rows that only fill it up.
+    """
+    warm_memory(spec.warm)
+    with Memory() as memory:
+        for epoch in range(spec.epochs):
+            memory.begin_epoch()
+            cpu, begin = tree_cpu_seconds(), time.perf_counter()
+            samples, first_samples, first, cut = 0, 0, 0.0, False
+            for batch in make_epoch_iterator(epoch):
+                touch(batch)
+                samples += count_of(batch)
+                elapsed = time.perf_counter() - begin
+                if not first:
+                    first, first_samples = elapsed, samples
+                if spec.seconds and elapsed - first >= spec.seconds:
+                    cut = True
+                    break
+            seconds = time.perf_counter() - begin
+            emit(
+                {
+                    "epoch": epoch,
+                    "samples": samples,
+                    "seconds": round(seconds, 4),
+                    "cut": cut,
+                    "first_batch_seconds": round(first, 4),
+                    "first_batch_samples": first_samples,
+                    "cpu_seconds": round(tree_cpu_seconds() - cpu, 3),
+                    "peak_bytes": memory.peak(),
+                }
+            )
+
+
+def measure_loader(make: Callable[[], Any], spec: Spec, names: Sequence[str] = ()) -> Any:
+    """Measure the epochs of one loader, which `make` makes in the first of them; return it.
+
+    `names`: the columns of a batch, where it is a tuple.
+    """
+    made: list[Any] = []
+
+    def epoch(_: int) -> Iterable[Any]:
+        if not made:
+            made.append(make())
+        loader: Iterable[Any] = made[0]
+        return loader
+
+    def count(batch: Any) -> int:
+        return count_of(batch if isinstance(batch, dict) else dict(zip(names, batch, strict=True)))
+
+    measure_epochs(epoch, spec, count)
+    return made[0]
+
+
+def count_of(batch: dict[str, Any]) -> int:
+    """Return the samples of a batch; its tokens, where it has tokens: lists of documents, or packed rows."""
+    tokens = batch.get("tokens")
+    if tokens is None:
+        return len(next(iter(batch.values())))
+    return sum(map(len, tokens)) if isinstance(tokens, list) else int(tokens.numel())
+
+
+def touch(batch: Any) -> None:
+    """Read one element of each column. Raises `TypeError` for a column that is no tensor, list, bytes or text."""
+    for column in batch.values() if isinstance(batch, dict) else batch:
+        ends = (column[0], column[-1]) if isinstance(column, (list, tuple)) and column else (column,)
+        for item in ends:
+            if hasattr(item, "data_ptr"):
+                item.flatten()[-1:].tolist()
+            elif not isinstance(item, (str, bytes, list, tuple)):
+                raise TypeError(f"a batch holds {type(item).__name__}: deliver torch tensors")
+
+
+def processes() -> list[int]:
+    """Return this process and all below it."""
+    parents: dict[int, int] = {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        stat = _stat(int(entry.name))
+        if stat:
+            parents[int(entry.name)] = int(stat[1])
+    found = [os.getpid()]
+    for parent in found:  # grows while it is walked
+        found.extend(pid for pid, above in parents.items() if above == parent)
+    return found
+
+
+def tree_cpu_seconds() -> float:
+    """Return the CPU seconds of this process and of all below it, the dead ones too once their parents reaped them."""
+    ticks = sum(sum(map(int, stat[11:15])) for stat in map(_stat, processes()) if stat)
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def _stat(pid: int) -> list[str]:
+    """Return the fields of /proc/<pid>/stat from the third on; none where the process is gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+class Memory:
+    """The peak memory of this process and those below it, for each epoch.
+
+    Alone, the kernel's own peak of the resident set; with others, their proportional set sizes (a shared page counts
+    once), looked at twice a second. Mapped files count.
+    """
+
+    def __init__(self) -> None:
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._sampled = 0
+
+    def __enter__(self) -> Memory:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def begin_epoch(self) -> None:
+        """Forget the peak."""
+        self._sampled = 0
+        Path("/proc/self/clear_refs").write_text("5")
+
+    def peak(self) -> int:
+        """Return the bytes of the peak since the epoch began."""
+        status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+        return max(self._sampled, int(status["VmHWM"].split()[0]) * 1024)
+
+    def look(self) -> None:
+        """Take what all processes hold now into account."""
+        tree = processes()
+        if len(tree) > 1:
+            self._sampled = max(self._sampled, sum(map(_proportional_set, tree)))
+
+    def _watch(self) -> None:
+        while not self._stop.wait(SAMPLING_SECONDS):
+            self.look()
+
+
+def _proportional_set(pid: int) -> int:
+    try:
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    except OSError:  # it ended
+        return 0
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:")), 0)
