@@ -6,7 +6,8 @@ StreamloaderError
 |   |-- BatchError            SL102  a batch that the dataset cannot fill
 |   |-- MemoryBudgetError     SL103  the shuffle window does not fit `memory`
 |   |-- StateError            SL104  a saved state of another dataset, order or split
-|   `-- WorldError            SL105  a rank or world size that cannot be
+|   |-- WorldError            SL105  a rank or world size that cannot be
+|   `-- SelectionError        SL106  a selection of samples that cannot be read, or that is empty
 |-- StorageError              SL200  the store said no
 |   |-- NotFoundError         SL201  no such object, bucket or folder
 |   |-- AccessError           SL202  credentials are missing, wrong, or not allowed to
@@ -57,6 +58,7 @@ __all__ = [
     "NotFoundError",
     "ObjectExistsError",
     "SampleError",
+    "SelectionError",
     "SourceChangedError",
     "SourceError",
     "StateError",
@@ -130,6 +132,12 @@ class WorldError(UsageError):
     """A rank or world size that cannot be."""
 
     code = "SL105"
+
+
+class SelectionError(UsageError):
+    """A selection of samples that cannot be read, does not fit the dataset, or is empty."""
+
+    code = "SL106"
 
 
 class StorageError(StreamloaderError):
