@@ -17,7 +17,7 @@ from streamloader.errors import UsageError
 from streamloader.format.codecs import Items
 from streamloader.format.manifest import Field, Manifest
 from streamloader.format.opening import Opened, open_root
-from streamloader.format.reader import FieldReader, Run, field_reader
+from streamloader.format.reader import FieldReader, Placed, Run, field_reader
 from streamloader.format.threads import run_all
 from streamloader.format.values import from_bytes
 from streamloader.storage import RetryBudget, RetryPolicy, call_with_retry, open_store
@@ -142,12 +142,10 @@ class _Process:
             run_all(lambda run: self._load(field, run, out, start), runs, THREADS)
             return out
         column: list[Any] = []
-        for run, chunks in zip(runs, run_all(lambda run: self._items(field, run), runs, THREADS), strict=True):
-            number = run.first_sample
-            for items in chunks:
+        for chunks in run_all(lambda run: self._items(field, run), runs, THREADS):
+            for number, items in chunks:
                 wanted = range(max(start - number, 0), min(stop - number, len(items)))
                 column.extend(from_bytes(name, kind, items[i], number + i) for i in wanted)
-                number += len(items)
         return column
 
     def sample(self, number: int) -> dict[str, Any]:
@@ -175,7 +173,7 @@ class _Process:
         stop = min(first + layout.chunk, field.num_samples)
         (run,) = field.runs(first, stop)
         if not layout.field.fixed:
-            items = self._items(field, run)[0]
+            _, items = self._items(field, run)[0]
             self._keep((name, first // layout.chunk), items, items.buffer.nbytes)
             return items
         rows = np.empty((stop - first, *layout.field.shape), layout.field.dtype)
@@ -183,13 +181,14 @@ class _Process:
         self._keep((name, first // layout.chunk), rows, rows.nbytes)
         return rows
 
-    def _items(self, field: FieldReader, run: Run) -> list[Items]:
+    def _items(self, field: FieldReader, run: Run) -> list[Placed]:
+        """Return each chunk's items with the number of the first sample."""
         return self._load(field, run) or []
 
     def _load(
         self, field: FieldReader, run: Run, out: NDArray[Any] | None = None, first: int = 0
-    ) -> list[Items] | None:
-        """Fetch and decode a run."""
+    ) -> list[Placed] | None:
+        """Fetch and decode a run; row 0 is sample `first`."""
         if self._plane is None:
             self._plane = self._store.reader()
         request = partial(field.fetch, self._plane, run)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from streamloader.decode.image import ENCODINGS, ImageDecoder
 from streamloader.errors import BatchError, FieldError, UsageError
+from streamloader.format.geometry import order_pin
 from streamloader.format.manifest import Field, Manifest
 from streamloader.options import REMAINDERS, Decode, Shuffle
 from streamloader.plan.order import OrderParams
@@ -99,12 +100,16 @@ def _decode_options(value: Decode | str | bool) -> Decode:
     return Decode() if value is True else Decode(backend=value)  # type: ignore[arg-type]
 
 
-def choose_order(manifest: Manifest, shuffle: bool | Shuffle) -> OrderParams:
-    """Return the manifest's order, with what `Shuffle` overrides. Raises `UsageError` for a block that cuts chunks."""
+def choose_order(manifest: Manifest, shuffle: bool | Shuffle, num_samples: int) -> OrderParams:
+    """Return the manifest's order, with what `Shuffle` overrides. Raises `UsageError` for a block that cuts chunks.
+
+    A part of the dataset, of `num_samples`, has no more lanes than a dataset of that size.
+    """
     wish = shuffle if isinstance(shuffle, Shuffle) else Shuffle()
     block = wish.block or manifest.order.block
     window = wish.window or max(manifest.order.window // block, 2 if wish.block is None else 4) * block
-    params = OrderParams(block, wish.lanes or manifest.order.lanes, window)
+    usual = order_pin(num_samples, block).lanes if num_samples < manifest.num_samples else manifest.order.lanes
+    params = OrderParams(block, wish.lanes or min(usual, manifest.order.lanes), window)
     chunk = max((layout.chunk for layout in manifest.fields.values() if not layout.resident), default=1)
     if block % chunk:
         raise UsageError(f"Shuffle(block={block}) cuts chunks of {chunk} samples", f"give a multiple of {chunk}")

@@ -12,11 +12,10 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset
 
-from streamloader.engine.session import Session, Wish
+from streamloader.engine.session import Wish
 from streamloader.errors import StateError, UsageError
 from streamloader.format.manifest import Field
-from streamloader.format.reader import field_reader, open_manifest
-from streamloader.format.threads import cpu_count
+from streamloader.format.reader import open_manifest
 from streamloader.options import Remainder, Shuffle
 from streamloader.plan.cursor import Cursor
 from streamloader.plan.ledger import step_samples
@@ -36,7 +35,9 @@ from streamloader.torch_choices import (
 from streamloader.torch_epochs import Place, SharedEpochs
 from streamloader.torch_packing import PackChoice, choose_packs
 from streamloader.torch_pass import Follow, Pass, Position, Shape, warn_of_costs
-from streamloader.torch_world import in_worker, ranks_on_this_machine, resolve_world, worker
+from streamloader.torch_selection import WhereChoice, check_where, choose_selection
+from streamloader.torch_session import ProcessSession
+from streamloader.torch_world import in_worker, resolve_world, worker
 
 if TYPE_CHECKING:
     from streamloader.torch_world import WorldChoice
@@ -50,14 +51,15 @@ class StreamingDataset(IterableDataset[dict[str, Any]]):
     that only fill up the last batch) with `remainder="pad"`, and `index` (int64) with `with_index`.
 
     `batch_size`: samples of each rank's batch; None yields samples, for `DataLoader(ds, batch_size=64)`.
-    `fields`: names to fetch, default all. `split`: of a dataset that has splits. `shuffle`: True, False, or
-    `Shuffle(window=, lanes=, block=)`. `seed`: below 2^64. `remainder`: what the last, incomplete step does:
-    "pad", "drop" or "uneven". `decode`: how encoded images become uint8 tensors (height, width, channels): True,
-    a backend's name, a `Decode`, or one of these for each field. `pack`: ragged fields whose documents come as rows of
-    one length, `{"tokens": 2049}` or `{"tokens": Pack(2049, pad=)}`. `transform(sample[, rng])`: called with each
-    sample, a dict of numpy arrays, bytes and str; `rng` is keyed by seed, epoch and position. `transform_workers`:
-    processes that run it. `world`: (rank, size), a process group, or a `DeviceMesh` with the names of its data-parallel
-    dimensions, `(mesh, "dp")`; default torch.distributed's, else the launcher's environment.
+    `fields`: names to fetch, default all. `split`: of a dataset that has splits. `where`: the samples that take part: a
+    condition on fields of one number (`"label in (1, 2) and width >= 256"`), a slice, a mask, or sample numbers.
+    `shuffle`: True, False, or `Shuffle(window=, lanes=, block=)`. `seed`: below 2^64. `remainder`: what the last,
+    incomplete step does: "pad", "drop" or "uneven". `decode`: how encoded images become uint8 tensors (height, width,
+    channels): True, a backend's name, a `Decode`, or one of these for each field. `pack`: ragged fields whose documents
+    come as rows of one length, `{"tokens": 2049}` or `{"tokens": Pack(2049, pad=)}`. `transform(sample[, rng])`: called
+    with each sample, a dict of numpy arrays, bytes and str; `rng` is keyed by seed, epoch and position.
+    `transform_workers`: processes that run it. `world`: (rank, size), a process group, or a `DeviceMesh` with the names
+    of its data-parallel dimensions, `(mesh, "dp")`; default torch.distributed's, else the launcher's environment.
     `memory`: bytes this rank's loader may use, beside Python and torch; default what the window needs.
     `on_batch(report)`: called with a `BatchReport` for each batch, say to log how long training waited for it.
     `storage_options`: for the store, as fsspec takes them.
@@ -73,6 +75,7 @@ class StreamingDataset(IterableDataset[dict[str, Any]]):
         batch_size: int | None,
         fields: Sequence[str] | None = None,
         split: str | None = None,
+        where: WhereChoice = None,
         shuffle: bool | Shuffle = True,
         seed: int = 0,
         remainder: Remainder = "pad",
@@ -88,30 +91,33 @@ class StreamingDataset(IterableDataset[dict[str, Any]]):
     ) -> None:
         super().__init__()
         check_arguments(batch_size, remainder, transform, transform_workers, memory, on_batch=on_batch)
+        check_where(where)
         self._on_batch = on_batch
         self._batch_size = batch_size
         self._with_index = with_index
         self._world = None if world is None else resolve_world(world)
-        self._store = open_store(url, storage_options)
-        self._manifest, self._dataset_store = open_manifest(self._store, split)
+        root = open_store(url, storage_options)
+        self._manifest, store = open_manifest(root, split)
         self._names = choose_fields(self._manifest, fields, with_index, remainder == "pad")
         decoders = choose_decoders(self.fields, decode)
         packs = choose_packs(self.fields, pack, batch_size=batch_size, transformed=transform is not None)
-        self._wish = Wish(decoders, packs, transform, transform_workers, memory)
-        check_batch(batch_size or 1, self._manifest.num_samples, self._store.url)
+        self._selection = choose_selection(where, self._manifest, store)
+        wish = Wish(decoders, packs, transform, transform_workers, memory, selection=self._selection)
+        self._session = ProcessSession(store, self._manifest, self._names, wish)
+        check_batch(batch_size or 1, self.num_samples, root.url)
         self._start = Cursor(
             digest=self._manifest.digest,
-            params=choose_order(self._manifest, shuffle),
+            params=choose_order(self._manifest, shuffle, self.num_samples),
             split=split,
             shuffle=shuffle is not False,
             remainder=remainder,
             seed=seed,
+            selection=None if self._selection is None else self._selection.digest,
         )
         self._order(self._start)  # refuses a seed that does not fit
         self._now = self._start
         self._loaded = False
         self._epochs = SharedEpochs()
-        self._session: tuple[int, Session] | None = None
         self._pass: weakref.ref[Pass] | None = None
 
     @property
@@ -121,8 +127,8 @@ class StreamingDataset(IterableDataset[dict[str, Any]]):
 
     @property
     def num_samples(self) -> int:
-        """The samples of the dataset, over all ranks."""
-        return self._manifest.num_samples
+        """The samples of the dataset that take part, over all ranks."""
+        return self._manifest.num_samples if self._selection is None else len(self._selection)
 
     @property
     def epoch(self) -> int:
@@ -146,7 +152,7 @@ class StreamingDataset(IterableDataset[dict[str, Any]]):
         self._epochs.begin(number, count, start.epoch)
         self._start = self._now = start
         follow = Follow(self._deliver, self._complete, self._on_batch)
-        run = Pass(self._open_session(), self._order(start), begin, follow, self._shape())
+        run = Pass(self._session.here(), self._order(start), begin, follow, self._shape())
         self._pass = weakref.ref(run)
         return run
 
@@ -196,9 +202,9 @@ class StreamingDataset(IterableDataset[dict[str, Any]]):
         """
         cursor = Cursor.from_dict(state)
         cursor.check(self._start, force=force)
-        if cursor.position > self._manifest.num_samples:
+        if cursor.position > self.num_samples:
             raise StateError(
-                f"the state has position {cursor.position}, the dataset {self._manifest.num_samples} samples",
+                f"the state has position {cursor.position}, the dataset {self.num_samples} samples",
                 "load a state that was saved with this dataset",
             )
         self._end_pass()
@@ -221,21 +227,21 @@ class StreamingDataset(IterableDataset[dict[str, Any]]):
         shares = [self._share(World(one, size).consumer(number, workers)) for one in ranks]
         place = start.position % shares[0].global_batch + turn * shares[0].global_batch
         order = self._order(start)
-        return torch.from_numpy(np.concatenate([step_samples(order, share, place) for share in shares]))
+        found = np.concatenate([step_samples(order, share, place) for share in shares])
+        return torch.from_numpy(found if self._selection is None else self._selection.samples[found])
 
     def stats(self) -> Stats:
         """Return what this process's loader did so far, with a verdict on what limits it."""
-        return self._open_session().counters.snapshot()
+        return self._session.here().counters.snapshot()
 
     def close(self) -> None:
         """End the present pass and its threads."""
         self._end_pass()
-        if self._session is not None and self._session[0] == os.getpid():
-            self._session[1].close()
+        self._session.close()
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickle for workers: the rank is resolved here, since a spawned worker cannot ask torch.distributed."""
-        return self.__dict__ | {"_session": None, "_pass": None, "_world": resolve_world(self._world)}
+        return self.__dict__ | {"_pass": None, "_world": resolve_world(self._world)}
 
     def _choose(self, start: Cursor) -> None:
         self._start = start
@@ -277,23 +283,11 @@ class StreamingDataset(IterableDataset[dict[str, Any]]):
         self._pass = None
 
     def _order(self, cursor: Cursor) -> EpochOrder:
-        return EpochOrder(self._manifest.num_samples, cursor.params, cursor.seed, cursor.epoch, cursor.shuffle)
+        return EpochOrder(self.num_samples, cursor.params, cursor.seed, cursor.epoch, cursor.shuffle)
 
     def _share(self, world: World) -> Share:
         lanes = self._start.params.lanes if self._start.shuffle else 1
-        return Share(self._manifest.num_samples, lanes, self._batch_size or 1, world, self._start.remainder)
+        return Share(self.num_samples, lanes, self._batch_size or 1, world, self._start.remainder)
 
     def _shape(self) -> Shape:
         return Shape(self._batch_size is None, self._with_index, self._start.remainder == "pad")
-
-    def _open_session(self) -> Session:
-        """The session of this process: threads and clients do not survive a fork."""
-        if self._session is None or self._session[0] != os.getpid():
-            readers = {name: field_reader(self._dataset_store, self._manifest, name) for name in self._names}
-            wish = replace(self._wish, ranks_here=ranks_on_this_machine())
-            session = Session(self._dataset_store, readers, self._manifest.num_samples, wish)
-            session.counters.note(
-                cores=max(1, cpu_count() // wish.ranks_here), transformers=max(1, wish.transform_workers)
-            )
-            self._session = (os.getpid(), session)
-        return self._session[1]

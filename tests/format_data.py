@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from streamloader.format.geometry import Geometry, choose_layouts
 from streamloader.format.manifest import DTYPES, Field, Manifest
@@ -105,8 +106,9 @@ def read_column(store: Store, name: str, start: int, stop: int, max_bytes: int =
     for run in runs:
         chunks = reader.decode(run, reader.fetch(plane, run))
         assert chunks is not None
-        values = [bytes(chunk[i]) for chunk in chunks for i in range(len(chunk))]
+        values = [bytes(chunk[i]) for _, chunk in chunks for i in range(len(chunk))]
         assert len(values) == run.num_samples
+        assert [row for row, _ in chunks] == list(range(0, run.num_samples, reader.layout.chunk))
         items += [value for i, value in enumerate(values) if start <= run.first_sample + i < stop]
     return items
 
@@ -121,3 +123,18 @@ def same(left: Any, right: Any) -> bool:
 def objects_of(store: Store) -> dict[str, bytes]:
     """Return every object below the store."""
     return {info.path: store.get(info.path) for info in store.list()}
+
+
+def read_picks(store: Store, name: str, picks: NDArray[np.int64]) -> Any:
+    """Read the samples of these numbers, which ascend, through `FieldReader`, as the format holds them."""
+    manifest, store = open_manifest(store)
+    reader, plane = field_reader(store, manifest, name), store.reader()
+    field, place = reader.layout.field, 1000  # the number of the first pick is the caller's
+    out = np.zeros((len(picks), *field.shape), field.dtype) if field.fixed else None
+    items = [b""] * len(picks)
+    for run in reader.runs_of(picks, place):
+        assert run.picks is not None and len(run.picks)
+        for row, chunk in reader.decode(run, reader.fetch(plane, run), out, place) or []:
+            for i in range(len(chunk)):
+                items[row + i] = bytes(chunk[i])
+    return items if out is None else out

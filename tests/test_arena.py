@@ -34,9 +34,9 @@ def fill(arena: Arena, ticket: int, skip: int = 0) -> None:
     slot = arena.claim(ticket)
     arena.room("x", slot, BLOCK)[:] = (ticket * BLOCK + np.arange(BLOCK))[:, None]
     values = [b"before"] * skip + [b"%d" % (ticket * BLOCK + row) for row in range(BLOCK)]
-    chunks = [items(values[at : at + 2]) for at in range(0, len(values), 2)]
-    arena.keep("raw", slot, chunks[1:], skip - 2)  # in two requests, the later one first
-    arena.keep("raw", slot, chunks[:1], skip)
+    chunks = [(at - skip, items(values[at : at + 2])) for at in range(0, len(values), 2)]
+    arena.keep("raw", slot, chunks[1:])  # in two requests, the later one first
+    arena.keep("raw", slot, chunks[:1])
 
 
 @settings(max_examples=60, deadline=None)

@@ -169,10 +169,10 @@ def test_a_request_that_stalls_for_good_holds_neither_the_pass_nor_the_memory_of
     read(ds)
     assert server.times == 0
     assert ds.stats().hedges >= 1
-    assert ds._session is not None and ds._session[1]._running is not None
-    memory = ds._session[1]._running.memory
+    assert ds._session.here()._running is not None
+    memory = ds._session.here()._running.memory
     read(ds)
-    assert ds._session[1]._running.memory is memory
+    assert ds._session.here()._running.memory is memory
     server.released.set()
     ds.close()
 

@@ -19,6 +19,7 @@ from format_data import (
     geometry_of,
     memory_store,
     read_column,
+    read_picks,
     same,
     write_dataset,
     write_shards,
@@ -98,6 +99,42 @@ def test_any_range_of_any_field_reads_as_it_was_written(
         start = data.draw(st.integers(0, count))
         stop = data.draw(st.integers(start, count))
         assert same(read_column(store, name, start, stop, data.draw(st.integers(1, 400))), columns[name][start:stop])
+
+
+@given(
+    st.dictionaries(st.sampled_from(["a", "b", "c"]), fields, min_size=1),
+    st.integers(1, 70),
+    st.sampled_from(CODECS),
+    st.booleans(),
+    st.data(),
+)
+@settings(max_examples=40, deadline=None)
+def test_any_choice_of_samples_reads_as_it_was_written(
+    fields: dict[str, Field], count: int, codec: str, gaps: bool, data: st.DataObject
+) -> None:
+    store, columns = memory_store(), columns_of(fields, count)
+    layout = Layout(samples_per_shard=data.draw(st.sampled_from([4, 16, 64])), chunk_size=40, block_size=200)
+    write_dataset(store, columns, geometry_of(fields, count, layout, codec))
+    picks = np.array(sorted(data.draw(st.sets(st.integers(0, count - 1), min_size=1))))
+    with pytest.MonkeyPatch.context() as patch:
+        if not gaps:  # else all of them are so small that they are read along
+            patch.setattr("streamloader.format.reader.GAP_BYTES", 0)
+        for name, column in columns.items():
+            expected = column[picks] if isinstance(column, np.ndarray) else [column[i] for i in picks]
+            assert same(read_picks(store, name, picks), expected)
+
+
+def test_chunks_without_a_chosen_sample_are_read_only_where_they_are_small() -> None:
+    store, manifest = dataset(200)
+    (name, layout), *_ = manifest.fields.items()
+    reader = field_reader(store, manifest, name)
+    far = np.array([0, 199])
+    assert sum(run.num_samples for run in reader.runs_of(far)) > 2 * layout.chunk
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("streamloader.format.reader.GAP_BYTES", 0)
+        assert all(run.num_samples <= layout.chunk for run in reader.runs_of(far))
+        assert [run.place for run in reader.runs_of(far, 7)] == [7, 8]
+    assert reader.runs_of(np.array([], np.int64)) == []
 
 
 @given(st.integers(1, 200), st.integers(1, 3000), st.data())

@@ -21,7 +21,6 @@ from streamloader.format.manifest import FieldLayout
 from streamloader.stats import Counters
 
 Column = NDArray[Any]
-NOTHING = memoryview(b"")
 NO_SLOT = -1
 
 
@@ -38,9 +37,7 @@ class Arena:
             for name, layout in layouts.items()
             if layout.field.fixed
         }
-        self._variable = {
-            name: _Chunks(layout.chunk, slots, block) for name, layout in layouts.items() if not layout.field.fixed
-        }
+        self._variable = {name: _Chunks(slots, block) for name, layout in layouts.items() if not layout.field.fixed}
         # ticket -> slot, also as an array, so that a batch translates its rows in one take
         self._slots: dict[int, int] = {}
         self._slot_of = np.full(1024, NO_SLOT, np.int64)
@@ -88,12 +85,15 @@ class Arena:
         """Return the first `rows` rows of a slot, to be decoded into."""
         return self._fixed[name][slot * self.block : slot * self.block + rows]
 
-    def keep(self, name: str, slot: int, chunks: Sequence[Items], skip: int) -> None:
-        """Hold neighbouring decoded chunks of a variable-size field; other parts of the block may come before or after.
+    def keep(self, name: str, slot: int, chunks: Sequence[tuple[int, Items]]) -> None:
+        """Hold decoded chunks of a variable-size field, each with the row of the block where its first item belongs.
 
-        `skip`: how many samples before the block's first row they begin; below 0 where they begin behind it.
+        Items before the block's first row, or behind its last, are of other blocks. Other parts of the block may come
+        before or after.
         """
-        self._variable[name].keep(slot, chunks, skip)
+        with self._lock:
+            first = self._variable[name].hold(slot, chunks)
+        self._variable[name].place(slot, chunks, first)
 
     def take(self, name: str, tickets: NDArray[np.int64], rows: NDArray[np.int64], out: Column) -> None:
         """Gather fixed-shape rows into `out`: one copy, no allocation of the batch's size."""
@@ -117,40 +117,37 @@ class Arena:
 
 
 class _Chunks:
-    """A variable-size field in all slots: its chunks as they were decoded, and where each row of a block lies in them.
+    """A variable-size field in all slots: decoded chunks, and where in which of them each row of a block lies."""
 
-    Everything is found by arithmetic from slot and row, so that runs of a block may come in any order.
-    """
-
-    def __init__(self, chunk: int, slots: int, block: int) -> None:
-        self._chunk = chunk
+    def __init__(self, slots: int, block: int) -> None:
         self._block = block
-        self._most = block // chunk + 2  # chunks that a block may touch, wherever it begins
-        self._buffers = [NOTHING] * (slots * self._most)
-        self._skip = np.zeros(slots, np.int64)  # the samples of the first chunk that come before the block
+        self._buffers: list[list[memoryview]] = [[] for _ in range(slots)]
+        self._chunk = np.empty(slots * block, np.int32)
         self._starts = np.empty(slots * block, np.int32)  # a chunk has less than 2 GiB
         self._stops = np.empty(slots * block, np.int32)
 
-    def keep(self, slot: int, chunks: Sequence[Items], skip: int) -> None:
-        # runs begin with a chunk, so that each of them knows where the block's first chunk begins
-        self._skip[slot] = before = skip % self._chunk
-        first = slot * self._most + (before - skip) // self._chunk
+    def hold(self, slot: int, chunks: Sequence[tuple[int, Items]]) -> int:
+        """Take the buffers; return the number of the first. For one thread at a time."""
+        buffers = self._buffers[slot]
+        buffers.extend(items.buffer for _, items in chunks)
+        return len(buffers) - len(chunks)
+
+    def place(self, slot: int, chunks: Sequence[tuple[int, Items]], first: int) -> None:
+        """Note where the items are."""
         base = slot * self._block
-        for i, items in enumerate(chunks):
-            self._buffers[first + i] = items.buffer
-            begin = i * self._chunk - skip
-            low, high = max(begin, 0), min(begin + len(items), self._block)
-            self._starts[base + low : base + high] = items.starts[low - begin : high - begin]
-            self._stops[base + low : base + high] = items.stops[low - begin : high - begin]
+        for number, (row, items) in enumerate(chunks, first):
+            low, high = max(row, 0), min(row + len(items), self._block)
+            self._chunk[base + low : base + high] = number
+            self._starts[base + low : base + high] = items.starts[low - row : high - row]
+            self._stops[base + low : base + high] = items.stops[low - row : high - row]
 
     def drop(self, slot: int) -> None:
-        self._buffers[slot * self._most : (slot + 1) * self._most] = [NOTHING] * self._most
+        self._buffers[slot] = []
 
     def items(self, slots: NDArray[np.int64], rows: NDArray[np.int64]) -> list[memoryview]:
-        chunks = slots * self._most + (rows + self._skip[slots]) // self._chunk
         places = slots * self._block + rows
-        found = zip(chunks.tolist(), self._starts[places].tolist(), self._stops[places].tolist(), strict=True)
-        return [self._buffers[chunk][start:stop] for chunk, start, stop in found]
+        parts = (slots.tolist(), *(what[places].tolist() for what in (self._chunk, self._starts, self._stops)))
+        return [self._buffers[slot][chunk][start:stop] for slot, chunk, start, stop in zip(*parts, strict=True)]
 
 
 class BatchBuffers:

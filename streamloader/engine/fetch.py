@@ -40,6 +40,7 @@ class Fetcher:
         counters: Counters,
     ) -> None:
         self._fields = source.fields
+        self._runs = source.runs
         self._open_reader = source.reader
         self._arena = source.memory.arena
         self._bodies = source.memory.bodies
@@ -135,7 +136,7 @@ class Fetcher:
         """Cut the field's part of a block in pieces, and load the first."""
         field = self._fields[name]
         try:
-            runs = field.runs(block.ref.start, block.ref.stop)
+            runs = self._runs(field, block.ref)
         except StreamloaderError as error:
             with self._changed:
                 self._busy -= 1
@@ -191,7 +192,7 @@ class Fetcher:
         fetch, damaged = partial(self._fetch, piece, number), partial(self._damaged, piece)
         items = piece.field.load(piece.run, fetch, rows, ref.start, room=self._bodies.room, on_damage=damaged)
         if items is not None:
-            self._arena.keep(name, slot, items, ref.start - piece.run.first_sample)
+            self._arena.keep(name, slot, items)
         self._counters.add(
             unpack_seconds=time.thread_time() - piece.body_at,
             bytes_decoded=piece.run.num_samples * layout.field.item_bytes if fixed else 0,

@@ -25,6 +25,7 @@ from streamloader.format.reader import MAX_REQUEST, FieldReader
 from streamloader.options import MIB, Pack
 from streamloader.plan.order import EpochOrder, OrderParams
 from streamloader.plan.schedule import slots_needed
+from streamloader.plan.selection import Selection
 from streamloader.plan.world import Share
 from streamloader.stats import Counters
 from streamloader.storage.protocol import Store
@@ -38,7 +39,7 @@ JOIN_SECONDS = 0.2
 
 @dataclass(frozen=True)
 class Wish:
-    """What the caller wants of each sample, and within how many bytes (`memory`, None for what it needs)."""
+    """What the caller wants of which samples (None: all), and within how many bytes (`memory`, None for the need)."""
 
     decoders: Mapping[str, ImageDecoder] = field(default_factory=dict)
     packs: Mapping[str, Pack] = field(default_factory=dict)
@@ -46,6 +47,7 @@ class Wish:
     transform_workers: int = 0
     memory: int | None = None
     ranks_here: int = 1
+    selection: Selection | None = None
 
 
 @dataclass
@@ -74,7 +76,7 @@ class Session:
     def __init__(self, store: Store, readers: Mapping[str, FieldReader], num_samples: int, wish: Wish) -> None:
         self._store = store
         self._readers = dict(readers)
-        self._num_samples = num_samples
+        self._num_samples = num_samples if wish.selection is None else len(wish.selection)
         self._wish = wish
         self.counters = Counters()
         self._resident: dict[str, NDArray[Any]] = {}
@@ -89,7 +91,11 @@ class Session:
 
     def fetched(self, order: EpochOrder) -> OrderParams:
         """Return the order's block, lanes and window; without shuffle the fetch unit, in one lane."""
-        return order.params if order.shuffle else OrderParams(self.chunk, 1, 2 * self.chunk)
+        if order.shuffle:
+            return order.params
+        # selected samples begin anywhere in a chunk, which is then read for both units that it belongs to
+        unit = self.chunk if self._wish.selection is None else max(self.chunk, order.params.block)
+        return OrderParams(unit, 1, 2 * unit)
 
     def start(self, order: EpochOrder, share: Share, position: int, steps_at_once: int = 1) -> Pipeline:
         """Return the running pipeline of an epoch from a global position; each batch holds `steps_at_once` steps.
@@ -98,7 +104,8 @@ class Session:
         """
         params = self.fetched(order)
         block = params.block
-        wanted = PassPlan(order, share, position, None if order.shuffle else block, steps_at_once)
+        selection = self._wish.selection
+        wanted = PassPlan(order, share, position, None if order.shuffle else block, steps_at_once, selection)
         running = self._running
         if running is not None and running.expects(wanted):
             return running.go_on()
@@ -112,7 +119,7 @@ class Session:
         self.counters.describe_client(f"{self._store.reader().kind}: {self._store.reader().reason}")
         streamed = {name: reader for name, reader in self._readers.items() if name not in resident}
         memory = self._memory({name: reader.layout for name, reader in streamed.items()}, budget.slots, block)
-        source = Source(streamed, self._store.reader, self._line, memory)
+        source = Source(streamed, self._store.reader, self._line, memory, selection)
         recipe = self._recipe(resident, order.seed, alike=steps_at_once == 1)
         engine = Engine(source, recipe, wanted, budget, self.counters, endless=endless)
         self._running = _Running(engine, memory, wanted)
@@ -179,7 +186,7 @@ class Session:
     def _demand(self, resident: list[str], block: int, slots: int, rows: int) -> Demand:
         """What is needed with these fields held whole; `rows` are the samples of a batch."""
         streamed = {name: reader for name, reader in self._readers.items() if name not in resident}
-        mean = {name: _mean_bytes(reader, self._num_samples) for name, reader in self._readers.items()}
+        mean = {name: _mean_bytes(reader) for name, reader in self._readers.items()}
         requests = [
             max(reader.layout.chunk * mean[name], min(MAX_REQUEST, block * mean[name]))
             for name, reader in streamed.items()
@@ -192,7 +199,7 @@ class Session:
             request_bytes=int(max(requests, default=MIB)),
             blocks=-(-self._num_samples // block),
             variable_bytes=variable,
-            resident_bytes=self._num_samples * sum(int(mean[name]) for name in resident),
+            resident_bytes=sum(self._readers[name].num_samples * int(mean[name]) for name in resident),
         )
 
     def _finished_bytes(self, name: str, stored: float) -> float:
@@ -206,7 +213,7 @@ class Session:
         return float(math.prod(decoder.options.size) * decoder.channels * itemsize)
 
 
-def _mean_bytes(reader: FieldReader, num_samples: int) -> float:
+def _mean_bytes(reader: FieldReader) -> float:
     if reader.layout.field.fixed:
         return float(reader.layout.field.item_bytes)
-    return reader.layout.nbytes / max(1, num_samples)
+    return reader.layout.nbytes / max(1, reader.num_samples)

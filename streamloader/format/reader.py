@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import crc32c
@@ -11,38 +12,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streamloader.errors import CorruptError, FieldError, MissingObjectError, ModifiedError, NotFoundError
-from streamloader.format.codecs import CRC_BYTES, Items, decode_fixed, decode_items
+from streamloader.format.codecs import CRC_BYTES, decode_fixed, decode_items
 from streamloader.format.manifest import FieldLayout, Manifest
 from streamloader.format.opening import open_manifest
+from streamloader.format.runs import Part, Placed, Run, chosen, parts_of
 from streamloader.format.shard import index_size, parse_index
 from streamloader.format.table import ChunkTable
 from streamloader.options import MIB
 from streamloader.storage.protocol import RangeReader, Room, Store, room_for
 
-__all__ = ["FieldReader", "Run", "field_reader", "open_manifest"]
+__all__ = ["FieldReader", "Placed", "Run", "field_reader", "open_manifest"]
 
 MAX_REQUEST = 16 * MIB  # one request of a cloud store moves 50-90 MB/s: larger ones only add latency
+# Chunks that nobody wants are read along where they are so few bytes: a further request costs as much time.
+GAP_BYTES = MIB // 2
 # A damaged body is mostly a damaged transfer: fetched again this often before it counts as damaged at rest.
 BODY_ATTEMPTS = 3
-
-
-@dataclass(frozen=True, eq=False)
-class Run:
-    """Whole, neighbouring chunks of one shard: one ranged request of bytes [start, stop) of the object `path`.
-
-    `chunk` is the first of them within the shard, `sizes` (bytes, with checksum) and `crcs` are per chunk.
-    `num_samples` counts those that exist: the dataset's last chunk may be partly padding.
-    """
-
-    path: str
-    start: int
-    stop: int
-    shard: int
-    chunk: int
-    sizes: NDArray[np.int64]
-    crcs: NDArray[np.uint32]
-    first_sample: int
-    num_samples: int
 
 
 def field_reader(store: Store, manifest: Manifest, name: str) -> FieldReader:
@@ -83,6 +68,26 @@ class FieldReader:
                 runs.append(self._run(shard, low, high, offsets, crcs))
         return runs
 
+    def runs_of(self, samples: NDArray[np.int64], place: int = 0) -> list[Run]:
+        """Return the requests for these samples, numbers in ascending order, with what to pick from each.
+
+        Chunks without one of them are not read, except between others where they are small. `place` counts on for
+        the first of the samples. Raises as `runs`.
+        """
+        sample_bytes = self.layout.stored / max(1, self.num_samples)
+        chunk_bytes = max(1.0, self.layout.chunk * sample_bytes)
+        most = min(MAX_REQUEST, int(len(samples) * sample_bytes))  # gaps included: no more in flight than without
+        chunks = samples // self.layout.chunk
+        apart = np.flatnonzero((np.diff(chunks) - 1) * chunk_bytes > GAP_BYTES) + 1
+        edges = [0, *apart.tolist(), len(samples)]
+        found: list[Run] = []
+        for low, high in pairwise(edges if len(samples) else []):
+            for run in self.runs(int(samples[low]), int(samples[high - 1]) + 1, most):
+                first, last = np.searchsorted(samples, [run.first_sample, run.first_sample + run.num_samples]).tolist()
+                if last > first:  # else a gap that a request's size has cut off
+                    found.append(replace(run, picks=samples[first:last], place=place + first))
+        return found
+
     def fetch(self, reader: RangeReader, run: Run, room: Room | None = None) -> memoryview:
         """Return the run's bytes by one request without a retry, in `room` where the plane can put them.
 
@@ -103,7 +108,7 @@ class FieldReader:
         *,
         room: Room = room_for,
         on_damage: Callable[[], None] | None = None,
-    ) -> list[Items] | None:
+    ) -> list[Placed] | None:
         """Return what `decode` does of the body that `fetch` returns; a damaged one is fetched again, twice at most.
 
         `on_damage` is told before each further attempt. Raises what `fetch` raises and, in the end, what `decode` does.
@@ -123,44 +128,50 @@ class FieldReader:
         out: NDArray[Any] | None = None,
         first: int | None = None,
         room: Room = room_for,
-    ) -> list[Items] | None:
-        """Check length and checksum of every chunk of the run, and decode it.
+    ) -> list[Placed] | None:
+        """Check length and checksum of every chunk of the run that is wanted, and decode it.
 
-        Fixed shape: into `out`, C-contiguous (rows, *shape) of the field's dtype; its row 0 is sample `first`
-        (default: `run.first_sample`), and samples outside of it are dropped. Variable size: returns the items
-        of each chunk, without the padding of the last one; compressed ones are unpacked into `room`. Raises
-        `CorruptError` or `ModifiedError`, which name the object, the chunk and its samples.
+        Row 0 is sample `first` (default: the run's first), or of picked samples the how manieth of all. Fixed shape:
+        into `out`, C-contiguous (rows, *shape) of the field's dtype; samples outside of it are dropped. Variable size:
+        returns the items of each chunk with the row of the first, without the padding of the last chunk; compressed
+        ones are unpacked into `room`. Raises `CorruptError` or `ModifiedError`, which name the object, the chunk and
+        its samples.
         """
         if self.layout.field.fixed == (out is None):
             raise TypeError(f"field {self.name!r}: `out` is for fields of fixed shape, and they need it")
         if len(data) != run.stop - run.start:
             raise self._damage(run, 0, f"{len(data)} of {run.stop - run.start} bytes came")
-        items: list[Items] = []
-        first = run.first_sample if first is None else first
+        found: list[Placed] = []
         at = 0
-        for i, size in enumerate(run.sizes.tolist()):
-            body, at = self._verified(run, i, data[at : at + size]), at + size
-            sample = run.first_sample + i * self.layout.chunk
-            rows = min(self.layout.chunk, run.first_sample + run.num_samples - sample)
+        for i, (part, size) in enumerate(zip(parts_of(run, self.layout.chunk, first), run.sizes.tolist(), strict=True)):
+            at += size
+            if part.wanted is not None and not part.wanted.size:
+                continue
+            body = self._verified(run, i, data[at - size : at])
             try:
                 if out is not None:
-                    self._decode_rows(body, out, sample - first, rows)
+                    self._decode_rows(body, out, part)
                 else:
-                    items.append(_trimmed(decode_items(self.layout, body, room), rows))
+                    found.append((part.row, chosen(decode_items(self.layout, body, room), part)))
             except CorruptError as error:
                 raise self._damage(run, i, error.problem) from error
-        return items if out is None else None
+        return found if out is None else None
 
-    def _decode_rows(self, body: memoryview, out: NDArray[Any], row: int, rows: int) -> None:
-        low, high = max(row, 0), min(row + rows, len(out))
+    def _decode_rows(self, body: memoryview, out: NDArray[Any], part: Part) -> None:
+        wanted = None if part.wanted is None or len(part.wanted) == part.rows else part.wanted
+        low, high = max(part.row, 0), min(part.row + part.count, len(out))
         if low >= high:
             return
-        if low == row:
+        if low == part.row and wanted is None:
             decode_fixed(self.layout, body, out[low:high])
             return
-        whole = np.empty((rows, *self.layout.field.shape), out.dtype)
+        whole = np.empty((part.rows, *self.layout.field.shape), out.dtype)
         decode_fixed(self.layout, body, whole)
-        np.copyto(out[low:high], whole[low - row : high - row])
+        rows = slice(low - part.row, high - part.row)
+        if wanted is None:
+            np.copyto(out[low:high], whole[rows])
+        else:
+            np.take(whole, wanted[rows], axis=0, out=out[low:high], mode="clip")
 
     def _verified(self, run: Run, i: int, data: memoryview) -> memoryview:
         body = data[:-CRC_BYTES]
@@ -228,7 +239,3 @@ def _cuts(offsets: NDArray[np.int64], first: int, last: int, max_bytes: int) -> 
         stop = min(max(room, first + 1), last)
         yield first, stop
         first = stop
-
-
-def _trimmed(items: Items, rows: int) -> Items:
-    return Items(items.buffer, items.starts[:rows], items.stops[:rows]) if rows < len(items) else items

@@ -236,7 +236,7 @@ def _images(ranges: Ranges) -> list[tuple[int, memoryview]]:
         if field.layout.field.kind != "bytes":
             raise FieldError(f"field {field.name!r} is {field.layout.field}", "name a field of encoded images")
         chunks = field.decode(run, call_with_retry(partial(field.fetch, ranges.plane, run), RetryPolicy())) or []
-        found = [items[i] for items in chunks for i in range(len(items))]
+        found = [items[i] for _, items in chunks for i in range(len(items))]
         for number, data in enumerate(found, run.first_sample):
             images.append((number, data))
             size += len(data)

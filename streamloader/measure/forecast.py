@@ -96,9 +96,8 @@ def forecast(url: str, options: ForecastOptions) -> Forecast:
     store = open_store(url, options.storage_options)
     manifest, place = open_manifest(store, options.split)
     names = choose_fields(manifest, options.fields, with_index=False, with_valid=True)
-    order = EpochOrder(
-        manifest.num_samples, choose_order(manifest, options.shuffle), 0, 0, options.shuffle is not False
-    )
+    params = choose_order(manifest, options.shuffle, manifest.num_samples)
+    order = EpochOrder(manifest.num_samples, params, 0, 0, options.shuffle is not False)
     share = Share(order.num_samples, order.lanes, options.batch_size, world, "pad")
     readers = {name: field_reader(place, manifest, name) for name in names}
     session = Session(place, readers, order.num_samples, Wish(memory=options.memory, ranks_here=options.ranks_here))

@@ -23,6 +23,7 @@ class Cursor:
 
     The same on every rank, and free of the world size. `workers` DataLoader workers deliver in turn; `extra` of
     them have delivered one batch each (on every rank) from `position` on. Without workers these are 1 and 0.
+    `selection` is the digest of the samples that take part, where these are not all.
     """
 
     digest: str
@@ -35,6 +36,7 @@ class Cursor:
     position: int = 0
     extra: int = 0
     workers: int = 1
+    selection: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values, from which `from_dict` makes an equal cursor."""
@@ -50,6 +52,7 @@ class Cursor:
             "position": self.position,
             "extra": self.extra,
             "workers": self.workers,
+            **({} if self.selection is None else {"selection": self.selection}),
         }
 
     @classmethod
@@ -72,6 +75,7 @@ class Cursor:
             digest=_get(state, "digest", str),
             params=params,
             split=_get(state, "split", str, type(None)),
+            selection=_get(state, "selection", str) if "selection" in state else None,
             shuffle=_get(state, "shuffle", bool),
             remainder=remainder,
             **{name: _get(state, name, int) for name in ("seed", "epoch", "position", "extra", "workers")},
@@ -86,7 +90,7 @@ class Cursor:
         Compares all that pins the order, so not epoch, position and workers. `force` lets the digest differ: for a
         copy of the dataset with the same samples.
         """
-        names = ("digest", "split", "params", "shuffle", "remainder", "seed")
+        names = ("digest", "split", "selection", "params", "shuffle", "remainder", "seed")
         differing = [name for name in names if getattr(self, name) != getattr(expected, name)]
         if force and "digest" in differing:
             differing.remove("digest")

@@ -1,0 +1,49 @@
+"""Which samples `where=` of `StreamingDataset` chooses: checked, and read from small fields where it is a condition."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from streamloader.engine.resident import load_whole
+from streamloader.errors import SelectionError
+from streamloader.format.manifest import Manifest
+from streamloader.format.reader import field_reader
+from streamloader.plan.expression import Condition
+from streamloader.plan.selection import Selection
+from streamloader.stats import Counters
+from streamloader.storage.protocol import Store
+
+# a condition, a slice of samples, a mask with a bool for each, or their numbers; also as a tensor
+WhereChoice = None | str | slice | Sequence[bool] | Sequence[int] | np.ndarray[Any, Any]
+
+
+def check_where(where: WhereChoice) -> None:
+    """Raise `SelectionError` for a condition that cannot be read, whatever the dataset is."""
+    if isinstance(where, str):
+        Condition.parse(where)
+
+
+def choose_selection(where: WhereChoice, manifest: Manifest, store: Store) -> Selection | None:
+    """Return the samples that are chosen; None for all.
+
+    A condition reads the fields that it names, each of one number a sample, whole. Raises `SelectionError` for a field
+    that is not there or holds no such numbers, before anything is read, and for what selects nothing.
+    """
+    if where is None:
+        return None
+    if not isinstance(where, str):
+        return Selection.of(where, manifest.num_samples)
+    condition = Condition.parse(where)
+    usable = [name for name, layout in manifest.fields.items() if layout.field.fixed and not layout.field.shape]
+    for name in sorted(condition.fields - set(usable)):
+        found = f"is {manifest.fields[name].field}" if name in manifest.fields else "is no field"
+        raise SelectionError(
+            f"where={where!r} asks for {name!r}, which {found}",
+            f"fields of one number a sample are {', '.join(usable) or 'none'}; or give a mask or indexes",
+        )
+    readers = {name: field_reader(store, manifest, name) for name in condition.fields}
+    columns = {name: load_whole(reader, store.reader(), Counters()) for name, reader in readers.items()}
+    return Selection.of(condition.mask(columns), manifest.num_samples)
