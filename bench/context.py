@@ -21,9 +21,6 @@ from bench.servers import Endpoint
 from bench.workloads import DATA, ROOT, Workload
 
 RESULTS = ROOT / "bench" / "results"
-# Memory that a contestant touches first: for itself, and what it may take of the data, at most the largest window.
-WARM_BYTES = 500_000_000
-MOST_WARM = 2_500_000_000
 
 
 @dataclass(frozen=True)
@@ -98,7 +95,6 @@ def specification(bench: Bench, cell: Cell, contestant: Contestant, endpoint: En
         "ca": endpoint.ca,
         "batch": cell.workload.batch,
         "variant": cell.variant,
-        "warm": min(MOST_WARM, WARM_BYTES + 2 * counts(bench, cell.workload)["raw_bytes"]),
     }
 
 

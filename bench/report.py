@@ -63,7 +63,7 @@ def _head(lines: Sequence[Line]) -> str:
     if memory.get("gigabytes"):
         about.append(
             f"This machine hands out memory that lay idle at {memory['gigabytes_per_second']:g} GB/s, so each"
-            " contestant touches up to 2.5 GB and gives them back just before it begins; NOTES.md says what that"
+            " contestant touches 2.5 GB and gives them back just before it begins; NOTES.md says what that"
             " helps."
         )
     if settings:

@@ -57,8 +57,7 @@ class UnsupportedError(Exception):
 class Spec:
     """One measurement. `seconds`: an epoch is cut so long after its first batch, 0 never; `ca`: a PEM file, or empty.
 
-    `cache`: an empty folder for the peer's local cache, removed afterwards. `warm`: bytes of memory to touch and give
-    back before the first epoch. `extra`: what one contestant alone knows.
+    `cache`: an empty folder for the peer's local cache, removed afterwards. `extra`: what one contestant alone knows.
     """
 
     workload: str
@@ -75,7 +74,6 @@ class Spec:
     cache: str = ""
     variant: str = ""
     seed: int = 0
-    warm: int = 0
     extra: dict[str, Any] = field(default_factory=dict)
 
     @property
