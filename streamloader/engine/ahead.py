@@ -34,7 +34,7 @@ class Ahead(Generic[T]):
             self.close()
 
     def there(self, *, wait: bool) -> bool:
-        """Return whether there is an item to take; with `wait` false only after the last one."""
+        """Return whether an item is there; `wait` for it, and False says that none will come."""
         if wait and not self._made:
             with self._changed:
                 self._changed.wait_for(lambda: self._made or self._over)
