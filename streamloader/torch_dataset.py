@@ -35,7 +35,7 @@ from streamloader.torch_choices import (
 from streamloader.torch_epochs import Place, SharedEpochs
 from streamloader.torch_packing import PackChoice, choose_packs
 from streamloader.torch_pass import Follow, Pass, Position, Shape, warn_of_costs
-from streamloader.torch_selection import WhereChoice, check_where, choose_selection
+from streamloader.torch_selection import WhereChoice, choose_selection, read_where
 from streamloader.torch_session import ProcessSession
 from streamloader.torch_world import in_worker, resolve_world, worker
 
@@ -91,7 +91,7 @@ class StreamingDataset(IterableDataset[dict[str, Any]]):
     ) -> None:
         super().__init__()
         check_arguments(batch_size, remainder, transform, transform_workers, memory, on_batch=on_batch)
-        check_where(where)
+        condition = read_where(where)  # before anything is opened
         self._on_batch = on_batch
         self._batch_size = batch_size
         self._with_index = with_index
@@ -101,7 +101,7 @@ class StreamingDataset(IterableDataset[dict[str, Any]]):
         self._names = choose_fields(self._manifest, fields, with_index, remainder == "pad")
         decoders = choose_decoders(self.fields, decode)
         packs = choose_packs(self.fields, pack, batch_size=batch_size, transformed=transform is not None)
-        self._selection = choose_selection(where, self._manifest, store)
+        self._selection = choose_selection(condition, self._manifest, store)
         wish = Wish(decoders, packs, transform, transform_workers, memory, selection=self._selection)
         self._session = ProcessSession(store, self._manifest, self._names, wish)
         check_batch(batch_size or 1, self.num_samples, root.url)

@@ -20,30 +20,28 @@ from streamloader.storage.protocol import Store
 WhereChoice = None | str | slice | Sequence[bool] | Sequence[int] | np.ndarray[Any, Any]
 
 
-def check_where(where: WhereChoice) -> None:
-    """Raise `SelectionError` for a condition that cannot be read, whatever the dataset is."""
-    if isinstance(where, str):
-        Condition.parse(where)
+def read_where(where: WhereChoice) -> Any:
+    """Return a condition parsed, anything else as it is. Raises `SelectionError` for one that cannot be read."""
+    return Condition.parse(where) if isinstance(where, str) else where
 
 
-def choose_selection(where: WhereChoice, manifest: Manifest, store: Store) -> Selection | None:
-    """Return the samples that are chosen; None for all.
+def choose_selection(where: Any, manifest: Manifest, store: Store) -> Selection | None:
+    """Return the samples that are chosen by what `read_where` returned; None for all.
 
     A condition reads the fields that it names, each of one number a sample, whole. Raises `SelectionError` for a field
     that is not there or holds no such numbers, before anything is read, and for what selects nothing.
     """
     if where is None:
         return None
-    if not isinstance(where, str):
+    if not isinstance(where, Condition):
         return Selection.of(where, manifest.num_samples)
-    condition = Condition.parse(where)
     usable = [name for name, layout in manifest.fields.items() if layout.field.fixed and not layout.field.shape]
-    for name in sorted(condition.fields - set(usable)):
+    for name in sorted(where.fields - set(usable)):
         found = f"is {manifest.fields[name].field}" if name in manifest.fields else "is no field"
         raise SelectionError(
-            f"where={where!r} asks for {name!r}, which {found}",
+            f"where={where.text!r} asks for {name!r}, which {found}",
             f"fields of one number a sample are {', '.join(usable) or 'none'}; or give a mask or indexes",
         )
-    readers = {name: field_reader(store, manifest, name) for name in condition.fields}
+    readers = {name: field_reader(store, manifest, name) for name in where.fields}
     columns = {name: load_whole(reader, store.reader(), Counters()) for name, reader in readers.items()}
-    return Selection.of(condition.mask(columns), manifest.num_samples)
+    return Selection.of(where.mask(columns), manifest.num_samples)

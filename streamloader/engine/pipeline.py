@@ -18,7 +18,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from streamloader.engine.ahead import Ahead
 from streamloader.engine.batch import Batch
@@ -35,7 +35,9 @@ from streamloader.stats import Counters
 # Blocks ahead of the batch that is assembled, for each request that may be in flight: one on its way, one there.
 AHEAD = 2
 # Batches that are planned ahead: plans are made in spans, the next one while the batches of the last are gathered.
+# Few of large ones: a row of a plan takes 40 bytes, and `memory=` does not count it.
 PLANNED = 256
+PLANNED_ROWS = 1 << 18
 
 
 class Engine:
@@ -49,7 +51,9 @@ class Engine:
     ) -> None:
         self.counters = counters
         self.passes = 0  # completed by their consumers
-        self.core = Assembler(source, recipe, plans(first, endless=endless), budget, counters)
+        rows = first.share.batch * first.steps_at_once
+        planned = Ahead(plans(first, endless=endless), min(PLANNED, max(2, PLANNED_ROWS // rows)))
+        self.core = Assembler(source, recipe, planned, budget, counters)
         self._crew = Crew("assemble", 1, self.core.fail)
         self._crew.submit(self.core.run)
         self._crew.submit(self.core.shut)
@@ -129,10 +133,10 @@ class Assembler:
     """What the threads share; see the module's picture."""
 
     def __init__(
-        self, source: Source, recipe: Recipe, plans: Iterator[BatchPlan | None], budget: Budget, counters: Counters
+        self, source: Source, recipe: Recipe, plans: Ahead[BatchPlan | None], budget: Budget, counters: Counters
     ) -> None:
         self._source = source
-        self.plans = Ahead(plans, PLANNED)
+        self.plans = plans
         self._counters = counters
         # Blocks of a variable-size field differ: slots bound their number, this their bytes.
         self._most_held = budget.variable_bytes

@@ -145,7 +145,7 @@ class FieldReader:
         at = 0
         for i, (part, size) in enumerate(zip(parts_of(run, self.layout.chunk, first), run.sizes.tolist(), strict=True)):
             at += size
-            if part.wanted is not None and not part.wanted.size:
+            if not part.count:
                 continue
             body = self._verified(run, i, data[at - size : at])
             try:
@@ -158,20 +158,19 @@ class FieldReader:
         return found if out is None else None
 
     def _decode_rows(self, body: memoryview, out: NDArray[Any], part: Part) -> None:
-        wanted = None if part.wanted is None or len(part.wanted) == part.rows else part.wanted
         low, high = max(part.row, 0), min(part.row + part.count, len(out))
         if low >= high:
             return
-        if low == part.row and wanted is None:
+        if low == part.row and part.wanted is None:
             decode_fixed(self.layout, body, out[low:high])
             return
         whole = np.empty((part.rows, *self.layout.field.shape), out.dtype)
         decode_fixed(self.layout, body, whole)
         rows = slice(low - part.row, high - part.row)
-        if wanted is None:
+        if part.wanted is None:
             np.copyto(out[low:high], whole[rows])
         else:
-            np.take(whole, wanted[rows], axis=0, out=out[low:high], mode="clip")
+            np.take(whole, part.wanted[rows], axis=0, out=out[low:high], mode="clip")
 
     def _verified(self, run: Run, i: int, data: memoryview) -> memoryview:
         body = data[:-CRC_BYTES]

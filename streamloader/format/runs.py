@@ -59,7 +59,7 @@ class Part:
 
 def chosen(items: Items, part: Part) -> Items:
     """Return what is wanted of a chunk's items; where that is less than half of it, in memory of its own."""
-    if part.wanted is None or len(part.wanted) == part.rows:
+    if part.wanted is None:
         few = part.rows < len(items)
         return Items(items.buffer, items.starts[: part.rows], items.stops[: part.rows]) if few else items
     starts, stops = items.starts[part.wanted], items.stops[part.wanted]
@@ -81,4 +81,5 @@ def parts_of(run: Run, chunk: int, first: int | None) -> Iterator[Part]:
     base = run.place if first is None else first
     edges = np.searchsorted(run.picks, [*starts, stop]).tolist()
     for start, (low, high) in zip(starts, pairwise(edges), strict=True):
-        yield Part(min(chunk, stop - start), run.place + low - base, run.picks[low:high] - start)
+        rows = min(chunk, stop - start)
+        yield Part(rows, run.place + low - base, None if high - low == rows else run.picks[low:high] - start)
