@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def parser() -> argparse.ArgumentParser:
     """Return the command line."""
     found = argparse.ArgumentParser("python -m bench", description=__doc__)
-    found.add_argument("--quick", action="store_true", help="smaller counts and short epochs of peers: < 15 minutes")
+    found.add_argument("--quick", action="store_true", help="smaller counts and short epochs of peers")
     found.add_argument("--workloads", nargs="*", choices=list(WORKLOADS), default=list(WORKLOADS))
     found.add_argument("--peers", nargs="*", metavar="PEER", help="default: all; none given: no peer")
     found.add_argument("--server", choices=["seaweedfs", "moto", "nginx"], default="seaweedfs")
