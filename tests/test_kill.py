@@ -32,11 +32,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 BEGIN = """
-import json, os, sys
+import json, os, signal, sys, threading
 from streamloader.torch_dataset import StreamingDataset
 
 def busy(sample):
     return {"label": sample["label"]}
+
+def stuck(sample):
+    say("stuck")
+    threading.Event().wait()
 
 def say(*what):
     print(json.dumps(what), flush=True)
@@ -121,6 +125,39 @@ def test_ctrl_c_ends_a_process_that_waits_for_a_stalled_server(tmp_path: Path, f
         assert server.met.wait(60)
         begin = time.monotonic()
         child.process.send_signal(signal.SIGINT)
+        status, error = child.end(20)
+        assert time.monotonic() - begin < 5
+    assert status == -signal.SIGINT
+    assert "KeyboardInterrupt" in error
+
+
+@pytest.mark.parametrize("wish", ["fields=['x']", "fields=['label']", "transform=stuck, transform_workers=1"])
+def test_a_signal_that_interrupts_no_wait_is_heard_all_the_same(tmp_path: Path, folder: Path, wish: str) -> None:
+    # as one does that comes between the interpreter's look for signals and its wait
+    stalls = "transform" not in wish
+    with folder_server(folder) as server:
+        server.behave = "stall" if stalls else ""
+        child = Child(
+            tmp_path,
+            f"""
+            def signal_itself():
+                sys.stdin.readline()
+                signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+
+            threading.Thread(target=signal_itself, daemon=True).start()
+            ds = StreamingDataset(url, batch_size=8, {wish})
+            say("opened")
+            for batch in ds:
+                say("batch")
+            """,
+            server.url,
+        )
+        assert child.heard() == ["opened"]
+        assert child.heard() == ["stuck"] if not stalls else server.met.wait(60)
+        begin = time.monotonic()
+        assert child.process.stdin is not None
+        child.process.stdin.write("now\n")
+        child.process.stdin.flush()
         status, error = child.end(20)
         assert time.monotonic() - begin < 5
     assert status == -signal.SIGINT

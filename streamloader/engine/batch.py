@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from streamloader.engine.arena import BatchBuffers
 from streamloader.format.manifest import Field
+from streamloader.format.threads import wait_for
 from streamloader.format.values import from_bytes
 from streamloader.options import Pack
 from streamloader.plan.schedule import BatchPlan
@@ -51,7 +52,7 @@ class Batch:
 
     def wait(self) -> None:
         """Wait for the batch, interruptibly."""
-        self._done.wait()
+        wait_for(self._done.wait)
 
 
 def items_to_column(

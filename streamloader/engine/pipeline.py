@@ -29,6 +29,7 @@ from streamloader.engine.passes import PassPlan, plans
 from streamloader.engine.source import Source
 from streamloader.engine.stages import Recipe, Stages
 from streamloader.errors import EngineError, StreamloaderError
+from streamloader.format.threads import take
 from streamloader.plan.schedule import BatchPlan, BlockRef
 from streamloader.stats import Counters
 
@@ -54,13 +55,12 @@ class Engine:
         rows = first.share.batch * first.steps_at_once
         planned = Ahead(plans(first, endless=endless), min(PLANNED, max(2, PLANNED_ROWS // rows)))
         self.core = Assembler(source, recipe, planned, budget, counters)
-        self._crew = Crew("assemble", 1, self.core.fail)
-        self._crew.submit(self.core.run)
-        self._crew.submit(self.core.shut)
-        self._planner = Crew("plan", 1, self.core.fail)
-        self._planner.submit(self.core.plans.run)
-        self._close = weakref.finalize(self, _end, self.core, (self._crew, self._planner), os.getpid())
         self._endless = endless
+        assembler, planner = (Crew(name, 1, self.core.fail) for name in ("assemble", "plan"))
+        self._close = weakref.finalize(self, _end, self.core, (assembler, planner), os.getpid())
+        for job in (self.core.run, self.core.shut):
+            assembler.submit(job)
+        planner.submit(self.core.plans.run)
 
     @property
     def alive(self) -> bool:
@@ -194,7 +194,7 @@ class Assembler:
             return None
         if self._taken:
             self._places.release()
-        batch = self._ready.get()
+        batch = take(self._ready)
         self._taken = True
         return batch
 

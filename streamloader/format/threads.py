@@ -1,15 +1,41 @@
-"""The same work on many items, on plain threads."""
+"""Plain threads: the same work on many items, and waits that a signal ends."""
 
 from __future__ import annotations
 
 import os
 import threading
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import TypeVar
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
+
+# The interpreter looks for signals before it begins to wait, and then gives its lock away, which takes long where other
+# threads want it. A signal that comes in between wakes nobody: so a wait is of short waits, with a look between them.
+SIGNAL_SECONDS = 0.5
+
+
+def wait_for(wait: Callable[[float], bool]) -> None:
+    """Call `wait(seconds)` until it returns True, so that Ctrl-C ends the wait whenever it comes."""
+    while not wait(SIGNAL_SECONDS):
+        pass
+
+
+def take(queue: SimpleQueue[Item]) -> Item:
+    """Return the next item of a queue once there is one; Ctrl-C ends the wait."""
+    while True:
+        with suppress(Empty):
+            return queue.get(timeout=SIGNAL_SECONDS)
+
+
+def join(threads: Iterable[threading.Thread]) -> None:
+    """Wait until all of the threads have ended; Ctrl-C ends the wait."""
+    for thread in threads:
+        while thread.is_alive():
+            thread.join(SIGNAL_SECONDS)
 
 
 def run_all(work: Callable[[Item], Result], items: Iterable[Item], threads: int) -> list[Result]:
@@ -42,8 +68,7 @@ def run_all(work: Callable[[Item], Result], items: Iterable[Item], threads: int)
     try:
         for thread in crew:
             thread.start()
-        for thread in crew:
-            thread.join()
+        join(crew)
     except BaseException as error:
         failures.append(error)  # Ctrl-C: the others stop after the item they are at
         raise

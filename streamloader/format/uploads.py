@@ -9,6 +9,7 @@ from queue import Empty, SimpleQueue
 from streamloader.format.codecs import Column
 from streamloader.format.geometry import Geometry
 from streamloader.format.sink import Receipt, write_shard
+from streamloader.format.threads import join, wait_for
 from streamloader.storage.protocol import Store
 
 
@@ -32,7 +33,7 @@ class Uploads:
 
     def submit(self, geometry: Geometry, columns: dict[str, Column]) -> None:
         """Hand over the next shard, once there is a free worker."""
-        self._free.acquire()
+        wait_for(lambda seconds: self._free.acquire(timeout=seconds))
         self.check()
         if len(self._threads) < self.workers:
             thread = threading.Thread(target=self._work, name=f"streamloader-write-{self._next}", daemon=True)
@@ -45,8 +46,7 @@ class Uploads:
         """Wait for all shards and return their receipts."""
         for _ in self._threads:
             self._todo.put(None)
-        for thread in self._threads:
-            thread.join()
+        join(self._threads)
         self.check()
         return self._receipts
 
@@ -57,8 +57,7 @@ class Uploads:
                 self._todo.get_nowait()
         for _ in self._threads:
             self._todo.put(None)
-        for thread in self._threads:
-            thread.join()
+        join(self._threads)
 
     def _work(self) -> None:
         while (task := self._todo.get()) is not None:
