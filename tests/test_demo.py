@@ -18,6 +18,7 @@ from PIL import Image
 
 from streamloader.demo.check import Taken, check_exactly_once, read_log, repeated_steps
 from streamloader.demo.images import write_digits, write_photographs
+from streamloader.demo.launch import reason
 from streamloader.demo.server import s3_server
 from streamloader.errors import EngineError
 
@@ -115,10 +116,54 @@ def test_an_occupied_folder_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
 
 
+ABORTED = """
+Fatal Python error: Aborted
+
+Current thread 0x00007f268c5f7b80 (most recent call first):
+  File "train.py", line 2 in <module>
+    raise ChildFailedError(
+torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
+[1]:
+  exitcode  : -15 (pid: 16895)  (SIGTERM)
+Root Cause (first observed failure):
+[0]:
+  exitcode  : -6 (pid: 16894)  (SIGABRT)
+"""
+
+
+@pytest.mark.parametrize(
+    ("log", "said"),
+    [
+        (ABORTED, "Fatal Python error: Aborted; exitcode  : -6 (pid: 16894)  (SIGABRT)"),
+        (ABORTED.replace("Fatal Python error: Aborted", ""), "exitcode  : -6 (pid: 16894)  (SIGABRT)"),
+        (f"[rank0]: ValueError: no\n{ABORTED}", "[rank0]: ValueError: no; exitcode  : -6 (pid: 16894)  (SIGABRT)"),
+        ("hello\nworld", "world"),
+        ("", "it said nothing"),
+    ],
+)
+def test_the_reason_is_what_a_rank_said_and_how_it_ended(tmp_path: Path, log: str, said: str) -> None:
+    (tmp_path / "log").write_text(log)
+    assert reason(tmp_path / "log") == said
+
+
+def test_a_failed_demo_keeps_the_log_that_it_names(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, sys\n"
+        "if 'LOCAL_RANK' in os.environ: sys.exit('SomeError: this rank is ill')\n"  # torchrun's children alone
+    )
+    (tmp_path / "temporary").mkdir()
+    done = run_demo(env={"TMPDIR": str(tmp_path / "temporary"), "PYTHONPATH": str(tmp_path)})
+    assert done.returncode == 2
+    (log,) = (tmp_path / "temporary").glob("*/first.log")
+    assert f"see {log}" in done.stderr
+    assert "SomeError: this rank is ill" in log.read_text()
+
+
 @pytest.mark.timeout(300)
 def test_the_demo_passes_and_leaves_nothing(tmp_path: Path) -> None:
     done = run_demo(env={"TMPDIR": str(tmp_path)})
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    logs = [path.read_text(errors="replace")[-6000:] for path in tmp_path.glob("*/*.log")]  # kept by a demo that failed
+    assert done.returncode == 0, "\n".join([done.stdout[-1000:], done.stderr[-1000:], *logs])
     assert "exactly once" in done.stdout
     assert "val accuracy 9" in done.stdout
     assert list(tmp_path.iterdir()) == []

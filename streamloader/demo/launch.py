@@ -115,18 +115,23 @@ def finish(running: Ranks, log: Path) -> list[Event]:
     events = list(running)
     code = running.process.wait(RUN_SECONDS)
     if code:
-        raise EngineError(f"training ended with exit code {code}: {_reason(log)}", f"see {log}; --keep DIR keeps it")
+        raise EngineError(f"training ended with exit code {code}: {reason(log)}", f"see {log}")
     return events
 
 
-def _reason(log: Path) -> str:
-    """Return the line of the log that says most: a rank's own error, another one, what torchrun says of its death."""
+def reason(log: Path) -> str:
+    """Return the line of the log that says most, and how the rank ended that failed first.
+
+    That line is a rank's own error, or another process's, or the last one; torchrun's own error only says that a rank
+    failed, and its summary ends with the first.
+    """
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    said = [line for line in lines if "ChildFailedError" not in line]
+    ends = [line for line in lines if line.startswith("exitcode")]
     for says in (
         lambda line: line.startswith("[rank") and "Error" in line,
-        lambda line: "Error" in line or "what():" in line,
-        lambda line: line.startswith(("traceback :", "exitcode")),
+        lambda line: "Error" in line or line.startswith(("Fatal Python error", "what():", "terminate called", "FATAL")),
     ):
-        for line in filter(says, lines):
-            return line
-    return lines[-1] if lines else "it said nothing"
+        for line in filter(says, said):
+            return "; ".join([line, *ends[-1:]])
+    return (ends or lines or ["it said nothing"])[-1]

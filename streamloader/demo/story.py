@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -20,7 +21,7 @@ from streamloader.demo.check import Taken, check_exactly_once, read_log, repeate
 from streamloader.demo.images import write_digits, write_photographs
 from streamloader.demo.launch import Event, Job, finish, ranks
 from streamloader.demo.server import s3_server
-from streamloader.errors import DestinationError, EngineError
+from streamloader.errors import DestinationError, EngineError, StreamloaderError
 
 BUCKET = "demo"
 DIGITS = f"s3://{BUCKET}/digits"
@@ -47,7 +48,8 @@ class Stage:
         temporary = {"TMPDIR": str(self.folder / "tmp")}
         network = {"NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1", "AWS_ENDPOINT_URL": self.endpoint}
         gloo = {"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}
-        return {**kept, **CREDENTIALS, **temporary, **network, **gloo, "OMP_NUM_THREADS": "1"}
+        python = {"OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}  # a rank that dies of a signal says where
+        return {**kept, **CREDENTIALS, **temporary, **network, **gloo, **python}
 
     @property
     def storage_options(self) -> dict[str, Any]:
@@ -70,7 +72,10 @@ class Stage:
 
 
 def tell(keep: Path | None) -> None:
-    """Run the demo in a temporary folder, or in the new folder `keep`. Raises a `StreamloaderError` if a step fails."""
+    """Run the demo in a temporary folder, or in the new folder `keep`.
+
+    Raises a `StreamloaderError` if a step fails; then the temporary folder is kept too, since the error names its logs.
+    """
     console = Console(highlight=False)
     begin = time.perf_counter()
     with _folder(keep) as folder, s3_server(BUCKET, folder / "server.log") as endpoint:
@@ -177,8 +182,16 @@ def _title(stage: Stage, text: str) -> None:
 @contextmanager
 def _folder(keep: Path | None) -> Iterator[Path]:
     if keep is None:
-        with tempfile.TemporaryDirectory(prefix="streamloader-demo-") as name:
-            yield Path(name)
+        folder = Path(tempfile.mkdtemp(prefix="streamloader-demo-"))
+        failed = False
+        try:
+            yield folder
+        except StreamloaderError:
+            failed = True
+            raise
+        finally:
+            if not failed:
+                shutil.rmtree(folder)
         return
     if keep.exists() and any(keep.iterdir()):
         raise DestinationError(f"{keep} is not empty", "give --keep a new folder")
