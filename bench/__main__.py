@@ -42,12 +42,12 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--peers", nargs="*", metavar="PEER", help="default: all; none given: no peer")
     found.add_argument("--server", choices=["seaweedfs", "moto", "nginx"], default="seaweedfs")
     found.add_argument("--endpoint", metavar="URL", help="any S3 server, with the AWS keys of the environment")
-    found.add_argument("--repeats", type=int, default=3, help="rounds of the project and its ceilings")
+    found.add_argument("--repeats", type=int, help="rounds of the project and its ceilings (quick: 2, full: 3)")
     found.add_argument("--samples", type=int, default=0, help="of every workload, instead of its own count")
     found.add_argument(
         "--minutes",
         type=float,
-        help="for the rounds of all workloads; peers without a turn by then are left out (quick: 5, full: none)",
+        help="for the rounds of all workloads; peers without a turn by then are left out (quick: 8, full: none)",
     )
     found.add_argument("--seconds", type=float, help="where peers' epochs are cut (quick: 1.5, full: 20)")
     found.add_argument("--no-laws", action="store_true", help="leave out the figures that are the project's alone")
@@ -69,7 +69,7 @@ def settings_of(options: argparse.Namespace) -> Settings:
     nginx_needed = not options.no_fronts or options.server == "nginx" or not options.no_laws
     if nginx_needed and not shutil.which("nginx"):
         sys.exit(f"{NGINX_HELP}, --no-fronts and --no-laws")
-    minutes = options.minutes if options.minutes is not None else 5.0 if options.quick else 0.0
+    minutes = options.minutes if options.minutes is not None else 8.0 if options.quick else 0.0
     return Settings(
         quick=options.quick,
         name=options.out or ("quick" if options.quick else "full"),
@@ -77,7 +77,7 @@ def settings_of(options: argparse.Namespace) -> Settings:
         workloads=tuple(options.workloads),
         peers=tuple(sorted(wanted)),
         workers=(2, 0) if options.quick else (2, 0, 1),
-        repeats=options.repeats,
+        repeats=options.repeats or (2 if options.quick else 3),
         peer_repeats=1 if options.quick else 2,
         seconds=options.seconds or (1.5 if options.quick else 20.0),
         minutes=minutes,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -37,7 +38,7 @@ class Bench:
     """A run under way.
 
     `until`: when the present cell's time is over, on the monotonic clock. `best`: workers -> samples/s of each (cell,
-    contestant); `sizes`: bytes stored for each; `out`: those that cannot go on.
+    contestant); `sizes`: bytes stored for each; `out`: those that cannot go on; `lock`: held while a file is written.
     """
 
     settings: Settings
@@ -49,6 +50,7 @@ class Bench:
     best: dict[tuple[str, str], dict[int, float]] = field(default_factory=dict)
     sizes: dict[tuple[str, str], int] = field(default_factory=dict)
     out: set[tuple[str, str]] = field(default_factory=set)
+    lock: threading.Lock = field(default_factory=threading.Lock)
     about: dict[str, Any] = field(default_factory=describe)
     number: str = field(default_factory=lambda: datetime.now(UTC).strftime("%Y%m%d-%H%M%S"))
 
@@ -74,7 +76,7 @@ class Bench:
             **self.about,
         }
         self.results.mkdir(parents=True, exist_ok=True)
-        with (self.results / f"{self.settings.name}.jsonl").open("a") as file:
+        with self.lock, (self.results / f"{self.settings.name}.jsonl").open("a") as file:
             file.write(json.dumps(full) + "\n")
         return full
 

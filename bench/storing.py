@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 from bench import contestants, venvs
@@ -12,6 +15,16 @@ from bench.objects import BUCKET, erase, mirror, stored
 from bench.plan import Cell
 
 WRITE_TIMEOUT = 1200.0
+QUICK_WRITERS = 2  # at once, where nothing but reading is measured
+
+
+def store_all(bench: Bench, cell: Cell, those: Sequence[Contestant]) -> None:
+    """Write the datasets of all contestants that are not there yet."""
+    pool = ThreadPoolExecutor(QUICK_WRITERS if bench.settings.quick else 1)
+    try:
+        list(pool.map(partial(store, bench, cell), those))
+    finally:  # an interrupted run begins no further one
+        pool.shutdown(cancel_futures=True)
 
 
 def store(bench: Bench, cell: Cell, contestant: Contestant) -> None:
@@ -47,7 +60,8 @@ def store(bench: Bench, cell: Cell, contestant: Contestant) -> None:
         bench.out.add((cell.name, contestant.name))
         bench.show.end(f"{label}: {result.get('failed') or 'unsupported: ' + result['unsupported']}")
         return
-    index.set(prefix, fingerprint)
+    with bench.lock:
+        index.set(prefix, fingerprint)
     if bench.place.folder is not None:
         mirror(bench.place.writable, prefix, bench.place.folder)
     bench.show.end(f"{label}: {result['seconds']:.1f} s, {size / 1e6:.0f} MB in {objects} objects")
