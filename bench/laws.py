@@ -28,7 +28,7 @@ from bench.workloads import ROOT, WIDE, WORKLOADS
 GROWTH_EPOCHS = 20
 DELAY_ROUNDS = 3
 SIZES = (10_000, 100_000, 1_000_000, 10_000_000)
-QUICK_SIZES = SIZES[:3]
+QUICK_SIZES = SIZES[:2]
 SAMPLES_EACH = 2_000_000  # small datasets are streamed again and again, so that each size is measured as long
 MOST_EPOCHS = 200
 PLAN_SAMPLES = 10**10
