@@ -20,7 +20,7 @@ def write(spec: Spec) -> int:
 def read(spec: Spec) -> None:
     """Measure the ceiling once for each epoch."""
     source = Source(spec.source)
-    warm_memory()
+    warm_memory(spec.source)
     with Memory() as memory:
         for epoch in range(spec.epochs):
             memory.begin_epoch()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import mmap
 import os
 import threading
@@ -14,17 +15,21 @@ import numpy as np
 from common import Spec, emit
 
 SAMPLING_SECONDS = 0.5
-WARM_BYTES = 2_500_000_000  # about what the project takes for the largest window; less helped small datasets less
+# At most about what the project takes for the largest window. No contestant takes more than some times its dataset.
+WARM_BYTES = 2_500_000_000
+WARM_BASE = 500_000_000
+WARM_TIMES = 4
 
 
-def warm_memory() -> None:
+def warm_memory(source: str) -> None:
     """Touch memory and give it back: what is taken next is then memory that the machine has handed out just now.
 
     A virtual machine may provide memory that it has not used for seconds at 0.2 GB/s, twenty times slower than memory
     in use: a first epoch in it measures the hypervisor. It has to be done here and now: memory that another process
     held ready was cold again, or not what this process got.
     """
-    with mmap.mmap(-1, WARM_BYTES) as memory:
+    raw = json.loads((Path(source) / "meta.json").read_text())["bytes"]
+    with mmap.mmap(-1, min(WARM_BYTES, WARM_BASE + WARM_TIMES * raw)) as memory:
         memory.madvise(mmap.MADV_HUGEPAGE)  # as numpy asks for its arrays: what is given back must fit them
         np.frombuffer(memory, np.uint8)[:: mmap.PAGESIZE] = 1
 
@@ -38,7 +43,7 @@ def measure_epochs(
     batch is `first_batch_seconds`. `make_epoch_iterator(epoch)` returns what is iterated once; `count_of(batch)` the
     samples of a batch (tokens for the tokens workload), without rows that only fill it up.
     """
-    warm_memory()
+    warm_memory(spec.source)
     with Memory() as memory:
         for epoch in range(spec.epochs):
             memory.begin_epoch()
