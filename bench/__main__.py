@@ -47,7 +47,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument(
         "--minutes",
         type=float,
-        help="for the rounds of all workloads; peers without a turn by then are left out (quick: 5.5, full: none)",
+        help="for the rounds of all workloads; peers without a turn by then are left out (quick: 5, full: none)",
     )
     found.add_argument("--seconds", type=float, help="where peers' epochs are cut (quick: 1, full: 20)")
     found.add_argument("--no-laws", action="store_true", help="leave out the figures that are the project's alone")
@@ -69,7 +69,7 @@ def settings_of(options: argparse.Namespace) -> Settings:
     nginx_needed = not options.no_fronts or options.server == "nginx" or not options.no_laws
     if nginx_needed and not shutil.which("nginx"):
         sys.exit(f"{NGINX_HELP}, --no-fronts and --no-laws")
-    minutes = options.minutes if options.minutes is not None else 5.5 if options.quick else 0.0
+    minutes = options.minutes if options.minutes is not None else 5.0 if options.quick else 0.0
     return Settings(
         quick=options.quick,
         name=options.out or ("quick" if options.quick else "full"),

@@ -15,7 +15,7 @@ from bench.objects import BUCKET, erase, mirror, stored
 from bench.plan import Cell
 
 WRITE_TIMEOUT = 1200.0
-QUICK_WRITERS = 3  # at once, where nothing but reading is measured
+QUICK_WRITERS = 2  # at once, where nothing but reading is measured
 
 
 def store_all(bench: Bench, cell: Cell, those: Sequence[Contestant]) -> None:

@@ -202,10 +202,13 @@ def test_random_crops_stay_inside_and_have_the_stated_areas() -> None:
             assert top >= 0 and left >= 0 and top + h <= height and left + w <= width and h > 0 and w > 0
 
 
-def test_epochs_are_cut_after_the_first_batch_and_batches_must_be_tensors(capsys: pytest.CaptureFixture[str]) -> None:
+def test_epochs_are_cut_after_the_first_batch_and_batches_must_be_tensors(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     import torch
 
-    spec = common.Spec("images", "", "s3://bench/x", epochs=2, seconds=1e-9)
+    (tmp_path / "meta.json").write_text('{"bytes": 1000}')
+    spec = common.Spec("images", str(tmp_path), "s3://bench/x", epochs=2, seconds=1e-9)
     measuring.measure_epochs(lambda epoch: ({"a": torch.ones(4)} for _ in range(9)), spec, lambda batch: 4)
     found = [json.loads(text) for text in capsys.readouterr().out.splitlines()]
     assert [(one["epoch"], one["samples"], one["cut"]) for one in found] in (
