@@ -63,8 +63,8 @@ def _head(lines: Sequence[Line]) -> str:
     if memory.get("gigabytes"):
         about.append(
             f"This machine hands out memory that lay idle at {memory['gigabytes_per_second']:g} GB/s, so each"
-            " contestant touches 2.5 GB and gives them back just before it begins; NOTES.md says what that"
-            " helps."
+            " contestant touches four times the raw data and 0.5 GB, 2.5 GB at most, and gives it back just before it"
+            " begins; NOTES.md says what that helps."
         )
     if settings:
         about += [
