@@ -51,6 +51,12 @@ def check_batch(batch_size: int, num_samples: int, url: str) -> None:
         )
 
 
+def check_epoch(epoch: int) -> None:
+    """Raise `UsageError` for what is no number of an epoch."""
+    if isinstance(epoch, bool) or not isinstance(epoch, int) or not 0 <= epoch < 2**63:
+        raise UsageError(f"set_epoch({epoch!r})", "give a whole number of at least 0, below 2**63")
+
+
 def choose_fields(
     manifest: Manifest, wanted: Sequence[str] | None, with_index: bool, with_valid: bool
 ) -> tuple[str, ...]:

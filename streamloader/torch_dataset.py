@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch.utils.data import IterableDataset
 
 from streamloader.engine.session import Wish
-from streamloader.errors import StateError, UsageError
+from streamloader.errors import StateError
 from streamloader.format.manifest import Field
 from streamloader.format.reader import open_manifest
 from streamloader.options import Remainder, Shuffle
 from streamloader.plan.cursor import Cursor
-from streamloader.plan.ledger import step_samples
 from streamloader.plan.order import EpochOrder
 from streamloader.plan.world import Share, World
 from streamloader.stats import BatchReport, Stats
@@ -27,6 +25,7 @@ from streamloader.torch_choices import (
     DecodeChoice,
     check_arguments,
     check_batch,
+    check_epoch,
     check_share,
     choose_decoders,
     choose_fields,
@@ -37,6 +36,7 @@ from streamloader.torch_packing import PackChoice, choose_packs
 from streamloader.torch_pass import Follow, Pass, Position, Shape, warn_of_costs
 from streamloader.torch_selection import WhereChoice, choose_selection, read_where
 from streamloader.torch_session import ProcessSession
+from streamloader.torch_steps import StepChoice, choose_gaps, only, read_steps, samples_of
 from streamloader.torch_world import in_worker, resolve_world, worker
 
 if TYPE_CHECKING:
@@ -58,8 +58,9 @@ class StreamingDataset(IterableDataset[dict[str, Any]]):
     channels): True, a backend's name, a `Decode`, or one of these for each field. `pack`: ragged fields whose documents
     come as rows of one length, `{"tokens": 2049}` or `{"tokens": Pack(2049, pad=)}`. `transform(sample[, rng])`: called
     with each sample, a dict of numpy arrays, bytes and str; `rng` is keyed by seed, epoch and position.
-    `transform_workers`: processes that run it. `world`: (rank, size), a process group, or a `DeviceMesh` with the names
-    of its data-parallel dimensions, `(mesh, "dp")`; default torch.distributed's, else the launcher's environment.
+    `transform_workers`: processes that run it. `skip_steps`: what to leave out, by epoch: `{0: range(100, 120)}`.
+    `world`: (rank, size), a process group, or a `DeviceMesh` with the names of its data-parallel dimensions,
+    `(mesh, "dp")`; default torch.distributed's, else the launcher's environment.
     `memory`: bytes this rank's loader may use, beside Python and torch; default what the window needs.
     `on_batch(report)`: called with a `BatchReport` for each batch, say to log how long training waited for it.
     `storage_options`: for the store, as fsspec takes them.
@@ -83,6 +84,7 @@ class StreamingDataset(IterableDataset[dict[str, Any]]):
         pack: PackChoice = None,
         transform: Callable[..., Any] | None = None,
         transform_workers: int = 0,
+        skip_steps: StepChoice = None,
         with_index: bool = False,
         world: WorldChoice = None,
         memory: int | None = None,
@@ -92,6 +94,7 @@ class StreamingDataset(IterableDataset[dict[str, Any]]):
         super().__init__()
         check_arguments(batch_size, remainder, transform, transform_workers, memory, on_batch=on_batch)
         condition = read_where(where)  # before anything is opened
+        self._skips = read_steps("skip_steps", skip_steps)
         self._on_batch = on_batch
         self._batch_size = batch_size
         self._with_index = with_index
@@ -132,29 +135,27 @@ class StreamingDataset(IterableDataset[dict[str, Any]]):
 
     @property
     def epoch(self) -> int:
-        """The epoch that the next pass delivers; during a pass its own, unless `set_epoch` chose another."""
+        """The epoch that the next pass delivers; during one its own, until its last batch was handed out."""
         return self._epochs.next_epoch()
 
     def __len__(self) -> int:
-        """This rank's batches in a whole epoch (samples with `batch_size=None`), read without workers."""
-        return self._share(resolve_world(self._world)).num_steps(0)
+        """This rank's batches in the whole of the next epoch (samples with `batch_size=None`), read without workers."""
+        share, whole = self._share(resolve_world(self._world)), replace(self._from(self.epoch), position=0, workers=1)
+        return choose_gaps(self._skips, whole, share).steps(share, whole.epoch, 0)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """Begin a pass: at the start of the epoch, or where a loaded state stands. Ends the pass before it."""
         self._end_pass()
         start = self._begin()
         number, count = worker()
-        rank = resolve_world(self._world)
         start, repeated = start.with_workers(count)
-        begin = Position.of_worker(start, rank, number, self._share)
+        begin = Position.of_worker(start, resolve_world(self._world), number, self._share)
         check_share(begin.share)
+        begin = replace(begin, gaps=choose_gaps(self._skips, start, begin.share))
         warn_of_costs(begin.share, count, repeated, fresh=start.position == 0)
         self._epochs.begin(number, count, start.epoch)
         self._start = self._now = start
-        follow = Follow(self._deliver, self._complete, self._on_batch)
-        run = Pass(self._session.here(), self._order(start), begin, follow, self._shape())
-        self._pass = weakref.ref(run)
-        return run
+        return self._run(begin, Follow(self._deliver, self._complete, self._on_batch))
 
     def set_epoch(self, epoch: int) -> None:
         """Let the next pass deliver this epoch, from its beginning unless it is the present one already.
@@ -162,8 +163,7 @@ class StreamingDataset(IterableDataset[dict[str, Any]]):
         Raises `StateError` where a state was just loaded and says another epoch: frameworks that number their
         epochs anew would lose the place.
         """
-        if isinstance(epoch, bool) or not isinstance(epoch, int) or not 0 <= epoch < 2**63:
-            raise UsageError(f"set_epoch({epoch!r})", "give a whole number of at least 0, below 2**63")
+        check_epoch(epoch)
         present = self.epoch
         if self._loaded and epoch != present:
             raise StateError(
@@ -186,7 +186,8 @@ class StreamingDataset(IterableDataset[dict[str, Any]]):
             share = self._share(World(0, resolve_world(self._world).size * workers))
             # workers pass on without the parent: it knows where their first pass began, not which one they are at
             start = self._from(self._epochs.begun) if self._read_by_workers() else self._start
-            return start.with_workers(workers)[0].advance(batches, share).to_dict()
+            start = start.with_workers(workers)[0]
+            return start.advance(batches, share, choose_gaps(self._skips, start, share)).to_dict()
         if self._read_by_workers():
             raise StateError(
                 "this copy of the dataset was handed to DataLoader workers, which read since",
@@ -201,12 +202,7 @@ class StreamingDataset(IterableDataset[dict[str, Any]]):
         the dataset with another digest.
         """
         cursor = Cursor.from_dict(state)
-        cursor.check(self._start, force=force)
-        if cursor.position > self.num_samples:
-            raise StateError(
-                f"the state has position {cursor.position}, the dataset {self.num_samples} samples",
-                "load a state that was saved with this dataset",
-            )
+        cursor.check(self._start, self.num_samples, force=force)
         self._end_pass()
         self._choose(replace(cursor, digest=self._manifest.digest))
         self._now = self._start
@@ -215,20 +211,29 @@ class StreamingDataset(IterableDataset[dict[str, Any]]):
     def samples(self, epoch: int, step: int, rank: int | None = None, *, workers: int = 1) -> torch.Tensor:
         """Return the numbers of the samples that a step of an epoch delivers, as `index` has them; reads nothing.
 
-        int64 (rows,): those of one `rank`, or of all, one rank after the other. Steps count from 0 in each epoch; with
-        DataLoader `workers` say how many, since the composition of batches depends on it. In an epoch that a loaded
-        state begins in the middle, at another batch size perhaps, steps lie as they were delivered from there on.
-        Raises `UsageError` for a step or rank that is not there.
+        int64 (rows,): of one `rank`, or of all, one after the other. Steps count from 0 in each epoch; with DataLoader
+        `workers` say how many: the composition of batches depends on it. In an epoch that a loaded state begins in the
+        middle, steps lie as they were delivered from there on. Raises `UsageError` for a step that is not there.
         """
         size = resolve_world(self._world).size
         start = self._from(epoch)
-        ranks = range(size) if rank is None else [rank]
         turn, number = divmod(step, max(1, workers))
-        shares = [self._share(World(one, size).consumer(number, workers)) for one in ranks]
-        place = start.position % shares[0].global_batch + turn * shares[0].global_batch
-        order = self._order(start)
-        found = np.concatenate([step_samples(order, share, place) for share in shares])
+        worlds = (World(one, size) for one in (range(size) if rank is None else [rank]))
+        shares = [self._share(world.consumer(number, workers)) for world in worlds]
+        found = samples_of(self._order(start), shares, start.position, turn)
         return torch.from_numpy(found if self._selection is None else self._selection.samples[found])
+
+    def replay(self, epoch: int, steps: Iterable[int]) -> Iterator[dict[str, Any]]:
+        """Begin to deliver some steps of an epoch again, ascending, with the crops they had; `samples` counts them.
+
+        A pass under way ends; where training stands does not change. Raises `UsageError` for a step that is not there.
+        """
+        self._end_pass()
+        world = resolve_world(self._world)
+        share, start = self._share(world), self._from(epoch)
+        start = replace(start, position=start.position % share.global_batch, extra=0, workers=1)
+        gaps = only(read_steps("steps", {epoch: steps})[epoch], epoch, start.position, share)
+        return self._run(Position(world, share, start, 0, gaps), None)
 
     def stats(self) -> Stats:
         """Return what this process's loader did so far, with a verdict on what limits it."""
@@ -268,17 +273,15 @@ class StreamingDataset(IterableDataset[dict[str, Any]]):
 
     def _complete(self, epoch: int) -> None:
         self._epochs.complete(worker()[0], epoch)
-        if self._start.epoch == epoch:  # else set_epoch was called meanwhile
-            self._start = self._start.next_epoch()
-        self._now = self._start
+        self._start = replace(self._start, skipped=self._now.skipped)
+        self._now = self._start.next_epoch() if self._start.epoch == epoch else self._start  # set_epoch chose meanwhile
         self._pass = None
 
     def _running(self) -> Pass | None:
         return self._pass() if self._pass is not None else None
 
     def _end_pass(self) -> None:
-        run = self._running()
-        if run is not None:
+        if (run := self._running()) is not None:
             run.end()
         self._pass = None
 
@@ -289,5 +292,8 @@ class StreamingDataset(IterableDataset[dict[str, Any]]):
         lanes = self._start.params.lanes if self._start.shuffle else 1
         return Share(self.num_samples, lanes, self._batch_size or 1, world, self._start.remainder)
 
-    def _shape(self) -> Shape:
-        return Shape(self._batch_size is None, self._with_index, self._start.remainder == "pad")
+    def _run(self, begin: Position, follow: Follow | None) -> Pass:
+        shape = Shape(self._batch_size is None, self._with_index, self._start.remainder == "pad")
+        run = Pass(self._session.here(), self._order(begin.start), begin, follow, shape)
+        self._pass = weakref.ref(run)
+        return run

@@ -6,12 +6,13 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from streamloader.engine.session import Session
 from streamloader.errors import EngineError
 from streamloader.plan.cursor import Cursor
+from streamloader.plan.gaps import NO_GAPS, Gaps
 from streamloader.plan.order import EpochOrder
 from streamloader.plan.world import Share, World
 from streamloader.stats import BatchReport
@@ -30,6 +31,7 @@ class Position:
     share: Share
     start: Cursor
     ahead: int
+    gaps: Gaps = NO_GAPS
 
     @classmethod
     def of_worker(cls, start: Cursor, rank: World, number: int, share: Callable[[World], Share]) -> Position:
@@ -44,13 +46,19 @@ class Position:
 
     def position(self, steps: int) -> int:
         """The global position of this consumer's next step after `steps` of them."""
-        return self.start.position + (self.ahead + steps) * self.share.global_batch
+        begin = self.start.position + self.ahead * self.share.global_batch
+        return self.gaps.walk(self.start.epoch, begin, steps, self.share.global_batch)
+
+    def ends_after(self, steps: int) -> bool:
+        """Whether no rank has a step after so many of this consumer."""
+        return not self.share.global_steps(self.position(steps))
 
     def cursor(self, steps: int) -> Cursor:
         """The cursor after `steps` steps of this consumer; it means the same to the worker of this number."""
-        if not self.share.global_steps(self.position(steps)):
-            return self.start.next_epoch()
-        return replace(self.start, position=self.start.position + steps * self.share.global_batch)
+        place = self.position(steps)
+        if not self.ends_after(steps):
+            place -= self.ahead * self.share.global_batch
+        return self.start.moved(place, self.share, self.gaps)
 
 
 @dataclass(frozen=True)
@@ -82,19 +90,19 @@ class Pass(Iterator[dict[str, Any]]):
         session: Session,
         order: EpochOrder,
         begin: Position,
-        follow: Follow,
+        follow: Follow | None,
         shape: Shape,
     ) -> None:
         self._begin = begin
         self._epoch = order.epoch
-        self._follow: Follow | None = follow
+        self._follow = follow
         self._shape = shape
         self._steps = 0
         self._steps_before = order.epoch * begin.share.num_steps(0)
         self._ended = False
         self._waiting: deque[dict[str, Any]] = deque()
         steps_at_once = SAMPLES_AT_ONCE if shape.samples else 1
-        self._pipeline = session.start(order, begin.share, begin.position(0), steps_at_once)
+        self._pipeline = session.start(order, begin.share, begin.position(0), steps_at_once, begin.gaps)
         self._told = time.perf_counter()
 
     def __next__(self) -> dict[str, Any]:
@@ -113,9 +121,15 @@ class Pass(Iterator[dict[str, Any]]):
             extra = {"with_index": self._shape.with_index, "with_valid": self._shape.with_valid}
             self._waiting.extend(to_samples(batch, **extra) if self._shape.samples else [to_tensors(batch, **extra)])
             self._report(len(batch.plan.samples), asked)
+        # Whoever knows the number of batches does not ask for one more: the pass is over with its last one.
+        last = (
+            len(self._waiting) == 1 and self._begin.ends_after(self._steps + 1) and next(self._pipeline, None) is None
+        )
         self._steps += 1
         if self._follow is not None:
             self._follow.deliver(self._begin.cursor(self._steps))
+        if last:
+            self._complete_once()
         return self._waiting.popleft()
 
     def end(self) -> None:

@@ -67,19 +67,19 @@ def test_impossible_state_is_refused_with_the_value(change: dict[str, object], p
 )
 def test_state_of_another_run_is_refused_with_both_values(change: dict[str, object], both: tuple[str, str]) -> None:
     with pytest.raises(StateError) as refused:
-        CURSOR.check(replace(CURSOR, **change))
+        CURSOR.check(replace(CURSOR, **change), 10)
     assert all(value in refused.value.problem for value in both)
     assert refused.value.remedy
 
 
 def test_position_and_epoch_are_not_compared() -> None:
-    CURSOR.check(replace(CURSOR, epoch=5, position=9, workers=3, extra=1))
+    CURSOR.check(replace(CURSOR, epoch=5, position=9, workers=3, extra=1), 9)
 
 
 def test_force_passes_another_digest_and_nothing_else() -> None:
-    CURSOR.check(replace(CURSOR, digest="def"), force=True)
+    CURSOR.check(replace(CURSOR, digest="def"), 10, force=True)
     with pytest.raises(StateError, match="seed 3"):
-        CURSOR.check(replace(CURSOR, digest="def", seed=4), force=True)
+        CURSOR.check(replace(CURSOR, digest="def", seed=4), 10, force=True)
 
 
 @settings(max_examples=200, deadline=None)

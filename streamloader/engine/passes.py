@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from streamloader.plan.gaps import NO_GAPS, Gaps
 from streamloader.plan.order import EpochOrder
 from streamloader.plan.schedule import BatchPlan, schedule
 from streamloader.plan.selection import Selection
@@ -15,7 +16,8 @@ from streamloader.plan.world import Share
 class PassPlan:
     """One rank's part of an epoch from a global position on. `unit`: samples fetched at once without shuffle.
 
-    With a `selection`, all of these count the selected samples.
+    `gaps` are the steps that are left out, of this epoch and of later ones. With a `selection`, all of these count the
+    selected samples.
     """
 
     order: EpochOrder
@@ -24,18 +26,29 @@ class PassPlan:
     unit: int | None
     steps_at_once: int
     selection: Selection | None = None
+    gaps: Gaps = NO_GAPS
 
     def following(self) -> PassPlan:
         """Return the pass over the epoch after this one, from its beginning."""
-        return replace(self, order=replace(self.order, epoch=self.order.epoch + 1), position=0)
+        order, gaps = replace(self.order, epoch=self.order.epoch + 1), self.gaps.after(self.order.epoch)
+        return replace(self, order=order, position=0, gaps=gaps)
 
     def batches(self, first_ticket: int = 0) -> Iterator[BatchPlan]:
         """Plan the pass, with tickets from `first_ticket` on; `samples` are the dataset's numbers."""
-        made = schedule(self.order, self.share, self.position, self.unit, self.steps_at_once, first_ticket=first_ticket)
+        made = self._parts(first_ticket)
         if self.selection is None:
             return made
         numbers = self.selection.samples
         return (replace(plan, samples=numbers[plan.samples]) for plan in made)
+
+    def _parts(self, ticket: int) -> Iterator[BatchPlan]:
+        """One schedule for each part between gaps: blocks on both sides of a gap are read for both."""
+        at_once = self.steps_at_once
+        for start, stop in self.gaps.parts(self.order.epoch, self.position):
+            place = min(start, self.order.num_samples)
+            for plan in schedule(self.order, self.share, place, self.unit, at_once, first_ticket=ticket, stop=stop):
+                ticket += len(plan.needs)
+                yield plan
 
 
 def plans(first: PassPlan, *, endless: bool) -> Iterator[BatchPlan | None]:

@@ -23,6 +23,7 @@ from streamloader.engine.transform import Transform
 from streamloader.format.manifest import FieldLayout
 from streamloader.format.reader import MAX_REQUEST, FieldReader
 from streamloader.options import MIB, Pack
+from streamloader.plan.gaps import NO_GAPS, Gaps
 from streamloader.plan.order import EpochOrder, OrderParams
 from streamloader.plan.schedule import slots_needed
 from streamloader.plan.selection import Selection
@@ -97,15 +98,18 @@ class Session:
         unit = self.chunk if self._wish.selection is None else max(self.chunk, order.params.block)
         return OrderParams(unit, 1, 2 * unit)
 
-    def start(self, order: EpochOrder, share: Share, position: int, steps_at_once: int = 1) -> Pipeline:
+    def start(
+        self, order: EpochOrder, share: Share, position: int, steps_at_once: int = 1, gaps: Gaps = NO_GAPS
+    ) -> Pipeline:
         """Return the running pipeline of an epoch from a global position; each batch holds `steps_at_once` steps.
 
-        Raises `MemoryBudgetError` before any sample is read.
+        `gaps` are left out. Raises `MemoryBudgetError` before any sample is read.
         """
         params = self.fetched(order)
         block = params.block
         selection = self._wish.selection
-        wanted = PassPlan(order, share, position, None if order.shuffle else block, steps_at_once, selection)
+        unit = None if order.shuffle else block
+        wanted = PassPlan(order, share, position, unit, steps_at_once, selection=selection, gaps=gaps)
         running = self._running
         if running is not None and running.expects(wanted):
             return running.go_on()

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 from streamloader.errors import StateError, UsageError
 from streamloader.options import REMAINDERS, Remainder
+from streamloader.plan.gaps import NO_GAPS, Gap, Gaps
 from streamloader.plan.order import OrderParams
 from streamloader.plan.world import Share
 
@@ -23,7 +24,8 @@ class Cursor:
 
     The same on every rank, and free of the world size. `workers` DataLoader workers deliver in turn; `extra` of
     them have delivered one batch each (on every rank) from `position` on. Without workers these are 1 and 0.
-    `selection` is the digest of the samples that take part, where these are not all.
+    `selection` is the digest of the samples that take part, where these are not all. `skipped` are the steps that the
+    run left out on its way.
     """
 
     digest: str
@@ -37,6 +39,7 @@ class Cursor:
     extra: int = 0
     workers: int = 1
     selection: str | None = None
+    skipped: tuple[Gap, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values, from which `from_dict` makes an equal cursor."""
@@ -53,6 +56,7 @@ class Cursor:
             "extra": self.extra,
             "workers": self.workers,
             **({} if self.selection is None else {"selection": self.selection}),
+            **({"skipped": [list(astuple(gap)) for gap in self.skipped]} if self.skipped else {}),
         }
 
     @classmethod
@@ -79,12 +83,13 @@ class Cursor:
             shuffle=_get(state, "shuffle", bool),
             remainder=remainder,
             **{name: _get(state, name, int) for name in ("seed", "epoch", "position", "extra", "workers")},
+            skipped=_gaps(state["skipped"]) if "skipped" in state else (),
         )
         if min(cursor.seed, cursor.epoch, cursor.position) < 0 or not 0 <= cursor.extra < cursor.workers:
             raise StateError(f"the state {cursor.to_dict()} cannot be", _NEW_RUN)
         return cursor
 
-    def check(self, expected: Cursor, *, force: bool = False) -> None:
+    def check(self, expected: Cursor, num_samples: int, *, force: bool = False) -> None:
         """Raises StateError, with both values, unless this state belongs to the run that `expected` describes.
 
         Compares all that pins the order, so not epoch, position and workers. `force` lets the digest differ: for a
@@ -94,6 +99,11 @@ class Cursor:
         differing = [name for name in names if getattr(self, name) != getattr(expected, name)]
         if force and "digest" in differing:
             differing.remove("digest")
+        if not differing and self.position > num_samples:
+            raise StateError(
+                f"the state has position {self.position}, the dataset {num_samples} samples",
+                "load a state that was saved with this dataset",
+            )
         if not differing:
             return
         pairs = [f"{name} {getattr(self, name)!r} and not {getattr(expected, name)!r}" for name in differing]
@@ -102,7 +112,7 @@ class Cursor:
             remedy = "open the dataset that the state is of, or pass force=True if this is a copy of it"
         raise StateError(f"the state was saved with {', '.join(pairs)} as here", remedy)
 
-    def advance(self, batches: int, share: Share) -> Cursor:
+    def advance(self, batches: int, share: Share, gaps: Gaps = NO_GAPS) -> Cursor:
         """The cursor when `batches` more have been delivered on every rank, at most to the end of the epoch.
 
         `share` is that of the consumer: the rank's, or with DataLoader workers that of a worker (its world is
@@ -111,12 +121,20 @@ class Cursor:
         if not batches:
             return self
         rounds, extra = divmod(self.extra + batches, self.workers)
-        steps = share.global_steps(self.position)
-        if rounds > steps or (rounds == steps and extra):
+        last, position = (
+            gaps.walk(self.epoch, self.position, count, share.global_batch) for count in (max(0, rounds - 1), rounds)
+        )
+        if (rounds and not share.global_steps(last)) or (extra and not share.global_steps(position)):
             raise UsageError(f"{batches} batches from position {self.position} pass the end", "advance less at once")
-        if rounds == steps:
-            return self.next_epoch()
-        return replace(self, position=self.position + rounds * share.global_batch, extra=extra)
+        return replace(self.moved(position, share, gaps), extra=extra)
+
+    def moved(self, position: int, share: Share, gaps: Gaps = NO_GAPS) -> Cursor:
+        """The cursor at a later position of this epoch, which `gaps.walk` gave; past the last step, of the next one."""
+        over = not share.global_steps(position)
+        skipped = (*self.skipped, *gaps.passed(self.epoch, self.position, None if over else position))
+        if over:
+            return replace(self.next_epoch(), skipped=skipped)
+        return replace(self, position=position, skipped=skipped)
 
     def next_epoch(self) -> Cursor:
         """The beginning of the next epoch: where a run stands when it has delivered all its batches."""
@@ -133,6 +151,17 @@ class Cursor:
         if workers == self.workers:
             return self, 0
         return replace(self, extra=0, workers=workers), self.extra
+
+
+def _gaps(value: Any) -> tuple[Gap, ...]:
+    """The gaps of a state: a list of [epoch, start, stop]."""
+    kinds = isinstance(value, list) and all(
+        isinstance(one, list) and len(one) == 3 and all(type(number) is int and number >= 0 for number in one)
+        for one in value
+    )
+    if not kinds:
+        raise StateError(f"the state's skipped is {value!r:.60}, no list of [epoch, start, stop]", _NEW_RUN)
+    return tuple(Gap(*one) for one in value)
 
 
 def _get(state: dict[str, Any], name: str, *types: type) -> Any:

@@ -67,8 +67,11 @@ def schedule(
     steps_at_once: int = 1,
     *,
     first_ticket: int = 0,
+    stop: int | None = None,
 ) -> Iterator[BatchPlan]:
     """The batches of `share`'s rank from the global position `position` to the end of the epoch.
+
+    Or to `stop`, where a later step would start.
 
     `unit` is the number of samples fetched at once without shuffle (the chunk; the block where it is None). Each plan
     holds the rows of `steps_at_once` steps, the last perhaps of fewer: for steps of a single sample. Tickets are
@@ -84,9 +87,15 @@ def schedule(
         )
     if not 0 <= position <= order.num_samples:
         raise UsageError(f"position {position} is not in [0, {order.num_samples}]", "start inside the epoch")
+    if stop is not None and ((stop - position) % share.global_batch or not position <= stop <= order.num_samples):
+        raise UsageError(
+            f"no step starts at position {stop} of {order.num_samples}, {share.global_batch} at once from {position}",
+            "stop where a later step starts",
+        )
     if steps_at_once < 1 or (unit is not None and unit < 1):
         raise UsageError(f"unit={unit} samples and {steps_at_once} steps at once cannot be", "give 1 or more")
-    spans = _spans(order, share, position, steps_at_once)
+    steps = share.num_steps(position) if stop is None else (stop - position) // share.global_batch
+    spans = _spans(order, share, position, steps, steps_at_once)
     unit = unit or order.params.block
     return _plan(order, share, spans, unit=unit, steps_at_once=steps_at_once, tickets=first_ticket)
 
@@ -170,9 +179,8 @@ def _batches(
         )
 
 
-def _spans(order: EpochOrder, share: Share, position: int, steps_at_once: int) -> Iterator[Span]:
+def _spans(order: EpochOrder, share: Share, position: int, steps: int, steps_at_once: int) -> Iterator[Span]:
     """Cuts the steps into spans. The last two steps are in one, since padding repeats rows of the one before."""
-    steps = share.num_steps(position)
     rows = min(max(2 * order.params.window, _MIN_ROWS), _MAX_ROWS // share.lanes_read)
     longest = rows * share.lanes // share.global_batch if order.shuffle else rows // share.batch
     most = max(1, longest // steps_at_once) * steps_at_once
