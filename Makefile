@@ -3,13 +3,16 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# packages that are too heavy for everybody's environment
+INTEGRATIONS := .venv-integrations
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint types format bench bench-full clean
+.PHONY: help install demo test lint types format bench bench-full clean test-integrations
 
 help:
 	@echo "make demo         the main job: convert, train with two ranks, kill, resume, evaluate (a minute or two)"
 	@echo "make test         lint, types and all tests (less than ten minutes)"
+	@echo "make test-integrations  the same with Lightning, Accelerate and transformers, in an environment of their own"
 	@echo "make lint         ruff; 'make format' repairs what it can"
 	@echo "make types        mypy --strict"
 	@echo "make bench        loader, ceilings and peers side by side (less than 15 minutes)"
@@ -32,6 +35,15 @@ demo: $(STAMP)
 test: lint types
 	$(BIN)/python -m pytest
 
+test-integrations: $(INTEGRATIONS)/.installed
+	$(INTEGRATIONS)/bin/python -m pytest tests/integrations
+
+$(INTEGRATIONS)/.installed: pyproject.toml constraints.txt
+	@echo "installing into $(INTEGRATIONS), once: some minutes"
+	@$(PYTHON) -m venv $(INTEGRATIONS)
+	@$(INTEGRATIONS)/bin/python -m pip install --quiet --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[integrations]'
+	@touch $@
+
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -50,5 +62,5 @@ bench-full: $(STAMP)
 	$(BIN)/python -m bench
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(INTEGRATIONS) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,91 @@
+"""Trains with Hugging Face Accelerate: model and optimizer are prepared, the dataset is checkpointed beside them.
+
+    torchrun --nproc-per-node=2 examples/accelerate_train.py s3://my-bucket/photos --epochs 3
+
+`accelerator.prepare` must not get the dataset, nor a loader of it: it deals samples out to ranks, which the dataset has
+done already, and half of them would be lost. Stop it at any time and start it again, with any number of ranks that
+divides the batch: it goes on at the next sample.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from ddp_train import DECODE, GLOBAL_BATCH, SAVE_STEPS, network, pixels
+from taken import leave, note
+from torch import nn
+
+import streamloader as sl
+
+
+class Progress:
+    """The steps that were trained."""
+
+    def __init__(self) -> None:
+        self.step = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the step."""
+        return {"step": self.step}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there."""
+        self.step = state["step"]
+
+
+def main() -> None:
+    """Train, and save now and then."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("url")
+    parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--steps", type=int, help="stop after so many steps in all")
+    parser.add_argument("--checkpoints", type=Path, default=Path("checkpoints/accelerate"))
+    parser.add_argument("--taken", type=Path, help="note here which samples were trained")
+    arguments = parser.parse_args()
+
+    accelerator = Accelerator(cpu=not torch.cuda.is_available())
+    device, ranks = accelerator.device, accelerator.num_processes
+    data = sl.StreamingDataset(
+        arguments.url, split="train", batch_size=GLOBAL_BATCH // ranks, decode=DECODE, with_index=True
+    )
+    model = network()
+    model, optimizer = accelerator.prepare(model, torch.optim.Adam(model.parameters()))
+    progress = Progress()
+    accelerator.register_for_checkpointing(data, progress)
+    saved = sorted(arguments.checkpoints.glob("step-*[0-9]"))
+    if saved:
+        accelerator.load_state(str(saved[-1]))
+    accelerator.print(f"begin at step {progress.step}, epoch {data.epoch}, with {ranks} ranks")
+    while data.epoch < arguments.epochs and progress.step != arguments.steps:
+        for batch in data:
+            labels = batch["label"].to(device)
+            loss = nn.functional.cross_entropy(model(pixels(batch, device)), labels, reduction="none")
+            optimizer.zero_grad()
+            accelerator.backward((loss * batch["valid"].to(device)).mean())
+            optimizer.step()
+            progress.step += 1
+            note(arguments.taken, progress.step, data.epoch, batch)
+            if progress.step % SAVE_STEPS == 0:
+                save(accelerator, arguments.checkpoints / f"step-{progress.step:08d}")
+            if progress.step == arguments.steps:
+                break
+    accelerator.print(f"end at step {progress.step}, epoch {data.epoch}")
+
+
+def save(accelerator: Accelerator, folder: Path) -> None:
+    """Write a checkpoint beside its place and rename it: a kill leaves all of it or none."""
+    unfinished = folder.with_name(f"{folder.name}-unfinished")
+    accelerator.save_state(str(unfinished), safe_serialization=False)
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        unfinished.rename(folder)
+    accelerator.wait_for_everyone()
+
+
+if __name__ == "__main__":
+    main()
+    leave()

@@ -1,0 +1,109 @@
+"""Trains with the Trainer of Hugging Face transformers: the dataset is its loader, a callback keeps the state.
+
+    torchrun --nproc-per-node=2 examples/transformers_train.py s3://my-bucket/photos --epochs 3
+
+The Trainer wraps a dataset in a loader of its own, has Accelerate deal the samples out once more, and after a resume
+reads and drops every batch that was trained. So `get_train_dataloader` hands the dataset through, and
+`ignore_data_skip` leaves the place to the dataset's own state, which is saved in each checkpoint folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from ddp_train import DECODE, GLOBAL_BATCH, SAVE_STEPS, network, pixels
+from taken import leave, note
+from torch import Tensor, nn
+from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
+from transformers.trainer_utils import get_last_checkpoint
+
+import streamloader as sl
+
+STATE = "streamloader.json"
+
+
+class Classifier(nn.Module):
+    """The network of the plain example; the Trainer wants the loss from `forward`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network = network()
+
+    def forward(self, image: Tensor, label: Tensor, valid: Tensor, **_: Any) -> dict[str, Tensor]:
+        """Return the loss: rows that only fill up the batch do not count."""
+        loss = nn.functional.cross_entropy(
+            self.network(pixels({"image": image}, image.device)), label, reduction="none"
+        )
+        return {"loss": (loss * valid).mean()}
+
+
+class StreamingTrainer(Trainer):
+    """A Trainer whose loader is the dataset."""
+
+    log_folder: Path | None = None
+
+    def get_train_dataloader(self) -> sl.StreamingDataset:
+        """Return the dataset: it has made the batches of this rank."""
+        return self.train_dataset
+
+    def training_step(self, model: nn.Module, inputs: dict[str, Any], *more: Any) -> Tensor:
+        """Train on a batch."""
+        note(self.log_folder, self.state.global_step + 1, self.train_dataset.epoch, inputs)
+        return super().training_step(model, inputs, *more)
+
+
+class SaveState(TrainerCallback):
+    """Writes the dataset's state into each checkpoint."""
+
+    def __init__(self, data: sl.StreamingDataset) -> None:
+        self.data = data
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:
+        """Write it on one rank: all have the same."""
+        if state.is_world_process_zero:
+            folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+            (folder / STATE).write_text(json.dumps(self.data.state_dict()))
+
+
+def main() -> None:
+    """Train, and save now and then."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("url")
+    parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=-1, help="stop after so many steps in all")
+    parser.add_argument("--checkpoints", type=Path, default=Path("checkpoints/transformers"))
+    parser.add_argument("--taken", type=Path, help="note here which samples were trained")
+    arguments = parser.parse_args()
+
+    options = TrainingArguments(
+        output_dir=str(arguments.checkpoints),
+        num_train_epochs=arguments.epochs,
+        max_steps=arguments.steps,
+        save_steps=SAVE_STEPS,
+        save_total_limit=2,
+        ignore_data_skip=True,
+        use_cpu=not torch.cuda.is_available(),
+        report_to=[],
+        disable_tqdm=True,
+        remove_unused_columns=False,
+    )
+    data = sl.StreamingDataset(
+        arguments.url, split="train", batch_size=GLOBAL_BATCH // options.world_size, decode=DECODE, with_index=True
+    )
+    last = get_last_checkpoint(options.output_dir) if arguments.checkpoints.exists() else None
+    if last:
+        data.load_state_dict(json.loads((Path(last) / STATE).read_text()))
+    trainer = StreamingTrainer(Classifier(), options, train_dataset=data, callbacks=[SaveState(data)])
+    trainer.log_folder = arguments.taken
+    trainer.train(resume_from_checkpoint=last)
+    if trainer.is_world_process_zero():
+        print(f"end at step {trainer.state.global_step}, epoch {data.epoch}")
+
+
+if __name__ == "__main__":
+    main()
+    leave()

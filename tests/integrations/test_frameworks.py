@@ -1,0 +1,125 @@
+"""Training frameworks, as docs/frameworks.md uses them: a run that is stopped or killed loses and repeats no sample."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from test_docs import HEAVY, Reader, check, photos, reader  # noqa: F401 - two fixtures
+from test_kill import descendants
+from torchrun import TESTS, environment
+
+import streamloader as sl
+from streamloader.cli.main import main as streamloader
+from streamloader.demo.images import write_photographs
+
+EXAMPLES = TESTS.parent / "examples"
+FRAMEWORKS = ["accelerate", "lightning", "transformers"]
+SAVE_STEPS = 2
+EPOCHS = 3
+
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A dataset of 164 photographs to train on, and 18 more."""
+    folder = tmp_path_factory.mktemp("frameworks")
+    write_photographs(folder / "photos")
+    with pytest.raises(SystemExit) as ended:
+        streamloader(["convert", str(folder / "photos"), str(folder / "data"), "--split", "train=0.9,val=0.1"])
+    assert not ended.value.code
+    return str(folder / "data")
+
+
+class Runs:
+    """The runs of one example in one folder: each goes on from the checkpoints of the one before."""
+
+    def __init__(self, framework: str, url: str, folder: Path) -> None:
+        self.folder = folder
+        self._framework, self._url = framework, url
+        self._count = 0
+
+    def start(self, ranks: int, *more: str) -> subprocess.Popen[str]:
+        """Start a run with so many ranks."""
+        self._count += 1
+        taken = self.folder / f"taken-{self._count}"
+        options = ["--checkpoints", str(self.folder / "checkpoints"), "--taken", str(taken), "--epochs", str(EPOCHS)]
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
+        script = str(EXAMPLES / f"{self._framework}_train.py")
+        with (self.folder / f"stderr-{self._count}").open("w") as errors:
+            return subprocess.Popen(
+                [*torchrun, f"--nproc-per-node={ranks}", script, self._url, *options, *more],
+                env=environment() | {"PYTHONWARNINGS": "default", "TMPDIR": str(self.folder)},
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                cwd=self.folder,
+            )
+
+    def run(self, ranks: int, *more: str) -> str:
+        """Run to the end, and return what was printed."""
+        with self.start(ranks, *more) as process:
+            output, _ = process.communicate(timeout=200)
+        assert process.returncode == 0, (self.folder / f"stderr-{self._count}").read_text()[-6000:]
+        return output
+
+    def taken(self, number: int) -> dict[int, list[int]]:
+        """Return the sample numbers of each step of a run, over all ranks; of steps that every rank has noted."""
+        found: dict[int, list[int]] = {}
+        for path in sorted((self.folder / f"taken-{number}").glob("*.jsonl")):
+            for line in path.read_text().splitlines(keepends=True):
+                if line.endswith("\n"):
+                    entry = json.loads(line)
+                    found.setdefault(entry["step"], []).extend(entry["index"])
+        return found
+
+
+def assert_exactly_once(runs: list[dict[int, list[int]]], url: str) -> None:
+    """Each step counts in the last run that took it; together they are every sample once in each epoch."""
+    last: dict[int, list[int]] = {}
+    for run in runs:
+        if run:
+            last = {step: index for step, index in last.items() if step < min(run)} | run
+    count = Counter(number for index in last.values() for number in index)
+    assert set(count) == set(range(len(sl.open(url, split="train"))))
+    assert set(count.values()) == {EPOCHS}
+
+
+def test_the_page_prints_what_it_says(reader: Reader) -> None:  # noqa: F811 - the fixture
+    check(HEAVY, reader)
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_a_run_that_ends_between_checkpoints_goes_on_at_another_world_size(
+    framework: str, url: str, tmp_path: Path
+) -> None:
+    runs = Runs(framework, url, tmp_path)
+    assert "end at step 9, epoch 1" in runs.run(2, "--steps", "9")
+    assert f"epoch {EPOCHS}" in runs.run(1)
+    first, second = runs.taken(1), runs.taken(2)
+    assert set(first) == set(range(1, 10))
+    assert min(second) in (9, 10)  # a framework may save once more when it ends
+    assert_exactly_once([first, second], url)
+    again = {step: sorted(index) for step, index in first.items() if step in second}
+    assert again == {step: sorted(second[step]) for step in again}
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_a_run_that_is_killed_goes_on_from_its_last_checkpoint(framework: str, url: str, tmp_path: Path) -> None:
+    runs = Runs(framework, url, tmp_path)
+    with runs.start(2) as process:
+        assert process.stdout is not None
+        assert "step 8\n" in process.stdout, (tmp_path / "stderr-1").read_text()[-6000:]  # reads up to it
+        for pid in [process.pid, *descendants(process.pid)]:
+            os.kill(pid, signal.SIGKILL)
+    assert f"epoch {EPOCHS}" in runs.run(2)
+    second = runs.taken(2)
+    assert min(second) > 1
+    assert_exactly_once([runs.taken(1), second], url)
