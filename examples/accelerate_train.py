@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from ddp_train import DECODE, GLOBAL_BATCH, SAVE_STEPS, network, pixels
-from taken import leave, note
+from ddp_train import DECODE, GLOBAL_BATCH, SAVE_STEPS, leave, network, pixels
+from taken import note
 from torch import nn
 
 import streamloader as sl

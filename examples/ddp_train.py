@@ -10,6 +10,7 @@ of ranks that divides the batch: it goes on at the next sample.
 from __future__ import annotations
 
 import argparse
+import gc
 from pathlib import Path
 
 import torch
@@ -64,7 +65,6 @@ def main() -> None:
     right, count = evaluate(model.module, val, device)
     if dist.get_rank() == 0:
         print(f"end at step {step}, epoch {train.epoch}: {right} of {count} right; {train.stats().verdict}")
-    dist.destroy_process_group()
 
 
 def network() -> nn.Module:
@@ -122,5 +122,17 @@ def evaluate(model: nn.Module, data: sl.StreamingDataset, device: torch.device) 
     return int(totals[0]), int(totals[1])
 
 
+def leave() -> None:
+    """End the process group, when no model is left that uses it.
+
+    A thread of gloo that still holds the tensors of its last collective when the interpreter ends aborts the process
+    ("terminate called without an active exception", torch 2.13); while garbage is collected it lets go of them.
+    """
+    gc.collect()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
 if __name__ == "__main__":
     main()
+    leave()

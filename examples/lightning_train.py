@@ -16,9 +16,9 @@ from typing import Any
 
 import lightning
 import torch
-from ddp_train import DECODE, GLOBAL_BATCH, SAVE_STEPS, network, pixels
+from ddp_train import DECODE, GLOBAL_BATCH, SAVE_STEPS, leave, network, pixels
 from lightning.pytorch.callbacks import ModelCheckpoint
-from taken import leave, note
+from taken import note
 from torch import Tensor, nn
 
 import streamloader as sl

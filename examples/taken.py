@@ -1,14 +1,11 @@
-"""Says how far training is, notes which samples a rank trained on, and ends its process group in order."""
+"""Says how far training is, and notes which samples a rank trained on, to be checked afterwards."""
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 from pathlib import Path
 from typing import Any
-
-import torch.distributed as dist
 
 
 def note(folder: Path | None, step: int, epoch: int, batch: dict[str, Any]) -> None:
@@ -24,14 +21,3 @@ def note(folder: Path | None, step: int, epoch: int, batch: dict[str, Any]) -> N
     index = batch["index"][batch["valid"]].tolist()
     with (folder / f"{os.getpid()}.jsonl").open("a") as file:
         file.write(json.dumps({"step": step, "epoch": epoch, "index": index}) + "\n")
-
-
-def leave() -> None:
-    """End the process group, when no model is left that uses it.
-
-    A thread of gloo that still holds the tensors of its last collective when the interpreter ends aborts the process
-    ("terminate called without an active exception", torch 2.13); while garbage is collected it lets go of them.
-    """
-    gc.collect()
-    if dist.is_initialized():
-        dist.destroy_process_group()

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from ddp_train import DECODE, GLOBAL_BATCH, SAVE_STEPS, network, pixels
-from taken import leave, note
+from ddp_train import DECODE, GLOBAL_BATCH, SAVE_STEPS, leave, network, pixels
+from taken import note
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint

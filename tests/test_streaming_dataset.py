@@ -439,6 +439,22 @@ def test_close_ends_the_pass_and_its_threads(url: str) -> None:
     assert len(list(ds)) == len(ds)
 
 
+@pytest.mark.parametrize("batch_size", [16, None])
+def test_a_pass_is_over_with_its_last_batch_for_who_asks_for_no_more(url: str, batch_size: int | None) -> None:
+    ds = StreamingDataset(url, batch_size=batch_size, fields=["label"], with_index=True)
+    for epoch in range(4):
+        iterator = iter(ds)
+        for step in range(len(ds)):
+            assert ds.epoch == epoch
+            batch = next(iterator)
+            assert batch["index"].reshape(-1).equal(ds.samples(epoch, step))
+        state = ds.state_dict()
+        assert (ds.epoch, state["epoch"], state["position"]) == (epoch + 1, epoch + 1, 0)
+        assert state == ds.state_dict(batches=len(ds))
+        assert next(iterator, None) is None
+    assert ds._session.here()._running.engine.passes >= 2  # and it went on with what was loaded ahead
+
+
 def test_a_pass_after_the_end_stays_at_its_end(url: str) -> None:
     iterator = iter(StreamingDataset(url, batch_size=300, fields=["label"]))
     assert len(list(iterator)) == 3
