@@ -56,7 +56,7 @@ class Position:
     def cursor(self, steps: int) -> Cursor:
         """The cursor after `steps` steps of this consumer; it means the same to the worker of this number."""
         place = self.position(steps)
-        if not self.ends_after(steps):
+        if self.ahead and self.share.global_steps(place):
             place -= self.ahead * self.share.global_batch
         return self.start.moved(place, self.share, self.gaps)
 
@@ -122,13 +122,12 @@ class Pass(Iterator[dict[str, Any]]):
             self._waiting.extend(to_samples(batch, **extra) if self._shape.samples else [to_tensors(batch, **extra)])
             self._report(len(batch.plan.samples), asked)
         # Whoever knows the number of batches does not ask for one more: the pass is over with its last one.
-        last = (
-            len(self._waiting) == 1 and self._begin.ends_after(self._steps + 1) and next(self._pipeline, None) is None
-        )
+        if len(self._waiting) == 1 and self._begin.ends_after(self._steps + 1):
+            next(self._pipeline, None)
         self._steps += 1
         if self._follow is not None:
             self._follow.deliver(self._begin.cursor(self._steps))
-        if last:
+        if self._pipeline.completed:
             self._complete_once()
         return self._waiting.popleft()
 

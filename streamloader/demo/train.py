@@ -41,8 +41,8 @@ def main() -> None:
     if dist.get_rank() == 0:
         say("evaluated", right=right, count=count)
     dist.destroy_process_group()
-    # A thread of gloo that still holds the tensors of its last collective when the interpreter ends aborts the process
-    # (torch 2.13, "terminate called without an active exception"): seen once in some dozens of runs on a busy machine.
+    # Not through the interpreter: a thread of gloo that still holds the tensors of its last collective when that ends
+    # aborts the process (torch 2.13, "terminate called without an active exception").
     os._exit(0)
 
 
