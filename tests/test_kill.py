@@ -102,9 +102,11 @@ def assert_all_end(pids: Iterable[int], seconds: float = 20) -> None:
             os.close(handle)
 
 
-def assert_no_shared_memory(pids: Iterable[int]) -> None:
-    left = [path.name for path in Path("/dev/shm").iterdir()] if Path("/dev/shm").is_dir() else []
-    assert [name for name in left for pid in pids if f"_{pid}_" in name or "streamloader" in name] == []
+def shared_memory(pids: Iterable[int]) -> list[Path]:
+    """What is left in shared memory of these processes, or of the project."""
+    marks = ["streamloader", *(f"_{pid}_" for pid in pids)]
+    folder = Path("/dev/shm")
+    return [path for path in folder.iterdir() if any(mark in path.name for mark in marks)] if folder.is_dir() else []
 
 
 @pytest.mark.parametrize("fields", ["x", "label"])
@@ -205,7 +207,7 @@ def test_a_killed_process_leaves_no_transform_process_and_no_file(tmp_path: Path
     child.process.kill()
     assert child.end(20)[0] == -signal.SIGKILL
     assert_all_end(pids)
-    assert_no_shared_memory(pids)
+    assert shared_memory(pids) == []
     assert list(child.temporary.iterdir()) == []
 
 
@@ -240,7 +242,13 @@ def test_a_killed_rank_ends_the_others_and_leaves_nothing(tmp_path: Path, folder
             run.communicate()
     assert run.returncode != 0
     assert_all_end(pids)
-    assert_no_shared_memory(pids)
+    left = shared_memory(pids)
+    for path in left:
+        path.unlink()
+    # torch's worker opens a segment, fills it with zeros, and takes its name away (MapAllocator.cpp); one that is ended
+    # between these calls leaves the segment it was at, whatever the dataset
+    owners = [path.name.removeprefix("torch_").split("_")[0] for path in left]
+    assert set(owners) <= {str(pid) for pid in pids} and len(set(owners)) == len(owners)
     # the sockets over which torch's workers hand on file descriptors, whatever the dataset
     assert [path.name for path in temporary.iterdir() if not path.name.startswith("pymp-")] == []
 
@@ -279,5 +287,5 @@ def test_a_killed_server_is_an_error_and_leaves_nothing(tmp_path: Path) -> None:
     assert "s3://" in shown
     status, error = child.end(20)
     assert (status, error) == (0, "")
-    assert_no_shared_memory([child.process.pid])
+    assert shared_memory([child.process.pid]) == []
     assert list(child.temporary.iterdir()) == []
