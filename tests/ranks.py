@@ -6,6 +6,7 @@ sample numbers, and its state.
 
 from __future__ import annotations
 
+import itertools
 import json
 import multiprocessing
 import os
@@ -38,11 +39,18 @@ def run_case(job: dict[str, Any], case: dict[str, Any]) -> dict[str, Any]:
     source: Any = ds
     if case.get("workers"):
         context = case["context"]
-        source = DataLoader(ds, batch_size=None, num_workers=case["workers"], multiprocessing_context=context)
+        same = case.get("forever", False)  # workers all along: a test counts them
+        source = DataLoader(
+            ds,
+            batch_size=None,
+            num_workers=case["workers"],
+            multiprocessing_context=context,
+            persistent_workers=same,
+        )
     batches = []
-    while case.get("forever"):  # until someone kills this rank
+    for number in itertools.count() if case.get("forever") else ():  # until someone kills this rank
         for step, _ in enumerate(source):
-            if step == 2 and ds.epoch == 0:
+            if (number, step) == (0, 2):
                 os.write(1, f"{os.getpid()}\n".encode())  # in one piece: the ranks share their output
     iterator = iter(source)
     for batch in iterator:
