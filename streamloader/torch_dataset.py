@@ -147,9 +147,9 @@ class StreamingDataset(IterableDataset[dict[str, Any]]):
         """Begin a pass: at the start of the epoch, or where a loaded state stands. Ends the pass before it."""
         self._end_pass()
         start = self._begin()
-        number, count = worker()
-        start, repeated = start.with_workers(count)
-        begin = Position.of_worker(start, resolve_world(self._world), number, self._share)
+        rank, (number, count) = resolve_world(self._world), worker()
+        start, repeated = start.with_workers(count, self._share(rank.consumer(number, count)).global_batch)
+        begin = Position.of_worker(start, rank, number, self._share)
         check_share(begin.share)
         begin = replace(begin, gaps=choose_gaps(self._skips, start, begin.share))
         warn_of_costs(begin.share, count, repeated, fresh=start.position == 0)
@@ -171,7 +171,7 @@ class StreamingDataset(IterableDataset[dict[str, Any]]):
                 "go on with the loaded epoch, or do not load the state",
             )
         if epoch != present:
-            self._choose(replace(self._start, epoch=epoch, position=0, extra=0))
+            self._choose(self._start.beginning(epoch))
             if self._running() is None:
                 self._now = self._start
 
@@ -186,7 +186,7 @@ class StreamingDataset(IterableDataset[dict[str, Any]]):
             share = self._share(World(0, resolve_world(self._world).size * workers))
             # workers pass on without the parent: it knows where their first pass began, not which one they are at
             start = self._from(self._epochs.begun) if self._read_by_workers() else self._start
-            start = start.with_workers(workers)[0]
+            start = start.with_workers(workers, share.global_batch)[0]
             return start.advance(batches, share, choose_gaps(self._skips, start, share)).to_dict()
         if self._read_by_workers():
             raise StateError(
@@ -231,7 +231,7 @@ class StreamingDataset(IterableDataset[dict[str, Any]]):
         self._end_pass()
         world = resolve_world(self._world)
         share, start = self._share(world), self._from(epoch)
-        start = replace(start, position=start.position % share.global_batch, extra=0, workers=1)
+        start = replace(start, position=start.position % share.global_batch, extra=0, workers=1, round=0)
         gaps = only(read_steps("steps", {epoch: steps})[epoch], epoch, start.position, share)
         return self._run(Position(world, share, start, 0, gaps), None)
 
@@ -252,7 +252,7 @@ class StreamingDataset(IterableDataset[dict[str, Any]]):
         self._start = start
         self._epochs.choose(start.epoch)
         if not in_worker():  # a worker that is given a state, by StatefulDataLoader, has a place of its own
-            self._epochs.tell(Place(start.epoch, start.position, start.extra, start.workers))
+            self._epochs.tell(Place(start.epoch, start.position, start.extra, start.workers, start.round))
 
     def _begin(self) -> Cursor:
         news = self._epochs.news() if in_worker() else None
@@ -262,7 +262,7 @@ class StreamingDataset(IterableDataset[dict[str, Any]]):
 
     def _from(self, epoch: int) -> Cursor:
         """Where a pass of this epoch begins: where it stands if a state said so."""
-        return self._start if epoch == self._start.epoch else replace(self._start, epoch=epoch, position=0, extra=0)
+        return self._start if epoch == self._start.epoch else self._start.beginning(epoch)
 
     def _read_by_workers(self) -> bool:
         return self._epochs.read_elsewhere and self._running() is None and not in_worker()

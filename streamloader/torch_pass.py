@@ -6,7 +6,7 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from streamloader.engine.session import Session
@@ -58,7 +58,8 @@ class Position:
         place = self.position(steps)
         if self.ahead and self.share.global_steps(place):
             place -= self.ahead * self.share.global_batch
-        return self.start.moved(place, self.share, self.gaps)
+        found = self.start.moved(place, self.share, self.gaps)
+        return replace(found, inside=True, round=self.share.global_batch) if self.start.workers > 1 else found
 
 
 @dataclass(frozen=True)
@@ -163,7 +164,9 @@ def warn_of_costs(share: Share, workers: int, repeated: int, *, fresh: bool) -> 
     """Say once what this world costs: more ranks than lanes, lanes that are read twice, workers, repeated batches."""
     if repeated:
         warnings.warn(
-            f"the number of DataLoader workers changed: {repeated} batches of each rank come again", stacklevel=3
+            f"the state stands within a round of DataLoader workers, and their number, the world or the batch changed: "
+            f"{repeated} batches of each rank come again",
+            stacklevel=3,
         )
     if workers > 1:
         warnings.warn(

@@ -10,6 +10,7 @@ import itertools
 import json
 import multiprocessing
 import os
+import pickle
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,9 @@ import torch.distributed.checkpoint as checkpoint
 from datasets import numbers
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader
+from torchdata.stateful_dataloader import StatefulDataLoader
 
+from streamloader.errors import StateError
 from streamloader.torch_dataset import StreamingDataset
 
 
@@ -66,6 +69,34 @@ def run_case(job: dict[str, Any], case: dict[str, Any]) -> dict[str, Any]:
     return {"batches": batches, "state": state, "epoch": ds.epoch, "client": ds.stats().client}
 
 
+def run_stateful(job: dict[str, Any], case: dict[str, Any]) -> dict[str, Any]:
+    """Batches of torchdata's loader: before its state was taken, after it, and those of one that goes on from it."""
+
+    def loader(batch_size: int = 8) -> StatefulDataLoader[Any]:
+        options = {"storage_options": job["options"], "fields": ["x"], "with_index": True}
+        ds = StreamingDataset(job["url"], batch_size=batch_size, **options)
+        context = {"multiprocessing_context": case["context"]} if case["workers"] else {}
+        return StatefulDataLoader(ds, batch_size=None, num_workers=case["workers"], **context)
+
+    first, second = loader(), loader()
+    iterator = iter(first)
+    begun = [numbers(batch) for batch in itertools.islice(iterator, case["batches"])]
+    state = pickle.loads(pickle.dumps(first.state_dict()))
+    ahead = [numbers(batch) for batch in iterator]
+    second.load_state_dict(state)
+    rest, following = ([numbers(batch) for batch in second] for _ in range(2))
+    said = ""
+    if case["workers"]:
+        other = loader(batch_size=16)
+        other.load_state_dict(state)
+        try:
+            next(iter(other))
+        except (StateError, RuntimeError) as error:  # torch raises what it can make again
+            said = str(error)
+    dist.barrier()
+    return {"said": said, "begun": begun, "ahead": ahead, "rest": rest, "following": following}
+
+
 def main() -> None:
     """Run the job."""
     path = Path(sys.argv[1])
@@ -73,7 +104,8 @@ def main() -> None:
     multiprocessing.set_forkserver_preload(["torch", "streamloader.torch_dataset"])
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    results = {case["name"]: run_case(job, case) for case in job["cases"]}
+    runners = {True: run_stateful, False: run_case}
+    results = {case["name"]: runners["stateful" in case](job, case) for case in job["cases"]}
     (path.parent / f"rank{rank}.json").write_text(json.dumps(results))
     dist.barrier()
     dist.destroy_process_group()

@@ -116,12 +116,21 @@ def test_workers_advance_in_rounds_and_another_number_repeats_the_round(
     if one < batches:
         assert (cursor.position, cursor.extra) == (one // workers * share.global_batch, one % workers)
         assert cursor.advance(two - one, share) == start.advance(two, share)
-    assert cursor.with_workers(workers) == (cursor, 0)
-    other, repeated = cursor.with_workers(workers + 1)
-    assert repeated == cursor.extra <= workers - 1
-    assert other == replace(cursor, workers=workers + 1, extra=0)
+    assert cursor.with_workers(workers, share.global_batch) == (cursor, 0)
+    for number, size in ((workers + 1, share.global_batch), (workers, share.global_batch + 1)):
+        other, repeated = cursor.with_workers(number, size)
+        assert repeated == cursor.extra <= workers - 1
+        assert other == replace(cursor, workers=number, extra=0, round=0)
+
+
+def test_a_state_of_one_worker_is_for_the_same_round_alone() -> None:
+    cursor = replace(CURSOR, workers=2, inside=True, round=32)
+    assert Cursor.from_dict(json.loads(json.dumps(cursor.to_dict()))) == cursor
+    assert cursor.with_workers(2, 32) == (cursor, 0)
+    with pytest.raises(StateError, match="inside one of 2 DataLoader workers"):
+        cursor.with_workers(2, 64)
 
 
 def test_no_worker_is_refused() -> None:
     with pytest.raises(UsageError, match="0 consumers"):
-        CURSOR.with_workers(0)
+        CURSOR.with_workers(0, 8)

@@ -34,6 +34,10 @@ PARTS = [
     {"name": "in order", "arguments": {"shuffle": False}},
 ]
 
+STATEFUL = [
+    {"name": f"stateful {count}", "stateful": True, "workers": count, "context": "forkserver", "batches": 7}
+    for count in (0, 2)
+]
 
 # data parallel by 2, and within each replica two ranks of tensor, pipeline or context parallelism
 HYBRID = [
@@ -64,7 +68,7 @@ def two(seaweedfs: S3Server, checkpoint: str, tmp_path_factory: pytest.TempPathF
     url = seaweedfs.url("ddp")
     datasets.write(url, N, FIELDS, options=seaweedfs.storage_options)
     saving = {"name": "saving", "batches": 7, "save": checkpoint}
-    job = {"url": url, "options": seaweedfs.storage_options, "cases": [*USED, *PARTS, saving]}
+    job = {"url": url, "options": seaweedfs.storage_options, "cases": [*USED, *PARTS, *STATEFUL, saving]}
     folder = tmp_path_factory.mktemp("two")
     results = run_ranks(folder, 2, job)
     assert "forked after obstore" not in (folder / "stderr").read_text()
@@ -149,6 +153,18 @@ def test_four_ranks_go_on_exactly_where_two_stopped(two: Results, four: Results,
 def test_a_distributed_checkpoint_carries_the_state_to_another_world(two: Results, four: Results) -> None:
     assert two[1]["saving"]["state"] == two[0]["seven"]["state"]
     assert [rank["loaded"]["batches"] for rank in four] == [rank["rest"]["batches"] for rank in four]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("case", ["stateful 0", "stateful 2"])
+def test_torchdatas_loader_goes_on_exactly_and_into_the_next_epoch(two: Results, case: str) -> None:
+    for rank in two:
+        assert len(rank[case]["begun"]) == 7
+        assert rank[case]["rest"] == rank[case]["ahead"]
+        assert ("inside one of 2 DataLoader workers" in rank[case]["said"]) == (case == "stateful 2")
+    for parts in (("begun", "rest"), ("following",)):
+        seen = [i for rank in two for part in parts for batch in rank[case][part] for i in batch]
+        assert sorted(seen) == list(range(N))
 
 
 @pytest.mark.timeout(300)

@@ -23,7 +23,9 @@ class Cursor:
     """What was delivered: everything before `position` of `epoch`, in the order that the other values pin.
 
     The same on every rank, and free of the world size. `workers` DataLoader workers deliver in turn; `extra` of
-    them have delivered one batch each (on every rank) from `position` on. Without workers these are 1 and 0.
+    them have delivered one batch each (on every rank) from `position` on, of a round of `round` positions. Without
+    workers these are 1, 0 and 0. `inside`: one of several workers says where it stands itself; it does not know how far
+    the others are.
     `selection` is the digest of the samples that take part, where these are not all. `skipped` are the steps that the
     run left out on its way.
     """
@@ -38,6 +40,8 @@ class Cursor:
     position: int = 0
     extra: int = 0
     workers: int = 1
+    round: int = 0
+    inside: bool = False
     selection: str | None = None
     skipped: tuple[Gap, ...] = ()
 
@@ -55,6 +59,8 @@ class Cursor:
             "position": self.position,
             "extra": self.extra,
             "workers": self.workers,
+            **({"round": self.round} if self.round else {}),
+            **({"inside": True} if self.inside else {}),
             **({} if self.selection is None else {"selection": self.selection}),
             **({"skipped": [list(astuple(gap)) for gap in self.skipped]} if self.skipped else {}),
         }
@@ -83,6 +89,8 @@ class Cursor:
             shuffle=_get(state, "shuffle", bool),
             remainder=remainder,
             **{name: _get(state, name, int) for name in ("seed", "epoch", "position", "extra", "workers")},
+            round=_get(state, "round", int) if "round" in state else 0,
+            inside=_get(state, "inside", bool) if "inside" in state else False,
             skipped=_gaps(state["skipped"]) if "skipped" in state else (),
         )
         if min(cursor.seed, cursor.epoch, cursor.position) < 0 or not 0 <= cursor.extra < cursor.workers:
@@ -126,7 +134,7 @@ class Cursor:
         )
         if (rounds and not share.global_steps(last)) or (extra and not share.global_steps(position)):
             raise UsageError(f"{batches} batches from position {self.position} pass the end", "advance less at once")
-        return replace(self.moved(position, share, gaps), extra=extra)
+        return replace(self.moved(position, share, gaps), extra=extra, round=share.global_batch if extra else 0)
 
     def moved(self, position: int, share: Share, gaps: Gaps = NO_GAPS) -> Cursor:
         """The cursor at a later position of this epoch, which `gaps.walk` gave; past the last step, of the next one."""
@@ -138,19 +146,30 @@ class Cursor:
 
     def next_epoch(self) -> Cursor:
         """The beginning of the next epoch: where a run stands when it has delivered all its batches."""
-        return replace(self, epoch=self.epoch + 1, position=0, extra=0)
+        return self.beginning(self.epoch + 1)
 
-    def with_workers(self, workers: int) -> tuple[Cursor, int]:
-        """(cursor, repeated): this cursor for another number of workers.
+    def beginning(self, epoch: int) -> Cursor:
+        """The beginning of an epoch."""
+        return replace(self, epoch=epoch, position=0, extra=0, round=0, inside=False)
 
-        It then goes on from the last complete round, and `repeated` batches of each rank come again: 0 where the
-        number is the same.
+    def with_workers(self, workers: int, round_: int) -> tuple[Cursor, int]:
+        """(cursor, repeated): this cursor for so many workers, whose round has so many positions on all ranks.
+
+        Where it stands within a round of another number, world size or batch size, it goes on from that round's
+        beginning, and `repeated` batches of each rank come again: those of one round do not fill a part of the other.
+        Raises StateError for such a state of one worker: which batches of the round were delivered, it does not know.
         """
         if workers < 1:
             raise UsageError(f"{workers} consumers cannot be", "give 1 or more")
-        if workers == self.workers:
+        if self.inside and self.round != round_:
+            raise StateError(
+                f"the state was saved inside one of {self.workers} DataLoader workers that took {self.round} samples "
+                f"in turn over all ranks, and here {workers} take {round_}",
+                "load it with the same number of ranks and batch_size, or save state_dict(batches=, workers=) instead",
+            )
+        if workers == self.workers and self.round in (0, round_):
             return self, 0
-        return replace(self, extra=0, workers=workers), self.extra
+        return replace(self, extra=0, round=0, workers=workers), self.extra
 
 
 def _gaps(value: Any) -> tuple[Gap, ...]:
