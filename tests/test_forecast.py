@@ -14,7 +14,15 @@ from folder_server import folder_server
 from PIL import Image
 
 from streamloader.cli.main import main
-from streamloader.errors import BatchError, FieldError, MemoryBudgetError, StreamloaderError, UsageError, WorldError
+from streamloader.errors import (
+    BatchError,
+    FieldError,
+    MemoryBudgetError,
+    SelectionError,
+    StreamloaderError,
+    UsageError,
+    WorldError,
+)
 from streamloader.measure.forecast import Forecast, ForecastOptions, forecast
 from streamloader.options import Shuffle
 from streamloader.plan.mixing import mixing
@@ -54,6 +62,23 @@ def test_requests_and_bytes_are_those_of_the_epoch_that_follows(folder: Path, si
     assert told.bytes <= fetched <= 1.1 * told.bytes
     assert told.dollars == pytest.approx(told.requests * 0.4e-6)
     assert told.held == ("label",)
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("size", [1, 2])
+def test_with_a_condition_it_tells_what_the_chosen_samples_take(folder: Path, size: int, shuffle: bool) -> None:
+    where = f"label < {60 - 2**40} or label >= {500 - 2**40} and label != {550 - 2**40}"
+    told = forecast(str(folder), ForecastOptions(world_size=size, batch_size=8, where=where, shuffle=shuffle))
+    assert told.num_samples == 60 + N - 501
+    requests, fetched = 0, 0
+    for rank in range(size):
+        ds = StreamingDataset(folder, batch_size=8, where=where, world=(rank, size), shuffle=shuffle)
+        assert sum(1 for _ in ds) == told.steps
+        requests, fetched = requests + ds.stats().requests, fetched + ds.stats().bytes_fetched
+    # how far requests reach over samples that are not chosen depends on where a block is cut
+    assert 0.9 * told.requests <= requests <= told.requests + 2 * (told.lanes + told.steps * size)
+    assert 0.9 * told.bytes <= fetched <= 1.2 * told.bytes
+    assert fetched < forecast(str(folder), ForecastOptions(batch_size=8, shuffle=shuffle)).bytes
 
 
 def test_the_memory_it_names_is_what_the_loader_accepts(folder: Path) -> None:
@@ -153,6 +178,8 @@ BAD: list[tuple[dict[str, Any], type[StreamloaderError], str]] = [
     ({"fields": ("x", "nothing")}, FieldError, "no field 'nothing'"),
     ({"shuffle": Shuffle(block=3)}, UsageError, r"Shuffle\(block=3\) cuts chunks"),
     ({"ranks_here": 0}, UsageError, "ranks_here=0"),
+    ({"where": "nothing > 1"}, SelectionError, "asks for 'nothing'"),
+    ({"where": "label > 2"}, SelectionError, "selects none"),
 ]
 
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 @click.option("--batch-size", type=int, default=256, show_default=True, help="Samples of a rank's batch.")
 @click.option("--fields", help="Fields to fetch, say image,label; all by default.")
 @click.option("--split", help="The split, where the dataset has splits.")
+@click.option("--where", help='Which samples take part: "label in (1, 2) and width >= 256".')
 @click.option("--block", type=int, help="Samples fetched at once, instead of the dataset's own.")
 @click.option("--lanes", type=int, help="Streams of blocks that are mixed, instead of the dataset's own.")
 @click.option("--window", type=int, help="Samples of a lane that are mixed, instead of the dataset's own.")
@@ -45,6 +46,7 @@ def plan(
     batch_size: int,
     fields: str | None,
     split: str | None,
+    where: str | None,
     block: int | None,
     lanes: int | None,
     window: int | None,
@@ -58,7 +60,7 @@ def plan(
 ) -> None:
     """Tell what training on the dataset at URL will take: memory, requests, cost, and how well batches mix.
 
-    No sample is read.
+    No sample is read, but with --where the small fields that it names.
     """
     from streamloader.measure.forecast import ForecastOptions, forecast
 
@@ -71,6 +73,7 @@ def plan(
         batch_size=batch_size,
         fields=tuple(name.strip() for name in fields.split(",")) if fields is not None else None,
         split=split,
+        where=where,
         shuffle=not no_shuffle and Shuffle(window=window, lanes=lanes, block=block),
         memory=parse_size(memory) if memory is not None else None,
         ranks_here=ranks_per_machine,

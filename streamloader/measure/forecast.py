@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -14,9 +14,11 @@ from streamloader.format.reader import FieldReader, field_reader, open_manifest
 from streamloader.options import Shuffle
 from streamloader.plan.mixing import Mixing, mixing
 from streamloader.plan.order import EpochOrder
+from streamloader.plan.selection import Selection
 from streamloader.plan.world import Share, World
 from streamloader.storage import open_store
 from streamloader.torch_choices import choose_fields, choose_order
+from streamloader.torch_selection import WhereChoice, choose_selection, read_where
 
 # S3 standard storage, us-east-1, November 2026: 0.40 USD for a million GETs; traffic within the region is free.
 DOLLARS_FOR_A_GET = 0.4e-6
@@ -34,6 +36,7 @@ class ForecastOptions:
     batch_size: int = 256
     fields: tuple[str, ...] | None = None
     split: str | None = None
+    where: WhereChoice = None
     shuffle: bool | Shuffle = True
     memory: int | None = None
     ranks_here: int = 1
@@ -87,35 +90,38 @@ class Forecast:
 
 
 def forecast(url: str, options: ForecastOptions) -> Forecast:
-    """Plan an epoch without reading a sample.
+    """Plan an epoch without reading a sample; but a condition of `where` reads the small fields that it names.
 
-    Raises as opening does; `FieldError`, `WorldError`, `BatchError` or `UsageError` for options that cannot be, and
-    `MemoryBudgetError` where the window does not fit.
+    Raises as opening does; `FieldError`, `WorldError`, `BatchError`, `SelectionError` or `UsageError` for options that
+    cannot be, and `MemoryBudgetError` where the window does not fit.
     """
-    world = World(0, options.world_size)  # before anything is read
+    world, condition = World(0, options.world_size), read_where(options.where)  # before anything is read
     store = open_store(url, options.storage_options)
     manifest, place = open_manifest(store, options.split)
     names = choose_fields(manifest, options.fields, with_index=False, with_valid=True)
-    params = choose_order(manifest, options.shuffle, manifest.num_samples)
-    order = EpochOrder(manifest.num_samples, params, 0, 0, options.shuffle is not False)
+    selection = choose_selection(condition, manifest, place)
+    count = manifest.num_samples if selection is None else len(selection)
+    params = choose_order(manifest, options.shuffle, count)
+    order = EpochOrder(count, params, 0, 0, options.shuffle is not False)
     share = Share(order.num_samples, order.lanes, options.batch_size, world, "pad")
     readers = {name: field_reader(place, manifest, name) for name in names}
-    session = Session(place, readers, order.num_samples, Wish(memory=options.memory, ranks_here=options.ranks_here))
+    wish = Wish(memory=options.memory, ranks_here=options.ranks_here, selection=selection)
+    session = Session(place, readers, manifest.num_samples, wish)
     params = session.fetched(order)
     held, budget = session.plan_memory(params, share)
     factor = share.read_factor if order.shuffle else _readers_of_a_unit(params.block, share)
-    streamed = _runs((reader for name, reader in readers.items() if name not in held), params.block, order.num_samples)
-    whole = _runs((readers[name] for name in held), max(1, order.num_samples), order.num_samples)
+    streamed = _runs([reader for name, reader in readers.items() if name not in held], params.block, count, selection)
+    whole = _runs([readers[name] for name in held], max(1, manifest.num_samples), manifest.num_samples)
     requests, size = (round(many * factor + once * world.size) for many, once in zip(streamed, whole, strict=True))
     return Forecast(
         url=store.url,
-        num_samples=order.num_samples,
+        num_samples=count,
         world_size=options.world_size,
         batch_size=options.batch_size,
         block=params.block,
         lanes=order.lanes,
         window=params.window,
-        blocks=-(-order.num_samples // params.block),
+        blocks=-(-count // params.block),
         steps=share.global_steps(0),
         read_factor=factor,
         memory=budget.bytes,
@@ -138,18 +144,19 @@ def _readers_of_a_unit(unit: int, share: Share) -> float:
     return min(float(share.world.size), runs)
 
 
-def _runs(readers: Iterable[FieldReader], block: int, num_samples: int) -> tuple[float, float]:
-    """Return (requests, bytes) of one pass in blocks."""
-    starts = range(0, num_samples, block)
-    chosen = np.unique(np.linspace(0, max(0, len(starts) - 1), MAX_BLOCKS).astype(np.int64))
-    some = [starts[number] for number in chosen] if starts else []
-    sizes = [
-        run.stop - run.start
-        for reader in readers
-        for start in some
-        for run in reader.runs(start, min(start + block, num_samples))
-    ]
-    times = len(starts) / max(1, len(some))
+def _runs(
+    readers: Sequence[FieldReader], block: int, count: int, selection: Selection | None = None
+) -> tuple[float, float]:
+    """Return (requests, bytes) of one pass in blocks over `count` samples, perhaps of a selection."""
+    starts = range(0, count, block)
+    chosen = np.unique(np.linspace(0, max(0, len(starts) - 1), MAX_BLOCKS).astype(np.int64)).tolist() if starts else []
+    sizes = []
+    for start in (starts[number] for number in chosen):
+        stop = min(start + block, count)
+        for reader in readers:
+            runs = reader.runs(start, stop) if selection is None else reader.runs_of(selection.samples[start:stop])
+            sizes += [run.stop - run.start for run in runs]
+    times = len(starts) / max(1, len(chosen))
     return len(sizes) * times, sum(sizes) * times
 
 
