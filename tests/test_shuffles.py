@@ -1,0 +1,89 @@
+"""The measures of how well an order mixes, and the orders of other loaders that they are taken of."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bench import venvs
+from bench.shuffles import page
+from bench.shuffles.learning import Task
+from bench.shuffles.orders import Mixer, OrderError, Setting, mixers, order, ours
+from bench.shuffles.quality import quality, resident
+
+SETTING = Setting(samples=4096, batch=32, block=8, lanes=8, window=32, shard=64, classes=16)
+MEASURES = {"batch": 32, "run": 64, "classes": 16}
+
+
+def test_an_order_as_stored_has_one_run_in_a_batch_and_holds_one_unit() -> None:
+    found = quality(np.arange(4096), unit=64, **MEASURES)
+    assert (found.resident, found.units, found.runs, found.formula) == (64, 1, 1, 32)
+    assert found.correlation == pytest.approx(1)
+    assert found.measured == pytest.approx(32, rel=0.1)  # a batch is of one class: as good as one sample
+
+
+def test_a_full_permutation_is_as_good_as_independent_draws() -> None:
+    found = quality(np.random.default_rng(0).permutation(4096), unit=64, **MEASURES)
+    assert found.runs == pytest.approx(64 * (1 - (1 - 1 / 64) ** 32), rel=0.03)
+    assert found.formula == pytest.approx(1 + 31 / 64, rel=0.05)
+    assert found.measured == pytest.approx(1, abs=0.15)
+    assert abs(found.correlation) < 0.1
+
+
+@given(st.integers(1, 40), st.integers(1, 9), st.randoms(use_true_random=False))
+def test_what_is_held_is_what_a_count_step_by_step_finds(count: int, unit: int, random: object) -> None:
+    ids = np.random.default_rng(random.randrange(1000)).permutation(count * unit)  # type: ignore[attr-defined]
+    units = (ids // unit).tolist()
+    held = [len(set(units[: at + 1]) & set(units[at:])) for at in range(len(units))]
+    assert resident(ids, unit) == max(held) * unit
+
+
+def test_streamloader_holds_less_than_its_slots_and_mixes_nearly_as_a_permutation() -> None:
+    ids = ours(SETTING, 0)
+    assert sorted(ids.tolist()) == list(range(4096))
+    found = quality(ids, unit=SETTING.block, **MEASURES)
+    assert found.resident <= SETTING.lanes * (SETTING.window + 2 * SETTING.block)
+    assert found.measured < 2
+
+
+def test_each_mixer_holds_what_streamloader_does_where_it_can_be_told_so() -> None:
+    memory = resident(ours(SETTING, 0), SETTING.block)
+    told = {name: value for mixer in mixers(SETTING) for name, value in mixer.options}
+    assert told["buffer"] == memory
+    assert memory - 2 * SETTING.shard < 2 * int(told["chunk"]) <= memory
+
+
+def test_a_peer_gives_its_own_order_and_each_sample_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(venvs, "make", lambda peer, say: "")  # the development environment has this one
+    monkeypatch.setattr(venvs, "python_of", lambda peer: Path(sys.executable))
+    mixer = Mixer("WebDataset", 0, "webdataset", (("buffer", 512),), held=512)
+    first, again, other = (order(mixer, SETTING, seed) for seed in (0, 0, 1))
+    assert first.tolist() == again.tolist() != other.tolist()
+    found = quality(first, unit=1, **MEASURES)
+    assert 1.1 < found.measured < 32
+    with pytest.raises(OrderError, match="buffer"):
+        order(replace(mixer, options=()), SETTING, 0)
+
+
+def test_the_curve_falls_faster_the_better_the_order_mixes(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    photos = [rng.integers(0, 120 + 15 * i, (40, 40, 3), np.uint8) for i in range(10)]
+    task = Task(photos, SETTING.samples)
+    lines = []
+    for mixer in (one for one in mixers(SETTING) if not one.peer):
+        orders = [order(mixer, SETTING, seed) for seed in range(2)]
+        measured = vars(quality(orders[0], unit=mixer.unit or 1, **MEASURES))
+        line = {"name": mixer.name, "version": "", "setting": vars(SETTING), "seeds": 2, "time": "2026-11-22"}
+        lines.append({**line, **measured, "held": 1, "errors": task.curve(orders, SETTING.batch)})
+    errors = {line["name"]: line["errors"] for line in lines}
+    assert errors["streamloader"][-1] < errors["as stored"][-1] - 0.2
+    assert abs(errors["streamloader"][-1] - errors["full permutation"][-1]) < 0.15
+    text = page.write(lines, tmp_path).read_text()
+    assert all(name in text for name in errors)
+    assert (tmp_path / "shuffles.png").stat().st_size > 10_000
