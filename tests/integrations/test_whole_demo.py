@@ -1,0 +1,18 @@
+"""`streamloader demo` from end to end: too long for the main suite, and the first thing that a new user tries."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from test_demo import run_demo
+
+
+@pytest.mark.timeout(300)
+def test_the_demo_passes_and_leaves_nothing(tmp_path: Path) -> None:
+    done = run_demo(env={"TMPDIR": str(tmp_path)})
+    logs = [path.read_text(errors="replace")[-6000:] for path in tmp_path.glob("*/*.log")]  # kept by a demo that failed
+    assert done.returncode == 0, "\n".join([done.stdout[-1000:], done.stderr[-1000:], *logs])
+    assert "exactly once" in done.stdout
+    assert "val accuracy 9" in done.stdout
+    assert list(tmp_path.iterdir()) == []
