@@ -7,7 +7,8 @@ StreamloaderError
 |   |-- MemoryBudgetError     SL103  the shuffle window does not fit `memory`
 |   |-- StateError            SL104  a saved state of another dataset, order or split
 |   |-- WorldError            SL105  a rank or world size that cannot be
-|   `-- SelectionError        SL106  a selection of samples that cannot be read, or that is empty
+|   |-- SelectionError        SL106  a selection of samples that cannot be read, or that is empty
+|   `-- MixtureError          SL107  sources or weights that cannot be mixed
 |-- StorageError              SL200  the store said no
 |   |-- NotFoundError         SL201  no such object, bucket or folder
 |   |-- AccessError           SL202  credentials are missing, wrong, or not allowed to
@@ -53,6 +54,7 @@ __all__ = [
     "IncompleteError",
     "MemoryBudgetError",
     "MissingObjectError",
+    "MixtureError",
     "ModifiedError",
     "NotADatasetError",
     "NotFoundError",
@@ -138,6 +140,12 @@ class SelectionError(UsageError):
     """A selection of samples that cannot be read, does not fit the dataset, or is empty."""
 
     code = "SL106"
+
+
+class MixtureError(UsageError):
+    """Sources or weights that cannot be mixed."""
+
+    code = "SL107"
 
 
 class StorageError(StreamloaderError):

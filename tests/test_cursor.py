@@ -14,7 +14,7 @@ from streamloader.plan.cursor import STATE_FORMAT, Cursor
 from streamloader.plan.order import OrderParams
 from streamloader.plan.world import Share, World
 
-CURSOR = Cursor("abc", OrderParams(4, 2, 8), "train", True, "pad", seed=3)
+CURSOR = Cursor(digest="abc", params=OrderParams(4, 2, 8), split="train", shuffle=True, remainder="pad", seed=3)
 
 
 @given(
@@ -116,21 +116,21 @@ def test_workers_advance_in_rounds_and_another_number_repeats_the_round(
     if one < batches:
         assert (cursor.position, cursor.extra) == (one // workers * share.global_batch, one % workers)
         assert cursor.advance(two - one, share) == start.advance(two, share)
-    assert cursor.with_workers(workers, share.global_batch) == (cursor, 0)
-    for number, size in ((workers + 1, share.global_batch), (workers, share.global_batch + 1)):
-        other, repeated = cursor.with_workers(number, size)
+    assert cursor.with_workers(workers, 2, 3) == (cursor, 0)
+    for number, ranks, batch in ((workers + 1, 2, 3), (workers, 3, 2), (workers, 2, 4)):
+        other, repeated = cursor.with_workers(number, ranks, batch)
         assert repeated == cursor.extra <= workers - 1
-        assert other == replace(cursor, workers=number, extra=0, round=0)
+        assert other == replace(cursor, workers=number, extra=0, ranks=0, batch=0)
 
 
 def test_a_state_of_one_worker_is_for_the_same_round_alone() -> None:
-    cursor = replace(CURSOR, workers=2, inside=True, round=32)
+    cursor = replace(CURSOR, workers=2, inside=True, ranks=2, batch=8)
     assert Cursor.from_dict(json.loads(json.dumps(cursor.to_dict()))) == cursor
-    assert cursor.with_workers(2, 32) == (cursor, 0)
+    assert cursor.with_workers(2, 2, 8) == (cursor, 0)
     with pytest.raises(StateError, match="inside one of 2 DataLoader workers"):
-        cursor.with_workers(2, 64)
+        cursor.with_workers(2, 1, 16)
 
 
 def test_no_worker_is_refused() -> None:
     with pytest.raises(UsageError, match="0 consumers"):
-        CURSOR.with_workers(0, 8)
+        CURSOR.with_workers(0, 1, 8)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from itertools import islice
 
 import numpy as np
@@ -12,6 +13,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from streamloader.plan.cursor import Cursor
 from streamloader.plan.ledger import step_samples
+from streamloader.plan.mix_cursor import MixCursor, Pin
+from streamloader.plan.mixture import MixShare, mix_schedule
 from streamloader.plan.order import EpochOrder, OrderParams
 from streamloader.plan.schedule import schedule
 from streamloader.plan.world import Share, World
@@ -35,7 +38,9 @@ class Run(RuleBasedStateMachine):
     def begin(self, num_samples, block, lanes, windows, seed, shuffle, remainder) -> None:  # type: ignore[no-untyped-def]
         self.num_samples = num_samples
         params = OrderParams(block, lanes, windows * block)
-        self.cursor = Cursor("digest", params, None, shuffle, remainder, seed)
+        self.cursor = Cursor(
+            digest="digest", params=params, split=None, shuffle=shuffle, remainder=remainder, seed=seed
+        )
         self.delivered: list[int] = []
         self.epoch = 0
 
@@ -50,7 +55,8 @@ class Run(RuleBasedStateMachine):
     def go_on(self, consumers: list[Share], workers: int) -> None:
         """Another number of workers, or another size of their round: what the open round delivered comes again."""
         before = self.cursor
-        self.cursor, repeated = self.cursor.with_workers(workers, consumers[0].global_batch)
+        ranks, batch = consumers[0].world.size // workers, consumers[0].batch
+        self.cursor, repeated = self.cursor.with_workers(workers, ranks, batch)
         assert repeated in (0, before.extra)
         if not self.cursor.extra:
             self.delivered = self.delivered[: self.cursor.position]
@@ -104,4 +110,89 @@ class Run(RuleBasedStateMachine):
 
 
 TestRun = Run.TestCase
-TestRun.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+TestRun.settings = settings(max_examples=40, stateful_step_count=20, deadline=None)
+
+
+class MixedRun(RuleBasedStateMachine):
+    """A mixture that goes on at any world size and batch, and with other weights and more sources, saved and loaded."""
+
+    @initialize(
+        counts=st.lists(st.integers(1, 90), min_size=3, max_size=3),
+        block=st.sampled_from((1, 3, 8)),
+        lanes=st.sampled_from((1, 2, 8)),
+        seed=st.integers(0, 2**64 - 1),
+        shuffle=st.booleans(),
+        stop=st.sampled_from(("first", "last")),
+        batches=st.sampled_from(("mixed", "homogeneous")),
+    )
+    def begin(self, counts, block, lanes, seed, shuffle, stop, batches) -> None:  # type: ignore[no-untyped-def]
+        params = OrderParams(block, lanes, 2 * block)
+        self.pins = [Pin(str(number), None, None, count, params) for number, count in enumerate(counts)]
+        self.options = {"seed": seed, "shuffle": shuffle, "stop": stop, "batches": batches, "remainder": "pad"}
+        self.options["unit"] = 2 if batches == "mixed" else None
+        self.cursor = self.open(2, (2, 1)).settled(4)
+        self.delivered: Counter[int] = Counter()
+
+    def open(self, sources: int, weights: tuple[int, ...]) -> MixCursor:
+        return MixCursor(pins=tuple(self.pins[:sources]), wishes=((0, weights),), **self.options)
+
+    @rule(size=st.integers(1, 5), batch=st.sampled_from((2, 4, 10)), steps=st.integers(1, 9))
+    def deliver(self, size: int, batch: int, steps: int) -> None:
+        """Every rank takes so many steps, at most to the end of the epoch."""
+        self.cursor = self.cursor.settled(size * batch)
+        shares = [
+            MixShare(self.cursor.mix(), self.cursor.epoch, batch, World(rank, size), "pad") for rank in range(size)
+        ]
+        position = self.cursor.position
+        if not shares[0].global_steps(position):  # sources of fewer samples than a turn end several epochs at once
+            self.cursor = self.cursor.next_epoch()
+        for plans in zip(*(islice(mix_schedule(share, position), steps) for share in shares), strict=True):
+            self.delivered.update(i for plan in plans for i in plan.samples[plan.valid].tolist())
+            if self.cursor.batches == "homogeneous":
+                firsts = [stream.base for stream in shares[0].mix.streams]
+                rows = np.concatenate([plan.samples for plan in plans])
+                assert len(set(np.searchsorted(firsts, rows, side="right"))) == 1
+            self.cursor = self.cursor.advance(1, shares[0])
+
+    @rule(weights=st.tuples(st.integers(1, 5), st.integers(0, 5), st.integers(0, 5)), sources=st.integers(2, 3))
+    def go_on_with_other_weights(self, weights: tuple[int, ...], sources: int) -> None:
+        wanted = self.open(max(sources, len(self.cursor.pins)), weights[: max(sources, len(self.cursor.pins))])
+        self.cursor = wanted.taken_up(json.loads(json.dumps(self.cursor.to_dict())), 4)
+
+    @rule()
+    def save_and_load(self) -> None:
+        """Nothing changes, whatever the global batch is at the time."""
+        state = json.loads(json.dumps(self.cursor.to_dict()))
+        same = MixCursor(pins=self.cursor.pins, wishes=self.wishes(), **self.options).taken_up(state, 4)
+        assert same.to_dict() == state
+
+    @rule()
+    def name_the_sources_in_another_order(self) -> None:
+        """Numbers of samples follow the order of sources, nothing else does."""
+        turned = MixCursor(
+            pins=self.cursor.pins[::-1], wishes=tuple((s, w[::-1]) for s, w in self.wishes()), **self.options
+        )
+        state = turned.taken_up(json.loads(json.dumps(self.cursor.to_dict())), 4).to_dict()
+        same = MixCursor(pins=self.cursor.pins, wishes=self.wishes(), **self.options).taken_up(state, 4)
+        assert same.to_dict() == self.cursor.to_dict()
+
+    def wishes(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
+        assert self.cursor.blend is not None
+        count = len(self.cursor.pins)
+        phases = enumerate(self.cursor.blend.phases)
+        return tuple((4 * number, tuple(map(phase.weight, range(count)))) for number, phase in phases)
+
+    @invariant()
+    def each_source_gave_the_beginning_of_its_epochs(self) -> None:
+        if not hasattr(self, "cursor"):
+            return
+        mix = self.cursor.mix()
+        at = mix.bounds(self.cursor.epoch)[0] + self.cursor.position
+        expected: Counter[int] = Counter()
+        for stream, places in zip(mix.streams, mix.blend.places(at).tolist(), strict=True):
+            expected.update(stream.samples(np.arange(places)).tolist())
+        assert self.delivered == expected
+
+
+TestMixedRun = MixedRun.TestCase
+TestMixedRun.settings = settings(max_examples=40, stateful_step_count=16, deadline=None)

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 from streamloader.errors import UsageError
 from streamloader.plan import schedule as planner
+from streamloader.plan.booking import BatchPlan, BlockRef
 from streamloader.plan.order import EpochOrder, OrderParams
-from streamloader.plan.schedule import BatchPlan, BlockRef, schedule, slots_needed
+from streamloader.plan.schedule import schedule, slots_needed
 from streamloader.plan.world import Share, World
 
 
@@ -23,7 +24,7 @@ from streamloader.plan.world import Share, World
 def _spans(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Small cases must also cross the borders of spans, which long runs meet every few thousand rows."""
     if request.param == "short spans":
-        monkeypatch.setattr(planner, "_FIRST_STEPS", 1)
+        monkeypatch.setattr(planner, "FIRST_STEPS", 1)
         monkeypatch.setattr(planner, "_MIN_ROWS", 1)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
-from streamloader.plan.world import Share
+from streamloader.plan.world import Part
 
 __all__ = ["NO_GAPS", "Gap", "Gaps"]
 
@@ -69,7 +69,7 @@ class Gaps:
             position = gap.stop
         return position + steps * global_batch
 
-    def steps(self, share: Share, epoch: int, position: int) -> int:
+    def steps(self, share: Part, epoch: int, position: int) -> int:
         """Return how many steps with a row of the share's rank are left from a position on."""
         return sum(
             share.num_steps(start) if stop is None else (stop - start) // share.global_batch

@@ -8,55 +8,18 @@ windows (then half of the arithmetic is overlap).
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-
-import numpy as np
-from numpy.typing import NDArray
 
 from streamloader.errors import UsageError
+from streamloader.plan.booking import BatchPlan, Placed, batches, book
 from streamloader.plan.order import EpochOrder, OrderParams
-from streamloader.plan.touch import Ints, Key, Span, Touched, touch_lanes, touch_units
+from streamloader.plan.touch import Key, Span, touch_lanes, touch_units
 from streamloader.plan.world import Share
 
-__all__ = ["BatchPlan", "BlockRef", "schedule", "slots_needed"]
+__all__ = ["FIRST_STEPS", "MAX_ROWS", "schedule", "slots_needed"]
 
-_MAX_ROWS = 2**22  # rows of a span: a plan takes about 40 bytes for each
+MAX_ROWS = 2**22  # rows of a span: a plan takes about 40 bytes for each
 _MIN_ROWS = 2**12  # rows of a lane below which a longer span costs little
-_FIRST_STEPS = 64  # steps of the first span at most: what the first batch waits for
-
-
-@dataclass(frozen=True)
-class BlockRef:
-    """One fetch: the samples [start, stop). Tickets count up, one for each, in order of first need by this rank.
-
-    A block that two lanes share has a ticket for each, of its own part: no sample is fetched twice.
-    """
-
-    ticket: int
-    start: int
-    stop: int
-
-
-@dataclass(frozen=True, eq=False)
-class BatchPlan:
-    """One batch of one rank, or several steps at once; arrays have an entry for each row.
-
-    `step`, the first that it holds, counts from where the schedule of this `epoch` starts.
-    `tickets` says which block a row comes from, `rows` which row of that block (counted from the block's start),
-    `samples` the sample number, `positions` the global position (a padded row keeps its own p >= N), `valid` is
-    false for padded rows. `needs` are the blocks that are needed here for the first time, in order of first need;
-    `done` the tickets that no later batch of the schedule uses: each ticket is in one `needs` and in one `done`.
-    """
-
-    epoch: int
-    step: int
-    tickets: NDArray[np.int64]
-    rows: NDArray[np.int64]
-    samples: NDArray[np.int64]
-    positions: NDArray[np.int64]
-    valid: NDArray[np.bool_]
-    needs: tuple[BlockRef, ...]
-    done: tuple[int, ...]
+FIRST_STEPS = 64  # steps of the first span at most: what the first batch waits for
 
 
 def schedule(
@@ -107,84 +70,25 @@ def _plan(
     for span in spans:
         positions = share.positions_of_steps(span.begin, span.steps)
         source = share.source(positions)
-        touched = touch_lanes(order, source, span, live) if order.shuffle else touch_units(share, unit, source, span)
-        booking = _book(touched, live, tickets)
+        if order.shuffle:
+            touched = touch_lanes(order, source, span, live)
+        else:
+            onward = span.end + share.world.rank * share.batch  # where this rank's rows go on
+            touched = touch_units(order.num_samples, unit, source, onward, last=span.last)
+        booking = book(touched, live, tickets)
         steps = range(span.first_step, span.first_step + span.steps, steps_at_once)
-        yield from _batches(touched, booking, share, positions, steps=steps, epoch=order.epoch)
+        placed = Placed(order.epoch, positions, positions < share.num_samples)
+        yield from batches(touched, booking, share.batch * steps_at_once, placed, steps)
         tickets += booking.opened.size
-        kept = np.flatnonzero((booking.ticket >= 0) & ~touched.finished)
-        live = {touched.keys[i]: int(booking.ticket[i]) for i in kept}
-
-
-@dataclass(frozen=True, eq=False)
-class _Booking:
-    """The tickets of a span: one for each touched block (-1: not used yet), and which blocks open and close where.
-
-    `opened` and `closed` are indexes of blocks, ordered by the rows `opened_at` and `closed_at`.
-    """
-
-    ticket: Ints
-    opened: Ints
-    opened_at: Ints
-    closed: Ints
-    closed_at: Ints
-
-
-def _book(touched: Touched, live: dict[Key, int], next_ticket: int) -> _Booking:
-    rows = np.arange(touched.block.size)
-    first = np.full(len(touched.keys), rows.size)
-    first[touched.block[::-1]] = rows[::-1]  # of an index that repeats, numpy keeps the last assignment
-    last = np.full(len(touched.keys), -1)
-    last[touched.block] = rows
-    ticket = np.array([live.get(key, -1) for key in touched.keys], np.int64)
-    opened = np.flatnonzero((last >= 0) & (ticket < 0))
-    opened = opened[np.argsort(first[opened])]
-    ticket[opened] = next_ticket + np.arange(opened.size)
-    closed = np.flatnonzero(touched.finished & (ticket >= 0))
-    closed = closed[np.argsort(last[closed], kind="stable")]
-    return _Booking(ticket, opened, first[opened], closed, np.maximum(last[closed], 0))
-
-
-def _batches(
-    touched: Touched, booking: _Booking, share: Share, positions: Ints, *, steps: range, epoch: int
-) -> Iterator[BatchPlan]:
-    """The plans of a span: `steps` are the first steps of each."""
-    rows = share.batch * steps.step
-    tickets = booking.ticket[touched.block]
-    samples = touched.start[touched.block] + touched.row
-    valid = positions < share.num_samples
-    begins = np.arange(len(steps) + 1) * rows
-    opened_from = np.searchsorted(booking.opened_at, begins).tolist()
-    closed_from = np.searchsorted(booking.closed_at, begins).tolist()
-    opened, closed = booking.opened, booking.closed
-    refs = [
-        BlockRef(*ref)
-        for ref in zip(
-            booking.ticket[opened].tolist(), touched.start[opened].tolist(), touched.stop[opened].tolist(), strict=True
-        )
-    ]
-    done = booking.ticket[closed].tolist()
-    for i, step in enumerate(steps):
-        cut = slice(i * rows, (i + 1) * rows)
-        yield BatchPlan(
-            epoch=epoch,
-            step=step,
-            tickets=tickets[cut],
-            rows=touched.row[cut],
-            samples=samples[cut],
-            positions=positions[cut],
-            valid=valid[cut],
-            needs=tuple(refs[opened_from[i] : opened_from[i + 1]]),
-            done=tuple(done[closed_from[i] : closed_from[i + 1]]),
-        )
+        live = booking.kept(touched)
 
 
 def _spans(order: EpochOrder, share: Share, position: int, steps: int, steps_at_once: int) -> Iterator[Span]:
     """Cuts the steps into spans. The last two steps are in one, since padding repeats rows of the one before."""
-    rows = min(max(2 * order.params.window, _MIN_ROWS), _MAX_ROWS // share.lanes_read)
+    rows = min(max(2 * order.params.window, _MIN_ROWS), MAX_ROWS // share.lanes_read)
     longest = rows * share.lanes // share.global_batch if order.shuffle else rows // share.batch
     most = max(1, longest // steps_at_once) * steps_at_once
-    size = min(most, max(1, _FIRST_STEPS // steps_at_once) * steps_at_once)
+    size = min(most, max(1, FIRST_STEPS // steps_at_once) * steps_at_once)
     done = 0
     while done < steps:
         count = steps - done if steps - done <= size + 1 else size

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from streamloader.plan.order import EpochOrder
-from streamloader.plan.world import Share
 
 __all__ = ["Ints", "Key", "Span", "Touched", "touch_lanes", "touch_units"]
 
 Ints = NDArray[np.int64]
 Key = tuple[int, int]  # (lane, j): the j-th block to arrive; (0, j): the j-th unit
+K = TypeVar("K")
 
 
 @dataclass(frozen=True)
@@ -29,10 +30,10 @@ class Span:
 
 
 @dataclass(frozen=True, eq=False)
-class Touched:
+class Touched(Generic[K]):
     """Blocks that a span may touch, and where in them its rows lie. `block` and `row` have an entry for each row."""
 
-    keys: list[Key]
+    keys: list[K]
     start: Ints  # first sample of each block, or of the part of it that is the lane's
     stop: Ints
     finished: NDArray[np.bool_]  # no later step uses the block
@@ -56,7 +57,7 @@ class _LanePart:
     row: Ints
 
 
-def touch_lanes(order: EpochOrder, source: Ints, span: Span, live: Collection[Key]) -> Touched:
+def touch_lanes(order: EpochOrder, source: Ints, span: Span, live: Collection[Key]) -> Touched[Key]:
     """The blocks of a shuffled order at the positions `source`, those of `live` included.
 
     Every lane with a row or a live block is read from the span's first position to its end.
@@ -66,7 +67,7 @@ def touch_lanes(order: EpochOrder, source: Ints, span: Span, live: Collection[Ke
     used[lane] = True
     used[[key[0] for key in live]] = True
     lanes = np.flatnonzero(used)
-    low = min(span.begin // order.lanes, int(index.min()))  # padding may repeat what came before the span
+    low = int(index.min(initial=span.begin // order.lanes))  # padding may repeat what came before the span
     stops = -((lanes - span.end) // order.lanes)
     width = int(stops.max()) - low
     table = np.empty((2, lanes.size, width), np.int64)
@@ -115,17 +116,23 @@ def _read_lane(order: EpochOrder, lane: int, low: int, stop: int) -> _LanePart:
     return _LanePart(first_block, below, size, finished, block[emitted], row[emitted])
 
 
-def touch_units(share: Share, unit: int, source: Ints, span: Span) -> Touched:
-    """The units of `unit` consecutive samples at the positions `source`, where a position is a sample."""
-    units, block = np.unique(source // unit, return_inverse=True)
+def touch_units(
+    num_samples: int, unit: int, source: Ints, onward: int, *, last: bool, live: Collection[Key] = ()
+) -> Touched[Key]:
+    """The units of `unit` consecutive samples at the positions `source`, where a position is a sample; and live ones.
+
+    Later rows of this rank begin at the position `onward`, unless these steps are the `last`.
+    """
+    held = np.fromiter((key[1] for key in live), np.int64, len(live))
+    units, block = np.unique(np.concatenate([source // unit, held]), return_inverse=True)
+    block = block[: source.size]
     start = units * unit
-    stop = np.minimum(start + unit, share.num_samples)
-    next_position = span.end + share.world.rank * share.batch  # where this rank's rows go on
+    stop = np.minimum(start + unit, num_samples)
     return Touched(
         keys=[(0, number) for number in units.tolist()],
         start=start,
         stop=stop,
-        finished=(stop <= next_position) | span.last,
+        finished=(stop <= onward) | last,
         block=block,
         row=source - start[block],
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,7 +12,7 @@ from numpy.typing import NDArray
 from streamloader.errors import BatchError, UsageError, WorldError
 from streamloader.options import REMAINDERS, Remainder
 
-__all__ = ["Share", "World"]
+__all__ = ["Part", "Share", "World"]
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,47 @@ class World:
         if workers < 1 or not 0 <= worker < workers:
             raise WorldError(f"worker {worker} of {workers} cannot be", "give 0 <= worker < workers")
         return World(self.rank + self.size * worker, self.size * workers)
+
+
+class Part(Protocol):
+    """One rank's part of an epoch, as far as steps are counted: of a dataset (`Share`), or of a mixture."""
+
+    @property
+    def batch(self) -> int:
+        """Rows of the rank in a step."""
+        ...
+
+    @property
+    def world(self) -> World:
+        """The rank."""
+        ...
+
+    @property
+    def num_samples(self) -> int:
+        """Positions of the epoch."""
+        ...
+
+    @property
+    def remainder(self) -> Remainder:
+        """What the last, incomplete step does."""
+        ...
+
+    @property
+    def global_batch(self) -> int:
+        """G: the positions of a step, over all ranks."""
+        ...
+
+    def global_steps(self, position: int) -> int:
+        """Steps left from a position, over all ranks."""
+        ...
+
+    def num_steps(self, position: int) -> int:
+        """Steps left from a position in which this rank has a row."""
+        ...
+
+    def costs(self, *, fresh: bool) -> str:
+        """Say what is read more than once at this world size, and what to do; nothing where all is read once."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -81,6 +123,18 @@ class Share:
         if self.remainder == "uneven" and steps:
             return steps - (self.positions(position + (steps - 1) * self.global_batch)[0].size == 0)
         return steps
+
+    def costs(self, *, fresh: bool) -> str:
+        """Say how often blocks are read; nothing where each lane is read by one rank. `fresh`: lanes may be chosen."""
+        size, lanes = self.world.size, self.lanes
+        if self.divides or lanes == 1:
+            return ""
+        if not fresh or size <= lanes:
+            return f"{size} consumers do not divide {lanes} lanes: blocks are read about {self.read_factor:.1f} times"
+        return (
+            f"{size} consumers share {lanes} lanes: blocks are read about {self.read_factor:.1f} times; "
+            f"set shuffle=Shuffle(lanes={-(-lanes // size) * size})"
+        )
 
     def positions(self, position: int) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         """(p, valid): the positions of this rank's rows in the step that starts at `position`.
