@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from streamloader.options import Decode, Layout, Shuffle
     from streamloader.stats import Stats
     from streamloader.torch_dataset import StreamingDataset
+    from streamloader.torch_mixture import Mixture
+    from streamloader.torch_sources import Source
 
 __version__ = "0.1.0"
 
@@ -33,7 +35,9 @@ __all__ = [
     "Decode",
     "Field",
     "Layout",
+    "Mixture",
     "Shuffle",
+    "Source",
     "Stats",
     "StreamingDataset",
     "Writer",
@@ -49,7 +53,9 @@ _HOMES = {
     "Decode": "streamloader.options",
     "Field": "streamloader.format.manifest",
     "Layout": "streamloader.options",
+    "Mixture": "streamloader.torch_mixture",
     "Shuffle": "streamloader.options",
+    "Source": "streamloader.torch_sources",
     "Stats": "streamloader.stats",
     "StreamingDataset": "streamloader.torch_dataset",
     "Writer": "streamloader.format.writer",

@@ -10,7 +10,7 @@ from streamloader.format.geometry import order_pin
 from streamloader.format.manifest import Field, Manifest
 from streamloader.options import REMAINDERS, Decode, Shuffle
 from streamloader.plan.order import OrderParams
-from streamloader.plan.world import Share
+from streamloader.plan.world import Part
 from streamloader.torch_tensors import OFFSETS
 
 DecodeChoice = None | bool | str | Decode | Mapping[str, "Decode | str | bool"]
@@ -122,7 +122,7 @@ def choose_order(manifest: Manifest, shuffle: bool | Shuffle, num_samples: int) 
     return params
 
 
-def check_share(share: Share) -> None:
+def check_share(share: Part) -> None:
     """Raise `BatchError` where the last, incomplete step is the only one, and is to be dropped."""
     if share.remainder == "drop" and share.num_samples and not share.global_steps(0):
         raise BatchError(

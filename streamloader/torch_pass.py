@@ -9,14 +9,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from streamloader.engine.session import Session
+from streamloader.engine.pipeline import Pipeline
 from streamloader.errors import EngineError
-from streamloader.plan.cursor import Cursor
 from streamloader.plan.gaps import NO_GAPS, Gaps
-from streamloader.plan.order import EpochOrder
-from streamloader.plan.world import Share, World
+from streamloader.plan.world import Part, World
 from streamloader.stats import BatchReport
-from streamloader.torch_tensors import to_samples, to_tensors
+from streamloader.torch_tensors import Shape, to_samples, to_tensors
 from streamloader.torch_world import worker
 
 # A pass that yields samples still runs in batches, so that the engine's work stays per batch.
@@ -28,13 +26,13 @@ class Position:
     """Where a consumer begins: its own world (rule 10), its share, and the cursor of the pass."""
 
     world: World
-    share: Share
-    start: Cursor
+    share: Part
+    start: Any  # a Standing: a Cursor, or a MixCursor
     ahead: int
     gaps: Gaps = NO_GAPS
 
     @classmethod
-    def of_worker(cls, start: Cursor, rank: World, number: int, share: Callable[[World], Share]) -> Position:
+    def of_worker(cls, start: Any, rank: World, number: int, share: Callable[[World], Part]) -> Position:
         """Return where DataLoader worker `number` of `start.workers` begins.
 
         DataLoader asks worker 0 first. If `extra` workers of the round have delivered already, worker 0 takes the
@@ -53,13 +51,16 @@ class Position:
         """Whether no rank has a step after so many of this consumer."""
         return not self.share.global_steps(self.position(steps))
 
-    def cursor(self, steps: int) -> Cursor:
+    def cursor(self, steps: int) -> Any:
         """The cursor after `steps` steps of this consumer; it means the same to the worker of this number."""
         place = self.position(steps)
         if self.ahead and self.share.global_steps(place):
             place -= self.ahead * self.share.global_batch
         found = self.start.moved(place, self.share, self.gaps)
-        return replace(found, inside=True, round=self.share.global_batch) if self.start.workers > 1 else found
+        if self.start.workers == 1:
+            return found
+        ranks = self.share.world.size // self.start.workers
+        return replace(found, inside=True, ranks=ranks, batch=self.share.batch)
 
 
 @dataclass(frozen=True)
@@ -69,18 +70,9 @@ class Follow:
     `report` hears of each batch before it is handed out: where it raises, the batch is still to come.
     """
 
-    deliver: Callable[[Cursor], None]
+    deliver: Callable[[Any], None]
     complete: Callable[[int], None]
     report: Callable[[BatchReport], None] | None = None
-
-
-@dataclass(frozen=True)
-class Shape:
-    """What is handed out: single `samples` or batches, with which columns beside the fields."""
-
-    samples: bool
-    with_index: bool
-    with_valid: bool
 
 
 class Pass(Iterator[dict[str, Any]]):
@@ -88,22 +80,20 @@ class Pass(Iterator[dict[str, Any]]):
 
     def __init__(
         self,
-        session: Session,
-        order: EpochOrder,
+        pipeline: Pipeline,
         begin: Position,
         follow: Follow | None,
         shape: Shape,
     ) -> None:
         self._begin = begin
-        self._epoch = order.epoch
+        self._epoch = begin.start.epoch
         self._follow = follow
         self._shape = shape
         self._steps = 0
-        self._steps_before = order.epoch * begin.share.num_steps(0)
+        self._steps_before = self._epoch * begin.share.num_steps(0)
         self._ended = False
         self._waiting: deque[dict[str, Any]] = deque()
-        steps_at_once = SAMPLES_AT_ONCE if shape.samples else 1
-        self._pipeline = session.start(order, begin.share, begin.position(0), steps_at_once, begin.gaps)
+        self._pipeline = pipeline
         self._told = time.perf_counter()
 
     def __next__(self) -> dict[str, Any]:
@@ -119,8 +109,9 @@ class Pass(Iterator[dict[str, Any]]):
                 if self._pipeline.completed:  # and not after an error
                     self._complete_once()
                 raise StopIteration
-            extra = {"with_index": self._shape.with_index, "with_valid": self._shape.with_valid}
-            self._waiting.extend(to_samples(batch, **extra) if self._shape.samples else [to_tensors(batch, **extra)])
+            self._waiting.extend(
+                to_samples(batch, shape) if (shape := self._shape).samples else [to_tensors(batch, shape)]
+            )
             self._report(len(batch.plan.samples), asked)
         # Whoever knows the number of batches does not ask for one more: the pass is over with its last one.
         if len(self._waiting) == 1 and self._begin.ends_after(self._steps + 1):
@@ -160,7 +151,7 @@ class Pass(Iterator[dict[str, Any]]):
         self._follow = None
 
 
-def warn_of_costs(share: Share, workers: int, repeated: int, *, fresh: bool) -> None:
+def warn_of_costs(share: Part, workers: int, repeated: int, *, fresh: bool) -> None:
     """Say once what this world costs: more ranks than lanes, lanes that are read twice, workers, repeated batches."""
     if repeated:
         warnings.warn(
@@ -174,21 +165,5 @@ def warn_of_costs(share: Share, workers: int, repeated: int, *, fresh: bool) -> 
             "batches depends on num_workers; num_workers=0 is as fast, transform_workers= runs slow transforms",
             stacklevel=3,
         )
-    if share.divides or share.lanes == 1:
-        return
-    if fresh and share.world.size > share.lanes:
-        warnings.warn(
-            f"{share.world.size} consumers share {share.lanes} lanes: blocks are read about {share.read_factor:.1f} "
-            f"times; set shuffle=Shuffle(lanes={_next_multiple(share.lanes, share.world.size)})",
-            stacklevel=3,
-        )
-    else:
-        warnings.warn(
-            f"{share.world.size} consumers do not divide {share.lanes} lanes: blocks are read about "
-            f"{share.read_factor:.1f} times",
-            stacklevel=3,
-        )
-
-
-def _next_multiple(lanes: int, size: int) -> int:
-    return -(-lanes // size) * size
+    if costs := share.costs(fresh=fresh):
+        warnings.warn(costs, stacklevel=3)

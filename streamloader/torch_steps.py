@@ -8,11 +8,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streamloader.errors import UsageError
-from streamloader.plan.cursor import Cursor
+from streamloader.plan.cursor import Standing
 from streamloader.plan.gaps import NO_GAPS, Gaps
 from streamloader.plan.ledger import step_samples
 from streamloader.plan.order import EpochOrder
-from streamloader.plan.world import Share
+from streamloader.plan.world import Part, Share
 
 # by epoch, the numbers of steps: {3: range(100, 120)}
 StepChoice = None | Mapping[int, Iterable[int]]
@@ -33,7 +33,7 @@ def read_steps(name: str, choice: StepChoice) -> dict[int, tuple[int, ...]]:
     return found
 
 
-def choose_gaps(skips: Mapping[int, Sequence[int]], start: Cursor, share: Share) -> Gaps:
+def choose_gaps(skips: Mapping[int, Sequence[int]], start: Standing, share: Part) -> Gaps:
     """Return where the steps to leave out lie, from the epoch of `start` on.
 
     Raises `UsageError` for a step that the epoch does not have, for an epoch of which nothing is left, and where
@@ -54,7 +54,7 @@ def choose_gaps(skips: Mapping[int, Sequence[int]], start: Cursor, share: Share)
     return gaps
 
 
-def only(steps: Sequence[int], epoch: int, offset: int, share: Share) -> Gaps:
+def only(steps: Sequence[int], epoch: int, offset: int, share: Part) -> Gaps:
     """Return what is left out where only these steps of an epoch are wanted. Raises `UsageError` for one not there."""
     count = share.global_steps(offset)
     if not steps or steps[-1] >= count:

@@ -3,18 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from streamloader.engine.batch import Batch, Ragged
 
 OFFSETS = "_offsets"
 
 
-def to_tensors(batch: Batch, *, with_index: bool, with_valid: bool) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Shape:
+    """What is handed out: single `samples` or batches, with which columns beside the fields.
+
+    `firsts`: of a mixture, the number of each source's first sample; `index` then counts in the source, which
+    `source` names.
+    """
+
+    samples: bool
+    with_index: bool
+    with_valid: bool
+    firsts: tuple[int, ...] = ()
+
+
+def to_tensors(batch: Batch, shape: Shape) -> dict[str, Any]:
     """Return the batch as the caller sees it.
 
     Arrays become tensors that share their memory, a ragged field `name` becomes the tensors `name` (values end to
@@ -27,16 +43,24 @@ def to_tensors(batch: Batch, *, with_index: bool, with_valid: bool) -> dict[str,
             out[name + OFFSETS] = torch.from_numpy(column.offsets)
         else:
             out[name] = _tensor(column) if isinstance(column, np.ndarray) else column
-    if with_index:
-        out["index"] = torch.from_numpy(batch.plan.samples.copy())
-    if with_valid:
+    if shape.with_index:
+        out |= numbers(batch.plan.samples, shape.firsts)
+    if shape.with_valid:
         out["valid"] = torch.from_numpy(batch.plan.valid.copy())
     return out
 
 
-def to_samples(batch: Batch, *, with_index: bool, with_valid: bool) -> Iterator[dict[str, Any]]:
+def numbers(samples: NDArray[np.int64], firsts: tuple[int, ...]) -> dict[str, torch.Tensor]:
+    """Return `index`, and of a mixture `source`: int64 (samples,)."""
+    if not firsts:
+        return {"index": torch.from_numpy(samples.copy())}
+    source = np.searchsorted(firsts, samples, side="right") - 1
+    return {"source": torch.from_numpy(source), "index": torch.from_numpy(samples - np.array(firsts)[source])}
+
+
+def to_samples(batch: Batch, shape: Shape) -> Iterator[dict[str, Any]]:
     """Yield the samples of a batch: tensors without the batch axis, and single values of lists."""
-    columns = to_tensors(batch, with_index=with_index, with_valid=with_valid)
+    columns = to_tensors(batch, shape)
     for name, column in batch.columns.items():
         if isinstance(column, Ragged):
             edges = columns.pop(name + OFFSETS).tolist()

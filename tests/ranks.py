@@ -25,6 +25,8 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from streamloader.errors import StateError
 from streamloader.torch_dataset import StreamingDataset
+from streamloader.torch_mixture import Mixture
+from streamloader.torch_sources import Source
 
 
 def run_case(job: dict[str, Any], case: dict[str, Any]) -> dict[str, Any]:
@@ -69,6 +71,17 @@ def run_case(job: dict[str, Any], case: dict[str, Any]) -> dict[str, Any]:
     return {"batches": batches, "state": state, "epoch": ds.epoch, "client": ds.stats().client}
 
 
+def run_mixture(job: dict[str, Any], case: dict[str, Any]) -> dict[str, Any]:
+    """Two parts of the dataset as a mixture: an epoch, or what follows a state."""
+    sources = {Source(job["url"], where=where, storage_options=job["options"] or {}): 1 for where in case["mixture"]}
+    ds = Mixture(sources, batch_size=case["batch"], fields=["x"], with_index=True, stop="last")
+    if "state" in case:
+        ds.load_state_dict(case["state"])
+    batches = [numbers(batch) for batch in itertools.islice(ds, case.get("batches"))]
+    dist.barrier()
+    return {"batches": batches, "state": ds.state_dict()}
+
+
 def run_stateful(job: dict[str, Any], case: dict[str, Any]) -> dict[str, Any]:
     """Batches of torchdata's loader: before its state was taken, after it, and those of one that goes on from it."""
 
@@ -104,8 +117,9 @@ def main() -> None:
     multiprocessing.set_forkserver_preload(["torch", "streamloader.torch_dataset"])
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    runners = {True: run_stateful, False: run_case}
-    results = {case["name"]: runners["stateful" in case](job, case) for case in job["cases"]}
+    kinds = {"stateful": run_stateful, "mixture": run_mixture}
+    runners = {case["name"]: next((kinds[key] for key in case if key in kinds), run_case) for case in job["cases"]}
+    results = {case["name"]: runners[case["name"]](job, case) for case in job["cases"]}
     (path.parent / f"rank{rank}.json").write_text(json.dumps(results))
     dist.barrier()
     dist.destroy_process_group()

@@ -39,6 +39,9 @@ STATEFUL = [
     for count in (0, 2)
 ]
 
+PARTS_OF_IT = [f"label < {100 - 2**40}", f"label >= {100 - 2**40}"]
+MIXED = {"name": "mixed", "mixture": PARTS_OF_IT, "batch": 16}
+
 # data parallel by 2, and within each replica two ranks of tensor, pipeline or context parallelism
 HYBRID = [
     {"name": "mesh", "mesh": [[2, 2], ["dp", "tp"], ["dp"]]},
@@ -68,7 +71,8 @@ def two(seaweedfs: S3Server, checkpoint: str, tmp_path_factory: pytest.TempPathF
     url = seaweedfs.url("ddp")
     datasets.write(url, N, FIELDS, options=seaweedfs.storage_options)
     saving = {"name": "saving", "batches": 7, "save": checkpoint}
-    job = {"url": url, "options": seaweedfs.storage_options, "cases": [*USED, *PARTS, *STATEFUL, saving]}
+    mixed = [MIXED, {**MIXED, "name": "mixed five", "batches": 5}]
+    job = {"url": url, "options": seaweedfs.storage_options, "cases": [*USED, *PARTS, *STATEFUL, *mixed, saving]}
     folder = tmp_path_factory.mktemp("two")
     results = run_ranks(folder, 2, job)
     assert "forked after obstore" not in (folder / "stderr").read_text()
@@ -80,7 +84,8 @@ def four(dataset: Path, two: Results, checkpoint: str, tmp_path_factory: pytest.
     """Four ranks that read local files; the first case goes on where two ranks stopped."""
     rest = {"name": "rest", "state": two[0]["seven"]["state"]}
     loaded = {"name": "loaded", "load": checkpoint}
-    job = {"url": str(dataset), "options": None, "cases": [*FRESH, *PARTS, *HYBRID, rest, loaded]}
+    mixed = {**MIXED, "name": "mixed rest", "batch": 8, "state": two[0]["mixed five"]["state"]}
+    job = {"url": str(dataset), "options": None, "cases": [*FRESH, *PARTS, *HYBRID, rest, loaded, mixed]}
     folder = tmp_path_factory.mktemp("four")
     results = run_ranks(folder, 4, job)
     assert "forked after obstore" not in (folder / "stderr").read_text()
@@ -165,6 +170,14 @@ def test_torchdatas_loader_goes_on_exactly_and_into_the_next_epoch(two: Results,
     for parts in (("begun", "rest"), ("following",)):
         seen = [i for rank in two for part in parts for batch in rank[case][part] for i in batch]
         assert sorted(seen) == list(range(N))
+
+
+@pytest.mark.timeout(300)
+def test_a_mixture_goes_on_from_two_ranks_at_four(two: Results, four: Results) -> None:
+    whole = steps(two, "mixed")
+    assert steps(two, "mixed five") == whole[:5]
+    assert steps(four, "mixed rest") == whole[5:]
+    assert {i for step in whole for i in step} == set(range(N))
 
 
 @pytest.mark.timeout(300)

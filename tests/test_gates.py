@@ -23,6 +23,7 @@ MAX_ARGUMENTS = 8
 MANY_ARGUMENTS = {
     # the issue fixes these; everything that comes later goes into their frozen option values
     ("torch_dataset.py", "StreamingDataset.__init__"),
+    ("torch_mixture.py", "Mixture.__init__"),  # the same names
     ("conversion/job.py", "convert"),
 }
 

@@ -16,7 +16,7 @@ from streamloader.format.manifest import Field
 from streamloader.format.threads import wait_for
 from streamloader.format.values import from_bytes
 from streamloader.options import Pack
-from streamloader.plan.schedule import BatchPlan
+from streamloader.plan.booking import BatchPlan
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from streamloader.engine.crew import Crew, Job
 from streamloader.engine.pieces import NEVER, LoadingBlock, Piece
 from streamloader.engine.source import Source
 from streamloader.errors import StorageError, StreamloaderError
-from streamloader.plan.schedule import BlockRef
+from streamloader.plan.booking import BlockRef
 from streamloader.stats import Counters
 from streamloader.storage.policy import NO_RETRY, Timing, call_with_retry
 
@@ -39,9 +39,8 @@ class Fetcher:
         threads: int,
         counters: Counters,
     ) -> None:
-        self._fields = source.fields
-        self._runs = source.runs
-        self._open_reader = source.reader
+        self._source = source
+        self._names = source.names
         self._arena = source.memory.arena
         self._bodies = source.memory.bodies
         self._threads = threads
@@ -63,10 +62,10 @@ class Fetcher:
 
     def load(self, ref: BlockRef) -> None:
         """Begin to load a block, for which a slot was reserved."""
-        block = LoadingBlock(ref, len(self._fields))
+        block = LoadingBlock(*self._source.find(ref), len(self._names))
         with self._changed:
             self._blocks[ref.ticket] = block
-            self._pending.extend(partial(self._load_field, block, name) for name in self._fields)
+            self._pending.extend(partial(self._load_field, block, name) for name in self._names)
             self._dispatch()
 
     def wait(self, ticket: int) -> BaseException | None:
@@ -134,9 +133,9 @@ class Fetcher:
 
     def _load_field(self, block: LoadingBlock, name: str) -> None:
         """Cut the field's part of a block in pieces, and load the first."""
-        field = self._fields[name]
+        field = block.stored.fields[name]
         try:
-            runs = self._runs(field, block.ref)
+            runs = block.stored.runs(name, block.ref)
         except StreamloaderError as error:
             with self._changed:
                 self._busy -= 1
@@ -231,7 +230,7 @@ class Fetcher:
         self._counters.add(requests=1)
         if number or piece.fresh:
             piece.fresh, piece.sent = False, time.perf_counter()
-        read = partial(piece.field.fetch, self._open_reader(), piece.run, self._bodies.room)
+        read = partial(piece.field.fetch, piece.block.stored.reader(), piece.run, self._bodies.room)
         body = self._line.request(read, self._waiting, self._counters)
         piece.sent = NEVER
         return body

@@ -4,17 +4,64 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
+from streamloader.plan.booking import BatchPlan
 from streamloader.plan.gaps import NO_GAPS, Gaps
-from streamloader.plan.order import EpochOrder
-from streamloader.plan.schedule import BatchPlan, schedule
+from streamloader.plan.mixture import MixShare, mix_schedule
+from streamloader.plan.order import EpochOrder, OrderParams
+from streamloader.plan.schedule import schedule, slots_needed
 from streamloader.plan.selection import Selection
 from streamloader.plan.world import Share
 
 
 @dataclass(frozen=True)
+class Need:
+    """What a pass needs at once: `slots` blocks of at most `block` samples, and plans of `rows` rows."""
+
+    block: int
+    slots: int
+    rows: int
+
+    @classmethod
+    def of(cls, params: OrderParams, share: Share, steps_at_once: int = 1) -> Need:
+        """Return what one rank needs of a dataset; without shuffle give OrderParams(unit, 1, 2 * unit)."""
+        return cls(params.block, slots_needed(params, share, steps_at_once), steps_at_once * share.batch)
+
+
+class Course(Protocol):
+    """One rank's part of an epoch from some position on, `steps_at_once` steps in each plan."""
+
+    @property
+    def steps_at_once(self) -> int:
+        """Steps in each plan."""
+        ...
+
+    @property
+    def seed(self) -> int:
+        """What keys the random numbers of crops and transforms, with epoch and position."""
+        ...
+
+    @property
+    def need(self) -> Need:
+        """What it takes of memory."""
+        ...
+
+    def following(self) -> Course:
+        """Return the pass over the epoch after this one, from its beginning."""
+        ...
+
+    def batches(self, first_ticket: int = 0) -> Iterator[BatchPlan]:
+        """Plan the pass, with tickets from `first_ticket` on; `samples` are numbers through all datasets."""
+        ...
+
+
+@dataclass(frozen=True)
 class PassPlan:
-    """One rank's part of an epoch from a global position on. `unit`: samples fetched at once without shuffle.
+    """A pass over one dataset. `unit`: samples fetched at once without shuffle.
 
     `gaps` are the steps that are left out, of this epoch and of later ones. With a `selection`, all of these count the
     selected samples.
@@ -23,10 +70,21 @@ class PassPlan:
     order: EpochOrder
     share: Share
     position: int
-    unit: int | None
+    unit: int
     steps_at_once: int
     selection: Selection | None = None
     gaps: Gaps = NO_GAPS
+
+    @property
+    def seed(self) -> int:
+        """The order's."""
+        return self.order.seed
+
+    @property
+    def need(self) -> Need:
+        """What it takes of memory."""
+        params = self.order.params if self.order.shuffle else OrderParams(self.unit, 1, 2 * self.unit)
+        return Need.of(params, self.share, self.steps_at_once)
 
     def following(self) -> PassPlan:
         """Return the pass over the epoch after this one, from its beginning."""
@@ -43,15 +101,68 @@ class PassPlan:
 
     def _parts(self, ticket: int) -> Iterator[BatchPlan]:
         """One schedule for each part between gaps: blocks on both sides of a gap are read for both."""
-        at_once = self.steps_at_once
+        at_once, unit = self.steps_at_once, None if self.order.shuffle else self.unit
         for start, stop in self.gaps.parts(self.order.epoch, self.position):
             place = min(start, self.order.num_samples)
-            for plan in schedule(self.order, self.share, place, self.unit, at_once, first_ticket=ticket, stop=stop):
+            for plan in schedule(self.order, self.share, place, unit, at_once, first_ticket=ticket, stop=stop):
                 ticket += len(plan.needs)
                 yield plan
 
 
-def plans(first: PassPlan, *, endless: bool) -> Iterator[BatchPlan | None]:
+@dataclass(frozen=True)
+class Numbers:
+    """Numbers of samples of several datasets, end to end: the first of each, of those that take part and of all."""
+
+    selections: tuple[Selection | None, ...]
+    chosen_from: tuple[int, ...]
+    all_from: tuple[int, ...]
+
+    def of(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the numbers among all samples of numbers among those that take part."""
+        if not any(self.selections):
+            return samples
+        source = np.searchsorted(self.chosen_from, samples, side="right") - 1
+        found = samples - np.array(self.chosen_from)[source]
+        for number, selection in enumerate(self.selections):
+            if selection is not None:
+                mine = source == number
+                found[mine] = selection.samples[found[mine]]
+        return np.asarray(found + np.array(self.all_from)[source], np.int64)
+
+
+@dataclass(frozen=True)
+class MixPass:
+    """A pass over a mixture."""
+
+    share: MixShare
+    position: int
+    steps_at_once: int
+    seed: int
+    numbers: Numbers
+    gaps: Gaps = NO_GAPS
+
+    @property
+    def need(self) -> Need:
+        """What it takes of memory."""
+        block = max(stream.fetched.block for stream in self.share.mix.streams)
+        return Need(block, self.share.slots_needed(self.steps_at_once), self.steps_at_once * self.share.batch)
+
+    def following(self) -> MixPass:
+        """Return the pass over the epoch after this one, from its beginning."""
+        share, gaps = replace(self.share, epoch=self.share.epoch + 1), self.gaps.after(self.share.epoch)
+        return replace(self, share=share, position=0, gaps=gaps)
+
+    def batches(self, first_ticket: int = 0) -> Iterator[BatchPlan]:
+        """Plan the pass, with tickets from `first_ticket` on; samples are numbered through all datasets."""
+        ticket = first_ticket
+        for start, stop in self.gaps.parts(self.share.epoch, self.position):
+            place = min(start, self.share.num_samples)
+            for plan in mix_schedule(self.share, place, stop, self.steps_at_once, first_ticket=ticket):
+                ticket += len(plan.needs)
+                yield replace(plan, samples=self.numbers.of(plan.samples))
+
+
+def plans(first: Course, *, endless: bool) -> Iterator[BatchPlan | None]:
     """Yield the plans of a pass, then None; where `endless`, those of the next epoch, then None, and so on."""
     tickets = 0
     now = first

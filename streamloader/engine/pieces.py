@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from streamloader.engine.source import Stored
 from streamloader.format.reader import FieldReader, Run
-from streamloader.plan.schedule import BlockRef
+from streamloader.plan.booking import BlockRef
 
 NEVER = float("inf")
 
 
 @dataclass(slots=True, eq=False)
 class LoadingBlock:
-    """A block on its way: `left` pieces are missing; `error` is the first that failed."""
+    """A block of a dataset, in its numbers, on its way: `left` pieces are missing; `error` is the first that failed."""
 
+    stored: Stored
     ref: BlockRef
     left: int
     error: BaseException | None = None

@@ -25,12 +25,12 @@ from streamloader.engine.batch import Batch
 from streamloader.engine.budget import READY_BATCHES, Budget
 from streamloader.engine.crew import Crew
 from streamloader.engine.fetch import Fetcher
-from streamloader.engine.passes import PassPlan, plans
+from streamloader.engine.passes import Course, plans
 from streamloader.engine.source import Source
 from streamloader.engine.stages import Recipe, Stages
 from streamloader.errors import EngineError, StreamloaderError
 from streamloader.format.threads import take
-from streamloader.plan.schedule import BatchPlan, BlockRef
+from streamloader.plan.booking import BatchPlan, BlockRef
 from streamloader.stats import Counters
 
 # Blocks ahead of the batch that is assembled, for each request that may be in flight: one on its way, one there.
@@ -48,12 +48,11 @@ class Engine:
     """
 
     def __init__(
-        self, source: Source, recipe: Recipe, first: PassPlan, budget: Budget, counters: Counters, *, endless: bool
+        self, source: Source, recipe: Recipe, first: Course, budget: Budget, counters: Counters, *, endless: bool
     ) -> None:
         self.counters = counters
         self.passes = 0  # completed by their consumers
-        rows = first.share.batch * first.steps_at_once
-        planned = Ahead(plans(first, endless=endless), min(PLANNED, max(2, PLANNED_ROWS // rows)))
+        planned = Ahead(plans(first, endless=endless), min(PLANNED, max(2, PLANNED_ROWS // first.need.rows)))
         self.core = Assembler(source, recipe, planned, budget, counters)
         self._endless = endless
         assembler, planner = (Crew(name, 1, self.core.fail) for name in ("assemble", "plan"))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -14,20 +15,17 @@ from streamloader.decode.image import ImageDecoder
 from streamloader.engine.arena import Arena, BatchBuffers, Bodies, Memory
 from streamloader.engine.budget import MAX_THREADS, Budget, Demand, allot, allowance
 from streamloader.engine.line import Line
-from streamloader.engine.passes import PassPlan
+from streamloader.engine.passes import Course, Need
 from streamloader.engine.pipeline import Engine, Pipeline
 from streamloader.engine.resident import load_whole
-from streamloader.engine.source import Source
+from streamloader.engine.source import Source, Stored
 from streamloader.engine.stages import Recipe
 from streamloader.engine.transform import Transform
 from streamloader.format.manifest import FieldLayout
 from streamloader.format.reader import MAX_REQUEST, FieldReader
 from streamloader.options import MIB, Pack
-from streamloader.plan.gaps import NO_GAPS, Gaps
-from streamloader.plan.order import EpochOrder, OrderParams
-from streamloader.plan.schedule import slots_needed
+from streamloader.plan.order import OrderParams
 from streamloader.plan.selection import Selection
-from streamloader.plan.world import Share
 from streamloader.stats import Counters
 from streamloader.storage.protocol import Store
 
@@ -40,7 +38,7 @@ JOIN_SECONDS = 0.2
 
 @dataclass(frozen=True)
 class Wish:
-    """What the caller wants of which samples (None: all), and within how many bytes (`memory`, None for the need)."""
+    """What the caller wants of the samples, and within how many bytes (`memory`, None for the need)."""
 
     decoders: Mapping[str, ImageDecoder] = field(default_factory=dict)
     packs: Mapping[str, Pack] = field(default_factory=dict)
@@ -48,7 +46,34 @@ class Wish:
     transform_workers: int = 0
     memory: int | None = None
     ranks_here: int = 1
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A dataset: readers of the wanted fields over its store, and which samples take part (None: all)."""
+
+    store: Store
+    readers: Mapping[str, FieldReader]
+    num_samples: int
     selection: Selection | None = None
+
+    @property
+    def count(self) -> int:
+        """The samples that take part."""
+        return self.num_samples if self.selection is None else len(self.selection)
+
+    @property
+    def chunk(self) -> int:
+        """Samples of the largest chunk over the bulk fields."""
+        layouts = (reader.layout for reader in self.readers.values())
+        return max((layout.chunk for layout in layouts if not layout.resident), default=1024)
+
+    def unit(self, params: OrderParams) -> int:
+        """Return the samples that are fetched at once without shuffle.
+
+        Selected samples begin anywhere in a chunk, which is then read for both units that it belongs to.
+        """
+        return self.chunk if self.selection is None else max(self.chunk, params.block)
 
 
 @dataclass
@@ -57,10 +82,10 @@ class _Running:
 
     engine: Engine
     memory: Memory
-    upcoming: PassPlan
+    upcoming: Course
     begun: int = 0
 
-    def expects(self, wanted: PassPlan) -> bool:
+    def expects(self, wanted: Course) -> bool:
         """Return whether the engine goes on with just this pass, the one before it being complete."""
         return self.engine.alive and self.engine.passes == self.begun and self.upcoming == wanted
 
@@ -72,59 +97,43 @@ class _Running:
 
 
 class Session:
-    """Readers of the wanted fields over one store. Resident fields are loaded once, at the first start."""
+    """Opened datasets of the same fields. Resident fields are loaded once, at the first start."""
 
-    def __init__(self, store: Store, readers: Mapping[str, FieldReader], num_samples: int, wish: Wish) -> None:
-        self._store = store
-        self._readers = dict(readers)
-        self._num_samples = num_samples if wish.selection is None else len(wish.selection)
+    def __init__(self, opened: Sequence[Opened], wish: Wish) -> None:
+        self.opened = tuple(opened)
+        self._names = tuple(opened[0].readers)
         self._wish = wish
         self.counters = Counters()
         self._resident: dict[str, NDArray[Any]] = {}
         self._running: _Running | None = None
         self._line = Line()
 
-    @property
-    def chunk(self) -> int:
-        """Samples of the largest chunk over the bulk fields: the fetch unit without shuffle."""
-        layouts = (reader.layout for reader in self._readers.values())
-        return max((layout.chunk for layout in layouts if not layout.resident), default=1024)
-
-    def fetched(self, order: EpochOrder) -> OrderParams:
-        """Return the order's block, lanes and window; without shuffle the fetch unit, in one lane."""
-        if order.shuffle:
-            return order.params
-        # selected samples begin anywhere in a chunk, which is then read for both units that it belongs to
-        unit = self.chunk if self._wish.selection is None else max(self.chunk, order.params.block)
-        return OrderParams(unit, 1, 2 * unit)
-
-    def start(
-        self, order: EpochOrder, share: Share, position: int, steps_at_once: int = 1, gaps: Gaps = NO_GAPS
-    ) -> Pipeline:
-        """Return the running pipeline of an epoch from a global position; each batch holds `steps_at_once` steps.
-
-        `gaps` are left out. Raises `MemoryBudgetError` before any sample is read.
-        """
-        params = self.fetched(order)
-        block = params.block
-        selection = self._wish.selection
-        unit = None if order.shuffle else block
-        wanted = PassPlan(order, share, position, unit, steps_at_once, selection=selection, gaps=gaps)
+    def start(self, wanted: Course) -> Pipeline:
+        """Return the running pipeline of a pass. Raises `MemoryBudgetError` before any sample is read."""
         running = self._running
         if running is not None and running.expects(wanted):
             return running.go_on()
         # A second pass says that more will come: from then on the next is loaded while the present one drains.
         endless = running is not None and running.engine.passes > 0
         self.close()
-        resident, budget = self.plan_memory(params, share, steps_at_once)
+        need = wanted.need
+        resident, budget = self.plan_memory(need)
         for name in resident:
             if name not in self._resident:
-                self._resident[name] = load_whole(self._readers[name], self._store.reader(), self.counters)
-        self.counters.describe_client(f"{self._store.reader().kind}: {self._store.reader().reason}")
-        streamed = {name: reader for name, reader in self._readers.items() if name not in resident}
-        memory = self._memory({name: reader.layout for name, reader in streamed.items()}, budget.slots, block)
-        source = Source(streamed, self._store.reader, self._line, memory, selection)
-        recipe = self._recipe(resident, order.seed, alike=steps_at_once == 1)
+                parts = [load_whole(one.readers[name], one.store.reader(), self.counters) for one in self.opened]
+                self._resident[name] = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        reader = self.opened[0].store.reader()
+        self.counters.describe_client(f"{reader.kind}: {reader.reason}")
+        streamed = [name for name in self._names if name not in resident]
+        layouts = {name: self.opened[0].readers[name].layout for name in streamed}
+        memory = self._memory(layouts, budget.slots, need.block)
+        starts = [0, *accumulate(one.count for one in self.opened)]
+        stored = tuple(
+            Stored({name: one.readers[name] for name in streamed}, one.store.reader, start, one.selection)
+            for one, start in zip(self.opened, starts, strict=False)
+        )
+        recipe = self._recipe(layouts, resident, wanted.seed, alike=wanted.steps_at_once == 1)
+        source = Source(stored, self._line, memory)
         engine = Engine(source, recipe, wanted, budget, self.counters, endless=endless)
         self._running = _Running(engine, memory, wanted)
         return self._running.go_on()
@@ -134,10 +143,10 @@ class Session:
         if self._running is not None:
             self._running.engine.close()
 
-    def _recipe(self, resident: list[str], seed: int, *, alike: bool) -> Recipe:
+    def _recipe(self, streamed: Mapping[str, FieldLayout], resident: list[str], seed: int, *, alike: bool) -> Recipe:
         return Recipe(
-            names=tuple(self._readers),
-            streamed={name: reader.layout for name, reader in self._readers.items() if name not in resident},
+            names=self._names,
+            streamed=streamed,
             resident={name: self._resident[name] for name in resident},
             decoders=self._wish.decoders,
             packs=self._wish.packs,
@@ -159,51 +168,48 @@ class Session:
         buffers = BatchBuffers(self.counters, recycle=self._wish.transform is None)
         return Memory(Bodies(slots + MAX_THREADS), Arena(layouts, slots, block), buffers)
 
-    def plan_memory(self, params: OrderParams, share: Share, steps_at_once: int = 1) -> tuple[list[str], Budget]:
+    def plan_memory(self, need: Need) -> tuple[list[str], Budget]:
         """Return the fields to hold whole, and the budget.
 
         Of the manifest's resident fields, smallest first, as many are held as leave room for the window; the
         others are streamed. Raises `MemoryBudgetError`, with the least need of all, where no choice fits.
         """
-        choices, allowed = (
-            self._choices(params, share, steps_at_once),
-            allowance(self._wish.memory, self._wish.ranks_here),
-        )
+        choices, allowed = self._choices(need), allowance(self._wish.memory, self._wish.ranks_here)
         fitting = [choice for choice in choices if choice[1].least_bytes <= allowed]
         resident, demand = fitting[0] if fitting else min(choices, key=lambda choice: choice[1].least_bytes)
         return resident, allot(demand, self._wish.memory, self._wish.ranks_here)
 
-    def least_memory(self, params: OrderParams, share: Share) -> int:
+    def least_memory(self, need: Need) -> int:
         """Return the least `memory`, in bytes, that `plan_memory` accepts."""
-        return min(demand.least_bytes for _, demand in self._choices(params, share, 1))
+        return min(demand.least_bytes for _, demand in self._choices(need))
 
-    def _choices(self, params: OrderParams, share: Share, steps_at_once: int) -> list[tuple[list[str], Demand]]:
-        """The manifest's resident fields that may be held, most of them first, and what is needed then."""
-        small = [name for name, reader in self._readers.items() if reader.layout.resident]
-        small.sort(key=lambda name: self._readers[name].layout.nbytes)
-        slots = slots_needed(params, share, steps_at_once)
-        return [
-            (small[:count], self._demand(small[:count], params.block, slots, steps_at_once * share.batch))
-            for count in range(len(small), -1, -1)
-        ]
+    def _choices(self, need: Need) -> list[tuple[list[str], Demand]]:
+        """The fields that may be held, small ones in every dataset, most of them first, and what is needed then."""
+        small = [name for name in self._names if all(reader.layout.resident for reader in self._readers(name))]
+        small.sort(key=lambda name: sum(reader.layout.nbytes for reader in self._readers(name)))
+        return [(small[:count], self._demand(small[:count], need)) for count in range(len(small), -1, -1)]
 
-    def _demand(self, resident: list[str], block: int, slots: int, rows: int) -> Demand:
-        """What is needed with these fields held whole; `rows` are the samples of a batch."""
-        streamed = {name: reader for name, reader in self._readers.items() if name not in resident}
-        mean = {name: _mean_bytes(reader) for name, reader in self._readers.items()}
+    def _readers(self, name: str) -> list[FieldReader]:
+        return [one.readers[name] for one in self.opened]
+
+    def _demand(self, resident: list[str], need: Need) -> Demand:
+        """What is needed with these fields held whole."""
+        block = need.block
+        mean = {name: max(map(_mean_bytes, self._readers(name))) for name in self._names}
+        streamed = [(name, reader) for name in self._names if name not in resident for reader in self._readers(name)]
         requests = [
-            max(reader.layout.chunk * mean[name], min(MAX_REQUEST, block * mean[name]))
-            for name, reader in streamed.items()
+            max(reader.layout.chunk * mean[name], min(MAX_REQUEST, block * mean[name])) for name, reader in streamed
         ]
-        variable = sum(int(block * mean[name]) for name, r in streamed.items() if not r.layout.field.fixed)
+        fixed = {name: reader.layout.field.fixed for name, reader in streamed}
+        variable = sum(int(block * mean[name]) for name in fixed if not fixed[name])
         return Demand(
-            slots=slots,
-            slot_bytes=variable + sum(block * int(mean[n]) for n, r in streamed.items() if r.layout.field.fixed),
-            batch_bytes=int(rows * sum(self._finished_bytes(name, size) for name, size in mean.items())),
+            slots=need.slots,
+            slot_bytes=variable + sum(block * int(mean[name]) for name in fixed if fixed[name]),
+            batch_bytes=int(need.rows * sum(self._finished_bytes(name, size) for name, size in mean.items())),
             request_bytes=int(max(requests, default=MIB)),
-            blocks=-(-self._num_samples // block),
+            blocks=sum(-(-one.count // block) for one in self.opened),
             variable_bytes=variable,
-            resident_bytes=sum(self._readers[name].num_samples * int(mean[name]) for name in resident),
+            resident_bytes=sum(reader.num_samples * int(mean[n]) for n in resident for reader in self._readers(n)),
         )
 
     def _finished_bytes(self, name: str, stored: float) -> float:

@@ -2,41 +2,74 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 from streamloader.engine.arena import Memory
 from streamloader.engine.line import Line
 from streamloader.format.reader import FieldReader, Run
-from streamloader.plan.schedule import BlockRef
+from streamloader.plan.booking import BlockRef
 from streamloader.plan.selection import Selection
 from streamloader.storage.protocol import RangeReader
 
 
 @dataclass(frozen=True)
-class Source:
-    """The streamed fields, the data plane (opened on first use) and the line to it, and the memory for it all.
+class Stored:
+    """One dataset: its streamed fields, and the data plane, opened on first use.
 
-    With a `selection`, blocks count the selected samples.
+    Its first sample has the number `start` in the plan. With a `selection`, blocks count the selected samples.
     """
 
     fields: Mapping[str, FieldReader]
     reader: Callable[[], RangeReader]
-    line: Line
-    memory: Memory
+    start: int = 0
     selection: Selection | None = None
 
-    def runs(self, field: FieldReader, ref: BlockRef) -> list[Run]:
-        """Return the requests for a field's part of a block."""
+    def runs(self, name: str, ref: BlockRef) -> list[Run]:
+        """Return the requests for a field's part of a block of this dataset."""
         if self.selection is None:
-            return field.runs(ref.start, ref.stop)
-        return field.runs_of(self.selection.samples[ref.start : ref.stop], ref.start)
+            return self.fields[name].runs(ref.start, ref.stop)
+        return self.fields[name].runs_of(self.selection.samples[ref.start : ref.stop], ref.start)
+
+    def weight(self, ref: BlockRef, names: Iterable[str]) -> int:
+        """Return about how many bytes these fields of a block take in memory."""
+        return sum(
+            int((run.stop - run.start) * run.share) * max(1, layout.nbytes) // max(1, layout.stored)
+            for name in names
+            for layout in [self.fields[name].layout]
+            for run in self.runs(name, ref)
+        )
+
+
+@dataclass(frozen=True)
+class Source:
+    """The datasets that blocks are of, end to end, all of the same fields; the line to them, and the memory."""
+
+    stored: tuple[Stored, ...]
+    line: Line
+    memory: Memory
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The streamed fields."""
+        return tuple(self.stored[0].fields)
+
+    @cached_property
+    def _starts(self) -> list[int]:
+        return [one.start for one in self.stored]
+
+    @cached_property
+    def _variable(self) -> list[str]:
+        return [name for name, field in self.stored[0].fields.items() if not field.layout.field.fixed]
+
+    def find(self, ref: BlockRef) -> tuple[Stored, BlockRef]:
+        """Return whose a block is, and the same block in the numbers of that dataset."""
+        found = self.stored[bisect_right(self._starts, ref.start) - 1]
+        return found, replace(ref, start=ref.start - found.start, stop=ref.stop - found.start)
 
     def weight(self, ref: BlockRef) -> int:
         """Return about how many bytes the block's variable-size fields take in memory."""
-        return sum(
-            int((run.stop - run.start) * run.share) * max(1, field.layout.nbytes) // max(1, field.layout.stored)
-            for field in self.fields.values()
-            if not field.layout.field.fixed
-            for run in self.runs(field, ref)
-        )
+        found, own = self.find(ref)
+        return found.weight(own, self._variable)

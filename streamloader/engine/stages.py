@@ -24,7 +24,7 @@ from streamloader.engine.transform import RngKey, Sample, Transform, TransformPr
 from streamloader.errors import StreamloaderError
 from streamloader.format.manifest import FieldLayout
 from streamloader.options import Pack
-from streamloader.plan.schedule import BatchPlan
+from streamloader.plan.booking import BatchPlan
 from streamloader.stats import Counters
 
 

@@ -8,12 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from streamloader.engine.session import Session, Wish
+from streamloader.engine.passes import Need
+from streamloader.engine.session import Opened, Session, Wish
 from streamloader.errors import UsageError
 from streamloader.format.reader import FieldReader, field_reader, open_manifest
 from streamloader.options import Shuffle
 from streamloader.plan.mixing import Mixing, mixing
-from streamloader.plan.order import EpochOrder
+from streamloader.plan.order import EpochOrder, OrderParams
 from streamloader.plan.selection import Selection
 from streamloader.plan.world import Share, World
 from streamloader.storage import open_store
@@ -105,10 +106,13 @@ def forecast(url: str, options: ForecastOptions) -> Forecast:
     order = EpochOrder(count, params, 0, 0, options.shuffle is not False)
     share = Share(order.num_samples, order.lanes, options.batch_size, world, "pad")
     readers = {name: field_reader(place, manifest, name) for name in names}
-    wish = Wish(memory=options.memory, ranks_here=options.ranks_here, selection=selection)
-    session = Session(place, readers, manifest.num_samples, wish)
-    params = session.fetched(order)
-    held, budget = session.plan_memory(params, share)
+    opened = Opened(place, readers, manifest.num_samples, selection)
+    session = Session([opened], Wish(memory=options.memory, ranks_here=options.ranks_here))
+    if not order.shuffle:
+        unit = opened.unit(params)
+        params = OrderParams(unit, 1, 2 * unit)
+    need = Need.of(params, share)
+    held, budget = session.plan_memory(need)
     factor = share.read_factor if order.shuffle else _readers_of_a_unit(params.block, share)
     streamed = _runs([reader for name, reader in readers.items() if name not in held], params.block, count, selection)
     whole = _runs([readers[name] for name in held], max(1, manifest.num_samples), manifest.num_samples)
@@ -125,7 +129,7 @@ def forecast(url: str, options: ForecastOptions) -> Forecast:
         steps=share.global_steps(0),
         read_factor=factor,
         memory=budget.bytes,
-        least_memory=session.least_memory(params, share),
+        least_memory=session.least_memory(need),
         held=tuple(held),
         requests=requests,
         bytes=size,

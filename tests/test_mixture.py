@@ -1,0 +1,380 @@
+"""Mixtures of real datasets: exact shares, epochs of each source, the same at every world size, exact resume."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from datasets import SMALL
+from torch.utils.data import DataLoader
+
+from streamloader.errors import (
+    BatchError,
+    FieldError,
+    MixtureError,
+    SelectionError,
+    StateError,
+    StreamloaderError,
+    UsageError,
+)
+from streamloader.format.writer import Writer
+from streamloader.options import Shuffle
+from streamloader.torch_dataset import StreamingDataset
+from streamloader.torch_mixture import Mixture
+from streamloader.torch_sources import Source
+
+COUNTS = {"a": 500, "b": 203, "c": 90}
+FIELDS = {"x": "float32[300]", "label": "int64", "name": "text", "tok": "ragged:int32"}
+FIRST = {"a": 0, "b": 1000, "c": 2000}  # of the labels
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the datasets a, b and c, and one with another field."""
+    folder = tmp_path_factory.mktemp("mixture")
+    for name, count in COUNTS.items():
+        with Writer(folder / name, FIELDS, layout=SMALL, num_samples=count) as out:
+            for i in range(FIRST[name], FIRST[name] + count):
+                tok = np.arange(i, i + i % 5, dtype=np.int32)
+                out.write({"x": np.full(300, i, np.float32), "label": np.int64(i), "name": f"sample {i}", "tok": tok})
+    with Writer(folder / "other", {"x": "float32[30]", "label": "int64"}, layout=SMALL, num_samples=10) as out:
+        for i in range(10):
+            out.write({"x": np.zeros(30, np.float32), "label": np.int64(i)})
+    return folder
+
+
+def open_mixture(url: Path, weights: dict[str, float], batch: int = 16, **arguments: Any) -> Mixture:
+    sources = {str(url / name): weight for name, weight in weights.items()}
+    return Mixture(sources, batch_size=batch, **{"fields": ["x", "label"], "with_index": True, **arguments})
+
+
+def labels(batch: dict[str, Any]) -> list[int]:
+    """The valid samples of a batch, by their label, which no other sample of any source has."""
+    return batch["label"][batch["valid"]].tolist() if "valid" in batch else batch["label"].tolist()
+
+
+def take(batches: Iterator[dict[str, Any]], count: int = 10**6) -> list[list[int]]:
+    return [labels(batch) for batch in islice(batches, count)]
+
+
+def flat(batches: list[list[int]]) -> list[int]:
+    return [i for batch in batches for i in batch]
+
+
+def assert_once(seen: list[int], slack: int) -> None:
+    """Every sample of the source that ends the epoch came; up to `slack` of its next epoch, to the end of the turn."""
+    found = Counter(i for i in seen if source_of(i) == "a")
+    assert set(found) == set(range(COUNTS["a"]))
+    assert found.total() < COUNTS["a"] + slack
+
+
+def source_of(label: int) -> str:
+    return "abc"[label // 1000]
+
+
+def test_every_row_is_the_sample_that_source_and_index_name(url: Path) -> None:
+    ds = open_mixture(url, {"a": 2, "c": 1, "b": 1}, fields=None)
+    firsts = np.array([FIRST["a"], FIRST["c"], FIRST["b"]])
+    for batch in ds:
+        label = firsts[batch["source"].numpy()] + batch["index"].numpy()
+        assert batch["label"].tolist() == label.tolist()
+        assert (batch["x"].numpy() == label[:, None]).all()
+        assert batch["name"] == [f"sample {i}" for i in label]
+        values = [np.arange(i, i + i % 5) for i in label.tolist()]
+        assert batch["tok"].tolist() == np.concatenate(values).tolist()
+    assert [Path(one.url).name for one in ds.sources] == ["a", "c", "b"]
+
+
+@pytest.mark.parametrize(("unit", "within"), [(None, 8), (1, 1), (4, 4)])
+def test_each_batch_and_each_window_of_batches_has_the_shares(url: Path, unit: int | None, within: int) -> None:
+    ds = open_mixture(url, {"a": 0.7, "b": 0.3}, 40, stop="last", unit=unit)
+    counts = np.cumsum(
+        [[0, 0], *(np.bincount([i // 1000 for i in part], minlength=2) for part in take(iter(ds))[:-1])], 0
+    )
+    for begin in range(len(counts)):
+        for end in range(begin + 1, len(counts)):
+            share = 0.7 * 40 * (end - begin)
+            assert abs(counts[end, 0] - counts[begin, 0] - share) < 2 * within
+
+
+def test_each_source_goes_through_epochs_of_its_own(url: Path) -> None:
+    ds = open_mixture(url, {"a": 0.5, "b": 0.3, "c": 0.2}, stop="last")
+    seen: dict[str, list[int]] = {"a": [], "b": [], "c": []}
+    for epoch in range(3):
+        assert ds.epoch == epoch
+        passed = take(iter(ds))
+        assert len(passed) == len(open_mixture_at(ds, epoch))
+        for label in flat(passed):
+            seen[source_of(label)].append(label - FIRST[source_of(label)])
+    for name, count in COUNTS.items():
+        whole = [seen[name][at : at + count] for at in range(0, len(seen[name]) - count + 1, count)]
+        assert len(whole) >= 3
+        assert all(sorted(part) == list(range(count)) for part in whole)
+        assert whole[0] != whole[1]
+
+
+def open_mixture_at(ds: Mixture, epoch: int) -> range:
+    """As long as an epoch."""
+    other = Mixture({one.url: 1 for one in ds.sources}, batch_size=16)
+    other._start = ds._start
+    other.set_epoch(epoch)
+    return range(len(other))
+
+
+def test_an_epoch_ends_with_the_first_or_the_last_source(url: Path) -> None:
+    for stop, name in (("first", "b"), ("last", "a")):
+        ds = open_mixture(url, {"a": 1, "b": 1}, stop=stop)
+        for epoch in range(2):
+            assert ds.epoch == epoch
+            seen = Counter(map(source_of, flat(take(iter(ds)))))
+            assert abs(seen["a"] - seen["b"]) <= 8
+            assert abs(seen[name] - COUNTS[name]) <= 8
+
+
+@pytest.mark.filterwarnings("ignore:3 consumers do not divide")
+@pytest.mark.parametrize("weights", [{"a": 0.7, "b": 0.3}, {"a": 5, "b": 3, "c": 1}])
+@pytest.mark.parametrize("batches", ["mixed", "homogeneous"])
+def test_the_same_global_batch_at_any_world_size_has_the_same_samples(
+    url: Path, weights: dict[str, float], batches: str
+) -> None:
+    runs = []
+    for size in (1, 2, 4, 3):  # 3 divides neither turns nor lanes
+        ranks = [
+            take(iter(open_mixture(url, weights, 48 // size, world=(rank, size), batches=batches)))
+            for rank in range(size)
+        ]
+        assert len({len(rank) for rank in ranks}) == 1
+        runs.append([sorted(flat(list(step))) for step in zip(*ranks, strict=True)])
+    assert runs == [runs[0]] * 4
+    if batches == "homogeneous":
+        assert all(len(set(map(source_of, step))) == 1 for step in runs[0])
+
+
+@pytest.mark.filterwarnings("ignore:3 consumers do not divide")
+@pytest.mark.parametrize(("size", "batch"), [(1, 16), (2, 8), (4, 12), (3, 16)])
+@pytest.mark.parametrize("batches", ["mixed", "homogeneous"])
+def test_a_run_goes_on_exactly_at_another_world_and_batch_size(url: Path, size: int, batch: int, batches: str) -> None:
+    options = {"stop": "last", "batches": batches, "seed": 5}
+    first = open_mixture(url, {"a": 2, "b": 1}, **options)
+    iterator = iter(first)
+    begun = take(iterator, 9)
+    state = json.loads(json.dumps(first.state_dict()))
+    ahead = take(iterator)
+    seen, epochs = list(flat(begun)), []
+    for rank in range(size):
+        other = open_mixture(url, {"a": 2, "b": 1}, batch, world=(rank, size), **options)
+        other.load_state_dict(state)
+        rest = take(iter(other))
+        seen += flat(rest)
+        epochs.append(other.epoch)
+        if size == 1:
+            assert rest == ahead
+    assert epochs == [1] * size
+    assert_once(seen, 48)
+    if batches == "mixed":
+        assert Counter(seen) == Counter(flat(begun) + flat(ahead))
+
+
+def test_states_are_of_what_was_handed_out_and_of_k_trained(url: Path) -> None:
+    ds = open_mixture(url, {"a": 3, "b": 1})
+    assert ds.state_dict(batches=5)["position"] == 80
+    iterator = iter(ds)
+    take(iterator, 5)
+    assert ds.state_dict() == ds.state_dict(batches=5)
+    other = open_mixture(url, {"a": 3, "b": 1})
+    other.load_state_dict(ds.state_dict(batches=4))
+    assert take(iter(other), 3)[1:] == take(iterator, 2)
+
+
+def test_weights_follow_a_schedule_of_steps(url: Path) -> None:
+    schedule = {10: {str(url / "b"): 1}, 15: {str(url / "a"): 1, str(url / "b"): 1}}
+    ds = open_mixture(url, {"a": 1}, stop="last", schedule=None)
+    del ds
+    sources = {str(url / "a"): 1, str(url / "b"): 0}
+    mixed = Mixture(sources, schedule=schedule, batch_size=16, fields=["label"], stop="last")
+    steps = take(iter(mixed), 20)
+    shares = [sum(source_of(i) == "a" for i in step) for step in steps]
+    assert shares == [16] * 10 + [0] * 5 + [8] * 5
+    later = Mixture(sources, schedule=schedule, batch_size=16, fields=["label"], stop="last")
+    state = mixed.state_dict()
+    assert [phase[0] for phase in state["phases"]] == [0, 160, 240]
+    later.load_state_dict(state)
+    assert take(iter(later), 5)[0] != steps[0]
+
+
+def test_a_nested_mixture_shares_its_weight(url: Path) -> None:
+    a, b, c = (str(url / name) for name in "abc")
+    inner = Mixture({b: 2, c: 1}, batch_size=None)
+    nested = Mixture({a: 0.4, inner: 0.6}, batch_size=20, unit=1, fields=["label"])
+    plain = Mixture({a: 2, b: 2, c: 1}, batch_size=20, unit=1, fields=["label"])
+    assert take(iter(nested)) == take(iter(plain))
+
+
+def test_a_source_that_is_added_on_resume_is_mixed_in_from_there_and_recorded(url: Path) -> None:
+    first = open_mixture(url, {"a": 3, "b": 1}, stop="last")
+    iterator = iter(first)
+    begun = take(iterator, 9)
+    state = first.state_dict()
+    more = open_mixture(url, {"c": 2, "a": 1, "b": 1}, stop="last")
+    more.load_state_dict(state)
+    rest = take(iter(more), 12)
+    seen = Counter(map(source_of, flat(rest)))
+    assert abs(seen["c"] - 96) <= 8
+    assert not set(flat(begun)) & set(flat(rest))  # the others went on where they were
+    recorded = more.state_dict()
+    assert [phase[2:] for phase in recorded["phases"]] == [[[3, 1], [1, 2]], [[2, 1, 1], [0, 1, 2]]]
+    again = open_mixture(url, {"c": 2, "a": 1, "b": 1}, stop="last")
+    again.load_state_dict(json.loads(json.dumps(recorded)))
+    assert take(iter(again), 3) == take(iter(more_from(more, recorded)), 3)
+
+
+def more_from(ds: Mixture, state: dict[str, Any]) -> Mixture:
+    ds.load_state_dict(state)
+    return ds
+
+
+def test_sources_may_be_parts_of_datasets(url: Path) -> None:
+    a, b = Source(url / "a", where="label < 100 or label == 450"), Source(url / "b", where=slice(100, 203))
+    ds = Mixture({a: 1, b: 1}, batch_size=8, with_index=True, stop="last", unit=2)
+    seen: Counter[int] = Counter()
+    for batch in ds:
+        firsts = np.array([0, 1000])[batch["source"].numpy()]
+        assert batch["label"].tolist() == (firsts + batch["index"].numpy()).tolist()
+        seen.update(labels(batch))
+    assert {i for i in seen if i < 1000} == {*range(100), 450}
+    assert {i for i in seen if i >= 1000} == set(range(1100, 1203))
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_the_ledger_names_each_step_and_steps_can_be_left_out_and_given_again(url: Path, size: int) -> None:
+    world = (size - 1, size)
+    ds = open_mixture(url, {"a": 3, "b": 1}, world=world)
+    whole = [(labels(batch), batch["source"].tolist(), batch["index"].tolist()) for batch in ds]
+    for step, (_, source, index) in enumerate(whole):
+        told = ds.samples(0, step, world[0])
+        assert (told["source"].tolist(), told["index"].tolist()) == (source, index)
+    assert take(ds.replay(0, [2, 5])) == [whole[2][0], whole[5][0]]
+    left = open_mixture(url, {"a": 3, "b": 1}, world=world, skip_steps={0: [1, 3]})
+    assert take(iter(left)) == [batch for step, (batch, _, _) in enumerate(whole) if step not in (1, 3)]
+    with pytest.raises(UsageError, match="no step starts"):
+        ds.samples(0, 10_000)
+
+
+def test_without_shuffle_sources_come_as_they_are_stored(url: Path) -> None:
+    for size in (1, 2):
+        ranks = [
+            take(iter(open_mixture(url, {"a": 1, "b": 1}, 16 // size, world=(rank, size), shuffle=False)))
+            for rank in range(size)
+        ]
+        rows = [i for step in zip(*ranks, strict=True) for i in sorted(flat(list(step)))]
+        assert [i for i in rows if i < 1000] == list(range(sum(i < 1000 for i in rows)))
+
+
+@pytest.mark.filterwarnings("ignore:2 DataLoader workers")
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("batches", ["mixed", "homogeneous"])
+def test_workers_see_each_sample_once_and_go_on_from_a_state(url: Path, workers: int, batches: str) -> None:
+    def loader(ds: Mixture) -> Any:
+        return DataLoader(ds, batch_size=None, num_workers=workers, multiprocessing_context="fork")
+
+    def opened() -> Mixture:
+        return open_mixture(url, {"a": 2, "c": 1}, stop="last", batches=batches)
+
+    whole = take(iter(loader(opened())))
+    assert_once(flat(whole), 32)
+    if batches == "homogeneous":
+        assert all(len(set(map(source_of, batch))) == 1 for batch in whole if batch)
+    other = opened()
+    other.load_state_dict(opened().state_dict(batches=5, workers=workers))
+    assert take(iter(loader(other))) == whole[5:]
+
+
+def test_samples_come_singly_too(url: Path) -> None:
+    ds = open_mixture(url, {"a": 3, "b": 1}, batch=None)  # type: ignore[arg-type]
+    singly = [int(sample["label"]) for sample in islice(ds, 40)]
+    assert singly == flat(take(iter(open_mixture(url, {"a": 3, "b": 1}, batch=40, unit=1)), 1))
+
+
+BAD: list[tuple[Any, dict[str, Any], type[StreamloaderError], str]] = [
+    ({}, {}, MixtureError, "a mixture of {}"),
+    (["a"], {}, MixtureError, "give a weight for each source"),
+    ({"nowhere": -1, "b": 2}, {}, MixtureError, "weight -1 is negative"),
+    ({"nowhere": 0, "b": 0}, {}, MixtureError, "all 0"),
+    ({"nowhere": "x"}, {}, MixtureError, "'x' is no number"),
+    ({3: 1}, {}, MixtureError, "a source 3"),
+    ({"a": 1}, {"schedule": {5: {"b": 1}}}, MixtureError, "the mixture's own sources"),
+    ({"a": 1}, {"schedule": {-1: {"a": 1}}}, MixtureError, "whole steps"),
+    ({"a": 1}, {"schedule": {5: {"a": 0}}}, MixtureError, "all 0"),
+    ({"a": 1}, {"stop": "never"}, UsageError, "stop='never'"),
+    ({"a": 1}, {"batches": "both"}, UsageError, "batches='both'"),
+    ({"a": 1}, {"unit": 0}, UsageError, "unit=0"),
+    ({"a": 1}, {"unit": 4, "batches": "homogeneous"}, UsageError, "a turn is a whole batch"),
+    ({"a": 1}, {"remainder": "uneven"}, MixtureError, "has no end"),
+    ({"a": 1}, {"batch_size": 0}, BatchError, "batch_size=0"),
+    ({Source("a", where="open('x')"): 1}, {}, SelectionError, "open"),
+]
+
+
+@pytest.mark.parametrize(("sources", "arguments", "error", "shown"), BAD)
+def test_what_cannot_be_mixed_is_refused_before_anything_is_opened(
+    sources: Any, arguments: dict[str, Any], error: type[StreamloaderError], shown: str
+) -> None:
+    with pytest.raises(error) as raised:
+        Mixture(sources, **{"batch_size": 16, **arguments})
+    assert shown in str(raised.value)
+
+
+def test_sources_that_do_not_fit_are_refused_by_name(url: Path, tmp_path: Path) -> None:
+    with pytest.raises(MixtureError, match="do not both have name, tok"):
+        open_mixture(url, {"a": 1, "other": 1}, fields=None)
+    with pytest.raises(MixtureError, match=r"x is float32\[300\] .* and float32\[30\]"):
+        open_mixture(url, {"a": 1, "other": 1})
+    with pytest.raises(MixtureError, match=r"the same samples of .* twice"):
+        Mixture({str(url / "a"): 1, url / "a": 1}, batch_size=16)
+    with Writer(tmp_path / "empty", FIELDS, layout=SMALL, num_samples=0):
+        pass
+    with pytest.raises(MixtureError, match="has no samples"):
+        Mixture({tmp_path / "empty": 1, url / "a": 1}, batch_size=16)
+    with pytest.raises(BatchError, match="cuts turns of 32"):
+        iter(open_mixture(url, {"a": 1, "b": 1}, unit=32))
+    with Writer(tmp_path / "named", {"source": "int64"}, layout=SMALL, num_samples=1) as out:
+        out.write({"source": np.int64(1)})
+    with pytest.raises(FieldError, match="'source'"):
+        Mixture({tmp_path / "named": 1}, batch_size=1, with_index=True)
+
+
+def test_a_state_of_something_else_is_refused(url: Path) -> None:
+    ds = open_mixture(url, {"a": 3, "b": 1})
+    state = ds.state_dict()
+    alone = StreamingDataset(url / "a", batch_size=16)
+    with pytest.raises(StateError, match="of a single dataset"):
+        ds.load_state_dict(alone.state_dict())
+    with pytest.raises(StateError, match="of a mixture"):
+        alone.load_state_dict(state)
+    with pytest.raises(StateError, match=r"the state has a source .* none of"):
+        open_mixture(url, {"a": 3, "c": 1}).load_state_dict(state)
+    with pytest.raises(StateError, match=r"stop 'first' and not 'last', seed 0 and not 1"):
+        open_mixture(url, {"a": 3, "b": 1}, seed=1, stop="last").load_state_dict(state)
+    with pytest.raises(StateError, match="a source"):
+        open_mixture(url, {"a": 3, "b": 1}, shuffle=Shuffle(lanes=1)).load_state_dict(state)
+    for name, value in (
+        ("phases", []),
+        ("phases", [[0, 8]]),
+        ("phases", [[0, 8, [1, 1], [0, 2]]]),
+        ("anchor", [1]),
+        ("sources", [3]),
+        ("position", 10**9),
+    ):
+        with pytest.raises(StateError):
+            ds.load_state_dict({**state, name: value})
+    forced = {**state, "sources": [{**one, "digest": "of a copy"} for one in state["sources"]]}
+    with pytest.raises(StateError):
+        ds.load_state_dict(forced)
+    ds.load_state_dict(forced, force=True)
+    assert ds.state_dict() == state
