@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from datasets import SMALL
 from torch.utils.data import DataLoader
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from streamloader.errors import (
     BatchError,
@@ -293,6 +294,22 @@ def test_workers_see_each_sample_once_and_go_on_from_a_state(url: Path, workers:
     other = opened()
     other.load_state_dict(opened().state_dict(batches=5, workers=workers))
     assert take(iter(loader(other))) == whole[5:]
+
+
+@pytest.mark.filterwarnings("ignore:2 DataLoader workers")
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("batches", ["mixed", "homogeneous"])
+def test_torchdatas_loader_goes_on_exactly(url: Path, workers: int, batches: str) -> None:
+    def loader() -> Any:
+        ds = open_mixture(url, {"a": 2, "c": 1}, stop="last", batches=batches)
+        context = {"multiprocessing_context": "fork"} if workers else {}
+        return StatefulDataLoader(ds, batch_size=None, num_workers=workers, **context)
+
+    first, second = loader(), loader()
+    iterator = iter(first)
+    take(iterator, 5)
+    second.load_state_dict(first.state_dict())
+    assert take(iter(second)) == take(iterator)
 
 
 def test_samples_come_singly_too(url: Path) -> None:
