@@ -296,7 +296,7 @@ def test_workers_see_each_sample_once_and_go_on_from_a_state(url: Path, workers:
     assert take(iter(loader(other))) == whole[5:]
 
 
-@pytest.mark.filterwarnings("ignore:2 DataLoader workers")
+@pytest.mark.filterwarnings("ignore:2 DataLoader workers", "ignore:'set_vital' is deprecated")
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("batches", ["mixed", "homogeneous"])
 def test_torchdatas_loader_goes_on_exactly(url: Path, workers: int, batches: str) -> None:

@@ -34,7 +34,6 @@ def main(spec: dict[str, Any]) -> None:
         shuffle_algo=spec["algorithm"],
         shuffle_block_size=spec["block"] or None,
         shuffle_seed=spec["seed"],
-        num_canonical_nodes=1,
     )
     np.save(folder / "order.npy", np.array([sample["id"] for sample in dataset], np.int64))
     clean_stale_shared_memory()
