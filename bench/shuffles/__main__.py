@@ -17,9 +17,15 @@ from bench.context import RESULTS
 from bench.photos import photographs
 from bench.shuffles import page
 from bench.shuffles.learning import Task
-from bench.shuffles.orders import OrderError, Setting, every
+from bench.shuffles.orders import Mixer, OrderError, Setting, every
 from bench.shuffles.quality import Quality, quality
 from bench.workloads import DATA
+
+
+def version(mixer: Mixer) -> str:
+    """Return which version of a peer was asked; nothing for an order of our own."""
+    found = venvs.versions(mixer.peer).split(", ") if mixer.peer else []
+    return next((one for one in found if mixer.peer in one), "")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -40,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             line = {
                 "time": datetime.now(UTC).isoformat(timespec="seconds"),
                 "name": mixer.name,
-                "version": venvs.versions(mixer.peer).rpartition(", ")[2] if mixer.peer else "",
+                "version": version(mixer),
                 "setting": asdict(setting),
                 "options": dict(mixer.options),
                 "seeds": options.seeds,

@@ -32,7 +32,8 @@ def main(spec: dict[str, Any]) -> None:
         num_workers=1,  # in order
         verbose=False,
     )
-    dataset = litdata.StreamingDataset(str(folder / "data"), shuffle=True, seed=spec["seed"])
+    options = {"shuffle": True, "seed": spec["seed"], "item_shuffle_window": spec["items"]}
+    dataset = litdata.StreamingDataset(str(folder / "data"), **options)
     loader = litdata.StreamingDataLoader(dataset, batch_size=spec["batch"], num_workers=WORKERS)
     np.save(folder / "order.npy", np.concatenate([np.asarray(batch, np.int64) for batch in loader]))
 

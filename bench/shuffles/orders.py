@@ -70,8 +70,8 @@ def mixers(setting: Setting) -> list[Mixer]:
         Mixer("Mosaic py1e", setting.shard, "mosaic", (("algorithm", "py1e"), ("block", memory))),
         Mixer("Mosaic py2s", setting.shard, "mosaic", (("algorithm", "py2s"), ("block", 0))),
         Mixer("WebDataset, buffer", 0, "webdataset", (("buffer", memory),), held=memory),
-        Mixer("LitData, 64 MB chunks", setting.shard, "litdata", (("chunk", setting.shard),)),
-        Mixer("LitData, large chunks", chunk, "litdata", (("chunk", chunk),)),
+        Mixer("LitData, 64 MB chunks", setting.shard, "litdata", (("chunk", setting.shard), ("items", "auto"))),
+        Mixer("LitData, large chunks", chunk, "litdata", (("chunk", chunk), ("items", "full"))),
         Mixer("as stored", 0, held=setting.batch),
     ]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 from textwrap import fill
 from typing import Any
 
@@ -23,7 +24,7 @@ HEAD = [
     "design effect: formula",
     "measured",
     "rank correlation",
-    "error at the end",
+    "error, last quarter",
 ]
 
 
@@ -40,7 +41,7 @@ def write(lines: Sequence[dict[str, Any]], folder: Path) -> Path:
             f"{line['formula']:.2f}",
             f"{line['measured']:.2f}",
             f"{line['correlation']:+.3f}",
-            f"{line['errors'][-1]:.3f}",
+            f"{fmean(line['errors'][-(len(line['errors']) // 4) :]):.3f}",
         ]
         for line in lines
     ]
@@ -56,7 +57,8 @@ def _about(lines: Sequence[dict[str, Any]]) -> str:
         f"in batches of {setting['batch']}; means over {seeds} seeds. Samples of 128 KiB: streamloader fetches",
         f"blocks of {setting['block']} (4 MiB), the peers shards of {setting['shard']} (64 MB, their defaults).",
         "Each holds about as many samples as streamloader does where it has an option for that; py2s has none, nor",
-        "LitData but the size of its chunks. Peers deliver their orders themselves, from their own files.",
+        "LitData but the size of its chunks, here with items mixed over the whole chunk. Peers deliver their orders",
+        "themselves, from their own files.",
         f"A run is {setting['shard']} neighbouring samples, for everybody. Design effect: the variance of a batch's",
         "mean over that of independent draws; by the formula 1 + (others of its run that a sample meets), as if",
         "all of a run were alike, and measured on the share of each class. The curve: a network learns which of",
