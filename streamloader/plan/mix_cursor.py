@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from math import gcd
 from typing import Any, Literal
 from zlib import crc32
@@ -147,6 +147,7 @@ class MixCursor(Standing):
                 [phase.start, phase.unit, list(phase.weights), list(phase.sources)] for phase in self.blend.phases
             ],
             "anchor": list(self.anchor),
+            "wishes": [[step, list(weights)] for step, weights in self.wishes],
             "shuffle": self.shuffle,
             "stop": self.stop,
             "batches": self.batches,
@@ -177,15 +178,11 @@ class MixCursor(Standing):
         old = replace(self, blend=Blend(phases, len(self.pins)), anchor=(anchor[0], anchor[1]), **moved)
         if old.position > old.mix().bounds(old.epoch)[1] - old.mix().bounds(old.epoch)[0]:
             raise StateError(f"the state has position {old.position}, behind the end of its epoch", _NEW_RUN)
-        wanted = self._wished(global_batch).phases
-        if [self._shares(phase) for phase in phases] == [self._shares(phase) for phase in wanted]:
+        if _wishes(state, places, len(self.pins)) == self.wishes:
             return old
-        at = old._at()
+        wanted, at = self._wished(global_batch).phases, old._at()
         now = [phase for phase in wanted if phase.start <= at][-1]
         return old._changed([replace(now, start=at), *(phase for phase in wanted if phase.start > at)])
-
-    def _shares(self, phase: Phase) -> list[int]:
-        return [phase.weight(source) for source in range(len(self.pins))]
 
     def _places(self, pins: Sequence[Pin], *, force: bool) -> list[int]:
         """Return which source of this mixture each source of a state is."""
@@ -211,9 +208,24 @@ def _phases(state: dict[str, Any], places: Sequence[int]) -> tuple[Phase, ...]:
             raise StateError(f"the state's phase is {one!r:.60} of {len(places)} sources", _NEW_RUN)
         start, unit = _numbers(one[:2], 2)
         found.append(Phase(start, unit, tuple(_numbers(one[2], len(sources))), tuple(places[i] for i in sources)))
-    starts = [phase.start for phase in found]
-    if not found or starts[0] or starts != sorted(set(starts)) or not all(p.unit and any(p.weights) for p in found):
+    whole = all(phase.unit and any(phase.weights) for phase in found)
+    if not found or found[0].start or not whole or not all(_follows(*pair) for pair in pairwise(found)):
         raise StateError(f"the state's phases {state['phases']!r:.120} cannot be", _NEW_RUN)
+    return tuple(found)
+
+
+def _follows(before: Phase, after: Phase) -> bool:
+    return after.start > before.start and (after.start - before.start) % before.unit == 0
+
+
+def _wishes(state: dict[str, Any], places: Sequence[int], count: int) -> tuple[tuple[int, tuple[int, ...]], ...]:
+    """What a state says was wanted, with a weight for each of `count` sources."""
+    found = []
+    for one in get(state, "wishes", list):
+        if not isinstance(one, list) or len(one) != 2:
+            raise StateError(f"the state's wish is {one!r:.60}", _NEW_RUN)
+        weights = dict(zip(places, _numbers(one[1], len(places)), strict=True))
+        found.append((_numbers(one[:1], 1)[0], tuple(weights.get(source, 0) for source in range(count))))
     return tuple(found)
 
 
