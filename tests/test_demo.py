@@ -146,19 +146,6 @@ def test_the_reason_is_what_a_rank_said_and_how_it_ended(tmp_path: Path, log: st
     assert reason(tmp_path / "log") == said
 
 
-def test_a_failed_demo_keeps_the_log_that_it_names(tmp_path: Path) -> None:
-    (tmp_path / "sitecustomize.py").write_text(
-        "import os, sys\n"
-        "if 'LOCAL_RANK' in os.environ: sys.exit('SomeError: this rank is ill')\n"  # torchrun's children alone
-    )
-    (tmp_path / "temporary").mkdir()
-    done = run_demo(env={"TMPDIR": str(tmp_path / "temporary"), "PYTHONPATH": str(tmp_path)})
-    assert done.returncode == 2
-    (log,) = (tmp_path / "temporary").glob("*/first.log")
-    assert f"see {log}" in done.stderr
-    assert "SomeError: this rank is ill" in log.read_text()
-
-
 def run_demo(*arguments: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     code = "from streamloader.cli.main import main; main()"
     return subprocess.run(
