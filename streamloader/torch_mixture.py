@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from streamloader.engine.passes import MixPass, Numbers
@@ -15,6 +16,7 @@ from streamloader.errors import MixtureError
 from streamloader.format.manifest import Field
 from streamloader.format.reader import open_manifest
 from streamloader.options import Remainder, Shuffle
+from streamloader.plan.ledger import check_step
 from streamloader.plan.mix_cursor import Batches, MixCursor, Pin, check_shape
 from streamloader.plan.mixture import MixShare, Stop
 from streamloader.plan.order import EpochOrder
@@ -136,8 +138,10 @@ class Mixture(Streamed):
         found = []
         for one in worlds:
             share = self._share(start, one.consumer(number, workers))
-            found.append(share.samples_of(start.position % share.global_batch + turn * share.global_batch))
-        return numbers(self._numbers.of(torch.cat(list(map(torch.from_numpy, found))).numpy()), self._numbers.all_from)
+            position = start.position % share.global_batch + turn * share.global_batch
+            check_step(share, position)
+            found.append(share.samples(position))
+        return numbers(self._numbers.of(np.concatenate(found)), self._numbers.all_from)
 
     def _settled(self, start: MixCursor, world: World, workers: int) -> MixCursor:
         return start.settled(world.size * (self._manner.batch_size or 1), workers)

@@ -6,15 +6,12 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from streamloader.errors import FieldError, MixtureError
 from streamloader.format.manifest import Manifest
 from streamloader.plan.turns import exact_shares, whole_weights
 from streamloader.torch_selection import WhereChoice
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,9 +24,7 @@ class Source:
     storage_options: Mapping[str, Any] = field(default_factory=dict)
 
 
-Key = "str | os.PathLike[str] | Source | Mixture"
-Weights = Mapping[Any, float]  # of keys as above
-Shares = list[tuple[int, list[Fraction]]]  # from which step on, which shares
+Weights = Mapping[Any, float]  # of a URL, a Source, or a Mixture
 
 
 @dataclass(frozen=True)

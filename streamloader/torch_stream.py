@@ -104,13 +104,13 @@ class Streamed(IterableDataset[dict[str, Any]]):
             start = self._from(epoch, world, workers)
             share = self._share(start, World(0, world.size * workers))
             start = start.with_workers(workers, world.size, share.batch)[0]
-            return self._written(start.advance(batches, share, choose_gaps(self._manner.skips, start, share)))
+            return start.advance(batches, share, choose_gaps(self._manner.skips, start, share)).to_dict()  # type: ignore[no-any-return]
         if self._read_by_workers():
             raise StateError(
                 "this copy of the dataset was handed to DataLoader workers, which read since",
                 "save state_dict(batches=<trained>, workers=<num_workers>), or use torchdata's StatefulDataLoader",
             )
-        return self._written(self._settled(self._now, world, worker()[1]))
+        return self._settled(self._now, world, worker()[1]).to_dict()  # type: ignore[no-any-return]
 
     def load_state_dict(self, state: dict[str, Any], *, force: bool = False) -> None:
         """Let the next pass go on where the state stands, at any world size.
@@ -165,9 +165,6 @@ class Streamed(IterableDataset[dict[str, Any]]):
     def _read(self, state: dict[str, Any], *, force: bool) -> Standing:
         """The place that a state says. Raises `StateError` where it is not of this data and order."""
         raise NotImplementedError
-
-    def _written(self, now: Any) -> dict[str, Any]:
-        return now.to_dict()  # type: ignore[no-any-return]
 
     def _choose(self, start: Standing) -> None:
         self._start = start

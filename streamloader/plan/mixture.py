@@ -14,7 +14,7 @@ from typing import Literal
 
 import numpy as np
 
-from streamloader.errors import MixtureError, UsageError
+from streamloader.errors import MixtureError
 from streamloader.options import Remainder
 from streamloader.plan.blend import Blend
 from streamloader.plan.booking import BatchPlan, Placed, batches, book
@@ -190,15 +190,6 @@ class MixShare:
         ordered = np.lexsort((rows.position, rows.source, part, step)).reshape(steps, self.global_batch)
         mine = np.sort(ordered[:, self.world.rank * self.batch : (self.world.rank + 1) * self.batch], axis=1).ravel()
         return Rows(rows.source[mine], rows.place[mine], rows.position[mine])
-
-    def samples_of(self, position: int) -> Ints:
-        """Return the samples of the step that starts at a position. Raises `UsageError` where none does."""
-        if not position >= 0 or not self.global_steps(position):
-            raise UsageError(
-                f"no step starts at position {position} of {self.num_samples} samples, {self.global_batch} at once",
-                f"ask for a step below {self.global_steps(0)}",
-            )
-        return self.samples(position)
 
     def samples(self, position: int) -> Ints:
         """Return the samples of the step that starts at a position, by their numbers in the mixture."""

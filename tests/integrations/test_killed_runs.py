@@ -86,7 +86,6 @@ def test_a_run_killed_again_and_again_sees_each_sample_once_in_each_epoch(tmp_pa
         if ended:
             break
     assert kills >= KILLS // 2
-    assert not set(tmp_path.glob("*.unfinished")) or kills
     seen: dict[int, list[int]] = {}
     for (epoch, position), samples in kept.items():
         seen.setdefault(epoch if position else epoch - 1, []).extend(samples)
