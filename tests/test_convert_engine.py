@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from streamloader.conversion.engines.local import ATTEMPTS, run_tasks
+from streamloader.conversion.sources.base import Refuse
 from streamloader.conversion.task import Task
 from streamloader.errors import EngineError, SourceError
 from streamloader.format.geometry import Geometry, choose_layouts
@@ -33,7 +34,7 @@ class Numbers:
     shard: int
     manner: str = ""
 
-    def read(self) -> dict[str, Any]:
+    def read(self, refuse: Refuse) -> dict[str, Any]:
         times = len(list(self.folder.glob(f"{self.shard}-*")))
         (self.folder / f"{self.shard}-{times}-{os.getpid()}").touch()
         if self.manner == "always killed" or (self.manner == "killed once" and times == 0):

@@ -58,7 +58,9 @@ ONLY_IN = {
     "torch torchdata": {"torch_dataset", "demo", "measure"},
     "click rich": {"cli", "demo"},
     "sklearn moto streamloader": {"demo"},
-    "zarr numcodecs crc32c": {"format"},
+    "numcodecs crc32c": {"format"},
+    "zarr": {"format", "conversion"},  # a source may be a Zarr that others wrote
+    "pyarrow h5py zstandard distributed dask ray pyspark": {"conversion"},
 }
 
 UNPICKLABLE = "multiprocessing will pickle the caller's transform: it is tried first, for a clear error"

@@ -12,6 +12,7 @@ from streamloader.conversion.engines.local import run_tasks
 from streamloader.conversion.plan import Job, SplitPlan, make_job
 from streamloader.conversion.progress import Listener, Progress, Report, ignore
 from streamloader.conversion.sources.formats import open_source
+from streamloader.conversion.sources.wish import Wish
 from streamloader.conversion.splits import parse_splits
 from streamloader.conversion.task import Task
 from streamloader.errors import DestinationError, UsageError
@@ -59,7 +60,7 @@ def convert(
     listener(Progress("scan", detail=os.fspath(src)))
     if source_options is None:
         source_options = storage_options if _protocol(src) == _protocol(dst) else None
-    name, source = open_source(src, format, source_options or {})
+    name, source = open_source(src, format, source_options or {}, Wish())
     if _inside(store.url, source.url):
         raise DestinationError(
             f"the destination {store.url} lies in the source {source.url}", "choose another destination"

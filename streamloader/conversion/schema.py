@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-from streamloader.conversion.sources.base import Source
+from streamloader.conversion.sources.base import BadSample, Source, spread_rows
 from streamloader.format.codecs import Column, choose_codec, encode_chunk
 from streamloader.format.geometry import Geometry, choose_layouts
 from streamloader.format.manifest import Field, FieldLayout
@@ -35,25 +34,19 @@ class Schema:
 def probe(source: Source, options: Layout) -> Schema:
     """Read some rows and choose; the same source gives the same schema. Raises what reading raises."""
     fields = source.fields
-    few = probe_rows(source.num_samples, PROBE_RUNS)
-    columns = source.part(few).read()
+    few = spread_rows(source.num_samples, PROBE_RUNS)
+    columns = source.part(few).read(_pass_over)
     row_bytes = sum(_nbytes(column) for column in columns.values()) / max(len(few), 1)
-    rows = probe_rows(source.num_samples, int(min(PROBE_ROWS, PROBE_BYTES / max(row_bytes, 1.0))))
+    rows = spread_rows(source.num_samples, int(min(PROBE_ROWS, PROBE_BYTES / max(row_bytes, 1.0))))
     if len(rows) > len(few):
-        columns = source.part(rows).read()
+        columns = source.part(rows).read(_pass_over)
     codecs = {name: choose_codec(options.codec, field, columns[name]) for name, field in fields.items()}
     sizes = {name: _stored(fields[name], codecs[name], column) for name, column in columns.items()}
     return Schema(fields, codecs, sizes)
 
 
-def probe_rows(num_samples: int, count: int) -> NDArray[np.int64]:
-    """Return about `count` rows, at least 16 where there are so many: up to 16 runs, spread evenly, ascending."""
-    count = max(count, PROBE_RUNS)
-    if num_samples <= count:
-        return np.arange(num_samples, dtype=np.int64)
-    length = count // PROBE_RUNS
-    starts = np.arange(PROBE_RUNS, dtype=np.int64) * (num_samples - length) // (PROBE_RUNS - 1)
-    return np.unique(starts[:, None] + np.arange(length, dtype=np.int64))
+def _pass_over(_: BadSample) -> None:
+    """Leave a bad sample to the shard that it belongs to."""
 
 
 def _nbytes(column: Column) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from streamloader.conversion.sources.base import Part
+from streamloader.conversion.sources.base import Part, refuse_all
 from streamloader.format.geometry import Geometry
 from streamloader.format.sink import Receipt, write_shard
 from streamloader.storage.protocol import Store
@@ -21,4 +21,4 @@ class Task:
 
     def run(self) -> Receipt:
         """Read, encode and write the shard. Raises what the source or the store raise."""
-        return write_shard(self.store, self.geometry, self.shard, self.part.read())
+        return write_shard(self.store, self.geometry, self.shard, self.part.read(refuse_all))

@@ -53,8 +53,11 @@ def to_column(name: str, field: Field, values: Any, first: int) -> Column:
     return [to_value(name, field, value, first + i) for i, value in enumerate(values)]  # type: ignore[misc]
 
 
-def to_value(name: str, field: Field, value: Any, sample: int) -> NDArray[Any] | bytes:
-    """Return one value as an array of the field's shape and dtype, or as bytes. Raises `FieldError`."""
+def to_value(name: str, field: Field, value: Any, sample: int | str) -> NDArray[Any] | bytes:
+    """Return one value as an array of the field's shape and dtype, or as bytes.
+
+    `sample` is the number or name that messages call it by. Raises `FieldError`.
+    """
     where = f"field {name!r} of sample {sample}"
     if field.kind == "bytes":
         if not isinstance(value, (bytes, bytearray, memoryview)):

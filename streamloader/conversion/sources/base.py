@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from streamloader.errors import SourceChangedError
+from streamloader.errors import SourceChangedError, SourceError
 from streamloader.format.codecs import Column
 from streamloader.format.manifest import Field
 from streamloader.format.threads import run_all
@@ -21,11 +21,53 @@ REQUEST_BYTES = 8 << 20  # the longest request; the memory that one thread holds
 GAP_BYTES = 256 << 10  # reading this much for nothing is cheaper than another request
 
 
+@dataclass(frozen=True)
+class BadSample:
+    """One sample that cannot be converted. `position` counts the rows of its part; `name` says which sample it is and
+    `problem` what is wrong, for people; `data` is what was stored, where that is at hand.
+    """
+
+    position: int
+    name: str
+    problem: str
+    remedy: str = "repair or remove it"
+    data: bytes = b""
+
+
+Refuse = Callable[[BadSample], None]
+
+
+def refuse_all(bad: BadSample) -> None:
+    """Raise `SourceError` for a bad sample."""
+    raise SourceError(f"{bad.name}: {bad.problem}", f"{bad.remedy}, or leave such samples out with --on-error skip")
+
+
+class Sieve:
+    """Passes bad samples on, and remembers which: the rows of the columns that then come are those that are left."""
+
+    def __init__(self, refuse: Refuse) -> None:
+        self._refuse = refuse
+        self._refused: set[int] = set()
+
+    def __call__(self, bad: BadSample) -> None:
+        """Refuse a sample."""
+        self._refused.add(bad.position)
+        self._refuse(bad)
+
+    def kept(self, count: int) -> NDArray[np.int64]:
+        """Return the positions of the `count` rows that were kept, ascending."""
+        positions = np.arange(count + len(self._refused), dtype=np.int64)
+        return np.setdiff1d(positions, np.fromiter(self._refused, np.int64, len(self._refused)))
+
+
 class Part(Protocol):
     """Some rows of a source: small, picklable, and the same columns at every reading."""
 
-    def read(self) -> dict[str, Column]:
-        """Return one column a field. Raises `SourceError` or `SourceChangedError`, which name the file."""
+    def read(self, refuse: Refuse, /) -> dict[str, Column]:
+        """Return one column a field, without the bad samples, each of which is given to `refuse`.
+
+        Raises `SourceError` for what is wrong with a whole file, `SourceChangedError`, and what `refuse` raises.
+        """
         ...
 
 
@@ -73,6 +115,16 @@ class Range:
     path: str
     start: int
     stop: int
+
+
+def spread_rows(num_samples: int, count: int, runs: int = 16) -> NDArray[np.int64]:
+    """Return about `count` rows, at least `runs` where there are so many: in runs that are spread evenly, ascending."""
+    count = max(count, runs)
+    if num_samples <= count:
+        return np.arange(num_samples, dtype=np.int64)
+    length = count // runs
+    starts = np.arange(runs, dtype=np.int64) * (num_samples - length) // (runs - 1)
+    return np.unique(starts[:, None] + np.arange(length, dtype=np.int64))
 
 
 def read_range(store: Store, wanted: Range) -> memoryview:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -24,12 +24,15 @@ _MAX_EXPANDED = 1_000_000  # a typo such as {0..99999999999} must not fill the m
 
 @dataclass(frozen=True)
 class Listing:
-    """The files below `store`, sorted by path. `url` is what the user gave, made absolute."""
+    """The files below `store`, sorted by path. `url` is what the user gave, made absolute; `inner` is what stood behind
+    `::`, a path within the file, such as `/data` of `file.h5::/data`.
+    """
 
     store: Store
     url: str
     files: tuple[ObjectInfo, ...]
     folder: bool
+    inner: str = ""
 
     def top_folders(self) -> list[str]:
         """Return the names of the folders right below, those without files too where the store has such."""
@@ -42,7 +45,10 @@ class Listing:
 
 def list_source(src: str | os.PathLike[str], options: Mapping[str, Any]) -> Listing:
     """Return the files that `src` names. Raises `SourceError` where there is none, or a `StorageError`."""
-    text = os.fspath(src)
+    text, inner = _split_inner(os.fspath(src))
+    if inner:
+        listing = list_source(text, options)
+        return replace(listing, url=f"{listing.url}::{inner}", inner=inner)
     if any(mark in text for mark in _MARKS) and ("://" in text or not Path(text).exists()):
         return _list_pattern(text, options)
     head, _, name = text.rstrip("/").rpartition("/")
@@ -57,6 +63,12 @@ def list_source(src: str | os.PathLike[str], options: Mapping[str, Any]) -> List
     if not files:
         raise SourceError(f"nothing is at {store.url}", "check the path, and the bucket's name")
     return Listing(store, store.url, files, folder=True)
+
+
+def _split_inner(text: str) -> tuple[str, str]:
+    """Split `file.h5::/path` at its last `::/`; fsspec's own chains (`zip::s3://`) have a protocol there."""
+    outer, marks, inner = text.rpartition("::/")
+    return (outer, f"/{inner}") if marks else (text, "")
 
 
 def _list_pattern(text: str, options: Mapping[str, Any]) -> Listing:

@@ -9,16 +9,23 @@ from typing import Any
 
 from streamloader.conversion.sources import imagefolder, npy, webdataset
 from streamloader.conversion.sources.base import Source
+from streamloader.conversion.sources.choose import choose
 from streamloader.conversion.sources.files import Listing, list_source
+from streamloader.conversion.sources.wish import Wish
 from streamloader.errors import SourceError, UsageError
 
 
 @dataclass(frozen=True)
 class SourceFormat:
-    """`matches` looks at names only; `open` reads headers and checks the schema."""
+    """`matches` looks at names only; `open` reads headers and checks the schema, and may follow the wish itself.
+
+    `marked` formats are known by a file of their own, such as an index: they win over those that only see files of
+    a kind that they know.
+    """
 
     matches: Callable[[Listing], bool]
-    open: Callable[[Listing], Source]
+    open: Callable[[Listing, Wish], Source]
+    marked: bool = False
 
 
 FORMATS: Mapping[str, SourceFormat] = {
@@ -28,23 +35,31 @@ FORMATS: Mapping[str, SourceFormat] = {
 }
 
 
-def open_source(src: str | os.PathLike[str], format_name: str | None, options: Mapping[str, Any]) -> tuple[str, Source]:
-    """Return the format's name and the source at `src`, opened.
+def open_source(
+    src: str | os.PathLike[str], format_name: str | None, options: Mapping[str, Any], wish: Wish
+) -> tuple[str, Source]:
+    """Return the format's name and the source at `src`, opened, with the fields that are wished.
 
-    Raises `UsageError` for an unknown format, or where several fit; `SourceError` where none does.
+    Raises `UsageError` for an unknown format, or where several fit; `SourceError` where none does; `FieldError` for a
+    field that it has not.
     """
     known = ", ".join(FORMATS)
     if format_name is not None and format_name not in FORMATS:
         raise UsageError(f"format {format_name!r}", f"choose one of {known}")
     listing = list_source(src, options)
+    chosen = format_name or _detect(listing)
+    return chosen, choose(FORMATS[chosen].open(listing, wish), wish)
+
+
+def _detect(listing: Listing) -> str:
     fitting = [name for name, each in FORMATS.items() if each.matches(listing)]
-    if format_name is None and len(fitting) > 1:
+    fitting = [name for name in fitting if FORMATS[name].marked] or fitting
+    if len(fitting) > 1:
         raise UsageError(
             f"{listing.url} fits the formats {' and '.join(fitting)}", f"choose with --format {fitting[0]}"
         )
-    if format_name is None and not fitting:
+    if not fitting:
         seen = ", ".join(info.path for info in listing.files[:3])
-        remedy = f"known are class folders of images, .tar, .npy and .npz; say which with --format ({known})"
+        remedy = f"docs/conversion.md lists what can be converted; say which it is with --format ({', '.join(FORMATS)})"
         raise SourceError(f"no known format fits {listing.url} ({len(listing.files)} files: {seen}, ...)", remedy)
-    chosen = format_name or fitting[0]
-    return chosen, FORMATS[chosen].open(listing)
+    return fitting[0]

@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from streamloader.conversion.sources.base import Range, read_ranges
+from streamloader.conversion.sources.base import BadSample, Range, Refuse, read_ranges
 from streamloader.conversion.sources.files import Listing, extension, hidden
-from streamloader.conversion.sources.images import ENCODINGS, image_problem, refuse_image
+from streamloader.conversion.sources.images import ENCODINGS, image_problem
+from streamloader.conversion.sources.wish import Wish
 from streamloader.errors import SourceError
 from streamloader.format.codecs import Column
 from streamloader.format.manifest import Field
@@ -25,7 +26,7 @@ def matches(listing: Listing) -> bool:
     return listing.folder and any(_is_image(info.path) and "/" in info.path for info in listing.files)
 
 
-def open_source(listing: Listing) -> ImageFolder:
+def open_source(listing: Listing, _wish: Wish) -> ImageFolder:
     """Return the source; its rows are sorted by class, then by path.
 
     Raises `SourceError` for a class folder without images, for images outside one, or where there is no image.
@@ -102,14 +103,18 @@ class ImagePart:
     images: tuple[ObjectInfo, ...]
     labels: tuple[int, ...]
 
-    def read(self) -> dict[str, Column]:
-        """Return `image` and `label`. Raises `SourceError` for what is no image, `SourceChangedError`."""
+    def read(self, refuse: Refuse) -> dict[str, Column]:
+        """Return `image` and `label`; what is no image is refused. Raises `SourceChangedError`."""
         ranges = [Range(info.path, 0, info.size) for info in self.images]
-        column: list[bytes] = []
-        for info, data in zip(self.images, read_ranges(self.store, ranges), strict=True):
+        images: list[bytes] = []
+        labels: list[int] = []
+        for position, data in enumerate(read_ranges(self.store, ranges)):
             image = bytes(data)
             problem = image_problem(image)
             if problem:
-                refuse_image(f"{self.store.url}/{info.path}", problem)
-            column.append(image)
-        return {"image": column, "label": np.array(self.labels, np.int64)}
+                name = f"{self.store.url}/{self.images[position].path}"
+                refuse(BadSample(position, name, f"the image cannot be decoded: {problem}", data=image))
+                continue
+            images.append(image)
+            labels.append(self.labels[position])
+        return {"image": images, "label": np.array(labels, np.int64)}

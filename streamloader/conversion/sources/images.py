@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import io
 import struct
-from typing import NoReturn
-
-from streamloader.errors import SourceError
 
 ENCODINGS = {
     "jpg": "jpeg",
@@ -41,10 +38,3 @@ def image_problem(data: bytes) -> str:
     if data[:2] == b"\xff\xd8" and data.rfind(b"\xff\xd9") < 0:  # Pillow's verify() does not look so far
         return f"its {len(data)} bytes lack the end marker of a JPEG: it is truncated"
     return ""
-
-
-def refuse_image(name: str, problem: str) -> NoReturn:
-    """Raise `SourceError` for the image `name`."""
-    raise SourceError(
-        f"the image {name} cannot be decoded: {problem}", "repair or remove it, then begin again with --overwrite"
-    )

@@ -10,10 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streamloader.conversion.sources import base
-from streamloader.conversion.sources.base import Range
+from streamloader.conversion.sources.base import Range, Refuse
 from streamloader.conversion.sources.files import Listing, extension, field_names, hidden
 from streamloader.conversion.sources.npyheader import StoredArray, read_array_header
 from streamloader.conversion.sources.npz import PackedArray, npz_arrays
+from streamloader.conversion.sources.wish import Wish
 from streamloader.errors import SourceError
 from streamloader.format.codecs import Column
 from streamloader.format.manifest import Field
@@ -27,7 +28,7 @@ def matches(listing: Listing) -> bool:
     return bool(_files(listing))
 
 
-def open_source(listing: Listing) -> NpyArrays:
+def open_source(listing: Listing, _wish: Wish) -> NpyArrays:
     """Return the source; row n of every array is sample n.
 
     Raises `SourceError` for arrays of unequal length, for what is no plain array (pickled, object, complex, ...),
@@ -109,8 +110,11 @@ class NpyPart:
     arrays: Mapping[str, Stored]
     rows: NDArray[np.int64]
 
-    def read(self) -> dict[str, Column]:
-        """Return one array a field, little-endian. Raises `SourceError` or `SourceChangedError`."""
+    def read(self, _refuse: Refuse) -> dict[str, Column]:
+        """Return one array a field, little-endian: no row is bad by itself.
+
+        Raises `SourceError` or `SourceChangedError`.
+        """
         return {name: self._column(stored) for name, stored in self.arrays.items()}
 
     def _column(self, stored: Stored) -> NDArray[Any]:

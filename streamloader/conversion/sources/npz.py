@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import io
 import struct
 import zipfile
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, BinaryIO, cast
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,12 +21,12 @@ from streamloader.conversion.sources.npyheader import (
     read_array_header,
     row_field,
 )
+from streamloader.conversion.sources.rangefile import open_file
 from streamloader.errors import SourceError
 from streamloader.format.manifest import Field
 from streamloader.storage.protocol import ObjectInfo, Store
 
 _LOCAL_HEADER = 30  # bytes before a member's name; the lengths of name and extra stand in its last four
-_BUFFER = 1 << 20
 _PIECE = 4 << 20
 
 
@@ -93,41 +92,10 @@ def _data_start(store: Store, info: ObjectInfo, entry: zipfile.ZipInfo) -> int:
 
 @contextmanager
 def _opened(store: Store, info: ObjectInfo) -> Iterator[zipfile.ZipFile]:
-    file = cast(BinaryIO, io.BufferedReader(_RangeFile(store, info), _BUFFER))
     try:
-        with zipfile.ZipFile(file) as archive:
+        with zipfile.ZipFile(open_file(store, info)) as archive:
             yield archive
     except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError) as error:
         raise SourceError(
             f"{store.url}/{info.path} is no .npz, or damaged: {error}", "fetch or make it again"
         ) from error
-
-
-class _RangeFile(io.RawIOBase):
-    """One object as a seekable file."""
-
-    def __init__(self, store: Store, info: ObjectInfo) -> None:
-        self._store, self._info, self._at = store, info, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        origin = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._info.size}[whence]
-        if origin + offset < 0:  # what zipfile tries on a file shorter than its end record
-            raise OSError(f"byte {origin + offset}")
-        self._at = origin + offset
-        return self._at
-
-    def tell(self) -> int:
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        stop = min(self._at + len(buffer), self._info.size)
-        data = read_range(self._store, Range(self._info.path, self._at, max(stop, self._at)))
-        buffer[: len(data)] = data
-        self._at += len(data)
-        return len(data)

@@ -6,16 +6,18 @@ import re
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from streamloader.conversion.sources import base
-from streamloader.conversion.sources.base import Range
+from streamloader.conversion.sources.base import BadSample, Range, Refuse
 from streamloader.conversion.sources.files import Listing, extension, field_names, hidden
 from streamloader.conversion.sources.tarindex import Member, member_name, members
 from streamloader.conversion.sources.wdsfields import decode_column, field_of
+from streamloader.conversion.sources.wish import Wish
 from streamloader.errors import SourceError
 from streamloader.format.codecs import Column
 from streamloader.format.manifest import Field
@@ -44,7 +46,7 @@ def matches(listing: Listing) -> bool:
     return bool(_tars(listing))
 
 
-def open_source(listing: Listing) -> WebDataset:
+def open_source(listing: Listing, wish: Wish) -> WebDataset:
     """Return the source, with every tar's headers read once; samples keep the order of the sorted tars.
 
     Raises `SourceError` for a truncated tar, samples of different suffixes, or a key that stands twice in a tar.
@@ -65,9 +67,12 @@ def open_source(listing: Listing) -> WebDataset:
     members_at = np.concatenate([index.spans for index in filled])
     whole = WebDatasetPart(listing.store, tuple(info.path for info in tars), {}, tar, members_at)
     raw = whole.cut(np.zeros(1, np.int64)).read_members()
-    fields = {
-        suffix: (names[suffix], field_of(suffix, raw[i][0], whole.name(0, i))) for i, suffix in enumerate(suffixes)
-    }
+    fields = {}
+    for i, suffix in enumerate(suffixes):
+        found = field_of(suffix, raw[i][0], whole.name(0, i))
+        wanted = wish.fields.get(names[suffix])
+        # arrays of several lengths: the first sample alone does not tell
+        fields[suffix] = (names[suffix], wanted if wanted and wanted.kind == "ragged" and found.fixed else found)
     return WebDataset(listing.url, tars, fields, whole, sum(index.passed_over for index in indexes))
 
 
@@ -177,12 +182,26 @@ class WebDatasetPart:
         path, start = self.paths[int(self.tar[row])], int(self.spans[row, member, 0])
         return f"{self.store.url}/{path}: {member_name(self.store, path, start)}"
 
-    def read(self) -> dict[str, Column]:
-        """Return one column a field. Raises `SourceError` for a member that is not what its suffix says."""
+    def read(self, refuse: Refuse) -> dict[str, Column]:
+        """Return one column a field; a sample with a member that is not what its suffix says is refused."""
         raw = self.read_members()
-        return {
-            name: decode_column(suffix, field, raw[i], lambda row, i=i: self.name(row, i))  # type: ignore[misc]
+        bad: dict[int, BadSample] = {}
+
+        def note(member: int, row: int, problem: str, remedy: str) -> None:
+            bad.setdefault(row, BadSample(row, self.name(row, member), problem, remedy, raw[member][row]))
+
+        columns = {
+            name: decode_column(suffix, field, raw[i], partial(note, i))
             for i, (suffix, (name, field)) in enumerate(self.members.items())
+        }
+        if not bad:
+            return columns
+        for row in sorted(bad):
+            refuse(bad[row])
+        good = [row for row in range(len(self.tar)) if row not in bad]
+        return {
+            name: column[good] if isinstance(column, np.ndarray) else [column[row] for row in good]
+            for name, column in columns.items()
         }
 
     def read_members(self) -> list[list[bytes]]:

@@ -1,0 +1,177 @@
+"""Sources that come as samples rather than as columns: one adapter yields them, everything else is here.
+
+An adapter gives `cut(rows)`, which returns a `RecordPart`: it reads the samples of its rows as mappings of plain
+values. Their fields are inferred from a few samples, spread over the source; all samples are checked against them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from streamloader.conversion.sources.base import BadSample, Refuse, spread_rows
+from streamloader.conversion.sources.files import field_names
+from streamloader.conversion.sources.infer import Settled, infer_field, settle
+from streamloader.conversion.sources.wish import Wish
+from streamloader.errors import FieldError, SourceError
+from streamloader.format.codecs import Column
+from streamloader.format.manifest import Field
+from streamloader.format.rows import Rows
+from streamloader.format.values import to_value
+from streamloader.storage.protocol import ObjectInfo
+
+PROBED = 64  # samples from which the fields are inferred: enough to see that lists differ in length
+
+
+class RecordPart(Protocol):
+    """Some rows of a source: small, picklable, and the same samples at every reading."""
+
+    def read(self, refuse: Refuse, /) -> Iterator[tuple[int, Mapping[str, Any]]]:
+        """Yield position and values of each sample, ascending; those that cannot be read go to `refuse`."""
+        ...
+
+    def name(self, position: int) -> str:
+        """Return which sample it is, for people: its file and key, or its number."""
+        ...
+
+
+Cut = Callable[[NDArray[np.int64]], RecordPart]
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where samples come from; see `Source` for what each is."""
+
+    url: str
+    files: Sequence[ObjectInfo]
+    num_samples: int
+    notes: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RecordSource:
+    """A source of samples. `originals` gives each field the key that it has in the samples."""
+
+    origin: Origin
+    originals: Mapping[str, str]
+    fields: Mapping[str, Field]
+    cut: Cut
+
+    @property
+    def url(self) -> str:
+        """Where it is, without credentials."""
+        return self.origin.url
+
+    @property
+    def files(self) -> Sequence[ObjectInfo]:
+        """The files, with size and etag or modification time."""
+        return self.origin.files
+
+    @property
+    def num_samples(self) -> int:
+        """The number of rows."""
+        return self.origin.num_samples
+
+    @property
+    def notes(self) -> Mapping[str, Any]:
+        """What the adapter tells, and the key of each field that had to be renamed."""
+        renamed = {name: key for name, key in self.originals.items() if name != key}
+        return {**self.origin.notes, **({"keys": renamed} if renamed else {})}
+
+    def part(self, rows: NDArray[np.int64]) -> CheckedPart:
+        """Return the part that holds these rows, which ascend."""
+        return CheckedPart(self.cut(rows), self.originals, self.fields, len(rows))
+
+
+def open_records(origin: Origin, cut: Cut, wish: Wish) -> RecordSource:
+    """Return the source, with fields inferred from some of its samples; `wish` chooses and types them.
+
+    Raises `SourceError` where there is no sample, or none that can be read; `FieldError` for a field that is wished
+    but not there, and for values that no field holds.
+    """
+    if not origin.num_samples:
+        raise SourceError(f"{origin.url} holds no sample", "check the path")
+    part = cut(spread_rows(origin.num_samples, PROBED))
+    refused: list[BadSample] = []
+    samples = list(part.read(refused.append))
+    if not samples:
+        raise SourceError(f"{refused[0].name}: {refused[0].problem}", refused[0].remedy)
+    keys = list(dict.fromkeys(key for _, sample in samples for key in sample))
+    names = field_names(keys, origin.url)
+    missing = next((name for name in wish.fields if name not in names.values()), None)
+    if missing is not None:
+        raise FieldError(f"{origin.url} has no field {missing!r}", f"it has {', '.join(names.values())}")
+    kept = {name: key for key, name in names.items() if wish.wanted(name)}
+    kept = {name: kept[name] for name in wish.fields} or kept
+    fields = {name: wish.fields.get(name) or _infer(name, key, samples, part) for name, key in kept.items()}
+    return RecordSource(origin, kept, fields, cut)
+
+
+def _infer(name: str, key: str, samples: list[tuple[int, Mapping[str, Any]]], part: RecordPart) -> Field:
+    """Return the field of a key; a sample without it, or with what no field holds, is one of those that are refused
+    later, unless all are.
+    """
+    values: list[Settled] = []
+    problem = ""
+    for position, sample in samples:
+        try:
+            values.append(settle(sample.get(key), f"the field {name!r} of {part.name(position)}"))
+        except FieldError as error:
+            problem = problem or error.problem
+    if not values:
+        others = f"leave it out by naming the fields to keep with --fields, or make it so with --map ({problem})"
+        raise FieldError(f"no field of the format holds the field {name!r}", others)
+    try:
+        return infer_field(name, values)
+    except FieldError as error:
+        kinds = "say what it is with --fields, or make it so with --map"
+        raise FieldError(error.problem, f"{error.remedy}; {kinds}") from None
+
+
+@dataclass(frozen=True)
+class CheckedPart:
+    """Samples that become columns, each checked against the fields."""
+
+    part: RecordPart
+    originals: Mapping[str, str]
+    fields: Mapping[str, Field]
+    capacity: int
+
+    def read(self, refuse: Refuse) -> dict[str, Column]:
+        """Return one column a field; a sample that lacks one, or does not fit, is refused."""
+        rows = Rows(self.fields, self.capacity)
+        for position, sample in self.part.read(refuse):
+            try:
+                rows.add(self._values(sample, str(position)))
+            except FieldError:
+                self._refuse(sample, position, refuse)
+        return rows.columns()
+
+    def _values(self, sample: Mapping[str, Any], name: str) -> dict[str, NDArray[Any] | bytes]:
+        out: dict[str, NDArray[Any] | bytes] = {}
+        for field_name, kind in self.fields.items():
+            key = self.originals[field_name]
+            value = sample.get(key)
+            if not isinstance(value, bytes | str | np.ndarray):
+                value = settle(value, f"field {field_name!r} of sample {name}")
+            out[field_name] = to_value(field_name, kind, value, name)
+        return out
+
+    def _refuse(self, sample: Mapping[str, Any], position: int, refuse: Refuse) -> None:
+        name = self.part.name(position)
+        try:
+            self._values(sample, name)
+        except FieldError as error:
+            refuse(BadSample(position, name, error.problem, self._remedy(error)))
+
+    def _remedy(self, error: FieldError) -> str:
+        fixed = next((name for name, kind in self.fields.items() if kind.shape and f"{name!r}" in error.problem), None)
+        if fixed is None or "has shape" not in error.problem or not self.fields[fixed].fixed:
+            return error.remedy
+        kind = self.fields[fixed]
+        ragged = Field("ragged", kind.dtype, kind.shape[1:])
+        return f"samples of several lengths are ragged: --fields {fixed}={ragged}"
