@@ -79,7 +79,7 @@ def test_convert_and_inspect_tell_what_there_is(
     status, told, err = run(capsys, "convert", photos, out, "--split", "train=0.9,val=0.1", "--workers", "1")
     assert status == 0
     assert "converted 300 samples (train 270, val 30)" in told
-    assert "scan: imagefolder, 300 samples in 300 files" in err
+    assert "scan: imagefolder: 300 samples in 300 files" in err
     assert "write: 300 of 300 samples" in err
     status, told, err = run(capsys, "inspect", out)
     assert (status, err) == (0, "")
@@ -230,10 +230,10 @@ def unequal_arrays(root: Path) -> Path:
 
 BAD_SOURCES: dict[str, tuple[Callable[[Path], Path], list[str], list[str]]] = {
     "nothing": (lambda root: root / "nowhere", [], ["nothing is at", "nowhere"]),
-    "an image that does not decode": (bad_image, [], ["a/x.png cannot be decoded"]),
+    "an image that does not decode": (bad_image, [], ["a/x.png: the image cannot be decoded"]),
     "a class folder without images": (hollow_class, [], ["hollow holds no image"]),
     "arrays of unequal length": (unequal_arrays, [], ["'xs' has 3 rows, 'ys' 4"]),
-    "an unknown format": (unequal_arrays, ["--format", "tfrecord"], ["'tfrecord'", "choose one of"]),
+    "an unknown format": (unequal_arrays, ["--format", "nothing"], ["'nothing'", "choose one of"]),
     "splits that do not sum to 1": (unequal_arrays, ["--split", "train=0.9"], ["sum to 0.9"]),
     "no size": (unequal_arrays, ["--shard-size", "big"], ["'big' is not a size"]),
     "no codec": (unequal_arrays, ["--codec", "gzip"], ["'gzip'"]),

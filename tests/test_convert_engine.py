@@ -62,7 +62,7 @@ def run(tmp_path: Path, manners: dict[int, str], count: int = 10, workers: int =
     def tasks() -> Iterator[Task]:
         for shard in range(count):
             part = Numbers(reads, shard, manners.get(shard, ""))
-            yield Task(part, open_store(tmp_path / "out"), geometry(), shard)
+            yield Task(part, open_store(tmp_path / "out"), geometry(), shard, range(64))
 
     def note(task: Task, receipt: Receipt) -> None:
         assert task.shard == receipt.shard
@@ -125,7 +125,7 @@ def test_workers_end_with_a_failure_of_the_caller(tmp_path: Path) -> None:
         raise KeyboardInterrupt
 
     tasks = (
-        Task(Numbers(reads, shard, "endless" if shard else ""), open_store(tmp_path / "out"), geometry(), shard)
+        Task(Numbers(reads, shard, "endless" if shard else ""), open_store(tmp_path / "out"), geometry(), shard, range(64))
         for shard in range(4)
     )
     with pytest.raises(KeyboardInterrupt):

@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -15,17 +15,33 @@ from streamloader.cli.progress import Display, Step, display
 from streamloader.options import CODECS, CodecChoice, Layout, parse_size
 
 if TYPE_CHECKING:
-    from streamloader.conversion import Progress, Report
+    from streamloader.conversion import Preview, Progress, Report
 
     Listener = Callable[[Progress], None]
 
+LEFT_OUT = 3  # the exit status where bad samples are not in the dataset: it is whole, but look
+ON_ERROR = ("raise", "skip", "quarantine")
+QUARANTINE = "_streamloader/quarantine.jsonl"
+SHOWN = 10  # bad samples that are named on the terminal
 _OPTION_HELP = "An option of the store, as its fsspec package calls it; JSON values are read as such. May be repeated."
 
 
 @click.command()
 @click.argument("src")
 @click.argument("dst")
+@click.option("--format", "format_name", metavar="NAME", help="The source's format; found out by default.")
+@click.option(
+    "--fields", multiple=True, metavar="NAME[=TYPE],...", help="Fields to keep, with their types."
+)
+@click.option("--map", "function", metavar="MODULE:FUNCTION", help="A function of each sample, a dict of its values.")
+@click.option("--map-batch", type=click.IntRange(min=1), help="Give the function so many samples at once, as columns.")
+@click.option("--resize", metavar="SIDE|HxW", help="Resize images: their shorter side, or height x width, in pixels.")
+@click.option("--quality", type=click.IntRange(1, 100), help="Encode every image as a JPEG of this quality.")
 @click.option("--split", help="Deal samples out at random, say train=0.9,val=0.1.")
+@click.option("--shuffle", type=click.IntRange(min=0), metavar="SEED", help="Write the samples in a random order.")
+@click.option(
+    "--on-error", type=click.Choice(ON_ERROR), default="raise", show_default=True, help="What becomes of bad samples."
+)
 @click.option(
     "--shard-size", default="64MiB", show_default=True, help="Stored bytes of one object of the largest field."
 )
@@ -33,7 +49,10 @@ _OPTION_HELP = "An option of the store, as its fsspec package calls it; JSON val
     "--codec", type=click.Choice(CODECS), default="auto", show_default=True, help="How chunks are compressed."
 )
 @click.option("--workers", type=click.IntRange(min=0), help="Processes; one a core by default, 0 works in this one.")
-@click.option("--format", "format_name", help="imagefolder, webdataset or npy; found out by default.")
+@click.option(
+    "--dry-run", is_flag=True, help="Say what would be written, from a sample of the rows; write nothing."
+)
+@click.option("--resume", is_flag=True, help="Take a finished dataset of the same source as done.")
 @click.option("--overwrite", is_flag=True, help="Replace the dataset that is there, or begin anew.")
 @click.option("--storage-option", "storage", multiple=True, metavar="NAME=VALUE", help=_OPTION_HELP)
 @click.option(
@@ -44,21 +63,20 @@ def convert(
     *,
     src: str,
     dst: str,
-    split: str | None,
+    function: str | None,
+    format_name: str | None,
+    fields: tuple[str, ...],
     shard_size: str,
     codec: CodecChoice,
-    workers: int | None,
-    format_name: str | None,
-    overwrite: bool,
     storage: tuple[str, ...],
     source: tuple[str, ...],
     quiet: bool,
+    **wishes: Any,
 ) -> None:
     """Convert SRC into a dataset at the URL DST.
 
-    SRC is a folder with a sub-folder of images for each class, WebDataset tars (one, a folder, a glob, or
-    {000..099}), an .npy, an .npz, or a folder of .npy. Both may be local paths or URLs. An interrupted
-    conversion goes on when the same command is run again.
+    SRC is a local path or a URL of any store: docs/conversion.md lists the formats. An interrupted conversion goes on
+    when the same command is run again. Ends with 3 where bad samples were left out.
     """
     layout = Layout(shard_size=parse_size(shard_size), codec=codec)
     storage_options, source_options = parse_options(storage), parse_options(source)
@@ -66,24 +84,53 @@ def convert(
 
     begin = time.monotonic()
     try:
-        with _listener(quiet) as listen:
+        with _listener(quiet or wishes["dry_run"]) as listen:
             report = run(
                 src,
                 dst,
                 format=format_name,
-                split=split,
+                fields=fields or None,
+                map=function,
                 layout=layout,
-                workers=workers,
-                overwrite=overwrite,
                 storage_options=storage_options,
                 source_options=source_options or None,
                 progress=listen,
+                **wishes,
             )
     except KeyboardInterrupt:
         click.echo("interrupted: finished shards are kept, run the same command again to go on", err=True)
         sys.exit(INTERRUPTED)
-    if not quiet:
+    if wishes["dry_run"]:
+        click.echo("\n".join(_preview(report.preview)))
+    elif not quiet:
         click.echo(_summary(report, time.monotonic() - begin))
+    if report.num_left_out:
+        click.echo("\n".join(_left_out(report, wishes["on_error"])), err=True)
+        sys.exit(LEFT_OUT)
+
+
+def _preview(preview: Preview) -> Iterator[str]:
+    """Yield the lines that tell what is going to be written."""
+    yield f"{preview.format}: {preview.num_samples:,} samples in {preview.files:,} files at {preview.url}"
+    names = max(map(len, preview.fields))
+    types = max(len(str(field)) for field in preview.fields.values())
+    for name, field in preview.fields.items():
+        size = f"{show_bytes(preview.sizes[name])} a sample"
+        yield f"  {name:{names}}  {field!s:{types}}  {preview.codecs[name]:4}  {size}"
+    splits = ", ".join(f"{name} {count:,}" for name, count in preview.splits.items() if name)
+    yield f"about {show_bytes(preview.stored)} in {preview.shards:,} shards{f' ({splits})' if splits else ''}"
+
+
+def _left_out(report: Report, on_error: str) -> Iterator[str]:
+    """Yield the lines that tell which samples are not in the dataset."""
+    yield f"left out {report.num_left_out:,} bad samples of {report.num_left_out + report.num_samples:,}:"
+    bad = [(split, one) for split, some in report.left_out.items() for one in some]
+    for split, one in bad[:SHOWN]:
+        yield f"  {f'{split}: ' if split else ''}{one.name}: {one.problem}"
+    if len(bad) > SHOWN:
+        yield f"  and {len(bad) - SHOWN:,} more"
+    if on_error == "quarantine" and bad:
+        yield f"they are kept in {report.url}/{QUARANTINE}"
 
 
 def _summary(report: Report, seconds: float) -> str:
@@ -114,7 +161,8 @@ class _Told:
 
     def __call__(self, progress: Progress) -> None:
         if progress.phase == "scan":
-            self._shown.say(f"scan: {progress.detail}")
+            for line in _preview(progress.preview) if progress.preview else [progress.detail]:
+                self._shown.say(f"scan: {line}")
             return
         now = time.monotonic()
         self._begin = self._begin or now

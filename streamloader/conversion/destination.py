@@ -6,20 +6,31 @@ from collections.abc import Mapping
 from typing import Any
 
 from streamloader.conversion.plan import Job, first_change, pack_files
-from streamloader.errors import AccessError, DestinationError, FormatError, NotFoundError, SourceChangedError
+from streamloader.errors import (
+    AccessError,
+    DestinationError,
+    FormatError,
+    NotFoundError,
+    SourceChangedError,
+    UsageError,
+)
 from streamloader.format.destination import erase, prepare, write_job
-from streamloader.format.opening import read_job
+from streamloader.format.manifest import Manifest
+from streamloader.format.opening import ROOT, open_manifest, read_job
 from streamloader.storage.protocol import Store
 
 FILES = "_streamloader/files"
 _REMEDY = "choose another destination, or give --overwrite"
 
 
-def look(store: Store, overwrite: bool) -> Mapping[str, Any] | None:
+def look(store: Store, overwrite: bool, resume: bool) -> Mapping[str, Any] | None:
     """Return the unfinished conversion's job, or None where a new one may begin.
 
-    Without `overwrite` that is an empty place only. Raises `DestinationError`; nothing is changed.
+    Without `overwrite` that is an empty place only; `resume` also passes a finished dataset, see `finished`. Raises
+    `DestinationError`; nothing is changed.
     """
+    if overwrite and resume:
+        raise UsageError("overwrite and resume together", "give one of them")
     try:
         job = read_job(store)
     except FormatError:
@@ -28,13 +39,31 @@ def look(store: Store, overwrite: bool) -> Mapping[str, Any] | None:
         job = None
     if job is not None and job.get("by") == "convert":
         return job
-    if overwrite:
+    if overwrite or (resume and store.head(ROOT) is not None):
         return None
     prepare(store)
     other = next(iter(store.list()), None)
     if other is not None:
         raise DestinationError(f"{store.url} is not empty ({other.path} is there)", _REMEDY)
     return None
+
+
+def finished(store: Store, job: Job) -> dict[str, Manifest] | None:
+    """Return the manifests by split of the dataset that is here, if this job made it; None where there is none.
+
+    Raises `DestinationError` for a dataset of another source, or with other samples or fields.
+    """
+    if store.head(ROOT) is None:
+        return None
+    found: dict[str, Manifest] = {}
+    for plan in job.splits:
+        found[plan.name] = manifest = open_manifest(store, plan.name or None)[0]
+        there = {key: value for key, value in manifest.provenance.items() if key != "left_out"}
+        fields = {name: layout.field for name, layout in manifest.fields.items()}
+        if there != plan.provenance or fields != dict(job.schema.fields):
+            problem = f"{store.url} holds a finished dataset of another source, or made in another way"
+            raise DestinationError(problem, _REMEDY)
+    return found
 
 
 def take(store: Store, job: Job, found: Mapping[str, Any] | None, overwrite: bool) -> None:

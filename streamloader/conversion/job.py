@@ -3,29 +3,24 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from streamloader.conversion import destination
-from streamloader.conversion.engines.local import run_tasks
-from streamloader.conversion.plan import Job, SplitPlan, make_job
+from streamloader.conversion.mapped import parse_map
+from streamloader.conversion.plan import make_job
 from streamloader.conversion.progress import Listener, Progress, Report, ignore
+from streamloader.conversion.recipe import ON_ERROR, OnError, Recipe
+from streamloader.conversion.recode import parse_recode
+from streamloader.conversion.run import Means, Run
 from streamloader.conversion.sources.formats import open_source
-from streamloader.conversion.sources.wish import Wish
+from streamloader.conversion.sources.wish import parse_wish
 from streamloader.conversion.splits import parse_splits
-from streamloader.conversion.task import Task
 from streamloader.errors import DestinationError, UsageError
-from streamloader.format.manifest import Manifest
-from streamloader.format.opening import ROOT, open_manifest
-from streamloader.format.sink import Receipt, check_receipts, clean, finish, read_receipts, write_split_root
+from streamloader.format.manifest import Field
 from streamloader.format.threads import cpu_count
 from streamloader.options import Layout
 from streamloader.storage import open_store
-from streamloader.storage.protocol import Store
-
-FINISH_THREADS = 8  # small objects: each is a round trip
-ROUNDS = 3  # what others delete or overwrite while we write is done again, but not for ever
 
 
 def convert(
@@ -33,44 +28,71 @@ def convert(
     dst: str | os.PathLike[str],
     *,
     format: str | None = None,  # noqa: A002 - as the command's option is called
+    fields: str | Iterable[str] | Mapping[str, str | Field | None] | None = None,
+    map: str | Callable[[dict[str, Any]], Any] | None = None,  # noqa: A002 - likewise
+    map_batch: int | None = None,
+    resize: str | int | tuple[int, int] | None = None,
+    quality: int | None = None,
     split: str | Mapping[str, float] | None = None,
+    shuffle: int | None = None,
+    on_error: OnError = "raise",
     layout: Layout | None = None,
     workers: int | None = None,
     overwrite: bool = False,
+    resume: bool = False,
+    dry_run: bool = False,
     storage_options: Mapping[str, Any] | None = None,
     source_options: Mapping[str, Any] | None = None,
     progress: Listener | None = None,
 ) -> Report:
-    """Convert a folder of images, WebDataset tars or NumPy files into a dataset at the URL `dst`.
+    """Convert what lies at `src` into a dataset at the URL `dst`; docs/conversion.md says more of each argument.
 
-    `split` is `"train=0.9,val=0.1"` or a mapping: each becomes a dataset of its own, with samples dealt out at
-    random by row number. `workers` are processes, by default one a core; 0 works in this process. An
-    interrupted conversion goes on when it is called again in the same way, to the same bytes; `overwrite`
-    replaces what is there. `source_options` default to `storage_options` where both URLs have one protocol.
+    `fields` chooses fields and types; `map` is a function of a sample, or with `map_batch` of so many at once;
+    `resize` and `quality` encode images anew. `split` is `"train=0.9,val=0.1"` or a mapping: each becomes a dataset of
+    its own, with samples dealt out at random by row number. `shuffle` is the seed of a random order. `on_error` says
+    what becomes of bad samples. `workers` are processes, by default one a core; 0 works in this process. An
+    interrupted conversion goes on when it is called again in the same way, to the same bytes; `overwrite` replaces
+    what is there, `resume` takes a finished dataset of the same source as done, `dry_run` writes nothing.
+    `source_options` default to `storage_options` where both URLs have one protocol.
 
-    Raises `SourceError` for what cannot be converted, with the file; `SourceChangedError` or
+    Raises `UsageError`, `SourceError` for what cannot be converted, with the file; `SourceChangedError` or
     `DestinationError` where it cannot go on; a `StorageError` for what the stores refuse.
     """
-    listener = progress or ignore
-    splits = parse_splits(split)
+    recipe = Recipe(
+        parse_wish(fields),
+        parse_recode(resize, quality),
+        parse_map(map, map_batch),
+        parse_splits(split),
+        shuffle,
+        layout or Layout(),
+    )
     if workers is not None and workers < 0:
         raise UsageError(f"workers={workers}", "give the number of processes; 0 works in this one")
+    if on_error not in ON_ERROR:
+        raise UsageError(f"on_error={on_error!r}", f"choose one of {', '.join(ON_ERROR)}")
+    if source_options is None and _protocol(src) == _protocol(dst):
+        source_options = storage_options
+    listener = progress or ignore
     store = open_store(dst, storage_options)
-    found = destination.look(store, overwrite)
-    listener(Progress("scan", detail=os.fspath(src)))
-    if source_options is None:
-        source_options = storage_options if _protocol(src) == _protocol(dst) else None
-    name, source = open_source(src, format, source_options or {}, Wish())
+    found = None if dry_run else destination.look(store, overwrite, resume)
+    listener(Progress("scan", detail=f"looking at {os.fspath(src)}"))
+    name, source = open_source(src, format, source_options or {}, recipe.opening)
     if _inside(store.url, source.url):
         raise DestinationError(
             f"the destination {store.url} lies in the source {source.url}", "choose another destination"
         )
-    job = make_job(source, name, splits, layout or Layout())
-    listener(Progress("scan", detail=f"{name}, {source.num_samples} samples in {len(source.files)} files"))
+    job = make_job(recipe.apply(source), name, recipe)
+    preview = job.preview()
+    listener(Progress("scan", preview=preview))
+    if dry_run:
+        return Report(store.url, name, preview, {}, job.num_shards, 0)
+    done = destination.finished(store, job) if resume and found is None else None
+    if done is not None:
+        return Report(store.url, name, preview, done, job.num_shards, job.num_shards)
     destination.take(store, job, found, overwrite)
-    run = _Run(job, store, listener, _count_workers(workers, source.url, store.url))
+    run = Run(job, store, Means(_count_workers(workers, source.url, store.url), on_error, listener))
     manifests = run.complete()
-    return Report(store.url, name, manifests, job.num_shards, run.kept_shards)
+    return Report(store.url, name, preview, manifests, job.num_shards, run.kept_shards, run.left_out)
 
 
 def _inside(url: str, folder: str) -> bool:
@@ -87,102 +109,3 @@ def _count_workers(workers: int | None, *urls: str) -> int:
     if any(url.startswith("memory:") for url in urls):
         return 0
     return cpu_count() if workers is None else workers
-
-
-@dataclass
-class _Run:
-    """One run of a job: what it found, what it wrote."""
-
-    job: Job
-    store: Store
-    listener: Listener
-    workers: int
-    kept_shards: int = 0
-    kept: int = 0
-    done: int = 0
-    stored: int = 0
-
-    def complete(self) -> dict[str, Manifest]:
-        """Write what is missing, publish every dataset, and return the manifests by split."""
-        stores = {split.name: self.store.child(split.name) if split.name else self.store for split in self.job.splits}
-        manifests = {name: open_manifest(store)[0] for name, store in stores.items() if store.head(ROOT)}
-        open_splits = [split for split in self.job.splits if split.name not in manifests]
-        receipts = self._write([_SplitRun(split, stores[split.name]) for split in open_splits], manifests)
-        self._tell("finish")
-        destination.remove_leftovers(self.store)  # nothing writes here now
-        self.store.delete([destination.FILES])  # before the job file goes, so that nothing of it can stay
-        for split in open_splits:
-            store = stores[split.name]
-            manifests[split.name] = finish(
-                store, split.geometry, receipts[split.name], split.provenance, FINISH_THREADS
-            )
-        manifests = {split.name: manifests[split.name] for split in self.job.splits}
-        if "" in manifests:
-            clean(self.store)  # a run that was killed after its last step but one
-        else:
-            write_split_root(self.store, manifests)
-        return manifests
-
-    def _write(self, splits: list[_SplitRun], finished: Mapping[str, Manifest]) -> dict[str, dict[int, Receipt]]:
-        for split in splits:
-            split.receipts = split.finished_before()
-        shards = {split.name: split.num_shards for split in self.job.splits}
-        self.kept_shards = sum(len(split.receipts) for split in splits) + sum(shards[name] for name in finished)
-        self.kept = sum(receipt.num_samples for split in splits for receipt in split.receipts.values())
-        self.kept += sum(manifest.num_samples for manifest in finished.values())
-        self.done = self.kept
-        self._tell("write")
-        for _ in range(ROUNDS):
-            tasks = [(split, shard) for split in splits for shard in split.missing()]
-            if not tasks:
-                return {split.plan.name: split.receipts for split in splits}
-            by_url = {split.store.url: split for split in splits}
-
-            def note(task: Task, receipt: Receipt) -> None:
-                by_url[task.store.url].receipts[task.shard] = receipt  # noqa: B023 - used in this round only
-                self.done += receipt.num_samples
-                self.stored += sum(one.size for one in receipt.objects.values())
-                self._tell("write")
-
-            run_tasks(self._tasks(tasks), min(self.workers, len(tasks)), note)
-            for split in splits:
-                for shard in split.wrong():
-                    self.done -= split.receipts.pop(shard).num_samples
-        url = self.store.url
-        raise DestinationError(
-            f"objects at {url} change while it is written", "let nothing else write there, and run again"
-        )
-
-    def _tasks(self, tasks: list[tuple[_SplitRun, int]]) -> Iterator[Task]:
-        for split, shard in tasks:  # one at a time: a part of an image folder holds its paths
-            part = self.job.source.part(split.plan.shard_rows(shard))
-            yield Task(part, split.store, split.plan.geometry, shard)
-
-    def _tell(self, phase: Any) -> None:
-        self.listener(Progress(phase, self.done, self.job.num_samples, self.kept, self.stored))
-
-
-class _SplitRun:
-    """A split that is being written: its plan, its store, and the receipts so far."""
-
-    def __init__(self, plan: SplitPlan, store: Store) -> None:
-        self.plan, self.store = plan, store
-        self.receipts: dict[int, Receipt] = {}
-
-    def finished_before(self) -> dict[int, Receipt]:
-        """Return the receipts of earlier runs whose objects are still as they were written."""
-        found = {
-            shard: receipt
-            for shard, receipt in read_receipts(self.store).items()
-            if 0 <= shard < self.plan.num_shards and receipt.num_samples == len(self.plan.shard_rows(shard))
-        }
-        wrong = set(check_receipts(self.store, found))
-        return {shard: receipt for shard, receipt in found.items() if shard not in wrong}
-
-    def missing(self) -> list[int]:
-        """Return the shards without a receipt."""
-        return [shard for shard in range(self.plan.num_shards) if shard not in self.receipts]
-
-    def wrong(self) -> list[int]:
-        """Return the shards whose objects are not as their receipts say."""
-        return check_receipts(self.store, self.receipts)

@@ -5,97 +5,129 @@ from __future__ import annotations
 import hashlib
 import json
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from streamloader.conversion.schema import probe
+from streamloader.conversion.progress import Preview
+from streamloader.conversion.recipe import Recipe
+from streamloader.conversion.rows import SampleRows
+from streamloader.conversion.schema import Schema, probe
 from streamloader.conversion.sources.base import Source
-from streamloader.conversion.splits import SEED, Splits, assign
+from streamloader.conversion.splits import SEED, assign
+from streamloader.conversion.task import Task
 from streamloader.format.geometry import Geometry
 from streamloader.format.manifest import VERSION
-from streamloader.options import Layout
-from streamloader.storage.protocol import ObjectInfo
+from streamloader.storage.protocol import ObjectInfo, Store
 
 
 @dataclass(frozen=True, eq=False)
 class SplitPlan:
-    """One dataset of the job: the source rows that it holds, ascending, and how it is cut. `name` "" is the root."""
+    """One dataset of the job: the source row of each of its samples, and how it is cut. `name` "" is the root."""
 
     name: str
-    rows: NDArray[np.int64] | range
+    rows: SampleRows
     geometry: Geometry
     provenance: Mapping[str, Any]
 
     @property
+    def num_samples(self) -> int:
+        """The number of samples."""
+        return self.rows.count
+
+    @property
     def num_shards(self) -> int:
         """The number of shards, and so of tasks."""
-        return -(-len(self.rows) // self.geometry.samples_per_shard)
+        return -(-self.rows.count // self.geometry.samples_per_shard)
 
     def shard_rows(self, shard: int) -> NDArray[np.int64]:
-        """Return the source rows of one shard."""
+        """Return the source rows of one shard, in the order of its samples."""
         size = self.geometry.samples_per_shard
-        rows = self.rows[shard * size : (shard + 1) * size]
-        return np.arange(rows.start, rows.stop, dtype=np.int64) if isinstance(rows, range) else rows
+        return self.rows.read(shard * size, (shard + 1) * size)
+
+    def without(self, bad_rows: Collection[int]) -> SplitPlan:
+        """Return the plan that leaves out these rows of the source, and says how many."""
+        left_out = {"left_out": len(bad_rows)} if bad_rows else {}
+        told = {key: value for key, value in self.provenance.items() if key != "left_out"}
+        return replace(self, rows=self.rows.without(bad_rows), provenance={**told, **left_out})
+
+    def shards_with(self, rows: Collection[int]) -> set[int]:
+        """Return the shards that hold any of these rows of the source."""
+        size = self.geometry.samples_per_shard
+        return {sample // size for sample in self.rows.find(rows)}
+
+    def task(self, source: Source, store: Store, shard: int, keep_bad: bool) -> Task:
+        """Return the task that writes one shard to the split's store."""
+        rows = self.shard_rows(shard)
+        order = None if bool(np.all(rows[1:] > rows[:-1])) else np.argsort(np.argsort(rows))
+        ascending = rows if order is None else np.sort(rows)
+        return Task(source.part(ascending), store, self.geometry, shard, ascending, order, keep_bad)
 
 
 @dataclass(frozen=True, eq=False)
 class Job:
-    """A conversion: its source, and its datasets by split."""
+    """A conversion: its source, what its samples are, and its datasets by split. `document` is the job file."""
 
     source: Source
+    format: str
+    schema: Schema
     splits: tuple[SplitPlan, ...]
     document: Mapping[str, Any]
 
     @property
     def num_samples(self) -> int:
         """The samples of all splits: all of the source."""
-        return sum(len(split.rows) for split in self.splits)
+        return sum(split.num_samples for split in self.splits)
 
     @property
     def num_shards(self) -> int:
         """The tasks of all splits."""
         return sum(split.num_shards for split in self.splits)
 
+    def preview(self) -> Preview:
+        """Return what is going to be written."""
+        splits = {split.name: split.num_samples for split in self.splits}
+        about, schema = self.source, self.schema
+        counts = (len(about.files), schema.fields, schema.codecs, schema.sizes, splits, self.num_shards)
+        return Preview(about.url, self.format, *counts)
 
-def make_job(source: Source, format_name: str, splits: Splits, options: Layout) -> Job:
-    """Decide everything; the same source and options give the same job, whoever asks.
+
+def make_job(source: Source, format_name: str, recipe: Recipe) -> Job:
+    """Decide everything; the same source and recipe give the same job, whoever asks.
 
     Raises `UsageError` for a split without samples, and what reading some rows raises.
     """
-    schema = probe(source, options)
+    schema = probe(source, recipe.layout)
     digest = files_digest(source.files)
     about = {"format": format_name, "url": source.url, "files": len(source.files), "digest": digest}
     provenance = {"source": about, **source.notes}
+    if recipe.shuffle is not None:
+        provenance["shuffle"] = {"seed": recipe.shuffle}
     plans: list[SplitPlan] = []
-    if splits:
-        dealt = assign(source.num_samples, splits)
-        for name, share in splits.items():
-            rows = dealt.rows(name)
+    if recipe.splits:
+        dealt = assign(source.num_samples, recipe.splits)
+        for name, share in recipe.splits.items():
+            rows = SampleRows.of(dealt.rows(name), recipe.shuffle)
             told = {**provenance, "split": {"name": name, "share": str(share), "seed": SEED}}
-            plans.append(SplitPlan(name, rows, schema.geometry(len(rows), options), told))
+            plans.append(SplitPlan(name, rows, schema.geometry(rows.count, recipe.layout), told))
     else:
-        geometry = schema.geometry(source.num_samples, options)
-        plans.append(SplitPlan("", range(source.num_samples), geometry, provenance))
+        geometry = schema.geometry(source.num_samples, recipe.layout)
+        rows = SampleRows.of(range(source.num_samples), recipe.shuffle)
+        plans.append(SplitPlan("", rows, geometry, provenance))
     document = {
         "by": "convert",
         "version": VERSION,
         "fields": sorted(schema.fields),
-        "splits": sorted(splits),
+        "splits": sorted(recipe.splits),
         "shards": sum(plan.num_shards for plan in plans),
-        "options": {
-            "source": source.url,
-            "format": format_name,
-            "split": ",".join(f"{name}={share}" for name, share in splits.items()),
-            **asdict(options),
-        },
+        "options": {"source": source.url, "format": format_name, **recipe.options()},
         "source": {"files": len(source.files), "samples": source.num_samples, "digest": digest},
-        "plans": {plan.name: {"num_samples": len(plan.rows), **plan.geometry.to_json()} for plan in plans},
+        "plans": {plan.name: {"num_samples": plan.num_samples, **plan.geometry.to_json()} for plan in plans},
     }
-    return Job(source, tuple(plans), json.loads(json.dumps(document)))  # as it is when read back
+    return Job(source, format_name, schema, tuple(plans), json.loads(json.dumps(document)))  # as when it is read back
 
 
 def files_digest(files: Sequence[ObjectInfo]) -> str:

@@ -4,21 +4,59 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from streamloader.conversion.sources.base import Part, refuse_all
+import numpy as np
+from numpy.typing import NDArray
+
+from streamloader.conversion.refused import Refusal, RefusedSample, packed
+from streamloader.conversion.sources.base import BadSample, Part, refuse_all
+from streamloader.errors import SourceError
+from streamloader.format.codecs import Column
 from streamloader.format.geometry import Geometry
 from streamloader.format.sink import Receipt, write_shard
 from streamloader.storage.protocol import Store
 
+Outcome = Receipt | Refusal
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, eq=False)
 class Task:
-    """What a worker needs, picklable. Doing it twice writes the same bytes. `store` is the split's."""
+    """What a worker needs, picklable. Doing it twice writes the same bytes. `store` is the split's.
+
+    `part` holds the `rows`, ascending; the samples of the shard, in order, are its rows `order`, or all as they come.
+    With `keep_bad` a shard that holds bad samples is not written,
+    but says which; else the first of them is an error.
+    """
 
     part: Part
     store: Store
     geometry: Geometry
     shard: int
+    rows: NDArray[np.int64] | range
+    order: NDArray[np.int64] | None = None
+    keep_bad: bool = False
 
-    def run(self) -> Receipt:
+    def run(self) -> Outcome:
         """Read, encode and write the shard. Raises what the source or the store raise."""
-        return write_shard(self.store, self.geometry, self.shard, self.part.read(refuse_all))
+        bad: list[BadSample] = []
+        columns = self.part.read(bad.append if self.keep_bad else self._refuse)
+        if bad:
+            refusal = Refusal(self.shard, tuple(map(self._refused, bad)))
+            refusal.write(self.store)
+            return refusal
+        if self.order is not None:
+            for name in columns:  # one after another: a field twice is held, not all of them
+                columns[name] = _ordered(columns[name], self.order)
+        return write_shard(self.store, self.geometry, self.shard, columns)
+
+    def _refuse(self, bad: BadSample) -> None:
+        if bad.name:
+            refuse_all(bad)
+        raise SourceError(f"row {self.rows[bad.position]} of the source: {bad.problem}", bad.remedy)
+
+    def _refused(self, bad: BadSample) -> RefusedSample:
+        row = int(self.rows[bad.position])
+        return RefusedSample(row, bad.name or f"row {row}", bad.problem, packed(bad.data))
+
+
+def _ordered(column: Column, order: NDArray[np.int64]) -> Column:
+    return column[order] if isinstance(column, np.ndarray) else [column[row] for row in order.tolist()]

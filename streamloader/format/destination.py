@@ -14,6 +14,7 @@ from streamloader.storage.protocol import Store
 
 OURS = "_streamloader"
 PARTS = f"{OURS}/parts"
+BAD = f"{OURS}/bad"  # what shards with bad samples leave in place of a receipt
 _ARRAY_OBJECT = re.compile(r"zarr\.json|c/[0-9]+(/0)*")
 
 
@@ -82,7 +83,7 @@ def erase(store: Store) -> None:
 
 def clean(store: Store) -> None:
     """Remove what only an unfinished dataset needs. Safe to repeat: a crash in it is healed by the next call."""
-    store.delete([info.path for folder in (PARTS, RECEIPTS) for info in store.list(folder)])
+    store.delete([info.path for folder in (PARTS, RECEIPTS, BAD) for info in store.list(folder)])
     store.delete([JOB])
 
 

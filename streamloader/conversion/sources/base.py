@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -23,8 +23,8 @@ GAP_BYTES = 256 << 10  # reading this much for nothing is cheaper than another r
 
 @dataclass(frozen=True)
 class BadSample:
-    """One sample that cannot be converted. `position` counts the rows of its part; `name` says which sample it is and
-    `problem` what is wrong, for people; `data` is what was stored, where that is at hand.
+    """One sample that cannot be converted. `position` counts the rows of its part; `name` says which sample it is, where
+    its adapter knows more than its row; `problem` says what is wrong; `data` is what was stored, if that is at hand.
     """
 
     position: int
@@ -58,6 +58,15 @@ class Sieve:
         """Return the positions of the `count` rows that were kept, ascending."""
         positions = np.arange(count + len(self._refused), dtype=np.int64)
         return np.setdiff1d(positions, np.fromiter(self._refused, np.int64, len(self._refused)))
+
+
+def drop_rows(columns: Mapping[str, Column], bad: Container[int]) -> dict[str, Column]:
+    """Return the columns without the rows at the positions `bad`."""
+    good = [row for row in range(len(next(iter(columns.values())))) if row not in bad]
+    return {
+        name: column[good] if isinstance(column, np.ndarray) else [column[row] for row in good]
+        for name, column in columns.items()
+    }
 
 
 class Part(Protocol):

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from streamloader.conversion.sources.base import BadSample, Part, Refuse, Sieve, Source
+from streamloader.conversion.sources.base import BadSample, Part, Refuse, Sieve, Source, drop_rows
 from streamloader.conversion.sources.wish import Wish
 from streamloader.errors import FieldError
 from streamloader.format.codecs import Column
@@ -91,10 +91,12 @@ class ChosenPart:
         columns = self.part.read(sieve)
         bad: dict[int, FieldError] = {}
         out = {name: self._column(name, columns[name], bad) for name in self.fields}
+        if not bad:
+            return out
         kept = sieve.kept(len(columns[next(iter(self.fields))])).tolist()
         for position, error in sorted(bad.items()):
-            refuse(BadSample(kept[position], f"row {kept[position]} of its shard", error.problem, error.remedy))
-        return out
+            refuse(BadSample(kept[position], "", error.problem, error.remedy))
+        return drop_rows(out, bad)
 
     def _column(self, name: str, column: Column, bad: dict[int, FieldError]) -> Column:
         have, wanted = self.have[name], self.fields[name]
@@ -105,10 +107,11 @@ class ChosenPart:
                 return to_column(name, wanted, column, 0)
             except FieldError:
                 pass  # row by row, to find out which
-        values: list[Any] = []
+        blank = np.zeros(wanted.shape, wanted.dtype) if wanted.fixed else b""  # stands in for what is refused
+        values: list[Any] = [blank] * len(column)
         for position in range(len(column)):
             try:
-                values.append(to_value(name, wanted, _value(name, have, wanted, column[position]), position))
+                values[position] = to_value(name, wanted, _value(name, have, wanted, column[position]), position)
             except FieldError as error:
                 bad.setdefault(position, error)
         return np.array(values, wanted.dtype).reshape(-1, *wanted.shape) if wanted.fixed else values

@@ -95,11 +95,13 @@ def open_records(origin: Origin, cut: Cut, wish: Wish) -> RecordSource:
     """
     if not origin.num_samples:
         raise SourceError(f"{origin.url} holds no sample", "check the path")
-    part = cut(spread_rows(origin.num_samples, PROBED))
+    rows = spread_rows(origin.num_samples, PROBED)
+    part = cut(rows)
     refused: list[BadSample] = []
     samples = list(part.read(refused.append))
     if not samples:
-        raise SourceError(f"{refused[0].name}: {refused[0].problem}", refused[0].remedy)
+        first = refused[0]
+        raise SourceError(f"{first.name or f'row {rows[first.position]}'}: {first.problem}", first.remedy)
     keys = list(dict.fromkeys(key for _, sample in samples for key in sample))
     names = field_names(keys, origin.url)
     missing = next((name for name in wish.fields if name not in names.values()), None)

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streamloader.conversion.sources import base
-from streamloader.conversion.sources.base import BadSample, Range, Refuse
+from streamloader.conversion.sources.base import BadSample, Range, Refuse, drop_rows
 from streamloader.conversion.sources.files import Listing, extension, field_names, hidden
 from streamloader.conversion.sources.tarindex import Member, member_name, members
 from streamloader.conversion.sources.wdsfields import decode_column, field_of
@@ -198,11 +198,7 @@ class WebDatasetPart:
             return columns
         for row in sorted(bad):
             refuse(bad[row])
-        good = [row for row in range(len(self.tar)) if row not in bad]
-        return {
-            name: column[good] if isinstance(column, np.ndarray) else [column[row] for row in good]
-            for name, column in columns.items()
-        }
+        return drop_rows(columns, bad)
 
     def read_members(self) -> list[list[bytes]]:
         """Return the bytes of each suffix's members, by row."""

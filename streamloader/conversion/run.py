@@ -1,0 +1,103 @@
+"""One run of a job: what it found done, what it does, and the finish."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from streamloader.conversion import destination
+from streamloader.conversion.engines.local import run_tasks
+from streamloader.conversion.plan import Job
+from streamloader.conversion.progress import Listener, Phase, Progress
+from streamloader.conversion.recipe import OnError
+from streamloader.conversion.refused import RefusedSample, write_quarantine
+from streamloader.conversion.splitrun import SplitRun
+from streamloader.conversion.task import Outcome, Task
+from streamloader.errors import DestinationError
+from streamloader.format.manifest import Manifest
+from streamloader.format.opening import ROOT, open_manifest
+from streamloader.format.sink import Receipt, clean, finish, write_split_root
+from streamloader.storage.protocol import Store
+
+FINISH_THREADS = 8  # small objects: each is a round trip
+ROUNDS = 5  # what others delete or overwrite while we write is done again, but not for ever; bad samples take two
+
+
+@dataclass(frozen=True)
+class Means:
+    """How a job is run: nothing here changes a byte of what is written."""
+
+    workers: int
+    on_error: OnError
+    listener: Listener
+
+
+class Run:
+    """Does what is missing of a job. `kept_shards` were finished before; `left_out` are the bad samples, by split."""
+
+    def __init__(self, job: Job, store: Store, means: Means) -> None:
+        self._job, self._store, self._means = job, store, means
+        self.kept_shards = self._kept = self._done = self._stored = 0
+        self.left_out: dict[str, tuple[RefusedSample, ...]] = {}
+
+    def complete(self) -> dict[str, Manifest]:
+        """Write what is missing, publish every dataset, and return the manifests by split."""
+        job, store = self._job, self._store
+        stores = {split.name: store.child(split.name) if split.name else store for split in job.splits}
+        manifests = {name: open_manifest(below)[0] for name, below in stores.items() if below.head(ROOT)}
+        keep_bad = self._means.on_error != "raise"
+        splits = [SplitRun(plan, stores[plan.name], keep_bad) for plan in job.splits if plan.name not in manifests]
+        self._write(splits, manifests)
+        self._tell("finish")
+        destination.remove_leftovers(store)  # nothing writes here now
+        store.delete([destination.FILES])  # before the job file goes, so that nothing of it can stay
+        self.left_out = {split.plan.name: tuple(one for _, one in sorted(split.refused.items())) for split in splits}
+        if self._means.on_error == "quarantine" and any(self.left_out.values()):
+            write_quarantine(store, self.left_out)
+        for split in splits:
+            split.remove_surplus()
+            plan = split.plan
+            manifests[plan.name] = finish(split.store, plan.geometry, split.receipts, plan.provenance, FINISH_THREADS)
+        manifests = {plan.name: manifests[plan.name] for plan in job.splits}
+        if "" in manifests:
+            clean(store)  # a run that was killed after its last step but one
+        else:
+            write_split_root(store, manifests)
+        return manifests
+
+    def _write(self, splits: list[SplitRun], finished: Mapping[str, Manifest]) -> None:
+        """Do the tasks that are missing, until none is."""
+        shards = {plan.name: plan.num_shards for plan in self._job.splits}
+        self.kept_shards = sum(len(split.receipts) for split in splits) + sum(shards[name] for name in finished)
+        self._kept = sum(receipt.num_samples for split in splits for receipt in split.receipts.values())
+        self._kept += sum(manifest.num_samples for manifest in finished.values())
+        self._done = self._kept
+        self._tell("write")
+        by_url = {split.store.url: split for split in splits}
+
+        def note(task: Task, outcome: Outcome) -> None:
+            by_url[task.store.url].note(task.shard, outcome)
+            if isinstance(outcome, Receipt):
+                self._done += outcome.num_samples
+                self._stored += sum(one.size for one in outcome.objects.values())
+            self._tell("write")
+
+        for _ in range(ROUNDS):
+            todo = [(split, shard) for split in splits for shard in split.missing()]
+            if not todo:
+                return
+            run_tasks(self._tasks(todo), min(self._means.workers, len(todo)), note)
+            self._done -= sum(split.wrong() for split in splits)
+        raise DestinationError(
+            f"objects at {self._store.url} change while it is written", "let nothing else write there, and run again"
+        )
+
+    def _tasks(self, todo: list[tuple[SplitRun, int]]) -> Iterator[Task]:
+        plans = {split.store.url: split.plan for split, _ in todo}
+        for split, shard in todo:  # one at a time: a part of an image folder holds its paths
+            plan = plans[split.store.url]
+            yield plan.task(self._job.source, split.store, shard, self._means.on_error != "raise")
+
+    def _tell(self, phase: Phase) -> None:
+        total = self._job.num_samples
+        self._means.listener(Progress(phase, min(self._done, total), total, self._kept, self._stored))
