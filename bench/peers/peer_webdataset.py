@@ -8,6 +8,8 @@ Arrays are `.ten` members, WebDataset's own encoding, read without a copy. Reaso
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import shutil
 import subprocess
 from collections.abc import Iterable, Iterator
@@ -51,20 +53,28 @@ def upload(spec: Spec, path: str) -> None:
 
 
 def write(spec: Spec) -> int:
-    """Write shards into the cache folder; each is uploaded when it is full."""
+    """Write a range of the records in each of as many processes as there are cores; every full tar is uploaded."""
     _need_curl()
+    source, count = Source(spec.source), os.cpu_count() or 1
+    with multiprocessing.Pool(count) as pool:
+        shards = pool.starmap(write_part, [(spec, part, count) for part in range(count)])
+    index_file = Path(spec.cache) / INDEX
+    index_file.write_text("".join(f"{name}\n" for names in shards for name in names))
+    upload(spec, str(index_file))
+    return len(source)
+
+
+def write_part(spec: Spec, part: int, parts: int) -> list[str]:
+    """Write every `parts`-th record from `part` on, into the cache folder; return the names of the tars."""
     source, folder = Source(spec.source), Path(spec.cache)
     total = sum(path.stat().st_size for path in source.folder.iterdir())
     size = min(SHARD_BYTES, max(1 << 20, total // LEAST_SHARDS))
     options = {"maxsize": size, "maxcount": 1 << 40, "post": partial(upload, spec), "verbose": 0, "encoder": False}
-    with wds.ShardWriter(f"{folder}/%06d.tar", **options) as out:
-        for index, record in enumerate(records(spec, source)):
-            out.write({"__key__": f"{index:09d}", **record})
+    with wds.ShardWriter(f"{folder}/{part}-%06d.tar", **options) as out:
+        for index, record in enumerate(records(spec, source, part, parts)):
+            out.write({"__key__": f"{part}-{index:09d}", **record})
         shards = out.shard
-    index_file = folder / INDEX
-    index_file.write_text("".join(f"{number:06d}.tar\n" for number in range(shards)))
-    upload(spec, str(index_file))
-    return len(source)
+    return [f"{part}-{number:06d}.tar" for number in range(shards)]
 
 
 def in_records(spec: Spec) -> bool:
@@ -72,14 +82,14 @@ def in_records(spec: Spec) -> bool:
     return layout(spec) in RECORD and spec.variant != "plain"
 
 
-def records(spec: Spec, source: Source) -> Iterator[dict[str, bytes | bytearray]]:
-    """Yield the members of each record."""
+def records(spec: Spec, source: Source, first: int, step: int) -> Iterator[dict[str, bytes | bytearray]]:
+    """Yield the members of every `step`-th record from `first` on."""
     if not in_records(spec):
-        yield from (one_sample(sample) for sample in source.samples())
+        yield from (one_sample(source.sample(index)) for index in range(first, len(source), step))
         return
     column, size = next(iter(source.columns)), RECORD[layout(spec)]
     rows = source.packed_rows() if spec.variant == "packed" else None
-    for start in range(0, len(source) if rows is None else len(rows), size):
+    for start in range(first * size, len(source) if rows is None else len(rows), size * step):
         part = slice(start, start + size)
         if rows is not None:
             arrays = [rows[part]]

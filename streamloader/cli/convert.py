@@ -30,9 +30,7 @@ _OPTION_HELP = "An option of the store, as its fsspec package calls it; JSON val
 @click.argument("src")
 @click.argument("dst")
 @click.option("--format", "format_name", metavar="NAME", help="The source's format; found out by default.")
-@click.option(
-    "--fields", multiple=True, metavar="NAME[=TYPE],...", help="Fields to keep, with their types."
-)
+@click.option("--fields", multiple=True, metavar="NAME[=TYPE],...", help="Fields to keep, with their types.")
 @click.option("--map", "function", metavar="MODULE:FUNCTION", help="A function of each sample, a dict of its values.")
 @click.option("--map-batch", type=click.IntRange(min=1), help="Give the function so many samples at once, as columns.")
 @click.option("--resize", metavar="SIDE|HxW", help="Resize images: their shorter side, or height x width, in pixels.")
@@ -48,10 +46,11 @@ _OPTION_HELP = "An option of the store, as its fsspec package calls it; JSON val
 @click.option(
     "--codec", type=click.Choice(CODECS), default="auto", show_default=True, help="How chunks are compressed."
 )
-@click.option("--workers", type=click.IntRange(min=0), help="Processes; one a core by default, 0 works in this one.")
 @click.option(
-    "--dry-run", is_flag=True, help="Say what would be written, from a sample of the rows; write nothing."
+    "--engine", default="local", show_default=True, metavar="NAME[=ADDRESS]", help="Or dask, ray, spark: who works."
 )
+@click.option("--workers", type=click.IntRange(min=0), help="Processes; one a core by default, 0 works in this one.")
+@click.option("--dry-run", is_flag=True, help="Say what would be written, from a sample of the rows; write nothing.")
 @click.option("--resume", is_flag=True, help="Take a finished dataset of the same source as done.")
 @click.option("--overwrite", is_flag=True, help="Replace the dataset that is there, or begin anew.")
 @click.option("--storage-option", "storage", multiple=True, metavar="NAME=VALUE", help=_OPTION_HELP)

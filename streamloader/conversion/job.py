@@ -4,27 +4,33 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from streamloader.conversion import destination
+from streamloader.conversion.engines.engine import parse_engine
+from streamloader.conversion.iterables import Writing, convert_iterable
 from streamloader.conversion.mapped import parse_map
+from streamloader.conversion.means import Means
 from streamloader.conversion.plan import make_job
 from streamloader.conversion.progress import Listener, Progress, Report, ignore
 from streamloader.conversion.recipe import ON_ERROR, OnError, Recipe
 from streamloader.conversion.recode import parse_recode
-from streamloader.conversion.run import Means, Run
+from streamloader.conversion.run import Run
+from streamloader.conversion.sources.base import Source
 from streamloader.conversion.sources.formats import open_source
+from streamloader.conversion.sources.objects import NAME as PYTHON
+from streamloader.conversion.sources.objects import map_style, open_object, qualified_name
 from streamloader.conversion.sources.wish import parse_wish
 from streamloader.conversion.splits import parse_splits
 from streamloader.errors import DestinationError, UsageError
 from streamloader.format.manifest import Field
-from streamloader.format.threads import cpu_count
 from streamloader.options import Layout
 from streamloader.storage import open_store
 
 
 def convert(
-    src: str | os.PathLike[str],
+    src: str | os.PathLike[str] | Any,
     dst: str | os.PathLike[str],
     *,
     format: str | None = None,  # noqa: A002 - as the command's option is called
@@ -36,6 +42,7 @@ def convert(
     split: str | Mapping[str, float] | None = None,
     shuffle: int | None = None,
     on_error: OnError = "raise",
+    engine: str = "local",
     layout: Layout | None = None,
     workers: int | None = None,
     overwrite: bool = False,
@@ -47,13 +54,14 @@ def convert(
 ) -> Report:
     """Convert what lies at `src` into a dataset at the URL `dst`; docs/conversion.md says more of each argument.
 
-    `fields` chooses fields and types; `map` is a function of a sample, or with `map_batch` of so many at once;
-    `resize` and `quality` encode images anew. `split` is `"train=0.9,val=0.1"` or a mapping: each becomes a dataset of
-    its own, with samples dealt out at random by row number. `shuffle` is the seed of a random order. `on_error` says
-    what becomes of bad samples. `workers` are processes, by default one a core; 0 works in this process. An
-    interrupted conversion goes on when it is called again in the same way, to the same bytes; `overwrite` replaces
-    what is there, `resume` takes a finished dataset of the same source as done, `dry_run` writes nothing.
-    `source_options` default to `storage_options` where both URLs have one protocol.
+    `src` is a path or URL, or a Python object: a map-style dataset, or an iterable of samples. `fields` chooses fields
+    and types; `map` is a function of a sample, or with `map_batch` of so many at once; `resize` and `quality` encode
+    images anew. `split` is `"train=0.9,val=0.1"` or a mapping: each becomes a dataset of its own, with samples dealt
+    out at random by row number. `shuffle` is the seed of a random order. `on_error` says what becomes of bad samples.
+    `engine` does the tasks: local, or dask, ray, spark, with `=ADDRESS` if wanted. `workers` are processes, by default
+    one a core; 0 works in this process. An interrupted conversion goes on when it is called again in the same way, to
+    the same bytes; `overwrite` replaces what is there, `resume` takes a finished dataset of the same source as done,
+    `dry_run` writes nothing. `source_options` default to `storage_options` where both URLs have one protocol.
 
     Raises `UsageError`, `SourceError` for what cannot be converted, with the file; `SourceChangedError` or
     `DestinationError` where it cannot go on; a `StorageError` for what the stores refuse.
@@ -70,29 +78,62 @@ def convert(
         raise UsageError(f"workers={workers}", "give the number of processes; 0 works in this one")
     if on_error not in ON_ERROR:
         raise UsageError(f"on_error={on_error!r}", f"choose one of {', '.join(ON_ERROR)}")
-    if source_options is None and _protocol(src) == _protocol(dst):
+    if source_options is None and isinstance(src, str | os.PathLike) and _protocol(src) == _protocol(dst):
         source_options = storage_options
-    listener = progress or ignore
-    store = open_store(dst, storage_options)
-    found = None if dry_run else destination.look(store, overwrite, resume)
-    listener(Progress("scan", detail=f"looking at {os.fspath(src)}"))
-    name, source = open_source(src, format, source_options or {}, recipe.opening)
+    means = Means(workers, on_error, progress or ignore, parse_engine(engine))
+    ends = _Ends(src, format, source_options or {}, dst, storage_options or {}, overwrite, resume, dry_run)
+    if isinstance(src, str | os.PathLike) or map_style(src):
+        return _convert(ends, recipe, means)
+    if resume or dry_run:
+        raise UsageError("resume or dry_run of an iterable", "nobody knows how many samples it has: leave them out")
+    return convert_iterable(src, dst, recipe, means, Writing(layout, workers, overwrite, storage_options))
+
+
+@dataclass(frozen=True)
+class _Ends:
+    """Where samples come from and where they go."""
+
+    src: Any
+    format: str | None
+    source_options: Mapping[str, Any]
+    dst: str | os.PathLike[str]
+    storage_options: Mapping[str, Any]
+    overwrite: bool
+    resume: bool
+    dry_run: bool
+
+
+def _convert(ends: _Ends, recipe: Recipe, means: Means) -> Report:
+    store = open_store(ends.dst, ends.storage_options)
+    found = None if ends.dry_run else destination.look(store, ends.overwrite, ends.resume)
+    name, source = _open(ends, recipe, means, store.url)
     if _inside(store.url, source.url):
         raise DestinationError(
             f"the destination {store.url} lies in the source {source.url}", "choose another destination"
         )
-    job = make_job(recipe.apply(source), name, recipe)
+    means.check(recipe, source.url, store.url)
+    job = make_job(recipe.apply(source), name, recipe, means.on_error != "raise")
     preview = job.preview()
-    listener(Progress("scan", preview=preview))
-    if dry_run:
+    means.listener(Progress("scan", preview=preview))
+    if ends.dry_run:
         return Report(store.url, name, preview, {}, job.num_shards, 0)
-    done = destination.finished(store, job) if resume and found is None else None
+    done = destination.finished(store, job) if ends.resume and found is None else None
     if done is not None:
         return Report(store.url, name, preview, done, job.num_shards, job.num_shards)
-    destination.take(store, job, found, overwrite)
-    run = Run(job, store, Means(_count_workers(workers, source.url, store.url), on_error, listener))
+    destination.take(store, job, found, ends.overwrite)
+    run = Run(job, store, means)
     manifests = run.complete()
-    return Report(store.url, name, preview, manifests, job.num_shards, run.kept_shards, run.left_out)
+    bad = sum(int(manifest.provenance.get("left_out", 0)) for manifest in manifests.values())
+    return Report(store.url, name, preview, manifests, job.num_shards, run.kept_shards, run.left_out, bad)
+
+
+def _open(ends: _Ends, recipe: Recipe, means: Means, url: str) -> tuple[str, Source]:
+    """Return the name of the source's format, and the source."""
+    if isinstance(ends.src, str | os.PathLike):
+        means.listener(Progress("scan", detail=f"looking at {os.fspath(ends.src)}"))
+        return open_source(ends.src, ends.format, ends.source_options, recipe.opening)
+    means.listener(Progress("scan", detail=f"looking at a {qualified_name(ends.src)}"))
+    return PYTHON, open_object(ends.src, recipe.opening, int(means.apart(url)))
 
 
 def _inside(url: str, folder: str) -> bool:
@@ -102,10 +143,3 @@ def _inside(url: str, folder: str) -> bool:
 def _protocol(url: str | os.PathLike[str]) -> str:
     text = os.fspath(url)
     return text.partition("://")[0] if "://" in text else "file"
-
-
-def _count_workers(workers: int | None, *urls: str) -> int:
-    """Return the number of processes: none where a store lives in this process's memory."""
-    if any(url.startswith("memory:") for url in urls):
-        return 0
-    return cpu_count() if workers is None else workers

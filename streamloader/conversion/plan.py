@@ -95,12 +95,12 @@ class Job:
         return Preview(about.url, self.format, *counts)
 
 
-def make_job(source: Source, format_name: str, recipe: Recipe) -> Job:
+def make_job(source: Source, format_name: str, recipe: Recipe, keep_bad: bool) -> Job:
     """Decide everything; the same source and recipe give the same job, whoever asks.
 
-    Raises `UsageError` for a split without samples, and what reading some rows raises.
+    Raises `UsageError` for a split without samples, and what reading some rows raises; `keep_bad` passes over bad ones.
     """
-    schema = probe(source, recipe.layout)
+    schema = probe(source, recipe.layout, keep_bad)
     digest = files_digest(source.files)
     about = {"format": format_name, "url": source.url, "files": len(source.files), "digest": digest}
     provenance = {"source": about, **source.notes}

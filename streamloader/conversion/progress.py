@@ -70,7 +70,7 @@ class Report:
     """What a conversion made. `manifests` by split; without splits the one name is "".
 
     `shards_kept` of the `shards` were finished by an earlier, interrupted run. `left_out` are the bad samples that this
-    run found or met again. `preview` is what was planned: after a dry run there is nothing else.
+    run found or met again, `num_left_out` all. `preview` is what was planned: after a dry run there is nothing else.
     """
 
     url: str
@@ -80,13 +80,9 @@ class Report:
     shards: int
     shards_kept: int
     left_out: Mapping[str, tuple[RefusedSample, ...]] = field(default_factory=dict)
+    num_left_out: int = 0
 
     @property
     def num_samples(self) -> int:
         """The samples of all splits."""
         return sum(manifest.num_samples for manifest in self.manifests.values())
-
-    @property
-    def num_left_out(self) -> int:
-        """The bad samples of all splits, also where an earlier run found them."""
-        return sum(int(manifest.provenance.get("left_out", 0)) for manifest in self.manifests.values())

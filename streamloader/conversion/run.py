@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 
 from streamloader.conversion import destination
-from streamloader.conversion.engines.local import run_tasks
+from streamloader.conversion.engines.engine import run_tasks
+from streamloader.conversion.means import Means
 from streamloader.conversion.plan import Job
-from streamloader.conversion.progress import Listener, Phase, Progress
-from streamloader.conversion.recipe import OnError
+from streamloader.conversion.progress import Phase, Progress
 from streamloader.conversion.refused import RefusedSample, write_quarantine
 from streamloader.conversion.splitrun import SplitRun
 from streamloader.conversion.task import Outcome, Task
@@ -21,15 +20,6 @@ from streamloader.storage.protocol import Store
 
 FINISH_THREADS = 8  # small objects: each is a round trip
 ROUNDS = 5  # what others delete or overwrite while we write is done again, but not for ever; bad samples take two
-
-
-@dataclass(frozen=True)
-class Means:
-    """How a job is run: nothing here changes a byte of what is written."""
-
-    workers: int
-    on_error: OnError
-    listener: Listener
 
 
 class Run:
@@ -86,7 +76,8 @@ class Run:
             todo = [(split, shard) for split in splits for shard in split.missing()]
             if not todo:
                 return
-            run_tasks(self._tasks(todo), min(self._means.workers, len(todo)), note)
+            processes = self._means.processes(self._store.url, self._job.source.url)
+            run_tasks(self._means.engine, self._tasks(todo), min(processes, len(todo)), note)
             self._done -= sum(split.wrong() for split in splits)
         raise DestinationError(
             f"objects at {self._store.url} change while it is written", "let nothing else write there, and run again"

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
-from streamloader.conversion.sources.base import BadSample, Source, spread_rows
+from streamloader.conversion.sources.base import BadSample, Source, refuse_rows, spread_rows
 from streamloader.format.codecs import Column, choose_codec, encode_chunk
 from streamloader.format.geometry import Geometry, choose_layouts
 from streamloader.format.manifest import Field, FieldLayout
@@ -31,22 +32,27 @@ class Schema:
         return choose_layouts(self.fields, self.sizes, self.codecs, num_samples, options)
 
 
-def probe(source: Source, options: Layout) -> Schema:
-    """Read some rows and choose; the same source gives the same schema. Raises what reading raises."""
+def probe(source: Source, options: Layout, keep_bad: bool) -> Schema:
+    """Read some rows and choose; the same source gives the same schema.
+
+    With `keep_bad` bad samples are left to the shards that they belong to; else the first is a `SourceError`, now.
+    Raises what reading raises.
+    """
     fields = source.fields
     few = spread_rows(source.num_samples, PROBE_RUNS)
-    columns = source.part(few).read(_pass_over)
+    columns = _read(source, few, keep_bad)
     row_bytes = sum(_nbytes(column) for column in columns.values()) / max(len(few), 1)
     rows = spread_rows(source.num_samples, int(min(PROBE_ROWS, PROBE_BYTES / max(row_bytes, 1.0))))
     if len(rows) > len(few):
-        columns = source.part(rows).read(_pass_over)
+        columns = _read(source, rows, keep_bad)
     codecs = {name: choose_codec(options.codec, field, columns[name]) for name, field in fields.items()}
     sizes = {name: _stored(fields[name], codecs[name], column) for name, column in columns.items()}
     return Schema(fields, codecs, sizes)
 
 
-def _pass_over(_: BadSample) -> None:
-    """Leave a bad sample to the shard that it belongs to."""
+def _read(source: Source, rows: NDArray[np.int64], keep_bad: bool) -> dict[str, Column]:
+    passed_over: list[BadSample] = []
+    return source.part(rows).read(passed_over.append if keep_bad else refuse_rows(rows))
 
 
 def _nbytes(column: Column) -> int:

@@ -8,8 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streamloader.conversion.refused import Refusal, RefusedSample, packed
-from streamloader.conversion.sources.base import BadSample, Part, refuse_all
-from streamloader.errors import SourceError
+from streamloader.conversion.sources.base import BadSample, Part, refuse_rows
 from streamloader.format.codecs import Column
 from streamloader.format.geometry import Geometry
 from streamloader.format.sink import Receipt, write_shard
@@ -38,7 +37,7 @@ class Task:
     def run(self) -> Outcome:
         """Read, encode and write the shard. Raises what the source or the store raise."""
         bad: list[BadSample] = []
-        columns = self.part.read(bad.append if self.keep_bad else self._refuse)
+        columns = self.part.read(bad.append if self.keep_bad else refuse_rows(self.rows))
         if bad:
             refusal = Refusal(self.shard, tuple(map(self._refused, bad)))
             refusal.write(self.store)
@@ -47,11 +46,6 @@ class Task:
             for name in columns:  # one after another: a field twice is held, not all of them
                 columns[name] = _ordered(columns[name], self.order)
         return write_shard(self.store, self.geometry, self.shard, columns)
-
-    def _refuse(self, bad: BadSample) -> None:
-        if bad.name:
-            refuse_all(bad)
-        raise SourceError(f"row {self.rows[bad.position]} of the source: {bad.problem}", bad.remedy)
 
     def _refused(self, bad: BadSample) -> RefusedSample:
         row = int(self.rows[bad.position])

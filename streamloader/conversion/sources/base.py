@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -23,8 +23,8 @@ GAP_BYTES = 256 << 10  # reading this much for nothing is cheaper than another r
 
 @dataclass(frozen=True)
 class BadSample:
-    """One sample that cannot be converted. `position` counts the rows of its part; `name` says which sample it is, where
-    its adapter knows more than its row; `problem` says what is wrong; `data` is what was stored, if that is at hand.
+    """One sample that cannot be converted. `position` counts the rows of its part; `name` says which sample it is,
+    where its adapter knows more than its row; `problem` is what is wrong; `data` what was stored, if that is at hand.
     """
 
     position: int
@@ -40,6 +40,15 @@ Refuse = Callable[[BadSample], None]
 def refuse_all(bad: BadSample) -> None:
     """Raise `SourceError` for a bad sample."""
     raise SourceError(f"{bad.name}: {bad.problem}", f"{bad.remedy}, or leave such samples out with --on-error skip")
+
+
+def refuse_rows(rows: Sequence[int] | NDArray[np.int64]) -> Refuse:
+    """Return a function that raises `SourceError` for a bad sample of a part that holds these rows."""
+
+    def refuse(bad: BadSample) -> None:
+        refuse_all(bad if bad.name else replace(bad, name=f"row {rows[bad.position]} of the source"))
+
+    return refuse
 
 
 class Sieve:
