@@ -102,18 +102,30 @@ def open_records(origin: Origin, cut: Cut, wish: Wish) -> RecordSource:
     if not samples:
         first = refused[0]
         raise SourceError(f"{first.name or f'row {rows[first.position]}'}: {first.problem}", first.remedy)
-    keys = list(dict.fromkeys(key for _, sample in samples for key in sample))
-    names = field_names(keys, origin.url)
+    found = infer_fields(origin.url, samples, wish, part.name)
+    return RecordSource(origin, found.originals, found.fields, cut)
+
+
+def infer_fields(
+    url: str, samples: Sequence[tuple[int, Mapping[str, Any]]], wish: Wish, name_of: Callable[[int], str]
+) -> SampleFields:
+    """Return the fields of some samples of the source `url`, each with its position; `wish` chooses and types them.
+
+    Raises `FieldError` for a field that is wished but not there, and for values that no field holds.
+    """
+    names = field_names(list(dict.fromkeys(key for _, sample in samples for key in sample)), url)
     missing = next((name for name in wish.fields if name not in names.values()), None)
     if missing is not None:
-        raise FieldError(f"{origin.url} has no field {missing!r}", f"it has {', '.join(names.values())}")
+        raise FieldError(f"{url} has no field {missing!r}", f"it has {', '.join(names.values())}")
     kept = {name: key for key, name in names.items() if wish.wanted(name)}
     kept = {name: kept[name] for name in wish.fields} or kept
-    fields = {name: wish.fields.get(name) or _infer(name, key, samples, part) for name, key in kept.items()}
-    return RecordSource(origin, kept, fields, cut)
+    fields = {name: wish.fields.get(name) or _infer(name, key, samples, name_of) for name, key in kept.items()}
+    return SampleFields(kept, fields)
 
 
-def _infer(name: str, key: str, samples: list[tuple[int, Mapping[str, Any]]], part: RecordPart) -> Field:
+def _infer(
+    name: str, key: str, samples: Sequence[tuple[int, Mapping[str, Any]]], name_of: Callable[[int], str]
+) -> Field:
     """Return the field of a key; a sample without it, or with what no field holds, is one of those that are refused
     later, unless all are.
     """
@@ -121,7 +133,7 @@ def _infer(name: str, key: str, samples: list[tuple[int, Mapping[str, Any]]], pa
     problem = ""
     for position, sample in samples:
         try:
-            values.append(settle(sample.get(key), f"the field {name!r} of {part.name(position)}"))
+            values.append(settle(sample.get(key), f"the field {name!r} of {name_of(position)}"))
         except FieldError as error:
             problem = problem or error.problem
     if not values:
@@ -135,6 +147,45 @@ def _infer(name: str, key: str, samples: list[tuple[int, Mapping[str, Any]]], pa
 
 
 @dataclass(frozen=True)
+class SampleFields:
+    """The fields of samples. `originals` gives each the key that it has in them."""
+
+    originals: Mapping[str, str]
+    fields: Mapping[str, Field]
+
+    def settled(self, sample: Mapping[str, Any], name: str) -> dict[str, Settled]:
+        """Return the value of each field, as arrays, text or bytes. Raises `FieldError`, which names the sample."""
+        out: dict[str, Settled] = {}
+        for field_name, key in self.originals.items():
+            value = sample.get(key)
+            if not isinstance(value, bytes | str | np.ndarray):
+                value = settle(value, f"field {field_name!r} of sample {name}")
+            out[field_name] = value
+        return out
+
+    def values(self, sample: Mapping[str, Any], name: str) -> dict[str, NDArray[Any] | bytes]:
+        """Return the value of each field as columns have them. Raises `FieldError`, which names the sample."""
+        settled = self.settled(sample, name)
+        return {field: to_value(field, kind, settled[field], name) for field, kind in self.fields.items()}
+
+    def refusal(self, sample: Mapping[str, Any], position: int, name: str) -> BadSample | None:
+        """Return why the sample does not fit the fields; None where it does."""
+        try:
+            self.values(sample, name)
+        except FieldError as error:
+            return BadSample(position, name, error.problem, self._remedy(error))
+        return None
+
+    def _remedy(self, error: FieldError) -> str:
+        fixed = next((name for name, kind in self.fields.items() if kind.shape and f"{name!r}" in error.problem), None)
+        if fixed is None or "has shape" not in error.problem or not self.fields[fixed].fixed:
+            return error.remedy
+        kind = self.fields[fixed]
+        ragged = Field("ragged", kind.dtype, kind.shape[1:])
+        return f"samples of several lengths are ragged: --fields {fixed}={ragged}"
+
+
+@dataclass(frozen=True)
 class CheckedPart:
     """Samples that become columns, each checked against the fields."""
 
@@ -145,35 +196,12 @@ class CheckedPart:
 
     def read(self, refuse: Refuse) -> dict[str, Column]:
         """Return one column a field; a sample that lacks one, or does not fit, is refused."""
-        rows = Rows(self.fields, self.capacity)
+        rows, checked = Rows(self.fields, self.capacity), SampleFields(self.originals, self.fields)
         for position, sample in self.part.read(refuse):
             try:
-                rows.add(self._values(sample, str(position)))
+                rows.add(checked.values(sample, str(position)))
             except FieldError:
-                self._refuse(sample, position, refuse)
+                bad = checked.refusal(sample, position, self.part.name(position))
+                assert bad is not None
+                refuse(bad)
         return rows.columns()
-
-    def _values(self, sample: Mapping[str, Any], name: str) -> dict[str, NDArray[Any] | bytes]:
-        out: dict[str, NDArray[Any] | bytes] = {}
-        for field_name, kind in self.fields.items():
-            key = self.originals[field_name]
-            value = sample.get(key)
-            if not isinstance(value, bytes | str | np.ndarray):
-                value = settle(value, f"field {field_name!r} of sample {name}")
-            out[field_name] = to_value(field_name, kind, value, name)
-        return out
-
-    def _refuse(self, sample: Mapping[str, Any], position: int, refuse: Refuse) -> None:
-        name = self.part.name(position)
-        try:
-            self._values(sample, name)
-        except FieldError as error:
-            refuse(BadSample(position, name, error.problem, self._remedy(error)))
-
-    def _remedy(self, error: FieldError) -> str:
-        fixed = next((name for name, kind in self.fields.items() if kind.shape and f"{name!r}" in error.problem), None)
-        if fixed is None or "has shape" not in error.problem or not self.fields[fixed].fixed:
-            return error.remedy
-        kind = self.fields[fixed]
-        ragged = Field("ragged", kind.dtype, kind.shape[1:])
-        return f"samples of several lengths are ragged: --fields {fixed}={ragged}"
