@@ -30,6 +30,7 @@ MANY_ARGUMENTS = {
 # module state that changes, each documented where it stands
 CHANGING_STATE = {
     "storage/fork.py": "whether this process, or one it was forked from, has used an object client",
+    "conversion/sources/streams.py": "where the last part of a compressed file stopped: else each would unpack it anew",
 }
 
 # what a stage may import of the package: itself, and what stands to its left
@@ -58,13 +59,15 @@ ONLY_IN = {
     "torch torchdata": {"torch_dataset", "demo", "measure"},
     "click rich": {"cli", "demo"},
     "sklearn moto streamloader": {"demo"},
-    "numcodecs crc32c": {"format"},
+    "numcodecs": {"format"},
+    "crc32c": {"format", "conversion"},  # the records of a TFRecord have it too
     "zarr": {"format", "conversion"},  # a source may be a Zarr that others wrote
     "pyarrow h5py zstandard distributed dask ray pyspark": {"conversion"},
 }
 
 UNPICKLABLE = "multiprocessing will pickle the caller's transform: it is tried first, for a clear error"
-MAY_PICKLE = {"engine/transform.py": UNPICKLABLE}
+BY_VALUE = "the caller's object goes to our workers: multiprocessing would hand torch's tensors over as shared memory"
+MAY_PICKLE = {"engine/transform.py": UNPICKLABLE, "conversion/sources/objects.py": BY_VALUE}
 PICKLING = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
 CONTAINERS = {
     *("dict", "list", "set", "bytearray", "defaultdict", "deque", "Counter", "OrderedDict", "count"),
