@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from itertools import pairwise
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ MISSING = 2**64 - 1
 DTYPES = {"bool": 1, "int8": 1, "uint8": 1, "int16": 2, "uint16": 2, "float16": 2} | {
     f"{kind}{bits}": bits // 8 for kind in ("int", "uint", "float") for bits in (32, 64)
 }
-IDENTITY = ("kind", "dtype", "shape", "encoding", "chunk", "shard", "codec", "resident", "nbytes", "stored")
+IDENTITY = ("kind", "dtype", "shape", "encoding", "chunk", "shard", "codec", "resident", "nbytes", "stored", "skips")
 
 
 class Refused(Exception):
@@ -85,7 +86,8 @@ def read_json(path: Path) -> Any:
 def digest_of(ours: dict[str, Any]) -> str:
     """Return the digest of a manifest from its keys."""
     fields = {name: {key: one[key] for key in IDENTITY if key in one} for name, one in ours["fields"].items()}
-    identity = {key: ours[key] for key in ("version", "num_samples", "order", "tables")} | {"fields": fields}
+    keys = ("version", "generation", "num_samples", "order", "tables")
+    identity = {key: ours[key] for key in keys if key in ours} | {"fields": fields}
     text = json.dumps(identity, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -101,7 +103,10 @@ def read(folder: Path, split: str | None = None) -> tuple[dict[str, Any], dict[s
         alone = read_json(folder / path / "zarr.json")
         alone.pop("consolidated_metadata", None)
         check(alone == node, f"{path}/zarr.json is not what the root says")
-    check(ours["format"] == "streamloader" and ours["version"] == 1 and ours["requires"] == [], "not version 1")
+    check(ours["format"] == "streamloader" and ours["version"] == 1, "not version 1")
+    generation = ours.get("generation", 1)
+    check(ours["requires"] == (["append"] if generation > 1 else []), "requires")
+    check(generation > 1 or ("generation" not in ours), "a generation that is the first")
     if "splits" in ours:
         check(split in ours["splits"], f"no split {split}")
         manifest, columns = read(folder / str(split))
@@ -131,13 +136,25 @@ def read_field(folder: Path, ours: dict[str, Any], nodes: dict[str, Any], name: 
         data = read_object(folder / name / "c" / "/".join([str(number), *("0" for _ in inner)]))
         stored += len(data)
         here = min(shard, count - number * shard)
-        for body, samples in chunks_of(data, table[number], chunk, here):
+        skips = skips_of(field, number, count)
+        for body, samples in chunks_of(data, table[number], chunk, here, skips):
             items += decode(body)[:samples]
     check(len(items) == count and stored == field["stored"], f"{name}: {len(items)} samples in {stored} bytes")
     return column_of(field, items)
 
 
-def chunks_of(data: bytes, entries: Any, chunk: int, here: int) -> list[tuple[bytes, int]]:
+def skips_of(field: dict[str, Any], number: int, count: int) -> dict[int, int]:
+    """Return by chunk how many bytes of earlier versions stand before it in a shard."""
+    skips = field.get("skips", [])
+    check("skips" not in field or skips, "a list of skips without any")
+    check(all(one[:2] < other[:2] for one, other in pairwise(skips)), "skips do not ascend")
+    for shard, chunk, size in skips:
+        check(size >= 1 and 0 <= chunk < field["shard"] // field["chunk"], f"a skip of {size} bytes at {chunk}")
+        check(shard >= 0 and shard * field["shard"] + chunk * field["chunk"] < count, "a skip behind the last sample")
+    return {chunk: size for shard, chunk, size in skips if shard == number}
+
+
+def chunks_of(data: bytes, entries: Any, chunk: int, here: int, skips: dict[int, int]) -> list[tuple[bytes, int]]:
     """Return the verified bodies of a shard's chunks with the samples that each holds."""
     count = len(entries)
     index = np.frombuffer(unsealed(data[-16 * count - 4 :]), "<u8").reshape(count, 2).tolist()
@@ -147,6 +164,7 @@ def chunks_of(data: bytes, entries: Any, chunk: int, here: int) -> list[tuple[by
         if i >= used:
             check((offset, size) == (MISSING, MISSING) and not entries[i].any(), f"chunk {i} holds no sample")
             continue
+        at += skips.get(i, 0)
         check(offset == at, f"chunk {i} stands at {offset}, not at {at}")
         stored = data[at : at + size]
         check(size == entries[i][0] == len(stored), f"chunk {i} has {size} bytes, table {entries[i][0]}")
@@ -159,7 +177,8 @@ def chunks_of(data: bytes, entries: Any, chunk: int, here: int) -> list[tuple[by
 
 def read_table(folder: Path, nodes: dict[str, Any], ours: dict[str, Any], name: str, num_shards: int) -> Any:
     """Return a field's chunk table, u4 (shards, chunks, 2)."""
-    path = f"_streamloader/chunks/{name}"
+    generation = ours.get("generation", 1)
+    path = f"_streamloader/chunks{'' if generation == 1 else f'.{generation}'}/{name}"
     node, field = nodes[path], ours["fields"][name]
     chunks = field["shard"] // field["chunk"]
     check(node["shape"] == [num_shards, chunks, 2] and node["data_type"] == "uint32", f"shape of {path}")

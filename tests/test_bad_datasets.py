@@ -48,10 +48,11 @@ def stream(url: str, said: dict[str, Any], shuffle: bool) -> list[dict[str, Any]
     )
     got = []
     for batch in loader:
-        number = int(batch["index"][0])
-        assert batch["label"].tolist() == [GOLD["free"]["fields"]["label"]["values"][number]]
-        assert_same(batch["wave"].numpy(), expected_column("free", "wave")[number : number + 1])
-        assert batch["blob"] == [expected_column("free", "blob")[number]]
+        number, base = int(batch["index"][0]), said.get("base", "free")
+        assert batch["label"].tolist() == [GOLD[base]["fields"]["label"]["values"][number]]
+        assert_same(batch["wave"].numpy(), expected_column(base, "wave")[number : number + 1])
+        blob = "blob" if base == "free" else "caption"
+        assert batch[blob] == [expected_column(base, blob)[number]]
         got.append(batch)
     return got
 

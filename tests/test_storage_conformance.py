@@ -187,6 +187,41 @@ def test_of_many_creates_exactly_one_wins(store: Store) -> None:
     assert len(winners) == 1
 
 
+def test_replace_writes_only_over_what_was_read(store: Store) -> None:
+    store.put("root", b"first")
+    info = store.replace("root", b"second", b"first")
+    assert (info.path, info.size) == ("root", 6)
+    with pytest.raises(ObjectExistsError, match="/root is not what it was"):
+        store.replace("root", b"third", b"first")
+    assert store.get("root") == b"second"
+    store.replace("root", b"second", b"first")  # again, after a lost answer
+    assert store.get("root") == b"second"
+    store.replace("root", memoryview(b""), bytearray(b"second"))
+    assert store.get("root") == b""
+    with pytest.raises(NotFoundError):
+        store.replace("none", b"1", b"0")
+
+
+def test_of_many_replaces_exactly_one_wins(store: Store) -> None:
+    if store.url.startswith("file:"):
+        pytest.skip("files know no conditional write: the moment between the look and the rename is open")
+    store.put("one", b"before")
+    start = threading.Barrier(8)
+
+    def attempt(number: int) -> int | None:
+        start.wait()
+        try:
+            store.replace("one", b"%d" % number, b"before")
+        except ObjectExistsError:
+            return None
+        return number
+
+    with ThreadPoolExecutor(8) as pool:
+        winners = [number for number in pool.map(attempt, range(8)) if number is not None]
+    assert store.get("one") == b"%d" % winners[0]
+    assert len(winners) == 1
+
+
 def test_list_is_recursive_relative_and_of_folders(store: Store) -> None:
     for path in ("a/b/c", "a/b/d", "a/e", "ab", "f"):
         store.put(path, path.encode())

@@ -59,6 +59,7 @@ def _facts(store: Store, url: str, split: str | None, options: dict[str, Any]) -
     return {
         "split": split,
         "num_samples": manifest.num_samples,
+        "generation": manifest.generation,
         "digest": manifest.digest,
         "samples_per_shard": manifest.samples_per_shard,
         "order": {"block": order.block, "lanes": order.lanes, "window": order.window},
@@ -133,7 +134,8 @@ def _headline(facts: dict[str, Any]) -> str:
     ratio = f", compression {nbytes / stored:.2f}" if stored else ""
     parts = f"block {order['block']}, lanes {order['lanes']}, window {order['window']}"
     size = f"{show_bytes(nbytes)} decoded, {show_bytes(stored)} stored{ratio}"
-    return f"{facts['num_samples']:,} samples, {size}; order: {parts}; digest {facts['digest']}"
+    version = f"version {facts['generation']}, " if facts["generation"] > 1 else ""
+    return f"{version}{facts['num_samples']:,} samples, {size}; order: {parts}; digest {facts['digest']}"
 
 
 def _classes(facts: dict[str, Any]) -> dict[str, list[Any]]:

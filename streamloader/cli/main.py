@@ -8,12 +8,16 @@ from collections.abc import Sequence
 import click
 
 from streamloader import __version__
+from streamloader.cli.append import append
 from streamloader.cli.bench import bench
 from streamloader.cli.convert import convert
 from streamloader.cli.demo import demo
+from streamloader.cli.export import export
 from streamloader.cli.inspect import inspect
 from streamloader.cli.options import INTERRUPTED
 from streamloader.cli.plan import plan
+from streamloader.cli.rm_incomplete import rm_incomplete
+from streamloader.cli.verify import verify
 from streamloader.errors import StreamloaderError
 
 BAD_INPUT = 2
@@ -25,7 +29,7 @@ def cli() -> None:
     """Make datasets for streaming from object storage into PyTorch, look into them, and measure them."""
 
 
-for _command in (convert, inspect, plan, bench, demo):
+for _command in (convert, append, inspect, verify, export, rm_incomplete, plan, bench, demo):
     cli.add_command(_command)
 
 

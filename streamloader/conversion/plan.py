@@ -111,7 +111,7 @@ def make_job(source: Source, format_name: str, recipe: Recipe, keep_bad: bool) -
         dealt = assign(source.num_samples, recipe.splits)
         for name, share in recipe.splits.items():
             rows = SampleRows.of(dealt.rows(name), recipe.shuffle)
-            told = {**provenance, "split": {"name": name, "share": str(share), "seed": SEED}}
+            told = {**provenance, "split": {"name": name, "share": str(share), "of": recipe.shares, "seed": SEED}}
             plans.append(SplitPlan(name, rows, schema.geometry(rows.count, recipe.layout), told))
     else:
         geometry = schema.geometry(source.num_samples, recipe.layout)

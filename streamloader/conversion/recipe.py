@@ -39,6 +39,11 @@ class Recipe:
         """What the source itself is asked for: with a function behind it, all of its fields."""
         return Wish() if self.mapper else self.wish
 
+    @property
+    def shares(self) -> str:
+        """All splits with their shares, in the order that decides which rows are whose: `train=9/10,val=1/10`."""
+        return ",".join(f"{name}={share}" for name, share in self.splits.items())
+
     def apply(self, source: Source) -> Source:
         """Return the source with images encoded anew, mapped, and with the fields that are wished. Reads some rows."""
         if self.recode is not None:
@@ -53,7 +58,7 @@ class Recipe:
             "fields": {name: str(kind) if kind else None for name, kind in self.wish.fields.items()},
             "recode": self.recode.options() if self.recode else None,
             "map": self.mapper.options() if self.mapper else None,
-            "split": ",".join(f"{name}={share}" for name, share in self.splits.items()),
+            "split": self.shares,
             "shuffle": self.shuffle,
             **asdict(self.layout),
         }

@@ -20,6 +20,7 @@ from streamloader.errors import FieldError
 
 FORMAT = "streamloader"
 VERSION = 1
+APPEND = "append"  # the requirement of a dataset that was appended to
 
 Kind = Literal["tensor", "bytes", "text", "ragged"]
 CODECS = ("none", "lz4", "zstd")
@@ -102,7 +103,8 @@ class FieldLayout:
     """How one field is stored. `chunk` and `shard` in samples; `nbytes` decoded and `stored` encoded, in bytes.
 
     `codec` is "none", "lz4" (blosc) or "zstd". A `resident` field is held in memory by readers; its geometry
-    is its own, where that of the others is aligned: chunk divides block divides shard.
+    is its own, where that of the others is aligned: chunk divides block divides shard. `skips` are (shard, chunk,
+    bytes), ascending: so many bytes of earlier versions stand before that chunk of the shard.
     """
 
     field: Field
@@ -112,6 +114,7 @@ class FieldLayout:
     resident: bool
     nbytes: int = 0
     stored: int = 0
+    skips: tuple[tuple[int, int, int], ...] = ()
 
     def num_shards(self, num_samples: int) -> int:
         """Return the number of shard objects."""
@@ -138,7 +141,9 @@ class OrderPin:
 
 @dataclass(frozen=True)
 class Manifest:
-    """One dataset. `tables` has the SHA-256 of each field's chunk table, by field name."""
+    """One dataset. `tables` has the SHA-256 of each field's chunk table, by field name; each append adds 1 to
+    `generation`.
+    """
 
     num_samples: int
     samples_per_shard: int
@@ -146,16 +151,20 @@ class Manifest:
     order: OrderPin
     tables: Mapping[str, str] = field(default_factory=dict)
     provenance: Mapping[str, Any] = field(default_factory=dict)
+    generation: int = 1
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the canonical JSON of version, num_samples, order, fields and each table's SHA-256."""
+        """SHA-256 of the canonical JSON of version, num_samples, order, fields and each table's SHA-256; and of the
+        generation, where that is not the first.
+        """
         identity = {
             "version": VERSION,
             "num_samples": self.num_samples,
             "order": _order_json(self.order),
             "fields": {name: layout_json(layout) for name, layout in self.fields.items()},
             "tables": dict(self.tables),
+            **self._generation_json(),
         }
         return hashlib.sha256(canonical_json(identity)).hexdigest()
 
@@ -164,7 +173,8 @@ class Manifest:
         return {
             "format": FORMAT,
             "version": VERSION,
-            "requires": [],
+            "requires": [APPEND] if self.generation > 1 else [],
+            **self._generation_json(),
             "num_samples": self.num_samples,
             "samples_per_shard": self.samples_per_shard,
             "order": _order_json(self.order),
@@ -173,6 +183,9 @@ class Manifest:
             "digest": self.digest,
             "provenance": dict(self.provenance),
         }
+
+    def _generation_json(self) -> dict[str, int]:
+        return {"generation": self.generation} if self.generation > 1 else {}
 
 
 def canonical_json(value: Any) -> bytes:
@@ -206,7 +219,8 @@ def layout_json(layout: FieldLayout) -> dict[str, Any]:
     if layout.field.encoding:
         out["encoding"] = layout.field.encoding
     out |= {"chunk": layout.chunk, "shard": layout.shard, "codec": layout.codec, "resident": layout.resident}
-    return out | {"nbytes": layout.nbytes, "stored": layout.stored}
+    out |= {"nbytes": layout.nbytes, "stored": layout.stored}
+    return out | ({"skips": [list(skip) for skip in layout.skips]} if layout.skips else {})
 
 
 def layout_from_json(raw: Mapping[str, Any]) -> FieldLayout:
@@ -220,9 +234,15 @@ def layout_from_json(raw: Mapping[str, Any]) -> FieldLayout:
         resident=raw["resident"],
         nbytes=natural(raw["nbytes"]),
         stored=natural(raw["stored"]),
+        skips=tuple(_skip(skip) for skip in raw.get("skips", ())),
     )
     if layout.shard % layout.chunk:
         raise ValueError(f"chunk {layout.chunk} does not divide shard {layout.shard}")
     if layout.codec not in CODECS or type(layout.resident) is not bool:
         raise ValueError(f"codec {layout.codec!r}, resident {layout.resident!r}")
     return layout
+
+
+def _skip(raw: Any) -> tuple[int, int, int]:
+    shard, chunk, size = raw
+    return natural(shard), natural(chunk), natural(size, 1)

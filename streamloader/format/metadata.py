@@ -10,10 +10,9 @@ import numpy as np
 
 from streamloader.format.codecs import BLOSC_LEVEL, ZSTD_LEVEL, typesize
 from streamloader.format.manifest import FORMAT, VERSION, FieldLayout, Manifest
-from streamloader.format.table import rows_per_page, table_path
+from streamloader.format.table import rows_per_page, table_path, tables_path
 
 Document = dict[str, Any]
-TABLES = "_streamloader/chunks"
 
 
 def dataset_documents(manifest: Manifest) -> dict[str, Document]:
@@ -21,9 +20,9 @@ def dataset_documents(manifest: Manifest) -> dict[str, Document]:
     nodes: dict[str, Document] = {}
     for name, layout in manifest.fields.items():
         nodes[name] = field_document(name, layout, manifest.num_samples)
-        nodes[table_path(name)] = table_document(layout, manifest.num_samples)
+        nodes[table_path(name, manifest.generation)] = table_document(layout, manifest.num_samples)
     nodes["_streamloader"] = group_document({})
-    nodes[TABLES] = group_document({})
+    nodes[tables_path(manifest.generation)] = group_document({})
     return {"": group_document({FORMAT: manifest.to_json()}, nodes), **nodes}
 
 

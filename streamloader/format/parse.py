@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any
 
 from streamloader.errors import FormatError, VersionError
 from streamloader.format.geometry import RESIDENT_TOTAL
 from streamloader.format.manifest import (
+    APPEND,
     MAX_CHUNK_BYTES,
     VERSION,
+    FieldLayout,
     Manifest,
     OrderPin,
     check_name,
@@ -19,11 +22,12 @@ from streamloader.format.manifest import (
     natural,
 )
 
-KNOWN_REQUIREMENTS: frozenset[str] = frozenset()
+KNOWN_REQUIREMENTS = frozenset({APPEND})
 MAX_SAMPLES = 1 << 62  # positions of an epoch, padding included, stay below 2^63
 MAX_CHUNKS = 1 << 20  # of a shard: its index has 16 MiB then
 MAX_LANES = 1 << 16  # readers loop over the lanes
 MAX_WINDOW = 1 << 31
+MAX_SKIPS = 1 << 16  # of a field: each append adds one at most
 _SHA256 = re.compile(r"[0-9a-f]{64}\Z")
 
 
@@ -70,7 +74,10 @@ def manifest_from_json(attributes: Mapping[str, Any], url: str) -> Manifest:
             order=OrderPin(natural(order["block"], 1), natural(order["lanes"], 1), natural(order["window"], 1)),
             tables=dict(attributes["tables"]),
             provenance=dict(attributes.get("provenance", {})),
+            generation=natural(attributes.get("generation", 1), 1),
         )
+        if (APPEND in attributes.get("requires", [])) != (manifest.generation > 1):
+            raise ValueError(f"generation {manifest.generation} requires {attributes.get('requires', [])}")
         stated = attributes["digest"]
         _check(manifest)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
@@ -105,10 +112,27 @@ def _check(manifest: Manifest) -> None:
             raise ValueError(f"{layout.field} field {name} is resident")
         if not layout.resident and manifest.order.block % layout.chunk:
             raise ValueError(f"order block {manifest.order.block} cuts chunks of {layout.chunk} of {name}")
+        if layout.skips:
+            _check_skips(name, layout, manifest)
     resident = sum(layout.nbytes for layout in manifest.fields.values() if layout.resident)
     if resident > RESIDENT_TOTAL:
         raise ValueError(f"resident fields of {resident} bytes, at most {RESIDENT_TOTAL} are held")
     _check_order(manifest.order)
+
+
+def _check_skips(name: str, layout: FieldLayout, manifest: Manifest) -> None:
+    places = [(shard, chunk) for shard, chunk, _ in layout.skips]
+    if manifest.generation == 1 or len(places) > MAX_SKIPS:
+        raise ValueError(f"{len(places)} skips of {name} in generation {manifest.generation}")
+    if any(one >= other for one, other in pairwise(places)):
+        raise ValueError(f"the skips of {name} do not ascend")
+    total = sum(size for _, _, size in layout.skips)
+    if total > layout.stored or total >= MAX_SAMPLES:
+        raise ValueError(f"{name} skips {total} of {layout.stored} bytes")
+    for shard, chunk in places:
+        sample = shard * layout.shard + chunk * layout.chunk
+        if chunk >= layout.chunks_per_shard or sample >= manifest.num_samples:
+            raise ValueError(f"{name} skips bytes before chunk {chunk} of shard {shard}, which does not exist")
 
 
 def _check_order(order: OrderPin) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -17,7 +17,7 @@ from streamloader.format.manifest import FieldLayout, Manifest
 from streamloader.format.opening import open_manifest
 from streamloader.format.runs import Part, Placed, Run, chosen, parts_of
 from streamloader.format.shard import index_size, parse_index
-from streamloader.format.table import ChunkTable
+from streamloader.format.table import ChunkTable, open_table
 from streamloader.options import MIB
 from streamloader.storage.protocol import RangeReader, Room, Store, room_for
 
@@ -35,8 +35,7 @@ def field_reader(store: Store, manifest: Manifest, name: str) -> FieldReader:
     layout = manifest.fields.get(name)
     if layout is None:
         raise FieldError(f"{store.url} has no field {name!r}", f"its fields are {', '.join(manifest.fields)}")
-    table = ChunkTable(store, name, layout, manifest.num_samples, manifest.tables.get(name, ""))
-    return FieldReader(store, name, layout, manifest.num_samples, table)
+    return FieldReader(store, name, layout, manifest.num_samples, open_table(store, manifest, name))
 
 
 class FieldReader:
@@ -64,8 +63,9 @@ class FieldReader:
             first = (max(start, base) - base) // layout.chunk
             last = -(-(min(stop, base + layout.shard) - base) // layout.chunk)
             offsets, crcs = self._table.shard(shard)
-            for low, high in _cuts(offsets, first, last, max_bytes):
-                runs.append(self._run(shard, low, high, offsets, crcs))
+            for begin, end, places in _pieces(offsets, first, last, self._table.skips(shard)):
+                for low, high in _cuts(places, begin, end, max_bytes):
+                    runs.append(self._run(shard, low, high, places, crcs))
         return runs
 
     def runs_of(self, samples: NDArray[np.int64], place: int = 0) -> list[Run]:
@@ -229,6 +229,24 @@ class FieldReader:
             problem = f"{self._where(run, int(short[0]))} is absent in the chunk table"
             raise MissingObjectError(problem, "convert the dataset again")
         return run
+
+
+def _pieces(
+    offsets: NDArray[np.int64], first: int, last: int, skips: Sequence[tuple[int, int]]
+) -> Iterator[tuple[int, int, NDArray[np.int64]]]:
+    """Yield the chunk ranges of [first, last) that stand without a gap, and the offsets of their chunks in the object.
+
+    What earlier versions left between chunks is no part of any request.
+    """
+    skipped = 0
+    for chunk, size in skips:
+        if chunk >= last:
+            break
+        if chunk > first:
+            yield first, chunk, offsets + skipped
+            first = chunk
+        skipped += size
+    yield first, last, offsets + skipped if skipped else offsets
 
 
 def _cuts(offsets: NDArray[np.int64], first: int, last: int, max_bytes: int) -> Iterator[tuple[int, int]]:

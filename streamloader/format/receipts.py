@@ -78,12 +78,12 @@ def receipt_path(shard: int) -> str:
     return f"{RECEIPTS}/{shard}.json"
 
 
-def read_receipts(store: Store) -> dict[int, Receipt]:
+def read_receipts(store: Store, folder: str = RECEIPTS) -> dict[int, Receipt]:
     """Return the receipts of all finished shards by shard number, without those that do not parse.
 
     A shard whose receipt does not parse is then done again, as if it had never been written.
     """
-    paths = [info.path for info in store.list(RECEIPTS) if info.path.endswith(".json")]
+    paths = [info.path for info in store.list(folder) if info.path.endswith(".json")]
     found = run_all(lambda path: _parse(store.get(path)), paths, THREADS)
     return {receipt.shard: receipt for receipt in found if receipt is not None}
 

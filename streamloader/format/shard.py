@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import crc32c
@@ -29,18 +30,37 @@ class EncodedShard:
 
 def encode_shard(layout: FieldLayout, column: Column) -> EncodedShard:
     """Encode up to `layout.shard` samples. Every chunk that holds a sample is stored, also one of fill values."""
-    chunks = [
-        encode_chunk(layout, column[start : start + layout.chunk]) for start in range(0, len(column), layout.chunk)
-    ]
-    sizes = np.array([len(chunk) for chunk in chunks], np.uint64)
-    index = np.full((layout.chunks_per_shard, 2), ABSENT, "<u8")
-    index[: len(chunks), 0] = np.cumsum(sizes) - sizes
-    index[: len(chunks), 1] = sizes
+    chunks = encode_chunks(layout, column)
     entries = np.zeros((layout.chunks_per_shard, 2), np.uint32)
-    entries[: len(chunks), 0] = sizes
-    entries[: len(chunks), 1] = [int.from_bytes(chunk[-CRC_BYTES:], "little") for chunk in chunks]
-    tail = index.tobytes()
-    return EncodedShard(b"".join([*chunks, tail, crc32c.crc32c(tail).to_bytes(CRC_BYTES, "little")]), entries)
+    entries[: len(chunks)] = chunk_entries(chunks)
+    return EncodedShard(b"".join([*chunks, encode_index(entries)]), entries)
+
+
+def encode_chunks(layout: FieldLayout, column: Column) -> list[bytes]:
+    """Return the stored bytes of the chunks that hold these samples."""
+    return [encode_chunk(layout, column[start : start + layout.chunk]) for start in range(0, len(column), layout.chunk)]
+
+
+def chunk_entries(chunks: Sequence[bytes]) -> NDArray[np.uint32]:
+    """Return the rows of the chunk table of stored chunks, uint32 (len(chunks), 2)."""
+    rows = [(len(chunk), int.from_bytes(chunk[-CRC_BYTES:], "little")) for chunk in chunks]
+    return np.array(rows, np.uint32).reshape(-1, 2)
+
+
+def encode_index(entries: NDArray[np.uint32], skips: Iterable[tuple[int, int]] = ()) -> bytes:
+    """Return the sealed index of a shard with these rows of the chunk table.
+
+    `skips` are (chunk, bytes): so many bytes stand before that chunk.
+    """
+    sizes = entries[:, 0].astype(np.uint64)
+    index = np.full((len(entries), 2), ABSENT, "<u8")
+    held = sizes > 0
+    index[held, 0] = (np.cumsum(sizes) - sizes)[held]
+    index[held, 1] = sizes[held]
+    for chunk, size in skips:
+        index[chunk:, 0][held[chunk:]] += np.uint64(size)
+    data = index.tobytes()
+    return data + crc32c.crc32c(data).to_bytes(CRC_BYTES, "little")
 
 
 def index_size(chunks: int) -> int:

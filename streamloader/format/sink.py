@@ -31,7 +31,7 @@ from streamloader.format.receipts import (
     receipt_path,
 )
 from streamloader.format.shard import EncodedShard, encode_shard
-from streamloader.format.table import encode_pages, rows_per_page, table_digest, table_path
+from streamloader.format.table import encode_pages, page_path, rows_per_page, table_digest
 from streamloader.format.threads import run_all
 from streamloader.storage.protocol import Store
 
@@ -57,14 +57,14 @@ def write_shard(store: Store, geometry: Geometry, index: int, columns: Mapping[s
     One object for each bulk field, and one part with the rows of all small fields, field after field in the
     order of their names. Raises `FieldError` or `StorageError`.
     """
-    num_samples = _check_columns(geometry, columns)
+    num_samples = check_columns(geometry, columns)
     objects: dict[str, StoredObject] = {}
     fields: dict[str, FieldReceipt] = {}
     part: list[bytes] = []
     for name, layout in sorted(geometry.layouts.items()):
         column = columns[name]
         if layout.resident:
-            part.append(np.asarray(column, _little(layout)).tobytes())
+            part.append(np.asarray(column, little(layout)).tobytes())
             continue
         encoded = encode_shard(layout, column)
         path = layout.shard_key(name, index)
@@ -78,7 +78,7 @@ def write_shard(store: Store, geometry: Geometry, index: int, columns: Mapping[s
     return receipt
 
 
-def _check_columns(geometry: Geometry, columns: Mapping[str, Column]) -> int:
+def check_columns(geometry: Geometry, columns: Mapping[str, Column]) -> int:
     """Return the number of samples; `FieldError` where a column would be stored as something else."""
     if set(columns) != set(geometry.layouts):
         raise FieldError(f"the columns {sorted(columns)} of a shard", f"give exactly {', '.join(geometry.layouts)}")
@@ -128,10 +128,7 @@ def finish(
         entries = np.zeros((layout.num_shards(num_samples), layout.chunks_per_shard, 2), np.uint32)
         for shard, one in fields[name].items():
             entries[shard] = one.entries
-        stored_pages = encode_pages(entries, rows_per_page(layout, num_samples))
-        pages = [(f"{table_path(name)}/c/{i}/0/0", page) for i, page in enumerate(stored_pages)]
-        run_all(lambda page: store.put(*page), pages, threads)
-        tables[name] = table_digest(entries)
+        tables[name] = write_table(store, name, layout, entries, threads=threads)
         sums = [(one.nbytes, one.stored) for one in fields[name].values()]
         layouts[name] = replace(layout, nbytes=sum(n for n, _ in sums), stored=sum(s for _, s in sums))
     manifest = Manifest(num_samples, final.samples_per_shard, layouts, final.order, tables, provenance)
@@ -141,6 +138,16 @@ def finish(
     store.put(ROOT, to_bytes(root))
     clean(store)
     return manifest
+
+
+def write_table(
+    store: Store, name: str, layout: FieldLayout, entries: NDArray[np.uint32], *, threads: int, generation: int = 1
+) -> str:
+    """Write the pages of a field's chunk table, uint32 (shards, chunks, 2); return its SHA-256."""
+    rows = rows_per_page(layout, len(entries) * layout.shard)
+    pages = [(page_path(name, i, generation), page) for i, page in enumerate(encode_pages(entries, rows))]
+    run_all(lambda page: store.put(*page), pages, threads)
+    return table_digest(entries)
 
 
 def write_split_root(store: Store, manifests: Mapping[str, Manifest]) -> None:
@@ -154,7 +161,8 @@ def _put(store: Store, path: str, data: bytes) -> StoredObject:
     return StoredObject(len(data), info.etag, crc32c.crc32c(data))
 
 
-def _little(layout: FieldLayout) -> np.dtype[Any]:
+def little(layout: FieldLayout) -> np.dtype[Any]:
+    """Return the field's dtype as it is stored."""
     return np.dtype(layout.field.dtype).newbyteorder("<")
 
 
@@ -177,7 +185,7 @@ def _gather(
     num_samples = sum(receipt.num_samples for receipt in receipts.values())
     out: dict[str, dict[int, FieldReceipt]] = {name: {} for name in small}
     resident = {
-        name: np.empty((num_samples, *final.layouts[name].field.shape), _little(final.layouts[name]))
+        name: np.empty((num_samples, *final.layouts[name].field.shape), little(final.layouts[name]))
         for name in small
         if final.layouts[name].resident
     }
@@ -188,7 +196,7 @@ def _gather(
         for name in small:
             layout = final.layouts[name]
             size = receipt.num_samples * layout.field.item_bytes
-            rows = np.frombuffer(data, _little(layout), size // _little(layout).itemsize, at)
+            rows = np.frombuffer(data, little(layout), size // little(layout).itemsize, at)
             rows = rows.reshape(-1, *layout.field.shape)
             at += size
             if name in resident:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import crc32c
 import numpy as np
@@ -17,16 +17,33 @@ from numpy.typing import NDArray
 
 from streamloader.errors import CorruptError, FormatError, MissingObjectError, ModifiedError, NotFoundError
 from streamloader.format.codecs import CRC_BYTES
-from streamloader.format.manifest import FieldLayout
+from streamloader.format.manifest import FieldLayout, Manifest
 from streamloader.storage.protocol import Store
 
 PAGE_BYTES = 1 << 20
 CACHE_BYTES = 64 << 20
+TABLES = "_streamloader/chunks"
 
 
-def table_path(name: str) -> str:
+def tables_path(generation: int = 1) -> str:
+    """Return the path of the group of all tables; those of a later generation have one of their own."""
+    return TABLES if generation == 1 else f"{TABLES}.{generation}"
+
+
+def table_path(name: str, generation: int = 1) -> str:
     """Return the path of the table's array below the dataset."""
-    return f"_streamloader/chunks/{name}"
+    return f"{tables_path(generation)}/{name}"
+
+
+def page_path(name: str, page: int, generation: int = 1) -> str:
+    """Return the path of a page of the table."""
+    return f"{table_path(name, generation)}/c/{page}/0/0"
+
+
+def open_table(store: Store, manifest: Manifest, name: str) -> ChunkTable:
+    """Return the chunk table of a field of the dataset below `store`. Reads nothing yet."""
+    sha256, generation = manifest.tables.get(name, ""), manifest.generation
+    return ChunkTable(store, name, manifest.fields[name], manifest.num_samples, sha256, generation=generation)
 
 
 def rows_per_page(layout: FieldLayout, num_samples: int) -> int:
@@ -56,14 +73,28 @@ class ChunkTable:
     `sha256` is what the manifest says of the whole table: compared where the table is one page, as most are.
     """
 
-    def __init__(self, store: Store, name: str, layout: FieldLayout, num_samples: int, sha256: str = "") -> None:
+    def __init__(
+        self,
+        store: Store,
+        name: str,
+        layout: FieldLayout,
+        num_samples: int,
+        sha256: str = "",
+        *,
+        generation: int = 1,
+    ) -> None:
         self._store = store
         self._name = name
+        self._generation = generation
         self._chunks = layout.chunks_per_shard
         self._shards = layout.num_shards(num_samples)
         self._rows = rows_per_page(layout, num_samples)
         self._limit = layout.stored
+        self._whole_sha256 = sha256
         self._sha256 = sha256 if self._shards <= self._rows else ""
+        self._skips: dict[int, list[tuple[int, int]]] = {}
+        for shard, chunk, size in layout.skips:
+            self._skips.setdefault(shard, []).append((chunk, size))
         self._pages: OrderedDict[int, NDArray[np.uint32]] = OrderedDict()
         self._keep = max(2, CACHE_BYTES // (8 * self._rows * self._chunks))
         self._lock = threading.Lock()
@@ -71,6 +102,7 @@ class ChunkTable:
     def shard(self, index: int) -> tuple[NDArray[np.int64], NDArray[np.uint32]]:
         """Return (int64 offsets (chunks + 1,), uint32 crcs (chunks,)) of a shard's inner chunks.
 
+        The offsets are sums of the chunks' sizes: where `skips` says so, the chunks stand so much further behind.
         Raises `MissingObjectError`, `CorruptError`, `ModifiedError` or `FormatError`, which name the table's page.
         """
         if not 0 <= index < self._shards:
@@ -79,10 +111,26 @@ class ChunkTable:
         row = page[index % self._rows]
         offsets = np.zeros(self._chunks + 1, np.int64)
         np.cumsum(row[:, 0], out=offsets[1:])
-        if offsets[-1] > self._limit:
-            problem = f"the chunk table of {self._url(index // self._rows)} gives shard {index} {offsets[-1]} bytes"
+        total = int(offsets[-1]) + sum(size for _, size in self.skips(index))
+        if total > self._limit:
+            problem = f"the chunk table of {self._url(index // self._rows)} gives shard {index} {total} bytes"
             raise FormatError(f"{problem}, the whole field has {self._limit}", "convert the dataset again")
         return offsets, row[:, 1]
+
+    def skips(self, index: int) -> Sequence[tuple[int, int]]:
+        """Return (chunk, bytes) of a shard, ascending: so many bytes of earlier versions stand before that chunk."""
+        return self._skips.get(index, ())
+
+    def read(self) -> NDArray[np.uint32]:
+        """Return the whole table, uint32 (shards, chunks, 2), compared with its SHA-256. Raises as `shard`."""
+        pages = [self._load(number) for number in range(-(-self._shards // self._rows))]
+        empty = np.zeros((0, self._chunks, 2), np.uint32)
+        table = np.concatenate(pages)[: self._shards] if pages else empty
+        if self._whole_sha256 and table_digest(table) != self._whole_sha256:
+            path = f"{self._store.url}/{table_path(self._name, self._generation)}"
+            problem = f"the chunk table {path} is intact, but not the one that the manifest was written for"
+            raise ModifiedError(problem, "restore it, or convert the dataset again")
+        return table
 
     def _page(self, number: int) -> NDArray[np.uint32]:
         with self._lock:
@@ -116,7 +164,7 @@ class ChunkTable:
         return page
 
     def _path(self, number: int) -> str:
-        return f"{table_path(self._name)}/c/{number}/0/0"
+        return page_path(self._name, number, self._generation)
 
     def _url(self, number: int) -> str:
         return f"{self._store.url}/{self._path(number)}"

@@ -43,12 +43,15 @@ class Calls(Protocol):
     def list_page(self, folder: str, token: str) -> Page: ...
     def put(self, path: str, data: Buffer) -> str: ...
     def create(self, path: str, data: Buffer) -> str: ...
+    def replace(self, path: str, data: Buffer, before: Buffer) -> str | None: ...
     def delete(self, paths: Sequence[str]) -> None: ...
     def remove_leftovers(self, folder: str) -> int: ...
 
 
 class PlainCalls:
-    """Any filesystem, by the interface that all share. `put` and `create` return the etag or nothing."""
+    """Any filesystem, by the interface that all share. `put` and `create` return the etag or nothing; `replace` None
+    where the object is another one than it should be.
+    """
 
     def __init__(self, fs: Any) -> None:
         self.fs = fs
@@ -84,6 +87,12 @@ class PlainCalls:
     def create(self, path: str, data: Buffer) -> str:
         return etag_of(self.fs.pipe_file(path, owned(data), mode="create"))
 
+    def replace(self, path: str, data: Buffer, before: Buffer) -> str | None:
+        there = self.get(path)
+        if there == data:  # a second try after a lost answer
+            return ""
+        return self.put(path, data) if there == before else None
+
     def delete(self, paths: Sequence[str]) -> None:
         for path in paths:
             with contextlib.suppress(FileNotFoundError):
@@ -112,6 +121,10 @@ class MemoryCalls(PlainCalls):
     def create(self, path: str, data: Buffer) -> str:
         with self._creating:
             return super().create(path, data)
+
+    def replace(self, path: str, data: Buffer, before: Buffer) -> str | None:
+        with self._creating:
+            return super().replace(path, data, before)
 
 
 class LocalCalls(PlainCalls):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
-from streamloader.errors import StorageError, ThrottledError, UsageError
+from streamloader.errors import ObjectExistsError, StorageError, ThrottledError, UsageError
 from streamloader.storage.calls import TEMPORARY_SUFFIX, Calls, Page
 from streamloader.storage.connection import Connection
 from streamloader.storage.failures import client_errors, storage_error
@@ -89,6 +89,17 @@ class FsspecStore:
         act: after a lost answer a second try could meet the object of the first.
         """
         etag = self._ask(object_path(path), lambda calls, full: calls.create(full, data), (ThrottledError,))
+        return ObjectInfo(path, memoryview(data).nbytes, etag)
+
+    def replace(self, path: str, data: Buffer, before: Buffer) -> ObjectInfo:
+        """Write the object if it still is `before`, or is `data` already: else raise `ObjectExistsError`.
+
+        Atomic on S3 servers that know `If-Match`, and in memory. Elsewhere what another writes in the moment between
+        the look and the write is lost. Raises `NotFoundError` where there is none.
+        """
+        etag = self._ask(object_path(path), lambda calls, full: calls.replace(full, data, before))
+        if etag is None:
+            raise ObjectExistsError(f"{self._shown(path)} is not what it was: another wrote it", "read it again")
         return ObjectInfo(path, memoryview(data).nbytes, etag)
 
     def delete(self, paths: Iterable[str]) -> None:

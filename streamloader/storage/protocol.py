@@ -93,6 +93,10 @@ class Store(Protocol):
         """Write the object unless there is one: then raise `ObjectExistsError`."""
         ...
 
+    def replace(self, path: str, data: Buffer, before: Buffer) -> ObjectInfo:
+        """Write the object if it still is `before`, or is `data` already: else raise `ObjectExistsError`."""
+        ...
+
     def delete(self, paths: Iterable[str]) -> None:
         """Delete the objects; those that are not there are passed over."""
         ...

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from botocore.exceptions import ClientError
 
 from streamloader.storage.calls import Page, PlainCalls, etag_of, owned
-from streamloader.storage.failures import facts_of
+from streamloader.storage.failures import client_errors, facts_of
 from streamloader.storage.protocol import Buffer, ObjectInfo
 
 # s3fs sends one PUT for less than two parts: here below 1 GiB (S3 takes 5 GiB, but a failed PUT starts anew)
@@ -48,6 +48,23 @@ class S3Calls(PlainCalls):
 
     def create(self, path: str, data: Buffer) -> str:
         return etag_of(self.fs.pipe_file(path, owned(data), chunksize=PART_BYTES, mode="create"))
+
+    def replace(self, path: str, data: Buffer, before: Buffer) -> str | None:
+        seen = self.info(path)  # asked before the bytes, so that what is written between the two is noticed
+        there = self.get(path)
+        if there == data:
+            return ""
+        if seen is None or there != before:
+            return None
+        try:
+            return etag_of(self.fs.pipe_file(path, owned(data), chunksize=PART_BYTES, IfMatch=f'"{seen.etag}"'))
+        except client_errors() as error:
+            status = facts_of(error).status
+            if status == 501:  # a server without conditional writes: the look just before has to do
+                return self.put(path, data)
+            if status not in (404, 412):
+                raise
+        return "" if self.get(path) == data else None
 
     def delete(self, paths: Sequence[str]) -> None:
         for first in range(0, len(paths), KEYS_PER_DELETE):

@@ -163,6 +163,16 @@ def free(count: int) -> Fields:
     }
 
 
+def appended(count: int) -> Fields:
+    """A field of each kind but bytes, for chunks that are filled up later."""
+    return {
+        "wave": ("int16[3]", tensor("int16", (3,), count)),
+        "caption": ("text", each(text, count)),
+        "boxes": ("ragged:float32[2]", ragged("float32", (2,), count)),
+        "label": ("uint32", [i * 13 for i in range(count)]),
+    }
+
+
 DATASETS: dict[str, Fields] = {
     "tensors": tensors(11),
     "variable": variable(11),
@@ -173,4 +183,5 @@ DATASETS: dict[str, Fields] = {
     "splits/train": mixed(6),
     "splits/val": mixed(3, first=6),
     "free": free(20),
+    "appended": appended(20),
 }

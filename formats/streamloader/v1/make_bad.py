@@ -23,7 +23,7 @@ import numpy as np
 from numcodecs import blosc, zstd
 
 HERE = Path(__file__).parent
-IDENTITY = ("kind", "dtype", "shape", "encoding", "chunk", "shard", "codec", "resident", "nbytes", "stored")
+IDENTITY = ("kind", "dtype", "shape", "encoding", "chunk", "shard", "codec", "resident", "nbytes", "stored", "skips")
 GONE = 2**64 - 1
 blosc.use_threads = False  # threads write blocks in the order in which they finish
 
@@ -55,7 +55,8 @@ class Files:
         """State the digest that fits."""
         ours = self.ours
         fields = {name: {key: one[key] for key in IDENTITY if key in one} for name, one in ours["fields"].items()}
-        identity = {key: ours[key] for key in ("version", "num_samples", "order", "tables")} | {"fields": fields}
+        keys = ("version", "generation", "num_samples", "order", "tables")
+        identity = {key: ours[key] for key in keys if key in ours} | {"fields": fields}
         text = json.dumps(identity, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
         ours["digest"] = hashlib.sha256(text.encode()).hexdigest()
 
@@ -65,15 +66,20 @@ class Files:
         inner = field["shape"] if field["kind"] == "tensor" else []
         return "/".join([name, "c", str(number), *("0" for _ in inner)])
 
+    def page(self, name: str) -> str:
+        """Return the path of a field's chunk table: one page."""
+        generation = self.ours.get("generation", 1)
+        return f"_streamloader/chunks{'' if generation == 1 else f'.{generation}'}/{name}/c/0/0/0"
+
     def table(self, name: str) -> Any:
         """Return a field's chunk table: one page."""
         field = self.ours["fields"][name]
-        data = self.objects[f"_streamloader/chunks/{name}/c/0/0/0"][:-4]
+        data = self.objects[self.page(name)][:-4]
         return np.frombuffer(data, "<u4").reshape(-1, field["shard"] // field["chunk"], 2).copy()
 
     def put_table(self, name: str, table: Any) -> None:
         """Store a chunk table, with its hash in the manifest and the digest that fits."""
-        self.objects[f"_streamloader/chunks/{name}/c/0/0/0"] = sealed(table.astype("<u4").tobytes())
+        self.objects[self.page(name)] = sealed(table.astype("<u4").tobytes())
         self.ours["tables"][name] = hashlib.sha256(table.astype("<u4").tobytes()).hexdigest()
         self.restate()
 
@@ -143,7 +149,8 @@ def case(
             change(files)
             return files
 
-        CASES[change.__name__] = make, {"error": error, "code": code, "says": list(says), "when": "open"} | more
+        told = more if base == "free" else more | {"base": base}
+        CASES[change.__name__] = make, {"error": error, "code": code, "says": list(says), "when": "open"} | told
         return change
 
     return register
@@ -307,6 +314,34 @@ manifest_case("order_of_a_huge_window", "window", lambda m: m["order"].update(wi
 manifest_case("order_of_a_cut_block", "window", lambda m: m["order"].update(window=13))
 manifest_case("order_that_cuts_chunks", "block", lambda m: m["order"].update(block=4, window=8))
 manifest_case("order_of_a_later_version", "order", lambda m: m["order"].update(version=2))
+
+
+def skip(name: str, says: str, skips: Any, **keys: Any) -> None:
+    """Register a manifest of an appended dataset whose field `wave` has other skips."""
+
+    def apply(files: Files) -> None:
+        field(files.ours, "wave", skips=skips)
+        files.ours.update(keys)
+        files.restate()
+
+    apply.__name__ = name
+    case("FormatError", "SL300", *([says] if says else []), base="appended")(apply)
+
+
+skip("skip_behind_the_last_shard", "before chunk 0 of shard 3, which does not exist", [[0, 1, 28], [3, 0, 28]])
+skip("skip_behind_the_last_chunk", "before chunk 2 of shard 0, which does not exist", [[0, 2, 28]])
+skip("skips_of_one_chunk", "do not ascend", [[0, 1, 20], [0, 1, 8]])
+skip("skips_that_descend", "do not ascend", [[1, 0, 28], [0, 1, 28]])
+skip("skip_of_exabytes", "skips 9223372036854775808", [[0, 1, 2**63]])
+skip("skip_of_less_than_nothing", "-28 where a whole number", [[0, 1, -28]])
+skip("generation_that_is_not_required", "generation 3 requires []", [[0, 1, 28]], requires=[])
+skip("generation_of_a_fraction", "2.5", [[0, 1, 28]], generation=2.5)
+
+
+@case("FormatError", "SL300", "generation 1 requires ['append']", base="appended")
+def required_append_that_never_was(files: Files) -> None:
+    del files.ours["generation"]
+    files.restate()
 
 
 # --- objects that are missing or damaged --------------------------------------------------------------------------
@@ -521,6 +556,19 @@ def image_bomb(files: Files) -> None:
     chunks = [(b"IHDR", struct.pack(">IIBBBBB", 50_000, 50_000, 8, 2, 0, 0, 0)), (b"IDAT", data), (b"IEND", b"")]
     parts = (struct.pack(">I", len(d)) + n + d + struct.pack(">I", zlib.crc32(n + d)) for n, d in chunks)
     replace_item(files, "icon", b"\x89PNG\r\n\x1a\n" + b"".join(parts))
+
+
+@case("ModifiedError", "SL306", "chunk 1 of", "wave/c/0/0", "its index is intact", base="appended", when="read")
+def skip_to_another_place(files: Files) -> None:
+    field(files.ours, "wave", skips=[[0, 1, 20], [1, 0, 28]])
+    files.restate()
+
+
+@case("FormatError", "SL300", "chunk table", "whole field has", base="appended", when="read")
+def skip_beyond_the_objects(files: Files) -> None:
+    stored = files.ours["fields"]["wave"]["stored"]
+    field(files.ours, "wave", skips=[[0, 1, stored - 50], [1, 0, 28]])
+    files.restate()
 
 
 # --- a shard's index is a second copy of the table: with the table intact it is not read ---------------------------

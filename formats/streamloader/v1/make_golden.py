@@ -19,8 +19,10 @@ from typing import Any
 import numpy as np
 from golden_values import DATASETS, Fields
 
+from streamloader.format.extend import plan_extension, write_extension
 from streamloader.format.manifest import Field, FieldLayout, Manifest, OrderPin
 from streamloader.format.metadata import dataset_documents, to_bytes
+from streamloader.format.publish import clean_append, finish_extension, publish
 from streamloader.format.shard import encode_shard
 from streamloader.format.sink import column_bytes, write_split_root
 from streamloader.format.table import encode_pages, rows_per_page, table_digest, table_path
@@ -76,7 +78,20 @@ PLANS: dict[str, tuple[int, OrderPin, Layouts]] = {
         OrderPin(6, 2, 12),
         {"wave": (3, 12, "none", BULK), "blob": (6, 12, "lz4", BULK), "label": (5, 15, "zstd", RESIDENT)},
     ),
+    # last shards and chunks that are not full, of every codec, when samples come behind them
+    "appended": (
+        8,
+        OrderPin(4, 1, 16),
+        {
+            "wave": (4, 8, "none", BULK),
+            "caption": (2, 8, "zstd", BULK),
+            "boxes": (4, 8, "lz4", BULK),
+            "label": (8, 16, "lz4", RESIDENT),
+        },
+    ),
 }
+# the numbers of samples of a dataset's versions: it is written with the first, and appended to
+VERSIONS = {"appended": (5, 11, 20)}
 PROVENANCE = {"free": {"source": "by hand", "ratio": 0.5, "who": "Zoë"}}
 
 
@@ -114,6 +129,8 @@ def write(store: Store, name: str) -> Manifest:
     """Write one golden dataset, the root document last."""
     samples_per_shard, order, plan = PLANS[name]
     parsed, columns = columns_of(DATASETS[name])
+    versions = VERSIONS.get(name, (None,))
+    whole, columns = columns, {field: column[: versions[0]] for field, column in columns.items()}
     layouts, tables = {}, {}
     for field, (chunk, shard, codec, resident) in plan.items():
         layout = FieldLayout(parsed[field], chunk, shard, codec, resident)
@@ -130,6 +147,23 @@ def write(store: Store, name: str) -> Manifest:
     for path, document in documents.items():
         store.put(f"{path}/zarr.json", to_bytes(document))
     store.put("zarr.json", to_bytes(root))
+    for stop in versions[1:]:
+        manifest = append(store, manifest, {field: column[:stop] for field, column in whole.items()})
+    return manifest
+
+
+def append(store: Store, base: Manifest, columns: dict[str, Any]) -> Manifest:
+    """Publish the next version, which has all of these samples."""
+    first = base.num_samples
+    extension = plan_extension(store, base, len(next(iter(columns.values()))) - first)
+    receipts = {}
+    for shard in extension.shards:
+        start, stop = extension.samples(shard)
+        part = {field: column[first + start : first + stop] for field, column in columns.items()}
+        receipts[shard] = write_extension(store, extension, shard, part)
+    manifest = finish_extension(store, extension, receipts, base.provenance, threads=1)
+    publish(store, base.digest, manifest, threads=1)
+    clean_append(store)
     return manifest
 
 
