@@ -1,0 +1,1 @@
+"""Formats that a dataset can be exported to, one file for each."""
