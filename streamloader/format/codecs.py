@@ -10,7 +10,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import crc32c
 import numpy as np
@@ -50,8 +50,15 @@ class Items:
         return self.buffer[int(self.starts[index]) : int(self.stops[index])]
 
 
-def encode_chunk(layout: FieldLayout, column: Column) -> bytes:
-    """Return the stored bytes of one chunk. `column` holds at most `layout.chunk` samples; fill pads the rest.
+class Chunk(NamedTuple):
+    """A stored chunk in its two parts: what the codec made, which may be memory of the column, and its checksum."""
+
+    body: bytes | memoryview
+    seal: bytes
+
+
+def seal_chunk(layout: FieldLayout, column: Column) -> Chunk:
+    """Return the parts of one chunk. `column` holds at most `layout.chunk` samples; fill pads the rest.
 
     The same column gives the same bytes. Raises `FieldError` for a chunk of 2 GiB or more.
     """
@@ -63,7 +70,12 @@ def encode_chunk(layout: FieldLayout, column: Column) -> bytes:
             "make samples smaller, or cut each in several",
         )
     body = compress(layout.codec, payload, typesize(layout.field))
-    return b"".join((body, crc32c.crc32c(body).to_bytes(CRC_BYTES, "little")))
+    return Chunk(body, crc32c.crc32c(body).to_bytes(CRC_BYTES, "little"))
+
+
+def encode_chunk(layout: FieldLayout, column: Column) -> bytes:
+    """Return the stored bytes of one chunk; see `seal_chunk`."""
+    return b"".join(seal_chunk(layout, column))
 
 
 def decode_fixed(layout: FieldLayout, data: memoryview, out: NDArray[Any]) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from itertools import chain
 
 import crc32c
 import numpy as np
@@ -21,7 +22,7 @@ from streamloader.format.codecs import CRC_BYTES, Column, decode_fixed, decode_i
 from streamloader.format.geometry import Geometry
 from streamloader.format.manifest import FieldLayout, Manifest
 from streamloader.format.receipts import FieldReceipt, Receipt, StoredObject
-from streamloader.format.shard import EncodedShard, chunk_entries, encode_chunks, encode_index, encode_shard, index_size
+from streamloader.format.shard import EncodedShard, chunk_entries, encode_index, encode_shard, index_size, seal_chunks
 from streamloader.format.sink import check_columns, column_bytes, little
 from streamloader.format.table import open_table
 from streamloader.storage.protocol import Store
@@ -167,10 +168,11 @@ def extend_shard(layout: FieldLayout, tail: Tail, old: bytes, column: Column) ->
     if rest:
         size = int(tail.entries[full, 0])
         column = _joined(_first_samples(layout, memoryview(old)[-size:-CRC_BYTES], rest), column)
-    chunks = encode_chunks(layout, column)
+    chunks = seal_chunks(layout, column)
     entries = tail.entries.copy()
     entries[full : full + len(chunks)] = chunk_entries(chunks)
-    return EncodedShard(b"".join([old, *chunks, encode_index(entries, tail.next_skips(layout))]), entries)
+    index = encode_index(entries, tail.next_skips(layout))
+    return EncodedShard(b"".join([old, *chain.from_iterable(chunks), index]), entries)
 
 
 def read_tail(store: Store, name: str, layout: FieldLayout, shard: int, tail: Tail) -> bytes:

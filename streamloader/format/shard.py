@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import crc32c
 import numpy as np
 from numpy.typing import NDArray
 
 from streamloader.errors import CorruptError
-from streamloader.format.codecs import CRC_BYTES, Column, encode_chunk
+from streamloader.format.codecs import CRC_BYTES, Chunk, Column, seal_chunk
 from streamloader.format.manifest import FieldLayout
 
 ABSENT = 2**64 - 1
@@ -30,20 +31,21 @@ class EncodedShard:
 
 def encode_shard(layout: FieldLayout, column: Column) -> EncodedShard:
     """Encode up to `layout.shard` samples. Every chunk that holds a sample is stored, also one of fill values."""
-    chunks = encode_chunks(layout, column)
+    chunks = seal_chunks(layout, column)
     entries = np.zeros((layout.chunks_per_shard, 2), np.uint32)
     entries[: len(chunks)] = chunk_entries(chunks)
-    return EncodedShard(b"".join([*chunks, encode_index(entries)]), entries)
+    # one copy of every byte: what is not compressed is still memory of the column
+    return EncodedShard(b"".join([*chain.from_iterable(chunks), encode_index(entries)]), entries)
 
 
-def encode_chunks(layout: FieldLayout, column: Column) -> list[bytes]:
-    """Return the stored bytes of the chunks that hold these samples."""
-    return [encode_chunk(layout, column[start : start + layout.chunk]) for start in range(0, len(column), layout.chunk)]
+def seal_chunks(layout: FieldLayout, column: Column) -> list[Chunk]:
+    """Return the parts of the chunks that hold these samples."""
+    return [seal_chunk(layout, column[start : start + layout.chunk]) for start in range(0, len(column), layout.chunk)]
 
 
-def chunk_entries(chunks: Sequence[bytes]) -> NDArray[np.uint32]:
+def chunk_entries(chunks: Sequence[Chunk]) -> NDArray[np.uint32]:
     """Return the rows of the chunk table of stored chunks, uint32 (len(chunks), 2)."""
-    rows = [(len(chunk), int.from_bytes(chunk[-CRC_BYTES:], "little")) for chunk in chunks]
+    rows = [(memoryview(body).nbytes + CRC_BYTES, int.from_bytes(seal, "little")) for body, seal in chunks]
     return np.array(rows, np.uint32).reshape(-1, 2)
 
 
