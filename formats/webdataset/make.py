@@ -1,7 +1,8 @@
-"""Make `input/` and `expected.json` beside this file: python formats/webdataset/make.py (needs webdataset)."""
+"""Make all that lies beside this file but MAPPING.md: python formats/webdataset/make.py (needs webdataset)."""
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import json
 from pathlib import Path
@@ -35,6 +36,19 @@ def main() -> None:
                         "bin": rng.bytes(5 * number),
                     }
                 )
+    (HERE / "compressed").mkdir(exist_ok=True)
+    packed = [HERE / "compressed" / f"{Path(path).name}.gz" for path in paths]
+    for path, target in zip(paths, packed, strict=True):
+        target.write_bytes(gzip.compress(Path(path).read_bytes(), mtime=0))
+    samples = read(paths)
+    assert samples == read([str(path) for path in packed])
+    fields = {"bin": "bytes:bin", "cls": "int64", "json": "text", "png": "bytes:png", "txt": "text"}
+    expected = {"fields": fields | {"vec_npy": "float32[2,3]"}, "samples": samples}
+    (HERE / "expected.json").write_text(json.dumps(expected, indent=1, ensure_ascii=False) + "\n")
+
+
+def read(paths: list[str]) -> list[dict[str, Any]]:
+    """Return what webdataset reads from tars."""
     samples = []
     for sample in wds.WebDataset(paths, shardshuffle=False, empty_check=False):
         samples.append(
@@ -47,9 +61,7 @@ def main() -> None:
                 "bin": {"sha256": hashlib.sha256(sample["bin"]).hexdigest()},
             }
         )
-    fields = {"bin": "bytes:bin", "cls": "int64", "json": "text", "png": "bytes:png", "txt": "text"}
-    expected = {"fields": fields | {"vec_npy": "float32[2,3]"}, "samples": samples}
-    (HERE / "expected.json").write_text(json.dumps(expected, indent=1, ensure_ascii=False) + "\n")
+    return samples
 
 
 def array(data: bytes) -> Any:

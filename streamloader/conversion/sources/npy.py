@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from streamloader.conversion.sources import base
-from streamloader.conversion.sources.base import Range, Refuse
+from streamloader.conversion.sources.base import Refuse
 from streamloader.conversion.sources.files import Listing, extension, field_names, hidden
 from streamloader.conversion.sources.npyheader import StoredArray, read_array_header
 from streamloader.conversion.sources.npz import PackedArray, npz_arrays
+from streamloader.conversion.sources.rowreads import read_rows
 from streamloader.conversion.sources.wish import Wish
 from streamloader.errors import SourceError
 from streamloader.format.codecs import Column
@@ -122,15 +122,6 @@ class NpyPart:
         if isinstance(stored, PackedArray):
             stored.read_rows(self.store, self.rows, out)
         else:
-            _read_rows(self.store, stored, self.rows, out)
+            flat = out.reshape(-1).view(np.uint8).reshape(len(self.rows), stored.row_bytes)
+            read_rows(self.store, stored.path, stored.start + self.rows * stored.row_bytes, flat)
         return out.astype(out.dtype.newbyteorder("<"), copy=False)
-
-
-def _read_rows(store: Store, stored: StoredArray, rows: NDArray[np.int64], out: NDArray[Any]) -> None:
-    size = stored.row_bytes
-    starts = stored.start + rows * size
-    runs = base.cut_runs(starts, starts + size, base.GAP_BYTES, base.REQUEST_BYTES)
-    ranges = [Range(stored.path, int(starts[i]), int(starts[j - 1]) + size) for i, j in runs]
-    for (i, j), data in zip(runs, base.read_ranges(store, ranges), strict=True):
-        block = np.frombuffer(data, stored.dtype).reshape(-1, *stored.shape[1:])
-        np.take(block, rows[i:j] - rows[i], axis=0, out=out[i:j])

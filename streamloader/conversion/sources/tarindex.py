@@ -1,12 +1,15 @@
-"""Where the members of a tar lie, from its headers alone: nothing is unpacked, links and paths are only text."""
+"""Where the members of a tar lie, from its headers alone: nothing is extracted, links and paths are only text."""
 
 from __future__ import annotations
 
 import tarfile
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 from streamloader.conversion.sources.base import Range, read_range
+from streamloader.conversion.sources.packing import MAGIC_BYTES, packing_of
+from streamloader.conversion.sources.streams import Content, Span, Stream, read_spans
 from streamloader.errors import SourceError
 from streamloader.storage.protocol import ObjectInfo, Store
 
@@ -28,17 +31,39 @@ class Member:
     stop: int
 
 
+class Walk(Protocol):
+    """An ascending walk through the bytes of a tar: of a file as it is, or, by a `Stream`, of what it unpacks to."""
+
+    @property
+    def size(self) -> int:
+        """The bytes that there are; -1 as long as that is not known."""
+        ...
+
+    def read(self, start: int, stop: int) -> bytes:
+        """Return bytes [start, stop), fewer at the end."""
+        ...
+
+    def finish(self) -> int:
+        """Go to the end; return the bytes that there are."""
+        ...
+
+
 class _Headers:
-    """Reads of an ascending walk through one tar: wide while headers are near each other, else narrow."""
+    """The walk through a file as it is: its reads are wide while headers are near each other, else narrow."""
 
     def __init__(self, store: Store, info: ObjectInfo) -> None:
         self.store, self.info = store, info
         self.first, self.data = 0, memoryview(b"")
         self.walked = self.count = 0
 
-    def read(self, start: int, size: int) -> bytes:
-        """Return bytes [start, start + size), fewer at the tar's end."""
-        stop = min(start + size, self.info.size)
+    @property
+    def size(self) -> int:
+        """The file's size."""
+        return self.info.size
+
+    def read(self, start: int, stop: int) -> bytes:
+        """Return bytes [start, stop), fewer at the tar's end."""
+        stop, size = min(stop, self.info.size), stop - start
         if stop <= start:
             return b""
         if not self.first <= start or stop > self.first + len(self.data):
@@ -49,44 +74,47 @@ class _Headers:
         self.count += 1
         return bytes(self.data[start - self.first : stop - self.first])
 
+    def finish(self) -> int:
+        """Return the file's size: what lies behind the tar is none of its business."""
+        return self.info.size
 
-def members(store: Store, info: ObjectInfo) -> Iterator[Member]:
+
+def open_tar(store: Store, info: ObjectInfo) -> tuple[Content, Walk]:
+    """Return what the file holds, and a walk through it; its first bytes say whether it is compressed."""
+    headers = _Headers(store, info)
+    packing = packing_of(headers.read(0, MAGIC_BYTES))
+    content = Content(store, info, packing, -1 if packing else info.size)
+    return content, Stream(content) if packing else headers
+
+
+def members(walk: Walk, where: str) -> Iterator[Member]:
     """Yield the regular files of a tar in order; links, folders and devices are passed over.
 
-    Raises `SourceError` that names the tar where it is truncated (also where its end marker is missing),
-    damaged, or compressed.
+    Raises `SourceError` that names the tar where it is truncated (also where its end marker is missing) or damaged.
     """
-    where = f"{store.url}/{info.path}"
-    headers = _Headers(store, info)
-    offset, renamed = 0, ""
+    offset = stop = 0
+    name = renamed = ""
     while True:
-        header = _header(headers.read(offset, _BLOCK), offset, where)
+        block = walk.read(offset, offset + _BLOCK)
+        if 0 <= walk.size < stop:
+            raise _truncated(where, f"its member {name} goes on to byte {stop}, the file ends at {walk.size}")
+        header = _header(block, offset, where)
         if header is None:
             return
-        start, stop = offset + _BLOCK, offset + _BLOCK + header.size
+        name, start, stop = printable(header.name), offset + _BLOCK, offset + _BLOCK + header.size
         offset = start + -(-header.size // _BLOCK) * _BLOCK
-        if stop > info.size:
-            raise _truncated(
-                where, f"its member {printable(header.name)} goes on to byte {stop}, the file ends at {info.size}"
-            )
         if header.type in _NAMING:
-            renamed = _long_name(headers, header, start, where) or renamed
+            renamed = _long_name(walk, header, start, where) or renamed
             continue
         if header.isreg():
             if header.type == tarfile.GNUTYPE_SPARSE:
-                raise SourceError(
-                    f"{where} holds {printable(header.name)} as a sparse file", "make the tar without --sparse"
-                )
-            yield Member(printable(renamed or header.name), start, stop)
+                raise SourceError(f"{where} holds {name} as a sparse file", "make the tar without --sparse")
+            yield Member(printable(renamed) if renamed else name, start, stop)
         renamed = ""
 
 
 def _header(block: bytes, offset: int, where: str) -> tarfile.TarInfo | None:
     """Return the header, or None for the end marker."""
-    if offset == 0 and block[:2] == b"\x1f\x8b":
-        raise SourceError(
-            f"{where} is compressed, so its samples cannot be read on their own", "unpack it with gunzip first"
-        )
     if len(block) < _BLOCK:
         raise _truncated(where, f"it ends at byte {offset + len(block)} without the end marker of a tar")
     if not any(block):
@@ -104,11 +132,11 @@ def _header(block: bytes, offset: int, where: str) -> tarfile.TarInfo | None:
     return header
 
 
-def _long_name(headers: _Headers, header: tarfile.TarInfo, start: int, where: str) -> str:
+def _long_name(walk: Walk, header: tarfile.TarInfo, start: int, where: str) -> str:
     """Return the name that a header gives to the member after it, or nothing."""
     if header.size > _MAX_NAME:
         raise SourceError(f"{where} has a name of {header.size} bytes at byte {start}", "it is damaged: make it again")
-    data = headers.read(start, header.size)
+    data = walk.read(start, start + header.size)
     return _pax_path(data, where) if header.type == tarfile.XHDTYPE else _text(data.rstrip(b"\0"))
 
 
@@ -145,11 +173,11 @@ def printable(name: str) -> str:
     return name.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
 
-def member_name(store: Store, path: str, start: int) -> str:
+def member_name(content: Content, start: int) -> str:
     """Return the name in the header before the member that starts at byte `start`, cut at 100 bytes: for messages."""
-    block = bytes(read_range(store, Range(path, start - _BLOCK, start)))
+    (block,) = read_spans([Span(content, start - _BLOCK, start)])
     try:
-        header = tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
+        header = tarfile.TarInfo.frombuf(bytes(block), "utf-8", "surrogateescape")
     except tarfile.HeaderError:
         return f"the member at byte {start}"
     return printable(header.name)

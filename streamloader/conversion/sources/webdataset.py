@@ -13,9 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streamloader.conversion.sources import base
-from streamloader.conversion.sources.base import BadSample, Range, Refuse, drop_rows
-from streamloader.conversion.sources.files import Listing, extension, field_names, hidden
-from streamloader.conversion.sources.tarindex import Member, member_name, members
+from streamloader.conversion.sources.base import BadSample, Refuse, drop_rows
+from streamloader.conversion.sources.files import Listing, field_names, hidden
+from streamloader.conversion.sources.streams import Content, Span, inner_extension, read_spans
+from streamloader.conversion.sources.tarindex import Member, member_name, members, open_tar
 from streamloader.conversion.sources.wdsfields import decode_column, field_of
 from streamloader.conversion.sources.wish import Wish
 from streamloader.errors import SourceError
@@ -35,6 +36,7 @@ _META = re.compile(r"__[^/]*__($|/)")
 class TarIndex:
     """The samples of one tar: `spans[n, s]` are the (start, stop) of sample n's member with the s-th suffix."""
 
+    content: Content
     suffixes: tuple[str, ...]
     spans: NDArray[np.int64]
     first_key: str
@@ -59,17 +61,16 @@ def open_source(listing: Listing, wish: Wish) -> WebDataset:
     if not filled:
         raise SourceError(f"the tars of {listing.url} hold no sample", "expected members such as 0001.jpg and 0001.cls")
     suffixes = filled[0].suffixes
-    for info, index in zip(tars, indexes, strict=True):
-        if len(index.spans):
-            _check_same(set(index.suffixes), set(suffixes), index.first_key, f"{listing.store.url}/{info.path}")
+    for index in filled:
+        _check_same(set(index.suffixes), set(suffixes), index.first_key, index.content.where)
     names = field_names(list(suffixes), listing.url)
-    tar = np.repeat(np.arange(len(tars)), [len(index.spans) for index in indexes])
+    tar = np.repeat(np.arange(len(filled)), [len(index.spans) for index in filled])
     members_at = np.concatenate([index.spans for index in filled])
-    whole = WebDatasetPart(listing.store, tuple(info.path for info in tars), {}, tar, members_at)
+    whole = WebDatasetPart(tuple(index.content for index in filled), {}, tar, members_at)
     raw = whole.cut(np.zeros(1, np.int64)).read_members()
     fields = {}
     for i, suffix in enumerate(suffixes):
-        found = field_of(suffix, raw[i][0], whole.name(0, i))
+        found = field_of(suffix, raw[i][0], f"{filled[0].content.where}: {filled[0].first_key}.{suffix}")
         wanted = wish.fields.get(names[suffix])
         # arrays of several lengths: the first sample alone does not tell
         fields[suffix] = (names[suffix], wanted if wanted and wanted.kind == "ragged" and found.fixed else found)
@@ -77,12 +78,13 @@ def open_source(listing: Listing, wish: Wish) -> WebDataset:
 
 
 def _tars(listing: Listing) -> tuple[ObjectInfo, ...]:
-    return tuple(info for info in listing.files if extension(info.path) == "tar" and not hidden(info.path))
+    return tuple(info for info in listing.files if inner_extension(info.path) == "tar" and not hidden(info.path))
 
 
 def index_tar(store: Store, info: ObjectInfo) -> TarIndex:
     """Return where the samples of one tar lie. Raises `SourceError`, which names the key."""
-    where = f"{store.url}/{info.path}"
+    content, walk = open_tar(store, info)
+    where = content.where
     suffixes: tuple[str, ...] = ()
     flat, keys, sample = array("q"), set[str](), dict[str, Member]()
     current = first = ""
@@ -98,7 +100,7 @@ def index_tar(store: Store, info: ObjectInfo) -> TarIndex:
             flat.extend((sample[suffix].start, sample[suffix].stop))
         sample.clear()
 
-    for member in members(store, info):
+    for member in members(walk, where):
         found = _KEY.match(member.name)
         if found is None or _META.match(member.name):
             passed_over += 1
@@ -118,7 +120,7 @@ def index_tar(store: Store, info: ObjectInfo) -> TarIndex:
         sample[suffix] = member
     close()
     spans = np.frombuffer(flat, np.int64).reshape(-1, max(len(suffixes), 1), 2)
-    return TarIndex(suffixes, spans, first, passed_over)
+    return TarIndex(content.sized(walk.finish()), suffixes, spans, first, passed_over)
 
 
 def _check_same(here: set[str], first: set[str], key: str, where: str) -> None:
@@ -158,15 +160,14 @@ class WebDataset:
     def part(self, rows: NDArray[np.int64]) -> WebDatasetPart:
         """Return the samples of these rows."""
         part = self.whole.cut(rows)
-        return WebDatasetPart(part.store, part.paths, self.members, part.tar, part.spans)
+        return WebDatasetPart(part.tars, self.members, part.tar, part.spans)
 
 
 @dataclass(frozen=True, eq=False)
 class WebDatasetPart:
-    """Some samples: `tar[n]` numbers sample n's tar in `paths`, `spans[n, s]` its members' (start, stop)."""
+    """Some samples: `tar[n]` numbers sample n's tar in `tars`, `spans[n, s]` its members' (start, stop)."""
 
-    store: Store
-    paths: tuple[str, ...]
+    tars: tuple[Content, ...]
     members: Mapping[str, tuple[str, Field]]
     tar: NDArray[np.int64]
     spans: NDArray[np.int64]
@@ -174,21 +175,21 @@ class WebDatasetPart:
     def cut(self, rows: NDArray[np.int64]) -> WebDatasetPart:
         """Return the part of these rows, with the tars that they need only."""
         used, tar = np.unique(self.tar[rows], return_inverse=True)
-        paths = tuple(self.paths[number] for number in used.tolist())
-        return WebDatasetPart(self.store, paths, self.members, tar, self.spans[rows])
+        tars = tuple(self.tars[number] for number in used.tolist())
+        return WebDatasetPart(tars, self.members, tar, self.spans[rows])
 
     def name(self, row: int, member: int) -> str:
         """Return the name of a member and its tar, read from the tar: for messages."""
-        path, start = self.paths[int(self.tar[row])], int(self.spans[row, member, 0])
-        return f"{self.store.url}/{path}: {member_name(self.store, path, start)}"
+        tar = self.tars[int(self.tar[row])]
+        return f"{tar.where}: {member_name(tar, int(self.spans[row, member, 0]))}"
 
     def read(self, refuse: Refuse) -> dict[str, Column]:
         """Return one column a field; a sample with a member that is not what its suffix says is refused."""
         raw = self.read_members()
-        bad: dict[int, BadSample] = {}
+        bad: dict[int, tuple[int, str, str]] = {}
 
         def note(member: int, row: int, problem: str, remedy: str) -> None:
-            bad.setdefault(row, BadSample(row, self.name(row, member), problem, remedy, raw[member][row]))
+            bad.setdefault(row, (member, problem, remedy))
 
         columns = {
             name: decode_column(suffix, field, raw[i], partial(note, i))
@@ -196,8 +197,10 @@ class WebDatasetPart:
         }
         if not bad:
             return columns
-        for row in sorted(bad):
-            refuse(bad[row])
+        for row, (member, problem, remedy) in sorted(
+            bad.items()
+        ):  # ascending: names of a compressed tar are read again
+            refuse(BadSample(row, self.name(row, member), problem, remedy, raw[member][row]))
         return drop_rows(columns, bad)
 
     def read_members(self) -> list[list[bytes]]:
@@ -207,11 +210,11 @@ class WebDatasetPart:
         tars = np.repeat(self.tar, suffixes)
         order = np.lexsort((starts, tars))
         found: list[bytes] = [b""] * (samples * suffixes)
-        for number in range(len(self.paths)):
+        for number, tar in enumerate(self.tars):
             here = order[tars[order] == number]
             runs = base.cut_runs(starts[here], stops[here], base.GAP_BYTES, base.REQUEST_BYTES)
-            ranges = [Range(self.paths[number], int(starts[here[i]]), int(stops[here[j - 1]])) for i, j in runs]
-            for (i, j), wanted, data in zip(runs, ranges, base.read_ranges(self.store, ranges), strict=True):
+            spans = [Span(tar, int(starts[here[i]]), int(stops[here[j - 1]])) for i, j in runs]
+            for (i, j), wanted, data in zip(runs, spans, read_spans(spans), strict=True):
                 for one in here[i:j].tolist():
                     found[one] = bytes(data[int(starts[one]) - wanted.start : int(stops[one]) - wanted.start])
         return [found[i::suffixes] for i in range(suffixes)]
