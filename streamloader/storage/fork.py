@@ -2,7 +2,7 @@
 
 obstore's runtime hangs in a child that was forked after it had been used, even with a new store. The
 process that first uses it notes its id here; a process with another id has inherited the note by a fork.
-This is the package's only global that changes: the runtime that it describes is global too.
+A global that changes, as few do: the runtime that it describes is global too.
 """
 
 from __future__ import annotations
