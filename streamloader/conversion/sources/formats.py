@@ -7,7 +7,25 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from streamloader.conversion.sources import imagefolder, npy, webdataset
+from streamloader.conversion.sources import (
+    arrowfiles,
+    audio,
+    coco,
+    csvfiles,
+    hdf5,
+    huggingface,
+    imagefolder,
+    jsonl,
+    litdata,
+    mds,
+    netcdf,
+    npy,
+    parquet,
+    tfrecord,
+    tokens,
+    webdataset,
+    zarrstores,
+)
 from streamloader.conversion.sources.base import Source
 from streamloader.conversion.sources.choose import choose
 from streamloader.conversion.sources.files import Listing, list_source
@@ -32,6 +50,20 @@ FORMATS: Mapping[str, SourceFormat] = {
     imagefolder.NAME: SourceFormat(imagefolder.matches, imagefolder.open_source),
     webdataset.NAME: SourceFormat(webdataset.matches, webdataset.open_source),
     npy.NAME: SourceFormat(npy.matches, npy.open_source),
+    parquet.NAME: SourceFormat(parquet.matches, parquet.open_source),
+    arrowfiles.NAME: SourceFormat(arrowfiles.matches, arrowfiles.open_source),
+    huggingface.NAME: SourceFormat(huggingface.matches, huggingface.open_source, marked=True),
+    coco.NAME: SourceFormat(coco.matches, coco.open_source, marked=True),
+    audio.NAME: SourceFormat(audio.matches, audio.open_source),
+    tfrecord.NAME: SourceFormat(tfrecord.matches, tfrecord.open_source),
+    mds.NAME: SourceFormat(mds.matches, mds.open_source, marked=True),
+    litdata.NAME: SourceFormat(litdata.matches, litdata.open_source, marked=True),
+    hdf5.NAME: SourceFormat(hdf5.matches, hdf5.open_source),
+    netcdf.NAME: SourceFormat(netcdf.matches, netcdf.open_source),
+    zarrstores.NAME: SourceFormat(zarrstores.matches, zarrstores.open_source, marked=True),
+    tokens.NAME: SourceFormat(tokens.matches, tokens.open_source),
+    csvfiles.NAME: SourceFormat(csvfiles.matches, csvfiles.open_source),
+    jsonl.NAME: SourceFormat(jsonl.matches, jsonl.open_source),
 }
 
 
