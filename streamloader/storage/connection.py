@@ -22,6 +22,7 @@ from streamloader.storage.calls import Calls, HttpCalls, LocalCalls, MemoryCalls
 from streamloader.storage.file_reader import open_file_reader
 from streamloader.storage.fsspec_reader import FsspecReader
 from streamloader.storage.http_reader import HttpReader, open_http_reader
+from streamloader.storage.http_writer import HttpWriter
 from streamloader.storage.location import Location
 from streamloader.storage.object_reader import obstore_knows, open_object_reader
 from streamloader.storage.policy import RetryBudget
@@ -76,6 +77,16 @@ class Connection:
             return None
         reader = self.reader()
         return reader if isinstance(reader, HttpReader) else None
+
+    def http_writer(self, size: int) -> HttpWriter | None:
+        """Return what puts an object of so many bytes without s3fs; None where it goes up in parts, or where something
+        is wished that only s3fs knows to write.
+        """
+        if self.location.options.get("s3_additional_kwargs") or (reader := self.http()) is None:
+            return None
+        from streamloader.storage import s3_calls
+
+        return reader.writer() if size < 2 * s3_calls.PART_BYTES else None
 
     def _once(self, made: dict[int, Made], make: Callable[[], Made]) -> Made:
         pid = os.getpid()

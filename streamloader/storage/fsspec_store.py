@@ -79,8 +79,14 @@ class FsspecStore:
 
     def put(self, path: str, data: Buffer) -> ObjectInfo:
         """Write the object, on S3 in one request below 1 GiB; it appears whole or not at all."""
-        etag = self._ask(object_path(path), lambda calls, full: calls.put(full, data))
-        return ObjectInfo(path, memoryview(data).nbytes, etag)
+        size = memoryview(data).nbytes
+        http = self._guard(path, lambda: self._connection.http_writer(size))
+        if http is None:
+            etag = self._ask(object_path(path), lambda calls, full: calls.put(full, data))
+        else:
+            below = self._below(object_path(path))
+            etag = call_with_retry(lambda: http.put(below, data), self._policy, self._connection.budget)
+        return ObjectInfo(path, size, etag)
 
     def create(self, path: str, data: Buffer) -> ObjectInfo:
         """Write the object unless there is one: then raise `ObjectExistsError`.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import os
+import re
 import select
 import ssl
 import threading
@@ -26,6 +27,8 @@ from streamloader.errors import ForkError
 SIGNATURE_SECONDS = 60.0
 MAX_SIGNATURES = 4096
 MAX_IDLE = 128
+# of an answer that is no body: enough for S3's error document
+ERROR_BYTES = 4096
 
 
 class HttpError(OSError):
@@ -58,6 +61,11 @@ class Endpoint:
         """Return the request target of an object: path style, percent-encoded as S3 signs it."""
         base = urlsplit(self.url).path.rstrip("/")
         return f"{base}/{quote(self.bucket, safe='')}/{quote(key, safe='/~')}"
+
+    def address(self, target: str) -> str:
+        """Return the URL of a request target."""
+        parts = urlsplit(self.url)
+        return f"{parts.scheme}://{parts.netloc}{target}"
 
     def connect(self) -> http.client.HTTPConnection:
         """Return a connection with its socket open."""
@@ -97,8 +105,7 @@ class Signer:
         return dict(signed[1])
 
     def _sign(self, target: str, keys: Mapping[str, Any]) -> dict[str, str]:
-        parts = urlsplit(self._endpoint.url)
-        request = AWSRequest("GET", f"{parts.scheme}://{parts.netloc}{target}", headers=dict(self._endpoint.headers))
+        request = AWSRequest("GET", self._endpoint.address(target), headers=dict(self._endpoint.headers))
         credentials = Credentials(keys["access_key_id"], keys["secret_access_key"], keys["token"])
         S3SigV4Auth(credentials, "s3", self._endpoint.region).add_auth(request)
         return {name: str(value) for name, value in request.headers.items()}
@@ -139,6 +146,17 @@ class Pool:
                 self._idle.append(connection)
                 return
         connection.close()
+
+
+def refusal(answer: http.client.HTTPResponse) -> HttpError:
+    """Return what an answer says that is not the one that was asked for."""
+    if answer.status == 200:
+        return HttpError(200, "RangeNotSupported", "the whole object came")
+    text = answer.read(ERROR_BYTES).decode("utf-8", "replace")
+    code, message = re.search(r"<Code>(.*?)</Code>", text), re.search(r"<Message>(.*?)</Message>", text)
+    status = answer.status
+    said = message[1] if message else f"HTTP status {status}"
+    return HttpError(status, code[1] if code else "", said, dict(answer.headers))
 
 
 def _close_all(connections: deque[http.client.HTTPConnection]) -> None:

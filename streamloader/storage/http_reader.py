@@ -8,7 +8,6 @@ memory. The standard library speaks HTTP (`http.client`, whose `readinto` releas
 from __future__ import annotations
 
 import http.client
-import re
 import ssl
 import urllib.request
 from collections.abc import Iterator
@@ -19,13 +18,11 @@ from botocore.httpsession import get_cert_path
 
 from streamloader.errors import AccessError, UnsupportedError
 from streamloader.storage.failures import beyond_the_end, client_errors, storage_error
-from streamloader.storage.http_pool import Endpoint, HttpError, Pool
+from streamloader.storage.http_pool import Endpoint, Pool, refusal
+from streamloader.storage.http_writer import HttpWriter
 from streamloader.storage.location import Location, object_path
 from streamloader.storage.protocol import Room, room_for
 from streamloader.storage.translate import S3Options, Target, s3_options
-
-# of an answer that is no body: enough for S3's error document
-ERROR_BYTES = 4096
 
 
 class HttpReader:
@@ -45,6 +42,10 @@ class HttpReader:
             return self
         prefix = f"{self._prefix}/{path}" if self._prefix else path
         return HttpReader(self._pool, prefix, f"{self._shown}/{path}", self.reason)
+
+    def writer(self) -> HttpWriter:
+        """Return what writes to the same place, over the same connections."""
+        return HttpWriter(self._pool, self._prefix, self._shown)
 
     def read(self, path: str, start: int, stop: int, room: Room | None = None) -> memoryview:
         """Return bytes [start, stop) of the object, fewer where it ends before; in `room` where given.
@@ -96,7 +97,7 @@ class HttpReader:
             answer = connection.getresponse()
             empty = answer.status == 200 and answer.length == 0  # some answer so to a range of nothing
             if answer.status != status and not empty:
-                raise _refusal(answer)
+                raise refusal(answer)
             yield answer
             whole = answer.isclosed()
         finally:
@@ -104,16 +105,6 @@ class HttpReader:
                 self._pool.give_back(connection)
             else:
                 connection.close()
-
-
-def _refusal(answer: http.client.HTTPResponse) -> HttpError:
-    if answer.status == 200:
-        return HttpError(200, "RangeNotSupported", "the whole object came")
-    text = answer.read(ERROR_BYTES).decode("utf-8", "replace")
-    code, message = re.search(r"<Code>(.*?)</Code>", text), re.search(r"<Message>(.*?)</Message>", text)
-    status = answer.status
-    said = message[1] if message else f"HTTP status {status}"
-    return HttpError(status, code[1] if code else "", said, dict(answer.headers))
 
 
 def _fill(answer: http.client.HTTPResponse, body: memoryview) -> int:
