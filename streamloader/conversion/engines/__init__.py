@@ -1,1 +1,1 @@
-"""Where tasks run: here in processes of this machine; later elsewhere too."""
+"""Where tasks run: in processes of this machine, or on a Dask, Ray or Spark cluster; `engine.py` says how."""

@@ -10,9 +10,8 @@ import sys
 import threading
 from multiprocessing.connection import Connection
 
-from streamloader.conversion.task import Task
+from streamloader.conversion.task import Outcome, Task
 from streamloader.errors import StreamloaderError
-from streamloader.format.receipts import Receipt
 
 
 def main(socket: int, lifeline: int) -> None:
@@ -24,7 +23,7 @@ def main(socket: int, lifeline: int) -> None:
                 task: Task = channel.recv()
             except EOFError:
                 return
-            answer: Receipt | StreamloaderError
+            answer: Outcome | StreamloaderError
             try:
                 answer = task.run()
             except StreamloaderError as error:

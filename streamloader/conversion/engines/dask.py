@@ -1,0 +1,79 @@
+"""Tasks on Dask: each is one call of `Client.submit`."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from types import ModuleType
+
+from streamloader.conversion.engines.drive import Cluster, attempt
+from streamloader.conversion.engines.house import LOG_TAIL, deaf_to_ctrl_c, scratch
+from streamloader.conversion.sources.needs import need
+from streamloader.errors import EngineError
+from streamloader.format.threads import cpu_count
+
+
+@contextmanager
+def open_dask(address: str, workers: int) -> Iterator[Cluster]:
+    """Connect to the scheduler at `address`, or start one here with `workers` processes for as long as the block."""
+    distributed = need("distributed", "dask")
+    with ExitStack() as stack:
+        scheduler = address or stack.enter_context(_started(workers or cpu_count()))
+        try:
+            client = stack.enter_context(distributed.Client(scheduler, set_as_default=False))
+        except (OSError, ValueError) as error:
+            raise EngineError(f"no Dask scheduler answers at {scheduler}: {error}", "see that it runs") from error
+        executor = client.get_executor(pure=False, retries=0)
+
+        def deaths(error: BaseException) -> int:
+            return error.allowed_failures + 1 if isinstance(error, distributed.KilledWorker) else 0
+
+        def slots() -> int:
+            try:
+                return sum(client.nthreads().values())
+            except OSError as error:
+                raise EngineError(f"the Dask scheduler at {scheduler} is gone: {error}", "see its log") from error
+
+        # One for each slot: Dask gives a killed worker's waiting tasks the same blame as the one that it was at.
+        yield Cluster("Dask", lambda task: executor.submit(attempt, task), deaths, slots, 1, workers if address else 0)
+
+
+@contextmanager
+def _started(workers: int) -> Iterator[str]:
+    """Start a cluster with so many processes, and yield its scheduler's address."""
+    with scratch() as folder, (folder / "log").open("w+b") as log:
+        with deaf_to_ctrl_c():
+            house = subprocess.Popen(
+                [sys.executable, "-P", "-m", "streamloader.conversion.engines.dask_house", str(workers), str(folder)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+                text=True,
+            )
+        try:
+            assert house.stdout is not None
+            address = house.stdout.readline().strip()
+            if not address:
+                said = (folder / "log").read_text(errors="replace")[-LOG_TAIL:]
+                raise EngineError(f"Dask does not start here: {said}", "see what it says")
+            yield address
+        finally:
+            _kill(need("psutil", "dask"), house.pid)
+            house.communicate()
+
+
+def _kill(psutil: ModuleType, pid: int) -> None:
+    """Kill a process with all that it started, and wait until all of them are gone."""
+    with suppress(psutil.NoSuchProcess):  # it has died before
+        house = psutil.Process(pid)
+        house.suspend()  # so that it starts no worker in place of those that die now
+        family = [*house.children(recursive=True), house]
+        for process in family:
+            with suppress(psutil.NoSuchProcess):
+                if "resource_tracker" not in str(process.cmdline()):  # it ends last, and removes their semaphores
+                    process.kill()
+        psutil.wait_procs(family)

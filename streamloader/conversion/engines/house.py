@@ -1,0 +1,84 @@
+"""What a cluster that is started on this machine needs here: a folder, and a process that is afterwards as before."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+LOG_TAIL = 400  # characters: the end of what a program printed before it gave up
+
+# Reads until the pipe's other end is closed, and removes the folder as long as dying processes put something into it.
+REMOVER = 'read -r _; for _ in 1 2 3 4 5 6 7 8 9 10; do rm -rf "$0"; sleep 1; [ -e "$0" ] || exit 0; done'
+
+
+@contextlib.contextmanager
+def scratch(parent: str | None = None) -> Iterator[Path]:
+    """Make an empty folder for temporary files, and remove it in the end, also when this process is killed.
+
+    A shell of its own holds the reading end of a pipe: it hears when the writing end, which only this process has, is
+    closed, in whatever way that comes about.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="streamloader-", dir=parent))
+    remover = subprocess.Popen(
+        ["/bin/sh", "-c", REMOVER, str(folder)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,  # Ctrl-C in a terminal does not reach it
+    )
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        if not folder.exists():
+            remover.kill()
+        remover.communicate()
+
+
+@contextlib.contextmanager
+def deaf_to_ctrl_c() -> Iterator[None]:
+    """Start a program here, and SIGINT is blocked in it from its first instruction on.
+
+    Ctrl-C in a terminal reaches the whole process group: the starter decides. An interpreter that is still importing
+    would print a traceback. To this process it comes at the end of the block.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextlib.contextmanager
+def own_signals() -> Iterator[None]:
+    """Keep the handlers of SIGINT and SIGTERM: Ray and Spark set theirs, which outlive their clusters."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread can set handlers
+        return
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def own_environment() -> Iterator[None]:
+    """Keep the environment variables and the module path, to which Ray and Spark add theirs."""
+    before, path = dict(os.environ), list(sys.path)
+    try:
+        yield
+    finally:
+        for name in os.environ.keys() - before.keys():
+            del os.environ[name]
+        os.environ.update(before)
+        sys.path[:] = path

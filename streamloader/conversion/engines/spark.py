@@ -1,0 +1,123 @@
+"""Tasks on Spark: each is a job of one partition, which a thread of ours waits for."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from streamloader.conversion.engines.drive import Answer, Cluster, attempt
+from streamloader.conversion.engines.house import LOG_TAIL, own_environment, own_signals, scratch
+from streamloader.conversion.sources.needs import need
+from streamloader.conversion.task import Task
+from streamloader.errors import EngineError
+from streamloader.format.threads import cpu_count
+
+DIED = ("Python worker exited unexpectedly", "ExecutorLostFailure")
+
+
+@contextmanager
+def open_spark(address: str, workers: int) -> Iterator[Cluster]:
+    """Connect to the master at `address`, or run Spark here with `workers` processes for as long as the block.
+
+    Where this process has a context already, that is the cluster: there can be but one. It stays open.
+    """
+    pyspark: Any = need("pyspark", "spark")
+    with ExitStack() as stack:
+        context = pyspark.SparkContext._active_spark_context
+        if context is None:
+            stack.enter_context(own_environment())
+            context = stack.enter_context(_context(pyspark, address or f"local[{workers or cpu_count()}]"))
+
+        # in a context of another's making Spark itself may do a task again before it tells us
+        attempts = int(
+            context.getConf().get("spark.task.maxFailures", "1" if context.master.startswith("local") else "4")
+        )
+        yield Cluster(
+            "Spark",
+            lambda task: _begin(pyspark, context, task),
+            lambda error: attempts if any(reason in str(error) for reason in DIED) else 0,
+            lambda: int(context.defaultParallelism),
+            most=workers if address else 0,
+        )
+
+
+def _begin(pyspark: Any, context: Any, task: Task) -> Future[Answer]:
+    """Run the task as a job of its own. The thread is a daemon: nobody waits for it when the run is given up."""
+    future: Future[Answer] = Future()
+
+    def work() -> None:
+        try:
+            future.set_result(context.parallelize([task], 1).map(attempt).collect()[0])
+        except Exception as error:  # noqa: BLE001 - handed to the caller, whatever it is
+            future.set_exception(error)
+
+    pyspark.InheritableThread(target=work, name="streamloader-spark", daemon=True).start()
+    return future
+
+
+@contextmanager
+def _context(pyspark: Any, master: str) -> Iterator[Any]:
+    """Start a context and its Java machine, and end both."""
+    home = pyspark.SparkContext
+    with scratch() as folder:
+        conf = pyspark.SparkConf()
+        for name, value in _settings(master, folder).items():
+            conf.set(name, value)
+        log = folder / "log"
+        launch: Callable[..., Any] = need("pyspark.java_gateway", "spark").launch_gateway
+        with ExitStack() as stack:
+            try:
+                gateway = None
+                if home._gateway is None:  # else there is a Java machine already, and it stays
+                    with log.open("wb") as output:
+                        gateway = launch(conf, {"stdout": output, "stderr": subprocess.STDOUT})
+                    stack.callback(_end, home, gateway)
+                with own_signals():
+                    context = home(conf=conf, gateway=gateway)
+            except Exception as error:
+                tail = log.read_text(errors="replace")[-LOG_TAIL:] if log.exists() else ""
+                problem = f"Spark does not start with the master {master}: {str(error)[:LOG_TAIL]} {tail}"
+                raise EngineError(problem, "see that the master runs, and that Java 17 or later is here") from error
+            stack.callback(_stop, context)
+            context.pythonExec = os.environ.get("PYSPARK_PYTHON", sys.executable)
+            yield context
+
+
+def _settings(master: str, folder: Path) -> dict[str, str]:
+    settings = {
+        "spark.master": master,
+        "spark.app.name": "streamloader",
+        "spark.ui.enabled": "false",
+        "spark.ui.showConsoleProgress": "false",
+        "spark.local.dir": str(folder),
+        "spark.task.maxFailures": "1",  # we count
+        "spark.driver.extraJavaOptions": f"-Djava.io.tmpdir={folder} -XX:-UsePerfData",
+    }
+    if master.startswith("local"):  # its workers are on this machine
+        settings |= {
+            "spark.driver.host": "127.0.0.1",
+            "spark.driver.bindAddress": "127.0.0.1",
+            "spark.executorEnv.PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+        }
+    return settings
+
+
+def _stop(context: Any) -> None:
+    with suppress(OSError, need("py4j.protocol", "spark").Py4JError):  # its Java machine has died
+        context.stop()
+
+
+def _end(home: Any, gateway: Any) -> None:
+    """End the Java machine that was started for this run, so that a later context starts a new one."""
+    with suppress(OSError, need("py4j.protocol", "spark").Py4JError):
+        gateway.shutdown()
+    home._gateway = home._jvm = home._active_spark_context = None
+    if gateway.proc is not None:  # None: this program was started by spark-submit
+        gateway.proc.stdin.close()
+        gateway.proc.wait()

@@ -1,0 +1,94 @@
+"""Tasks that behave as they are told, and a program that does them on an engine: `engine_tasks.py ENGINE FOLDER JSON`.
+
+A module of its own, since the workers of clusters import it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from streamloader.conversion.engines.engine import parse_engine, run_tasks
+from streamloader.conversion.sources.base import Refuse
+from streamloader.conversion.task import Outcome, Task
+from streamloader.errors import SourceError
+from streamloader.format.geometry import Geometry, choose_layouts
+from streamloader.format.manifest import Field
+from streamloader.options import Layout
+from streamloader.storage import open_store
+
+ROWS = 4
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """A part that does as `manner` says, and leaves a file in `folder` for each time that it is read."""
+
+    folder: Path
+    shard: int
+    manner: str = ""
+
+    def read(self, refuse: Refuse) -> dict[str, Any]:
+        times = len(list(self.folder.glob(f"{self.shard}-*")))
+        (self.folder / f"{self.shard}-{times}-{os.getpid()}").touch()
+        if self.manner == "always killed" or (self.manner == "killed once" and times == 0):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.manner == "bad":
+            raise SourceError(f"row {self.shard} is bad", "remove it")
+        if self.manner == "bug":
+            raise KeyError("a bug of ours")
+        if self.manner == "endless":
+            (self.folder.parent / "fifo").write_text("begun\n")
+            time.sleep(1000)
+        return {"x": np.arange(self.shard, self.shard + ROWS, dtype=np.int64), "name": [b"%d" % self.shard] * ROWS}
+
+
+def geometry() -> Geometry:
+    fields = {"x": Field("tensor", "int64"), "name": Field("bytes")}
+    sizes = {"x": 8.0, "name": 2.0}
+    return choose_layouts(fields, sizes, {"x": "none", "name": "none"}, 1000, Layout(samples_per_shard=ROWS))
+
+
+class Run:
+    """Tasks on an engine: what is made, what is done, and what was begun."""
+
+    def __init__(self, folder: Path, manners: dict[int, str] | None = None, count: int = 10, url: str = "") -> None:
+        self.folder, self.manners, self.count = folder, manners or {}, count
+        self.url = url or str(folder / "out")
+        self.made = 0
+        self.made_at_first = 0
+        self.done: dict[int, Outcome] = {}
+        (folder / "reads").mkdir(parents=True, exist_ok=True)
+
+    def run(self, engine: str, workers: int = 0) -> Run:
+        run_tasks(parse_engine(engine), self.tasks(), workers, self.note)
+        return self
+
+    def tasks(self) -> Iterator[Task]:
+        for shard in range(self.count):
+            self.made += 1
+            part = Numbers(self.folder / "reads", shard, self.manners.get(shard, ""))
+            yield Task(part, open_store(self.url), geometry(), shard, range(shard * ROWS, (shard + 1) * ROWS))
+
+    def note(self, task: Task, outcome: Outcome) -> None:
+        assert task.shard == outcome.shard
+        self.made_at_first = self.made_at_first or self.made
+        self.done[task.shard] = outcome
+
+    def reads(self, shard: int) -> int:
+        """How often the shard's task was begun."""
+        return len(list((self.folder / "reads").glob(f"{shard}-*")))
+
+
+if __name__ == "__main__":
+    told = {int(shard): manner for shard, manner in json.loads(sys.argv[3]).items()}
+    Run(Path(sys.argv[2]), told).run(sys.argv[1], workers=2)

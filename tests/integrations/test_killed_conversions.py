@@ -1,0 +1,98 @@
+"""kill -9 of a whole conversion at fifty random moments, and the same command again: the same bytes in the end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from test_convert_job import contents
+
+from streamloader import dataset
+
+KILLS = 50
+COMMAND = [sys.executable, "-m", "streamloader.cli.main", "convert"]
+# every manner of a conversion that changes what is written when; 4 KiB make some hundred shards of what is here
+MANNERS = (
+    [],
+    ["--shuffle", "7", "--on-error", "quarantine"],
+    ["--split", "train=0.8,val=0.2", "--on-error", "skip", "--resize", "12"],
+)
+LEFT_OUT = 3  # exit status: whole, but bad samples are not in it
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """600 small images in three classes."""
+    root = tmp_path_factory.mktemp("source") / "photos"
+    rng = np.random.default_rng(0)
+    for name in ("ant", "bee", "cat"):
+        (root / name).mkdir(parents=True)
+        for i in range(200):
+            Image.fromarray(rng.integers(0, 256, (16 + i % 8, 16, 3), dtype=np.uint8)).save(root / name / f"{i:03}.png")
+    return root
+
+
+@contextlib.contextmanager
+def converting(src: Path, dst: Path, manner: list[str], temporary: Path) -> Iterator[subprocess.Popen[str]]:
+    """A conversion in a process group of its own, which is gone afterwards."""
+    command = [*COMMAND, str(src), str(dst), *manner, "--shard-size", "4KiB", "--workers", "2", "--quiet"]
+    environment = {**os.environ, "TMPDIR": str(temporary)}
+    process = subprocess.Popen(command, env=environment, start_new_session=True, stderr=subprocess.PIPE, text=True)
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def spoil(photos: Path, manner: list[str]) -> None:
+    """Make some images bad, or good again: in the manners that leave such samples out."""
+    for name in ("ant/050.png", "bee/199.png", "cat/000.png", "cat/199.png"):
+        path, kept = photos / name, (photos / name).with_suffix(".kept")
+        if "--on-error" in manner and not kept.exists():
+            path.rename(kept)
+            path.write_bytes(b"no image")
+        os.utime(path, (1, 1))  # the same file for every conversion
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("manner", MANNERS, ids=["plain", "shuffled, with a quarantine", "splits, resized, skipping"])
+def test_kills_at_random_moments_change_nothing(manner: list[str], photos: Path, tmp_path: Path) -> None:
+    spoil(photos, manner)
+    rng = random.Random(int(os.environ.get("STREAMLOADER_TEST_SEED", "0")) + len(manner))
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    begin = time.monotonic()
+    with converting(photos, tmp_path / "whole", manner, temporary) as process:
+        assert process.wait(100) in (0, LEFT_OUT), process.communicate()[1]
+    took = time.monotonic() - begin
+    wanted, out, kills, finished = contents(tmp_path / "whole"), tmp_path / "out", 0, 0
+    goal = -(-KILLS // len(MANNERS))
+    while kills < goal or not finished:
+        with converting(photos, out, manner, temporary) as process:
+            moment = rng.random() * took
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                status = process.wait(moment if kills < goal else 100)
+                assert status in (0, LEFT_OUT), process.communicate()[1]
+                assert contents(out) == wanted
+                finished += 1
+                out = tmp_path / f"out{finished}"  # begin another one, there are kills left
+                continue
+            os.killpg(process.pid, signal.SIGKILL)
+            kills += 1
+        assert not list(temporary.iterdir()), "a kill left something behind"
+    splits = ("train", "val") if "--split" in manner else (None,)
+    digests = {dataset.open(tmp_path / "whole", split=split).digest for split in splits}
+    assert {dataset.open(tmp_path / "out", split=split).digest for split in splits} == digests
+    assert kills >= goal
