@@ -12,7 +12,7 @@ INTEGRATIONS := .venv-integrations
 help:
 	@echo "make demo         the main job: convert, train with two ranks, kill, resume, evaluate (a minute or two)"
 	@echo "make test         lint, types and all tests (less than ten minutes)"
-	@echo "make test-integrations  the same with Lightning, Accelerate and transformers, in an environment of their own"
+	@echo "make test-integrations  every source and engine with its packages, training frameworks, many kills: in an environment of its own"
 	@echo "make lint         ruff; 'make format' repairs what it can"
 	@echo "make types        mypy --strict"
 	@echo "make bench        loader, ceilings and peers side by side (less than 15 minutes)"

@@ -125,7 +125,13 @@ def test_workers_end_with_a_failure_of_the_caller(tmp_path: Path) -> None:
         raise KeyboardInterrupt
 
     tasks = (
-        Task(Numbers(reads, shard, "endless" if shard else ""), open_store(tmp_path / "out"), geometry(), shard, range(64))
+        Task(
+            Numbers(reads, shard, "endless" if shard else ""),
+            open_store(tmp_path / "out"),
+            geometry(),
+            shard,
+            range(64),
+        )
         for shard in range(4)
     )
     with pytest.raises(KeyboardInterrupt):

@@ -16,8 +16,8 @@ from streamloader import dataset, errors
 from streamloader.cli import rm_incomplete
 from streamloader.cli.main import main
 from streamloader.conversion import Progress, convert
-from streamloader.conversion.incomplete import find_incomplete, remove_incomplete
-from streamloader.conversion.verify import verify
+from streamloader.conversion.after.incomplete import find_incomplete, remove_incomplete
+from streamloader.conversion.after.verify import verify
 from streamloader.format.writer import Writer
 from streamloader.options import Layout
 from streamloader.storage import open_store

@@ -15,7 +15,7 @@ from streamloader.errors import UsageError
 
 if TYPE_CHECKING:
     from streamloader.conversion import Progress
-    from streamloader.conversion.append import AppendReport
+    from streamloader.conversion.after.append import AppendReport
 
 _OPTION_HELP = "An option of the store, as its fsspec package calls it; JSON values are read as such. May be repeated."
 
@@ -57,7 +57,7 @@ def append(
     An interrupted append goes on when the same command is run again.
     """
     storage_options, source_options = parse_options(storage), parse_options(source) or None
-    from streamloader.conversion import append as commands
+    from streamloader.conversion.after import append as commands
 
     if abandon == (src is not None):
         raise UsageError("append takes SRC, or --abandon", "give one of them")

@@ -14,7 +14,7 @@ from streamloader.cli.options import INTERRUPTED, parse_options, show_bytes
 from streamloader.cli.progress import Step, display
 
 if TYPE_CHECKING:
-    from streamloader.conversion.export import Exported
+    from streamloader.conversion.after.export import Exported
 
 FORMATS = ("webdataset", "parquet", "npz", "zarr")
 
@@ -47,7 +47,7 @@ def export(
 
     webdataset: tars. parquet: needs pyarrow. npz: fields of fixed shape only. zarr: a plain Zarr v3 group.
     """
-    from streamloader.conversion.export import export as run
+    from streamloader.conversion.after.export import export as run
 
     begin = time.monotonic()
     try:

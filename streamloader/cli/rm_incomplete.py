@@ -11,7 +11,7 @@ from streamloader.cli.options import parse_options, show_bytes
 from streamloader.errors import UsageError
 
 if TYPE_CHECKING:
-    from streamloader.conversion.incomplete import Incomplete
+    from streamloader.conversion.after.incomplete import Incomplete
 
 SHOWN = 5  # paths
 
@@ -27,7 +27,7 @@ def rm_incomplete(url: str, yes: bool, storage: tuple[str, ...]) -> None:
 
     Only while nothing writes there.
     """
-    from streamloader.conversion.incomplete import find_incomplete, remove_incomplete
+    from streamloader.conversion.after.incomplete import find_incomplete, remove_incomplete
     from streamloader.storage import open_store
 
     store = open_store(url, parse_options(storage))

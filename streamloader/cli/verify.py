@@ -16,7 +16,7 @@ from streamloader.cli.progress import Step, display
 from streamloader.errors import UsageError
 
 if TYPE_CHECKING:
-    from streamloader.conversion.verify import Checked, VerifyReport
+    from streamloader.conversion.after.verify import Checked, VerifyReport
 
 NOT_WHOLE = 1
 
@@ -50,8 +50,8 @@ def verify(
     Sizes, indexes, checksums, tables, documents, every item; with --against the source too. Nothing is written. The
     exit status is 0 where the dataset is whole, 1 where it is not.
     """
-    from streamloader.conversion.against import Against
-    from streamloader.conversion.verify import verify as run
+    from streamloader.conversion.after.against import Against
+    from streamloader.conversion.after.verify import verify as run
 
     if src is None and (format_name or source):
         raise UsageError("--format or --source-option without --against", "name the source with --against SRC")

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streamloader.conversion.sources.base import BadSample, Part, Refuse, Sieve, Source, drop_rows
-from streamloader.conversion.sources.images import ENCODINGS
+from streamloader.conversion.sources.folders.images import ENCODINGS
 from streamloader.errors import UsageError
 from streamloader.format.codecs import Column
 from streamloader.format.manifest import Field

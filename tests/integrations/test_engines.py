@@ -33,9 +33,6 @@ END_SECONDS = 30.0
 
 pytestmark = [
     pytest.mark.timeout(300),
-    # Ray leaves the files of the processes that it starts to the garbage collector, and they themselves too
-    pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning"),
-    pytest.mark.filterwarnings("ignore:subprocess .* is still running:ResourceWarning"),
 ]
 
 
@@ -55,6 +52,7 @@ class Cluster:
     def __init__(self, name: str, folder: Path) -> None:
         self.name, self.folder, self.address = name, folder, ""
         self.mark = uuid.uuid4().hex
+        self._programs: list[tuple[subprocess.Popen[str], threading.Thread]] = []
         self.environment = os.environ | {MARK: self.mark, "TMPDIR": str(folder)}
 
     def start(self, until: str, *command: str) -> None:
@@ -76,7 +74,9 @@ class Cluster:
                 break
         else:
             raise AssertionError("".join(heard))
-        threading.Thread(target=program.stdout.read, daemon=True).start()
+        reader = threading.Thread(target=program.stdout.read, daemon=True)
+        reader.start()
+        self._programs.append((program, reader))
 
     def __enter__(self) -> Cluster:
         (port,) = free_ports(1)
@@ -111,6 +111,11 @@ class Cluster:
                     if "resource_tracker" not in str(process.cmdline()):  # these end by themselves, and clean up
                         process.kill()
             psutil.wait_procs(processes)
+        for program, reader in self._programs:
+            reader.join()
+            program.wait()
+            assert program.stdout is not None
+            program.stdout.close()
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -242,6 +247,18 @@ def test_a_bug_is_an_engine_error_with_its_traceback(engine: str, tmp_path: Path
         Run(tmp_path, {1: "bug"}).run(engine)
     assert any("Traceback" in note and "a bug of ours" in note for note in caught.value.__notes__)
     assert len(Run(tmp_path / "again").run(engine).done) == 10, "the connection is as it was"
+
+
+def test_a_connection_that_this_process_has_is_not_mistaken(cluster: Cluster, engine: str, tmp_path: Path) -> None:
+    if cluster.name == "dask":  # which allows for many connections
+        distributed = importlib.import_module("distributed")
+        with distributed.Client(cluster.address) as client:
+            assert len(Run(tmp_path).run(engine).done) == 10
+            assert distributed.get_client() is client
+        return
+    other = cluster.address if cluster.name == "ray" else "local[7]"
+    with pytest.raises(UsageError, match=f"this process .*; write {cluster.name}, without an address"):
+        Run(tmp_path).run(f"{cluster.name}={other}")
 
 
 @pytest.mark.parametrize("how", ["ctrl-c", "killed"])

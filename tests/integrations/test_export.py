@@ -20,8 +20,8 @@ from streamloader import dataset, errors
 from streamloader.cli import export as cli_export
 from streamloader.cli.main import main
 from streamloader.conversion import convert
-from streamloader.conversion.export import FORMATS, Exported, export
-from streamloader.conversion.exports.webdataset import suffix_of
+from streamloader.conversion.after.export import FORMATS, Exported, export
+from streamloader.conversion.after.exports.webdataset import suffix_of
 from streamloader.dataset import Dataset
 from streamloader.format.manifest import DTYPES, Field
 from streamloader.format.writer import Writer
@@ -73,7 +73,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture
 def piecewise(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pieces as small as a shard."""
-    monkeypatch.setattr("streamloader.conversion.export.FEW_BYTES", 0)
+    monkeypatch.setattr("streamloader.conversion.after.export.FEW_BYTES", 0)
 
 
 def equal(one: Any, other: Any) -> bool:
@@ -248,7 +248,7 @@ def test_an_array_may_be_called_as_an_argument_of_numpy(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("piecewise")
 def test_zarr_python_and_xarray_read_a_zarr(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("streamloader.conversion.exports.zarr.CHUNK_BYTES", 8192)
+    monkeypatch.setattr("streamloader.conversion.after.exports.zarr.CHUNK_BYTES", 8192)
     export(url, tmp_path / "out", format="zarr")
     group = zarr.open_group(tmp_path / "out", mode="r")
     assert sorted(group.array_keys()) == sorted(KINDS)

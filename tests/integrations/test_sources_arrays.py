@@ -28,8 +28,8 @@ from test_convert_sources import FORMATS, plain, rows_of
 import streamloader as sl
 from streamloader.conversion.sources import base, rowreads
 from streamloader.conversion.sources.base import BadSample, Source, refuse_all
-from streamloader.conversion.sources.blockfile import BLOCK_BYTES, BlockFile
 from streamloader.conversion.sources.formats import open_source
+from streamloader.conversion.sources.tensors.blockfile import BLOCK_BYTES, BlockFile
 from streamloader.conversion.sources.wish import parse_wish
 from streamloader.errors import (
     FieldError,

@@ -24,7 +24,8 @@ from servers import S3Server
 from test_convert_sources import FORMATS, plain
 
 import streamloader as sl
-from streamloader.conversion.sources import arrowfiles, base, rangefile
+from streamloader.conversion.sources import base, rangefile
+from streamloader.conversion.sources.arrow import arrowfiles
 from streamloader.conversion.sources.base import BadSample, Range, Source, refuse_all
 from streamloader.conversion.sources.formats import open_source
 from streamloader.conversion.sources.wish import Wish, parse_wish

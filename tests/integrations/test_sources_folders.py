@@ -21,8 +21,8 @@ from test_convert_sources import FORMATS, opened, plain, png
 
 from streamloader import dataset
 from streamloader.conversion import convert
-from streamloader.conversion.sources.audiofiles import audio_problem
 from streamloader.conversion.sources.base import BadSample, Source, refuse_all
+from streamloader.conversion.sources.folders.audiofiles import audio_problem
 from streamloader.conversion.sources.formats import open_source
 from streamloader.conversion.sources.wish import Wish, parse_wish
 from streamloader.errors import FieldError, SourceError, UsageError

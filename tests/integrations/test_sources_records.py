@@ -32,12 +32,12 @@ import streamloader as sl
 from streamloader.conversion import convert
 from streamloader.conversion.sources.base import BadSample, Source, refuse_all
 from streamloader.conversion.sources.formats import open_source
-from streamloader.conversion.sources.littree import leaf_names
-from streamloader.conversion.sources.litvalues import leaf_reader
-from streamloader.conversion.sources.mdsvalues import encoding_of
-from streamloader.conversion.sources.tarindex import open_tar
-from streamloader.conversion.sources.tfexample import BytesList, parse_example, unpack_varints
-from streamloader.conversion.sources.tfrecord import record_starts
+from streamloader.conversion.sources.loaders.littree import leaf_names
+from streamloader.conversion.sources.loaders.litvalues import leaf_reader
+from streamloader.conversion.sources.loaders.mdsvalues import encoding_of
+from streamloader.conversion.sources.loaders.tfexample import BytesList, parse_example, unpack_varints
+from streamloader.conversion.sources.loaders.tfrecord import record_starts
+from streamloader.conversion.sources.tars.tarindex import open_tar
 from streamloader.conversion.sources.wish import parse_wish
 from streamloader.errors import ConvertError, FieldError, SourceError, UsageError
 from streamloader.format.codecs import Column

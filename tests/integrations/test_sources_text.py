@@ -27,15 +27,16 @@ from test_convert_sources import FORMATS, npy_bytes, opened, plain, png, tar
 
 from streamloader import dataset
 from streamloader.conversion import convert
-from streamloader.conversion.sources import linesindex, packing, streams
+from streamloader.conversion.sources import packing, streams
 from streamloader.conversion.sources.base import BadSample, Range, Source, read_range, refuse_all
-from streamloader.conversion.sources.csvfiles import _infer
-from streamloader.conversion.sources.csvread import Parser, Table
 from streamloader.conversion.sources.files import list_source
 from streamloader.conversion.sources.formats import open_source
-from streamloader.conversion.sources.linesplit import Bounds, Splitter, Style
 from streamloader.conversion.sources.packing import packing_of, unpacked
 from streamloader.conversion.sources.streams import Content, Span, inner_extension, read_spans
+from streamloader.conversion.sources.text import linesindex
+from streamloader.conversion.sources.text.csvfiles import _infer
+from streamloader.conversion.sources.text.csvread import Parser, Table
+from streamloader.conversion.sources.text.linesplit import Bounds, Splitter, Style
 from streamloader.conversion.sources.wish import Wish, parse_wish
 from streamloader.errors import FieldError, SourceChangedError, SourceError, UsageError
 from streamloader.format.values import from_bytes
@@ -207,7 +208,7 @@ def test_what_the_csv_module_writes_is_read_back_whole(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(linesindex, "MARK_BYTES", data.draw(st.integers(1, 200)))
         patch.setattr(packing, "BLOCK", data.draw(st.integers(64, 200)))
-        patch.setattr("streamloader.conversion.sources.csvfiles._HEADER_BYTES", 64)
+        patch.setattr("streamloader.conversion.sources.text.csvfiles._HEADER_BYTES", 64)
         source = wished(path, "a=text,b=text")
         assert every_row(source) == [{"a": a, "b": b} for a, b in rows]
         chosen = sorted(data.draw(st.sets(st.integers(0, len(rows) - 1))))
@@ -439,7 +440,7 @@ def test_a_readme_or_a_hidden_file_does_not_hide_a_table(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("kind", ["csv", "jsonl"])
 def test_a_record_that_is_far_too_long_is_named(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("streamloader.conversion.sources.linesplit.MAX_RECORD", 1 << 20)
+    monkeypatch.setattr("streamloader.conversion.sources.text.linesplit.MAX_RECORD", 1 << 20)
     data = b"a,b\n1,2\n" + b'"' + b"x\n" * (1 << 20) if kind == "csv" else b'{"a": 1}\n"' + b"x" * (2 << 20)
     (tmp_path / f"it.{kind}").write_bytes(data)
     with pytest.raises(

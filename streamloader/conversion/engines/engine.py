@@ -8,7 +8,8 @@
   any exception but a `StreamloaderError`, is an `EngineError` too.
 - Ctrl-C, or whatever else `on_done` raises, ends the run at once.
 - A cluster that is started here is ended with the run and leaves no process and no file, not even when this process is
-  killed. One that is reached by an address is left as it was.
+  killed. One that is reached by an address is left as it was, and so is a connection to Ray or Spark that this process
+  has already: it can have but one, which is then used.
 """
 
 from __future__ import annotations

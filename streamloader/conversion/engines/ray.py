@@ -13,7 +13,7 @@ from typing import Any
 from streamloader.conversion.engines.drive import Cluster, attempt
 from streamloader.conversion.engines.house import own_environment, own_signals, scratch
 from streamloader.conversion.sources.needs import need
-from streamloader.errors import EngineError
+from streamloader.errors import EngineError, UsageError
 from streamloader.format.threads import cpu_count
 
 OBJECTS = 100 << 20  # bytes: what travels are tasks and receipts
@@ -25,12 +25,16 @@ def open_ray(address: str, workers: int) -> Iterator[Cluster]:
     """Connect to the cluster at `address`, or start one here with `workers` processes for as long as the block.
 
     Where this process is connected already, that is the cluster: there can be but one connection. It stays open.
+    Raises `UsageError` where it is connected and another address is given.
     """
     ray: Any = need("ray", "ray")
     errors = ray.exceptions
     died = (errors.WorkerCrashedError, errors.NodeDiedError, errors.OutOfMemoryError)
     with ExitStack() as stack:
-        if not ray.is_initialized():
+        connected = ray.is_initialized()
+        if connected and address not in ("", "auto"):
+            raise UsageError(f"this process is connected to Ray, so not to {address}", "write ray, without an address")
+        if not connected:
             stack.enter_context(own_environment())
             os.environ["RAY_USAGE_STATS_ENABLED"] = "0"  # a conversion tells nobody
             options = {"address": address} if address else _options(stack, workers or cpu_count())

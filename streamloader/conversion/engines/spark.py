@@ -15,7 +15,7 @@ from streamloader.conversion.engines.drive import Answer, Cluster, attempt
 from streamloader.conversion.engines.house import LOG_TAIL, own_environment, own_signals, scratch
 from streamloader.conversion.sources.needs import need
 from streamloader.conversion.task import Task
-from streamloader.errors import EngineError
+from streamloader.errors import EngineError, UsageError
 from streamloader.format.threads import cpu_count
 
 DIED = ("Python worker exited unexpectedly", "ExecutorLostFailure")
@@ -26,10 +26,14 @@ def open_spark(address: str, workers: int) -> Iterator[Cluster]:
     """Connect to the master at `address`, or run Spark here with `workers` processes for as long as the block.
 
     Where this process has a context already, that is the cluster: there can be but one. It stays open.
+    Raises `UsageError` where it has one and another address is given.
     """
     pyspark: Any = need("pyspark", "spark")
     with ExitStack() as stack:
         context = pyspark.SparkContext._active_spark_context
+        if context is not None and address not in ("", context.master):
+            problem = f"this process has a Spark context at {context.master}, so none at {address}"
+            raise UsageError(problem, "write spark, without an address")
         if context is None:
             stack.enter_context(own_environment())
             context = stack.enter_context(_context(pyspark, address or f"local[{workers or cpu_count()}]"))

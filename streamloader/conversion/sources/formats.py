@@ -7,28 +7,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from streamloader.conversion.sources import (
-    arrowfiles,
-    audio,
-    coco,
-    csvfiles,
-    hdf5,
-    huggingface,
-    imagefolder,
-    jsonl,
-    litdata,
-    mds,
-    netcdf,
-    npy,
-    parquet,
-    tfrecord,
-    tokens,
-    webdataset,
-    zarrstores,
-)
+from streamloader.conversion.sources.arrow import arrowfiles, huggingface, parquet
 from streamloader.conversion.sources.base import Source
 from streamloader.conversion.sources.choose import choose
 from streamloader.conversion.sources.files import Listing, list_source
+from streamloader.conversion.sources.folders import audio, coco, imagefolder
+from streamloader.conversion.sources.loaders import litdata, mds, tfrecord
+from streamloader.conversion.sources.tars import webdataset
+from streamloader.conversion.sources.tensors import hdf5, netcdf, npy, tokens, zarrstores
+from streamloader.conversion.sources.text import csvfiles, jsonl
 from streamloader.conversion.sources.wish import Wish
 from streamloader.errors import SourceError, UsageError
 

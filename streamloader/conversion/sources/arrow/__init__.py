@@ -1,0 +1,1 @@
+"""Apache Arrow's family: Parquet, Arrow and Feather files, Hugging Face datasets."""

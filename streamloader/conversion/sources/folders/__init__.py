@@ -1,0 +1,1 @@
+"""Files in folders, kept as they are: images, audio clips, COCO."""

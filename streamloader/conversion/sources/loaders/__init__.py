@@ -1,0 +1,1 @@
+"""What other loaders write: TFRecord, MosaicML MDS, LitData."""
