@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import threading
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,7 +27,6 @@ from streamloader.errors import EngineError, SourceError, UsageError
 
 HERE = Path(__file__).parent
 ENGINES = ["dask", "ray", "spark"]
-MARK = "STREAMLOADER_TEST_MARK"  # in the environment of a run: whoever has it was started by it
 END_SECONDS = 30.0
 
 pytestmark = [
@@ -36,12 +34,12 @@ pytestmark = [
 ]
 
 
-def marked(mark: str) -> list[psutil.Process]:
-    """The processes that a run started, this one left out."""
+def running_in(folder: Path) -> list[psutil.Process]:
+    """The processes that work in a folder, or below: children inherit it. This one is left out."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
-            if process.pid != os.getpid() and process.environ().get(MARK) == mark:
+            if process.pid != os.getpid() and Path(process.cwd()).is_relative_to(folder):
                 found.append(process)
     return found
 
@@ -51,15 +49,15 @@ class Cluster:
 
     def __init__(self, name: str, folder: Path) -> None:
         self.name, self.folder, self.address = name, folder, ""
-        self.mark = uuid.uuid4().hex
         self._programs: list[tuple[subprocess.Popen[str], threading.Thread]] = []
-        self.environment = os.environ | {MARK: self.mark, "TMPDIR": str(folder)}
+        self.environment = os.environ | {"TMPDIR": str(folder)}
 
     def start(self, until: str, *command: str) -> None:
         """Start a program, and wait until it has printed a line with the text `until`."""
         program = subprocess.Popen(
             command,
             env=self.environment,
+            cwd=self.folder,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -105,7 +103,7 @@ class Cluster:
         return self
 
     def __exit__(self, *error: object) -> None:
-        while processes := marked(self.mark):
+        while processes := running_in(self.folder):
             for process in processes:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     if "resource_tracker" not in str(process.cmdline()):  # these end by themselves, and clean up
@@ -145,29 +143,28 @@ def state() -> tuple[object, ...]:
     return dict(os.environ), list(sys.path), [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
 
 
-def shared() -> set[str]:
-    """Semaphores and shared memory, and the folders that the clusters' programs make if nobody tells them another."""
-    names = [path for folder in ("/tmp", "/dev/shm") for path in Path(folder).iterdir()]
-    theirs = ("ray", "spark", "dask", "plasma", "blockmgr", "sem.mp-", "psm_")
-    return {str(path) for path in names if path.name.startswith(theirs)}
-
-
 @pytest.fixture
-def mark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """What all processes have that are started in the test."""
-    (tmp_path / "temporary").mkdir()
+def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder in which this process works, with one for temporary files beside it."""
+    for name in ("temporary", "work"):
+        (tmp_path / name).mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
     monkeypatch.setattr("tempfile.tempdir", None)  # it remembers
-    mark = uuid.uuid4().hex
-    monkeypatch.setenv(MARK, mark)
-    return mark
+    monkeypatch.chdir(tmp_path / "work")
+    return tmp_path / "work"
 
 
-def nothing_is_left(mark: str, folder: Path) -> None:
+def shared_memory(work: Path) -> set[str]:
+    """What the processes that work there have mapped, semaphores too."""
+    maps = [one.path for process in running_in(work) for one in process.memory_maps()]
+    return {path for path in maps if path.startswith("/dev/shm/")}
+
+
+def nothing_is_left(work: Path) -> None:
     """No process and no file, as soon as those that notice the end of their starter have ended."""
-    _, alive = psutil.wait_procs(marked(mark), END_SECONDS)
+    _, alive = psutil.wait_procs(running_in(work), END_SECONDS)
     assert not alive
-    assert not list((folder / "temporary").iterdir())
+    assert not [*work.iterdir(), *(work.parent / "temporary").iterdir()]
 
 
 def shards(root: Path) -> dict[str, bytes]:
@@ -183,7 +180,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
 
 
 def test_a_cluster_with_an_address_writes_the_same_bytes_and_stays(
-    cluster: Cluster, expected: dict[str, bytes], tmp_path: Path, mark: str
+    cluster: Cluster, expected: dict[str, bytes], tmp_path: Path, work: Path
 ) -> None:
     """That it stays is seen by the tests that use it next."""
     before = state()
@@ -193,11 +190,11 @@ def test_a_cluster_with_an_address_writes_the_same_bytes_and_stays(
     assert run.reads(3) == 2
     assert run.made_at_first <= 6, "tasks are made before they are needed"
     assert state() == before
-    nothing_is_left(mark, tmp_path)
+    nothing_is_left(work)
 
 
 def test_a_cluster_of_its_own_writes_the_same_bytes_and_is_gone_after_it(
-    cluster: Cluster, expected: dict[str, bytes], tmp_path: Path, mark: str
+    cluster: Cluster, expected: dict[str, bytes], tmp_path: Path, work: Path
 ) -> None:
     """In a process that has used another cluster before."""
     before = state()
@@ -206,7 +203,7 @@ def test_a_cluster_of_its_own_writes_the_same_bytes_and_is_gone_after_it(
     assert shards(run.folder / "out") == expected
     assert run.reads(3) == 2
     assert state() == before
-    nothing_is_left(mark, tmp_path)
+    nothing_is_left(work)
 
 
 @pytest.fixture(scope="module")
@@ -263,8 +260,7 @@ def test_a_connection_that_this_process_has_is_not_mistaken(cluster: Cluster, en
 
 @pytest.mark.parametrize("how", ["ctrl-c", "killed"])
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_run_that_is_ended_leaves_nothing(engine: str, how: str, tmp_path: Path, mark: str) -> None:
-    before = shared()
+def test_a_run_that_is_ended_leaves_nothing(engine: str, how: str, tmp_path: Path, work: Path) -> None:
     os.mkfifo(tmp_path / "fifo")
     told = json.dumps({2: "endless", 3: "endless"})
     command = [sys.executable, str(HERE / "engine_tasks.py"), engine, str(tmp_path), told]
@@ -273,20 +269,21 @@ def test_a_run_that_is_ended_leaves_nothing(engine: str, how: str, tmp_path: Pat
         subprocess.Popen(command, stderr=errors, start_new_session=True) as run,
     ):
         assert (tmp_path / "fifo").read_text().startswith("begun")
+        shared = shared_memory(work)
+        assert shared or engine != "dask"
         if how == "ctrl-c":
             os.killpg(run.pid, signal.SIGINT)  # as a terminal does
         else:
             run.kill()
         assert run.wait(END_SECONDS) == (-signal.SIGINT if how == "ctrl-c" else -signal.SIGKILL)
-    nothing_is_left(mark, tmp_path)
-    assert not shared() - before
+    nothing_is_left(work)
+    assert not [path for path in shared if Path(path).exists()]
     said = (tmp_path / "stderr").read_text()
     assert said.count("Traceback") == (how == "ctrl-c"), said
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_conversion_is_the_same_dataset_on_every_engine(engine: str, tmp_path: Path, mark: str) -> None:
-    before = shared()
+def test_a_conversion_is_the_same_dataset_on_every_engine(engine: str, tmp_path: Path, work: Path) -> None:
     np.savez(tmp_path / "it.npz", x=np.random.default_rng(0).random((600, 30)), y=np.arange(600))
     options = ["--shard-size", "16KiB", "--split", "a=0.5,b=0.5", "--quiet", "--workers", "2"]
     for name in ("local", engine):
@@ -303,8 +300,7 @@ def test_a_conversion_is_the_same_dataset_on_every_engine(engine: str, tmp_path:
         assert (done.returncode, done.stdout) == (0, ""), done.stderr
     assert contents(tmp_path / engine) == contents(tmp_path / "local")
     assert sl.open(tmp_path / engine, split="a").digest == sl.open(tmp_path / "local", split="a").digest
-    nothing_is_left(mark, tmp_path)
-    assert not shared() - before
+    nothing_is_left(work)
 
 
 @pytest.mark.parametrize("engine", ENGINES)

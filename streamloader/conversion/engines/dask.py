@@ -6,12 +6,15 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
 from types import ModuleType
+from typing import Any
 
-from streamloader.conversion.engines.drive import Cluster, attempt
-from streamloader.conversion.engines.house import LOG_TAIL, deaf_to_ctrl_c, scratch
+from streamloader.conversion.engines.drive import Answer, Cluster, attempt
+from streamloader.conversion.engines.house import LOG_TAIL, deaf_to_ctrl_c, kill_all, scratch
 from streamloader.conversion.sources.needs import need
+from streamloader.conversion.task import Task
 from streamloader.errors import EngineError
 from streamloader.format.threads import cpu_count
 
@@ -26,7 +29,11 @@ def open_dask(address: str, workers: int) -> Iterator[Cluster]:
             client = stack.enter_context(distributed.Client(scheduler, set_as_default=False))
         except (OSError, ValueError) as error:
             raise EngineError(f"no Dask scheduler answers at {scheduler}: {error}", "see that it runs") from error
-        executor = client.get_executor(pure=False, retries=0)
+
+        def submit(task: Task) -> Future[Answer]:
+            ended: Future[Answer] = Future()
+            client.submit(attempt, task, pure=False, retries=0).add_done_callback(lambda its: _hand_over(its, ended))
+            return ended
 
         def deaths(error: BaseException) -> int:
             return error.allowed_failures + 1 if isinstance(error, distributed.KilledWorker) else 0
@@ -38,16 +45,31 @@ def open_dask(address: str, workers: int) -> Iterator[Cluster]:
                 raise EngineError(f"the Dask scheduler at {scheduler} is gone: {error}", "see its log") from error
 
         # One for each slot: Dask gives a killed worker's waiting tasks the same blame as the one that it was at.
-        yield Cluster("Dask", lambda task: executor.submit(attempt, task), deaths, slots, 1, workers if address else 0)
+        yield Cluster("Dask", submit, deaths, slots, 1, workers if address else 0)
+
+
+def _hand_over(its: Any, ours: Future[Answer]) -> None:
+    """End our future as Dask's has ended. Dask's own executor does so too, but prints an error for each at Ctrl-C."""
+    try:
+        ours.set_result(its.result())
+    except BaseException as error:  # noqa: BLE001 - handed to the caller, whatever it is
+        ours.set_exception(error)
 
 
 @contextmanager
 def _started(workers: int) -> Iterator[str]:
     """Start a cluster with so many processes, and yield its scheduler's address."""
-    with scratch() as folder, (folder / "log").open("w+b") as log:
+    with scratch() as here, (here.folder / "log").open("w+b") as log:
         with deaf_to_ctrl_c():
             house = subprocess.Popen(
-                [sys.executable, "-P", "-m", "streamloader.conversion.engines.dask_house", str(workers), str(folder)],
+                [
+                    sys.executable,
+                    "-P",
+                    "-m",
+                    "streamloader.conversion.engines.dask_house",
+                    str(workers),
+                    str(here.folder),
+                ],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -58,7 +80,7 @@ def _started(workers: int) -> Iterator[str]:
             assert house.stdout is not None
             address = house.stdout.readline().strip()
             if not address:
-                said = (folder / "log").read_text(errors="replace")[-LOG_TAIL:]
+                said = (here.folder / "log").read_text(errors="replace")[-LOG_TAIL:]
                 raise EngineError(f"Dask does not start here: {said}", "see what it says")
             yield address
         finally:
@@ -67,13 +89,11 @@ def _started(workers: int) -> Iterator[str]:
 
 
 def _kill(psutil: ModuleType, pid: int) -> None:
-    """Kill a process with all that it started, and wait until all of them are gone."""
     with suppress(psutil.NoSuchProcess):  # it has died before
         house = psutil.Process(pid)
         house.suspend()  # so that it starts no worker in place of those that die now
         family = [*house.children(recursive=True), house]
-        for process in family:
-            with suppress(psutil.NoSuchProcess):
-                if "resource_tracker" not in str(process.cmdline()):  # it ends last, and removes their semaphores
-                    process.kill()
-        psutil.wait_procs(family)
+        # multiprocessing's tracker ends last, by itself, and removes their semaphores
+        trackers = [one for one in family if "resource_tracker" in str(one.cmdline())]
+        kill_all(psutil, [one for one in family if one not in trackers])
+        psutil.wait_procs(trackers)

@@ -103,8 +103,6 @@ def drive(cluster: Cluster, tasks: Iterator[Task], on_done: Callable[[Task, Outc
 
 def _answer(cluster: Cluster, future: Future[Answer], assigned: _Assignment) -> Outcome | StreamloaderError | None:
     """Return what became of the task; None where it is to be done again."""
-    if future.cancelled():
-        return EngineError(f"{cluster.name} cancelled {assigned}", "see its log; then run the same command again")
     failure = future.exception()
     if failure is None:
         answer = future.result()

@@ -10,37 +10,69 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 LOG_TAIL = 400  # characters: the end of what a program printed before it gave up
 
-# Reads until the pipe's other end is closed, and removes the folder as long as dying processes put something into it.
-REMOVER = 'read -r _; for _ in 1 2 3 4 5 6 7 8 9 10; do rm -rf "$0"; sleep 1; [ -e "$0" ] || exit 0; done'
+REMOVALS = 3  # what a dying process still writes makes one fail
+
+# Reads numbers of processes until the pipe's other end is closed, then kills them, and removes the folder as long as
+# dying processes put something into it.
+GUARD = """while read -r pid; do pids="$pids $pid"; done
+[ -z "$pids" ] || kill -9 $pids
+for _ in 1 2 3 4 5 6 7 8 9 10; do rm -rf "$0"; sleep 1; [ -e "$0" ] || exit 0; done"""
+
+
+@dataclass(frozen=True)
+class Scratch:
+    """An empty folder for temporary files, and the shell that removes it when this process is killed."""
+
+    folder: Path
+    guard: subprocess.Popen[str]
+
+    def kill_with_us(self, pids: Iterable[int]) -> None:
+        """Have these processes killed too when this process is killed."""
+        assert self.guard.stdin is not None
+        self.guard.stdin.writelines(f"{pid}\n" for pid in pids)
+        self.guard.stdin.flush()
 
 
 @contextlib.contextmanager
-def scratch(parent: str | None = None) -> Iterator[Path]:
-    """Make an empty folder for temporary files, and remove it in the end, also when this process is killed.
+def scratch(parent: str | None = None) -> Iterator[Scratch]:
+    """Make a folder, and remove it in the end, also when this process is killed.
 
     A shell of its own holds the reading end of a pipe: it hears when the writing end, which only this process has, is
     closed, in whatever way that comes about.
     """
     folder = Path(tempfile.mkdtemp(prefix="streamloader-", dir=parent))
-    remover = subprocess.Popen(
-        ["/bin/sh", "-c", REMOVER, str(folder)],
+    guard = subprocess.Popen(
+        ["/bin/sh", "-c", GUARD, str(folder)],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         start_new_session=True,  # Ctrl-C in a terminal does not reach it
+        text=True,
     )
     try:
-        yield folder
+        yield Scratch(folder, guard)
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
-        if not folder.exists():
-            remover.kill()
-        remover.communicate()
+        for _ in range(REMOVALS):
+            shutil.rmtree(folder, ignore_errors=True)
+        guard.kill()
+        guard.communicate()
+
+
+def kill_all(psutil: ModuleType, family: Iterable[Any]) -> None:
+    """Kill processes, as psutil knows them, and wait until all of them are gone."""
+    family = list(family)
+    for process in family:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(family)
 
 
 @contextlib.contextmanager

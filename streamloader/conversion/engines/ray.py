@@ -8,10 +8,11 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from streamloader.conversion.engines.drive import Cluster, attempt
-from streamloader.conversion.engines.house import own_environment, own_signals, scratch
+from streamloader.conversion.engines.house import Scratch, kill_all, own_environment, own_signals, scratch
 from streamloader.conversion.sources.needs import need
 from streamloader.errors import EngineError, UsageError
 from streamloader.format.threads import cpu_count
@@ -35,16 +36,8 @@ def open_ray(address: str, workers: int) -> Iterator[Cluster]:
         if connected and address not in ("", "auto"):
             raise UsageError(f"this process is connected to Ray, so not to {address}", "write ray, without an address")
         if not connected:
-            stack.enter_context(own_environment())
-            os.environ["RAY_USAGE_STATS_ENABLED"] = "0"  # a conversion tells nobody
-            options = {"address": address} if address else _options(stack, workers or cpu_count())
-            stack.callback(ray.shutdown)
-            try:
-                with own_signals():
-                    ray.init(**options, logging_level=logging.ERROR, log_to_driver=False)
-            except (OSError, RuntimeError, ValueError, errors.RayError) as error:
-                where = f"no Ray cluster answers at {address}" if address else "Ray does not start here"
-                raise EngineError(f"{where}: {error}", "see that it runs, and its log") from error
+            cluster = _connected(ray, {"address": address}) if address else _started(ray, workers or cpu_count())
+            stack.enter_context(cluster)
         # no attempt of Ray's own: we count, and a failed task's errors are answers
         remote = ray.remote(attempt).options(max_retries=0, num_cpus=1)
 
@@ -60,10 +53,40 @@ def open_ray(address: str, workers: int) -> Iterator[Cluster]:
         )
 
 
-def _options(stack: ExitStack, workers: int) -> dict[str, Any]:
-    """Return the options of a cluster on this machine. Ray itself asks for a token on whatever it listens."""
+@contextmanager
+def _connected(ray: Any, options: dict[str, Any]) -> Iterator[None]:
+    with own_environment():
+        os.environ["RAY_USAGE_STATS_ENABLED"] = "0"  # a conversion tells nobody
+        try:
+            try:
+                with own_signals():
+                    ray.init(**options, logging_level=logging.ERROR, log_to_driver=False)
+            except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+                problem = f"no Ray cluster at {options['address']}: {error}"
+                raise EngineError(problem, "see that it runs, and its log") from error
+            yield
+        finally:
+            ray.shutdown()
+
+
+@contextmanager
+def _started(ray: Any, workers: int) -> Iterator[None]:
+    """Start a cluster here. When its processes are killed rather than asked, some would go on for a minute or more."""
+    psutil = need("psutil", "ray")
     short = len(tempfile.gettempdir()) <= LONGEST_FOLDER or not Path("/tmp").is_dir()
-    folder = stack.enter_context(scratch(None if short else "/tmp"))
+    with scratch(None if short else "/tmp") as here:
+        family: list[Any] = []
+        try:
+            with _connected(ray, _options(here.folder, workers)):
+                family += _family(psutil, here)
+                here.kill_with_us(process.pid for process in family)
+                yield
+        finally:
+            kill_all(psutil, family)
+
+
+def _options(folder: Path, workers: int) -> dict[str, Any]:
+    """Return the options of a cluster on this machine. Ray itself asks for a token on whatever it listens."""
     return {
         "address": "local",  # not the one of RAY_ADDRESS
         "num_cpus": workers,
@@ -72,3 +95,10 @@ def _options(stack: ExitStack, workers: int) -> dict[str, Any]:
         "object_store_memory": OBJECTS,
         "_temp_dir": str(folder),
     }
+
+
+def _family(psutil: ModuleType, here: Scratch) -> list[Any]:
+    """Return the processes of the cluster that has its files there."""
+    children = [one for one in psutil.Process().children() if one.pid != here.guard.pid]
+    roots = [one for one in children if str(here.folder) in " ".join(one.cmdline())]
+    return [process for root in roots for process in (root, *root.children(recursive=True))]

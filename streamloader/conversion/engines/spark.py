@@ -69,11 +69,11 @@ def _begin(pyspark: Any, context: Any, task: Task) -> Future[Answer]:
 def _context(pyspark: Any, master: str) -> Iterator[Any]:
     """Start a context and its Java machine, and end both."""
     home = pyspark.SparkContext
-    with scratch() as folder:
+    with scratch() as here:
         conf = pyspark.SparkConf()
-        for name, value in _settings(master, folder).items():
+        for name, value in _settings(master, here.folder).items():
             conf.set(name, value)
-        log = folder / "log"
+        log = here.folder / "log"
         launch: Callable[..., Any] = need("pyspark.java_gateway", "spark").launch_gateway
         with ExitStack() as stack:
             try:
