@@ -32,7 +32,7 @@ def open_dask(address: str, workers: int) -> Iterator[Cluster]:
 
         def submit(task: Task) -> Future[Answer]:
             ended: Future[Answer] = Future()
-            client.submit(attempt, task, pure=False, retries=0).add_done_callback(lambda its: _hand_over(its, ended))
+            client.loop.add_callback(_hand_over, client.submit(attempt, task, pure=False, retries=0), ended)
             return ended
 
         def deaths(error: BaseException) -> int:
@@ -48,10 +48,10 @@ def open_dask(address: str, workers: int) -> Iterator[Cluster]:
         yield Cluster("Dask", submit, deaths, slots, 1, workers if address else 0)
 
 
-def _hand_over(its: Any, ours: Future[Answer]) -> None:
-    """End our future as Dask's has ended. Dask's own executor does so too, but prints an error for each at Ctrl-C."""
+async def _hand_over(its: Any, ours: Future[Answer]) -> None:
+    """End our future as Dask's ends, in the client's loop: a thread that asks for a result waits for ever at Ctrl-C."""
     try:
-        ours.set_result(its.result())
+        ours.set_result(await its)
     except BaseException as error:  # noqa: BLE001 - handed to the caller, whatever it is
         ours.set_exception(error)
 

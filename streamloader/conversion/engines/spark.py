@@ -1,14 +1,17 @@
-"""Tasks on Spark: each is a job of one partition, which a thread of ours waits for."""
+"""Tasks on Spark: each is a job of one partition."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+import threading
+import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 from streamloader.conversion.engines.drive import Answer, Cluster, attempt
@@ -19,6 +22,7 @@ from streamloader.errors import EngineError, UsageError
 from streamloader.format.threads import cpu_count
 
 DIED = ("Python worker exited unexpectedly", "ExecutorLostFailure")
+ENDING_SECONDS = 10.0  # for what ends by itself when it is asked to
 
 
 @contextmanager
@@ -42,27 +46,59 @@ def open_spark(address: str, workers: int) -> Iterator[Cluster]:
         attempts = int(
             context.getConf().get("spark.task.maxFailures", "1" if context.master.startswith("local") else "4")
         )
+        jobs = stack.enter_context(closing(_Jobs(context)))
         yield Cluster(
             "Spark",
-            lambda task: _begin(pyspark, context, task),
+            jobs.submit,
             lambda error: attempts if any(reason in str(error) for reason in DIED) else 0,
-            lambda: int(context.defaultParallelism),
+            lambda: jobs.slots,
             most=workers if address else 0,
         )
 
 
-def _begin(pyspark: Any, context: Any, task: Task) -> Future[Answer]:
-    """Run the task as a job of its own. The thread is a daemon: nobody waits for it when the run is given up."""
-    future: Future[Answer] = Future()
+class _Jobs:
+    """Jobs of one task each. A thread for each that is under way waits for it, and counts the places anew.
 
-    def work() -> None:
-        try:
-            future.set_result(context.parallelize([task], 1).map(attempt).collect()[0])
-        except Exception as error:  # noqa: BLE001 - handed to the caller, whatever it is
-            future.set_exception(error)
+    Only these threads talk to Java while tasks are under way: a conversation that Ctrl-C cuts cannot be taken up again.
+    """
 
-    pyspark.InheritableThread(target=work, name="streamloader-spark", daemon=True).start()
-    return future
+    def __init__(self, context: Any) -> None:
+        self.slots = int(context.defaultParallelism)
+        self._context, self._group = context, f"streamloader-{uuid.uuid4().hex}"
+        self._todo: SimpleQueue[tuple[Task, Future[Answer]] | None] = SimpleQueue()
+        self._idle = threading.Semaphore(0)
+        self._threads: list[threading.Thread] = []
+
+    def submit(self, task: Task) -> Future[Answer]:
+        future: Future[Answer] = Future()
+        self._todo.put((task, future))
+        if not self._idle.acquire(blocking=False):
+            # a daemon: nobody waits for it when Java does not answer any more
+            thread = threading.Thread(target=self._work, name="streamloader-spark", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+        return future
+
+    def close(self) -> None:
+        """Cancel what is under way."""
+        with suppress(OSError, need("py4j.protocol", "spark").Py4JError):  # its Java machine has died
+            self._context.cancelJobGroup(self._group)
+        for _ in self._threads:
+            self._todo.put(None)
+        for thread in self._threads:
+            thread.join(ENDING_SECONDS)
+
+    def _work(self) -> None:
+        while item := self._todo.get():
+            task, future = item
+            try:
+                self._context.setJobGroup(self._group, "a conversion of streamloader")
+                answer = self._context.parallelize([task], 1).map(attempt).collect()[0]
+                self.slots = int(self._context.defaultParallelism)
+                future.set_result(answer)
+            except Exception as error:  # noqa: BLE001 - handed to the caller, whatever it is
+                future.set_exception(error)
+            self._idle.release()
 
 
 @contextmanager
@@ -123,5 +159,8 @@ def _end(home: Any, gateway: Any) -> None:
         gateway.shutdown()
     home._gateway = home._jvm = home._active_spark_context = None
     if gateway.proc is not None:  # None: this program was started by spark-submit
-        gateway.proc.stdin.close()
+        gateway.proc.stdin.close()  # at which it ends
+        with suppress(subprocess.TimeoutExpired):
+            gateway.proc.wait(ENDING_SECONDS)
+        gateway.proc.kill()
         gateway.proc.wait()
