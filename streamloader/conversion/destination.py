@@ -21,6 +21,7 @@ from streamloader.storage.protocol import Store
 
 FILES = "_streamloader/files"
 _REMEDY = "choose another destination, or give --overwrite"
+_DONE = "it is finished: --resume takes it as done if this conversion made it; or --overwrite, or choose another place"
 
 
 def look(store: Store, overwrite: bool, resume: bool) -> Mapping[str, Any] | None:
@@ -41,7 +42,7 @@ def look(store: Store, overwrite: bool, resume: bool) -> Mapping[str, Any] | Non
         return job
     if overwrite or (resume and store.head(ROOT) is not None):
         return None
-    prepare(store)
+    prepare(store, remedy=_DONE)
     other = next(iter(store.list()), None)
     if other is not None:
         raise DestinationError(f"{store.url} is not empty ({other.path} is there)", _REMEDY)

@@ -18,9 +18,10 @@ BAD = f"{OURS}/bad"  # what shards with bad samples leave in place of a receipt
 _ARRAY_OBJECT = re.compile(r"zarr\.json|c/[0-9]+(/0)*")
 
 
-def prepare(store: Store, overwrite: bool = False) -> None:
+def prepare(store: Store, overwrite: bool = False, remedy: str = "choose another destination, or overwrite it") -> None:
     """Make sure that there is no dataset at the destination; `overwrite` removes one, finished or not.
 
+    `remedy` is what the error for a finished dataset advises.
     Raises `DestinationError` for a dataset without `overwrite`, and for a Zarr that is not ours in any case.
     """
     document = _root(store)
@@ -32,7 +33,7 @@ def prepare(store: Store, overwrite: bool = False) -> None:
     if overwrite:
         erase(store)
     elif document is not None:
-        raise DestinationError(f"{store.url} holds a dataset", "choose another destination, or overwrite it")
+        raise DestinationError(f"{store.url} holds a dataset", remedy)
     elif read_job(store) is not None:
         raise DestinationError(f"{store.url} holds an unfinished dataset", "finish it, or overwrite it")
 
