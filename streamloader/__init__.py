@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from streamloader import errors
 
 if TYPE_CHECKING:
-    from streamloader.conversion import convert
+    from streamloader.conversion.job import convert
     from streamloader.dataset import Dataset, open  # noqa: A004 - `sl.open` reads as the builtin does
     from streamloader.format.manifest import Field
     from streamloader.format.writer import Writer
@@ -59,7 +59,7 @@ _HOMES = {
     "Stats": "streamloader.stats",
     "StreamingDataset": "streamloader.torch_dataset",
     "Writer": "streamloader.format.writer",
-    "convert": "streamloader.conversion",
+    "convert": "streamloader.conversion.job",
     "open": "streamloader.dataset",
 }
 

@@ -13,7 +13,9 @@ import pytest
 from PIL import Image
 
 from streamloader import dataset
-from streamloader.conversion import Progress, Report, convert, schema
+from streamloader.conversion import schema
+from streamloader.conversion.job import convert
+from streamloader.conversion.progress import Progress, Report
 from streamloader.errors import (
     DestinationError,
     IncompleteError,

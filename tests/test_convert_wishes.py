@@ -17,7 +17,9 @@ from PIL import Image
 from test_convert_job import SMALL, contents, interrupt_after
 
 from streamloader import dataset
-from streamloader.conversion import Progress, Report, convert, refused, schema, splitrun
+from streamloader.conversion import refused, schema, splitrun
+from streamloader.conversion.job import convert
+from streamloader.conversion.progress import Progress, Report
 from streamloader.conversion.rows import SampleRows
 from streamloader.conversion.sources.wish import parse_wish
 from streamloader.errors import DestinationError, SourceError, StreamloaderError, UsageError

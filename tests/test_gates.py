@@ -60,7 +60,7 @@ ONLY_IN = {
     "click rich": {"cli", "demo"},
     "sklearn moto streamloader": {"demo"},
     "numcodecs": {"format"},
-    "crc32c": {"format", "conversion"},  # the records of a TFRecord have it too
+    "crc32c": {"storage", "format", "conversion"},  # S3 compares it with what came; TFRecords have it too
     "zarr": {"format", "conversion"},  # a source may be a Zarr that others wrote
     "pyarrow h5py zstandard distributed dask ray pyspark": {"conversion"},
 }

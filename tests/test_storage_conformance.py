@@ -16,6 +16,7 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from servers import S3Server
 
@@ -73,6 +74,16 @@ def test_every_buffer_can_be_written(store: Store) -> None:
         store.put("digits", kind(DIGITS))
         store.create(f"made-{kind.__name__}", kind(DIGITS))
         assert store.get("digits") == store.get(f"made-{kind.__name__}") == DIGITS
+
+
+def test_several_buffers_are_one_object(store: Store) -> None:
+    large = bytes(range(256)) * 5000  # more than goes out at once
+    parts = [b"head", memoryview(large), b"", bytearray(b"tail"), np.arange(4, dtype="<u4").data]
+    whole = b"".join(parts)
+    assert store.put("parts", parts).size == len(whole)
+    assert store.get("parts") == whole
+    assert store.put("none", []).size == 0
+    assert store.get("none") == b""
 
 
 def test_put_replaces(store: Store) -> None:

@@ -27,12 +27,13 @@ from servers import S3Server
 
 from streamloader import dataset, errors
 from streamloader.cli.main import main
-from streamloader.conversion import Progress, convert
 from streamloader.conversion.after.against import Against
 from streamloader.conversion.after.append import append
 from streamloader.conversion.after.problems import MOST, Problem
 from streamloader.conversion.after.stored import bad_item
 from streamloader.conversion.after.verify import Checked, VerifyReport, verify
+from streamloader.conversion.job import convert
+from streamloader.conversion.progress import Progress
 from streamloader.format import table
 from streamloader.format.codecs import pack_items, parse_items
 from streamloader.format.manifest import Field, Manifest

@@ -14,8 +14,8 @@ from streamloader.cli.progress import Display, Step, display
 from streamloader.errors import UsageError
 
 if TYPE_CHECKING:
-    from streamloader.conversion import Progress
     from streamloader.conversion.after.append import AppendReport
+    from streamloader.conversion.progress import Progress
 
 _OPTION_HELP = "An option of the store, as its fsspec package calls it; JSON values are read as such. May be repeated."
 

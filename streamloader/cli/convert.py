@@ -15,7 +15,7 @@ from streamloader.cli.progress import Display, Step, display
 from streamloader.options import CODECS, CodecChoice, Layout, parse_size
 
 if TYPE_CHECKING:
-    from streamloader.conversion import Preview, Progress, Report
+    from streamloader.conversion.progress import Preview, Progress, Report
 
     Listener = Callable[[Progress], None]
 
@@ -79,7 +79,7 @@ def convert(
     """
     layout = Layout(shard_size=parse_size(shard_size), codec=codec)
     storage_options, source_options = parse_options(storage), parse_options(source)
-    from streamloader.conversion import convert as run
+    from streamloader.conversion.job import convert as run
 
     begin = time.monotonic()
     try:

@@ -14,6 +14,7 @@ from streamloader.format.geometry import Geometry
 from streamloader.format.sink import Receipt, write_shard
 from streamloader.storage.protocol import Store
 
+Columns = dict[str, Column]
 Outcome = Receipt | Refusal
 
 
@@ -36,16 +37,25 @@ class Task:
 
     def run(self) -> Outcome:
         """Read, encode and write the shard. Raises what the source or the store raise."""
+        return self.write(self.read())
+
+    def read(self) -> Columns | Refusal:
+        """Return the columns of the shard, or which of its samples are bad. Raises what the source raises."""
         bad: list[BadSample] = []
         columns = self.part.read(bad.append if self.keep_bad else refuse_rows(self.rows))
         if bad:
-            refusal = Refusal(self.shard, tuple(map(self._refused, bad)))
-            refusal.write(self.store)
-            return refusal
+            return Refusal(self.shard, tuple(map(self._refused, bad)))
         if self.order is not None:
             for name in columns:  # one after another: a field twice is held, not all of them
                 columns[name] = _ordered(columns[name], self.order)
-        return write_shard(self.store, self.geometry, self.shard, columns)
+        return columns
+
+    def write(self, found: Columns | Refusal) -> Outcome:
+        """Encode and write what was read. Raises what the store raises."""
+        if isinstance(found, Refusal):
+            found.write(self.store)
+            return found
+        return write_shard(self.store, self.geometry, self.shard, found)
 
     def _refused(self, bad: BadSample) -> RefusedSample:
         row = int(self.rows[bad.position])

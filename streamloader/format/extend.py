@@ -23,9 +23,9 @@ from streamloader.format.geometry import Geometry
 from streamloader.format.manifest import FieldLayout, Manifest
 from streamloader.format.receipts import FieldReceipt, Receipt, StoredObject
 from streamloader.format.shard import EncodedShard, chunk_entries, encode_index, encode_shard, index_size, seal_chunks
-from streamloader.format.sink import check_columns, column_bytes, little
+from streamloader.format.sink import check_columns, column_bytes, little, put_object
 from streamloader.format.table import open_table
-from streamloader.storage.protocol import Store
+from streamloader.storage.protocol import Buffer, Store
 
 APPEND = "_streamloader/append"  # what an append leaves until it is published
 _RESTORE = "restore the object, or convert the dataset again"
@@ -130,7 +130,7 @@ def write_extension(store: Store, extension: Extension, shard: int, columns: Map
         raise FieldError(f"{count} samples for shard {shard}", f"give the {stop - start} that belong to it")
     objects: dict[str, StoredObject] = {}
     fields: dict[str, FieldReceipt] = {}
-    part: list[bytes] = []
+    part: list[Buffer] = []
     for name, layout in sorted(extension.base.fields.items()):
         if layout.resident:
             part.append(np.asarray(columns[name], little(layout)).tobytes())
@@ -138,7 +138,7 @@ def write_extension(store: Store, extension: Extension, shard: int, columns: Map
         path = layout.shard_key(name, shard)
         fields[name], objects[path] = write_object(store, extension, name, shard, columns[name])
     if part:
-        objects[part_path(shard)] = _put(store, part_path(shard), b"".join(part))
+        objects[part_path(shard)] = put_object(store, part_path(shard), part)
     receipt = Receipt(shard, count, objects, fields)
     store.put(f"{APPEND}/receipts/{shard}.json", receipt.to_json())
     return receipt
@@ -158,8 +158,8 @@ def write_object(
         encoded = encode_shard(layout, column)
     else:
         encoded = extend_shard(layout, tail, read_tail(store, name, layout, shard, tail), column)
-    stored = _put(store, layout.shard_key(name, shard), encoded.data)
-    return FieldReceipt(column_bytes(layout, column), len(encoded.data), encoded.entries), stored
+    stored = put_object(store, layout.shard_key(name, shard), encoded.parts)
+    return FieldReceipt(column_bytes(layout, column), stored.size, encoded.entries), stored
 
 
 def extend_shard(layout: FieldLayout, tail: Tail, old: bytes, column: Column) -> EncodedShard:
@@ -172,7 +172,7 @@ def extend_shard(layout: FieldLayout, tail: Tail, old: bytes, column: Column) ->
     entries = tail.entries.copy()
     entries[full : full + len(chunks)] = chunk_entries(chunks)
     index = encode_index(entries, tail.next_skips(layout))
-    return EncodedShard(b"".join([old, *chain.from_iterable(chunks), index]), entries)
+    return EncodedShard([old, *chain.from_iterable(chunks), index], entries)
 
 
 def read_tail(store: Store, name: str, layout: FieldLayout, shard: int, tail: Tail) -> bytes:
@@ -210,8 +210,3 @@ def _joined(first: Column, second: Column) -> Column:
     if isinstance(first, np.ndarray):
         return np.concatenate([first, np.asarray(second)])
     return [*first, *second]
-
-
-def _put(store: Store, path: str, data: bytes) -> StoredObject:
-    info = store.put(path, data)
-    return StoredObject(len(data), info.etag, crc32c.crc32c(data))

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from streamloader.errors import CorruptError
 from streamloader.format.codecs import CRC_BYTES, Chunk, Column, seal_chunk
 from streamloader.format.manifest import FieldLayout
+from streamloader.storage.protocol import Buffer, body_bytes
 
 ABSENT = 2**64 - 1
 
@@ -21,12 +22,23 @@ ABSENT = 2**64 - 1
 class EncodedShard:
     """A shard object's bytes, and its rows of the chunk table.
 
-    `entries`: uint32 (chunks_per_shard, 2): the encoded bytes of each inner chunk with its checksum (0: absent),
-    and the crc32c that stands at the chunk's end.
+    `parts`: buffers that stand end to end; those of a field that is not compressed are memory of its column. `entries`:
+    uint32 (chunks_per_shard, 2): the encoded bytes of each inner chunk with its checksum (0: absent), and the crc32c
+    that stands at the chunk's end.
     """
 
-    data: bytes
+    parts: Sequence[Buffer]
     entries: NDArray[np.uint32]
+
+    @property
+    def data(self) -> bytes:
+        """The bytes in one piece."""
+        return b"".join(self.parts)
+
+    @property
+    def size(self) -> int:
+        """The number of bytes."""
+        return body_bytes(self.parts)
 
 
 def encode_shard(layout: FieldLayout, column: Column) -> EncodedShard:
@@ -34,8 +46,7 @@ def encode_shard(layout: FieldLayout, column: Column) -> EncodedShard:
     chunks = seal_chunks(layout, column)
     entries = np.zeros((layout.chunks_per_shard, 2), np.uint32)
     entries[: len(chunks)] = chunk_entries(chunks)
-    # one copy of every byte: what is not compressed is still memory of the column
-    return EncodedShard(b"".join([*chain.from_iterable(chunks), encode_index(entries)]), entries)
+    return EncodedShard([*chain.from_iterable(chunks), encode_index(entries)], entries)
 
 
 def seal_chunks(layout: FieldLayout, column: Column) -> list[Chunk]:

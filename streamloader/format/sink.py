@@ -7,7 +7,7 @@ any moment is healed by doing the missing shards and `finish` again.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -30,10 +30,10 @@ from streamloader.format.receipts import (
     read_receipts,
     receipt_path,
 )
-from streamloader.format.shard import EncodedShard, encode_shard
+from streamloader.format.shard import encode_shard
 from streamloader.format.table import encode_pages, page_path, rows_per_page, table_digest
 from streamloader.format.threads import run_all
-from streamloader.storage.protocol import Store
+from streamloader.storage.protocol import Buffer, Store
 
 __all__ = [
     "FieldReceipt",
@@ -60,7 +60,7 @@ def write_shard(store: Store, geometry: Geometry, index: int, columns: Mapping[s
     num_samples = check_columns(geometry, columns)
     objects: dict[str, StoredObject] = {}
     fields: dict[str, FieldReceipt] = {}
-    part: list[bytes] = []
+    part: list[Buffer] = []
     for name, layout in sorted(geometry.layouts.items()):
         column = columns[name]
         if layout.resident:
@@ -68,11 +68,11 @@ def write_shard(store: Store, geometry: Geometry, index: int, columns: Mapping[s
             continue
         encoded = encode_shard(layout, column)
         path = layout.shard_key(name, index)
-        objects[path] = _put(store, path, encoded.data)
-        fields[name] = FieldReceipt(column_bytes(layout, column), len(encoded.data), encoded.entries)
+        objects[path] = put_object(store, path, encoded.parts)
+        fields[name] = FieldReceipt(column_bytes(layout, column), objects[path].size, encoded.entries)
     if part:
         path = f"{PARTS}/{index}"
-        objects[path] = _put(store, path, b"".join(part))
+        objects[path] = put_object(store, path, part)
     receipt = Receipt(index, num_samples, objects, fields)
     store.put(receipt_path(index), receipt.to_json())
     return receipt
@@ -156,9 +156,13 @@ def write_split_root(store: Store, manifests: Mapping[str, Manifest]) -> None:
     clean(store)
 
 
-def _put(store: Store, path: str, data: bytes) -> StoredObject:
-    info = store.put(path, data)
-    return StoredObject(len(data), info.etag, crc32c.crc32c(data))
+def put_object(store: Store, path: str, parts: Sequence[Buffer]) -> StoredObject:
+    """Write an object and return what the receipt says of it."""
+    info = store.put(path, parts)
+    crc = 0
+    for part in parts:
+        crc = crc32c.crc32c(part, crc)
+    return StoredObject(info.size, info.etag, crc)
 
 
 def little(layout: FieldLayout) -> np.dtype[Any]:
@@ -218,9 +222,9 @@ def _gather(
 
 
 def _write(store: Store, name: str, layout: FieldLayout, shard: int, rows: NDArray[Any]) -> FieldReceipt:
-    encoded: EncodedShard = encode_shard(layout, rows)
-    store.put(layout.shard_key(name, shard), encoded.data)
-    return FieldReceipt(column_bytes(layout, rows), len(encoded.data), encoded.entries)
+    encoded = encode_shard(layout, rows)
+    info = store.put(layout.shard_key(name, shard), encoded.parts)
+    return FieldReceipt(column_bytes(layout, rows), info.size, encoded.entries)
 
 
 def _part(store: Store, receipt: Receipt) -> bytes:

@@ -74,7 +74,8 @@ def to_value(name: str, field: Field, value: Any, sample: int | str) -> NDArray[
         if array.ndim == 0 or array.shape[1:] != field.shape:
             wanted = ", ".join(["any", *map(str, field.shape)])
             raise FieldError(f"{where} has shape {array.shape}, expected ({wanted})", f"give {field}")
-        return _cast(array, np.dtype(field.dtype), where).astype(np.dtype(field.dtype).newbyteorder("<")).tobytes()
+        dtype = np.dtype(field.dtype)
+        return _cast(array, dtype, where).astype(dtype.newbyteorder("<"), copy=False).tobytes()
     if array.shape != field.shape:
         raise FieldError(f"{where} has shape {array.shape}, expected {field.shape}", f"give {field}")
     return _cast(array, np.dtype(field.dtype), where)

@@ -17,10 +17,11 @@ from streamloader.storage.connection import Connection, check_protocol
 from streamloader.storage.fsspec_store import FsspecStore
 from streamloader.storage.location import parse_location
 from streamloader.storage.policy import NO_RETRY, RetryBudget, RetryPolicy, Timing, call_with_retry
-from streamloader.storage.protocol import Buffer, ObjectInfo, RangeReader, Store
+from streamloader.storage.protocol import Body, Buffer, ObjectInfo, RangeReader, Store
 
 __all__ = [
     "NO_RETRY",
+    "Body",
     "Buffer",
     "ObjectInfo",
     "RangeReader",

@@ -20,7 +20,7 @@ from fsspec.asyn import sync
 from streamloader.errors import UnsupportedError
 from streamloader.storage.failures import beyond_the_end, client_errors, facts_of
 from streamloader.storage.location import redact
-from streamloader.storage.protocol import Buffer, ObjectInfo
+from streamloader.storage.protocol import Body, Buffer, ObjectInfo, buffers_of
 
 TEMPORARY_SUFFIX = ".streamloader-tmp"
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS)  # exFAT, SMB and some FUSE have no hard links
@@ -41,7 +41,7 @@ class Calls(Protocol):
     def get_tail(self, path: str, size: int) -> bytes: ...
     def info(self, path: str) -> ObjectInfo | None: ...
     def list_page(self, folder: str, token: str) -> Page: ...
-    def put(self, path: str, data: Buffer) -> str: ...
+    def put(self, path: str, data: Body) -> str: ...
     def create(self, path: str, data: Buffer) -> str: ...
     def replace(self, path: str, data: Buffer, before: Buffer) -> str | None: ...
     def delete(self, paths: Sequence[str]) -> None: ...
@@ -81,7 +81,7 @@ class PlainCalls:
         objects = [_object_info(path, info) for path, info in found.items() if info["type"] == "file"]
         return Page([entry for entry in objects if entry.path.startswith(folder.rstrip("/") + "/")], "")
 
-    def put(self, path: str, data: Buffer) -> str:
+    def put(self, path: str, data: Body) -> str:
         return etag_of(self.fs.pipe_file(path, owned(data)))
 
     def create(self, path: str, data: Buffer) -> str:
@@ -130,7 +130,7 @@ class MemoryCalls(PlainCalls):
 class LocalCalls(PlainCalls):
     """Local files: written beside their place under a temporary name, then renamed or linked into it."""
 
-    def put(self, path: str, data: Buffer) -> str:
+    def put(self, path: str, data: Body) -> str:
         temporary = _write_beside(path, data)
         try:
             temporary.replace(path)
@@ -181,7 +181,7 @@ class HttpCalls(PlainCalls):
         entries = [self.info(path) for path in found if path.startswith(folder + "/")]
         return Page([entry for entry in entries if entry is not None], "")
 
-    def put(self, path: str, data: Buffer) -> str:  # noqa: ARG002
+    def put(self, path: str, data: Body) -> str:  # noqa: ARG002
         raise _read_only(path)
 
     def create(self, path: str, data: Buffer) -> str:  # noqa: ARG002
@@ -212,21 +212,22 @@ def _read_only(url: str) -> UnsupportedError:
     return UnsupportedError(f"{redact(url)}: HTTP servers are read only", "write to a bucket or a local folder")
 
 
-def _write_beside(path: str, data: Buffer) -> Path:
+def _write_beside(path: str, data: Body) -> Path:
     folder = Path(path).parent
     folder.mkdir(parents=True, exist_ok=True)
     temporary = folder / f".{uuid.uuid4().hex}{TEMPORARY_SUFFIX}"
     try:
-        temporary.write_bytes(data)
+        with temporary.open("wb") as file:
+            file.writelines(buffers_of(data))
     except OSError:
         temporary.unlink(missing_ok=True)
         raise
     return temporary
 
 
-def owned(data: Buffer) -> bytes | bytearray:
-    """Return the data as what botocore takes: it knows no memoryview."""
-    return bytes(data) if isinstance(data, memoryview) else data
+def owned(data: Body) -> bytes | bytearray:
+    """Return the data as what botocore takes: one piece, and no memoryview."""
+    return data if isinstance(data, bytes | bytearray) else b"".join(buffers_of(data))
 
 
 def _object_info(path: str, info: dict[str, Any]) -> ObjectInfo:

@@ -12,7 +12,7 @@ from streamloader.storage.failures import client_errors, storage_error
 from streamloader.storage.http_reader import HttpReader
 from streamloader.storage.location import Location, checked_path, object_path
 from streamloader.storage.policy import RETRYABLE, RetryPolicy, call_with_retry
-from streamloader.storage.protocol import Buffer, ObjectInfo, RangeReader
+from streamloader.storage.protocol import Body, Buffer, ObjectInfo, RangeReader, body_bytes
 
 Result = TypeVar("Result")
 
@@ -77,9 +77,9 @@ class FsspecStore:
                     yield ObjectInfo(entry.path[root:], entry.size, entry.etag)
             token = page.token or None
 
-    def put(self, path: str, data: Buffer) -> ObjectInfo:
+    def put(self, path: str, data: Body) -> ObjectInfo:
         """Write the object, on S3 in one request below 1 GiB; it appears whole or not at all."""
-        size = memoryview(data).nbytes
+        size = body_bytes(data)
         http = self._guard(path, lambda: self._connection.http_writer(size))
         if http is None:
             etag = self._ask(object_path(path), lambda calls, full: calls.put(full, data))

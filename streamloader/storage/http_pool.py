@@ -117,6 +117,7 @@ class Pool:
     def __init__(self, endpoint: Endpoint) -> None:
         self.endpoint = endpoint
         self.signer = Signer(endpoint)
+        self.compares: bool | None = None  # whether the server compares the checksums of bodies; None until it is known
         self._idle: deque[http.client.HTTPConnection] = deque(maxlen=MAX_IDLE)
         self._lock = threading.Lock()
         self._process = os.getpid()

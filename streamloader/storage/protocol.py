@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
 Buffer = bytes | bytearray | memoryview
+Body = Buffer | Sequence[Buffer]  # several buffers are one object, end to end
 Room = Callable[[int], memoryview]
 
 
@@ -49,6 +50,17 @@ def room_for(size: int) -> memoryview:
     return memoryview(np.empty(max(0, size), np.uint8))  # type: ignore[arg-type]
 
 
+def buffers_of(body: Body) -> list[memoryview]:
+    """Return the buffers of a body as bytes, without the empty ones."""
+    parts = [body] if isinstance(body, Buffer) else body
+    return [memoryview(part).cast("B") for part in parts if memoryview(part).nbytes]
+
+
+def body_bytes(body: Body) -> int:
+    """Return the size of a body."""
+    return sum(part.nbytes for part in buffers_of(body))
+
+
 class Store(Protocol):
     """The control plane: whole objects below one URL. Paths are relative, with `/`.
 
@@ -85,7 +97,7 @@ class Store(Protocol):
         """Yield every object below the folder `prefix`, recursively, in no promised order."""
         ...
 
-    def put(self, path: str, data: Buffer) -> ObjectInfo:
+    def put(self, path: str, data: Body) -> ObjectInfo:
         """Write the object in one request where the store allows; it appears whole or not at all."""
         ...
 

@@ -8,7 +8,7 @@ from botocore.exceptions import ClientError
 
 from streamloader.storage.calls import Page, PlainCalls, etag_of, owned
 from streamloader.storage.failures import client_errors, facts_of
-from streamloader.storage.protocol import Buffer, ObjectInfo
+from streamloader.storage.protocol import Body, Buffer, ObjectInfo
 
 # s3fs sends one PUT for less than two parts: here below 1 GiB (S3 takes 5 GiB, but a failed PUT starts anew)
 PART_BYTES = 512 << 20
@@ -43,7 +43,7 @@ class S3Calls(PlainCalls):
         ]
         return Page(objects, answer.get("NextContinuationToken", "") if answer.get("IsTruncated") else "")
 
-    def put(self, path: str, data: Buffer) -> str:
+    def put(self, path: str, data: Body) -> str:
         return etag_of(self.fs.pipe_file(path, owned(data), chunksize=PART_BYTES))
 
     def create(self, path: str, data: Buffer) -> str:

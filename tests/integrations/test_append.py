@@ -19,9 +19,9 @@ from PIL import Image
 
 import streamloader as sl
 from streamloader.cli.main import cli
-from streamloader.conversion import convert
 from streamloader.conversion.after import appending
 from streamloader.conversion.after.append import AppendReport, Wishes, abandon, append
+from streamloader.conversion.job import convert
 from streamloader.dataset import Dataset
 from streamloader.errors import (
     CorruptError,

@@ -19,9 +19,9 @@ from servers import S3Server
 from streamloader import dataset, errors
 from streamloader.cli import export as cli_export
 from streamloader.cli.main import main
-from streamloader.conversion import convert
 from streamloader.conversion.after.export import FORMATS, Exported, export
 from streamloader.conversion.after.exports.webdataset import suffix_of
+from streamloader.conversion.job import convert
 from streamloader.dataset import Dataset
 from streamloader.format.manifest import DTYPES, Field
 from streamloader.format.writer import Writer

@@ -15,9 +15,10 @@ from servers import S3Server
 from streamloader import dataset, errors
 from streamloader.cli import rm_incomplete
 from streamloader.cli.main import main
-from streamloader.conversion import Progress, convert
 from streamloader.conversion.after.incomplete import find_incomplete, remove_incomplete
 from streamloader.conversion.after.verify import verify
+from streamloader.conversion.job import convert
+from streamloader.conversion.progress import Progress
 from streamloader.format.writer import Writer
 from streamloader.options import Layout
 from streamloader.storage import open_store

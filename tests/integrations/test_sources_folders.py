@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from test_convert_sources import FORMATS, opened, plain, png
 
 from streamloader import dataset
-from streamloader.conversion import convert
+from streamloader.conversion.job import convert
 from streamloader.conversion.sources.base import BadSample, Source, refuse_all
 from streamloader.conversion.sources.folders.audiofiles import audio_problem
 from streamloader.conversion.sources.formats import open_source

@@ -23,9 +23,9 @@ from test_sources_folders import every, rows_of
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
 from streamloader import dataset
-from streamloader.conversion import convert
 from streamloader.conversion.engines.local import run_tasks
 from streamloader.conversion.iterables import Writing, write_iterable
+from streamloader.conversion.job import convert
 from streamloader.conversion.progress import Progress
 from streamloader.conversion.sources.base import BadSample, Source
 from streamloader.conversion.sources.objects import map_style, open_object

@@ -29,7 +29,7 @@ from PIL import Image
 from test_convert_sources import FORMATS, plain
 
 import streamloader as sl
-from streamloader.conversion import convert
+from streamloader.conversion.job import convert
 from streamloader.conversion.sources.base import BadSample, Source, refuse_all
 from streamloader.conversion.sources.formats import open_source
 from streamloader.conversion.sources.loaders.littree import leaf_names

@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 from test_convert_sources import FORMATS, npy_bytes, opened, plain, png, tar
 
 from streamloader import dataset
-from streamloader.conversion import convert
+from streamloader.conversion.job import convert
 from streamloader.conversion.sources import packing, streams
 from streamloader.conversion.sources.base import BadSample, Range, Source, read_range, refuse_all
 from streamloader.conversion.sources.files import list_source

@@ -12,7 +12,7 @@ from streamloader.errors import AccessError, DestinationError, IncompleteError, 
 from streamloader.format.destination import clean, erase
 from streamloader.format.opening import open_root, read_root
 from streamloader.format.publish import CLAIM
-from streamloader.storage.protocol import Buffer, ObjectInfo, RangeReader, Store
+from streamloader.storage.protocol import Body, Buffer, ObjectInfo, RangeReader, Store, body_bytes
 
 Kind = Literal["nothing", "unfinished", "finished"]
 
@@ -133,9 +133,9 @@ class Rehearsal:
         """Yield every object below the folder `prefix`."""
         return self._store.list(prefix)
 
-    def put(self, path: str, data: Buffer) -> ObjectInfo:
+    def put(self, path: str, data: Body) -> ObjectInfo:
         """Write nothing."""
-        return ObjectInfo(path, memoryview(data).nbytes)
+        return ObjectInfo(path, body_bytes(data))
 
     def create(self, path: str, data: Buffer) -> ObjectInfo:
         """Write nothing."""

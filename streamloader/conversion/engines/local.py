@@ -12,7 +12,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
@@ -32,7 +33,7 @@ OnDone = Callable[[Task, Outcome], None]
 
 
 def run_tasks(tasks: Iterator[Task], workers: int, on_done: OnDone) -> None:
-    """Do all tasks in `workers` processes, at most one task each at a time; 0 does them in this process.
+    """Do all tasks in `workers` processes, each of which reads one while it writes another; 0 does them in this one.
 
     `on_done` is called here, in the order in which tasks end. After a failure no further task is begun, those
     under way are finished, and the failure of the earliest task is raised. A task whose worker is killed
@@ -84,11 +85,13 @@ class _Worker:
             )
         theirs.close()
         os.close(hear)
-        self.assigned: _Assignment | None = None
+        self.assigned: deque[_Assignment] = deque()
+        self.ready = True  # for another task
 
     def begin(self, assigned: _Assignment) -> None:
         assigned.attempts += 1
-        self.assigned = assigned
+        self.assigned.append(assigned)
+        self.ready = False
         with contextlib.suppress(ConnectionError):  # it has died: its closed channel is noticed in any case
             self.channel.send(assigned.task)
 
@@ -135,38 +138,43 @@ class _Crew:
             worker.close()
         self._workers.clear()
 
-    def _next(self) -> _Assignment | None:
-        if self.failures:
+    def _next(self, beside: Collection[_Assignment] = ()) -> _Assignment | None:
+        """Return what is to be begun in a worker that is at the tasks `beside`.
+
+        What a worker died at is done alone: so it is known in the end at which task they die.
+        """
+        if self.failures or any(one.attempts > 1 for one in beside):
             return None
-        return self._again.pop() if self._again else next(self._todo, None)
+        if self._again:
+            return None if beside else self._again.pop()
+        return next(self._todo, None)
 
     def _hear(self, worker: _Worker) -> None:
-        assigned = worker.assigned
-        assert assigned is not None
         try:
-            answer: Outcome | StreamloaderError = worker.channel.recv()
+            answer: Outcome | StreamloaderError | None = worker.channel.recv()
         except (EOFError, OSError):  # OSError: killed in the middle of its answer
             self._workers.remove(worker)
-            self._bury(worker, assigned)
+            self._bury(worker)
             return
-        worker.assigned = None
-        if isinstance(answer, StreamloaderError):
-            self.failures[assigned.number] = answer
+        if answer is None:
+            worker.ready = True
+        elif isinstance(answer, StreamloaderError):
+            self.failures[worker.assigned.popleft().number] = answer
         else:
-            self._on_done(assigned.task, answer)
-        following = self._next()
-        if following:
+            self._on_done(worker.assigned.popleft().task, answer)
+        if worker.ready and (following := self._next(worker.assigned)):
             worker.begin(following)
 
-    def _bury(self, worker: _Worker, assigned: _Assignment) -> None:
+    def _bury(self, worker: _Worker) -> None:
         status = worker.wait()
-        what = f"the worker that wrote shard {assigned.task.shard} of {assigned.task.store.url}"
-        if status >= 0:
-            raise EngineError(
-                f"{what} failed with status {status}", "its error stands above; this is a bug, please report it"
-            )
-        if assigned.attempts >= ATTEMPTS:
-            name = signal.Signals(-status).name
-            remedy = "if memory ran out, use fewer workers or a smaller shard size; then run the same command again"
-            raise EngineError(f"{what} was ended by {name}, {assigned.attempts} times in all", remedy)
-        self._again.append(assigned)
+        for assigned in reversed(worker.assigned):
+            what = f"the worker that wrote shard {assigned.task.shard} of {assigned.task.store.url}"
+            if status >= 0:
+                raise EngineError(
+                    f"{what} failed with status {status}", "its error stands above; this is a bug, please report it"
+                )
+            if assigned.attempts >= ATTEMPTS:
+                name = signal.Signals(-status).name
+                remedy = "if memory ran out, use fewer workers or a smaller shard size; then run the same command again"
+                raise EngineError(f"{what} was ended by {name}, {assigned.attempts} times in all", remedy)
+            self._again.append(assigned)

@@ -6,7 +6,7 @@ import logging
 import os
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,7 +18,7 @@ from streamloader.errors import EngineError, UsageError
 from streamloader.format.threads import cpu_count
 
 OBJECTS = 100 << 20  # bytes: what travels are tasks and receipts
-LONGEST_FOLDER = 40  # Ray's sockets lie below it, and a socket's path has at most 103 characters
+LONGEST_FOLDER = 17  # a socket's path has at most 103 characters: 86 are of our folder and of Ray's below it
 
 
 @contextmanager
@@ -56,17 +56,21 @@ def open_ray(address: str, workers: int) -> Iterator[Cluster]:
 @contextmanager
 def _connected(ray: Any, options: dict[str, Any]) -> Iterator[None]:
     with own_environment():
-        os.environ["RAY_USAGE_STATS_ENABLED"] = "0"  # a conversion tells nobody
         try:
-            try:
-                with own_signals():
-                    ray.init(**options, logging_level=logging.ERROR, log_to_driver=False)
-            except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
-                problem = f"no Ray cluster at {options['address']}: {error}"
-                raise EngineError(problem, "see that it runs, and its log") from error
+            _connect(ray, options)
             yield
         finally:
             ray.shutdown()
+
+
+def _connect(ray: Any, options: dict[str, Any]) -> None:
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"  # a conversion tells nobody
+    try:
+        with own_signals():
+            ray.init(**options, logging_level=logging.ERROR, log_to_driver=False)
+    except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+        problem = f"no Ray cluster at {options['address']}: {error}"
+        raise EngineError(problem, "see that it runs, and its log") from error
 
 
 @contextmanager
@@ -74,15 +78,16 @@ def _started(ray: Any, workers: int) -> Iterator[None]:
     """Start a cluster here. When its processes are killed rather than asked, some would go on for a minute or more."""
     psutil = need("psutil", "ray")
     short = len(tempfile.gettempdir()) <= LONGEST_FOLDER or not Path("/tmp").is_dir()
-    with scratch(None if short else "/tmp") as here:
-        family: list[Any] = []
+    with scratch(None if short else "/tmp") as here, own_environment():
         try:
-            with _connected(ray, _options(here.folder, workers)):
-                family += _family(psutil, here)
-                here.kill_with_us(process.pid for process in family)
-                yield
+            _connect(ray, _options(here.folder, workers))
+            here.kill_with_us(process.pid for process in _family(psutil, here))
+            yield
         finally:
+            family = _family(psutil, here)  # now: Ctrl-C may have come while it started
+            ray.shutdown()
             kill_all(psutil, family)
+            kill_all(psutil, _orphans(psutil, here))
 
 
 def _options(folder: Path, workers: int) -> dict[str, Any]:
@@ -102,3 +107,12 @@ def _family(psutil: ModuleType, here: Scratch) -> list[Any]:
     children = [one for one in psutil.Process().children() if one.pid != here.guard.pid]
     roots = [one for one in children if str(here.folder) in " ".join(one.cmdline())]
     return [process for root in roots for process in (root, *root.children(recursive=True))]
+
+
+def _orphans(psutil: ModuleType, here: Scratch) -> Iterator[Any]:
+    """Yield what the cluster started while it ended: processes of nobody that write their logs there."""
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            ours = process.pid == os.getpid() or process.ppid() == os.getpid()
+            if not ours and any(Path(one.path).is_relative_to(here.folder) for one in process.open_files()):
+                yield process

@@ -1,6 +1,8 @@
 """The program of one worker process: receive a task, do it, send its receipt, until the starter is gone.
 
 `python -m streamloader.conversion.engines.worker <socket> <lifeline>`: two file descriptors that it inherits.
+One shard is read while the one before is written, for the processor has little to do with a write. What it sends: None
+when it can take another task; and an outcome or an error for each task, in the order of the tasks.
 """
 
 from __future__ import annotations
@@ -8,27 +10,55 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import traceback
+from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing.connection import Connection
 
-from streamloader.conversion.task import Outcome, Task
+from streamloader.conversion.refused import Refusal
+from streamloader.conversion.task import Columns, Outcome, Task
 from streamloader.errors import StreamloaderError
 
 
 def main(socket: int, lifeline: int) -> None:
     """Do tasks from the connection `socket` until it is closed."""
     threading.Thread(target=_die_with_starter, args=(lifeline,), daemon=True).start()
-    with Connection(socket) as channel:
+    writing: Future[None] | None = None
+    with Connection(socket) as channel, ThreadPoolExecutor(1) as writer:
+        speech = threading.Lock()  # the writer speaks too
         while True:
             try:
                 task: Task = channel.recv()
             except EOFError:
                 return
-            answer: Outcome | StreamloaderError
-            try:
-                answer = task.run()
-            except StreamloaderError as error:
-                answer = error
-            channel.send(answer)
+            found = _read(task)
+            if writing is not None:
+                writing.result()  # two shards are held, not more
+            writing = writer.submit(_write, channel, speech, task, found)
+            del found  # the writer lets go of it
+            with speech:
+                channel.send(None)
+
+
+def _read(task: Task) -> Columns | Refusal | StreamloaderError:
+    try:
+        return task.read()
+    except StreamloaderError as error:
+        return error
+
+
+def _write(
+    channel: Connection, speech: threading.Lock, task: Task, found: Columns | Refusal | StreamloaderError
+) -> None:
+    answer: Outcome | StreamloaderError
+    try:
+        answer = found if isinstance(found, StreamloaderError) else task.write(found)
+    except StreamloaderError as error:
+        answer = error
+    except Exception:  # noqa: BLE001 - a bug: the other thread may wait for a task that never comes
+        traceback.print_exc()
+        os._exit(1)
+    with speech:
+        channel.send(answer)
 
 
 def _die_with_starter(lifeline: int) -> None:
