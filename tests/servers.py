@@ -117,8 +117,11 @@ def moto_server() -> Iterator[S3Server]:
 
 
 @contextlib.contextmanager
-def seaweedfs_server(data: Path | None = None) -> Iterator[S3Server]:
-    """Run SeaweedFS with its data in a temporary folder, or in `data`, which stays: it checks signatures."""
+def seaweedfs_server(data: Path | None = None, flags: Sequence[str] = ()) -> Iterator[S3Server]:
+    """Run SeaweedFS with its data in a temporary folder, or in `data`, which stays: it checks signatures.
+
+    `flags` are more of its own: other identities, less room.
+    """
 
     def command(folder: Path, ports: Sequence[int]) -> list[str]:
         names = ("s3.port", "s3.port.grpc", "master.port", "master.port.grpc")
@@ -128,7 +131,7 @@ def seaweedfs_server(data: Path | None = None) -> Iterator[S3Server]:
             *(_weed(), f"-logdir={folder}", "mini", f"-dir={data or folder}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1"),
             *(f"-{name}={port}" for name, port in zip(names, ports, strict=True)),
             *("-master.telemetry=false", "-webdav=false", "-admin.ui=false"),
-            *("-s3.port.iceberg=0", "-s3.port.lance=0"),
+            *("-s3.port.iceberg=0", "-s3.port.lance=0", *flags),
             # these two would stand in /tmp; relative, since a path of a socket has 107 characters at most. The keeper
             # removes those that cannot be moved
             *("-filer.localSocket=filer.sock", "-s3.localSocket=s3.sock"),

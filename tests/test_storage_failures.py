@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import re
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -117,6 +120,22 @@ def test_a_local_folder_without_permission_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     told(open_store(tmp_path / "file"), "get", NotFoundError)
     told(open_store("/proc/1/no-such-folder"), "put", StorageError)
+
+
+@pytest.mark.parametrize(
+    ("number", "kind", "words"),
+    [
+        (errno.ENOSPC, StorageError, "no space is left .*; make room"),
+        (errno.EDQUOT, StorageError, "no space is left .*; make room"),
+        (errno.EFBIG, StorageError, "the file is larger than it may be there .*; raise the limit"),
+        (errno.EACCES, AccessError, "no permission .*; check who may write"),
+        (errno.EROFS, AccessError, "no permission .*; check who may write"),
+    ],
+)
+def test_what_the_system_refuses_is_told_with_its_own_remedy(number: int, kind: type[StorageError], words: str) -> None:
+    found = storage_error(OSError(number, os.strerror(number)), "/disk/it")
+    assert type(found) is kind
+    assert re.match(f"/disk/it: {words}", str(found))
 
 
 @pytest.mark.parametrize(

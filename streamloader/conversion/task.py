@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,10 +13,9 @@ from streamloader.conversion.refused import Refusal, RefusedSample, packed
 from streamloader.conversion.sources.base import BadSample, Part, refuse_rows
 from streamloader.format.codecs import Column
 from streamloader.format.geometry import Geometry
-from streamloader.format.sink import Receipt, write_shard
+from streamloader.format.sink import Receipt, prepare_shard, put_shard
 from streamloader.storage.protocol import Store
 
-Columns = dict[str, Column]
 Outcome = Receipt | Refusal
 
 
@@ -37,29 +38,30 @@ class Task:
 
     def run(self) -> Outcome:
         """Read, encode and write the shard. Raises what the source or the store raise."""
-        return self.write(self.read())
+        return self.prepare()()
 
-    def read(self) -> Columns | Refusal:
-        """Return the columns of the shard, or which of its samples are bad. Raises what the source raises."""
+    def prepare(self) -> Callable[[], Outcome]:
+        """Read and encode the shard; return what writes it, and raises what the store raises.
+
+        Raises what the source raises.
+        """
         bad: list[BadSample] = []
         columns = self.part.read(bad.append if self.keep_bad else refuse_rows(self.rows))
         if bad:
-            return Refusal(self.shard, tuple(map(self._refused, bad)))
+            return partial(_write_refusal, self.store, Refusal(self.shard, tuple(map(self._refused, bad))))
         if self.order is not None:
             for name in columns:  # one after another: a field twice is held, not all of them
                 columns[name] = _ordered(columns[name], self.order)
-        return columns
-
-    def write(self, found: Columns | Refusal) -> Outcome:
-        """Encode and write what was read. Raises what the store raises."""
-        if isinstance(found, Refusal):
-            found.write(self.store)
-            return found
-        return write_shard(self.store, self.geometry, self.shard, found)
+        return partial(put_shard, self.store, prepare_shard(self.geometry, self.shard, columns))
 
     def _refused(self, bad: BadSample) -> RefusedSample:
         row = int(self.rows[bad.position])
         return RefusedSample(row, bad.name or f"row {row}", bad.problem, packed(bad.data))
+
+
+def _write_refusal(store: Store, refusal: Refusal) -> Refusal:
+    refusal.write(store)
+    return refusal
 
 
 def _ordered(column: Column, order: NDArray[np.int64]) -> Column:

@@ -8,7 +8,7 @@ any moment is healed by doing the missing shards and `finish` again.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import crc32c
@@ -44,6 +44,8 @@ __all__ = [
     "erase",
     "finish",
     "prepare",
+    "prepare_shard",
+    "put_shard",
     "read_receipts",
     "write_job",
     "write_shard",
@@ -51,30 +53,52 @@ __all__ = [
 ]
 
 
+@dataclass(frozen=True, eq=False)
+class PreparedShard:
+    """A shard that is encoded and not yet written: its objects by path, and what its receipt says of its fields."""
+
+    index: int
+    num_samples: int
+    objects: Mapping[str, Sequence[Buffer]]
+    fields: Mapping[str, FieldReceipt]
+
+
 def write_shard(store: Store, geometry: Geometry, index: int, columns: Mapping[str, Column]) -> Receipt:
     """Write one shard of all fields and then its receipt; `columns` are its samples, in order.
 
+    Raises `FieldError` or `StorageError`.
+    """
+    return put_shard(store, prepare_shard(geometry, index, dict(columns)))
+
+
+def prepare_shard(geometry: Geometry, index: int, columns: dict[str, Column]) -> PreparedShard:
+    """Encode one shard of all fields. Takes the columns out of `columns`, so that what is encoded can be let go.
+
     One object for each bulk field, and one part with the rows of all small fields, field after field in the
-    order of their names. Raises `FieldError` or `StorageError`.
+    order of their names. Raises `FieldError`.
     """
     num_samples = check_columns(geometry, columns)
-    objects: dict[str, StoredObject] = {}
+    objects: dict[str, Sequence[Buffer]] = {}
     fields: dict[str, FieldReceipt] = {}
     part: list[Buffer] = []
     for name, layout in sorted(geometry.layouts.items()):
-        column = columns[name]
+        column = columns.pop(name)
         if layout.resident:
             part.append(np.asarray(column, little(layout)).tobytes())
             continue
         encoded = encode_shard(layout, column)
-        path = layout.shard_key(name, index)
-        objects[path] = put_object(store, path, encoded.parts)
-        fields[name] = FieldReceipt(column_bytes(layout, column), objects[path].size, encoded.entries)
+        objects[layout.shard_key(name, index)] = encoded.parts
+        fields[name] = FieldReceipt(column_bytes(layout, column), encoded.size, encoded.entries)
     if part:
-        path = f"{PARTS}/{index}"
-        objects[path] = put_object(store, path, part)
-    receipt = Receipt(index, num_samples, objects, fields)
-    store.put(receipt_path(index), receipt.to_json())
+        objects[f"{PARTS}/{index}"] = part
+    return PreparedShard(index, num_samples, objects, fields)
+
+
+def put_shard(store: Store, shard: PreparedShard) -> Receipt:
+    """Write the objects of a shard and then its receipt. Raises `StorageError`."""
+    objects = {path: put_object(store, path, parts) for path, parts in shard.objects.items()}
+    receipt = Receipt(shard.index, shard.num_samples, objects, shard.fields)
+    store.put(receipt_path(shard.index), receipt.to_json())
     return receipt
 
 

@@ -146,8 +146,13 @@ class LocalCalls(PlainCalls):
         except OSError as error:
             if error.errno not in _NO_LINKS:
                 raise
-            with Path(path).open("xb") as file:
-                file.write(data)
+            with Path(path).open("xb") as file:  # raises where there is one: it must not be removed below
+                try:
+                    file.write(data)
+                    file.flush()
+                except OSError:
+                    Path(path).unlink(missing_ok=True)
+                    raise
         finally:
             temporary.unlink(missing_ok=True)
         return ""

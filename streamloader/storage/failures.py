@@ -6,6 +6,7 @@ keeps them only in its text. Both are read here and nowhere else.
 
 from __future__ import annotations
 
+import errno
 import re
 import sys
 from collections.abc import Mapping
@@ -86,6 +87,26 @@ _RULES = (
         statuses=frozenset({301, 307, 308}),
     ),
     _Rule(
+        StorageError,
+        "no space is left",
+        "make room there, or choose another place",
+        codes=_words("QuotaExceeded XMinioStorageFull XMinioAdminBucketQuotaExceeded"),
+        statuses=frozenset({507}),
+        names=_words("ENOSPC EDQUOT"),
+    ),
+    _Rule(
+        StorageError,
+        "the file is larger than it may be there",
+        "raise the limit (ulimit -f), choose another file system, or smaller shards",
+        names=_words("EFBIG"),
+    ),
+    _Rule(
+        AccessError,
+        "no permission",
+        "check who may write or read there (owner, mode, mount), or choose another place",
+        names=_words("EACCES EPERM EROFS"),
+    ),
+    _Rule(
         AccessError,
         "no permission",
         "check the credentials (storage_options, AWS_PROFILE or the environment) and what they may do",
@@ -134,8 +155,11 @@ _RULES = (
     _Rule(
         TransientError,
         "the store failed or the transfer broke off",
-        "try again; look at the store's health and the network",
-        codes=_words("Interrupted InternalError RequestTimeout OperationAborted ConditionalRequestConflict"),
+        "try again; look at the store's health, its free space and the network",
+        codes=_words(
+            "Interrupted InternalError RequestTimeout OperationAborted ConditionalRequestConflict "
+            "BadDigest XAmzContentSHA256Mismatch"
+        ),
         statuses=frozenset({408, 409, 500, 502, 504}),
         names=_words(
             "HTTPClientError ReadTimeoutError ConnectionClosedError ResponseStreamingError IncompleteReadError "
@@ -156,7 +180,8 @@ def client_errors(*also: type[BaseException]) -> tuple[type[BaseException], ...]
 class Facts:
     """What an exception and its causes tell: HTTP status (0: none), error code, text, names of the classes.
 
-    `wait`: the seconds that the store asked to wait, 0 where it did not.
+    The names of an error of the system are also that of its errno: "ENOSPC". `wait`: the seconds that the store
+    asked to wait, 0 where it did not.
     """
 
     status: int
@@ -174,6 +199,8 @@ def facts_of(error: BaseException) -> Facts:
         if link is None:
             break
         names.update(kind.__name__ for kind in type(link).__mro__)
+        if isinstance(link, OSError) and type(link).__module__ == "builtins":  # a client's own may be of a socket
+            names.add(errno.errorcode.get(link.errno or 0, ""))
         response = getattr(link, "response", None)
         if isinstance(response, dict):  # botocore
             details = response.get("Error", {})

@@ -6,10 +6,12 @@ import contextlib
 import importlib
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -156,7 +158,10 @@ def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def shared_memory(work: Path) -> set[str]:
     """What the processes that work there have mapped, semaphores too."""
-    maps = [one.path for process in running_in(work) for one in process.memory_maps()]
+    maps = []
+    for process in running_in(work):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            maps += [one.path for one in process.memory_maps()]
     return {path for path in maps if path.startswith("/dev/shm/")}
 
 
@@ -258,8 +263,9 @@ def test_a_connection_that_this_process_has_is_not_mistaken(cluster: Cluster, en
         Run(tmp_path).run(f"{cluster.name}={other}")
 
 
+@pytest.mark.parametrize("how", ["ctrl-c", "killed"])
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_run_that_is_killed_leaves_nothing(engine: str, tmp_path: Path, work: Path) -> None:
+def test_a_run_that_is_ended_leaves_nothing(engine: str, how: str, tmp_path: Path, work: Path) -> None:
     os.mkfifo(tmp_path / "fifo")
     told = json.dumps({2: "endless", 3: "endless"})
     command = [sys.executable, str(HERE / "engine_tasks.py"), engine, str(tmp_path), told]
@@ -270,12 +276,54 @@ def test_a_run_that_is_killed_leaves_nothing(engine: str, tmp_path: Path, work: 
         assert (tmp_path / "fifo").read_text().startswith("begun")
         shared = shared_memory(work)
         assert shared or engine != "dask"
-        run.kill()
-        assert run.wait(END_SECONDS) == -signal.SIGKILL
+        if how == "ctrl-c":
+            os.killpg(run.pid, signal.SIGINT)  # as a terminal does
+        else:
+            run.kill()
+        assert run.wait(END_SECONDS) == (-signal.SIGINT if how == "ctrl-c" else -signal.SIGKILL)
     nothing_is_left(work)
     assert not [path for path in shared if Path(path).exists()]
     said = (tmp_path / "stderr").read_text()
+    assert said.count("Traceback") == (how == "ctrl-c"), said
+
+
+def convert(engine: str, tmp_path: Path, out: str, *more: str) -> list[str]:
+    """The command that converts some hundred rows, of which each shard has 16."""
+    if not (tmp_path / "it.npz").exists():
+        np.savez(tmp_path / "it.npz", x=np.random.default_rng(0).random((1500, 30)), y=np.arange(1500))
+    command = [sys.executable, "-m", "streamloader.cli.main", "convert", str(tmp_path / "it.npz"), str(tmp_path / out)]
+    return [*command, "--engine", engine, "--shard-size", "4KiB", "--quiet", "--workers", "2", *more]
+
+
+@pytest.mark.parametrize("moment", ["while it starts", "while it writes"])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_conversion_that_ctrl_c_ends_goes_on_to_the_same_bytes(
+    engine: str, moment: str, tmp_path: Path, work: Path
+) -> None:
+    subprocess.run(convert("local", tmp_path, "whole"), check=True)
+    rng = random.Random(f"{os.environ.get('STREAMLOADER_TEST_SEED', '0')} {engine}")
+    job = tmp_path / "out" / "_streamloader"
+    wanted, seconds = ("receipts/*.json", 0.05) if moment == "while it writes" else ("job.json", 1.0)
+    count = rng.randrange(1, 60) if moment == "while it writes" else 1
+    with (
+        (tmp_path / "stderr").open("w") as errors,
+        subprocess.Popen(convert(engine, tmp_path, "out"), stderr=errors, start_new_session=True) as run,
+    ):
+        while run.poll() is None and len(list(job.glob(wanted))) < count:
+            time.sleep(0.002)
+        time.sleep(rng.random() * seconds)
+        shared = shared_memory(work)
+        os.killpg(run.pid, signal.SIGINT)
+        assert run.wait(END_SECONDS) == 130
+    nothing_is_left(work)
+    assert not [path for path in shared if Path(path).exists()]
+    said = (tmp_path / "stderr").read_text()
+    assert "interrupted: finished shards are kept, run the same command again" in said
     assert "Traceback" not in said
+    done = subprocess.run(convert(engine, tmp_path, "out"), capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+    nothing_is_left(work)
 
 
 @pytest.mark.parametrize("engine", ENGINES)

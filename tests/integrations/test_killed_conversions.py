@@ -65,7 +65,7 @@ def converting(src: Path, dst: Path, manner: list[str], temporary: Path) -> Iter
 
 
 def whole(status: int, dst: Path, photos: Path, manner: list[str], temporary: Path) -> None:
-    """Make sure that the conversion ended well; a kill right after its last write leaves a whole dataset, and says so."""
+    """Make sure that the conversion ended well; after a kill behind its last write it says that it is finished."""
     told = temporary.with_name("stderr").read_text()
     if status == REFUSED and "holds a dataset" in told and "--resume" in told:
         status = subprocess.run([*command(photos, dst, manner), "--resume"], check=False).returncode

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -114,11 +115,21 @@ class AppendTask:
     order: NDArray[np.int64] | None
     claim: bytes
 
-    def run(self) -> Receipt:
+    def run(self) -> Outcome:
         """Read, encode and write. Raises what the source or the store raise."""
+        return self.prepare()()
+
+    def prepare(self) -> Callable[[], Outcome]:
+        """Read the new samples; return what encodes and writes them, and raises what the store raises.
+
+        Raises what the source raises.
+        """
         columns = self.part.read(self._refuse)
         if self.order is not None:
             columns = {name: _ordered(column, self.order) for name, column in columns.items()}
+        return partial(self._write, columns)
+
+    def _write(self, columns: Mapping[str, Column]) -> Receipt:
         check_claim(self.store, self.claim)
         return write_extension(self.store, self.extension, self.shard, columns)
 

@@ -26,8 +26,9 @@ from streamloader.errors import EngineError, StreamloaderError
 ENDING_SECONDS = 10.0  # for printing a traceback and leaving the interpreter
 
 # glibc gives every large array back to the system at once, and the next shard's pages are cleared again: 1.7 times as
-# fast without (bench/NOTES.md). A worker holds its peak until it ends; other C libraries ignore these.
-KEPT_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 34)}
+# fast without (bench/NOTES.md). One arena, for the writer frees what the reader took. A worker holds its peak until it
+# ends; other C libraries ignore these.
+KEPT_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 34), "MALLOC_ARENA_MAX": "1"}
 
 OnDone = Callable[[Task, Outcome], None]
 

@@ -8,7 +8,7 @@ import sys
 import threading
 import uuid
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from queue import SimpleQueue
@@ -19,7 +19,7 @@ from streamloader.conversion.engines.house import LOG_TAIL, own_environment, own
 from streamloader.conversion.sources.needs import need
 from streamloader.conversion.task import Task
 from streamloader.errors import EngineError, UsageError
-from streamloader.format.threads import cpu_count
+from streamloader.format.threads import cpu_count, wait_for
 
 DIED = ("Python worker exited unexpectedly", "ExecutorLostFailure")
 ENDING_SECONDS = 10.0  # for what ends by itself when it is asked to
@@ -110,14 +110,10 @@ def _context(pyspark: Any, master: str) -> Iterator[Any]:
         for name, value in _settings(master, here.folder).items():
             conf.set(name, value)
         log = here.folder / "log"
-        launch: Callable[..., Any] = need("pyspark.java_gateway", "spark").launch_gateway
         with ExitStack() as stack:
             try:
-                gateway = None
-                if home._gateway is None:  # else there is a Java machine already, and it stays
-                    with log.open("wb") as output:
-                        gateway = launch(conf, {"stdout": output, "stderr": subprocess.STDOUT})
-                    stack.callback(_end, home, gateway)
+                # where there is a Java machine already, it stays
+                gateway = stack.enter_context(_java(home, conf, log)) if home._gateway is None else None
                 with own_signals():
                     context = home(conf=conf, gateway=gateway)
             except Exception as error:
@@ -127,6 +123,29 @@ def _context(pyspark: Any, master: str) -> Iterator[Any]:
             stack.callback(_stop, context)
             context.pythonExec = os.environ.get("PYSPARK_PYTHON", sys.executable)
             yield context
+
+
+@contextmanager
+def _java(home: Any, conf: Any, log: Path) -> Iterator[Any]:
+    """Start a Java machine, and end it. A thread starts it: one whose start Ctrl-C cuts would go on for ever."""
+    launch: Callable[..., Any] = need("pyspark.java_gateway", "spark").launch_gateway
+    started: Future[Any] = Future()
+
+    def work() -> None:
+        try:
+            with log.open("wb") as output:
+                started.set_result(launch(conf, {"stdout": output, "stderr": subprocess.STDOUT}))
+        except BaseException as error:  # noqa: BLE001 - handed to the caller, whatever it is
+            started.set_exception(error)
+
+    threading.Thread(target=work, name="streamloader-spark", daemon=True).start()
+    try:
+        wait_for(lambda seconds: bool(wait([started], seconds).done))
+        yield started.result()
+    finally:
+        wait_for(lambda seconds: bool(wait([started], seconds).done))
+        if not started.exception():
+            _end(home, started.result())
 
 
 def _settings(master: str, folder: Path) -> dict[str, str]:

@@ -11,11 +11,11 @@ import os
 import sys
 import threading
 import traceback
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing.connection import Connection
 
-from streamloader.conversion.refused import Refusal
-from streamloader.conversion.task import Columns, Outcome, Task
+from streamloader.conversion.task import Outcome, Task
 from streamloader.errors import StreamloaderError
 
 
@@ -30,28 +30,26 @@ def main(socket: int, lifeline: int) -> None:
                 task: Task = channel.recv()
             except EOFError:
                 return
-            found = _read(task)
+            write = _prepare(task)
             if writing is not None:
                 writing.result()  # two shards are held, not more
-            writing = writer.submit(_write, channel, speech, task, found)
-            del found  # the writer lets go of it
+            writing = writer.submit(_write, channel, speech, write)
+            del write  # the writer lets go of it
             with speech:
                 channel.send(None)
 
 
-def _read(task: Task) -> Columns | Refusal | StreamloaderError:
+def _prepare(task: Task) -> Callable[[], Outcome | StreamloaderError]:
     try:
-        return task.read()
+        return task.prepare()
     except StreamloaderError as error:
-        return error
+        failure = error
+        return lambda: failure
 
 
-def _write(
-    channel: Connection, speech: threading.Lock, task: Task, found: Columns | Refusal | StreamloaderError
-) -> None:
-    answer: Outcome | StreamloaderError
+def _write(channel: Connection, speech: threading.Lock, write: Callable[[], Outcome | StreamloaderError]) -> None:
     try:
-        answer = found if isinstance(found, StreamloaderError) else task.write(found)
+        answer = write()
     except StreamloaderError as error:
         answer = error
     except Exception:  # noqa: BLE001 - a bug: the other thread may wait for a task that never comes

@@ -21,7 +21,8 @@ from streamloader.storage.protocol import ObjectInfo, Store
 READ_THREADS = 8  # a small file costs one round trip, so several are under way at once
 REQUEST_BYTES = 8 << 20  # the longest request; the memory that one thread holds
 GROUP_BYTES = 2 << 20  # small ranges that one thread reads one after another: starting a thread takes as long as 50 KB
-NEAR_SECONDS = 0.0005  # a file from memory takes a tenth; one from a disk or over a network more
+# a file that is in memory takes a tenth of this; one on a disk or across a network more
+NEAR_SECONDS, NEAR_BYTES_PER_SECOND = 0.0005, 200e6
 GAP_BYTES = 256 << 10  # reading this much for nothing is cheaper than another request
 
 
@@ -176,9 +177,10 @@ def read_ranges(store: Store, wanted: Sequence[Range]) -> Iterator[memoryview]:
     while groups:
         threads = 1 if near else READ_THREADS
         several, groups = groups[:threads], groups[threads:]  # bounds the memory
+        patience = sum(NEAR_SECONDS + (one.stop - one.start) / NEAR_BYTES_PER_SECOND for one in chain(*several))
         begin = time.perf_counter()
         found = run_all(lambda group: [read_range(store, one) for one in group], several, threads)
-        near = local and time.perf_counter() - begin < NEAR_SECONDS * sum(map(len, several))
+        near = local and time.perf_counter() - begin < patience
         yield from chain.from_iterable(found)
 
 

@@ -1,0 +1,84 @@
+"""The memory of a process that converts: below four shards, whatever they hold and however large the source is."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+
+SHARD = 64 << 20
+SOURCE = 5 * SHARD
+# the largest resident memory of all workers, and of the process that leads them
+PROGRAM = """
+import json, resource, sys
+from pathlib import Path
+import streamloader as sl
+from streamloader.options import Layout
+layout = Layout(shard_size=int(sys.argv[3]))
+report = sl.convert(sys.argv[1], sys.argv[2], layout=layout, workers=2)
+(manifest,) = report.manifests.values()
+sample = sum(one.nbytes for one in manifest.fields.values()) / manifest.num_samples
+own = int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])  # getrusage has our parent's too
+peaks = [one * 1024 for one in (resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss, own)]
+print(json.dumps([sample * manifest.samples_per_shard, *peaks]))
+"""
+
+
+def make_array(root: Path) -> None:
+    rows = np.random.default_rng(0).integers(0, 256, (SOURCE // 8192, 8192), np.uint8)
+    np.save(root / "x.npy", rows)
+
+
+def make_small_numbers(root: Path) -> None:
+    np.save(root / "x.npy", np.random.default_rng(0).integers(0, 9, (SOURCE // 4096, 1024), np.int32))
+
+
+def make_tar(root: Path) -> None:
+    rng = np.random.default_rng(0)
+    with tarfile.open(root / "0.tar", "w") as tar:
+        for number in range(SOURCE // 65536):
+            member = tarfile.TarInfo(f"{number:06}.bin")
+            member.size = 65536
+            tar.addfile(member, io.BytesIO(rng.bytes(65536)))
+
+
+def make_images(root: Path) -> None:
+    rng = np.random.default_rng(0)
+    (root / "a").mkdir()
+    number = total = 0
+    while total < SOURCE:
+        path = root / "a" / f"{number:05}.png"
+        Image.fromarray(rng.integers(0, 256, (500, 700, 3), dtype=np.uint8)).save(path, compress_level=0)
+        total, number = total + path.stat().st_size, number + 1
+
+
+def make_parquet(root: Path) -> None:
+    rng = np.random.default_rng(0)
+    with pq.ParquetWriter(root / "x.parquet", pa.schema({"data": pa.binary()})) as writer:
+        for _ in range(SOURCE // (4 << 20)):
+            writer.write_table(pa.table({"data": [rng.bytes(4096) for _ in range(1024)]}))
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("make", [make_array, make_small_numbers, make_tar, make_images, make_parquet])
+def test_a_process_holds_less_than_four_shards(make: Callable[[Path], None], tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    make(source)
+    command = [sys.executable, "-c", PROGRAM, str(source), str(tmp_path / "out"), str(SHARD)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    shard, *peaks = json.loads(done.stdout)
+    print(f"{make.__name__}: shards of {shard / 1e6:.0f} MB, peaks of {[round(peak / 1e6) for peak in peaks]} MB")
+    assert shard > SHARD / 2, "the shards are too small to tell"
+    assert max(peaks) < 4 * shard
