@@ -41,17 +41,25 @@ class EncodedShard:
         return body_bytes(self.parts)
 
 
-def encode_shard(layout: FieldLayout, column: Column) -> EncodedShard:
-    """Encode up to `layout.shard` samples. Every chunk that holds a sample is stored, also one of fill values."""
-    chunks = seal_chunks(layout, column)
+def encode_shard(layout: FieldLayout, column: Column, *, spend: bool = False) -> EncodedShard:
+    """Encode up to `layout.shard` samples. Every chunk that holds a sample is stored, also one of fill values.
+
+    With `spend` a list is emptied on the way: its items and what is encoded are then not held both.
+    """
+    chunks = seal_chunks(layout, column, spend=spend)
     entries = np.zeros((layout.chunks_per_shard, 2), np.uint32)
     entries[: len(chunks)] = chunk_entries(chunks)
     return EncodedShard([*chain.from_iterable(chunks), encode_index(entries)], entries)
 
 
-def seal_chunks(layout: FieldLayout, column: Column) -> list[Chunk]:
-    """Return the parts of the chunks that hold these samples."""
-    return [seal_chunk(layout, column[start : start + layout.chunk]) for start in range(0, len(column), layout.chunk)]
+def seal_chunks(layout: FieldLayout, column: Column, *, spend: bool = False) -> list[Chunk]:
+    """Return the parts of the chunks that hold these samples; `spend` as for `encode_shard`."""
+    chunks: list[Chunk] = []
+    for start in range(0, len(column), layout.chunk):
+        chunks.append(seal_chunk(layout, column[start : start + layout.chunk]))
+        if spend and isinstance(column, list):
+            column[start : start + layout.chunk] = [b""] * len(column[start : start + layout.chunk])
+    return chunks
 
 
 def chunk_entries(chunks: Sequence[Chunk]) -> NDArray[np.uint32]:

@@ -86,9 +86,12 @@ def prepare_shard(geometry: Geometry, index: int, columns: dict[str, Column]) ->
         if layout.resident:
             part.append(np.asarray(column, little(layout)).tobytes())
             continue
-        encoded = encode_shard(layout, column)
+        nbytes = column_bytes(layout, column)
+        if isinstance(column, list):
+            column = column.copy()  # others may hold the list, and then its items too
+        encoded = encode_shard(layout, column, spend=True)
         objects[layout.shard_key(name, index)] = encoded.parts
-        fields[name] = FieldReceipt(column_bytes(layout, column), encoded.size, encoded.entries)
+        fields[name] = FieldReceipt(nbytes, encoded.size, encoded.entries)
     if part:
         objects[f"{PARTS}/{index}"] = part
     return PreparedShard(index, num_samples, objects, fields)

@@ -26,9 +26,14 @@ from streamloader.errors import EngineError, StreamloaderError
 ENDING_SECONDS = 10.0  # for printing a traceback and leaving the interpreter
 
 # glibc gives every large array back to the system at once, and the next shard's pages are cleared again: 1.7 times as
-# fast without (bench/NOTES.md). One arena, for the writer frees what the reader took. A worker holds its peak until it
-# ends; other C libraries ignore these.
-KEPT_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 34), "MALLOC_ARENA_MAX": "1"}
+# fast without (bench/NOTES.md). One arena, also for Arrow: what one thread or library lets go another takes. A worker
+# holds its peak until it ends; other C libraries ignore these.
+KEPT_MEMORY = {
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 34),
+    "MALLOC_ARENA_MAX": "1",
+    "ARROW_DEFAULT_MEMORY_POOL": "system",
+}
 
 OnDone = Callable[[Task, Outcome], None]
 
