@@ -13,7 +13,7 @@ import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any
 
 LOG_TAIL = 400  # characters: the end of what a program printed before it gave up
@@ -91,16 +91,30 @@ def deaf_to_ctrl_c() -> Iterator[None]:
 
 @contextlib.contextmanager
 def own_signals() -> Iterator[None]:
-    """Keep the handlers of SIGINT and SIGTERM: Ray and Spark set theirs, which outlive their clusters."""
+    """Keep the handlers of SIGINT and SIGTERM: Ray and Spark set theirs, which outlive their clusters.
+
+    Ctrl-C comes at the end of the block: a client of Ray whose start it cuts would crash. The second one comes at once.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield  # only the main thread can set handlers
         return
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    came: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        if came:
+            raise KeyboardInterrupt
+        came.append(number)
+
+    if before[signal.SIGINT] is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, note)
     try:
         yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+        if came:
+            signal.raise_signal(signal.SIGINT)
 
 
 @contextlib.contextmanager

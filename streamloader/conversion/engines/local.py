@@ -132,7 +132,7 @@ class _Crew:
                 worker = _Worker()
                 self._workers.append(worker)
                 worker.begin(assigned)
-            busy: dict[Connection, _Worker] = {w.channel: w for w in self._workers if w.assigned}
+            busy: dict[Connection, _Worker] = {w.channel: w for w in self._workers if w.assigned or not w.ready}
             if not busy:
                 return
             for channel in wait(list(busy)):
