@@ -101,7 +101,7 @@ def own_signals() -> Iterator[None]:
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     came: list[int] = []
 
-    def note(number: int, frame: FrameType | None) -> None:
+    def note(number: int, _: FrameType | None) -> None:
         if came:
             raise KeyboardInterrupt
         came.append(number)

@@ -84,10 +84,11 @@ def _started(ray: Any, workers: int) -> Iterator[None]:
             here.kill_with_us(process.pid for process in _family(psutil, here))
             yield
         finally:
-            family = _family(psutil, here)  # now: Ctrl-C may have come while it started
-            ray.shutdown()
-            kill_all(psutil, family)
-            kill_all(psutil, _orphans(psutil, here))
+            with own_signals():  # an end that Ctrl-C cuts would be made up for at exit, with new files
+                family = _family(psutil, here)  # now: Ctrl-C may have come while it started
+                ray.shutdown()
+                kill_all(psutil, family)
+                kill_all(psutil, _orphans(psutil, here))
 
 
 def _options(folder: Path, workers: int) -> dict[str, Any]:
