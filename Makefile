@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 INTEGRATIONS := .venv-integrations
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint types format bench bench-full clean test-integrations
+.PHONY: help install demo test lint types format bench bench-full bench-convert clean test-integrations
 
 help:
 	@echo "make demo         the main job: convert, train with two ranks, kill, resume, evaluate (a minute or two)"
@@ -17,6 +17,7 @@ help:
 	@echo "make types        mypy --strict"
 	@echo "make bench        loader, ceilings and peers side by side (less than 15 minutes)"
 	@echo "make bench-full   the same with full counts: an hour or two"
+	@echo "make bench-convert  converting beside the writers of other loaders: half an hour"
 	@echo "make clean        remove .venv and every cache"
 
 install: $(STAMP)
@@ -60,6 +61,9 @@ bench: $(STAMP)
 
 bench-full: $(STAMP)
 	$(BIN)/python -m bench
+
+bench-convert: $(STAMP)
+	$(BIN)/python -m bench.conversion
 
 clean:
 	rm -rf $(VENV) $(INTEGRATIONS) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

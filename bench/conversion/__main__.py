@@ -1,7 +1,7 @@
 """`python -m bench.conversion`: measure, and report in bench/results/conversion.*. From the repository's root.
 
-Everybody writes the same samples into one SeaweedFS, whose objects lie in memory where there is room for them, with a
-process for each core. Contestants take turns; each run is a process of its own, into an empty prefix.
+Everybody writes the same samples into a new SeaweedFS, whose objects lie in memory where there is room for them, with a
+process for each core. Contestants take turns; each run is a process of its own.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from bench.conversion import page
 from bench.conversion.sources import image_folder, one_array
 from bench.data import prepare
 from bench.machine import describe, load
-from bench.objects import BUCKET, erase, make_bucket, stored
+from bench.objects import BUCKET, make_bucket, stored
 from bench.servers import Endpoint, endpoint
 from bench.workloads import DATA, ROOT, WORKLOADS
 
@@ -40,7 +40,10 @@ MEMORY = Path("/dev/shm")
 
 @contextlib.contextmanager
 def server() -> Iterator[Endpoint]:
-    """Run SeaweedFS over a new folder, in memory if 8 GiB are free there: a disk would be all that is measured."""
+    """Run SeaweedFS over a new folder, in memory if 8 GiB are free there: a disk would be all that is measured.
+
+    For one contestant: what is deleted stays in its files for a while, and is removed while the next one writes.
+    """
     roomy = MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > NEEDED_BYTES
     folder = Path(tempfile.mkdtemp(prefix="streamloader-conversion-", dir=MEMORY if roomy else None))
     try:
@@ -51,8 +54,13 @@ def server() -> Iterator[Endpoint]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def measure(place: Endpoint, contestant: Contestant, workload: str, source: Path) -> dict[str, Any]:
-    """Let one contestant write one workload; return its line."""
+def measure(contestant: Contestant, workload: str, source: Path) -> dict[str, Any]:
+    """Let one contestant write one workload to a server of its own; return its line."""
+    with server() as place:
+        return _measure(place, contestant, workload, source)
+
+
+def _measure(place: Endpoint, contestant: Contestant, workload: str, source: Path) -> dict[str, Any]:
     prefix = f"{contestant.name.replace(' ', '-')}/{workload}"
     spec = {
         "workload": workload,
@@ -68,7 +76,6 @@ def measure(place: Endpoint, contestant: Contestant, workload: str, source: Path
     except ContestError as error:
         result = {"failed": str(error)}
     objects, size = stored(place, prefix)
-    erase(place, prefix)
     version = venvs.versions(contestant.name) if contestant.kind == "peer" else ""
     told = {"workload": workload, "contestant": contestant.name, "peer_versions": version, "load": load()}
     now = datetime.now(UTC).isoformat(timespec="seconds")
@@ -98,14 +105,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for peer in RIVALS:
         if problem := venvs.make(peer.name, print):
             sys.exit(problem)
-    with server() as place:
+    for number in range(options.rounds):
         for name, raw, own, size, those in cells:
-            for number in range(options.rounds):
-                for contestant in those:
-                    line = measure(place, contestant, name, own if contestant is OURS else raw)
-                    lines.append({**line, "round": number, "raw_bytes": size, **about})
-                    told = f"{size / 1e6 / line['seconds']:.0f} MB/s" if "seconds" in line else line.get("failed")
-                    print(f"{name} {contestant.name}: {told}", flush=True)
+            for contestant in those:
+                line = measure(contestant, name, own if contestant is OURS else raw)
+                lines.append({**line, "round": number, "raw_bytes": size, **about})
+                told = f"{size / 1e6 / line['seconds']:.0f} MB/s" if "seconds" in line else line.get("failed")
+                print(f"{name} {contestant.name}: {told}", flush=True)
     (results / "conversion.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     print(page.write(lines, results))
     return int(any("failed" in line for line in lines))
