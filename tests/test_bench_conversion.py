@@ -26,10 +26,11 @@ def line(contestant: str, seconds: float, **more: Any) -> dict[str, Any]:
 
 def test_the_ratio_is_of_medians_over_the_best_of_the_others(tmp_path: Path) -> None:
     lines = [line(page.OURS, seconds) for seconds in (1.0, 2.0, 50.0)]
-    lines += [line("slow", 10.0), line("fast", 4.0), line("fast", 5.0), line("fast", 100.0)]
+    lines += [line("slow", 10.0), line("fast", 4.0), line("fast", 5.0), line("fast", 100.0), line(page.PLAIN, 1.0)]
     assert page.ratio(lines, "vectors") == pytest.approx(2.5)
+    assert page.ratio(lines, "vectors", plain=True) == pytest.approx(0.5)
     text = page.write(lines, tmp_path).read_text()
-    assert "| **streamloader** | 50 | 2 to 100 | 2.50 | 2 | 3 | 90 |" in text
+    assert "| **streamloader** | 50 | 2 to 100 | 2.50 (target 2) | 0.50 | 3 | 90 |" in text
     assert (tmp_path / "conversion.png").stat().st_size > 5000
 
 

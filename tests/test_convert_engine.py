@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from streamloader.conversion.engines.local import ATTEMPTS, run_tasks
+from streamloader.conversion.engines.local import ATTEMPTS, run_tasks, starting
 from streamloader.conversion.sources.base import Refuse
 from streamloader.conversion.task import Task
 from streamloader.errors import EngineError, SourceError
@@ -162,3 +162,16 @@ def test_a_shard_is_read_while_the_one_before_is_written(tmp_path: Path) -> None
     tasks: Any = iter([Meeting(tmp_path, 0), Meeting(tmp_path, 1)])
     run_tasks(tasks, 1, lambda _, outcome: done.append(outcome))
     assert done == [0, 1]
+
+
+def test_processes_that_were_begun_before_are_taken_and_the_others_end(tmp_path: Path) -> None:
+    (tmp_path / "reads").mkdir()
+    with starting(3) as spare:
+        begun = {worker.pid for worker in spare}
+        tasks = [
+            Task(Numbers(tmp_path / "reads", i), open_store(tmp_path / "out"), geometry(), i, range(64)) for i in (0, 1)
+        ]
+        run_tasks(iter(tasks), 2, lambda *_: None, spare)
+        assert len(spare) == 1
+    assert {int(path.name.split("-")[2]) for path in (tmp_path / "reads").iterdir()} <= begun
+    assert not [pid for pid in begun if Path(f"/proc/{pid}").exists()]

@@ -99,7 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         count = WORKLOADS[name].quick if options.quick else WORKLOADS[name].count
         raw = prepare(name, count, data)
         size = json.loads((raw / "meta.json").read_text())["bytes"]
-        cells.append((name, raw, image_folder(raw) if name == "jpeg" else raw, size, (OURS, *RIVALS)))
+        cells.append((name, raw, image_folder(raw) if name == "jpeg" else raw, size, (OURS, *RIVALS, PLAIN)))
     array = one_array(data)
     cells.append(("npy", array, array, (array / "rows.npy").stat().st_size, (OURS, PLAIN)))
     for peer in RIVALS:

@@ -1,4 +1,4 @@
-"""The limit: the bytes of a file as plain objects of 64 MiB, put by obstore from as many threads as there are cores."""
+"""The limit: the bytes of the raw files as plain objects, put by obstore from as many threads as there are cores."""
 
 from __future__ import annotations
 
@@ -17,20 +17,21 @@ OBJECT_BYTES = 64 << 20
 
 
 def write(spec: Spec) -> int:
-    """Put the file's bytes; the count is that of the objects."""
-    (path,) = Path(spec.source).glob("*.npy")
+    """Put the files' bytes; the count is that of the objects."""
     keys = {"access_key_id": spec.key, "secret_access_key": spec.secret, "region": "us-east-1"}
     store = S3Store(spec.bucket, endpoint=spec.endpoint, client_options={"allow_http": True}, **keys)
 
-    def put(number: int) -> None:
+    def put(piece: tuple[Path, int]) -> None:
+        path, start = piece
         with path.open("rb") as file:
-            file.seek(number * OBJECT_BYTES)
-            obstore.put(store, f"{spec.prefix}/{number}", file.read(OBJECT_BYTES), use_multipart=False)
+            file.seek(start)
+            obstore.put(store, f"{spec.prefix}/{path.name}-{start}", file.read(OBJECT_BYTES), use_multipart=False)
 
-    count = -(-path.stat().st_size // OBJECT_BYTES)
+    files = sorted(path for path in Path(spec.source).iterdir() if path.is_file())
+    pieces = [(path, start) for path in files for start in range(0, path.stat().st_size, OBJECT_BYTES)]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(put, range(count)))
-    return count
+        list(pool.map(put, pieces))
+    return len(pieces)
 
 
 if __name__ == "__main__":

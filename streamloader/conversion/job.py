@@ -26,7 +26,7 @@ from streamloader.conversion.splits import parse_splits
 from streamloader.errors import DestinationError, UsageError
 from streamloader.format.manifest import Field
 from streamloader.options import Layout
-from streamloader.storage import open_store
+from streamloader.storage import Store, open_store
 
 
 def convert(
@@ -105,7 +105,14 @@ class _Ends:
 
 def _convert(ends: _Ends, recipe: Recipe, means: Means) -> Report:
     store = open_store(ends.dst, ends.storage_options)
-    found = None if ends.dry_run else destination.look(store, ends.overwrite, ends.resume)
+    if ends.dry_run:
+        return _carry_out(ends, recipe, means, store, None)
+    found = destination.look(store, ends.overwrite, ends.resume)
+    with means.starting(store.url) as ready:
+        return _carry_out(ends, recipe, ready, store, found)
+
+
+def _carry_out(ends: _Ends, recipe: Recipe, means: Means, store: Store, found: Mapping[str, Any] | None) -> Report:
     name, source = _open(ends, recipe, means, store.url)
     if _inside(store.url, source.url):
         raise DestinationError(

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 
 from streamloader.conversion.engines.engine import EngineChoice, check_url
+from streamloader.conversion.engines.local import Worker, starting
 from streamloader.conversion.progress import Listener
 from streamloader.conversion.recipe import OnError, Recipe
 from streamloader.conversion.sources.objects import pack
@@ -13,12 +16,19 @@ from streamloader.format.threads import cpu_count
 
 @dataclass(frozen=True)
 class Means:
-    """`workers` None is a process for each core, on a cluster as many as it has places for."""
+    """`workers` None is a process for each core, on a cluster as many as it has places for; `spare` begin already."""
 
     workers: int | None
     on_error: OnError
     listener: Listener
     engine: EngineChoice
+    spare: list[Worker] = field(default_factory=list)
+
+    @contextmanager
+    def starting(self, *urls: str) -> Iterator[Means]:
+        """Begin to start the processes of this machine that will be needed, while something else is done here."""
+        with starting(self.processes(*urls) if self.engine.name == "local" else 0) as spare:
+            yield replace(self, spare=spare)
 
     def processes(self, *urls: str) -> int:
         """Return the number of processes; 0 works in this one, as it must where a store lives in its memory."""

@@ -77,7 +77,7 @@ class Run:
             if not todo:
                 return
             processes = self._means.processes(self._store.url, self._job.source.url)
-            run_tasks(self._means.engine, self._tasks(todo), min(processes, len(todo)), note)
+            run_tasks(self._means.engine, self._tasks(todo), min(processes, len(todo)), note, self._means.spare)
             self._done -= sum(split.wrong() for split in splits)
         raise DestinationError(
             f"objects at {self._store.url} change while it is written", "let nothing else write there, and run again"

@@ -68,16 +68,20 @@ def check_url(choice: EngineChoice, url: str) -> None:
 
 
 def run_tasks(
-    choice: EngineChoice, tasks: Iterator[Task], workers: int, on_done: Callable[[Task, Outcome], None]
+    choice: EngineChoice,
+    tasks: Iterator[Task],
+    workers: int,
+    on_done: Callable[[Task, Outcome], None],
+    spare: list[local.Worker] | None = None,
 ) -> None:
-    """Do all tasks on the chosen engine, as the module says.
+    """Do all tasks on the chosen engine, as the module says; `spare` are processes for `local` that were begun before.
 
     `workers` are processes on this machine; 0 is, for `local`, this process itself, and for the others all cores. On a
     cluster with an address they are the most tasks at a time; 0 is as many as it has places for.
     Raises what tasks raise, `EngineError` where the engine fails, `UsageError` where its package is missing.
     """
     if choice.name == "local":
-        local.run_tasks(tasks, workers, on_done)
+        local.run_tasks(tasks, workers, on_done, spare)
         return
     _call_at(choice)
     with _open(choice, workers) as cluster:

@@ -38,8 +38,10 @@ KEPT_MEMORY = {
 OnDone = Callable[[Task, Outcome], None]
 
 
-def run_tasks(tasks: Iterator[Task], workers: int, on_done: OnDone) -> None:
+def run_tasks(tasks: Iterator[Task], workers: int, on_done: OnDone, spare: list[Worker] | None = None) -> None:
     """Do all tasks in `workers` processes, each of which reads one while it writes another; 0 does them in this one.
+
+    Those of `spare`, which `starting` began, are taken first.
 
     `on_done` is called here, in the order in which tasks end. After a failure no further task is begun, those
     under way are finished, and the failure of the earliest task is raised. A task whose worker is killed
@@ -49,13 +51,26 @@ def run_tasks(tasks: Iterator[Task], workers: int, on_done: OnDone) -> None:
         for task in tasks:
             on_done(task, task.run())
         return
-    crew = _Crew(tasks, on_done)
+    crew = _Crew(tasks, on_done, [] if spare is None else spare)
     try:
         crew.run(workers)
     finally:
         crew.close()
     if crew.failures:
         raise crew.failures[min(crew.failures)]
+
+
+@contextlib.contextmanager
+def starting(count: int) -> Iterator[list[Worker]]:
+    """Begin to start so many processes, which takes some tenths of a second; end those that nobody took."""
+    spare: list[Worker] = []
+    try:
+        for _ in range(count):
+            spare.append(Worker())
+        yield spare
+    finally:
+        for worker in spare:
+            worker.close()
 
 
 @dataclass
@@ -67,7 +82,7 @@ class _Assignment:
     attempts: int = 0
 
 
-class _Worker:
+class Worker:
     """One process with the task that it is at."""
 
     def __init__(self) -> None:
@@ -94,6 +109,11 @@ class _Worker:
         self.assigned: deque[_Assignment] = deque()
         self.ready = True  # for another task
 
+    @property
+    def pid(self) -> int:
+        """The process's number."""
+        return self._process.pid
+
     def begin(self, assigned: _Assignment) -> None:
         assigned.attempts += 1
         self.assigned.append(assigned)
@@ -118,21 +138,22 @@ class _Worker:
 class _Crew:
     """The workers of one run, and what is left to do."""
 
-    def __init__(self, tasks: Iterator[Task], on_done: OnDone) -> None:
+    def __init__(self, tasks: Iterator[Task], on_done: OnDone, spare: list[Worker]) -> None:
         self.failures: dict[int, StreamloaderError] = {}
         self._todo = (_Assignment(number, task) for number, task in enumerate(tasks))
         self._again: list[_Assignment] = []
         self._on_done = on_done
-        self._workers: list[_Worker] = []
+        self._spare = spare
+        self._workers: list[Worker] = []
 
     def run(self, count: int) -> None:
         """Work until nothing is left, or until those under way have ended after a failure."""
         while True:
             while len(self._workers) < count and (assigned := self._next()):
-                worker = _Worker()
+                worker = self._spare.pop() if self._spare else Worker()
                 self._workers.append(worker)
                 worker.begin(assigned)
-            busy: dict[Connection, _Worker] = {w.channel: w for w in self._workers if w.assigned or not w.ready}
+            busy: dict[Connection, Worker] = {w.channel: w for w in self._workers if w.assigned or not w.ready}
             if not busy:
                 return
             for channel in wait(list(busy)):
@@ -155,7 +176,7 @@ class _Crew:
             return None if beside else self._again.pop()
         return next(self._todo, None)
 
-    def _hear(self, worker: _Worker) -> None:
+    def _hear(self, worker: Worker) -> None:
         try:
             answer: Outcome | StreamloaderError | None = worker.channel.recv()
         except (EOFError, OSError):  # OSError: killed in the middle of its answer
@@ -171,7 +192,7 @@ class _Crew:
         if worker.ready and (following := self._next(worker.assigned)):
             worker.begin(following)
 
-    def _bury(self, worker: _Worker) -> None:
+    def _bury(self, worker: Worker) -> None:
         status = worker.wait()
         for assigned in reversed(worker.assigned):
             what = f"the worker that wrote shard {assigned.task.shard} of {assigned.task.store.url}"

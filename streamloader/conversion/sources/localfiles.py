@@ -28,8 +28,9 @@ def walk_files(root: Path) -> Iterator[ObjectInfo]:
         return
     for folder, names, files in os.walk(root, followlinks=True, onerror=_refuse):
         names[:] = [name for name in names if not _leads_up(Path(folder), name)]
+        inside = os.path.relpath(folder, root)
         for name in files:
-            info = file_info(root, os.path.relpath(f"{folder}/{name}", root))
+            info = file_info(root, name if inside == "." else f"{inside}/{name}")
             if info is not None:
                 yield info
 
@@ -41,7 +42,7 @@ def _leads_up(folder: Path, name: str) -> bool:
 def file_info(root: Path, path: str) -> ObjectInfo | None:
     """Return the regular file at `path` below `root`, with its modification time as etag; None for anything else."""
     try:
-        found = (root / path).stat()
+        found = os.stat(f"{root}/{path}")  # noqa: PTH116 - a third of the time of a Path's
     except FileNotFoundError as error:
         if (root / path).is_symlink():
             _refuse(error)
