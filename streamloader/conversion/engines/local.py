@@ -83,7 +83,7 @@ class _Assignment:
 
 
 class Worker:
-    """One process with the task that it is at."""
+    """One process with the tasks that it is at."""
 
     def __init__(self) -> None:
         self.channel, theirs = Pipe()
@@ -115,6 +115,7 @@ class Worker:
         return self._process.pid
 
     def begin(self, assigned: _Assignment) -> None:
+        """Hand it a task."""
         assigned.attempts += 1
         self.assigned.append(assigned)
         self.ready = False
