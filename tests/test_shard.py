@@ -31,7 +31,7 @@ def test_zarr_python_reads_every_shard(
     buffer = default_buffer_prototype().buffer
     objects = {
         "zarr.json": buffer.from_bytes(json.dumps(field_document("x", layout, count)).encode()),
-        layout.shard_key("x", 0)[2:]: buffer.from_bytes(encoded.data),
+        layout.shard_key("x", 0)[2:]: buffer.from_bytes(b"".join(encoded.parts)),
     }
     found = zarr.open_array(MemoryStore(objects), mode="r")[:]
     if field.fixed:
@@ -49,15 +49,15 @@ def test_chunks_lie_ascending_and_gapless_and_the_index_last(
     layout = FieldLayout(field, 1 << chunk_bits, 1 << (chunk_bits + more_bits), "none", resident=False)
     count = data.draw(st.integers(0, layout.shard))
     encoded = encode_shard(layout, column_of(field, count))
-    index = parse_index(encoded.data, layout.chunks_per_shard)
+    index = parse_index(b"".join(encoded.parts), layout.chunks_per_shard)
     stored = -(-count // layout.chunk)
     sizes = encoded.entries[:, 0].astype(np.uint64)
     assert (index[stored:] == ABSENT).all() and not encoded.entries[stored:].any()
     assert (index[:stored, 1] == sizes[:stored]).all()
     assert (index[:stored, 0] == np.cumsum(sizes[:stored]) - sizes[:stored]).all()
-    assert sizes.sum() + index_size(layout.chunks_per_shard) == len(encoded.data)
+    assert sizes.sum() + index_size(layout.chunks_per_shard) == len(b"".join(encoded.parts))
     for (offset, size), (_, crc) in zip(index[:stored].tolist(), encoded.entries[:stored].tolist(), strict=True):
-        assert int.from_bytes(encoded.data[offset + size - 4 : offset + size], "little") == crc
+        assert int.from_bytes(b"".join(encoded.parts)[offset + size - 4 : offset + size], "little") == crc
 
 
 def test_chunks_of_fill_values_are_stored_too() -> None:
@@ -70,7 +70,7 @@ def test_chunks_of_fill_values_are_stored_too() -> None:
 @settings(max_examples=100, deadline=None)
 def test_a_damaged_index_is_an_error(data: st.DataObject) -> None:
     layout = FieldLayout(Field.parse("int32"), 1, 8, "none", resident=False)
-    tail = bytearray(encode_shard(layout, np.arange(5, dtype=np.int32)).data[-index_size(8) :])
+    tail = bytearray(b"".join(encode_shard(layout, np.arange(5, dtype=np.int32)).parts)[-index_size(8) :])
     at = data.draw(st.integers(0, len(tail) - 1))
     tail[at] ^= 1 << data.draw(st.integers(0, 7))
     with pytest.raises(CorruptError, match="does not match"):

@@ -41,10 +41,11 @@ class Refusal:
     shard: int
     samples: tuple[RefusedSample, ...]
 
-    def write(self, store: Store) -> None:
-        """Keep it at the destination, so that a later run knows; the same samples give the same bytes."""
+    def write(self, store: Store) -> Refusal:
+        """Keep it at the destination for a later run, and return it; the same samples give the same bytes."""
         document = {"shard": self.shard, "samples": [one.to_json() for one in self.samples]}
         store.put(f"{BAD}/{self.shard}.json", json.dumps(document, sort_keys=True).encode())
+        return self
 
 
 def packed(data: bytes) -> str:

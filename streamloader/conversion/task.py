@@ -48,7 +48,7 @@ class Task:
         bad: list[BadSample] = []
         columns = self.part.read(bad.append if self.keep_bad else refuse_rows(self.rows))
         if bad:
-            return partial(_write_refusal, self.store, Refusal(self.shard, tuple(map(self._refused, bad))))
+            return partial(Refusal(self.shard, tuple(map(self._refused, bad))).write, self.store)
         if self.order is not None:
             for name in columns:  # one after another: a field twice is held, not all of them
                 columns[name] = _ordered(columns[name], self.order)
@@ -57,11 +57,6 @@ class Task:
     def _refused(self, bad: BadSample) -> RefusedSample:
         row = int(self.rows[bad.position])
         return RefusedSample(row, bad.name or f"row {row}", bad.problem, packed(bad.data))
-
-
-def _write_refusal(store: Store, refusal: Refusal) -> Refusal:
-    refusal.write(store)
-    return refusal
 
 
 def _ordered(column: Column, order: NDArray[np.int64]) -> Column:

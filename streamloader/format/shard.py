@@ -31,11 +31,6 @@ class EncodedShard:
     entries: NDArray[np.uint32]
 
     @property
-    def data(self) -> bytes:
-        """The bytes in one piece."""
-        return b"".join(self.parts)
-
-    @property
     def size(self) -> int:
         """The number of bytes."""
         return body_bytes(self.parts)
@@ -56,9 +51,10 @@ def seal_chunks(layout: FieldLayout, column: Column, *, spend: bool = False) -> 
     """Return the parts of the chunks that hold these samples; `spend` as for `encode_shard`."""
     chunks: list[Chunk] = []
     for start in range(0, len(column), layout.chunk):
-        chunks.append(seal_chunk(layout, column[start : start + layout.chunk]))
+        piece = column[start : start + layout.chunk]
+        chunks.append(seal_chunk(layout, piece))
         if spend and isinstance(column, list):
-            column[start : start + layout.chunk] = [b""] * len(column[start : start + layout.chunk])
+            column[start : start + layout.chunk] = [b""] * len(piece)
     return chunks
 
 

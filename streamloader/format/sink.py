@@ -33,7 +33,7 @@ from streamloader.format.receipts import (
 from streamloader.format.shard import encode_shard
 from streamloader.format.table import encode_pages, page_path, rows_per_page, table_digest
 from streamloader.format.threads import run_all
-from streamloader.storage.protocol import Buffer, Store
+from streamloader.storage.protocol import Buffer, Store, body_crc32c
 
 __all__ = [
     "FieldReceipt",
@@ -186,10 +186,7 @@ def write_split_root(store: Store, manifests: Mapping[str, Manifest]) -> None:
 def put_object(store: Store, path: str, parts: Sequence[Buffer]) -> StoredObject:
     """Write an object and return what the receipt says of it."""
     info = store.put(path, parts)
-    crc = 0
-    for part in parts:
-        crc = crc32c.crc32c(part, crc)
-    return StoredObject(info.size, info.etag, crc)
+    return StoredObject(info.size, info.etag, body_crc32c(parts))
 
 
 def little(layout: FieldLayout) -> np.dtype[Any]:

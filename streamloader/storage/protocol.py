@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import crc32c
 import numpy as np
 
 Buffer = bytes | bytearray | memoryview
@@ -59,6 +60,14 @@ def buffers_of(body: Body) -> list[memoryview]:
 def body_bytes(body: Body) -> int:
     """Return the size of a body."""
     return sum(part.nbytes for part in buffers_of(body))
+
+
+def body_crc32c(body: Body) -> int:
+    """Return the CRC-32C of a body."""
+    crc = 0
+    for part in buffers_of(body):
+        crc = crc32c.crc32c(part, crc)
+    return crc
 
 
 class Store(Protocol):
