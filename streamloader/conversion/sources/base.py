@@ -20,9 +20,7 @@ from streamloader.storage.protocol import ObjectInfo, Store
 
 READ_THREADS = 8  # a small file costs one round trip, so several are under way at once
 REQUEST_BYTES = 8 << 20  # the longest request; the memory that one thread holds
-GROUP_BYTES = (
-    2 << 20
-)  # small ranges for one thread, one after another: a thread for each costs more than its read
+GROUP_BYTES = 2 << 20  # small ranges for one thread, one after another: a thread for each costs more than its read
 # a file that is in memory takes a tenth of this; one on a disk or across a network more
 NEAR_SECONDS, NEAR_BYTES_PER_SECOND = 0.0005, 200e6
 GAP_BYTES = 256 << 10  # reading this much for nothing is cheaper than another request
