@@ -7,6 +7,9 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import cached_property
+from itertools import chain
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +36,26 @@ class Listing:
     files: tuple[ObjectInfo, ...]
     folder: bool
     inner: str = ""
+
+    @cached_property
+    def visible(self) -> tuple[ObjectInfo, ...]:
+        """The files that are not hidden."""
+        return tuple(info for info in self.files if not hidden(info.path))
+
+    @cached_property
+    def by_extension(self) -> Mapping[str, tuple[ObjectInfo, ...]]:
+        """The visible files by extension: there may be millions, and every format asks for its own."""
+        found: dict[str, list[ObjectInfo]] = {}
+        for info in self.visible:
+            found.setdefault(extension(info.path), []).append(info)
+        return {name: tuple(infos) for name, infos in found.items()}
+
+    def of(self, *extensions: str) -> tuple[ObjectInfo, ...]:
+        """Return the visible files that have one of these extensions, sorted by path."""
+        found = [self.by_extension[name] for name in {*extensions} & self.by_extension.keys()]
+        if len(found) == 1:
+            return found[0]
+        return tuple(sorted(chain.from_iterable(found), key=attrgetter("path")))
 
     def top_folders(self) -> list[str]:
         """Return the names of the folders right below, those without files too where the store has such."""
@@ -100,7 +123,7 @@ def _open(head: str, text: str, options: Mapping[str, Any]) -> Store:
 def _list(store: Store) -> tuple[ObjectInfo, ...]:
     root = local_path(store)
     try:
-        return tuple(sorted(store.list() if root is None else walk_files(root), key=lambda info: info.path))
+        return tuple(sorted(store.list() if root is None else walk_files(root), key=attrgetter("path")))
     except NotFoundError:
         return ()
 
@@ -137,12 +160,13 @@ def _matches(path: str, pattern: str) -> bool:
 
 def hidden(path: str) -> bool:
     """Return whether the file or a folder above it is hidden, by its dot or as what macOS puts into archives."""
-    return any(part.startswith(".") or part == "__MACOSX" for part in path.split("/"))
+    return "/." in f"/{path}" or "/__MACOSX/" in f"/{path}/"
 
 
 def extension(path: str) -> str:
     """Return the lower-case last extension, without its dot; empty where there is none."""
-    return path.rsplit("/", 1)[-1].rpartition(".")[2].lower() if "." in path.rsplit("/", 1)[-1] else ""
+    name = path.rpartition("/")[2]
+    return name.rpartition(".")[2].lower() if "." in name else ""
 
 
 def field_names(originals: list[str], where: str) -> dict[str, str]:

@@ -16,7 +16,7 @@ from queue import SimpleQueue
 from threading import Thread
 
 from streamloader.conversion.sources.base import REQUEST_BYTES, Range, read_range, read_ranges
-from streamloader.conversion.sources.files import extension
+from streamloader.conversion.sources.files import Listing, extension
 from streamloader.conversion.sources.packing import MAGIC_BYTES, packing_of, unpacked
 from streamloader.errors import SourceChangedError
 from streamloader.format.threads import take
@@ -32,6 +32,17 @@ def inner_extension(path: str) -> str:
     """Return the extension of what a file holds, by its name: `csv` of `a.csv.gz`, `tar` of `b.tgz`."""
     last = extension(path)
     return extension(path[: -len(last) - 1]) if last in _PACKED else _SHORT.get(last, last)
+
+
+def holding(listing: Listing, *kinds: str) -> tuple[ObjectInfo, ...]:
+    """Return the visible files that hold one of these kinds, compressed ones too, sorted by path."""
+    return tuple(info for info in listing.of(*kinds, *_PACKED, *_SHORT) if inner_extension(info.path) in kinds)
+
+
+def kinds_in(listing: Listing) -> set[str]:
+    """Return the extensions of what the visible files hold."""
+    plain = {_SHORT.get(name, name) for name in listing.by_extension if name not in _PACKED}
+    return plain | {inner_extension(info.path) for info in listing.of(*_PACKED)}
 
 
 @dataclass(frozen=True)

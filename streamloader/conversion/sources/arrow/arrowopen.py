@@ -20,7 +20,7 @@ from streamloader.conversion.sources.arrow.arrowfields import (
 )
 from streamloader.conversion.sources.arrow.arrowtables import ReadRows, Table, Tables, damaged, path_keys, reading
 from streamloader.conversion.sources.base import READ_THREADS
-from streamloader.conversion.sources.files import Listing, extension, field_names, hidden
+from streamloader.conversion.sources.files import Listing, field_names
 from streamloader.conversion.sources.infer import sniff
 from streamloader.conversion.sources.wish import Wish
 from streamloader.errors import FieldError, SourceError
@@ -52,8 +52,7 @@ def visible_files(listing: Listing, extensions: frozenset[str]) -> tuple[ObjectI
 
     What a user names, by a path or a pattern, need only have the extension.
     """
-    found = (info for info in listing.files if extension(info.path) in extensions and not hidden(info.path))
-    return tuple(info for info in found if not listing.folder or not _for_others(info.path))
+    return tuple(info for info in listing.of(*extensions) if not listing.folder or not _for_others(info.path))
 
 
 def _for_others(path: str) -> bool:

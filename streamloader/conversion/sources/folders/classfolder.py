@@ -31,9 +31,9 @@ class Medium:
     encodings: Mapping[str, str]
     problem: Callable[[bytes], str]
 
-    def fits(self, path: str) -> bool:
-        """Return whether the path is that of such a file, and not hidden."""
-        return extension(path) in self.encodings and not hidden(path)
+    def files(self, listing: Listing) -> tuple[ObjectInfo, ...]:
+        """Return the visible files of the medium."""
+        return listing.of(*self.encodings)
 
     def field_of(self, paths: Iterable[str]) -> Field:
         """Return the field of these files: its encoding is "mixed" where the extensions do not name one."""
@@ -69,7 +69,7 @@ def open_classes(listing: Listing, medium: Medium) -> MediaFolder:
     Raises `SourceError` for a class folder without such files, for files outside one, or where there is none.
     """
     noun = medium.noun
-    files = tuple(info for info in listing.files if medium.fits(info.path))
+    files = medium.files(listing)
     outside = next((info.path for info in files if "/" not in info.path), None)
     if outside is not None:
         raise SourceError(

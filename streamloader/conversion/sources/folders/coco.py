@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from streamloader.conversion.sources import base
 from streamloader.conversion.sources.base import BadSample, Range, Refuse
-from streamloader.conversion.sources.files import Listing, extension, hidden
+from streamloader.conversion.sources.files import Listing
 from streamloader.conversion.sources.folders.cocojson import Annotated, read_annotations
 from streamloader.conversion.sources.folders.imagefolder import IMAGES
 from streamloader.conversion.sources.folders.packed import Packed, Values, take
@@ -31,9 +31,9 @@ _MARK = "_annotations.coco.json"
 
 def matches(listing: Listing) -> bool:
     """Return whether there are images, and a JSON file that is called or lies as COCO's annotations do."""
-    if not listing.folder or not any(_is_annotations(info.path) for info in listing.files):
+    if not listing.folder or not any(_is_annotations(info.path) for info in listing.of("json")):
         return False
-    return any(IMAGES.fits(info.path) for info in listing.files)
+    return bool(IMAGES.files(listing))
 
 
 def open_source(listing: Listing, wish: Wish) -> Coco:
@@ -50,7 +50,7 @@ def open_source(listing: Listing, wish: Wish) -> Coco:
     ranges = [Range(info.path, start, min(start + base.REQUEST_BYTES, info.size)) for start in starts]
     found = read_annotations(b"".join(base.read_ranges(listing.store, ranges)), where, wish.wanted)
     with_image = wish.wanted("image")
-    images = tuple(find_images(found.names, listing.files if with_image else (), info.path))
+    images = tuple(find_images(found.names, listing.visible if with_image else (), info.path))
     if with_image and not any(isinstance(image, ObjectInfo) for image in images):
         problem = f"none of the {len(images)} images of {where} is below {listing.url}, such as {found.names[0]!r}"
         raise SourceError(problem, "give the folder that holds the images and the annotations")
@@ -65,8 +65,6 @@ def open_source(listing: Listing, wish: Wish) -> Coco:
 
 def _is_annotations(path: str) -> bool:
     folder, _, name = path.rpartition("/")
-    if extension(path) != "json" or hidden(path):
-        return False
     return folder.rpartition("/")[2] == "annotations" or name == _MARK or _NAMED.match(name) is not None
 
 
@@ -78,8 +76,8 @@ def _annotations(listing: Listing) -> ObjectInfo:
         if not found:
             raise SourceError(f"no file is {listing.store.url}/{path}", "name one behind ::/, from the folder on")
         return found[0]
-    found = [info for info in listing.files if _is_annotations(info.path)]
-    found = found or [info for info in listing.files if extension(info.path) == "json" and not hidden(info.path)]
+    documents = listing.of("json")
+    found = [info for info in documents if _is_annotations(info.path)] or [*documents]
     if not found:
         remedy = "give the folder that holds annotations, such as instances_train2017.json, and the images"
         raise SourceError(f"{listing.url} holds no JSON file of annotations", remedy)
@@ -103,7 +101,7 @@ def find_images(
     by_name: dict[str, list[ObjectInfo]] = {}
     for info in files:
         name = info.path.rpartition("/")[2]
-        if name in last and not hidden(info.path):
+        if name in last:
             by_name.setdefault(name, []).append(info)
     beside, _, own = annotations.rpartition("/")
     named = _NAMED.match(own)

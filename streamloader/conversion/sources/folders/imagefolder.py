@@ -13,7 +13,7 @@ IMAGES = Medium("image", "image", ENCODINGS, image_problem)
 
 def matches(listing: Listing) -> bool:
     """Return whether some visible image stands in a folder of the listing."""
-    return listing.folder and any(IMAGES.fits(info.path) and "/" in info.path for info in listing.files)
+    return listing.folder and any("/" in info.path for info in IMAGES.files(listing))
 
 
 def open_source(listing: Listing, _wish: Wish) -> MediaFolder:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from streamloader.conversion.sources.base import Range, read_range
-from streamloader.conversion.sources.files import Listing, hidden
+from streamloader.conversion.sources.files import Listing
 from streamloader.errors import SourceError
 from streamloader.storage.protocol import ObjectInfo
 
@@ -41,8 +41,13 @@ class Index:
 
 def has_index(listing: Listing, named: re.Pattern[str]) -> bool:
     """Return whether there is an index, and a file of such a name; both may lie in folders below."""
-    names = [info.path.rpartition("/")[2] for info in listing.files if not hidden(info.path)]
-    return INDEX in names and any(named.search(name) for name in names)
+    if all(_name(info) != INDEX for info in listing.of("json")):
+        return False
+    return any(named.search(_name(info)) for info in listing.visible)
+
+
+def _name(info: ObjectInfo) -> str:
+    return info.path.rpartition("/")[2]
 
 
 def read_index(listing: Listing) -> Index:

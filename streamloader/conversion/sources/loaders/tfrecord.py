@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from streamloader.conversion.sources import base
 from streamloader.conversion.sources.base import BadSample, Refuse, spread_rows
-from streamloader.conversion.sources.files import Listing, field_names, hidden
+from streamloader.conversion.sources.files import Listing, field_names
 from streamloader.conversion.sources.loaders.tfexample import parse_example
 from streamloader.conversion.sources.records import PROBED, Origin, RecordSource, open_records
 from streamloader.conversion.sources.spans import read_each
@@ -36,7 +36,7 @@ _MAX_RECORD = (1 << 31) - 1  # the longest protocol buffer
 
 def matches(listing: Listing) -> bool:
     """Return whether the listing holds a file with such a name."""
-    return any(_NAMED.search(info.path) and not hidden(info.path) for info in listing.files)
+    return any(_NAMED.search(info.path) for info in listing.visible)
 
 
 def open_source(listing: Listing, wish: Wish) -> RecordSource:
@@ -56,10 +56,10 @@ def open_source(listing: Listing, wish: Wish) -> RecordSource:
 
 def _files(listing: Listing) -> tuple[ObjectInfo, ...]:
     """Return the files that are called TFRecords; where none is, those that are numbered like them, or the only one."""
-    there = [info for info in listing.files if not hidden(info.path)]
+    there = listing.visible
     named = [info for info in there if _NAMED.search(info.path)]
     named = named or [info for info in there if _NUMBERED.search(info.path)]
-    return tuple(named or ([] if listing.folder else there))
+    return tuple(named or (() if listing.folder else there))
 
 
 def _index(store: Store, info: ObjectInfo) -> tuple[Content, NDArray[np.int64]]:

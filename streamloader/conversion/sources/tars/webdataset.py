@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from streamloader.conversion.sources import base
 from streamloader.conversion.sources.base import BadSample, Refuse, drop_rows
-from streamloader.conversion.sources.files import Listing, field_names, hidden
-from streamloader.conversion.sources.streams import Content, Span, inner_extension, read_spans
+from streamloader.conversion.sources.files import Listing, field_names
+from streamloader.conversion.sources.streams import Content, Span, holding, read_spans
 from streamloader.conversion.sources.tars.tarindex import Member, member_name, members, open_tar
 from streamloader.conversion.sources.tars.wdsfields import decode_column, field_of
 from streamloader.conversion.sources.wish import Wish
@@ -45,7 +45,7 @@ class TarIndex:
 
 def matches(listing: Listing) -> bool:
     """Return whether the listing holds a tar."""
-    return bool(_tars(listing))
+    return bool(holding(listing, "tar"))
 
 
 def open_source(listing: Listing, wish: Wish) -> WebDataset:
@@ -53,7 +53,7 @@ def open_source(listing: Listing, wish: Wish) -> WebDataset:
 
     Raises `SourceError` for a truncated tar, samples of different suffixes, or a key that stands twice in a tar.
     """
-    tars = _tars(listing)
+    tars = holding(listing, "tar")
     if not tars:
         raise SourceError(f"{listing.url} names no .tar", "give a tar, a folder of tars, a glob, or a brace range")
     indexes = run_all(lambda info: index_tar(listing.store, info), tars, base.READ_THREADS)
@@ -75,10 +75,6 @@ def open_source(listing: Listing, wish: Wish) -> WebDataset:
         # arrays of several lengths: the first sample alone does not tell
         fields[suffix] = (names[suffix], wanted if wanted and wanted.kind == "ragged" and found.fixed else found)
     return WebDataset(listing.url, tars, fields, whole, sum(index.passed_over for index in indexes))
-
-
-def _tars(listing: Listing) -> tuple[ObjectInfo, ...]:
-    return tuple(info for info in listing.files if inner_extension(info.path) == "tar" and not hidden(info.path))
 
 
 def index_tar(store: Store, info: ObjectInfo) -> TarIndex:

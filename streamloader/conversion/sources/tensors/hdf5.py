@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from streamloader.conversion.sources.base import READ_THREADS
-from streamloader.conversion.sources.files import Listing, extension, hidden
+from streamloader.conversion.sources.files import Listing
 from streamloader.conversion.sources.needs import need
 from streamloader.conversion.sources.tensors.arrays import ArraySource, one_length, pick, stack
 from streamloader.conversion.sources.tensors.blockfile import BlockFile
@@ -21,11 +21,12 @@ from streamloader.format.threads import run_all
 from streamloader.storage.protocol import ObjectInfo, Store
 
 NAME = "hdf5"
+_EXTENSIONS = ("h5", "hdf5")
 
 
 def matches(listing: Listing) -> bool:
     """Return whether the listing holds a file with the extension of HDF5."""
-    return bool(_files(listing))
+    return bool(listing.of(*_EXTENSIONS))
 
 
 def open_source(listing: Listing, wish: Wish) -> ArraySource:
@@ -34,7 +35,7 @@ def open_source(listing: Listing, wish: Wish) -> ArraySource:
     Raises `SourceError` for a file, group or dataset that cannot be read or that no field holds, and for datasets of
     unequal lengths; `FieldError` for a wished field that is not there; `UsageError` without h5py.
     """
-    files = _files(listing)
+    files = listing.of(*_EXTENSIONS)
     if not files:
         raise SourceError(f"{listing.url} names no .h5 or .hdf5", "give a file, a folder of files, or a glob")
     need("h5py", "hdf5")
@@ -42,10 +43,6 @@ def open_source(listing: Listing, wish: Wish) -> ArraySource:
         scan_group(raw, listing.store, info, listing.inner, wish) for info, raw in opened_ahead(listing.store, files)
     ]
     return stack(listing.url, files, [scan.file for scan in scans], scans[0].notes)
-
-
-def _files(listing: Listing) -> tuple[ObjectInfo, ...]:
-    return tuple(info for info in listing.files if extension(info.path) in ("h5", "hdf5") and not hidden(info.path))
 
 
 def opened_ahead(store: Store, files: Sequence[ObjectInfo]) -> Iterator[tuple[ObjectInfo, BlockFile]]:

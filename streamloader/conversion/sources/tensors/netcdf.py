@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from streamloader.conversion.sources.files import Listing, extension, hidden
+from streamloader.conversion.sources.files import Listing
 from streamloader.conversion.sources.needs import need
 from streamloader.conversion.sources.tensors.arrays import ArraySource, Container, pick, stack
 from streamloader.conversion.sources.tensors.blockfile import BlockFile
@@ -21,6 +21,7 @@ from streamloader.errors import SourceError
 from streamloader.storage.protocol import ObjectInfo
 
 NAME = "netcdf"
+_EXTENSIONS = ("nc", "nc4", "cdf")
 
 # how the netCDF library marks a dimension that has no values of its own
 _BARE = b"This is a netCDF dimension but not a netCDF variable"
@@ -28,7 +29,7 @@ _BARE = b"This is a netCDF dimension but not a netCDF variable"
 
 def matches(listing: Listing) -> bool:
     """Return whether the listing holds a file with an extension of netCDF."""
-    return bool(_files(listing))
+    return bool(listing.of(*_EXTENSIONS))
 
 
 def open_source(listing: Listing, wish: Wish) -> ArraySource:
@@ -37,17 +38,11 @@ def open_source(listing: Listing, wish: Wish) -> ArraySource:
     Raises `SourceError` for a file that cannot be read, for variables that no field holds, and where no dimension is
     that of most variables; `FieldError` for a wished field that is not there; `UsageError` without h5py for netCDF-4.
     """
-    files = _files(listing)
+    files = listing.of(*_EXTENSIONS)
     if not files:
         raise SourceError(f"{listing.url} names no .nc, .nc4 or .cdf", "give a file, a folder of files, or a glob")
     scans = [_scan(listing, info, raw, wish) for info, raw in opened_ahead(listing.store, files)]
     return stack(listing.url, files, [container for container, _ in scans], scans[0][1])
-
-
-def _files(listing: Listing) -> tuple[ObjectInfo, ...]:
-    return tuple(
-        info for info in listing.files if extension(info.path) in ("nc", "nc4", "cdf") and not hidden(info.path)
-    )
 
 
 def _scan(listing: Listing, info: ObjectInfo, raw: BlockFile, wish: Wish) -> tuple[Container, Mapping[str, Any]]:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streamloader.conversion.sources.base import Refuse
-from streamloader.conversion.sources.files import Listing, extension, field_names, hidden
+from streamloader.conversion.sources.files import Listing, extension, field_names
 from streamloader.conversion.sources.rowreads import read_rows
 from streamloader.conversion.sources.tensors.npyheader import StoredArray, read_array_header
 from streamloader.conversion.sources.tensors.npz import PackedArray, npz_arrays
@@ -67,9 +67,9 @@ Stored = StoredArray | PackedArray
 
 
 def _files(listing: Listing) -> tuple[ObjectInfo, ...]:
-    wanted = {"npy"} if listing.folder else {"npy", "npz"}
-    files = [info for info in listing.files if not hidden(info.path) and not (listing.folder and "/" in info.path)]
-    return tuple(info for info in files if extension(info.path) in wanted)
+    if not listing.folder:
+        return listing.of("npy", "npz")
+    return tuple(info for info in listing.of("npy") if "/" not in info.path)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streamloader.conversion.sources.base import READ_THREADS, Range, read_range
-from streamloader.conversion.sources.files import Listing, extension, hidden
+from streamloader.conversion.sources.files import Listing
 from streamloader.conversion.sources.rowreads import read_into, read_rows
 from streamloader.conversion.sources.tensors.arrays import ArraySource, Into, Note, stack
 from streamloader.conversion.sources.wish import Wish
@@ -29,8 +29,7 @@ _MAGIC = {20240520: 2, 20240801: 4}  # and the bytes of a token
 
 def matches(listing: Listing) -> bool:
     """Return whether all files are .bin: others beside them, such as an index, say more than their bytes do."""
-    visible = [info.path for info in listing.files if not hidden(info.path)]
-    return bool(visible) and all(extension(path) == "bin" for path in visible)
+    return list(listing.by_extension) == ["bin"]
 
 
 def open_source(listing: Listing, wish: Wish) -> ArraySource:
@@ -39,7 +38,7 @@ def open_source(listing: Listing, wish: Wish) -> ArraySource:
     Raises `UsageError` unless one field is wished, with the type of the values; `SourceError` for a file that is not
     a whole number of them, or where no file holds a sample.
     """
-    files = tuple(info for info in listing.files if extension(info.path) == "bin" and not hidden(info.path))
+    files = listing.of("bin")
     if not files:
         raise SourceError(f"{listing.url} names no .bin", "give a file, a folder of files, or a glob")
     name, field = _wished(listing, wish)

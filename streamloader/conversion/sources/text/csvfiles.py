@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from streamloader.conversion.sources.base import READ_THREADS, BadSample, spread_rows
 from streamloader.conversion.sources.files import Listing, field_names
 from streamloader.conversion.sources.needs import need
-from streamloader.conversion.sources.streams import inner_extension, open_stream
+from streamloader.conversion.sources.streams import holding, inner_extension, open_stream
 from streamloader.conversion.sources.text.csvread import FALSE, TRUE, CsvPart, Table
 from streamloader.conversion.sources.text.linesindex import (
     TextFile,
@@ -24,7 +24,6 @@ from streamloader.conversion.sources.text.linesindex import (
     cut_rows,
     index_text,
     mostly_texts,
-    text_files,
 )
 from streamloader.conversion.sources.text.linesplit import Splitter, Style
 from streamloader.conversion.sources.wish import Wish
@@ -57,7 +56,7 @@ def open_source(listing: Listing, wish: Wish) -> CsvFiles:
     rows; `FieldError` for a type that no cell has; `UsageError` where the package for Arrow is missing.
     """
     need("pyarrow.csv", "arrow")
-    infos = text_files(listing, _KINDS)
+    infos = holding(listing, *_KINDS)
     if not infos:
         raise SourceError(f"{listing.url} holds no .csv or .tsv", "give a file, a folder, or a glob")
     ahead = max(1, READ_THREADS // len(infos))

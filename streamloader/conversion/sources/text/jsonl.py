@@ -15,7 +15,7 @@ from streamloader.conversion.sources.base import READ_THREADS, BadSample, Refuse
 from streamloader.conversion.sources.files import Listing, field_names
 from streamloader.conversion.sources.infer import flatten
 from streamloader.conversion.sources.records import Origin, RecordSource, open_records
-from streamloader.conversion.sources.streams import open_stream
+from streamloader.conversion.sources.streams import holding, open_stream
 from streamloader.conversion.sources.text.linesindex import (
     FileRows,
     TextFile,
@@ -24,7 +24,6 @@ from streamloader.conversion.sources.text.linesindex import (
     index_text,
     mostly_texts,
     read_blocks,
-    text_files,
 )
 from streamloader.conversion.sources.text.linesplit import Style
 from streamloader.conversion.sources.wish import Wish
@@ -51,7 +50,7 @@ def open_source(listing: Listing, wish: Wish) -> RecordSource:
 
     Raises `SourceError` for what cannot be unpacked or cut into lines, and what `open_records` raises.
     """
-    infos = text_files(listing, _KINDS)
+    infos = holding(listing, *_KINDS)
     if not infos:
         raise SourceError(f"{listing.url} holds no .jsonl or .ndjson", "give a file, a folder, or a glob")
     ahead = max(1, READ_THREADS // len(infos))

@@ -9,11 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streamloader.conversion.sources import base
-from streamloader.conversion.sources.files import Listing, hidden
-from streamloader.conversion.sources.streams import Content, Span, Stream, inner_extension, read_spans
+from streamloader.conversion.sources.files import Listing
+from streamloader.conversion.sources.streams import Content, Span, Stream, kinds_in, read_spans
 from streamloader.conversion.sources.text.linesplit import Bounds, Splitter, Style
 from streamloader.errors import SourceChangedError, SourceError
-from streamloader.storage.protocol import ObjectInfo
 
 MARK_BYTES = 256 << 10  # what reading one record reads; 24 bytes of index each
 _COMPANIONS = frozenset({"", "md", "txt", "rst", "json", "yaml", "yml", "csv", "tsv", "jsonl", "ndjson"})
@@ -21,14 +20,9 @@ _BOM = b"\xef\xbb\xbf"
 _UTF16 = (b"\xff\xfe", b"\xfe\xff")
 
 
-def text_files(listing: Listing, kinds: Collection[str]) -> tuple[ObjectInfo, ...]:
-    """Return the files of these extensions, compressed ones too; hidden ones are passed over."""
-    return tuple(info for info in listing.files if inner_extension(info.path) in kinds and not hidden(info.path))
-
-
 def mostly_texts(listing: Listing, kinds: Collection[str]) -> bool:
     """Return whether there are files of these extensions, and nothing that they may only be the labels of."""
-    there = {inner_extension(info.path) for info in listing.files if not hidden(info.path)}
+    there = kinds_in(listing)
     return bool(there & set(kinds)) and there <= _COMPANIONS
 
 
