@@ -107,7 +107,7 @@ def _about(lines: Sequence[Line]) -> str:
         "Peak / shard: the largest resident memory of a writing process, in decoded shards, with Python and packages.",
         f"Commit {first['commit']}, {first['time'][:10]}.",
     ]
-    versions = ", ".join(sorted({line["peer_versions"] for line in lines if line["peer_versions"]}))
+    versions = "; ".join(sorted({line["peer_versions"] for line in lines if line["peer_versions"]}))
     return fill(" ".join(text), 120) + (f"\n\n{fill(f'Versions: {versions}.', 120)}" if versions else "")
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from common import Source, Spec, emit, main
 from measuring import Memory, warm_memory
-from ours import crop, storage_options
+from ours import crop
 
 from streamloader.measure import ceiling
 
@@ -43,7 +43,7 @@ def read(spec: Spec) -> None:
 
 def measure(spec: Spec) -> ceiling.Ceiling:
     """Run one ceiling once."""
-    options = storage_options(spec)
+    options = spec.s3fs_options
     if spec.extra["ceiling"] == "image":
         return ceiling.image_ceiling(spec.url, options, "jpeg", crop(), spec.seconds or 3.0)
     effort = ceiling.Effort(seconds=spec.seconds)

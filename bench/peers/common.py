@@ -86,6 +86,12 @@ class Spec:
         """The key prefix of `url`, without slashes at its ends."""
         return "/".join(self.url.split("/")[3:]).strip("/")
 
+    @property
+    def s3fs_options(self) -> dict[str, Any]:
+        """The server, as s3fs takes it."""
+        client = {"region_name": "us-east-1", **({"verify": self.ca} if self.ca else {})}
+        return {"key": self.key, "secret": self.secret, "endpoint_url": self.endpoint, "client_kwargs": client}
+
     def environment(self) -> dict[str, str]:
         """Return the variables by which S3 clients find the server; `main` sets them."""
         certificate = ("AWS_CA_BUNDLE", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "SSL_CERT_FILE") if self.ca else ()

@@ -23,13 +23,6 @@ from streamloader import StreamingDataset
 WRITE_ROWS = 4096
 
 
-def storage_options(spec: Spec) -> dict[str, Any]:
-    """Return the options of s3fs for the server."""
-    options: dict[str, Any] = {"key": spec.key, "secret": spec.secret, "endpoint_url": spec.endpoint}
-    client = {"region_name": "us-east-1", **({"verify": spec.ca} if spec.ca else {})}
-    return {**options, "client_kwargs": client}
-
-
 def crop() -> sl.Decode:
     """Return the transform of `crops.jpeg_transform` in the loader's words."""
     return sl.Decode(size=(CROP, CROP), crop="random", normalize="imagenet")
@@ -61,8 +54,7 @@ def write(spec: Spec) -> int:
     """Write the dataset with `Writer` and its default layout."""
     source = Source(spec.source)
     fields = {name: field_of(source, name, kind) for name, kind in source.columns.items()}
-    options = storage_options(spec)
-    with sl.Writer(spec.url, fields, num_samples=len(source), overwrite=True, storage_options=options) as out:
+    with sl.Writer(spec.url, fields, num_samples=len(source), overwrite=True, storage_options=spec.s3fs_options) as out:
         for start in range(0, len(source), WRITE_ROWS):
             out.write_batch(columns_of(source, start, min(start + WRITE_ROWS, len(source))))
     return len(source)
@@ -97,7 +89,7 @@ def open_dataset(spec: Spec) -> StreamingDataset:
         seed=spec.seed,
         world=tuple(spec.extra.get("world", (0, 1))),
         memory=spec.extra.get("memory"),
-        storage_options=storage_options(spec),
+        storage_options=spec.s3fs_options,
         **kinds,
     )
 

@@ -37,10 +37,8 @@ SHUFFLE = {"images": 1000, "vectors": 200_000, "jpeg": 1000, "tokens": 8000, "mi
 
 def storage_options(spec: Spec) -> dict[str, Any]:
     """Return the options of s3fs."""
-    client = {"region_name": "us-east-1", "verify": spec.ca or None}
-    keys = {"key": spec.key, "secret": spec.secret, "endpoint_url": spec.endpoint}
     # Arrow asks for whole column chunks: s3fs need not read ahead of it
-    return {**keys, "client_kwargs": client, "default_cache_type": "none"}
+    return {**spec.s3fs_options, "default_cache_type": "none"}
 
 
 def scan_options() -> pyarrow.dataset.ParquetFragmentScanOptions:

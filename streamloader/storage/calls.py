@@ -15,8 +15,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from fsspec.asyn import sync
-
 from streamloader.errors import UnsupportedError
 from streamloader.storage.failures import beyond_the_end, client_errors, facts_of
 from streamloader.storage.location import redact
@@ -168,10 +166,10 @@ class HttpCalls(PlainCalls):
     """Plain HTTP servers: they are read only, and a range that they ignore is noticed."""
 
     def get_range(self, path: str, start: int, stop: int) -> bytes:
-        return bytes(sync(self.fs.loop, self._partial, path, f"bytes={start}-{stop - 1}"))
+        return self._asked(path, f"bytes={start}-{stop - 1}")
 
     def get_tail(self, path: str, size: int) -> bytes:
-        return bytes(sync(self.fs.loop, self._partial, path, f"bytes=-{size}"))
+        return self._asked(path, f"bytes=-{size}")
 
     def info(self, path: str) -> ObjectInfo | None:
         try:
@@ -195,6 +193,11 @@ class HttpCalls(PlainCalls):
     def delete(self, paths: Sequence[str]) -> None:
         if paths:
             raise _read_only(paths[0])
+
+    def _asked(self, path: str, wanted: str) -> bytes:
+        from fsspec.asyn import sync  # it is there, with the filesystem
+
+        return bytes(sync(self.fs.loop, self._partial, path, wanted))
 
     async def _partial(self, url: str, wanted: str) -> bytes:
         options = dict(self.fs.kwargs)
