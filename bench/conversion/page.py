@@ -98,8 +98,8 @@ def _about(lines: Sequence[Line]) -> str:
     text = [
         f"{machine['cores']} cores of {machine['processor']}, {machine['memory_bytes'] / 1e9:.0f} GB; SeaweedFS on the",
         "same cores, its objects in memory. Everybody writes the same samples with a process for each core, in turns,",
-        "each time a new process; imports and the start of the writing processes are part of the time where they are",
-        "part of the writer. MB/s are of raw data (of JPEGs as encoded); medians. streamloader converts .npy files,",
+        "each time a new process that has imported its packages; the start of the writing processes, and what those",
+        "import, is part of the time. MB/s are of raw data (of JPEGs as encoded); medians. streamloader converts .npy files,",
         "a folder of JPEGs, and tokens through a map-style dataset; it measures how well the data compress, checks",
         "every image, and writes checksums. The peers' writers are fed as their documentation advises (bench/peers).",
         "Plain objects: the raw bytes as they are, put by obstore in objects of 64 MiB: what the server takes beside a",
