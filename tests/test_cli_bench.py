@@ -11,6 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from datasets import encoded, picture, write, write_images
 
@@ -138,22 +139,26 @@ def test_ctrl_c_ends_a_bench_at_once(dataset: Path) -> None:
 
 
 def test_a_conversion_tells_its_rate_and_the_time_left(tmp_path: Path) -> None:
-    folder = tmp_path / "photos" / "ant"
-    folder.mkdir(parents=True)
-    for i in range(8000):  # more than a second's work: the time left is not guessed before half of one
-        (folder / f"{i}.jpg").write_bytes(encoded(picture(i, 20, 20), "jpeg"))
-    command = ["convert", str(tmp_path / "photos")]
-    options = ["--workers", "1", "--shard-size", "32KiB"]
+    # forty shards of 0.03 s at least: the time left is not guessed before half a second
+    (tmp_path / "slowly.py").write_text("import time\ndef same(batch):\n    time.sleep(0.03)\n    return batch\n")
+    np.save(tmp_path / "rows.npy", np.random.default_rng(0).integers(0, 256, (1280, 1024), np.uint8))
+    command = ["convert", str(tmp_path / "rows.npy")]
+    options = ["--workers", "1", "--shard-size", "32KiB", "--map", "slowly:same", "--map-batch", "32"]
+    path = {"PYTHONPATH": str(tmp_path)}
     done = subprocess.run(
-        [*COMMAND, *command, str(tmp_path / "a"), *options], capture_output=True, text=True, check=True
+        [*COMMAND, *command, str(tmp_path / "a"), *options],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, **path},
     )
     assert not CONTROL.search(done.stderr)
-    assert re.search(r"^write: 8000 of 8000 samples, [\d,]+ samples/s, [\d,.]+ MB/s$", done.stderr, re.MULTILINE)
+    assert re.search(r"^write: 1280 of 1280 samples, [\d,]+ samples/s, [\d,.]+ MB/s$", done.stderr, re.MULTILINE)
     assert len(done.stderr.splitlines()) <= 20
-    status, shown = on_a_terminal(*command, str(tmp_path / "b"), *options)
+    status, shown = on_a_terminal(*command, str(tmp_path / "b"), *options, **path)
     assert status == 0
     assert "\x1b[" in shown
-    for word in ("samples/s", "MB/s", "8000/8000 samples", " left"):
+    for word in ("samples/s", "MB/s", "1280/1280 samples", " left"):
         assert word in shown
 
 

@@ -20,12 +20,14 @@ SHARD = 64 << 20
 SOURCE = 5 * SHARD
 # the largest resident memory of all workers, and of the process that leads them
 PROGRAM = """
-import json, resource, sys
+import json, os, resource, sys
 from pathlib import Path
 import streamloader as sl
 from streamloader.options import Layout
-layout = Layout(shard_size=int(sys.argv[3]))
-report = sl.convert(sys.argv[1], sys.argv[2], layout=layout, workers=2)
+source, shard, workers = sys.argv[1], int(sys.argv[3]), int(sys.argv[4])
+if source == "iterable":
+    source = ({"data": os.urandom(65536)} for _ in range(5 * shard // 65536))
+report = sl.convert(source, sys.argv[2], layout=Layout(shard_size=shard), workers=workers)
 (manifest,) = report.manifests.values()
 sample = sum(one.nbytes for one in manifest.fields.values()) / manifest.num_samples
 own = int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])  # getrusage has our parent's too
@@ -75,10 +77,19 @@ def test_a_process_holds_less_than_four_shards(make: Callable[[Path], None], tmp
     source = tmp_path / "source"
     source.mkdir()
     make(source)
-    command = [sys.executable, "-c", PROGRAM, str(source), str(tmp_path / "out"), str(SHARD)]
+    _check(str(source), 2, tmp_path)
+
+
+@pytest.mark.timeout(300)
+def test_so_does_one_that_reads_an_iterable_with_one_worker(tmp_path: Path) -> None:
+    _check("iterable", 1, tmp_path)
+
+
+def _check(source: str, workers: int, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", PROGRAM, source, str(tmp_path / "out"), str(SHARD), str(workers)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     shard, *peaks = json.loads(done.stdout)
-    print(f"{make.__name__}: shards of {shard / 1e6:.0f} MB, peaks of {[round(peak / 1e6) for peak in peaks]} MB")
+    print(f"{Path(source).name}: shards of {shard / 1e6:.0f} MB, peaks of {[round(peak / 1e6) for peak in peaks]} MB")
     assert shard > SHARD / 2, "the shards are too small to tell"
     assert max(peaks) < 4 * shard

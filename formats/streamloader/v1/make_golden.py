@@ -117,9 +117,9 @@ def write_field(store: Store, name: str, layout: FieldLayout, column: Any) -> tu
     entries, stored = np.zeros((0, layout.chunks_per_shard, 2), np.uint32), 0
     for i in range(layout.num_shards(len(column))):
         encoded = encode_shard(layout, column[i * layout.shard : (i + 1) * layout.shard])
-        store.put(layout.shard_key(name, i), encoded.data)
+        store.put(layout.shard_key(name, i), encoded.parts)
         entries = np.concatenate([entries, encoded.entries[None]])
-        stored += len(encoded.data)
+        stored += encoded.size
     for i, page in enumerate(encode_pages(entries, rows_per_page(layout, len(column)))):
         store.put(f"{table_path(name)}/c/{i}/0/0", page)
     return replace(layout, nbytes=column_bytes(layout, column), stored=stored), table_digest(entries)
