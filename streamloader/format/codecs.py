@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import crc32c
 import numpy as np
 from numcodecs import blosc, zstd
 from numpy.typing import NDArray
@@ -20,7 +19,7 @@ from numpy.typing import NDArray
 from streamloader.errors import CorruptError, FieldError
 from streamloader.format.manifest import MAX_CHUNK_BYTES, Field, FieldLayout
 from streamloader.options import CodecChoice
-from streamloader.storage.protocol import Room, room_for
+from streamloader.storage.protocol import Buffer, Room, body_bytes, body_crc32c, room_for
 
 Column = NDArray[Any] | Sequence[bytes]
 
@@ -31,6 +30,8 @@ BLOSC_LEVEL = 5
 # Seconds to decode a GB of samples, as a share of the second that a GB takes over a 10 Gbit/s line: one core
 # decodes about 2.5 GB/s of lz4 and 0.8 GB/s of zstd, and four cores share the work.
 DECODE_COST = {"none": 0.0, "lz4": 0.1, "zstd": 0.3}
+# Small items are joined to pieces of this: whole chunks would not fit into the holes that their items leave behind them
+JOINED_BYTES = 64 << 10
 PROBE_PIECE = 1 << 20
 PROBE_PIECES = 16
 
@@ -51,9 +52,9 @@ class Items:
 
 
 class Chunk(NamedTuple):
-    """A stored chunk in its two parts: what the codec made, which may be memory of the column, and its checksum."""
+    """A stored chunk: what the codec made, buffers end to end that may be memory of the column, and its checksum."""
 
-    body: bytes | memoryview
+    body: Sequence[Buffer]
     seal: bytes
 
 
@@ -62,20 +63,23 @@ def seal_chunk(layout: FieldLayout, column: Column) -> Chunk:
 
     The same column gives the same bytes. Raises `FieldError` for a chunk of 2 GiB or more.
     """
-    payload = _payload(layout, column)
-    size = payload.nbytes if isinstance(payload, np.ndarray) else len(payload)
+    body = _payload(layout, column)
+    size = body_bytes(body)
     if size > MAX_CHUNK_BYTES:
         raise FieldError(
             f"a chunk of {layout.chunk} samples has {size} bytes, the format holds less than {MAX_CHUNK_BYTES}",
             "make samples smaller, or cut each in several",
         )
-    body = compress(layout.codec, payload, typesize(layout.field))
-    return Chunk(body, crc32c.crc32c(body).to_bytes(CRC_BYTES, "little"))
+    if layout.codec != "none":
+        whole = body[0] if len(body) == 1 else b"".join(body)
+        body = [compress(layout.codec, whole, typesize(layout.field))]
+    return Chunk(body, body_crc32c(body).to_bytes(CRC_BYTES, "little"))
 
 
 def encode_chunk(layout: FieldLayout, column: Column) -> bytes:
     """Return the stored bytes of one chunk; see `seal_chunk`."""
-    return b"".join(seal_chunk(layout, column))
+    body, seal = seal_chunk(layout, column)
+    return b"".join([*body, seal])
 
 
 def decode_fixed(layout: FieldLayout, data: memoryview, out: NDArray[Any]) -> None:
@@ -156,10 +160,10 @@ def measure_codec(choice: CodecChoice, field: Field, column: Column) -> tuple[st
     return best, stored[best] / rows
 
 
-def compress(codec: str, payload: bytes | NDArray[np.uint8], number_bytes: int) -> bytes | memoryview:
+def compress(codec: str, payload: Buffer, number_bytes: int) -> Buffer:
     """Return `payload` as the codec's one frame; "none" gives the payload itself."""
     if codec == "none":
-        return payload if isinstance(payload, bytes) else payload.data
+        return payload
     if codec == "zstd":
         return bytes(zstd.compress(payload, ZSTD_LEVEL))
     _use_one_blosc_thread()
@@ -222,28 +226,39 @@ def typesize(field: Field) -> int:
     return np.dtype(field.dtype).itemsize if field.fixed or field.kind == "ragged" else 1
 
 
-def _payload(layout: FieldLayout, column: Column) -> bytes | NDArray[np.uint8]:
+def _payload(layout: FieldLayout, column: Column) -> Sequence[Buffer]:
     missing = layout.chunk - len(column)
     if not layout.field.fixed:
-        return pack_items([*column, *[b""] * missing])
+        return _packed([*column, *[b""] * missing])
     rows = np.ascontiguousarray(column, np.dtype(layout.field.dtype).newbyteorder("<"))
     flat: NDArray[np.uint8] = rows.reshape(-1).view(np.uint8)
     if missing:
         flat = np.concatenate([flat, np.zeros(missing * layout.field.item_bytes, np.uint8)])
-    return flat
+    return [flat.data]
 
 
 def pack_items(items: Sequence[bytes]) -> bytes:
     """Return `vlen-bytes` of the items. Raises `FieldError` for an item of 2 GiB or more."""
-    parts: list[bytes] = [len(items).to_bytes(4, "little")]
+    return b"".join(_packed(items))
+
+
+def _packed(items: Sequence[bytes]) -> list[bytes]:
+    """Return `vlen-bytes` of the items in pieces, end to end; an item of a piece's size is one itself."""
+    pieces: list[bytes] = []
+    parts, size = [len(items).to_bytes(4, "little")], 0
     for item in items:
         if len(item) > MAX_CHUNK_BYTES:
             raise FieldError(
                 f"an item of {len(item)} bytes", f"the format holds items of less than {MAX_CHUNK_BYTES} bytes"
             )
         parts.append(len(item).to_bytes(4, "little"))
-        parts.append(item)
-    return b"".join(parts)
+        size += len(item)
+        if size < JOINED_BYTES:
+            parts.append(item)
+            continue
+        pieces += [b"".join(parts), item] if len(item) >= JOINED_BYTES else [b"".join([*parts, item])]
+        parts, size = [], 0
+    return [*pieces, b"".join(parts)] if parts else pieces
 
 
 def _probe_pieces(field: Field, column: Column) -> tuple[int, list[bytes]]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from itertools import chain
 
 import crc32c
 import numpy as np
@@ -22,7 +21,15 @@ from streamloader.format.codecs import CRC_BYTES, Column, decode_fixed, decode_i
 from streamloader.format.geometry import Geometry
 from streamloader.format.manifest import FieldLayout, Manifest
 from streamloader.format.receipts import FieldReceipt, Receipt, StoredObject
-from streamloader.format.shard import EncodedShard, chunk_entries, encode_index, encode_shard, index_size, seal_chunks
+from streamloader.format.shard import (
+    EncodedShard,
+    chunk_entries,
+    encode_index,
+    encode_shard,
+    index_size,
+    seal_chunks,
+    stored,
+)
 from streamloader.format.sink import check_columns, column_bytes, little, put_object
 from streamloader.format.table import open_table
 from streamloader.storage.protocol import Buffer, Store
@@ -172,7 +179,7 @@ def extend_shard(layout: FieldLayout, tail: Tail, old: bytes, column: Column) ->
     entries = tail.entries.copy()
     entries[full : full + len(chunks)] = chunk_entries(chunks)
     index = encode_index(entries, tail.next_skips(layout))
-    return EncodedShard([old, *chain.from_iterable(chunks), index], entries)
+    return EncodedShard([old, *stored(chunks), index], entries)
 
 
 def read_tail(store: Store, name: str, layout: FieldLayout, shard: int, tail: Tail) -> bytes:

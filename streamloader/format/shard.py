@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -44,7 +44,7 @@ def encode_shard(layout: FieldLayout, column: Column, *, spend: bool = False) ->
     chunks = seal_chunks(layout, column, spend=spend)
     entries = np.zeros((layout.chunks_per_shard, 2), np.uint32)
     entries[: len(chunks)] = chunk_entries(chunks)
-    return EncodedShard([*chain.from_iterable(chunks), encode_index(entries)], entries)
+    return EncodedShard([*stored(chunks), encode_index(entries)], entries)
 
 
 def seal_chunks(layout: FieldLayout, column: Column, *, spend: bool = False) -> list[Chunk]:
@@ -58,9 +58,14 @@ def seal_chunks(layout: FieldLayout, column: Column, *, spend: bool = False) -> 
     return chunks
 
 
+def stored(chunks: Sequence[Chunk]) -> Iterator[Buffer]:
+    """Yield the buffers of stored chunks, end to end."""
+    return chain.from_iterable((*body, seal) for body, seal in chunks)
+
+
 def chunk_entries(chunks: Sequence[Chunk]) -> NDArray[np.uint32]:
     """Return the rows of the chunk table of stored chunks, uint32 (len(chunks), 2)."""
-    rows = [(memoryview(body).nbytes + CRC_BYTES, int.from_bytes(seal, "little")) for body, seal in chunks]
+    rows = [(body_bytes(body) + CRC_BYTES, int.from_bytes(seal, "little")) for body, seal in chunks]
     return np.array(rows, np.uint32).reshape(-1, 2)
 
 

@@ -19,6 +19,7 @@ from streamloader.storage.protocol import Body, body_crc32c, buffers_of
 
 # A socket's timeout is for all of one call: a large body goes piece by piece, so that it is for each
 PIECE_BYTES = 1 << 20
+SMALL_BYTES = 64 << 10  # what is smaller is copied: each would be a packet
 UNSIGNED = "UNSIGNED-PAYLOAD"
 CHECKSUM = "x-amz-checksum-crc32c"
 
@@ -112,16 +113,18 @@ class _Auth(S3SigV4Auth):  # type: ignore[misc]  # botocore has no types
 
 
 def _pieces(body: Sequence[memoryview]) -> Iterator[bytes | memoryview]:
-    """Yield the body in pieces of about a MiB; small buffers go together, each would be a packet."""
+    """Yield the body in pieces of up to a MiB; small buffers go together."""
     waiting: list[memoryview] = []
     size = 0
     for part in body:
-        for at in range(0, part.nbytes, PIECE_BYTES):
-            piece = part[at : at + PIECE_BYTES]
-            if waiting and size + piece.nbytes > PIECE_BYTES:
-                yield b"".join(waiting) if len(waiting) > 1 else waiting[0]
-                waiting, size = [], 0
-            waiting.append(piece)
-            size += piece.nbytes
+        small = part.nbytes < SMALL_BYTES
+        if small:
+            waiting.append(part)
+            size += part.nbytes
+        if waiting and (size >= SMALL_BYTES or not small):
+            yield b"".join(waiting)
+            waiting, size = [], 0
+        if not small:
+            yield from (part[at : at + PIECE_BYTES] for at in range(0, part.nbytes, PIECE_BYTES))
     if waiting:
         yield b"".join(waiting)
