@@ -29,7 +29,7 @@ _LOGS = {"_delta_log": "Delta Lake", ".hoodie": "Hudi"}  # folders of tables of 
 
 _WHOLE_BYTES = 64 << 20  # of a row group: of a larger one each column is read in pieces, which are as much together
 _SMALLEST_PIECE, _LARGEST_PIECE = 256 << 10, 4 << 20
-_BATCH_BYTES, _BATCH_ROWS = 16 << 20, 1 << 16
+_BATCH_BYTES, _BATCH_ROWS = 2 << 20, 1 << 16  # larger ones leave larger holes between what is kept of them
 
 
 def matches(listing: Listing) -> bool:
