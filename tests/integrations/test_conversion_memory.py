@@ -64,15 +64,22 @@ def make_images(root: Path) -> None:
         total, number = total + path.stat().st_size, number + 1
 
 
-def make_parquet(root: Path) -> None:
+def make_parquet(root: Path, rows: int = 1024) -> None:
     rng = np.random.default_rng(0)
     with pq.ParquetWriter(root / "x.parquet", pa.schema({"data": pa.binary()})) as writer:
-        for _ in range(SOURCE // (4 << 20)):
-            writer.write_table(pa.table({"data": [rng.bytes(4096) for _ in range(1024)]}))
+        for _ in range(SOURCE // (4096 * rows)):
+            writer.write_table(pa.table({"data": [rng.bytes(4096) for _ in range(rows)]}), row_group_size=rows)
+
+
+def make_parquet_of_large_groups(root: Path) -> None:
+    make_parquet(root, 15_000)
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("make", [make_array, make_small_numbers, make_tar, make_images, make_parquet])
+@pytest.mark.parametrize(
+    "make",
+    [make_array, make_small_numbers, make_tar, make_images, make_parquet, make_parquet_of_large_groups],
+)
 def test_a_process_holds_less_than_four_shards(make: Callable[[Path], None], tmp_path: Path) -> None:
     source = tmp_path / "source"
     source.mkdir()

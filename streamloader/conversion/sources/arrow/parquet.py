@@ -27,7 +27,9 @@ NAME = "parquet"
 _EXTENSIONS = frozenset({"parquet"})
 _LOGS = {"_delta_log": "Delta Lake", ".hoodie": "Hudi"}  # folders of tables of which not every file counts
 
-_WHOLE_BYTES = 64 << 20  # of a row group: of a larger one each column is read in pieces, which are as much together
+# Of a row group that is fetched whole; of a larger one each column is read in pieces, which are as much together. A
+# request over a network takes long whatever it asks for, so there it is worth the memory.
+_NEAR_BYTES, _FAR_BYTES = 2 << 20, 64 << 20
 _SMALLEST_PIECE, _LARGEST_PIECE = 256 << 10, 4 << 20
 _BATCH_BYTES, _BATCH_ROWS = 2 << 20, 1 << 16  # larger ones leave larger holes between what is kept of them
 
@@ -72,7 +74,7 @@ def read_rows(
 ) -> Iterator[tuple[int, pa.RecordBatch]]:
     """Yield batches with these rows, of these columns only. A row group is read up to the last row that is asked for.
 
-    Of a row group of up to 64 MiB the columns are fetched whole, of a larger one in pieces.
+    Of a row group of up to 64 MiB the columns are fetched whole, of a larger one in pieces; of local files less.
     """
     pq = need("pyarrow.parquet", "arrow")
     metadata = pq.read_metadata(open_file(store, table.info))
@@ -81,7 +83,8 @@ def read_rows(
         raise damaged(store, table.info, "has other row groups than before")
     names = [".".join(column.path) for column in columns]
     blocks = by_block(table.counts, rows)
-    plans = [_plan(groups[number], len(names), int(within[-1]) + 1) for number, _, within in blocks]
+    whole = _NEAR_BYTES if store.reader().kind == "file" else _FAR_BYTES
+    plans = [_plan(groups[number], len(names), int(within[-1]) + 1, whole) for number, _, within in blocks]
     piece = min((piece for piece, _ in plans if piece), default=0)
     few = 2 * len(names) < metadata.num_columns  # then what lies between them is passed over
     source = open_file(store, table.info, piece or (GAP_BYTES if few else BUFFER_BYTES))
@@ -96,13 +99,13 @@ def read_rows(
                 break
 
 
-def _plan(group: pq.RowGroupMetaData, columns: int, stop: int) -> tuple[int, int]:
+def _plan(group: pq.RowGroupMetaData, columns: int, stop: int, whole: int) -> tuple[int, int]:
     """Return the bytes to read of a column at a time, 0 for all of it, and the rows to decode at a time.
 
-    The rows up to `stop` are asked for. Only sizes of the whole group are looked at: what is wrong in the metadata of
-    a column ends the process where pyarrow is asked for it, while reading it raises.
+    The rows up to `stop` are asked for, and about `whole` bytes read at a time. Only sizes of the group are looked at:
+    what is wrong in the metadata of a column ends the process where pyarrow is asked for it, while reading it raises.
     """
     few = stop < group.num_rows // 4  # the rest would be read for nothing
-    piece = min(_LARGEST_PIECE, max(_SMALLEST_PIECE, _WHOLE_BYTES // max(columns, 1)))
+    piece = min(_LARGEST_PIECE, max(_SMALLEST_PIECE, whole // max(columns, 4)))
     batch = _BATCH_BYTES * group.num_rows // max(group.total_byte_size, 1)
-    return piece if few or group.total_byte_size > _WHOLE_BYTES else 0, min(_BATCH_ROWS, max(batch, 1))
+    return piece if few or group.total_byte_size > whole else 0, min(_BATCH_ROWS, max(batch, 1))
