@@ -102,9 +102,9 @@ def _about(lines: Sequence[Line]) -> str:
         "import, is part of the time. MB/s are of raw data (of JPEGs as encoded); medians. streamloader converts .npy",
         "files, a folder of JPEGs, and tokens through a map-style dataset; it measures how well the data compress,",
         "checks every image, and writes checksums. The peers' writers are fed as their documentation advises",
-        "(bench/peers). Plain objects: the raw bytes as they are, put by obstore in objects of 64 MiB: what the server takes beside a",
-        "client that does nothing. npy: 1 GB in rows of 8 KiB that do not compress.",
-        "Peak / shard: the largest resident memory of a writing process, in decoded shards, with Python and packages.",
+        "(bench/peers). Plain objects: the raw bytes as they are, put by obstore in objects of 64 MiB: what the",
+        "server takes beside a client that does nothing. npy: 1 GB in rows of 8 KiB that do not compress. Peak /",
+        "shard: the largest resident memory of a writing process, in decoded shards, with Python and packages.",
         f"Commit {first['commit']}, {first['time'][:10]}.",
     ]
     versions = "; ".join(sorted({line["peer_versions"] for line in lines if line["peer_versions"]}))
