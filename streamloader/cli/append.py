@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from streamloader.cli.options import INTERRUPTED, parse_options
+from streamloader.cli.options import INTERRUPTED, counted, parse_options
 from streamloader.cli.progress import Display, Step, display
 from streamloader.errors import UsageError
 
@@ -91,9 +91,8 @@ def _summary(report: AppendReport, seconds: float) -> str:
     if not report.added:
         return f"the source has no samples: {report.url} stays as it is"
     kept = f", {report.shards_kept} of them from before" if report.shards_kept else ""
-    what = f"appended {report.added:,} samples to {report.url}: version {report.manifest.generation} has"
-    shards = f"{report.shards:,} shard{'s' if report.shards > 1 else ''}"
-    return f"{what} {report.manifest.num_samples:,}, {shards} written{kept}, {seconds:.1f} s"
+    what = f"appended {counted(report.added, 'sample')} to {report.url}: version {report.manifest.generation} has"
+    return f"{what} {report.manifest.num_samples:,}, {counted(report.shards, 'shard')} written{kept}, {seconds:.1f} s"
 
 
 class _Told:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from streamloader.cli.options import INTERRUPTED, parse_options, show_bytes
+from streamloader.cli.options import INTERRUPTED, counted, parse_options, show_bytes
 from streamloader.cli.progress import Display, Step, display
 from streamloader.options import CODECS, CodecChoice, Layout, parse_size
 
@@ -110,19 +110,20 @@ def convert(
 
 def _preview(preview: Preview) -> Iterator[str]:
     """Yield the lines that tell what is going to be written."""
-    yield f"{preview.format}: {preview.num_samples:,} samples in {preview.files:,} files at {preview.url}"
+    what = f"{counted(preview.num_samples, 'sample')} in {counted(preview.files, 'file')}"
+    yield f"{preview.format}: {what} at {preview.url}"
     names = max(map(len, preview.fields))
     types = max(len(str(field)) for field in preview.fields.values())
     for name, field in preview.fields.items():
         size = f"{show_bytes(preview.sizes[name])} a sample"
         yield f"  {name:{names}}  {field!s:{types}}  {preview.codecs[name]:4}  {size}"
     splits = ", ".join(f"{name} {count:,}" for name, count in preview.splits.items() if name)
-    yield f"about {show_bytes(preview.stored)} in {preview.shards:,} shards{f' ({splits})' if splits else ''}"
+    yield f"about {show_bytes(preview.stored)} in {counted(preview.shards, 'shard')}{f' ({splits})' if splits else ''}"
 
 
 def _left_out(report: Report, on_error: str) -> Iterator[str]:
     """Yield the lines that tell which samples are not in the dataset."""
-    yield f"left out {report.num_left_out:,} bad samples of {report.num_left_out + report.num_samples:,}:"
+    yield f"left out {counted(report.num_left_out, 'bad sample')} of {report.num_left_out + report.num_samples:,}:"
     bad = [(split, one) for split, some in report.left_out.items() for one in some]
     for split, one in bad[:SHOWN]:
         yield f"  {f'{split}: ' if split else ''}{one.name}: {one.problem}"
@@ -137,8 +138,8 @@ def _summary(report: Report, seconds: float) -> str:
     layouts = [layout for manifest in report.manifests.values() for layout in manifest.fields.values()]
     stored = show_bytes(sum(layout.stored for layout in layouts))
     kept = f", {report.shards_kept} of them from before" if report.shards_kept else ""
-    what = f"converted {report.num_samples:,} samples{f' ({sizes})' if sizes else ''} to {report.url}"
-    return f"{what}: {stored} in {report.shards} shards{kept}, {seconds:.1f} s"
+    what = f"converted {counted(report.num_samples, 'sample')}{f' ({sizes})' if sizes else ''} to {report.url}"
+    return f"{what}: {stored} in {counted(report.shards, 'shard')}{kept}, {seconds:.1f} s"
 
 
 @contextmanager

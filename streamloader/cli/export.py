@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from streamloader.cli.options import INTERRUPTED, parse_options, show_bytes
+from streamloader.cli.options import INTERRUPTED, counted, parse_options, show_bytes
 from streamloader.cli.progress import Step, display
 
 if TYPE_CHECKING:
@@ -66,7 +66,8 @@ def export(
         click.echo(f"interrupted: {dst} is not complete, remove it", err=True)
         sys.exit(INTERRUPTED)
     if not quiet:
-        what = f"exported {done.done:,} samples to {done.url}: {show_bytes(done.bytes)} in {done.files} files"
+        what = f"exported {counted(done.done, 'sample')} to {done.url}"
+        what += f": {show_bytes(done.bytes)} in {counted(done.files, 'file')}"
         click.echo(f"{what}, {time.monotonic() - begin:.1f} s")
 
 

@@ -27,6 +27,11 @@ def parse_options(pairs: Iterable[str]) -> dict[str, Any]:
     return options
 
 
+def counted(count: int, noun: str) -> str:
+    """Return a number of things like `1 shard`, `1,024 shards`."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
 def show_bytes(size: float) -> str:
     """Return a number of bytes like `1.5 GiB`."""
     for unit in ("B", "KiB", "MiB", "GiB"):

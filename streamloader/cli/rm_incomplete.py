@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from streamloader.cli.options import parse_options, show_bytes
+from streamloader.cli.options import counted, parse_options, show_bytes
 from streamloader.errors import UsageError
 
 if TYPE_CHECKING:
@@ -57,4 +57,4 @@ def _shown(found: Incomplete) -> list[str]:
 
 
 def _amount(found: Incomplete) -> str:
-    return f"{len(found.objects)} object{'s' if len(found.objects) != 1 else ''}, {show_bytes(found.bytes)}"
+    return f"{counted(len(found.objects), 'object')}, {show_bytes(found.bytes)}"

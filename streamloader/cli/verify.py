@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from streamloader.cli.options import INTERRUPTED, parse_options, show_bytes
+from streamloader.cli.options import INTERRUPTED, counted, parse_options, show_bytes
 from streamloader.cli.progress import Step, display
 from streamloader.errors import UsageError
 
@@ -83,10 +83,10 @@ def _sentences(report: VerifyReport, seconds: float) -> list[str]:
     if report.others:
         said.append(f"{report.others} other objects lie there too, which are not the dataset's")
     sizes = ", ".join(f"{name} {count:,}" for name, count in report.samples.items() if name)
-    what = f"{sum(report.samples.values()):,} samples{f' ({sizes})' if sizes else ''}"
+    what = f"{counted(sum(report.samples.values()), 'sample')}{f' ({sizes})' if sizes else ''}"
     compared = f", {report.compared:,} compared with the source" if report.compared else ""
-    read = f"{show_bytes(report.bytes)} in {report.objects} shards, {seconds:.1f} s"
-    count = f"{len(report.problems)} problem{'s' if len(report.problems) > 1 else ''}"
+    read = f"{show_bytes(report.bytes)} in {counted(report.objects, 'object')}, {seconds:.1f} s"
+    count = counted(len(report.problems), "problem")
     said.append(f"{report.url}: {'whole' if report.whole else count}; {what}{compared}, {read}")
     return said
 
