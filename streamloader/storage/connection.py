@@ -11,19 +11,21 @@ import os
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from streamloader.errors import UnsupportedError, UsageError
 from streamloader.storage import fork
 from streamloader.storage.calls import Calls, HttpCalls, LocalCalls, MemoryCalls, PlainCalls
 from streamloader.storage.file_reader import open_file_reader
 from streamloader.storage.fsspec_reader import FsspecReader
-from streamloader.storage.http_reader import HttpReader, open_http_reader
-from streamloader.storage.http_writer import HttpWriter
 from streamloader.storage.location import Location
 from streamloader.storage.object_reader import obstore_knows, open_object_reader
 from streamloader.storage.policy import RetryBudget
 from streamloader.storage.protocol import RangeReader
+
+if TYPE_CHECKING:
+    from streamloader.storage.http_reader import HttpReader
+    from streamloader.storage.http_writer import HttpWriter
 
 # a stage fetches with up to some hundred threads; botocore keeps 10 connections unless told otherwise
 POOL_CONNECTIONS = 128
@@ -72,6 +74,8 @@ class Connection:
         """Return the data plane where it can fetch whole objects too, at a fraction of s3fs's start; else None."""
         if self.location.protocol != "s3" or self.location.is_chain:
             return None
+        from streamloader.storage.http_reader import HttpReader
+
         reader = self.reader()
         return reader if isinstance(reader, HttpReader) else None
 
@@ -95,7 +99,7 @@ class Connection:
     def _open_reader(self) -> RangeReader:
         """Open the first plane that can serve this URL; fsspec, which can serve all, says why none of them could."""
         reason = ""
-        for opener in (open_file_reader, open_http_reader, self._open_obstore):
+        for opener in (open_file_reader, _open_http, self._open_obstore):
             try:
                 return opener(self.location)
             except UnsupportedError as error:
@@ -109,6 +113,13 @@ class Connection:
         if obstore_knows(location.protocol):
             fork.warn_forked()
         raise UnsupportedError(fork.FORKED_REASON)
+
+
+def _open_http(location: Location) -> RangeReader:
+    # botocore signs for it: 0.05 s and 10 MB, which those who only use local files do not need
+    from streamloader.storage.http_reader import open_http_reader
+
+    return open_http_reader(location)
 
 
 def check_protocol(location: Location) -> None:

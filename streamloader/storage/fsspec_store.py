@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from streamloader.errors import ObjectExistsError, StorageError, ThrottledError, UsageError
 from streamloader.storage.calls import TEMPORARY_SUFFIX, Calls, Page
 from streamloader.storage.connection import Connection
 from streamloader.storage.failures import client_errors, storage_error
-from streamloader.storage.http_reader import HttpReader
 from streamloader.storage.location import Location, checked_path, object_path
 from streamloader.storage.policy import RETRYABLE, RetryPolicy, call_with_retry
 from streamloader.storage.protocol import Body, Buffer, ObjectInfo, RangeReader, body_bytes
+
+if TYPE_CHECKING:
+    from streamloader.storage.http_reader import HttpReader
 
 Result = TypeVar("Result")
 
