@@ -9,6 +9,7 @@ import json
 import pickle
 import tarfile
 from collections.abc import Callable, Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from streamloader.conversion.sources.base import Source, cut_runs, refuse_all
+from streamloader.conversion.sources.base import Range, Source, cut_runs, read_range, refuse_all
 from streamloader.conversion.sources.files import expand_braces, field_names
 from streamloader.conversion.sources.formats import open_source
+from streamloader.conversion.sources.tars import tarindex
 from streamloader.conversion.sources.wish import Wish
 from streamloader.errors import SourceChangedError, SourceError, StreamloaderError, UsageError
+from streamloader.storage.protocol import Store
 
 FORMATS = Path(__file__).parent.parent / "formats"
 EXPECTED = {
@@ -317,14 +320,28 @@ def test_long_and_foreign_names_are_read_in_every_tar_dialect(kind: int, tmp_pat
     assert rows_of(opened(tmp_path), [0, 1, 2]) == [{"cls": i, "txt": str(i)} for i in range(3)]
 
 
-def test_a_tar_of_large_and_small_members_is_indexed_by_few_reads(tmp_path: Path) -> None:
-    members = {f"{i:03}.{ext}": bytes(size) for i in range(40) for ext, size in (("bin", 200_000), ("raw", i))}
+def test_a_tar_of_large_and_small_members_is_scanned_once_by_its_headers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    members = {f"{i:03}.{ext}": bytes(size) for i in range(40) for ext, size in (("bin", 1_200_000), ("raw", i))}
     tar(tmp_path / "it.tar", members)
+    scanned: list[Range] = []
+
+    def note(store: Store, wanted: Range) -> memoryview:
+        scanned.append(wanted)
+        return read_range(store, wanted)
+
+    monkeypatch.setattr(tarindex, "read_range", note)
     source = opened(tmp_path)
     assert source.num_samples == 40
+    assert 40 <= len(scanned) <= 41
+    assert all(one.stop <= following.start for one, following in pairwise(scanned))
+    assert sum(one.stop - one.start for one in scanned) < (tmp_path / "it.tar").stat().st_size / 50
+    scanned.clear()
     columns = source.part(np.array([0, 7, 39])).read(refuse_all)
-    assert [len(one) for one in columns["bin"]] == [200_000] * 3
+    assert [len(one) for one in columns["bin"]] == [1_200_000] * 3
     assert [len(one) for one in columns["raw"]] == [0, 7, 39]
+    assert not scanned
 
 
 @pytest.mark.parametrize("compressed", [False, True])
