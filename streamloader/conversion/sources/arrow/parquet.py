@@ -31,7 +31,7 @@ _LOGS = {"_delta_log": "Delta Lake", ".hoodie": "Hudi"}  # folders of tables of 
 # request over a network takes long whatever it asks for, so there it is worth the memory.
 _NEAR_BYTES, _FAR_BYTES = 2 << 20, 64 << 20
 _SMALLEST_PIECE, _LARGEST_PIECE = 256 << 10, 4 << 20
-_BATCH_BYTES, _BATCH_ROWS = 2 << 20, 1 << 16  # larger ones leave larger holes between what is kept of them
+_BATCH_BYTES, _BATCH_ROWS = 1 << 20, 1 << 16  # larger ones leave larger holes between what is kept of them
 
 
 def matches(listing: Listing) -> bool:
