@@ -15,6 +15,7 @@ from numcodecs import blosc, zstd
 
 from streamloader.errors import CorruptError, FieldError
 from streamloader.format.codecs import (
+    JOINED_BYTES,
     choose_codec,
     decode_fixed,
     decode_items,
@@ -22,6 +23,7 @@ from streamloader.format.codecs import (
     measure_codec,
     pack_items,
     parse_items,
+    seal_chunk,
 )
 from streamloader.format.manifest import Field, FieldLayout
 
@@ -53,6 +55,19 @@ def test_a_chunk_gives_back_its_samples_and_fill(field: Field, codec: str, chunk
     else:
         items = decode_items(layout, body)
         assert [bytes(items[i]) for i in range(len(items))] == column + [b""] * (chunk - rows)
+
+
+@pytest.mark.parametrize("extra", [-5, -1, 0, 1])
+def test_items_of_any_size_are_packed_end_to_end_and_large_ones_are_not_copied(extra: int) -> None:
+    sizes = [0, JOINED_BYTES + extra, 7, JOINED_BYTES // 2, JOINED_BYTES // 2 + extra, 3 * JOINED_BYTES, 0]
+    items = [bytes([i]) * size for i, size in enumerate(sizes)]
+    expected = b"".join([len(items).to_bytes(4, "little"), *(len(one).to_bytes(4, "little") + one for one in items)])
+    assert pack_items(items) == expected
+    layout = FieldLayout(Field("bytes"), chunk=len(items), shard=len(items), codec="none", resident=False)
+    body, seal = seal_chunk(layout, items)
+    assert b"".join(body) == expected
+    assert int.from_bytes(seal, "little") == crc32c.crc32c(expected)
+    assert any(part is items[5] for part in body)
 
 
 @pytest.mark.parametrize("dtype", ["int32", "uint64", "float64"])
