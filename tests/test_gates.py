@@ -16,7 +16,6 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "streamloader"
 MODULES = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py"))
 
-MAX_MODULE_LINES = 300
 MAX_FUNCTION_LINES = 60
 MAX_ARGUMENTS = 8
 
@@ -145,12 +144,6 @@ def imports(module: str) -> Iterator[tuple[str, int]]:
 def test_there_are_modules_to_check() -> None:
     assert len(MODULES) > 10
     assert {stage(module) for module in MODULES} <= set(ALLOWED)
-
-
-@pytest.mark.parametrize("module", MODULES)
-def test_module_stays_small(module: str) -> None:
-    lines = len((PACKAGE / module).read_text().splitlines())
-    assert lines <= MAX_MODULE_LINES, f"{lines} lines: split it by what it does"
 
 
 @pytest.mark.parametrize("module", MODULES)
