@@ -12,7 +12,6 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
-import botocore.session
 import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
@@ -22,8 +21,9 @@ from servers import S3Server
 
 from streamloader.errors import EndpointError
 from streamloader.storage import open_store
-from streamloader.storage.credentials import RefreshingCredentials, _ask_region, _is_aws
+from streamloader.storage.location import parse_location
 from streamloader.storage.object_reader import open_object_reader
+from streamloader.storage.s3 import open_s3
 
 CONTENT = b"0123456789"
 
@@ -95,8 +95,7 @@ def test_keys_that_expire_are_renewed(url: str, seaweedfs: S3Server, tmp_path: P
     )
     program.chmod(program.stat().st_mode | stat.S_IXUSR)
     (tmp_path / "config").write_text(f"[profile ours]\ncredential_process = {program}\n")
-    session = botocore.session.Session(profile="ours")
-    provider = RefreshingCredentials(session.get_credentials())
+    provider = open_s3(parse_location("s3://bucket", {"profile": "ours"})).provide_keys
     first, second = provider(), provider()
     assert first["access_key_id"] == second["access_key_id"] == seaweedfs.key
     assert len((tmp_path / "asked").read_text()) >= 2
@@ -112,22 +111,6 @@ def expiring_keys(server: S3Server) -> dict[str, Any]:
         "SecretAccessKey": server.secret,
         "Expiration": soon.isoformat(),
     }
-
-
-def test_the_region_is_the_buckets_own(moto: S3Server) -> None:
-    client = moto.client()
-    bucket = "streamloader-in-eu-west-1"
-    client.create_bucket(Bucket=bucket, CreateBucketConfiguration={"LocationConstraint": "eu-west-1"})
-    assert _ask_region(client, bucket) == "eu-west-1"
-    assert _ask_region(client, "no-such-bucket-of-ours") == "us-east-1"
-    client.close()
-
-
-def test_only_aws_is_aws() -> None:
-    assert _is_aws("https://s3.eu-west-1.amazonaws.com")
-    assert _is_aws("https://s3.cn-north-1.amazonaws.com.cn")
-    assert not _is_aws("https://amazonaws.com.example.org")
-    assert not _is_aws("http://127.0.0.1:9000")
 
 
 @pytest.fixture

@@ -15,8 +15,8 @@ from streamloader.storage.object_reader import open_object_reader
 CONTENT = bytes(range(256)) * 64
 QUICK = RetryPolicy(attempts=4, base_seconds=0.001)
 
-# an option that obstore has no counterpart of: the data plane is then fsspec
-BY_FSSPEC = {"config_kwargs": {"read_timeout": 0.5, "s3": {"payload_signing_enabled": True}}}
+# an option that only s3fs serves: the data plane is then fsspec
+BY_FSSPEC = {"config_kwargs": {"read_timeout": 0.5, "proxies": {}}}
 PLAIN = {"config_kwargs": {"read_timeout": 0.5}}
 PLANES = {
     "s3-http": PLAIN,

@@ -13,8 +13,10 @@ from faulty import faulty_server
 
 from streamloader.errors import ForkError, ThrottledError, TransientError
 from streamloader.storage import open_store
-from streamloader.storage.http_pool import SIGNATURE_SECONDS, Endpoint, Pool, Signer
+from streamloader.storage.http_pool import Pool
 from streamloader.storage.http_reader import HttpReader
+from streamloader.storage.location import parse_location
+from streamloader.storage.s3 import S3Client, open_s3
 
 CONTENT = bytes(range(256)) * 16
 
@@ -71,8 +73,8 @@ def server() -> Iterator[Server]:
         server.shutdown()
 
 
-def endpoint(url: str, **more: Any) -> Endpoint:
-    return Endpoint(url, "bucket", "us-east-1", 5.0, 5.0, **more)
+def endpoint(url: str) -> S3Client:
+    return open_s3(parse_location("s3://bucket", {"endpoint_url": url, "key": "k", "secret": "s"}))
 
 
 def reader_of(server: Server) -> HttpReader:
@@ -130,25 +132,6 @@ def test_idle_connections_end_with_their_pool(server: Server) -> None:
     reader.read("x", 0, 10)
     del reader
     assert server.closed.wait(20)
-
-
-def test_a_signature_serves_one_object_for_a_minute_and_no_longer_than_its_keys() -> None:
-    now, asked = [0.0], []
-
-    def keys() -> dict[str, Any]:
-        asked.append(now[0])
-        return {"access_key_id": "k", "secret_access_key": f"s{len(asked)}", "token": "t"}
-
-    signer = Signer(endpoint("http://127.0.0.1:9", credentials=keys), clock=lambda: now[0])
-    first = signer.headers("/bucket/a")
-    assert first["X-Amz-Security-Token"] == "t"
-    assert "range" not in first["Authorization"].lower()
-    now[0] = SIGNATURE_SECONDS - 1
-    assert signer.headers("/bucket/a") == first
-    assert signer.headers("/bucket/b")["Authorization"] != first["Authorization"]
-    now[0] = SIGNATURE_SECONDS
-    assert signer.headers("/bucket/a")["Authorization"] != first["Authorization"]
-    assert asked == [0.0, SIGNATURE_SECONDS - 1, SIGNATURE_SECONDS]
 
 
 @pytest.mark.parametrize("variable", ["HTTP_PROXY", "ALL_PROXY"])

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-import botocore
 import pytest
 
 from streamloader.errors import UnsupportedError
 from streamloader.storage.location import parse_location
 from streamloader.storage.object_reader import open_object_reader
 from streamloader.storage.translate import (
-    S3Options,
     Target,
     azure_target,
     gcs_target,
     http_target,
     local_target,
-    s3_config,
-    s3_options,
 )
 
 
@@ -28,66 +24,6 @@ def gcs(url: str, options: dict[str, Any], env: dict[str, str] | None = None) ->
 
 def azure(url: str, options: dict[str, Any], env: dict[str, str] | None = None) -> Target:
     return azure_target(parse_location(url, options), env or {})
-
-
-@pytest.mark.parametrize(
-    ("given", "meant"),
-    [
-        ({}, S3Options()),
-        ({"key": "k", "secret": "s", "token": "t"}, S3Options(key="k", secret="s", token="t")),
-        ({"username": "k", "password": "s"}, S3Options(key="k", secret="s")),
-        ({"client_kwargs": {"aws_access_key_id": "k", "aws_secret_access_key": "s"}}, S3Options(key="k", secret="s")),
-        ({"anon": True}, S3Options(anon=True)),
-        ({"config_kwargs": {"signature_version": botocore.UNSIGNED}}, S3Options(anon=True)),
-        ({"config_kwargs": {"signature_version": "s3v4"}}, S3Options()),
-        ({"profile": "p"}, S3Options(profile="p")),
-        ({"endpoint_url": "http://h:1"}, S3Options(endpoint_url="http://h:1")),
-        ({"client_kwargs": {"endpoint_url": "http://h:1"}}, S3Options(endpoint_url="http://h:1")),
-        ({"client_kwargs": {"region_name": "eu-west-1"}}, S3Options(region="eu-west-1")),
-        ({"client_kwargs": {"verify": False}}, S3Options(verify=False)),
-        ({"client_kwargs": {"verify": "/ca.pem"}}, S3Options(verify="/ca.pem")),
-        (
-            {"config_kwargs": {"connect_timeout": 1, "read_timeout": 2.5}},
-            S3Options(connect_seconds=1, read_seconds=2.5),
-        ),
-        ({"config_kwargs": {"s3": {"addressing_style": "virtual"}}}, S3Options(virtual_hosted=True)),
-        ({"config_kwargs": {"s3": {"addressing_style": "path"}}}, S3Options()),
-        ({"requester_pays": True}, S3Options(requester_pays=True)),
-        ({"s3_additional_kwargs": {"ServerSideEncryption": "AES256"}}, S3Options()),
-        ({"use_listings_cache": True, "default_block_size": 5, "max_concurrency": 3}, S3Options()),
-        ({"config_kwargs": {"max_pool_connections": 3, "retries": {"max_attempts": 3}}}, S3Options()),
-    ],
-)
-def test_options_of_s3fs_have_their_meaning(given: dict[str, Any], meant: S3Options) -> None:
-    assert s3_options(given) == meant
-
-
-@pytest.mark.parametrize(
-    ("given", "named"),
-    [
-        ({"fancy": 1}, "'fancy'"),
-        ({"client_kwargs": {"use_dualstack": 1}}, "'use_dualstack'"),
-        ({"config_kwargs": {"proxies": {"http": "p"}}}, "'proxies'"),
-        ({"config_kwargs": {"s3": {"use_accelerate_endpoint": True}}}, "'use_accelerate_endpoint'"),
-        ({"config_kwargs": {"signature_version": "s3"}}, "'s3'"),
-        ({"s3_additional_kwargs": {"SSECustomerKey": "x"}}, "'SSECustomerKey'"),
-        ({"version_aware": True}, "version_aware"),
-        ({"use_ssl": False}, "use_ssl"),
-    ],
-)
-def test_an_option_without_counterpart_is_named(given: dict[str, Any], named: str) -> None:
-    with pytest.raises(UnsupportedError, match=named):
-        s3_options(given)
-
-
-def test_a_custom_endpoint_is_addressed_by_path_and_aws_by_region() -> None:
-    custom = s3_config(S3Options(), "http://h:1", "us-east-1")
-    assert custom == {"region": "us-east-1", "virtual_hosted_style_request": False, "endpoint": "http://h:1"}
-    assert "endpoint" not in s3_config(S3Options(), None, "eu-west-1")
-    assert s3_config(S3Options(anon=True), None, "eu-west-1")["skip_signature"] is True
-    assert s3_config(S3Options(requester_pays=True), None, "eu-west-1")["request_payer"] is True
-    with pytest.raises(UnsupportedError, match="virtual"):
-        s3_config(S3Options(virtual_hosted=True), "http://h:1", "us-east-1")
 
 
 @pytest.mark.parametrize(
@@ -153,16 +89,18 @@ def test_azure_credentials_without_counterpart_are_refused(options: dict[str, An
         azure("az://box/a", options, env)
 
 
-def test_http_carries_headers_and_refuses_passwords() -> None:
+def test_http_carries_headers_and_passwords() -> None:
     target = http_target(
         parse_location("http://host/x", {"headers": {"A": "b"}, "client_kwargs": {"headers": {"C": 1}}})
     )
     assert target.bucket == "http://host/x"
     assert target.client_options["default_headers"] == {"A": "b", "C": "1"}
     assert target.client_options["allow_http"] is True
-    for url, refused in (("https://u:p@host/x", {}), ("https://host/x", {"encoded": True})):
-        with pytest.raises(UnsupportedError):
-            http_target(parse_location(url, refused))
+    with pytest.raises(UnsupportedError, match="encoded"):
+        http_target(parse_location("https://host/x", {"encoded": True}))
+    with_user = http_target(parse_location("https://us%40er:pass@host/x", {}))
+    assert with_user.bucket == "https://host/x"
+    assert with_user.client_options["default_headers"] == {"Authorization": "Basic dXNAZXI6cGFzcw=="}
 
 
 def test_local_paths_need_no_options() -> None:

@@ -16,10 +16,11 @@ import pytest
 from servers import seaweedfs_server
 
 from streamloader.storage import open_store
-from streamloader.storage.http_pool import Endpoint, Pool
-from streamloader.storage.http_writer import CHECKSUM, HttpWriter
+from streamloader.storage.http_pool import Pool
+from streamloader.storage.http_writer import HttpWriter
+from streamloader.storage.location import parse_location
+from streamloader.storage.s3 import CHECKSUM, open_s3
 
-KEYS = {"access_key_id": "key", "secret_access_key": "secret", "token": None}
 Kind = Literal["compares", "ignores", "refuses"]
 
 
@@ -80,7 +81,8 @@ def server(request: pytest.FixtureRequest) -> Iterator[Server]:
 
 def writer_of(server: Server) -> HttpWriter:
     url = f"http://127.0.0.1:{server.server_port}"
-    return HttpWriter(Pool(Endpoint(url, "bucket", "us-east-1", 5.0, 5.0, credentials=lambda: KEYS)), "", url)
+    s3 = open_s3(parse_location("s3://bucket", {"key": "key", "secret": "secret", "endpoint_url": url}))
+    return HttpWriter(Pool(s3), "", url)
 
 
 @pytest.mark.parametrize("server", ["compares"], indirect=True)

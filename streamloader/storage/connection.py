@@ -9,13 +9,14 @@ from __future__ import annotations
 import importlib
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from streamloader.errors import UnsupportedError, UsageError
 from streamloader.storage import fork
 from streamloader.storage.calls import Calls, HttpCalls, LocalCalls, MemoryCalls, PlainCalls
+from streamloader.storage.failures import cause_of
 from streamloader.storage.file_reader import open_file_reader
 from streamloader.storage.fsspec_reader import FsspecReader
 from streamloader.storage.location import Location
@@ -27,8 +28,6 @@ if TYPE_CHECKING:
     from streamloader.storage.http_reader import HttpReader
     from streamloader.storage.http_writer import HttpWriter
 
-# a stage fetches with up to some hundred threads; botocore keeps 10 connections unless told otherwise
-POOL_CONNECTIONS = 128
 Made = TypeVar("Made")
 _REQUIRED = {"s3", "file", "memory"}  # these are there, and s3fs takes 0.15 s to import
 _KNOW_LISTINGS_CACHE = {"s3", "gs", "az", "http"}
@@ -80,10 +79,9 @@ class Connection:
         return reader if isinstance(reader, HttpReader) else None
 
     def http_writer(self, size: int) -> HttpWriter | None:
-        """Return what puts an object of so many bytes without s3fs; None where it goes up in parts, or where something
-        is wished that only s3fs knows to write.
-        """
-        if self.location.options.get("s3_additional_kwargs") or (reader := self.http()) is None:
+        """Return what puts an object of so many bytes without s3fs; None where it goes up in parts."""
+        reader = self.http()
+        if reader is None:
             return None
         from streamloader.storage import s3_calls
 
@@ -105,7 +103,7 @@ class Connection:
             except UnsupportedError as error:
                 reason = error.problem
         session = self.session()
-        return FsspecReader(session.calls, session.root, self.location.shown, reason)
+        return FsspecReader(session.calls, session.root, self.location.shown, reason, self.location.secrets)
 
     def _open_obstore(self, location: Location) -> RangeReader:
         if not fork.obstore_is_forbidden():
@@ -156,7 +154,9 @@ def _open_session(location: Location) -> Session:
     if protocol:
         options["skip_instance_cache"] = True
     if protocol == "s3":
-        options["config_kwargs"] = _s3_config(options.get("config_kwargs") or {})
+        from streamloader.storage.s3 import client_config
+
+        options["config_kwargs"] = client_config(options.get("config_kwargs"))
     if protocol in _KNOW_LISTINGS_CACHE:
         options["use_listings_cache"] = False
     from fsspec.core import url_to_fs  # 0.05 s to import, which those who only read and write S3's objects do not need
@@ -167,15 +167,12 @@ def _open_session(location: Location) -> Session:
             fs.retries = 1  # our policy is the only one that retries
             fs.connect()
     except (TypeError, ValueError) as error:
+        detail = location.secrets.redact(str(error))
         raise UsageError(
-            f"{location.shown}: storage_options {sorted(location.options)} do not fit the protocol: {error}",
+            f"{location.shown}: storage_options {sorted(location.options)} do not fit the protocol: {detail}",
             "see the parameters of the protocol's fsspec filesystem",
-        ) from error
+        ) from cause_of(error, location.secrets)
     return Session(_calls_for(protocol, fs), root)
-
-
-def _s3_config(given: Mapping[str, Any]) -> dict[str, Any]:
-    return {"max_pool_connections": POOL_CONNECTIONS, "retries": {"max_attempts": 0}, **given}
 
 
 def _calls_for(protocol: str, fs: Any) -> Calls:

@@ -22,7 +22,9 @@ from streamloader.errors import (
     TransientError,
     UnsupportedError,
 )
-from streamloader.storage.location import redact
+from streamloader.storage.location import NO_SECRETS, Secrets
+
+MAX_CHAIN = 20  # causes of an exception that are searched for secrets
 
 # module, class: the roots of the exceptions that clients raise besides OSError
 _CLIENT_ROOTS = (
@@ -262,12 +264,15 @@ def beyond_the_end(error: BaseException) -> bool:
     return facts.status == 416 or facts.code == "InvalidRange"
 
 
-def storage_error(error: BaseException, url: str) -> StorageError:
-    """Return the error of ours for what a client raised while it worked on `url` (shown, so without secrets)."""
+def storage_error(error: BaseException, url: str, secrets: Secrets = NO_SECRETS) -> StorageError:
+    """Return the error of ours for what a client raised while it worked on `url` (shown, so without secrets).
+
+    Raise it `from cause_of(error, secrets)`.
+    """
     if isinstance(error, StorageError):
         return error
     facts = facts_of(error)
-    detail = " ".join(redact(facts.text).split())[:200]
+    detail = " ".join(secrets.redact(facts.text).split())[:200]
     if not facts.code.isdigit() and facts.code not in detail:
         detail = f"{facts.code}: {detail}"
     detail = detail or type(error).__name__
@@ -277,6 +282,27 @@ def storage_error(error: BaseException, url: str) -> StorageError:
     found = rule.kind(f"{url}: {rule.problem} ({detail})", rule.remedy)
     found.retry_after = facts.wait
     return found
+
+
+def cause_of(error: BaseException, secrets: Secrets = NO_SECRETS) -> BaseException | None:
+    """Return what to chain to an error of ours: `error` itself, or its redacted text where it or a cause of it has
+    a secret in its message.
+    """
+    if isinstance(error, StorageError):
+        return error.__cause__
+    texts: list[str] = []
+    link: BaseException | None = error
+    while link is not None and len(texts) < MAX_CHAIN:
+        texts += [str(link), *getattr(link, "__notes__", ())]
+        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
+    if link is None and all(secrets.redact(text) == text for text in texts):
+        return error
+    text = " ".join(secrets.redact(texts[0]).split())
+    return ClientError(f"{type(error).__name__}: {text}").with_traceback(error.__traceback__)
+
+
+class ClientError(Exception):
+    """A storage client's exception without the secrets in its message."""
 
 
 def _rule_for(facts: Facts) -> _Rule | None:

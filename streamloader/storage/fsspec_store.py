@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from streamloader.errors import ObjectExistsError, StorageError, ThrottledError, UsageError
 from streamloader.storage.calls import TEMPORARY_SUFFIX, Calls, Page
 from streamloader.storage.connection import Connection
-from streamloader.storage.failures import client_errors, storage_error
+from streamloader.storage.failures import cause_of, client_errors, storage_error
 from streamloader.storage.location import Location, checked_path, object_path
 from streamloader.storage.policy import RETRYABLE, RetryPolicy, call_with_retry
 from streamloader.storage.protocol import Body, Buffer, ObjectInfo, RangeReader, body_bytes
@@ -173,7 +173,8 @@ class FsspecStore:
         try:
             return call()
         except client_errors() as error:
-            raise storage_error(error, self._shown(path)) from error
+            secrets = self._connection.location.secrets
+            raise storage_error(error, self._shown(path), secrets) from cause_of(error, secrets)
 
 
 def _next_page(token: str) -> Callable[[Calls, str], Page]:

@@ -1,4 +1,4 @@
-"""Connections to one S3 endpoint, and the signatures that its requests carry."""
+"""Connections to the server of one S3 bucket."""
 
 from __future__ import annotations
 
@@ -9,24 +9,18 @@ import re
 import select
 import ssl
 import threading
-import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
-from urllib.parse import quote, urlsplit
-
-from botocore.auth import S3SigV4Auth
-from botocore.awsrequest import AWSRequest
-from botocore.credentials import Credentials
 
 from streamloader.errors import ForkError
+from streamloader.storage.failures import facts_of
+from streamloader.storage.s3 import Origin, S3Client, SignedRequest, tls_context
 
-# S3 takes a signature for 15 minutes; a clock may be wrong by some of them
-SIGNATURE_SECONDS = 60.0
-MAX_SIGNATURES = 4096
 MAX_IDLE = 128
+MAX_REGION_CHANGES = 2  # of one request
 # of an answer that is no body: enough for S3's error document
 ERROR_BYTES = 4096
 
@@ -45,98 +39,66 @@ class HttpError(OSError):
 
 
 @dataclass(frozen=True)
-class Endpoint:
-    """One bucket at one server: where it is, and how patient we are (seconds)."""
+class Upload:
+    """A body to send in `pieces`; `signed`: its buffers, where its digest belongs to the signature."""
 
-    url: str
-    bucket: str
-    region: str
-    connect_seconds: float
-    read_seconds: float
-    tls: ssl.SSLContext | None = None
-    credentials: Callable[[], dict[str, Any]] | None = field(default=None, repr=False)
-    headers: Mapping[str, str] = field(default_factory=dict)
-
-    def target(self, key: str) -> str:
-        """Return the request target of an object: path style, percent-encoded as S3 signs it."""
-        base = urlsplit(self.url).path.rstrip("/")
-        return f"{base}/{quote(self.bucket, safe='')}/{quote(key, safe='/~')}"
-
-    def address(self, target: str) -> str:
-        """Return the URL of a request target."""
-        parts = urlsplit(self.url)
-        return f"{parts.scheme}://{parts.netloc}{target}"
-
-    def connect(self) -> http.client.HTTPConnection:
-        """Return a connection with its socket open."""
-        parts = urlsplit(self.url)
-        host = parts.hostname or ""
-        connection = (
-            http.client.HTTPConnection(host, parts.port, timeout=self.connect_seconds)
-            if self.tls is None
-            else http.client.HTTPSConnection(host, parts.port, timeout=self.connect_seconds, context=self.tls)
-        )
-        try:
-            connection.connect()
-        except OSError as error:  # that of a request is another matter: the server was there
-            raise HttpError(0, "Unreachable", f"{parts.netloc}: {error}") from error
-        connection.sock.settimeout(self.read_seconds)
-        return connection
-
-
-class Signer:
-    """Signs GETs of whole objects: the range is not part of a signature, so one serves an object for a minute."""
-
-    def __init__(self, endpoint: Endpoint, clock: Callable[[], float] = time.monotonic) -> None:
-        self._endpoint = endpoint
-        self._clock = clock
-        self._signed: dict[str, tuple[float, dict[str, str]]] = {}
-
-    def headers(self, target: str) -> dict[str, str]:
-        """Return the headers that a GET of this target needs."""
-        if self._endpoint.credentials is None:
-            return dict(self._endpoint.headers)
-        now = self._clock()
-        signed = self._signed.get(target)
-        if signed is None or signed[0] <= now:
-            if len(self._signed) >= MAX_SIGNATURES:
-                self._signed.clear()
-            signed = self._signed[target] = (now + SIGNATURE_SECONDS, self._sign(target, self._endpoint.credentials()))
-        return dict(signed[1])
-
-    def _sign(self, target: str, keys: Mapping[str, Any]) -> dict[str, str]:
-        request = AWSRequest("GET", self._endpoint.address(target), headers=dict(self._endpoint.headers))
-        credentials = Credentials(keys["access_key_id"], keys["secret_access_key"], keys["token"])
-        S3SigV4Auth(credentials, "s3", self._endpoint.region).add_auth(request)
-        return {name: str(value) for name, value in request.headers.items()}
+    size: int
+    pieces: Callable[[], Iterator[bytes | memoryview]]
+    signed: Sequence[memoryview] | None = None
 
 
 class Pool:
-    """Open connections to one endpoint; thread-safe, for one process."""
+    """Open connections to one bucket's server; thread-safe, for one process."""
 
-    def __init__(self, endpoint: Endpoint) -> None:
-        self.endpoint = endpoint
-        self.signer = Signer(endpoint)
+    def __init__(self, s3: S3Client) -> None:
+        self.s3 = s3
         self.compares: bool | None = None  # whether the server compares the checksums of bodies; None until it is known
+        self.tls: ssl.SSLContext | None = tls_context(s3.verify) if s3.origin.scheme == "https" else None
         self._idle: deque[http.client.HTTPConnection] = deque(maxlen=MAX_IDLE)
         self._lock = threading.Lock()
         self._process = os.getpid()
         weakref.finalize(self, _close_all, self._idle)
 
-    def take(self) -> http.client.HTTPConnection:
-        """Return an open connection: the one used last, unless the server has closed it meanwhile.
+    def ask(
+        self,
+        operation: str,
+        key: str,
+        expected: int,
+        headers: Mapping[str, str] | None = None,
+        body: Upload | None = None,
+    ) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
+        """Send one request and return the connection with its answer, whose status is `expected`.
 
-        Raises `ForkError` in a forked child, whose parent goes on with the same sockets.
+        It is sent again where the answer shows that the bucket is in another region. Raises `HttpError` for other
+        answers, and `ForkError` in a forked child, whose parent goes on with the same sockets.
         """
         if os.getpid() != self._process:
-            problem = f"the connections to {self.endpoint.url} are of another process"
+            problem = f"the connections to bucket {self.s3.bucket} are of another process"
             raise ForkError(problem, "ask the store for a reader in this process")
+        for attempt in range(MAX_REGION_CHANGES + 1):
+            request = self.s3.request(operation, key, headers, body.signed if body else None)
+            connection = self._take(request.origin)
+            try:
+                answer = _exchange(connection, request, body)
+                if answer.status == expected or (answer.status == 200 and answer.length == 0):  # some say so to a range
+                    return connection, answer
+                failure = refusal(answer)
+            except BaseException:
+                connection.close()
+                raise
+            connection.close()
+            if attempt == MAX_REGION_CHANGES or not self.s3.adopt_region(request, operation, key, facts_of(failure)):
+                raise failure
+        raise AssertionError("the loop ends by itself")
+
+    def _take(self, origin: Origin) -> http.client.HTTPConnection:
+        """Return an open connection to `origin`: the one used last, unless the server has closed it meanwhile."""
         while True:
             with self._lock:
                 connection = self._idle.pop() if self._idle else None
             if connection is None:
-                return self.endpoint.connect()
-            if not _readable(connection.sock):
+                return self._connect(origin)
+            if connection.host == origin.host and not _readable(connection.sock):  # a bucket's region may be learnt
                 return connection
             connection.close()
 
@@ -147,6 +109,34 @@ class Pool:
                 self._idle.append(connection)
                 return
         connection.close()
+
+    def _connect(self, origin: Origin) -> http.client.HTTPConnection:
+        """Return a connection with its socket open."""
+        seconds = self.s3.connect_seconds
+        connection = (
+            http.client.HTTPConnection(origin.host, origin.port, timeout=seconds)
+            if self.tls is None
+            else http.client.HTTPSConnection(origin.host, origin.port, timeout=seconds, context=self.tls)
+        )
+        try:
+            connection.connect()
+        except OSError as error:  # that of a request is another matter: the server was there
+            raise HttpError(0, "Unreachable", f"{origin}: {error}") from error
+        connection.sock.settimeout(self.s3.read_seconds)
+        return connection
+
+
+def _exchange(
+    connection: http.client.HTTPConnection, request: SignedRequest, body: Upload | None
+) -> http.client.HTTPResponse:
+    if body is None:
+        connection.request(request.method, request.target, headers=request.headers)
+    else:
+        headers = {**request.headers, "Content-Length": str(body.size)}
+        # a server that refuses does not wait for the body: its answer is there
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            connection.request(request.method, request.target, body=body.pieces(), headers=headers)
+    return connection.getresponse()
 
 
 def refusal(answer: http.client.HTTPResponse) -> HttpError:

@@ -8,21 +8,16 @@ memory. The standard library speaks HTTP (`http.client`, whose `readinto` releas
 from __future__ import annotations
 
 import http.client
-import ssl
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
-from urllib.parse import urlsplit
 
-from botocore.httpsession import get_cert_path
-
-from streamloader.errors import AccessError, UnsupportedError
-from streamloader.storage.failures import beyond_the_end, client_errors, storage_error
-from streamloader.storage.http_pool import Endpoint, Pool, refusal
+from streamloader.errors import UnsupportedError
+from streamloader.storage.failures import beyond_the_end, cause_of, client_errors, storage_error
+from streamloader.storage.http_pool import Pool
 from streamloader.storage.http_writer import HttpWriter
-from streamloader.storage.location import Location, object_path
+from streamloader.storage.location import NO_SECRETS, Location, Secrets, object_path
 from streamloader.storage.protocol import Room, room_for
-from streamloader.storage.translate import S3Options, Target, s3_options
+from streamloader.storage.s3 import open_s3, refuse_proxy, split_bucket
 
 
 class HttpReader:
@@ -30,8 +25,9 @@ class HttpReader:
 
     kind = "http"
 
-    def __init__(self, pool: Pool, prefix: str, shown: str, reason: str) -> None:
+    def __init__(self, pool: Pool, prefix: str, shown: str, reason: str, secrets: Secrets = NO_SECRETS) -> None:
         self._pool = pool
+        self._secrets = secrets
         self._prefix = prefix
         self._shown = shown
         self.reason = reason
@@ -41,11 +37,11 @@ class HttpReader:
         if not path:
             return self
         prefix = f"{self._prefix}/{path}" if self._prefix else path
-        return HttpReader(self._pool, prefix, f"{self._shown}/{path}", self.reason)
+        return HttpReader(self._pool, prefix, f"{self._shown}/{path}", self.reason, self._secrets)
 
     def writer(self) -> HttpWriter:
         """Return what writes to the same place, over the same connections."""
-        return HttpWriter(self._pool, self._prefix, self._shown)
+        return HttpWriter(self._pool, self._prefix, self._shown, self._secrets)
 
     def read(self, path: str, start: int, stop: int, room: Room | None = None) -> memoryview:
         """Return bytes [start, stop) of the object, fewer where it ends before; in `room` where given.
@@ -63,7 +59,7 @@ class HttpReader:
         except client_errors(http.client.HTTPException) as error:
             if beyond_the_end(error):
                 return room_for(0)
-            raise storage_error(error, f"{self._shown}/{path}") from error
+            raise storage_error(error, f"{self._shown}/{path}", self._secrets) from cause_of(error, self._secrets)
 
     def get(self, path: str) -> bytes:
         """Return the whole object. One request; thread-safe."""
@@ -81,7 +77,7 @@ class HttpReader:
         except client_errors(http.client.HTTPException) as error:
             if beyond_the_end(error):
                 return b""
-            raise storage_error(error, f"{self._shown}/{path}") from error
+            raise storage_error(error, f"{self._shown}/{path}", self._secrets) from cause_of(error, self._secrets)
 
     def _key(self, path: str) -> str:
         return "/".join(filter(None, (self._prefix, object_path(path))))
@@ -89,15 +85,9 @@ class HttpReader:
     @contextmanager
     def _answer(self, key: str, headers: dict[str, str], status: int) -> Iterator[http.client.HTTPResponse]:
         """Ask for an object; the connection is used again if the answer was read to its end without an error."""
-        target = self._pool.endpoint.target(key)
-        connection = self._pool.take()
+        connection, answer = self._pool.ask("GetObject", key, status, headers)
         whole = False
         try:
-            connection.request("GET", target, headers={**self._pool.signer.headers(target), **headers})
-            answer = connection.getresponse()
-            empty = answer.status == 200 and answer.length == 0  # some answer so to a range of nothing
-            if answer.status != status and not empty:
-                raise refusal(answer)
             yield answer
             whole = answer.isclosed()
         finally:
@@ -129,41 +119,7 @@ def open_http_reader(location: Location) -> HttpReader:
     """
     if location.is_chain or location.protocol != "s3":
         raise UnsupportedError("only S3 is read over plain sockets")
-    from streamloader.storage.credentials import s3_target
-
-    options = s3_options(location.options)
-    target = s3_target(location, options)
-    parts = urlsplit(target.endpoint)
-    if options.virtual_hosted:
-        raise UnsupportedError("virtual addressing is obstore's")
-    proxies = urllib.request.getproxies()
-    if {parts.scheme, "all"} & proxies.keys() and not urllib.request.proxy_bypass(parts.hostname or ""):
-        raise UnsupportedError(f"a proxy stands before {parts.hostname}")
+    s3 = open_s3(location)
+    refuse_proxy(s3)
     reason = "S3 without a proxy: bodies are read straight into place"
-    return HttpReader(Pool(_endpoint(target, options)), target.prefix, location.shown, reason)
-
-
-def _endpoint(target: Target, options: S3Options) -> Endpoint:
-    return Endpoint(
-        url=target.endpoint,
-        bucket=target.bucket,
-        region=str(target.config["region"]),
-        connect_seconds=options.connect_seconds,
-        read_seconds=options.read_seconds,
-        tls=_tls(target.verify) if target.endpoint.startswith("https://") else None,
-        credentials=target.credentials,
-        headers={"x-amz-request-payer": "requester"} if options.requester_pays else {},
-    )
-
-
-def _tls(verify: bool | str | None) -> ssl.SSLContext:
-    trusted = verify if isinstance(verify, str) else str(get_cert_path(True))
-    try:
-        context = ssl.create_default_context(cafile=trusted)
-    except OSError as error:
-        problem = f"the certificates of {trusted} cannot be read: {error}"
-        raise AccessError(problem, "check verify= or AWS_CA_BUNDLE") from error
-    if verify is False:
-        context.check_hostname = False
-        context.verify_mode = ssl.CERT_NONE
-    return context
+    return HttpReader(Pool(s3), split_bucket(location.path)[1], location.shown, reason, location.secrets)

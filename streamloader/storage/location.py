@@ -2,38 +2,119 @@
 
 from __future__ import annotations
 
+import base64
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote, unquote
 
 from streamloader.errors import UnsupportedError, UsageError
 
 # fsspec's spellings of one protocol
 _ALIASES = {"s3a": "s3", "gcs": "gs", "abfs": "az", "abfss": "az", "adl": "adl", "https": "http", "local": "file"}
-_SECRET = re.compile(r"(?<=://)[^/@\s]*:[^/@\s]*@")
+_AZURE = {"az", "abfs", "abfss", "wasb", "wasbs", "adl"}  # what stands before their @ is a container
+# an AWS secret may hold slashes; elsewhere the host ends at the first
+_S3_USER = re.compile(r"\b(s3a?)://(?!arn:)[^/\s:@]+:[^\s@]+@")
+_USER = re.compile(r"\b([a-zA-Z][\w+.-]*)://([^/\s@]*)@")
+_QUERY = re.compile(r"(https?://[^\s?]*)\?[^\s'\"<>]*")
+_PARAMETER = re.compile(
+    r"\b(x-amz-(?:signature|credential|security-token)|signature|sig|token|access_token|accountkey|sharedaccesssignature)"
+    r"(\s*[=:]\s*)[^&\s;,'\"<>]+",
+    re.IGNORECASE,
+)
+_SECRET_NAME = re.compile(
+    "secret|token|passw|credential|private|auth|cookie|sas|signature|connection_string|api.?key|customerkey",
+    re.IGNORECASE,
+)
+_KEY_NAME = re.compile(r"(^|_|-)key$", re.IGNORECASE)
+_IDS = {"key", "aws_access_key_id"}  # public names of keys, as long as no URL holds them
+MIN_SECRET = 6  # shorter values are found in harmless words
+MASK = "***"
 
 
 def redact(text: str) -> str:
-    """Return the text without any `user:password@` in its URLs and without signed queries."""
-    text = _SECRET.sub("", text)
-    return re.sub(r"(https?://[^\s?]*)\?[^\s]*", r"\1?...", text)
+    """Return the text without user and password in its URLs, without signed queries and without signatures."""
+    text = _S3_USER.sub(r"\1://", text)
+    text = _USER.sub(_without_user, text)
+    text = _QUERY.sub(r"\1?...", text)
+    return _PARAMETER.sub(rf"\1\2{MASK}", text)
+
+
+def _without_user(found: re.Match[str]) -> str:
+    keep = found[1].lower() in _AZURE and ":" not in found[2]
+    return found[0] if keep else f"{found[1]}://"
 
 
 @dataclass(frozen=True)
+class Secrets:
+    """Values that no text may show: what the storage options and the URL hold of them."""
+
+    values: tuple[str, ...] = field(default=(), repr=False)
+
+    def redact(self, text: str) -> str:
+        """Return the text without these values, and without what `redact` takes out of any text."""
+        for value in self.values:
+            text = text.replace(value, MASK)
+        return redact(text)
+
+
+NO_SECRETS = Secrets()
+
+
+def secrets_of(url: str, options: Mapping[str, Any]) -> Secrets:
+    """Return the secrets in storage options, whose names tell them, and in the users and passwords of URLs."""
+    found = set(_url_secrets(url))
+    for name, value in _strings(options, ""):
+        found.update(_url_secrets(value))
+        if name not in _IDS and (_SECRET_NAME.search(name) or _KEY_NAME.search(name)):
+            fields = (part.partition("=")[2] for part in re.split(r"[&;]", value))
+            found.update((value, value.rpartition(" ")[2], *(part for part in fields if len(part) > 2 * MIN_SECRET)))
+    quoted = {quote(value, safe="") for value in found}
+    return Secrets(tuple(sorted((text for text in found | quoted if len(text) >= MIN_SECRET), key=len, reverse=True)))
+
+
+def _strings(value: Any, name: str) -> Iterator[tuple[str, str]]:
+    if isinstance(value, str):
+        yield name, value
+    elif isinstance(value, Mapping):
+        for inner, item in value.items():
+            yield from _strings(item, str(inner))
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _strings(item, name)
+
+
+def _url_secrets(text: str) -> Iterator[str]:
+    for found in (*_S3_USER.finditer(text), *_USER.finditer(text)):
+        if redact(found[0]) != found[0]:
+            user = found[0].split("://", 1)[1][:-1]
+            yield from (part for form in (user, unquote(user)) for part in (form, *form.split(":", 1)))
+
+
+@dataclass(frozen=True, repr=False)
 class Location:
     """A URL and its storage options. `target` is what fsspec is given, `shown` what people may read."""
 
     target: str
     protocol: str
-    options: Mapping[str, Any] = field(repr=False)
+    options: Mapping[str, Any]
+
+    def __repr__(self) -> str:
+        return f"Location({self.shown!r})"
 
     @property
     def shown(self) -> str:
         """Return the URL without credentials and without a trailing slash."""
         return redact(self.target)
+
+    @cached_property
+    def secrets(self) -> Secrets:
+        """What no message may hold."""
+        return secrets_of(self.target, self.options)
 
     @property
     def is_chain(self) -> bool:
@@ -52,7 +133,11 @@ class Location:
 
 
 def parse_location(url: str | os.PathLike[str], options: Mapping[str, Any] | None) -> Location:
-    """Read a URL of any fsspec protocol, or a local path. Raises `UsageError` or `UnsupportedError`."""
+    """Read a URL of any fsspec protocol, or a local path. Raises `UsageError` or `UnsupportedError`.
+
+    User and password in an S3 or HTTP URL become the options that they stand for, so that no text of a client
+    holds them.
+    """
     target = os.fspath(url)
     if not isinstance(target, str) or not target.strip():
         raise UsageError(f"{url!r} is not a URL", "give a URL such as s3://bucket/folder, or a local path")
@@ -70,8 +155,36 @@ def parse_location(url: str | os.PathLike[str], options: Mapping[str, Any] | Non
             f"{redact(target)} has a query, so no path can be put below it",
             "give the folder's URL without a query, with the credentials in storage_options",
         )
+    if protocol in ("s3", "http"):
+        target, options = _user_as_options(target, protocol, options)
+    if protocol == "s3":
+        options = _without_users(options)
     bare = target.rstrip("/")
     return Location(target if bare.endswith(":") else bare, protocol, options)
+
+
+def _user_as_options(target: str, protocol: str, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    found = (_S3_USER if protocol == "s3" else _USER).match(target)
+    if not found:
+        return target, options
+    scheme, user = found[0].split("://", 1)
+    name, _, password = (unquote(part) for part in user[:-1].partition(":"))
+    if protocol == "s3":
+        options = {"key": name, "secret": password, **options}
+    else:
+        basic = base64.b64encode(f"{name}:{password}".encode()).decode()
+        options["headers"] = {"Authorization": f"Basic {basic}", **(options.get("headers") or {})}
+    return f"{scheme}://{target[found.end() :]}", options
+
+
+def _without_users(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return s3fs's options without user and password in `endpoint_url`, which S3's signatures leave no place for."""
+    clean = dict(options)
+    if isinstance(options.get("endpoint_url"), str):
+        clean["endpoint_url"] = redact(options["endpoint_url"])
+    if isinstance(options.get("client_kwargs"), Mapping):
+        clean["client_kwargs"] = _without_users(options["client_kwargs"])
+    return clean
 
 
 def checked_path(path: str) -> str:

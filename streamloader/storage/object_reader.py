@@ -8,10 +8,10 @@ from typing import Any
 
 from streamloader.errors import ForkError, UnsupportedError
 from streamloader.storage import fork
-from streamloader.storage.failures import beyond_the_end, client_errors, storage_error
-from streamloader.storage.location import Location, object_path
+from streamloader.storage.failures import beyond_the_end, cause_of, client_errors, storage_error
+from streamloader.storage.location import NO_SECRETS, Location, Secrets, object_path
 from streamloader.storage.protocol import Room
-from streamloader.storage.translate import Target, azure_target, gcs_target, http_target, local_target, s3_options
+from streamloader.storage.translate import Target, azure_target, gcs_target, http_target, local_target
 
 
 class ObjectReader:
@@ -19,7 +19,7 @@ class ObjectReader:
 
     kind = "obstore"
 
-    def __init__(self, client: Any, prefix: str, shown: str, reason: str) -> None:
+    def __init__(self, client: Any, prefix: str, shown: str, reason: str, secrets: Secrets = NO_SECRETS) -> None:
         import obstore
 
         self._get_range = obstore.get_range
@@ -27,6 +27,7 @@ class ObjectReader:
         self._prefix = prefix
         self._shown = shown
         self._pid = os.getpid()
+        self._secrets = secrets
         self.reason = reason
 
     def below(self, path: str) -> ObjectReader:
@@ -34,7 +35,7 @@ class ObjectReader:
         if not path:
             return self
         prefix = f"{self._prefix}/{path}" if self._prefix else path
-        return ObjectReader(self._client, prefix, f"{self._shown}/{path}", self.reason)
+        return ObjectReader(self._client, prefix, f"{self._shown}/{path}", self.reason, self._secrets)
 
     def read(self, path: str, start: int, stop: int, room: Room | None = None) -> memoryview:  # noqa: ARG002 - the client makes bodies of its own
         """Return bytes [start, stop) of the object, fewer where it ends before. One request; thread-safe."""
@@ -49,7 +50,7 @@ class ObjectReader:
         except client_errors(ValueError) as error:  # ValueError: a name that obstore cannot parse
             if beyond_the_end(error):
                 return memoryview(b"")
-            raise storage_error(error, f"{self._shown}/{path}") from error
+            raise storage_error(error, f"{self._shown}/{path}", self._secrets) from cause_of(error, self._secrets)
 
 
 def open_object_reader(location: Location) -> ObjectReader:
@@ -64,7 +65,8 @@ def open_object_reader(location: Location) -> ObjectReader:
     if translate is None:
         raise UnsupportedError(f"obstore does not know the protocol {location.protocol!r}")
     target = translate(location)
-    return ObjectReader(_client(target), target.prefix, location.shown, f"obstore knows {location.protocol}")
+    client, reason = _client(target, location.secrets), f"obstore knows {location.protocol}"
+    return ObjectReader(client, target.prefix, location.shown, reason, location.secrets)
 
 
 def obstore_knows(protocol: str) -> bool:
@@ -73,12 +75,12 @@ def obstore_knows(protocol: str) -> bool:
 
 
 def _s3_target(location: Location) -> Target:
-    from streamloader.storage.credentials import s3_target
+    from streamloader.storage.s3 import s3_target  # botocore takes 0.1 s to import
 
-    return s3_target(location, s3_options(location.options))
+    return s3_target(location)
 
 
-def _client(target: Target) -> Any:
+def _client(target: Target, secrets: Secrets) -> Any:
     from obstore import store
     from obstore.exceptions import BaseError
 
@@ -93,7 +95,8 @@ def _client(target: Target) -> Any:
     try:
         return kinds[target.kind](target.bucket, **options)
     except (ValueError, TypeError, BaseError) as error:
-        raise UnsupportedError(f"obstore refuses the options: {' '.join(str(error).split())[:200]}") from error
+        detail = " ".join(secrets.redact(str(error)).split())[:200]
+        raise UnsupportedError(f"obstore refuses the options: {detail}") from cause_of(error, secrets)
 
 
 _TARGETS: Mapping[str, Callable[[Location], Target]] = {
