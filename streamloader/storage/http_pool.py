@@ -40,11 +40,11 @@ class HttpError(OSError):
 
 @dataclass(frozen=True)
 class Upload:
-    """A body to send in `pieces`; `signed`: its buffers, where its digest belongs to the signature."""
+    """A body to send in `pieces`; `hashed`: whether its digest belongs to the signature."""
 
-    size: int
+    buffers: Sequence[memoryview]
     pieces: Callable[[], Iterator[bytes | memoryview]]
-    signed: Sequence[memoryview] | None = None
+    hashed: bool
 
 
 class Pool:
@@ -76,8 +76,9 @@ class Pool:
             problem = f"the connections to bucket {self.s3.bucket} are of another process"
             raise ForkError(problem, "ask the store for a reader in this process")
         for attempt in range(MAX_REGION_CHANGES + 1):
-            request = self.s3.request(operation, key, headers, body.signed if body else None)
-            connection = self._take(request.origin)
+            signed = (body.buffers, body.hashed) if body else ()
+            request = self.s3.request(operation, key, headers, *signed)
+            connection = self._take(request.template.origin)
             try:
                 answer = _exchange(connection, request, body)
                 if answer.status == expected or (answer.status == 200 and answer.length == 0):  # some say so to a range
@@ -132,7 +133,7 @@ def _exchange(
     if body is None:
         connection.request(request.method, request.target, headers=request.headers)
     else:
-        headers = {**request.headers, "Content-Length": str(body.size)}
+        headers = {**request.headers, "Content-Length": str(sum(part.nbytes for part in body.buffers))}
         # a server that refuses does not wait for the body: its answer is there
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             connection.request(request.method, request.target, body=body.pieces(), headers=headers)

@@ -51,10 +51,8 @@ class HttpWriter:
         return self._send(key, body, None)[0]
 
     def _send(self, key: str, body: Sequence[memoryview], headers: dict[str, str] | None) -> tuple[str, bool]:
-        """Return the object's etag, and whether the server compared its checksum; without `headers` it is signed."""
-        size = sum(part.nbytes for part in body)
-        signed = body if headers is None else None
-        upload = Upload(size, lambda: _pieces(body), signed)
+        """Return the etag, and whether the server compared the checksum; the digest is signed without `headers`."""
+        upload = Upload(body, lambda: _pieces(body), hashed=headers is None)
         connection, answer = self._pool.ask("PutObject", key, 200, headers, upload)
         whole = False
         try:

@@ -17,6 +17,7 @@ import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
@@ -84,6 +85,11 @@ class _Template:
     context: Mapping[str, Any] = field(repr=False)
     signer: Any = field(repr=False)
 
+    @cached_property
+    def origin(self) -> Origin:
+        """Where the request goes to."""
+        return _origin(self.url)
+
     @property
     def scope(self) -> tuple[str, Any]:
         """Return what another region would change."""
@@ -92,13 +98,18 @@ class _Template:
 
 @dataclass(frozen=True)
 class SignedRequest:
-    """A request to be sent now: to `origin`, with the request target `target`."""
+    """A request to be sent now."""
 
-    origin: Origin
     method: str
-    target: str
+    url: str
     headers: dict[str, str] = field(repr=False)
     template: _Template = field(repr=False)
+
+    @property
+    def target(self) -> str:
+        """Return path and query, as the request's first line has them."""
+        parts = urlsplit(self.url)
+        return f"{parts.path}?{parts.query}" if parts.query else parts.path
 
 
 class S3Client:
@@ -123,28 +134,26 @@ class S3Client:
         operation: str,
         key: str,
         headers: Mapping[str, str] | None = None,
-        body: Sequence[memoryview] | None = None,
+        body: Sequence[memoryview] = (),
+        hashed: bool = True,
     ) -> SignedRequest:
         """Return a signed request: `operation` is `GetObject`, `HeadObject` or `PutObject`.
 
-        A PUT is signed without its body's digest unless a `body` is given. Raises what botocore raises.
+        `hashed`: whether the signature covers the digest of the `body`, unless the options say so. Raises what
+        botocore raises.
         """
         template = self.template(operation)
         encoded = percent_encode(key, safe="/~")
-        data = b"" if body is None else _Parts(body)
+        data = _Parts(body) if body else b""
         auth_path = None if template.auth_path is None else template.auth_path + encoded
         given = {**template.headers, **(headers or {})}
-        if body is not None:
-            given.pop(CHECKSUM, None)
         request = AWSRequest(template.method, template.url + encoded, given, data, auth_path=auth_path)
         request.context = dict(template.context)  # the signer writes to it
-        if operation == "PutObject" and body is None:
+        if not hashed:
             request.context["client_config"] = self._without_digest()
         template.signer.sign(operation, request)
-        parts = urlsplit(request.url)
-        target = f"{parts.path}?{parts.query}" if parts.query else parts.path
         sent = {name: str(value) for name, value in request.headers.items()}
-        return SignedRequest(_origin(request.url), template.method, target, sent, template)
+        return SignedRequest(template.method, request.url, sent, template)
 
     def template(self, operation: str) -> _Template:
         """Return the operation's request for any key, which the client builds at the first call."""
@@ -159,7 +168,7 @@ class S3Client:
     @property
     def origin(self) -> Origin:
         """Where the bucket is, as far as is known."""
-        return _origin(self.template("GetObject").url)
+        return self.template("GetObject").origin
 
     def keys(self) -> Any:
         """Return the credentials valid now (`access_key`, `secret_key`, `token`); None where none are found."""
@@ -210,7 +219,7 @@ class S3Client:
             return _Sent(), {}
 
         event, events = f"before-call.s3.{operation}", self._client.meta.events
-        more = {"ChecksumCRC32C": "AAAAAA=="} if operation == "PutObject" else {}
+        more = {"ChecksumCRC32C": "AAAAAA=="} if operation == "PutObject" else {}  # so that botocore adds none
         events.register_last(event, take)
         try:
             getattr(self._client, xform_name(operation))(
@@ -224,7 +233,7 @@ class S3Client:
             params["method"],
             params["url"][:end],
             auth_path[:end] if auth_path else None,
-            dict(params["headers"]),
+            {name: value for name, value in params["headers"].items() if name != CHECKSUM},
             built["context"],
             built["signer"],
         )
