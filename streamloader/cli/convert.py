@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from streamloader.cli.options import INTERRUPTED, counted, parse_options, show_bytes
+from streamloader.cli.options import INTERRUPTED, counted, parse_fill, parse_options, show_bytes
 from streamloader.cli.progress import Display, Step, display
 from streamloader.options import CODECS, CodecChoice, Layout, parse_size
 
@@ -31,6 +31,8 @@ _OPTION_HELP = "An option of the store, as its fsspec package calls it; JSON val
 @click.argument("dst")
 @click.option("--format", "format_name", metavar="NAME", help="The source's format; found out by default.")
 @click.option("--fields", multiple=True, metavar="NAME[=TYPE],...", help="Fields to keep, with their types.")
+@click.option("--fill", multiple=True, metavar="NAME=VALUE", help="What stands for a missing value. May be repeated.")
+@click.option("--raw", is_flag=True, help="Keep packed values (scale_factor, add_offset, _FillValue) as stored.")
 @click.option("--map", "function", metavar="MODULE:FUNCTION", help="A function of each sample, a dict of its values.")
 @click.option("--map-batch", type=click.IntRange(min=1), help="Give the function so many samples at once, as columns.")
 @click.option("--resize", metavar="SIDE|HxW", help="Resize images: their shorter side, or height x width, in pixels.")
@@ -65,6 +67,7 @@ def convert(
     function: str | None,
     format_name: str | None,
     fields: tuple[str, ...],
+    fill: tuple[str, ...],
     shard_size: str,
     codec: CodecChoice,
     storage: tuple[str, ...],
@@ -89,6 +92,7 @@ def convert(
                 dst,
                 format=format_name,
                 fields=fields or None,
+                fill=parse_fill(fill),
                 map=function,
                 layout=layout,
                 storage_options=storage_options,

@@ -27,6 +27,17 @@ def parse_options(pairs: Iterable[str]) -> dict[str, Any]:
     return options
 
 
+def parse_fill(pairs: Iterable[str]) -> dict[str, str]:
+    """Return the fill values of `field=value` texts. Raises `UsageError`."""
+    values: dict[str, str] = {}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        if not name or not equals or name in values:
+            raise UsageError(f"fill value {pair!r}", "write it as field=value, each field once")
+        values[name] = value
+    return values
+
+
 def counted(count: int, noun: str) -> str:
     """Return a number of things like `1 shard`, `1,024 shards`."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"

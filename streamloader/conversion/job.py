@@ -35,6 +35,8 @@ def convert(
     *,
     format: str | None = None,  # noqa: A002 - as the command's option is called
     fields: str | Iterable[str] | Mapping[str, str | Field | None] | None = None,
+    fill: Mapping[str, Any] | None = None,
+    raw: bool = False,
     map: str | Callable[[dict[str, Any]], Any] | None = None,  # noqa: A002 - likewise
     map_batch: int | None = None,
     resize: str | int | tuple[int, int] | None = None,
@@ -54,20 +56,20 @@ def convert(
 ) -> Report:
     """Convert what lies at `src` into a dataset at the URL `dst`; docs/conversion.md says more of each argument.
 
-    `src` is a path or URL, or a Python object: a map-style dataset, or an iterable of samples. `fields` chooses fields
-    and types; `map` is a function of a sample, or with `map_batch` of so many at once; `resize` and `quality` encode
-    images anew. `split` is `"train=0.9,val=0.1"` or a mapping: each becomes a dataset of its own, with samples dealt
-    out at random by row number. `shuffle` is the seed of a random order. `on_error` says what becomes of bad samples.
-    `engine` does the tasks: local, or dask, ray, spark, with `=ADDRESS` if wanted. `workers` are processes, by default
-    one a core; 0 works in this process. An interrupted conversion goes on when it is called again in the same way, to
-    the same bytes; `overwrite` replaces what is there, `resume` takes a finished dataset of the same source as done,
-    `dry_run` writes nothing. `source_options` default to `storage_options` where both URLs have one protocol.
+    `src` is a path, a URL, a map-style dataset, or an iterable of samples. `fields` chooses fields and types; `fill`
+    maps fields to what replaces a missing value; `raw` keeps packed values (`scale_factor`, ...) as stored. `map` is a
+    function of a sample, or with `map_batch` of so many at once; `resize` and `quality` encode images anew. `split` is
+    `"train=0.9,val=0.1"` or a mapping: each becomes a dataset, with samples dealt at random. `shuffle` is the seed of a
+    random order. `on_error` says what becomes of bad samples. `engine` is local, dask, ray or spark, with `=ADDRESS` if
+    wanted. `workers` are processes, by default one a core; 0 works in this process. Called again in the same way, it
+    resumes; `overwrite` replaces what is there, `resume` takes a finished dataset of the same source as done, `dry_run`
+    writes nothing. `source_options` default to `storage_options` where both URLs have one protocol.
 
     Raises `UsageError`, `SourceError` for what cannot be converted, with the file; `SourceChangedError` or
     `DestinationError` where it cannot go on; a `StorageError` for what the stores refuse.
     """
     recipe = Recipe(
-        parse_wish(fields),
+        parse_wish(fields, fill, raw),
         parse_recode(resize, quality),
         parse_map(map, map_batch),
         parse_splits(split),

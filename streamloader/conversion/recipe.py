@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from streamloader.conversion.mapped import Mapper, map_source
@@ -37,7 +37,7 @@ class Recipe:
     @property
     def opening(self) -> Wish:
         """What the source itself is asked for: with a function behind it, all of its fields."""
-        return Wish() if self.mapper else self.wish
+        return replace(self.wish, fields={}) if self.mapper else self.wish
 
     @property
     def shares(self) -> str:
@@ -49,13 +49,16 @@ class Recipe:
         if self.recode is not None:
             source = recode_source(source, self.recode)
         if self.mapper is not None:
-            source = map_source(source, self.mapper, self.wish)
-        return choose(source, self.wish) if self.mapper else source
+            wish = Wish(self.wish.fields)  # missing values were filled before
+            return choose(map_source(source, self.mapper, wish), wish)
+        return source
 
     def options(self) -> Mapping[str, Any]:
         """Return the wishes as JSON values: what an interrupted conversion must agree on to go on."""
         return {
             "fields": {name: str(kind) if kind else None for name, kind in self.wish.fields.items()},
+            **({"fill": {name: repr(value) for name, value in self.wish.fill.items()}} if self.wish.fill else {}),
+            **({"raw": True} if self.wish.raw else {}),
             "recode": self.recode.options() if self.recode else None,
             "map": self.mapper.options() if self.mapper else None,
             "split": self.shares,

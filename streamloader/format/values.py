@@ -115,10 +115,18 @@ def _as_array(value: Any) -> NDArray[Any] | None:
 
 
 def _cast(array: NDArray[Any], dtype: np.dtype[Any], where: str) -> NDArray[Any]:
-    """Cast within a kind, or to a wider one; whole numbers also to any type that holds their values."""
+    """Cast within a kind, or to a wider one; whole numbers also to any type that holds each of them exactly.
+
+    Only floats are rounded, and only to a declared float of fewer bits.
+    """
     if array.dtype == dtype or array.size == 0:
         return array.astype(dtype, copy=False)
     problem = f"{where} is {array.dtype}, expected {dtype}"
+    if array.dtype.kind in "iu" and dtype.kind == "f":
+        inexact = ~exact_in_float(array, dtype)
+        if inexact.any():
+            problem = f"{problem}, which does not hold {array[inexact].flat[0]} exactly"
+            raise FieldError(problem, "declare a wider dtype, or round the values yourself")
     if array.dtype.kind in "iu" and dtype.kind in "iu":
         low, high, info = int(array.min()), int(array.max()), np.iinfo(dtype)
         if low < info.min or high > info.max:
@@ -130,6 +138,18 @@ def _cast(array: NDArray[Any], dtype: np.dtype[Any], where: str) -> NDArray[Any]
             return array.astype(dtype)
     except FloatingPointError as error:
         raise FieldError(f"{problem}, which does not hold its values", "declare a wider dtype") from error
+
+
+def exact_in_float(array: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[np.bool_]:
+    """Return, for each whole number of an integer array, whether the float `dtype` holds it exactly."""
+    bound = 1 << (np.finfo(dtype).nmant + 1)  # every whole number up to here has a float of its own
+    if -bound <= int(array.min(initial=0)) and int(array.max(initial=0)) <= bound:
+        return np.ones(array.shape, np.bool_)
+    with np.errstate(over="ignore", invalid="ignore"):
+        floats = array.astype(dtype).astype(np.float64)
+        held = np.isfinite(floats) & (floats < float(np.iinfo(array.dtype).max))  # the limit itself rounds up to 2^k
+        exact: NDArray[np.bool_] = held & (floats.astype(array.dtype) == array)
+    return exact
 
 
 def row_bytes(fields: Mapping[str, Field], columns: Mapping[str, Column | Sequence[bytes]]) -> NDArray[np.int64]:

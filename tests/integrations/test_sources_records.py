@@ -875,6 +875,7 @@ WRONG_VALUES: dict[str, tuple[str, bytes, str]] = {
     "too large": ("str_int", b"9" * 30, "is no int64"),
     "millions of digits": ("str_int", b"9" * 10_000_000, "is no int64"),
     "no float": ("str_float", b"x", "is no float64"),
+    "infinite float": ("str_float", b"1e400", "is no float64"),
     "no dtype": ("ndarray", b"", "no dtype that is known"),
     "unknown dtype": ("ndarray", array_of(200, [1], b"\1"), "no dtype that is known"),
     "no shape": ("ndarray", b"\x08", "do not hold its shape"),

@@ -240,17 +240,34 @@ def test_the_type_that_is_inferred_holds_every_cell_it_was_inferred_from(cells: 
 
 def test_dates_codes_and_numbers_that_no_type_holds_stay_text(tmp_path: Path) -> None:
     (tmp_path / "it.csv").write_text(
-        "day,zip,hash,big,mixed,flag,empty,x\n"
-        "2024-01-31,00501,18446744073709551615,-99999999999999999999,1,true,,1\n"
-        "2024-02-01,10001,0,1,1.5,FALSE,,nan\n"
+        "day,zip,hash,big,mixed,flag,empty,x,large\n"
+        "2024-01-31,00501,18446744073709551615,-99999999999999999999,1,true,,1,9007199254740993\n"
+        "2024-02-01,10001,0,1,1.5,FALSE,,nan,0.5\n"
     )
     source = opened(tmp_path)
     assert {name: str(field) for name, field in source.fields.items()} == {
         **{"day": "text", "zip": "text", "hash": "uint64", "big": "text", "mixed": "float64"},
-        **{"flag": "bool", "empty": "text", "x": "float64"},
+        **{"flag": "bool", "empty": "text", "x": "float64", "large": "text"},
     }
     assert source.notes == {"columns": {name: name for name in source.fields}}
     assert every_row(source)[1]["hash"] == 0
+
+
+def test_empty_cells_are_filled(tmp_path: Path) -> None:
+    (tmp_path / "it.csv").write_text("a,b,c,d\n1,0.5,x,true\n,,,\n3,inf,,false\n")
+    fill = {"a": "-1", "b": "nan", "c": "none", "d": "false"}
+    source = open_source(tmp_path, None, {}, parse_wish("a=int8,b,c,d=bool", fill))[1]
+    assert str(every_row(source)) == str(
+        [
+            {"a": 1, "b": 0.5, "c": "x", "d": True},
+            {"a": -1, "b": float("nan"), "c": "none", "d": False},
+            {"a": 3, "b": float("inf"), "c": "none", "d": False},
+        ]
+    )
+    some = open_source(tmp_path, None, {}, parse_wish("c,a", {"a": 0}))[1]
+    assert every_row(some) == [{"c": "x", "a": 1}, {"c": "", "a": 0}, {"c": "", "a": 3}]
+    with pytest.raises(SourceError, match=r"it\.csv:3: its column 'b' is empty; give .* --fill b=VALUE"):
+        open_source(tmp_path, None, {}, parse_wish("a,b", {"a": 0}))[1].part(np.arange(3)).read(refuse_all)
 
 
 def test_only_wished_columns_are_parsed_and_as_what_is_wished(tmp_path: Path) -> None:
@@ -310,7 +327,9 @@ BAD_ROWS: dict[str, tuple[bytes, str]] = {
     "no int": (b"one,2.5,x,true\n", r"its column 'N' holds 'one', which is no int64; .* n=text in"),
     "float for int": (b"1.0,2.5,x,true\n", r"its column 'N' holds '1.0', which is no int64; .* n=float64 in"),
     "too large": (b"9999999999999999999,2.5,x,true\n", "its column 'N' holds '9999999999999999999', which is no int64"),
-    "empty int": (b",2.5,x,true\n", "its column 'N' is empty; give it a value, or .* n=text in"),
+    "empty int": (b",2.5,x,true\n", "its column 'N' is empty; give .* --fill n=VALUE, or .* n=text in"),
+    "rounded": (b"1,9007199254740993,x,true\n", "'x' holds 9007199254740993, which float64 does not hold exactly"),
+    "infinite": (b"1,-1e400,x,true\n", "'x' holds -1e400, which float64 does not hold exactly"),
     "blank float": (b'1,"  ",x,true\n', "its column 'x' is empty"),
     "no float": (b'1,"2,5",x,true\n', "its column 'x' holds '2,5', which is no float64"),
     "no bool": (b"1,2.5,x,yes\n", "its column 'ok' holds 'yes', which is no bool"),

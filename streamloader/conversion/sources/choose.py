@@ -24,6 +24,9 @@ def choose(source: Source, wish: Wish) -> Source:
     Raises `FieldError` for a field that is not there, or that cannot become what is wished.
     """
     there = source.fields
+    unknown = next((name for name in wish.fill if name not in there), None)
+    if unknown is not None:
+        raise FieldError(f"fill names the field {unknown!r}, which {source.url} lacks", f"it has {', '.join(there)}")
     fields = {name: kind or there.get(name) for name, kind in wish.fields.items()} or dict(there)
     if list(fields.items()) == list(there.items()):
         return source

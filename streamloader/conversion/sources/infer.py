@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from numpy.typing import NDArray
 
 from streamloader.errors import FieldError
 from streamloader.format.manifest import Field
+from streamloader.format.values import exact_in_float
 
 Settled = NDArray[Any] | bytes | str
 
@@ -36,7 +38,7 @@ def settle(value: Any, where: str) -> Settled:
     if isinstance(value, bytes | bytearray | memoryview):
         return bytes(value)
     if value is None:
-        raise FieldError(f"{where} is missing", "give every sample a value")
+        raise FieldError(f"{where} is missing", "give every sample a value, or fill it in with --fill")
     if isinstance(value, Mapping):
         raise FieldError(f"{where} is a {type(value).__name__}", "give each value a field of its own")
     array = _dlpack(value) if not isinstance(value, np.ndarray) and hasattr(value, "__dlpack__") else None
@@ -46,6 +48,9 @@ def settle(value: Any, where: str) -> Settled:
         array = np.asarray(value) if array is None else array
     except (ValueError, TypeError) as error:
         raise FieldError(f"{where} is no array of one shape ({error})", "give numbers, text, bytes or arrays") from None
+    changed = changed_by_numpy(value, array) if isinstance(value, list | tuple) else ""
+    if changed:
+        raise FieldError(f"{where} is a list that holds {changed}", "give numbers of one type, or an array")
     if array.dtype.kind not in "biuf" or array.dtype.itemsize > 8:
         what = type(value).__name__ if array.dtype == object else f"{type(value).__name__} of {array.dtype}"
         raise FieldError(f"{where} is a {what}", "give numbers, text, bytes or arrays, or leave the field out")
@@ -69,7 +74,7 @@ def infer_field(name: str, values: Sequence[Settled]) -> Field:
         raise FieldError(f"the field {name!r} holds {found} in different samples", "give all samples one kind of value")
     arrays: list[NDArray[Any]] = list(values)  # type: ignore[arg-type]
     filled = [array for array in arrays if array.size] or arrays  # an empty list has no dtype of its own
-    dtype = np.result_type(*{array.dtype for array in filled}).name
+    dtype = _common_dtype(name, filled).name
     shapes = {array.shape for array in arrays}
     if len(shapes) == 1 and arrays[0].size:
         return Field("tensor", dtype, arrays[0].shape)
@@ -78,6 +83,44 @@ def infer_field(name: str, values: Sequence[Settled]) -> Field:
         return Field("ragged", dtype, inner.pop())
     several = ", ".join(map(str, sorted(shapes)[:3]))
     raise FieldError(f"the field {name!r} has samples of the shapes {several}", "give all one shape, or store bytes")
+
+
+def _common_dtype(name: str, arrays: Sequence[NDArray[Any]]) -> np.dtype[Any]:
+    """Return the dtype that holds the values of all arrays. Raises `FieldError` where none does."""
+    dtypes = {array.dtype for array in arrays}
+    kinds = {dtype.kind for dtype in dtypes}
+    if "b" in kinds and len(kinds) > 1:
+        raise FieldError(f"the field {name!r} holds bool and numbers in different samples", "give all samples one kind")
+    dtype = np.result_type(*dtypes)
+    if dtype.kind == "f" and "f" not in kinds:  # int64 and uint64: numpy would round both to float64
+        low, high = (int(limit) for limit in (min(a.min() for a in arrays), max(a.max() for a in arrays)))
+        fitting = [np.dtype(kind) for kind in (np.int64, np.uint64) if np.iinfo(kind).min <= low]
+        fitting = [dtype for dtype in fitting if high <= np.iinfo(dtype).max]
+        if not fitting:
+            problem = f"the field {name!r} holds whole numbers from {low} to {high}, which no integer type holds"
+            raise FieldError(problem, "store them as text")
+        return fitting[0]
+    return dtype
+
+
+def changed_by_numpy(value: Iterable[Any], array: NDArray[Any]) -> str:
+    """Return what in a list of numbers, or of such lists, has another value in `array`, which numpy made of it."""
+    items = value
+    while (kinds := set(map(type, items))) <= {list, tuple} and kinds:
+        items = list(chain.from_iterable(items))
+    if kinds == {int} and array.dtype.kind == "f":
+        return "whole numbers that no integer type holds together"
+    if len(kinds) <= 1 and kinds != {np.ndarray}:
+        return ""
+    if kinds & {bool, np.bool_} and kinds - {bool, np.bool_}:
+        return "true or false beside numbers"
+    if array.dtype.kind != "f":
+        return ""
+    for item in items:
+        whole = np.asarray(item)
+        if whole.dtype.kind in "iu" and not exact_in_float(whole, array.dtype).all():
+            return f"{item} beside fractions, which {array.dtype} does not hold"
+    return ""
 
 
 def sniff(data: bytes) -> str:

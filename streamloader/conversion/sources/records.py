@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
@@ -54,12 +55,16 @@ class Origin:
 
 @dataclass(frozen=True)
 class RecordSource:
-    """A source of samples. `originals` gives each field the key that it has in the samples."""
+    """A source of samples."""
 
     origin: Origin
-    originals: Mapping[str, str]
-    fields: Mapping[str, Field]
+    found: SampleFields
     cut: Cut
+
+    @property
+    def fields(self) -> Mapping[str, Field]:
+        """The fields of every sample."""
+        return self.found.fields
 
     @property
     def url(self) -> str:
@@ -79,12 +84,12 @@ class RecordSource:
     @property
     def notes(self) -> Mapping[str, Any]:
         """What the adapter tells, and the key of each field that had to be renamed."""
-        renamed = {name: key for name, key in self.originals.items() if name != key}
+        renamed = {name: key for name, key in self.found.originals.items() if name != key}
         return {**self.origin.notes, **({"keys": renamed} if renamed else {})}
 
     def part(self, rows: NDArray[np.int64]) -> CheckedPart:
         """Return the part that holds these rows, which ascend."""
-        return CheckedPart(self.cut(rows), self.originals, self.fields, len(rows))
+        return CheckedPart(self.cut(rows), self.found, len(rows))
 
 
 def open_records(origin: Origin, cut: Cut, wish: Wish) -> RecordSource:
@@ -102,8 +107,7 @@ def open_records(origin: Origin, cut: Cut, wish: Wish) -> RecordSource:
     if not samples:
         first = refused[0]
         raise SourceError(f"{first.name or f'row {rows[first.position]}'}: {first.problem}", first.remedy)
-    found = infer_fields(origin.url, samples, wish, part.name)
-    return RecordSource(origin, found.originals, found.fields, cut)
+    return RecordSource(origin, infer_fields(origin.url, samples, wish, part.name), cut)
 
 
 def infer_fields(
@@ -114,13 +118,26 @@ def infer_fields(
     Raises `FieldError` for a field that is wished but not there, and for values that no field holds.
     """
     names = field_names(list(dict.fromkeys(key for _, sample in samples for key in sample)), url)
+    # a key that most samples lack may be in none of these
+    names |= {name: name for name, kind in wish.fields.items() if kind and name in wish.fill} if wish.fill else {}
     missing = next((name for name in wish.fields if name not in names.values()), None)
     if missing is not None:
         raise FieldError(f"{url} has no field {missing!r}", f"it has {', '.join(names.values())}")
     kept = {name: key for key, name in names.items() if wish.wanted(name)}
     kept = {name: kept[name] for name in wish.fields} or kept
     fields = {name: wish.fields.get(name) or _infer(name, key, samples, name_of) for name, key in kept.items()}
-    return SampleFields(kept, fields)
+    typed = frozenset(name for name, kind in wish.fields.items() if kind is not None)
+    flags = frozenset(name for name in typed if _is_flag(kept[name], samples))
+    return SampleFields(kept, fields, typed, flags, wish.fill_values(fields, url), complete=not wish.fields)
+
+
+def _is_flag(key: str, samples: Sequence[tuple[int, Mapping[str, Any]]]) -> bool:
+    """Return whether the first of some samples that has a key has true or false there, or an array of them."""
+    found = next((sample[key] for _, sample in samples if sample.get(key) is not None), None)
+    try:
+        return found is not None and getattr(settle(found, ""), "dtype", None) == np.bool_
+    except FieldError:
+        return False
 
 
 def _infer(
@@ -148,20 +165,71 @@ def _infer(
 
 @dataclass(frozen=True)
 class SampleFields:
-    """The fields of samples. `originals` gives each the key that it has in them."""
+    """The fields of samples. `originals` gives each the key that it has in them.
+
+    The user has named the types of the `typed` fields: floats are rounded to them. Those of them that are `flags` hold
+    bools in the samples. `fill` has what stands for a missing value. Where the fields are `complete`, a sample with
+    another key does not fit.
+    """
 
     originals: Mapping[str, str]
     fields: Mapping[str, Field]
+    typed: frozenset[str] = frozenset()
+    flags: frozenset[str] = frozenset()
+    fill: Mapping[str, Any] = field(default_factory=dict)
+    complete: bool = False
+
+    @cached_property
+    def _keys(self) -> frozenset[str]:
+        return frozenset(self.originals.values())
 
     def settled(self, sample: Mapping[str, Any], name: str) -> dict[str, Settled]:
         """Return the value of each field, as arrays, text or bytes. Raises `FieldError`, which names the sample."""
         out: dict[str, Settled] = {}
+        if self.complete and not sample.keys() <= self._keys:
+            self._check_keys(sample)
         for field_name, key in self.originals.items():
             value = sample.get(key)
+            if value is None and field_name in self.fill:
+                value = self._filled(field_name)
             if not isinstance(value, bytes | str | np.ndarray):
                 value = settle(value, f"field {field_name!r} of sample {name}")
+            if isinstance(value, np.ndarray) and value.dtype.name != self.fields[field_name].dtype:
+                self._check_dtype(field_name, value, name)
             out[field_name] = value
         return out
+
+    def _check_keys(self, sample: Mapping[str, Any]) -> None:
+        """Raise `FieldError` for a value of a key that none of the samples had from which the fields were inferred."""
+        key = next((key for key, value in sample.items() if key not in self._keys and value is not None), None)
+        if key is not None:
+            name = field_names([key], "")[key]
+            names = ",".join(list(self.fields)[:8])
+            raise FieldError(
+                f"it has {key!r}, which is in none of the {PROBED} samples that the fields were inferred from",
+                f"name the fields to keep, as in --fields {names}, and keep it with {name}=TYPE there and a value for "
+                f"the samples that lack it, --fill {name}=VALUE",
+            )
+
+    def _filled(self, name: str) -> Settled:
+        kind, value = self.fields[name], self.fill[name]
+        if kind.kind in ("text", "bytes"):
+            return value  # type: ignore[no-any-return]
+        return np.full(kind.shape if kind.fixed else (0, *kind.shape), value)
+
+    def _check_dtype(self, name: str, value: NDArray[Any], sample: str) -> None:
+        """Raise `FieldError` for bools among numbers, and for floats that would be rounded unasked."""
+        wanted = self.fields[name].dtype
+        if not wanted or not value.size:
+            return
+        problem = f"field {name!r} of sample {sample} is {value.dtype}, expected {wanted}"
+        if wanted != "bool" and (value.dtype.kind == "b") != (name in self.flags):
+            raise FieldError(problem, "give all samples one kind of value")
+        if value.dtype.kind == "f" and wanted.startswith("float") and name not in self.typed:
+            with np.errstate(over="ignore"):
+                same = np.array_equal(value.astype(wanted), value, equal_nan=True)
+            if not same:
+                raise FieldError(f"{problem}, which does not hold its values", f"choose with --fields {name}=TYPE")
 
     def values(self, sample: Mapping[str, Any], name: str) -> dict[str, NDArray[Any] | bytes]:
         """Return the value of each field as columns have them. Raises `FieldError`, which names the sample."""
@@ -190,18 +258,17 @@ class CheckedPart:
     """Samples that become columns, each checked against the fields."""
 
     part: RecordPart
-    originals: Mapping[str, str]
-    fields: Mapping[str, Field]
+    found: SampleFields
     capacity: int
 
     def read(self, refuse: Refuse) -> dict[str, Column]:
         """Return one column a field; a sample that lacks one, or does not fit, is refused."""
-        rows, checked = Rows(self.fields, self.capacity), SampleFields(self.originals, self.fields)
+        rows = Rows(self.found.fields, self.capacity)
         for position, sample in self.part.read(refuse):
             try:
-                rows.add(checked.values(sample, str(position)))
+                rows.add(self.found.values(sample, str(position)))
             except FieldError:
-                bad = checked.refusal(sample, position, self.part.name(position))
+                bad = self.found.refusal(sample, position, self.part.name(position))
                 assert bad is not None
                 refuse(bad)
         return rows.columns()

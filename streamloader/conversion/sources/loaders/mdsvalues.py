@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from math import prod
+from math import isinf, prod
 from typing import Any
 
 import numpy as np
@@ -114,6 +114,9 @@ def _digits(data: bytes) -> Any:
 
 def _float(data: bytes) -> Any:
     try:
-        return np.float64(float(data))
-    except ValueError:
+        value = float(data)
+        if isinf(value) and b"inf" not in data.lower():
+            raise OverflowError
+        return np.float64(value)
+    except (ValueError, OverflowError):
         raise ValueError(f"the number {data[:32]!r} is no float64") from None

@@ -17,7 +17,7 @@ from streamloader.conversion.sources.base import READ_THREADS, BadSample, spread
 from streamloader.conversion.sources.files import Listing, field_names
 from streamloader.conversion.sources.needs import need
 from streamloader.conversion.sources.streams import holding, inner_extension, open_stream
-from streamloader.conversion.sources.text.csvread import FALSE, TRUE, CsvPart, Table
+from streamloader.conversion.sources.text.csvread import FALSE, TRUE, WHOLE, CsvPart, Table, is_held
 from streamloader.conversion.sources.text.linesindex import (
     TextFile,
     begin_text,
@@ -38,7 +38,6 @@ _DELIMITERS = ",\t;|"
 _HEADER_BYTES = 512 << 10  # of a header at most: less than a block of a stream
 _PROBED = 1024  # rows that tell what the columns hold
 _WORDS = frozenset(word.encode() for word in (*TRUE, *FALSE))
-_INT = re.compile(rb"-?(?:0|[1-9][0-9]*)\Z")  # 007 is a code: as a number it would lose its zeros
 _FLOAT = re.compile(
     rb"[-+]?(?:(?:(?:0|[1-9][0-9]*)(?:\.[0-9]*)?|\.[0-9]+)(?:e[-+]?[0-9]+)?|nan|inf|infinity)\Z", re.IGNORECASE
 )
@@ -70,7 +69,8 @@ def open_source(listing: Listing, wish: Wish) -> CsvFiles:
             )
     names = {name: original for original, name in field_names(list(header), listing.url).items()}
     names = {name: names[name] for name in wish.fields if name in names} or names
-    return CsvFiles(listing.url, infos, files, Table(header, names, _fields(listing.url, files, header, names, wish)))
+    fields = _fields(listing.url, files, header, names, wish)
+    return CsvFiles(listing.url, infos, files, Table(header, names, fields, wish.fill_values(fields, listing.url)))
 
 
 def _shown(header: Sequence[str]) -> str:
@@ -145,14 +145,15 @@ def _infer(cells: Sequence[bytes]) -> Field:
     filled = [cell.strip(b" \t") for cell in cells if cell.strip(b" \t")]
     if filled and _WORDS.issuperset(cells):
         return Field("tensor", "bool")
-    if filled and all(_INT.match(cell) for cell in filled):
+    if filled and all(WHOLE.match(cell) for cell in filled):
         low, high = min(map(int, filled)), max(map(int, filled))
         if np.iinfo(np.int64).min <= low and high <= np.iinfo(np.int64).max:
             return Field("tensor", "int64")
         signed = high > np.iinfo(np.uint64).max or any(cell.startswith(b"-") for cell in filled)
         return Field("text") if signed else Field("tensor", "uint64")
-    if filled and all(_FLOAT.match(cell) for cell in filled):
-        return Field("tensor", "float64")
+    numbers = Field("tensor", "float64")
+    if filled and all(_FLOAT.match(cell) and is_held(cell, numbers) for cell in filled):
+        return numbers
     return Field("text")
 
 

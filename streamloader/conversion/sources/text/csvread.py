@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import csv
 import io
+import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from math import isfinite, isinf
 from typing import Any
+
+import numpy as np
 
 from streamloader.conversion.sources.base import BadSample, Refuse
 from streamloader.conversion.sources.needs import need
@@ -16,6 +20,8 @@ from streamloader.format.manifest import Field
 from streamloader.format.rows import Rows
 from streamloader.format.values import to_column
 
+# 007 is a code: as a number it would lose its zeros
+WHOLE = re.compile(rb"-?(?:0|[1-9][0-9]*)\Z")
 TRUE, FALSE = ("true", "True", "TRUE"), ("false", "False", "FALSE")
 _BOM = b"\xef\xbb\xbf"  # Arrow takes one from the beginning of what it parses: it must not be a cell's own
 _SHOWN = 40
@@ -23,15 +29,20 @@ _SHOWN = 40
 
 @dataclass(frozen=True)
 class Table:
-    """What a row is: the `header` of all columns, and those that are read: their `originals` in it, by field name."""
+    """What a row is: the `header` of all columns, and those that are read: their `originals` in it, by field name.
+
+    `fill` has the value of an empty cell, for the fields that have one.
+    """
 
     header: tuple[str, ...]
     originals: Mapping[str, str]
     fields: Mapping[str, Field]
+    fill: Mapping[str, Any] = field(default_factory=dict)
 
     def only(self, name: str) -> Table:
         """Return it with one field alone."""
-        return Table(self.header, {name: self.originals[name]}, {name: self.fields[name]})
+        fill = {name: self.fill[name]} if name in self.fill else {}
+        return Table(self.header, {name: self.originals[name]}, {name: self.fields[name]}, fill)
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,8 +91,8 @@ class Parser:
         self._options = self._csv.ConvertOptions(
             column_types={table.originals[name]: self._type(field) for name, field in table.fields.items()},
             include_columns=list(table.originals.values()),
-            null_values=[],
-            strings_can_be_null=False,
+            null_values=[""] if table.fill else [],
+            strings_can_be_null=bool(table.fill),
             true_values=[*TRUE, "1"],
             false_values=[*FALSE, "0"],
         )
@@ -96,7 +107,24 @@ class Parser:
         found = self._csv.read_csv(self._arrow.BufferReader(data), options, parsing, self._options)
         if found.num_rows != count:
             raise ValueError(f"{found.num_rows} rows")
-        return {name: self._column(name, found.column(original)) for name, original in self._table.originals.items()}
+        columns = {name: self._column(name, found.column(original)) for name, original in self._table.originals.items()}
+        floats = [name for name, column in columns.items() if _is_large(column)]
+        if floats:
+            self._check_whole_numbers(floats, data, options, parsing)
+        return columns
+
+    def _check_whole_numbers(self, names: Iterable[str], data: bytes, options: Any, parsing: Any) -> None:
+        """Raise ValueError for a cell in a float column that is a whole number which the column does not hold."""
+        originals = {name: self._table.originals[name] for name in names}
+        texts = self._csv.ConvertOptions(
+            column_types=dict.fromkeys(originals.values(), self._arrow.binary()),
+            include_columns=list(originals.values()),
+        )
+        cells = self._csv.read_csv(self._arrow.BufferReader(data), options, parsing, texts)
+        for name, original in originals.items():
+            for cell in cells.column(original).to_pylist():
+                if not is_held(cell, self._table.fields[name]):
+                    raise ValueError(f"{cell!r} in {name}")
 
     def diagnose(self, record: bytes, delimiter: bytes) -> tuple[str, str]:
         """Return what is wrong with a record, and what to do."""
@@ -123,11 +151,36 @@ class Parser:
         return self._arrow.float64() if field.dtype.startswith("float") else getattr(self._arrow, field.dtype)()
 
     def _column(self, name: str, column: Any) -> Column:
-        field = self._table.fields[name]
+        field, fill = self._table.fields[name], self._table.fill.get(name)
         if not field.fixed:
             values: list[bytes] = column.cast(self._arrow.binary()).to_pylist()
-            return values
+            fill = fill.encode() if isinstance(fill, str) else fill or b""
+            return [fill if value is None else value for value in values] if column.null_count else values
+        if column.null_count:
+            if fill is None:
+                raise ValueError(f"an empty cell in {name}")
+            column = column.fill_null(self._arrow.scalar(fill.item(), column.type))
         return to_column(name, field, column.to_numpy(), 0)
+
+
+def _is_large(column: Column) -> bool:
+    """Return whether a column has floats so large that whole numbers near them may not be among its values."""
+    if not isinstance(column, np.ndarray) or column.dtype.kind != "f":
+        return False
+    with np.errstate(invalid="ignore"):
+        return bool((np.abs(column) >= 1 << (np.finfo(column.dtype).nmant + 1)).any())
+
+
+def is_held(cell: bytes, field: Field) -> bool:
+    """Return whether a float field holds the number in a cell: a whole one exactly, others not as infinity."""
+    number = cell.strip()
+    if not _is_float(number):
+        return True
+    with np.errstate(over="ignore"):
+        value = float(np.dtype(field.dtype).type(float(number)))
+    if WHOLE.match(number):
+        return isfinite(value) and int(value) == int(number)
+    return not isinf(value) or b"inf" in number.lower()
 
 
 def _shape_problem(record: bytes, delimiter: bytes, count: int) -> tuple[str, str]:
@@ -147,8 +200,11 @@ def _cell_problem(cell: bytes, name: str, table: Table) -> tuple[str, str]:
     if field.kind == "text":
         return f"{column} is no UTF-8 text", f"write it in UTF-8, or keep its bytes with {name}=bytes in --fields"
     if not cell.strip():
-        return f"{column} is empty", f"give it a value, or keep the column as text with {name}=text in --fields"
+        remedy = f"give empty cells a value with --fill {name}=VALUE, or keep the column as text with {name}=text in "
+        return f"{column} is empty", f"{remedy}--fields"
     shown = cell[:_SHOWN].decode("utf-8", "replace") + ("..." if len(cell) > _SHOWN else "")
+    if field.dtype.startswith("float") and not is_held(cell, field):
+        return f"{column} holds {shown}, which {field} does not hold exactly", f"say {name}=text in --fields"
     other = "float64" if field.dtype != "float64" and _is_float(cell) else "text"
     return f"{column} holds {shown!r}, which is no {field}", f"correct it, or say {name}={other} in --fields"
 

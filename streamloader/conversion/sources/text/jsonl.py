@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from math import isinf
 from typing import Any, NoReturn
 
 import numpy as np
@@ -13,7 +14,7 @@ from numpy.typing import NDArray
 
 from streamloader.conversion.sources.base import READ_THREADS, BadSample, Refuse
 from streamloader.conversion.sources.files import Listing, field_names
-from streamloader.conversion.sources.infer import flatten
+from streamloader.conversion.sources.infer import changed_by_numpy, flatten
 from streamloader.conversion.sources.records import Origin, RecordSource, open_records
 from streamloader.conversion.sources.streams import holding, open_stream
 from streamloader.conversion.sources.text.linesindex import (
@@ -123,12 +124,12 @@ class _Parser:
             raise FieldError(f"it holds a {type(values).__name__}, where an object belongs", _REMEDY)
         for key, value in values.items():
             if type(value) in (dict, list) and self._is_text(key):
-                values[key] = json.dumps(value, ensure_ascii=False)
+                values[key] = _dump(key, value)
         if dict in map(type, values.values()):
             values = _flat(values)
         for key, value in values.items():
-            if type(value) in (int, list) and self._wish.wanted(self._name(key)):
-                values[key] = _number(key, value) if type(value) is int else _array(key, value)
+            if type(value) in (int, float, list) and self._wish.wanted(self._name(key)):
+                values[key] = _array(key, value) if isinstance(value, list) else _number(key, value)
         return values
 
     def _is_text(self, key: str) -> bool:
@@ -175,8 +176,18 @@ def _count_leaves(values: Mapping[str, Any], length: int) -> int:
     return leaves
 
 
-def _number(key: str, value: int) -> int:
-    if not -(2**63) <= value < 2**64:
+def _dump(key: str, value: Any) -> str:
+    """Return a value as JSON again."""
+    try:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except ValueError:
+        raise FieldError(f"its {key!r} holds a number that float64 does not hold", _REMEDY) from None
+
+
+def _number(key: str, value: float) -> float:
+    if isinstance(value, float) and isinf(value):  # JSON itself has no infinity
+        raise FieldError(f"its {key!r} is a number that float64 does not hold", "store it as text")
+    if isinstance(value, int) and not -(2**63) <= value < 2**64:
         raise FieldError(f"its {key!r} is a whole number that 64 bits do not hold", "store it as text")
     return value
 
@@ -188,9 +199,11 @@ def _array(key: str, value: list[Any]) -> NDArray[Any]:
         array = np.asarray(value)
     except ValueError:
         raise FieldError(f"its {key!r} holds lists of different lengths", remedy) from None
-    # numpy makes floats of whole numbers that int64 does not hold
-    rounded = array.dtype.kind == "f" and bool(array.size) and float(np.abs(array).max()) >= 2**63
-    odd = _odd(value) if rounded or array.dtype.kind not in "biuf" else ""
+    # numpy makes uint64 or floats of whole numbers that int64 does not hold
+    large = array.dtype.kind in "uf" and bool(array.size) and float(np.abs(array).max()) >= 2**63
+    odd = _odd(value) if large or array.dtype.kind not in "biuf" else ""
+    odd = odd or ("a number that float64 does not hold" if large and np.isinf(array).any() else "")
+    odd = odd or changed_by_numpy(value, array)
     if odd:
         raise FieldError(f"its {key!r} is a list that holds {odd}", remedy)
     return array
