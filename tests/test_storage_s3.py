@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
-from collections.abc import Iterator
+import threading
+import uuid
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -11,10 +16,16 @@ from urllib.parse import urlsplit
 import botocore.auth
 import botocore.loaders
 import botocore.session
+import numpy as np
 import pytest
+from aws import Aws, standing_in_for_aws
 from botocore.awsrequest import AWSResponse
 from botocore.config import Config
+from servers import S3Server
 
+import streamloader as sl
+from streamloader.errors import EndpointError
+from streamloader.storage import NO_RETRY, Store, open_store
 from streamloader.storage.http_writer import checksum
 from streamloader.storage.location import parse_location
 from streamloader.storage.s3 import CHECKSUM, open_s3
@@ -246,3 +257,113 @@ def test_requests_equal_those_of_botocores_own_client(case: str, monkeypatch: py
     request = ours.request("PutObject", KEY, None, [memoryview(BODY[:3]), memoryview(BODY[3:])])
     expected = theirs("PutObject", own_client(options, checksums="when_required"), **put)
     assert facts(request.url, request.headers) == expected
+
+
+HOME = "eu-central-1"
+BUCKET = "streamloader-at-aws"
+# how far the configuration is from the truth, and what it is
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "no region": ({}, ""),
+    "a wrong region": ({"client_kwargs": {"region_name": "us-west-2"}}, ""),
+    "a wrong default region": ({}, "eu-west-1"),
+}
+
+
+@pytest.fixture(scope="module")
+def bucket(moto: S3Server) -> str:
+    with contextlib.closing(moto.client()) as client:
+        client.create_bucket(Bucket=BUCKET)
+    return BUCKET
+
+
+@pytest.fixture
+def aws(moto: S3Server, bucket: str, tmp_path: Path) -> Iterator[Aws]:
+    with standing_in_for_aws(moto.endpoint, {bucket: HOME}, tmp_path) as server:
+        yield server
+
+
+@pytest.mark.parametrize("style", ["virtual", "path"])
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_conversion_and_an_epoch_find_the_buckets_region(
+    aws: Aws, bucket: str, style: str, wrong: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given, default = WRONG[wrong]
+    if default:
+        monkeypatch.setenv("AWS_DEFAULT_REGION", default)
+    options = {**KEYS, **given, "config_kwargs": {"s3": {"addressing_style": style}}}
+    url = f"s3://{bucket}/{uuid.uuid4().hex}"
+    rows = [{"x": np.full(100, i, np.float32)} for i in range(64)]
+    sl.convert(rows, url, workers=0, storage_options=options)
+    written = len(aws.requests)
+    dataset = sl.StreamingDataset(url, batch_size=16, storage_options=options)
+    assert sorted(int(x) for batch in dataset for x in batch["x"][:, 0]) == list(range(64))
+    assert dataset.stats().client.startswith("http:")
+    refused = [status for _, _, status in aws.requests if status in (301, 400)]
+    assert 0 < len(refused) <= 12, aws.requests
+    reads = [(host, status) for host, method, status in aws.requests[written:] if method == "GET"]
+    virtual = f"{bucket}." if style == "virtual" else ""
+    assert reads[-1][0] == f"{virtual}s3.{HOME}.amazonaws.com"
+    assert reads[-1][1] == 206
+
+
+@pytest.mark.parametrize(("style", "wrong"), [("virtual", "no region"), ("path", "a wrong region")])
+def test_every_call_of_a_store_finds_the_buckets_region(aws: Aws, bucket: str, style: str, wrong: str) -> None:
+    options = {**KEYS, **WRONG[wrong][0], "config_kwargs": {"s3": {"addressing_style": style}}}
+    place = f"s3://{bucket}/{uuid.uuid4().hex}"
+    calls: list[Callable[[Store], Any]] = [
+        lambda store: store.put("a", b"abc"),
+        lambda store: store.create("b", b"abc"),
+        lambda store: store.head("a"),
+        lambda store: store.get("a"),
+        lambda store: store.get_tail("a", 2),
+        lambda store: store.reader().read("a", 1, 2),
+        lambda store: list(store.list()),
+        lambda store: store.replace("a", b"xyz", b"abc"),
+        lambda store: store.remove_leftovers(),
+        lambda store: store.delete(["a", "b"]),
+    ]
+    for call in calls:
+        assert call(open_store(place, options, NO_RETRY)) != b""  # each with clients of its own
+    assert aws.requests[-1][2] == 200
+
+
+def test_the_region_is_learnt_once_for_all_threads(aws: Aws, bucket: str) -> None:
+    store = open_store(f"s3://{bucket}/{uuid.uuid4().hex}", KEYS, NO_RETRY)
+    store.put("a", BODY)
+    reader = open_store(store.url, KEYS, NO_RETRY).reader()
+    aws.requests.clear()
+    with ThreadPoolExecutor(8) as threads:
+        assert {bytes(data) for data in threads.map(lambda _: reader.read("a", 2, 5), range(64))} == {BODY[2:5]}
+    assert sum(status == 206 for _, _, status in aws.requests) <= 65  # botocore's client asked once
+    assert sum(status != 206 for _, _, status in aws.requests) <= 9
+
+
+def test_a_region_that_is_not_found_out_ends_with_what_to_do() -> None:
+    error = b"<Error><Code>PermanentRedirect</Code><Message>elsewhere</Message></Error>"
+    with answering(301, error) as url:
+        store = open_store("s3://bucket", {**KEYS, "endpoint_url": url}, NO_RETRY)
+        with pytest.raises(EndpointError, match="another region"):
+            store.reader().read("a", 0, 1)
+
+
+@contextlib.contextmanager
+def answering(status: int, body: bytes) -> Iterator[str]:
+    """Run a server that answers everything so."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            if self.command != "HEAD":
+                self.wfile.write(body)
+
+        do_HEAD = do_GET
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()

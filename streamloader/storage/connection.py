@@ -27,6 +27,7 @@ from streamloader.storage.protocol import RangeReader
 if TYPE_CHECKING:
     from streamloader.storage.http_reader import HttpReader
     from streamloader.storage.http_writer import HttpWriter
+    from streamloader.storage.s3 import S3Client
 
 Made = TypeVar("Made")
 _REQUIRED = {"s3", "file", "memory"}  # these are there, and s3fs takes 0.15 s to import
@@ -55,6 +56,7 @@ class Connection:
         self._budgets: dict[int, RetryBudget] = {}
         self._sessions: dict[int, Session] = {}
         self._readers: dict[int, RangeReader] = {}
+        self._s3_clients: dict[int, S3Client] = {}
 
     @property
     def budget(self) -> RetryBudget:
@@ -63,7 +65,7 @@ class Connection:
 
     def session(self) -> Session:
         """Return this process's filesystem, made at the first call."""
-        return self._once(self._sessions, lambda: _open_session(self.location))
+        return self._once(self._sessions, lambda: _open_session(self.location, self._region()))
 
     def reader(self) -> RangeReader:
         """Return this process's data plane for the whole URL, made at the first call."""
@@ -97,7 +99,7 @@ class Connection:
     def _open_reader(self) -> RangeReader:
         """Open the first plane that can serve this URL; fsspec, which can serve all, says why none of them could."""
         reason = ""
-        for opener in (open_file_reader, _open_http, self._open_obstore):
+        for opener in (open_file_reader, self._open_http, self._open_obstore):
             try:
                 return opener(self.location)
             except UnsupportedError as error:
@@ -105,19 +107,33 @@ class Connection:
         session = self.session()
         return FsspecReader(session.calls, session.root, self.location.shown, reason, self.location.secrets)
 
+    def _open_http(self, location: Location) -> RangeReader:
+        s3 = self._s3()
+        from streamloader.storage.http_reader import open_http_reader
+
+        return open_http_reader(location, s3)
+
+    def _s3(self) -> S3Client:
+        if self.location.protocol != "s3" or self.location.is_chain:
+            raise UnsupportedError("only S3 is read over plain sockets")
+        # botocore takes 0.1 s and 10 MB, which those who only use local files do not need
+        from streamloader.storage.s3 import open_s3
+
+        return self._once(self._s3_clients, lambda: open_s3(self.location))
+
+    def _region(self) -> str:
+        """Return the region of an S3 bucket for s3fs, whose PUTs end when AWS redirects them; else nothing."""
+        try:
+            return self._s3().find_region()
+        except UnsupportedError:
+            return ""
+
     def _open_obstore(self, location: Location) -> RangeReader:
         if not fork.obstore_is_forbidden():
             return open_object_reader(location)
         if obstore_knows(location.protocol):
             fork.warn_forked()
         raise UnsupportedError(fork.FORKED_REASON)
-
-
-def _open_http(location: Location) -> RangeReader:
-    # botocore signs for it: 0.05 s and 10 MB, which those who only use local files do not need
-    from streamloader.storage.http_reader import open_http_reader
-
-    return open_http_reader(location)
 
 
 def check_protocol(location: Location) -> None:
@@ -148,7 +164,7 @@ def _missing_package(error: ImportError, protocol: str) -> str:
     return str(registry[protocol]["class"]).split(".", maxsplit=1)[0]
 
 
-def _open_session(location: Location) -> Session:
+def _open_session(location: Location, region: str) -> Session:
     protocol = "" if location.is_chain else location.protocol  # a chain's options belong to its links
     options: dict[str, Any] = dict(location.options)
     if protocol:
@@ -157,6 +173,8 @@ def _open_session(location: Location) -> Session:
         from streamloader.storage.s3 import client_config
 
         options["config_kwargs"] = client_config(options.get("config_kwargs"))
+        if region:
+            options["client_kwargs"] = {**(options.get("client_kwargs") or {}), "region_name": region}
     if protocol in _KNOW_LISTINGS_CACHE:
         options["use_listings_cache"] = False
     from fsspec.core import url_to_fs  # 0.05 s to import, which those who only read and write S3's objects do not need

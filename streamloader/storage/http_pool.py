@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from streamloader.errors import ForkError
-from streamloader.storage.failures import facts_of
 from streamloader.storage.s3 import Origin, S3Client, SignedRequest, tls_context
 
 MAX_IDLE = 128
@@ -28,14 +27,17 @@ ERROR_BYTES = 4096
 class HttpError(OSError):
     """What went wrong: HTTP status (0 without an answer), the store's own code where it has one, and its message.
 
-    `headers` are those of the answer.
+    `headers` are those of the answer, `region` is the bucket's where it names one.
     """
 
-    def __init__(self, status: int, code: str, message: str, headers: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, status: int, code: str, message: str, headers: Mapping[str, str] | None = None, region: str = ""
+    ) -> None:
         super().__init__(message)
         self.status = status
         self.error_code = code
         self.headers = headers or {}
+        self.region = region
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,8 @@ class Pool:
                 connection.close()
                 raise
             connection.close()
-            if attempt == MAX_REGION_CHANGES or not self.s3.adopt_region(request, operation, key, facts_of(failure)):
+            said = (failure.status, failure.error_code, failure.region)
+            if attempt == MAX_REGION_CHANGES or not self.s3.adopt_region(request, operation, *said):
                 raise failure
         raise AssertionError("the loop ends by itself")
 
@@ -145,10 +148,11 @@ def refusal(answer: http.client.HTTPResponse) -> HttpError:
     if answer.status == 200:
         return HttpError(200, "RangeNotSupported", "the whole object came")
     text = answer.read(ERROR_BYTES).decode("utf-8", "replace")
-    code, message = re.search(r"<Code>(.*?)</Code>", text), re.search(r"<Message>(.*?)</Message>", text)
+    code, message, region = (re.search(f"<{name}>(.*?)</{name}>", text) for name in ("Code", "Message", "Region"))
     status = answer.status
     said = message[1] if message else f"HTTP status {status}"
-    return HttpError(status, code[1] if code else "", said, dict(answer.headers))
+    home = answer.headers.get("x-amz-bucket-region") or (region[1] if region else "")
+    return HttpError(status, code[1] if code else "", said, dict(answer.headers), home)
 
 
 def _close_all(connections: deque[http.client.HTTPConnection]) -> None:

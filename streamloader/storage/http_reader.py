@@ -11,13 +11,12 @@ import http.client
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from streamloader.errors import UnsupportedError
 from streamloader.storage.failures import beyond_the_end, cause_of, client_errors, storage_error
 from streamloader.storage.http_pool import Pool
 from streamloader.storage.http_writer import HttpWriter
 from streamloader.storage.location import NO_SECRETS, Location, Secrets, object_path
 from streamloader.storage.protocol import Room, room_for
-from streamloader.storage.s3 import open_s3, refuse_proxy, split_bucket
+from streamloader.storage.s3 import S3Client, refuse_proxy, split_bucket
 
 
 class HttpReader:
@@ -111,15 +110,8 @@ def _fill(answer: http.client.HTTPResponse, body: memoryview) -> int:
     return came
 
 
-def open_http_reader(location: Location) -> HttpReader:
-    """Return the reader of an S3 URL.
-
-    Raises `UnsupportedError` with the reason where an option or a proxy stands in the way, and `AccessError` or
-    `EndpointError` where credentials or region cannot be found.
-    """
-    if location.is_chain or location.protocol != "s3":
-        raise UnsupportedError("only S3 is read over plain sockets")
-    s3 = open_s3(location)
+def open_http_reader(location: Location, s3: S3Client) -> HttpReader:
+    """Return the reader of an S3 URL. Raises `UnsupportedError` where a proxy stands in the way."""
     refuse_proxy(s3)
     reason = "S3 without a proxy: bodies are read straight into place"
     return HttpReader(Pool(s3), split_bucket(location.path)[1], location.shown, reason, location.secrets)

@@ -26,12 +26,12 @@ import botocore.session
 from botocore import UNSIGNED, xform_name
 from botocore.awsrequest import AWSRequest
 from botocore.config import Config
-from botocore.exceptions import ClientError
+from botocore.exceptions import BotoCoreError, ClientError
 from botocore.httpsession import get_cert_path
-from botocore.utils import percent_encode
+from botocore.utils import percent_encode, validate_region_name
 
 from streamloader.errors import AccessError, UnsupportedError
-from streamloader.storage.failures import Facts, cause_of, client_errors, storage_error
+from streamloader.storage.failures import cause_of, client_errors, storage_error
 from streamloader.storage.location import Location
 from streamloader.storage.translate import (
     CONNECT_SECONDS,
@@ -61,6 +61,7 @@ _TRANSPORT = {"proxies", "proxies_config", "client_cert", "connector_args", "htt
 # which answers botocore's client takes for another region's
 _OTHER_REGION = {"AuthorizationHeaderMalformed", "PermanentRedirect", "IllegalLocationConstraintException"}
 _REDIRECTS = (301, 302, 307)
+AWS_DOMAINS = (".amazonaws.com", ".amazonaws.com.cn", ".amazonaws.eu", ".api.aws", ".api.amazonwebservices.com.cn")
 
 
 class Origin(NamedTuple):
@@ -128,6 +129,8 @@ class S3Client:
         self._parameters = parameters
         self._lock = threading.RLock()
         self._templates: dict[str, _Template] = {}
+        self._region = ""
+        client.meta.events.register("before-endpoint-resolution.s3", self._use_region)
 
     def request(
         self,
@@ -184,27 +187,40 @@ class S3Client:
             "expires_at": datetime.now(UTC) + TRUST,
         }
 
-    def find_region(self) -> None:
-        """Let botocore's client ask for the bucket's region, if it is not in the configured one."""
-        with self._lock, contextlib.suppress(ClientError):
-            self._client.head_bucket(Bucket=self.bucket, **self._known("HeadBucket", {}))
-        self._templates.clear()
+    def find_region(self) -> str:
+        """Return the region that requests are signed for, after botocore's client has asked AWS where the bucket is.
 
-    def adopt_region(self, used: SignedRequest, operation: str, key: str, failure: Facts) -> bool:
-        """Return whether a request that failed should be sent again, since the bucket's region is known now.
-
-        botocore's client asks for the object, is redirected as `used` was, and keeps the region for the bucket.
+        Elsewhere, and where AWS does not say, it is the configured one.
         """
-        if failure.status not in _REDIRECTS and failure.code not in _OTHER_REGION:
+        with self._lock:
+            if not self._region and self.origin.host.endswith(AWS_DOMAINS) and not self.bucket.startswith("arn:"):
+                with contextlib.suppress(ClientError, BotoCoreError):
+                    self._client.head_bucket(Bucket=self.bucket, **self._known("HeadBucket", {}))
+                self._templates.clear()
+            signing = self.template("GetObject").context.get("signing") or {}
+            return signing.get("region") or ""
+
+    def adopt_region(self, used: SignedRequest, operation: str, status: int, code: str, region: str) -> bool:
+        """Return whether a request that was answered so should be sent again, since the bucket's region is known now.
+
+        `region` is what the answer names, if it does. For an access point's ARN, which names its own, it is False.
+        """
+        if (status not in _REDIRECTS and code not in _OTHER_REGION) or self.bucket.startswith("arn:"):
             return False
         with self._lock:
             if self._templates.get(operation) is not used.template:
                 return True  # another thread has done it
-            with contextlib.suppress(ClientError):
-                known = self._known("GetObject", {"Range": "bytes=0-0"})
-                self._client.get_object(Bucket=self.bucket, Key=key, **known)["Body"].close()
+            if region:
+                validate_region_name(region)  # it becomes part of a host's name
+                self._region = region
+            else:
+                self.find_region()
             self._templates.clear()
             return self.template(operation).scope != used.template.scope
+
+    def _use_region(self, builtins: dict[str, Any], **_: Any) -> None:
+        if self._region:
+            builtins["AWS::Region"] = self._region
 
     def _known(self, operation: str, more: Mapping[str, Any]) -> dict[str, Any]:
         members = self._client.meta.service_model.operation_model(operation).input_shape.members
@@ -370,11 +386,7 @@ def s3_target(location: Location) -> Target:
     obstore follows no bucket to its region, so at AWS one request asks for it. Raises what `open_s3` raises.
     """
     s3 = open_s3(location)
-    if s3.origin.host.endswith((".amazonaws.com", ".amazonaws.com.cn")):
-        try:
-            s3.find_region()
-        except client_errors() as error:
-            raise storage_error(error, location.shown, location.secrets) from cause_of(error, location.secrets)
+    region = s3.find_region()
     template = s3.template("GetObject")
     payer = location.options.get("requester_pays")
     own = {name for name in template.headers if name.lower().startswith("x-amz-server-side")}
@@ -383,7 +395,7 @@ def s3_target(location: Location) -> Target:
     endpoint = template.url.rstrip("/")
     # told that the bucket stands in the endpoint's host, obstore takes the endpoint as it is
     config: dict[str, Any] = {"endpoint": endpoint, "virtual_hosted_style_request": True}
-    config["region"] = (template.context.get("signing") or {}).get("region") or "us-east-1"
+    config["region"] = region or "us-east-1"
     if "AWS_ENDPOINT_URL_S3" in os.environ:
         config["aws_endpoint_url_s3"] = endpoint  # to obstore the variable outranks `endpoint`
     config |= {"request_payer": True} if payer else {}
