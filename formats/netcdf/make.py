@@ -11,7 +11,7 @@ import xarray as xr
 
 HERE = Path(__file__).parent
 ROWS = 6
-FIELDS = {"flag": "int8", "rain": "float64[2,3]", "station": "text", "t2m": "int16[2,3]", "time": "int32"}
+FIELDS = {"flag": "int8", "rain": "float64[2,3]", "station": "text", "t2m": "float64[2,3]", "time": "int32"}
 # the format, who writes it, and whether time is the unlimited dimension, whose records are interleaved
 FILES = {
     "netcdf4.nc": ("NETCDF4", "netcdf4", True),
@@ -41,8 +41,8 @@ def dataset() -> xr.Dataset:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """Return the rows as xarray reads them: values as stored."""
-    with xr.open_dataset(path, mask_and_scale=False, decode_times=False) as opened:
+    """Return the rows as xarray reads them: packed values decoded, times as numbers."""
+    with xr.open_dataset(path, decode_times=False) as opened:
         columns = {name: opened[name].values for name in FIELDS}
     return [{name: _plain(column[row]) for name, column in columns.items()} for row in range(ROWS)]
 

@@ -15,6 +15,7 @@ import zarr
 HERE = Path(__file__).parent
 ROWS = 7
 FIELDS = {"flag": "bool", "name": "text", "t2m": "int16[2,3]", "time": "int64"}
+XARRAY_FIELDS = FIELDS | {"t2m": "float64[2,3]"}
 
 
 def arrays() -> dict[str, np.ndarray]:
@@ -59,9 +60,14 @@ def read_plain(path: Path) -> dict[str, Any]:
 
 
 def read_xarray(path: Path) -> dict[str, Any]:
-    """Return the columns as xarray reads them: values as stored."""
-    with xr.open_zarr(path, mask_and_scale=False, decode_times=False) as opened:
+    """Return the columns as xarray reads them: packed values decoded, times as numbers."""
+    with xr.open_zarr(path, decode_times=False) as opened:
         return {name: opened[name].values.tolist() for name in FIELDS}
+
+
+def rows(columns: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the samples of the columns."""
+    return [{name: column[row] for name, column in columns.items()} for row in range(ROWS)]
 
 
 def main() -> None:
@@ -73,11 +79,11 @@ def main() -> None:
     write_plain(folder / "v3.zarr", 3, (8,))
     write_xarray(folder / "xarray2.zarr", 2)
     write_xarray(folder / "xarray3.zarr", 3)
-    columns = read_xarray(folder / "xarray3.zarr")
-    assert read_xarray(folder / "xarray2.zarr") == columns
-    assert read_plain(folder / "v2.zarr") == read_plain(folder / "v3.zarr") == columns
-    samples = [{name: column[row] for name, column in columns.items()} for row in range(ROWS)]
-    (HERE / "expected.json").write_text(json.dumps({"fields": FIELDS, "samples": samples}, indent=1) + "\n")
+    decoded, columns = read_xarray(folder / "xarray3.zarr"), read_plain(folder / "v3.zarr")
+    assert read_xarray(folder / "xarray2.zarr") == decoded
+    assert read_plain(folder / "v2.zarr") == columns
+    expected = {"fields": FIELDS, "samples": rows(columns), "xarray_fields": XARRAY_FIELDS, "xarray": rows(decoded)}
+    (HERE / "expected.json").write_text(json.dumps(expected, indent=1) + "\n")
 
 
 if __name__ == "__main__":

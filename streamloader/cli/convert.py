@@ -120,7 +120,8 @@ def _preview(preview: Preview) -> Iterator[str]:
     types = max(len(str(field)) for field in preview.fields.values())
     for name, field in preview.fields.items():
         size = f"{show_bytes(preview.sizes[name])} a sample"
-        yield f"  {name:{names}}  {field!s:{types}}  {preview.codecs[name]:4}  {size}"
+        detail = f"  ({preview.details[name]})" if name in preview.details else ""
+        yield f"  {name:{names}}  {field!s:{types}}  {preview.codecs[name]:4}  {size}{detail}"
     splits = ", ".join(f"{name} {count:,}" for name, count in preview.splits.items() if name)
     yield f"about {show_bytes(preview.stored)} in {counted(preview.shards, 'shard')}{f' ({splits})' if splits else ''}"
 

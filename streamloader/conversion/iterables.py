@@ -67,6 +67,7 @@ def write_iterable(
             "source": {"format": NAME, "url": f"{NAME}:{name}"},
             "object": name,
             **({"keys": renamed} if renamed else {}),
+            **(wish or Wish()).notes,
         },
     ) as out:
         for number, sample in enumerate(_told(coming, out, progress)):

@@ -92,7 +92,8 @@ class Job:
         splits = {split.name: split.num_samples for split in self.splits}
         about, schema = self.source, self.schema
         counts = (len(about.files), schema.fields, schema.codecs, schema.sizes, splits, self.num_shards)
-        return Preview(about.url, self.format, *counts)
+        notes = {} if "map" in about.notes else about.notes
+        return Preview(about.url, self.format, *counts, {**notes.get("decoded", {}), **notes.get("units", {})})
 
 
 def make_job(source: Source, format_name: str, recipe: Recipe, keep_bad: bool) -> Job:
@@ -103,7 +104,7 @@ def make_job(source: Source, format_name: str, recipe: Recipe, keep_bad: bool) -
     schema = probe(source, recipe.layout, keep_bad)
     digest = files_digest(source.files)
     about = {"format": format_name, "url": source.url, "files": len(source.files), "digest": digest}
-    provenance = {"source": about, **source.notes}
+    provenance = {"source": about, **source.notes, **recipe.wish.notes}
     if recipe.shuffle is not None:
         provenance["shuffle"] = {"seed": recipe.shuffle}
     plans: list[SplitPlan] = []

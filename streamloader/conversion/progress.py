@@ -17,7 +17,8 @@ class Preview:
     """What a conversion is going to write, from a sample of its rows.
 
     `sizes` are the stored bytes of a sample, `codecs` how they are compressed, by field; `splits` the samples of each
-    split ("" where there is none) and `shards` the number of shards of all of them.
+    split ("" where there is none) and `shards` the number of shards of all of them. `details` are how the values of a
+    field were decoded, or their unit, where there is something to say.
     """
 
     url: str
@@ -28,6 +29,7 @@ class Preview:
     sizes: Mapping[str, float]
     splits: Mapping[str, int]
     shards: int
+    details: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def num_samples(self) -> int:

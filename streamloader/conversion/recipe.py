@@ -57,8 +57,7 @@ class Recipe:
         """Return the wishes as JSON values: what an interrupted conversion must agree on to go on."""
         return {
             "fields": {name: str(kind) if kind else None for name, kind in self.wish.fields.items()},
-            **({"fill": {name: repr(value) for name, value in self.wish.fill.items()}} if self.wish.fill else {}),
-            **({"raw": True} if self.wish.raw else {}),
+            **self.wish.notes,
             "recode": self.recode.options() if self.recode else None,
             "map": self.mapper.options() if self.mapper else None,
             "split": self.shares,

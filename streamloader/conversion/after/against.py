@@ -44,7 +44,7 @@ class Against:
         """Return the source. Raises what `open_source` raises."""
         wish = self.recipe.wish
         if not wish.fields:
-            wish = Wish({name: layout.field for name, layout in manifest.fields.items()})
+            wish = Wish.again({name: one.field for name, one in manifest.fields.items()}, manifest.provenance)
         recipe = replace(self.recipe, wish=wish)
         return recipe.apply(open_source(self.src, self.format, self.options or {}, recipe.opening)[1])
 

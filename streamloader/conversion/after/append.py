@@ -240,7 +240,8 @@ _SAME = ("source", "options")
 def _recipe(asked: Wishes, base: Manifest) -> Recipe:
     """Return what is made of the source. What kind of bytes it has is seen at the end, when images are encoded anew."""
     fields = {name: layout.field for name, layout in base.fields.items()}
-    wish = Wish({name: None if field.kind == "bytes" else field for name, field in fields.items()})
+    kinds = {name: None if field.kind == "bytes" else field for name, field in fields.items()}
+    wish = Wish.again(kinds, base.provenance)
     recode, mapper = parse_recode(asked.resize, asked.quality), parse_map(asked.map, asked.map_batch)
     return Recipe(wish, recode, mapper, shuffle=asked.shuffle)
 

@@ -28,6 +28,18 @@ class Wish:
     fill: Mapping[str, Any] = field(default_factory=dict)
     raw: bool = False
 
+    @property
+    def notes(self) -> dict[str, Any]:
+        """What the manifest's provenance keeps of it, so that an append or a comparison reads its source alike."""
+        fill = {name: value.decode(errors="replace") if isinstance(value, bytes) else str(value) for name, value in self.fill.items()}
+        return {**({"fill": fill} if fill else {}), **({"raw": True} if self.raw else {})}
+
+    @classmethod
+    def again(cls, fields: Mapping[str, Field | None], provenance: Mapping[str, Any]) -> Wish:
+        """Return the wish for these fields, with the `notes` that are in a provenance."""
+        fill = provenance.get("fill")
+        return cls(fields, dict(fill) if isinstance(fill, Mapping) else {}, provenance.get("raw") is True)
+
     def wanted(self, name: str) -> bool:
         """Return whether the field is to be kept."""
         return not self.fields or name in self.fields

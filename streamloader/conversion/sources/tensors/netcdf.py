@@ -7,14 +7,14 @@ from typing import Any
 
 from streamloader.conversion.sources.files import Listing
 from streamloader.conversion.sources.needs import need
-from streamloader.conversion.sources.tensors.arrays import ArraySource, Container, pick, stack
+from streamloader.conversion.sources.tensors.arrays import ArraySource, pick
 from streamloader.conversion.sources.tensors.blockfile import BlockFile
 from streamloader.conversion.sources.tensors.classicfile import ClassicFile, variable_field
-from streamloader.conversion.sources.tensors.dimensions import along, sample_dimension, told
+from streamloader.conversion.sources.tensors.dimensions import along, decoded, sample_dimension
 from streamloader.conversion.sources.tensors.h5arrays import open_h5
 from streamloader.conversion.sources.tensors.h5file import H5File
 from streamloader.conversion.sources.tensors.h5groups import child, datasets_in, descend, is_group
-from streamloader.conversion.sources.tensors.hdf5 import finish_scan, opened_ahead
+from streamloader.conversion.sources.tensors.hdf5 import Scan, finish_scan, opened_ahead, stack_scans
 from streamloader.conversion.sources.tensors.netcdf3 import is_classic, read_header
 from streamloader.conversion.sources.wish import Wish
 from streamloader.errors import SourceError
@@ -42,10 +42,10 @@ def open_source(listing: Listing, wish: Wish) -> ArraySource:
     if not files:
         raise SourceError(f"{listing.url} names no .nc, .nc4 or .cdf", "give a file, a folder of files, or a glob")
     scans = [_scan(listing, info, raw, wish) for info, raw in opened_ahead(listing.store, files)]
-    return stack(listing.url, files, [container for container, _ in scans], scans[0][1])
+    return stack_scans(listing.url, files, scans, wish)
 
 
-def _scan(listing: Listing, info: ObjectInfo, raw: BlockFile, wish: Wish) -> tuple[Container, Mapping[str, Any]]:
+def _scan(listing: Listing, info: ObjectInfo, raw: BlockFile, wish: Wish) -> Scan:
     if is_classic(raw):
         return _scan_classic(listing, info, raw, wish)
     with open_h5(raw) as file:
@@ -63,13 +63,10 @@ def _scan(listing: Listing, info: ObjectInfo, raw: BlockFile, wish: Wish) -> tup
         named, said = _chosen(dimensions, wish, where, endless)
         said["passed_over"] += groups
         chosen = {field: variables[name] for field, name in named.items()}
-        scan = finish_scan(H5File(listing.store, info, {}), chosen, wish, said)
-        return scan.file, scan.notes
+        return finish_scan(H5File(listing.store, info, {}), chosen, wish, said)
 
 
-def _scan_classic(
-    listing: Listing, info: ObjectInfo, raw: BlockFile, wish: Wish
-) -> tuple[Container, Mapping[str, Any]]:
+def _scan_classic(listing: Listing, info: ObjectInfo, raw: BlockFile, wish: Wish) -> Scan:
     if listing.inner:
         raise SourceError(f"{raw.name} is of a classic format, which has no groups", f"leave ::{listing.inner} away")
     header = read_header(raw, info.size)
@@ -78,9 +75,9 @@ def _scan_classic(
     variables = {field: header.variables[name] for field, name in named.items()}
     for field, name in named.items():
         variable_field(variables[field], f"{raw.name}::/{name}")
-    attributes = {field: some for field, variable in variables.items() if (some := told(variable.attributes))}
-    said |= {"arrays": named, **({"attributes": attributes} if attributes else {})}
-    return ClassicFile(listing.store, info, variables), said
+    attributes = {field: variable.attributes for field, variable in variables.items()}
+    container, more = decoded(ClassicFile(listing.store, info, variables), attributes, wish.raw)
+    return Scan(container, {**said, "arrays": named, **more})
 
 
 def _chosen(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -56,8 +58,17 @@ class Node:
 
     @property
     def told(self) -> Mapping[str, Any]:
-        """Its attributes as netCDF knows them: in version 2 xarray writes `_FillValue` as Zarr's own."""
+        """Its attributes as netCDF knows them: in version 2 xarray writes `_FillValue` as Zarr's own, in version 3 that
+        of floats in base64.
+        """
         fill = self.document.get("fill_value") if self.version == 2 and self.dimensions else None
+        written = self.attributes.get("_FillValue")
+        if self.version == 3 and isinstance(written, str) and str(self.document.get("data_type")).startswith("float"):
+            try:
+                (fill,) = struct.unpack("<d", base64.b64decode(written, validate=True))
+            except (ValueError, struct.error):
+                return self.attributes
+            return {**self.attributes, "_FillValue": fill}
         return self.attributes if fill is None else {"_FillValue": fill, **self.attributes}
 
     def check_codecs(self, where: str) -> None:

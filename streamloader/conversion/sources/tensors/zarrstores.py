@@ -8,7 +8,7 @@ from typing import Any
 from streamloader.conversion.sources.base import READ_THREADS
 from streamloader.conversion.sources.files import Listing
 from streamloader.conversion.sources.tensors.arrays import ArraySource, one_length, pick, stack
-from streamloader.conversion.sources.tensors.dimensions import along, sample_dimension, told
+from streamloader.conversion.sources.tensors.dimensions import along, decoded, sample_dimension
 from streamloader.conversion.sources.tensors.recut import Recut
 from streamloader.conversion.sources.tensors.zarrarrays import ZarrArray, ZarrArrays, describe, open_array, zarr_errors
 from streamloader.conversion.sources.tensors.zarrnodes import DOCUMENTS, Files, Node, below, children, files_of, node_at
@@ -61,9 +61,9 @@ def open_source(listing: Listing, wish: Wish) -> ArraySource:
     mine = files_of(files, inner)
     container = _container(listing, found, sum(info.size for info in mine))
     one_length({names[field]: array.length for field, array in container.arrays.items()}, listing.url)
-    attributes = {field: some for field, one in found.items() if (some := told(one.told))}
-    notes |= {"arrays": {field: names[field] for field in found}, **({"attributes": attributes} if attributes else {})}
-    return stack(listing.url, mine, [container], notes)
+    raw = wish.raw or any(one.dimensions is None for one in found.values())  # not as xarray writes
+    whole, said = decoded(container, {field: one.told for field, one in found.items()}, raw)
+    return stack(listing.url, mine, [whole], {**notes, "arrays": {field: names[field] for field in found}, **said})
 
 
 def _along_samples(
