@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,7 @@ import pytest
 from PIL import Image
 
 from streamloader import dataset
-from streamloader.conversion import schema
+from streamloader.conversion import run, schema
 from streamloader.conversion.job import convert
 from streamloader.conversion.progress import Progress, Report
 from streamloader.errors import (
@@ -24,6 +27,7 @@ from streamloader.errors import (
     StreamloaderError,
     UsageError,
 )
+from streamloader.format.writer import Writer
 from streamloader.options import Layout
 from streamloader.storage import open_store
 
@@ -311,3 +315,121 @@ def test_wrong_arguments_are_told_before_anything_is_written(photos: Path, tmp_p
     with pytest.raises(StreamloaderError):
         convert(photos, "nosuch://x/y")
     assert not (tmp_path / "out").exists()
+
+
+# --- two runs at once
+
+
+def document(out: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((out / "_streamloader" / "job.json").read_text())
+    return found
+
+
+def write_document(out: Path, job: dict[str, Any]) -> None:
+    (out / "_streamloader" / "job.json").write_text(json.dumps(job, sort_keys=True, indent=1))
+
+
+def call_at(shards: int, act: Callable[[], Any], phase: str = "write") -> Callable[[Progress], None]:
+    """A listener that calls `act` once, when so many shards are written."""
+    seen = 0
+
+    def listen(progress: Progress) -> None:
+        nonlocal seen
+        seen += progress.phase == phase
+        if seen == shards + 1:
+            seen += 1
+            act()
+
+    return listen
+
+
+def seize(out: Path) -> None:
+    """Make the run at `out` look like one of another machine, which cannot be seen from here."""
+    job = document(out)
+    write_document(out, {**job, "run": {**job["run"], "id": "elsewhere"}})
+
+
+@pytest.mark.parametrize("options", [{}, {"overwrite": True}, {"overwrite": True, "split": "a=0.5,b=0.5"}])
+def test_a_second_run_at_one_place_is_refused_while_the_first_is_alive(
+    options: dict[str, Any], photos: Path, tmp_path: Path
+) -> None:
+    convert(photos, tmp_path / "whole", layout=SMALL, workers=0)
+    out = tmp_path / "out"
+
+    def again() -> None:
+        with pytest.raises(DestinationError, match=r"is being written by another run, process \d+ of this machine"):
+            convert(photos, out, layout=SMALL, workers=0, **options)
+        with pytest.raises(DestinationError, match="is being written by another run"):
+            Writer(out, {"x": "int64"}, overwrite=True)
+
+    for phase in ("write", "finish"):
+        convert(photos, out, layout=SMALL, workers=0, overwrite=True, progress=call_at(0, again, phase))
+        assert contents(out) == contents(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("phase", ["write", "finish"])
+@pytest.mark.parametrize("options", [{}, {"overwrite": True, "split": "a=0.5,b=0.5"}])
+def test_a_run_that_another_machine_takes_over_stops_and_leaves_the_other_s_alone(
+    options: dict[str, Any], phase: str, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "CLAIM_SECONDS", 0.0)
+    convert(photos, tmp_path / "whole", layout=SMALL, workers=0, **options)
+    out = tmp_path / "out"
+
+    def elsewhere() -> None:
+        seize(out)
+        if phase == "write":
+            with pytest.raises(KeyboardInterrupt):
+                convert(photos, out, layout=SMALL, workers=0, progress=interrupt_after(1), **options)
+        else:
+            convert(photos, out, layout=SMALL, workers=0, **options)
+
+    with pytest.raises(DestinationError, match=r"another run writes to .* now.*this one stops"):
+        listener = call_at(3 if phase == "write" else 0, elsewhere, phase)
+        convert(photos, out, layout=SMALL, workers=0, overwrite=True, progress=listener)
+    report = convert(photos, out, layout=SMALL, workers=0, resume=True, **{**options, "overwrite": False})
+    assert report.shards_kept >= 1
+    assert contents(out) == contents(tmp_path / "whole")
+
+
+def test_two_runs_that_begin_at_the_same_moment_leave_one_whole_dataset(photos: Path, tmp_path: Path) -> None:
+    convert(photos, tmp_path / "whole", layout=SMALL, workers=0)
+    for overwrite in (False, True, True):
+        gate = threading.Barrier(2)
+
+        def work(overwrite: bool = overwrite, gate: threading.Barrier = gate) -> str:
+            gate.wait(10)
+            try:
+                convert(photos, tmp_path / "out", layout=SMALL, workers=0, overwrite=overwrite)
+            except DestinationError as error:
+                return error.problem
+            return "whole"
+
+        with ThreadPoolExecutor(2) as pool:
+            told = [one.result() for one in [pool.submit(work), pool.submit(work)]]
+        assert "whole" in told, told
+        assert all(re.search("whole|another run|holds a dataset|unfinished", one) for one in told), told
+        assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+def test_receipts_of_another_job_are_never_taken(photos: Path, tmp_path: Path) -> None:
+    convert(photos, tmp_path / "whole", layout=SMALL, workers=0)
+    begin(photos, tmp_path / "out", 4)
+    receipts = tmp_path / "out" / "_streamloader" / "receipts"
+    for shard, job in ((0, {"job": "another"}), (1, {})):  # those of earlier versions name none
+        kept = json.loads((receipts / f"{shard}.json").read_text())
+        del kept["job"]
+        (receipts / f"{shard}.json").write_text(json.dumps(kept | job))
+    assert convert(photos, tmp_path / "out", layout=SMALL, workers=0).shards_kept == 2
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("change", ["gone", "size", "touched"])
+def test_a_source_that_changes_while_it_is_converted_is_named(change: str, photos: Path, tmp_path: Path) -> None:
+    with pytest.raises(SourceChangedError, match=f"while it was converted: {CHANGES[change][1]}"):
+        listener = call_at(0, lambda: CHANGES[change][0](photos), "finish")
+        convert(photos, tmp_path / "out", layout=SMALL, workers=0, progress=listener)
+    with pytest.raises(IncompleteError):
+        dataset.open(tmp_path / "out")
+    convert(photos, tmp_path / "out", layout=SMALL, workers=0, overwrite=True)
+    assert dataset.open(tmp_path / "out").read("image", 0, 3) == columns_of(photos)[0][:3]

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import json
+import operator
 import os
+import subprocess
+import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,12 +23,14 @@ from test_convert_job import SMALL, contents, interrupt_after
 
 from streamloader import dataset
 from streamloader.conversion import refused, schema, splitrun
+from streamloader.conversion.function_digest import function_digest
 from streamloader.conversion.job import convert
 from streamloader.conversion.progress import Progress, Report
 from streamloader.conversion.rows import SampleRows
 from streamloader.conversion.sources.wish import parse_wish
 from streamloader.errors import DestinationError, SourceError, StreamloaderError, UsageError
 from streamloader.format.manifest import Field
+from streamloader.options import Layout
 from streamloader.storage import open_store
 
 ROWS = 500
@@ -212,6 +219,135 @@ def test_another_function_does_not_go_on_with_a_job(arrays: Path, tmp_path: Path
         convert(arrays, tmp_path / "out", map=doubled, layout=SMALL, workers=0, progress=interrupt_after(2))
     with pytest.raises(DestinationError, match=r"map\.function is 'test_convert_wishes:doubled' there"):
         convert(arrays, tmp_path / "out", map=first_of_x, layout=SMALL, workers=0)
+
+
+def source_of(factor: int = 2, constant: int = 1, *, helper: str = "return n") -> Callable[..., Any]:
+    """A function whose body is the same each time, of a module whose helper, default and constants are not."""
+    text = f"""
+OFFSET = {constant}
+class Shift:
+    def apply(self, n): {helper}
+def helper(n): return Shift().apply(n) + OFFSET
+def f(sample, factor={factor}): return {{"n": helper(int(sample["n"])) * factor, "x": sample["x"]}}
+"""
+    module: dict[str, Any] = {"__name__": "module_of_a_user"}
+    exec(text, module)
+    function: Callable[..., Any] = module["f"]
+    return function
+
+
+def scaled(sample: dict[str, Any], by: int) -> dict[str, Any]:
+    return {"n": sample["n"] * by, "x": sample["x"]}
+
+
+def spread(sample: dict[str, Any], by: int) -> dict[str, Any]:
+    return {"x": sample["x"] * by}
+
+
+def closed_over(by: Any) -> Callable[..., Any]:
+    return lambda sample: {"n": sample["n"] * by[0], "x": sample["x"]}
+
+
+class Scale:
+    """A callable with state."""
+
+    def __init__(self, by: int) -> None:
+        self.table = {"by": np.array([by])}
+
+    def __call__(self, sample: dict[str, Any]) -> dict[str, Any]:
+        return {"n": sample["n"] * self.table["by"][0], "x": sample["x"]}
+
+
+FUNCTIONS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
+    "the value of a partial": (
+        lambda: functools.partial(scaled, by=2),
+        lambda: functools.partial(scaled, by=3),
+    ),
+    "the function of a partial": (
+        lambda: functools.partial(source_of(), factor=2),
+        lambda: functools.partial(source_of(helper="return n + 1"), factor=2),
+    ),
+    "a closure": (lambda: closed_over([2]), lambda: closed_over([3])),
+    "a default": (lambda: source_of(factor=2), lambda: source_of(factor=3)),
+    "a global": (lambda: source_of(constant=2), lambda: source_of(constant=3)),
+    "a helper": (source_of, lambda: source_of(helper="return n + 1")),
+    "state": (lambda: Scale(2), lambda: Scale(3)),
+    "a bound method": (lambda: Scale(2).__call__, lambda: Scale(3).__call__),
+    "a C function's state": (lambda: operator.itemgetter("n"), lambda: operator.itemgetter("x")),
+}
+
+
+@pytest.mark.parametrize("case", FUNCTIONS)
+def test_a_function_that_does_something_else_is_another_one(case: str) -> None:
+    one, other = FUNCTIONS[case]
+    assert function_digest(one()) == function_digest(one()), "made anew, it is the same"
+    assert function_digest(one()).digest != function_digest(other()).digest
+    assert not function_digest(one()).unknown
+
+
+def test_a_function_is_the_same_in_every_process(tmp_path: Path) -> None:
+    (tmp_path / "of_a_user.py").write_text("def f(sample):\n    return {'n': sample['n'] in {'a', 'b', 'c'}}\n")
+    program = (
+        "from of_a_user import f; from streamloader.conversion.function_digest import function_digest as d; print(d(f))"
+    )
+    told = {
+        subprocess.run(
+            [sys.executable, "-c", program],
+            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": f"{tmp_path}:{':'.join(sys.path)}"},
+            capture_output=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert len(told) == 1
+
+
+@pytest.mark.parametrize("case", ["the value of a partial", "a closure", "a helper", "state"])
+def test_a_function_that_does_something_else_does_not_go_on_with_a_job(case: str, arrays: Path, tmp_path: Path) -> None:
+    one, other = FUNCTIONS[case]
+    with pytest.raises(KeyboardInterrupt):
+        convert(arrays, tmp_path / "out", map=one(), layout=SMALL, workers=0, progress=interrupt_after(2))
+    with pytest.raises(DestinationError, match=r"map\.source is '\w+' there and '\w+' here"):
+        convert(arrays, tmp_path / "out", map=other(), layout=SMALL, workers=0)
+    assert convert(arrays, tmp_path / "out", map=one(), layout=SMALL, workers=0).shards_kept == 2
+
+
+def test_a_function_of_which_not_all_is_known_never_goes_on_with_a_job(arrays: Path, tmp_path: Path) -> None:
+    lock = threading.Lock()
+
+    def locked(sample: dict[str, Any]) -> dict[str, Any]:
+        with lock:
+            return {"x": sample["x"]}
+
+    with pytest.raises(KeyboardInterrupt):
+        convert(arrays, tmp_path / "out", map=locked, layout=SMALL, workers=0, progress=interrupt_after(2))
+    with pytest.raises(
+        DestinationError, match=r"since 'lock' in the closure of .*locked is a _thread.lock.*--overwrite"
+    ):
+        convert(arrays, tmp_path / "out", map=locked, layout=SMALL, workers=0)
+    assert convert(arrays, tmp_path / "out", map=locked, layout=SMALL, workers=0, overwrite=True).shards_kept == 0
+    with pytest.raises(DestinationError, match=r"'lock' in the closure of"):
+        convert(arrays, tmp_path / "out", map=locked, layout=SMALL, workers=0, resume=True)
+
+
+OTHERWISE: dict[str, tuple[dict[str, Any], str]] = {
+    "the function": ({"map": functools.partial(spread, by=4)}, "another map function made it"),
+    "its batch": ({"map_batch": 10}, "another map function made it, or with another batch"),
+    "the shards": ({"layout": Layout(shard_size=2048, block_size=1024, chunk_size=512)}, r"shard\w* is \d+ there"),
+    "the codec": ({"layout": Layout(shard_size=4096, block_size=1024, chunk_size=512, codec="zstd")}, "x.codec is"),
+}
+
+
+@pytest.mark.parametrize("case", OTHERWISE)
+def test_resume_refuses_a_finished_dataset_that_was_made_otherwise(case: str, arrays: Path, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"map": functools.partial(spread, by=2), "layout": SMALL, "workers": 0}
+    convert(arrays, tmp_path / "out", **options)
+    before = contents(tmp_path / "out")
+    assert convert(arrays, tmp_path / "out", resume=True, **options).shards_kept
+    changes, told = OTHERWISE[case]
+    with pytest.raises(DestinationError, match=told):
+        convert(arrays, tmp_path / "out", resume=True, **(options | changes))
+    assert contents(tmp_path / "out") == before
 
 
 # --- images

@@ -37,7 +37,7 @@ from streamloader.errors import (
 )
 from streamloader.format.geometry import RESIDENT_TOTAL, Geometry
 from streamloader.format.manifest import Field
-from streamloader.format.opening import open_root
+from streamloader.format.opening import JOB, open_root
 from streamloader.format.sink import (
     Receipt,
     check_receipts,
@@ -324,6 +324,8 @@ def test_erasing_takes_a_dataset_and_nothing_else(state: str) -> None:
         with pytest.raises((IncompleteError, NotADatasetError)):
             open_root(store)
     prepare(store, overwrite=True)
+    assert set(objects_of(store)) == {*others, JOB}, "who overwrites holds the place until it writes"
+    erase(store)
     assert objects_of(store) == others
     prepare(store)
 
@@ -339,5 +341,5 @@ def test_a_zarr_of_others_is_never_overwritten() -> None:
 def test_two_writers_at_one_destination_are_refused() -> None:
     store = memory_store()
     write_job(store, "writer", MIXED)
-    with pytest.raises(DestinationError, match="someone else"):
+    with pytest.raises(DestinationError, match="another run"):
         write_job(store, "writer", MIXED)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from streamloader.conversion.plan import Job, first_change, pack_files
+from streamloader.conversion.plan import Job, SplitPlan, first_change, pack_files
 from streamloader.errors import (
     AccessError,
     DestinationError,
@@ -14,12 +14,15 @@ from streamloader.errors import (
     SourceChangedError,
     UsageError,
 )
-from streamloader.format.destination import erase, prepare, write_job
+from streamloader.format.destination import Claim, check_not_running, prepare, take_over, write_job
+from streamloader.format.geometry import settle
 from streamloader.format.manifest import Manifest
 from streamloader.format.opening import ROOT, open_manifest, read_job
+from streamloader.format.parse import parse_json
 from streamloader.storage.protocol import Store
 
 FILES = "_streamloader/files"
+MAP = "_streamloader/map.json"  # which function made a finished dataset: its manifest has the name only
 _REMEDY = "choose another destination, or give --overwrite"
 _DONE = "it is finished: --resume takes it as done if this conversion made it; or --overwrite, or choose another place"
 
@@ -28,7 +31,7 @@ def look(store: Store, overwrite: bool, resume: bool) -> Mapping[str, Any] | Non
     """Return the unfinished conversion's job, or None where a new one may begin.
 
     Without `overwrite` that is an empty place only; `resume` also passes a finished dataset, see `finished`. Raises
-    `DestinationError`; nothing is changed.
+    `DestinationError`, also where another run is at work here; nothing is changed.
     """
     if overwrite and resume:
         raise UsageError("overwrite and resume together", "give one of them")
@@ -38,6 +41,7 @@ def look(store: Store, overwrite: bool, resume: bool) -> Mapping[str, Any] | Non
         if not overwrite:
             raise
         job = None
+    check_not_running(store, job)
     if job is not None and job.get("by") == "convert":
         return job
     if overwrite or (resume and store.head(ROOT) is not None):
@@ -52,47 +56,94 @@ def look(store: Store, overwrite: bool, resume: bool) -> Mapping[str, Any] | Non
 def finished(store: Store, job: Job) -> dict[str, Manifest] | None:
     """Return the manifests by split of the dataset that is here, if this job made it; None where there is none.
 
-    Raises `DestinationError` for a dataset of another source, or with other samples or fields.
+    Raises `DestinationError` for a dataset of another source, or made in another way, which it names.
     """
     if store.head(ROOT) is None:
         return None
     found: dict[str, Manifest] = {}
     for plan in job.splits:
         found[plan.name] = manifest = open_manifest(store, plan.name or None)[0]
-        there = {key: value for key, value in manifest.provenance.items() if key != "left_out"}
-        fields = {name: layout.field for name, layout in manifest.fields.items()}
-        if there != plan.provenance or fields != dict(job.schema.fields):
-            problem = f"{store.url} holds a finished dataset of another source, or made in another way"
+        difference = _other_samples(plan, job, manifest) or _other_function(store, job) or _other_cut(plan, manifest)
+        if difference:
+            problem = f"{store.url} holds a finished dataset of another source, or made in another way: {difference}"
             raise DestinationError(problem, _REMEDY)
     return found
 
 
-def take(store: Store, job: Job, found: Mapping[str, Any] | None, overwrite: bool) -> None:
+def _other_samples(plan: SplitPlan, job: Job, manifest: Manifest) -> str:
+    """Return how the samples of the dataset differ from the plan, in words; nothing where they do not."""
+    there = {key: value for key, value in manifest.provenance.items() if key != "left_out"}
+    if there.get("source") != plan.provenance["source"]:
+        return "its source differs"
+    if there != plan.provenance:
+        keys = sorted(key for key in {*there, *plan.provenance} if there.get(key) != plan.provenance.get(key))
+        return f"its {', '.join(keys)} differ"
+    if {name: layout.field for name, layout in manifest.fields.items()} != dict(job.schema.fields):
+        return "its fields differ"
+    return ""
+
+
+def _other_cut(plan: SplitPlan, manifest: Manifest) -> str:
+    """Return how the layout of the dataset differs from the plan, in words; nothing where it does not."""
+    stored = {name: manifest.fields[name].stored for name, one in plan.geometry.layouts.items() if not one.resident}
+    wanted = settle(plan.geometry, manifest.num_samples, stored)
+    cuts = {"samples_per_shard": (manifest.samples_per_shard, wanted.samples_per_shard)}
+    cuts["block"] = (manifest.order.block, wanted.order.block)
+    for name, layout in wanted.layouts.items():
+        for key in ("chunk", "shard", "codec", "resident"):
+            cuts[f"{name}.{key}"] = getattr(manifest.fields[name], key), getattr(layout, key)
+    return ", ".join(f"{key} is {have} there and {want} here" for key, (have, want) in cuts.items() if have != want)
+
+
+def _other_function(store: Store, job: Job) -> str:
+    """Return why another map function may have made the finished dataset; nothing where it was this one."""
+    if job.map is None:
+        return ""
+    if "unknown" in job.map:
+        return _unknown(job.map)
+    try:
+        made_by = parse_json(store.get(MAP))
+    except (NotFoundError, ValueError, RecursionError):
+        return "it does not say which map function made it"
+    return "" if made_by == job.map else "another map function made it, or with another batch"
+
+
+def _unknown(function: Mapping[str, Any]) -> str:
+    return f"nobody can tell whether its map function is still {function['function']}, since {function['unknown']}"
+
+
+def take(store: Store, job: Job, found: Mapping[str, Any] | None, overwrite: bool) -> Claim:
     """Begin the job here, or go on with it; a job that is not the same is erased with `overwrite` only.
 
     Raises `DestinationError` for other options and `SourceChangedError`, which names the file.
     """
+    claim = None
     if found is not None:
         problem = _difference(store, job, found)
         if problem is None:
+            claim = take_over(store, found)
             if store.head(FILES) is None:  # killed right after the job file was written
                 store.put(FILES, pack_files(job.source.files))
-            return
+            return claim
         if not overwrite:
             raise problem
-        erase(store)
-    elif overwrite:
-        prepare(store, overwrite=True)
+    if overwrite:
+        claim = prepare(store, overwrite=True)
     document = dict(job.document)
     known = {key: document.pop(key) for key in ("fields", "splits", "shards")}
-    write_job(store, document.pop("by"), **known, extra=document)
+    claim = write_job(store, document.pop("by"), **known, extra=document, claim=claim)
     store.put(FILES, pack_files(job.source.files))
+    return claim
 
 
 def _difference(store: Store, job: Job, found: Mapping[str, Any]) -> DestinationError | SourceChangedError | None:
     wanted = job.document
+    found = {key: value for key, value in found.items() if key != "run"}
     if found == wanted:
         return None
+    if job.map is not None and "unknown" in job.map:
+        problem = f"the unfinished conversion at {store.url} cannot be resumed: {_unknown(job.map)}"
+        return DestinationError(problem, "make it a function without such state, or begin anew with --overwrite")
     there, here = _flat(found.get("options")), _flat(wanted["options"])
     if there == here and found.get("source") != wanted["source"]:
         change = _source_change(store, job)

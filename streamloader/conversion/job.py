@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from streamloader.conversion import destination
@@ -12,18 +13,19 @@ from streamloader.conversion.engines.engine import parse_engine
 from streamloader.conversion.iterables import Writing, convert_iterable
 from streamloader.conversion.mapped import parse_map
 from streamloader.conversion.means import Means
-from streamloader.conversion.plan import make_job
+from streamloader.conversion.plan import Job, first_change, make_job, pack_files
 from streamloader.conversion.progress import Listener, Progress, Report, ignore
 from streamloader.conversion.recipe import ON_ERROR, OnError, Recipe
 from streamloader.conversion.recode import parse_recode
 from streamloader.conversion.run import Run
 from streamloader.conversion.sources.base import Source
+from streamloader.conversion.sources.files import list_source
 from streamloader.conversion.sources.formats import open_source
 from streamloader.conversion.sources.objects import NAME as PYTHON
 from streamloader.conversion.sources.objects import map_style, open_object, qualified_name
 from streamloader.conversion.sources.wish import parse_wish
 from streamloader.conversion.splits import parse_splits
-from streamloader.errors import DestinationError, UsageError
+from streamloader.errors import DestinationError, SourceChangedError, UsageError
 from streamloader.format.manifest import Field
 from streamloader.options import Layout
 from streamloader.storage import Store, open_store
@@ -129,9 +131,9 @@ def _carry_out(ends: _Ends, recipe: Recipe, means: Means, store: Store, found: M
     done = destination.finished(store, job) if ends.resume and found is None else None
     if done is not None:
         return Report(store.url, name, preview, done, job.num_shards, job.num_shards)
-    destination.take(store, job, found, ends.overwrite)
-    run = Run(job, store, means)
-    manifests = run.complete()
+    with destination.take(store, job, found, ends.overwrite) as claim:
+        run = Run(job, claim, store, means, partial(_check_source, ends, job))
+        manifests = run.complete()
     bad = sum(int(manifest.provenance.get("left_out", 0)) for manifest in manifests.values())
     return Report(store.url, name, preview, manifests, job.num_shards, run.kept_shards, run.left_out, bad)
 
@@ -143,6 +145,18 @@ def _open(ends: _Ends, recipe: Recipe, means: Means, url: str) -> tuple[str, Sou
         return open_source(ends.src, ends.format, ends.source_options, recipe.opening)
     means.listener(Progress("scan", detail=f"looking at a {qualified_name(ends.src)}"))
     return PYTHON, open_object(ends.src, recipe.opening, int(means.apart(url)))
+
+
+def _check_source(ends: _Ends, job: Job) -> None:
+    """Raise `SourceChangedError` where a file of the source is not what it was when the job was made."""
+    if not isinstance(ends.src, str | os.PathLike):
+        return
+    known = {info.path for info in job.source.files}
+    now = [info for info in list_source(ends.src, ends.source_options).files if info.path in known]
+    change = first_change(pack_files(job.source.files), now)
+    if change:
+        problem = f"the source {job.source.url} changed while it was converted: {change}"
+        raise SourceChangedError(problem, "leave it alone while it is converted, and start again with --overwrite")
 
 
 def _inside(url: str, folder: str) -> bool:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib
-import inspect
 import sys
+import uuid
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from streamloader.conversion.function_digest import FunctionDigest, function_digest
 from streamloader.conversion.sources.base import BadSample, Part, Refuse, Sieve, Source
 from streamloader.conversion.sources.infer import flatten, settle
 from streamloader.conversion.sources.records import Origin, RecordSource, open_records
@@ -29,20 +29,21 @@ Function = Callable[[dict[str, Any]], Any]
 @dataclass(frozen=True)
 class Mapper:
     """A function from samples to samples. `batch` None gives it one sample at a time, as a mapping of values; a number
-    gives it so many at once, as a mapping of columns, and as many must come back.
+    gives it so many at once, as a mapping of columns, and as many must come back. `identity` is made before the
+    function is first called, which may change its state.
     """
 
     function: Function
     name: str
     batch: int | None = None
+    identity: FunctionDigest = field(default=FunctionDigest(""), repr=False)
 
     def options(self) -> dict[str, Any]:
-        """Return what tells this function from another: its name, and the digest of its source code if there is one."""
-        try:
-            digest = hashlib.sha256(inspect.getsource(self.function).encode()).hexdigest()
-        except (OSError, TypeError):
-            digest = ""
-        return {"function": self.name, "source": digest, "batch": self.batch}
+        """Return what tells this function from another. Where that is not known, no two calls return the same."""
+        told = {"function": self.name, "source": self.identity.digest, "batch": self.batch}
+        if self.identity.unknown:
+            told |= {"unknown": self.identity.unknown, "call": uuid.uuid4().hex}
+        return told
 
 
 def parse_map(given: str | Function | None, batch: int | None) -> Mapper | None:
@@ -56,7 +57,7 @@ def parse_map(given: str | Function | None, batch: int | None) -> Mapper | None:
         return None
     if callable(given):
         name = f"{getattr(given, '__module__', '')}:{getattr(given, '__qualname__', type(given).__qualname__)}"
-        return Mapper(given, name, batch)
+        return Mapper(given, name, batch, function_digest(given))
     module, colon, name = given.partition(":")
     if not (module and colon and name):
         raise UsageError(f"map={given!r}", "write it as module:function")
@@ -72,7 +73,7 @@ def parse_map(given: str | Function | None, batch: int | None) -> Mapper | None:
         ) from error
     if not callable(function):
         raise UsageError(f"map={given!r} is a {type(function).__name__}", "name a function")
-    return Mapper(function, given, batch)
+    return Mapper(function, given, batch, function_digest(function))
 
 
 def map_source(source: Source, mapper: Mapper, wish: Wish) -> RecordSource:

@@ -7,6 +7,7 @@ import json
 import zlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -59,12 +60,12 @@ class SplitPlan:
         size = self.geometry.samples_per_shard
         return {sample // size for sample in self.rows.find(rows)}
 
-    def task(self, source: Source, store: Store, shard: int, keep_bad: bool) -> Task:
-        """Return the task that writes one shard to the split's store."""
+    def task(self, job: Job, store: Store, shard: int, keep_bad: bool) -> Task:
+        """Return the task that writes one shard of the job to the split's store."""
         rows = self.shard_rows(shard)
         order = None if bool(np.all(rows[1:] > rows[:-1])) else np.argsort(np.argsort(rows))
         ascending = rows if order is None else np.sort(rows)
-        return Task(source.part(ascending), store, self.geometry, shard, ascending, order, keep_bad)
+        return Task(job.source.part(ascending), store, self.geometry, shard, ascending, order, keep_bad, job.id)
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,6 +77,17 @@ class Job:
     schema: Schema
     splits: tuple[SplitPlan, ...]
     document: Mapping[str, Any]
+
+    @cached_property
+    def id(self) -> str:
+        """The SHA-256 of the document: the source, the options and the geometry, and so every byte that is written."""
+        return hashlib.sha256(json.dumps(self.document, sort_keys=True).encode()).hexdigest()
+
+    @property
+    def map(self) -> Mapping[str, Any] | None:
+        """What is known of the map function, None where there is none."""
+        found: Mapping[str, Any] | None = self.document["options"]["map"]
+        return found
 
     @property
     def num_samples(self) -> int:

@@ -40,10 +40,11 @@ class Refusal:
 
     shard: int
     samples: tuple[RefusedSample, ...]
+    job: str = ""
 
     def write(self, store: Store) -> Refusal:
         """Keep it at the destination for a later run, and return it; the same samples give the same bytes."""
-        document = {"shard": self.shard, "samples": [one.to_json() for one in self.samples]}
+        document = {"shard": self.shard, "job": self.job, "samples": [one.to_json() for one in self.samples]}
         store.put(f"{BAD}/{self.shard}.json", json.dumps(document, sort_keys=True).encode())
         return self
 
@@ -53,16 +54,17 @@ def packed(data: bytes) -> str:
     return base64.b64encode(data).decode() if len(data) <= MAX_DATA else ""
 
 
-def read_refusals(store: Store) -> dict[int, RefusedSample]:
-    """Return the bad samples that earlier runs found, by row; what does not parse is found again."""
+def read_refusals(store: Store, job: str) -> dict[int, RefusedSample]:
+    """Return the bad samples that earlier runs of the job found, by row; what does not parse is found again."""
     paths = [info.path for info in store.list(BAD)]
-    found = run_all(lambda path: _parse(store.get(path)), paths, _THREADS)
+    found = run_all(lambda path: _parse(store.get(path), job), paths, _THREADS)
     return {one.row: one for samples in found for one in samples}
 
 
-def _parse(data: bytes) -> list[RefusedSample]:
+def _parse(data: bytes, job: str) -> list[RefusedSample]:
     try:
-        return [RefusedSample(**one) for one in json.loads(data)["samples"]]
+        found = json.loads(data)
+        return [RefusedSample(**one) for one in found["samples"]] if found["job"] == job else []
     except (KeyError, TypeError, ValueError):
         return []
 

@@ -22,17 +22,17 @@ class SplitRun:
     source alone. Then the shards with holes, and the last ones, are done again.
     """
 
-    def __init__(self, plan: SplitPlan, store: Store, keep_bad: bool) -> None:
+    def __init__(self, plan: SplitPlan, store: Store, keep_bad: bool, job: str) -> None:
         self.store = store
         self.receipts: dict[int, Receipt] = {}
-        self.refused: dict[int, RefusedSample] = read_refusals(store)
+        self.refused: dict[int, RefusedSample] = read_refusals(store, job)
         self._base, self._keep_bad = plan, keep_bad
         if self.refused and not keep_bad:
             first = self.refused[min(self.refused)]
             problem = f"{first.name}: {first.problem} (an earlier run left out {len(self.refused)} such samples)"
             raise SourceError(problem, "go on with --on-error skip or quarantine, or repair it and --overwrite")
         self._settled = bool(self.refused) and store.head(SETTLED) is not None
-        found = read_receipts(store)
+        found = read_receipts(store, job=job)
         wrong = set(check_receipts(store, found))
         self.receipts = {shard: receipt for shard, receipt in found.items() if shard not in wrong}
         self._prune()

@@ -25,7 +25,7 @@ class Task:
 
     `part` holds the `rows`, ascending; the samples of the shard, in order, are its rows `order`, or all as they come.
     With `keep_bad` a shard that holds bad samples is not written,
-    but says which; else the first of them is an error.
+    but says which; else the first of them is an error. What is left of the shard names the `job`.
     """
 
     part: Part
@@ -35,6 +35,7 @@ class Task:
     rows: NDArray[np.int64] | range
     order: NDArray[np.int64] | None = None
     keep_bad: bool = False
+    job: str = ""
 
     def run(self) -> Outcome:
         """Read, encode and write the shard. Raises what the source or the store raise."""
@@ -48,11 +49,11 @@ class Task:
         bad: list[BadSample] = []
         columns = self.part.read(bad.append if self.keep_bad else refuse_rows(self.rows))
         if bad:
-            return partial(Refusal(self.shard, tuple(map(self._refused, bad))).write, self.store)
+            return partial(Refusal(self.shard, tuple(map(self._refused, bad)), self.job).write, self.store)
         if self.order is not None:
             for name in columns:  # one after another: a field twice is held, not all of them
                 columns[name] = _ordered(columns[name], self.order)
-        return partial(put_shard, self.store, prepare_shard(self.geometry, self.shard, columns))
+        return partial(put_shard, self.store, prepare_shard(self.geometry, self.shard, columns), self.job)
 
     def _refused(self, bad: BadSample) -> RefusedSample:
         row = int(self.rows[bad.position])

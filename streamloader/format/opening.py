@@ -85,9 +85,11 @@ def read_root(store: Store) -> dict[str, Any]:
 def read_job(store: Store) -> dict[str, Any] | None:
     """Return the job of an unfinished conversion, or None where there is none. Raises `FormatError`."""
     try:
-        job = parse_json(store.get(JOB))
+        data = store.get(JOB)
     except NotFoundError:
         return None
+    try:  # apart from the request: a wrong storage option is a ValueError too
+        job = parse_json(data)
     except (ValueError, RecursionError) as error:
         raise FormatError(f"{store.url}/{JOB} is damaged ({error})", "convert again with overwrite") from error
     names = [job.get(key) or [] for key in ("fields", "splits")] if isinstance(job, dict) else []

@@ -38,12 +38,16 @@ class FieldReceipt:
 
 @dataclass(frozen=True, eq=False)
 class Receipt:
-    """One finished shard of all fields: its objects by path, and what the tables need of its bulk fields."""
+    """One finished shard of all fields: its objects by path, and what the tables need of its bulk fields.
+
+    `job` is the id of the conversion that it belongs to; empty where nobody asks.
+    """
 
     shard: int
     num_samples: int
     objects: Mapping[str, StoredObject]
     fields: Mapping[str, FieldReceipt]
+    job: str = ""
 
     def to_json(self) -> bytes:
         """Return the receipt as it is stored."""
@@ -57,6 +61,7 @@ class Receipt:
             for name, one in self.fields.items()
         }
         document = {"shard": self.shard, "num_samples": self.num_samples, "objects": objects, "fields": fields}
+        document |= {"job": self.job} if self.job else {}
         return json.dumps(document, sort_keys=True).encode()
 
     @classmethod
@@ -70,7 +75,7 @@ class Receipt:
         objects = {
             path: StoredObject(int(size), str(etag), int(crc)) for path, (size, etag, crc) in raw["objects"].items()
         }
-        return cls(int(raw["shard"]), int(raw["num_samples"]), objects, fields)
+        return cls(int(raw["shard"]), int(raw["num_samples"]), objects, fields, str(raw.get("job", "")))
 
 
 def receipt_path(shard: int) -> str:
@@ -78,14 +83,15 @@ def receipt_path(shard: int) -> str:
     return f"{RECEIPTS}/{shard}.json"
 
 
-def read_receipts(store: Store, folder: str = RECEIPTS) -> dict[int, Receipt]:
+def read_receipts(store: Store, folder: str = RECEIPTS, job: str = "") -> dict[int, Receipt]:
     """Return the receipts of all finished shards by shard number, without those that do not parse.
 
-    A shard whose receipt does not parse is then done again, as if it had never been written.
+    With `job` only receipts of that job count. A shard without a receipt that counts is then done again, as if it had
+    never been written.
     """
     paths = [info.path for info in store.list(folder) if info.path.endswith(".json")]
     found = run_all(lambda path: _parse(store.get(path)), paths, THREADS)
-    return {receipt.shard: receipt for receipt in found if receipt is not None}
+    return {receipt.shard: receipt for receipt in found if receipt is not None and job in ("", receipt.job)}
 
 
 def check_receipts(store: Store, receipts: Mapping[int, Receipt]) -> list[int]:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from streamloader.errors import FieldError, FormatError, IncompleteError, MissingObjectError, NotFoundError
 from streamloader.format.codecs import Column
-from streamloader.format.destination import PARTS, clean, erase, prepare, write_job
+from streamloader.format.destination import PARTS, Claim, clean, erase, prepare, write_job
 from streamloader.format.geometry import Geometry, settle
 from streamloader.format.manifest import FieldLayout, Manifest
 from streamloader.format.metadata import dataset_documents, split_documents, to_bytes
@@ -97,10 +97,10 @@ def prepare_shard(geometry: Geometry, index: int, columns: dict[str, Column]) ->
     return PreparedShard(index, num_samples, objects, fields)
 
 
-def put_shard(store: Store, shard: PreparedShard) -> Receipt:
-    """Write the objects of a shard and then its receipt. Raises `StorageError`."""
+def put_shard(store: Store, shard: PreparedShard, job: str = "") -> Receipt:
+    """Write the objects of a shard and then its receipt, which names the job. Raises `StorageError`."""
     objects = {path: put_object(store, path, parts) for path, parts in shard.objects.items()}
-    receipt = Receipt(shard.index, shard.num_samples, objects, shard.fields)
+    receipt = Receipt(shard.index, shard.num_samples, objects, shard.fields, job)
     store.put(receipt_path(shard.index), receipt.to_json())
     return receipt
 
@@ -135,8 +135,12 @@ def finish(
     receipts: Mapping[int, Receipt],
     provenance: Mapping[str, Any],
     threads: int,
+    *,
+    claim: Claim | None = None,
 ) -> Manifest:
     """Gather the small fields, write tables, array documents and last the root; then remove parts and receipts.
+
+    A lost `claim` ends it before the root is written, with a `DestinationError`.
 
     Holds the resident fields (256 MB at most) and a part for each thread. Raises `IncompleteError` where a
     shard is missing, `MissingObjectError` or `FormatError` where a part is not what was written.
@@ -162,8 +166,10 @@ def finish(
     documents = dataset_documents(manifest)
     root = documents.pop("")
     run_all(lambda path: store.put(f"{path}/{ROOT}", to_bytes(documents[path])), documents, threads)
+    if claim is not None:
+        claim.check()
     store.put(ROOT, to_bytes(root))
-    clean(store)
+    clean(store, claim)
     return manifest
 
 
@@ -177,10 +183,15 @@ def write_table(
     return table_digest(entries)
 
 
-def write_split_root(store: Store, manifests: Mapping[str, Manifest]) -> None:
-    """Publish the finished datasets of the child groups as splits; then remove the job file."""
+def write_split_root(store: Store, manifests: Mapping[str, Manifest], claim: Claim | None = None) -> None:
+    """Publish the finished datasets of the child groups as splits; then remove the job file.
+
+    Raises `DestinationError` where the `claim` is lost.
+    """
+    if claim is not None:
+        claim.check()
     store.put(ROOT, to_bytes(split_documents(manifests)))
-    clean(store)
+    clean(store, claim)
 
 
 def put_object(store: Store, path: str, parts: Sequence[Buffer]) -> StoredObject:

@@ -75,8 +75,7 @@ class Writer:
         self._probed = 0
         self._rows = Rows(self._fields, 64)
         self._store = open_store(url, storage_options)
-        prepare(self._store, overwrite)
-        write_job(self._store, "writer", self._fields)
+        self._claim = write_job(self._store, "writer", self._fields, claim=prepare(self._store, overwrite))
         self._uploads = Uploads(self._store, workers or cpu_count())
 
     @property
@@ -141,19 +140,25 @@ class Writer:
                 self._cut()
             self._closed = True
             receipts = self._uploads.join()
-            self._manifest = finish(self._store, geometry, receipts, self._provenance, self._uploads.workers)
+            workers = self._uploads.workers
+            self._manifest = finish(self._store, geometry, receipts, self._provenance, workers, claim=self._claim)
+            self._claim.close()
         except BaseException:
             self.abort()
             raise
         return self._manifest
 
     def abort(self) -> None:
-        """End the threads and remove what was written. Does nothing to a dataset that is closed already."""
+        """End the threads and remove what was written. Does nothing to a dataset that is closed already, or that
+        another writer took over.
+        """
         if self._manifest is not None:
             return
         self._closed = True
         self._uploads.stop()
-        erase(self._store)
+        with self._claim:
+            if self._claim.held():
+                erase(self._store)
 
     def __enter__(self) -> Writer:
         return self

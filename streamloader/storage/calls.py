@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import threading
 import uuid
@@ -154,6 +155,15 @@ class LocalCalls(PlainCalls):
         finally:
             temporary.unlink(missing_ok=True)
         return ""
+
+    def replace(self, path: str, data: Buffer, before: Buffer) -> str | None:
+        folder = os.open(Path(path).parent, os.O_RDONLY)
+        try:
+            with contextlib.suppress(OSError):  # some network filesystems have no locks
+                fcntl.flock(folder, fcntl.LOCK_EX)  # on the folder: no file of a lock is left by a kill
+            return super().replace(path, data, before)
+        finally:
+            os.close(folder)
 
     def remove_leftovers(self, folder: str) -> int:
         leftovers = list(Path(folder).rglob(f"*{TEMPORARY_SUFFIX}"))

@@ -91,6 +91,9 @@ def test_what_a_writer_did_not_close_goes_too(tmp_path: Path) -> None:
     store = open_store(tmp_path / "out")
     found = find_incomplete(store)
     assert (found.kind, "was not closed" in found.said) == ("unfinished", True)
+    with pytest.raises(errors.DestinationError, match=r"is being written by another run, process \d+ of this machine"):
+        remove_incomplete(store, found)
+    del out
     remove_incomplete(store, found)
     assert contents(tmp_path / "out") == {}
 

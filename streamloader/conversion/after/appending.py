@@ -35,11 +35,13 @@ ROUNDS = 5  # what others delete or overwrite while we write is done again, but 
 def read_claim(store: Store) -> dict[str, Any] | None:
     """Return what is being appended, or None where nothing is. Raises `FormatError`."""
     try:
-        claim = parse_json(store.get(CLAIM))
-        if not isinstance(claim, dict) or type(claim["generation"]) is not int:
-            raise TypeError("not a claim")
+        data = store.get(CLAIM)
     except NotFoundError:
         return None
+    try:
+        claim = parse_json(data)
+        if not isinstance(claim, dict) or type(claim["generation"]) is not int:
+            raise TypeError("not a claim")
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise FormatError(
             f"{store.url}/{CLAIM} is damaged ({error})", "end it: streamloader append --abandon"

@@ -9,8 +9,8 @@ from typing import Literal
 from streamloader.conversion.after.stored import split_names
 from streamloader.conversion.destination import FILES
 from streamloader.errors import AccessError, DestinationError, IncompleteError, NotADatasetError
-from streamloader.format.destination import clean, erase
-from streamloader.format.opening import open_root, read_root
+from streamloader.format.destination import check_not_running, clean, erase
+from streamloader.format.opening import open_root, read_job, read_root
 from streamloader.format.publish import CLAIM
 from streamloader.storage.protocol import Body, Buffer, ObjectInfo, RangeReader, Store, body_bytes
 
@@ -67,6 +67,7 @@ def remove_incomplete(store: Store, found: Incomplete) -> int:
     Only while nobody writes there. Raises `DestinationError` where it is no longer what was found.
     """
     now = find_incomplete(store)
+    check_not_running(store, read_job(store))
     if now.kind != found.kind:
         raise DestinationError(f"what is at {store.url} changed meanwhile: {now.said}", "look at it again")
     if now.kind == "nothing":
