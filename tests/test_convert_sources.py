@@ -382,18 +382,44 @@ def test_an_unknown_format_is_told(tmp_path: Path) -> None:
 
 
 def test_links_to_files_and_folders_are_followed_but_not_in_circles(tmp_path: Path) -> None:
-    png(tmp_path / "store" / "x.png")
-    png(tmp_path / "store" / "more" / "y.png", 5)
+    real = tmp_path / "real"
     root = tmp_path / "root"
+    root.symlink_to(real)
+    png(real / ".store" / "x.png")
+    png(real / ".store" / "more" / "y.png", 5)
     (root / "a").mkdir(parents=True)
-    (root / "a" / "x.png").symlink_to(tmp_path / "store" / "x.png")
+    (root / "a" / "x.png").symlink_to(real / ".store" / "x.png")
     for name in "bc":
-        (root / name).symlink_to(tmp_path / "store" / "more")
+        (root / name).symlink_to(root / ".store" / "more")
     (root / "a" / "loop").symlink_to(root)
+    (root / "a" / "up").symlink_to(tmp_path)
+    (root / ".cache").symlink_to(tmp_path)
     source = opened(root)
     assert [info.path for info in source.files] == ["a/x.png", "b/y.png", "c/y.png"]
     found = source.part(np.arange(3)).read(refuse_all)
     assert found["image"] == [(root / info.path).read_bytes() for info in source.files]
+
+
+@pytest.mark.parametrize("name", ["bee", "ant/y.png", "ant/deep"])
+def test_a_link_that_leads_out_of_the_source_is_not_followed(name: str, tmp_path: Path) -> None:
+    root, secret = tmp_path / "root", tmp_path / "secret"
+    png(root / "ant" / "x.png")
+    png(secret / "x.png")
+    np.save(root / "x.npy", np.zeros(3))
+    (root / name).symlink_to(secret if not name.endswith("png") else secret / "x.png")
+    with pytest.raises(SourceError, match=rf"root/{name} is a link to {secret}.*outside of {root}; copy"):
+        opened(root)
+    assert opened(f"{root}/*.npy").num_samples == 3, "a pattern that does not name it"
+    with pytest.raises(SourceError, match="is a link to"):
+        opened(f"{root}/{name[0]}*/*/*.png" if name == "ant/deep" else f"{root}/*/*.png")
+
+
+def test_links_in_a_circle_end(tmp_path: Path) -> None:
+    png(tmp_path / "a" / "x.png")
+    png(tmp_path / "b" / "y.png")
+    (tmp_path / "a" / "to_b").symlink_to(tmp_path / "b")
+    (tmp_path / "b" / "to_a").symlink_to(tmp_path / "a")
+    assert len(opened(tmp_path).files) == 6
 
 
 def test_a_link_that_leads_nowhere_is_named(tmp_path: Path) -> None:

@@ -214,8 +214,6 @@ def test_replace_writes_only_over_what_was_read(store: Store) -> None:
 
 
 def test_of_many_replaces_exactly_one_wins(store: Store) -> None:
-    if store.url.startswith("file:"):
-        pytest.skip("files know no conditional write: the moment between the look and the rename is open")
     store.put("one", b"before")
     start = threading.Barrier(8)
 

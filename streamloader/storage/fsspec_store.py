@@ -102,8 +102,8 @@ class FsspecStore:
     def replace(self, path: str, data: Buffer, before: Buffer) -> ObjectInfo:
         """Write the object if it still is `before`, or is `data` already: else raise `ObjectExistsError`.
 
-        Atomic on S3 servers that know `If-Match`, in local files and in memory. Elsewhere what another writes in the moment between
-        the look and the write is lost. Raises `NotFoundError` where there is none.
+        Atomic on S3 servers that know `If-Match`, in local files and in memory. Elsewhere what another writes in the
+        moment between the look and the write is lost. Raises `NotFoundError` where there is none.
         """
         etag = self._ask(object_path(path), lambda calls, full: calls.replace(full, data, before))
         if etag is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -105,7 +105,7 @@ def _list_pattern(text: str, options: Mapping[str, Any]) -> Listing:
     listed: tuple[ObjectInfo, ...] | None = None
     for one in expand_braces(pattern):
         if any(mark in one for mark in "*?["):
-            listed = _list(store) if listed is None else listed
+            listed = _list(store, _prefix_of(pattern)) if listed is None else listed
             matching = [info for info in listed if _matches(info.path, one)]
         else:
             info = _head(store, one)
@@ -120,10 +120,21 @@ def _open(head: str, text: str, options: Mapping[str, Any]) -> Store:
     return open_store(head or ("/" if text.startswith("/") else "."), options)
 
 
-def _list(store: Store) -> tuple[ObjectInfo, ...]:
+def _prefix_of(pattern: str) -> Callable[[str], bool]:
+    """Return whether a path, or something below it, can be what the pattern names."""
+    patterns = [one.split("/") for one in expand_braces(pattern) if any(mark in one for mark in "*?[")]
+
+    def matches(path: str) -> bool:
+        names = path.split("/")
+        return any(len(names) <= len(one) and all(map(fnmatchcase, names, one)) for one in patterns)
+
+    return matches
+
+
+def _list(store: Store, wanted: Callable[[str], bool] = lambda _: True) -> tuple[ObjectInfo, ...]:
     root = local_path(store)
     try:
-        return tuple(sorted(store.list() if root is None else walk_files(root), key=attrgetter("path")))
+        return tuple(sorted(store.list() if root is None else walk_files(root, wanted), key=attrgetter("path")))
     except NotFoundError:
         return ()
 

@@ -1,10 +1,10 @@
-"""Files of this machine as a source: links are followed, and times stand in for the etags that they lack."""
+"""Files of this machine as a source: links within it are followed, and times stand in for the etags they lack."""
 
 from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NoReturn
 
@@ -18,25 +18,51 @@ def local_path(store: Store) -> Path | None:
     return path if path.is_absolute() else None
 
 
-def walk_files(root: Path) -> Iterator[ObjectInfo]:
+def walk_files(root: Path, wanted: Callable[[str], bool] = lambda _: True) -> Iterator[ObjectInfo]:
     """Yield every file below `root`; nothing where there is no such folder.
 
-    Links are followed, since datasets are often made of them, but for those to a folder above themselves. Raises
-    `SourceError` for what cannot be read and for links that lead nowhere.
+    Links to files and folders below `root` are followed, but for those to a folder that holds them. One that leads out
+    of `root` is never followed: it is a `SourceError` where `wanted` of its path is true, unless it is hidden. Raises
+    `SourceError` also for what cannot be read and for links that lead nowhere.
     """
     if not root.is_dir():
         return
-    for folder, names, files in os.walk(root, followlinks=True, onerror=_refuse):
-        names[:] = [name for name in names if not _leads_up(Path(folder), name)]
-        inside = os.path.relpath(folder, root)
-        for name in files:
-            info = file_info(root, name if inside == "." else f"{inside}/{name}")
+    top = os.path.realpath(root)
+    todo: list[tuple[str, frozenset[str]]] = [("", frozenset())]  # folders, and the links on the way there
+    while todo:
+        folder, links = todo.pop()
+        for entry in _entries(root / folder):
+            path, passed = f"{folder}{entry.name}", links
+            if entry.is_symlink():
+                target = os.path.realpath(entry.path)
+                if target in links or _holds(target, os.path.realpath(root / folder)):
+                    continue
+                if not _holds(top, target):
+                    if wanted(path) and "/." not in f"/{path}":
+                        problem = f"{root / path} is a link to {target}, which lies outside of {root}"
+                        raise SourceError(
+                            problem, "copy the files into the folder (cp -rL), or convert what it links to"
+                        )
+                    continue
+                passed = links | {target}
+            if entry.is_dir():
+                todo.append((f"{path}/", passed))
+                continue
+            info = file_info(root, path)
             if info is not None:
                 yield info
 
 
-def _leads_up(folder: Path, name: str) -> bool:
-    return (folder / name).is_symlink() and folder.resolve().is_relative_to((folder / name).resolve())
+def _entries(folder: Path) -> list[os.DirEntry[str]]:
+    try:
+        with os.scandir(folder) as entries:
+            return list(entries)
+    except OSError as error:
+        _refuse(error)
+
+
+def _holds(folder: str, path: str) -> bool:
+    return path == folder or path.startswith(f"{folder.rstrip('/')}/")
 
 
 def file_info(root: Path, path: str) -> ObjectInfo | None:
