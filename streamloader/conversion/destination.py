@@ -22,7 +22,7 @@ from streamloader.format.parse import parse_json
 from streamloader.storage.protocol import Store
 
 FILES = "_streamloader/files"
-MAP = "_streamloader/map.json"  # which function made a finished dataset: its manifest has the name only
+RECORD = "_streamloader/conversion.json"  # of a finished dataset: how it was made, where the manifest does not say it
 _REMEDY = "choose another destination, or give --overwrite"
 _DONE = "it is finished: --resume takes it as done if this conversion made it; or --overwrite, or choose another place"
 
@@ -63,7 +63,7 @@ def finished(store: Store, job: Job) -> dict[str, Manifest] | None:
     found: dict[str, Manifest] = {}
     for plan in job.splits:
         found[plan.name] = manifest = open_manifest(store, plan.name or None)[0]
-        difference = _other_samples(plan, job, manifest) or _other_function(store, job) or _other_cut(plan, manifest)
+        difference = _other_samples(plan, job, manifest) or _other_options(store, job) or _other_cut(plan, manifest)
         if difference:
             problem = f"{store.url} holds a finished dataset of another source, or made in another way: {difference}"
             raise DestinationError(problem, _REMEDY)
@@ -95,21 +95,17 @@ def _other_cut(plan: SplitPlan, manifest: Manifest) -> str:
     return ", ".join(f"{key} is {have} there and {want} here" for key, (have, want) in cuts.items() if have != want)
 
 
-def _other_function(store: Store, job: Job) -> str:
-    """Return why another map function may have made the finished dataset; nothing where it was this one."""
-    if job.map is None:
-        return ""
-    if "unknown" in job.map:
-        return _unknown(job.map)
+def _other_options(store: Store, job: Job) -> str:
+    """Return which options of the finished dataset were others; nothing where they were those of the job."""
+    if job.unknown:
+        return job.unknown
     try:
-        made_by = parse_json(store.get(MAP))
+        found: Any = parse_json(store.get(RECORD))
     except (NotFoundError, ValueError, RecursionError):
-        return "it does not say which map function made it"
-    return "" if made_by == job.map else "another map function made it, or with another batch"
-
-
-def _unknown(function: Mapping[str, Any]) -> str:
-    return f"nobody can tell whether its map function is still {function['function']}, since {function['unknown']}"
+        found = {}
+    there, here = (_flat(one) for one in (found, job.record))
+    keys = sorted(key for key in {*there, *here} if there.get(key) != here.get(key))
+    return f"its options differ or are not known ({', '.join(keys)})" if keys else ""
 
 
 def take(store: Store, job: Job, found: Mapping[str, Any] | None, overwrite: bool) -> Claim:
@@ -141,8 +137,8 @@ def _difference(store: Store, job: Job, found: Mapping[str, Any]) -> Destination
     found = {key: value for key, value in found.items() if key != "run"}
     if found == wanted:
         return None
-    if job.map is not None and "unknown" in job.map:
-        problem = f"the unfinished conversion at {store.url} cannot be resumed: {_unknown(job.map)}"
+    if job.unknown:
+        problem = f"the unfinished conversion at {store.url} cannot be resumed: {job.unknown}"
         return DestinationError(problem, "make it a function without such state, or begin anew with --overwrite")
     there, here = _flat(found.get("options")), _flat(wanted["options"])
     if there == here and found.get("source") != wanted["source"]:

@@ -84,10 +84,18 @@ class Job:
         return hashlib.sha256(json.dumps(self.document, sort_keys=True).encode()).hexdigest()
 
     @property
-    def map(self) -> Mapping[str, Any] | None:
-        """What is known of the map function, None where there is none."""
-        found: Mapping[str, Any] | None = self.document["options"]["map"]
-        return found
+    def record(self) -> Mapping[str, Any]:
+        """The options that decide which bytes are written, and of which the manifest does not tell."""
+        options = self.document["options"]
+        return {key: options[key] for key in ("map", "fill", "raw") if options.get(key)}
+
+    @property
+    def unknown(self) -> str:
+        """Why nobody can tell whether the map function is the same in another run; empty where that can be told."""
+        function = self.document["options"]["map"] or {}
+        if "unknown" not in function:
+            return ""
+        return f"nobody can tell whether its map function is still {function['function']}, since {function['unknown']}"
 
     @property
     def num_samples(self) -> int:

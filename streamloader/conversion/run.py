@@ -56,8 +56,8 @@ class Run:
         self.left_out = {split.plan.name: tuple(one for _, one in sorted(split.refused.items())) for split in splits}
         if self._means.on_error == "quarantine" and any(self.left_out.values()):
             write_quarantine(store, self.left_out)
-        if job.map is not None:
-            store.put(destination.MAP, json.dumps(job.map, sort_keys=True).encode())
+        if job.record:
+            store.put(destination.RECORD, json.dumps(job.record, sort_keys=True).encode())
         for split in splits:
             split.remove_surplus()
             plan = split.plan

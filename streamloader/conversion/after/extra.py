@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from streamloader.conversion.after.subject import Subject
-from streamloader.conversion.destination import FILES, MAP
+from streamloader.conversion.destination import FILES, RECORD
 from streamloader.conversion.refused import QUARANTINE
 from streamloader.format.destination import BAD, OURS, PARTS
 from streamloader.format.extend import APPEND
@@ -37,7 +37,7 @@ class Extra:
             split, inner = (first, below) if first in names else ("", path)
             subject = by_split.get(split)
             fields = {OURS, *(subject.manifest.fields if subject else ())}
-            if inner in (ROOT, QUARANTINE, MAP) or (split and not subject):
+            if inner in (ROOT, QUARANTINE, RECORD) or (split and not subject):
                 continue
             if subject and (subject.promises(inner) or subject.keeps(inner)):
                 continue
