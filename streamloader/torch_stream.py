@@ -10,7 +10,7 @@ from typing import Any
 from torch.utils.data import IterableDataset
 
 from streamloader.engine.passes import Course
-from streamloader.errors import StateError
+from streamloader.errors import StateError, UsageError
 from streamloader.plan.cursor import Standing
 from streamloader.plan.world import Part, World
 from streamloader.stats import BatchReport, Stats
@@ -20,7 +20,7 @@ from streamloader.torch_pass import SAMPLES_AT_ONCE, Follow, Pass, Position, war
 from streamloader.torch_session import ProcessSession
 from streamloader.torch_steps import choose_gaps, only, read_steps
 from streamloader.torch_tensors import Shape
-from streamloader.torch_world import in_worker, resolve_world, worker
+from streamloader.torch_world import check_loader, in_worker, loader_asking_for_length, resolve_world, worker
 
 
 @dataclass(frozen=True)
@@ -52,16 +52,33 @@ class Streamed(IterableDataset[dict[str, Any]]):
         return self._epochs.next_epoch()
 
     def __len__(self) -> int:
-        """This rank's batches in the whole of the next epoch (samples with `batch_size=None`), read without workers."""
-        world = resolve_world(self._world)
-        whole = replace(self._from(self.epoch, world), position=0, workers=1)
-        share = self._share(whole, world)
-        return choose_gaps(self._manner.skips, whole, share).steps(share, whole.epoch, 0)
+        """This rank's batches in the whole of the next epoch (samples with `batch_size=None`).
+
+        To a DataLoader with workers, which makes them act as ranks, that is what all of its workers yield.
+        """
+        world, loader = resolve_world(self._world), loader_asking_for_length()
+        workers = 1 if loader is None else max(1, loader.num_workers)
+        whole = replace(self._from(self.epoch, world, workers), position=0, extra=0, workers=workers)
+        shares = [self._share(whole, world.consumer(number, workers)) for number in range(workers)]
+        counts = [choose_gaps(self._manner.skips, whole, share).steps(share, whole.epoch, 0) for share in shares]
+        if loader is None or loader.batch_size is None:
+            return sum(counts)
+        # each worker fills batches of its own: of these, and not of samples, the DataLoader divides out the number
+        size = loader.batch_size if workers > 1 else 1
+        return sum(count // size * size if loader.drop_last else -(-count // size) * size for count in counts)
+
+    def __getitem__(self, index: Any) -> dict[str, Any]:
+        """Raise `UsageError`: samples come by iteration only."""
+        raise UsageError(
+            f"a {type(self).__name__} has no random access, so [{index!r:.40}] cannot be",
+            "read single samples with sl.open(url, split=...)[i], and batches with `for batch in dataset`",
+        )
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """Begin a pass: at the start of the epoch, or where a loaded state stands. Ends the pass before it."""
-        self._end_pass()
         rank, (number, count) = resolve_world(self._world), worker()
+        check_loader(self._manner.batch_size, rank.size)
+        self._end_pass()
         start = self._begin(rank, count)
         start, repeated = start.with_workers(count, rank.size, self._manner.batch_size or 1)
         begin = Position.of_worker(start, rank, number, lambda world: self._share(start, world))
@@ -148,7 +165,9 @@ class Streamed(IterableDataset[dict[str, Any]]):
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickle for workers: the rank is resolved here, since a spawned worker cannot ask torch.distributed."""
-        return self.__dict__ | {"_pass": None, "_world": resolve_world(self._world)}
+        world = resolve_world(self._world)
+        check_loader(self._manner.batch_size, world.size)  # a spawned worker does not see who splits its batches
+        return self.__dict__ | {"_pass": None, "_world": world}
 
     def _settled(self, start: Any, world: World, workers: int) -> Any:
         """The same place, with what depends on the size of the world."""

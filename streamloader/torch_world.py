@@ -1,16 +1,18 @@
-"""Who am I: rank and world size, and which DataLoader worker."""
+"""Who am I: rank and world size, which DataLoader worker, and which loader iterates the dataset."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed
-from torch.utils.data import get_worker_info
+from torch.utils.data import DataLoader, get_worker_info
 
-from streamloader.errors import WorldError
+from streamloader.errors import UsageError, WorldError
 from streamloader.plan.world import World
 
 if TYPE_CHECKING:
@@ -35,6 +37,11 @@ LOCAL_SIZES = (
     *("LOCAL_WORLD_SIZE", "HOROVOD_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"),
     *("MV2_COMM_WORLD_LOCAL_SIZE", "SLURM_STEP_TASKS_PER_NODE"),
 )
+
+# Packages whose code stands between a dataset and the loader that iterates it; any other caller ends the search.
+_LOADER_PACKAGES = ("torch.utils.data.", "torchdata.", "accelerate.", "transformers.", "multiprocessing.")
+# The loaders of Accelerate and transformers that give each rank a part of what they read.
+_SPLITTING_LOADERS = ("DataLoaderDispatcher", "IterableDatasetShard")
 
 
 def resolve_world(given: WorldChoice) -> World:
@@ -129,6 +136,49 @@ def worker() -> tuple[int, int]:
 def in_worker() -> bool:
     """Return whether this process is a DataLoader worker."""
     return get_worker_info() is not None
+
+
+def check_loader(batch_size: int | None, size: int) -> None:
+    """Raise `UsageError` if the loader that asks for an iterator would batch batches, or split a rank's part again.
+
+    `batch_size` is the dataset's, `size` its world size. A `collate_fn` of the user's own may take batches.
+    """
+    for _, caller in _loader_frames():
+        if batch_size is not None and getattr(caller, "auto_collation", False) and _collates(caller.collate_fn):
+            raise UsageError(
+                f"this DataLoader makes batches, and the dataset yields batches of {batch_size} samples already",
+                "use DataLoader(dataset, batch_size=None), or batch_size=None for the dataset and a batch_size for the "
+                "DataLoader",
+            )
+        if size > 1 and type(caller).__name__ in _SPLITTING_LOADERS:
+            raise UsageError(
+                f"{type(caller).__name__} splits what it reads between ranks, and this dataset yields one rank's part "
+                f"of {size} already: samples would be lost",
+                "iterate the dataset or its DataLoader without accelerator.prepare, see docs/frameworks.md",
+            )
+
+
+def loader_asking_for_length() -> DataLoader[Any] | None:
+    """Return the DataLoader whose `len` calls this, if one does."""
+    callers = (caller for name, caller in _loader_frames() if name == "__len__")
+    return next((caller for caller in callers if isinstance(caller, DataLoader)), None)
+
+
+def _loader_frames() -> Iterator[tuple[str, Any]]:
+    """Yield function name and `self` of each method below which this is called, innermost first."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        module = f"{frame.f_globals.get('__name__', '')}."
+        if module.startswith(_LOADER_PACKAGES):
+            yield frame.f_code.co_name, frame.f_locals.get("self")
+        elif not module.startswith("streamloader."):
+            return
+        frame = frame.f_back
+
+
+def _collates(collate_fn: Any) -> bool:
+    """Whether this is one of the functions that stack samples."""
+    return (getattr(collate_fn, "__module__", None) or "").partition(".")[0] in ("torch", "transformers")
 
 
 def _whole(value: object) -> int:

@@ -175,6 +175,25 @@ def test_a_run_goes_on_exactly_at_another_world_and_batch_size(url: Path, size: 
         assert Counter(seen) == Counter(flat(begun) + flat(ahead))
 
 
+@pytest.mark.parametrize("batch", [1, 6, 7, 12, 30])
+def test_a_run_goes_on_exactly_with_a_batch_that_cuts_its_turns(url: Path, batch: int) -> None:
+    later = {20: {str(url / "a"): 1, str(url / "b"): 1}}
+    first = open_mixture(url, {"a": 2, "b": 1}, stop="last", schedule=later)
+    begun = take(iter(first), 9)
+    state = json.loads(json.dumps(first.state_dict()))
+    for _ in range(2):  # the second time from a state of turns that have become smaller
+        other = open_mixture(url, {"a": 2, "b": 1}, batch, stop="last", schedule=later)
+        other.load_state_dict(state)
+        iterator = iter(other)
+        begun += take(iterator, 5)
+        state = json.loads(json.dumps(other.state_dict()))
+    seen = flat(begun + take(iterator))
+    assert_once(seen, 8)
+    assert other.epoch == 1
+    of_b = [i for i in seen if source_of(i) == "b"]
+    assert sorted(of_b[: COUNTS["b"]]) == list(range(1000, 1000 + COUNTS["b"]))
+
+
 def test_states_are_of_what_was_handed_out_and_of_k_trained(url: Path) -> None:
     ds = open_mixture(url, {"a": 3, "b": 1})
     assert ds.state_dict(batches=5)["position"] == 80

@@ -236,6 +236,47 @@ def test_a_dataloader_without_workers_changes_nothing(url: str) -> None:
     assert ds.epoch == 1
 
 
+@pytest.mark.parametrize("options", [{}, {"batch_size": 4}, {"batch_size": 4, "num_workers": 1}])
+def test_a_dataloader_that_would_batch_batches_is_refused(url: str, options: dict[str, Any]) -> None:
+    workers = {"multiprocessing_context": "fork"} if "num_workers" in options else {}
+    loader = DataLoader(StreamingDataset(url, batch_size=16, fields=["label"]), **options, **workers)
+    with pytest.raises(
+        UsageError, match=r"batches of 16 samples already; use DataLoader\(dataset, batch_size=None"
+    ):
+        next(iter(loader))
+
+
+def test_a_dataloader_may_take_batches_with_a_collate_function_of_the_user(url: str) -> None:
+    ds = StreamingDataset(url, batch_size=16, fields=["label"])
+    (batch, *_) = DataLoader(ds, collate_fn=lambda batches: batches[0])
+    assert batch["label"].shape == (16,)
+    assert len(next(iter(DataLoader(ds, batch_size=2, collate_fn=list)))) == 2
+
+
+class Rebatched(torch.utils.data.IterableDataset[Any]):
+    """Samples that a user takes out of batches."""
+
+    def __init__(self, batches: StreamingDataset) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Any:
+        for batch in self.batches:
+            yield from batch["label"]
+
+
+def test_a_dataset_of_the_user_around_ours_may_be_batched(url: str) -> None:
+    ds = StreamingDataset(url, batch_size=16, fields=["label"], remainder="uneven")
+    assert sum(len(batch) for batch in DataLoader(Rebatched(ds), batch_size=10)) == N
+
+
+def test_indexing_says_what_to_use_instead(url: str) -> None:
+    ds = StreamingDataset(url, batch_size=16)
+    with pytest.raises(UsageError, match=r"a StreamingDataset has no random access.*sl.open\(url, split=...\)\[i\]"):
+        ds[0]
+    with pytest.raises(UsageError, match="no random access"):
+        ds[3:5]
+
+
 def test_batches_that_the_consumer_keeps_are_not_written_again(url: str) -> None:
     ds = StreamingDataset(url, batch_size=16, with_index=True)
     kept = []

@@ -193,6 +193,28 @@ def test_states_of_workers_resume_exactly(url: str) -> None:
         assert following != begin + rest
 
 
+LENGTHS = """
+warnings.simplefilter("always")
+for workers, world in ((0, (0, 1)), (2, (1, 2)), (3, (0, 1))):
+    for remainder in ("pad", "drop", "uneven"):
+        for batch, size, drop_last in ((16, None, False), (None, 20, False), (None, 20, True)):
+            ds = open_dataset(url, batch_size=batch, fields=["label"], remainder=remainder, world=world)
+            options = {"multiprocessing_context": "fork"} if workers else {}
+            options |= {"drop_last": True} if drop_last else {}
+            loader = DataLoader(ds, batch_size=size, num_workers=workers, **options)
+            with warnings.catch_warnings(record=True) as said:
+                counts = [len(loader), sum(1 for _ in loader)]
+            told = [str(one.message) for one in said if "was reported to be" in str(one.message)]
+            say(f"{workers} {remainder} {batch} {drop_last}", [*counts, told])
+"""
+
+
+def test_the_length_of_a_dataloader_is_what_its_workers_yield(url: str) -> None:
+    said = run(url, LENGTHS)
+    assert len(said) == 3 * 3 * 3
+    assert {name: counts for name, counts in said.items() if counts[0] != counts[1] or counts[2]} == {}
+
+
 FORKS = """
 ds = open_dataset(url)
 iterator = iter(ds)

@@ -110,8 +110,7 @@ class MixCursor(Standing):
     def _unit(self, global_batch: int, workers: int) -> int:
         if self.batches == "homogeneous":
             return global_batch * workers  # a round of the workers: each takes a part of every turn
-        pinned = self.blend.phases[-1].unit if self.blend is not None else gcd(global_batch, USUAL_UNIT)
-        unit = self.unit or pinned
+        unit = self.unit or gcd(global_batch, USUAL_UNIT if self.blend is None else self.blend.phases[-1].unit)
         if global_batch % unit:
             raise BatchError(
                 f"a global batch of {global_batch} samples cuts turns of {unit}",

@@ -9,10 +9,13 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
+from accelerate.data_loader import IterableDatasetShard, prepare_data_loader
 from test_docs import HEAVY, Reader, check, photos, reader  # noqa: F401 - two fixtures
 from test_kill import descendants
+from torch.utils.data import DataLoader
 from torchrun import TESTS, environment
 
 import streamloader as sl
@@ -123,3 +126,24 @@ def test_a_run_that_is_killed_goes_on_from_its_last_checkpoint(framework: str, u
     second = runs.taken(2)
     assert min(second) > 1
     assert_exactly_once([runs.taken(1), second], url)
+
+
+@pytest.mark.parametrize("batch_size", [16, None])
+@pytest.mark.parametrize("workers", ["", "fork", "spawn"])
+@pytest.mark.parametrize("dispatch", [True, False])
+def test_accelerate_that_would_split_a_part_of_the_ranks_is_refused(
+    url: str, batch_size: int | None, workers: str, dispatch: bool
+) -> None:
+    options: dict[str, Any] = {"num_workers": 1, "multiprocessing_context": workers} if workers else {}
+
+    def prepared(world: tuple[int, int]) -> DataLoader[Any]:
+        ds = sl.StreamingDataset(url, split="train", batch_size=batch_size, fields=["label"], world=world)
+        loader = DataLoader(ds, batch_size=None if batch_size else 16, **options)
+        if dispatch:  # as `accelerator.prepare` does where it splits; here in one process
+            return prepare_data_loader(loader, num_processes=2, process_index=0, put_on_device=True)
+        shard = IterableDatasetShard(ds, batch_size=loader.batch_size or 1, num_processes=2, process_index=0)
+        return DataLoader(shard, batch_size=loader.batch_size, **options)
+
+    with pytest.raises(sl.errors.UsageError, match=r"splits what it reads between ranks.*one rank's part of 2 already"):
+        next(iter(prepared((0, 2))))
+    assert len(next(iter(prepared((0, 1))))["label"]) == 16  # every rank reads everything: nothing is lost
