@@ -240,9 +240,7 @@ def test_a_dataloader_without_workers_changes_nothing(url: str) -> None:
 def test_a_dataloader_that_would_batch_batches_is_refused(url: str, options: dict[str, Any]) -> None:
     workers = {"multiprocessing_context": "fork"} if "num_workers" in options else {}
     loader = DataLoader(StreamingDataset(url, batch_size=16, fields=["label"]), **options, **workers)
-    with pytest.raises(
-        UsageError, match=r"batches of 16 samples already; use DataLoader\(dataset, batch_size=None"
-    ):
+    with pytest.raises(UsageError, match=r"batches of 16 samples already; use DataLoader\(dataset, batch_size=None"):
         next(iter(loader))
 
 
