@@ -37,6 +37,8 @@ StreamloaderError
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 __all__ = [
@@ -294,3 +296,31 @@ class ForkError(EngineError):
     """A used client would be touched after a fork."""
 
     code = "SL601"
+
+
+def wrapped(error: BaseException, what: str) -> StreamloaderError:
+    """Return `error` if it is a `StreamloaderError`, else an `EngineError` with `error` as its cause.
+
+    `what` names the operation that failed.
+    """
+    if isinstance(error, StreamloaderError):
+        return error
+    remedy = (
+        "lower memory= or batch_size, or free memory elsewhere"
+        if isinstance(error, MemoryError)
+        else "the original error is this one's __cause__: fix what raised it, or report it"
+    )
+    ours = EngineError(f"{what} failed with {type(error).__name__}: {error}", remedy)
+    ours.__cause__ = error
+    return ours
+
+
+@contextmanager
+def wrapping(what: str) -> Iterator[None]:
+    """Raise what the block raises as `wrapped(error, what)`."""
+    try:
+        yield
+    except StreamloaderError:
+        raise
+    except Exception as error:
+        raise wrapped(error, what) from error

@@ -97,7 +97,8 @@ def choose_decoders(fields: Mapping[str, Field], choice: DecodeChoice) -> dict[s
             f"decode={choice!r}, and no field holds encoded images",
             "leave decode out, or name the field in decode={...}",
         )
-    return {name: ImageDecoder.choose(_decode_options(value)) for name, value in each.items() if value is not False}
+    chosen = {name: _decode_options(value) for name, value in each.items() if value is not False}
+    return {name: ImageDecoder.choose(options, name) for name, options in chosen.items()}
 
 
 def _decode_options(value: Decode | str | bool) -> Decode:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 import warnings
 from collections import deque
@@ -9,8 +10,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from streamloader.engine.batch import Batch
 from streamloader.engine.pipeline import Pipeline
 from streamloader.errors import EngineError
+from streamloader.format.threads import wait_for
 from streamloader.plan.gaps import NO_GAPS, Gaps
 from streamloader.plan.world import Part, World
 from streamloader.stats import BatchReport
@@ -95,9 +98,20 @@ class Pass(Iterator[dict[str, Any]]):
         self._waiting: deque[dict[str, Any]] = deque()
         self._pipeline = pipeline
         self._told = time.perf_counter()
+        self._turn = threading.RLock()
 
     def __next__(self) -> dict[str, Any]:
-        """Return the next batch or sample. Raises the error that belongs there."""
+        """Return the next batch or sample. Raises the error that belongs there.
+
+        Several threads may share a pass: each item goes to one of them.
+        """
+        wait_for(lambda seconds: self._turn.acquire(timeout=seconds))
+        try:
+            return self._take()
+        finally:
+            self._turn.release()
+
+    def _take(self) -> dict[str, Any]:
         if self._ended:
             raise EngineError(
                 "this pass was ended by a later iter(), load_state_dict() or close()", "iterate one pass at a time"
@@ -109,9 +123,7 @@ class Pass(Iterator[dict[str, Any]]):
                 if self._pipeline.completed:  # and not after an error
                     self._complete_once()
                 raise StopIteration
-            self._waiting.extend(
-                to_samples(batch, shape) if (shape := self._shape).samples else [to_tensors(batch, shape)]
-            )
+            self._waiting.extend(self._converted(batch))
             self._report(len(batch.plan.samples), asked)
         # Whoever knows the number of batches does not ask for one more: the pass is over with its last one.
         if len(self._waiting) == 1 and self._begin.ends_after(self._steps + 1):
@@ -127,6 +139,13 @@ class Pass(Iterator[dict[str, Any]]):
         """End the threads of this pass; asking it for more is an error from now on."""
         self._ended = True
         self._pipeline.close()
+
+    def _converted(self, batch: Batch) -> list[dict[str, Any]]:
+        try:
+            return list(to_samples(batch, self._shape)) if self._shape.samples else [to_tensors(batch, self._shape)]
+        except BaseException:
+            self.end()  # this batch is lost: a later one must not come in its place
+            raise
 
     def _report(self, samples: int, asked: float) -> None:
         if self._follow is None or self._follow.report is None:

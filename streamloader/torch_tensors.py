@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -12,6 +12,8 @@ import torch
 from numpy.typing import NDArray
 
 from streamloader.engine.batch import Batch, Ragged
+from streamloader.engine.transform import check_shapes
+from streamloader.errors import TransformError
 
 OFFSETS = "_offsets"
 
@@ -39,10 +41,10 @@ def to_tensors(batch: Batch, shape: Shape) -> dict[str, Any]:
     out: dict[str, Any] = {}
     for name, column in batch.columns.items():
         if isinstance(column, Ragged):
-            out[name] = _tensor(column.values)
+            out[name] = _tensor(name, column.values)
             out[name + OFFSETS] = torch.from_numpy(column.offsets)
         else:
-            out[name] = _tensor(column) if isinstance(column, np.ndarray) else column
+            out[name] = _tensor(name, column) if isinstance(column, np.ndarray) else column
     if shape.with_index:
         out |= numbers(batch.plan.samples, shape.firsts)
     if shape.with_valid:
@@ -66,11 +68,41 @@ def to_samples(batch: Batch, shape: Shape) -> Iterator[dict[str, Any]]:
             edges = columns.pop(name + OFFSETS).tolist()
             columns[name] = [columns[name][a:b] for a, b in pairwise(edges)]
         elif isinstance(column, list) and column and isinstance(column[0], np.ndarray):
-            columns[name] = [_tensor(image) for image in column]
+            columns[name] = [_tensor(name, image) for image in column]
     for i in range(len(batch.plan.samples)):
         yield {name: column[i] for name, column in columns.items()}
 
 
-def _tensor(array: np.ndarray[Any, Any]) -> torch.Tensor:
+def stack_tensors(name: str, values: Sequence[Any], samples: Sequence[int]) -> Any:
+    """Return the tensors that a transform returned for a field as one column; None where not all are tensors.
+
+    Gradients are cut: a batch begins a graph, and does not end one that a transform began. Dtypes that numpy does not
+    have, like bfloat16, stay what they are. Raises `TransformError` for tensors without values (meta), for sparse ones,
+    and for several shapes.
+    """
+    if not all(isinstance(value, torch.Tensor) for value in values):
+        return None
+    for value, sample in zip(values, samples, strict=True):
+        if value.is_meta or value.layout != torch.strided:
+            kind = "meta" if value.is_meta else str(value.layout).removeprefix("torch.")
+            remedy = (
+                "create it on the CPU" if value.is_meta else "return tensor.to_dense(), or a list to keep them apart"
+            )
+            raise TransformError(f"the transform returned {name!r} of sample {sample} as a {kind} tensor", remedy)
+    check_shapes(name, values)
+    tensors = [value.detach() for value in values]
+    try:
+        return np.stack([tensor.numpy() for tensor in tensors])  # faster than torch.stack, which starts threads
+    except (TypeError, RuntimeError):  # a dtype, a device or a view that numpy does not have
+        return torch.stack(tensors)
+
+
+def _tensor(name: str, array: np.ndarray[Any, Any]) -> torch.Tensor:
     # A read-only array cannot be shared with torch, which would let the caller write to it.
-    return torch.from_numpy(array if array.flags.writeable else array.copy())
+    try:
+        return torch.from_numpy(array if array.flags.writeable else array.copy())
+    except TypeError as error:
+        raise TransformError(
+            f"the transform returned {name!r} as an array of {array.dtype}, which torch does not have",
+            "return numbers, or a list to keep the values as they are",
+        ) from error

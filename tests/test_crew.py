@@ -24,11 +24,11 @@ def hasty() -> Iterator[None]:
 def test_jobs_run_in_order_and_an_error_is_told() -> None:
     errors: list[BaseException] = []
     done: list[int] = []
-    crew = Crew("order", 1, errors.append)
+    crew = Crew("order", 1)
     for i in range(5):
-        crew.submit(lambda i=i: done.append(i) if i != 3 else 1 / 0)  # type: ignore[misc]
+        crew.submit(lambda i=i: done.append(i) if i != 3 else 1 / 0, errors.append)  # type: ignore[misc]
     over = threading.Event()
-    crew.submit(over.set)
+    crew.submit(over.set, errors.append)
     assert over.wait(20)
     crew.close()
     assert crew.join(20)
@@ -48,7 +48,7 @@ def test_closing_from_several_threads_at_once_ends_all_threads() -> None:
             errors.append(error)
 
     for _ in range(100):
-        crew = Crew("closed", 48, errors.append)
+        crew = Crew("closed", 48)
         closers = [threading.Thread(target=close, args=(crew,)) for _ in range(3)]
         for closer in closers:
             closer.start()

@@ -123,7 +123,9 @@ def test_images_of_several_sizes_need_a_size_or_a_transform(folder: Path) -> Non
 def test_a_bad_image_is_named_after_the_batches_before_it(folder: Path, decode: Any) -> None:
     ds = StreamingDataset(folder / "broken", batch_size=8, decode=decode, shuffle=False, with_index=True)
     seen = []
-    with pytest.raises(DecodeError, match=r"sample 41 does not decode as an image \(16 bytes beginning 74686973"):
+    with pytest.raises(
+        DecodeError, match=r"sample 41 of field 'image' does not decode as an image \(16 bytes beginning 74686973"
+    ):
         for batch in ds:
             seen += numbers(batch)
     assert seen == list(range(40))

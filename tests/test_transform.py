@@ -187,10 +187,10 @@ def test_the_generator_is_given_to_who_has_a_place_for_it() -> None:
 
 def test_collating_keeps_dtypes_and_stacks_numbers() -> None:
     samples = [{"a": np.float16(i), "b": np.full((2, 2), i, np.uint16), "c": i, "d": None, "e": b"x"} for i in (1, 2)]
-    batch = collate(samples)
+    batch = collate(samples, [0, 1])
     assert batch["a"].dtype == np.float16
     assert (batch["b"].dtype, batch["b"].shape) == (np.uint16, (2, 2, 2))
     assert batch["c"].tolist() == [1, 2]
     assert batch["d"] == [None, None]
     assert batch["e"] == [b"x", b"x"]
-    assert collate([]) == {}
+    assert collate([], []) == {}

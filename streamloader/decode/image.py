@@ -28,7 +28,6 @@ _JPEG_MAGIC = b"\xff\xd8\xff"
 MAX_PIXELS = 180_000_000
 # Rows below a box that are decoded too: those whose chroma is interpolated into the box, at most four rows a sample.
 CHROMA_ROWS = 8
-_BAD = (OSError, UnidentifiedImageError, ValueError, SyntaxError, Image.DecompressionBombError)
 
 Pixels = NDArray[np.uint8]
 
@@ -56,10 +55,11 @@ class ImageDecoder:
     opencv: bool
     crop: RandomResizedCrop | CenterCrop | None
     normalizer: Normalizer | None
+    field: str = ""
 
     @classmethod
-    def choose(cls, options: Decode) -> ImageDecoder:
-        """Return the decoder. Raises `UsageError` where simplejpeg is asked for and not installed."""
+    def choose(cls, options: Decode, field: str = "") -> ImageDecoder:
+        """Return the decoder; its errors name `field`. Raises `UsageError` where simplejpeg is needed and missing."""
         installed = importlib.util.find_spec("simplejpeg") is not None
         if options.backend == "simplejpeg" and not installed:
             raise UsageError(
@@ -68,7 +68,7 @@ class ImageDecoder:
         fast = installed and options.backend != "pillow"
         opencv = fast and importlib.util.find_spec("cv2") is not None
         normalizer = None if options.normalization is None else Normalizer.of(options.normalization)
-        return cls(options, fast, opencv, options.box, normalizer)
+        return cls(options, fast, opencv, options.box, normalizer, field)
 
     @property
     def channels(self) -> int:
@@ -93,8 +93,8 @@ class ImageDecoder:
             return (*self.options.size, self.channels)
         try:
             return (*self._measure(data), self.channels)
-        except _BAD as error:
-            raise _bad(sample, data, error) from error
+        except Exception as error:
+            raise self._bad(sample, data, error) from error
 
     def decode(
         self,
@@ -114,13 +114,25 @@ class ImageDecoder:
             numbers = (self.draws(0, 0, np.array([sample])) or [[]])[0]
         try:
             return self._decode(data, out, numbers, scratch)
-        except _BAD as error:
-            raise _bad(sample, data, error) from error
         except _ShapeError as error:
             raise DecodeError(
                 f"sample {sample} decodes to shape {error.args[0]}, others of its batch to {error.args[1]}",
                 "give decode=Decode(size=(height, width)), or a transform that makes them alike",
             ) from None
+        except Exception as error:
+            raise self._bad(sample, data, error) from error
+
+    def _bad(self, sample: int, data: memoryview, error: Exception) -> DecodeError:
+        """Say why an image does not decode. Codecs raise whatever they like: Pillow's each another kind of error."""
+        why = "no known format" if isinstance(error, UnidentifiedImageError) else f"{type(error).__name__}: {error}"
+        begin = f" beginning {bytes(data[:4]).hex()}" if data else ""
+        where = f"sample {sample} of field {self.field!r}" if self.field else f"sample {sample}"
+        return DecodeError(
+            f"{where} does not decode as an image ({len(data)} bytes{begin}: {why})",
+            "lower memory= or batch_size, or free memory elsewhere"
+            if isinstance(error, MemoryError)
+            else "repair or drop it in the source and convert again, or take the field without decode=",
+        )
 
     def _decode(
         self, data: memoryview, out: NDArray[Any] | None, numbers: Sequence[float], scratch: Scratch
@@ -216,12 +228,3 @@ class ImageDecoder:
 
 class _ShapeError(Exception):
     """An image of another shape than its batch: both."""
-
-
-def _bad(sample: int, data: memoryview, error: BaseException) -> DecodeError:
-    why = "no known format" if isinstance(error, UnidentifiedImageError) else str(error)
-    begin = f" beginning {bytes(data[:4]).hex()}" if data else ""
-    return DecodeError(
-        f"sample {sample} does not decode as an image ({len(data)} bytes{begin}: {why})",
-        "repair or drop it in the source and convert again, or take the field without decode=",
-    )

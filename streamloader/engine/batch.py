@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streamloader.engine.arena import BatchBuffers
+from streamloader.errors import StreamloaderError, wrapped
 from streamloader.format.manifest import Field
-from streamloader.format.threads import wait_for
 from streamloader.format.values import from_bytes
 from streamloader.options import Pack
 from streamloader.plan.booking import BatchPlan
@@ -37,22 +37,40 @@ class Batch:
 
     plan: BatchPlan
     columns: dict[str, Any] = field(default_factory=dict)
-    error: BaseException | None = None
+    error: StreamloaderError | None = None
     _done: threading.Event = field(default_factory=threading.Event)
+    _dropped: bool = False
 
-    def finish(self, error: BaseException | None = None) -> None:
-        """Mark the batch as complete, or as failed."""
-        self.error = self.error or error
+    def finish(self) -> None:
+        """Mark the batch as complete."""
         self._done.set()
+
+    def fail(self, error: BaseException) -> None:
+        """Finish the batch with its first error; other parts of it may still be under way."""
+        first = ", ".join(map(str, self.plan.samples[:3].tolist()))
+        self.error = self.error or wrapped(error, f"making the batch of samples {first}, ...")
+        if self._dropped:
+            self.error = None
+        self._done.set()
+
+    def take_error(self) -> StreamloaderError | None:
+        """Return the error and forget it: the frames of its traceback hold the batch, and a cycle keeps its memory."""
+        error, self.error = self.error, None
+        return error
+
+    def drop(self) -> None:
+        """Forget an error, also one that is still to come: nobody will take the batch."""
+        self._dropped = True
+        self.error = None
 
     @property
     def finished(self) -> bool:
         """Whether the batch can be handed out without waiting."""
         return self._done.is_set()
 
-    def wait(self) -> None:
-        """Wait for the batch, interruptibly."""
-        wait_for(self._done.wait)
+    def wait(self, seconds: float) -> bool:
+        """Wait for the batch, up to so many seconds; return whether it is finished."""
+        return self._done.wait(seconds)
 
 
 def items_to_column(

@@ -11,13 +11,14 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from functools import partial
 
 from streamloader.engine.arena import NO_SLOT
 from streamloader.engine.crew import Crew, Job
 from streamloader.engine.pieces import NEVER, LoadingBlock, Piece
 from streamloader.engine.source import Source
-from streamloader.errors import StorageError, StreamloaderError
+from streamloader.errors import StorageError, StreamloaderError, wrapped
 from streamloader.plan.booking import BlockRef
 from streamloader.stats import Counters
 from streamloader.storage.policy import NO_RETRY, Timing, call_with_retry
@@ -55,21 +56,23 @@ class Fetcher:
         self._places = self._busy = self._writers = 0  # places taken, threads at work, slots written to
         self._awaited = -1
         self._looked = 0.0
-        self._failure: BaseException | None = None
+        self._failure: StreamloaderError | None = None
         self._closed = threading.Event()
-        self._timing = Timing(sleep=self._sleep)
-        self._crew = Crew("fetch", threads, self.fail, started=0)
+        self._timing = Timing(sleep=_sleeper(self._closed))
+        self._crew = Crew("fetch", threads, started=0)
 
     def load(self, ref: BlockRef) -> None:
         """Begin to load a block, for which a slot was reserved."""
         block = LoadingBlock(*self._source.find(ref), len(self._names))
         with self._changed:
             self._blocks[ref.ticket] = block
+            if self._closed.is_set():
+                return
             self._pending.extend(partial(self._load_field, block, name) for name in self._names)
             self._dispatch()
 
-    def wait(self, ticket: int) -> BaseException | None:
-        """Wait until the block is whole; return its error, if it has one. Stops early when closed."""
+    def wait(self, ticket: int) -> StreamloaderError | None:
+        """Wait until the block is whole; return its error, if it has one, once. Stops early when closed."""
         with self._changed:
             block = self._blocks[ticket]
             self._awaited = ticket
@@ -79,7 +82,8 @@ class Fetcher:
             self._awaited = -1
             if self._failure is not None:
                 return self._failure
-            return block.error
+            error, block.error = block.error, None  # its traceback may hold the block
+            return error
 
     def forget(self, ticket: int) -> None:
         """Drop the bookkeeping of a block that was released."""
@@ -88,7 +92,7 @@ class Fetcher:
     def fail(self, error: BaseException) -> None:
         """Take an error that belongs to no block: every wait returns it from now on."""
         with self._changed:
-            self._failure = self._failure or error
+            self._failure = self._failure or wrapped(error, "reading the dataset")
             self._changed.notify_all()
 
     def close(self) -> None:
@@ -121,9 +125,9 @@ class Fetcher:
                 return
             self._busy += 1
             self._crew.grow(self._busy)
-            self._crew.submit(job)
+            self._crew.submit(job, self.fail)
 
-    def _settle(self, block: LoadingBlock, error: BaseException | None) -> None:
+    def _settle(self, block: LoadingBlock, error: StreamloaderError | None) -> None:
         """A piece of the block is there, or has failed: its place is free. Holds the lock."""
         self._places -= 1
         block.error = block.error or error
@@ -136,10 +140,10 @@ class Fetcher:
         field = block.stored.fields[name]
         try:
             runs = block.stored.runs(name, block.ref)
-        except StreamloaderError as error:
+        except BaseException as error:  # noqa: BLE001 - a batch waits for the block, whatever happens to it
             with self._changed:
                 self._busy -= 1
-                self._settle(block, error)
+                self._settle(block, wrapped(error, f"reading the chunk table of field {name!r}"))
                 self._dispatch()
             return
         pieces = [Piece(block, field, run) for run in runs]
@@ -158,8 +162,9 @@ class Fetcher:
             done = True
         except _Dropped:
             pass
-        except StreamloaderError as problem:
-            error = problem
+        except BaseException as problem:  # noqa: BLE001 - a batch waits for the piece, whatever happens to it
+            first, count = piece.run.first_sample, piece.run.num_samples
+            error = wrapped(problem, f"reading field {piece.field.name!r} of samples {first} to {first + count - 1}")
         with self._changed:
             self._busy -= 1
             piece.requests -= 1
@@ -171,6 +176,7 @@ class Fetcher:
                     piece.over = True
                     self._pieces.remove(piece)
                     self._settle(piece.block, None if done else piece.error)
+                    piece.error = None  # its traceback may hold the piece
             self._dispatch()
 
     def _hedge(self, piece: Piece, number: int) -> None:
@@ -242,13 +248,10 @@ class Fetcher:
         piece.sent = NEVER
         self._counters.add(retries=1)
 
-    def _sleep(self, seconds: float) -> None:
-        self._closed.wait(seconds)
-
     def _hedge_late(self) -> None:
         """Send late requests once more, the earliest first, within the budget. Holds the lock."""
         now = time.perf_counter()
-        if now - self._looked < LOOK_SECONDS or not self._line.pace.calm:
+        if now - self._looked < LOOK_SECONDS or not self._line.pace.calm or self._closed.is_set():
             return
         self._looked = now
         hedging = self._line.hedging
@@ -261,3 +264,12 @@ class Fetcher:
             piece.hedges += 1
             self._hedges.append(partial(self._hedge, piece, piece.hedges))
         self._dispatch()
+
+
+def _sleeper(closed: threading.Event) -> Callable[[float], None]:
+    """Return a sleep that ends early once `closed` is set; it does not hold the fetcher."""
+
+    def sleep(seconds: float) -> None:
+        closed.wait(seconds)
+
+    return sleep

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from streamloader.engine.source import Stored
+from streamloader.errors import StreamloaderError
 from streamloader.format.reader import FieldReader, Run
 from streamloader.plan.booking import BlockRef
 
@@ -18,7 +19,7 @@ class LoadingBlock:
     stored: Stored
     ref: BlockRef
     left: int
-    error: BaseException | None = None
+    error: StreamloaderError | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -41,4 +42,4 @@ class Piece:
     body_at: float = 0.0
     writer: int | None = None
     over: bool = False
-    error: BaseException | None = None
+    error: StreamloaderError | None = None

@@ -19,6 +19,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 
 from streamloader.engine.ahead import Ahead
 from streamloader.engine.batch import Batch
@@ -28,8 +29,9 @@ from streamloader.engine.fetch import Fetcher
 from streamloader.engine.passes import Course, plans
 from streamloader.engine.source import Source
 from streamloader.engine.stages import Recipe, Stages
-from streamloader.errors import EngineError, StreamloaderError
-from streamloader.format.threads import take
+from streamloader.engine.transform import HeldTransform
+from streamloader.errors import EngineError, ForkError, StreamloaderError, wrapped
+from streamloader.format.threads import SIGNAL_SECONDS, take
 from streamloader.plan.booking import BatchPlan, BlockRef
 from streamloader.stats import Counters
 
@@ -55,11 +57,10 @@ class Engine:
         planned = Ahead(plans(first, endless=endless), min(PLANNED, max(2, PLANNED_ROWS // first.need.rows)))
         self.core = Assembler(source, recipe, planned, budget, counters)
         self._endless = endless
-        assembler, planner = (Crew(name, 1, self.core.fail) for name in ("assemble", "plan"))
+        assembler, planner = (Crew(name, 1) for name in ("assemble", "plan"))
         self._close = weakref.finalize(self, _end, self.core, (assembler, planner), os.getpid())
-        for job in (self.core.run, self.core.shut):
-            assembler.submit(job)
-        planner.submit(self.core.plans.run)
+        assembler.submit(self.core.run, self.core.fail)
+        planner.submit(self.core.plans.run, self.core.fail)
 
     @property
     def alive(self) -> bool:
@@ -82,12 +83,15 @@ class Pipeline:
     """Iterates over the finished batches of an engine's next pass, in their order.
 
     An error surfaces at the batch it belongs to; `completed` says whether the last batch was handed out. Close
-    it, or drop it, before that, and the engine ends.
+    it, or drop it, before that, and the engine ends. One thread at a time may ask for batches; any may close.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, transform: HeldTransform | None) -> None:
         self._engine = engine
+        self._transform = transform  # the engine's threads do not hold it
         self._close = weakref.finalize(self, engine.close)
+        self._process = os.getpid()
+        self._next: Batch | None = None  # where Ctrl-C ended the wait for it, the batch that the next call returns
         self._over = False
         self.completed = False
 
@@ -95,37 +99,53 @@ class Pipeline:
         return self
 
     def __next__(self) -> Batch:
-        """Return the next batch. Raises its error, or StopIteration after the last."""
+        """Return the next batch. Raises its error, StopIteration after the last, or `EngineError` once closed."""
         if self._over:
             raise StopIteration
-        core = self._engine.core
+        if os.getpid() != self._process:
+            raise ForkError(
+                "this pass is of the process that was forked", "begin a pass in this process: iter(dataset)"
+            )
         asked = time.perf_counter()
-        batch = core.next_ready()
-        if isinstance(batch, Batch):
+        try:
+            self._next = batch = self._next or self._engine.core.next_ready()
+            if batch is None:
+                self._complete()
+                raise StopIteration
             self._finish(batch)
-            if batch.error is None:
-                self._engine.counters.delivered(len(batch.plan.samples), asked)
-                return batch
-            batch = batch.error
-        self.completed = batch is None and not self._over
-        if self.completed:
-            self._engine.passes += 1
-        if self.completed and self._engine.alive:
-            self._close.detach()
-        self.close()
-        raise batch or StopIteration
+        except StreamloaderError:
+            self._over = True
+            self.close()
+            raise
+        self._next = None
+        self._engine.counters.delivered(len(batch.plan.samples), asked)
+        return batch
 
     def close(self) -> None:
-        """End a pass that is not complete, and its engine."""
-        self._over = True
+        """End a pass that is not complete, and its engine; a thread that waits for a batch gets an `EngineError`."""
         self._close()
 
+    def _complete(self) -> None:
+        self.completed = self._over = True
+        self._engine.passes += 1
+        if self._engine.alive:
+            self._close.detach()
+        self.close()
+
     def _finish(self, batch: Batch) -> None:
+        """Wait for the batch, and raise its error."""
         if not batch.finished:
             core = self._engine.core
             name = "transform_wait_seconds" if core.transforms else "decode_wait_seconds"
             with self._engine.counters.timed(name):
-                batch.wait()
+                while not batch.wait(SIGNAL_SECONDS):
+                    core.check_open()
+        error = batch.take_error()
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error  # its traceback has this frame
 
 
 class Assembler:
@@ -145,20 +165,28 @@ class Assembler:
         self._slots = budget.slots
         self._arena = source.memory.arena
         # first, since it may refuse the transform: no thread may be left then
-        self._stages = Stages(recipe, source.memory, budget.cores, counters, self.fail)
+        self._stages = Stages(recipe, source.memory, budget.cores, counters)
         self._fetcher = Fetcher(source, budget.threads, counters)
         self.transforms = recipe.transform is not None
         self._planned: deque[BatchPlan | None] = deque()  # None: a pass ends here
         self._ends = 0  # of passes, among the planned
         self._wanted: deque[BlockRef] = deque()
-        self._ready: queue.SimpleQueue[Batch | BaseException | None] = queue.SimpleQueue()
+        self._ready: queue.SimpleQueue[Batch | StreamloaderError | None] = queue.SimpleQueue()
         self._places = threading.Semaphore(READY_BATCHES)
         self._taken = False  # a batch, whose place is free only once the next one is asked for
         self._closed = False
         self._ended = threading.Event()
 
     def run(self) -> None:
-        """Assemble until the plan ends, a batch fails, or the pipeline is closed."""
+        """Assemble until the plan ends, a batch fails, or the pipeline is closed; then plan and fetch no more."""
+        try:
+            self._run()
+        finally:
+            self.plans.close()
+            self._fetcher.close()
+            self._ended.set()
+
+    def _run(self) -> None:
         while not self._closed:
             with self._counters.timed("gather_seconds"):
                 self._look_ahead()
@@ -167,8 +195,9 @@ class Assembler:
             plan = self._planned.popleft()
             self._ends -= plan is None
             batch = None if plan is None else self._assemble(plan)
-            if not self._closed:
-                self._ready.put(batch)
+            self._ready.put(batch)
+            if self._closed:
+                _drop(batch)
             if batch is not None and batch.error is not None:
                 return
 
@@ -178,27 +207,38 @@ class Assembler:
         if error is None:
             self._gather(batch)
         else:
-            batch.finish(error)
+            batch.fail(error)
         return batch
 
-    def shut(self) -> None:
-        """Run after `run`, however that ended: nothing is planned or fetched any more."""
-        self.plans.close()
-        self._fetcher.close()
-        self._ended.set()
+    def next_ready(self) -> Batch | None:
+        """Return the next batch, which may not be finished yet; None after the last.
 
-    def next_ready(self) -> Batch | BaseException | None:
-        """Return the next batch, which may not be finished yet; an error of no batch; None after the last."""
-        if self._closed:
-            return None
+        Raises an error that belongs to no batch, and `EngineError` once closed.
+        """
+        self.check_open()
         if self._taken:
+            self._taken = False
             self._places.release()
         batch = take(self._ready)
+        self.check_open()
+        if isinstance(batch, StreamloaderError):
+            try:
+                raise batch
+            finally:
+                del batch  # as in `Pipeline._finish`
         self._taken = True
         return batch
 
+    def check_open(self) -> None:
+        """Raise `EngineError` once closed: nobody finishes a batch any more."""
+        if self._closed:
+            raise EngineError(
+                "this pass was ended by a later iter(), load_state_dict() or close()", "iterate one pass at a time"
+            )
+
     def fail(self, error: BaseException) -> None:
         """Take an error that belongs to no batch: whoever waits gets it."""
+        error = wrapped(error, "the loader")
         self._fetcher.fail(error)
         self._ready.put(error)
 
@@ -209,6 +249,9 @@ class Assembler:
         self._places.release()
         self._fetcher.close()
         self._stages.close()
+        with suppress(queue.Empty):
+            while True:
+                _drop(self._ready.get_nowait())
         self._ready.put(None)
 
     def join(self, seconds: float) -> bool:
@@ -246,7 +289,10 @@ class Assembler:
         """Return what the block that comes next weighs; asked for with each batch until there is room for it."""
         ref = self._wanted[0]
         if ref.ticket not in self._weights:
-            self._weights[ref.ticket] = self._source.weight(ref)
+            try:
+                self._weights[ref.ticket] = self._source.weight(ref)
+            except StreamloaderError:  # loading it fails too: the error belongs to the batch that needs it
+                self._weights[ref.ticket] = 0
         return self._weights[ref.ticket]
 
     def _admit_next(self) -> None:
@@ -257,7 +303,7 @@ class Assembler:
         self._arena.reserve(ref.ticket)
         self._fetcher.load(ref)
 
-    def _load(self, plan: BatchPlan) -> BaseException | None:
+    def _load(self, plan: BatchPlan) -> StreamloaderError | None:
         """Wait until every block that this batch is the first to need is there; return the first error."""
         for ref in plan.needs:
             while self._wanted and self._wanted[0].ticket <= ref.ticket:  # needed now: whatever it weighs
@@ -283,8 +329,8 @@ class Assembler:
         try:
             with self._counters.timed("gather_seconds"):
                 self._stages.start(batch)
-        except StreamloaderError as error:
-            batch.finish(error)
+        except BaseException as error:  # noqa: BLE001 - the consumer waits for the batch, whatever happens to it
+            batch.fail(error)
         for ticket in batch.plan.done:
             self._fetcher.forget(ticket)
             self._arena.release(ticket)
@@ -297,3 +343,8 @@ class Assembler:
         self._places.acquire()
         self._counters.add(full_seconds=time.perf_counter() - begin)
         return not self._closed
+
+
+def _drop(ready: Batch | StreamloaderError | None) -> None:
+    if isinstance(ready, Batch):
+        ready.drop()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -20,7 +21,7 @@ from streamloader.engine.pipeline import Engine, Pipeline
 from streamloader.engine.resident import load_whole
 from streamloader.engine.source import Source, Stored
 from streamloader.engine.stages import Recipe
-from streamloader.engine.transform import Transform
+from streamloader.engine.transform import HeldTransform, Stack, Transform
 from streamloader.format.manifest import FieldLayout
 from streamloader.format.reader import MAX_REQUEST, FieldReader
 from streamloader.options import MIB, Pack
@@ -38,7 +39,10 @@ JOIN_SECONDS = 0.2
 
 @dataclass(frozen=True)
 class Wish:
-    """What the caller wants of the samples, and within how many bytes (`memory`, None for the need)."""
+    """What the caller wants of the samples, and within how many bytes (`memory`, None for the need).
+
+    `stack` makes columns of the tensors that a transform returns.
+    """
 
     decoders: Mapping[str, ImageDecoder] = field(default_factory=dict)
     packs: Mapping[str, Pack] = field(default_factory=dict)
@@ -46,6 +50,7 @@ class Wish:
     transform_workers: int = 0
     memory: int | None = None
     ranks_here: int = 1
+    stack: Stack | None = None
 
 
 @dataclass(frozen=True)
@@ -83,6 +88,7 @@ class _Running:
     engine: Engine
     memory: Memory
     upcoming: Course
+    transform: HeldTransform | None
     begun: int = 0
 
     def expects(self, wanted: Course) -> bool:
@@ -93,7 +99,7 @@ class _Running:
         """Begin the upcoming pass."""
         self.begun += 1
         self.upcoming = self.upcoming.following()
-        return Pipeline(self.engine)
+        return Pipeline(self.engine, self.transform)
 
 
 class Session:
@@ -106,6 +112,7 @@ class Session:
         self.counters = Counters()
         self._resident: dict[str, NDArray[Any]] = {}
         self._running: _Running | None = None
+        self._transform = None if wish.transform is None else HeldTransform(wish.transform)
         self._line = Line()
 
     def start(self, wanted: Course) -> Pipeline:
@@ -115,7 +122,8 @@ class Session:
             return running.go_on()
         # A second pass says that more will come: from then on the next is loaded while the present one drains.
         endless = running is not None and running.engine.passes > 0
-        self.close()
+        if running is not None:
+            running.engine.close()
         need = wanted.need
         resident, budget = self.plan_memory(need)
         for name in resident:
@@ -135,13 +143,14 @@ class Session:
         recipe = self._recipe(layouts, resident, wanted.seed, alike=wanted.steps_at_once == 1)
         source = Source(stored, self._line, memory)
         engine = Engine(source, recipe, wanted, budget, self.counters, endless=endless)
-        self._running = _Running(engine, memory, wanted)
+        self._running = _Running(engine, memory, wanted, self._transform)
         return self._running.go_on()
 
     def close(self) -> None:
-        """End the threads of the last pass, and of one that is loaded ahead."""
-        if self._running is not None:
-            self._running.engine.close()
+        """End the threads of the last pass, and of one that is loaded ahead, and give their memory back."""
+        running, self._running = self._running, None
+        if running is not None:
+            running.engine.close()
 
     def _recipe(self, streamed: Mapping[str, FieldLayout], resident: list[str], seed: int, *, alike: bool) -> Recipe:
         return Recipe(
@@ -151,9 +160,10 @@ class Session:
             decoders=self._wish.decoders,
             packs=self._wish.packs,
             alike=alike and self._wish.transform is None,
-            transform=self._wish.transform,
+            transform=None if self._transform is None else weakref.ref(self._transform),
             transform_workers=self._wish.transform_workers,
             seed=seed,
+            stack=self._wish.stack,
         )
 
     def _memory(self, layouts: Mapping[str, FieldLayout], slots: int, block: int) -> Memory:

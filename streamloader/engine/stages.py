@@ -20,8 +20,18 @@ from streamloader.engine.arena import Memory
 from streamloader.engine.batch import Batch, items_to_column, rows_of
 from streamloader.engine.budget import READY_BATCHES
 from streamloader.engine.crew import Crew
-from streamloader.engine.transform import RngKey, Sample, Transform, TransformProcess, apply, collate, takes_rng
-from streamloader.errors import StreamloaderError
+from streamloader.engine.transform import (
+    HeldTransform,
+    RngKey,
+    Sample,
+    Stack,
+    Transform,
+    TransformProcess,
+    apply,
+    collate,
+    takes_rng,
+)
+from streamloader.errors import EngineError, wrapping
 from streamloader.format.manifest import FieldLayout
 from streamloader.options import Pack
 from streamloader.plan.booking import BatchPlan
@@ -35,7 +45,8 @@ class Recipe:
     `streamed` fields come from the arena, `resident` ones are whole arrays in memory; `decoders` names the
     image fields to decode, `packs` the ragged fields to cut in rows. `alike` says that the images of a batch must have
     one size; where a transform makes them alike, or samples are handed out singly, they are kept apart. `seed` keys the
-    random numbers of the transform, with the plan's epoch and positions.
+    random numbers of the transform, with the plan's epoch and positions; `stack` makes columns of values that numpy
+    does not know.
     """
 
     names: tuple[str, ...]
@@ -43,10 +54,11 @@ class Recipe:
     resident: Mapping[str, NDArray[Any]]
     decoders: Mapping[str, ImageDecoder]
     alike: bool
-    transform: Transform | None
+    transform: weakref.ref[HeldTransform] | None
     transform_workers: int
     seed: int
     packs: Mapping[str, Pack] = field(default_factory=dict)
+    stack: Stack | None = None
 
 
 # A loop holds its batch until it has the next one, beside those that `READY_BATCHES` counts.
@@ -59,9 +71,7 @@ EXIT_SECONDS = 5.0
 class Stages:
     """Runs batches through the recipe. Threads hold this object, never the pipeline's handle."""
 
-    def __init__(
-        self, recipe: Recipe, memory: Memory, threads: int, counters: Counters, fail: Callable[[BaseException], None]
-    ) -> None:
+    def __init__(self, recipe: Recipe, memory: Memory, threads: int, counters: Counters) -> None:
         self._recipe = recipe
         self._arena = memory.arena
         self._buffers = memory.buffers
@@ -69,41 +79,35 @@ class Stages:
         self._threads = threads
         self._processes: list[TransformProcess] = []
         if recipe.transform is not None:
-            self._processes = [TransformProcess(recipe.transform) for _ in range(recipe.transform_workers)]
-            self._with_rng = takes_rng(recipe.transform)
+            transform = self._held_transform()
+            self._processes = [TransformProcess(transform) for _ in range(recipe.transform_workers)]
+            self._with_rng = takes_rng(transform)
         self._scratch = Scratch()
         self._closed = False
-        self._decode = Crew("decode", threads if recipe.decoders else 0, fail)
-        self._transform = [
-            Crew("transform", 1, fail) for _ in range(max(1, len(self._processes)) if recipe.transform else 0)
-        ]
+        self._decode = Crew("decode", threads if recipe.decoders else 0)
+        self._transform = [Crew("transform", 1) for _ in range(max(1, len(self._processes)) if recipe.transform else 0)]
         # OpenCV, and most of what a transform may call, aborts the process when its thread comes back from it to an
         # interpreter that has ended: the exit waits. Threads that wait for a process of their own end as they are.
+        # What a finalizer holds lives as long as this object: nothing that leads back here.
         here = [self._decode] if self._processes else [self._decode, *self._transform]
         weakref.finalize(self, _leave, here, os.getpid())
 
     def start(self, batch: Batch) -> None:
-        """Gather the batch now, and hand it to the later stages, the last of which finishes it."""
+        """Gather the batch now, and hand it to the later stages, the last of which finishes it.
+
+        Each part of that work, whatever it raises, ends in `Batch.finish` or `Batch.fail`.
+        """
         plan = batch.plan
         count = len(plan.samples)
         images: dict[str, list[memoryview]] = {}
         batch.columns = dict.fromkeys(self._recipe.names)
         for name, layout in self._recipe.streamed.items():
-            if layout.field.fixed:
-                out = self._buffers.lease((count, *layout.field.shape), layout.field.dtype, LIVE_BATCHES)
-                self._arena.take(name, plan.tickets, plan.rows, out)
-                batch.columns[name] = out
-                continue
-            items = self._arena.items(name, plan.tickets, plan.rows)
-            if name in self._recipe.decoders:
-                images[name] = items
-            else:
-                pack = self._recipe.packs.get(name)
-                batch.columns[name] = items_to_column(name, layout.field, items, plan.samples, self._buffers, pack=pack)
+            with wrapping(f"gathering field {name!r}"):
+                self._gather(batch, name, layout, images)
         for name, values in self._recipe.resident.items():
-            out = self._buffers.lease((count, *values.shape[1:]), str(values.dtype), LIVE_BATCHES)
-            np.take(values, plan.samples, axis=0, out=out, mode="clip")
-            batch.columns[name] = out
+            with wrapping(f"gathering field {name!r}"):
+                out = self._buffers.lease((count, *values.shape[1:]), str(values.dtype), LIVE_BATCHES)
+                batch.columns[name] = np.take(values, plan.samples, axis=0, out=out, mode="clip")
         if images and count:
             self._start_decode(batch, images)
         else:
@@ -121,18 +125,28 @@ class Stages:
         """Wait for the threads; return whether all have ended."""
         return all(crew.join(seconds) for crew in (self._decode, *self._transform))
 
+    def _gather(self, batch: Batch, name: str, layout: FieldLayout, images: dict[str, list[memoryview]]) -> None:
+        """Put a field's column into the batch, or its items into `images` where they are to be decoded."""
+        plan, field = batch.plan, layout.field
+        if field.fixed:
+            out = self._buffers.lease((len(plan.samples), *field.shape), field.dtype, LIVE_BATCHES)
+            self._arena.take(name, plan.tickets, plan.rows, out)
+            batch.columns[name] = out
+            return
+        items = self._arena.items(name, plan.tickets, plan.rows)
+        if name in self._recipe.decoders:
+            images[name] = items
+        else:
+            pack = self._recipe.packs.get(name)
+            batch.columns[name] = items_to_column(name, field, items, plan.samples, self._buffers, pack=pack)
+
     def _start_decode(self, batch: Batch, images: Mapping[str, Sequence[memoryview]]) -> None:
         parts = _cut(len(batch.plan.samples), 4 * self._threads)
         left = _Countdown(len(parts) * len(images), partial(self._start_transform, batch))
-        try:
-            columns = [self._images(batch.plan, name, items) for name, items in images.items()]
-        except StreamloaderError as error:
-            batch.finish(error)
-            return
-        for column in columns:
+        for column in [self._images(batch.plan, name, items) for name, items in images.items()]:
             batch.columns[column.name] = column.out
             for part in parts:
-                self._decode.submit(partial(self._decode_part, batch, column, part, left))
+                self._decode.submit(partial(self._decode_part, column, part, left), batch.fail)
 
     def _images(self, plan: BatchPlan, name: str, items: Sequence[memoryview]) -> _Images:
         decoder, samples = self._recipe.decoders[name], plan.samples.tolist()
@@ -143,62 +157,58 @@ class Stages:
         draws = decoder.draws(self._recipe.seed, plan.epoch, plan.positions)
         return _Images(name, decoder, items, samples, draws or [[]] * len(items), out)
 
-    def _decode_part(self, batch: Batch, images: _Images, part: range, left: _Countdown) -> None:
+    def _decode_part(self, images: _Images, part: range, left: _Countdown) -> None:
         begin = time.thread_time()
-        try:
-            for i in part:
-                if self._closed:
-                    return
-                image = images.decoder.decode(
-                    images.items[i], images.samples[i], images.out[i], images.draws[i], self._scratch
-                )
-                if isinstance(images.out, list):
-                    images.out[i] = image
-        except StreamloaderError as error:
-            batch.error = batch.error or error
+        for i in part:
+            if self._closed:
+                return
+            image = images.decoder.decode(
+                images.items[i], images.samples[i], images.out[i], images.draws[i], self._scratch
+            )
+            if isinstance(images.out, list):
+                images.out[i] = image
         self._counters.add(decode_seconds=time.thread_time() - begin)
         left.down()
 
     def _start_transform(self, batch: Batch) -> None:
-        if self._recipe.transform is None or batch.error is not None:
+        count = len(batch.plan.samples)
+        if self._recipe.transform is None or not count:
             batch.finish()
             return
-        count = len(batch.plan.samples)
         samples = rows_of(batch.columns, count)
         parts = _cut(count, len(self._transform))
         done: list[list[Sample]] = [[] for _ in parts]
         left = _Countdown(len(parts), partial(self._finish_transform, batch, done))
         for i, part in enumerate(parts):
-            self._transform[i].submit(partial(self._transform_part, batch, samples, part, (i, done, left)))
-        if not parts:
-            batch.finish()
+            self._transform[i].submit(
+                partial(self._transform_part, batch.plan, samples, part, (i, done, left)), batch.fail
+            )
 
     def _transform_part(
-        self, batch: Batch, samples: Sequence[Sample], part: range, into: tuple[int, list[list[Sample]], _Countdown]
+        self, plan: BatchPlan, samples: Sequence[Sample], part: range, into: tuple[int, list[list[Sample]], _Countdown]
     ) -> None:
         i, done, left = into
-        plan, recipe = batch.plan, self._recipe
+        recipe = self._recipe
         keys = [RngKey(recipe.seed, plan.epoch, int(plan.positions[j])) for j in part]
         numbers = [int(plan.samples[j]) for j in part]
         chosen = [samples[j] for j in part]
         begin = time.perf_counter()
-        try:
-            if self._processes:
-                done[i] = self._processes[i].run(chosen, keys, numbers)
-            else:
-                assert recipe.transform is not None
-                done[i] = apply(recipe.transform, self._with_rng, chosen, keys, numbers)
-        except StreamloaderError as error:
-            batch.error = batch.error or error
+        if self._processes:
+            done[i] = self._processes[i].run(chosen, keys, numbers)
+        else:
+            done[i] = apply(self._held_transform(), self._with_rng, chosen, keys, numbers)
         self._counters.add(transform_seconds=time.perf_counter() - begin)
         left.down()
 
+    def _held_transform(self) -> Transform:
+        held = None if self._recipe.transform is None else self._recipe.transform()
+        if held is None:
+            raise EngineError("the dataset of this pass is gone", "keep the dataset while you iterate")
+        return held.call
+
     def _finish_transform(self, batch: Batch, done: list[list[Sample]]) -> None:
-        if batch.error is None:
-            try:
-                batch.columns = collate([sample for part in done for sample in part])
-            except StreamloaderError as error:
-                batch.error = error
+        samples = [sample for part in done for sample in part]
+        batch.columns = collate(samples, batch.plan.samples.tolist(), self._recipe.stack)
         batch.finish()
 
 

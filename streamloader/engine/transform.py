@@ -5,7 +5,10 @@ from __future__ import annotations
 import inspect
 import multiprocessing
 import pickle
+import socket
+import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
@@ -16,6 +19,19 @@ from streamloader.errors import EngineError, TransformError, UsageError
 
 Transform = Callable[..., Any]
 Sample = dict[str, Any]
+# (field, values, sample numbers) -> the values as one column, or None where it does not know them. Engine code does not
+# know the tensors of a framework.
+Stack = Callable[[str, Sequence[Any], Sequence[int]], Any]
+
+
+@dataclass(frozen=True, eq=False)
+class HeldTransform:
+    """A transform as its owner holds it.
+
+    Threads refer to this weakly: the transform may be a method of what owns the dataset, which they would keep alive.
+    """
+
+    call: Transform
 
 
 @dataclass(frozen=True)
@@ -46,15 +62,19 @@ def takes_rng(transform: Transform) -> bool:
 def apply(
     transform: Transform, with_rng: bool, samples: Sequence[Sample], keys: Sequence[RngKey], numbers: Sequence[int]
 ) -> list[Sample]:
-    """Return the transformed samples. Raises `TransformError`, naming the sample, for whatever the transform raises."""
+    """Return the transformed samples.
+
+    Raises `TransformError`, naming the sample, for whatever the transform raises, also SystemExit: it is not the
+    thread's, or the process's, that runs it.
+    """
     out = []
     for sample, key, number in zip(samples, keys, numbers, strict=True):
         try:
             result = transform(sample, key.rng()) if with_rng else transform(sample)
-        except Exception as error:
+        except BaseException as error:
             raise TransformError(
                 f"the transform raised {type(error).__name__} on sample {number}: {error}",
-                "mend the transform, or skip such samples in it",
+                "fix the transform, or have it return a default for such samples",
             ) from error
         if not isinstance(result, dict):
             raise TransformError(
@@ -65,31 +85,62 @@ def apply(
     return out
 
 
-def collate(samples: Sequence[Sample]) -> dict[str, Any]:
-    """Return samples as batch columns: arrays and numbers stacked, others as lists. Raises `TransformError`."""
+def collate(samples: Sequence[Sample], numbers: Sequence[int], stack: Stack | None = None) -> dict[str, Any]:
+    """Return samples as batch columns: arrays and numbers stacked, others as lists.
+
+    `numbers` are those of the samples; `stack` is asked first for each column of what is no plain Python value.
+    Raises `TransformError`, which names field and sample where that is known.
+    """
     names = list(samples[0]) if samples else []
-    for sample in samples:
+    for sample, number in zip(samples, numbers, strict=True):
         if list(sample) != names:
             raise TransformError(
-                f"the transform returned keys {sorted(sample)} after {sorted(names)}",
-                "return the same keys for every sample",
+                f"the transform returned keys {list(sample)} for sample {number} after {names}",
+                "return the same keys, in the same order, for every sample",
             )
-    return {name: _stack(name, [sample[name] for sample in samples]) for name in names}
+    return {name: _column(name, [sample[name] for sample in samples], numbers, stack) for name in names}
 
 
-def _stack(name: str, values: list[Any]) -> Any:
+def _column(name: str, values: list[Any], numbers: Sequence[int], stack: Stack | None) -> Any:
     if isinstance(values[0], (str, bytes, list, dict, tuple)) or values[0] is None:
         return values
-    arrays = [np.asarray(value) for value in values]
+    try:
+        column = None if stack is None else stack(name, values, numbers)
+        return _stack(name, values, numbers) if column is None else column
+    except TransformError:
+        raise
+    except BaseException as error:
+        raise TransformError(
+            f"field {name!r} of samples {numbers[0]}, ... cannot be stacked ({type(error).__name__}: {error})",
+            "return arrays, tensors or numbers of one shape and dtype, or a list to keep them apart",
+        ) from error
+
+
+def _stack(name: str, values: list[Any], numbers: Sequence[int]) -> Any:
+    arrays = []
+    for value, number in zip(values, numbers, strict=True):
+        try:
+            arrays.append(np.asarray(value))
+        except BaseException as error:
+            raise TransformError(
+                f"the transform returned {type(value).__name__} as {name!r} of sample {number}, which is no array "
+                f"({type(error).__name__}: {error})",
+                "return arrays, tensors or numbers, or a list to keep the values apart",
+            ) from error
     if arrays[0].dtype == object:
         return values
-    shapes = {array.shape for array in arrays}
+    check_shapes(name, arrays)
+    return np.stack(arrays)
+
+
+def check_shapes(name: str, values: Sequence[Any]) -> None:
+    """Raise `TransformError` where arrays or tensors of a field have several shapes."""
+    shapes = {tuple(value.shape) for value in values}
     if len(shapes) > 1:
         shown = ", ".join(map(str, sorted(shapes)[:3]))
         raise TransformError(
             f"the transform returned {name!r} in shapes {shown}", "return one shape, or a list to keep them apart"
         )
-    return np.stack(arrays)
 
 
 class TransformProcess:
@@ -121,20 +172,25 @@ class TransformProcess:
         """Return the transformed samples. Raises `TransformError`, or `EngineError` where the process died."""
         try:
             self._pipe.send((samples, keys, numbers))
-            result = self._pipe.recv()
+            answer = self._pipe.recv_bytes()
         except (EOFError, OSError) as error:
             self._process.join(1)
             raise EngineError(
                 f"a transform process died (exit code {self._process.exitcode}) on one of {list(numbers)[:4]}...",
                 "look for a crash or too little memory in the transform",
             ) from error
+        result, cause = pickle.loads(answer)
         if isinstance(result, TransformError):
-            raise result
+            raise result from cause
         return list(result)
 
     def close(self) -> None:
-        """Hang up; the process ends after the job it is in."""
-        self._pipe.close()
+        """Hang up; the process ends after the job it is in. A thread in `run` gets an error.
+
+        The pipe itself is closed with this object: a thread may still use its number.
+        """
+        with socket.fromfd(self._pipe.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as pipe, suppress(OSError):
+            pipe.shutdown(socket.SHUT_RDWR)
 
 
 def _serve(pipe: Connection, transform: Transform) -> None:
@@ -142,14 +198,33 @@ def _serve(pipe: Connection, transform: Transform) -> None:
     while True:
         try:
             samples, keys, numbers = pipe.recv()
-        except (EOFError, OSError):
+        except (EOFError, OSError, KeyboardInterrupt):  # Ctrl-C in a terminal reaches this process too
             return
-        answer: Any
         try:
-            answer = apply(transform, with_rng, samples, keys, numbers)
+            answer = _dump(apply(transform, with_rng, samples, keys, numbers))
         except TransformError as error:
-            answer = error
+            answer = _dump(error, _portable(error.__cause__))
+        except BaseException as error:  # noqa: BLE001 - whatever pickling raises, the parent gets it
+            problem = f"what the transform returned for one of {list(numbers)[:4]}... cannot be sent between processes"
+            remedy = "return arrays, tensors, numbers, bytes, str and lists of them, or use transform_workers=0"
+            answer = _dump(TransformError(f"{problem} ({type(error).__name__}: {error})", remedy), _portable(error))
         try:
-            pipe.send(answer)
+            pipe.send_bytes(answer)
         except OSError:
             return
+
+
+def _dump(result: list[Sample] | TransformError, cause: BaseException | None = None) -> bytes:
+    """Pickle an answer by value: multiprocessing would send each tensor as a file in shared memory."""
+    return pickle.dumps((result, cause), pickle.HIGHEST_PROTOCOL)
+
+
+def _portable(cause: BaseException | None) -> BaseException:
+    """Return the exception as another process can load it, with its traceback as a note."""
+    text = "".join(traceback.format_exception(cause))
+    try:
+        found: BaseException = pickle.loads(pickle.dumps(cause))
+    except Exception:  # noqa: BLE001 - whatever a class of the user's does when it is pickled
+        found = RuntimeError(f"{type(cause).__name__}: {cause}")
+    found.add_note(f"in the transform process:\n{text}")
+    return found

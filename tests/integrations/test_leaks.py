@@ -1,0 +1,27 @@
+"""Two hundred uses of each kind leave threads, files, arenas and resident memory as they were."""
+
+from __future__ import annotations
+
+import faulthandler
+from pathlib import Path
+
+import leaks
+import pytest
+
+KINDS = ["break", "close", "epochs", "load_state_dict", "samples", "transform", "failing transform", "images"]
+KINDS += ["mixture", "replay", "transform workers", "DataLoader workers"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("leaks")
+    leaks.write(path)
+    return path
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.filterwarnings("ignore:2 DataLoader workers")
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_hundred_cycles_leave_nothing(folder: Path, kind: str) -> None:
+    faulthandler.cancel_dump_traceback_later()  # two hundred processes start one after another
+    leaks.check_flat(leaks.growth(leaks.cycles(folder)[kind], 200, first=30))

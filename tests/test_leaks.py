@@ -1,0 +1,39 @@
+"""Whatever a loader held is free once it is dropped, without waiting for a collection; see also integrations/."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from pathlib import Path
+
+import leaks
+import pytest
+
+KINDS = ["break", "close", "epochs", "load_state_dict", "samples", "transform", "failing transform", "images"]
+KINDS += ["mixture", "replay"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("leaks")
+    leaks.write(path)
+    return path
+
+
+def test_an_owner_whose_method_is_the_transform_is_collected(folder: Path) -> None:
+    trainer = leaks.Trainer(folder / "arrays")
+    for _ in range(3):  # after the third, threads load a fourth
+        for _ in trainer.dataset:
+            pass
+    assert leaks.our_threads()
+    gone = weakref.ref(trainer)
+    del trainer
+    gc.collect()
+    assert gone() is None
+    assert leaks.held().arenas == 0
+    assert not leaks.our_threads()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_dropped_leaves_nothing(folder: Path, kind: str) -> None:
+    leaks.check_flat(leaks.growth(leaks.cycles(folder)[kind], 8))
