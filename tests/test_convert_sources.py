@@ -7,7 +7,9 @@ import hashlib
 import io
 import json
 import pickle
+import random
 import tarfile
+import zipfile
 from collections.abc import Callable, Mapping
 from itertools import pairwise
 from pathlib import Path
@@ -366,6 +368,82 @@ def test_a_damaged_npz_is_named(damage: str, tmp_path: Path) -> None:
     (tmp_path / "it.npz").write_bytes(data)
     with pytest.raises(SourceError, match=r"it\.npz is no \.npz, or damaged"):
         opened(tmp_path / "it.npz").part(np.arange(1000)).read(refuse_all)
+
+
+def headed(header: str, version: int = 1) -> bytes:
+    """Return an .npy of 1000 zero bytes with this header."""
+    line = header.encode() + b"\n"
+    return b"\x93NUMPY" + bytes([version, 0]) + len(line).to_bytes(2 * version, "little") + line + bytes(1000)
+
+
+def shaped(shape: str, descr: str = "<i4") -> str:
+    return f"{{'descr': '{descr}', 'fortran_order': False, 'shape': {shape}, }}"
+
+
+DAMAGED_HEADERS = {
+    "no python": "a b",
+    "cut": shaped("(2, 3)")[:40],
+    "deep": "(" * 3000,
+    "an expression": "1" + "+1" * 3000,
+    "a NUL": "\0",
+    "a negative shape": shaped("(-5, 3)"),
+    "a shape of no numbers": shaped("('a', 3)"),
+    "no dtype": shaped("(5, 3)", "<q9"),
+    "more rows than bytes": shaped("(1000000000000000000, 3)"),
+    "more rows than numbers": shaped("(99999999999999999999999, 3)"),
+    "rows of gigabytes": shaped("(2, 4000000000)"),
+    "rows of more": shaped("(2, 40000000000000000000000)"),
+    "another version": shaped("(5, 3)"),
+}
+
+
+@pytest.mark.parametrize("kind", ["npy", "stored", "compressed", "tar"])
+@pytest.mark.parametrize("case", DAMAGED_HEADERS)
+def test_an_npy_with_a_damaged_header_is_named(case: str, kind: str, tmp_path: Path) -> None:
+    data = headed(DAMAGED_HEADERS[case], 3 if case == "another version" else 1)
+    told = r"it\.npy (is no \.npy|has)"
+    if kind == "npy":
+        (tmp_path / "it.npy").write_bytes(data)
+    elif kind == "tar":
+        told = r"1\.npy: it is no \.npy that can be read"
+        tar(tmp_path / "it.tar", {"1.npy": data})
+    else:
+        told = r"it\.npz:x (is no \.npy|has|claims)"
+        with zipfile.ZipFile(tmp_path / "it.npz", "w", zipfile.ZIP_STORED if kind == "stored" else 8) as file:
+            file.writestr("x.npy", data)
+    with pytest.raises(SourceError, match=told) as error:
+        opened(tmp_path if kind == "tar" else next(tmp_path.iterdir()))
+    assert error.value.remedy
+
+
+@pytest.mark.parametrize("kind", ["npy", "stored", "compressed"])
+def test_a_damaged_npy_or_npz_is_read_or_named_whatever_the_damage(kind: str, tmp_path: Path) -> None:
+    rng = random.Random(7)
+    path = tmp_path / ("it.npy" if kind == "npy" else "it.npz")
+    if kind == "npy":
+        np.save(path, np.arange(60).reshape(20, 3))
+    else:
+        arrays = {"x": np.arange(60).reshape(20, 3), "y": np.random.default_rng(1).random(20)}
+        (np.savez if kind == "stored" else np.savez_compressed)(path, **arrays)
+    whole = path.read_bytes()
+    for number in range(600):
+        data = bytearray(whole)
+        at = rng.randrange(len(data))
+        if number % 3 == 0:  # the zip's directory, or the header's beginning
+            at = rng.randrange(min(len(data), 128)) if kind == "npy" else len(data) - 1 - rng.randrange(200)
+        if number % 5 == 0:
+            del data[at:]
+        elif number % 5 == 1:
+            del data[at : at + rng.randint(1, 40)]
+        else:
+            data[at : at + rng.randint(1, 4)] = rng.randbytes(rng.randint(1, 4))
+        path.write_bytes(data)
+        try:
+            source = opened(path)
+            source.part(np.arange(source.num_samples)).read(refuse_all)
+        except StreamloaderError as error:
+            assert path.name in str(error)
+            assert error.remedy
 
 
 def test_a_file_that_shrinks_after_it_was_listed_is_named(tmp_path: Path) -> None:

@@ -31,7 +31,10 @@ class Wish:
     @property
     def notes(self) -> dict[str, Any]:
         """What the manifest's provenance keeps of it, so that an append or a comparison reads its source alike."""
-        fill = {name: value.decode(errors="replace") if isinstance(value, bytes) else str(value) for name, value in self.fill.items()}
+        fill = {
+            name: value.decode(errors="replace") if isinstance(value, bytes) else str(value)
+            for name, value in self.fill.items()
+        }
         return {**({"fill": fill} if fill else {}), **({"raw": True} if self.raw else {})}
 
     @classmethod

@@ -109,6 +109,6 @@ def _load_npy(data: bytes) -> NDArray[Any]:
     """Return the array. Raises ValueError for what is no plain .npy."""
     try:
         array: NDArray[Any] = np.load(io.BytesIO(data), allow_pickle=False)
-    except (ValueError, EOFError, OSError) as error:
-        raise ValueError(f"it is no .npy that can be read: {error}") from None
-    return array.astype(array.dtype.newbyteorder("="), copy=False)
+        return array.astype(array.dtype.newbyteorder("="), copy=False)
+    except Exception as error:  # numpy parses the header as Python: damaged, it raises whatever that does
+        raise ValueError(f"it is no .npy that can be read: {str(error) or type(error).__name__}") from error

@@ -11,11 +11,13 @@ import numpy as np
 from numpy.lib import format as npy_format
 
 from streamloader.conversion.sources.base import Range, read_range
-from streamloader.errors import FieldError, SourceError
+from streamloader.conversion.sources.tensors.arrays import tensor_field
+from streamloader.errors import SourceError
 from streamloader.format.manifest import Field
 from streamloader.storage.protocol import ObjectInfo, Store
 
 HEADER_BYTES = 16 << 10  # numpy refuses to evaluate a longer header too
+_SHOWN = 200  # characters of numpy's message, which may hold the header
 
 
 def row_field(dtype: np.dtype[Any], shape: tuple[int, ...]) -> Field:
@@ -48,16 +50,20 @@ def read_array_header(store: Store, info: ObjectInfo, start: int, stop: int, nam
 
     Raises `SourceError` unless it is a plain array of a known dtype, in C order, and whole.
     """
-    head = read_range(store, Range(info.path, start, min(stop, start + HEADER_BYTES)))
+    stop = min(stop, info.size)
+    head = read_range(store, Range(info.path, start, max(start, min(stop, start + HEADER_BYTES))))
     where = f"{store.url}/{name}"
     shape, dtype, length = parse_header(bytes(head), where)
     array = StoredArray(info.path, start + length, dtype, shape)
-    needed = length + array.row_bytes * shape[0]
-    if needed > stop - start:
-        raise SourceError(
-            f"{where} has {stop - start} bytes, its header says {needed}: it is truncated", "fetch or make it again"
-        )
+    check_size(length + array.row_bytes * shape[0], stop - start, where)
     return array
+
+
+def check_size(needed: int, size: int, where: str) -> None:
+    """Raise `SourceError` for an array of `size` bytes with its header whose header says more."""
+    if needed > size:
+        problem = f"{where} has {size} bytes, its header says {needed}: it is truncated, or damaged"
+        raise SourceError(problem, "fetch or make it again")
 
 
 def parse_header(head: bytes, where: str) -> tuple[tuple[int, ...], np.dtype[Any], int]:
@@ -72,8 +78,11 @@ def parse_header(head: bytes, where: str) -> tuple[tuple[int, ...], np.dtype[Any
         if version not in readers:
             raise ValueError(f"format version {version[0]}.{version[1]}, which only structured arrays use")
         shape, fortran, dtype = readers[version](file, max_header_size=HEADER_BYTES)
-    except ValueError as error:
-        raise SourceError(f"{where} is no .npy that can be read: {error}", "write it with numpy.save") from None
+        if min(shape, default=0) < 0:
+            raise ValueError(f"its shape is {shape}")
+    except Exception as error:  # numpy parses the header as Python: damaged, it raises whatever that does
+        said = " ".join((str(error) or type(error).__name__).split())[:_SHOWN]
+        raise SourceError(f"{where} is no .npy that can be read: {said}", "write it with numpy.save") from error
     if dtype.hasobject:
         raise SourceError(
             f"{where} holds pickled objects, which are never read", "save plain arrays (allow_pickle=False)"
@@ -84,8 +93,5 @@ def parse_header(head: bytes, where: str) -> tuple[tuple[int, ...], np.dtype[Any
         raise SourceError(
             f"{where} is in Fortran order: its rows do not lie together", "save numpy.ascontiguousarray(it)"
         )
-    try:
-        Field("tensor", dtype.newbyteorder("=").name, tuple(shape[1:]))
-    except FieldError as error:
-        raise SourceError(f"{where}: {error.problem}", error.remedy) from None
+    tensor_field(dtype, tuple(shape), where)
     return tuple(shape), dtype, file.tell()

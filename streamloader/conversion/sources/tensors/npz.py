@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import struct
 import zipfile
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,17 +14,20 @@ from numpy.typing import NDArray
 
 from streamloader.conversion.sources.base import Range, read_range
 from streamloader.conversion.sources.rangefile import open_file
+from streamloader.conversion.sources.tensors.arrays import check_claim
 from streamloader.conversion.sources.tensors.npyheader import (
     HEADER_BYTES,
     StoredArray,
+    check_size,
     parse_header,
     read_array_header,
     row_field,
 )
-from streamloader.errors import SourceError
+from streamloader.errors import SourceError, StreamloaderError
 from streamloader.format.manifest import Field
 from streamloader.storage.protocol import ObjectInfo, Store
 
+_MAGIC = b"PK\3\4"  # of a member's header
 _LOCAL_HEADER = 30  # bytes before a member's name; the lengths of name and extra stand in its last four
 _PIECE = 4 << 20
 
@@ -78,14 +80,22 @@ def npz_arrays(store: Store, info: ObjectInfo) -> dict[str, StoredArray | Packed
                 start = _data_start(store, info, entry)
                 arrays[name] = read_array_header(store, info, start, start + entry.file_size, f"{info.path}:{name}")
             else:
+                where = f"{store.url}/{info.path}:{name}"
                 with archive.open(entry) as file:
-                    shape, dtype, length = parse_header(file.read(HEADER_BYTES), f"{store.url}/{info.path}:{name}")
-                arrays[name] = PackedArray(info, entry.filename, length, dtype, shape)
+                    shape, dtype, length = parse_header(file.read(HEADER_BYTES), where)
+                packed = PackedArray(info, entry.filename, length, dtype, shape)
+                needed = length + packed.field.item_bytes * shape[0]
+                check_size(needed, entry.file_size, where)
+                check_claim(where, needed, entry.compress_size)
+                arrays[name] = packed
     return arrays
 
 
 def _data_start(store: Store, info: ObjectInfo, entry: zipfile.ZipInfo) -> int:
-    header = read_range(store, Range(info.path, entry.header_offset, entry.header_offset + _LOCAL_HEADER))
+    start, stop = entry.header_offset, entry.header_offset + _LOCAL_HEADER
+    header = read_range(store, Range(info.path, start, stop)) if 0 <= start < stop <= info.size else b""
+    if header[:4] != _MAGIC:
+        raise zipfile.BadZipFile(f"no member begins at byte {start}")
     name, extra = struct.unpack_from("<HH", header, _LOCAL_HEADER - 4)
     return int(entry.header_offset + _LOCAL_HEADER + name + extra)
 
@@ -95,7 +105,8 @@ def _opened(store: Store, info: ObjectInfo) -> Iterator[zipfile.ZipFile]:
     try:
         with zipfile.ZipFile(open_file(store, info)) as archive:
             yield archive
-    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError) as error:
-        raise SourceError(
-            f"{store.url}/{info.path} is no .npz, or damaged: {error}", "fetch or make it again"
-        ) from error
+    except StreamloaderError:
+        raise
+    except Exception as error:  # zipfile and its decompressors have errors of many kinds for what is damaged
+        problem = f"{store.url}/{info.path} is no .npz, or damaged: {str(error) or type(error).__name__}"
+        raise SourceError(problem, "fetch or make it again") from error
