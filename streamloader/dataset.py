@@ -79,6 +79,11 @@ class Dataset:
         return {name: layout.field for name, layout in self.manifest.fields.items()}
 
     @property
+    def classes(self) -> dict[str, tuple[str, ...]]:
+        """Class names by field: `classes["label"][3]` is the name of label 3. Empty where none were recorded."""
+        return self.manifest.classes
+
+    @property
     def splits(self) -> tuple[str, ...]:
         """The names of all splits at the URL that was opened; empty where there are none."""
         return self._opened.splits

@@ -8,7 +8,7 @@ from streamloader.decode.image import ENCODINGS, ImageDecoder
 from streamloader.errors import BatchError, FieldError, UsageError
 from streamloader.format.geometry import order_pin
 from streamloader.format.manifest import Field, Manifest
-from streamloader.options import REMAINDERS, Decode, Shuffle
+from streamloader.options import REMAINDERS, Decode, Shuffle, parse_size
 from streamloader.plan.order import OrderParams
 from streamloader.plan.world import Part
 from streamloader.torch_tensors import OFFSETS
@@ -21,7 +21,7 @@ def check_arguments(
     remainder: str,
     transform: object,
     transform_workers: int,
-    memory: int | None,
+    shuffle: object,
     *,
     on_batch: object,
 ) -> None:
@@ -36,10 +36,24 @@ def check_arguments(
         raise UsageError(
             f"transform_workers={transform_workers} with transform={transform}", "give both, or transform_workers=0"
         )
-    if memory is not None and memory < 1:
-        raise UsageError(f"memory={memory}", "give bytes, at least 1")
+    if not isinstance(shuffle, bool | Shuffle):
+        windowed = isinstance(shuffle, int) and shuffle > 0
+        raise UsageError(
+            f"shuffle={shuffle!r:.60}",
+            f"give True, False, or {f'Shuffle(window={shuffle})' if windowed else 'Shuffle(window=, lanes=, block=)'}",
+        )
     if on_batch is not None and not callable(on_batch):
         raise UsageError(f"on_batch={on_batch!r} cannot be called", "give a function of a BatchReport")
+
+
+def choose_memory(memory: int | str | None) -> int | None:
+    """Return `memory` in bytes, also of text like "2GiB". Raises `UsageError`."""
+    if memory is None:
+        return None
+    try:
+        return parse_size(memory)
+    except UsageError:
+        raise UsageError(f"memory={memory!r}", "give bytes, at least 1, or text like '2GiB' or '500MB'") from None
 
 
 def check_batch(batch_size: int, num_samples: int, url: str) -> None:

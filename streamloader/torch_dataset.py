@@ -25,6 +25,7 @@ from streamloader.torch_choices import (
     check_batch,
     choose_decoders,
     choose_fields,
+    choose_memory,
     choose_order,
 )
 from streamloader.torch_packing import PackChoice, choose_packs
@@ -49,7 +50,7 @@ class StreamingDataset(Streamed):
 
     `batch_size`: samples of each rank's batch; None yields samples, for `DataLoader(ds, batch_size=64)`.
     `fields`: names to fetch, default all. `split`: of a dataset that has splits. `where`: the samples that take part: a
-    condition on fields of one number (`"label in (1, 2) and width >= 256"`), a slice, a mask, or sample numbers.
+    condition on fields of one number (`"label == 'cat' and width >= 256"`), a slice, a mask, or sample numbers.
     `shuffle`: True, False, or `Shuffle(window=, lanes=, block=)`. `seed`: below 2^64. `remainder`: what the last,
     incomplete step does: "pad", "drop" or "uneven". `decode`: how encoded images become uint8 tensors (height, width,
     channels): True, a backend's name, a `Decode`, or one of these for each field. `pack`: ragged fields whose documents
@@ -58,7 +59,7 @@ class StreamingDataset(Streamed):
     `transform_workers`: processes that run it. `skip_steps`: what to leave out, by epoch: `{0: range(100, 120)}`.
     `world`: (rank, size), a process group, or a `DeviceMesh` with the names of its data-parallel dimensions,
     `(mesh, "dp")`; default torch.distributed's, else the launcher's environment.
-    `memory`: bytes this rank's loader may use, beside Python and torch; default what the window needs.
+    `memory`: bytes this rank's loader may use, beside Python and torch, also as "2GiB"; default what the window needs.
     `on_batch(report)`: called with a `BatchReport` for each batch, say to log how long training waited for it.
     `storage_options`: for the store, as fsspec takes them.
 
@@ -84,12 +85,13 @@ class StreamingDataset(Streamed):
         skip_steps: StepChoice = None,
         with_index: bool = False,
         world: WorldChoice = None,
-        memory: int | None = None,
+        memory: int | str | None = None,
         on_batch: Callable[[BatchReport], None] | None = None,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
-        check_arguments(batch_size, remainder, transform, transform_workers, memory, on_batch=on_batch)
+        check_arguments(batch_size, remainder, transform, transform_workers, shuffle, on_batch=on_batch)
         condition = read_where(where)  # before anything is opened
+        limit = choose_memory(memory)
         skips = read_steps("skip_steps", skip_steps)
         rank = None if world is None else resolve_world(world)
         root = open_store(url, storage_options)
@@ -110,7 +112,7 @@ class StreamingDataset(Streamed):
         )
         self._order(start)  # refuses a seed that does not fit
         self._first = start
-        wish = Wish(decoders, packs, transform, transform_workers, memory)
+        wish = Wish(decoders, packs, transform, transform_workers, limit)
         session = ProcessSession([Wanted(store, self._manifest, self._selection)], self._names, wish)
         manner = Manner(batch_size, Shape(batch_size is None, with_index, remainder == "pad"), skips, on_batch)
         super().__init__(start, manner, session, rank)
@@ -119,6 +121,11 @@ class StreamingDataset(Streamed):
     def fields(self) -> dict[str, Field]:
         """The fields that are fetched, by name."""
         return {name: self._manifest.fields[name].field for name in self._names}
+
+    @property
+    def classes(self) -> dict[str, tuple[str, ...]]:
+        """Class names by field: `classes["label"][3]` is the name of label 3. Empty where none were recorded."""
+        return self._manifest.classes
 
     @property
     def num_samples(self) -> int:

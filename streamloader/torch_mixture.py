@@ -23,7 +23,14 @@ from streamloader.plan.order import EpochOrder
 from streamloader.plan.world import World
 from streamloader.stats import BatchReport
 from streamloader.storage import open_store
-from streamloader.torch_choices import DecodeChoice, check_arguments, choose_decoders, choose_fields, choose_order
+from streamloader.torch_choices import (
+    DecodeChoice,
+    check_arguments,
+    choose_decoders,
+    choose_fields,
+    choose_memory,
+    choose_order,
+)
 from streamloader.torch_packing import PackChoice, choose_packs
 from streamloader.torch_pass import Position
 from streamloader.torch_selection import choose_selection, read_where
@@ -75,10 +82,10 @@ class Mixture(Streamed):
         skip_steps: StepChoice = None,
         with_index: bool = False,
         world: WorldChoice = None,
-        memory: int | None = None,
+        memory: int | str | None = None,
         on_batch: Callable[[BatchReport], None] | None = None,
     ) -> None:
-        check_arguments(batch_size, remainder, transform, transform_workers, memory, on_batch=on_batch)
+        check_arguments(batch_size, remainder, transform, transform_workers, shuffle, on_batch=on_batch)
         if remainder == "uneven":
             raise MixtureError('remainder="uneven" of a mixture', 'choose "pad" or "drop": a mixture has no end')
         check_shape(stop, batches, unit)
@@ -86,7 +93,7 @@ class Mixture(Streamed):
         conditions = [read_where(one.where) for one in self.sources]
         skips = read_steps("skip_steps", skip_steps)
         rank = None if world is None else resolve_world(world)
-        wanted = [_open(*one) for one in zip(self.sources, conditions, strict=True)]
+        wanted = self._wanted = [_open(*one) for one in zip(self.sources, conditions, strict=True)]
         manifests = [one.manifest for one in wanted]
         each = [choose_fields(manifest, fields, with_index, remainder == "pad") for manifest in manifests]
         self._names = check_alike(self.sources, manifests, each, with_index)
@@ -96,7 +103,7 @@ class Mixture(Streamed):
             choose_packs(self.fields, pack, batch_size=batch_size, transformed=transform is not None),
             transform,
             transform_workers,
-            memory,
+            choose_memory(memory),
         )
         pins = tuple(_pin(source, one, shuffle) for source, one in zip(self.sources, wanted, strict=True))
         EpochOrder(1, pins[0].params, seed, 0)  # refuses a seed that does not fit
@@ -125,6 +132,12 @@ class Mixture(Streamed):
     def fields(self) -> dict[str, Field]:
         """The fields that are fetched, by name."""
         return dict(self._fields)
+
+    @property
+    def classes(self) -> dict[str, tuple[str, ...]]:
+        """Class names by field, of the fields for which all sources have the same."""
+        first, *others = (one.manifest.classes for one in self._wanted)
+        return {name: names for name, names in first.items() if all(one.get(name) == names for one in others)}
 
     def samples(self, epoch: int, step: int, rank: int | None = None, *, workers: int = 1) -> dict[str, torch.Tensor]:
         """Return `source` and `index` of the samples that a step of an epoch delivers; reads nothing.

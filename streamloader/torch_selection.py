@@ -28,7 +28,8 @@ def read_where(where: WhereChoice) -> Any:
 def choose_selection(where: Any, manifest: Manifest, store: Store) -> Selection | None:
     """Return the samples that are chosen by what `read_where` returned; None for all.
 
-    A condition reads the fields that it names, each of one number a sample, whole. Raises `SelectionError` for a field
+    A condition reads the fields that it names, each of one number a sample, whole; class names in it are those of the
+    manifest. Raises `SelectionError` for a field
     that is not there or holds no such numbers, before anything is read, and for what selects nothing.
     """
     if where is None:
@@ -42,6 +43,7 @@ def choose_selection(where: Any, manifest: Manifest, store: Store) -> Selection 
             f"where={where.text!r} asks for {name!r}, which {found}",
             f"fields of one number a sample are {', '.join(usable) or 'none'}; or give a mask or indexes",
         )
+    where = where.with_classes(manifest.classes)
     readers = {name: field_reader(store, manifest, name) for name in where.fields}
     columns = {name: load_whole(reader, store.reader(), Counters()) for name, reader in readers.items()}
     return Selection.of(where.mask(columns), manifest.num_samples)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
@@ -31,6 +32,15 @@ class Manner:
     shape: Shape
     skips: dict[int, tuple[int, ...]] = field(default_factory=dict)
     on_batch: Callable[[BatchReport], None] | None = None
+
+
+def check_guarded() -> None:
+    """Raise `UsageError` in a process that imports the script of its parent, and so runs it once more."""
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise UsageError(
+            "processes of transform_workers= or DataLoader import this script, which iterates a dataset when imported",
+            "put the code that trains below `if __name__ == '__main__':`",
+        )
 
 
 class Streamed(IterableDataset[dict[str, Any]]):
@@ -78,6 +88,7 @@ class Streamed(IterableDataset[dict[str, Any]]):
         """Begin a pass: at the start of the epoch, or where a loaded state stands. Ends the pass before it."""
         rank, (number, count) = resolve_world(self._world), worker()
         check_loader(self._manner.batch_size, rank.size)
+        check_guarded()
         self._end_pass()
         start = self._begin(rank, count)
         start, repeated = start.with_workers(count, rank.size, self._manner.batch_size or 1)

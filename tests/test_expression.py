@@ -80,7 +80,15 @@ def test_a_condition_holds_where_it_does_in_python(text: str) -> None:
         ("label ** 9 == 1", r"label \*\* 9"),
         ("label << 9 == 1", "label << 9"),
         ("(lambda: 1)() == label", "lambda"),
-        ("label == 'cat'", "'cat'"),
+        ("label < 'cat'", "'cat'.*write label == 'cat'"),
+        ("label == 'cat' == 1", "otherwise than with one field"),
+        ("label + 'cat' == 1", "'cat'"),
+        ("label in 'cat'", "otherwise than with one field"),
+        ("'cat' in (label, 1)", "otherwise than with one field"),
+        ("label in ('cat', width)", "otherwise than with one field"),
+        ("label + 1 == 'cat'", "otherwise than with one field"),
+        ("'dog' == 'cat'", "otherwise than with one field"),
+        ("'cat'", "'cat'"),
         ("label == None", "None"),
         ("label == 1j", "1j"),
         ("f'{label}' == 1", "not understood"),
@@ -128,3 +136,36 @@ def test_small_integers_do_not_wrap_and_large_ones_compare_exactly() -> None:
     assert Condition.parse("small - 6 < 0").mask(columns).tolist() == [False, True]
     assert Condition.parse(f"large == {2**64 - 1}").mask(columns).tolist() == [True, False]
     assert Condition.parse(f"small < {10**30}").mask(columns).tolist() == [True, True]
+
+
+CLASSES = {"label": ["ant", "cat", "dog", "catfish"], "width": ["cat", "narrow"]}
+
+
+@pytest.mark.parametrize(
+    ("text", "same"),
+    [
+        ("label == 'cat'", "label == 1"),
+        ("'cat' != label", "label != 1"),
+        ("label in ('dog', 'ant', 7)", "label in (2, 0, 7)"),
+        ("label not in ['dog', 'ant']", "label not in (2, 0)"),
+        ("not (label == 'ant' or width == 'narrow') and flag", "not (label == 0 or width == 1) and flag"),
+    ],
+)
+def test_class_names_stand_for_their_numbers(text: str, same: str) -> None:
+    named, plain = Condition.parse(text), Condition.parse(same)
+    assert named.fields == plain.fields
+    columns = {name: COLUMNS[name] for name in named.fields}
+    assert named.with_classes(CLASSES).mask(columns).tolist() == plain.mask(columns).tolist()
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("label == 'cats'", "'cats', which is none of its classes; similar names are 'cat', 'catfish'"),
+        ("label in ('cat', 'zebra')", "'zebra', which is none of its classes; its 4 classes are 'ant', 'cat', 'dog'"),
+        ("score == 'cat'", "compares 'score' with 'cat', and the dataset has no class names for it; compare it with"),
+    ],
+)
+def test_an_unknown_class_name_is_named_with_those_that_look_like_it(text: str, part: str) -> None:
+    with pytest.raises(SelectionError, match=part):
+        Condition.parse(text).with_classes(CLASSES)

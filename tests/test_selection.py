@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
+import streamloader as sl
 from streamloader.errors import SelectionError, StateError
 from streamloader.format.codecs import pack_items, parse_items
 from streamloader.format.runs import Part, chosen
@@ -229,3 +230,29 @@ def test_rare_samples_of_variable_size_come_out_whole(tmp_path: Path, codec: Any
         datasets.check_batch(batch, ["tok", "raw", "name"])
     assert sorted(seen(batches)) == chosen
     ds.close()
+
+
+def test_classes_are_those_of_the_conversion_and_name_what_takes_part(tmp_path: Path) -> None:
+    for number, name in enumerate(("ant", "bee", "cat")):
+        for i in range(4 + number):
+            path = tmp_path / "photos" / name / f"{i}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(datasets.encoded(datasets.picture(i), "png"))
+    sl.convert(tmp_path / "photos", tmp_path / "whole")
+    sl.convert(tmp_path / "photos", tmp_path / "split", split={"train": 0.5, "val": 0.5})
+    classes = {"label": ("ant", "bee", "cat")}
+    assert sl.open(tmp_path / "whole").classes == classes
+    assert sl.open(tmp_path / "split", split="val").classes == classes
+    animals = StreamingDataset(tmp_path / "whole", batch_size=1, where="label in ('ant', 'cat')")
+    assert animals.classes == classes
+    assert animals.num_samples == 4 + 6
+    assert {int(batch["label"]) for batch in animals} == {0, 2}
+    with pytest.raises(SelectionError, match="similar names are 'bee'"):
+        StreamingDataset(tmp_path / "whole", batch_size=1, where="label == 'beee'")
+    datasets.write(tmp_path / "plain", 3, ["label"])
+    assert sl.open(tmp_path / "plain").classes == {}
+    with pytest.raises(SelectionError, match="has no class names for it"):
+        StreamingDataset(tmp_path / "plain", batch_size=1, where="label == 'bee'")
+    mixed = sl.Mixture({tmp_path / "whole": 1, sl.Source(tmp_path / "split", "train"): 1}, batch_size=2)
+    assert mixed.classes == classes
+    assert sl.Mixture({tmp_path / "whole": 1, tmp_path / "plain": 1}, batch_size=2, fields=["label"]).classes == {}

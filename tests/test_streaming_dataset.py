@@ -377,7 +377,11 @@ BAD_ARGUMENTS: list[tuple[dict[str, Any], type[StreamloaderError], str]] = [
     ({"transform": 3}, UsageError, "transform=3 cannot be called"),
     ({"transform_workers": 2}, UsageError, "transform_workers=2 with transform=None"),
     ({"transform": len, "transform_workers": -1}, UsageError, "transform_workers=-1"),
-    ({"memory": 0}, UsageError, "memory=0"),
+    ({"memory": 0}, UsageError, "memory=0; give bytes, at least 1, or text like '2GiB'"),
+    ({"memory": "2 potatoes"}, UsageError, "memory='2 potatoes'; give bytes"),
+    ({"memory": [1]}, UsageError, r"memory=\[1\]; give bytes"),
+    ({"shuffle": 1000}, UsageError, r"shuffle=1000; give True, False, or Shuffle\(window=1000\)"),
+    ({"shuffle": "yes"}, UsageError, r"shuffle='yes'; give True, False, or Shuffle\(window=, lanes=, block=\)"),
     ({"decode": True}, FieldError, "no field holds encoded images"),
     ({"decode": {"label": True}}, FieldError, "decode names 'label'"),
     ({"split": "val"}, FieldError, "val"),
@@ -423,6 +427,13 @@ def test_too_little_memory_names_the_need_and_that_much_is_enough(url: str) -> N
         ds = StreamingDataset(url, batch_size=32, memory=need, with_index=True, remainder=remainder)  # type: ignore[arg-type]
         seen = [i for batch in ds for i in numbers(batch)]
         assert len(seen) == len(set(seen)) == (N - N % 32 if remainder == "drop" else N)
+
+
+def test_memory_may_be_given_as_text(url: str) -> None:
+    ds = StreamingDataset(url, batch_size=32, memory="64MiB")
+    assert sum(1 for _ in ds) == 19
+    with pytest.raises(TooLittle, match="but memory=1024;"):
+        iter(StreamingDataset(url, batch_size=32, memory="1KiB"))
 
 
 def test_a_missing_shard_is_named_after_the_batches_before_it(url: str, tmp_path: Path) -> None:

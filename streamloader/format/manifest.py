@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, Literal
@@ -167,6 +167,17 @@ class Manifest:
             **self._generation_json(),
         }
         return hashlib.sha256(canonical_json(identity)).hexdigest()
+
+    @property
+    def classes(self) -> dict[str, tuple[str, ...]]:
+        """Class names by field, as the conversion recorded them: name i is that of the value i."""
+        found = self.provenance.get("classes")
+        listed = found.items() if isinstance(found, Mapping) else ()
+        return {
+            name: tuple(map(str, names))
+            for name, names in listed
+            if name in self.fields and isinstance(names, Sequence) and not isinstance(names, str)
+        }
 
     def to_json(self) -> dict[str, Any]:
         """Return the manifest as it stands in the group attribute."""

@@ -1,16 +1,18 @@
 """Conditions on fields, as text: `label in (1, 2) and width >= 256`. Parsed, never evaluated as Python. Pure.
 
 The words are Python's: names of fields, numbers, `True`, `False`, `+ - * / // %`, comparisons also in chains, `in` and
-`not in` with numbers in brackets, `and`, `or`, `not`, parentheses. Nothing else is understood: no call, no attribute,
-no index, no power.
+`not in` with numbers in brackets, `and`, `or`, `not`, parentheses. A class name in quotes stands for its number where
+it is compared with a field by `==`, `!=`, `in` or `not in`. Nothing else is understood: no call, no attribute, no
+index, no power.
 """
 
 from __future__ import annotations
 
 import ast
 import operator
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from functools import reduce
 from typing import Any
 
@@ -24,7 +26,7 @@ __all__ = ["Condition"]
 Column = NDArray[Any]
 
 MOST_CHARACTERS = 10_000
-WORDS = "use fields, numbers, comparisons, in (...), and, or, not, + - * / // %"
+WORDS = "use fields, numbers, class names in quotes, comparisons, in (...), and, or, not, + - * / // %"
 
 _ARITHMETIC: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
@@ -75,6 +77,19 @@ class Condition:
             raise _no_condition(text)
         return cls(text, frozenset(names), tree)
 
+    def with_classes(self, classes: Mapping[str, Sequence[str]]) -> Condition:
+        """Return the condition with the numbers of its class names, given the names by field.
+
+        Raises `SelectionError` for a field without class names, and for an unknown one, with those that look like it.
+        """
+        tree = ast.parse(self.text.strip(), mode="eval").body
+        for node in (one for one in ast.walk(tree) if isinstance(one, ast.Compare)):
+            for name in _class_names(node):
+                field = _compared_field(node, self.text)
+                problem = f"where={self.text!r} compares {field!r} with {name.value!r}"
+                name.value = _class_number(str(name.value), tuple(classes.get(field, ())), problem)
+        return replace(self, _tree=tree)
+
     def mask(self, columns: Mapping[str, Column]) -> NDArray[np.bool_]:
         """Return where the condition holds, given each of `fields` as one array of one number a sample.
 
@@ -109,6 +124,8 @@ def _check(node: ast.expr, text: str, names: set[str]) -> bool:
             _check_number(left, text, names)
             _check_number(right, text, names)
             condition = False
+        case ast.Compare() if any(_class_names(node)):
+            names.add(_compared_field(node, text))
         case ast.Compare(left=left, ops=ops, comparators=comparators):
             _check_number(left, text, names)
             for comparison, right in zip(ops, comparators, strict=True):
@@ -147,6 +164,41 @@ def _check_compared(op: ast.cmpop, right: ast.expr, text: str, names: set[str]) 
             raise SelectionError(
                 f"{_shown(element, text)!r} in where= is a field inside a list", "compare the fields with =="
             )
+
+
+def _class_names(node: ast.Compare) -> Iterator[ast.Constant]:
+    """Yield the texts that are compared."""
+    for side in (node.left, *node.comparators):
+        for part in side.elts if isinstance(side, ast.Tuple | ast.List | ast.Set) else (side,):
+            if isinstance(part, ast.Constant) and isinstance(part.value, str):
+                yield part
+
+
+def _compared_field(node: ast.Compare, text: str) -> str:
+    """Return the field that is compared with class names."""
+    match node.left, node.ops, node.comparators:
+        case (ast.Name(id=field), [ast.Eq() | ast.NotEq()], [ast.Constant()]):
+            return field
+        case (ast.Constant(), [ast.Eq() | ast.NotEq()], [ast.Name(id=field)]):
+            return field
+        case (ast.Name(id=field), [ast.In() | ast.NotIn()], [ast.Tuple() | ast.List() | ast.Set() as among]):
+            if all(isinstance(one, ast.Constant) and isinstance(one.value, str | int) for one in among.elts):
+                return field
+    raise SelectionError(
+        f"{_shown(node, text)!r} in where= compares a class name otherwise than with one field",
+        "write label == 'cat', label != 'cat', label in ('cat', 'dog') or label not in ('cat', 'dog')",
+    )
+
+
+def _class_number(name: str, names: Sequence[str], problem: str) -> int:
+    if name in names:
+        return names.index(name)
+    if not names:
+        raise SelectionError(f"{problem}, and the dataset has no class names for it", "compare it with numbers")
+    close = get_close_matches(name, names, 5)
+    shown = ", ".join(map(repr, close or names[:5]))
+    remedy = f"similar names are {shown}" if close else f"its {len(names)} classes are {shown}, ..."
+    raise SelectionError(f"{problem}, which is none of its classes", remedy)
 
 
 def _value(node: ast.expr, columns: Mapping[str, Column]) -> Any:
