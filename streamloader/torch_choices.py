@@ -46,6 +46,19 @@ def check_arguments(
         raise UsageError(f"on_batch={on_batch!r} cannot be called", "give a function of a BatchReport")
 
 
+def check_steps(steps: int, batch_size: int | None, remainder: str) -> None:
+    """Raise `UsageError` for a `steps_per_epoch` that is no number of steps, or where ranks would lose step."""
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+        raise UsageError(f"steps_per_epoch={steps!r}", "give a whole number of at least 1")
+    if batch_size is None:
+        raise UsageError(f"steps_per_epoch={steps} with batch_size=None", "give a batch_size: a step is a batch")
+    if remainder == "uneven":
+        raise UsageError(
+            f"steps_per_epoch={steps} with remainder='uneven', where ranks have different numbers of steps",
+            "choose 'pad' or 'drop'",
+        )
+
+
 def choose_memory(memory: int | str | None) -> int | None:
     """Return `memory` in bytes, also of text like "2GiB". Raises `UsageError`."""
     if memory is None:

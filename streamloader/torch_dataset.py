@@ -57,6 +57,7 @@ class StreamingDataset(Streamed):
     come as rows of one length, `{"tokens": 2049}` or `{"tokens": Pack(2049, pad=)}`. `transform(sample[, rng])`: called
     with each sample, a dict of numpy arrays, bytes and str; `rng` is keyed by seed, epoch and position.
     `transform_workers`: processes that run it. `skip_steps`: what to leave out, by epoch: `{0: range(100, 120)}`.
+    `steps_per_epoch`: each `for` yields so many batches, and goes on where the last one stopped.
     `world`: (rank, size), a process group, or a `DeviceMesh` with the names of its data-parallel dimensions,
     `(mesh, "dp")`; default torch.distributed's, else the launcher's environment.
     `memory`: bytes this rank's loader may use, beside Python and torch, also as "2GiB"; default what the window needs.
@@ -83,6 +84,7 @@ class StreamingDataset(Streamed):
         transform: Callable[..., Any] | None = None,
         transform_workers: int = 0,
         skip_steps: StepChoice = None,
+        steps_per_epoch: int | None = None,
         with_index: bool = False,
         world: WorldChoice = None,
         memory: int | str | None = None,
@@ -114,8 +116,8 @@ class StreamingDataset(Streamed):
         self._first = start
         wish = Wish(decoders, packs, transform, transform_workers, limit)
         session = ProcessSession([Wanted(store, self._manifest, self._selection)], self._names, wish)
-        manner = Manner(batch_size, Shape(batch_size is None, with_index, remainder == "pad"), skips, on_batch)
-        super().__init__(start, manner, session, rank)
+        shape = Shape(batch_size is None, with_index, remainder == "pad")
+        super().__init__(start, Manner(batch_size, shape, skips, on_batch, steps_per_epoch), session, rank)
 
     @property
     def fields(self) -> dict[str, Field]:

@@ -80,6 +80,7 @@ class Mixture(Streamed):
         transform: Callable[..., Any] | None = None,
         transform_workers: int = 0,
         skip_steps: StepChoice = None,
+        steps_per_epoch: int | None = None,
         with_index: bool = False,
         world: WorldChoice = None,
         memory: int | str | None = None,
@@ -97,7 +98,6 @@ class Mixture(Streamed):
         manifests = [one.manifest for one in wanted]
         each = [choose_fields(manifest, fields, with_index, remainder == "pad") for manifest in manifests]
         self._names = check_alike(self.sources, manifests, each, with_index)
-        self._fields = {name: manifests[0].fields[name].field for name in self._names}
         wish = Wish(
             choose_decoders(self.fields, decode),
             choose_packs(self.fields, pack, batch_size=batch_size, transformed=transform is not None),
@@ -120,7 +120,7 @@ class Mixture(Streamed):
         )
         shape = Shape(batch_size is None, with_index, remainder == "pad", self._numbers.all_from)
         session = ProcessSession(wanted, self._names, wish)
-        super().__init__(start, Manner(batch_size, shape, skips, on_batch), session, rank)
+        super().__init__(start, Manner(batch_size, shape, skips, on_batch, steps_per_epoch), session, rank)
         self._first = start
 
     @property
@@ -131,7 +131,8 @@ class Mixture(Streamed):
     @property
     def fields(self) -> dict[str, Field]:
         """The fields that are fetched, by name."""
-        return dict(self._fields)
+        manifest = self._wanted[0].manifest
+        return {name: manifest.fields[name].field for name in self._names}
 
     @property
     def classes(self) -> dict[str, tuple[str, ...]]:

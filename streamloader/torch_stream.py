@@ -12,10 +12,10 @@ from torch.utils.data import IterableDataset
 
 from streamloader.engine.passes import Course
 from streamloader.errors import StateError, UsageError
-from streamloader.plan.cursor import Standing
+from streamloader.plan.cursor import Standing, get
 from streamloader.plan.world import Part, World
 from streamloader.stats import BatchReport, Stats
-from streamloader.torch_choices import check_epoch, check_share
+from streamloader.torch_choices import check_epoch, check_share, check_steps
 from streamloader.torch_epochs import Place, SharedEpochs
 from streamloader.torch_pass import SAMPLES_AT_ONCE, Follow, Pass, Position, warn_of_costs
 from streamloader.torch_session import ProcessSession
@@ -26,12 +26,16 @@ from streamloader.torch_world import check_loader, in_worker, loader_asking_for_
 
 @dataclass(frozen=True)
 class Manner:
-    """How batches are handed out: of how many samples (None: singly), in which shape, without which steps."""
+    """How batches are handed out: of how many samples (None: singly), in which shape, without which steps.
+
+    `steps`: those of one iteration, which may be a part of an epoch or several; None for an epoch.
+    """
 
     batch_size: int | None
     shape: Shape
     skips: dict[int, tuple[int, ...]] = field(default_factory=dict)
     on_batch: Callable[[BatchReport], None] | None = None
+    steps: int | None = None
 
 
 def check_guarded() -> None:
@@ -43,11 +47,45 @@ def check_guarded() -> None:
         )
 
 
+class Steps(Iterator[dict[str, Any]]):
+    """Yields `steps` batches from a pass and, where that ends, from those that `begin` returns.
+
+    `keep` gets the pass when the last batch is handed out: the next iteration goes on with it.
+    """
+
+    def __init__(self, first: Pass, steps: int, begin: Callable[[], Pass], keep: Callable[[Pass], None]) -> None:
+        self._pass = first
+        self._left = steps
+        self._begin = begin
+        self._keep = keep
+
+    def __next__(self) -> dict[str, Any]:
+        """Return the next batch. Raises the error that belongs there."""
+        if not self._left:
+            raise StopIteration
+        try:
+            batch = next(self._pass, None)
+            if batch is None:
+                self._pass = self._begin()
+                batch = next(self._pass, None)
+        except Exception:
+            self._left = 0
+            raise
+        self._left = self._left - 1 if batch is not None else 0
+        if batch is None:
+            raise StopIteration
+        if not self._left:
+            self._keep(self._pass)
+        return batch
+
+
 class Streamed(IterableDataset[dict[str, Any]]):
     """Passes over data that an engine streams; a subclass says which data, and in which order."""
 
     def __init__(self, start: Standing, manner: Manner, session: ProcessSession, world: World | None) -> None:
         super().__init__()
+        if manner.steps is not None:
+            check_steps(manner.steps, manner.batch_size, start.remainder)
         self._manner = manner
         self._session = session
         self._world = world
@@ -55,11 +93,17 @@ class Streamed(IterableDataset[dict[str, Any]]):
         self._loaded = False
         self._epochs = SharedEpochs()
         self._pass: weakref.ref[Pass] | None = None
+        self._kept: Pass | None = None  # between two iterations of `steps_per_epoch`
+        self._steps = 0  # handed out since the run began
+        self._begun = (start, 0)  # place and steps at which the present iteration began
 
     @property
     def epoch(self) -> int:
-        """The epoch that the next pass delivers; during one its own, until its last batch was handed out."""
-        return self._epochs.next_epoch()
+        """The epoch that the next pass delivers; during one its own, until its last batch was handed out.
+
+        With `steps_per_epoch` it counts iterations; the state has the epoch of the data.
+        """
+        return self._epochs.next_epoch() if self._manner.steps is None else self._steps // self._manner.steps
 
     def __len__(self) -> int:
         """This rank's batches in the whole of the next epoch (samples with `batch_size=None`).
@@ -68,6 +112,8 @@ class Streamed(IterableDataset[dict[str, Any]]):
         """
         world, loader = resolve_world(self._world), loader_asking_for_length()
         workers = 1 if loader is None else max(1, loader.num_workers)
+        if self._manner.steps is not None:
+            return self._manner.steps
         whole = replace(self._from(self.epoch, world, workers), position=0, extra=0, workers=workers)
         shares = [self._share(whole, world.consumer(number, workers)) for number in range(workers)]
         counts = [choose_gaps(self._manner.skips, whole, share).steps(share, whole.epoch, 0) for share in shares]
@@ -85,11 +131,25 @@ class Streamed(IterableDataset[dict[str, Any]]):
         )
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """Begin a pass: at the start of the epoch, or where a loaded state stands. Ends the pass before it."""
-        rank, (number, count) = resolve_world(self._world), worker()
-        check_loader(self._manner.batch_size, rank.size)
+        """Begin a pass: at the start of the epoch, or where a loaded state stands. Ends the pass before it.
+
+        With `steps_per_epoch`: go on where the last iteration stopped.
+        """
+        check_loader(self._manner.batch_size, resolve_world(self._world).size)
         check_guarded()
+        if self._manner.steps is None:
+            return self._begin_pass()
+        self._refuse_workers(worker()[1], in_worker())
+        self._begun = self._now, self._steps
+        kept = self._kept if self._kept is not None and self._kept is self._running() else None
+        left = self._manner.steps - self._steps % self._manner.steps
+        return Steps(kept or self._begin_pass(), left, self._begin_pass, self._keep)
+
+    def _begin_pass(self) -> Pass:
+        rank, (number, count) = resolve_world(self._world), worker()
         self._end_pass()
+        if self._manner.steps is not None:
+            self._start = self._now
         start = self._begin(rank, count)
         start, repeated = start.with_workers(count, rank.size, self._manner.batch_size or 1)
         begin = Position.of_worker(start, rank, number, lambda world: self._share(start, world))
@@ -98,16 +158,26 @@ class Streamed(IterableDataset[dict[str, Any]]):
         warn_of_costs(begin.share, count, repeated, fresh=start.position == 0)
         self._epochs.begin(number, count, start.epoch)
         self._start = self._now = start
-        return self._run(begin, Follow(self._deliver, self._complete, self._manner.on_batch))
+        follow = Follow(self._deliver, self._complete, self._manner.on_batch)
+        if self._manner.steps is not None:  # this dataset may keep the pass, which then must not keep the dataset
+            follow = replace(follow, deliver=_weakly(self._deliver), complete=_weakly(self._complete))
+        return self._run(begin, follow)
 
     def set_epoch(self, epoch: int) -> None:
         """Let the next pass deliver this epoch, from its beginning unless it is the present one already.
 
         Raises `StateError` where a state was just loaded and says another epoch: frameworks that number their
-        epochs anew would lose the place.
+        epochs anew would lose the place. With `steps_per_epoch` only the present number of iterations is accepted.
         """
         check_epoch(epoch)
         present = self.epoch
+        if self._manner.steps is not None:
+            if epoch != present:
+                raise UsageError(
+                    f"set_epoch({epoch}) with steps_per_epoch={self._manner.steps} before iteration {present}",
+                    f"call set_epoch({present}), or leave it out: each iteration goes on where the last one stopped",
+                )
+            return
         if self._loaded and epoch != present:
             raise StateError(
                 f"set_epoch({epoch}) right after a state of epoch {present} was loaded",
@@ -126,6 +196,10 @@ class Streamed(IterableDataset[dict[str, Any]]):
         Raises `StateError` in a parent whose DataLoader workers did the reading: it cannot know what they did.
         """
         world = resolve_world(self._world)
+        if self._manner.steps is not None:
+            self._refuse_workers(workers, self._read_by_workers())
+            now, steps = (self._now, self._steps) if batches is None else self._after(batches, world)
+            return {**self._settled(now, world, 1).to_dict(), "steps": steps}
         if batches is not None:
             # workers pass on without the parent: it knows where their first pass began, not which one they are at
             epoch = self._epochs.begun if self._read_by_workers() else self._start.epoch
@@ -147,10 +221,13 @@ class Streamed(IterableDataset[dict[str, Any]]):
         the dataset with another digest.
         """
         found = self._read(state, force=force)
+        steps = get(state, "steps", int) if "steps" in state else 0
         self._end_pass()
         self._choose(found)
         self._now = self._start
         self._loaded = True
+        self._steps = max(0, steps)
+        self._begun = self._now, self._steps
 
     def replay(self, epoch: int, steps: Iterable[int]) -> Iterator[dict[str, Any]]:
         """Begin to deliver some steps of an epoch again, ascending, with the crops they had; `samples` counts them.
@@ -178,7 +255,7 @@ class Streamed(IterableDataset[dict[str, Any]]):
         """Pickle for workers: the rank is resolved here, since a spawned worker cannot ask torch.distributed."""
         world = resolve_world(self._world)
         check_loader(self._manner.batch_size, world.size)  # a spawned worker does not see who splits its batches
-        return self.__dict__ | {"_pass": None, "_world": world}
+        return self.__dict__ | {"_pass": None, "_kept": None, "_world": world}
 
     def _settled(self, start: Any, world: World, workers: int) -> Any:
         """The same place, with what depends on the size of the world."""
@@ -221,6 +298,7 @@ class Streamed(IterableDataset[dict[str, Any]]):
 
     def _deliver(self, cursor: Standing) -> None:
         self._loaded = False
+        self._steps += 1
         self._now = cursor
 
     def _complete(self, epoch: int) -> None:
@@ -235,10 +313,45 @@ class Streamed(IterableDataset[dict[str, Any]]):
     def _end_pass(self) -> None:
         if (run := self._running()) is not None:
             run.end()
-        self._pass = None
+        self._pass = self._kept = None
+
+    def _keep(self, run: Pass) -> None:
+        self._kept = run
+
+    def _refuse_workers(self, workers: int, elsewhere: bool) -> None:
+        if workers > 1 or elsewhere:
+            raise UsageError(
+                f"steps_per_epoch={self._manner.steps} with DataLoader workers, which do not know where the last ones "
+                "stopped",
+                "use num_workers=0; transform_workers= runs slow transforms",
+            )
+
+    def _after(self, batches: int, world: World) -> tuple[Any, int]:
+        """The place, and the steps of the run, after so many batches of the present iteration."""
+        now, steps = self._begun[0], self._begun[1] + batches
+        while batches:
+            now = self._settled(now, world, 1)
+            share = self._share(now, World(0, world.size))
+            now = now.with_workers(1, world.size, share.batch)[0]
+            gaps = choose_gaps(self._manner.skips, now, share)
+            count = min(batches, max(1, gaps.steps(share, now.epoch, now.position)))
+            now = now.advance(count, share, gaps)
+            batches -= count
+        return now, steps
 
     def _run(self, begin: Position, follow: Follow | None) -> Pass:
         course = self._course(begin, SAMPLES_AT_ONCE if self._manner.shape.samples else 1)
         run = Pass(self._session.here().start(course), begin, follow, self._manner.shape)
         self._pass = weakref.ref(run)
         return run
+
+
+def _weakly(method: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Return a function that calls the method as long as its object is alive."""
+    found = weakref.WeakMethod(method)
+
+    def call(value: Any) -> None:
+        if (alive := found()) is not None:
+            alive(value)
+
+    return call

@@ -56,7 +56,7 @@ def test_streaming_dataset_takes_what_was_promised() -> None:
     assert {name: p.default for name, p in parameters.items() if p.default is not p.empty} == {
         **{"fields": None, "split": None, "shuffle": True, "seed": 0, "remainder": "pad", "decode": None, "pack": None},
         **{"transform": None, "transform_workers": 0, "with_index": False, "world": None, "memory": None},
-        **{"on_batch": None, "storage_options": None, "where": None, "skip_steps": None},
+        **{"on_batch": None, "storage_options": None, "where": None, "skip_steps": None, "steps_per_epoch": None},
     }
     required = [name for name, p in parameters.items() if p.default is p.empty]
     assert required == ["url", "batch_size"]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
+import threading
+import time
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -14,11 +16,15 @@ import pytest
 from datasets import numbers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch.utils.data import DataLoader
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from streamloader.errors import StateError, UsageError
 from streamloader.options import Layout, Shuffle
 from streamloader.plan.order import EpochOrder, OrderParams
 from streamloader.torch_dataset import StreamingDataset
+from streamloader.torch_mixture import Mixture
+from streamloader.torch_sources import Source
 
 N = 603
 FIELDS = ["x", "label"]
@@ -34,7 +40,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def open_rank(path: Path, batch: int = 8, world: tuple[int, int] = (0, 1), **arguments: Any) -> StreamingDataset:
+def open_rank(path: Path, batch: int | None = 8, world: tuple[int, int] = (0, 1), **arguments: Any) -> StreamingDataset:
     return StreamingDataset(path / "data", batch_size=batch, world=world, with_index=True, **arguments)
 
 
@@ -275,3 +281,106 @@ def test_a_state_is_a_copy(path: Path) -> None:
     assert state == kept
     state["order"]["block"] = 999
     assert ds.state_dict()["order"]["block"] != 999
+
+
+STEPS = 50  # of 76 in an epoch
+
+
+def test_steps_per_epoch_yields_so_many_batches_and_goes_on_through_the_epochs_of_the_data(path: Path) -> None:
+    plain = open_rank(path)
+    whole = [batch for _ in range(4) for batch in take(iter(plain), 1000)]
+    ds = open_rank(path, steps_per_epoch=STEPS)
+    for number in range(6):
+        assert (len(ds), ds.epoch) == (STEPS, number)
+        assert take(iter(ds), 1000) == whole[number * STEPS : (number + 1) * STEPS]
+    assert ds.state_dict()["epoch"] == 3
+    assert ds.stats().batches < 6 * STEPS + 20  # the pass went on: nothing was fetched twice
+    long = open_rank(path, steps_per_epoch=200)
+    assert take(iter(long), 1000) + take(iter(long), 60) == whole[:260]
+
+
+def test_a_loop_of_steps_that_is_left_early_or_resumed_goes_on_with_what_is_left_of_it(path: Path) -> None:
+    plain = open_rank(path)
+    whole = [batch for _ in range(3) for batch in take(iter(plain), 1000)]
+    ds = open_rank(path, steps_per_epoch=STEPS)
+    assert take(iter(ds), 20) == whole[:20]
+    assert take(iter(ds), 1000) == whole[20:STEPS]
+    assert take(iter(ds), 30) == whole[STEPS:80]
+    state = json.loads(json.dumps(ds.state_dict()))
+    assert (state["epoch"], state["position"], state["steps"], ds.epoch) == (1, 8 * 4, 80, 1)
+    assert ds.state_dict(batches=30) == state
+    other = open_rank(path, steps_per_epoch=STEPS)
+    other.load_state_dict(state)
+    assert [take(iter(other), 1000) for _ in range(2)] == [whole[80:100], whole[100:150]]
+    assert ds.state_dict(batches=0)["position"] == 8 * STEPS
+    halves = [open_rank(path, 4, (rank, 2), steps_per_epoch=STEPS) for rank in range(2)]
+    for half in halves:
+        half.load_state_dict(state)
+    both = [take(iter(half), 1000) for half in halves]
+    assert [sorted(a + b) for a, b in zip(*both, strict=True)] == [sorted(batch) for batch in whole[80:100]]
+    whole_epochs = open_rank(path)
+    whole_epochs.load_state_dict(state)
+    assert take(iter(whole_epochs), 1000) == whole[80:152]
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+def test_steps_per_epoch_in_frameworks(path: Path) -> None:
+    ds = open_rank(path, steps_per_epoch=STEPS)
+    for number in range(3):  # as torch's examples do
+        ds.set_epoch(number)
+        assert sum(1 for _ in DataLoader(ds, batch_size=None)) == STEPS
+    with pytest.raises(UsageError, match=r"steps_per_epoch=50 before iteration 3; call set_epoch\(3\)"):
+        ds.set_epoch(7)
+    loader = StatefulDataLoader(open_rank(path, steps_per_epoch=STEPS), batch_size=None)
+    iterator = iter(loader)
+    begun = take(iterator, 20)
+    again = StatefulDataLoader(open_rank(path, steps_per_epoch=STEPS), batch_size=None)
+    state = loader.state_dict()
+    again.load_state_dict(state)
+    assert begun + take(iter(again), 1000) == take(iter(open_rank(path)), STEPS)
+    workers = DataLoader(ds, batch_size=None, num_workers=1, multiprocessing_context="fork")
+    assert len(workers) == STEPS
+    with pytest.raises(UsageError, match="steps_per_epoch=50 with DataLoader workers"):
+        next(iter(workers))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [
+        ({"steps_per_epoch": 0}, "steps_per_epoch=0; give a whole number"),
+        ({"steps_per_epoch": 1.5}, "steps_per_epoch=1.5"),
+        ({"steps_per_epoch": 5, "remainder": "uneven"}, "different numbers of steps; choose 'pad' or 'drop'"),
+        ({"steps_per_epoch": 5, "batch": None}, "a step is a batch"),
+    ],
+)
+def test_steps_per_epoch_that_cannot_be_are_refused(path: Path, arguments: dict[str, Any], shown: str) -> None:
+    with pytest.raises(UsageError, match=shown):
+        open_rank(path, **arguments)
+
+
+def test_a_mixture_takes_steps_per_epoch_too(path: Path) -> None:
+    def mixed(**arguments: Any) -> Mixture:
+        sources = {Source(path / "data", where="label % 2 == 0"): 1, Source(path / "data", where="label % 2 == 1"): 2}
+        return Mixture(sources, batch_size=8, with_index=True, **arguments)
+
+    plain = mixed()
+    whole = [batch for _ in range(4) for batch in take(iter(plain), 1000)]
+    ds = mixed(steps_per_epoch=STEPS)
+    assert [take(iter(ds), 1000) for _ in range(3)] == [whole[i * STEPS : (i + 1) * STEPS] for i in range(3)]
+    take(iter(ds), 7)
+    other = mixed(steps_per_epoch=STEPS)
+    other.load_state_dict(ds.state_dict())
+    assert take(iter(other), 1000) == whole[157:200]
+    assert ds.state_dict(batches=7) == ds.state_dict()
+
+
+@pytest.mark.parametrize("steps", [3, STEPS, 1])
+def test_a_dataset_between_two_loops_of_steps_ends_its_threads_when_it_is_dropped(path: Path, steps: int) -> None:
+    before = threading.active_count()
+    ds = open_rank(path, steps_per_epoch=steps)
+    take(iter(ds), 1000)
+    del ds
+    deadline = time.monotonic() + 20
+    while threading.active_count() > before:
+        assert time.monotonic() < deadline, threading.enumerate()
+        time.sleep(0.01)
