@@ -63,7 +63,9 @@ def export(
                 progress=listen,
             )
     except KeyboardInterrupt:
-        click.echo(f"interrupted: {dst} is not complete, remove it", err=True)
+        from streamloader.storage.location import redact
+
+        click.echo(f"interrupted: {redact(dst)} is not complete, remove it", err=True)
         sys.exit(INTERRUPTED)
     if not quiet:
         what = f"exported {counted(done.done, 'sample')} to {done.url}"

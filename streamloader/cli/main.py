@@ -38,18 +38,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         status = cli.main(args=arguments, prog_name="streamloader", standalone_mode=False)
     except StreamloaderError as error:
-        click.echo(f"error: {error}", err=True)
+        _say(str(error))
         status = BAD_INPUT
     except click.exceptions.NoArgsIsHelpError as error:
         error.show()
         status = BAD_INPUT
     except click.ClickException as error:
-        click.echo(f"error: {' '.join(error.format_message().split())}", err=True)
+        _say(error.format_message())
         status = BAD_INPUT
     except click.Abort:
         click.echo("interrupted", err=True)
         status = INTERRUPTED
     sys.exit(status)
+
+
+def _say(problem: str) -> None:
+    """Print an error in one line, without what may be secret in its URLs."""
+    from streamloader.storage.location import redact  # 0.1 s to import, which help does not need
+
+    click.echo(f"error: {' '.join(redact(problem).split())}", err=True)
 
 
 if __name__ == "__main__":

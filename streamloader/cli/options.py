@@ -18,7 +18,8 @@ def parse_options(pairs: Iterable[str]) -> dict[str, Any]:
         name, equals, value = pair.partition("=")
         if not name or not equals:
             raise UsageError(
-                f"storage option {pair!r}", "write it as name=value, say endpoint_url=http://host or anon=true"
+                "a storage option without a name or '='",
+                "write it as name=value, say endpoint_url=http://host or anon=true",
             )
         try:
             options[name] = json.loads(value)

@@ -29,6 +29,7 @@ from streamloader.errors import DestinationError, SourceChangedError, UsageError
 from streamloader.format.manifest import Field
 from streamloader.options import Layout
 from streamloader.storage import Store, open_store
+from streamloader.storage.location import redact
 
 
 def convert(
@@ -141,7 +142,7 @@ def _carry_out(ends: _Ends, recipe: Recipe, means: Means, store: Store, found: M
 def _open(ends: _Ends, recipe: Recipe, means: Means, url: str) -> tuple[str, Source]:
     """Return the name of the source's format, and the source."""
     if isinstance(ends.src, str | os.PathLike):
-        means.listener(Progress("scan", detail=f"looking at {os.fspath(ends.src)}"))
+        means.listener(Progress("scan", detail=f"looking at {redact(os.fspath(ends.src))}"))
         return open_source(ends.src, ends.format, ends.source_options, recipe.opening)
     means.listener(Progress("scan", detail=f"looking at a {qualified_name(ends.src)}"))
     return PYTHON, open_object(ends.src, recipe.opening, int(means.apart(url)))

@@ -6,8 +6,7 @@ import base64
 import os
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
@@ -26,6 +25,10 @@ _PARAMETER = re.compile(
     r"(\s*[=:]\s*)[^&\s;,'\"<>]+",
     re.IGNORECASE,
 )
+_AUTHORIZATION = re.compile(
+    r"\b(authorization['\"]?\s*[:=]\s*['\"]?(?:basic|bearer|token)\s+)[^\s'\",]+", re.IGNORECASE
+)
+_TOKEN = re.compile(r"(<Token-\d+>)[^<]*")  # S3's answer to a session token that is not valid
 _SECRET_NAME = re.compile(
     "secret|token|passw|credential|private|auth|cookie|sas|signature|connection_string|api.?key|customerkey",
     re.IGNORECASE,
@@ -41,6 +44,7 @@ def redact(text: str) -> str:
     text = _S3_USER.sub(r"\1://", text)
     text = _USER.sub(_without_user, text)
     text = _QUERY.sub(r"\1?...", text)
+    text = _AUTHORIZATION.sub(rf"\1{MASK}", _TOKEN.sub(rf"\1{MASK}", text))
     return _PARAMETER.sub(rf"\1\2{MASK}", text)
 
 
@@ -92,7 +96,8 @@ def _url_secrets(text: str) -> Iterator[str]:
     for found in (*_S3_USER.finditer(text), *_USER.finditer(text)):
         if redact(found[0]) != found[0]:
             user = found[0].split("://", 1)[1][:-1]
-            yield from (part for form in (user, unquote(user)) for part in (form, *form.split(":", 1)))
+            for form in {user, unquote(user)}:
+                yield from (form, *form.split(":", 1), _base64(form if ":" in form else f"{form}:"))
 
 
 @dataclass(frozen=True, repr=False)
@@ -102,6 +107,7 @@ class Location:
     target: str
     protocol: str
     options: Mapping[str, Any]
+    secrets: Secrets = NO_SECRETS  # of the URL and the options as they were given
 
     def __repr__(self) -> str:
         return f"Location({self.shown!r})"
@@ -110,11 +116,6 @@ class Location:
     def shown(self) -> str:
         """Return the URL without credentials and without a trailing slash."""
         return redact(self.target)
-
-    @cached_property
-    def secrets(self) -> Secrets:
-        """What no message may hold."""
-        return secrets_of(self.target, self.options)
 
     @property
     def is_chain(self) -> bool:
@@ -129,7 +130,7 @@ class Location:
     def child(self, path: str) -> Location:
         """Return the location of `path` below this one."""
         path = checked_path(path)
-        return Location(_join(self.target, path), self.protocol, self.options) if path else self
+        return replace(self, target=_join(self.target, path)) if path else self
 
 
 def parse_location(url: str | os.PathLike[str], options: Mapping[str, Any] | None) -> Location:
@@ -142,14 +143,15 @@ def parse_location(url: str | os.PathLike[str], options: Mapping[str, Any] | Non
     if not isinstance(target, str) or not target.strip():
         raise UsageError(f"{url!r} is not a URL", "give a URL such as s3://bucket/folder, or a local path")
     options = dict(options or {})
+    secrets = secrets_of(target, options)
     if "::" not in target and "://" not in target:
-        return Location(_absolute(target), "file", options)
+        return Location(_absolute(target), "file", options, secrets)
     protocol = target.split("://", 1)[0].split("::", 1)[0].lower()
     protocol = _ALIASES.get(protocol, protocol)
     if "::" in target:
-        return Location(target, protocol, options)
+        return Location(target, protocol, options, secrets)
     if protocol == "file":
-        return Location(f"file://{_absolute(target.split('://', 1)[1] or '/')}", protocol, options)
+        return Location(f"file://{_absolute(target.split('://', 1)[1] or '/')}", protocol, options, secrets)
     if protocol == "http" and "?" in target:
         raise UnsupportedError(
             f"{redact(target)} has a query, so no path can be put below it",
@@ -160,7 +162,11 @@ def parse_location(url: str | os.PathLike[str], options: Mapping[str, Any] | Non
     if protocol == "s3":
         options = _without_users(options)
     bare = target.rstrip("/")
-    return Location(target if bare.endswith(":") else bare, protocol, options)
+    return Location(target if bare.endswith(":") else bare, protocol, options, secrets)
+
+
+def _base64(text: str) -> str:
+    return base64.b64encode(text.encode()).decode()
 
 
 def _user_as_options(target: str, protocol: str, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -172,8 +178,8 @@ def _user_as_options(target: str, protocol: str, options: dict[str, Any]) -> tup
     if protocol == "s3":
         options = {"key": name, "secret": password, **options}
     else:
-        basic = base64.b64encode(f"{name}:{password}".encode()).decode()
-        options["headers"] = {"Authorization": f"Basic {basic}", **(options.get("headers") or {})}
+        basic = f"Basic {_base64(f'{name}:{password}')}"
+        options["headers"] = {"Authorization": basic, **(options.get("headers") or {})}
     return f"{scheme}://{target[found.end() :]}", options
 
 

@@ -41,6 +41,7 @@ from streamloader.format.publish import (
     undo_extension,
 )
 from streamloader.storage import open_store
+from streamloader.storage.location import redact
 from streamloader.storage.protocol import Store
 
 THREADS = 8
@@ -104,7 +105,7 @@ def append(
     root = open_store(url, storage_options)
     opened = open_root(root, split)
     means = Means(workers, "raise", progress or ignore, parse_engine(engine))
-    means.listener(Progress("scan", detail=f"looking at {os.fspath(src)}"))
+    means.listener(Progress("scan", detail=f"looking at {redact(os.fspath(src))}"))
     source_options = asked.source_options
     if source_options is None and _protocol(src) == _protocol(url):
         source_options = storage_options

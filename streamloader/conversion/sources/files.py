@@ -17,6 +17,7 @@ from streamloader.conversion.sources.localfiles import file_info, folders, local
 from streamloader.errors import NotFoundError, SourceError
 from streamloader.format.manifest import NAME
 from streamloader.storage import open_store
+from streamloader.storage.location import redact
 from streamloader.storage.protocol import ObjectInfo, Store
 
 _BRACES = re.compile(r"\{([^{}]*)\}")
@@ -80,7 +81,7 @@ def list_source(src: str | os.PathLike[str], options: Mapping[str, Any]) -> List
         store = _open(head, text, options)
         info = _head(store, name)
         if info is not None:
-            return Listing(store, f"{store.url}/{name}", (info,), folder=False)
+            return Listing(store, redact(f"{store.url}/{name}"), (info,), folder=False)
     store = open_store(text, options)
     files = _list(store)
     if not files:
@@ -98,7 +99,9 @@ def _list_pattern(text: str, options: Mapping[str, Any]) -> Listing:
     parts = text.split("/")
     first = next(i for i, part in enumerate(parts) if any(mark in part for mark in _MARKS))
     if "://" in text and first < 3:
-        raise SourceError(f"{text} has a pattern for its bucket or host", "name one bucket, and patterns below it")
+        raise SourceError(
+            f"{redact(text)} has a pattern for its bucket or host", "name one bucket, and patterns below it"
+        )
     head, pattern = "/".join(parts[:first]), "/".join(parts[first:])
     store = _open(head, text, options)
     found: dict[str, ObjectInfo] = {}
@@ -111,7 +114,9 @@ def _list_pattern(text: str, options: Mapping[str, Any]) -> Listing:
             info = _head(store, one)
             matching = [info] if info is not None else []
         if not matching:
-            raise SourceError(f"no file is {store.url}/{one}, which {text} names", "check the pattern")
+            raise SourceError(
+                f"no file is {redact(f'{store.url}/{one}')}, which {redact(text)} names", "check the pattern"
+            )
         found |= {info.path: info for info in matching}
     return Listing(store, f"{store.url}/{pattern}", tuple(found[path] for path in sorted(found)), folder=False)
 
