@@ -78,8 +78,11 @@ class Pool:
             problem = f"the connections to bucket {self.s3.bucket} are of another process"
             raise ForkError(problem, "ask the store for a reader in this process")
         for attempt in range(MAX_REGION_CHANGES + 1):
-            signed = (body.buffers, body.hashed) if body else ()
-            request = self.s3.request(operation, key, headers, *signed)
+            request = (
+                self.s3.get(key, headers)
+                if body is None
+                else self.s3.request(operation, key, headers, body.buffers, body.hashed)
+            )
             connection = self._take(request.template.origin)
             try:
                 answer = _exchange(connection, request, body)

@@ -2,8 +2,8 @@
 
 botocore decides endpoint, region, addressing style, headers, credentials and signature; nothing of that is decided
 here. Its client builds one request for each operation without sending it. All others differ in the key and, for a
-body, in the digest: they reuse its URL and headers and get a signature of their own from the client's signer, which
-takes 0.1 ms where the whole client takes 0.3.
+body, in the digest: they reuse its URL and headers and are signed by the client's signer, which takes 0.1 ms where the
+whole client takes 0.3. A range needs no signature, so that of a GET serves the whole object for a minute.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import os
 import re
 import ssl
 import threading
+import time
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -47,6 +48,10 @@ TRUST = timedelta(minutes=10)
 # a stage fetches with up to some hundred threads; botocore keeps 10 connections unless told otherwise
 POOL_CONNECTIONS = 128
 CHECKSUM = "x-amz-checksum-crc32c"
+# S3 takes a signature for 15 minutes; a clock may be wrong by some of them
+SIGNATURE_SECONDS = 60.0
+MAX_SIGNATURES = 4096
+EXPRESS = "v4-s3express"
 _ANY_KEY = "key"
 _KEYS = ("aws_access_key_id", "aws_secret_access_key", "aws_session_token")
 
@@ -103,14 +108,9 @@ class SignedRequest:
 
     method: str
     url: str
+    target: str  # path and query, as the first line has them
     headers: dict[str, str] = field(repr=False)
     template: _Template = field(repr=False)
-
-    @property
-    def target(self) -> str:
-        """Return path and query, as the request's first line has them."""
-        parts = urlsplit(self.url)
-        return f"{parts.path}?{parts.query}" if parts.query else parts.path
 
 
 class S3Client:
@@ -130,7 +130,26 @@ class S3Client:
         self._lock = threading.RLock()
         self._templates: dict[str, _Template] = {}
         self._region = ""
+        self._signed: dict[str, tuple[float, Any, SignedRequest]] = {}
         client.meta.events.register("before-endpoint-resolution.s3", self._use_region)
+
+    def get(self, key: str, headers: Mapping[str, str] | None = None) -> SignedRequest:
+        """Return a signed GET of an object, with `headers` that need no signature.
+
+        A signature is used again for a minute, as long as credentials and region are the same.
+        """
+        template = self.template("GetObject")
+        if template.context["auth_type"] == EXPRESS:  # its sessions are botocore's to renew
+            return self.request("GetObject", key, headers)
+        now, keys = time.monotonic(), self.keys()
+        until, signed_by, signed = self._signed.get(key, (0.0, None, None))
+        if signed is None or until <= now or signed_by != keys or signed.template is not template:
+            if len(self._signed) >= MAX_SIGNATURES:
+                self._signed.clear()
+            signed = self.request("GetObject", key)
+            self._signed[key] = (now + SIGNATURE_SECONDS, keys, signed)
+        sent = {**signed.headers, **(headers or {})}
+        return SignedRequest(signed.method, signed.url, signed.target, sent, template)
 
     def request(
         self,
@@ -156,7 +175,9 @@ class S3Client:
             request.context["client_config"] = self._without_digest()
         template.signer.sign(operation, request)
         sent = {name: str(value) for name, value in request.headers.items()}
-        return SignedRequest(template.method, request.url, sent, template)
+        parts = urlsplit(request.url)
+        target = f"{parts.path}?{parts.query}" if parts.query else parts.path
+        return SignedRequest(template.method, request.url, target, sent, template)
 
     def template(self, operation: str) -> _Template:
         """Return the operation's request for any key, which the client builds at the first call."""
