@@ -4,7 +4,7 @@
 
 The dataset has the fields `image` (encoded images) and `label`, and the splits train and val, as `streamloader
 convert FOLDER URL --split train=0.9,val=0.1` makes them. Stop it at any time and start it again, with any number
-of ranks that divides the batch: it goes on at the next sample.
+of ranks that divides the batch: it goes on at the next sample. Only rank 0 reads and writes the checkpoint.
 """
 
 from __future__ import annotations
@@ -100,14 +100,20 @@ def save(
 def load(
     path: Path, model: DistributedDataParallel, optimizer: torch.optim.Optimizer, data: sl.StreamingDataset
 ) -> int:
-    """Load the checkpoint where there is one, on every rank, and return its step."""
-    if not path.exists():
+    """Load the checkpoint where there is one, and return its step.
+
+    Rank 0, which saves, also reads it for all ranks: on several nodes the others may not see its file.
+    """
+    saved = [None]
+    if dist.get_rank() == 0 and path.exists():
+        saved = [torch.load(path, map_location="cpu", weights_only=True)]
+    dist.broadcast_object_list(saved)
+    if saved[0] is None:
         return 0
-    saved = torch.load(path, map_location="cpu", weights_only=True)
-    model.module.load_state_dict(saved["model"])
-    optimizer.load_state_dict(saved["optimizer"])
-    data.load_state_dict(saved["data"])
-    return int(saved["step"])
+    model.module.load_state_dict(saved[0]["model"])
+    optimizer.load_state_dict(saved[0]["optimizer"])
+    data.load_state_dict(saved[0]["data"])
+    return int(saved[0]["step"])
 
 
 @torch.no_grad()

@@ -80,15 +80,18 @@ IMAGENET: Normalization = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 
 @dataclass(frozen=True)
 class Decode:
-    """How encoded images become tensors: height x width x channels, uint8, or float32 with `normalize`.
+    """How encoded images become tensors: uint8 (height, width, channels); with `normalize` float32 (channels,
+    height, width), as torch's models take them.
 
     `backend`: "pillow" knows every format; "simplejpeg" decodes JPEG four times as fast and leaves other formats to
     Pillow; "auto" is simplejpeg where it is installed, and then OpenCV resizes where that is. `mode`: "RGB" (3
     channels), "L" (1). `size`: (height, width) to resize to, bilinear; None keeps each image's own size, and then
     all images of a batch must have one, or a transform must make it so. `crop`: what is resized to `size`: None, the
     whole image; "random" or `RandomResizedCrop(...)`; "center" or `CenterCrop(...)`. `normalize`: (mean, std), one
-    number for each channel, gives (x / 255 - mean) / std; "imagenet" stands for `IMAGENET`. An EXIF orientation is
-    not applied: the pixels come as they are stored.
+    number for each channel, gives (x / 255 - mean) / std; "imagenet" stands for `IMAGENET`. `layout`: "CHW" or "HWC";
+    None is "CHW" with `normalize`, else "HWC". Either way the values of a pixel are neighbours in memory: a "CHW" batch
+    is in torch's `channels_last` memory format. A transform gets "HWC". An EXIF orientation is not applied: the pixels
+    come as they are stored.
     """
 
     backend: Literal["auto", "pillow", "simplejpeg"] = "auto"
@@ -96,12 +99,15 @@ class Decode:
     size: tuple[int, int] | None = None
     crop: Literal["random", "center"] | RandomResizedCrop | CenterCrop | None = None
     normalize: Literal["imagenet"] | Normalization | None = None
+    layout: Literal["CHW", "HWC"] | None = None
 
     def __post_init__(self) -> None:
         if self.backend not in ("auto", "pillow", "simplejpeg"):
             raise UsageError(f"Decode(backend={self.backend!r})", "choose 'auto', 'pillow' or 'simplejpeg'")
         if self.mode not in ("RGB", "L"):
             raise UsageError(f"Decode(mode={self.mode!r})", "choose 'RGB' or 'L'")
+        if self.layout not in (None, "CHW", "HWC"):
+            raise UsageError(f"Decode(layout={self.layout!r})", "choose 'CHW', 'HWC' or None")
         if self.size is not None and not _is_size(self.size):
             raise UsageError(f"Decode(size={self.size!r})", "give size as (height, width), both at least 1")
         if self.crop not in (None, "random", "center") and not isinstance(self.crop, RandomResizedCrop | CenterCrop):
@@ -118,6 +124,11 @@ class Decode:
     def channels(self) -> int:
         """Channels of every decoded image."""
         return 3 if self.mode == "RGB" else 1
+
+    @property
+    def channels_first(self) -> bool:
+        """Whether tensors have the channels before height and width."""
+        return self.layout == "CHW" or (self.layout is None and self.normalize is not None)
 
     @property
     def box(self) -> RandomResizedCrop | CenterCrop | None:

@@ -223,7 +223,7 @@ class Stats:
             part = _share(self.unpack_seconds, work)
             return f"{cores}, {part:.0%} of it unpacking chunks; convert with codec lz4 or none, or give more cores"
         part = _share(self.decode_seconds, work)
-        change = "choose fewer pixels (Decode(size=)), the jpeg extra, or more cores"
+        change = "choose fewer pixels (Decode(size=)), simplejpeg and OpenCV, or more cores"
         return f"{cores}, {part:.0%} of it decoding images; {change}"
 
     def _transform(self) -> str:

@@ -128,6 +128,22 @@ def choose_decoders(fields: Mapping[str, Field], choice: DecodeChoice) -> dict[s
     return {name: ImageDecoder.choose(options, name) for name, options in chosen.items()}
 
 
+def choose_layouts(decoders: Mapping[str, ImageDecoder], transformed: bool) -> frozenset[str]:
+    """Return the image fields of which tensors have the channels first.
+
+    Raises `UsageError` where that is asked for of images that a transform gets and returns as it likes.
+    """
+    if not transformed:
+        return frozenset(name for name, decoder in decoders.items() if decoder.options.channels_first)
+    for name, decoder in decoders.items():
+        if decoder.options.layout == "CHW":
+            raise UsageError(
+                f"Decode(layout='CHW') of {name!r} with a transform, which gets height x width x channels",
+                "leave layout out, and let the transform return image.transpose(2, 0, 1)",
+            )
+    return frozenset()
+
+
 def _decode_options(value: Decode | str | bool) -> Decode:
     if isinstance(value, Decode):
         return value

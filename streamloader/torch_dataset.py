@@ -25,6 +25,7 @@ from streamloader.torch_choices import (
     check_batch,
     choose_decoders,
     choose_fields,
+    choose_layouts,
     choose_memory,
     choose_order,
 )
@@ -52,8 +53,8 @@ class StreamingDataset(Streamed):
     `fields`: names to fetch, default all. `split`: of a dataset that has splits. `where`: the samples that take part: a
     condition on fields of one number (`"label == 'cat' and width >= 256"`), a slice, a mask, or sample numbers.
     `shuffle`: True, False, or `Shuffle(window=, lanes=, block=)`. `seed`: below 2^64. `remainder`: what the last,
-    incomplete step does: "pad", "drop" or "uneven". `decode`: how encoded images become uint8 tensors (height, width,
-    channels): True, a backend's name, a `Decode`, or one of these for each field. `pack`: ragged fields whose documents
+    incomplete step does: "pad", "drop" or "uneven". `decode`: how encoded images become tensors: True, a backend's
+    name, a `Decode`, or one of these for each field. `pack`: ragged fields whose documents
     come as rows of one length, `{"tokens": 2049}` or `{"tokens": Pack(2049, pad=)}`. `transform(sample[, rng])`: called
     with each sample, a dict of numpy arrays, bytes and str; `rng` is keyed by seed, epoch and position.
     `transform_workers`: processes that run it. `skip_steps`: what to leave out, by epoch: `{0: range(100, 120)}`.
@@ -116,7 +117,8 @@ class StreamingDataset(Streamed):
         self._first = start
         wish = Wish(decoders, packs, transform, transform_workers, limit)
         session = ProcessSession([Wanted(store, self._manifest, self._selection)], self._names, wish)
-        shape = Shape(batch_size is None, with_index, remainder == "pad")
+        layouts = choose_layouts(decoders, transform is not None)
+        shape = Shape(batch_size is None, with_index, remainder == "pad", channels_first=layouts)
         super().__init__(start, Manner(batch_size, shape, skips, on_batch, steps_per_epoch), session, rank)
 
     @property

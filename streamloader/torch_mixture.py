@@ -28,6 +28,7 @@ from streamloader.torch_choices import (
     check_arguments,
     choose_decoders,
     choose_fields,
+    choose_layouts,
     choose_memory,
     choose_order,
 )
@@ -98,13 +99,10 @@ class Mixture(Streamed):
         manifests = [one.manifest for one in wanted]
         each = [choose_fields(manifest, fields, with_index, remainder == "pad") for manifest in manifests]
         self._names = check_alike(self.sources, manifests, each, with_index)
-        wish = Wish(
-            choose_decoders(self.fields, decode),
-            choose_packs(self.fields, pack, batch_size=batch_size, transformed=transform is not None),
-            transform,
-            transform_workers,
-            choose_memory(memory),
-        )
+        decoders = choose_decoders(self.fields, decode)
+        layouts = choose_layouts(decoders, transform is not None)
+        packs = choose_packs(self.fields, pack, batch_size=batch_size, transformed=transform is not None)
+        wish = Wish(decoders, packs, transform, transform_workers, choose_memory(memory))
         pins = tuple(_pin(source, one, shuffle) for source, one in zip(self.sources, wanted, strict=True))
         EpochOrder(1, pins[0].params, seed, 0)  # refuses a seed that does not fit
         self._numbers = _numbers(wanted, pins)
@@ -118,7 +116,7 @@ class Mixture(Streamed):
             remainder=remainder,
             seed=seed,
         )
-        shape = Shape(batch_size is None, with_index, remainder == "pad", self._numbers.all_from)
+        shape = Shape(batch_size is None, with_index, remainder == "pad", self._numbers.all_from, layouts)
         session = ProcessSession(wanted, self._names, wish)
         super().__init__(start, Manner(batch_size, shape, skips, on_batch, steps_per_epoch), session, rank)
         self._first = start

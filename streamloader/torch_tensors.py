@@ -23,13 +23,14 @@ class Shape:
     """What is handed out: single `samples` or batches, with which columns beside the fields.
 
     `firsts`: of a mixture, the number of each source's first sample; `index` then counts in the source, which
-    `source` names.
+    `source` names. `channels_first`: the image fields that come as (channels, height, width), without a copy.
     """
 
     samples: bool
     with_index: bool
     with_valid: bool
     firsts: tuple[int, ...] = ()
+    channels_first: frozenset[str] = frozenset()
 
 
 def to_tensors(batch: Batch, shape: Shape) -> dict[str, Any]:
@@ -45,6 +46,8 @@ def to_tensors(batch: Batch, shape: Shape) -> dict[str, Any]:
             out[name + OFFSETS] = torch.from_numpy(column.offsets)
         else:
             out[name] = _tensor(name, column) if isinstance(column, np.ndarray) else column
+            if name in shape.channels_first and isinstance(column, np.ndarray):
+                out[name] = out[name].permute(0, 3, 1, 2)
     if shape.with_index:
         out |= numbers(batch.plan.samples, shape.firsts)
     if shape.with_valid:
@@ -69,6 +72,8 @@ def to_samples(batch: Batch, shape: Shape) -> Iterator[dict[str, Any]]:
             columns[name] = [columns[name][a:b] for a, b in pairwise(edges)]
         elif isinstance(column, list) and column and isinstance(column[0], np.ndarray):
             columns[name] = [_tensor(name, image) for image in column]
+            if name in shape.channels_first:
+                columns[name] = [image.permute(2, 0, 1) for image in columns[name]]
     for i in range(len(batch.plan.samples)):
         yield {name: column[i] for name, column in columns.items()}
 

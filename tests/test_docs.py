@@ -155,6 +155,12 @@ def test_install_lines_name_extras_that_exist() -> None:
         assert set((requirement[1] or "").split(",")) - {""} <= set(project["optional-dependencies"])
 
 
+def test_messages_and_pages_advise_packages_by_names_that_an_index_has() -> None:
+    sources = [*sorted((ROOT / "streamloader").rglob("*.py")), *LINKING]
+    advice = re.compile(r"(?:pip install|needs?) [`'\"]*streamloader\b")  # which no index has; from a clone it is `.`
+    assert [str(path.relative_to(ROOT)) for path in sources if advice.search(path.read_text())] == []
+
+
 def test_the_first_screen_of_the_readme_is_short() -> None:
     text = README.read_text()
     install_and_convert, train = blocks(README)[:2]

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -222,7 +223,8 @@ def test_a_random_crop_and_a_transform_draw_different_numbers(folder: Path) -> N
 
     ds = StreamingDataset(folder / "jpeg", batch_size=N, decode=AUGMENT, with_index=True, seed=5, transform=noisy)
     (batch,) = ds
-    plain = by_number(StreamingDataset(folder / "jpeg", batch_size=16, decode=AUGMENT, with_index=True, seed=5))
+    as_transformed = replace(AUGMENT, layout="HWC")
+    plain = by_number(StreamingDataset(folder / "jpeg", batch_size=16, decode=as_transformed, with_index=True, seed=5))
     for image, i in zip(batch["image"].numpy(), batch["index"].tolist(), strict=True):
         assert image.tobytes() == plain[i]
     crops = ImageDecoder.choose(AUGMENT).draws(5, 0, np.arange(N))
@@ -234,8 +236,36 @@ def test_evaluation_takes_the_middle(folder: Path) -> None:
     for batch in StreamingDataset(folder / "png", batch_size=16, shuffle=False, decode=decode, with_index=True):
         for image, i in zip(batch["image"].numpy(), batch["index"].tolist(), strict=True):
             whole = picture(i).astype(float)
-            assert np.abs(image.mean((0, 1)) - whole.mean((0, 1))).max() < 6  # half a row of 24
-            assert image[:, :, 1].min() > whole[:, 1:, 1].min() + 3, "a sixteenth is missing on each side"
+            assert np.abs(image.mean((1, 2)) - whole.mean((0, 1))).max() < 6  # half a row of 24
+            assert image[1].min() > whole[:, 1:, 1].min() + 3, "a sixteenth is missing on each side"
+
+
+@pytest.mark.parametrize("mode", ["RGB", "L"])
+@pytest.mark.parametrize("floats", [True, False])
+@pytest.mark.parametrize("layout", [None, "CHW", "HWC"])
+def test_float_images_come_as_models_take_them_without_a_copy(
+    folder: Path, mode: Any, floats: bool, layout: Any
+) -> None:
+    channels = 3 if mode == "RGB" else 1
+    normalize = ((0.5,) * channels, (0.5,) * channels) if floats else None
+    options: dict[str, Any] = {"batch_size": 8, "shuffle": False}
+    decode = Decode(size=(12, 16), mode=mode, normalize=normalize, layout=layout)
+    batch = next(iter(StreamingDataset(folder / "png", decode=decode, **options)))["image"]
+    stored = next(iter(StreamingDataset(folder / "png", decode=replace(decode, layout="HWC"), **options)))["image"]
+    first = layout == "CHW" or (layout is None and floats)
+    assert batch.shape == ((8, channels, 12, 16) if first else (8, 12, 16, channels))
+    assert batch.equal(stored.permute(0, 3, 1, 2) if first else stored)
+    if first:
+        assert batch.is_contiguous(memory_format=torch.channels_last)
+    sample = next(iter(StreamingDataset(folder / "png", decode=decode, batch_size=None, shuffle=False)))["image"]
+    assert sample.equal(batch[0])
+
+
+def test_a_layout_that_a_transform_would_not_see_is_refused(folder: Path) -> None:
+    with pytest.raises(UsageError, match=r"layout='CHW'.*a transform, which gets height x width x channels"):
+        StreamingDataset(folder / "png", batch_size=8, decode=Decode(layout="CHW"), transform=dict)
+    with pytest.raises(UsageError, match="layout='NCHW'"):
+        Decode(layout="NCHW")  # type: ignore[arg-type]
 
 
 def test_single_images_are_normalised_in_their_own_sizes(folder: Path) -> None:
@@ -243,7 +273,7 @@ def test_single_images_are_normalised_in_their_own_sizes(folder: Path) -> None:
     for sample in StreamingDataset(folder / "mixed", batch_size=None, decode=decode, with_index=True):
         image = sample["image"]
         assert image.dtype == torch.float32
-        assert image.shape == (10 + int(sample["index"]) % 3, 12, 3)
+        assert image.shape == (3, 10 + int(sample["index"]) % 3, 12)
         assert -1 <= image.min() < image.max() <= 1
 
 

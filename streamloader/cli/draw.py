@@ -32,7 +32,7 @@ def draw(found: Forecast, text: Sequence[str], path: Path) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise UsageError("--plot needs matplotlib", "pip install 'streamloader[plot]'") from None
+        raise UsageError("--plot needs matplotlib", "pip install matplotlib") from None
     figure = Figure(figsize=(11, 5.5), layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=[3, 1])
     _blocks(left, found)

@@ -63,7 +63,7 @@ class ImageDecoder:
         installed = importlib.util.find_spec("simplejpeg") is not None
         if options.backend == "simplejpeg" and not installed:
             raise UsageError(
-                "decode with simplejpeg, which is not installed", "pip install 'streamloader[jpeg]', or decode='pillow'"
+                "decode with simplejpeg, which is not installed", "pip install simplejpeg, or decode='pillow'"
             )
         fast = installed and options.backend != "pillow"
         opencv = fast and importlib.util.find_spec("cv2") is not None

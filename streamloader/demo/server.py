@@ -36,7 +36,7 @@ def s3_server(bucket: str, log: Path) -> Iterator[str]:
         endpoint = server.stdout.readline().strip()
         if not endpoint:
             last = (log.read_text().strip().splitlines() or ["it said nothing"])[-1]
-            raise EngineError(f"the S3 server did not start: {last}", "pip install 'streamloader[demo]'")
+            raise EngineError(f"the S3 server did not start: {last}", "pip install 'moto[s3]' flask flask-cors")
         request = urllib.request.Request(f"{endpoint}/{bucket}", method="PUT")
         direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         direct.open(request, timeout=STOP_SECONDS).close()

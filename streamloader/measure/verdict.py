@@ -46,7 +46,7 @@ def judge(measured: Measured) -> tuple[float, str]:
     if measured.images and images < measured.unpack.samples_per_second:
         limit, ratio = "decode", _share(loader.samples_per_second, images)
         reached = f"{ratio:.2f} of what decoding the images alone gives; {cores}"
-        change = "choose fewer pixels, the jpeg extra, or more cores"
+        change = "choose fewer pixels, simplejpeg and OpenCV, or more cores"
     elif _unpacking_costs(measured):
         limit, ratio = "decode", _share(loader.megabytes_per_second, measured.unpack.megabytes_per_second)
         reached = f"{ratio:.2f} of what fetching and unpacking chunks give; {cores}"

@@ -128,6 +128,34 @@ def test_a_run_that_is_killed_goes_on_from_its_last_checkpoint(framework: str, u
     assert_exactly_once([runs.taken(1), second], url)
 
 
+@pytest.mark.timeout(500)
+def test_ranks_that_share_no_folder_go_on_from_the_checkpoint_of_rank_0(url: str, tmp_path: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
+
+    def train(folder: str, steps: int) -> str:
+        work = tmp_path / folder
+        work.mkdir(exist_ok=True)
+        script = f'mkdir -p "$RANK" && cd "$RANK" && exec "{sys.executable}" "{EXAMPLES}/ddp_train.py" "$@"'
+        done = subprocess.run(
+            [*torchrun, "--nproc-per-node=2", "--no-python", "bash", "-c", script, "", url, "--steps", str(steps)],
+            env=environment(),
+            capture_output=True,
+            text=True,
+            timeout=150,
+            cwd=work,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr[-6000:]
+        return done.stdout.split(";")[0]
+
+    assert "begin at step 0, epoch 0, with 2 ranks" in train("nodes", 4)
+    assert (tmp_path / "nodes/0/checkpoint.pt").exists()
+    assert not (tmp_path / "nodes/1/checkpoint.pt").exists()
+    begun, ended = train("nodes", 8).splitlines()
+    assert begun == "begin at step 4, epoch 0, with 2 ranks"
+    assert ended == train("whole", 8).splitlines()[-1]
+
+
 @pytest.mark.parametrize("batch_size", [16, None])
 @pytest.mark.parametrize("workers", ["", "fork", "spawn"])
 @pytest.mark.parametrize("dispatch", [True, False])

@@ -678,7 +678,7 @@ def test_only_what_is_hdf5_needs_h5py(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "h5py", None)
     assert opened(FORMATS / "netcdf/input/classic.nc").num_samples == 6
     for src in ("netcdf/input/netcdf4.nc", "hdf5/input/parts"):
-        with pytest.raises(UsageError, match=r"install it with pip install 'streamloader\[hdf5\]'"):
+        with pytest.raises(UsageError, match=r"install it with pip install h5py"):
             opened(FORMATS / src)
 
 
