@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
+from datetime import date, datetime, time, timedelta
 from pathlib import Path
 from typing import Any
 
 import h5py
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import xarray as xr
 from hypothesis import given, settings
@@ -15,10 +19,13 @@ from hypothesis import strategies as st
 
 import streamloader as sl
 from streamloader.cli.main import main
-from streamloader.conversion.sources.base import Source, refuse_all
+from streamloader.conversion.after.against import Against
+from streamloader.conversion.after.append import append
+from streamloader.conversion.after.verify import verify
+from streamloader.conversion.sources.base import BadSample, Source, refuse_all
 from streamloader.conversion.sources.formats import open_source
 from streamloader.conversion.sources.wish import parse_wish
-from streamloader.errors import SourceError, StreamloaderError
+from streamloader.errors import FieldError, SourceError, StreamloaderError
 
 
 def opened(src: Path | str, fields: Any = None, **options: Any) -> Source:
@@ -188,3 +195,207 @@ def test_attributes_of_an_hdf5_that_no_netcdf_library_wrote_change_nothing(tmp_p
         file["v"].attrs["scale_factor"] = 0.5
     assert str(opened(tmp_path).fields["v"]) == "int16"
     assert opened(tmp_path).notes["attributes"]["v"] == {"scale_factor": "0.5"}
+
+
+# --- tables of Arrow: lists of one length, nulls, times
+
+Write = Callable[[Path, pa.Table], None]
+
+
+def write_parquet(folder: Path, table: pa.Table) -> None:
+    pq.write_table(table, folder / "it.parquet", row_group_size=max(1, len(table) // 7))
+
+
+def write_arrow(folder: Path, table: pa.Table) -> None:
+    with pa.ipc.new_file(folder / "it.arrow", table.schema) as file:
+        for batch in table.to_batches(max(1, len(table) // 7)):
+            file.write_batch(batch)
+
+
+def write_stream(folder: Path, table: pa.Table) -> None:
+    with pa.ipc.new_stream(folder / "it.arrow", table.schema) as file:
+        file.write_table(table, max(1, len(table) // 7))
+
+
+WRITE: dict[str, Write] = {"parquet": write_parquet, "file": write_arrow, "stream": write_stream}
+
+
+@pytest.fixture(params=WRITE)
+def written(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., Path]:
+    """Write columns as a table in one of the formats; return its folder."""
+
+    def make(**columns: Any) -> Path:
+        folder = tmp_path / "src"
+        folder.mkdir(exist_ok=True)
+        WRITE[request.param](folder, pa.table(columns))
+        return folder
+
+    return make
+
+
+def test_lists_of_one_length_become_tensors(written: Callable[..., Path], tmp_path: Path) -> None:
+    count = 1000
+    rng = np.random.default_rng(0)
+    flat = rng.integers(0, 100, (count, 3))
+    inner = pa.array([[[1.0, 2.0], [3.0, float(i)]] for i in range(count)], pa.list_(pa.list_(pa.float32(), 2)))
+    large = pa.array([[True] * 4] * count, pa.large_list(pa.bool_()))
+    empty = pa.array([[]] * count, pa.list_(pa.int8()))
+    src = written(
+        x=flat.tolist(), i=inner, l=large, r=[[1] * (1 + i % 2) for i in range(count)], e=empty, n=range(count)
+    )
+    sl.convert(src, tmp_path / "out", fields="x,i,l,r,n", workers=0)
+    ds = sl.open(tmp_path / "out")
+    kinds = {"x": "int64[3]", "i": "float32[2,2]", "l": "bool[4]", "n": "int64", "r": "ragged:int64"}
+    assert {name: str(field) for name, field in ds.fields.items()} == kinds
+    assert np.array_equal(ds.read("x", 0, count), flat)
+    assert ds.read("i", 0, count)[:, 1, 1].tolist() == list(range(count))
+    source = opened(src, "x=ragged:int64,i=ragged:float32[2],l,e")
+    assert [str(field) for field in source.fields.values()] == [
+        *("ragged:int64", "ragged:float32[2]", "bool[4]", "ragged:int8")
+    ]
+
+
+@pytest.mark.parametrize("late", [[1, 2], [1, 2, 3, 4], []])
+def test_a_list_of_another_length_is_a_bad_sample(late: list[int], written: Callable[..., Path]) -> None:
+    lists = [[i, 2, 3] for i in range(1000)]
+    lists[135] = late
+    source = opened(written(x=lists))
+    assert str(source.fields["x"]) == "int64[3]"
+    bad: list[BadSample] = []
+    found = source.part(np.arange(1000)).read(bad.append)["x"]
+    assert np.array_equal(found, lists[:135] + lists[136:])
+    assert [one.position for one in bad] == [135]
+    assert bad[0].problem == "the column 'x' is no list of the shape [3]"
+    assert "ragged:int64, with --fields" in bad[0].remedy
+
+
+def test_a_shorter_last_list_keeps_lists_ragged(written: Callable[..., Path]) -> None:
+    for last in ([1], []):
+        source = opened(written(x=[[1, 2, 3]] * 1000 + [last]))
+        assert str(source.fields["x"]) == "ragged:int64"
+        assert source.part(np.array([1000])).read(refuse_all)["x"] == [np.array(last, "<i8").tobytes()]
+
+
+NULLS: dict[str, tuple[pa.Array, str, Any, list[Any]]] = {
+    "int": (pa.array([1, None, 3], pa.int8()), "", -1, [1, -1, 3]),
+    "float": (pa.array([0.5, None], pa.float32()), "", "nan", [0.5, float("nan")]),
+    "bool": (pa.array([True, None]), "", False, [True, False]),
+    "text": (pa.array(["a", None, ""]), "", "none", ["a", "none", ""]),
+    "bytes": (pa.array([b"a", None]), "", "", [b"a", b""]),
+    "dictionary": (pa.array(["a", None]).dictionary_encode(), "", "b", ["a", "b"]),
+    "view": (pa.array(["a", None], pa.string_view()), "", "b", ["a", "b"]),
+    "int as float": (pa.array([1, None]), "float32", "nan", [1.0, float("nan")]),
+    "int as int": (pa.array([1, None], pa.int64()), "int8", 7, [1, 7]),
+    "time": (pa.array([1, None], pa.timestamp("ms")), "int64", -1, [1, -1]),
+    "list": (pa.array([[1], None, [2, 3]]), "", 0, [[1], [], [2, 3]]),
+    "in a list": (pa.array([[1], [None, 5], [2, 7, 3]]), "", 0, [[1], [0, 5], [2, 7, 3]]),
+    "list of one length": (pa.array([[1, 2], [4, None], [6, 3]]), "", 9, [[1, 2], [4, 9], [6, 3]]),
+    "null list as tensor": (pa.array([[1, 2], None, [None, 3]]), "int64[2]", 9, [[1, 2], [9, 9], [9, 3]]),
+    "fixed list": (pa.array([[1, 2], None, [None, 3]], pa.list_(pa.int8(), 2)), "", 9, [[1, 2], [9, 9], [9, 3]]),
+    "list in a list": (
+        pa.array([[[1], None], None, [[2], [None]]], pa.list_(pa.list_(pa.int8(), 1), 2)),
+        "",
+        4,
+        [[[1], [4]], [[4], [4]], [[2], [4]]],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", NULLS)
+def test_nulls_are_refused_or_filled(case: str, written: Callable[..., Path], tmp_path: Path) -> None:
+    array, kind, fill, expected = NULLS[case]
+    src = written(x=array, y=list(range(len(array))))
+    fields = f"y,x={kind}" if kind else "y,x"
+    with pytest.raises(SourceError, match=r"row [01]: the column 'x' (is|holds a) null; .*--fill NAME=VALUE"):
+        read(opened(src, fields))
+    sl.convert(src, tmp_path / "out", fields=fields, fill={"x": fill}, workers=0)
+    ds = sl.open(tmp_path / "out")
+    values = [ds[i]["x"] for i in range(len(ds))]
+    plain = [value.tolist() if isinstance(value, np.ndarray | np.generic) else value for value in values]
+    assert str(plain) == str(expected)
+    assert ds.manifest.provenance["fill"] == {"x": str(fill)}
+    if kind:
+        assert str(ds.fields["x"]) == kind
+
+
+@pytest.mark.parametrize(
+    ("array", "fields", "fill", "message"),
+    [
+        (pa.array([1, None], pa.int8()), None, {"x": 300}, "300 of the field 'x' is not a value of int8"),
+        (pa.array([1, None]), None, {"x": "nan"}, "'nan' of the field 'x' is not a value of int64"),
+        (pa.array(["a", None]), None, {"x": 5}, "5 of the field 'x' is not text"),
+        (pa.array([1, None]), None, {"z": 5}, "names the field 'z', which .* lacks; it has x"),
+        (pa.array([2**53 + 1, None]), "x=float64", {"x": "nan"}, "row 0: .* does not hold exactly"),
+    ],
+)
+def test_a_fill_value_that_its_column_does_not_hold_is_refused(
+    array: pa.Array, fields: str | None, fill: dict[str, Any], message: str, written: Callable[..., Path]
+) -> None:
+    with pytest.raises(StreamloaderError, match=message):
+        read(opened(written(x=array), fields, fill=fill))
+
+
+MOMENT = datetime(2024, 2, 29, 12, 30)
+TIMES: dict[str, tuple[pa.Array, str]] = {
+    "us": (pa.array([MOMENT], pa.timestamp("us")), "microseconds since 1970-01-01 00:00, without a time zone"),
+    "ns": (pa.array([MOMENT], pa.timestamp("ns", "Europe/Berlin")), "nanoseconds since 1970-01-01 00:00 UTC"),
+    "date": (pa.array([MOMENT.date()]), "days since 1970-01-01"),
+    "ms": (pa.array([MOMENT.date()], pa.date64()), "milliseconds since 1970-01-01"),
+    "time": (pa.array([time(1, 2, 3)], pa.time32("s")), "seconds since midnight"),
+    "time64": (pa.array([time(1, 2, 3)], pa.time64("us")), "microseconds since midnight"),
+    "duration": (pa.array([timedelta(hours=2)], pa.duration("s")), "seconds"),
+}
+
+
+@pytest.mark.parametrize("case", TIMES)
+def test_times_are_refused_or_whole_numbers_by_name(
+    case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    array, unit = TIMES[case]
+    src = tmp_path / "src"
+    src.mkdir()
+    write_arrow(src, pa.table({"when": array, "x": [1]}))
+    with pytest.raises(FieldError, match=r"'when' \(.*\) of .*; store times as .*--fields x,when=int64"):
+        opened(src)
+    sl.convert(src, tmp_path / "out", fields="x,when=int64", workers=0)
+    ds = sl.open(tmp_path / "out")
+    count = array.view(pa.int64() if array.type.bit_width == 64 else pa.int32())[0].as_py()
+    assert (ds[0]["when"], str(ds.fields["when"])) == (count, "int64")
+    assert ds.manifest.provenance["units"] == {"when": unit}
+    command = ["convert", str(src), str(tmp_path / "no"), "--fields", "x,when=int64", "--dry-run"]
+    assert f"({unit})" in shown(command, capsys)
+    if case == "us":
+        assert count == int((MOMENT - datetime(1970, 1, 1)).total_seconds() * 1_000_000)
+    if case == "date":
+        assert count == (MOMENT.date() - date(1970, 1, 1)).days
+
+
+def test_files_whose_times_have_different_units_are_refused(tmp_path: Path) -> None:
+    for unit in ("ms", "us"):
+        pq.write_table(pa.table({"when": pa.array([MOMENT], pa.timestamp(unit))}), tmp_path / f"{unit}.parquet")
+    pattern = r"'when' is timestamp\[us\] in .*us\.parquet, but timestamp\[ms\] in"
+    with pytest.raises(SourceError, match=pattern):
+        opened(tmp_path, "when=int64")
+
+
+def test_lists_of_times_are_numbers_too(written: Callable[..., Path]) -> None:
+    src = written(when=pa.array([[1, 2], [3, 4]], pa.list_(pa.timestamp("ms"))))
+    assert read(opened(src, "when=int64[2]"))["when"].tolist() == [[1, 2], [3, 4]]
+    assert str(opened(src, "when=ragged:int64").fields["when"]) == "ragged:int64"
+
+
+def test_an_append_and_a_comparison_read_their_source_as_the_dataset_was_made(tmp_path: Path) -> None:
+    values = np.arange(-60, 60, dtype="i2").reshape(ROWS, 3)
+    packed = write(tmp_path, {"scale_factor": 0.25, "_FillValue": np.int16(7)}, values, ".nc")
+    filled = tmp_path / "it.parquet"
+    pq.write_table(pa.table({"x": [1, None, 3]}), filled)
+    for number, (src, options) in enumerate([(packed, {}), (packed, {"raw": True}), (filled, {"fill": {"x": 0}})]):
+        out = tmp_path / f"out{number}"
+        sl.convert(src, out, workers=0, **options)
+        before = len(sl.open(out))
+        assert verify(str(out), against=Against(str(src))).problems == ()
+        append(out, src, workers=0)
+        ds = sl.open(out)
+        assert len(ds) == 2 * before
+        for name in ds.fields:
+            assert ds.read(name, 0, before).tobytes() == ds.read(name, before, 2 * before).tobytes()

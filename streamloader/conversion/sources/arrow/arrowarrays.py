@@ -11,15 +11,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from streamloader.conversion.sources.arrow.arrowfields import FREE, ArrowColumn, is_text
+from streamloader.conversion.sources.arrow.arrowfields import FREE, ArrowColumn, is_text, unit_of
 from streamloader.conversion.sources.needs import need
 from streamloader.format.codecs import Column
 from streamloader.format.manifest import Field
+from streamloader.format.values import exact_in_float
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-FILL = "fill it in, or leave the column out by naming the fields to keep with --fields"
+FILL = "give nulls a value with --fill NAME=VALUE, or leave the column out by naming the fields to keep with --fields"
 
 Mark = Callable[[NDArray[np.bool_], str, str], None]  # rows, problem and remedy
 
@@ -43,7 +44,21 @@ def values_at(batch: pa.RecordBatch, column: ArrowColumn, first: int, count: int
     array = array.slice(first, count)
     for member in column.path[1:]:
         array = pc.struct_field(array, [member])
-    return _plain(array)
+    return _filled(_plain(array), column, 0)
+
+
+def _filled(array: pa.Array, column: ArrowColumn, level: int) -> pa.Array:
+    """Return an array, which lies within so many lists, with the column's fill value for nulls: as a list where lists
+    have one length, else as an empty one.
+    """
+    if column.fill is None or column.widened or not array.null_count:
+        return array
+    pa = need("pyarrow", "arrow")
+    value = column.fill.encode() if isinstance(column.fill, str) else column.fill
+    value = value.item() if isinstance(value, np.generic) else value
+    for size in reversed(column.sizes[level:]):
+        value = [] if size == FREE else [value] * size
+    return array.fill_null(pa.scalar(value, array.type))
 
 
 def _plain(array: pa.Array) -> pa.Array:
@@ -61,6 +76,8 @@ def _plain(array: pa.Array) -> pa.Array:
             pa.binary_view() if views else pa.binary() if pa.types.is_string(kind) else pa.large_binary()
         )
     array.validate(full=True)
+    if unit_of(kind):
+        return array.view(pa.int64() if kind.bit_width == 64 else pa.int32())
     return array.cast(pa.large_binary()) if pa.types.is_binary_view(array.type) else array
 
 
@@ -75,6 +92,9 @@ def troubles(array: pa.Array, column: ArrowColumn) -> dict[int, Trouble]:
     if column.media:
         remedy = "embed the files when the dataset is saved, as save_to_disk does"
         mark(_nulls(array), "has no bytes: the file itself is not in the dataset, at most its path", remedy)
+    elif column.widened:
+        rounded = ~exact_in_float(_numbers(array.fill_null(0)), np.dtype(column.field.dtype))
+        mark(rounded, f"is a whole number that {column.field.dtype} does not hold exactly", "choose another type")
     else:
         mark(_nulls(array), "is null", FILL)
     if column.field.kind == "text":
@@ -118,14 +138,15 @@ def _mark_lists(array: pa.Array, column: ArrowColumn, mark: Mark) -> None:
             places = np.searchsorted(level, places, side="right")
         mark(np.bincount(places, minlength=count) > 0, problem, remedy)
 
-    for size in column.sizes:
+    for level, size in enumerate(column.sizes, 1):
         lengths = _lengths(array)
         if size != FREE and (lengths != size).any():
             mark_rows(
                 lengths != size, f"is no list of the shape {list(column.field.shape)}", _other_shape(column.field)
             )
         ends.append(np.cumsum(lengths))
-        array = _plain(array.flatten())  # what a null stands before is left out, and its length is 0
+        # what a null stands before is left out, and its length is 0
+        array = _filled(_plain(array.flatten()), column, level)
         if array.null_count:
             mark_rows(_nulls(array), "holds a null", FILL)
 
@@ -149,9 +170,14 @@ def to_rows(array: pa.Array, column: ArrowColumn, picked: NDArray[np.int64]) -> 
         return _items(array)
     pa = need("pyarrow", "arrow")
     count, edges = len(array), np.arange(len(array) + 1)
-    for _ in column.sizes:  # Arrow's own take() gives wrong numbers for a slice of fixed-size lists in such lists
+    if column.widened:
+        floats = _numbers(array.fill_null(0)).astype(column.field.dtype)
+        floats[_nulls(array)] = column.fill
+        return floats[picked]
+    # Arrow's own take() gives wrong numbers for a slice of fixed-size lists in such lists
+    for level in range(1, len(column.sizes) + 1):
         edges = np.concatenate(([0], np.cumsum(_lengths(array))))[edges]
-        array = _plain(array.flatten())
+        array = _filled(_plain(array.flatten()), column, level)
     if array.null_count:  # in rows that are not picked
         array = array.fill_null(pa.array(np.zeros(1, column.field.dtype))[0])
     numbers = _numbers(array)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from streamloader.conversion.sources.needs import need
 from streamloader.errors import FieldError
-from streamloader.format.manifest import Field
+from streamloader.format.manifest import INTS, Field
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -55,12 +55,21 @@ class Leaf:
 
 @dataclass(frozen=True)
 class ArrowColumn:
-    """How a field stands in a table: where, and the length that each list level has around its numbers (or `FREE`)."""
+    """How a field stands in a table: where, and the length that each list level has around its numbers (or `FREE`).
+
+    The type of a column that is `open` says that its lists differ in length. `unit` says what the whole numbers of a
+    time count. `fill` stands for a null; None refuses it. The integers of a column that is `widened` become float64, so
+    that a fill value of NaN has a place.
+    """
 
     path: tuple[str, ...]
     field: Field
     sizes: tuple[int, ...] = ()
     media: bool = False
+    open: bool = False
+    unit: str = ""
+    fill: Any = None
+    widened: bool = False
 
     @property
     def name(self) -> str:
@@ -160,9 +169,13 @@ def column_of(leaf: Leaf, wished: Field | None) -> ArrowColumn:
         field = Field(asked_as or ("text" if is_text(kind) else "bytes"))
         return ArrowColumn(leaf.path, field, media=leaf.media)
     types = need("pyarrow", "arrow").types
-    if not (types.is_boolean(kind) or types.is_integer(kind) or types.is_floating(kind)):
+    unit = unit_of(kind)
+    if unit and (wished is None or wished.dtype not in INTS):
+        raise FieldError(refused.problem, "store times as whole numbers")
+    if not (types.is_boolean(kind) or types.is_integer(kind) or types.is_floating(kind) or unit):
         raise refused
     dtype = {"halffloat": "float16", "float": "float32", "double": "float64"}.get(str(kind), str(kind))
+    dtype = f"int{kind.bit_width}" if unit else dtype
     shape = sizes
     asked: tuple[int, ...] = ()
     if wished is not None and wished.kind in ("tensor", "ragged"):
@@ -179,7 +192,20 @@ def column_of(leaf: Leaf, wished: Field | None) -> ArrowColumn:
         field = Field("ragged", dtype, shape[1:]) if FREE in shape else Field("tensor", dtype, shape)
     except FieldError as error:
         raise FieldError(f"{leaf.name!r} ({leaf.kind}: {error.problem})") from None
-    return ArrowColumn(leaf.path, field, sizes)
+    return ArrowColumn(leaf.path, field, sizes, open=FREE in leaf.shape, unit=unit)
+
+
+def unit_of(kind: pa.DataType) -> str:
+    """Return what the whole numbers count that times of this type are stored as; nothing for other types."""
+    types = need("pyarrow", "arrow").types
+    if types.is_date(kind):
+        return "days since 1970-01-01" if types.is_date32(kind) else "milliseconds since 1970-01-01"
+    if not (types.is_timestamp(kind) or types.is_time(kind) or types.is_duration(kind)):
+        return ""
+    unit = {"s": "seconds", "ms": "milliseconds", "us": "microseconds", "ns": "nanoseconds"}[kind.unit]
+    if types.is_timestamp(kind):
+        return f"{unit} since 1970-01-01 00:00{' UTC' if kind.tz else ', without a time zone'}"
+    return f"{unit} since midnight" if types.is_time(kind) else unit
 
 
 def _levels(kind: pa.DataType) -> tuple[tuple[int, ...], pa.DataType]:
@@ -210,8 +236,8 @@ def same_column(leaf: Leaf, column: ArrowColumn) -> bool:
         found = column_of(leaf, column.field)
     except FieldError:
         return False
-    plain = replace(column.field, encoding="")
-    return found.field == plain and found.sizes == column.sizes
+    plain = replace(column.field, encoding="", dtype=found.field.dtype if column.widened else column.field.dtype)
+    return found.field == plain and found.sizes == column.sizes and found.unit == column.unit
 
 
 def class_names(features: Any, path: Sequence[str]) -> list[str]:

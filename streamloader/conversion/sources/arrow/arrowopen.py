@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from streamloader.conversion.sources.arrow.arrowfields import (
     ArrowColumn,
@@ -24,7 +26,7 @@ from streamloader.conversion.sources.files import Listing, field_names
 from streamloader.conversion.sources.infer import sniff
 from streamloader.conversion.sources.wish import Wish
 from streamloader.errors import FieldError, SourceError
-from streamloader.format.manifest import Field
+from streamloader.format.manifest import INTS, Field
 from streamloader.format.threads import run_all
 from streamloader.storage.protocol import ObjectInfo, Store
 
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 _SNIFFED_BLOCKS, _SNIFFED_ROWS = 4, 16
+# of lists, whose lengths may differ rarely; and what is decoded at most to see the last one
+_MEASURED_BLOCKS, _MEASURED_ROWS, _MEASURED_BYTES = 8, 32, 64 << 20
 _MAX_ROWS = 1 << 40  # of one file; headers may lie, and sums must not overflow
 _NAMED = 8  # fields that a message lists
 
@@ -85,10 +89,12 @@ def open_tables(
         if missing is not None:
             problem = f"{store.url}/{table.info.path} is in no folder {missing}=..., but {first.info.path} is"
             raise SourceError(problem, "put every file into one, or leave the key out with --fields")
+    columns = _filled(columns, keys, wish, listing.url)
     notes = _notes(columns, keys, features or _features(schema), len(listing.files) - len(infos))
     identity = tuple(sorted(infos, key=lambda info: info.path))
     tables = [table for table, _ in scanned]
-    return _sniffed(Tables(listing.url, store, identity, tables, columns, keys, form.what, form.read_rows, notes), wish)
+    source = Tables(listing.url, store, identity, tables, columns, keys, form.what, form.read_rows, notes)
+    return _shaped(_sniffed(source, wish), wish)
 
 
 def _scan_like(scan: Scan, store: Store, schema: pa.Schema, info: ObjectInfo) -> tuple[Table, pa.Schema]:
@@ -133,6 +139,7 @@ def _choose(
     field_names([original for _, original, _ in kept], url)  # no two of one name
     columns: dict[str, ArrowColumn] = {}
     refused: list[str] = []
+    times: list[str] = []
     for name, _, leaf in kept:
         if leaf is None:
             continue
@@ -140,16 +147,20 @@ def _choose(
             columns[name] = column_of(leaf, wish.fields.get(name))
         except FieldError as error:
             refused.append(error.problem)
+            times += [f"{name}=int64"] if error.remedy else []
     keys = {name: original for name, original, leaf in kept if leaf is None}
     if refused:
-        _refuse_columns(refused, [*columns, *keys], url)
+        _refuse_columns(refused, [*columns, *keys], times, url)
     return columns, keys
 
 
-def _refuse_columns(refused: list[str], others: list[str], url: str) -> None:
+def _refuse_columns(refused: list[str], others: list[str], times: list[str], url: str) -> None:
     more = f" and {len(refused) - 3} more" if len(refused) > 3 else ""
     named = f"{','.join(others[:_NAMED])}{',...' if len(others) > _NAMED else ''}" or "a,b"
     problem = f"no field of the format holds {', '.join(refused[:3])}{more} of {url}"
+    if times:
+        kept = ",".join([*others[:_NAMED], *times[:_NAMED]])
+        raise FieldError(problem, f"store times as whole numbers in their unit, --fields {kept}, or leave them out")
     lists = ", lists of lists of one shape be tensors with --fields x=float32[2,3]" if "list" in problem else ""
     raise FieldError(problem, f"leave it out by naming the fields to keep, --fields {named}{lists}, or use --map")
 
@@ -187,21 +198,86 @@ def _notes(
     renamed = {name: original for name, original in originals.items() if name != original}
     classes = {name: class_names(features, column.path) for name, column in columns.items()}
     classes = {name: names for name, names in classes.items() if names}
+    units = {name: column.unit for name, column in columns.items() if column.unit}
     notes: dict[str, Any] = {"columns": renamed, "classes": classes, "keys": list(keys), "passed_over": passed_over}
+    notes["units"] = units
     return {what: told for what, told in notes.items() if told}
+
+
+def _filled(
+    columns: Mapping[str, ArrowColumn], keys: Mapping[str, str], wish: Wish, url: str
+) -> dict[str, ArrowColumn]:
+    """Return the columns with their fill values. Raises `FieldError` for a value that its column does not hold.
+
+    Of a column of integers that is wished as floats, it may be a float.
+    """
+    fields = {name: column.field for name, column in columns.items()} | dict.fromkeys(keys, Field("text"))
+    widened: set[str] = set()
+    for name in wish.fill.keys() & columns.keys():
+        wanted = wish.fields.get(name)
+        floats = wanted is not None and wanted.dtype.startswith("float")
+        if floats and not columns[name].sizes and fields[name].dtype in INTS and not columns[name].unit:
+            widened.add(name)
+            fields[name] = replace(fields[name], dtype="float64")
+    values = wish.fill_values(fields, url)
+    return {
+        name: replace(column, field=fields[name], fill=values.get(name), widened=name in widened)
+        for name, column in columns.items()
+    }
+
+
+def _shaped(source: Tables, wish: Wish) -> Tables:
+    """Return the source with tensors for lists that have one length, as far as a few of them tell; a row with another
+    length is a bad sample then.
+    """
+    kept = {name: column for name, column in source.columns.items() if column.field.kind == "ragged"}
+    kept = {name: column for name, column in kept.items() if wish.fields.get(name) is None and not column.open}
+    blocks = _blocks(source, _MEASURED_BLOCKS)
+    if not kept or not blocks:
+        return source
+    rows = np.concatenate([start + np.arange(min(count, _MEASURED_ROWS)) for start, count in blocks])
+    found = _lengths(source, kept, rows)
+    shapes = {
+        name: (min(some), *kept[name].field.shape) for name, some in found.items() if len(some) == 1 and min(some)
+    }
+    start, count = blocks[-1]  # its last row is often the one that is shorter
+    items = {name: prod(shape) * np.dtype(kept[name].field.dtype).itemsize for name, shape in shapes.items()}
+    near = {name: kept[name] for name, size in items.items() if count * size <= _MEASURED_BYTES}
+    last = _lengths(source, near, np.array([start + count - 1]))
+    columns = dict(source.columns)
+    for name, shape in shapes.items():
+        if last.get(name, set()) <= {shape[0]}:
+            columns[name] = replace(kept[name], field=Field("tensor", kept[name].field.dtype, shape), sizes=shape)
+    return replace(source, columns=columns)
+
+
+def _lengths(source: Tables, columns: Mapping[str, ArrowColumn], rows: NDArray[np.int64]) -> dict[str, set[int]]:
+    """Return the lengths that the lists of these rows have; rows with a null that is not filled do not count."""
+    if not columns:
+        return {}
+    read = replace(source, columns=columns, keys={}).part(rows).read(lambda _: None)
+    return {name: {len(one) // column.field.item_bytes for one in read[name]} for name, column in columns.items()}
+
+
+def _blocks(source: Tables, most: int) -> list[tuple[int, int]]:
+    """Return the first row and the number of rows of some blocks of the source, spread evenly."""
+    counts = np.concatenate([table.counts for table in source.tables])
+    starts = (np.cumsum(counts) - counts)[counts > 0]
+    counts = counts[counts > 0]
+    if not len(counts):
+        return []
+    chosen = np.unique(np.linspace(0, len(counts) - 1, most).astype(np.int64)).tolist()
+    return [(int(starts[one]), int(counts[one])) for one in chosen]
 
 
 def _sniffed(source: Tables, wish: Wish) -> Tables:
     """Return the source with the encoding that a few values of each column of bytes have, but where the user tells."""
     kept = {name: column for name, column in source.columns.items() if column.field.kind == "bytes"}
     kept = {name: column for name, column in kept.items() if wish.fields.get(name) is None}
-    counts = np.concatenate([table.counts for table in source.tables])
-    starts = (np.cumsum(counts) - counts)[counts > 0]
-    counts = counts[counts > 0]
-    if not kept or not len(counts):
+    blocks = _blocks(source, _SNIFFED_BLOCKS)
+    if not kept or not blocks:
         return source
-    chosen = np.unique(np.linspace(0, len(counts) - 1, _SNIFFED_BLOCKS).astype(np.int64)).tolist()
-    rows = np.concatenate([starts[one] + np.arange(min(int(counts[one]), _SNIFFED_ROWS)) for one in chosen])
+    rows = np.concatenate([start + np.arange(min(count, _SNIFFED_ROWS)) for start, count in blocks])
     values = replace(source, columns=kept, keys={}).part(rows).read(lambda _: None)
     columns = dict(source.columns)
     for name, column in kept.items():
