@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import streamloader as sl
-from streamloader.errors import FieldError, SourceError, StreamloaderError
+from streamloader.errors import FieldError, SourceError, StreamloaderError, UsageError
 
 LARGE = 2**53 + 1  # the first whole number that float64 does not hold
 
@@ -112,6 +112,12 @@ def test_a_fill_value_must_fit_its_field(fill: dict[str, Any], message: str, tmp
     src = write_lines(tmp_path / "it.jsonl", [1, None])
     with pytest.raises(FieldError, match=message):
         converted(src, tmp_path, fields="x=int8", fill=fill)
+
+
+def test_fill_is_refused_where_no_value_can_be_missing(tmp_path: Path) -> None:
+    np.save(tmp_path / "x.npy", np.array([0.5, np.nan]))
+    with pytest.raises(UsageError, match="fill, for npy, in which no value is missing; use map; fill works"):
+        converted(tmp_path / "x.npy", tmp_path, fill={"x": 0})
 
 
 def test_flags_become_numbers_by_name(tmp_path: Path) -> None:

@@ -25,32 +25,33 @@ class SourceFormat:
     """`matches` looks at names only; `open` reads headers and checks the schema, and may follow the wish itself.
 
     `marked` formats are known by a file of their own, such as an index: they win over those that only see files of
-    a kind that they know.
+    a kind that they know. Values may be missing in those that are `nullable`.
     """
 
     matches: Callable[[Listing], bool]
     open: Callable[[Listing, Wish], Source]
     marked: bool = False
+    nullable: bool = False
 
 
 FORMATS: Mapping[str, SourceFormat] = {
     imagefolder.NAME: SourceFormat(imagefolder.matches, imagefolder.open_source),
     webdataset.NAME: SourceFormat(webdataset.matches, webdataset.open_source),
     npy.NAME: SourceFormat(npy.matches, npy.open_source),
-    parquet.NAME: SourceFormat(parquet.matches, parquet.open_source),
-    arrowfiles.NAME: SourceFormat(arrowfiles.matches, arrowfiles.open_source),
-    huggingface.NAME: SourceFormat(huggingface.matches, huggingface.open_source, marked=True),
+    parquet.NAME: SourceFormat(parquet.matches, parquet.open_source, nullable=True),
+    arrowfiles.NAME: SourceFormat(arrowfiles.matches, arrowfiles.open_source, nullable=True),
+    huggingface.NAME: SourceFormat(huggingface.matches, huggingface.open_source, marked=True, nullable=True),
     coco.NAME: SourceFormat(coco.matches, coco.open_source, marked=True),
     audio.NAME: SourceFormat(audio.matches, audio.open_source),
-    tfrecord.NAME: SourceFormat(tfrecord.matches, tfrecord.open_source),
+    tfrecord.NAME: SourceFormat(tfrecord.matches, tfrecord.open_source, nullable=True),
     mds.NAME: SourceFormat(mds.matches, mds.open_source, marked=True),
     litdata.NAME: SourceFormat(litdata.matches, litdata.open_source, marked=True),
     hdf5.NAME: SourceFormat(hdf5.matches, hdf5.open_source),
     netcdf.NAME: SourceFormat(netcdf.matches, netcdf.open_source),
     zarrstores.NAME: SourceFormat(zarrstores.matches, zarrstores.open_source, marked=True),
     tokens.NAME: SourceFormat(tokens.matches, tokens.open_source),
-    csvfiles.NAME: SourceFormat(csvfiles.matches, csvfiles.open_source),
-    jsonl.NAME: SourceFormat(jsonl.matches, jsonl.open_source),
+    csvfiles.NAME: SourceFormat(csvfiles.matches, csvfiles.open_source, nullable=True),
+    jsonl.NAME: SourceFormat(jsonl.matches, jsonl.open_source, nullable=True),
 }
 
 
@@ -67,6 +68,9 @@ def open_source(
         raise UsageError(f"format {format_name!r}", f"choose one of {known}")
     listing = list_source(src, options)
     chosen = format_name or _detect(listing)
+    if wish.fill and not FORMATS[chosen].nullable:
+        able = ", ".join(name for name, each in FORMATS.items() if each.nullable)
+        raise UsageError(f"fill, for {chosen}, in which no value is missing", f"use map; fill works for {able}")
     return chosen, choose(FORMATS[chosen].open(listing, wish), wish)
 
 

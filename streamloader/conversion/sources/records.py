@@ -183,6 +183,10 @@ class SampleFields:
     def _keys(self) -> frozenset[str]:
         return frozenset(self.originals.values())
 
+    @cached_property
+    def _dtypes(self) -> dict[str, np.dtype[Any] | None]:
+        return {name: np.dtype(kind.dtype) if kind.dtype else None for name, kind in self.fields.items()}
+
     def settled(self, sample: Mapping[str, Any], name: str) -> dict[str, Settled]:
         """Return the value of each field, as arrays, text or bytes. Raises `FieldError`, which names the sample."""
         out: dict[str, Settled] = {}
@@ -194,7 +198,7 @@ class SampleFields:
                 value = self._filled(field_name)
             if not isinstance(value, bytes | str | np.ndarray):
                 value = settle(value, f"field {field_name!r} of sample {name}")
-            if isinstance(value, np.ndarray) and value.dtype.name != self.fields[field_name].dtype:
+            if isinstance(value, np.ndarray) and value.dtype != self._dtypes[field_name]:
                 self._check_dtype(field_name, value, name)
             out[field_name] = value
         return out
