@@ -270,6 +270,13 @@ def test_empty_cells_are_filled(tmp_path: Path) -> None:
         open_source(tmp_path, None, {}, parse_wish("a,b", {"a": 0}))[1].part(np.arange(3)).read(refuse_all)
 
 
+def test_digits_are_bools_only_by_name(tmp_path: Path) -> None:
+    (tmp_path / "it.csv").write_text("a\n" + "true\n" * 720 + "1\n" + "false\n" * 1280)
+    with pytest.raises(SourceError, match=r"it\.csv:722: its column 'a' holds '1', which is no bool"):
+        every_row(opened(tmp_path))
+    assert every_row(wished(tmp_path, "a=bool"))[720] == {"a": True}
+
+
 def test_only_wished_columns_are_parsed_and_as_what_is_wished(tmp_path: Path) -> None:
     (tmp_path / "it.csv").write_bytes(b"a,b,c,d,e\n1,0,x,\xff,2.5\n2,1,y,\xfe,1e30\n")
     source = wished(tmp_path, "d=bytes,a=int8,b=bool,e=float32")

@@ -70,7 +70,9 @@ def open_source(listing: Listing, wish: Wish) -> CsvFiles:
     names = {name: original for original, name in field_names(list(header), listing.url).items()}
     names = {name: names[name] for name in wish.fields if name in names} or names
     fields = _fields(listing.url, files, header, names, wish)
-    return CsvFiles(listing.url, infos, files, Table(header, names, fields, wish.fill_values(fields, listing.url)))
+    digits = any(kind is not None and kind.dtype == "bool" for kind in wish.fields.values())
+    table = Table(header, names, fields, wish.fill_values(fields, listing.url), digits)
+    return CsvFiles(listing.url, infos, files, table)
 
 
 def _shown(header: Sequence[str]) -> str:

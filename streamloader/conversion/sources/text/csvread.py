@@ -31,18 +31,19 @@ _SHOWN = 40
 class Table:
     """What a row is: the `header` of all columns, and those that are read: their `originals` in it, by field name.
 
-    `fill` has the value of an empty cell, for the fields that have one.
+    `fill` has the value of an empty cell, for the fields that have one. With `digits` 1 and 0 are bools, too.
     """
 
     header: tuple[str, ...]
     originals: Mapping[str, str]
     fields: Mapping[str, Field]
     fill: Mapping[str, Any] = field(default_factory=dict)
+    digits: bool = True
 
     def only(self, name: str) -> Table:
         """Return it with one field alone."""
         fill = {name: self.fill[name]} if name in self.fill else {}
-        return Table(self.header, {name: self.originals[name]}, {name: self.fields[name]}, fill)
+        return Table(self.header, {name: self.originals[name]}, {name: self.fields[name]}, fill, self.digits)
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,8 +94,8 @@ class Parser:
             include_columns=list(table.originals.values()),
             null_values=[""] if table.fill else [],
             strings_can_be_null=bool(table.fill),
-            true_values=[*TRUE, "1"],
-            false_values=[*FALSE, "0"],
+            true_values=[*TRUE, "1"] if table.digits else TRUE,
+            false_values=[*FALSE, "0"] if table.digits else FALSE,
         )
 
     def parse(self, records: Iterable[bytes | memoryview], delimiter: bytes, count: int) -> dict[str, Column]:
