@@ -123,6 +123,8 @@ def test_fill_is_refused_where_no_value_can_be_missing(tmp_path: Path) -> None:
 def test_flags_become_numbers_by_name(tmp_path: Path) -> None:
     ds = converted(write_lines(tmp_path / "it.jsonl", [True, False]), tmp_path, fields="x=uint8")
     assert values_of(ds) == [1, 0]
+    ds = converted(write_lines(tmp_path / "it.jsonl", [[], [True]]), tmp_path / "lists", fields="x=ragged:uint8")
+    assert values_of(ds) == [[], [1]]
 
 
 def test_json_that_is_kept_as_text_stays_json(tmp_path: Path) -> None:

@@ -132,12 +132,15 @@ def infer_fields(
 
 
 def _is_flag(key: str, samples: Sequence[tuple[int, Mapping[str, Any]]]) -> bool:
-    """Return whether the first of some samples that has a key has true or false there, or an array of them."""
-    found = next((sample[key] for _, sample in samples if sample.get(key) is not None), None)
-    try:
-        return found is not None and getattr(settle(found, ""), "dtype", None) == np.bool_
-    except FieldError:
-        return False
+    """Return whether the first of some samples that has a value for a key has true or false, or an array of them."""
+    for _, sample in samples:
+        try:
+            found = settle(sample.get(key), "")
+        except FieldError:
+            continue
+        if not isinstance(found, np.ndarray) or found.size:  # an empty list has no dtype of its own
+            return isinstance(found, np.ndarray) and found.dtype == np.bool_
+    return False
 
 
 def _infer(
