@@ -378,8 +378,9 @@ def test_a_region_that_is_not_found_out_ends_with_what_to_do() -> None:
     error = b"<Error><Code>PermanentRedirect</Code><Message>elsewhere</Message></Error>"
     with answering(301, error) as url:
         store = open_store("s3://bucket", {**KEYS, "endpoint_url": url}, NO_RETRY)
-        with pytest.raises(EndpointError, match="another region"):
-            store.reader().read("a", 0, 1)
+        for call in (lambda: store.reader().read("a", 0, 1), lambda: store.head("a"), lambda: list(store.list())):
+            with pytest.raises(EndpointError, match="another region"):
+                call()
 
 
 @contextlib.contextmanager

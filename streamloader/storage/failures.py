@@ -87,6 +87,7 @@ _RULES = (
         "set client_kwargs={'region_name': ...} or endpoint_url in storage_options",
         codes=_words("PermanentRedirect TemporaryRedirect Redirect AuthorizationHeaderMalformed"),
         statuses=frozenset({301, 307, 308}),
+        names=_words("RecursionError"),
     ),
     _Rule(
         StorageError,
@@ -175,7 +176,8 @@ _RULES = (
 def client_errors(*also: type[BaseException]) -> tuple[type[BaseException], ...]:
     """Return the exceptions that the clients loaded so far can raise, and `also`, for an `except` clause."""
     roots = [getattr(sys.modules.get(module), name, None) for module, name in _CLIENT_ROOTS]
-    return (OSError, NotImplementedError, *also, *(root for root in roots if root is not None))
+    # RecursionError: aiobotocore asks an endpoint that redirects everything for the bucket's region, again and again
+    return (OSError, NotImplementedError, RecursionError, *also, *(root for root in roots if root is not None))
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ _USER = re.compile(r"\b([a-zA-Z][\w+.-]*)://([^/\s@]*)@")
 _QUERY = re.compile(r"(https?://[^\s?]*)\?[^\s'\"<>]*")
 _PARAMETER = re.compile(
     r"\b(x-amz-(?:signature|credential|security-token)|signature|sig|token|access_token|accountkey|sharedaccesssignature)"
-    r"(\s*[=:]\s*)[^&\s;,'\"<>]+",
+    r"(\s*[=:]\s*)[^&\s;,'\"<>]{8,}",
     re.IGNORECASE,
 )
 _AUTHORIZATION = re.compile(
