@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
@@ -12,6 +13,7 @@ from torch.utils.data import IterableDataset
 
 from streamloader.engine.passes import Course
 from streamloader.errors import StateError, UsageError
+from streamloader.format.threads import wait_for
 from streamloader.plan.cursor import Standing, get
 from streamloader.plan.world import Part, World
 from streamloader.stats import BatchReport, Stats
@@ -58,9 +60,17 @@ class Steps(Iterator[dict[str, Any]]):
         self._left = steps
         self._begin = begin
         self._keep = keep
+        self._turn = threading.RLock()
 
     def __next__(self) -> dict[str, Any]:
-        """Return the next batch. Raises the error that belongs there."""
+        """Return the next batch. Raises the error that belongs there. Several threads may share this, as a `Pass`."""
+        wait_for(lambda seconds: self._turn.acquire(timeout=seconds))
+        try:
+            return self._take()
+        finally:
+            self._turn.release()
+
+    def _take(self) -> dict[str, Any]:
         if not self._left:
             raise StopIteration
         try:

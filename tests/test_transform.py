@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 import signal
+import subprocess
+import sys
 import threading
+from pathlib import Path
 from typing import Any
 
 import datasets
@@ -13,6 +17,7 @@ import pytest
 from datasets import numbers
 from hypothesis import given
 from hypothesis import strategies as st
+from torchrun import environment
 
 from streamloader.engine.transform import RngKey, collate, takes_rng
 from streamloader.errors import EngineError, TransformError, UsageError
@@ -142,11 +147,56 @@ def test_what_processes_cannot_load_is_refused(url: str) -> None:
         (lambda sample: None, "the transform returned NoneType for sample"),
         (lambda sample: {"x": sample["x"][: len(sample["name"])]}, "returned 'x' in shapes"),
         (lambda sample: {"a" if sample["name"] else "b": 1}, "returned keys"),
+        (
+            lambda sample: {"when": np.array(["2020-01-01"], "datetime64[s]")},
+            r"returned 'when' of sample \d+ as an array of datetime64\[s\].*; return value.astype\('int64'\)",
+        ),
+        (lambda sample: {"when": np.timedelta64(3, "s")}, r"timedelta64\[s\].*astype\('int64'\)"),
+        (
+            lambda sample: {"word": np.array(["a", "bc"])},
+            r"'word' of sample \d+ as an array of <U2.*value.tolist\(\), which",
+        ),
+        (
+            lambda sample: {"many": np.array([{}, None])},
+            r"'many' of sample \d+ as an array of object.*value.tolist\(\)",
+        ),
     ],
 )
 def test_what_cannot_be_batched_is_refused(url: str, transform: Any, shown: str) -> None:
     with pytest.raises(TransformError, match=shown):
         list(StreamingDataset(url, batch_size=16, transform=transform))
+
+
+def test_python_objects_come_as_a_list(url: str) -> None:
+    day = datetime.date(2020, 1, 1)
+    batch = next(iter(StreamingDataset(url, batch_size=4, transform=lambda sample: {"day": day, "x": sample["x"]})))
+    assert batch["day"] == [day] * 4
+
+
+UNGUARDED = """
+import sys
+import datasets
+import streamloader as sl
+
+def same(sample):
+    return sample
+
+for batch in sl.StreamingDataset(sys.argv[1], batch_size=16, fields=["label"], transform=same, transform_workers=1):
+    pass
+"""
+
+
+def test_a_script_without_a_main_guard_is_told_so(url: str, tmp_path: Path) -> None:
+    script = tmp_path / "unguarded.py"
+    script.write_text(UNGUARDED)
+    command = [sys.executable, str(script), url]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    said = [line for line in done.stderr.splitlines() if line.startswith("streamloader.errors.")]
+    assert "iterates a dataset when imported; put the code that trains below `if __name__ == '__main__':`" in said[0]
+    assert (
+        "EngineError: a process of transform_workers= ended before it ran the transform; see its own error" in said[-1]
+    )
 
 
 def test_what_a_transform_keeps_is_not_written_again(url: str) -> None:

@@ -127,10 +127,25 @@ def _stack(name: str, values: list[Any], numbers: Sequence[int]) -> Any:
                 f"({type(error).__name__}: {error})",
                 "return arrays, tensors or numbers, or a list to keep the values apart",
             ) from error
-    if arrays[0].dtype == object:
+    if arrays[0].dtype == object and not isinstance(values[0], np.ndarray):
         return values
+    for array, number in zip(arrays, numbers, strict=True):
+        _check_dtype(name, array.dtype, number)
     check_shapes(name, arrays)
     return np.stack(arrays)
+
+
+def _check_dtype(name: str, dtype: np.dtype[Any], number: int) -> None:
+    """Raise `TransformError` for a dtype that no tensor has."""
+    if (dtype.kind in "biuf" and dtype.itemsize <= 8) or (dtype.kind == "c" and dtype.itemsize <= 16):
+        return
+    kinds = {"M": "value.astype('int64')", "m": "value.astype('int64')", "f": "value.astype('float64')"}
+    remedy = f"return {kinds.get(dtype.kind, 'value.tolist()')}"
+    if dtype.kind in "USO":
+        remedy += ", which comes as a list"
+    raise TransformError(
+        f"the transform returned {name!r} of sample {number} as an array of {dtype}, which tensors do not have", remedy
+    )
 
 
 def check_shapes(name: str, values: Sequence[Any]) -> None:
@@ -166,6 +181,7 @@ class TransformProcess:
             target=_serve, args=(theirs, transform), name="streamloader-transform", daemon=True
         )
         self._process.start()
+        self._answered = False
         theirs.close()
 
     def run(self, samples: Sequence[Sample], keys: Sequence[RngKey], numbers: Sequence[int]) -> list[Sample]:
@@ -175,10 +191,17 @@ class TransformProcess:
             answer = self._pipe.recv_bytes()
         except (EOFError, OSError) as error:
             self._process.join(1)
+            code = self._process.exitcode
+            if code == 1 and not self._answered:
+                raise EngineError(
+                    "a process of transform_workers= ended before it ran the transform",
+                    "see its own error above; it imports the script, which needs `if __name__ == '__main__':`",
+                ) from error
             raise EngineError(
-                f"a transform process died (exit code {self._process.exitcode}) on one of {list(numbers)[:4]}...",
+                f"a transform process died (exit code {code}) on one of {list(numbers)[:4]}...",
                 "look for a crash or too little memory in the transform",
             ) from error
+        self._answered = True
         result, cause = pickle.loads(answer)
         if isinstance(result, TransformError):
             raise result from cause
