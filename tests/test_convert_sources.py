@@ -136,9 +136,9 @@ def tar(path: Path, members: Mapping[str, bytes], kind: int = tarfile.PAX_FORMAT
             file.addfile(info, io.BytesIO(data))
 
 
-def images_outside(root: Path) -> None:
-    png(root / "a" / "x.png")
-    png(root / "stray.png")
+def split_without_classes(root: Path) -> None:
+    png(root / "train" / "ant" / "x.png")
+    png(root / "test" / "x.png")
 
 
 def empty_class(root: Path) -> None:
@@ -207,7 +207,7 @@ BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
     "nothing": (lambda root: None, "nothing is at"),
     "no known format": (lambda root: (root / "x.doc").write_text("1,2"), "no known format fits .*x.doc"),
     "two formats": (two_kinds, "fits the formats imagefolder and npy"),
-    "image outside": (images_outside, "stray.png is in no class folder"),
+    "split without classes": (split_without_classes, "looks like splits, test, train, but test has no class folder"),
     "empty class folder": (empty_class, "the class folder .*hollow holds no image"),
     "class folder without images": (class_without_images, "the class folder .*texts holds no image"),
     "unequal arrays": (unequal, "'xs' has 3 rows, 'ys' 4"),

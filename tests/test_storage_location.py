@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+from pathlib import Path
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import streamloader as sl
 from streamloader.errors import UnsupportedError, UsageError
 from streamloader.storage import open_store
 from streamloader.storage.location import checked_path, parse_location, redact
@@ -43,6 +48,52 @@ def test_no_secret_is_ever_shown(secret: str) -> None:
 def test_what_is_no_url_is_refused(url: str) -> None:
     with pytest.raises(UsageError):
         open_store(url)
+
+
+@pytest.mark.parametrize(
+    "url", ["s3:/bucket/x", "S3:/bucket/x", "s3:bucket/x", "gs:/bucket/x", "https:/host/x", "file:/x"]
+)
+def test_a_url_that_lacks_a_slash_is_no_local_path(url: str) -> None:
+    scheme, rest = url.lower().split(":")
+    with pytest.raises(UsageError, match=f"a // is missing .*; write {scheme}://{rest.lstrip('/')}, or ./{url} for"):
+        open_store(Path(url))
+    assert parse_location(f"./{url}", None).protocol == "file"
+    assert parse_location("a:/b", None).protocol == "file"
+
+
+def test_schemes_are_read_in_any_case() -> None:
+    assert parse_location("S3://Bucket/X", None).target == "s3://Bucket/X"
+
+
+@pytest.mark.parametrize("options", [{"endpoint_url": "h:9000"}, {"client_kwargs": {"endpoint_url": "h:9000"}}])
+@pytest.mark.parametrize(
+    "opened",
+    [sl.open, partial(sl.StreamingDataset, batch_size=1), lambda url, **more: sl.convert("x", url, **more)],
+    ids=["open", "stream", "convert"],
+)
+def test_an_endpoint_without_a_scheme_is_told(opened: Any, options: dict[str, Any]) -> None:
+    told = r"storage option endpoint_url='h:9000' has no scheme; write http://h:9000, or https://h:9000"
+    with pytest.raises(UsageError, match=told):
+        opened("s3://bucket/x", storage_options=options)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"endpoint_ur": "http://h"}, "there is no storage option 'endpoint_ur'; did you mean 'endpoint_url'"),
+        (
+            {"client_kwargs": {"regoin_name": "x"}},
+            "there is no storage option 'regoin_name'; did you mean 'region_name'",
+        ),
+    ],
+)
+def test_a_mistyped_storage_option_is_named_and_nothing_is_advised_to_be_overwritten(
+    options: dict[str, Any], told: str
+) -> None:
+    for call in (sl.open, lambda url, **more: sl.convert(Path(__file__).parent, url, **more)):
+        with pytest.raises(UsageError, match=told) as raised:
+            call("s3://bucket/x", storage_options={"key": "k", "secret": "s", **options})
+        assert "overwrite" not in str(raised.value) and "damaged" not in str(raised.value)
 
 
 def test_a_signed_url_cannot_hold_a_dataset() -> None:

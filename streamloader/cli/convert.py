@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 LEFT_OUT = 3  # the exit status where bad samples are not in the dataset: it is whole, but look
 ON_ERROR = ("raise", "skip", "quarantine")
 QUARANTINE = "_streamloader/quarantine.jsonl"
+CLASSES_SHOWN = 12
 SHOWN = 10  # bad samples that are named on the terminal
 _OPTION_HELP = "An option of the store, as its fsspec package calls it; JSON values are read as such. May be repeated."
 
@@ -122,6 +123,10 @@ def _preview(preview: Preview) -> Iterator[str]:
         size = f"{show_bytes(preview.sizes[name])} a sample"
         detail = f"  ({preview.details[name]})" if name in preview.details else ""
         yield f"  {name:{names}}  {field!s:{types}}  {preview.codecs[name]:4}  {size}{detail}"
+    for name, classes in preview.classes.items():
+        noun = "class" if len(classes) == 1 else "classes"
+        some = classes if len(classes) <= CLASSES_SHOWN else [*classes[: CLASSES_SHOWN - 2], "...", classes[-1]]
+        yield f"  {name}: {len(classes):,} {noun}: {', '.join(some)}"
     splits = ", ".join(f"{name} {count:,}" for name, count in preview.splits.items() if name)
     yield f"about {show_bytes(preview.stored)} in {counted(preview.shards, 'shard')}{f' ({splits})' if splits else ''}"
 

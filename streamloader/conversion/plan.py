@@ -18,8 +18,9 @@ from streamloader.conversion.recipe import Recipe
 from streamloader.conversion.rows import SampleRows
 from streamloader.conversion.schema import Schema, probe
 from streamloader.conversion.sources.base import Source
-from streamloader.conversion.splits import SEED, assign
+from streamloader.conversion.splits import SEED, assign, own_rows
 from streamloader.conversion.task import Task
+from streamloader.errors import UsageError
 from streamloader.format.geometry import Geometry
 from streamloader.format.manifest import VERSION
 from streamloader.storage.protocol import ObjectInfo, Store
@@ -113,7 +114,10 @@ class Job:
         about, schema = self.source, self.schema
         counts = (len(about.files), schema.fields, schema.codecs, schema.sizes, splits, self.num_shards)
         notes = {} if "map" in about.notes else about.notes
-        return Preview(about.url, self.format, *counts, {**notes.get("decoded", {}), **notes.get("units", {})})
+        details = {**notes.get("decoded", {}), **notes.get("units", {})}
+        named = about.notes.get("classes")
+        classes = {name: named[name] for name in schema.fields if name in named} if isinstance(named, Mapping) else {}
+        return Preview(about.url, self.format, *counts, details, classes)
 
 
 def make_job(source: Source, format_name: str, recipe: Recipe, keep_bad: bool) -> Job:
@@ -128,27 +132,40 @@ def make_job(source: Source, format_name: str, recipe: Recipe, keep_bad: bool) -
     if recipe.shuffle is not None:
         provenance["shuffle"] = {"seed": recipe.shuffle}
     plans: list[SplitPlan] = []
-    if recipe.splits:
-        dealt = assign(source.num_samples, recipe.splits)
-        for name, share in recipe.splits.items():
-            rows = SampleRows.of(dealt.rows(name), recipe.shuffle)
-            told = {**provenance, "split": {"name": name, "share": str(share), "of": recipe.shares, "seed": SEED}}
-            plans.append(SplitPlan(name, rows, schema.geometry(rows.count, recipe.layout), told))
-    else:
-        geometry = schema.geometry(source.num_samples, recipe.layout)
-        rows = SampleRows.of(range(source.num_samples), recipe.shuffle)
-        plans.append(SplitPlan("", rows, geometry, provenance))
+    for name, numbers, split in _split_rows(source, recipe):
+        rows = SampleRows.of(numbers, recipe.shuffle)
+        told = {**provenance, "split": split} if split else provenance
+        plans.append(SplitPlan(name, rows, schema.geometry(rows.count, recipe.layout), told))
     document = {
         "by": "convert",
         "version": VERSION,
         "fields": sorted(schema.fields),
-        "splits": sorted(recipe.splits),
+        "splits": sorted(plan.name for plan in plans if plan.name),
         "shards": sum(plan.num_shards for plan in plans),
         "options": {"source": source.url, "format": format_name, **recipe.options()},
         "source": {"files": len(source.files), "samples": source.num_samples, "digest": digest},
         "plans": {plan.name: {"num_samples": plan.num_samples, **plan.geometry.to_json()} for plan in plans},
     }
     return Job(source, format_name, schema, tuple(plans), json.loads(json.dumps(document)))  # as when it is read back
+
+
+def _split_rows(
+    source: Source, recipe: Recipe
+) -> Iterator[tuple[str, NDArray[np.int64] | range, Mapping[str, Any] | None]]:
+    """Yield the name, the rows and the provenance of each split: those that are asked for, or the source's own."""
+    own = source.notes.get("splits") or {}
+    if recipe.splits and own:
+        problem = f"{source.url} has the splits {', '.join(own)} of its own, and split={recipe.shares!r} is given"
+        raise UsageError(problem, "leave split out, or convert one of its folders")
+    if recipe.splits:
+        dealt = assign(source.num_samples, recipe.splits)
+        for name, share in recipe.splits.items():
+            yield name, dealt.rows(name), {"name": name, "share": str(share), "of": recipe.shares, "seed": SEED}
+    elif own:
+        for name in own:
+            yield name, own_rows(own, name), {"name": name}
+    else:
+        yield "", range(source.num_samples), None
 
 
 def files_digest(files: Sequence[ObjectInfo]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -18,7 +18,7 @@ class Preview:
 
     `sizes` are the stored bytes of a sample, `codecs` how they are compressed, by field; `splits` the samples of each
     split ("" where there is none) and `shards` the number of shards of all of them. `details` are how the values of a
-    field were decoded, or their unit, where there is something to say.
+    field were decoded, or their unit, where there is something to say; `classes` the names of the classes, by field.
     """
 
     url: str
@@ -30,6 +30,7 @@ class Preview:
     splits: Mapping[str, int]
     shards: int
     details: Mapping[str, str] = field(default_factory=dict)
+    classes: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     @property
     def num_samples(self) -> int:

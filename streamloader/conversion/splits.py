@@ -63,6 +63,12 @@ def split_sizes(num_samples: int, splits: Splits) -> dict[str, int]:
     return sizes
 
 
+def own_rows(sizes: Mapping[str, int], name: str) -> range:
+    """Return the rows of a split of a source that has splits of its own: they follow each other in order of name."""
+    start = sum(size for other, size in sizes.items() if other < name)
+    return range(start, start + sizes[name])
+
+
 @dataclass(frozen=True, eq=False)
 class Assignment:
     """The rows of every split. `sizes` in samples; `numbers[row]` is the split's position in `sizes`."""

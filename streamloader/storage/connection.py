@@ -6,8 +6,10 @@ here is therefore kept by process id, and what a child inherits stays where it i
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import os
+import re
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -31,6 +33,12 @@ if TYPE_CHECKING:
 
 Made = TypeVar("Made")
 _REQUIRED = {"s3", "file", "memory"}  # these are there, and s3fs takes 0.15 s to import
+# those of s3fs and of its client that are mistyped now and then
+_OPTIONS = (
+    *("key", "secret", "token", "anon", "profile", "endpoint_url", "use_ssl", "requester_pays", "version_aware"),
+    *("client_kwargs", "config_kwargs", "s3_additional_kwargs", "region_name", "verify", "read_timeout"),
+    *("connect_timeout", "signature_version", "s3"),
+)
 _KNOW_LISTINGS_CACHE = {"s3", "gs", "az", "http"}
 
 
@@ -185,12 +193,23 @@ def _open_session(location: Location, region: str) -> Session:
             fs.retries = 1  # our policy is the only one that retries
             fs.connect()
     except (TypeError, ValueError) as error:
-        detail = location.secrets.redact(str(error))
-        raise UsageError(
-            f"{location.shown}: storage_options {sorted(location.options)} do not fit the protocol: {detail}",
-            "see the parameters of the protocol's fsspec filesystem",
-        ) from cause_of(error, location.secrets)
+        raise _wrong_option(location, error) from cause_of(error, location.secrets)
     return Session(_calls_for(protocol, fs), root)
+
+
+def _wrong_option(location: Location, error: Exception) -> UsageError:
+    """Return the error for what a client does not take, with the name of the option where it says so."""
+    detail = location.secrets.redact(str(error))
+    remedy = "see the parameters of the protocol's fsspec filesystem"
+    name = re.search(r"unexpected keyword argument '(\w+)'", detail)
+    if name is not None:
+        alike = difflib.get_close_matches(name[1], _OPTIONS, 1)
+        meant = f"did you mean {alike[0]!r}? Or " if alike else ""
+        return UsageError(f"{location.shown}: there is no storage option {name[1]!r}", f"{meant}{remedy}")
+    if detail.startswith("Invalid endpoint"):
+        remedy = "write the endpoint with its scheme, http:// or https://"
+    options = sorted(location.options)
+    return UsageError(f"{location.shown}: storage_options {options} do not fit the protocol: {detail}", remedy)
 
 
 def _calls_for(protocol: str, fs: Any) -> Calls:

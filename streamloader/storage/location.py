@@ -15,6 +15,11 @@ from streamloader.errors import UnsupportedError, UsageError
 
 # fsspec's spellings of one protocol
 _ALIASES = {"s3a": "s3", "gcs": "gs", "abfs": "az", "abfss": "az", "adl": "adl", "https": "http", "local": "file"}
+# what begins like a URL of these without its // is a slip, and no local path
+_PROTOCOLS = {
+    *(*_ALIASES, *_ALIASES.values(), "memory"),
+    *("wasb", "wasbs", "oss", "oci", "hdfs", "webhdfs", "ftp", "sftp", "hf"),
+}
 _AZURE = {"az", "abfs", "abfss", "wasb", "wasbs", "adl"}  # what stands before their @ is a container
 # an AWS secret may hold slashes; elsewhere the host ends at the first
 _S3_USER = re.compile(r"\b(s3a?)://(?!arn:)[^/\s:@]+:[^\s@]+@")
@@ -145,11 +150,15 @@ def parse_location(url: str | os.PathLike[str], options: Mapping[str, Any] | Non
     options = dict(options or {})
     secrets = secrets_of(target, options)
     if "::" not in target and "://" not in target:
+        _check_slashes(target)
         return Location(_absolute(target), "file", options, secrets)
     protocol = target.split("://", 1)[0].split("::", 1)[0].lower()
     protocol = _ALIASES.get(protocol, protocol)
     if "::" in target:
         return Location(target, protocol, options, secrets)
+    scheme, rest = target.split("://", 1)
+    target = f"{scheme.lower()}://{rest}"
+    _check_endpoint(options)
     if protocol == "file":
         return Location(f"file://{_absolute(target.split('://', 1)[1] or '/')}", protocol, options, secrets)
     if protocol == "http" and "?" in target:
@@ -167,6 +176,28 @@ def parse_location(url: str | os.PathLike[str], options: Mapping[str, Any] | Non
 
 def _base64(text: str) -> str:
     return base64.b64encode(text.encode()).decode()
+
+
+def _check_slashes(target: str) -> None:
+    """Raise `UsageError` for a URL that lacks one or both of its slashes: it is no local path."""
+    scheme, colon, rest = target.partition(":")
+    if colon and scheme.lower() in _PROTOCOLS:
+        path = rest.lstrip("/")
+        meant = redact(f"{scheme.lower()}://{path}")
+        shown = scheme + meant[len(scheme) :].replace("://", f":{rest[: len(rest) - len(path)]}", 1)
+        remedy = f"write {meant}, or ./{shown} for a local path of that name"
+        raise UsageError(f"{shown!r} is not a URL: a // is missing behind {scheme}:", remedy)
+
+
+def _check_endpoint(options: Mapping[str, Any]) -> None:
+    """Raise `UsageError` for an endpoint without its scheme."""
+    client = options.get("client_kwargs")
+    for given in (options, client if isinstance(client, Mapping) else {}):
+        endpoint = given.get("endpoint_url")
+        if isinstance(endpoint, str) and endpoint and not re.match(r"https?://", endpoint, re.IGNORECASE):
+            shown = redact(f"http://{endpoint}").removeprefix("http://")
+            problem = f"storage option endpoint_url={shown!r} has no scheme"
+            raise UsageError(problem, f"write http://{shown}, or https://{shown} where the server has a certificate")
 
 
 def _user_as_options(target: str, protocol: str, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:

@@ -482,11 +482,6 @@ def no_audio(root: Path) -> None:
     (root / "a" / "x.txt").write_text("no clip")
 
 
-def outside(root: Path) -> None:
-    wav(root / "a" / "x.wav")
-    wav(root / "stray.wav")
-
-
 def hollow(root: Path) -> None:
     wav(root / "a" / "x.wav")
     (root / "b").mkdir()
@@ -499,7 +494,6 @@ def with_images(root: Path) -> None:
 
 NO_FOLDERS: dict[str, tuple[Callable[[Path], Any], str | None, str]] = {
     "no audio": (no_audio, "audiofolder", "class folder .*/a holds no clip"),
-    "outside": (outside, None, r"stray\.wav is in no class folder; put every clip"),
     "empty class": (hollow, None, "class folder .*/b holds no clip"),
     "two formats": (with_images, None, "fits the formats imagefolder and audiofolder"),
 }

@@ -17,7 +17,7 @@ from streamloader.conversion.rows import SampleRows
 from streamloader.conversion.sources.base import BadSample, Sieve, Source
 from streamloader.conversion.sources.formats import open_source
 from streamloader.conversion.sources.wish import Wish
-from streamloader.conversion.splits import assign, parse_splits
+from streamloader.conversion.splits import assign, own_rows, parse_splits
 from streamloader.errors import FieldError, FormatError, SampleError, UsageError
 from streamloader.format.codecs import Column
 from streamloader.format.manifest import Field, Manifest
@@ -56,7 +56,11 @@ def rows_of(manifest: Manifest, num_samples: int) -> SampleRows:
     """
     rows: NDArray[np.int64] | range = range(num_samples)
     split, shuffle = manifest.provenance.get("split"), manifest.provenance.get("shuffle")
-    if split is not None:
+    own = manifest.provenance.get("splits")
+    if isinstance(own, Mapping) and isinstance(split, Mapping) and split.get("name") in own:
+        if sum(own.values()) == num_samples:
+            rows = own_rows(own, split["name"])
+    elif split is not None:
         dealt, name = _told(split, "of", str), _told(split, "name", str)
         rows = assign(num_samples, parse_splits(dealt), _told(split, "seed", int)).rows(name)
     return SampleRows.of(rows, None if shuffle is None else _told(shuffle, "seed", int))

@@ -111,6 +111,10 @@ def append(
         source_options = storage_options
     recipe = _recipe(asked, opened.manifest)
     name, source = open_source(src, asked.format, source_options or {}, recipe.opening)
+    own = source.notes.get("splits")
+    if own:
+        problem = f"{source.url} has the splits {', '.join(own)} of its own"
+        raise UsageError(problem, "append each of its folders to the split that it belongs to")
     means.check(recipe, source.url, opened.store.url)
     source = _agreed(recipe.apply(relabel(source, classes_of(opened.manifest.provenance))), opened.manifest)
     run = _Run(root, opened, split, name, source, recipe)

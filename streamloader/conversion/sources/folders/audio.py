@@ -22,8 +22,8 @@ def open_source(listing: Listing, wish: Wish) -> MediaFolder:
     """Return the source; its rows are sorted by class, then by path.
 
     Clips right in the folder, and none below it, have no classes. Where a clip has a .txt of its name beside it, all
-    must have one, unless the wish is without `text`. Raises `SourceError` for a class folder without clips, for clips
-    outside one where there are some, or where there is no clip.
+    must have one, unless the wish is without `text`. Raises `SourceError` for a class folder or a split without
+    clips, or where there is no clip.
     """
     clips = AUDIO.files(listing)
     if clips and all("/" not in info.path for info in clips):

@@ -1,4 +1,4 @@
-"""Image folders: `root/<class>/**/x.jpg`. See formats/imagefolder/MAPPING.md."""
+"""Image folders: `root/<class>/**/x.jpg`, or `root/<split>/<class>/**/x.jpg`. See formats/imagefolder/MAPPING.md."""
 
 from __future__ import annotations
 
@@ -19,6 +19,6 @@ def matches(listing: Listing) -> bool:
 def open_source(listing: Listing, _wish: Wish) -> MediaFolder:
     """Return the source; its rows are sorted by class, then by path.
 
-    Raises `SourceError` for a class folder without images, for images outside one, or where there is no image.
+    Raises `SourceError` for a class folder or a split without images, or where there is no image.
     """
     return open_classes(listing, IMAGES)
