@@ -10,12 +10,13 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
@@ -349,6 +350,77 @@ def test_resume_refuses_a_finished_dataset_that_was_made_otherwise(case: str, ar
     with pytest.raises(DestinationError, match=told):
         convert(arrays, tmp_path / "out", resume=True, **(options | changes))
     assert contents(tmp_path / "out") == before
+
+
+# --- objects in memory
+
+
+def counting(to: int = 5) -> Iterator[dict[str, Any]]:
+    yield from ({"n": n, "text": f"{n}"} for n in range(to))
+
+
+@pytest.mark.parametrize("given", [counting, functools.partial(counting, to=5), counting()])
+def test_a_generator_function_is_taken_for_what_it_yields(given: Any, tmp_path: Path) -> None:
+    assert convert(given, tmp_path / "out").num_samples == 5
+    assert dataset.open(tmp_path / "out")[3] == {"n": 3, "text": "3"}
+
+
+def test_a_generator_function_with_arguments_is_told(tmp_path: Path) -> None:
+    def needing(path: str) -> Iterator[int]:
+        yield len(path)
+
+    with pytest.raises(
+        UsageError, match=r"the generator function needing cannot be called .*'path'; .*functools.partial"
+    ):
+        convert(needing, tmp_path / "out")
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_dict_of_arrays_is_a_source(workers: int, tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    given: dict[str, Any] = {
+        "Image": rng.integers(0, 256, (300, 4, 5), np.uint8),
+        "swapped": np.arange(300, dtype=">i4"),
+        "x": torch.arange(300, dtype=torch.float32).reshape(300, 1),
+        "flag": np.arange(300) % 2 == 0,
+    }
+    report = convert(given, tmp_path / "out", layout=SMALL, workers=workers)
+    assert report.manifests[""].provenance["keys"] == {"image": "Image"}
+    ds = dataset.open(tmp_path / "out")
+    assert {name: str(field) for name, field in ds.fields.items()} == {
+        **{"image": "uint8[4,5]", "swapped": "int32", "x": "float32[1]", "flag": "bool"}
+    }
+    for key, column in given.items():
+        assert np.array_equal(ds.read(key.lower(), 0, 300), np.asarray(column))
+    assert convert(given, tmp_path / "out", layout=SMALL, workers=workers, resume=True).shards_kept == report.shards
+    with pytest.raises(DestinationError, match="its source differs"):
+        convert(given | {"x": np.zeros((300, 1), np.float32)}, tmp_path / "out", layout=SMALL, workers=0, resume=True)
+
+
+def test_a_dict_of_columns_may_hold_texts_and_lists(tmp_path: Path) -> None:
+    given = {"name": ["a", "b", "c"], "tokens": [[1], [2, 3], []], "n": np.arange(3)}
+    convert(given, tmp_path / "out", workers=0)
+    ds = dataset.open(tmp_path / "out")
+    assert ds[1]["name"] == "b" and ds[1]["tokens"].tolist() == [2, 3] and ds[2]["n"] == 2
+    with pytest.raises(UsageError, match=r"different lengths: \{'a': 2, 'b': 3\}; give one value of each"):
+        convert({"a": [1, 2], "b": [1, 2, 3]}, tmp_path / "other")
+    with pytest.raises(UsageError, match=r"builtins.dict is no source of samples; .* a dict with an array or list"):
+        convert({"a": 1}, tmp_path / "other")
+
+
+def test_a_script_needs_no_guard_of_its_main_module(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(
+        "import numpy as np, streamloader as sl\n"
+        "print('begun')\n"
+        "print(sl.convert({'x': np.arange(9)}, 'out', workers=2).num_samples)\n"
+        "def f(sample): return sample\n"
+        "try:\n    sl.convert({'x': np.arange(9)}, 'other', map=f, workers=2)\n"
+        "except sl.errors.UsageError as error:\n    print(error)\n"
+    )
+    run = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, check=True)
+    begun, count, told = run.stdout.splitlines()
+    assert (begun, count) == ("begun", "9")
+    assert "f is defined in the program that runs, __main__; define its" in told and "workers=0" in told
 
 
 # --- images

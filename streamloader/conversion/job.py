@@ -22,7 +22,7 @@ from streamloader.conversion.sources.base import Source
 from streamloader.conversion.sources.files import list_source
 from streamloader.conversion.sources.formats import open_source
 from streamloader.conversion.sources.objects import NAME as PYTHON
-from streamloader.conversion.sources.objects import map_style, open_object, qualified_name
+from streamloader.conversion.sources.objects import as_samples, map_style, open_object, qualified_name
 from streamloader.conversion.sources.wish import parse_wish
 from streamloader.conversion.splits import parse_splits
 from streamloader.errors import DestinationError, SourceChangedError, UsageError
@@ -59,7 +59,8 @@ def convert(
 ) -> Report:
     """Convert what lies at `src` into a dataset at the URL `dst`; docs/conversion.md says more of each argument.
 
-    `src` is a path, a URL, a map-style dataset, or an iterable of samples. `fields` chooses fields and types; `fill`
+    `src` is a path, a URL, a map-style dataset, a dict with an array or list for each field, an iterable of samples, or
+    a generator function. `fields` chooses fields and types; `fill`
     maps fields to what replaces a missing value; `raw` keeps packed values (`scale_factor`, ...) as stored. `map` is a
     function of a sample, or with `map_batch` of so many at once; `resize` and `quality` encode images anew. `split` is
     `"train=0.9,val=0.1"` or a mapping: each becomes a dataset, with samples dealt at random. `shuffle` is the seed of a
@@ -83,6 +84,7 @@ def convert(
         raise UsageError(f"workers={workers}", "give the number of processes; 0 works in this one")
     if on_error not in ON_ERROR:
         raise UsageError(f"on_error={on_error!r}", f"choose one of {', '.join(ON_ERROR)}")
+    src = as_samples(src)
     if source_options is None and isinstance(src, str | os.PathLike) and _protocol(src) == _protocol(dst):
         source_options = storage_options
     means = Means(workers, on_error, progress or ignore, parse_engine(engine))

@@ -369,7 +369,7 @@ NO_OBJECTS: dict[str, tuple[Any, str]] = {
     "a number": (7, "a builtins.int is no source of samples"),
     "a text": ("data", "a builtins.str is no source of samples"),
     "bytes": (b"data", "a builtins.bytes is no source of samples"),
-    "a mapping": ({"x": [1, 2]}, "a builtins.dict is no source of samples; give a dataset, a list"),
+    "a mapping": ({"x": 1}, "a builtins.dict is no source of samples; give a dataset, a list"),
     "a class": (Pictures, "a builtins.type is no source"),
     "a loader": (DataLoader(Pictures(), batch_size=4), "DataLoader gives batches, not samples; give its dataset"),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,11 +14,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from streamloader.conversion.sources.base import BadSample, Refuse, spread_rows
+from streamloader.conversion.sources.base import BadSample, Refuse, Source, spread_rows
+from streamloader.conversion.sources.choose import choose
+from streamloader.conversion.sources.files import field_names
 from streamloader.conversion.sources.infer import flatten
-from streamloader.conversion.sources.records import PROBED, Origin, RecordSource, open_records
+from streamloader.conversion.sources.records import PROBED, Origin, open_records
 from streamloader.conversion.sources.wish import Wish
 from streamloader.errors import SourceError, UsageError
+from streamloader.format.codecs import Column
+from streamloader.format.manifest import Field
 from streamloader.storage.protocol import ObjectInfo
 
 NAME = "python"
@@ -25,6 +30,45 @@ NAME = "python"
 _BATCH = 64  # samples that are asked for at once, and so held, where an object gives several
 _ITERABLE = "torch.utils.data.dataset.IterableDataset"
 _LOADER = "torch.utils.data.dataloader.DataLoader"
+
+
+@dataclass(frozen=True, eq=False)
+class Columns:
+    """A dict of columns, each with one value a sample, as samples by number."""
+
+    columns: Mapping[str, Any]
+
+    def __len__(self) -> int:
+        return len(next(iter(self.columns.values())))
+
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        return {name: column[number] for name, column in self.columns.items()}
+
+
+def as_samples(given: Any) -> Any:
+    """Return what to convert of a Python object: the columns of a dict, what a generator function yields, or itself.
+
+    Raises `UsageError` for columns of different lengths, and for a generator function that cannot be called without
+    arguments.
+    """
+    if type(given) is dict and given and all(map(_is_column, given.values())):
+        lengths = {name: len(column) for name, column in given.items()}
+        if len(set(lengths.values())) > 1:
+            raise UsageError(f"the columns have different lengths: {lengths}", "give one value of each for each sample")
+        return Columns(given)
+    if inspect.isgeneratorfunction(given):
+        try:
+            return given()
+        except TypeError as error:
+            name = getattr(given, "__name__", "")
+            problem = f"the generator function {name} cannot be called without arguments: {error}"
+            raise UsageError(problem, "give what it returns, or functools.partial of it") from error
+    return given
+
+
+def _is_column(value: Any) -> bool:
+    arrays = ("__array__", "__dlpack__")
+    return isinstance(value, list | tuple) or (hasattr(value, "__len__") and any(hasattr(value, one) for one in arrays))
 
 
 def map_style(samples: Any) -> bool:
@@ -38,17 +82,19 @@ def map_style(samples: Any) -> bool:
         raise UsageError(f"{qualified_name(samples)} gives batches, not samples", "give its dataset")
     numbered, iterated = (hasattr(type(samples), name) for name in ("__getitem__", "__iter__"))
     if isinstance(samples, Mapping | str | bytes) or not (numbered or iterated):
-        remedy = "give a dataset, a list of samples, or an iterable of them; each a dict, a tuple, or one value"
+        remedy = "give a dataset, a list or an iterable of samples, or a dict with an array or list for each field"
         raise UsageError(f"a {qualified_name(samples)} is no source of samples", remedy)
     return numbered and hasattr(type(samples), "__len__") and _ITERABLE not in kinds
 
 
 def qualified_name(samples: Any) -> str:
     """Return the name of an object's class, with its module."""
+    if isinstance(samples, Columns):
+        samples = samples.columns
     return f"{type(samples).__module__}.{type(samples).__qualname__}"
 
 
-def open_object(samples: Any, wish: Wish, workers: int = 0) -> RecordSource:
+def open_object(samples: Any, wish: Wish, workers: int = 0) -> Source:
     """Return the source of a map-style object; the fields of some of its samples are inferred, as for records.
 
     An object has no files: `files` is one entry that stands for its length and the values of some samples, so that an
@@ -60,7 +106,13 @@ def open_object(samples: Any, wish: Wish, workers: int = 0) -> RecordSource:
     if not count:
         raise SourceError(f"the {name} has no sample", "give at least one")
     probed = spread_rows(count, PROBED)
-    if type(samples) in (list, tuple):
+    if isinstance(samples, Columns) and (arrays := _as_arrays(samples)):
+        names = field_names(list(arrays), f"the {name}")
+        held_arrays = {names[key]: array for key, array in arrays.items()}
+        keys = {field: key for key, field in names.items() if field != key}
+        columns = ArraysSource(f"{NAME}:{name}", held_arrays, {"object": name, **({"keys": keys} if keys else {})})
+        return choose(replace(columns, files=(_identity(columns, probed),)), wish)
+    if type(samples) in (list, tuple, Columns):
 
         def cut(rows: NDArray[np.int64]) -> ObjectPart:
             return ObjectPart(Held([samples[row] for row in rows.tolist()], name), range(len(rows)), rows)
@@ -77,7 +129,56 @@ def open_object(samples: Any, wish: Wish, workers: int = 0) -> RecordSource:
     return replace(source, origin=replace(source.origin, files=(_identity(source, probed),)))
 
 
-def _identity(source: RecordSource, rows: NDArray[np.int64]) -> ObjectInfo:
+@dataclass(frozen=True, eq=False)
+class ArraysSource:
+    """Arrays of one length, one for each field."""
+
+    url: str
+    arrays: Mapping[str, NDArray[Any]]
+    notes: Mapping[str, Any]
+    files: Sequence[ObjectInfo] = ()
+
+    @property
+    def fields(self) -> Mapping[str, Field]:
+        """One tensor for each array."""
+        return {name: Field("tensor", array.dtype.name, array.shape[1:]) for name, array in self.arrays.items()}
+
+    @property
+    def num_samples(self) -> int:
+        """The length of each array."""
+        return len(next(iter(self.arrays.values())))
+
+    def part(self, rows: NDArray[np.int64]) -> ArraysPart:
+        """Return these rows, without the others."""
+        return ArraysPart({name: array[rows] for name, array in self.arrays.items()})
+
+
+@dataclass(frozen=True, eq=False)
+class ArraysPart:
+    """Some rows of all arrays."""
+
+    columns: Mapping[str, NDArray[Any]]
+
+    def read(self, refuse: Refuse) -> dict[str, Column]:  # noqa: ARG002 - no row of an array is bad
+        """Return one column a field."""
+        return dict(self.columns)
+
+
+def _as_arrays(samples: Columns) -> dict[str, NDArray[Any]]:
+    """Return all columns as arrays that fields hold as they are; nothing where one of them is something else."""
+    arrays: dict[str, NDArray[Any]] = {}
+    for name, column in samples.columns.items():
+        try:
+            array = np.asarray(column) if hasattr(column, "__array__") else None
+        except Exception:  # noqa: BLE001 - of another library: its samples are asked for one by one
+            array = None
+        if array is None or array.dtype.kind not in "biuf" or array.itemsize > 8 or 0 in array.shape[1:]:
+            return {}
+        arrays[name] = array.astype(array.dtype.newbyteorder("="), copy=False)
+    return arrays
+
+
+def _identity(source: Source, rows: NDArray[np.int64]) -> ObjectInfo:
     """Return what stands for files: the number of samples as its size, a digest of some of them as its etag."""
     digest = hashlib.sha256()
     for name, column in source.part(rows).read(_pass_over).items():
