@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -18,6 +19,8 @@ from PIL import Image
 from test_convert_job import contents
 
 from streamloader import dataset
+from streamloader.conversion.job import convert
+from streamloader.options import Layout
 
 KILLS = 50
 COMMAND = [sys.executable, "-m", "streamloader.cli.main", "convert"]
@@ -112,3 +115,25 @@ def test_kills_at_random_moments_change_nothing(manner: list[str], photos: Path,
     digests = {dataset.open(tmp_path / "whole", split=split).digest for split in splits}
     assert {dataset.open(tmp_path / "out", split=split).digest for split in splits} == digests
     assert kills >= goal
+
+
+def test_the_same_command_twice_at_once_leaves_one_whole_dataset(tmp_path: Path) -> None:
+    src = tmp_path / "x.npy"
+    np.save(src, np.random.default_rng(0).random((1000, 64)))
+    convert(src, tmp_path / "whole", layout=Layout(shard_size=4 << 10), workers=2)
+    expected, ended = contents(tmp_path / "whole"), set()
+    dst = tmp_path / "out"
+    for attempt in range(6):
+        line = [*command(src, dst, []), *(["--overwrite"] if attempt % 4 else [])]
+        delay = random.Random(attempt).uniform(0, 0.5) if attempt % 2 else 0.0
+        runs = []
+        for _ in range(2):
+            runs.append(subprocess.Popen(line, stderr=subprocess.PIPE, text=True))
+            time.sleep(delay)
+        told = [(run.communicate(timeout=120)[1], run.returncode) for run in runs]
+        assert any(status == 0 for _, status in told) or attempt == 4, told  # there is a dataset already
+        for text, status in told:
+            assert status == 0 or re.search("another run|holds a dataset|unfinished dataset", text), text
+            ended.add(status)
+        assert contents(dst) == expected
+    assert 0 in ended
