@@ -392,6 +392,24 @@ def test_a_run_that_another_machine_takes_over_stops_and_leaves_the_other_s_alon
     assert contents(out) == contents(tmp_path / "whole")
 
 
+@pytest.mark.parametrize("close", [True, False])
+def test_a_writer_that_another_machine_takes_over_from_removes_nothing_of_the_other_s(
+    close: bool, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    first = Writer(out, {"x": "int64"})
+    first.write({"x": 1})
+    seize(out)
+    with Writer(out, {"x": "int64"}, overwrite=True) as second:
+        second.write({"x": 2})
+        if close:
+            with pytest.raises(DestinationError, match="another run writes to"):
+                first.close()
+        else:
+            first.abort()
+    assert dataset.open(out).read("x", 0, 1).tolist() == [2]
+
+
 def test_two_runs_that_begin_at_the_same_moment_leave_one_whole_dataset(photos: Path, tmp_path: Path) -> None:
     convert(photos, tmp_path / "whole", layout=SMALL, workers=0)
     for overwrite in (False, True, True):

@@ -99,9 +99,10 @@ def _other_options(store: Store, job: Job) -> str:
     """Return which options of the finished dataset were others; nothing where they were those of the job."""
     if job.unknown:
         return job.unknown
+    data = store.get(RECORD) if store.head(RECORD) is not None else b"{}"
     try:
-        found: Any = parse_json(store.get(RECORD))
-    except (NotFoundError, ValueError, RecursionError):
+        found: Any = parse_json(data)
+    except (ValueError, RecursionError):
         found = {}
     there, here = (_flat(one) for one in (found, job.record))
     keys = sorted(key for key in {*there, *here} if there.get(key) != here.get(key))

@@ -80,8 +80,6 @@ def convert(
         shuffle,
         layout or Layout(),
     )
-    if workers is not None and workers < 0:
-        raise UsageError(f"workers={workers}", "give the number of processes; 0 works in this one")
     if on_error not in ON_ERROR:
         raise UsageError(f"on_error={on_error!r}", f"choose one of {', '.join(ON_ERROR)}")
     src = as_samples(src)

@@ -11,6 +11,7 @@ from streamloader.conversion.engines.local import Worker, starting
 from streamloader.conversion.progress import Listener
 from streamloader.conversion.recipe import OnError, Recipe
 from streamloader.conversion.sources.objects import pack
+from streamloader.errors import UsageError
 from streamloader.format.threads import cpu_count
 
 
@@ -23,6 +24,10 @@ class Means:
     listener: Listener
     engine: EngineChoice
     spare: list[Worker] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if self.workers is not None and self.workers < 0:
+            raise UsageError(f"workers={self.workers}", "give the number of processes; 0 works in this one")
 
     @contextmanager
     def starting(self, *urls: str) -> Iterator[Means]:
