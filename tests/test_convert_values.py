@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import streamloader as sl
-from streamloader.errors import FieldError, SourceError, StreamloaderError, UsageError
+from streamloader.errors import DestinationError, FieldError, SourceError, StreamloaderError, UsageError
 
 LARGE = 2**53 + 1  # the first whole number that float64 does not hold
 
@@ -96,6 +96,8 @@ def test_a_key_that_some_lines_lack_is_filled(tmp_path: Path) -> None:
     ds = converted(tmp_path / "it.jsonl", tmp_path, fields="x,late=int8", fill={"late": -1})
     assert values_of(ds, "late") == [-1] * 300 + [7] + [-1] * 699
     assert list(ds.fields) == ["late", "x"]
+    with pytest.raises(DestinationError, match="its fill differ"):
+        converted(tmp_path / "it.jsonl", tmp_path, fields="x,late=int8", fill={"late": 0}, resume=True)
 
 
 @pytest.mark.parametrize(

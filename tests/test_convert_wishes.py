@@ -335,7 +335,7 @@ OTHERWISE: dict[str, tuple[dict[str, Any], str]] = {
     "the function": ({"map": functools.partial(spread, by=4)}, r"options differ or are not known \(map.source\)"),
     "its batch": ({"map_batch": 10}, r"options differ or are not known \(map.batch\)"),
     "the shards": ({"layout": Layout(shard_size=2048, block_size=1024, chunk_size=512)}, r"shard\w* is \d+ there"),
-    "what is filled": ({"fill": {"x": 0.0}}, "fill"),
+    "what is decoded": ({"raw": True}, "its raw differ"),
     "the codec": ({"layout": Layout(shard_size=4096, block_size=1024, chunk_size=512, codec="zstd")}, "x.codec is"),
 }
 
