@@ -13,7 +13,7 @@ from streamloader.format.reader import field_reader
 from streamloader.format.threads import cpu_count
 from streamloader.plan.selection import Selection
 from streamloader.storage.protocol import Store
-from streamloader.torch_tensors import stack_tensors
+from streamloader.torch_tensors import TENSORS
 from streamloader.torch_world import ranks_on_this_machine
 
 
@@ -47,7 +47,7 @@ class ProcessSession:
                 )
                 for one in self._wanted
             ]
-            wish = replace(self._wish, ranks_here=ranks_on_this_machine(), stack=stack_tensors)
+            wish = replace(self._wish, ranks_here=ranks_on_this_machine(), tensors=TENSORS)
             session = Session(opened, wish)
             session.counters.note(
                 cores=max(1, cpu_count() // wish.ranks_here), transformers=max(1, wish.transform_workers)

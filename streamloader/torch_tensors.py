@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from streamloader.engine.batch import Batch, Ragged
-from streamloader.engine.transform import check_shapes
+from streamloader.engine.transform import Tensors, check_shapes
 from streamloader.errors import TransformError
 
 OFFSETS = "_offsets"
@@ -100,6 +100,21 @@ def stack_tensors(name: str, values: Sequence[Any], samples: Sequence[int]) -> A
         return np.stack([tensor.numpy() for tensor in tensors])  # faster than torch.stack, which starts threads
     except (TypeError, RuntimeError):  # a dtype, a device or a view that numpy does not have
         return torch.stack(tensors)
+
+
+def reduce_tensor(value: Any) -> Any:
+    """Reduce a dense tensor on the CPU for `pickle`, by value and without its graph; leave all else to `pickle`."""
+    if not isinstance(value, torch.Tensor) or value.device.type != "cpu" or value.layout != torch.strided:
+        return NotImplemented
+    dense = value.detach().resolve_conj().resolve_neg().contiguous()
+    return _rebuilt, (dense.reshape(-1).view(torch.uint8).numpy(), dense.dtype, tuple(dense.shape))
+
+
+def _rebuilt(data: NDArray[np.uint8], dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.from_numpy(data).view(dtype).reshape(shape)
+
+
+TENSORS = Tensors("torch", stack_tensors, f"{__name__}:reduce_tensor")
 
 
 def _tensor(name: str, array: np.ndarray[Any, Any]) -> torch.Tensor:

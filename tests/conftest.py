@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import uuid
 from collections.abc import Iterator
 from typing import Any
@@ -18,6 +19,15 @@ os.environ.setdefault("AWS_EC2_METADATA_DISABLED", "true")
 # machines are shared: how long an example takes says nothing; with CI set, hypothesis draws the same examples each time
 settings.register_profile("unhurried", parent=settings(), deadline=None)
 settings.load_profile("unhurried")
+
+
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """Let the test's processes get SIGINT, also where pytest ignores it, as what a script starts with `&` does."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
 
 StoreUrl = tuple[str, dict[str, Any]]
 

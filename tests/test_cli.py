@@ -406,6 +406,7 @@ def deaf_to_ctrl_c(pid: int) -> bool:
     return bool(blocked and int(blocked[1], 16) >> (signal.SIGINT - 1) & 1)
 
 
+@pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_says_how_to_go_on(photos: Path, tmp_path: Path) -> None:
     with converting(photos, tmp_path) as process:
         wait_for(lambda: len(group(process.pid)) == 3)  # the workers may still be importing

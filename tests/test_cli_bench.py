@@ -126,6 +126,7 @@ def test_ci_gets_plain_lines_even_on_a_terminal(dataset: Path) -> None:
     assert "loader: " in shown
 
 
+@pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_ends_a_bench_at_once(dataset: Path) -> None:
     command = [*COMMAND, "bench", str(dataset), "--seconds", "100"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import struct
 import subprocess
 import sys
 import threading
@@ -11,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import cv2
 import datasets
 import numpy as np
 import pytest
@@ -140,6 +142,37 @@ def test_a_bad_image_is_named_after_the_batches_before_it(folder: Path, decode: 
         next(iter(resumed))
     (batch, *_) = StreamingDataset(folder / "broken", batch_size=N, shuffle=False)
     assert batch["image"][41] == b"this is no image"
+
+
+# a DDS header with a pixel format that Pillow does not implement
+DDS = b"DDS " + np.array([124, 0x1007, 8, 8, *[0] * 14, 32, 4, 0x21212121, *[0] * 10], "<u4").tobytes()
+
+
+@pytest.mark.parametrize(
+    "error", [TypeError, NotImplementedError, RuntimeError, MemoryError, struct.error, cv2.error, KeyError, None]
+)
+@pytest.mark.parametrize("decode", [True, Decode(size=(8, 8))])
+def test_whatever_a_codec_raises_is_the_error_of_its_sample(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Any, decode: Any
+) -> None:
+    images = [encoded(picture(i), "jpeg") for i in range(16)]
+    images[9] = DDS
+    datasets.write_images(tmp_path / "d", images, "image")
+    plain = Image.open
+
+    def open_image(source: io.BytesIO) -> Image.Image:
+        if error is not None and source.getvalue() == DDS:
+            raise error("what the codec said")
+        return plain(source)
+
+    monkeypatch.setattr("streamloader.decode.image.Image.open", open_image)
+    ds = StreamingDataset(tmp_path / "d", batch_size=4, decode=decode, shuffle=False, with_index=True)
+    seen = []
+    with pytest.raises(DecodeError, match="sample 9 of field 'image' does not decode as an image") as caught:
+        for batch in ds:
+            seen += numbers(batch)
+    assert seen == list(range(8))
+    assert isinstance(caught.value.__cause__, error or NotImplementedError)
 
 
 @pytest.mark.parametrize("part", [0, 0.01, 0.1, 0.5, 0.7])

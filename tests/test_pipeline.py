@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pkgutil
+import struct
 import subprocess
 import sys
 import threading
@@ -18,7 +20,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torchrun import environment
 
-from streamloader.errors import EndpointError, MemoryBudgetError, StreamloaderError, ThrottledError, TransientError
+from streamloader.errors import (
+    EndpointError,
+    EngineError,
+    MemoryBudgetError,
+    StreamloaderError,
+    ThrottledError,
+    TransientError,
+)
 from streamloader.options import Layout, Shuffle
 from streamloader.plan.order import EpochOrder
 from streamloader.plan.world import Share, World
@@ -154,6 +163,38 @@ def test_a_damaged_chunk_is_named_at_its_batch(folder: Path, tmp_path: Path) -> 
         for batch in ds:
             seen += numbers(batch)
     assert seen
+    assert seen == list(range(len(seen)))
+    assert_threads_end()
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("where", "shown"),
+    [
+        ("streamloader.format.reader.FieldReader.load", r"reading field 'x' of samples \d+ to \d+ failed with"),
+        ("streamloader.format.reader.FieldReader.runs", "reading the chunk table of field 'x' failed with"),
+        ("streamloader.engine.arena.Arena.take", "(gathering field 'x'|making the batch of samples .*) failed with"),
+    ],
+)
+@pytest.mark.parametrize("error", [struct.error, MemoryError, SystemExit])
+def test_whatever_a_thread_of_ours_raises_comes_at_its_batch(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, where: str, shown: str, error: Any
+) -> None:
+    plain = pkgutil.resolve_name(where.replace("reader.", "reader:").replace("arena.", "arena:"))
+    calls = iter(range(1000))
+
+    def method(self: Any, *arguments: Any, **options: Any) -> Any:
+        if next(calls) == 5:
+            raise error("out of order")
+        return plain(self, *arguments, **options)
+
+    ds = StreamingDataset(folder, batch_size=16, fields=["x"], with_index=True, shuffle=False, memory=1 << 24)
+    monkeypatch.setattr(where, method)
+    seen = []
+    with pytest.raises(EngineError, match=f"{shown} {error.__name__}: out of order") as caught:
+        for batch in ds:
+            seen += numbers(batch)
+    assert isinstance(caught.value.__cause__, error)
     assert seen == list(range(len(seen)))
     assert_threads_end()
 

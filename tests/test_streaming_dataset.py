@@ -7,6 +7,7 @@ import json
 import pickle
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 from datasets import numbers
 from torch.utils.data import DataLoader
 
+from streamloader.engine.batch import Batch
 from streamloader.errors import (
     BatchError,
     EngineError,
@@ -28,6 +30,7 @@ from streamloader.errors import (
     WorldError,
 )
 from streamloader.errors import MemoryBudgetError as TooLittle
+from streamloader.format.reader import FieldReader
 from streamloader.options import Layout, Shuffle
 from streamloader.plan.order import EpochOrder, OrderParams
 from streamloader.torch_dataset import StreamingDataset
@@ -487,6 +490,92 @@ def test_close_ends_the_pass_and_its_threads(url: str) -> None:
     with pytest.raises(EngineError, match="close"):
         next(iterator)
     assert len(list(ds)) == len(ds)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("waits_for", ["transform", "fetch"])
+@pytest.mark.parametrize("how", ["close", "iter", "load_state_dict"])
+def test_a_loop_that_waits_is_told_that_its_pass_was_ended(
+    url: str, monkeypatch: pytest.MonkeyPatch, waits_for: str, how: str
+) -> None:
+    go, waiting = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        waiting.set()
+        assert go.wait(50)
+
+    def transform(sample: dict[str, Any]) -> dict[str, Any]:
+        if waits_for == "transform":
+            wait()
+        return sample
+
+    plain = FieldReader.fetch
+
+    def fetch(*arguments: Any) -> memoryview:
+        if waits_for == "fetch":
+            wait()
+        return plain(*arguments)
+
+    monkeypatch.setattr(FieldReader, "fetch", fetch)
+    ds = StreamingDataset(url, batch_size=16, fields=["x"], transform=transform)
+    state, ends = ds.state_dict(), []  # type: ignore[var-annotated]
+
+    def loop(iterator: Any) -> None:
+        try:
+            for _ in iterator:
+                pass
+            ends.append(None)
+        except EngineError as error:
+            ends.append(error)
+
+    thread = threading.Thread(target=loop, args=(iter(ds),))
+    thread.start()
+    assert waiting.wait(20)
+    time.sleep(0.1)
+    begin = time.monotonic()
+    {"close": ds.close, "iter": lambda: iter(ds), "load_state_dict": lambda: ds.load_state_dict(state)}[how]()
+    thread.join(20)
+    seconds = time.monotonic() - begin
+    go.set()
+    assert not thread.is_alive()
+    assert "this pass was ended" in str(ends[0])
+    assert seconds < 10  # within a second, on a machine that is not busy
+    assert_threads_end()
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("batch_size", [8, None])
+def test_threads_that_share_a_pass_get_each_item_once_and_all_come_to_its_end(url: str, batch_size: int | None) -> None:
+    ds = StreamingDataset(url, batch_size=batch_size, fields=["label"], with_index=True, remainder="uneven")
+    iterator = iter(ds)
+    seen: list[int] = []
+    threads = [
+        threading.Thread(target=lambda: [seen.extend(batch["index"].reshape(-1).tolist()) for batch in iterator])
+        for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+        assert not thread.is_alive()
+    assert sorted(seen) == list(range(N))
+    assert ds.state_dict()["epoch"] == 1
+
+
+def test_an_interrupted_wait_loses_no_batch(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ds = StreamingDataset(url, batch_size=16, fields=["label"], transform=dict, with_index=True, shuffle=False)
+    iterator, seen, calls = iter(ds), [], iter(range(10**6))
+
+    def finished(batch: Batch) -> bool:
+        if next(calls) % 5 == 2:
+            raise KeyboardInterrupt
+        return batch._done.wait(20)
+
+    monkeypatch.setattr(Batch, "finished", property(finished))
+    while len(seen) < N:
+        with suppress(KeyboardInterrupt):
+            seen += numbers(next(iterator))
+    assert seen == list(range(N))
 
 
 @pytest.mark.parametrize("batch_size", [16, None])

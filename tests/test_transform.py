@@ -14,6 +14,7 @@ from typing import Any
 import datasets
 import numpy as np
 import pytest
+import torch
 from datasets import numbers
 from hypothesis import given
 from hypothesis import strategies as st
@@ -121,6 +122,141 @@ def test_a_failing_transform_names_the_sample_after_the_batches_before_it(url: s
             seen += numbers(batch)
     assert seen == list(range(56))
     assert ds.state_dict()["position"] == 56
+
+
+class Odd(BaseException):
+    """Neither an Exception, nor one that pickle can load again."""
+
+    def __init__(self, first: int, second: int) -> None:
+        super().__init__(f"{first} and {second}")
+
+
+def leave(sample: dict[str, Any]) -> dict[str, Any]:
+    if sample["label"] == datasets.value("label", 57):
+        raise SystemExit(3)
+    return {"label": sample["label"]}
+
+
+def interrupt(sample: dict[str, Any]) -> dict[str, Any]:
+    if sample["label"] == datasets.value("label", 57):
+        raise KeyboardInterrupt
+    return {"label": sample["label"]}
+
+
+def odd(sample: dict[str, Any]) -> dict[str, Any]:
+    if sample["label"] == datasets.value("label", 57):
+        raise Odd(1, 2)
+    return {"label": sample["label"]}
+
+
+def unpicklable(sample: dict[str, Any]) -> dict[str, Any]:
+    return {"values": [lambda: 1] if sample["label"] == datasets.value("label", 57) else [1]}
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("transform", "workers", "cause", "shown"),
+    [
+        (leave, 0, SystemExit, "the transform raised SystemExit on sample 57: 3"),
+        (interrupt, 0, KeyboardInterrupt, "the transform raised KeyboardInterrupt on sample 57"),
+        (odd, 0, Odd, "the transform raised Odd on sample 57: 1 and 2"),
+        (odd, 1, RuntimeError, "the transform raised Odd on sample 57: 1 and 2"),
+        (unpicklable, 1, Exception, r"the transform returned for one of \[56, 57, 58, 59\]... cannot be sent"),
+    ],
+)
+def test_whatever_a_transform_raises_comes_at_its_batch_with_its_cause(
+    url: str, transform: Any, workers: int, cause: Any, shown: str
+) -> None:
+    ds = StreamingDataset(
+        url, batch_size=8, transform=transform, transform_workers=workers, shuffle=False, with_index=True
+    )
+    seen = []
+    with pytest.raises(TransformError, match=shown) as caught:
+        for batch in ds:
+            seen += numbers(batch)
+    assert seen == list(range(56))
+    assert isinstance(caught.value.__cause__, cause)
+    if workers:
+        assert "in the transform process" in caught.value.__cause__.__notes__[0]
+
+
+def all_dtypes(sample: dict[str, Any]) -> dict[str, Any]:
+    number = torch.tensor([float(sample["label"] + 2**40)])
+    weight = torch.ones(1, requires_grad=True)
+    return {
+        "bfloat16": number.bfloat16(),
+        "float8": number.clamp(0, 16).to(torch.float8_e4m3fn),
+        "leaf": weight,
+        "graph": weight * number,
+        "conj": (number + 1j).conj(),
+        "float32": number,
+        "list": [number.bfloat16()],
+    }
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(("workers", "batch_size"), [(0, 8), (0, None), (1, 8)])
+def test_tensors_keep_the_dtypes_that_numpy_lacks_and_lose_their_graphs(
+    url: str, workers: int, batch_size: int | None
+) -> None:
+    ds = StreamingDataset(url, batch_size=batch_size, transform=all_dtypes, transform_workers=workers, shuffle=False)
+    batch = next(iter(ds))
+    count = [8] if batch_size else []
+    kinds = {"bfloat16": torch.bfloat16, "float8": torch.float8_e4m3fn, "conj": torch.complex64}
+    for name in ("bfloat16", "float8", "leaf", "graph", "conj", "float32"):
+        assert batch[name].dtype == kinds.get(name, torch.float32)
+        assert batch[name].shape == (*count, 1)
+        assert not batch[name].requires_grad
+    if batch_size:
+        assert batch["bfloat16"].float().flatten().tolist() == list(range(8))
+        assert batch["float8"].float().flatten().tolist() == list(range(8))
+        assert batch["graph"].flatten().tolist() == list(range(8))
+        assert batch["list"][3][0].dtype == torch.bfloat16
+
+
+class Broken:
+    """What numpy asks for an array."""
+
+    def __array__(self, *_: Any, **__: Any) -> Any:
+        raise ZeroDivisionError("no array")
+
+
+def some(value: Any) -> Any:
+    """A transform that returns `value` for sample 57."""
+
+    def transform(sample: dict[str, Any]) -> dict[str, Any]:
+        return {"y": value() if sample["label"] == datasets.value("label", 57) else torch.zeros(2)}
+
+    return transform
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        (lambda: torch.empty(2, device="meta"), "'y' of sample 57 as a meta tensor"),
+        (lambda: torch.zeros(2).to_sparse(), "'y' of sample 57 as a sparse_coo tensor"),
+        (lambda: torch.zeros(3), r"'y' in shapes \(2,\), \(3,\)"),
+        (Broken, r"Broken as 'y' of sample 57, which is no array \(ZeroDivisionError: no array\)"),
+        (lambda: np.array(["2026-11-23"] * 2, "M8[D]"), "'y' of samples .*, ... cannot be stacked"),
+    ],
+)
+@pytest.mark.parametrize("batch_size", [8, None])
+def test_what_cannot_be_stacked_is_named(url: str, value: Any, shown: str, batch_size: int | None) -> None:
+    ds = StreamingDataset(url, batch_size=batch_size, transform=some(value), shuffle=False)
+    with pytest.raises(TransformError, match=shown):
+        list(ds)
+
+
+def test_arrays_that_torch_lacks_name_the_field(url: str) -> None:
+    ds = StreamingDataset(url, batch_size=8, transform=lambda sample: {"when": np.datetime64(0, "s")})
+    iterator = iter(ds)
+    with pytest.raises(TransformError, match=r"returned 'when' as an array of datetime64\[s\]") as caught:
+        next(iterator)
+    assert isinstance(caught.value.__cause__, TypeError)
+    with pytest.raises(EngineError, match="this pass was ended"):
+        next(iterator)  # and not the batch after it
+    assert ds.state_dict()["position"] == 0
 
 
 def test_a_killed_transform_process_is_an_error_at_its_batch(url: str) -> None:

@@ -221,6 +221,10 @@ iterator = iter(ds)
 begin = take(iterator, 3)
 pid = os.fork()
 if pid == 0:
+    try:
+        next(iterator)
+    except Exception as error:
+        say("inherited", str(error))
     say("child", [take(iter(ds)), ds.stats().client])
     say("child again", take(iter(open_dataset(url))))
     os._exit(0)
@@ -235,6 +239,7 @@ say("copy", take(iter(pickle.loads(pickle.dumps(ds)))))
 def test_a_fork_in_the_middle_of_a_pass_reads_on_without_a_hang(url: str, plane: str, warned: int) -> None:
     with folder_server(Path(url)) as server:
         said = run(server.url if plane == "http" else url, FORKS, warned=warned)
+    assert "this pass is of the process that was forked" in said["inherited"]
     child, client = said["child"]
     assert client.startswith("fsspec: forked after obstore was used" if plane == "http" else "file: ")
     for seen in (child, said["child again"], said["parent"]):

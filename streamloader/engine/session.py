@@ -21,7 +21,7 @@ from streamloader.engine.pipeline import Engine, Pipeline
 from streamloader.engine.resident import load_whole
 from streamloader.engine.source import Source, Stored
 from streamloader.engine.stages import Recipe
-from streamloader.engine.transform import HeldTransform, Stack, Transform
+from streamloader.engine.transform import HeldTransform, Tensors, Transform
 from streamloader.format.manifest import FieldLayout
 from streamloader.format.reader import MAX_REQUEST, FieldReader
 from streamloader.options import MIB, Pack
@@ -41,7 +41,7 @@ JOIN_SECONDS = 0.2
 class Wish:
     """What the caller wants of the samples, and within how many bytes (`memory`, None for the need).
 
-    `stack` makes columns of the tensors that a transform returns.
+    `tensors` knows the tensors that a transform may return.
     """
 
     decoders: Mapping[str, ImageDecoder] = field(default_factory=dict)
@@ -50,7 +50,7 @@ class Wish:
     transform_workers: int = 0
     memory: int | None = None
     ranks_here: int = 1
-    stack: Stack | None = None
+    tensors: Tensors | None = None
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,7 @@ class Session:
             transform=None if self._transform is None else weakref.ref(self._transform),
             transform_workers=self._wish.transform_workers,
             seed=seed,
-            stack=self._wish.stack,
+            tensors=self._wish.tensors,
         )
 
     def _memory(self, layouts: Mapping[str, FieldLayout], slots: int, block: int) -> Memory:

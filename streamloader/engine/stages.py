@@ -24,7 +24,7 @@ from streamloader.engine.transform import (
     HeldTransform,
     RngKey,
     Sample,
-    Stack,
+    Tensors,
     Transform,
     TransformProcess,
     apply,
@@ -45,8 +45,7 @@ class Recipe:
     `streamed` fields come from the arena, `resident` ones are whole arrays in memory; `decoders` names the
     image fields to decode, `packs` the ragged fields to cut in rows. `alike` says that the images of a batch must have
     one size; where a transform makes them alike, or samples are handed out singly, they are kept apart. `seed` keys the
-    random numbers of the transform, with the plan's epoch and positions; `stack` makes columns of values that numpy
-    does not know.
+    random numbers of the transform, with the plan's epoch and positions; `tensors` knows those that it may return.
     """
 
     names: tuple[str, ...]
@@ -58,7 +57,7 @@ class Recipe:
     transform_workers: int
     seed: int
     packs: Mapping[str, Pack] = field(default_factory=dict)
-    stack: Stack | None = None
+    tensors: Tensors | None = None
 
 
 # A loop holds its batch until it has the next one, beside those that `READY_BATCHES` counts.
@@ -80,7 +79,7 @@ class Stages:
         self._processes: list[TransformProcess] = []
         if recipe.transform is not None:
             transform = self._held_transform()
-            self._processes = [TransformProcess(transform) for _ in range(recipe.transform_workers)]
+            self._processes = [TransformProcess(transform, recipe.tensors) for _ in range(recipe.transform_workers)]
             self._with_rng = takes_rng(transform)
         self._scratch = Scratch()
         self._closed = False
@@ -208,7 +207,7 @@ class Stages:
 
     def _finish_transform(self, batch: Batch, done: list[list[Sample]]) -> None:
         samples = [sample for part in done for sample in part]
-        batch.columns = collate(samples, batch.plan.samples.tolist(), self._recipe.stack)
+        batch.columns = collate(samples, batch.plan.samples.tolist(), self._recipe.tensors)
         batch.finish()
 
 

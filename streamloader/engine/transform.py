@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import inspect
+import io
 import multiprocessing
 import pickle
 import socket
+import sys
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from pkgutil import resolve_name
 from typing import Any
 
 import numpy as np
@@ -19,9 +22,20 @@ from streamloader.errors import EngineError, TransformError, UsageError
 
 Transform = Callable[..., Any]
 Sample = dict[str, Any]
-# (field, values, sample numbers) -> the values as one column, or None where it does not know them. Engine code does not
-# know the tensors of a framework.
-Stack = Callable[[str, Sequence[Any], Sequence[int]], Any]
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """What the engine asks of a framework about its tensors, which it does not know itself.
+
+    `stack(field, values, sample numbers)` returns the values as one column, or None where they are no tensors.
+    `reducer`, "module:function", is the `reducer_override` of a `pickle.Pickler` that sends tensors by value; it is
+    loaded in processes that have imported `package`.
+    """
+
+    package: str
+    stack: Callable[[str, Sequence[Any], Sequence[int]], Any]
+    reducer: str
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,11 +99,10 @@ def apply(
     return out
 
 
-def collate(samples: Sequence[Sample], numbers: Sequence[int], stack: Stack | None = None) -> dict[str, Any]:
-    """Return samples as batch columns: arrays and numbers stacked, others as lists.
+def collate(samples: Sequence[Sample], numbers: Sequence[int], tensors: Tensors | None = None) -> dict[str, Any]:
+    """Return samples as batch columns: arrays, tensors and numbers stacked, others as lists.
 
-    `numbers` are those of the samples; `stack` is asked first for each column of what is no plain Python value.
-    Raises `TransformError`, which names field and sample where that is known.
+    `numbers` are those of the samples. Raises `TransformError`, which names field and sample where that is known.
     """
     names = list(samples[0]) if samples else []
     for sample, number in zip(samples, numbers, strict=True):
@@ -98,20 +111,20 @@ def collate(samples: Sequence[Sample], numbers: Sequence[int], stack: Stack | No
                 f"the transform returned keys {list(sample)} for sample {number} after {names}",
                 "return the same keys, in the same order, for every sample",
             )
-    return {name: _column(name, [sample[name] for sample in samples], numbers, stack) for name in names}
+    return {name: _column(name, [sample[name] for sample in samples], numbers, tensors) for name in names}
 
 
-def _column(name: str, values: list[Any], numbers: Sequence[int], stack: Stack | None) -> Any:
+def _column(name: str, values: list[Any], numbers: Sequence[int], tensors: Tensors | None) -> Any:
     if isinstance(values[0], (str, bytes, list, dict, tuple)) or values[0] is None:
         return values
     try:
-        column = None if stack is None else stack(name, values, numbers)
+        column = None if tensors is None else tensors.stack(name, values, numbers)
         return _stack(name, values, numbers) if column is None else column
     except TransformError:
         raise
     except BaseException as error:
         raise TransformError(
-            f"field {name!r} of samples {numbers[0]}, ... cannot be stacked ({type(error).__name__}: {error})",
+            f"field {name!r} of samples {numbers[0]}, ... cannot be stacked ({type(error).__name__}: {error!s:.200})",
             "return arrays, tensors or numbers of one shape and dtype, or a list to keep them apart",
         ) from error
 
@@ -161,7 +174,7 @@ def check_shapes(name: str, values: Sequence[Any]) -> None:
 class TransformProcess:
     """One process that applies a transform; it ends by itself once its parent is gone, however that went."""
 
-    def __init__(self, transform: Transform) -> None:
+    def __init__(self, transform: Transform, tensors: Tensors | None = None) -> None:
         context = multiprocessing.get_context("spawn")
         if multiprocessing.current_process().daemon:
             raise UsageError(
@@ -178,7 +191,10 @@ class TransformProcess:
         ours, theirs = context.Pipe()
         self._pipe = ours
         self._process = context.Process(
-            target=_serve, args=(theirs, transform), name="streamloader-transform", daemon=True
+            target=_serve,
+            args=(theirs, transform, ("", "") if tensors is None else (tensors.package, tensors.reducer)),
+            name="streamloader-transform",
+            daemon=True,
         )
         self._process.start()
         self._answered = False
@@ -216,15 +232,17 @@ class TransformProcess:
             pipe.shutdown(socket.SHUT_RDWR)
 
 
-def _serve(pipe: Connection, transform: Transform) -> None:
+def _serve(pipe: Connection, transform: Transform, tensors: tuple[str, str]) -> None:
     with_rng = takes_rng(transform)
+    package, reducer = tensors
     while True:
         try:
             samples, keys, numbers = pipe.recv()
         except (EOFError, OSError, KeyboardInterrupt):  # Ctrl-C in a terminal reaches this process too
             return
         try:
-            answer = _dump(apply(transform, with_rng, samples, keys, numbers))
+            done = apply(transform, with_rng, samples, keys, numbers)
+            answer = _dump(done, reduce=resolve_name(reducer) if package in sys.modules else None)
         except TransformError as error:
             answer = _dump(error, _portable(error.__cause__))
         except BaseException as error:  # noqa: BLE001 - whatever pickling raises, the parent gets it
@@ -237,9 +255,23 @@ def _serve(pipe: Connection, transform: Transform) -> None:
             return
 
 
-def _dump(result: list[Sample] | TransformError, cause: BaseException | None = None) -> bytes:
+class _Pickler(pickle.Pickler):
+    reducer_override: Any
+
+
+def _dump(
+    result: list[Sample] | TransformError,
+    cause: BaseException | None = None,
+    *,
+    reduce: Callable[[Any], Any] | None = None,
+) -> bytes:
     """Pickle an answer by value: multiprocessing would send each tensor as a file in shared memory."""
-    return pickle.dumps((result, cause), pickle.HIGHEST_PROTOCOL)
+    out = io.BytesIO()
+    pickler = _Pickler(out, pickle.HIGHEST_PROTOCOL)
+    if reduce is not None:
+        pickler.reducer_override = reduce
+    pickler.dump((result, cause))
+    return out.getvalue()
 
 
 def _portable(cause: BaseException | None) -> BaseException:

@@ -263,6 +263,7 @@ def test_a_connection_that_this_process_has_is_not_mistaken(cluster: Cluster, en
         Run(tmp_path).run(f"{cluster.name}={other}")
 
 
+@pytest.mark.usefixtures("ctrl_c")
 @pytest.mark.parametrize("how", ["ctrl-c", "killed"])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_run_that_is_ended_leaves_nothing(engine: str, how: str, tmp_path: Path, work: Path) -> None:
@@ -295,6 +296,7 @@ def convert(engine: str, tmp_path: Path, out: str, *more: str) -> list[str]:
     return [*command, "--engine", engine, "--shard-size", "4KiB", "--quiet", "--workers", "2", *more]
 
 
+@pytest.mark.usefixtures("ctrl_c")
 @pytest.mark.parametrize("moment", ["while it starts", "while it writes"])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_conversion_that_ctrl_c_ends_goes_on_to_the_same_bytes(

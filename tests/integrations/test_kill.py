@@ -109,6 +109,7 @@ def shared_memory(pids: Iterable[int]) -> list[Path]:
     return [path for path in folder.iterdir() if any(mark in path.name for mark in marks)] if folder.is_dir() else []
 
 
+@pytest.mark.usefixtures("ctrl_c")
 @pytest.mark.parametrize("fields", ["x", "label"])
 def test_ctrl_c_ends_a_process_that_waits_for_a_stalled_server(tmp_path: Path, folder: Path, fields: str) -> None:
     with folder_server(folder) as server:
@@ -133,6 +134,7 @@ def test_ctrl_c_ends_a_process_that_waits_for_a_stalled_server(tmp_path: Path, f
     assert "KeyboardInterrupt" in error
 
 
+@pytest.mark.usefixtures("ctrl_c")
 @pytest.mark.parametrize("wish", ["fields=['x']", "fields=['label']", "transform=stuck, transform_workers=1"])
 def test_a_signal_that_interrupts_no_wait_is_heard_all_the_same(tmp_path: Path, folder: Path, wish: str) -> None:
     # as one does that comes between the interpreter's look for signals and its wait
