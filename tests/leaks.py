@@ -139,15 +139,19 @@ def cycles(folder: Path) -> dict[str, Callable[[], None]]:
 
 def held() -> Held:
     """Return what the process holds once our threads and processes have ended, without a collection."""
-    from streamloader.engine.arena import Arena
-
     end = time.monotonic() + 20
     while (our_threads() or multiprocessing.active_children()) and time.monotonic() < end:
         time.sleep(0.01)
     files = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
-    arenas = sum(type(one) is Arena for one in gc.get_objects())  # isinstance wakes proxies
     rss = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    return Held(threading.active_count(), files, arenas, rss)
+    return Held(threading.active_count(), files, arenas(), rss)
+
+
+def arenas() -> int:
+    """Return how many arenas there are."""
+    from streamloader.engine.arena import Arena
+
+    return sum(type(one) is Arena for one in gc.get_objects())  # isinstance wakes proxies
 
 
 def our_threads() -> list[str]:

@@ -9,6 +9,8 @@ from pathlib import Path
 import leaks
 import pytest
 
+from streamloader.torch_dataset import StreamingDataset
+
 KINDS = ["break", "close", "epochs", "load_state_dict", "samples", "transform", "failing transform", "images"]
 KINDS += ["mixture", "replay"]
 
@@ -37,3 +39,13 @@ def test_an_owner_whose_method_is_the_transform_is_collected(folder: Path) -> No
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_dropped_leaves_nothing(folder: Path, kind: str) -> None:
     leaks.check_flat(leaks.growth(leaks.cycles(folder)[kind], 8))
+
+
+def test_closing_a_dataset_that_is_kept_frees_its_memory(folder: Path) -> None:
+    ds = StreamingDataset(folder / "arrays", batch_size=leaks.BATCH)
+    iterator = iter(ds)
+    next(iterator)
+    assert leaks.arenas() == 1
+    ds.close()
+    assert leaks.held().arenas == 0
+    assert sum(1 for _ in ds) == len(ds)
