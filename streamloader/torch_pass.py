@@ -94,9 +94,8 @@ class Pass(Iterator[dict[str, Any]]):
         self._shape = shape
         self._steps = 0
         self._steps_before = self._epoch * begin.share.num_steps(0)
-        self._ended = False
         self._waiting: deque[dict[str, Any]] = deque()
-        self._pipeline = pipeline
+        self._pipeline: Pipeline | None = pipeline  # None once ended: who keeps this pass keeps no memory with it
         self._told = time.perf_counter()
         self._turn = threading.RLock()
 
@@ -112,33 +111,35 @@ class Pass(Iterator[dict[str, Any]]):
             self._turn.release()
 
     def _take(self) -> dict[str, Any]:
-        if self._ended:
+        pipeline = self._pipeline
+        if pipeline is None:
             raise EngineError(
                 "this pass was ended by a later iter(), load_state_dict() or close()", "iterate one pass at a time"
             )
         if not self._waiting:
             asked = time.perf_counter()
-            batch = next(self._pipeline, None)
+            batch = next(pipeline, None)
             if batch is None:
-                if self._pipeline.completed:  # and not after an error
+                if pipeline.completed:  # and not after an error
                     self._complete_once()
                 raise StopIteration
             self._waiting.extend(self._converted(batch))
             self._report(len(batch.plan.samples), asked)
         # Whoever knows the number of batches does not ask for one more: the pass is over with its last one.
         if len(self._waiting) == 1 and self._begin.ends_after(self._steps + 1):
-            next(self._pipeline, None)
+            next(pipeline, None)
         self._steps += 1
         if self._follow is not None:
             self._follow.deliver(self._begin.cursor(self._steps))
-        if self._pipeline.completed:
+        if pipeline.completed:
             self._complete_once()
         return self._waiting.popleft()
 
     def end(self) -> None:
         """End the threads of this pass; asking it for more is an error from now on."""
-        self._ended = True
-        self._pipeline.close()
+        pipeline, self._pipeline = self._pipeline, None
+        if pipeline is not None:
+            pipeline.close()
 
     def _converted(self, batch: Batch) -> list[dict[str, Any]]:
         try:

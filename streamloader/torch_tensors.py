@@ -42,10 +42,10 @@ def to_tensors(batch: Batch, shape: Shape) -> dict[str, Any]:
     out: dict[str, Any] = {}
     for name, column in batch.columns.items():
         if isinstance(column, Ragged):
-            out[name] = _tensor(name, column.values)
+            out[name] = _tensor(column.values)
             out[name + OFFSETS] = torch.from_numpy(column.offsets)
         else:
-            out[name] = _tensor(name, column) if isinstance(column, np.ndarray) else column
+            out[name] = _tensor(column) if isinstance(column, np.ndarray) else column
             if name in shape.channels_first and isinstance(column, np.ndarray):
                 out[name] = out[name].permute(0, 3, 1, 2)
     if shape.with_index:
@@ -71,7 +71,7 @@ def to_samples(batch: Batch, shape: Shape) -> Iterator[dict[str, Any]]:
             edges = columns.pop(name + OFFSETS).tolist()
             columns[name] = [columns[name][a:b] for a, b in pairwise(edges)]
         elif isinstance(column, list) and column and isinstance(column[0], np.ndarray):
-            columns[name] = [_tensor(name, image) for image in column]
+            columns[name] = [_tensor(image) for image in column]
             if name in shape.channels_first:
                 columns[name] = [image.permute(2, 0, 1) for image in columns[name]]
     for i in range(len(batch.plan.samples)):
@@ -117,12 +117,6 @@ def _rebuilt(data: NDArray[np.uint8], dtype: torch.dtype, shape: tuple[int, ...]
 TENSORS = Tensors("torch", stack_tensors, f"{__name__}:reduce_tensor")
 
 
-def _tensor(name: str, array: np.ndarray[Any, Any]) -> torch.Tensor:
+def _tensor(array: np.ndarray[Any, Any]) -> torch.Tensor:
     # A read-only array cannot be shared with torch, which would let the caller write to it.
-    try:
-        return torch.from_numpy(array if array.flags.writeable else array.copy())
-    except TypeError as error:
-        raise TransformError(
-            f"the transform returned {name!r} as an array of {array.dtype}, which torch does not have",
-            "return numbers, or a list to keep the values as they are",
-        ) from error
+    return torch.from_numpy(array if array.flags.writeable else array.copy())
