@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
 
 from streamloader.decode.image import ENCODINGS, ImageDecoder
 from streamloader.errors import BatchError, FieldError, UsageError
-from streamloader.format.geometry import order_pin
-from streamloader.format.manifest import Field, Manifest
+from streamloader.format.geometry import BLOCKS, nearest_power, next_power, order_pin
+from streamloader.format.manifest import Field, Manifest, OrderPin
 from streamloader.options import REMAINDERS, Decode, Shuffle, parse_size
+from streamloader.plan.cursor import ORDER_NAMES
 from streamloader.plan.order import OrderParams
+from streamloader.plan.selection import Selection
 from streamloader.plan.world import Part
 from streamloader.torch_tensors import OFFSETS
 
@@ -150,20 +155,48 @@ def _decode_options(value: Decode | str | bool) -> Decode:
     return Decode() if value is True else Decode(backend=value)  # type: ignore[arg-type]
 
 
-def choose_order(manifest: Manifest, shuffle: bool | Shuffle, num_samples: int) -> OrderParams:
+def choose_order(manifest: Manifest, shuffle: bool | Shuffle, selection: Selection | None) -> OrderParams:
     """Return the manifest's order, with what `Shuffle` overrides. Raises `UsageError` for a block that cuts chunks.
 
-    A part of the dataset, of `num_samples`, has no more lanes than a dataset of that size.
+    A selection is cut like a dataset of its size: a block of it takes about the bytes of a block of the dataset, or
+    less where it is small, and its lanes and window follow from that.
     """
     wish = shuffle if isinstance(shuffle, Shuffle) else Shuffle()
-    block = wish.block or manifest.order.block
-    window = wish.window or max(manifest.order.window // block, 2 if wish.block is None else 4) * block
-    usual = order_pin(num_samples, block).lanes if num_samples < manifest.num_samples else manifest.order.lanes
-    params = OrderParams(block, wish.lanes or min(usual, manifest.order.lanes), window)
-    chunk = max((layout.chunk for layout in manifest.fields.values() if not layout.resident), default=1)
-    if block % chunk:
+    pinned = manifest.order if selection is None else _order_of(manifest, selection, wish.block)
+    block = wish.block or pinned.block
+    window = wish.window or max(pinned.window // block, 2 if wish.block is None else 4) * block
+    check_block(manifest, block, selection)
+    return OrderParams(block, wish.lanes or pinned.lanes, window)
+
+
+def check_block(manifest: Manifest, block: int, selection: Selection | None) -> None:
+    """Raise `UsageError` for a block that cuts chunks; samples of a selection begin anywhere in a chunk."""
+    chunk = largest_chunk(manifest)
+    if selection is None and block % chunk:
         raise UsageError(f"Shuffle(block={block}) cuts chunks of {chunk} samples", f"give a multiple of {chunk}")
-    return params
+
+
+def chosen_names(shuffle: bool | Shuffle) -> tuple[str, ...]:
+    """Return which parameters of the order the caller gives: a state must have the same."""
+    wish = shuffle if isinstance(shuffle, Shuffle) else Shuffle()
+    return tuple(name for name in ORDER_NAMES if getattr(wish, name) is not None)
+
+
+def largest_chunk(manifest: Manifest) -> int:
+    """Return the samples of the largest chunk over the bulk fields; 1 where all fields are resident."""
+    return max((layout.chunk for layout in manifest.fields.values() if not layout.resident), default=1)
+
+
+def _order_of(manifest: Manifest, selection: Selection, block: int | None) -> OrderPin:
+    """The order of the selected samples, in blocks of so many of them (None: as suits how dense they lie)."""
+    count, chunk = len(selection), largest_chunk(manifest)
+    if block is None:
+        touched = selection.samples // chunk
+        each = count / (1 + np.count_nonzero(touched[1:] != touched[:-1]))  # selected samples of a chunk
+        usual = nearest_power(each * manifest.order.block / chunk)
+        block = max(nearest_power(each), min(usual, next_power(count) // BLOCKS))
+    found = order_pin(count, block)
+    return replace(found, lanes=min(found.lanes, manifest.order.lanes))
 
 
 def check_share(share: Part) -> None:

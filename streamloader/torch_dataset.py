@@ -23,11 +23,13 @@ from streamloader.torch_choices import (
     DecodeChoice,
     check_arguments,
     check_batch,
+    check_block,
     choose_decoders,
     choose_fields,
     choose_layouts,
     choose_memory,
     choose_order,
+    chosen_names,
 )
 from streamloader.torch_packing import PackChoice, choose_packs
 from streamloader.torch_pass import Position
@@ -106,7 +108,9 @@ class StreamingDataset(Streamed):
         check_batch(batch_size or 1, self.num_samples, root.url)
         start = Cursor(
             digest=self._manifest.digest,
-            params=choose_order(self._manifest, shuffle, self.num_samples),
+            params=choose_order(self._manifest, shuffle, self._selection),
+            given=chosen_names(shuffle),
+            fresh=True,
             split=split,
             shuffle=shuffle is not False,
             remainder=remainder,
@@ -114,12 +118,13 @@ class StreamingDataset(Streamed):
             selection=None if self._selection is None else self._selection.digest,
         )
         self._order(start)  # refuses a seed that does not fit
-        self._first = start
         wish = Wish(decoders, packs, transform, transform_workers, limit)
         session = ProcessSession([Wanted(store, self._manifest, self._selection)], self._names, wish)
         layouts = choose_layouts(decoders, transform is not None)
         shape = Shape(batch_size is None, with_index, remainder == "pad", channels_first=layouts)
         super().__init__(start, Manner(batch_size, shape, skips, on_batch, steps_per_epoch), session, rank)
+
+    _first: Cursor
 
     @property
     def fields(self) -> dict[str, Field]:
@@ -152,7 +157,7 @@ class StreamingDataset(Streamed):
         return torch.from_numpy(found if self._selection is None else self._selection.samples[found])
 
     def _settled(self, start: Cursor, world: World, workers: int) -> Cursor:  # noqa: ARG002 - a mixture needs them
-        return start
+        return start.settled(self.num_samples, world.size)
 
     def _share(self, start: Cursor, world: World) -> Share:
         lanes = start.params.lanes if start.shuffle else 1
@@ -168,6 +173,7 @@ class StreamingDataset(Streamed):
     def _read(self, state: dict[str, Any], *, force: bool) -> Cursor:
         cursor = Cursor.from_dict(state)
         cursor.check(self._first, self.num_samples, force=force)
+        check_block(self._manifest, cursor.params.block, self._selection)
         return replace(cursor, digest=self._manifest.digest)
 
     def _order(self, cursor: Cursor) -> EpochOrder:

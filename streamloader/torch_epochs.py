@@ -26,16 +26,19 @@ class Place(NamedTuple):
     ranks: int
     batch: int
     pin: int
+    block: int
+    lanes: int
+    window: int
 
 
 class SharedEpochs:
     """The epoch of the next pass: the least that any worker of the last pass does next, or what was set since."""
 
     def __init__(self) -> None:
-        shared = torch.zeros(12 + MAX_WORKERS, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
+        shared = torch.zeros(15 + MAX_WORKERS, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
         self._chosen, self._workers, self._reader, self._begun = shared[:1], shared[1:2], shared[2:3], shared[3:4]
-        self._choices, self._place = shared[4:5], shared[5:12]
-        self._next = shared[12:]
+        self._choices, self._place = shared[4:5], shared[5:15]
+        self._next = shared[15:]
         self._heard = 0  # of the parent's choices, by this copy
 
     def next_epoch(self) -> int:

@@ -26,11 +26,13 @@ from streamloader.storage import open_store
 from streamloader.torch_choices import (
     DecodeChoice,
     check_arguments,
+    check_block,
     choose_decoders,
     choose_fields,
     choose_layouts,
     choose_memory,
     choose_order,
+    chosen_names,
 )
 from streamloader.torch_packing import PackChoice, choose_packs
 from streamloader.torch_pass import Position
@@ -113,13 +115,15 @@ class Mixture(Streamed):
             batches=batches,
             wishes=self._wishes.whole,
             unit=unit,
+            given=chosen_names(shuffle),
             remainder=remainder,
             seed=seed,
         )
         shape = Shape(batch_size is None, with_index, remainder == "pad", self._numbers.all_from, layouts)
-        session = ProcessSession(wanted, self._names, wish)
-        super().__init__(start, Manner(batch_size, shape, skips, on_batch, steps_per_epoch), session, rank)
-        self._first = start
+        manner = Manner(batch_size, shape, skips, on_batch, steps_per_epoch)
+        super().__init__(start, manner, ProcessSession(wanted, self._names, wish), rank)
+
+    _first: MixCursor
 
     @property
     def sources(self) -> tuple[Source, ...]:
@@ -156,7 +160,7 @@ class Mixture(Streamed):
         return numbers(self._numbers.of(np.concatenate(found)), self._numbers.all_from)
 
     def _settled(self, start: MixCursor, world: World, workers: int) -> MixCursor:
-        return start.settled(world.size * (self._manner.batch_size or 1), workers)
+        return start.settled(world.size * (self._manner.batch_size or 1), workers, world.size)
 
     def _share(self, start: MixCursor, world: World) -> MixShare:
         return MixShare(start.mix(), start.epoch, self._manner.batch_size or 1, world, start.remainder)
@@ -169,7 +173,10 @@ class Mixture(Streamed):
 
     def _read(self, state: dict[str, Any], *, force: bool) -> MixCursor:
         size = resolve_world(self._world).size
-        return self._first.taken_up(state, size * (self._manner.batch_size or 1), force=force)
+        found = self._first.taken_up(state, size * (self._manner.batch_size or 1), force=force)
+        for wanted, pin in zip(self._session.wanted, found.pins, strict=True):
+            check_block(wanted.manifest, pin.params.block, wanted.selection)
+        return found
 
 
 def _open(source: Source, condition: Any) -> Wanted:
@@ -183,7 +190,7 @@ def _pin(source: Source, wanted: Wanted, shuffle: bool | Shuffle) -> Pin:
     if not count:
         raise MixtureError(f"the source {source.url} has no samples", "leave it out")
     digest = None if selection is None else selection.digest
-    params = choose_order(wanted.manifest, shuffle, count)
+    params = choose_order(wanted.manifest, shuffle, selection)
     return Pin(wanted.manifest.digest, source.split, digest, count, params)
 
 

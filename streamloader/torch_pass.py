@@ -171,7 +171,18 @@ class Pass(Iterator[dict[str, Any]]):
         self._follow = None
 
 
-def warn_of_costs(share: Part, workers: int, repeated: int, *, fresh: bool) -> None:
+def warn_of_lanes(size: int, before: tuple[int, ...], after: tuple[int, ...]) -> None:
+    """Say that a run on more ranks than lanes takes more lanes, and what pins them."""
+    pinned, taken = (", ".join(map(str, sorted(set(lanes)))) for lanes in (before, after))
+    warnings.warn(
+        f"{size} ranks are more than the dataset's {pinned} lanes: this run takes {taken}, so that fewer ranks read "
+        "the same block, and its states keep that at any number of ranks; "
+        f"set shuffle=Shuffle(lanes={max(after)}) to begin other runs in this order",
+        stacklevel=3,
+    )
+
+
+def warn_of_costs(share: Part, workers: int, repeated: int, *, fresh: bool, shuffle: bool) -> None:
     """Say once what this world costs: more ranks than lanes, lanes that are read twice, workers, repeated batches."""
     if repeated:
         warnings.warn(
@@ -185,5 +196,5 @@ def warn_of_costs(share: Part, workers: int, repeated: int, *, fresh: bool) -> N
             "batches depends on num_workers; num_workers=0 is as fast, transform_workers= runs slow transforms",
             stacklevel=3,
         )
-    if costs := share.costs(fresh=fresh):
+    if costs := share.costs(fresh=fresh, shuffle=shuffle):
         warnings.warn(costs, stacklevel=3)

@@ -30,7 +30,7 @@ class ProcessSession:
     """Opens a session when it is first asked for in a process, and keeps it."""
 
     def __init__(self, wanted: Sequence[Wanted], names: Sequence[str], wish: Wish) -> None:
-        self._wanted = tuple(wanted)
+        self.wanted = tuple(wanted)
         self._names = tuple(names)
         self._wish = wish
         self._opened: tuple[int, Session] | None = None
@@ -45,7 +45,7 @@ class ProcessSession:
                     one.manifest.num_samples,
                     one.selection,
                 )
-                for one in self._wanted
+                for one in self.wanted
             ]
             wish = replace(self._wish, ranks_here=ranks_on_this_machine(), tensors=TENSORS)
             session = Session(opened, wish)

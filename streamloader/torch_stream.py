@@ -14,12 +14,12 @@ from torch.utils.data import IterableDataset
 from streamloader.engine.passes import Course
 from streamloader.errors import StateError, UsageError
 from streamloader.format.threads import wait_for
-from streamloader.plan.cursor import Standing, get
+from streamloader.plan.cursor import ORDER_NAMES, Standing, get
 from streamloader.plan.world import Part, World
 from streamloader.stats import BatchReport, Stats
 from streamloader.torch_choices import check_epoch, check_share, check_steps
 from streamloader.torch_epochs import Place, SharedEpochs
-from streamloader.torch_pass import SAMPLES_AT_ONCE, Follow, Pass, Position, warn_of_costs
+from streamloader.torch_pass import SAMPLES_AT_ONCE, Follow, Pass, Position, warn_of_costs, warn_of_lanes
 from streamloader.torch_session import ProcessSession
 from streamloader.torch_steps import choose_gaps, only, read_steps
 from streamloader.torch_tensors import Shape
@@ -99,7 +99,7 @@ class Streamed(IterableDataset[dict[str, Any]]):
         self._manner = manner
         self._session = session
         self._world = world
-        self._start = self._now = start
+        self._first = self._start = self._now = start
         self._loaded = False
         self._epochs = SharedEpochs()
         self._pass: weakref.ref[Pass] | None = None
@@ -161,11 +161,14 @@ class Streamed(IterableDataset[dict[str, Any]]):
         if self._manner.steps is not None:
             self._start = self._now
         start = self._begin(rank, count)
+        lanes = self._start.lanes
         start, repeated = start.with_workers(count, rank.size, self._manner.batch_size or 1)
         begin = Position.of_worker(start, rank, number, lambda world: self._share(start, world))
         check_share(begin.share)
         begin = replace(begin, gaps=choose_gaps(self._manner.skips, start, begin.share))
-        warn_of_costs(begin.share, count, repeated, fresh=start.position == 0)
+        warn_of_costs(begin.share, count, repeated, fresh=start.position == 0, shuffle=bool(start.lanes))
+        if start.lanes != lanes and (rank.rank, number) == (0, 0):
+            warn_of_lanes(rank.size, lanes, start.lanes)
         self._epochs.begin(number, count, start.epoch)
         self._start = self._now = start
         follow = Follow(self._deliver, self._complete, self._manner.on_batch)
@@ -287,7 +290,8 @@ class Streamed(IterableDataset[dict[str, Any]]):
         self._start = start
         self._epochs.choose(start.epoch)
         if not in_worker():  # a worker that is given a state, by StatefulDataLoader, has a place of its own
-            self._epochs.tell(Place(*(getattr(start, name) for name in Place._fields)))
+            values = (start.epoch, start.position, start.extra, start.workers, start.ranks, start.batch, start.pin)
+            self._epochs.tell(Place(*values, *start.order))
 
     def _begin(self, world: World, workers: int) -> Any:
         news = self._epochs.news() if in_worker() else None
@@ -295,7 +299,8 @@ class Streamed(IterableDataset[dict[str, Any]]):
             place: dict[str, Any] = news._asdict()
             if place.pop("pin") not in (0, self._start.pin):
                 raise StateError("the state has other sources or weights", "make a new DataLoader, with new workers")
-            self._start = replace(self._start, **place)
+            order = [place.pop(name) for name in ORDER_NAMES]
+            self._start = replace(self._start, **place).with_order(*order)
         return self._from(self._epochs.next_epoch(), world, workers)
 
     def _from(self, epoch: int, world: World, workers: int = 1) -> Any:

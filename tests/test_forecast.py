@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +26,10 @@ from streamloader.errors import (
     WorldError,
 )
 from streamloader.measure.forecast import Forecast, ForecastOptions, forecast
-from streamloader.options import Shuffle
+from streamloader.options import Layout, Shuffle
 from streamloader.plan.mixing import mixing
 from streamloader.plan.order import EpochOrder, OrderParams
+from streamloader.plan.schedule import schedule
 from streamloader.plan.world import Share, World
 from streamloader.torch_dataset import StreamingDataset
 
@@ -64,6 +67,7 @@ def test_requests_and_bytes_are_those_of_the_epoch_that_follows(folder: Path, si
     assert told.held == ("label",)
 
 
+@pytest.mark.filterwarnings("ignore:2 ranks are more than the dataset's 1 lanes")
 @pytest.mark.parametrize("shuffle", [True, False])
 @pytest.mark.parametrize("size", [1, 2])
 def test_with_a_condition_it_tells_what_the_chosen_samples_take(folder: Path, size: int, shuffle: bool) -> None:
@@ -119,6 +123,45 @@ def test_the_design_effect_is_the_variance_that_is_found() -> None:
     ]
     expected = mixing(EpochOrder(n, params, 0, 0), share).design_effect(1.0)
     assert np.var(means) * 64 / values.var() == pytest.approx(expected, rel=0.2)
+
+
+@pytest.mark.parametrize(("blocks", "lanes"), [(1, 1), (8, 1), (20, 2), (64, 8), (640, 64)])
+def test_few_blocks_are_no_worse_than_they_are(blocks: int, lanes: int) -> None:
+    """The forecast of a small dataset, or a small selection, is what its own batches have."""
+    block, batch = 96, 64
+    n = blocks * block
+    params = OrderParams(block, lanes, 4 * block)
+    share = Share(n, lanes, batch, World(0, 1), "drop")
+    told = mixing(EpochOrder(n, params, 0, 0), share).design_effect(1.0)
+    ratios = []
+    for seed in range(60):
+        values = np.repeat(np.random.default_rng(seed).standard_normal(blocks), block)
+        rows = values[EpochOrder(n, params, seed, 0).samples_at(0, n // batch * batch)].reshape(-1, batch)
+        ratios.append((np.mean((rows.mean(1) - values.mean()) ** 2) * batch, values.var()))
+    measured = np.sum(ratios, axis=0)
+    found = float(measured[0] / measured[1]) if blocks > 1 else 1.0
+    assert told == pytest.approx(found, rel=0.3, abs=0.3)
+    assert told < 1 + batch / 4
+
+
+@pytest.mark.parametrize("size", [64, 256, 1024])
+def test_ranks_beyond_the_lanes_read_each_block_once(
+    tmp_path: Path, size: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    datasets.write(tmp_path / "d", 40_000, ["tok"], Layout(1 << 18, 128, 64, "none"))
+    told = forecast(str(tmp_path / "d"), ForecastOptions(world_size=size, batch_size=4))
+    assert (told.pinned_lanes, told.lanes, told.blocks // told.lanes >= 4) == (64, size, True)
+    assert told.read_factor <= 1.05
+    share = Share(told.num_samples, told.lanes, 4, World(0, size), "uneven")
+    order = EpochOrder(told.num_samples, OrderParams(told.block, told.lanes, told.window), 0, 0)
+    ranks = range(0, size, size // 32)
+    plans = (schedule(order, replace(share, world=World(rank, size)), 0) for rank in ranks)
+    fetched = sum(ref.stop - ref.start for plan in chain.from_iterable(plans) for ref in plan.needs)
+    assert fetched <= 1.05 * told.num_samples * len(ranks) / size
+    lines = run(capsys, tmp_path / "d", "--world-size", size, "--batch-size", 4)[1].splitlines()
+    more = [line for line in lines if "a single rank that goes on with it needs" in line]
+    assert len(more) == (size > 64)
+    assert told.memory_alone > (told.least_memory if size > 1 else 0)
 
 
 def test_a_world_that_does_not_divide_the_lanes_reads_more(folder: Path) -> None:

@@ -384,3 +384,78 @@ def test_a_dataset_between_two_loops_of_steps_ends_its_threads_when_it_is_droppe
     while threading.active_count() > before:
         assert time.monotonic() < deadline, threading.enumerate()
         time.sleep(0.01)
+
+
+@pytest.fixture(scope="module")
+def finely_cut(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A dataset of one lane more than ranks like, with blocks enough for 8."""
+    folder = tmp_path_factory.mktemp("ranks")
+    datasets.write(folder / "data", N, FIELDS)
+    return folder
+
+
+@pytest.mark.filterwarnings("ignore:.*consumers do not divide")
+def test_a_run_on_more_ranks_than_lanes_takes_more_lanes_and_keeps_them(finely_cut: Path) -> None:
+    pinned = open_rank(finely_cut)._manifest.order
+    size = 2 * pinned.lanes
+    with pytest.warns(UserWarning, match=rf"Shuffle\(lanes={size}\)"):
+        ranks = [iter(open_rank(finely_cut, world=(rank, size))) for rank in range(size)]
+    begin = [i for part in [take(one, 2) for one in ranks] for batch in part for i in batch]
+    ds = open_rank(finely_cut, world=(0, size))
+    told = [i for step in range(2) for i in ds.samples(0, step).tolist()]
+    assert sorted(begin) == sorted(told)
+    state = ds.state_dict(batches=2)
+    assert state["order"]["lanes"] == size
+    for other in (1, 2, size):
+        seen: list[int] = []
+        for rank in range(other):
+            ds = open_rank(finely_cut, batch=8 * size // other, world=(rank, other), remainder="pad")
+            assert len(ds) == -(-N // (8 * size))
+            ds.load_state_dict(json.loads(json.dumps(state)))
+            seen += [i for batch in ds for i in batch["index"][batch["valid"]].tolist()]
+            assert ds.state_dict()["order"]["lanes"] == size
+        assert sorted(begin + seen) == list(range(N))
+    alone = open_rank(finely_cut, batch=8 * size, shuffle=Shuffle(lanes=size))
+    assert sorted(alone.samples(0, 1).tolist()) == sorted(told[8 * size :])
+
+
+def test_a_given_number_of_lanes_stays_whatever_the_ranks_are(finely_cut: Path) -> None:
+    ds = open_rank(finely_cut, shuffle=Shuffle(lanes=2), world=(0, 16))
+    assert ds.state_dict()["order"]["lanes"] == 2
+
+
+@pytest.mark.filterwarnings("ignore:2 DataLoader workers on each rank")
+@pytest.mark.filterwarnings("ignore:.* lanes")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_workers_take_the_lanes_of_the_ranks_and_those_of_a_state(finely_cut: Path) -> None:
+    size = 2 * open_rank(finely_cut)._manifest.order.lanes
+    ds = open_rank(finely_cut, world=(0, size), fields=["label"])
+    told = [ds.samples(0, step, rank=0, workers=2).tolist() for step in range(4)]
+    loader = DataLoader(ds, batch_size=None, num_workers=2, persistent_workers=True)
+    assert take(iter(loader), 4) == told
+    assert ds.state_dict(batches=0, workers=2)["order"]["lanes"] == size
+    state = open_rank(finely_cut, world=(0, 2)).state_dict()  # of a run on fewer ranks, and fewer lanes
+    ds.load_state_dict(state)
+    told = [ds.samples(0, step, rank=0, workers=2).tolist() for step in range(4)]
+    assert take(iter(loader), 4) == told
+
+
+def test_a_mixture_on_more_ranks_than_lanes_takes_more_and_keeps_them(finely_cut: Path) -> None:
+    size = 2 * open_rank(finely_cut)._manifest.order.lanes
+
+    def mixture(count: int, **options: Any) -> Mixture:
+        return Mixture(
+            {str(finely_cut / "data"): 1}, batch_size=16 * size // count, unit=16 * size, with_index=True,
+            world=(0, count), **options,
+        )  # fmt: skip
+
+    ds = mixture(size)
+    state = json.loads(json.dumps(ds.state_dict(batches=1)))
+    assert [source["order"]["lanes"] for source in state["sources"]] == [size]
+    told = sorted(ds.samples(0, 1)["index"].tolist())
+    one = mixture(1)
+    one.load_state_dict(state)
+    assert sorted(next(iter(one))["index"].tolist()) == told
+    with pytest.raises(StateError, match="none of"):
+        mixture(1, shuffle=Shuffle(lanes=1)).load_state_dict(state)
+    one.close()

@@ -16,9 +16,11 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 import streamloader as sl
+from bench.shuffles.quality import _variance_ratio
 from streamloader.errors import SelectionError, StateError
 from streamloader.format.codecs import pack_items, parse_items
 from streamloader.format.runs import Part, chosen
+from streamloader.measure.forecast import ForecastOptions, forecast
 from streamloader.options import Layout, Shuffle
 from streamloader.plan.selection import Selection
 from streamloader.torch_dataset import StreamingDataset
@@ -141,9 +143,10 @@ def test_every_selected_sample_comes_once_an_epoch_and_no_other(
 def test_the_order_is_the_same_at_every_world_size(url: str, data: st.DataObject) -> None:
     chosen = sorted(data.draw(st.sets(st.integers(0, N - 1), min_size=30, max_size=200)))
     batch, size = 24, data.draw(st.sampled_from([2, 3, 4]))
-    alone = stream(url, chosen, batch=batch, fields=["tok", "label"])
+    options: dict[str, Any] = {"fields": ["tok", "label"], "shuffle": Shuffle(lanes=4)}
+    alone = stream(url, chosen, batch=batch, **options)
     steps = [sorted(batch["index"].tolist()) for batch in alone]
-    ranks = [stream(url, chosen, batch=batch // size, world=(r, size), fields=["tok", "label"]) for r in range(size)]
+    ranks = [stream(url, chosen, batch=batch // size, world=(r, size), **options) for r in range(size)]
     together = [sorted(torch.cat([b["index"] for b in parts]).tolist()) for parts in zip(*ranks, strict=True)]
     assert together == steps
     for step, expected in enumerate(steps):
@@ -206,6 +209,38 @@ def test_blocks_without_a_selected_sample_are_not_read(tmp_path: Path) -> None:
     assert one.stats().bytes_fetched < 20_000
     for ds in (every, half, one):
         ds.close()
+
+
+@pytest.mark.filterwarnings("ignore:8 ranks are more than")
+@pytest.mark.parametrize("where", [slice(1000, 3000), slice(1001, 3333), slice(0, 40_000, 3)])
+def test_eight_ranks_each_read_about_their_share_of_a_selection(tmp_path: Path, where: slice) -> None:
+    layout = Layout(shard_size=1 << 22, block_size=1 << 18, chunk_size=1 << 14, codec="none")
+    datasets.write(tmp_path / "d", 8000, ["x"], layout)
+    whole = 1200 * len(range(*where.indices(8000)))
+    every, fetched = [], []
+    for rank in range(8):
+        ds = stream(str(tmp_path / "d"), where, world=(rank, 8), remainder="uneven")
+        every += seen(ds)
+        fetched.append(ds.stats().bytes_fetched)
+        ds.close()
+    assert sorted(every) == list(range(*where.indices(8000)))
+    dense = whole if where.step is None else 1200 * 8000
+    assert sum(fetched) <= 2.2 * dense  # blocks of a selection do not begin where chunks do
+    assert max(fetched) <= 2 * min(fetched)
+
+
+def test_the_forecast_of_a_selection_is_that_of_its_own_order(tmp_path: Path) -> None:
+    layout = Layout(shard_size=1 << 22, block_size=1 << 18, chunk_size=1 << 14, codec="none")
+    datasets.write(tmp_path / "d", 8000, ["x"], layout)
+    options = ForecastOptions(world_size=8, batch_size=32, where=slice(1001, 3333))
+    told = forecast(str(tmp_path / "d"), options)
+    ds = stream(str(tmp_path / "d"), options.where, batch=256, shuffle=Shuffle(lanes=told.lanes))
+    classes = 16
+    labels = np.concatenate([ds.samples(epoch, step).numpy() for epoch in range(8) for step in range(8)])
+    found = _variance_ratio((labels.reshape(-1, 256) - 1001) * classes // 2332, classes)
+    assert told.read_factor == 1
+    assert found - 1 <= told.together.design_effect(1.0) <= found + 3
+    ds.close()
 
 
 @given(st.lists(st.binary(max_size=30), min_size=1, max_size=30), st.data())

@@ -103,6 +103,7 @@ def sentences(found: Forecast) -> list[str]:
         f"steps     {found.steps:,} an epoch, of {found.batch_size:,} samples on each of {found.world_size:,} ranks "
         f"({together:,} together)",
         f"order     blocks of {found.block:,} samples, {found.lanes} lanes, a window of {found.window:,} in each",
+        *_more_lanes(found),
         f"memory    {show_bytes(found.memory)} for each rank, at least {show_bytes(found.least_memory)}{held}",
         f"requests  {found.requests:,} an epoch over all ranks, of {each}: {show_bytes(found.bytes)}, "
         f"{found.dollars:.2g} USD",
@@ -112,13 +113,25 @@ def sentences(found: Forecast) -> list[str]:
     ]
 
 
+def _more_lanes(found: Forecast) -> list[str]:
+    if found.lanes == found.pinned_lanes:
+        return []
+    return [
+        f"          the dataset has {found.pinned_lanes} lanes: a run that begins on {found.world_size:,} ranks takes "
+        f"{found.lanes:,} and keeps them; a single rank that goes on with it needs {show_bytes(found.memory_alone)}"
+    ]
+
+
 def _reading(found: Forecast) -> str:
     if found.read_factor == 1:
         return "reading   each block once"
-    if found.lanes == 1:
+    if not found.shuffle:
         what = f"each chunk by about {found.read_factor:.1f} ranks"
         return f"reading   {what}; take a --batch-size of {found.block} or a multiple"
+    few = f"reading   each block about {found.read_factor:.1f} times, since "
+    if found.world_size > found.blocks // 4:
+        return few + f"{found.world_size} ranks share {found.blocks:,} blocks"
     return (
-        f"reading   each block about {found.read_factor:.1f} times, since {found.world_size} ranks do not divide "
-        f"{found.lanes} lanes; take --lanes {-(-found.lanes // found.world_size) * found.world_size}"
+        f"{few}{found.world_size} ranks do not divide {found.lanes} lanes; "
+        f"take --lanes {-(-found.lanes // found.world_size) * found.world_size}"
     )

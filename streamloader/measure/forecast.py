@@ -13,12 +13,13 @@ from streamloader.engine.session import Opened, Session, Wish
 from streamloader.errors import UsageError
 from streamloader.format.reader import FieldReader, field_reader, open_manifest
 from streamloader.options import Shuffle
-from streamloader.plan.mixing import Mixing, mixing
+from streamloader.plan.cursor import Cursor
+from streamloader.plan.mixing import Mixing, mixings
 from streamloader.plan.order import EpochOrder, OrderParams
 from streamloader.plan.selection import Selection
 from streamloader.plan.world import Share, World
 from streamloader.storage import open_store
-from streamloader.torch_choices import choose_fields, choose_order
+from streamloader.torch_choices import choose_fields, choose_order, chosen_names
 from streamloader.torch_selection import WhereChoice, choose_selection, read_where
 
 # S3 standard storage, us-east-1, November 2026: 0.40 USD for a million GETs; traffic within the region is free.
@@ -58,7 +59,8 @@ class Forecast:
 
     `memory` and `least_memory`: what the loader of a rank takes at most and at least. `held`: fields that every rank
     keeps whole. `rank` and `together`: how the batch of a rank and the global one mix. `drawn`: for the first steps,
-    the block of each row of the global batch.
+    the block of each row of the global batch. `lanes` are those of a run that begins on these ranks, `pinned_lanes` the
+    dataset's; `memory_alone` is the least that a single rank takes which goes on with such a run.
     """
 
     url: str
@@ -79,6 +81,9 @@ class Forecast:
     dollars: float
     rank: Mixing
     together: Mixing
+    pinned_lanes: int
+    shuffle: bool
+    memory_alone: int
     drawn: tuple[tuple[int, ...], ...] = field(repr=False)
 
     def to_dict(self) -> dict[str, Any]:
@@ -102,8 +107,18 @@ def forecast(url: str, options: ForecastOptions) -> Forecast:
     names = choose_fields(manifest, options.fields, with_index=False, with_valid=True)
     selection = choose_selection(condition, manifest, place)
     count = manifest.num_samples if selection is None else len(selection)
-    params = choose_order(manifest, options.shuffle, count)
-    order = EpochOrder(count, params, 0, 0, options.shuffle is not False)
+    start = Cursor(
+        digest=manifest.digest,
+        params=choose_order(manifest, options.shuffle, selection),
+        split=options.split,
+        shuffle=options.shuffle is not False,
+        remainder="pad",
+        seed=0,
+        fresh=True,
+        given=chosen_names(options.shuffle),
+    )
+    pinned, params = start.params, start.settled(count, world.size).params
+    order = EpochOrder(count, params, 0, 0, start.shuffle)
     share = Share(order.num_samples, order.lanes, options.batch_size, world, "pad")
     readers = {name: field_reader(place, manifest, name) for name in names}
     opened = Opened(place, readers, manifest.num_samples, selection)
@@ -113,6 +128,9 @@ def forecast(url: str, options: ForecastOptions) -> Forecast:
         params = OrderParams(unit, 1, 2 * unit)
     need = Need.of(params, share)
     held, budget = session.plan_memory(need)
+    alone = Need.of(params, replace(share, world=World(0, 1)))
+    together = replace(share, batch=share.global_batch, world=World(0, 1))
+    mixed = mixings(order, (share, together))
     factor = share.read_factor if order.shuffle else _readers_of_a_unit(params.block, share)
     streamed = _runs([reader for name, reader in readers.items() if name not in held], params.block, count, selection)
     whole = _runs([readers[name] for name in held], max(1, manifest.num_samples), manifest.num_samples)
@@ -134,8 +152,11 @@ def forecast(url: str, options: ForecastOptions) -> Forecast:
         requests=requests,
         bytes=size,
         dollars=requests * options.dollars_for_a_get,
-        rank=mixing(order, share),
-        together=mixing(order, replace(share, batch=share.global_batch, world=World(0, 1))),
+        rank=mixed[0],
+        together=mixed[1],
+        pinned_lanes=pinned.lanes if order.shuffle else 1,
+        shuffle=order.shuffle,
+        memory_alone=session.least_memory(alone),
         drawn=_drawn(order, share, params.block),
     )
 

@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import astuple, dataclass, replace
 from typing import Any, Self
 
 from streamloader.errors import StateError, UsageError
 from streamloader.options import REMAINDERS, Remainder
 from streamloader.plan.gaps import NO_GAPS, Gap, Gaps
-from streamloader.plan.order import OrderParams
+from streamloader.plan.order import OrderParams, lanes_for_world
 from streamloader.plan.world import Part
 
-__all__ = ["STATE_FORMAT", "Cursor", "Standing", "get", "order_dict", "read_format", "read_order", "read_place"]
+__all__ = [
+    "ORDER_NAMES",
+    "STATE_FORMAT",
+    "Cursor",
+    "Standing",
+    "get",
+    "order_dict",
+    "read_format",
+    "read_order",
+    "read_place",
+    "same_order",
+]
 
 STATE_FORMAT = 1
+ORDER_NAMES = ("block", "lanes", "window")
 
 _NEW_RUN = "load a state that streamloader's state_dict() gave, or start without one"
 
@@ -26,6 +39,10 @@ class Standing:
     them have delivered one batch each from `position` on, on each of `ranks` ranks, of `batch` samples. Without
     workers these are 1 and 0; where no round is under way, the last two are 0. `inside`: one of several workers says
     where it stands itself; it does not know how far the others are. `skipped` are the steps that the run left out.
+
+    Two values belong to this process and to no state. `fresh`: the run has not begun, so its lanes may still follow the
+    number of ranks. `given`: the parameters of the order that the caller chose, so that a state must have the same;
+    the others are taken from a state.
     """
 
     remainder: Remainder
@@ -38,11 +55,28 @@ class Standing:
     batch: int = 0
     inside: bool = False
     skipped: tuple[Gap, ...] = ()
+    fresh: bool = False
+    given: tuple[str, ...] = ORDER_NAMES
 
     @property
     def pin(self) -> int:
         """A number that tells the order from others, where it may change on the way: 0 for a single dataset."""
         return 0
+
+    @property
+    def order(self) -> tuple[int, int, int]:
+        """Block, lanes and window of a run over one dataset, once they are settled; else zeros."""
+        return 0, 0, 0
+
+    @property
+    def lanes(self) -> tuple[int, ...]:
+        """The lanes of each dataset that shuffles."""
+        return ()
+
+    def with_order(self, block: int, lanes: int, window: int) -> Self:
+        """The same place in the order that `order` of another process told; zeros change nothing."""
+        assert (block, lanes, window) == (0, 0, 0)
+        return self
 
     def place(self) -> dict[str, Any]:
         """Return the values that change as a run goes on, as plain JSON values."""
@@ -123,6 +157,29 @@ class Cursor(Standing):
     shuffle: bool
     selection: str | None = None
 
+    @property
+    def order(self) -> tuple[int, int, int]:
+        """Block, lanes and window once they are settled; else zeros."""
+        return (0, 0, 0) if self.fresh else (self.params.block, self.params.lanes, self.params.window)
+
+    @property
+    def lanes(self) -> tuple[int, ...]:
+        """The lanes of the dataset; none without shuffle."""
+        return (self.params.lanes,) if self.shuffle else ()
+
+    def with_order(self, block: int, lanes: int, window: int) -> Cursor:
+        """The same place in an order of these parameters; zeros change nothing."""
+        return replace(self, params=OrderParams(block, lanes, window), fresh=False) if block else self
+
+    def settled(self, num_samples: int, world_size: int) -> Cursor:
+        """Return the cursor with the lanes of a run that begins on so many ranks; one under way keeps its own."""
+        if not self.fresh:
+            return self
+        lanes = self.params.lanes
+        if self.shuffle and "lanes" not in self.given:
+            lanes = lanes_for_world(num_samples, self.params, world_size)
+        return replace(self, params=replace(self.params, lanes=lanes), fresh=False)
+
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values, from which `from_dict` makes an equal cursor."""
         return {
@@ -155,11 +212,13 @@ class Cursor(Standing):
     def check(self, expected: Cursor, num_samples: int, *, force: bool = False) -> None:
         """Raises StateError, with both values, unless this state belongs to the run that `expected` describes.
 
-        Compares all that pins the order, so not epoch, position and workers. `force` lets the digest differ: for a
-        copy of the dataset with the same samples.
+        Compares all that pins the order, so not epoch, position and workers; of the parameters those that the caller
+        chose (`given`). `force` lets the digest differ: for a copy of the dataset with the same samples.
         """
         names = ("digest", "split", "selection", "params", "shuffle", "remainder", "seed")
         differing = [name for name in names if getattr(self, name) != getattr(expected, name)]
+        if "params" in differing and same_order(self.params, expected.params, expected.given):
+            differing.remove("params")
         if force and "digest" in differing:
             differing.remove("digest")
         if not differing and self.position > num_samples:
@@ -202,6 +261,11 @@ def read_place(state: dict[str, Any]) -> dict[str, Any]:
 def order_dict(params: OrderParams) -> dict[str, int]:
     """Return the parameters of an order as a state has them."""
     return {"block": params.block, "lanes": params.lanes, "window": params.window}
+
+
+def same_order(found: OrderParams, expected: OrderParams, names: Collection[str]) -> bool:
+    """Return whether two orders agree in these parameters."""
+    return all(getattr(found, name) == getattr(expected, name) for name in names)
 
 
 def read_order(state: dict[str, Any]) -> OrderParams:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from math import gcd
@@ -11,9 +11,18 @@ from zlib import crc32
 
 from streamloader.errors import BatchError, MixtureError, StateError, UsageError
 from streamloader.plan.blend import Blend, Phase
-from streamloader.plan.cursor import STATE_FORMAT, Standing, get, order_dict, read_format, read_order, read_place
+from streamloader.plan.cursor import (
+    STATE_FORMAT,
+    Standing,
+    get,
+    order_dict,
+    read_format,
+    read_order,
+    read_place,
+    same_order,
+)
 from streamloader.plan.mixture import Mix, Stop, Stream
-from streamloader.plan.order import OrderParams
+from streamloader.plan.order import OrderParams, lanes_for_world
 
 __all__ = ["Batches", "MixCursor", "Pin"]
 
@@ -45,6 +54,10 @@ class Pin:
             "samples": self.num_samples,
             "order": order_dict(self.params),
         }
+
+    def is_one(self, other: Pin, names: Collection[str]) -> bool:
+        """Return whether these are the same samples, in an order of the same parameters as far as named."""
+        return replace(self, params=other.params) == other and same_order(self.params, other.params, names)
 
     @classmethod
     def from_dict(cls, values: Any) -> Pin:
@@ -91,21 +104,35 @@ class MixCursor(Standing):
     @property
     def pin(self) -> int:
         """A number that tells this blend from others; 0 where there is none yet."""
-        return 0 if self.blend is None else crc32(repr((self.blend, self.anchor)).encode())
+        if self.blend is None:
+            return 0
+        return crc32(repr((self.blend, self.anchor, [order_dict(pin.params) for pin in self.pins])).encode())
 
-    def settled(self, global_batch: int, workers: int = 1) -> MixCursor:
-        """Return the cursor for steps of so many samples, read by so many DataLoader workers.
+    @property
+    def lanes(self) -> tuple[int, ...]:
+        """The lanes of each source; none without shuffle."""
+        return tuple(pin.params.lanes for pin in self.pins) if self.shuffle else ()
 
-        Raises `BatchError` where such steps cut turns.
+    def settled(self, global_batch: int, workers: int = 1, world_size: int = 1) -> MixCursor:
+        """Return the cursor for steps of so many samples on so many ranks, read by so many DataLoader workers.
+
+        A run that begins takes its lanes for these ranks. Raises `BatchError` where such steps cut turns.
         """
         unit = self._unit(global_batch, workers)
         if self.blend is None:
-            return replace(self, blend=self._wished(global_batch, workers))
+            return replace(self._spread(world_size), blend=self._wished(global_batch, workers))
         present = [phase for phase in self.blend.phases if phase.start <= self._at()][-1]
         if present.unit == unit:
             return self
         later = [replace(phase, unit=unit) for phase in self.blend.phases if phase.start > self._at()]
         return self._changed([replace(present, start=self._at(), unit=unit), *later])
+
+    def _spread(self, world_size: int) -> MixCursor:
+        if not self.shuffle or "lanes" in self.given:
+            return self
+        lanes = [lanes_for_world(pin.num_samples, pin.params, world_size) for pin in self.pins]
+        orders = [replace(pin.params, lanes=count) for pin, count in zip(self.pins, lanes, strict=True)]
+        return replace(self, pins=_with_orders(self.pins, orders))
 
     def _unit(self, global_batch: int, workers: int) -> int:
         if self.batches == "homogeneous":
@@ -172,9 +199,14 @@ class MixCursor(Standing):
         if differing:
             pairs = [f"{name} {found[name]!r} and not {getattr(self, name)!r}" for name in differing]
             raise StateError(f"the state was saved with {', '.join(pairs)} as here", _NEW_RUN)
-        places = self._places([Pin.from_dict(one) for one in get(state, "sources", list)], force=force)
+        pins = [Pin.from_dict(one) for one in get(state, "sources", list)]
+        places = self._places(pins, force=force)
         anchor, phases = _numbers(get(state, "anchor", list), 2), _phases(state, places)
-        old = replace(self, blend=Blend(phases, len(self.pins)), anchor=(anchor[0], anchor[1]), **moved)
+        orders = [pin.params for pin in self.pins]
+        for place, pin in zip(places, pins, strict=True):
+            orders[place] = pin.params
+        blend, mine = Blend(phases, len(self.pins)), _with_orders(self.pins, orders)
+        old = replace(self, pins=mine, blend=blend, anchor=(anchor[0], anchor[1]), **moved)
         if old.position > old.mix().bounds(old.epoch)[1] - old.mix().bounds(old.epoch)[0]:
             raise StateError(f"the state has position {old.position}, behind the end of its epoch", _NEW_RUN)
         if _wishes(state, places, len(self.pins)) == self.wishes:
@@ -186,15 +218,20 @@ class MixCursor(Standing):
     def _places(self, pins: Sequence[Pin], *, force: bool) -> list[int]:
         """Return which source of this mixture each source of a state is."""
         mine = [replace(pin, digest="") if force else pin for pin in self.pins]
-        places = []
+        places: list[int] = []
         for pin in (replace(pin, digest="") if force else pin for pin in pins):
-            if pin not in mine:
+            same = [i for i, one in enumerate(mine) if i not in places and pin.is_one(one, self.given)]
+            if not same:
                 raise StateError(
                     f"the state has a source {pin.to_dict()}, which is none of {[one.to_dict() for one in mine]}",
                     "open all sources as they were; one that is no longer wanted gets the weight 0",
                 )
-            places.append(mine.index(pin))
+            places.append(same[0])
         return places
+
+
+def _with_orders(pins: Sequence[Pin], orders: Sequence[OrderParams]) -> tuple[Pin, ...]:
+    return tuple(replace(pin, params=params) for pin, params in zip(pins, orders, strict=True))
 
 
 def _phases(state: dict[str, Any], places: Sequence[int]) -> tuple[Phase, ...]:

@@ -153,10 +153,10 @@ class MixShare:
         sizes = [phase.unit for phase in self.mix.blend.phases] + [stream.lanes for stream in self.mix.streams]
         return not any(size % self.world.size for size in sizes)
 
-    def costs(self, *, fresh: bool) -> str:
+    def costs(self, *, fresh: bool, shuffle: bool) -> str:
         """Say that blocks are read by several ranks, where they are. `fresh`: turns and lanes may be chosen."""
         size, lanes = self.world.size, sorted({stream.lanes for stream in self.mix.streams})
-        if self.divides or lanes == [1]:
+        if self.divides or not shuffle:
             return ""
         remedy = f"; set unit= and shuffle=Shuffle(lanes=) to multiples of {size}" if fresh else ""
         unit = self.mix.blend.phases[-1].unit

@@ -15,7 +15,10 @@ from numpy.typing import NDArray
 from streamloader.errors import UsageError
 from streamloader.plan.permute import BlockPermutation, mix, order_keys
 
-__all__ = ["EpochOrder", "OrderParams"]
+__all__ = ["EpochOrder", "OrderParams", "lanes_for_world"]
+
+MAX_LANES = 1 << 16  # the format's limit
+BLOCKS_OF_A_LANE = 4  # at least, where lanes are added for more ranks: a window's worth
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,18 @@ class OrderParams:
             )
         if self.window >= 2**31:
             raise UsageError(f"window={self.window} samples is not below 2**31", "set a smaller window=")
+
+
+def lanes_for_world(num_samples: int, params: OrderParams, world_size: int) -> int:
+    """Return the lanes of a run that begins on so many ranks.
+
+    Those of `params`; where there are more ranks than these, the next power of two >= `world_size`, so that each block
+    is read by one rank, or as many as leave `BLOCKS_OF_A_LANE` blocks to each lane.
+    """
+    if world_size <= params.lanes:
+        return params.lanes
+    allowed = min(MAX_LANES, -(-num_samples // params.block) // BLOCKS_OF_A_LANE)
+    return max(params.lanes, 1 << min((world_size - 1).bit_length(), max(1, allowed).bit_length() - 1))
 
 
 @dataclass(frozen=True)

@@ -71,7 +71,7 @@ class Part(Protocol):
         """Steps left from a position in which this rank has a row."""
         ...
 
-    def costs(self, *, fresh: bool) -> str:
+    def costs(self, *, fresh: bool, shuffle: bool) -> str:
         """Say what is read more than once at this world size, and what to do; nothing where all is read once."""
         ...
 
@@ -124,10 +124,10 @@ class Share:
             return steps - (self.positions(position + (steps - 1) * self.global_batch)[0].size == 0)
         return steps
 
-    def costs(self, *, fresh: bool) -> str:
+    def costs(self, *, fresh: bool, shuffle: bool) -> str:
         """Say how often blocks are read; nothing where each lane is read by one rank. `fresh`: lanes may be chosen."""
         size, lanes = self.world.size, self.lanes
-        if self.divides or lanes == 1:
+        if self.divides or not shuffle or (lanes == 1 and self.global_steps(0) < 2):
             return ""
         if not fresh or size <= lanes:
             return f"{size} consumers do not divide {lanes} lanes: blocks are read about {self.read_factor:.1f} times"
