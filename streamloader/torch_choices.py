@@ -195,7 +195,8 @@ def _order_of(manifest: Manifest, selection: Selection, block: int | None) -> Or
         each = count / (1 + np.count_nonzero(touched[1:] != touched[:-1]))  # selected samples of a chunk
         usual = nearest_power(each * manifest.order.block / chunk)
         block = max(nearest_power(each), min(usual, next_power(count) // BLOCKS))
-    found = order_pin(count, block)
+    decoded = sum(layout.nbytes for layout in manifest.fields.values()) * count // manifest.num_samples
+    found = order_pin(count, block, decoded)
     return replace(found, lanes=min(found.lanes, manifest.order.lanes))
 
 

@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 from streamloader.errors import FieldError
 from streamloader.format.geometry import (
     BLOCKS,
+    MAX_BLOCK,
     MAX_CHUNKS,
     RESIDENT_TOTAL,
+    SMALL_TOTAL,
     Geometry,
     choose_layouts,
     nearest_power,
@@ -59,7 +61,7 @@ def test_chunk_divides_block_divides_shard(
     for one in (geometry, final):
         order = one.order
         assert is_power(order.block) and is_power(order.lanes) and order.lanes <= 64
-        assert order.window == 4 * order.block < 2**31
+        assert order.window >= 4 * order.block and order.window % order.block == 0 and order.window < 2**31
         assert order.block <= one.samples_per_shard
         for chosen in one.layouts.values():
             assert is_power(chosen.chunk) and is_power(chosen.shard) and chosen.chunk <= chosen.shard
@@ -70,6 +72,9 @@ def test_chunk_divides_block_divides_shard(
     if count is not None:
         blocks = -(-count // final.order.block)
         assert final.order.lanes == previous_power(min(64, max(1, blocks // 8)))
+        if all(one.resident for one in final.layouts.values()):
+            assert (final.order.block, final.order.window) == (1, 4)
+        assert final.order.window >= count // final.order.lanes or final.order.window == 4 * final.order.block
         assert geometry.samples_per_shard <= next_power(count)
         assert {name for name, one in final.layouts.items() if one.resident} == set(resident_fields(fields, count))
         assert {name for name, one in geometry.layouts.items() if one.resident} == set(resident_fields(fields, count))
@@ -152,3 +157,16 @@ def test_powers_are_the_nearest_of_their_kind(value: int) -> None:
 )
 def test_default_lanes_are_a_power_of_two_of_eight_blocks_each(num_samples: int, block: int, lanes: int) -> None:
     assert order_pin(num_samples, block) == OrderPin(block, lanes, 4 * block)
+
+
+def test_small_data_is_mixed_over_whole_lanes_and_large_data_is_not() -> None:
+    for total, window in ((SMALL_TOTAL, 1568), (SMALL_TOTAL + 1, 32)):
+        assert order_pin(100_000, 8, total) == OrderPin(8, 64, window)
+    assert order_pin(100, 1, 100) == OrderPin(1, 8, 4)  # the permutation of blocks is a shuffle of the samples
+
+
+def test_blocks_hold_few_samples_however_small_these_are() -> None:
+    fields = {"byte": Field.parse("uint8")}
+    geometry = settle(choose(fields, {"byte": 1.0}, 10**9, Layout()), 10**9, {"byte": 10**9}, 10**9)
+    assert not geometry.layouts["byte"].resident
+    assert geometry.order == OrderPin(MAX_BLOCK, 64, 4 * MAX_BLOCK)

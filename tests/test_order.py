@@ -202,4 +202,4 @@ def test_seed_outside_u64_is_refused(seed: int) -> None:
 def test_window_too_wide_for_its_keys_is_refused_before_anything_is_allocated() -> None:
     order = EpochOrder(2**40, OrderParams(2**29, 1, 3 * 2**29), 0, 0)
     with pytest.raises(UsageError, match="smaller window="):
-        order.emit(0, 2**32, 2**32 + 1)
+        order.emit(0, 2**33, 2**33 + 2**32)

@@ -248,3 +248,45 @@ def test_impossible_schedule_is_refused_when_it_is_made(change: dict[str, Any], 
     given_ = {"order": order, "share": Share(100, 2, 4, World(0, 1), "pad"), "position": 0, **change}
     with pytest.raises(UsageError, match=problem):
         schedule(**given_)
+
+
+@pytest.mark.parametrize(
+    ("num_samples", "params", "seconds"),
+    [
+        (10**9, OrderParams(2**14, 64, 2**16), 1.0),
+        (10**9, OrderParams(2**16, 64, 2**18), 2.0),  # as datasets of short rows were cut before
+        (10**10, OrderParams(2**10, 64, 2**12), 0.05),
+    ],
+)
+def test_an_epoch_of_many_short_rows_is_entered_anywhere_in_little_time(
+    num_samples: int, params: OrderParams, seconds: float
+) -> None:
+    order = EpochOrder(num_samples, params, 1, 0)
+    share = Share(num_samples, params.lanes, 256, World(0, 1), "pad")
+    next(schedule(order, share, 0))  # numpy is warm
+    for position in (0, num_samples // 512 * 256, num_samples - 256 * 100):
+        spent = []
+        for _ in range(3):
+            begin = time.thread_time()
+            next(schedule(order, share, position))
+            spent.append(time.thread_time() - begin)
+        assert min(spent) < 2 * seconds  # the machine is shared
+
+
+def test_a_lane_is_entered_anywhere_as_its_whole_order_says() -> None:
+    """Where the window fills, moves and empties, and where bounds of keys are guessed wrong."""
+    for length, window in ((50_000, 4096), (5000, 4096), (4000, 4096), (70, 64), (3000, 6)):
+        order = EpochOrder(length, OrderParams(2, 1, window), 5, 0)
+        whole = order.emit(0, 0, length)
+        assert sorted(whole.tolist()) == list(range(length))
+        for start in (0, 1, 17, window // 2, length // 2, length - 40, length - 1):
+            stop = min(length, start + 33)
+            for margin in (None, 1):
+                found = order.examine(0, start, stop) if margin is None else order._between(0, start, stop, margin)
+                if found is None:
+                    continue
+                assert (found.offsets + found.first).tolist() == whole[start:stop].tolist()
+                behind = np.flatnonzero(found.later) + found.first
+                assert set(whole[stop:].tolist()) & set(range(found.first, found.first + found.later.size)) == set(
+                    behind.tolist()
+                )

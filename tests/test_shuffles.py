@@ -15,7 +15,13 @@ from bench import venvs
 from bench.shuffles import page
 from bench.shuffles.learning import Task
 from bench.shuffles.orders import Mixer, OrderError, Setting, mixers, order, ours
-from bench.shuffles.quality import quality, resident
+from bench.shuffles.quality import _variance_ratio, quality, resident
+from streamloader.format.writer import Writer
+from streamloader.options import Layout
+from streamloader.plan.order import EpochOrder, OrderParams
+from streamloader.plan.schedule import schedule
+from streamloader.plan.world import Share, World
+from streamloader.torch_dataset import StreamingDataset
 
 SETTING = Setting(samples=4096, batch=32, block=8, lanes=8, window=32, shard=64, classes=16)
 MEASURES = {"batch": 32, "run": 64, "classes": 16}
@@ -87,3 +93,46 @@ def test_the_curve_falls_faster_the_better_the_order_mixes(tmp_path: Path) -> No
     text = page.write(lines, tmp_path).read_text()
     assert all(name in text for name in errors)
     assert (tmp_path / "shuffles.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(
+    ("fields", "held"),
+    [({"x": "uint8[512]", "label": "int64"}, True), ({"x": "uint8[2048]", "label": "int64"}, False)],
+    ids=["all held whole", "streamed"],
+)
+def test_a_small_dataset_in_class_order_mixes_as_independent_draws(
+    tmp_path: Path, fields: dict[str, str], held: bool
+) -> None:
+    """Also at the beginning of an epoch, where windows are not full yet."""
+    n, batch, classes = 6400, 32, 16
+    labels = np.arange(n) * classes // n
+    with Writer(str(tmp_path / "d"), fields, num_samples=n, layout=Layout(codec="none", chunk_size=1 << 15)) as writer:
+        width = int(fields["x"].split("[")[1][:-1])
+        for i in range(n):
+            writer.write({"x": np.full(width, i % 256, np.uint8), "label": labels[i]})
+    ds = StreamingDataset(tmp_path / "d", batch_size=batch, world=(0, 1), with_index=True, fields=["x", "label"])
+    pin = ds.state_dict()["order"]
+    assert (pin["block"] == 1) is held
+    assert held or pin["window"] >= n // pin["lanes"]
+    first = [one["index"].numpy() for one in ds]
+    assert sorted(np.concatenate(first).tolist()) == list(range(n))
+    assert ds.stats().requests < 100
+    ds.close()
+    steps = n // batch
+    epochs = [EpochOrder(n, OrderParams(**pin), seed, 0).samples_at(0, n) for seed in range(60)]
+    begin = np.concatenate([ids[: steps // 20 * batch] for ids in epochs]) * classes // n
+    assert _variance_ratio(begin.reshape(-1, batch), classes) <= 1.2
+    assert np.mean([quality(ids, unit=1, batch=batch, run=64, classes=classes).measured for ids in epochs]) <= 1.1
+
+
+def test_a_dataset_that_is_held_whole_is_planned_without_blocks(tmp_path: Path) -> None:
+    """Blocks of one sample cost no Python work for each: plans name no blocks, and are the same order."""
+    order = EpochOrder(5000, OrderParams(1, 16, 4), 3, 0)
+    for size, remainder in ((1, "pad"), (4, "uneven"), (6, "pad")):
+        for rank in range(size):
+            share = Share(5000, 16, 24, World(rank, size), remainder)  # type: ignore[arg-type]
+            plain = list(schedule(order, share, 48, steps_at_once=3))
+            held = list(schedule(order, share, 48, steps_at_once=3, held=True))
+            assert [one.samples.tolist() for one in held] == [one.samples.tolist() for one in plain]
+            assert [one.positions.tolist() for one in held] == [one.positions.tolist() for one in plain]
+            assert not any(one.needs or one.done for one in held)

@@ -54,6 +54,10 @@ class Course(Protocol):
         """Return the pass over the epoch after this one, from its beginning."""
         ...
 
+    def without_blocks(self) -> Course:
+        """Return the same pass where every field is held whole: plans name samples and no blocks."""
+        ...
+
     def batches(self, first_ticket: int = 0) -> Iterator[BatchPlan]:
         """Plan the pass, with tickets from `first_ticket` on; `samples` are numbers through all datasets."""
         ...
@@ -74,6 +78,11 @@ class PassPlan:
     steps_at_once: int
     selection: Selection | None = None
     gaps: Gaps = NO_GAPS
+    held: bool = False
+
+    def without_blocks(self) -> PassPlan:
+        """Return the same pass where every field is held whole: plans name samples and no blocks."""
+        return replace(self, held=True)
 
     @property
     def seed(self) -> int:
@@ -104,7 +113,9 @@ class PassPlan:
         at_once, unit = self.steps_at_once, None if self.order.shuffle else self.unit
         for start, stop in self.gaps.parts(self.order.epoch, self.position):
             place = min(start, self.order.num_samples)
-            for plan in schedule(self.order, self.share, place, unit, at_once, first_ticket=ticket, stop=stop):
+            for plan in schedule(
+                self.order, self.share, place, unit, at_once, first_ticket=ticket, stop=stop, held=self.held
+            ):
                 ticket += len(plan.needs)
                 yield plan
 
@@ -140,6 +151,11 @@ class MixPass:
     seed: int
     numbers: Numbers
     gaps: Gaps = NO_GAPS
+    held: bool = False
+
+    def without_blocks(self) -> MixPass:
+        """Return the same pass where every field is held whole: plans name samples and no blocks."""
+        return replace(self, held=True)
 
     @property
     def need(self) -> Need:
@@ -157,7 +173,7 @@ class MixPass:
         ticket = first_ticket
         for start, stop in self.gaps.parts(self.share.epoch, self.position):
             place = min(start, self.share.num_samples)
-            for plan in mix_schedule(self.share, place, stop, self.steps_at_once, first_ticket=ticket):
+            for plan in mix_schedule(self.share, place, stop, self.steps_at_once, first_ticket=ticket, held=self.held):
                 ticket += len(plan.needs)
                 yield replace(plan, samples=self.numbers.of(plan.samples))
 

@@ -142,7 +142,8 @@ class Session:
         )
         recipe = self._recipe(layouts, resident, wanted.seed, alike=wanted.steps_at_once == 1)
         source = Source(stored, self._line, memory)
-        engine = Engine(source, recipe, wanted, budget, self.counters, endless=endless)
+        planned = wanted if streamed else wanted.without_blocks()
+        engine = Engine(source, recipe, planned, budget, self.counters, endless=endless)
         self._running = _Running(engine, memory, wanted, self._transform)
         return self._running.go_on()
 
@@ -197,7 +198,9 @@ class Session:
         """The fields that may be held, small ones in every dataset, most of them first, and what is needed then."""
         small = [name for name in self._names if all(reader.layout.resident for reader in self._readers(name))]
         small.sort(key=lambda name: sum(reader.layout.nbytes for reader in self._readers(name)))
-        return [(small[:count], self._demand(small[:count], need)) for count in range(len(small), -1, -1)]
+        # chunks of many blocks are no unit to stream in: a dataset in blocks of one sample is held whole
+        least = len(small) if need.block == 1 and len(small) == len(self._names) else 0
+        return [(small[:count], self._demand(small[:count], need)) for count in range(len(small), least - 1, -1)]
 
     def _readers(self, name: str) -> list[FieldReader]:
         return [one.readers[name] for one in self.opened]

@@ -20,6 +20,8 @@ RESIDENT_CHUNK = MIB
 RESIDENT_SHARD = 64 * MIB
 MAX_CHUNKS = 1 << 16  # of a shard: its index stays below 1 MiB
 MAX_LANES = 64
+MAX_BLOCK = 1 << 14  # samples, where chunks allow it: to enter an epoch takes the sorting of a window of each lane
+SMALL_TOTAL = RESIDENT_TOTAL  # bytes, decoded: a dataset of at most so many is shuffled over the whole of each lane
 BLOCKS = 64  # a small dataset is cut in at least so many blocks, so that the block permutation mixes it
 EXPANSION = 4  # a shard decodes to at most so many times `shard_size`: writers and readers hold it in memory
 
@@ -92,12 +94,13 @@ def choose_layouts(
     return Geometry(shard, order_pin(num_samples, block), layouts, options)
 
 
-def settle(geometry: Geometry, num_samples: int, stored: Mapping[str, int]) -> Geometry:
+def settle(geometry: Geometry, num_samples: int, stored: Mapping[str, int], decoded: int | None = None) -> Geometry:
     """Return the final geometry of a dataset of `num_samples`; `stored` are the encoded bytes of its bulk fields.
 
     Bulk fields keep their layout, since they are written. Small fields become resident, smallest first, as
     long as all of them fit; the others become bulk, with the shards of the bulk fields. The block is computed
-    again from what was really stored.
+    again from what was really stored; it is one sample where all fields are resident, since nothing is then fetched in
+    blocks. `decoded`: bytes of the bulk fields (None: many), by which the window is chosen.
     """
     fields = {name: layout.field for name, layout in geometry.layouts.items()}
     small = {name: fields[name] for name, layout in geometry.layouts.items() if layout.resident}
@@ -112,10 +115,12 @@ def settle(geometry: Geometry, num_samples: int, stored: Mapping[str, int]) -> G
     bulk |= {
         name: replace(bulk[name], chunk=min(bulk[name].chunk, block), resident=False) for name in bulk if name in small
     }
-    block = max([block, *(layout.chunk for layout in bulk.values())])
+    block = max([block, *(layout.chunk for layout in bulk.values())]) if bulk else 1
+    if decoded is not None:
+        decoded += sum(one.item_bytes for one in small.values()) * num_samples
     layouts = bulk | {name: _resident_layout(geometry.layouts[name], num_samples) for name in resident}
     layouts = {name: layouts[name] for name in sorted(layouts)}
-    return Geometry(geometry.samples_per_shard, order_pin(num_samples, block), layouts, geometry.options)
+    return Geometry(geometry.samples_per_shard, order_pin(num_samples, block, decoded), layouts, geometry.options)
 
 
 def resident_fields(fields: Mapping[str, Field], num_samples: int | None) -> tuple[str, ...]:
@@ -132,13 +137,19 @@ def resident_fields(fields: Mapping[str, Field], num_samples: int | None) -> tup
     return tuple(names)
 
 
-def order_pin(num_samples: int | None, block: int) -> OrderPin:
-    """Return rule 1 of the order contract: L = largest power of two <= min(64, max(1, blocks / 8)), W = 4 B."""
-    lanes = MAX_LANES
+def order_pin(num_samples: int | None, block: int, decoded: int | None = None) -> OrderPin:
+    """Return what rule 1 of the order contract advises.
+
+    L is the largest power of two <= min(64, max(1, blocks / 8)), W = 4 B. Where `decoded` bytes of all fields are few,
+    W is the whole lane; but not for blocks of one sample, which the permutation of blocks mixes completely.
+    """
+    lanes, window = MAX_LANES, 4 * block
     if num_samples is not None:
         blocks = -(-num_samples // block)
         lanes = previous_power(min(MAX_LANES, max(1, blocks // 8)))
-    return OrderPin(block, lanes, 4 * block)
+        if decoded is not None and decoded <= SMALL_TOTAL and block > 1:
+            window = max(window, -(-num_samples // (lanes * block)) * block)
+    return OrderPin(block, lanes, window)
 
 
 def nearest_power(value: float) -> int:
@@ -157,7 +168,7 @@ def previous_power(value: int) -> int:
 
 
 def _block(mean: float, num_samples: int | None, shard: int, options: Layout) -> int:
-    block = nearest_power(options.block_size / max(mean, 1.0))
+    block = min(nearest_power(options.block_size / max(mean, 1.0)), MAX_BLOCK)
     if num_samples is not None:
         block = min(block, next_power(num_samples) // BLOCKS)
     return min(max(block, shard // MAX_CHUNKS, 1), shard)

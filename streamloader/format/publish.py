@@ -68,7 +68,9 @@ def finish_extension(
         for shard, one in written[name].items():
             entries[shard] = one.entries
         tables[name] = write_table(store, name, layout, entries, threads=threads, generation=generation)
-    order = order_pin(extension.num_samples, base.order.block)
+    wide = base.order.window > 4 * base.order.block  # a small dataset, whose windows are whole lanes
+    decoded = sum(layout.nbytes for layout in layouts.values()) if wide else None
+    order = order_pin(extension.num_samples, base.order.block, decoded)
     manifest = replace(
         base,
         num_samples=extension.num_samples,

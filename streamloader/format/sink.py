@@ -150,7 +150,8 @@ def finish(
     for receipt in receipts.values():
         for name, one in receipt.fields.items():
             stored[name] += one.stored
-    final = settle(geometry, num_samples, stored)
+    decoded = sum(one.nbytes for receipt in receipts.values() for one in receipt.fields.values())
+    final = settle(geometry, num_samples, stored, decoded)
     fields = {name: {shard: receipt.fields[name] for shard, receipt in receipts.items()} for name in stored}
     fields |= _gather(store, geometry, final, receipts, threads)
     tables: dict[str, str] = {}

@@ -13,9 +13,8 @@ from streamloader.engine.session import Opened, Session, Wish
 from streamloader.errors import UsageError
 from streamloader.format.reader import FieldReader, field_reader, open_manifest
 from streamloader.options import Shuffle
-from streamloader.plan.cursor import Cursor
 from streamloader.plan.mixing import Mixing, mixings
-from streamloader.plan.order import EpochOrder, OrderParams
+from streamloader.plan.order import EpochOrder, OrderParams, lanes_for_world
 from streamloader.plan.selection import Selection
 from streamloader.plan.world import Share, World
 from streamloader.storage import open_store
@@ -107,18 +106,10 @@ def forecast(url: str, options: ForecastOptions) -> Forecast:
     names = choose_fields(manifest, options.fields, with_index=False, with_valid=True)
     selection = choose_selection(condition, manifest, place)
     count = manifest.num_samples if selection is None else len(selection)
-    start = Cursor(
-        digest=manifest.digest,
-        params=choose_order(manifest, options.shuffle, selection),
-        split=options.split,
-        shuffle=options.shuffle is not False,
-        remainder="pad",
-        seed=0,
-        fresh=True,
-        given=chosen_names(options.shuffle),
-    )
-    pinned, params = start.params, start.settled(count, world.size).params
-    order = EpochOrder(count, params, 0, 0, start.shuffle)
+    params = pinned = choose_order(manifest, options.shuffle, selection)
+    if "lanes" not in chosen_names(options.shuffle):
+        params = replace(pinned, lanes=lanes_for_world(count, pinned, world.size))
+    order = EpochOrder(count, params, 0, 0, options.shuffle is not False)
     share = Share(order.num_samples, order.lanes, options.batch_size, world, "pad")
     readers = {name: field_reader(place, manifest, name) for name in names}
     opened = Opened(place, readers, manifest.num_samples, selection)
@@ -128,7 +119,6 @@ def forecast(url: str, options: ForecastOptions) -> Forecast:
         params = OrderParams(unit, 1, 2 * unit)
     need = Need.of(params, share)
     held, budget = session.plan_memory(need)
-    alone = Need.of(params, replace(share, world=World(0, 1)))
     together = replace(share, batch=share.global_batch, world=World(0, 1))
     mixed = mixings(order, (share, together))
     factor = share.read_factor if order.shuffle else _readers_of_a_unit(params.block, share)
@@ -156,7 +146,7 @@ def forecast(url: str, options: ForecastOptions) -> Forecast:
         together=mixed[1],
         pinned_lanes=pinned.lanes if order.shuffle else 1,
         shuffle=order.shuffle,
-        memory_alone=session.least_memory(alone),
+        memory_alone=session.least_memory(Need.of(params, replace(together, batch=share.batch))),
         drawn=_drawn(order, share, params.block),
     )
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from streamloader.plan.touch import Ints, Touched
 
-__all__ = ["BatchPlan", "BlockRef", "Booking", "Placed", "batches", "book"]
+__all__ = ["BatchPlan", "BlockRef", "Booking", "Placed", "batches", "book", "book_nothing"]
 
 K = TypeVar("K", bound=Hashable)
 
@@ -67,6 +67,12 @@ class Booking:
         """Return the tickets of blocks that later spans use, by their keys."""
         kept = np.flatnonzero((self.ticket >= 0) & ~touched.finished)
         return {touched.keys[i]: int(self.ticket[i]) for i in kept}
+
+
+def book_nothing() -> Booking:
+    """Return the booking of rows that are taken from no block: nothing opens and nothing closes."""
+    nothing = np.zeros(0, np.int64)
+    return Booking(np.zeros(1, np.int64), nothing, nothing, nothing, nothing)
 
 
 @dataclass(frozen=True, eq=False)

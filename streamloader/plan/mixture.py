@@ -17,10 +17,10 @@ import numpy as np
 from streamloader.errors import MixtureError
 from streamloader.options import Remainder
 from streamloader.plan.blend import Blend
-from streamloader.plan.booking import BatchPlan, Placed, batches, book
+from streamloader.plan.booking import BatchPlan, Placed, batches, book, book_nothing
 from streamloader.plan.order import EpochOrder, OrderParams
 from streamloader.plan.schedule import FIRST_STEPS, MAX_ROWS, slots_needed
-from streamloader.plan.touch import Ints, Key, Span, Touched, touch_lanes, touch_units
+from streamloader.plan.touch import Ints, Key, Span, Touched, touch_lanes, touch_nothing, touch_units
 from streamloader.plan.world import Share, World
 
 __all__ = ["Mix", "MixShare", "Rows", "Stop", "Stream", "mix_schedule"]
@@ -193,7 +193,10 @@ class MixShare:
 
     def samples(self, position: int) -> Ints:
         """Return the samples of the step that starts at a position, by their numbers in the mixture."""
-        rows = self.rows(position, 1)
+        return self.numbers(self.rows(position, 1))
+
+    def numbers(self, rows: Rows) -> Ints:
+        """Return the samples of some rows, by their numbers in the mixture."""
         found = np.empty(rows.source.size, np.int64)
         for number, stream in enumerate(self.mix.streams):
             mine = rows.source == number
@@ -216,23 +219,29 @@ class MixShare:
 
 
 def mix_schedule(
-    share: MixShare, position: int, stop: int | None = None, steps_at_once: int = 1, *, first_ticket: int = 0
+    share: MixShare,
+    position: int,
+    stop: int | None = None,
+    steps_at_once: int = 1,
+    *,
+    first_ticket: int = 0,
+    held: bool = False,
 ) -> Iterator[BatchPlan]:
     """Yield the batches of the share's rank from a position of the epoch to its end, or to `stop`.
 
-    Samples are numbered through all sources.
+    Samples are numbered through all sources. `held`: every field is held whole, so plans name no blocks.
     """
     live: dict[MixKey, int] = {}
     tickets = first_ticket
     for span in _spans(share, position, stop, steps_at_once):
         rows = share.rows(span.begin, span.steps)
-        touched = _touch(share, rows, span, live)
-        booking = book(touched, live, tickets)
+        touched = touch_nothing(share.numbers(rows)) if held else _touch(share, rows, span, live)
+        booking = book_nothing() if held else book(touched, live, tickets)
         steps = range(span.first_step, span.first_step + span.steps, steps_at_once)
         placed = Placed(share.epoch, rows.position, rows.position < share.num_samples)
         yield from batches(touched, booking, steps_at_once * share.batch, placed, steps)
         tickets += booking.opened.size
-        live = booking.kept(touched)
+        live = {} if held else booking.kept(touched)
 
 
 def _touch(share: MixShare, rows: Rows, span: Span, live: Mapping[MixKey, int]) -> Touched[MixKey]:

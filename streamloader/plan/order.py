@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from math import isqrt
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +18,7 @@ from streamloader.plan.permute import BlockPermutation, mix, order_keys
 
 __all__ = ["EpochOrder", "OrderParams", "lanes_for_world"]
 
+HASHED_AT_ONCE = 1 << 15  # arrivals: their keys stay in a core's cache
 MAX_LANES = 1 << 16  # the format's limit
 BLOCKS_OF_A_LANE = 4  # at least, where lanes are added for more ranks: a window's worth
 
@@ -58,6 +60,19 @@ def lanes_for_world(num_samples: int, params: OrderParams, world_size: int) -> i
         return params.lanes
     allowed = min(MAX_LANES, -(-num_samples // params.block) // BLOCKS_OF_A_LANE)
     return max(params.lanes, 1 << min((world_size - 1).bit_length(), max(1, allowed).bit_length() - 1))
+
+
+@dataclass(frozen=True, eq=False)
+class Examined:
+    """What a lane emits at some indexes: `offsets` count from the `first` arrival of the lane that was examined.
+
+    `later` has an entry for each examined arrival: whether it is emitted behind these indexes. Arrivals before them
+    were emitted earlier or at these indexes, those behind them come later.
+    """
+
+    first: int
+    offsets: NDArray[np.int64]
+    later: NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
@@ -110,37 +125,64 @@ class EpochOrder:
         each, longer = divmod(self.num_samples, self.lanes)
         return lane * each + min(lane, longer), each + (lane < longer)
 
-    def examine(self, lane: int, start: int, stop: int) -> tuple[int, NDArray[np.int64]]:
-        """What a lane emits from index `start` on, as far as the arrivals show that decide indexes below `stop`.
+    def examine(self, lane: int, start: int, stop: int) -> Examined:
+        """Return what a lane emits at the indexes [start, stop), and which of the arrivals around them come later.
 
-        Returns (first, offsets): offsets[i] counts from the `first` arrival of the lane that was examined. Exact for
-        the first stop - start entries; behind them comes, in no meaningful order, every other arrival that was
-        examined, all still to be emitted. A sample whose key lies in [a', a' + W) leaves less than W away from
-        index a', so arrivals before start - W are gone and those from stop + W on come later.
+        Keys are uniform, so the key at an index is known to within a few standard deviations: arrivals are hashed
+        where their key may fall between two such bounds, counted below them, and sorted between them. The counts show
+        whether the bounds hold; if not, they are set further apart. O(stop - start + W), and at the beginning of a
+        lane less. A sample whose key lies in [a', a' + W) leaves less than W away from index a'.
         """
+        length, spread = self.lane_bounds(lane)[1], min(self.params.window, self.lane_bounds(lane)[1])
+        margin = 64 + 8 * isqrt(spread // 4)
+        while True:
+            found = self._between(lane, start, stop, margin)
+            if found is not None:
+                return found
+            margin = min(4 * margin, length)  # at the length, the bounds are the ends of the lane
+
+    def _between(self, lane: int, start: int, stop: int, margin: int) -> Examined | None:
+        """The same, if these indexes lie between the keys expected `margin` indexes before and after them."""
         begin, length = self.lane_bounds(lane)
-        window = self.params.window
-        if not self.shuffle:
-            return start, np.arange(stop - start, dtype=np.int64)
-        low, high = (0, length) if length <= window else (max(0, start - window), min(length, stop + window))
-        if high - low + window > 2**32:
+        window, whole = self.params.window, length <= self.params.window
+        lowest, highest = (_expected(index, length, window) for index in (start - margin, stop + margin))
+        first, last = (0, length) if whole else (max(0, lowest - window), min(length, highest))
+        if last - first + window > 2**32:
             raise UsageError(
-                f"{high - low} arrivals with window={window} do not fit 64-bit keys",
+                f"{last - first} arrivals with window={window} do not fit 64-bit keys",
                 "ask for fewer indexes at once, or set a smaller window=",
             )
-        noise = mix(mix(np.arange(begin + low, begin + high, dtype=np.uint64)) ^ np.uint64(self._keys[1]))
-        noise >>= np.uint64(32)
-        arrival = np.arange(high - low, dtype=np.uint64)
-        if length <= window:
-            keys = (noise << np.uint64(32)) | arrival
-        else:
-            keys = (arrival << np.uint64(32)) + noise * np.uint64(window)
-        return low, _stable_argsort(keys)[start - low :]
+        low, high = ((key - (0 if whole else first)) << 32 for key in (lowest, highest))
+        low, high = max(0, low), min(high, 2**64 - 1)
+        before, later = first, np.empty(last - first, np.bool_)
+        offsets, keys = [], []
+        for at in range(0, last - first, HASHED_AT_ONCE):
+            arrival = np.arange(at, min(last - first, at + HASHED_AT_ONCE), dtype=np.uint64)
+            noise = mix(mix(arrival + np.uint64(begin + first)) ^ np.uint64(self._keys[1])) >> np.uint64(32)
+            key = (
+                (noise << np.uint64(32)) | arrival if whole else (arrival << np.uint64(32)) + noise * np.uint64(window)
+            )
+            later[at : at + arrival.size] = beyond = key > np.uint64(high)
+            reached = key >= np.uint64(low)
+            near = np.flatnonzero(reached & ~beyond)
+            before += int(arrival.size - np.count_nonzero(reached))
+            offsets.append(near + at)
+            keys.append(key[near])
+        offset = np.concatenate(offsets) if offsets else np.zeros(0, np.int64)
+        if before > start or before + offset.size < stop:
+            return None
+        ordered = offset[_stable_argsort(np.concatenate(keys))] if offset.size else offset
+        later[ordered[: stop - before]] = False
+        later[ordered[stop - before :]] = True
+        return Examined(first, ordered[start - before : stop - before], later)
 
     def emit(self, lane: int, start: int, stop: int) -> NDArray[np.int64]:
         """The arrivals that a lane emits at the indexes [start, stop), in O(stop - start + W)."""
-        first, offsets = self.examine(lane, start, stop)
-        return offsets[: stop - start] + (self.lane_bounds(lane)[0] + first)
+        begin = self.lane_bounds(lane)[0]
+        if not self.shuffle:
+            return np.arange(begin + start, begin + stop, dtype=np.int64)
+        found = self.examine(lane, start, stop)
+        return found.offsets + (begin + found.first)
 
     def locate(self, arrivals: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """(j, row): each arrival is row `row` of the j-th block to arrive."""
@@ -181,6 +223,21 @@ class EpochOrder:
                 index = (start + first) // self.lanes
                 part[:] = self.emit(lane, index, index + part.size)
         return self.samples(arrivals)
+
+
+def _expected(index: int, length: int, window: int) -> int:
+    """The key, in units of 2**32, that so many of a lane's keys are expected to be below; at the ends, all or none."""
+    if index <= 0 or not length:
+        return 0
+    if length <= window:  # keys spread evenly over [0, 2**32)
+        return min(index, length) * 2**32 // length
+    if index >= length:
+        return length + window
+    if 2 * index <= window:  # the window fills: index = key**2 / (2 W)
+        return isqrt(2 * window * index)
+    if 2 * (length - index) <= window:  # and empties
+        return length + window - isqrt(2 * window * (length - index))
+    return index + window // 2
 
 
 def _stable_argsort(keys: NDArray[np.uint64]) -> NDArray[np.int64]:

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from streamloader.errors import UsageError
-from streamloader.plan.booking import BatchPlan, Placed, batches, book
+from streamloader.plan.booking import BatchPlan, Placed, batches, book, book_nothing
 from streamloader.plan.order import EpochOrder, OrderParams
-from streamloader.plan.touch import Key, Span, touch_lanes, touch_units
+from streamloader.plan.touch import Key, Span, lane_samples, touch_lanes, touch_nothing, touch_units
 from streamloader.plan.world import Share
 
 __all__ = ["FIRST_STEPS", "MAX_ROWS", "schedule", "slots_needed"]
@@ -31,6 +31,7 @@ def schedule(
     *,
     first_ticket: int = 0,
     stop: int | None = None,
+    held: bool = False,
 ) -> Iterator[BatchPlan]:
     """The batches of `share`'s rank from the global position `position` to the end of the epoch.
 
@@ -38,7 +39,8 @@ def schedule(
 
     `unit` is the number of samples fetched at once without shuffle (the chunk; the block where it is None). Each plan
     holds the rows of `steps_at_once` steps, the last perhaps of fewer: for steps of a single sample. Tickets are
-    numbered from `first_ticket` on, so that schedules can follow one another.
+    numbered from `first_ticket` on, so that schedules can follow one another. `held`: every field is held whole, so
+    plans name samples and no blocks.
 
     Raises UsageError where order and share do not belong together, or the position is outside the epoch.
     """
@@ -60,7 +62,19 @@ def schedule(
     steps = share.num_steps(position) if stop is None else (stop - position) // share.global_batch
     spans = _spans(order, share, position, steps, steps_at_once)
     unit = unit or order.params.block
+    if held:
+        return _plan_samples(order, share, spans, steps_at_once)
     return _plan(order, share, spans, unit=unit, steps_at_once=steps_at_once, tickets=first_ticket)
+
+
+def _plan_samples(order: EpochOrder, share: Share, spans: Iterator[Span], steps_at_once: int) -> Iterator[BatchPlan]:
+    for span in spans:
+        positions = share.positions_of_steps(span.begin, span.steps)
+        source = share.source(positions)
+        touched = touch_nothing(lane_samples(order, source) if order.shuffle else source)
+        steps = range(span.first_step, span.first_step + span.steps, steps_at_once)
+        placed = Placed(order.epoch, positions, positions < share.num_samples)
+        yield from batches(touched, book_nothing(), share.batch * steps_at_once, placed, steps)
 
 
 def _plan(

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from streamloader.plan.order import EpochOrder
 
-__all__ = ["Ints", "Key", "Span", "Touched", "touch_lanes", "touch_units"]
+__all__ = ["Ints", "Key", "Span", "Touched", "lane_samples", "touch_lanes", "touch_nothing", "touch_units"]
 
 Ints = NDArray[np.int64]
 Key = tuple[int, int]  # (lane, j): the j-th block to arrive; (0, j): the j-th unit
@@ -93,27 +93,41 @@ def touch_lanes(order: EpochOrder, source: Ints, span: Span, live: Collection[Ke
     )
 
 
-def _read_lane(order: EpochOrder, lane: int, low: int, stop: int) -> _LanePart:
-    """The indexes [low, stop) of a lane.
+def lane_samples(order: EpochOrder, source: Ints) -> Ints:
+    """Return the samples of a shuffled order at some positions, by way of the lanes that they are in."""
+    if not source.size:
+        return source
+    lane, index = source % order.lanes, source // order.lanes
+    lanes, slot = np.unique(lane, return_inverse=True)
+    low = int(index.min())
+    emitted = np.zeros((lanes.size, int(index.max()) + 1 - low), np.int64)
+    for row, number in zip(emitted, lanes.tolist(), strict=True):
+        stop = min(low + row.size, order.lane_bounds(number)[1])
+        row[: stop - low] = order.emit(number, low, stop)
+    return order.samples(emitted[slot, index - low])
 
-    A block is finished unless an arrival of it is emitted at `stop` or later. Of the last examined block one is:
-    where the lane goes on, the last examined arrival is stop + W - 1.
-    """
-    first, offsets = order.examine(lane, low, stop)
+
+def touch_nothing(samples: Ints) -> Touched[Any]:
+    """Return rows of these samples that are taken from no block."""
+    nothing = np.zeros(1, np.int64)
+    return Touched([(0, 0)], nothing, nothing, np.zeros(1, np.bool_), np.zeros(samples.size, np.int64), samples)
+
+
+def _read_lane(order: EpochOrder, lane: int, low: int, stop: int) -> _LanePart:
+    """The indexes [low, stop) of a lane. A block is finished unless an arrival of it is emitted at `stop` or later."""
+    found = order.examine(lane, low, stop)
     begin, length = order.lane_bounds(lane)
-    start = begin + first
-    end = start + low - first + offsets.size
+    start = begin + found.first
+    end = start + found.later.size
     first_block, last_block = order.locate(np.array([start, end - 1]))[0].tolist()
     edges = order.first_arrivals(np.arange(first_block, last_block + 2))
-    inside = edges.clip(start, end)
-    block = np.repeat(np.arange(edges.size - 1), inside[1:] - inside[:-1])
     of_lane = edges.clip(begin, begin + length)
-    row = np.arange(start, end) - of_lane[block]
-    finished = np.ones(edges.size - 1, np.bool_)
-    finished[block[offsets[stop - low :]]] = False
-    emitted = offsets[: stop - low]
+    later = np.logical_or.reduceat(found.later, edges[:-1].clip(start) - start)
+    emitted = found.offsets + start
+    block = order.locate(emitted)[0] - first_block
+    finished = ~later & (of_lane[1:] <= end)
     below, size = (of_lane - edges)[:-1], of_lane[1:] - of_lane[:-1]
-    return _LanePart(first_block, below, size, finished, block[emitted], row[emitted])
+    return _LanePart(first_block, below, size, finished, block, emitted - of_lane[block])
 
 
 def touch_units(
