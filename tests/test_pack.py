@@ -117,7 +117,7 @@ def check_rows(batch: dict[str, Any], documents: list[np.ndarray[Any, Any]], pac
     remainder=st.sampled_from(("pad", "uneven")),
     data=st.data(),
 )
-@pytest.mark.filterwarnings("ignore:.* consumers .* lanes")
+@pytest.mark.filterwarnings("ignore:.* (consumers|ranks) .* lanes")
 def test_an_epoch_has_every_document_once_at_any_world_size(
     tmp_path_factory: pytest.TempPathFactory,
     count: int,
