@@ -7,9 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamloader.engine.budget import (
+    CONNECTION_BYTES,
+    LIVE_BATCHES,
     MACHINE_SHARE,
     MAX_THREADS,
-    READY_BATCHES,
     Demand,
     allot,
     allowance,
@@ -24,8 +25,9 @@ demands = st.builds(
     batch_bytes=st.integers(0, 1 << 26),
     request_bytes=st.integers(1, 1 << 24),
     blocks=st.integers(0, 2000),
-    variable_bytes=st.integers(0, 1 << 20),
+    variable_bytes=st.just(0),
     resident_bytes=st.integers(0, 1 << 28),
+    index_bytes=st.integers(0, 1 << 28),
 )
 
 
@@ -35,10 +37,12 @@ def test_a_budget_never_spends_more_than_the_limit(demand: Demand, more: int) ->
     assert budget.bytes == demand.least_bytes + more
     assert budget.slots >= demand.slots
     assert 1 <= budget.threads <= min(MAX_THREADS, budget.slots)
-    others = demand.resident_bytes + READY_BATCHES * demand.batch_bytes
+    others = demand.resident_bytes + demand.index_bytes + LIVE_BATCHES * demand.batch_bytes
     in_flight = budget.threads * (demand.thread_bytes - demand.slot_bytes)
     assert others + in_flight + budget.slots * demand.slot_bytes <= budget.bytes
-    assert budget.variable_bytes == budget.slots * demand.variable_bytes
+    fixed = budget.slots * (demand.slot_bytes - demand.variable_bytes)
+    connections = budget.threads * CONNECTION_BYTES
+    assert budget.body_bytes + fixed + others + connections == budget.bytes
 
 
 @given(demands, st.data())

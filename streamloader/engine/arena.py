@@ -109,6 +109,10 @@ class Arena:
         """Return the encoded bytes of each row; views that keep their chunk alive."""
         return self._variable[name].items(self._translate(tickets), rows)
 
+    def item_bytes(self, name: str, tickets: NDArray[np.int64], rows: NDArray[np.int64]) -> int:
+        """Return the encoded bytes of these rows together."""
+        return self._variable[name].item_bytes(self._translate(tickets), rows)
+
     def _translate(self, tickets: NDArray[np.int64]) -> NDArray[np.int64]:
         table = self._slot_of  # another thread may put a larger one in its place
         slots: NDArray[np.int64] = table[tickets & (len(table) - 1)]
@@ -149,6 +153,10 @@ class _Chunks:
     def drop(self, slot: int) -> None:
         self._buffers[slot] = []
 
+    def item_bytes(self, slots: NDArray[np.int64], rows: NDArray[np.int64]) -> int:
+        places = slots * self._block + rows
+        return int((self._stops[places] - self._starts[places]).sum(dtype=np.int64))
+
     def items(self, slots: NDArray[np.int64], rows: NDArray[np.int64]) -> list[memoryview]:
         places = slots * self._block + rows
         parts = (slots.tolist(), *(what[places].tolist() for what in (self._chunk, self._starts, self._stops)))
@@ -160,15 +168,26 @@ class BatchBuffers:
 
     It never waits for the consumer: with none free it allocates and counts. A lease ends with the ndarray
     that `lease` returned, so hand out only what keeps that object alive (a tensor made from it does, a numpy
-    slice does not). Of each size `keep` at most are kept for the next lease.
+    slice does not). Of each size `keep` at most are kept for the next lease; unused ones are freed where all buffers
+    together would exceed `most` bytes. Thread-safe.
     """
 
-    def __init__(self, counters: Counters, *, recycle: bool = True, keep: int = 8) -> None:
+    def __init__(self, counters: Counters, *, recycle: bool = True, keep: int = 8, most: float = math.inf) -> None:
         self._free: dict[tuple[int, str], deque[NDArray[np.uint8]]] = {}
         self._made: Counter[tuple[int, str]] = Counter()
         self._counters = counters
         self._recycle = recycle
         self._keep = keep
+        self._most = most
+        self._allocated = 0
+        self._freed: deque[int] = deque()  # sizes; finalizers append, which needs no lock
+        self._lock = threading.RLock()
+
+    @property
+    def used(self) -> int:
+        """Bytes of the buffers that are leased now."""
+        with self._lock:
+            return self._alive() - sum(size * len(free) for (size, _), free in self._free.items())
 
     def lease(self, shape: tuple[int, ...], dtype: str, usual: int = 1) -> Column:
         """Return an array of that shape; its content is whatever was there.
@@ -180,7 +199,8 @@ class BatchBuffers:
         if not count:
             return np.empty(shape, dtype)
         capacity = _capacity(count * np.dtype(dtype).itemsize)
-        base, free = self._spare(capacity, dtype, usual)
+        with self._lock:
+            base, free = self._spare(capacity, dtype, usual)
         view = np.frombuffer(base.data, dtype, count).reshape(shape)
         if self._recycle:
             # a deque's append is atomic: the finalizer may run in any thread, also within `lease`
@@ -197,9 +217,28 @@ class BatchBuffers:
                 return free.pop(), free
             except IndexError:
                 continue
+        self._trim(capacity)
         self._made[capacity, dtype] += 1
         self._counters.add(buffers_allocated=1)
-        return _pages(capacity), self._free[capacity, dtype]
+        return self.count(_pages(capacity)), self._free[capacity, dtype]
+
+    def count(self, made: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        """Count an array as used until it is dropped, and return it."""
+        with self._lock:
+            self._allocated += made.nbytes
+        weakref.finalize(made, self._freed.append, made.nbytes).atexit = False
+        return made
+
+    def _alive(self) -> int:
+        while self._freed:
+            self._allocated -= self._freed.popleft()
+        return self._allocated
+
+    def _trim(self, more: int) -> None:
+        """Free unused buffers, the largest first, until `more` bytes fit."""
+        for _, free in sorted(self._free.items(), key=lambda entry: entry[0], reverse=True):
+            while free and self._alive() + more > self._most:
+                free.popleft()
 
 
 def _pages(nbytes: int) -> NDArray[np.uint8]:
@@ -223,10 +262,24 @@ def _capacity(nbytes: int) -> int:
 
 
 class Bodies:
-    """Memory that bodies are read into: each comes back by itself once no view of it is left."""
+    """Memory that bodies are read into and decoded to: each comes back by itself once no view of it is left.
 
-    def __init__(self, most: int) -> None:
-        self._buffers = BatchBuffers(Counters(), keep=most)
+    `count` buffers of a size are kept for reuse, within `most` bytes in all.
+    """
+
+    def __init__(self, count: int, most: float = math.inf) -> None:
+        self._buffers = BatchBuffers(Counters(), keep=count, most=most)
+
+    @property
+    def used(self) -> int:
+        """Bytes that are in use."""
+        return self._buffers.used
+
+    def adopt(self, body: memoryview) -> memoryview:
+        """Return a body with its bytes counted as used, also where its memory is the client's own."""
+        if isinstance(body.obj, np.ndarray) or not body.nbytes:
+            return body
+        return memoryview(self._buffers.count(np.frombuffer(body, np.uint8)))  # type: ignore[arg-type]
 
     def room(self, size: int) -> memoryview:
         """Return writable memory of so many bytes."""

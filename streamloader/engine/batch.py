@@ -33,11 +33,15 @@ class Ragged:
 
 @dataclass
 class Batch:
-    """`columns` by field: ndarray, list, or `Ragged`; complete once `finished`, or failed with `error`."""
+    """`columns` by field: ndarray, list, or `Ragged`; complete once `finished`, or failed with `error`.
+
+    `places`: how many of the `READY_BATCHES` it counts as; more than one where it is much larger than the mean.
+    """
 
     plan: BatchPlan
     columns: dict[str, Any] = field(default_factory=dict)
     error: StreamloaderError | None = None
+    places: int = 1
     _done: threading.Event = field(default_factory=threading.Event)
     _dropped: bool = False
 

@@ -15,8 +15,13 @@ from streamloader.options import MIB
 MAX_THREADS = 64
 # Batches at once: the consumer has one, one waits, one is in the making.
 READY_BATCHES = 3
+# A loop holds its batch until it has the next one.
+LIVE_BATCHES = READY_BATCHES + 1
 # What an open connection costs beside its body.
 CONNECTION_BYTES = MIB // 2
+# By how much the blocks of uneven samples may exceed what `memory=` leaves for them: less than the allowance of 60 MB
+# within which the peak of a process stays, and so small excesses do not end a run.
+TOLERANCE_BYTES = 16 << 20
 # The part of the machine's memory that a loader may take without being told how much.
 MACHINE_SHARE = 0.8
 
@@ -27,8 +32,8 @@ class Demand:
 
     `slots`: blocks that must be resident at once. `slot_bytes`: one decoded block of all streamed fields, of
     which `variable_bytes` are the mean of the variable-size ones. `resident_bytes`: fields held whole.
-    `batch_bytes`: one finished batch. `request_bytes`: the largest single request. `blocks`: blocks of the
-    epoch, beyond which a slot is of no use.
+    `index_bytes`: cached chunk tables, and the numbers of selected samples. `batch_bytes`: one finished batch.
+    `request_bytes`: the largest single request. `blocks`: blocks of the epoch, beyond which a slot is of no use.
     """
 
     slots: int
@@ -38,6 +43,7 @@ class Demand:
     blocks: int
     variable_bytes: int = 0
     resident_bytes: int = 0
+    index_bytes: int = 0
 
     @property
     def window_bytes(self) -> int:
@@ -54,22 +60,42 @@ class Demand:
 
     @property
     def least_bytes(self) -> int:
-        """The least `memory` that runs at all: the window, resident fields, the ready batches and one request."""
-        return self.window_bytes + self.resident_bytes + READY_BATCHES * self.batch_bytes + self.thread_bytes
+        """The least `memory` that runs at all: the window, resident fields, indexes, batches and one request."""
+        held = self.resident_bytes + self.index_bytes + LIVE_BATCHES * self.batch_bytes
+        return self.window_bytes + held + self.thread_bytes
 
 
 @dataclass(frozen=True)
 class Budget:
     """What the engine may use: `slots` of a block, `threads` that fetch, `bytes` in all.
 
-    `variable_bytes` of them are for blocks of variable-size fields. `cores` are for decoding.
+    `body_bytes` of them are for bodies in flight and blocks of variable-size fields. `batch_bytes` are those of a mean
+    batch. `exact`: `bytes` were asked for, so that a need beyond them is an error. `cores` are for decoding.
     """
 
     slots: int
     threads: int
     bytes: int
-    variable_bytes: int = 0
+    body_bytes: int = 0
+    batch_bytes: int = 0
+    exact: bool = False
     cores: int = 1
+
+
+def check_need(budget: Budget, blocks: int, batches: int = 0) -> None:
+    """Raise `MemoryBudgetError` where `memory=` is too little for blocks of `blocks` bytes, which are needed at once.
+
+    `batches`: bytes of variable-size columns of the batches that exist then, of which some are counted already.
+    """
+    excess = blocks + max(0, batches - LIVE_BATCHES * budget.batch_bytes) - budget.body_bytes
+    if budget.exact and excess > TOLERANCE_BYTES:
+        need = budget.bytes + excess
+        raise MemoryBudgetError(
+            f"the samples are uneven: here the shuffle window needs memory={need} bytes (blocks of {blocks}, batches "
+            f"of {batches}), but memory={budget.bytes}",
+            f"give memory={need + need // 4} or more, since later samples may need more, or leave memory= out, or use "
+            "a smaller shuffle=Shuffle(window=, lanes=)",
+        )
 
 
 def allot(demand: Demand, memory: int | None, ranks_here: int = 1) -> Budget:
@@ -84,8 +110,8 @@ def allot(demand: Demand, memory: int | None, ranks_here: int = 1) -> Budget:
     if demand.least_bytes > limit:
         raise MemoryBudgetError(
             f"the shuffle window needs memory={demand.least_bytes} bytes for each rank ({demand.slots} blocks of "
-            f"{demand.slot_bytes} bytes, {READY_BATCHES} batches of {demand.batch_bytes}, resident fields of "
-            f"{demand.resident_bytes}, one request), "
+            f"{demand.slot_bytes} bytes, {LIVE_BATCHES} batches of {demand.batch_bytes}, resident fields of "
+            f"{demand.resident_bytes}, indexes of {demand.index_bytes}, one request), "
             f"but {'memory=' if memory is not None else 'the machine allows it '}{limit}",
             f"give memory={demand.least_bytes} or more, or a smaller shuffle=Shuffle(window=, lanes=)",
         )
@@ -94,7 +120,10 @@ def allot(demand: Demand, memory: int | None, ranks_here: int = 1) -> Budget:
     # never fewer than the plan needs, which may be more than there are blocks: two lanes may hold one each
     slots = max(1, demand.slots, min(demand.slots + threads, demand.blocks + 1))
     cores = max(1, cpu_count() // ranks_here)
-    return Budget(slots, max(1, min(threads, slots)), limit, slots * demand.variable_bytes, cores)
+    threads = max(1, min(threads, slots))
+    held = demand.resident_bytes + demand.index_bytes + LIVE_BATCHES * demand.batch_bytes + threads * CONNECTION_BYTES
+    bodies = limit - held - slots * (demand.slot_bytes - demand.variable_bytes)
+    return Budget(slots, threads, limit, bodies, demand.batch_bytes, memory is not None, cores)
 
 
 def allowance(memory: int | None, ranks_here: int) -> int:

@@ -12,9 +12,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 from streamloader.engine.arena import NO_SLOT
+from streamloader.engine.budget import Budget, check_need
 from streamloader.engine.crew import Crew, Job
 from streamloader.engine.pieces import NEVER, LoadingBlock, Piece
 from streamloader.engine.source import Source
@@ -37,14 +39,19 @@ class Fetcher:
     def __init__(
         self,
         source: Source,
-        threads: int,
+        budget: Budget,
         counters: Counters,
     ) -> None:
+        threads = budget.threads
         self._source = source
         self._names = source.names
         self._arena = source.memory.arena
         self._bodies = source.memory.bodies
         self._threads = threads
+        self._budget = budget
+        self._needed = 0  # bytes of the blocks that the batch has beside the awaited one
+        self._expected = 0  # bytes of blocks on their way
+        self._unpacking: list[int] = []  # tickets of the pieces that ask for memory to decode into
         self._counters = counters
         self._line = source.line
         self._line.pace.allow(threads)
@@ -61,21 +68,32 @@ class Fetcher:
         self._timing = Timing(sleep=_sleeper(self._closed))
         self._crew = Crew("fetch", threads, started=0)
 
-    def load(self, ref: BlockRef) -> None:
-        """Begin to load a block, for which a slot was reserved."""
-        block = LoadingBlock(*self._source.find(ref), len(self._names))
+    def fits(self, weight: int) -> bool:
+        """Return whether there is memory for a block of about `weight` bytes of variable-size fields."""
+        return self._bodies.used + self._expected + weight <= self._budget.body_bytes
+
+    def load(self, ref: BlockRef, weight: int) -> None:
+        """Begin to load a block, for which a slot was reserved; `weight` is what is expected of its size."""
+        block = LoadingBlock(*self._source.find(ref), len(self._names), weight)
         with self._changed:
             self._blocks[ref.ticket] = block
             if self._closed.is_set():
                 return
+            self._expected += weight
             self._pending.extend(partial(self._load_field, block, name) for name in self._names)
             self._dispatch()
 
-    def wait(self, ticket: int) -> StreamloaderError | None:
-        """Wait until the block is whole; return its error, if it has one, once. Stops early when closed."""
+    def wait(self, ticket: int, needed: int) -> StreamloaderError | None:
+        """Wait until the block is whole; return its error, if it has one, once. Stops early when closed.
+
+        Blocks of `needed` bytes are there and cannot be dropped: where this one does not fit beside them, the error is
+        a `MemoryBudgetError`.
+        """
         with self._changed:
             block = self._blocks[ticket]
-            self._awaited = ticket
+            self._awaited, self._needed = ticket, needed
+            if self._unpacking:
+                self._changed.notify_all()
             while block.left and not self._failure and not self._closed.is_set():
                 self._changed.wait(LOOK_SECONDS)
                 self._hedge_late()
@@ -84,6 +102,10 @@ class Fetcher:
                 return self._failure
             error, block.error = block.error, None  # its traceback may hold the block
             return error
+
+    def held(self, ticket: int) -> int:
+        """Return the bytes of a block's variable-size fields."""
+        return self._blocks[ticket].held
 
     def forget(self, ticket: int) -> None:
         """Drop the bookkeeping of a block that was released."""
@@ -132,6 +154,8 @@ class Fetcher:
         self._places -= 1
         block.error = block.error or error
         block.left -= 1
+        if not block.left:
+            self._expected -= block.expected
         if not block.left and self._awaited == block.ref.ticket:
             self._changed.notify_all()
 
@@ -195,13 +219,39 @@ class Fetcher:
             raise _Dropped
         rows = self._arena.room(name, slot, ref.stop - ref.start) if fixed else None
         fetch, damaged = partial(self._fetch, piece, number), partial(self._damaged, piece)
-        items = piece.field.load(piece.run, fetch, rows, ref.start, room=self._bodies.room, on_damage=damaged)
+        room = partial(self._unpack_room, piece.block)
+        items = piece.field.load(piece.run, fetch, rows, ref.start, room=room, on_damage=damaged)
         if items is not None:
+            items = [(row, replace(some, buffer=self._bodies.adopt(some.buffer))) for row, some in items]
             self._arena.keep(name, slot, items)
+            with self._changed:
+                piece.block.held += sum(some.buffer.nbytes for _, some in items)
         self._counters.add(
             unpack_seconds=time.thread_time() - piece.body_at,
             bytes_decoded=piece.run.num_samples * layout.field.item_bytes if fixed else 0,
         )
+
+    def _unpack_room(self, block: LoadingBlock, size: int) -> memoryview:
+        """Return memory to decode into, whose size only the body says: of blocks ahead once it fits, in their order.
+
+        A block that a batch waits for gets it at once. Raises `_Dropped` once closed, and `MemoryBudgetError`.
+        """
+        ticket = block.ref.ticket
+        with self._changed:
+            self._unpacking.append(ticket)
+            self._places -= 1  # a later piece that waits here must not keep an earlier one from being asked for
+            while not (ticket <= self._awaited or self._closed.is_set()):
+                if ticket == min(self._unpacking) and self._bodies.used + size <= self._budget.body_bytes:
+                    break
+                self._dispatch()
+                self._changed.wait(LOOK_SECONDS)
+            self._unpacking.remove(ticket)
+            self._places += 1
+            if self._closed.is_set():
+                raise _Dropped
+            if ticket <= self._awaited:
+                check_need(self._budget, self._needed + block.held + size)
+            return self._bodies.room(size)
 
     def _damaged(self, piece: Piece) -> None:
         with self._changed:

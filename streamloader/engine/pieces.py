@@ -14,11 +14,16 @@ NEVER = float("inf")
 
 @dataclass(slots=True, eq=False)
 class LoadingBlock:
-    """A block of a dataset, in its numbers, on its way: `left` pieces are missing; `error` is the first that failed."""
+    """A block of a dataset, in its numbers, on its way: `left` pieces are missing; `error` is the first that failed.
+
+    `expected` bytes of variable-size fields are estimated from the chunk table, `held` are there.
+    """
 
     stored: Stored
     ref: BlockRef
     left: int
+    expected: int = 0
+    held: int = 0
     error: StreamloaderError | None = None
 
 

@@ -23,14 +23,14 @@ from contextlib import suppress
 
 from streamloader.engine.ahead import Ahead
 from streamloader.engine.batch import Batch
-from streamloader.engine.budget import READY_BATCHES, Budget
+from streamloader.engine.budget import LIVE_BATCHES, READY_BATCHES, TOLERANCE_BYTES, Budget, check_need
 from streamloader.engine.crew import Crew
 from streamloader.engine.fetch import Fetcher
 from streamloader.engine.passes import Course, plans
 from streamloader.engine.source import Source
 from streamloader.engine.stages import Recipe, Stages
 from streamloader.engine.transform import HeldTransform
-from streamloader.errors import EngineError, ForkError, StreamloaderError, wrapped
+from streamloader.errors import EngineError, ForkError, MemoryBudgetError, StreamloaderError, wrapped
 from streamloader.format.threads import SIGNAL_SECONDS, take
 from streamloader.plan.booking import BatchPlan, BlockRef
 from streamloader.stats import Counters
@@ -157,23 +157,24 @@ class Assembler:
         self._source = source
         self.plans = plans
         self._counters = counters
-        # Blocks of a variable-size field differ: slots bound their number, this their bytes.
-        self._most_held = budget.variable_bytes
-        self._held = 0
+        # Blocks of a variable-size field differ: slots bound their number, the fetcher their bytes.
+        self._budget = budget
         self._weights: dict[int, int] = {}
+        self._needed = 0  # bytes of the blocks that batches have waited for, and that later ones still use
+        self._last_bytes = 0  # of the variable-size columns of the batch before
         self._ahead = 0  # blocks that were admitted and that no batch has waited for yet
         self._slots = budget.slots
         self._arena = source.memory.arena
         # first, since it may refuse the transform: no thread may be left then
         self._stages = Stages(recipe, source.memory, budget.cores, counters)
-        self._fetcher = Fetcher(source, budget.threads, counters)
+        self._fetcher = Fetcher(source, budget, counters)
         self.transforms = recipe.transform is not None
         self._planned: deque[BatchPlan | None] = deque()  # None: a pass ends here
         self._ends = 0  # of passes, among the planned
         self._wanted: deque[BlockRef] = deque()
         self._ready: queue.SimpleQueue[Batch | StreamloaderError | None] = queue.SimpleQueue()
         self._places = threading.Semaphore(READY_BATCHES)
-        self._taken = False  # a batch, whose place is free only once the next one is asked for
+        self._taken = 0  # places of the batch that was taken last, which are free once the next one is asked for
         self._closed = False
         self._ended = threading.Event()
 
@@ -203,11 +204,17 @@ class Assembler:
 
     def _assemble(self, plan: BatchPlan) -> Batch:
         batch = Batch(plan)
-        error = self._load(plan)
+        try:
+            error = self._load(plan)
+            if error is None and not self._closed:
+                self._take_places(batch)
+        except MemoryBudgetError as problem:
+            error = problem
         if error is None:
             self._gather(batch)
         else:
             batch.fail(error)
+            del error  # its traceback may have this frame
         return batch
 
     def next_ready(self) -> Batch | None:
@@ -217,8 +224,8 @@ class Assembler:
         """
         self.check_open()
         if self._taken:
-            self._taken = False
-            self._places.release()
+            self._places.release(self._taken)
+            self._taken = 0
         batch = take(self._ready)
         self.check_open()
         if isinstance(batch, StreamloaderError):
@@ -226,7 +233,7 @@ class Assembler:
                 raise batch
             finally:
                 del batch  # as in `Pipeline._finish`
-        self._taken = True
+        self._taken = batch.places if batch else 1
         return batch
 
     def check_open(self) -> None:
@@ -281,7 +288,7 @@ class Assembler:
         """
         most_ahead = AHEAD * self._source.line.pace.limit
         while self._wanted and self._arena.free and self._ahead < most_ahead:
-            if self._held and self._held + self._next_weight() > self._most_held:
+            if not self._fetcher.fits(self._next_weight()):
                 return
             self._admit_next()
 
@@ -299,9 +306,8 @@ class Assembler:
         weight = self._next_weight()
         ref = self._wanted.popleft()
         self._ahead += 1
-        self._held += weight
         self._arena.reserve(ref.ticket)
-        self._fetcher.load(ref)
+        self._fetcher.load(ref, weight)
 
     def _load(self, plan: BatchPlan) -> StreamloaderError | None:
         """Wait until every block that this batch is the first to need is there; return the first error."""
@@ -312,16 +318,31 @@ class Assembler:
                         f"block {ref.start}:{ref.stop} finds none of {self._slots} slots free",
                         "report this with the dataset's manifest: the plan needs more slots than it says",
                     )
+                check_need(self._budget, self._needed + self._next_weight())
                 self._admit_next()
             with self._counters.timed("fetch_wait_seconds"):
-                error = self._fetcher.wait(ref.ticket)
+                error = self._fetcher.wait(ref.ticket, self._needed)
             if error is not None:
                 return error
             if self._closed:
                 break
             self._ahead -= 1
+            self._weights[ref.ticket] = self._fetcher.held(ref.ticket)
+            self._needed += self._weights[ref.ticket]
             self._admit()
         return None
+
+    def _take_places(self, batch: Batch) -> None:
+        """Wait until the batch's bytes fit: one much larger than the mean waits until fewer others are there.
+
+        Raises `MemoryBudgetError` where it does not fit at all.
+        """
+        size = self._stages.variable_bytes(batch.plan)
+        check_need(self._budget, self._needed, size + self._last_bytes)
+        self._last_bytes = size
+        usual = self._budget.batch_bytes + TOLERANCE_BYTES // LIVE_BATCHES
+        while self._budget.exact and batch.places < min(READY_BATCHES, -(-size // usual)) and self._place():
+            batch.places += 1
 
     def _gather(self, batch: Batch) -> None:
         if self._closed:
@@ -334,7 +355,7 @@ class Assembler:
         for ticket in batch.plan.done:
             self._fetcher.forget(ticket)
             self._arena.release(ticket)
-            self._held -= self._weights.pop(ticket)
+            self._needed -= self._weights.pop(ticket)
         self._admit()
 
     def _place(self) -> bool:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from streamloader.decode.image import ImageDecoder
 from streamloader.engine.arena import Arena, BatchBuffers, Bodies, Memory
-from streamloader.engine.budget import MAX_THREADS, Budget, Demand, allot, allowance
+from streamloader.engine.budget import LIVE_BATCHES, MAX_THREADS, TOLERANCE_BYTES, Budget, Demand, allot, allowance
 from streamloader.engine.line import Line
 from streamloader.engine.passes import Course, Need
 from streamloader.engine.pipeline import Engine, Pipeline
@@ -134,7 +134,7 @@ class Session:
         self.counters.describe_client(f"{reader.kind}: {reader.reason}")
         streamed = [name for name in self._names if name not in resident]
         layouts = {name: self.opened[0].readers[name].layout for name in streamed}
-        memory = self._memory(layouts, budget.slots, need.block)
+        memory = self._memory(layouts, budget, need.block)
         starts = [0, *accumulate(one.count for one in self.opened)]
         stored = tuple(
             Stored({name: one.readers[name] for name in streamed}, one.store.reader, start, one.selection)
@@ -167,17 +167,19 @@ class Session:
             tensors=self._wish.tensors,
         )
 
-    def _memory(self, layouts: Mapping[str, FieldLayout], slots: int, block: int) -> Memory:
+    def _memory(self, layouts: Mapping[str, FieldLayout], budget: Budget, block: int) -> Memory:
         """Return the last pass's memory if it fits and no thread of that pass can still write to it, else new."""
         if self._running is not None:
             core, memory = self._running.engine.core, self._running.memory
             self._running = None
-            if memory.arena.shape == (layouts, slots, block) and core.join(JOIN_SECONDS):
+            if memory.arena.shape == (layouts, budget.slots, block) and core.join(JOIN_SECONDS):
                 memory.arena.clear()
                 return memory
         # A transform may keep slices of what it was given; only memory that nobody sees again is recycled.
-        buffers = BatchBuffers(self.counters, recycle=self._wish.transform is None)
-        return Memory(Bodies(slots + MAX_THREADS), Arena(layouts, slots, block), buffers)
+        most = LIVE_BATCHES * budget.batch_bytes + TOLERANCE_BYTES if budget.exact else math.inf
+        buffers = BatchBuffers(self.counters, recycle=self._wish.transform is None, most=most)
+        bodies = Bodies(budget.slots + MAX_THREADS, budget.body_bytes)
+        return Memory(bodies, Arena(layouts, budget.slots, block), buffers)
 
     def plan_memory(self, need: Need) -> tuple[list[str], Budget]:
         """Return the fields to hold whole, and the budget.
@@ -223,6 +225,7 @@ class Session:
             blocks=sum(-(-one.count // block) for one in self.opened),
             variable_bytes=variable,
             resident_bytes=sum(reader.num_samples * int(mean[n]) for n in resident for reader in self._readers(n)),
+            index_bytes=sum(map(_index_bytes, self.opened)),
         )
 
     def _finished_bytes(self, name: str, stored: float) -> float:
@@ -234,6 +237,12 @@ class Session:
         if decoder.options.size is None:
             return stored * IMAGE_EXPANSION * itemsize
         return float(math.prod(decoder.options.size) * decoder.channels * itemsize)
+
+
+def _index_bytes(opened: Opened) -> int:
+    """Return the bytes of the pages of chunk tables that are kept, and of the numbers of selected samples."""
+    selected = 0 if opened.selection is None else opened.selection.samples.nbytes
+    return selected + sum(reader.table_bytes for reader in opened.readers.values())
 
 
 def _mean_bytes(reader: FieldReader) -> float:

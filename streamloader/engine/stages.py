@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from streamloader.decode.image import ImageDecoder, Scratch
 from streamloader.engine.arena import Memory
 from streamloader.engine.batch import Batch, items_to_column, rows_of
-from streamloader.engine.budget import READY_BATCHES
+from streamloader.engine.budget import LIVE_BATCHES
 from streamloader.engine.crew import Crew
 from streamloader.engine.transform import (
     HeldTransform,
@@ -60,9 +60,6 @@ class Recipe:
     tensors: Tensors | None = None
 
 
-# A loop holds its batch until it has the next one, beside those that `READY_BATCHES` counts.
-LIVE_BATCHES = READY_BATCHES + 1
-
 # How long the interpreter's exit waits for the image, or the part of a batch in a transform, that a thread is at.
 EXIT_SECONDS = 5.0
 
@@ -90,6 +87,13 @@ class Stages:
         # What a finalizer holds lives as long as this object: nothing that leads back here.
         here = [self._decode] if self._processes else [self._decode, *self._transform]
         weakref.finalize(self, _leave, here, os.getpid())
+
+    def variable_bytes(self, plan: BatchPlan) -> int:
+        """Return the bytes of a batch's variable-size columns, once its blocks are there."""
+        names = [name for name, layout in self._recipe.streamed.items() if not layout.field.fixed]
+        return sum(
+            self._arena.item_bytes(name, plan.tickets, plan.rows) for name in names if name not in self._recipe.decoders
+        )
 
     def start(self, batch: Batch) -> None:
         """Gather the batch now, and hand it to the later stages, the last of which finishes it.

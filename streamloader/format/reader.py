@@ -48,6 +48,11 @@ class FieldReader:
         self._store = store
         self._table = table
 
+    @property
+    def table_bytes(self) -> int:
+        """The most bytes of the chunk table that are kept in memory."""
+        return self._table.kept_bytes
+
     def runs(self, start: int, stop: int, max_bytes: int = MAX_REQUEST) -> list[Run]:
         """Return the requests that cover the samples [start, stop), in order.
 

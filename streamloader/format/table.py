@@ -99,6 +99,11 @@ class ChunkTable:
         self._keep = max(2, CACHE_BYTES // (8 * self._rows * self._chunks))
         self._lock = threading.Lock()
 
+    @property
+    def kept_bytes(self) -> int:
+        """The most bytes of pages that are kept: the whole table where it is small."""
+        return min(self._keep, -(-self._shards // self._rows)) * 8 * self._rows * self._chunks
+
     def shard(self, index: int) -> tuple[NDArray[np.int64], NDArray[np.uint32]]:
         """Return (int64 offsets (chunks + 1,), uint32 crcs (chunks,)) of a shard's inner chunks.
 
