@@ -16,6 +16,8 @@ from streamloader.plan.selection import Selection
 from streamloader.stats import Counters
 from streamloader.storage.protocol import Store
 
+# samples whose condition is looked at together: some tens of MB, however many there are
+PIECE = 1 << 21
 # a condition, a slice of samples, a mask with a bool for each, or their numbers; also as a tensor
 WhereChoice = None | str | slice | Sequence[bool] | Sequence[int] | np.ndarray[Any, Any]
 
@@ -28,9 +30,9 @@ def read_where(where: WhereChoice) -> Any:
 def choose_selection(where: Any, manifest: Manifest, store: Store) -> Selection | None:
     """Return the samples that are chosen by what `read_where` returned; None for all.
 
-    A condition reads the fields that it names, each of one number a sample, whole; class names in it are those of the
-    manifest. Raises `SelectionError` for a field
-    that is not there or holds no such numbers, before anything is read, and for what selects nothing.
+    A condition reads the fields that it names, each of one number a sample, a piece at a time; class names in it are
+    those of the manifest. Raises `SelectionError` for a field that is not there or holds no such numbers, before
+    anything is read, and for what selects nothing.
     """
     if where is None:
         return None
@@ -45,5 +47,11 @@ def choose_selection(where: Any, manifest: Manifest, store: Store) -> Selection 
         )
     where = where.with_classes(manifest.classes)
     readers = {name: field_reader(store, manifest, name) for name in where.fields}
-    columns = {name: load_whole(reader, store.reader(), Counters()) for name, reader in readers.items()}
-    return Selection.of(where.mask(columns), manifest.num_samples)
+    mask = np.empty(manifest.num_samples, np.bool_)
+    for start in range(0, len(mask), PIECE):
+        stop = min(start + PIECE, len(mask))
+        columns = {
+            name: load_whole(reader, store.reader(), Counters(), start, stop) for name, reader in readers.items()
+        }
+        mask[start:stop] = where.mask(columns)
+    return Selection.of(mask, manifest.num_samples)

@@ -3,15 +3,33 @@
 from __future__ import annotations
 
 import re
+import tracemalloc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from streamloader.dataset import open as open_dataset
 from streamloader.engine.arena import Bodies
-from streamloader.errors import MemoryBudgetError
+from streamloader.errors import CorruptError, FormatError, MemoryBudgetError
+from streamloader.format.codecs import decode_items
+from streamloader.format.manifest import Field, FieldLayout
 from streamloader.format.writer import Writer
 from streamloader.options import CodecChoice, Layout, Shuffle
 from streamloader.torch_dataset import StreamingDataset
+
+
+@contextmanager
+def within(limit: int) -> Iterator[None]:
+    """Fail where more than `limit` bytes are allocated at once."""
+    tracemalloc.start()
+    try:
+        yield
+        assert tracemalloc.get_traced_memory()[1] <= limit
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize("codec", ["none", "zstd"])
@@ -49,3 +67,33 @@ def test_bodies_count_what_is_in_use_and_free_what_is_not_within_their_limit() -
     assert bodies.used < 10 << 20
     assert bodies._buffers._alive() == bodies.used, "the unused one of another size is freed"
     del small
+
+
+@pytest.mark.parametrize("path", ["zarr.json", "_streamloader/job.json"])
+def test_documents_that_are_too_large_are_refused_before_they_are_read(path: str, tmp_path: Path) -> None:
+    (tmp_path / path).parent.mkdir(exist_ok=True)
+    with (tmp_path / path).open("wb") as file:
+        file.truncate(400 << 20)
+    with within(200 << 20), pytest.raises(FormatError, match=rf"{path} has over 67108864 bytes"):
+        open_dataset(tmp_path)
+
+
+def test_a_chunk_of_2_gib_is_refused(tmp_path: Path) -> None:
+    layout = FieldLayout(Field("bytes"), chunk=1, shard=1, codec="none", resident=False)
+    with (tmp_path / "chunk").open("wb") as file:
+        file.write((1).to_bytes(4, "little") + (2**31 - 8).to_bytes(4, "little"))
+        file.truncate(2**31)  # sparse: the places of its items do not fit into 31 bits
+    body = memoryview(np.memmap(tmp_path / "chunk", np.uint8, "r"))
+    with pytest.raises(CorruptError, match="has 2147483648 bytes decoded, the format holds at most 2147483584"):
+        decode_items(layout, body)
+
+
+def test_a_condition_is_looked_at_a_piece_at_a_time(tmp_path: Path) -> None:
+    count = 6_000_000
+    labels = np.arange(count) % 1000
+    with Writer(tmp_path / "d", {"label": "int64"}, num_samples=count) as out:
+        out.write_batch({"label": labels})
+    with within(100 << 20):
+        ds = StreamingDataset(tmp_path / "d", batch_size=4096, where="label == 7 or label + 1 > 999", shuffle=False)
+    found = np.concatenate([batch["label"][batch["valid"]].numpy() for batch in ds])
+    assert found.tolist() == labels[(labels == 7) | (labels == 999)].tolist()

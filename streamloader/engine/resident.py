@@ -17,9 +17,15 @@ from streamloader.storage.protocol import RangeReader
 THREADS = 8
 
 
-def load_whole(field: FieldReader, reader: RangeReader, counters: Counters) -> NDArray[Any]:
-    """Return every sample of a fixed-shape field, shape (num_samples, *shape). Raises storage and format errors."""
-    out = np.empty((field.num_samples, *field.layout.field.shape), field.layout.field.dtype)
+def load_whole(
+    field: FieldReader, reader: RangeReader, counters: Counters, start: int = 0, stop: int | None = None
+) -> NDArray[Any]:
+    """Return the samples [start, stop) of a fixed-shape field, by default all, shape (samples, *shape).
+
+    Raises storage and format errors.
+    """
+    stop = field.num_samples if stop is None else stop
+    out = np.empty((stop - start, *field.layout.field.shape), field.layout.field.dtype)
 
     def request(run: Run) -> memoryview:
         counters.add(requests=1)
@@ -31,9 +37,8 @@ def load_whole(field: FieldReader, reader: RangeReader, counters: Counters) -> N
         counters.add(retries=1)
 
     def load(run: Run) -> None:
-        rows = out[run.first_sample : run.first_sample + run.num_samples]
         patient = partial(call_with_retry, partial(request, run), RetryPolicy(), on_retry=again)
-        field.load(run, patient, rows, on_damage=again)
+        field.load(run, patient, out, start, on_damage=again)
 
-    run_all(load, field.runs(0, field.num_samples), THREADS)
+    run_all(load, field.runs(start, stop), THREADS)
     return out

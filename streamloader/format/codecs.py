@@ -119,8 +119,14 @@ def decode_items(layout: FieldLayout, data: memoryview, room: Room = room_for) -
 
 
 def parse_items(data: memoryview, count: int) -> Items:
-    """Parse `vlen-bytes` of exactly `count` items. Raises `CorruptError` for any length that does not add up."""
+    """Parse `vlen-bytes` of exactly `count` items.
+
+    Raises `CorruptError` for any length that does not add up, and for a payload of 2 GiB, which no chunk may have: its
+    places are kept in 32 bits.
+    """
     size = data.nbytes
+    if size > MAX_CHUNK_BYTES:
+        raise CorruptError(f"the chunk has {size} bytes decoded, the format holds at most {MAX_CHUNK_BYTES}")
     if size < 4 + 4 * count or int.from_bytes(data[:4], "little") != count:
         raise CorruptError(f"the chunk of {size} bytes does not hold {count} items")
     length_at = struct.Struct("<I").unpack_from

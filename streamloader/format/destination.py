@@ -17,7 +17,7 @@ from typing import Any
 
 from streamloader.errors import DestinationError, FormatError, NotADatasetError, NotFoundError, ObjectExistsError
 from streamloader.format.manifest import FORMAT, NAME
-from streamloader.format.opening import JOB, RECEIPTS, ROOT, read_job
+from streamloader.format.opening import JOB, RECEIPTS, ROOT, get_document, read_job
 from streamloader.format.parse import parse_json
 from streamloader.storage.protocol import Store
 
@@ -246,9 +246,11 @@ def clean(store: Store, claim: Claim | None = None) -> None:
 
 def _root(store: Store) -> dict[str, Any] | None:
     try:
-        data = store.get(ROOT)
+        data = get_document(store, ROOT)
     except NotFoundError:
         return None
+    except FormatError:
+        data = b""
     try:
         document = json.loads(data)
     except (ValueError, RecursionError):

@@ -14,7 +14,7 @@ from streamloader.storage.protocol import Store
 ROOT = "zarr.json"
 JOB = "_streamloader/job.json"
 RECEIPTS = "_streamloader/receipts"
-MAX_ROOT = 64 << 20  # bytes of a root document
+MAX_ROOT = 64 << 20  # bytes of a root document, or of any other JSON document of a dataset
 
 
 @dataclass(frozen=True)
@@ -65,14 +65,23 @@ def open_root(store: Store, split: str | None = None) -> Opened:
     return Opened(manifest, child, names)
 
 
+def get_document(store: Store, path: str) -> bytes:
+    """Return a JSON document, of which `MAX_ROOT` bytes and one more are asked for at most.
+
+    Raises `NotFoundError`, and `FormatError` for a larger one.
+    """
+    data = store.get_range(path, 0, MAX_ROOT + 1)
+    if len(data) > MAX_ROOT:
+        raise FormatError(f"{store.url}/{path} has over {MAX_ROOT} bytes, no document of a dataset has", "delete it")
+    return data
+
+
 def read_root(store: Store) -> dict[str, Any]:
     """Return the root document. Raises `NotADatasetError`, `IncompleteError` or `FormatError`."""
     try:
-        data = store.get(ROOT)
+        data = get_document(store, ROOT)
     except NotFoundError as error:
         raise _absent(store, error) from error
-    if len(data) > MAX_ROOT:
-        raise FormatError(f"{store.url}/{ROOT} has {len(data)} bytes, at most {MAX_ROOT} are read", "convert it again")
     try:
         document = parse_json(data)
     except (ValueError, RecursionError) as error:
@@ -85,7 +94,7 @@ def read_root(store: Store) -> dict[str, Any]:
 def read_job(store: Store) -> dict[str, Any] | None:
     """Return the job of an unfinished conversion, or None where there is none. Raises `FormatError`."""
     try:
-        data = store.get(JOB)
+        data = get_document(store, JOB)
     except NotFoundError:
         return None
     try:  # apart from the request: a wrong storage option is a ValueError too

@@ -26,7 +26,7 @@ from streamloader.format.extend import APPEND, Extension, part_path, read_tail, 
 from streamloader.format.geometry import order_pin
 from streamloader.format.manifest import FORMAT, FieldLayout, Manifest
 from streamloader.format.metadata import dataset_documents, split_documents, to_bytes
-from streamloader.format.opening import ROOT
+from streamloader.format.opening import ROOT, get_document
 from streamloader.format.parse import manifest_from_json, parse_json
 from streamloader.format.receipts import FieldReceipt, Receipt
 from streamloader.format.shard import encode_index
@@ -90,13 +90,13 @@ def publish(store: Store, base: str, manifest: Manifest, threads: int) -> None:
     """
     documents = dataset_documents(manifest)
     root = documents.pop("")
-    before = store.get(ROOT)
+    before = get_document(store, ROOT)
     _check_digest(store, _ours(store, before).get("digest"), base, manifest)
     run_all(lambda path: store.put(f"{path}/{ROOT}", to_bytes(documents[path])), documents, threads)
     try:
         store.replace(ROOT, to_bytes(root), before)
     except ObjectExistsError:
-        raise _lost(store, _ours(store, store.get(ROOT)).get("digest"), base) from None
+        raise _lost(store, _ours(store, get_document(store, ROOT)).get("digest"), base) from None
 
 
 def publish_split(root: Store, split: str, base: str, manifest: Manifest) -> None:

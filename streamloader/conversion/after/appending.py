@@ -23,6 +23,7 @@ from streamloader.format.codecs import Column
 from streamloader.format.extend import APPEND, Extension, write_extension
 from streamloader.format.geometry import RESIDENT_TOTAL, settle
 from streamloader.format.manifest import Manifest
+from streamloader.format.opening import get_document
 from streamloader.format.parse import parse_json
 from streamloader.format.publish import CLAIM, clean_append
 from streamloader.format.receipts import Receipt, check_receipts, read_receipts
@@ -35,7 +36,7 @@ ROUNDS = 5  # what others delete or overwrite while we write is done again, but 
 def read_claim(store: Store) -> dict[str, Any] | None:
     """Return what is being appended, or None where nothing is. Raises `FormatError`."""
     try:
-        data = store.get(CLAIM)
+        data = get_document(store, CLAIM)
     except NotFoundError:
         return None
     try:
@@ -77,7 +78,7 @@ def take_claim(store: Store, claim: Mapping[str, Any], base: Manifest) -> bytes:
 def check_claim(store: Store, claim: bytes) -> None:
     """Raise `DestinationError` unless the claim is still there: who lost it must not write."""
     try:
-        held = store.get(CLAIM) == claim
+        held = get_document(store, CLAIM) == claim
     except NotFoundError:
         held = False
     if not held:

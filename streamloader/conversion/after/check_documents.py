@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from streamloader.conversion.after.subject import Subject
-from streamloader.errors import NotFoundError
+from streamloader.errors import FormatError, NotFoundError
 from streamloader.format.manifest import Manifest
 from streamloader.format.metadata import dataset_documents, split_documents
-from streamloader.format.opening import MAX_ROOT, ROOT
+from streamloader.format.opening import MAX_ROOT, ROOT, get_document
 from streamloader.format.parse import parse_json
 from streamloader.format.threads import run_all
 
@@ -32,8 +32,8 @@ def check_documents(subject: Subject) -> None:
             subject.add(f"{url} {what}; Zarr readers need it", place, field)
             return
         try:
-            found = parse_json(subject.store.get(place))
-        except (NotFoundError, ValueError, RecursionError) as error:
+            found = parse_json(get_document(subject.store, place))
+        except (NotFoundError, FormatError, ValueError, RecursionError) as error:
             subject.add(f"{url} is damaged ({error})", place, field)
             return
         wrong = difference(documents[path], found)
