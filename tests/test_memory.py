@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import time
 import tracemalloc
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,13 +13,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from streamloader.conversion.plan import SplitPlan
+from streamloader.conversion.refused import QUARANTINE_BYTES, Quarantine, Refusal, RefusedSample, read_refusals
+from streamloader.conversion.rows import SampleRows
+from streamloader.conversion.splitrun import SplitRun
 from streamloader.dataset import open as open_dataset
 from streamloader.engine.arena import Bodies
 from streamloader.errors import CorruptError, FormatError, MemoryBudgetError
 from streamloader.format.codecs import decode_items
-from streamloader.format.manifest import Field, FieldLayout
+from streamloader.format.geometry import Geometry
+from streamloader.format.manifest import Field, FieldLayout, OrderPin
 from streamloader.format.writer import Writer
 from streamloader.options import CodecChoice, Layout, Shuffle
+from streamloader.storage import open_store
 from streamloader.torch_dataset import StreamingDataset
 
 
@@ -97,3 +105,45 @@ def test_a_condition_is_looked_at_a_piece_at_a_time(tmp_path: Path) -> None:
         ds = StreamingDataset(tmp_path / "d", batch_size=4096, where="label == 7 or label + 1 > 999", shuffle=False)
     found = np.concatenate([batch["label"][batch["valid"]].numpy() for batch in ds])
     assert found.tolist() == labels[(labels == 7) | (labels == 999)].tolist()
+
+
+def test_many_bad_samples_take_linear_time_and_little_memory(tmp_path: Path) -> None:
+    count, size = 200_000, 200
+    layout = FieldLayout(Field("bytes"), chunk=1, shard=size, codec="none", resident=False)
+    geometry = Geometry(size, OrderPin(1, 1, 2), {"x": layout})
+    plan = SplitPlan("", SampleRows.of(range(count), 3), geometry, {})
+    store = open_store(tmp_path)
+    with within(100 << 20):
+        begin = time.process_time()
+        run = SplitRun(plan, store, keep_bad=True, job="")
+        assert run.missing() == list(range(count // size))
+        for shard in range(count // size):
+            rows = plan.shard_rows(shard)
+            bad = (RefusedSample(row, f"file {row}", "is empty", "data" * 8000) for row in rows[: size // 10].tolist())
+            run.note(shard, Refusal(shard, tuple(one.without_data() for one in bad)))
+        todo = run.missing()
+        kept = [row for shard in todo for row in run.plan.shard_rows(shard).tolist()]
+        assert time.process_time() - begin < 10  # seconds under tracemalloc; quadratic took minutes
+    assert len(todo) == 900
+    assert len(set(kept)) == 180_000
+    assert not run.refused.keys() & set(kept)
+
+
+def test_a_quarantine_is_written_in_files_of_bounded_size(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    samples = [RefusedSample(row, f"file {row}", "is empty", "A" * 1_000_000) for row in range(100)]
+    for shard in range(5):
+        Refusal(shard, tuple(samples[20 * shard : 20 * shard + 20])).write(store)
+    refused = read_refusals(store, "")
+    assert not any(one.data for one in refused.values())
+    again = RefusedSample(7000, "file 7000", "is bad now")
+    with within(150 << 20):
+        quarantine = Quarantine(store)
+        quarantine.add_all("", store, {**refused, 7000: again})
+        quarantine.flush()
+    files = sorted((tmp_path / "_streamloader").glob("quarantine*"), key=lambda path: (len(path.name), path.name))
+    assert [path.name for path in files] == ["quarantine.jsonl", *(f"quarantine-{i}.jsonl" for i in range(1, 4))]
+    assert all(path.stat().st_size <= QUARANTINE_BYTES for path in files)
+    lines = [json.loads(line) for path in files for line in path.read_text().splitlines()]
+    assert [line["row"] for line in lines] == [*range(100), 7000]
+    assert all(line["data"] == "A" * 1_000_000 for line in lines[:100])

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, islice
 from typing import Any
 
 from streamloader.conversion.means import Means
 from streamloader.conversion.progress import Listener, Preview, Progress, Report, ignore
 from streamloader.conversion.recipe import Recipe
-from streamloader.conversion.refused import RefusedSample, packed, write_quarantine
+from streamloader.conversion.refused import Quarantine, RefusedSample, packed
 from streamloader.conversion.sources.base import BadSample, Refuse, refuse_all
 from streamloader.conversion.sources.infer import flatten
 from streamloader.conversion.sources.objects import NAME, qualified_name
@@ -103,16 +103,18 @@ def convert_iterable(
         remedy = "do it in the iterable, or give a map-style dataset"
         raise UsageError(f"{refused} of an iterable, which has no samples by number", remedy)
     bad: list[RefusedSample] = []
+    store = open_store(url, writing.storage_options)
+    quarantine = Quarantine(store)
 
     def note(one: BadSample) -> None:
         if means.on_error == "raise":
             refuse_all(one)
-        bad.append(RefusedSample(one.position, one.name, one.problem, packed(one.data)))
+        bad.append(RefusedSample(one.position, one.name, one.problem).without_data())
+        if means.on_error == "quarantine":
+            quarantine.add(replace(bad[-1], data=packed(one.data)))
 
     manifest = write_iterable(samples, url, wish=recipe.wish, writing=writing, refuse=note, progress=means.listener)
-    store = open_store(url, writing.storage_options)
-    if means.on_error == "quarantine" and bad:
-        write_quarantine(store, {"": bad})
+    quarantine.flush()
     layouts, count = manifest.fields, max(1, manifest.num_samples)
     shards = -(-manifest.num_samples // manifest.samples_per_shard)
     preview = Preview(

@@ -59,7 +59,7 @@ class SplitPlan:
     def shards_with(self, rows: Collection[int]) -> set[int]:
         """Return the shards that hold any of these rows of the source."""
         size = self.geometry.samples_per_shard
-        return {sample // size for sample in self.rows.find(rows)}
+        return set(np.unique(self.rows.find(rows) // size).tolist())
 
     def task(self, job: Job, store: Store, shard: int, keep_bad: bool) -> Task:
         """Return the task that writes one shard of the job to the split's store."""

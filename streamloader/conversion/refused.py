@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from streamloader.format.destination import BAD
 from streamloader.format.threads import run_all
 from streamloader.storage.protocol import Store
 
-QUARANTINE = "_streamloader/quarantine.jsonl"
+QUARANTINE = "_streamloader/quarantine.jsonl"  # further files are quarantine-1.jsonl, quarantine-2.jsonl, ...
+QUARANTINE_BYTES = 32 << 20  # of one file, unless one sample is larger
 MAX_DATA = 16 << 20  # bytes kept of one bad sample
 _THREADS = 16
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class RefusedSample:
     """One sample that was left out: its row in the source, which it is, and why.
 
@@ -28,6 +30,10 @@ class RefusedSample:
     name: str
     problem: str
     data: str = ""
+
+    def without_data(self) -> RefusedSample:
+        """Return what is kept in memory of a sample: of those of one problem the text of it once."""
+        return RefusedSample(self.row, self.name, sys.intern(self.problem))
 
     def to_json(self) -> dict[str, Any]:
         """Return the sample as JSON values."""
@@ -43,10 +49,10 @@ class Refusal:
     job: str = ""
 
     def write(self, store: Store) -> Refusal:
-        """Keep it at the destination for a later run, and return it; the same samples give the same bytes."""
+        """Keep it at the destination for a later run, and return it without data; the same samples, the same bytes."""
         document = {"shard": self.shard, "job": self.job, "samples": [one.to_json() for one in self.samples]}
         store.put(f"{BAD}/{self.shard}.json", json.dumps(document, sort_keys=True).encode())
-        return self
+        return replace(self, samples=tuple(one.without_data() for one in self.samples))
 
 
 def packed(data: bytes) -> str:
@@ -55,10 +61,17 @@ def packed(data: bytes) -> str:
 
 
 def read_refusals(store: Store, job: str) -> dict[int, RefusedSample]:
-    """Return the bad samples that earlier runs of the job found, by row; what does not parse is found again."""
-    paths = [info.path for info in store.list(BAD)]
-    found = run_all(lambda path: _parse(store.get(path), job), paths, _THREADS)
+    """Return the bad samples that earlier runs of the job found, by row, without data.
+
+    What does not parse is found again.
+    """
+    found = run_all(lambda path: [one.without_data() for one in _parse(store.get(path), job)], _paths(store), _THREADS)
     return {one.row: one for samples in found for one in samples}
+
+
+def _paths(store: Store) -> list[str]:
+    paths = [info.path for info in store.list(BAD) if info.path.endswith(".json")]
+    return sorted(paths, key=lambda path: (len(path), path))  # shards ascending
 
 
 def _parse(data: bytes, job: str) -> list[RefusedSample]:
@@ -69,9 +82,35 @@ def _parse(data: bytes, job: str) -> list[RefusedSample]:
         return []
 
 
-def write_quarantine(store: Store, refused: Mapping[str, Iterable[RefusedSample]]) -> None:
-    """Write one line of JSON for each sample that was left out, by split ("" where there is none)."""
-    lines = [
-        json.dumps({"split": split, **one.to_json()}, sort_keys=True) for split, some in refused.items() for one in some
-    ]
-    store.put(QUARANTINE, "".join(f"{line}\n" for line in lines).encode())
+class Quarantine:
+    """Writes a line of JSON for each sample that `job` left out, to files of about 32 MiB, one in memory at a time."""
+
+    def __init__(self, store: Store, job: str = "") -> None:
+        self._store, self._job = store, job
+        self._lines: list[bytes] = []
+        self._bytes = self._files = 0
+
+    def add(self, sample: RefusedSample, split: str = "") -> None:
+        """Add a sample of a split ("" where there is none)."""
+        line = json.dumps({"split": split, **sample.to_json()}, sort_keys=True).encode() + b"\n"
+        if self._lines and self._bytes + len(line) > QUARANTINE_BYTES:
+            self.flush()
+        self._lines.append(line)
+        self._bytes += len(line)
+
+    def add_all(self, split: str, store: Store, refused: Mapping[int, RefusedSample]) -> None:
+        """Add the samples of a split: with data where its `store` has what their shards left there."""
+        left = dict(refused)
+        for path in _paths(store):
+            for sample in _parse(store.get(path), self._job):
+                if left.pop(sample.row, None) is not None:
+                    self.add(sample, split)
+        for _, sample in sorted(left.items()):
+            self.add(sample, split)
+
+    def flush(self) -> None:
+        """Write what is not written yet."""
+        if self._lines:
+            name = QUARANTINE if not self._files else QUARANTINE.replace(".", f"-{self._files}.")
+            self._store.put(name, self._lines)
+            self._lines, self._bytes, self._files = [], 0, self._files + 1

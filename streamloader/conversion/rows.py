@@ -17,13 +17,14 @@ _SHUFFLE = 1 << 63  # keys of the shuffle are others than those that deal rows o
 class SampleRows:
     """The source row of each sample: `base[sample]`, unless `moved` says otherwise.
 
-    `count` samples are left. `moved` holds those whose own row was bad: a row from the end took its place, so that no
-    other sample changes and no other shard is written again.
+    `count` samples are left. `moved` are those whose own row was bad, ascending, and `moved_rows` what took its place:
+    rows from the end, so that no other sample changes and no other shard is written again.
     """
 
     base: NDArray[np.int64] | range
     count: int
-    moved: dict[int, int] = field(default_factory=dict)
+    moved: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    moved_rows: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
 
     @classmethod
     def of(cls, rows: NDArray[np.int64] | range, shuffle: int | None) -> SampleRows:
@@ -46,28 +47,23 @@ class SampleRows:
         """
         bad = self.find(bad_rows)
         count = len(self.base) - len(bad)
-        last = len(self.base) - 1
-        moved: dict[int, int] = {}
-        for hole in sorted(sample for sample in bad if sample < count):
-            while last in bad:
-                last -= 1
-            moved[hole] = int(self.base[last])
-            last -= 1
-        return SampleRows(self.base, count, moved)
+        holes = bad[bad < count]
+        last = np.setdiff1d(np.arange(count, len(self.base)), bad, assume_unique=True)[::-1]
+        rows = last + self.base.start if isinstance(self.base, range) else self.base[last]
+        return SampleRows(self.base, count, holes, rows)
 
-    def find(self, rows: Collection[int]) -> set[int]:
-        """Return the samples of `base` that come from these rows."""
-        if isinstance(self.base, range):
-            return {row - self.base.start for row in rows if row in self.base}
+    def find(self, rows: Collection[int]) -> NDArray[np.int64]:
+        """Return the samples of `base` that come from these rows, ascending."""
         wanted = np.fromiter(rows, np.int64, len(rows))
-        return set(np.flatnonzero(np.isin(self.base, wanted)).tolist())
+        if isinstance(self.base, range):
+            return np.unique(wanted[(wanted >= self.base.start) & (wanted < self.base.stop)]) - self.base.start
+        return np.flatnonzero(np.isin(self.base, wanted))
 
     def read(self, start: int, stop: int) -> NDArray[np.int64]:
         """Return the rows of the samples [start, stop)."""
         stop = max(start, min(stop, self.count))
         rows = self.base[start:stop]
         found = np.arange(rows.start, rows.stop, dtype=np.int64) if isinstance(rows, range) else rows.copy()
-        for sample, row in self.moved.items():
-            if start <= sample < stop:
-                found[sample - start] = row
+        low, high = np.searchsorted(self.moved, (start, stop))
+        found[self.moved[low:high] - start] = self.moved_rows[low:high]
         return found

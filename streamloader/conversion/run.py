@@ -10,7 +10,7 @@ from streamloader.conversion.engines.engine import run_tasks
 from streamloader.conversion.means import Means
 from streamloader.conversion.plan import Job
 from streamloader.conversion.progress import Phase, Progress
-from streamloader.conversion.refused import RefusedSample, write_quarantine
+from streamloader.conversion.refused import Quarantine, RefusedSample
 from streamloader.conversion.splitrun import SplitRun
 from streamloader.conversion.task import Outcome, Task
 from streamloader.errors import DestinationError
@@ -54,8 +54,11 @@ class Run:
         destination.remove_leftovers(store)  # nothing writes here now
         store.delete([destination.FILES])  # before the job file goes, so that nothing of it can stay
         self.left_out = {split.plan.name: tuple(one for _, one in sorted(split.refused.items())) for split in splits}
-        if self._means.on_error == "quarantine" and any(self.left_out.values()):
-            write_quarantine(store, self.left_out)
+        if self._means.on_error == "quarantine":
+            quarantine = Quarantine(store, job.id)
+            for split in splits:
+                quarantine.add_all(split.plan.name, split.store, split.refused)
+            quarantine.flush()
         if job.record:
             store.put(destination.RECORD, json.dumps(job.record, sort_keys=True).encode())
         for split in splits:

@@ -32,6 +32,7 @@ class SplitRun:
             problem = f"{first.name}: {first.problem} (an earlier run left out {len(self.refused)} such samples)"
             raise SourceError(problem, "go on with --on-error skip or quarantine, or repair it and --overwrite")
         self._settled = bool(self.refused) and store.head(SETTLED) is not None
+        self._plan: SplitPlan | None = None  # made once for the bad samples that are known
         found = read_receipts(store, job=job)
         wrong = set(check_receipts(store, found))
         self.receipts = {shard: receipt for shard, receipt in found.items() if shard not in wrong}
@@ -40,15 +41,17 @@ class SplitRun:
     @property
     def plan(self) -> SplitPlan:
         """The plan: without the bad samples, as soon as all of them are known."""
-        return self._base.without(self.refused) if self._settled else self._base
+        if self._plan is None:
+            self._plan = self._base.without(self.refused) if self._settled else self._base
+        return self._plan
 
     def missing(self) -> list[int]:
         """Return the shards that are to be done now; none when the split is written. May settle the bad samples."""
-        holes = self._holes()
+        holes = self._prune()
         todo = [shard for shard in range(self._base.num_shards) if shard not in self.receipts and shard not in holes]
         if not self._settled and not todo and self.refused:
             self.store.put(SETTLED, b"")
-            self._settled = True
+            self._settled, self._plan = True, None
             self._prune()
         if self._settled:
             plan = self.plan
@@ -83,7 +86,7 @@ class SplitRun:
             self._settled = False
             self.store.delete([SETTLED])
         self.refused |= {one.row: one for one in refusal.samples}
-        self._prune()
+        self._plan = None  # the next call of `missing` looks at the receipts again, once for all refusals
 
     def _holes(self) -> set[int]:
         """Return the shards, as planned without bad samples, that hold some."""
@@ -91,8 +94,8 @@ class SplitRun:
             return set()
         return self._base.shards_with(self.refused)
 
-    def _prune(self) -> None:
-        """Forget receipts of shards that the present plan cuts otherwise."""
+    def _prune(self) -> set[int]:
+        """Forget receipts of shards that the present plan cuts otherwise; return the shards that hold bad samples."""
         plan, holes = self.plan, set() if self._settled else self._holes()
         self.receipts = {
             shard: receipt
@@ -101,3 +104,4 @@ class SplitRun:
             and shard not in holes
             and receipt.num_samples == len(plan.shard_rows(shard))
         }
+        return holes

@@ -37,7 +37,8 @@ class Extra:
             split, inner = (first, below) if first in names else ("", path)
             subject = by_split.get(split)
             fields = {OURS, *(subject.manifest.fields if subject else ())}
-            if inner in (ROOT, QUARANTINE, RECORD) or (split and not subject):
+            quarantined = inner.startswith(QUARANTINE.removesuffix(".jsonl"))
+            if inner in (ROOT, RECORD) or quarantined or (split and not subject):
                 continue
             if subject and (subject.promises(inner) or subject.keeps(inner)):
                 continue
