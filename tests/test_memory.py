@@ -147,3 +147,19 @@ def test_a_quarantine_is_written_in_files_of_bounded_size(tmp_path: Path) -> Non
     lines = [json.loads(line) for path in files for line in path.read_text().splitlines()]
     assert [line["row"] for line in lines] == [*range(100), 7000]
     assert all(line["data"] == "A" * 1_000_000 for line in lines[:100])
+
+
+@pytest.mark.parametrize("spec", ["text", "bytes"])
+def test_what_compresses_well_is_cut_by_its_decoded_bytes(spec: str, tmp_path: Path) -> None:
+    layout = Layout(shard_size=1 << 18, block_size=1 << 16, chunk_size=1 << 14)
+    for declared in (None, 3000):
+        with Writer(tmp_path / str(declared), {"x": spec}, layout=layout, num_samples=declared) as out:
+            for i in range(3000):
+                data = b"%04d" % i * 2000
+                out.write({"x": data.decode() if spec == "text" else data})
+        manifest = out.close()
+        field = manifest.fields["x"]
+        assert field.stored * 20 < field.nbytes, "it compresses well"
+        assert field.shard * 8000 <= 4 * layout.shard_size * 1.5  # nearest powers of two
+        assert manifest.order.block * 8000 <= 4 * layout.block_size * 1.5
+        assert field.chunk * 8000 <= 4 * layout.chunk_size * 1.5

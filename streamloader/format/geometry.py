@@ -65,8 +65,13 @@ def choose_layouts(
     codecs: Mapping[str, str],
     num_samples: int | None,
     options: Layout,
+    *,
+    decoded: Mapping[str, float] | None = None,
 ) -> Geometry:
     """Return the geometry of a dataset. `sizes` are mean stored bytes a sample; `num_samples` None is unknown.
+
+    `decoded` are mean decoded bytes of a sample, by default those of fixed shape: no shard, block or chunk decodes to
+    more than four times its target, however well it compresses.
 
     The largest bulk field sets the shard (about `shard_size` stored), all bulk fields together the block (about
     `block_size` stored), each field its chunk (about `chunk_size`, decoded where the shape is fixed). A sample
@@ -77,18 +82,21 @@ def choose_layouts(
             raise FieldError(f"a sample of field {name!r} has {one.item_bytes} bytes", "the format holds up to 2 GiB")
     small = resident_fields(fields, num_samples)
     bulk = {name: max(sizes[name], 1.0) for name in fields if name not in small}
-    decoded = [fields[name].item_bytes / EXPANSION for name in bulk if fields[name].fixed]
+    known = {**(decoded or {}), **{name: float(one.item_bytes) for name, one in fields.items() if one.fixed}}
+    least = {name: known.get(name, 0.0) / EXPANSION for name in fields}  # what a sample counts at least
+    resident = sum(fields[name].item_bytes for name in small)
     # the small fields of a shard travel together, in one part
-    largest = max([1.0, *bulk.values(), *decoded, float(sum(fields[name].item_bytes for name in small))])
+    largest = max([1.0, *bulk.values(), *(least[name] for name in bulk), float(resident)])
     shard = nearest_power(options.shard_size / largest)
     if options.samples_per_shard is not None:
         shard = next_power(options.samples_per_shard)
     if num_samples is not None:
         shard = min(shard, next_power(num_samples))
-    block = _block(sum(bulk.values()) if bulk else sum(sizes[name] for name in small), num_samples, shard, options)
+    mean = max(sum(bulk.values()), sum(least[name] for name in bulk)) if bulk else sum(sizes[name] for name in small)
+    block = _block(mean, num_samples, shard, options)
     layouts = {}
     for name in sorted(fields):
-        unit = fields[name].item_bytes if fields[name].fixed else max(sizes[name], 1.0)
+        unit = fields[name].item_bytes if fields[name].fixed else max(sizes[name], least[name], 1.0)
         chunk = min(max(nearest_power(options.chunk_size / unit), shard // MAX_CHUNKS), block)
         layouts[name] = FieldLayout(fields[name], chunk, shard, codecs[name], resident=name in small)
     return Geometry(shard, order_pin(num_samples, block), layouts, options)
@@ -100,7 +108,7 @@ def settle(geometry: Geometry, num_samples: int, stored: Mapping[str, int], deco
     Bulk fields keep their layout, since they are written. Small fields become resident, smallest first, as
     long as all of them fit; the others become bulk, with the shards of the bulk fields. The block is computed
     again from what was really stored; it is one sample where all fields are resident, since nothing is then fetched in
-    blocks. `decoded`: bytes of the bulk fields (None: many), by which the window is chosen.
+    blocks. `decoded`: bytes of the bulk fields (None: many), which bound the block, and by which the window is chosen.
     """
     fields = {name: layout.field for name, layout in geometry.layouts.items()}
     small = {name: fields[name] for name, layout in geometry.layouts.items() if layout.resident}
@@ -109,7 +117,7 @@ def settle(geometry: Geometry, num_samples: int, stored: Mapping[str, int], deco
     samples = max(num_samples, 1)
     sizes = {name: max(stored.get(name, 0) / samples, 1.0) for name in bulk if name not in small}
     sizes |= {name: float(fields[name].item_bytes) for name in small}
-    mean = sum(sizes[name] for name in (bulk or small))
+    mean = max(sum(sizes[name] for name in (bulk or small)), (decoded or 0) / samples / EXPANSION)
     block = _block(mean, num_samples, geometry.samples_per_shard, geometry.options)
     # only what is not written yet may still follow the block
     bulk |= {

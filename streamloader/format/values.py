@@ -160,3 +160,8 @@ def row_bytes(fields: Mapping[str, Field], columns: Mapping[str, Column | Sequen
         if not field.fixed:
             sizes += np.fromiter((len(item) for item in columns[name]), np.int64, count)
     return sizes
+
+
+def column_size(column: Column) -> int:
+    """Return the decoded bytes of a column."""
+    return column.nbytes if isinstance(column, np.ndarray) else sum(len(item) for item in column)

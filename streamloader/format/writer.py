@@ -19,7 +19,7 @@ from streamloader.format.rows import Rows
 from streamloader.format.sink import finish
 from streamloader.format.threads import cpu_count
 from streamloader.format.uploads import Uploads
-from streamloader.format.values import check_names, row_bytes, to_columns, to_value
+from streamloader.format.values import check_names, column_size, row_bytes, to_columns, to_value
 from streamloader.options import MIB, Layout
 from streamloader.storage import open_store
 
@@ -189,7 +189,8 @@ class Writer:
         codecs, sizes = {}, {}
         for name, field in self._fields.items():
             codecs[name], sizes[name] = measure_codec(self._layout.codec, field, probe[name])
-        self._geometry = choose_layouts(self._fields, sizes, codecs, self._declared, self._layout)
+        decoded = {name: column_size(column) / max(1, len(column)) for name, column in probe.items()}
+        self._geometry = choose_layouts(self._fields, sizes, codecs, self._declared, self._layout, decoded=decoded)
         rows = len(self._rows)
         self._rows = Rows(self._fields, self._geometry.samples_per_shard, fixed=True)
         for start in range(0, rows, self._geometry.samples_per_shard):

@@ -100,3 +100,30 @@ def _check(source: str, workers: int, tmp_path: Path) -> None:
     print(f"{Path(source).name}: shards of {shard / 1e6:.0f} MB, peaks of {[round(peak / 1e6) for peak in peaks]} MB")
     assert shard > SHARD / 2, "the shards are too small to tell"
     assert max(peaks) < 4 * shard
+
+
+READ = """
+import sys
+import numpy as np, pyarrow as pa
+from streamloader.conversion.sources.base import refuse_all
+from streamloader.conversion.sources.formats import open_source
+from streamloader.conversion.sources.wish import Wish
+_, source = open_source(sys.argv[1], None, {}, Wish())
+columns = source.part(np.arange(0, source.num_samples, 20)).read(refuse_all)
+assert (columns["y"] == np.arange(0, source.num_samples, 20)).all()
+assert all(item == b"%02d" % (20 * i % 7) * (5000 if i % 1000 < 500 else 5) for i, item in enumerate(columns["s"]))
+print(pa.default_memory_pool().max_memory())
+"""
+
+
+def test_batches_of_parquet_are_bounded_by_what_they_decode_to(tmp_path: Path) -> None:
+    for part in range(2):  # small files, which are read side by side
+        count, first = 20_000, part * 20_000
+        texts = [f"{i % 7:02}" * (5000 if i // 20 % 1000 < 500 else 5) for i in range(first, first + count)]
+        table = pa.table({"s": texts, "y": np.arange(first, first + count)})
+        pq.write_table(table, tmp_path / f"{part}.parquet", row_group_size=count)
+        assert (tmp_path / f"{part}.parquet").stat().st_size < 1 << 20, "each text is stored once"
+    command = [sys.executable, "-c", READ, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) < 40e6

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
@@ -28,6 +29,7 @@ from streamloader.storage.protocol import ObjectInfo, Store
 if TYPE_CHECKING:
     import pyarrow as pa
 
+BEGIN_BYTES = 4 << 20  # decoded, of each of several files that are read at once
 AGAIN = "fetch or make it again"
 CHANGED = "leave the source alone while it is converted, and start again with --overwrite"
 
@@ -194,13 +196,23 @@ class TablePart:
                 stop += 1
             if stop > at + 1:
                 group = self.cuts[at:stop]
-                found = run_all(lambda one: list(self._read(one)), group, READ_THREADS)
+                found = run_all(self._begin, group, READ_THREADS)
                 for cut, batches in zip(group, found, strict=True):
                     yield from ((cut, first, batch) for first, batch in batches)
             else:
                 stop = at + 1
                 yield from ((self.cuts[at], first, batch) for first, batch in self._read(self.cuts[at]))
             at = stop
+
+    def _begin(self, cut: Cut) -> Iterator[tuple[int, pa.RecordBatch]]:
+        """Return the batches of one file, of which the first few MiB are read now: a small file may decode to much."""
+        batches, read, size = self._read(cut), [], 0
+        for first, batch in batches:
+            read.append((first, batch))
+            size += batch.nbytes
+            if size > BEGIN_BYTES:
+                break
+        return chain(read, batches)
 
     def _read(self, cut: Cut) -> Iterator[tuple[int, pa.RecordBatch]]:
         """Yield the batches of one file. Raises `SourceChangedError` where its columns or rows are others now."""

@@ -32,6 +32,8 @@ _LOGS = {"_delta_log": "Delta Lake", ".hoodie": "Hudi"}  # folders of tables of 
 _NEAR_BYTES, _FAR_BYTES = 2 << 20, 64 << 20
 _SMALLEST_PIECE, _LARGEST_PIECE = 256 << 10, 4 << 20
 _BATCH_BYTES, _BATCH_ROWS = 1 << 20, 1 << 16  # larger ones leave larger holes between what is kept of them
+# Of the first batch: only decoding says how large rows are, since a dictionary has each value once.
+_FIRST_ROWS = 128
 
 
 def matches(listing: Listing) -> bool:
@@ -90,13 +92,38 @@ def read_rows(
     source = open_file(store, table.info, piece or (GAP_BYTES if few else BUFFER_BYTES))
     options = {"buffer_size": piece, "pre_buffer": False, "page_checksum_verification": True}
     file = pq.ParquetFile(source, metadata=metadata, **options)
-    for (number, start, within), (_, batch_rows) in zip(blocks, plans, strict=True):
-        done = 0
-        for batch in file.iter_batches(batch_rows, row_groups=[number], columns=names, use_threads=False):
-            yield start + done, batch
-            done += batch.num_rows
-            if done > within[-1]:
-                break
+    size, near = _FIRST_ROWS, whole == _NEAR_BYTES
+    for (number, start, within), (_, most) in zip(blocks, plans, strict=True):
+        at, stop = 0, int(within[-1]) + 1
+        while at < stop:  # more than once where the size of batches changes: the group is then decoded from its start
+            count, before = min(size, most), at
+            batches = file.iter_batches(count, row_groups=[number], columns=names, use_threads=False)
+            for first, batch in _from_row(batches, at):
+                yield start + first, batch
+                at = first + batch.num_rows
+                size = min(_next_size(count, batch), most)
+                if at >= stop or size < count or (near and size > count):  # from afar the next group is soon enough
+                    break
+            if at == before:
+                break  # the group is shorter than it says, which the caller notices
+
+
+def _from_row(batches: Iterator[pa.RecordBatch], row: int) -> Iterator[tuple[int, pa.RecordBatch]]:
+    """Yield what the batches of a row group hold from a row on, with the number of the first row of each."""
+    first = 0
+    for batch in batches:
+        stop = first + batch.num_rows
+        if stop > row:
+            skipped = max(0, row - first)
+            yield first + skipped, batch.slice(skipped)
+        first = stop
+
+
+def _next_size(size: int, batch: pa.RecordBatch) -> int:
+    """Return how many rows to decode at a time after a batch: other than so far where that is far from 1 MiB."""
+    fitting = max(1, _BATCH_BYTES * batch.num_rows // max(batch.nbytes, 1))
+    far = fitting < size // 4 or (size == _FIRST_ROWS and fitting > size)
+    return min(fitting, _BATCH_ROWS) if far else size
 
 
 def _plan(group: pq.RowGroupMetaData, columns: int, stop: int, whole: int) -> tuple[int, int]:
