@@ -45,7 +45,7 @@ def test_blocks_that_do_not_fit_at_once_are_an_error_that_names_the_need(codec: 
     with Writer(tmp_path / "d", {"x": "bytes"}, num_samples=1000, layout=Layout(codec=codec)) as out:
         for i in range(1000):
             out.write({"x": bytes([i % 251]) * (4 << 20 if 16 <= i < 32 else 5000)})
-    arguments = {"batch_size": 16, "with_index": True, "shuffle": Shuffle(lanes=1)}
+    arguments = {"batch_size": 16, "with_index": True, "shuffle": Shuffle(lanes=1, block=16, window=64)}
     sizes = {}
     for batch in StreamingDataset(tmp_path / "d", **arguments):
         sizes |= dict(zip(batch["index"].tolist(), batch["x"], strict=True))

@@ -31,7 +31,7 @@ memory, lanes = arguments.pop("memory"), arguments.pop("lanes")
 for _ in StreamingDataset(sys.argv[3], batch_size=8):
     pass  # torch, clients and threads are there
 before, rows, needs = peak(), 0, None
-ds = StreamingDataset(url, batch_size=16, memory=memory, shuffle=Shuffle(lanes=lanes), **arguments)
+ds = StreamingDataset(url, batch_size=16, memory=memory, shuffle=Shuffle(lanes=lanes, block=16, window=64), **arguments)
 try:
     for _ in range(2):
         for batch in ds:
