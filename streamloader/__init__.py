@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from streamloader.dataset import Dataset, open  # noqa: A004 - `sl.open` reads as the builtin does
     from streamloader.format.manifest import Field
     from streamloader.format.writer import Writer
-    from streamloader.options import Decode, Layout, Shuffle
+    from streamloader.options import Decode, Layout, RetryPolicy, Shuffle
     from streamloader.stats import Stats
     from streamloader.torch_dataset import StreamingDataset
     from streamloader.torch_mixture import Mixture
@@ -36,6 +36,7 @@ __all__ = [
     "Field",
     "Layout",
     "Mixture",
+    "RetryPolicy",
     "Shuffle",
     "Source",
     "Stats",
@@ -54,6 +55,7 @@ _HOMES = {
     "Field": "streamloader.format.manifest",
     "Layout": "streamloader.options",
     "Mixture": "streamloader.torch_mixture",
+    "RetryPolicy": "streamloader.options",
     "Shuffle": "streamloader.options",
     "Source": "streamloader.torch_sources",
     "Stats": "streamloader.stats",

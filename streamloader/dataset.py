@@ -20,7 +20,7 @@ from streamloader.format.opening import Opened, open_root
 from streamloader.format.reader import FieldReader, Placed, Run, field_reader
 from streamloader.format.threads import run_all
 from streamloader.format.values import from_bytes
-from streamloader.storage import RetryBudget, RetryPolicy, call_with_retry, open_store
+from streamloader.storage import open_store
 from streamloader.storage.protocol import RangeReader, Store
 
 THREADS = 16  # requests at once: they wait for the network, not for a core
@@ -133,9 +133,6 @@ class _Process:
         self._cached = 0
         self._lock = threading.Lock()
         self._plane: RangeReader | None = None
-        self._policy = RetryPolicy()
-        self._budget = RetryBudget()
-        self._budget.success()  # the manifest came from there
 
     def read(self, name: str, start: int, stop: int) -> Any:
         """Return a column, by parallel requests; the cache is neither asked nor filled."""
@@ -197,7 +194,7 @@ class _Process:
         if self._plane is None:
             self._plane = self._store.reader()
         request = partial(field.fetch, self._plane, run)
-        return field.load(run, lambda: call_with_retry(request, self._policy, self._budget), out, first)
+        return field.load(run, lambda: self._store.retries.call(request), out, first)
 
     def _field(self, name: str) -> FieldReader:
         with self._lock:

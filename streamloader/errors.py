@@ -153,11 +153,13 @@ class MixtureError(UsageError):
 class StorageError(StreamloaderError):
     """The store said no.
 
-    `retry_after`: the seconds that it asked to wait (Retry-After); 0 where it did not.
+    `retry_after`: the seconds that it asked to wait (Retry-After); 0 where it did not. `attempts`: how often the
+    request is sent at most; None leaves that to the retry policy.
     """
 
     code = "SL200"
     retry_after = 0.0
+    attempts: int | None = 1
 
 
 class NotFoundError(StorageError, FileNotFoundError):
@@ -176,12 +178,14 @@ class EndpointError(StorageError, ConnectionError):
     """The endpoint cannot be reached."""
 
     code = "SL203"
+    attempts = None
 
 
 class TransientError(StorageError):
     """A passing failure that outlived its retries."""
 
     code = "SL204"
+    attempts = None
 
 
 class ThrottledError(TransientError):

@@ -38,6 +38,58 @@ class Shuffle:
 
 
 @dataclass(frozen=True)
+class RetryPolicy:
+    """How long requests are retried, and when a response is late; times in seconds.
+
+    Pass it as `storage_options={"retry": RetryPolicy(...)}` wherever storage options are accepted. Retries are limited
+    by time, not by attempts, and for all requests of a process to a URL together: how many are in flight, or how fast
+    connections are refused, does not change how long an outage may last.
+
+    `outage_seconds`: how long every request may fail before the run ends. 5 minutes outlast the restart of a server or
+    a load balancer; a rank still fails with a clear error before NCCL's default timeout of 10 minutes ends the others.
+    `request_seconds`: how long one request may fail while others succeed. `base_seconds`, `cap_seconds`: its wait
+    before retry n (from 0) is uniform in [0, min(cap, base * 2^n)] ("full jitter"), so that clients that failed
+    together do not return together; what the store asks for with Retry-After comes before that, up to the cap.
+    `probe_seconds`: during an outage one request every 0.5 to 1 times as long tests the endpoint and the others wait; a
+    run thus resumes within 2 s of the server's return, without a storm of requests. `report_seconds`: when an outage is
+    logged (on stderr unless logging is configured otherwise) and shown in `stats().waiting_for`.
+    `first_contact_attempts`: for an endpoint that has never answered, so that a wrong URL does not look like a hang.
+
+    `response_seconds`, `min_bytes_per_second`: a response may take `response_seconds + bytes / min_bytes_per_second`,
+    and may not fall behind that rate by more than `response_seconds` at any time; then its connection is closed and the
+    request is repeated on a new one. A cloud store sends its first byte within 0.2 s, and 50-90 MB/s after that: 10 s
+    leave room for servers with a queue, and 64 KiB/s for a home connection of 10 Mbit/s that 16 requests share. Raise
+    `response_seconds` for stores that read from tape.
+    """
+
+    outage_seconds: float = 300.0
+    request_seconds: float = 120.0
+    base_seconds: float = 0.2
+    cap_seconds: float = 20.0
+    probe_seconds: float = 1.5
+    report_seconds: float = 10.0
+    first_contact_attempts: int = 3
+    response_seconds: float = 10.0
+    min_bytes_per_second: float = 65536.0
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+            if not number or value < 0:
+                raise UsageError(f"RetryPolicy({name}={value!r})", f"give {name} as a number of at least 0")
+        if self.first_contact_attempts < 1 or min(self.response_seconds, self.min_bytes_per_second) <= 0:
+            raise UsageError(f"{self!r} lets no request succeed", "give values above 0")
+
+    def delay(self, retry: int, jitter: float) -> float:
+        """Return the wait before the retry numbered `retry` from 0, with `jitter` in [0, 1)."""
+        return jitter * min(self.cap_seconds, self.base_seconds * 2.0 ** min(retry, 60))
+
+    def deadline(self, size: int) -> float:
+        """Return how long a response of `size` bytes may take."""
+        return self.response_seconds + size / self.min_bytes_per_second
+
+
+@dataclass(frozen=True)
 class RandomResizedCrop:
     """A box of random size, shape and place, resized to the target: the usual augmentation of photographs.
 

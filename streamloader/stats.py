@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -67,7 +67,8 @@ class Stats:
     ahead and waited for the training loop. `cpu_seconds`: of this whole process, since the first batch. `hedges` are
     second requests for a slow first one. `in_flight` is how many requests may be under way at once now, `cores` how
     many this rank decodes with, `transformers` how many threads or processes run the transform. `client` names the
-    data plane and why it was chosen.
+    data plane and why it was chosen. `waiting_for` is empty, or in an outage of the store says which endpoint the
+    loader is waiting for, since when, and the last error.
     """
 
     batches: int = 0
@@ -95,6 +96,7 @@ class Stats:
     full_seconds: float = 0.0
     cpu_seconds: float = 0.0
     client: str = ""
+    waiting_for: str = ""
 
     def since(self, earlier: Stats) -> Stats:
         """Return what was done after the snapshot `earlier` of the same dataset: for a line of the last interval.
@@ -110,7 +112,7 @@ class Stats:
         changes: dict[str, Any] = {
             item.name: getattr(self, item.name) - getattr(earlier, item.name)
             for item in fields(self)
-            if item.name not in _PRESENT and item.name != "client"
+            if item.name not in _PRESENT and item.type != "str"
         }
         return replace(self, **changes)
 
@@ -250,6 +252,7 @@ class Counters:
         self._lock = threading.Lock()
         self._sums: dict[str, float] = {}
         self._client = ""
+        self._outages: Callable[[], Iterable[str]] = tuple
         self._begin: float | None = None
         self._end = 0.0
         self._cpu_begin = self._cpu_end = 0.0
@@ -268,6 +271,10 @@ class Counters:
     def describe_client(self, client: str) -> None:
         """Say which data plane serves, and why."""
         self._client = client
+
+    def describe_outages(self, outages: Callable[[], Iterable[str]]) -> None:
+        """Set what returns the outages of the stores, as text; empty texts stand for none."""
+        self._outages = outages
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
@@ -296,4 +303,5 @@ class Counters:
                 if item.name in self._sums
             }
         seconds = self._end - self._begin if self._begin is not None else 0.0
-        return Stats(**known, seconds=seconds, cpu_seconds=self._cpu_end - self._cpu_begin, client=self._client)
+        known |= {"client": self._client, "waiting_for": "; ".join(filter(None, self._outages()))}
+        return Stats(**known, seconds=seconds, cpu_seconds=self._cpu_end - self._cpu_begin)

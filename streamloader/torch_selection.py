@@ -50,8 +50,6 @@ def choose_selection(where: Any, manifest: Manifest, store: Store) -> Selection 
     mask = np.empty(manifest.num_samples, np.bool_)
     for start in range(0, len(mask), PIECE):
         stop = min(start + PIECE, len(mask))
-        columns = {
-            name: load_whole(reader, store.reader(), Counters(), start, stop) for name, reader in readers.items()
-        }
+        columns = {name: load_whole(reader, store, Counters(), start, stop) for name, reader in readers.items()}
         mask[start:stop] = where.mask(columns)
     return Selection.of(mask, manifest.num_samples)

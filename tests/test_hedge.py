@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 
 from streamloader.engine import budget
 from streamloader.engine.hedge import LEAST_SAMPLES, LEAST_SECONDS, MARGIN, REQUESTS_A_HEDGE, Hedging
-from streamloader.options import Shuffle
-from streamloader.storage.policy import RetryPolicy
+from streamloader.options import RetryPolicy, Shuffle
 from streamloader.torch_dataset import StreamingDataset
 
 FIELDS = ["x", "name", "label"]
@@ -126,9 +125,9 @@ def test_stalls_that_are_usual_or_beyond_the_budget_are_waited_out(server: Folde
     assert stats.requests == server.gets
 
 
-def test_a_store_that_throttles_gets_no_second_requests(server: FolderServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(RetryPolicy.__init__, "__defaults__", (30, 0.01, 0.05, 60.0, 30))
-    ds = StreamingDataset(server.url, batch_size=100, with_index=True, fields=["x", "label"])
+def test_a_store_that_throttles_gets_no_second_requests(server: FolderServer) -> None:
+    options = {"retry": RetryPolicy(base_seconds=0.01, cap_seconds=0.05)}
+    ds = StreamingDataset(server.url, batch_size=100, with_index=True, fields=["x", "label"], storage_options=options)
     batches = iter(ds)
     seen = [i for _ in range(10) for i in numbers(next(batches))]
     assert ds.stats().hedges == 0
@@ -177,12 +176,10 @@ def test_a_request_that_stalls_for_good_holds_neither_the_pass_nor_the_memory_of
     ds.close()
 
 
-def test_threads_that_wait_to_try_again_end_with_the_pass(
-    server: FolderServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(RetryPolicy.__init__, "__defaults__", (30, 60.0, 60.0, 600.0, 30))
+@pytest.mark.parametrize("policy", [RetryPolicy(base_seconds=60, cap_seconds=60), RetryPolicy(probe_seconds=60)])
+def test_threads_that_wait_to_try_again_end_with_the_pass(server: FolderServer, policy: RetryPolicy) -> None:
     server.behave, server.spare = "503", "/label/"
-    ds = StreamingDataset(server.url, batch_size=100)
+    ds = StreamingDataset(server.url, batch_size=100, storage_options={"retry": policy})
     consumer = threading.Thread(target=lambda: list(ds))
     consumer.start()
     while not ds.stats().retries:  # how many wait depends on how soon the first 503 lowers the pace

@@ -28,10 +28,9 @@ from streamloader.errors import (
     ThrottledError,
     TransientError,
 )
-from streamloader.options import Layout, Shuffle
+from streamloader.options import Layout, RetryPolicy, Shuffle
 from streamloader.plan.order import EpochOrder
 from streamloader.plan.world import Share, World
-from streamloader.storage.policy import RetryPolicy
 from streamloader.torch_dataset import StreamingDataset
 
 FIELDS = ["x", "label", "tok", "name"]
@@ -105,15 +104,14 @@ def test_every_geometry_delivers_the_plan_in_the_memory_it_asks_for(data: st.Dat
         fsspec.filesystem("memory").rm(f"/{name}", recursive=True)
 
 
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(RetryPolicy.__init__, "__defaults__", (4, 0.01, 0.05, 10.0, 1))
+IMPATIENT = {"retry": RetryPolicy(outage_seconds=1.0, base_seconds=0.01, cap_seconds=0.05, probe_seconds=0.1)}
 
 
-def test_a_storm_of_503_is_survived(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(RetryPolicy.__init__, "__defaults__", (30, 0.01, 0.05, 20.0, 30))
+def test_a_storm_of_503_is_survived(folder: Path) -> None:
+    options = {"retry": RetryPolicy(base_seconds=0.01, cap_seconds=0.05, probe_seconds=0.02)}
     with folder_server(folder) as server:
         server.behave, server.times, server.spare = "503", 60, "/label/"
-        ds = StreamingDataset(server.url, batch_size=16, with_index=True)
+        ds = StreamingDataset(server.url, batch_size=16, with_index=True, storage_options=options)
         seen = []
         for batch in ds:
             datasets.check_batch(batch, ["x", "label"])
@@ -125,13 +123,10 @@ def test_a_storm_of_503_is_survived(folder: Path, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("behave", ["503", "close"])
-def test_a_store_that_fails_for_good_is_an_error_after_the_batches_before_it(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, behave: str
-) -> None:
-    impatient(monkeypatch)
+def test_a_store_that_fails_for_good_is_an_error_after_the_batches_before_it(folder: Path, behave: str) -> None:
     with folder_server(folder) as server:
         server.behave, server.spare = behave, "/c/0"
-        ds = StreamingDataset(server.url, batch_size=16, with_index=True, shuffle=False)
+        ds = StreamingDataset(server.url, batch_size=16, with_index=True, shuffle=False, storage_options=IMPATIENT)
         seen = []
         with pytest.raises((ThrottledError, EndpointError, TransientError), match=r"/x/c/1") as caught:
             for batch in ds:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import heapq
+import itertools
+import logging
+import random
 from collections.abc import Callable, Iterator
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streamloader.errors import (
@@ -17,7 +21,9 @@ from streamloader.errors import (
     TransientError,
     UsageError,
 )
-from streamloader.storage import NO_RETRY, RetryBudget, RetryPolicy, Timing, call_with_retry
+from streamloader.options import RetryPolicy
+from streamloader.storage.location import parse_location
+from streamloader.storage.policy import NO_RETRY, OUTAGE_AFTER_SECONDS, Outage, Progress, Retrier, Timing
 
 
 class Clock:
@@ -31,6 +37,11 @@ class Clock:
     def sleep(self, seconds: float) -> None:
         self.slept.append(seconds)
         self.now += seconds
+
+    def retrier(self, policy: RetryPolicy | None = None, reached: bool = True) -> Retrier:
+        retrier = Retrier(policy or RetryPolicy(), "s3://b", self.timing)
+        retrier.reached = reached
+        return retrier
 
 
 def failing(*errors: StorageError) -> tuple[Callable[[], str], list[int]]:
@@ -52,7 +63,7 @@ def failing(*errors: StorageError) -> tuple[Callable[[], str], list[int]]:
 def test_one_passing_failure_makes_exactly_one_extra_call(kind: type[StorageError]) -> None:
     call, calls = failing(kind("it broke", "wait"))
     clock = Clock()
-    assert call_with_retry(call, RetryPolicy(), timing=clock.timing) == "done"
+    assert clock.retrier().call(call) == "done"
     assert (len(calls), clock.slept) == (2, [0.1])
 
 
@@ -61,89 +72,230 @@ def test_what_does_not_pass_is_not_tried_again(kind: type[StorageError]) -> None
     call, calls = failing(kind("no", "never"))
     clock = Clock()
     with pytest.raises(kind):
-        call_with_retry(call, RetryPolicy(), timing=clock.timing)
+        clock.retrier().call(call)
     assert (len(calls), clock.slept) == (1, [])
 
 
-def test_an_endpoint_that_never_answered_is_not_tried_again() -> None:
-    call, calls = failing(EndpointError("refused"))
-    with pytest.raises(EndpointError):
-        call_with_retry(call, RetryPolicy(), RetryBudget(), timing=Clock().timing)
-    assert len(calls) == 1
+@pytest.mark.parametrize("attempts", [1, 3])
+def test_an_error_that_limits_its_attempts_is_final_after_them(attempts: int) -> None:
+    errors = [EndpointError("certificate verify failed") for _ in range(9)]
+    for error in errors:
+        error.attempts = attempts
+    call, calls = failing(*errors)
+    with pytest.raises(EndpointError, match="certificate verify failed"):
+        Clock().retrier().call(call)
+    assert len(calls) == attempts
+
+
+@pytest.mark.parametrize(("kind", "attempts"), [(EndpointError, 1), (TransientError, 3)])
+def test_an_endpoint_that_never_answered_is_given_up_soon(kind: type[StorageError], attempts: int) -> None:
+    call, calls = failing(*[kind("refused")] * 9)
+    with pytest.raises(kind):
+        Clock().retrier(reached=False).call(call)
+    assert len(calls) == attempts
 
 
 @pytest.mark.parametrize("answer", [[], [NotFoundError("no")]])
 def test_an_endpoint_that_answered_once_is_waited_for(answer: list[StorageError]) -> None:
-    budget = RetryBudget()
+    retrier = Clock().retrier(reached=False)
     first, _ = failing(*answer)
     try:
-        call_with_retry(first, RetryPolicy(), budget, timing=Clock().timing)
+        retrier.call(first)
     except NotFoundError:
         assert answer
     call, calls = failing(*[EndpointError("refused")] * 3)
-    assert call_with_retry(call, RetryPolicy(), budget, timing=Clock().timing) == "done"
+    assert retrier.call(call) == "done"
     assert len(calls) == 4
 
 
-def test_the_last_failure_tells_attempts_and_time_and_keeps_its_type() -> None:
-    call, calls = failing(*[ThrottledError("s3://b/k: slow down", "send less")] * 99)
-    with pytest.raises(ThrottledError, match=r"s3://b/k: slow down \(4 attempts in 0.7 s\); send less") as raised:
-        call_with_retry(call, RetryPolicy(attempts=4), timing=Clock().timing)
+def test_the_last_failure_has_attempts_and_time_and_keeps_its_type() -> None:
+    call, calls = failing(*[ThrottledError("s3://b/k: slow down", "send less")] * 999)
+    with pytest.raises(ThrottledError, match=r"s3://b/k: slow down \(\d+ attempts in 300.\d s\); send less") as raised:
+        Clock().retrier().call(call)
     assert raised.value.remedy == "send less"
-    assert len(calls) == 4
+    assert 200 < len(calls) < 410  # one every 0.75 to 1.5 s
 
 
 def test_no_retry_raises_the_failure_itself() -> None:
     error = TransientError("once")
     with pytest.raises(TransientError) as raised:
-        call_with_retry(failing(error)[0], NO_RETRY, timing=Clock().timing)
+        Clock().retrier(NO_RETRY).call(failing(error)[0])
     assert raised.value is error
-
-
-@given(st.integers(1, 12), st.floats(0, 1, exclude_max=True), st.floats(0, 60), st.floats(0, 5), st.floats(0, 30))
-def test_waits_stay_within_the_policy(attempts: int, jitter: float, total: float, base: float, cap: float) -> None:
-    policy = RetryPolicy(attempts=attempts, base_seconds=base, cap_seconds=cap, total_seconds=total)
-    clock = Clock(jitter)
-    call, calls = failing(*[TransientError("broke")] * 50)
-    with pytest.raises(TransientError):
-        call_with_retry(call, policy, timing=clock.timing)
-    assert len(calls) <= attempts
-    assert clock.now <= total
-    for retry, delay in enumerate(clock.slept):
-        assert 0 <= delay <= min(cap, base * 2**retry)
 
 
 @pytest.mark.parametrize(("asked", "slept"), [(0.0, 0.1), (7.0, 7.1), (3600.0, 20.1)])
 def test_what_the_store_asks_to_wait_is_waited_up_to_the_cap(asked: float, slept: float) -> None:
     error = ThrottledError("slow down")
     error.retry_after = asked
-    call, _ = failing(error)
     clock = Clock()
-    call_with_retry(call, RetryPolicy(), timing=clock.timing)
+    clock.retrier().call(failing(error)[0])
     assert clock.slept == [pytest.approx(slept)]
 
 
-def test_an_empty_budget_makes_retries_rare_not_impossible() -> None:
-    budget = RetryBudget(capacity=1.0)
-    budget.success()
+@settings(max_examples=30)
+@given(st.floats(0, 1, exclude_max=True), st.floats(0.1, 5), st.floats(1, 30), st.floats(1, 500))
+def test_a_request_that_alone_fails_ends_within_its_time(jitter: float, base: float, cap: float, limit: float) -> None:
+    clock = Clock(jitter)
+    policy = RetryPolicy(base_seconds=base, cap_seconds=cap, request_seconds=limit)
+    retrier = clock.retrier(policy)
+
+    def call() -> str:
+        clock.now += 0.1
+        retrier.call(lambda: "another")  # others succeed all the time
+        clock.now += 0.1
+        raise TransientError("this object")
+
+    with pytest.raises(TransientError, match="this object"):
+        retrier.call(call)
+    assert clock.now <= limit + cap + 1
+    for retry, delay in enumerate(clock.slept):
+        assert 0 <= delay <= min(cap, base * 2.0 ** min(retry, 60))
+
+
+def test_one_object_that_never_comes_ends_although_rare_successes_end_outages() -> None:
     clock = Clock()
-    told: list[float] = []
-    call, _ = failing(*[ThrottledError("slow down")] * 3)
-    call_with_retry(call, RetryPolicy(), budget, timing=clock.timing, on_retry=lambda _, delay: told.append(delay))
-    assert clock.slept == told == [0.1, 20.0, 20.0]
+    retrier = clock.retrier()
+
+    def call() -> str:
+        clock.now += 3.0
+        retrier.call(lambda: "another")
+        clock.now += 3.0
+        raise TransientError("this object")
+
+    with pytest.raises(TransientError):
+        retrier.call(call)
+    assert clock.now < 450
 
 
-def test_successes_earn_retries_up_to_the_capacity() -> None:
-    budget = RetryBudget(capacity=2.0, earned_per_success=0.5)
-    for _ in range(10):
-        budget.success()
-    assert [budget.withdraw() for _ in range(3)] == [True, True, False]
-    budget.success()
-    budget.success()
-    assert [budget.withdraw() for _ in range(2)] == [True, False]
+def test_an_outage_that_nobody_waits_for_is_forgotten() -> None:
+    clock = Clock()
+    retrier = clock.retrier()
+    with pytest.raises(TransientError):
+        retrier.call(failing(*[TransientError("broke")] * 999)[0])
+    assert retrier.waiting_for == ""
+    clock.now += 1000
+    assert retrier.call(failing(TransientError("broke"))[0]) == "done"
 
 
-@pytest.mark.parametrize("wrong", [{"attempts": 0}, {"first_contact_attempts": 0}, {"base_seconds": -1.0}])
+def test_an_outage_is_logged_once_and_shown_until_it_ends(caplog: pytest.LogCaptureFixture) -> None:
+    clock = Clock()
+    retrier = clock.retrier()
+    seen = []
+
+    def call() -> str:
+        seen.append((clock.now, retrier.waiting_for))
+        if clock.now < 61:
+            raise EndpointError("s3://b/x: connection refused")
+        return "done"
+
+    with caplog.at_level(logging.WARNING, "streamloader"):
+        for _ in range(2):
+            assert retrier.call(call) == "done"
+    begin, end = [record.getMessage() for record in caplog.records]
+    assert begin.startswith("s3://b: no request has succeeded for 10 s; last error: s3://b/x: connection refused")
+    assert end.startswith("s3://b: requests succeed again, after 6")
+    assert all(not text for now, text in seen if now < 10)
+    assert all("connection refused" in text for now, text in seen[:-1] if now > 12)
+    assert retrier.waiting_for == ""
+
+
+def simulate(requests: int, outage: tuple[float, float], hang: float, seed: int) -> tuple[list[float], int]:
+    """Let so many requests at a time go on and on; return when each success came, and how many were sent in the outage.
+
+    Each takes 0.05 s; in the outage it fails after `hang` s.
+    """
+    policy, draw = RetryPolicy(), random.Random(seed)
+    state = Outage(policy)
+    order = itertools.count()
+    backoffs = dict.fromkeys(range(requests), 0)
+    events = [(draw.random(), next(order), request, "send", 0.0) for request in range(requests)]
+    heapq.heapify(events)
+    came, sent_in_outage = [], 0
+    while events:
+        now, _, request, what, sent = heapq.heappop(events)
+        if now > outage[1] + 10:
+            break
+        if what == "send":
+            wait = state.wait(now, draw.random())
+            if wait > 0:
+                heapq.heappush(events, (now + min(wait, 0.1), next(order), request, "send", 0.0))
+                continue
+            down = outage[0] <= now < outage[1]
+            sent_in_outage += down
+            event = (now + hang, "failed") if down else (now + 0.05, "came")
+            heapq.heappush(events, (event[0], next(order), request, event[1], now))
+        elif what == "failed":
+            state.failed(sent, now, draw.random(), "refused")
+            assert state.seconds(now) < policy.outage_seconds
+            delay = 0.0 if state.declared else policy.delay(backoffs[request], draw.random())
+            backoffs[request] += not state.declared
+            heapq.heappush(events, (now + delay, next(order), request, "send", 0.0))
+        else:
+            state.succeeded(now)
+            backoffs[request] = 0
+            came.append(now)
+            heapq.heappush(events, (now, next(order), request, "send", 0.0))
+    return came, sent_in_outage
+
+
+@pytest.mark.parametrize("requests", [1, 16, 64])
+@pytest.mark.parametrize("hang", [0.001, 0.3, 5.0, 10.0])
+@pytest.mark.parametrize("seed", range(3))
+def test_an_outage_is_outlived_without_a_storm_and_ends_soon(requests: int, hang: float, seed: int) -> None:
+    came, sent = simulate(requests, (20.0, 80.0), hang, seed)
+    back = [now for now in came if now >= 80]
+    assert back[0] < 82
+    assert len([now for now in back if now < 83]) >= requests  # hanging ones come later, the others at once
+    probes = 60 / (0.5 * RetryPolicy().probe_seconds)
+    assert sent <= probes + requests * (2 + 20 * OUTAGE_AFTER_SECONDS)
+
+
+@given(st.lists(st.tuples(st.floats(0, 5), st.integers(0, 1 << 20)), max_size=50), st.integers(1, 1 << 22))
+def test_a_response_takes_no_longer_than_its_deadline(parts: list[tuple[float, int]], size: int) -> None:
+    now, policy = 0.0, RetryPolicy(response_seconds=4.0, min_bytes_per_second=1000.0)
+    progress, left = Progress(policy, lambda: now), size
+    try:
+        for seconds, part in parts:
+            if seconds >= progress.seconds_left():
+                break  # the socket's timeout
+            now += seconds
+            progress.received(min(part, left))
+            left -= min(part, left)
+            if not left:
+                break
+    except TimeoutError:
+        pass
+    assert now <= policy.deadline(size) + 1e-6
+
+
+def test_a_trickle_is_late_at_once_wherever_it_begins() -> None:
+    now = 0.0
+    progress = Progress(RetryPolicy(), lambda: now)
+    for _ in range(1000):  # a fast beginning does not earn an hour
+        now += 0.01
+        progress.received(1 << 20)
+    begin = now
+    with pytest.raises(TimeoutError, match="behind 65536 bytes/s"):
+        while progress.seconds_left():
+            now += 1.0
+            progress.received(1)
+    assert now - begin <= RetryPolicy().response_seconds + 1
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"outage_seconds": -1}, {"first_contact_attempts": 0}, {"base_seconds": "1"}, {"response_seconds": 0}]
+)
 def test_impossible_policies_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(UsageError):
         RetryPolicy(**wrong)  # type: ignore[arg-type]
+
+
+def test_a_policy_comes_with_the_storage_options() -> None:
+    policy = RetryPolicy(outage_seconds=7)
+    for given_, options in [(policy, {}), ({"outage_seconds": 7}, {"key": "k"})]:
+        location = parse_location("s3://b/x", {"retry": given_, **options})
+        assert (location.retry, location.options, location.child("y").retry) == (policy, options, policy)
+    assert parse_location("s3://b/x", None).retry == RetryPolicy()
+    for wrong in (3, "fast", {"outage": 7}):
+        with pytest.raises(UsageError, match="outage_seconds"):
+            parse_location("s3://b/x", {"retry": wrong})

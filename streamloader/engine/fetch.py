@@ -23,7 +23,6 @@ from streamloader.engine.source import Source
 from streamloader.errors import StorageError, StreamloaderError, wrapped
 from streamloader.plan.booking import BlockRef
 from streamloader.stats import Counters
-from streamloader.storage.policy import NO_RETRY, Timing, call_with_retry
 
 # How often a waiting consumer looks for late requests.
 LOOK_SECONDS = 0.05
@@ -65,7 +64,7 @@ class Fetcher:
         self._looked = 0.0
         self._failure: StreamloaderError | None = None
         self._closed = threading.Event()
-        self._timing = Timing(sleep=_sleeper(self._closed))
+        self._sleep = _sleeper(self._closed)
         self._crew = Crew("fetch", threads, started=0)
 
     def fits(self, weight: int) -> bool:
@@ -267,11 +266,12 @@ class Fetcher:
 
     def _fetch(self, piece: Piece, number: int) -> memoryview:
         """Return the piece's body, for the caller alone to decode; raises `_Dropped` where that is of no use."""
-        line = self._line
-        policy = NO_RETRY if number else line.policy
         request = partial(self._request, piece, number)
-        again = partial(self._again, piece)
-        body = call_with_retry(request, policy, line.retries, timing=self._timing, on_retry=again)
+        if number:
+            body = request()
+        else:
+            again = partial(self._again, piece)
+            body = piece.block.stored.store.retries.call(request, on_retry=again, sleep=self._sleep)
         with self._changed:
             if piece.over or piece.writer is not None or self._closed.is_set():
                 raise _Dropped
@@ -286,7 +286,7 @@ class Fetcher:
         self._counters.add(requests=1)
         if number or piece.fresh:
             piece.fresh, piece.sent = False, time.perf_counter()
-        read = partial(piece.field.fetch, piece.block.stored.reader(), piece.run, self._bodies.room)
+        read = partial(piece.field.fetch, piece.block.stored.store.reader(), piece.run, self._bodies.room)
         body = self._line.request(read, self._waiting, self._counters)
         piece.sent = NEVER
         return body
@@ -317,9 +317,10 @@ class Fetcher:
 
 
 def _sleeper(closed: threading.Event) -> Callable[[float], None]:
-    """Return a sleep that ends early once `closed` is set; it does not hold the fetcher."""
+    """Return a sleep that raises `_Dropped` once `closed` is set; it does not hold the fetcher."""
 
     def sleep(seconds: float) -> None:
-        closed.wait(seconds)
+        if closed.wait(seconds):
+            raise _Dropped
 
     return sleep

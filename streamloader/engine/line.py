@@ -1,4 +1,4 @@
-"""The line to a store: how many requests it takes, how long they last, which of them are tried again."""
+"""The line to a store: how many requests it takes, and how long they last."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from collections.abc import Callable
 
 from streamloader.engine.hedge import Hedging
 from streamloader.engine.pace import FIRST, Pace
-from streamloader.errors import ThrottledError
+from streamloader.errors import ThrottledError, TransientError
 from streamloader.stats import Counters
-from streamloader.storage.policy import RetryBudget, RetryPolicy
 
 
 class Line:
@@ -18,17 +17,16 @@ class Line:
     def __init__(self) -> None:
         self.pace = Pace(FIRST)
         self.hedging = Hedging()
-        self.policy = RetryPolicy()
-        self.retries = RetryBudget()
-        self.retries.success()  # the manifest came from there
 
     def request(self, read: Callable[[], memoryview], waiting: Callable[[], bool], counters: Counters) -> memoryview:
         """Return what `read` returns, and learn from how long it took; `waiting`: others want its place."""
         begin = time.perf_counter()
         try:
             body = read()
-        except ThrottledError:
-            self.pace.throttled()
+        except TransientError as error:
+            # late: fewer requests leave each of them more of a slow connection
+            if isinstance(error, ThrottledError) or isinstance(error.__cause__, TimeoutError):
+                self.pace.throttled()
             raise
         seconds = time.perf_counter() - begin
         self.hedging.came(len(body), seconds)

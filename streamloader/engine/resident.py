@@ -11,14 +11,13 @@ from numpy.typing import NDArray
 from streamloader.format.reader import FieldReader, Run
 from streamloader.format.threads import run_all
 from streamloader.stats import Counters
-from streamloader.storage.policy import RetryPolicy, call_with_retry
-from streamloader.storage.protocol import RangeReader
+from streamloader.storage.protocol import Store
 
 THREADS = 8
 
 
 def load_whole(
-    field: FieldReader, reader: RangeReader, counters: Counters, start: int = 0, stop: int | None = None
+    field: FieldReader, store: Store, counters: Counters, start: int = 0, stop: int | None = None
 ) -> NDArray[Any]:
     """Return the samples [start, stop) of a fixed-shape field, by default all, shape (samples, *shape).
 
@@ -26,6 +25,8 @@ def load_whole(
     """
     stop = field.num_samples if stop is None else stop
     out = np.empty((stop - start, *field.layout.field.shape), field.layout.field.dtype)
+
+    reader = store.reader()
 
     def request(run: Run) -> memoryview:
         counters.add(requests=1)
@@ -37,7 +38,7 @@ def load_whole(
         counters.add(retries=1)
 
     def load(run: Run) -> None:
-        patient = partial(call_with_retry, partial(request, run), RetryPolicy(), on_retry=again)
+        patient = partial(store.retries.call, partial(request, run), on_retry=again)
         field.load(run, patient, out, start, on_damage=again)
 
     run_all(load, field.runs(start, stop), THREADS)

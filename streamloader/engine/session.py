@@ -114,6 +114,10 @@ class Session:
         self._running: _Running | None = None
         self._transform = None if wish.transform is None else HeldTransform(wish.transform)
         self._line = Line()
+        retriers = [one.store.retries for one in opened]
+        for retrier in retriers:
+            retrier.reached = True  # the manifest came from there, maybe in another process
+        self.counters.describe_outages(lambda: [retrier.waiting_for for retrier in retriers])
 
     def start(self, wanted: Course) -> Pipeline:
         """Return the running pipeline of a pass. Raises `MemoryBudgetError` before any sample is read."""
@@ -128,7 +132,7 @@ class Session:
         resident, budget = self.plan_memory(need)
         for name in resident:
             if name not in self._resident:
-                parts = [load_whole(one.readers[name], one.store.reader(), self.counters) for one in self.opened]
+                parts = [load_whole(one.readers[name], one.store, self.counters) for one in self.opened]
                 self._resident[name] = parts[0] if len(parts) == 1 else np.concatenate(parts)
         reader = self.opened[0].store.reader()
         self.counters.describe_client(f"{reader.kind}: {reader.reason}")
@@ -137,7 +141,7 @@ class Session:
         memory = self._memory(layouts, budget, need.block)
         starts = [0, *accumulate(one.count for one in self.opened)]
         stored = tuple(
-            Stored({name: one.readers[name] for name in streamed}, one.store.reader, start, one.selection)
+            Stored({name: one.readers[name] for name in streamed}, one.store, start, one.selection)
             for one, start in zip(self.opened, starts, strict=False)
         )
         recipe = self._recipe(layouts, resident, wanted.seed, alike=wanted.steps_at_once == 1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -12,18 +12,18 @@ from streamloader.engine.line import Line
 from streamloader.format.reader import FieldReader, Run
 from streamloader.plan.booking import BlockRef
 from streamloader.plan.selection import Selection
-from streamloader.storage.protocol import RangeReader
+from streamloader.storage.protocol import Store
 
 
 @dataclass(frozen=True)
 class Stored:
-    """One dataset: its streamed fields, and the data plane, opened on first use.
+    """One dataset: its streamed fields, and the store that holds them.
 
     Its first sample has the number `start` in the plan. With a `selection`, blocks count the selected samples.
     """
 
     fields: Mapping[str, FieldReader]
-    reader: Callable[[], RangeReader]
+    store: Store
     start: int = 0
     selection: Selection | None = None
 

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from streamloader.errors import FieldError, FormatError, IncompleteError, NotADatasetError, NotFoundError
 from streamloader.format.manifest import FORMAT, NAME, Manifest
 from streamloader.format.parse import check_version, manifest_from_json, parse_json
 from streamloader.storage.protocol import Store
 
+Result = TypeVar("Result")
+
 ROOT = "zarr.json"
 JOB = "_streamloader/job.json"
 RECEIPTS = "_streamloader/receipts"
+# A damaged body is mostly a damaged transfer: fetched again this often before it counts as damaged at rest.
+BODY_ATTEMPTS = 3
 MAX_ROOT = 64 << 20  # bytes of a root document, or of any other JSON document of a dataset
 
 
@@ -32,12 +36,30 @@ def open_manifest(store: Store, split: str | None = None) -> tuple[Manifest, Sto
     return opened.manifest, opened.store
 
 
+def reread(read: Callable[[], Result]) -> Result:
+    """Return what `read` returns; what is damaged is mostly a damaged transfer, and is read three times in all.
+
+    Raises the last `FormatError`, and at once one that says that an object is not there.
+    """
+    for _ in range(BODY_ATTEMPTS - 1):
+        try:
+            return read()
+        except FormatError as error:
+            if isinstance(error.__cause__, NotFoundError):
+                raise
+    return read()
+
+
 def open_root(store: Store, split: str | None = None) -> Opened:
     """Open a dataset, or one split of it, by one request.
 
     Raises `NotADatasetError`, `IncompleteError`, `VersionError`, `FormatError`; `FieldError` where the split is
     not one of the root's, or where there are splits and none is asked for.
     """
+    return reread(lambda: _open_root(store, split))
+
+
+def _open_root(store: Store, split: str | None) -> Opened:
     document = read_root(store)
     attributes = _streamloader(document, store.url)
     check_version(attributes, store.url)

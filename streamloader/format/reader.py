@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from streamloader.errors import CorruptError, FieldError, MissingObjectError, ModifiedError, NotFoundError
 from streamloader.format.codecs import CRC_BYTES, decode_fixed, decode_items
 from streamloader.format.manifest import FieldLayout, Manifest
-from streamloader.format.opening import open_manifest
+from streamloader.format.opening import BODY_ATTEMPTS, open_manifest
 from streamloader.format.runs import Part, Placed, Run, chosen, parts_of
 from streamloader.format.shard import index_size, parse_index
 from streamloader.format.table import ChunkTable, open_table
@@ -26,8 +26,6 @@ __all__ = ["FieldReader", "Placed", "Run", "field_reader", "open_manifest"]
 MAX_REQUEST = 16 * MIB  # one request of a cloud store moves 50-90 MB/s: larger ones only add latency
 # Chunks that nobody wants are read along where they are so few bytes: a further request costs as much time.
 GAP_BYTES = MIB // 2
-# A damaged body is mostly a damaged transfer: fetched again this often before it counts as damaged at rest.
-BODY_ATTEMPTS = 3
 
 
 def field_reader(store: Store, manifest: Manifest, name: str) -> FieldReader:
@@ -121,7 +119,7 @@ class FieldReader:
         for _ in range(BODY_ATTEMPTS - 1):
             try:
                 return self.decode(run, fetch(), out, first, room)
-            except CorruptError:
+            except (CorruptError, ModifiedError):
                 if on_damage is not None:
                     on_damage()
         return self.decode(run, fetch(), out, first, room)
@@ -184,6 +182,10 @@ class FieldReader:
         if computed != stored:
             raise self._damage(run, i, f"its crc32c is {computed:08x}, stored is {stored:08x}")
         if stored != run.crcs[i]:
+            (others,) = np.nonzero(self._table.shard(run.shard)[1] == stored)
+            if len(others):
+                problem = f"{self._where(run, i)}: the store sent the bytes of chunk {others[0]} instead"
+                raise CorruptError(problem, "look at the server, and at a proxy or cache before it")
             raise self._modified(run, i, f"its crc32c is {stored:08x}, the manifest's table says {run.crcs[i]:08x}")
         return body
 

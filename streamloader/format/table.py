@@ -10,6 +10,7 @@ import hashlib
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import crc32c
 import numpy as np
@@ -18,6 +19,7 @@ from numpy.typing import NDArray
 from streamloader.errors import CorruptError, FormatError, MissingObjectError, ModifiedError, NotFoundError
 from streamloader.format.codecs import CRC_BYTES
 from streamloader.format.manifest import FieldLayout, Manifest
+from streamloader.format.opening import reread
 from streamloader.storage.protocol import Store
 
 PAGE_BYTES = 1 << 20
@@ -128,7 +130,7 @@ class ChunkTable:
 
     def read(self) -> NDArray[np.uint32]:
         """Return the whole table, uint32 (shards, chunks, 2), compared with its SHA-256. Raises as `shard`."""
-        pages = [self._load(number) for number in range(-(-self._shards // self._rows))]
+        pages = [reread(partial(self._load, number)) for number in range(-(-self._shards // self._rows))]
         empty = np.zeros((0, self._chunks, 2), np.uint32)
         table = np.concatenate(pages)[: self._shards] if pages else empty
         if self._whole_sha256 and table_digest(table) != self._whole_sha256:
@@ -143,7 +145,8 @@ class ChunkTable:
             if page is not None:
                 self._pages.move_to_end(number)
                 return page
-        page = self._load(number)  # two threads may load one page; neither then waits for the other's request
+        # two threads may load one page; neither then waits for the other's request
+        page = reread(lambda: self._load(number))
         with self._lock:
             self._pages[number] = page
             while len(self._pages) > self._keep:

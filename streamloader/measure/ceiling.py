@@ -22,7 +22,6 @@ from streamloader.format.reader import FieldReader
 from streamloader.format.threads import cpu_count, run_all
 from streamloader.measure.ranges import Ranges
 from streamloader.options import MIB, Decode
-from streamloader.storage import RetryBudget, RetryPolicy, call_with_retry
 
 IN_FLIGHT = 16
 # Encoded images that are decoded again and again: more than a core's cache holds, little beside a loader's memory.
@@ -171,8 +170,6 @@ def _clock() -> Iterator[_Clock]:
 def _drain(work: Work, ranges: Ranges, effort: Effort) -> Ceiling:
     """Let threads take request after request until none is left or the time is over."""
     runs, lock, stop = ranges.runs(effort.passes), threading.Lock(), threading.Event()
-    policy, budget = RetryPolicy(), RetryBudget()
-    budget.success()  # the manifest came from there
     done: list[tuple[int, int]] = []
 
     def take(_: int) -> None:
@@ -184,7 +181,7 @@ def _drain(work: Work, ranges: Ranges, effort: Effort) -> Ceiling:
                 return
             field, run, samples = task
             read = partial(ranges.plane.read, run.path, run.start, run.stop, memory.body)
-            body = call_with_retry(read, policy, budget)
+            body = ranges.retries.call(read)
             if work == "decode":
                 field.decode(run, body, memory.rows(field, run.num_samples))
             done.append((samples, len(body)))
@@ -235,7 +232,7 @@ def _images(ranges: Ranges) -> list[tuple[int, memoryview]]:
     for field, run, _ in ranges.runs(1):
         if field.layout.field.kind != "bytes":
             raise FieldError(f"field {field.name!r} is {field.layout.field}", "name a field of encoded images")
-        chunks = field.decode(run, call_with_retry(partial(field.fetch, ranges.plane, run), RetryPolicy())) or []
+        chunks = field.decode(run, ranges.retries.call(partial(field.fetch, ranges.plane, run))) or []
         found = [items[i] for _, items in chunks for i in range(len(items))]
         for number, data in enumerate(found, run.first_sample):
             images.append((number, data))

@@ -11,7 +11,7 @@ import numpy as np
 from streamloader.errors import FieldError, UnsupportedError
 from streamloader.format.reader import FieldReader, Run, field_reader, open_manifest
 from streamloader.plan.permute import BlockPermutation
-from streamloader.storage import fork, open_store
+from streamloader.storage import Retrier, fork, open_store
 from streamloader.storage.location import parse_location
 from streamloader.storage.object_reader import open_object_reader
 from streamloader.storage.protocol import RangeReader
@@ -23,6 +23,7 @@ class Ranges:
 
     readers: Mapping[str, FieldReader]
     plane: RangeReader
+    retries: Retrier
     num_samples: int
     block: int
 
@@ -46,7 +47,7 @@ class Ranges:
         names = manifest.fields if fields is None else fields
         readers = {name: field_reader(store, manifest, name) for name in names}
         plane = _obstore(url, options).below(split or "") if obstore else store.reader()
-        return cls(readers, plane, manifest.num_samples, manifest.order.block)
+        return cls(readers, plane, store.retries, manifest.num_samples, manifest.order.block)
 
     def runs(self, passes: int) -> Iterator[tuple[FieldReader, Run, int]]:
         """Yield each request with how many samples are whole after it."""

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
+from streamloader.options import RetryPolicy
 from streamloader.storage.connection import Connection, check_protocol
 from streamloader.storage.fsspec_store import FsspecStore
 from streamloader.storage.location import parse_location
-from streamloader.storage.policy import NO_RETRY, RetryBudget, RetryPolicy, Timing, call_with_retry
+from streamloader.storage.policy import NO_RETRY, Retrier, Timing
 from streamloader.storage.protocol import Body, Buffer, ObjectInfo, RangeReader, Store
 
 __all__ = [
@@ -25,11 +27,10 @@ __all__ = [
     "Buffer",
     "ObjectInfo",
     "RangeReader",
-    "RetryBudget",
+    "Retrier",
     "RetryPolicy",
     "Store",
     "Timing",
-    "call_with_retry",
     "open_store",
 ]
 
@@ -41,10 +42,12 @@ def open_store(
 ) -> Store:
     """Return the store below `url`: any fsspec URL or a local path, with its fsspec `storage_options`.
 
-    `policy` is how patient the control plane is; the data plane (`reader`) never retries by itself.
+    `policy` replaces the `retry` in the options; the data plane (`reader`) does not retry by itself, `retries` does.
     Raises `UsageError` for what is no URL and `UnsupportedError` for a protocol that is unknown or whose
     package is missing.
     """
     location = parse_location(url, options)
+    if policy is not None:
+        location = replace(location, retry=policy)
     check_protocol(location)
-    return FsspecStore(Connection(location), "", policy or RetryPolicy())
+    return FsspecStore(Connection(location), "")

@@ -6,21 +6,27 @@ protocol does better or not at all. Paths are the filesystem's own.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import fcntl
 import os
 import threading
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from streamloader.errors import UnsupportedError
-from streamloader.storage.failures import beyond_the_end, client_errors, facts_of
+from streamloader.options import RetryPolicy
+from streamloader.storage.failures import EXPIRED, HttpError, beyond_the_end, check_range, client_errors, facts_of
 from streamloader.storage.location import redact
+from streamloader.storage.policy import Progress
 from streamloader.storage.protocol import Body, Buffer, ObjectInfo, buffers_of
 
+Result = TypeVar("Result")
+
+UNKNOWN_BYTES = 64 << 20  # what a whole object is taken for where its size is not known
 TEMPORARY_SUFFIX = ".streamloader-tmp"
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS)  # exFAT, SMB and some FUSE have no hard links
 
@@ -45,6 +51,17 @@ class Calls(Protocol):
     def replace(self, path: str, data: Buffer, before: Buffer) -> str | None: ...
     def delete(self, paths: Sequence[str]) -> None: ...
     def remove_leftovers(self, folder: str) -> int: ...
+    def renew(self) -> bool: ...
+
+
+def with_fresh_credentials(calls: Calls, ask: Callable[[], Result]) -> Result:
+    """Return what `ask` returns; where the credentials have expired, ask once more with fresh ones."""
+    try:
+        return ask()
+    except client_errors() as error:
+        if facts_of(error).code not in EXPIRED or not calls.renew():
+            raise
+    return ask()
 
 
 class PlainCalls:
@@ -52,11 +69,20 @@ class PlainCalls:
     where the object is another one than it should be.
     """
 
-    def __init__(self, fs: Any) -> None:
+    def __init__(self, fs: Any, policy: RetryPolicy) -> None:
         self.fs = fs
+        self.policy = policy
 
     def get(self, path: str) -> bytes:
-        return bytes(self.fs.cat_file(path))
+        return bytes(self._cat(path, UNKNOWN_BYTES))
+
+    def _cat(self, path: str, size: int, **wanted: int | None) -> bytes:
+        """Read within the time that a response of `size` bytes may take, where the filesystem can be told."""
+        if "cat_file" not in vars(self.fs):  # the twin that fsspec makes of an asynchronous method
+            return self.fs.cat_file(path, **wanted)  # type: ignore[no-any-return]
+        from fsspec.asyn import sync  # it is there, with the filesystem
+
+        return sync(self.fs.loop, self.fs._cat_file, path, timeout=self.policy.deadline(size), **wanted)  # type: ignore[no-any-return]
 
     def get_range(self, path: str, start: int, stop: int) -> bytes:
         return self._ranged(path, start, stop)
@@ -100,15 +126,20 @@ class PlainCalls:
     def remove_leftovers(self, folder: str) -> int:  # noqa: ARG002 - most stores keep nothing unfinished
         return 0
 
+    def renew(self) -> bool:
+        """Fetch credentials anew; return whether that can be done."""
+        return False
+
     def _ranged(self, path: str, start: int, stop: int | None) -> bytes:
+        size = UNKNOWN_BYTES if stop is None and start >= 0 else (stop or 0) - start
         try:
-            data: bytes = self.fs.cat_file(path, start=start, end=stop)
+            data = self._cat(path, size, start=start, end=stop)
         except client_errors() as error:
             if not beyond_the_end(error):
                 raise
             return b""
         if stop is not None and len(data) > stop - start:
-            raise UnsupportedError(f"{redact(path)}: the server ignores ranges", "use a server with ranged reads")
+            raise HttpError(200, "RangeNotSupported", f"{len(data)} bytes came for {stop - start}")
         return data
 
 
@@ -175,6 +206,9 @@ class LocalCalls(PlainCalls):
 class HttpCalls(PlainCalls):
     """Plain HTTP servers: they are read only, and a range that they ignore is noticed."""
 
+    def get(self, path: str) -> bytes:
+        return self._asked(path, "")
+
     def get_range(self, path: str, start: int, stop: int) -> bytes:
         return self._asked(path, f"bytes={start}-{stop - 1}")
 
@@ -211,19 +245,25 @@ class HttpCalls(PlainCalls):
 
     async def _partial(self, url: str, wanted: str) -> bytes:
         options = dict(self.fs.kwargs)
-        options["headers"] = {**options.get("headers", {}), "Range": wanted, "Accept-Encoding": "identity"}
-        session = await self.fs.set_session()
-        async with session.get(self.fs.encode_url(url), **options) as response:
-            if response.status == 416:
+        options["headers"] = {**options.get("headers", {}), "Accept-Encoding": "identity"}
+        if wanted:
+            options["headers"]["Range"] = wanted
+        session, progress = await self.fs.set_session(), Progress(self.policy)
+        async with await asyncio.wait_for(
+            session.get(self.fs.encode_url(url), **options), progress.seconds_left()
+        ) as response:
+            if response.status == 416 and wanted:
                 return b""
             self.fs._raise_not_found_for_status(response, url)
-            if response.status != 206:
-                raise UnsupportedError(
-                    f"{redact(url)}: the server ignores ranges (it answered {response.status} to {wanted})",
-                    "use a server with ranged reads, or copy the dataset to a store",
-                )
-            data: bytes = await response.read()
-            return data
+            if wanted and response.status != 206:
+                raise HttpError(200, "RangeNotSupported", f"HTTP status {response.status} for {wanted}")
+            if wanted:
+                check_range(wanted, response.headers.get("Content-Range"))
+            parts: list[bytes] = []
+            while part := await asyncio.wait_for(response.content.readany(), progress.seconds_left()):
+                progress.received(len(part))
+                parts.append(part)
+            return b"".join(parts)
 
 
 def _read_only(url: str) -> UnsupportedError:

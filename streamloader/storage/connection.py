@@ -16,14 +16,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from streamloader.errors import UnsupportedError, UsageError
+from streamloader.options import RetryPolicy
 from streamloader.storage import fork
 from streamloader.storage.calls import Calls, HttpCalls, LocalCalls, MemoryCalls, PlainCalls
 from streamloader.storage.failures import cause_of
 from streamloader.storage.file_reader import open_file_reader
 from streamloader.storage.fsspec_reader import FsspecReader
-from streamloader.storage.location import Location
+from streamloader.storage.location import Location, redact
 from streamloader.storage.object_reader import obstore_knows, open_object_reader
-from streamloader.storage.policy import RetryBudget
+from streamloader.storage.policy import Retrier
 from streamloader.storage.protocol import RangeReader
 
 if TYPE_CHECKING:
@@ -61,15 +62,22 @@ class Connection:
         self.location = location
         # a lock of each process, too: a child may inherit one that was held
         self._locks: dict[int, threading.RLock] = {}
-        self._budgets: dict[int, RetryBudget] = {}
+        self._retriers: dict[int, Retrier] = {}
         self._sessions: dict[int, Session] = {}
         self._readers: dict[int, RangeReader] = {}
         self._s3_clients: dict[int, S3Client] = {}
 
     @property
-    def budget(self) -> RetryBudget:
-        """The retries that this process's control plane has left."""
-        return self._budgets.setdefault(os.getpid(), RetryBudget())
+    def retries(self) -> Retrier:
+        """What sends this process's requests, again where they fail."""
+        pid = os.getpid()
+        if pid not in self._retriers:
+            endpoint = self.location.options.get("endpoint_url")
+            name = self.location.shown + (f" at {redact(endpoint)}" if isinstance(endpoint, str) else "")
+            retrier = Retrier(self.location.retry, name)
+            retrier.reached = any(other.reached for other in self._retriers.values())  # by the parent, before a fork
+            self._retriers.setdefault(pid, retrier)
+        return self._retriers[pid]
 
     def session(self) -> Session:
         """Return this process's filesystem, made at the first call."""
@@ -194,7 +202,7 @@ def _open_session(location: Location, region: str) -> Session:
             fs.connect()
     except (TypeError, ValueError) as error:
         raise _wrong_option(location, error) from cause_of(error, location.secrets)
-    return Session(_calls_for(protocol, fs), root)
+    return Session(_calls_for(protocol, fs, location.retry), root)
 
 
 def _wrong_option(location: Location, error: Exception) -> UsageError:
@@ -212,10 +220,10 @@ def _wrong_option(location: Location, error: Exception) -> UsageError:
     return UsageError(f"{location.shown}: storage_options {options} do not fit the protocol: {detail}", remedy)
 
 
-def _calls_for(protocol: str, fs: Any) -> Calls:
+def _calls_for(protocol: str, fs: Any, policy: RetryPolicy) -> Calls:
     if protocol == "s3":
         from streamloader.storage.s3_calls import S3Calls
 
-        return S3Calls(fs)
+        return S3Calls(fs, policy)
     known: dict[str, type[PlainCalls]] = {"file": LocalCalls, "http": HttpCalls, "memory": MemoryCalls}
-    return known.get(protocol, PlainCalls)(fs)
+    return known.get(protocol, PlainCalls)(fs, policy)

@@ -26,6 +26,11 @@ from streamloader.storage.location import NO_SECRETS, Secrets
 
 MAX_CHAIN = 20  # causes of an exception that are searched for secrets
 
+# A response that contradicts its request is mostly a fault of one transfer: it is asked for so often in all.
+ANSWER_ATTEMPTS = 3
+# S3's error codes for credentials that were valid once
+EXPIRED = frozenset({"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "RequestExpired"})
+
 # module, class: the roots of the exceptions that clients raise besides OSError
 _CLIENT_ROOTS = (
     ("botocore.exceptions", "BotoCoreError"),
@@ -50,6 +55,7 @@ class _Rule:
     codes: frozenset[str] = frozenset()
     statuses: frozenset[int] = frozenset()
     names: frozenset[str] = frozenset()
+    attempts: int | None = None  # None: those of the error's class
 
 
 def _words(text: str) -> frozenset[str]:
@@ -59,6 +65,28 @@ def _words(text: str) -> frozenset[str]:
 # The first rule that fits wins. What the store answered counts before the names of exceptions, which are
 # names so that no client needs to be imported to recognise another's.
 _RULES = (
+    _Rule(
+        EndpointError,
+        "the server's certificate is not trusted",
+        "check the host in endpoint_url and the server's clock and certificate; for a CA of your own set AWS_CA_BUNDLE "
+        "or client_kwargs={'verify': file}",
+        codes=_words("CertificateVerifyFailed"),
+        attempts=1,
+    ),
+    _Rule(
+        TransientError,
+        "the server sent another range than was asked for",
+        "look at the server, and at a proxy or cache before it",
+        codes=_words("WrongRange"),
+        attempts=ANSWER_ATTEMPTS,
+    ),
+    _Rule(
+        UnsupportedError,
+        "the server ignores ranges",
+        "use a server with ranged reads",
+        codes=_words("RangeNotSupported"),
+        attempts=ANSWER_ATTEMPTS,
+    ),
     _Rule(
         NotFoundError,
         "its bucket does not exist",
@@ -78,7 +106,7 @@ _RULES = (
         AccessError,
         "the credentials have expired",
         "renew them",
-        codes=_words("ExpiredToken ExpiredTokenException TokenRefreshRequired RequestExpired"),
+        codes=EXPIRED,
     ),
     _Rule(AccessError, "this machine's clock is wrong", "set the clock", codes=_words("RequestTimeTooSkewed")),
     _Rule(
@@ -88,6 +116,7 @@ _RULES = (
         codes=_words("PermanentRedirect TemporaryRedirect Redirect AuthorizationHeaderMalformed"),
         statuses=frozenset({301, 307, 308}),
         names=_words("RecursionError"),
+        attempts=1,
     ),
     _Rule(
         StorageError,
@@ -149,9 +178,8 @@ _RULES = (
     ),
     _Rule(
         UnsupportedError,
-        "the server ignores ranges or cannot do that",
-        "use a server with ranged reads and all of S3's calls",
-        codes=_words("RangeNotSupported"),
+        "the server cannot do that",
+        "use a server with all of S3's calls",
         statuses=frozenset({405, 501}),
         names=_words("NotImplementedError NotSupportedError"),
     ),
@@ -163,14 +191,34 @@ _RULES = (
             "Interrupted InternalError RequestTimeout OperationAborted ConditionalRequestConflict "
             "BadDigest XAmzContentSHA256Mismatch"
         ),
-        statuses=frozenset({408, 409, 500, 502, 504}),
+        statuses=frozenset({408, 409, *range(500, 600)}),  # but for those of the rules above
         names=_words(
             "HTTPClientError ReadTimeoutError ConnectionClosedError ResponseStreamingError IncompleteReadError "
             "ResponseParserError ClientPayloadError ClientConnectionError FSTimeoutError TimeoutError IncompleteRead "
-            "ConnectionError TransportError ServiceResponseError JoinError"
+            "ConnectionError TransportError ServiceResponseError JoinError HTTPException HttpProcessingError"
         ),
     ),
 )
+
+
+class HttpError(OSError):
+    """What went wrong: HTTP status (0 without an answer), the store's own code where it has one, and its message.
+
+    `headers` are those of the answer, `region` is the bucket's where it names one.
+    """
+
+    def __init__(
+        self, status: int, code: str, message: str, headers: Mapping[str, str] | None = None, region: str = ""
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.error_code = code
+        self.headers = headers or {}
+        self.region = region
+
+
+# what this module and the readers call what has no code of the store
+_OWN_CODES = frozenset({"CertificateVerifyFailed", "WrongRange", "RangeNotSupported", "Unreachable", "Interrupted"})
 
 
 def client_errors(*also: type[BaseException]) -> tuple[type[BaseException], ...]:
@@ -218,7 +266,18 @@ def facts_of(error: BaseException) -> Facts:
         link = link.__cause__  # not its context: that may be what the caller was handling
     if "FileNotFoundError" in names and "Server returned non-2xx" in str(error):  # obstore raises the builtin
         status, code, text = _obstore_facts(str(error), status, code, text)
+    if untrusted := _certificate_problem(error):
+        code, text = "CertificateVerifyFailed", untrusted
     return Facts(status, code, text or str(error), frozenset(names), wait)
+
+
+def _certificate_problem(error: BaseException) -> str:
+    """Return why a certificate is refused, as OpenSSL or rustls has it; empty where that is not what happened."""
+    text = f"{error} {error.__cause__ or ''}"
+    openssl = re.search(r"certificate verify failed:? *([^(\])\n]*)", text)
+    rustls = re.search(r"InvalidCertificate\(\s*(?:Other\(\s*OtherError\(\s*)?(\w+)", text)
+    reason = openssl[1].strip(" .") if openssl else rustls[1].removesuffix("Context") if rustls else ""
+    return f"certificate verify failed: {reason}" if reason else ""
 
 
 def _status_attribute(error: BaseException) -> int:
@@ -247,12 +306,14 @@ def _obstore_facts(text: str, status: int, code: str, message: str) -> tuple[int
     found = re.search(r"status code: (\d{3})", summary)
     if found:
         status = status or int(found[1])
-    elif "kind: Connect" in debug or "tcp connect" in debug or "dns error" in debug:
+    elif re.search(r"kind: Connect\b", debug) or "tcp connect" in debug or "dns error" in debug:
         code = code or "Unreachable"
     elif re.search(r"kind: (Timeout|Interrupted|Request|Decode|Body|Unknown)\b", debug):
         code = code or "Interrupted"
     elif "InvalidRange" in debug:
         status = status or 416
+    elif "UnexpectedRange" in debug:
+        code = code or "WrongRange"
     elif "NotPartial" in debug or "RangeNotSupported" in debug:
         code = code or "RangeNotSupported"
     xml_code, xml_message = re.search(r"<Code>(.*?)</Code>", text), re.search(r"<Message>(.*?)</Message>", text)
@@ -266,6 +327,22 @@ def beyond_the_end(error: BaseException) -> bool:
     return facts.status == 416 or facts.code == "InvalidRange"
 
 
+def check_range(asked: str, sent: str | None) -> None:
+    """Raise `HttpError` where a response says that it is another range than `asked` for, the value of `Range`."""
+    wanted, found = re.fullmatch(r"bytes=(\d*)-(\d*)", asked), re.fullmatch(r"bytes (\d+)-(\d+)/(\d+|\*)", sent or "")
+    if not wanted or not found:  # a server need not say it, and the bytes are checked
+        return
+    first, last, size = int(found[1]), int(found[2]), int(found[3]) if found[3] != "*" else None
+    if wanted[1]:  # shorter where the object ends
+        right = first == int(wanted[1]) and (
+            last == int(wanted[2]) or (last < int(wanted[2]) and size in (None, last + 1))
+        )
+    else:
+        right = size is None or (last == size - 1 and first == max(0, size - int(wanted[2])))
+    if not right:
+        raise HttpError(206, "WrongRange", f"asked for {asked}, the response has {sent}")
+
+
 def storage_error(error: BaseException, url: str, secrets: Secrets = NO_SECRETS) -> StorageError:
     """Return the error of ours for what a client raised while it worked on `url` (shown, so without secrets).
 
@@ -275,7 +352,7 @@ def storage_error(error: BaseException, url: str, secrets: Secrets = NO_SECRETS)
         return error
     facts = facts_of(error)
     detail = " ".join(secrets.redact(facts.text).split())[:200]
-    if not facts.code.isdigit() and facts.code not in detail:
+    if not facts.code.isdigit() and facts.code not in _OWN_CODES and facts.code not in detail:
         detail = f"{facts.code}: {detail}"
     detail = detail or type(error).__name__
     rule = _rule_for(facts)
@@ -283,6 +360,8 @@ def storage_error(error: BaseException, url: str, secrets: Secrets = NO_SECRETS)
         return StorageError(f"{url}: {detail}", "look at the store and at storage_options")
     found = rule.kind(f"{url}: {rule.problem} ({detail})", rule.remedy)
     found.retry_after = facts.wait
+    if rule.attempts is not None:
+        found.attempts = rule.attempts
     return found
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from streamloader.storage.calls import Calls
+from streamloader.storage.calls import Calls, with_fresh_credentials
 from streamloader.storage.failures import cause_of, client_errors, storage_error
 from streamloader.storage.location import NO_SECRETS, Secrets, object_path
 from streamloader.storage.protocol import Room
@@ -31,6 +31,7 @@ class FsspecReader:
         if stop <= start:
             return memoryview(b"")
         try:
-            return memoryview(self._calls.get_range(f"{self._root}/{object_path(path)}", start, stop))
+            full = f"{self._root}/{object_path(path)}"
+            return memoryview(with_fresh_credentials(self._calls, lambda: self._calls.get_range(full, start, stop)))
         except client_errors() as error:
             raise storage_error(error, f"{self._shown}/{path}", self._secrets) from cause_of(error, self._secrets)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from streamloader.errors import ObjectExistsError, StorageError, ThrottledError, UsageError
-from streamloader.storage.calls import TEMPORARY_SUFFIX, Calls, Page
+from streamloader.storage.calls import TEMPORARY_SUFFIX, Calls, Page, with_fresh_credentials
 from streamloader.storage.connection import Connection
 from streamloader.storage.failures import cause_of, client_errors, storage_error
 from streamloader.storage.location import Location, checked_path, object_path
-from streamloader.storage.policy import RETRYABLE, RetryPolicy, call_with_retry
+from streamloader.storage.policy import RETRYABLE, Retrier
 from streamloader.storage.protocol import Body, Buffer, ObjectInfo, RangeReader, body_bytes
 
 if TYPE_CHECKING:
@@ -22,22 +23,26 @@ Result = TypeVar("Result")
 class FsspecStore:
     """A `Store` over fsspec: the folder `folder` below a connection's URL.
 
-    Failures that may pass are retried by `policy`; the clients' own retries are off where they can be.
+    Failures that may pass are retried by the location's policy; the clients' own retries are off where they can be.
     """
 
-    def __init__(self, connection: Connection, folder: str, policy: RetryPolicy) -> None:
+    def __init__(self, connection: Connection, folder: str) -> None:
         self._connection = connection
         self._folder = folder
-        self._policy = policy
 
     @property
     def url(self) -> str:
         """The URL that the paths are below, without a trailing slash and without credentials."""
         return self._shown("")
 
+    @property
+    def retries(self) -> Retrier:
+        """What sends this process's requests to the store, again where they fail."""
+        return self._connection.retries
+
     def child(self, path: str) -> FsspecStore:
         """Return the store below `path`; it shares this one's connection."""
-        return FsspecStore(self._connection, self._below(path), self._policy)
+        return FsspecStore(self._connection, self._below(path))
 
     def get(self, path: str) -> bytes:
         """Return the whole object. Raises `NotFoundError` where there is none."""
@@ -87,7 +92,7 @@ class FsspecStore:
             etag = self._ask(object_path(path), lambda calls, full: calls.put(full, data))
         else:
             below = self._below(object_path(path))
-            etag = call_with_retry(lambda: http.put(below, data), self._policy, self._connection.budget)
+            etag = self.retries.call(lambda: http.put(below, data))
         return ObjectInfo(path, size, etag)
 
     def create(self, path: str, data: Buffer) -> ObjectInfo:
@@ -130,7 +135,7 @@ class FsspecStore:
         return self._guard("", self._connection.reader).below(self._folder)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (_restore, (self._connection.location, self._folder, self._policy))
+        return (_restore, (self._connection.location, self._folder, self.retries.reached))
 
     def __repr__(self) -> str:
         return f"FsspecStore({self.url!r})"
@@ -150,7 +155,7 @@ class FsspecStore:
         http = self._guard(path, self._connection.http)
         if http is None:
             return self._ask(path, by_fsspec)
-        return call_with_retry(lambda: by_http(http, below), self._policy, self._connection.budget)
+        return self.retries.call(lambda: by_http(http, below))
 
     def _ask(
         self,
@@ -162,12 +167,8 @@ class FsspecStore:
         below = self._below(path)
         session = self._guard(path, self._connection.session)
         full = session.path(below)
-        return call_with_retry(
-            lambda: self._guard(path, lambda: call(session.calls, full)),
-            self._policy,
-            self._connection.budget,
-            retryable=retryable,
-        )
+        ask = partial(with_fresh_credentials, session.calls, lambda: call(session.calls, full))
+        return self.retries.call(lambda: self._guard(path, ask), retryable=retryable)
 
     def _guard(self, path: str, call: Callable[[], Result]) -> Result:
         try:
@@ -181,5 +182,7 @@ def _next_page(token: str) -> Callable[[Calls, str], Page]:
     return lambda calls, folder: calls.list_page(folder, token)
 
 
-def _restore(location: Location, folder: str, policy: RetryPolicy) -> FsspecStore:
-    return FsspecStore(Connection(location), folder, policy)
+def _restore(location: Location, folder: str, reached: bool) -> FsspecStore:
+    store = FsspecStore(Connection(location), folder)
+    store.retries.reached = reached
+    return store

@@ -114,4 +114,6 @@ def open_http_reader(location: Location, s3: S3Client) -> HttpReader:
     """Return the reader of an S3 URL. Raises `UnsupportedError` where a proxy stands in the way."""
     refuse_proxy(s3)
     reason = "S3 without a proxy: bodies are read straight into place"
-    return HttpReader(Pool(s3), split_bucket(location.path)[1], location.shown, reason, location.secrets)
+    return HttpReader(
+        Pool(s3, location.retry), split_bucket(location.path)[1], location.shown, reason, location.secrets
+    )

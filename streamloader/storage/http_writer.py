@@ -6,8 +6,8 @@ import base64
 import http.client
 from collections.abc import Iterator, Sequence
 
-from streamloader.storage.failures import cause_of, client_errors, storage_error
-from streamloader.storage.http_pool import HttpError, Pool, Upload
+from streamloader.storage.failures import EXPIRED, HttpError, cause_of, client_errors, storage_error
+from streamloader.storage.http_pool import Pool, Upload
 from streamloader.storage.location import NO_SECRETS, Secrets, object_path
 from streamloader.storage.protocol import Body, body_crc32c, buffers_of
 from streamloader.storage.s3 import CHECKSUM
@@ -41,7 +41,7 @@ class HttpWriter:
             try:
                 etag, compared = self._send(key, body, {CHECKSUM: checksum(body)})
             except HttpError as error:
-                if pool.compares or error.status not in (400, 403, 501):
+                if pool.compares or error.status not in (400, 403, 501) or error.error_code in EXPIRED:
                     raise
                 pool.compares = False  # it may not know the header: then it answers so or ignores it
             else:

@@ -6,12 +6,13 @@ import base64
 import os
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
 
 from streamloader.errors import UnsupportedError, UsageError
+from streamloader.options import RetryPolicy
 
 # fsspec's spellings of one protocol
 _ALIASES = {"s3a": "s3", "gcs": "gs", "abfs": "az", "abfss": "az", "adl": "adl", "https": "http", "local": "file"}
@@ -113,6 +114,7 @@ class Location:
     protocol: str
     options: Mapping[str, Any]
     secrets: Secrets = NO_SECRETS  # of the URL and the options as they were given
+    retry: RetryPolicy = field(default_factory=RetryPolicy)
 
     def __repr__(self) -> str:
         return f"Location({self.shown!r})"
@@ -139,15 +141,29 @@ class Location:
 
 
 def parse_location(url: str | os.PathLike[str], options: Mapping[str, Any] | None) -> Location:
-    """Read a URL of any fsspec protocol, or a local path. Raises `UsageError` or `UnsupportedError`.
+    """Read a URL of any fsspec protocol, or a local path, and the `retry` policy in its options.
 
     User and password in an S3 or HTTP URL become the options that they stand for, so that no text of a client
-    holds them.
+    holds them. Raises `UsageError` or `UnsupportedError`.
     """
+    options = dict(options or {})
+    retry = _retry_policy(options.pop("retry", None))
+    return replace(_parse(url, options), retry=retry)
+
+
+def _retry_policy(value: RetryPolicy | Mapping[str, Any] | None) -> RetryPolicy:
+    if isinstance(value, RetryPolicy):
+        return value
+    known = [item.name for item in fields(RetryPolicy)]
+    if not isinstance(value or {}, Mapping) or not set(value or {}) <= set(known):
+        raise UsageError(f"storage option retry={value!r:.200}", f"give a RetryPolicy, with {', '.join(known)}")
+    return RetryPolicy(**(value or {}))
+
+
+def _parse(url: str | os.PathLike[str], options: dict[str, Any]) -> Location:
     target = os.fspath(url)
     if not isinstance(target, str) or not target.strip():
         raise UsageError(f"{url!r} is not a URL", "give a URL such as s3://bucket/folder, or a local path")
-    options = dict(options or {})
     secrets = secrets_of(target, options)
     if "::" not in target and "://" not in target:
         _check_slashes(target)

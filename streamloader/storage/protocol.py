@@ -9,6 +9,8 @@ from typing import Protocol
 import crc32c
 import numpy as np
 
+from streamloader.storage.policy import Retrier
+
 Buffer = bytes | bytearray | memoryview
 Body = Buffer | Sequence[Buffer]  # several buffers are one object, end to end
 Room = Callable[[int], memoryview]
@@ -80,6 +82,11 @@ class Store(Protocol):
     @property
     def url(self) -> str:
         """The URL that the paths are below, without a trailing slash and without credentials."""
+        ...
+
+    @property
+    def retries(self) -> Retrier:
+        """What sends this process's requests to the store, again where they fail; for those of `reader` too."""
         ...
 
     def child(self, path: str) -> Store:

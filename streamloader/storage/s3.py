@@ -15,10 +15,10 @@ import ssl
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
@@ -37,7 +37,6 @@ from streamloader.storage.location import Location
 from streamloader.storage.translate import (
     CONNECT_SECONDS,
     FSSPEC_ONLY,
-    READ_SECONDS,
     Target,
     client_options,
     refuse_unknown,
@@ -119,8 +118,16 @@ class S3Client:
     `parameters` are the S3 parameters of every call, such as `RequestPayer`; each operation takes those it knows.
     """
 
-    def __init__(self, client: Any, bucket: str, parameters: Mapping[str, Any], verify: bool | str | None) -> None:
+    def __init__(
+        self,
+        client: Any,
+        bucket: str,
+        parameters: Mapping[str, Any],
+        verify: bool | str | None,
+        make: Callable[[], Any] | None = None,
+    ) -> None:
         self.bucket = bucket
+        self._make = make
         self.verify = verify
         self.signs = client.meta.config.signature_version is not UNSIGNED
         self.connect_seconds = float(client.meta.config.connect_timeout)
@@ -201,12 +208,27 @@ class S3Client:
     def provide_keys(self) -> dict[str, Any]:
         """Return the current credentials as obstore takes them, which asks again when they have expired."""
         keys = self.keys()
+        ends = getattr(self._client._request_signer._credentials, "_expiry_time", None)  # of those that botocore renews
         return {
             "access_key_id": keys.access_key,
             "secret_access_key": keys.secret_key,
             "token": keys.token,
-            "expires_at": datetime.now(UTC) + TRUST,
+            "expires_at": min(datetime.now(UTC) + TRUST, ends.astimezone(UTC)) if ends else datetime.now(UTC) + TRUST,
         }
+
+    def renew(self, used: SignedRequest | None = None) -> bool:
+        """Look for credentials from the beginning, since the server says that they have expired.
+
+        Return whether a request that `used` them should be sent again. Another thread may have renewed them already.
+        """
+        if self._make is None or not self.signs:
+            return False
+        with self._lock:
+            if used is None or used.headers.get("X-Amz-Security-Token") == self.keys().token:
+                self._client = self._make()
+                self._client.meta.events.register("before-endpoint-resolution.s3", self._use_region)
+                self._templates.clear()
+        return True
 
     def find_region(self) -> str:
         """Return the region that requests are signed for, after botocore's client has asked AWS where the bucket is.
@@ -325,8 +347,9 @@ def open_s3(location: Location) -> S3Client:
     where credentials, certificates or the endpoint are missing or wrong.
     """
     try:
-        client, verify = _botocore_client(location.options)
-        s3 = S3Client(client, split_bucket(location.path)[0], _parameters(location.options), verify)
+        client, verify = _botocore_client(location)
+        bucket, make = split_bucket(location.path)[0], partial(_botocore_client, location)
+        s3 = S3Client(client, bucket, _parameters(location.options), verify, lambda: make()[0])
         if s3.signs and s3.keys() is None:
             raise AccessError(
                 f"{location.shown}: no credentials found",
@@ -340,14 +363,19 @@ def open_s3(location: Location) -> S3Client:
     return s3
 
 
-def _botocore_client(options: Mapping[str, Any]) -> tuple[Any, bool | str | None]:
+def _botocore_client(location: Location) -> tuple[Any, bool | str | None]:
     """Return the client that s3fs makes of its options, and its `verify`."""
+    options = location.options
     refuse_unknown("s3fs", options, _OPTIONS | _NO_EFFECT)
     if options.get("version_aware") or options.get("session"):
         raise UnsupportedError("only s3fs knows the options version_aware and session")
     config = dict(options.get("config_kwargs") or {})
     refuse_unknown("s3fs's config_kwargs", config, config.keys() - _TRANSPORT)
-    config = {"connect_timeout": CONNECT_SECONDS, "read_timeout": READ_SECONDS, **client_config(config)}
+    config = {
+        "connect_timeout": CONNECT_SECONDS,
+        "read_timeout": location.retry.response_seconds,
+        **client_config(config),
+    }
     given = {
         "aws_access_key_id": options.get("key") or options.get("username"),
         "aws_secret_access_key": options.get("secret") or options.get("password"),
@@ -427,4 +455,4 @@ def s3_target(location: Location) -> Target:
     elif isinstance(s3.verify, str) and not http["allow_http"]:
         http["root_certificate"] = Path(s3.verify).read_bytes()
     bucket, prefix = split_bucket(location.path)
-    return Target("s3", bucket, prefix, config, http, s3.provide_keys if s3.signs else None)
+    return Target("s3", bucket, prefix, config, http, s3.provide_keys if s3.signs else None, s3.renew)

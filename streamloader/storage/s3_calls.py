@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from botocore.exceptions import ClientError
 
@@ -24,7 +25,7 @@ class S3Calls(PlainCalls):
     def info(self, path: str) -> ObjectInfo | None:
         bucket, key = self._split(path)
         try:
-            found = self.fs.call_s3("head_object", Bucket=bucket, Key=key)
+            found = self._call("head_object", Bucket=bucket, Key=key)
         except OSError as error:
             if facts_of(error).status != 404:
                 raise
@@ -35,7 +36,7 @@ class S3Calls(PlainCalls):
         bucket, key = self._split(folder)
         prefix = f"{key}/" if key else ""
         more = {"ContinuationToken": token} if token else {}
-        answer = self.fs.call_s3("list_objects_v2", Bucket=bucket, Prefix=prefix, **more)
+        answer = self._call("list_objects_v2", Bucket=bucket, Prefix=prefix, **more)
         objects = [
             ObjectInfo(f"{bucket}/{entry['Key']}", entry["Size"], etag_of(entry))
             for entry in answer.get("Contents", ())
@@ -70,7 +71,7 @@ class S3Calls(PlainCalls):
         for first in range(0, len(paths), KEYS_PER_DELETE):
             split = [self._split(path) for path in paths[first : first + KEYS_PER_DELETE]]
             keys = {"Objects": [{"Key": key} for _, key in split], "Quiet": True}
-            answer = self.fs.call_s3("delete_objects", Bucket=split[0][0], Delete=keys)
+            answer = self._call("delete_objects", Bucket=split[0][0], Delete=keys)
             for problem in answer.get("Errors", ()):
                 if problem.get("Code") != "NoSuchKey":
                     raise ClientError({"Error": problem}, "DeleteObjects")
@@ -79,13 +80,23 @@ class S3Calls(PlainCalls):
         bucket, key = self._split(folder)
         removed = 0
         while True:  # each round removes what it has seen, so the next page comes to the front
-            answer = self.fs.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=f"{key}/" if key else "")
+            answer = self._call("list_multipart_uploads", Bucket=bucket, Prefix=f"{key}/" if key else "")
             uploads = answer.get("Uploads", ())
             for upload in uploads:
-                self.fs.call_s3("abort_multipart_upload", Bucket=bucket, Key=upload["Key"], UploadId=upload["UploadId"])
+                self._call("abort_multipart_upload", Bucket=bucket, Key=upload["Key"], UploadId=upload["UploadId"])
             removed += len(uploads)
             if not uploads or not answer.get("IsTruncated"):
                 return removed
+
+    def _call(self, method: str, **parameters: Any) -> Any:
+        """Ask within the time that a response of a MiB may take: a page of a listing has less."""
+        from fsspec.asyn import sync  # it is there, with the filesystem
+
+        return sync(self.fs.loop, self.fs._call_s3, method, timeout=self.policy.deadline(1 << 20), **parameters)
+
+    def renew(self) -> bool:
+        self.fs.connect(refresh=True)  # a new session looks for credentials from the beginning
+        return True
 
     def _split(self, path: str) -> tuple[str, str]:
         bucket, key, _ = self.fs.split_path(path)

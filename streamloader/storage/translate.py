@@ -17,7 +17,6 @@ from streamloader.storage.location import Location
 
 CONNECT_SECONDS = 5.0  # s3fs's own defaults
 READ_SECONDS = 15.0
-TOTAL_SECONDS = 300  # for one request; obstore's own limit of 30 s would end large reads on slow lines
 
 FSSPEC_ONLY = {
     *("use_listings_cache", "listings_expiry_time", "max_paths", "skip_instance_cache", "asynchronous", "loop"),
@@ -37,6 +36,7 @@ class Target:
     config: Mapping[str, Any] = field(default_factory=dict, repr=False)
     client_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
     credentials: Callable[[], dict[str, Any]] | None = field(default=None, repr=False)
+    renew: Callable[[], bool] | None = field(default=None, repr=False)
 
 
 def client_options(
@@ -46,7 +46,6 @@ def client_options(
     return {
         "connect_timeout": f"{round(connect_seconds * 1000)}ms",
         "read_timeout": f"{round(read_seconds * 1000)}ms",
-        "timeout": f"{TOTAL_SECONDS}s",
         "allow_http": allow_http,
     }
 

@@ -262,9 +262,8 @@ def test_a_killed_server_is_an_error_and_leaves_nothing(tmp_path: Path) -> None:
         child = Child(
             tmp_path,
             """
-            from streamloader.storage.policy import RetryPolicy
-            RetryPolicy.__init__.__defaults__ = (3, 0.05, 0.1, 5.0, 1)  # patience of a test
-            ds = StreamingDataset(url, batch_size=8, storage_options=json.loads(sys.argv[2]))
+            options = json.loads(sys.argv[2]) | {"retry": {"outage_seconds": 1.0, "probe_seconds": 0.1}}
+            ds = StreamingDataset(url, batch_size=8, storage_options=options)
             iterator = iter(ds)
             next(iterator)
             say("running")

@@ -448,6 +448,7 @@ class Counting:
     def __init__(self, store: Any) -> None:
         self.asked: list[tuple[int, int]] = []
         self._store, self.url, self.kind, self.reason = store, store.url, "counting", ""
+        self.retries = store.retries
 
     def reader(self) -> Any:
         return self

@@ -21,7 +21,6 @@ from streamloader.format.reader import field_reader
 from streamloader.format.runs import Run
 from streamloader.format.shard import index_size, parse_index
 from streamloader.options import MIB
-from streamloader.storage.policy import RetryPolicy, call_with_retry
 
 PIECE_BYTES = 8 * MIB  # of a shard that a thread reads and decodes at once, unless one chunk is more
 
@@ -49,7 +48,7 @@ class ShardCheck:
         self._layout = field.layout
         self._table = table
         self._reader = field_reader(field.subject.store, field.subject.manifest, field.name)
-        self._plane = field.subject.store.reader()
+        self._plane, self._retries = field.subject.store.reader(), field.subject.store.retries
         self._lock = threading.Lock()
         self._stored = self._decoded = 0
 
@@ -207,9 +206,9 @@ class ShardCheck:
         field = self._layout.field
         request = partial(self._reader.fetch, self._plane, run)
         if shard.chunks.crcs is None:  # then what stands behind each chunk is the only checksum
-            run = replace(run, crcs=_stored_crcs(call_with_retry(request, RetryPolicy()), run))
+            run = replace(run, crcs=_stored_crcs(self._retries.call(request), run))
         out = np.empty((run.num_samples, *field.shape), field.dtype) if field.fixed else None
-        placed = self._reader.load(run, lambda: call_with_retry(request, RetryPolicy()), out) or []
+        placed = self._reader.load(run, lambda: self._retries.call(request), out) or []
         if out is not None and field.dtype == "bool":
             wrong = np.flatnonzero(out.view(np.uint8).reshape(run.num_samples, -1).max(axis=1) > 1)
             if len(wrong):

@@ -12,6 +12,7 @@ from streamloader.errors import AccessError, DestinationError, IncompleteError, 
 from streamloader.format.destination import check_not_running, clean, erase
 from streamloader.format.opening import open_root, read_job, read_root
 from streamloader.format.publish import CLAIM
+from streamloader.storage.policy import Retrier
 from streamloader.storage.protocol import Body, Buffer, ObjectInfo, RangeReader, Store, body_bytes
 
 Kind = Literal["nothing", "unfinished", "finished"]
@@ -109,6 +110,11 @@ class Rehearsal:
     def url(self) -> str:
         """The URL of the real one."""
         return self._store.url
+
+    @property
+    def retries(self) -> Retrier:
+        """What retries requests to the real one."""
+        return self._store.retries
 
     def child(self, path: str) -> Rehearsal:
         """Return the one below `path`; it remembers in the same place."""

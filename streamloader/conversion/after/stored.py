@@ -16,7 +16,6 @@ from streamloader.format.opening import Opened
 from streamloader.format.reader import FieldReader, Placed, Run, field_reader
 from streamloader.format.threads import run_all
 from streamloader.options import MIB
-from streamloader.storage.policy import RetryPolicy, call_with_retry
 
 THREADS = 4  # requests of one column at once
 REQUEST_BYTES = 8 * MIB
@@ -36,7 +35,7 @@ class StoredColumns:
     def __init__(self, opened: Opened, names: Iterable[str] | None = None) -> None:
         wanted = opened.manifest.fields if names is None else names
         self._readers = {name: field_reader(opened.store, opened.manifest, name) for name in wanted}
-        self._plane = opened.store.reader()
+        self._plane, self._retries = opened.store.reader(), opened.store.retries
 
     @property
     def fields(self) -> dict[str, Field]:
@@ -71,7 +70,7 @@ class StoredColumns:
 
     def _load(self, reader: FieldReader, run: Run, out: NDArray[Any] | None = None, first: int = 0) -> list[Placed]:
         request = partial(reader.fetch, self._plane, run)
-        return reader.load(run, lambda: call_with_retry(request, RetryPolicy()), out, first) or []
+        return reader.load(run, lambda: self._retries.call(request), out, first) or []
 
 
 def bad_item(field: Field, items: Items) -> tuple[int, str] | None:

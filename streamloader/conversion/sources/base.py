@@ -15,7 +15,6 @@ from streamloader.errors import SourceChangedError, SourceError
 from streamloader.format.codecs import Column
 from streamloader.format.manifest import Field
 from streamloader.format.threads import run_all
-from streamloader.storage.policy import RetryPolicy, call_with_retry
 from streamloader.storage.protocol import ObjectInfo, Store
 
 READ_THREADS = 8  # a small file costs one round trip, so several are under way at once
@@ -155,7 +154,7 @@ def read_range(store: Store, wanted: Range) -> memoryview:
     if wanted.start == wanted.stop:
         return memoryview(b"")
     reader = store.reader()
-    data = call_with_retry(lambda: reader.read(wanted.path, wanted.start, wanted.stop), RetryPolicy())
+    data = store.retries.call(lambda: reader.read(wanted.path, wanted.start, wanted.stop))
     if len(data) != wanted.stop - wanted.start:
         end = wanted.start + len(data)
         raise SourceChangedError(

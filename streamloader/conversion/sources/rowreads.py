@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 from streamloader.conversion.sources import base
 from streamloader.errors import SourceChangedError
 from streamloader.format.threads import run_all
-from streamloader.storage.policy import RetryPolicy, call_with_retry
 from streamloader.storage.protocol import Store
 
 
@@ -67,7 +66,7 @@ def read_into(store: Store, path: str, start: int, out: NDArray[np.uint8]) -> No
         given.append(size)
         return place[:size]
 
-    data = call_with_retry(lambda: reader.read(path, start, stop, room), RetryPolicy())
+    data = store.retries.call(lambda: reader.read(path, start, stop, room))
     if len(data) != len(out):
         raise SourceChangedError(
             f"{store.url}/{path} ends at byte {start + len(data)}, when it was listed it had at least {stop}",

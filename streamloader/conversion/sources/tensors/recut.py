@@ -16,7 +16,6 @@ from streamloader.format.manifest import Field, Manifest
 from streamloader.format.reader import FieldReader, Run, field_reader
 from streamloader.format.runs import Placed
 from streamloader.format.threads import run_all
-from streamloader.storage.policy import RetryPolicy, call_with_retry
 from streamloader.storage.protocol import Store
 
 
@@ -52,7 +51,7 @@ class Recut:
             out = column if isinstance(column, np.ndarray) else None
 
             def load(run: Run, reader: FieldReader = reader, out: NDArray[Any] | None = out) -> list[Placed]:
-                fetch = partial(call_with_retry, lambda: reader.fetch(plane, run), RetryPolicy())
+                fetch = partial(self.store.retries.call, lambda: reader.fetch(plane, run))
                 return reader.load(run, fetch, out, 0) or []
 
             runs = reader.runs_of(rows)
