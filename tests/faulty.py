@@ -14,12 +14,26 @@ import threading
 from collections import deque
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 
 SLOW_DOWN = b"<Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>"
 
+EXPIRED = b"<Error><Code>ExpiredToken</Code><Message>The provided token has expired.</Message></Error>"
+GARBAGE = {
+    "garbled": b"HTTZ/1.1 2x6 ??\r\n\r\n",
+    "long-header": b"HTTP/1.1 206 Partial Content\r\nX-A: " + b"a" * 700_000 + b"\r\nContent-Length: 0\r\n\r\n",
+    "many-headers": b"HTTP/1.1 206 Partial Content\r\n"
+    + b"".join(b"X-%d: a\r\n" % number for number in range(500))
+    + b"Content-Length: 0\r\n\r\n",
+}
+
 
 class FaultyServer(ThreadingHTTPServer):
-    """`faults` are used up one for each GET: a status such as "503", "truncate", "stall", "close", "ignore-range"."""
+    """`faults` are used up one for each GET: a status such as "503", one of `GARBAGE`, "truncate", "trickle" (a byte a
+    second), "stall", "close", "ignore-range", "wrong-range", "expired" (credentials).
+
+    With `token` only requests that carry this session token succeed.
+    """
 
     daemon_threads = True
     block_on_close = False
@@ -31,8 +45,13 @@ class FaultyServer(ThreadingHTTPServer):
             self.socket = tls.wrap_socket(self.socket, server_side=True, do_handshake_on_connect=False)
         self.content = content
         self.faults: deque[str] = deque()
-        self.gets = 0
+        self.gets = self.connections = 0
+        self.token = ""
         self.released = threading.Event()
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        self.connections += 1
+        super().process_request(request, client_address)
 
     @property
     def endpoint(self) -> str:
@@ -43,6 +62,7 @@ class FaultyServer(ThreadingHTTPServer):
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server: FaultyServer
+    trickle = False
 
     def handle(self) -> None:
         with contextlib.suppress(ConnectionError, ssl.SSLError):  # a client that does not trust us hangs up
@@ -54,7 +74,12 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self.server.gets += 1
         fault = self.server.faults.popleft() if self.server.faults else ""
-        if fault.isdigit():
+        if fault == "expired" or self.server.token not in self.headers.get("X-Amz-Security-Token", ""):
+            self._answer(400, EXPIRED)
+        elif fault in GARBAGE:
+            self.wfile.write(GARBAGE[fault])
+            self.close_connection = True
+        elif fault.isdigit():
             self._answer(int(fault), SLOW_DOWN if fault == "503" else b"")
         elif fault == "stall":
             self.server.released.wait()
@@ -66,6 +91,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _content(self, fault: str) -> None:
         content, wanted = self.server.content, re.fullmatch(r"bytes=(\d*)-(\d*)", self.headers.get("Range", ""))
+        self.trickle = fault == "trickle"
         if not wanted or fault == "ignore-range":
             self._answer(200, content)
             return
@@ -74,8 +100,9 @@ class _Handler(BaseHTTPRequestHandler):
         if first >= len(content):
             self._answer(416, b"")
             return
-        headers = {"Content-Range": f"bytes {first}-{stop - 1}/{len(content)}"}
-        self._answer(206, content[first:stop], headers, truncate=fault == "truncate")
+        sent = first - 1 if fault == "wrong-range" else first
+        headers = {"Content-Range": f"bytes {sent}-{sent + stop - first - 1}/{len(content)}"}
+        self._answer(206, content[sent : sent + stop - first], headers, truncate=fault == "truncate")
 
     def _answer(self, status: int, body: bytes, headers: dict[str, str] | None = None, truncate: bool = False) -> None:
         self.send_response(status)
@@ -83,7 +110,11 @@ class _Handler(BaseHTTPRequestHandler):
         for name, value in {**common, **(headers or {})}.items():
             self.send_header(name, value)
         self.end_headers()
-        with contextlib.suppress(ConnectionError):
+        with contextlib.suppress(ConnectionError, ssl.SSLError):
+            for number in range(len(body) if self.trickle else 0):
+                self.wfile.write(body[number : number + 1])
+                if self.server.released.wait(1.0):
+                    return
             self.wfile.write(body[: len(body) // 2] if truncate else body)
         self.close_connection = self.close_connection or truncate
 

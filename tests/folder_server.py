@@ -3,12 +3,14 @@
 with folder_server(path) as server:
     server.behave = "stall"      # or "503", "close", "damage", ""; for requests of shards, not for paths with `spare`
     server.every = 50            # only each 50th of them; a "stall" lasts `seconds`, for ever without
+    server.faults["/zarr.json"] = ["trickle", "flip", "short"]   # of the next GETs of a path with this text, one each
     StreamingDataset(server.url, ...)
 """
 
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -22,8 +24,10 @@ class FolderServer(ThreadingHTTPServer):
     daemon_threads = True
     block_on_close = False
 
-    def __init__(self, folder: Path) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
+    def __init__(self, folder: Path, port: int = 0) -> None:
+        super().__init__(("127.0.0.1", port), _Handler)
+        self.faults: dict[str, list[str]] = {}
+        self.paths: list[str] = []
         self.folder = folder
         self.behave = ""
         self.spare = "nothing"
@@ -46,6 +50,13 @@ class FolderServer(ThreadingHTTPServer):
     def handle_error(self, request: object, client_address: object) -> None:
         """Say nothing: clients may hang up."""
 
+    def fault(self, path: str) -> str:
+        """What to do with any GET; empty for what is right."""
+        with self.lock:
+            self.paths.append(path)
+            queues = [faults for text, faults in self.faults.items() if text in path and faults]
+            return queues[0].pop(0) if queues else ""
+
     def behaviour(self, path: str) -> str:
         """What to do with a request for data; empty for what is right."""
         with self.lock:
@@ -60,6 +71,7 @@ class FolderServer(ThreadingHTTPServer):
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server: FolderServer
+    trickle = False
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002
         pass
@@ -90,16 +102,25 @@ class _Handler(BaseHTTPRequestHandler):
         elif behaviour == "503":
             self._answer(503, b"slow down", {"Retry-After": "0"})
         else:
-            self._file(body=True, damage=behaviour == "damage")
+            self._file(body=True, damage=behaviour == "damage", fault=self.server.fault(self.path))
 
-    def _file(self, body: bool, damage: bool = False) -> None:
-        path = self.server.folder / self.path.lstrip("/")
+    def _file(self, body: bool, damage: bool = False, fault: str = "") -> None:
+        path = self.server.folder / self.path.split("?")[0].lstrip("/")
         if not path.is_file():
             self._answer(404, b"")
             return
         content = path.read_bytes()
         if damage:
             content = bytes(byte ^ 1 for byte in content)
+        if fault == "flip":  # in the middle: a digit of a number, an entry of a table
+            content = (
+                content[: len(content) // 2]
+                + bytes([content[len(content) // 2] ^ 1])
+                + content[len(content) // 2 + 1 :]
+            )
+        elif fault == "short":
+            content = content[: len(content) // 2]
+        self.trickle = fault == "trickle"
         wanted = self.headers.get("Range", "").removeprefix("bytes=")
         if not wanted:
             self._answer(200, content, {}, body)
@@ -122,6 +143,10 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if body:
             with contextlib.suppress(ConnectionError):
+                for number in range(len(content) if self.trickle else 0):
+                    self.wfile.write(content[number : number + 1])
+                    if self.server.released.wait(1.0):
+                        return
                 self.wfile.write(content)
 
 
@@ -138,3 +163,7 @@ def folder_server(folder: Path) -> Iterator[FolderServer]:
         server.shutdown()
         thread.join()
         server.server_close()
+
+
+if __name__ == "__main__":  # a server that can be killed: folder, port
+    FolderServer(Path(sys.argv[1]), int(sys.argv[2])).serve_forever()

@@ -249,9 +249,10 @@ class HttpCalls(PlainCalls):
         if wanted:
             options["headers"]["Range"] = wanted
         session, progress = await self.fs.set_session(), Progress(self.policy)
-        async with await asyncio.wait_for(
-            session.get(self.fs.encode_url(url), **options), progress.seconds_left()
-        ) as response:
+        async with (
+            asyncio.timeout(progress.seconds_left()) as limit,
+            session.get(self.fs.encode_url(url), **options) as response,
+        ):
             if response.status == 416 and wanted:
                 return b""
             self.fs._raise_not_found_for_status(response, url)
@@ -260,8 +261,9 @@ class HttpCalls(PlainCalls):
             if wanted:
                 check_range(wanted, response.headers.get("Content-Range"))
             parts: list[bytes] = []
-            while part := await asyncio.wait_for(response.content.readany(), progress.seconds_left()):
+            while part := await response.content.readany():
                 progress.received(len(part))
+                limit.reschedule(self.fs.loop.time() + progress.seconds_left())
                 parts.append(part)
             return b"".join(parts)
 

@@ -21,12 +21,14 @@ from streamloader.errors import (
     StorageError,
     ThrottledError,
     TransientError,
+    UnsupportedError,
 )
 from streamloader.options import RetryPolicy
 
 Result = TypeVar("Result")
 
-RETRYABLE: tuple[type[StorageError], ...] = (TransientError, EndpointError)
+# UnsupportedError: a server may ignore one range; `attempts` limits that
+RETRYABLE: tuple[type[StorageError], ...] = (TransientError, EndpointError, UnsupportedError)
 NO_RETRY = RetryPolicy(outage_seconds=0.0, request_seconds=0.0)
 
 # An outage begins when no request has succeeded for so long: until then each request retries by itself.
@@ -229,6 +231,8 @@ class Retrier:
                 self._reported = False
 
     def _first_contact(self, request: _Request, error: StorageError) -> bool:
+        if error.attempts is not None:
+            return True
         return isinstance(error, TransientError) and request.attempts < self.policy.first_contact_attempts
 
     def _give_up(self, request: _Request, error: StorageError, now: float) -> NoReturn:
