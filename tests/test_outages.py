@@ -96,7 +96,6 @@ def test_a_run_outlives_a_restart_and_says_what_it_waits_for(
         done.set()
         restarter.join()
     assert sorted(seen) == list(range(COUNT))
-    print(waiting)
     if waiting[0]:  # the rest was not there already
         assert "127.0.0.1" in waiting[0]
         assert "last error: " in waiting[0]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import ssl
 import stat
 import sys
+import time
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from ipaddress import ip_address
@@ -19,7 +21,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from faulty import FaultyServer, faulty_server
 from servers import S3Server
 
-from streamloader.errors import EndpointError
+from streamloader.errors import AccessError, EndpointError
 from streamloader.storage import open_store
 from streamloader.storage.location import parse_location
 from streamloader.storage.object_reader import open_object_reader
@@ -154,3 +156,86 @@ def test_a_private_certificate_is_trusted_where_told(
         assert_every_plane_reads(open_store("s3://bucket", {**options, "client_kwargs": {"verify": verify}}))
     monkeypatch.setenv("AWS_CA_BUNDLE", str(certificate))
     assert_every_plane_reads(open_store("s3://bucket", options))
+
+
+def signed_certificate(folder: Path, address: str, days: tuple[int, int]) -> ssl.SSLContext:
+    """Return a server's settings with a certificate for `address` of a CA of its own, `ca.pem` in the folder."""
+    now, keys = datetime.now(UTC), [ec.generate_private_key(ec.SECP256R1()) for _ in range(2)]
+    names = [x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, text)]) for text in ("test CA", "test server")]
+    for number, name in enumerate(["ca", "server"]):
+        builder = (
+            x509.CertificateBuilder(names[0], names[number], keys[number].public_key(), x509.random_serial_number())
+            .not_valid_before(now + timedelta(days=days[0]))
+            .not_valid_after(now + timedelta(days=days[1] if number else 1))
+            .add_extension(x509.BasicConstraints(ca=not number, path_length=None), critical=True)
+        )
+        if number:
+            alternative = x509.SubjectAlternativeName([x509.IPAddress(ip_address(address))])
+            builder = builder.add_extension(alternative, critical=False)
+        pem = builder.sign(keys[0], hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
+        (folder / f"{name}.pem").write_bytes(pem)
+    coding = (serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    (folder / "server.key").write_bytes(keys[1].private_bytes(*coding))
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(folder / "server.pem", folder / "server.key")
+    return context
+
+
+ASKS = {
+    "sockets": lambda store: store.reader().read("a", 0, 1),
+    "obstore": lambda store: open_object_reader(store._connection.location).read("a", 0, 1),
+    "s3fs": lambda store: store.head("a"),
+}
+
+
+@pytest.mark.parametrize("ask", ASKS)
+@pytest.mark.parametrize(
+    ("address", "days", "trusted", "reason"),
+    [
+        ("127.0.0.1", (-2, 1), False, "issuer"),
+        ("127.0.0.2", (-2, 1), True, "mismatch|NotValidForName"),
+        ("127.0.0.1", (-2, -1), True, "expired"),
+    ],
+    ids=["unknown CA", "other host", "expired"],
+)
+def test_a_certificate_that_is_not_trusted_is_final_with_its_reason(
+    tmp_path: Path, ask: str, address: str, days: tuple[int, int], trusted: bool, reason: str
+) -> None:
+    with faulty_server(CONTENT, signed_certificate(tmp_path, address, days)) as server:
+        options: dict[str, Any] = {"key": "k", "secret": "s", "endpoint_url": server.endpoint}
+        options["client_kwargs"] = {
+            "region_name": "us-east-1",
+            **({"verify": str(tmp_path / "ca.pem")} if trusted else {}),
+        }
+        store: Any = open_store("s3://bucket", options)
+        store.retries.reached = True  # a run that was going on
+        begin = time.monotonic()
+        with pytest.raises(EndpointError, match="certificate is not trusted") as raised:
+            store.retries.call(lambda: ASKS[ask](store))
+        assert re.search(f"certificate verify failed: .*({reason})", str(raised.value), re.IGNORECASE)
+        assert server.connections == 1
+        assert time.monotonic() - begin < 10
+
+
+def session_keys(token: str) -> str:
+    return json.dumps({"Version": 1, "AccessKeyId": "k", "SecretAccessKey": "s", "SessionToken": token})
+
+
+@pytest.mark.parametrize("ask", ["sockets", "obstore", "get"])
+def test_expired_credentials_are_fetched_anew_once(tmp_path: Path, ask: str) -> None:
+    asks = {**ASKS, "get": lambda store: store.get("a")}
+    (tmp_path / "keys.json").write_text(session_keys("old"))
+    (tmp_path / "config").write_text(f"[profile ours]\ncredential_process = cat {tmp_path / 'keys.json'}\n")
+    with faulty_server(CONTENT) as server:
+        server.token = "old"
+        options = {"profile": "ours", "endpoint_url": server.endpoint, "client_kwargs": {"region_name": "us-east-1"}}
+        store: Any = open_store("s3://bucket", options)
+        asks[ask](store)
+        server.token, before = "new", server.gets
+        (tmp_path / "keys.json").write_text(session_keys("new"))
+        asks[ask](store)
+        assert server.gets - before <= 2
+        server.token, before = "newer", server.gets
+        with pytest.raises(AccessError, match="the credentials have expired"):
+            asks[ask](store)
+        assert server.gets - before == 2
