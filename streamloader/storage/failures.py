@@ -312,8 +312,10 @@ def _obstore_facts(text: str, status: int, code: str, message: str) -> tuple[int
         code = code or "Interrupted"
     elif "InvalidRange" in debug:
         status = status or 416
-    elif "UnexpectedRange" in debug:
+    elif re.search(r"source: (UnexpectedRange|\w+ContentRange)\b", debug):
         code = code or "WrongRange"
+    elif "source: Header {" in debug:
+        code = code or "Interrupted"
     elif "NotPartial" in debug or "RangeNotSupported" in debug:
         code = code or "RangeNotSupported"
     xml_code, xml_message = re.search(r"<Code>(.*?)</Code>", text), re.search(r"<Message>(.*?)</Message>", text)
