@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from streamloader.engine import budget
 from streamloader.engine.hedge import LEAST_SAMPLES, LEAST_SECONDS, MARGIN, REQUESTS_A_HEDGE, Hedging
+from streamloader.errors import EngineError
 from streamloader.options import RetryPolicy, Shuffle
 from streamloader.torch_dataset import StreamingDataset
 
@@ -181,7 +182,12 @@ def test_a_request_that_stalls_for_good_holds_neither_the_pass_nor_the_memory_of
 def test_threads_that_wait_to_try_again_end_with_the_pass(server: FolderServer, policy: RetryPolicy) -> None:
     server.behave, server.spare = "503", "/label/"
     ds = StreamingDataset(server.url, batch_size=100, storage_options={"retry": policy})
-    consumer = threading.Thread(target=lambda: list(ds))
+
+    def consume() -> None:
+        with pytest.raises(EngineError, match="this pass was ended"):
+            list(ds)
+
+    consumer = threading.Thread(target=consume)
     consumer.start()
     while not ds.stats().retries:  # how many wait depends on how soon the first 503 lowers the pace
         server.released.wait(0.01)

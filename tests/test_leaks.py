@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 from pathlib import Path
 
@@ -28,10 +29,14 @@ def test_an_owner_whose_method_is_the_transform_is_collected(folder: Path) -> No
         for _ in trainer.dataset:
             pass
     assert leaks.our_threads()
-    gone = weakref.ref(trainer)
+    gone = threading.Event()
+    weakref.finalize(trainer, gone.set)
     del trainer
-    gc.collect()
-    assert gone() is None
+    for _ in range(100):  # a thread may be inside the transform
+        gc.collect()
+        if gone.wait(0.1):
+            break
+    assert gone.is_set()
     assert leaks.held().arenas == 0
     assert not leaks.our_threads()
 

@@ -6,12 +6,6 @@ errors that they give for the others are pinned, so that the day they learn it i
 
 from __future__ import annotations
 
-import http.server
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import dask.array
@@ -21,6 +15,7 @@ import pytest
 import tensorstore
 import xarray
 import zarr
+from folder_server import folder_server
 from golden import EXPECTED, GOLDEN, assert_same, expected_column
 from servers import S3Server
 from zarr.storage import LocalStore, WrapperStore
@@ -168,31 +163,11 @@ def test_zarr_python_opens_a_dataset_and_all_its_arrays_by_one_get() -> None:
     assert store.keys == ["zarr.json"]
 
 
-@contextmanager
-def http_server(folder: Path) -> Iterator[tuple[str, list[str]]]:
-    """Serve a folder; yield its URL, and the list of requests that arrive."""
-    requests: list[str] = []
-
-    class Handler(http.server.SimpleHTTPRequestHandler):
-        def log_request(self, code: Any = "-", size: Any = "-") -> None:
-            requests.append(f"{self.command} {self.path}")
-
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=folder))
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}", requests
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
-
-
 def test_we_open_a_dataset_or_a_split_by_one_get() -> None:
-    with http_server(GOLDEN) as (url, requests):
-        assert len(sl.open(f"{url}/tensors")) == 11
-        assert len(sl.open(f"{url}/splits", split="val")) == 3
-        assert requests == ["GET /tensors/zarr.json", "GET /splits/zarr.json"]
+    with folder_server(GOLDEN) as server:
+        assert len(sl.open(f"{server.url}/tensors")) == 11
+        assert len(sl.open(f"{server.url}/splits", split="val")) == 3
+        assert server.paths == ["/tensors/zarr.json", "/splits/zarr.json"]
 
 
 def test_every_kind_of_number_keeps_its_bits_in_all_readers() -> None:

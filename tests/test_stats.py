@@ -23,7 +23,9 @@ from streamloader.stats import BatchReport, Counters, Stats
 
 N = 700
 SUMS = [
-    item.name for item in dataclasses.fields(Stats) if item.name not in ("in_flight", "cores", "transformers", "client")
+    item.name
+    for item in dataclasses.fields(Stats)
+    if item.name not in ("in_flight", "cores", "transformers", "client", "waiting_for")
 ]
 
 seconds = st.just(0.0) | st.floats(1e-9, 1e6)  # clocks count nanoseconds

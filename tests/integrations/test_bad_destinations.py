@@ -11,7 +11,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,12 +80,14 @@ class Place:
     free: Callable[[], Any]
 
 
-def run(src: Path, dst: Path | str, tmp_path: Path, prefix: list[str], env: Mapping[str, str]) -> Any:
+def run(
+    src: Path, dst: Path | str, tmp_path: Path, prefix: list[str], env: Mapping[str, str], options: Sequence[str] = ()
+) -> Any:
     """Convert by a command of its own, which must leave nothing in its folder of temporary files."""
     (tmp_path / "tmp").mkdir(exist_ok=True)
     # a limit on files would cut the interpreter's .pyc
     environment = {**os.environ, "TMPDIR": str(tmp_path / "tmp"), "PYTHONDONTWRITEBYTECODE": "1", **env}
-    line = [*prefix, *COMMAND, str(src), str(dst), *OPTIONS]
+    line = [*prefix, *COMMAND, str(src), str(dst), *OPTIONS, *options]
     done = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=200, check=False)
     assert not list((tmp_path / "tmp").iterdir())
     return done
@@ -255,7 +257,8 @@ def test_a_full_store_ends_the_conversion_in_bounded_time_and_it_goes_on_where_t
         fill(server)
         before = objects(server, url)
         assert sum("/receipts/" in path for path in before) == BEGUN
-        done = run(src, url, tmp_path, [], server.env)  # it is killed where the retries do not end
+        soon = ["--storage-option", 'retry={"outage_seconds": 8}']
+        done = run(src, url, tmp_path, [], server.env, soon)  # it is killed where the retries do not end
         refused(done, url, "the store failed or the transfer broke off", "SL204")
         after = objects(server, url)
         assert {path: after.get(path) for path in before} == before
