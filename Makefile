@@ -7,12 +7,13 @@ STAMP := $(VENV)/.installed
 INTEGRATIONS := .venv-integrations
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint types format bench bench-full bench-convert clean test-integrations
+.PHONY: help install demo test lint types format bench bench-full bench-convert clean test-integrations test-long
 
 help:
 	@echo "make demo         the main job: convert, train with two ranks, kill, resume, evaluate (a minute or two)"
-	@echo "make test         lint, types and all tests (less than ten minutes)"
+	@echo "make test         lint, types and all tests (about ten minutes)"
 	@echo "make test-integrations  every source and engine with its packages, training frameworks, many kills: in an environment of its own"
+	@echo "make test-long    leaks over 200 cycles, an outage of a minute: ten minutes, in the same environment"
 	@echo "make lint         ruff; 'make format' repairs what it can"
 	@echo "make types        mypy --strict"
 	@echo "make bench        loader, ceilings and peers side by side (less than 15 minutes)"
@@ -37,7 +38,10 @@ test: lint types
 	$(BIN)/python -m pytest
 
 test-integrations: $(INTEGRATIONS)/.installed
-	$(INTEGRATIONS)/bin/python -m pytest tests/integrations
+	$(INTEGRATIONS)/bin/python -m pytest tests/integrations -m 'not long'
+
+test-long: $(INTEGRATIONS)/.installed
+	$(INTEGRATIONS)/bin/python -m pytest tests/integrations -m long
 
 $(INTEGRATIONS)/.installed: pyproject.toml constraints.txt
 	@echo "installing into $(INTEGRATIONS), once: some minutes"

@@ -8,6 +8,8 @@ from pathlib import Path
 import leaks
 import pytest
 
+pytestmark = pytest.mark.long
+
 KINDS = ["break", "close", "epochs", "load_state_dict", "samples", "transform", "failing transform", "images"]
 KINDS += ["mixture", "replay", "transform workers", "DataLoader workers"]
 
