@@ -21,6 +21,7 @@ from streamloader.dataset import open as open_dataset
 from streamloader.engine.arena import Bodies
 from streamloader.errors import CorruptError, FormatError, MemoryBudgetError
 from streamloader.format.codecs import decode_items
+from streamloader.format.destination import prepare, take_over, write_job
 from streamloader.format.geometry import Geometry
 from streamloader.format.manifest import Field, FieldLayout, OrderPin
 from streamloader.format.writer import Writer
@@ -41,7 +42,9 @@ def within(limit: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("codec", ["none", "zstd"])
-def test_blocks_that_do_not_fit_at_once_are_an_error_that_names_the_need(codec: CodecChoice, tmp_path: Path) -> None:
+def test_blocks_that_do_not_fit_at_once_are_an_error_that_names_the_need(
+    codec: CodecChoice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with Writer(tmp_path / "d", {"x": "bytes"}, num_samples=1000, layout=Layout(codec=codec)) as out:
         for i in range(1000):
             out.write({"x": bytes([i % 251]) * (4 << 20 if 16 <= i < 32 else 5000)})
@@ -50,11 +53,20 @@ def test_blocks_that_do_not_fit_at_once_are_an_error_that_names_the_need(codec: 
     for batch in StreamingDataset(tmp_path / "d", **arguments):
         sizes |= dict(zip(batch["index"].tolist(), batch["x"], strict=True))
     assert sizes == {i: bytes([i % 251]) * (4 << 20 if 16 <= i < 32 else 5000) for i in range(1000)}
+    used, room = [], Bodies.room
+
+    def counted(self: Bodies, size: int) -> memoryview:
+        given = room(self, size)
+        used.append(self.used)
+        return given
+
+    monkeypatch.setattr(Bodies, "room", counted)
     with pytest.raises(
         MemoryBudgetError, match=r"samples are uneven: .* needs memory=\d+ .*, but memory=24000000;"
     ) as e:
         for batch in StreamingDataset(tmp_path / "d", memory=24 * 10**6, **arguments):
             del batch
+    assert max(used) <= 56 * 10**6, "the chunks of one request count one by one"
     need = int(re.search(r"give memory=(\d+)", str(e.value))[1])
     assert need > 40 * 10**6
     assert sum(len(b["x"]) for b in StreamingDataset(tmp_path / "d", memory=4 * need, **arguments)) == 1008
@@ -84,6 +96,19 @@ def test_documents_that_are_too_large_are_refused_before_they_are_read(path: str
         file.truncate(400 << 20)
     with within(200 << 20), pytest.raises(FormatError, match=rf"{path} has over 67108864 bytes"):
         open_dataset(tmp_path)
+
+
+def test_a_job_file_that_is_too_large_is_not_read_whole_by_runs_that_hold_or_take_it(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    claim = write_job(store, "writer", ["x"])
+    with (tmp_path / "_streamloader/job.json").open("wb") as file:
+        file.truncate(400 << 20)
+    with claim, within(200 << 20):
+        assert not claim.held()
+        with pytest.raises(FormatError, match="over 67108864 bytes"):
+            take_over(store, {"by": "convert"})
+        with pytest.raises(FormatError, match="over 67108864 bytes"):
+            prepare(store, overwrite=True)
 
 
 def test_a_chunk_of_2_gib_is_refused(tmp_path: Path) -> None:

@@ -218,23 +218,25 @@ class Fetcher:
             raise _Dropped
         rows = self._arena.room(name, slot, ref.stop - ref.start) if fixed else None
         fetch, damaged = partial(self._fetch, piece, number), partial(self._damaged, piece)
-        room = partial(self._unpack_room, piece.block)
+        room = partial(self._unpack_room, piece)
         items = piece.field.load(piece.run, fetch, rows, ref.start, room=room, on_damage=damaged)
         if items is not None:
             items = [(row, replace(some, buffer=self._bodies.adopt(some.buffer))) for row, some in items]
             self._arena.keep(name, slot, items)
             with self._changed:
-                piece.block.held += sum(some.buffer.nbytes for _, some in items)
+                piece.block.held += sum(some.buffer.nbytes for _, some in items) - piece.unpacked
+                piece.unpacked = 0
         self._counters.add(
             unpack_seconds=time.thread_time() - piece.body_at,
             bytes_decoded=piece.run.num_samples * layout.field.item_bytes if fixed else 0,
         )
 
-    def _unpack_room(self, block: LoadingBlock, size: int) -> memoryview:
+    def _unpack_room(self, piece: Piece, size: int) -> memoryview:
         """Return memory to decode into, whose size only the body says: of blocks ahead once it fits, in their order.
 
         A block that a batch waits for gets it at once. Raises `_Dropped` once closed, and `MemoryBudgetError`.
         """
+        block = piece.block
         ticket = block.ref.ticket
         with self._changed:
             self._unpacking.append(ticket)
@@ -250,6 +252,8 @@ class Fetcher:
                 raise _Dropped
             if ticket <= self._awaited:
                 check_need(self._budget, self._needed + block.held + size)
+            piece.unpacked += size
+            block.held += size
             return self._bodies.room(size)
 
     def _damaged(self, piece: Piece) -> None:
@@ -260,6 +264,8 @@ class Fetcher:
     def _put_down(self, piece: Piece) -> None:
         """The piece's body is decoded or given up. Holds the lock."""
         piece.writer = None
+        piece.block.held -= piece.unpacked
+        piece.unpacked = 0
         self._writers -= 1
         if self._closed.is_set():
             self._changed.notify_all()

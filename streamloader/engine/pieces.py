@@ -33,7 +33,7 @@ class Piece:
 
     `requests` are under way or wait for a thread. `fresh`: none was sent yet. `sent`: when the latest went out, `NEVER`
     where there is none to be late. `writer`: the number of the one whose body is being decoded, since `body_at`, in
-    processor time of its thread.
+    processor time of its thread. `unpacked`: bytes that it was decoded to so far, which `LoadingBlock.held` includes.
     `over`: it is in its slot, or has failed.
     """
 
@@ -45,6 +45,7 @@ class Piece:
     fresh: bool = True
     sent: float = NEVER
     body_at: float = 0.0
+    unpacked: int = 0
     writer: int | None = None
     over: bool = False
     error: StreamloaderError | None = None

@@ -71,8 +71,8 @@ class Claim:
     def held(self) -> bool:
         """Return whether this run still has the right to write."""
         try:
-            return bool(self._store.get(JOB) == self._data)
-        except NotFoundError:
+            return get_document(self._store, JOB) == self._data
+        except (NotFoundError, FormatError):
             return False
 
     def close(self) -> None:
@@ -181,7 +181,7 @@ def write_job(
 
 def take_over(store: Store, job: Mapping[str, Any]) -> Claim:
     """Go on with the job that is here, which another run began. Raises `DestinationError` where that is alive."""
-    before = store.get(JOB)
+    before = get_document(store, JOB)
     next(iter(store.list(RECEIPTS)), None)  # who may not list cannot go on: that raises before anything is changed
     check_not_running(store, parse_json(before))
     return Claim.take(store, {key: value for key, value in job.items() if key != "run"}, before)
@@ -190,7 +190,7 @@ def take_over(store: Store, job: Mapping[str, Any]) -> Claim:
 def _clear(store: Store, document: Mapping[str, Any] | None) -> Claim:
     """Take the destination, then delete the dataset that is here; the job file stays, as that of a writer."""
     try:
-        before: bytes | None = store.get(JOB)
+        before: bytes | None = get_document(store, JOB)
     except NotFoundError:
         before = None
     job = _job(store)

@@ -106,7 +106,7 @@ def publish_split(root: Store, split: str, base: str, manifest: Manifest) -> Non
     """
     fresh = split_documents({split: manifest})
     for _ in range(ROUNDS):
-        before = root.get(ROOT)
+        before = get_document(root, ROOT)
         document = parse_json(before)
         listed = _ours(root, before).get("splits", {})
         _check_digest(root, listed.get(split, {}).get("digest"), base, manifest)
