@@ -227,6 +227,17 @@ def test_an_empty_dataset_is_cut_for_what_comes(tmp_path: Path) -> None:
     naive_reader.read(tmp_path / "data")
 
 
+def test_an_empty_dataset_gets_the_order_of_a_conversion_of_what_comes(tmp_path: Path) -> None:
+    with sl.Writer(tmp_path / "data", {"n": "int64", "x": "float64[130]"}):
+        pass
+    source = arrays(tmp_path / "b", 0, 2000)
+    append(tmp_path / "data", source, workers=0)
+    sl.convert(source, tmp_path / "converted", workers=0)
+    appended, converted = (sl.open(tmp_path / name).manifest for name in ("data", "converted"))
+    assert appended.order == converted.order
+    assert appended.order.window > 4 * appended.order.block, "small data is shuffled whole"
+
+
 def test_processes_write_the_same_bytes(data: Path, tmp_path: Path) -> None:
     shutil.copytree(data, tmp_path / "other")
     source = arrays(tmp_path / "b", 50, 120)

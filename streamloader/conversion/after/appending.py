@@ -97,7 +97,9 @@ def fitting_base(base: Manifest, source: Source) -> Manifest:
         options = Layout()
         schema = probe(source, options, False)
         sizes = {name: round(size * total) for name, size in schema.sizes.items()}
-        cut = settle(schema.geometry(total, options), total, sizes)
+        geometry = schema.geometry(total, options)
+        bulk = [name for name, layout in geometry.layouts.items() if not layout.resident]
+        cut = settle(geometry, total, sizes, round(sum(schema.decoded[name] for name in bulk) * total))
         return replace(base, samples_per_shard=cut.samples_per_shard, fields=cut.layouts, order=cut.order)
     held = sum(layout.field.item_bytes * total for layout in base.fields.values() if layout.resident)
     if held > RESIDENT_TOTAL:
