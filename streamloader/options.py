@@ -66,7 +66,7 @@ class RetryPolicy:
     request_seconds: float = 120.0
     base_seconds: float = 0.2
     cap_seconds: float = 20.0
-    probe_seconds: float = 1.5
+    probe_seconds: float = 1.0
     report_seconds: float = 10.0
     first_contact_attempts: int = 3
     response_seconds: float = 10.0

@@ -31,6 +31,7 @@ from typing import Any
 
 READY_SECONDS = 60.0
 START_ATTEMPTS = 3
+SEAWEEDFS_PORTS = 10
 
 
 @dataclass
@@ -117,10 +118,13 @@ def moto_server() -> Iterator[S3Server]:
 
 
 @contextlib.contextmanager
-def seaweedfs_server(data: Path | None = None, flags: Sequence[str] = ()) -> Iterator[S3Server]:
+def seaweedfs_server(
+    data: Path | None = None, flags: Sequence[str] = (), ports: Sequence[int] = ()
+) -> Iterator[S3Server]:
     """Run SeaweedFS with its data in a temporary folder, or in `data`, which stays: it checks signatures.
 
-    `flags` are more of its own: other identities, less room.
+    `flags` are more of its own: other identities, less room. `ports`: `SEAWEEDFS_PORTS` of them, of S3 first, so that
+    it can be restarted at the same ones; default free ones.
     """
 
     def command(folder: Path, ports: Sequence[int]) -> list[str]:
@@ -140,7 +144,7 @@ def seaweedfs_server(data: Path | None = None, flags: Sequence[str] = ()) -> Ite
     keys = {"AWS_ACCESS_KEY_ID": "streamloader", "AWS_SECRET_ACCESS_KEY": "streamloader-secret"}
     # a Go program gives idle memory back; on a virtual machine it then pays dearly for getting it anew
     keys["GODEBUG"] = "madvdontneed=0"
-    with _running("seaweedfs", command, num_ports=10, env=keys) as server:
+    with _running("seaweedfs", command, num_ports=SEAWEEDFS_PORTS, env=keys, ports=ports) as server:
         yield server
 
 
@@ -169,12 +173,17 @@ def free_ports(count: int) -> list[int]:
 
 @contextlib.contextmanager
 def _running(
-    name: str, command: Callable[[Path, Sequence[int]], list[str]], num_ports: int, env: dict[str, str]
+    name: str,
+    command: Callable[[Path, Sequence[int]], list[str]],
+    num_ports: int,
+    env: dict[str, str],
+    ports: Sequence[int] = (),
 ) -> Iterator[S3Server]:
     """Start the command until it answers; another process may take a free port first, hence the attempts."""
+    chosen = ports
     for attempt in range(START_ATTEMPTS):
         folder = Path(tempfile.mkdtemp(prefix=f"streamloader-{name}-"))
-        ports = free_ports(num_ports)
+        ports = chosen or free_ports(num_ports)
         sockets = [f"seaweedfs-*-grpc-{port}.sock" for port in ports]
         keeper = start_keeper(folder, sockets, command(folder, ports), env)
         try:

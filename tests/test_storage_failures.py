@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import re
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import obstore
 import pytest
+from obstore.store import HTTPStore
 from servers import S3Server
 
 from streamloader.errors import (
@@ -154,6 +158,38 @@ def test_builtin_exceptions_have_their_kind(error: Exception, kind: type[Storage
     told = storage_error(error, "s3://b/k")
     assert type(told) is kind
     assert str(error) in str(told)
+
+
+@pytest.mark.parametrize(
+    ("headers", "words"),
+    [
+        (b"Content-Range: bytes 0-3/10\r\nLast-Modified: yesterday\r\n", "the transfer broke off"),
+        (b"Content-Range: bytes 0-3/10\r\nLast-Modified: \xff\xfe\r\n", "the transfer broke off"),
+        (b"Content-Range: bytes 0-3/10\r\n" + b"X-Filler: 1\r\n" * 300, "the transfer broke off"),
+        (b"Content-Range: bytes 0-3/10\r\nX-Filler: " + b"1" * 1_000_000 + b"\r\n", "the transfer broke off"),
+        (b"Content-Range: bytes 4-7/10\r\n", "another range"),
+        (b"Content-Range: bytes four\r\n", "another range"),
+        (b"", "another range"),
+    ],
+)
+def test_headers_that_obstore_cannot_read_are_a_passing_failure(headers: bytes, words: str) -> None:
+    def answer() -> None:
+        connection, _ = listener.accept()
+        with connection, contextlib.suppress(ConnectionError):
+            connection.recv(1 << 16)
+            connection.sendall(b"HTTP/1.1 206 Partial Content\r\nContent-Length: 4\r\n" + headers + b"\r\nabcd")
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        server = threading.Thread(target=answer)
+        server.start()
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        store = HTTPStore(url, client_options={"allow_http": True}, retry_config={"max_retries": 0})
+        with pytest.raises(Exception, match="HTTP error") as raised:
+            obstore.get_range(store, "a", start=0, end=4)
+        server.join()
+    told = storage_error(raised.value, url)
+    assert type(told) is TransientError
+    assert words in str(told)
 
 
 def test_an_error_of_ours_stays_as_it_is() -> None:
