@@ -121,6 +121,7 @@ def check_reports(logs: list[Path], errors: list[Path], endpoint: str, silent: f
         assert endpoint in text
 
 
+@pytest.mark.long
 @pytest.mark.timeout(400)
 def test_eight_ranks_outlive_a_minute_without_their_server(tmp_path: Path) -> None:
     faulthandler.cancel_dump_traceback_later()  # it lasts longer than a test that hangs
