@@ -37,8 +37,6 @@ StreamloaderError
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, ClassVar
 
 __all__ = [
@@ -317,14 +315,3 @@ def wrapped(error: BaseException, what: str) -> StreamloaderError:
     ours = EngineError(f"{what} failed with {type(error).__name__}: {error}", remedy)
     ours.__cause__ = error
     return ours
-
-
-@contextmanager
-def wrapping(what: str) -> Iterator[None]:
-    """Raise what the block raises as `wrapped(error, what)`."""
-    try:
-        yield
-    except StreamloaderError:
-        raise
-    except Exception as error:
-        raise wrapped(error, what) from error

@@ -51,14 +51,14 @@ def to_tensors(batch: Batch, shape: Shape) -> dict[str, Any]:
     if shape.with_index:
         out |= numbers(batch.plan.samples, shape.firsts)
     if shape.with_valid:
-        out["valid"] = torch.from_numpy(batch.plan.valid.copy())
+        out["valid"] = _copied(batch.plan.valid, torch.bool)
     return out
 
 
 def numbers(samples: NDArray[np.int64], firsts: tuple[int, ...]) -> dict[str, torch.Tensor]:
     """Return `index`, and of a mixture `source`: int64 (samples,)."""
     if not firsts:
-        return {"index": torch.from_numpy(samples.copy())}
+        return {"index": _copied(samples, torch.int64)}
     source = np.searchsorted(firsts, samples, side="right") - 1
     return {"source": torch.from_numpy(source), "index": torch.from_numpy(samples - np.array(firsts)[source])}
 
@@ -115,6 +115,11 @@ def _rebuilt(data: NDArray[np.uint8], dtype: torch.dtype, shape: tuple[int, ...]
 
 
 TENSORS = Tensors("torch", stack_tensors, f"{__name__}:reduce_tensor")
+
+
+def _copied(array: NDArray[Any], dtype: torch.dtype) -> torch.Tensor:
+    """Return a small array as a tensor of its own. numpy would release the GIL, and then wait for the other threads."""
+    return torch.frombuffer(bytearray(array), dtype=dtype) if array.size else torch.empty(0, dtype=dtype)
 
 
 def _tensor(array: np.ndarray[Any, Any]) -> torch.Tensor:

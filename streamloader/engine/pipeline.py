@@ -206,7 +206,7 @@ class Assembler:
         batch = Batch(plan)
         try:
             error = self._load(plan)
-            if error is None and not self._closed:
+            if error is None and not self._closed and self._budget.exact:
                 self._take_places(batch)
         except MemoryBudgetError as problem:
             error = problem
@@ -341,7 +341,7 @@ class Assembler:
         check_need(self._budget, self._needed, size + self._last_bytes)
         self._last_bytes = size
         usual = self._budget.batch_bytes + TOLERANCE_BYTES // LIVE_BATCHES
-        while self._budget.exact and batch.places < min(READY_BATCHES, -(-size // usual)) and self._place():
+        while batch.places < min(READY_BATCHES, -(-size // usual)) and self._place():
             batch.places += 1
 
     def _gather(self, batch: Batch) -> None:

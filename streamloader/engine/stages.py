@@ -31,7 +31,7 @@ from streamloader.engine.transform import (
     collate,
     takes_rng,
 )
-from streamloader.errors import EngineError, wrapping
+from streamloader.errors import EngineError, StreamloaderError, wrapped
 from streamloader.format.manifest import FieldLayout
 from streamloader.options import Pack
 from streamloader.plan.booking import BatchPlan
@@ -73,6 +73,9 @@ class Stages:
         self._buffers = memory.buffers
         self._counters = counters
         self._threads = threads
+        self._variable = [
+            name for name, of in recipe.streamed.items() if not of.field.fixed and name not in recipe.decoders
+        ]
         self._processes: list[TransformProcess] = []
         if recipe.transform is not None:
             transform = self._held_transform()
@@ -90,10 +93,7 @@ class Stages:
 
     def variable_bytes(self, plan: BatchPlan) -> int:
         """Return the bytes of a batch's variable-size columns, once its blocks are there."""
-        names = [name for name, layout in self._recipe.streamed.items() if not layout.field.fixed]
-        return sum(
-            self._arena.item_bytes(name, plan.tickets, plan.rows) for name in names if name not in self._recipe.decoders
-        )
+        return sum(self._arena.item_bytes(name, plan.tickets, plan.rows) for name in self._variable)
 
     def start(self, batch: Batch) -> None:
         """Gather the batch now, and hand it to the later stages, the last of which finishes it.
@@ -104,13 +104,17 @@ class Stages:
         count = len(plan.samples)
         images: dict[str, list[memoryview]] = {}
         batch.columns = dict.fromkeys(self._recipe.names)
-        for name, layout in self._recipe.streamed.items():
-            with wrapping(f"gathering field {name!r}"):
+        name = ""
+        try:
+            for name, layout in self._recipe.streamed.items():
                 self._gather(batch, name, layout, images)
-        for name, values in self._recipe.resident.items():
-            with wrapping(f"gathering field {name!r}"):
-                out = self._buffers.lease((count, *values.shape[1:]), str(values.dtype), LIVE_BATCHES)
+            for name, values in self._recipe.resident.items():
+                out = self._buffers.lease((count, *values.shape[1:]), values.dtype.str, LIVE_BATCHES)
                 batch.columns[name] = np.take(values, plan.samples, axis=0, out=out, mode="clip")
+        except StreamloaderError:
+            raise
+        except Exception as error:
+            raise wrapped(error, f"gathering field {name!r}") from error
         if images and count:
             self._start_decode(batch, images)
         else:
