@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from streamloader.engine.resident import load_whole
 from streamloader.errors import SelectionError
 from streamloader.format.manifest import Manifest
-from streamloader.format.reader import field_reader
+from streamloader.format.reader import FieldReader, field_reader
 from streamloader.plan.expression import Condition
 from streamloader.plan.selection import Selection
 from streamloader.stats import Counters
 from streamloader.storage.protocol import Store
 
-# samples whose condition is looked at together: some tens of MB, however many there are
-PIECE = 1 << 21
+# bytes of condition columns and their intermediate results at once, however many samples there are
+PIECE_BYTES = 32 << 20
 # a condition, a slice of samples, a mask with a bool for each, or their numbers; also as a tensor
 WhereChoice = None | str | slice | Sequence[bool] | Sequence[int] | np.ndarray[Any, Any]
 
@@ -47,9 +48,25 @@ def choose_selection(where: Any, manifest: Manifest, store: Store) -> Selection 
         )
     where = where.with_classes(manifest.classes)
     readers = {name: field_reader(store, manifest, name) for name in where.fields}
-    mask = np.empty(manifest.num_samples, np.bool_)
-    for start in range(0, len(mask), PIECE):
-        stop = min(start + PIECE, len(mask))
+    return Selection(_matching(where, readers, store, manifest.num_samples), manifest.num_samples)
+
+
+def _matching(where: Condition, readers: Mapping[str, FieldReader], store: Store, count: int) -> NDArray[np.int64]:
+    """Return the numbers of the samples that match. Keeps one bit a sample until their number is known."""
+    # a column as stored, once more with 64 bits, and intermediate results
+    sample_bytes = sum(reader.layout.field.item_bytes + 8 for reader in readers.values()) + 16
+    piece = max(1, PIECE_BYTES // sample_bytes)
+    bits, total = [], 0
+    for start in range(0, count, piece):
+        stop = min(start + piece, count)
         columns = {name: load_whole(reader, store, Counters(), start, stop) for name, reader in readers.items()}
-        mask[start:stop] = where.mask(columns)
-    return Selection.of(mask, manifest.num_samples)
+        mask = where.mask(columns)
+        bits.append(np.packbits(mask))
+        total += int(np.count_nonzero(mask))
+    found = np.empty(total, np.int64)
+    total = 0
+    for start, some in zip(range(0, count, piece), bits, strict=True):
+        part = np.flatnonzero(np.unpackbits(some, count=min(piece, count - start)))
+        np.add(part, start, out=found[total : total + part.size])
+        total += part.size
+    return found

@@ -24,6 +24,8 @@ from streamloader.stats import Counters
 
 Column = NDArray[Any]
 NO_SLOT = -1
+# What a slot holds of each variable-size item beside its bytes: chunk, start and stop.
+ITEM_BYTES = 3 * 4
 # Smaller buffers come from malloc, which has room for them; from the other size on, as numpy does, in huge pages.
 MAPPED_BYTES = 1 << 18
 HUGE_BYTES = 1 << 22

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streamloader.decode.image import ImageDecoder
-from streamloader.engine.arena import Arena, BatchBuffers, Bodies, Memory
+from streamloader.engine.arena import ITEM_BYTES, Arena, BatchBuffers, Bodies, Memory
 from streamloader.engine.budget import LIVE_BATCHES, MAX_THREADS, TOLERANCE_BYTES, Budget, Demand, allot, allowance
 from streamloader.engine.line import Line
 from streamloader.engine.passes import Course, Need
@@ -223,7 +223,7 @@ class Session:
         variable = sum(int(block * mean[name]) for name in fixed if not fixed[name])
         return Demand(
             slots=need.slots,
-            slot_bytes=variable + sum(block * int(mean[name]) for name in fixed if fixed[name]),
+            slot_bytes=variable + sum(block * (int(mean[name]) if fixed[name] else ITEM_BYTES) for name in fixed),
             batch_bytes=int(need.rows * sum(self._finished_bytes(name, size) for name, size in mean.items())),
             request_bytes=int(max(requests, default=MIB)),
             blocks=sum(-(-one.count // block) for one in self.opened),

@@ -48,9 +48,11 @@ class Selection:
                 raise SelectionError(
                     f"where= has the dtype {values.dtype}", "give a condition as text, a slice, bools, or whole numbers"
                 )
-        if not found.size:
-            raise SelectionError(f"where= selects none of {num_samples} samples", "select at least one")
         return cls(found, num_samples)
+
+    def __post_init__(self) -> None:
+        if not self.samples.size:
+            raise SelectionError(f"where= selects none of {self.num_samples} samples", "select at least one")
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -91,7 +93,8 @@ def _of_numbers(numbers: NDArray[Any], num_samples: int) -> NDArray[np.int64]:
             f"where= names the samples {numbers.min()} to {numbers.max()}, the dataset has {num_samples}",
             f"give numbers of [0, {num_samples})",
         )
-    found = np.sort(numbers.astype(np.int64))
+    found = numbers.astype(np.int64)
+    found.sort()
     twice = np.flatnonzero(found[1:] == found[:-1])
     if twice.size:
         raise SelectionError(f"where= names sample {found[twice[0]]} more than once", "name each sample once")

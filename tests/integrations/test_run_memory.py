@@ -27,12 +27,14 @@ from streamloader.torch_dataset import StreamingDataset
 
 url, arguments = sys.argv[1], json.loads(sys.argv[2])
 peak = lambda: int(re.search(r"VmHWM:\\s+(\\d+) kB", open("/proc/self/status").read())[1]) * 1024
-memory, lanes = arguments.pop("memory"), arguments.pop("lanes")
+memory = arguments.pop("memory")
+order = Shuffle(**{k: arguments.pop(k) for k in ("lanes", "block", "window") if k in arguments})
 for _ in StreamingDataset(sys.argv[3], batch_size=8):
     pass  # torch, clients and threads are there
 before, rows, needs = peak(), 0, None
-ds = StreamingDataset(url, batch_size=16, memory=memory, shuffle=Shuffle(lanes=lanes, block=16, window=64), **arguments)
+arguments = {"batch_size": 16} | arguments
 try:
+    ds = StreamingDataset(url, memory=memory, shuffle=order, **arguments)
     for _ in range(2):
         for batch in ds:
             rows += int(batch["valid"].sum())
@@ -81,7 +83,7 @@ def test_uneven_samples_stay_within_memory_or_their_need_is_an_error(
     write_uneven(tmp_path / "d", spec, codec, range(16, 32))
     memory, rows, needs = 48 * 10**6, 0, 0
     for _ in range(5):
-        need, rows, peak = run_within(memory, tmp_path / "d", tmp_path, lanes=lanes)
+        need, rows, peak = run_within(memory, tmp_path / "d", tmp_path, lanes=lanes, block=16, window=64)
         assert peak <= memory + ALLOWANCE
         if need is None:
             break
@@ -89,4 +91,71 @@ def test_uneven_samples_stay_within_memory_or_their_need_is_an_error(
         memory, needs = need, needs + 1
     assert needs > 0, "the spikes of a window do not fit into so little"
     assert rows == 2 * 1000
-    assert run_within(None, tmp_path / "d", tmp_path, lanes=lanes)[0] is None, "the default is what the window needs"
+    assert run_within(None, tmp_path / "d", tmp_path, lanes=lanes, block=16, window=64)[0] is None, (
+        "the default is what the window needs"
+    )
+
+
+def write_runs(url: Path, spec: str, count: int) -> None:
+    """Write samples of 30 kB that take some hundred times less stored."""
+    with Writer(url, {"x": spec}, num_samples=count, layout=Layout(codec="zstd")) as out:
+        for _ in range(count):
+            out.write({"x": "abc " * 7500 if spec == "text" else b"abc " * 7500})
+
+
+@pytest.mark.parametrize("spec", ["text", "bytes"])
+@pytest.mark.parametrize("lanes", [1, 4])
+def test_data_that_decodes_to_a_hundred_times_its_size_stays_within_memory(
+    spec: str, lanes: int, tmp_path: Path
+) -> None:
+    write_runs(tmp_path / "d", spec, 10_000)
+    assert sum(file.stat().st_size for file in (tmp_path / "d").rglob("*") if file.is_file()) < 3 * 10**6
+    memory = 8 * 10**6
+    need, _, peak = run_within(memory, tmp_path / "d", tmp_path, lanes=lanes)
+    assert need is not None
+    assert peak <= memory + ALLOWANCE
+    need, rows, peak = run_within(memory := need, tmp_path / "d", tmp_path, lanes=lanes)
+    assert (need, rows) == (None, 2 * 10_000)
+    assert peak <= memory + ALLOWANCE
+
+
+def test_the_batch_that_a_loop_still_holds_counts(tmp_path: Path) -> None:
+    image = np.zeros(1 << 20, np.uint8)
+    field = Field("tensor", "uint8", image.shape)
+    with Writer(tmp_path / "d", {"x": field}, num_samples=640, layout=Layout(codec="zstd")) as out:
+        for _ in range(640):
+            out.write({"x": image})
+    arguments = {"lanes": 1, "block": 1, "window": 2, "batch_size": 80}
+    need, _, _ = run_within(10**6, tmp_path / "d", tmp_path, **arguments)
+    assert need is not None
+    need, rows, peak = run_within(memory := need, tmp_path / "d", tmp_path, **arguments)
+    assert (need, rows) == (None, 2 * 640)
+    assert peak <= memory + ALLOWANCE
+
+
+def test_conditions_and_the_samples_that_they_select_count(tmp_path: Path) -> None:
+    count, names = 8_000_000, "abcdef"
+    with Writer(tmp_path / "d", dict.fromkeys(names, "int64"), num_samples=count, layout=Layout(codec="zstd")) as out:
+        out.write_batch(dict.fromkeys(names, np.arange(count) % 7))
+    arguments = {"lanes": 1, "block": 1 << 14, "window": 1 << 15, "batch_size": 1 << 14, "fields": ["a"]}
+    arguments["where"] = "a + b + c + d + e + f > 0"
+    need, _, peak = run_within(10**6, tmp_path / "d", tmp_path, **arguments)
+    assert need is not None
+    assert peak <= need + ALLOWANCE, "opening it"
+    need, rows, peak = run_within(memory := need, tmp_path / "d", tmp_path, **arguments)
+    assert (need, rows) == (None, 2 * np.count_nonzero(np.arange(count) % 7))
+    assert peak <= memory + ALLOWANCE
+
+
+@pytest.mark.parametrize("lanes", [None, 1])
+def test_rare_ragged_spikes_stay_within_memory(lanes: int | None, tmp_path: Path) -> None:
+    field, layout = Field("ragged", "uint8", ()), Layout(codec="none")
+    with Writer(tmp_path / "d", {"x": field}, num_samples=1600, layout=layout) as out:
+        for i in range(1600):
+            out.write({"x": np.zeros(16 << 20 if i % 400 == 200 else 5000, np.uint8)})
+    memory, rows = 61 * 10**6, 0
+    while rows < 2 * 1600:
+        need, rows, peak = run_within(memory, tmp_path / "d", tmp_path, lanes=lanes, block=16, window=64)
+        assert peak <= memory + ALLOWANCE
+        assert (need is None) == (rows == 2 * 1600)
+        memory = need or memory
