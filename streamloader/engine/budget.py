@@ -32,7 +32,7 @@ class Demand:
 
     `slots`: blocks that must be resident at once. `slot_bytes`: one decoded block of all streamed fields, of
     which `variable_bytes` are the mean of the variable-size ones. `resident_bytes`: fields held whole.
-    `index_bytes`: cached chunk tables, and the numbers of selected samples. `batch_bytes`: one finished batch.
+    `index_bytes`: cached chunk tables, numbers of selected samples, and planning. `batch_bytes`: one finished batch.
     `request_bytes`: the largest single request. `blocks`: blocks of the epoch, beyond which a slot is of no use.
     """
 
@@ -111,7 +111,7 @@ def allot(demand: Demand, memory: int | None, ranks_here: int = 1) -> Budget:
         raise MemoryBudgetError(
             f"the shuffle window needs memory={demand.least_bytes} bytes for each rank ({demand.slots} blocks of "
             f"{demand.slot_bytes} bytes, {LIVE_BATCHES} batches of {demand.batch_bytes}, resident fields of "
-            f"{demand.resident_bytes}, indexes of {demand.index_bytes}, one request), "
+            f"{demand.resident_bytes}, indexes and plans of {demand.index_bytes}, one request), "
             f"but {'memory=' if memory is not None else 'the machine allows it '}{limit}",
             f"give memory={demand.least_bytes} or more, or a smaller shuffle=Shuffle(window=, lanes=)",
         )

@@ -13,23 +13,45 @@ from streamloader.plan.booking import BatchPlan
 from streamloader.plan.gaps import NO_GAPS, Gaps
 from streamloader.plan.mixture import MixShare, mix_schedule
 from streamloader.plan.order import EpochOrder, OrderParams
-from streamloader.plan.schedule import schedule, slots_needed
+from streamloader.plan.schedule import schedule, slots_needed, span_rows
 from streamloader.plan.selection import Selection
 from streamloader.plan.world import Share
+
+# Rows in the queue of plans, and rows whose blocks are looked for ahead of the batch that is assembled.
+PLANNED_ROWS = 1 << 18
+LOOK_AHEAD_ROWS = 1 << 20
+# Bytes of a row that is planned; of a row in the making, with the span before it: peaks of processes that planned
+# 20 million rows in spans of 4 million.
+ROW_BYTES = 33
+SPAN_BYTES = 40
+HELD_SPAN_BYTES = 12
+MIX_SPAN_BYTES = 140
 
 
 @dataclass(frozen=True)
 class Need:
-    """What a pass needs at once: `slots` blocks of at most `block` samples, and plans of `rows` rows."""
+    """What a pass needs at once: `slots` blocks of at most `block` samples, and plans of `rows` rows.
+
+    Planning takes `plan_bytes`, and `held_plan_bytes` where every field is held whole.
+    """
 
     block: int
     slots: int
     rows: int
+    plan_bytes: int
+    held_plan_bytes: int
 
     @classmethod
     def of(cls, params: OrderParams, share: Share, steps_at_once: int = 1) -> Need:
         """Return what one rank needs of a dataset; without shuffle give OrderParams(unit, 1, 2 * unit)."""
-        return cls(params.block, slots_needed(params, share, steps_at_once), steps_at_once * share.batch)
+        slots, rows = slots_needed(params, share, steps_at_once), span_rows(params, share)
+        ahead = _ahead_bytes(share)
+        plans = ahead + SPAN_BYTES * rows, ahead + HELD_SPAN_BYTES * rows
+        return cls(params.block, slots, steps_at_once * share.batch, *plans)
+
+
+def _ahead_bytes(share: Share | MixShare) -> int:
+    return ROW_BYTES * min(PLANNED_ROWS + LOOK_AHEAD_ROWS, 2 * (share.num_samples // share.world.size + share.batch))
 
 
 class Course(Protocol):
@@ -161,7 +183,9 @@ class MixPass:
     def need(self) -> Need:
         """What it takes of memory."""
         block = max(stream.fetched.block for stream in self.share.mix.streams)
-        return Need(block, self.share.slots_needed(self.steps_at_once), self.steps_at_once * self.share.batch)
+        plans = _ahead_bytes(self.share) + MIX_SPAN_BYTES * self.share.span_rows
+        rows = self.steps_at_once * self.share.batch
+        return Need(block, self.share.slots_needed(self.steps_at_once), rows, plans, plans)
 
     def following(self) -> MixPass:
         """Return the pass over the epoch after this one, from its beginning."""

@@ -26,7 +26,7 @@ from streamloader.engine.batch import Batch
 from streamloader.engine.budget import LIVE_BATCHES, READY_BATCHES, TOLERANCE_BYTES, Budget, check_need
 from streamloader.engine.crew import Crew
 from streamloader.engine.fetch import Fetcher
-from streamloader.engine.passes import Course, plans
+from streamloader.engine.passes import LOOK_AHEAD_ROWS, PLANNED_ROWS, Course, plans
 from streamloader.engine.source import Source
 from streamloader.engine.stages import Recipe, Stages
 from streamloader.engine.transform import HeldTransform
@@ -38,9 +38,7 @@ from streamloader.stats import Counters
 # Blocks ahead of the batch that is assembled, for each request that may be in flight: one on its way, one there.
 AHEAD = 2
 # Batches that are planned ahead: plans are made in spans, the next one while the batches of the last are gathered.
-# Few of large ones: a row of a plan takes 40 bytes, and `memory=` does not count it.
 PLANNED = 256
-PLANNED_ROWS = 1 << 18
 
 
 class Engine:
@@ -170,6 +168,7 @@ class Assembler:
         self._fetcher = Fetcher(source, budget, counters)
         self.transforms = recipe.transform is not None
         self._planned: deque[BatchPlan | None] = deque()  # None: a pass ends here
+        self._planned_rows = 0
         self._ends = 0  # of passes, among the planned
         self._wanted: deque[BlockRef] = deque()
         self._ready: queue.SimpleQueue[Batch | StreamloaderError | None] = queue.SimpleQueue()
@@ -195,6 +194,7 @@ class Assembler:
                 return
             plan = self._planned.popleft()
             self._ends -= plan is None
+            self._planned_rows -= 0 if plan is None else len(plan.rows)
             batch = None if plan is None else self._assemble(plan)
             self._ready.put(batch)
             if self._closed:
@@ -268,9 +268,11 @@ class Assembler:
     def _look_ahead(self) -> None:
         """Plan until as many blocks wait as there are slots: admission then never waits for the plan.
 
-        Not beyond the end of the next pass: passes without a block would never fill the slots.
+        Not beyond the end of the next pass, nor beyond `LOOK_AHEAD_ROWS`: plans may have many rows, and few blocks.
         """
-        while not self._planned or (len(self._wanted) < self._slots and self._ends < 2):
+        while not self._planned or (
+            len(self._wanted) < self._slots and self._ends < 2 and self._planned_rows < LOOK_AHEAD_ROWS
+        ):
             if not self.plans.there(wait=not self._planned):
                 break
             plan = self.plans.take()
@@ -279,6 +281,7 @@ class Assembler:
                 self._ends += 1
             else:
                 self._wanted.extend(plan.needs)
+                self._planned_rows += len(plan.rows)
         self._admit()
 
     def _admit(self) -> None:

@@ -229,7 +229,8 @@ class Session:
             blocks=sum(-(-one.count // block) for one in self.opened),
             variable_bytes=variable,
             resident_bytes=sum(reader.num_samples * int(mean[n]) for n in resident for reader in self._readers(n)),
-            index_bytes=sum(map(_index_bytes, self.opened)),
+            index_bytes=sum(map(_index_bytes, self.opened))
+            + (need.held_plan_bytes if len(resident) == len(self._names) else need.plan_bytes),
         )
 
     def _finished_bytes(self, name: str, stored: float) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -77,16 +77,19 @@ def book_nothing() -> Booking:
 
 @dataclass(frozen=True, eq=False)
 class Placed:
-    """Where the rows of a span stand in their epoch, and which of them are more than padding."""
+    """Where the rows of a span stand in their epoch of `num_samples` positions: those from there on are padding.
+
+    `parts` yields the positions, those of some whole plans at a time.
+    """
 
     epoch: int
-    positions: Ints
-    valid: NDArray[np.bool_]
+    num_samples: int
+    parts: Iterable[Ints]
 
 
 def book(touched: Touched[K], live: Mapping[K, int], next_ticket: int) -> Booking:
     """Give a ticket to each block that is needed for the first time, from `next_ticket` on; `live` ones keep theirs."""
-    rows = np.arange(touched.block.size)
+    rows = np.arange(touched.block.size, dtype=np.int32 if touched.block.size < 2**31 else np.int64)
     first = np.full(len(touched.keys), rows.size)
     first[touched.block[::-1]] = rows[::-1]  # of an index that repeats, numpy keeps the last assignment
     last = np.full(len(touched.keys), -1)
@@ -102,8 +105,6 @@ def book(touched: Touched[K], live: Mapping[K, int], next_ticket: int) -> Bookin
 
 def batches(touched: Touched[K], booking: Booking, rows: int, placed: Placed, steps: range) -> Iterator[BatchPlan]:
     """Yield the plans of a span, of `rows` rows each: `steps` are the first steps of each."""
-    tickets = booking.ticket[touched.block]
-    samples = touched.start[touched.block] + touched.row
     begins = np.arange(len(steps) + 1) * rows
     opened_from = np.searchsorted(booking.opened_at, begins).tolist()
     closed_from = np.searchsorted(booking.closed_at, begins).tolist()
@@ -115,16 +116,22 @@ def batches(touched: Touched[K], booking: Booking, rows: int, placed: Placed, st
         )
     ]
     done = booking.ticket[closed].tolist()
-    for i, step in enumerate(steps):
-        cut = slice(i * rows, (i + 1) * rows)
-        yield BatchPlan(
-            epoch=placed.epoch,
-            step=step,
-            tickets=tickets[cut],
-            rows=touched.row[cut],
-            samples=samples[cut],
-            positions=placed.positions[cut],
-            valid=placed.valid[cut],
-            needs=tuple(refs[opened_from[i] : opened_from[i + 1]]),
-            done=tuple(done[closed_from[i] : closed_from[i + 1]]),
-        )
+    i = 0
+    for positions in placed.parts:
+        part = slice(i * rows, i * rows + positions.size)
+        block, row = touched.block[part], touched.row[part].astype(np.int64)
+        tickets, samples, valid = booking.ticket[block], touched.start[block] + row, positions < placed.num_samples
+        for first in range(0, positions.size, rows):
+            cut = slice(first, first + rows)
+            yield BatchPlan(
+                epoch=placed.epoch,
+                step=steps[i],
+                tickets=tickets[cut],
+                rows=row[cut],
+                samples=samples[cut],
+                positions=positions[cut],
+                valid=valid[cut],
+                needs=tuple(refs[opened_from[i] : opened_from[i + 1]]),
+                done=tuple(done[closed_from[i] : closed_from[i + 1]]),
+            )
+            i += 1

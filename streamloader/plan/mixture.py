@@ -147,6 +147,12 @@ class MixShare:
         """The same: each rank has a row in each step."""
         return self.global_steps(position)
 
+    @property
+    def span_rows(self) -> int:
+        """How many rows of this rank are planned together at most, where that is more than a batch."""
+        together = sum(2 * stream.fetched.window * stream.lanes for stream in self.mix.streams)
+        return min(together // self.world.size, MAX_ROWS, self.num_samples // self.world.size + self.batch)
+
     @cached_property
     def divides(self) -> bool:
         """Whether the world size divides turns and lanes, so that every lane is read by one rank in an epoch."""
@@ -238,7 +244,7 @@ def mix_schedule(
         touched = touch_nothing(share.numbers(rows)) if held else _touch(share, rows, span, live)
         booking = book_nothing() if held else book(touched, live, tickets)
         steps = range(span.first_step, span.first_step + span.steps, steps_at_once)
-        placed = Placed(share.epoch, rows.position, rows.position < share.num_samples)
+        placed = Placed(share.epoch, share.num_samples, [rows.position])
         yield from batches(touched, booking, steps_at_once * share.batch, placed, steps)
         tickets += booking.opened.size
         live = {} if held else booking.kept(touched)
@@ -274,14 +280,13 @@ def _touch_stream(stream: Stream, epoch: int, positions: Ints, span: Span, kept:
         nowhere, nothing = np.zeros(len(kept), np.int64), np.zeros(0, np.int64)
         return Touched(kept, nowhere, nowhere, np.full(len(kept), span.last), nothing, nothing)
     if stream.shuffle:
-        return touch_lanes(stream.order(epoch), positions, span, kept)
+        return touch_lanes(stream.order(epoch), lambda: iter([positions]), span, kept)
     return touch_units(stream.num_samples, stream.unit, positions, span.end, last=span.last, live=kept)
 
 
 def _spans(share: MixShare, position: int, stop: int | None, steps_at_once: int) -> Iterator[Span]:
     """Cut the steps into spans, short ones first: a stream is examined a window around its part of each."""
-    together = sum(2 * stream.fetched.window * stream.lanes for stream in share.mix.streams)
-    longest = min(together // share.global_batch, MAX_ROWS // share.batch)
+    longest = share.span_rows // share.batch
     most = max(1, longest // steps_at_once) * steps_at_once
     size = min(most, max(1, FIRST_STEPS // steps_at_once) * steps_at_once)
     steps = share.global_steps(position) if stop is None else (stop - position) // share.global_batch

@@ -8,16 +8,20 @@ windows (then half of the arithmetic is overlap).
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
+
+import numpy as np
 
 from streamloader.errors import UsageError
 from streamloader.plan.booking import BatchPlan, Placed, batches, book, book_nothing
 from streamloader.plan.order import EpochOrder, OrderParams
-from streamloader.plan.touch import Key, Span, lane_samples, touch_lanes, touch_nothing, touch_units
+from streamloader.plan.touch import Ints, Key, Parts, Span, lane_samples, touch_lanes, touch_nothing, touch_units
 from streamloader.plan.world import Share
 
-__all__ = ["FIRST_STEPS", "MAX_ROWS", "schedule", "slots_needed"]
+__all__ = ["FIRST_STEPS", "MAX_ROWS", "schedule", "slots_needed", "span_rows"]
 
-MAX_ROWS = 2**22  # rows of a span: a plan takes about 40 bytes for each
+MAX_ROWS = 2**22  # rows of a span, for which memory is needed: see `engine.passes.Need`
+PART_ROWS = 2**15  # rows of it whose positions are computed together
 _MIN_ROWS = 2**12  # rows of a lane below which a longer span costs little
 FIRST_STEPS = 64  # steps of the first span at most: what the first batch waits for
 
@@ -69,12 +73,15 @@ def schedule(
 
 def _plan_samples(order: EpochOrder, share: Share, spans: Iterator[Span], steps_at_once: int) -> Iterator[BatchPlan]:
     for span in spans:
-        positions = share.positions_of_steps(span.begin, span.steps)
-        source = share.source(positions)
-        touched = touch_nothing(lane_samples(order, source) if order.shuffle else source)
+        positions = partial(_positions, share, span, steps_at_once)
+        sources = partial(_sources, share, positions)
         steps = range(span.first_step, span.first_step + span.steps, steps_at_once)
-        placed = Placed(order.epoch, positions, positions < share.num_samples)
-        yield from batches(touched, book_nothing(), share.batch * steps_at_once, placed, steps)
+        for at, samples in zip(
+            positions(), lane_samples(order, sources, span) if order.shuffle else sources(), strict=True
+        ):
+            placed = Placed(order.epoch, share.num_samples, [at])
+            yield from batches(touch_nothing(samples), book_nothing(), share.batch * steps_at_once, placed, steps)
+            steps = steps[-(-at.size // (share.batch * steps_at_once)) :]
 
 
 def _plan(
@@ -82,24 +89,35 @@ def _plan(
 ) -> Iterator[BatchPlan]:
     live: dict[Key, int] = {}  # the tickets of blocks that later spans use
     for span in spans:
-        positions = share.positions_of_steps(span.begin, span.steps)
-        source = share.source(positions)
+        positions = partial(_positions, share, span, steps_at_once)
+        sources = partial(_sources, share, positions)
         if order.shuffle:
-            touched = touch_lanes(order, source, span, live)
+            touched = touch_lanes(order, sources, span, live)
         else:
             onward = span.end + share.world.rank * share.batch  # where this rank's rows go on
-            touched = touch_units(order.num_samples, unit, source, onward, last=span.last)
+            touched = touch_units(order.num_samples, unit, np.concatenate([*sources()]), onward, last=span.last)
         booking = book(touched, live, tickets)
         steps = range(span.first_step, span.first_step + span.steps, steps_at_once)
-        placed = Placed(order.epoch, positions, positions < share.num_samples)
+        placed = Placed(order.epoch, share.num_samples, positions())
         yield from batches(touched, booking, share.batch * steps_at_once, placed, steps)
         tickets += booking.opened.size
         live = booking.kept(touched)
 
 
+def _positions(share: Share, span: Span, steps_at_once: int) -> Iterator[Ints]:
+    """Yield the positions of a span's rows, those of some plans at a time: temporary arrays then fit into a cache."""
+    some = max(1, PART_ROWS // (share.batch * steps_at_once)) * steps_at_once
+    for done in range(0, span.steps, some):
+        yield share.positions_of_steps(span.begin + done * share.global_batch, min(some, span.steps - done))
+
+
+def _sources(share: Share, positions: Parts) -> Iterator[Ints]:
+    return map(share.source, positions())
+
+
 def _spans(order: EpochOrder, share: Share, position: int, steps: int, steps_at_once: int) -> Iterator[Span]:
     """Cuts the steps into spans. The last two steps are in one, since padding repeats rows of the one before."""
-    rows = min(max(2 * order.params.window, _MIN_ROWS), MAX_ROWS // share.lanes_read)
+    rows = _rows_of_a_lane(order.params, share)
     longest = rows * share.lanes // share.global_batch if order.shuffle else rows // share.batch
     most = max(1, longest // steps_at_once) * steps_at_once
     size = min(most, max(1, FIRST_STEPS // steps_at_once) * steps_at_once)
@@ -111,6 +129,15 @@ def _spans(order: EpochOrder, share: Share, position: int, steps: int, steps_at_
         yield Span(done, count, begin, end, last=done + count == steps)
         done += count
         size = min(most, 2 * size)
+
+
+def _rows_of_a_lane(params: OrderParams, share: Share) -> int:
+    return min(max(2 * params.window, _MIN_ROWS), MAX_ROWS // share.lanes_read)
+
+
+def span_rows(params: OrderParams, share: Share) -> int:
+    """Return how many rows of this rank are planned together at most."""
+    return min(_rows_of_a_lane(params, share) * share.lanes_read, share.num_samples // share.world.size + share.batch)
 
 
 def slots_needed(params: OrderParams, share: Share, steps_at_once: int = 1) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -11,9 +11,22 @@ from numpy.typing import NDArray
 
 from streamloader.plan.order import EpochOrder
 
-__all__ = ["Ints", "Key", "Span", "Touched", "lane_samples", "touch_lanes", "touch_nothing", "touch_units"]
+__all__ = [
+    "Ints",
+    "Key",
+    "Parts",
+    "Span",
+    "Touched",
+    "lane_samples",
+    "touch_lanes",
+    "touch_nothing",
+    "touch_units",
+]
 
 Ints = NDArray[np.int64]
+Parts = Callable[
+    [], Iterator[Ints]
+]  # the positions of a span's rows, some at a time, from the first again at each call
 Key = tuple[int, int]  # (lane, j): the j-th block to arrive; (0, j): the j-th unit
 K = TypeVar("K")
 
@@ -37,8 +50,8 @@ class Touched(Generic[K]):
     start: Ints  # first sample of each block, or of the part of it that is the lane's
     stop: Ints
     finished: NDArray[np.bool_]  # no later step uses the block
-    block: Ints  # index into the above
-    row: Ints  # counted from that start
+    block: NDArray[Any]  # integers: index into the above
+    row: NDArray[Any]  # counted from that start
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,54 +70,67 @@ class _LanePart:
     row: Ints
 
 
-def touch_lanes(order: EpochOrder, source: Ints, span: Span, live: Collection[Key]) -> Touched[Key]:
-    """The blocks of a shuffled order at the positions `source`, those of `live` included.
+def touch_lanes(order: EpochOrder, sources: Parts, span: Span, live: Collection[Key]) -> Touched[Key]:
+    """The blocks of a shuffled order at some positions, a part at a time, those of `live` included.
 
     Every lane with a row or a live block is read from the span's first position to its end.
     """
-    lane, index = source % order.lanes, source // order.lanes
-    used = np.zeros(order.lanes, np.bool_)
-    used[lane] = True
+    used, low, count = _used_lanes(order, sources, span)
     used[[key[0] for key in live]] = True
     lanes = np.flatnonzero(used)
-    low = int(index.min(initial=span.begin // order.lanes))  # padding may repeat what came before the span
     stops = -((lanes - span.end) // order.lanes)
     width = int(stops.max()) - low
-    table = np.empty((2, lanes.size, width), np.int64)
+    dtype = np.int32 if order.params.block < 2**31 else np.int64
+    table = np.empty((2, lanes.size * width), dtype)
     keys: list[Key] = []
     parts: list[_LanePart] = []
-    for slot, (number, stop) in enumerate(zip(lanes.tolist(), stops.tolist(), strict=True)):
+    for begin, number, stop in zip(range(0, table[0].size, width), lanes.tolist(), stops.tolist(), strict=True):
         part = _read_lane(order, number, low, stop)
-        np.add(part.block, len(keys), out=table[0, slot, : stop - low])
-        table[1, slot, : stop - low] = part.row
+        np.add(part.block, len(keys), out=table[0, begin : begin + stop - low], casting="same_kind")
+        table[1, begin : begin + stop - low] = part.row
         keys += [(number, part.first + i) for i in range(part.finished.size)]
         parts.append(part)
-    slots = np.cumsum(used) - 1
-    at = slots[lane] * width + (index - low)
     start = order.block_numbers(np.array([key[1] for key in keys], np.int64)) * order.params.block
     start += np.concatenate([part.below for part in parts])
+    offsets = (np.cumsum(used) - 1) * width - low
+    found, done = np.empty((2, count), dtype), 0
+    for source in sources():
+        at = offsets[source % order.lanes] + source // order.lanes
+        for values, out in zip(table, found[:, done : done + at.size], strict=True):
+            np.take(values, at, out=out, mode="clip")
+        done += at.size
     return Touched(
         keys=keys,
         start=start,
         stop=start + np.concatenate([part.size for part in parts]),
         finished=np.concatenate([part.finished for part in parts]) | span.last,
-        block=table[0].ravel()[at],
-        row=table[1].ravel()[at],
+        block=found[0],
+        row=found[1],
     )
 
 
-def lane_samples(order: EpochOrder, source: Ints) -> Ints:
-    """Return the samples of a shuffled order at some positions, by way of the lanes that they are in."""
-    if not source.size:
-        return source
-    lane, index = source % order.lanes, source // order.lanes
-    lanes, slot = np.unique(lane, return_inverse=True)
-    low = int(index.min())
-    emitted = np.zeros((lanes.size, int(index.max()) + 1 - low), np.int64)
-    for row, number in zip(emitted, lanes.tolist(), strict=True):
-        stop = min(low + row.size, order.lane_bounds(number)[1])
-        row[: stop - low] = order.emit(number, low, stop)
-    return order.samples(emitted[slot, index - low])
+def _used_lanes(order: EpochOrder, sources: Parts, span: Span) -> tuple[NDArray[np.bool_], int, int]:
+    """Return the lanes that some positions are in, the first index among them, and how many there are."""
+    used, low, count = np.zeros(order.lanes, np.bool_), span.begin // order.lanes, 0
+    for source in sources():
+        used[source % order.lanes] = True
+        low = min(low, int(source.min(initial=span.begin)) // order.lanes)  # padding may repeat what came before
+        count += source.size
+    return used, low, count
+
+
+def lane_samples(order: EpochOrder, sources: Parts, span: Span) -> Iterator[Ints]:
+    """Yield the samples of a shuffled order at some positions, a part at a time, by way of the lanes they are in."""
+    used, low, _ = _used_lanes(order, sources, span)
+    lanes = np.flatnonzero(used)
+    width = -(-span.end // order.lanes) - low
+    emitted = np.zeros(lanes.size * width, np.int64)
+    for begin, number in zip(range(0, emitted.size, max(1, width)), lanes.tolist(), strict=True):
+        stop = min(low + width, order.lane_bounds(number)[1])
+        emitted[begin : begin + stop - low] = order.emit(number, low, stop)
+    offsets = (np.cumsum(used) - 1) * width - low
+    for source in sources():
+        yield order.samples(emitted[offsets[source % order.lanes] + source // order.lanes])
 
 
 def touch_nothing(samples: Ints) -> Touched[Any]:

@@ -159,3 +159,17 @@ def test_rare_ragged_spikes_stay_within_memory(lanes: int | None, tmp_path: Path
         assert peak <= memory + ALLOWANCE
         assert (need is None) == (rows == 2 * 1600)
         memory = need or memory
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_the_plan_of_millions_of_rows_counts(held: bool, tmp_path: Path) -> None:
+    count = 8_000_000
+    with Writer(tmp_path / "d", {"x": Field("tensor", "int32", ())}, num_samples=count) as out:
+        out.write_batch({"x": np.arange(count, dtype=np.int32)})
+    arguments = {"lanes": 64, "block": 1 << 14, "window": 1 << 16, "batch_size": 1024}
+    memory = 4 * count + 100 * 10**6 if held else 10**6
+    need, rows, peak = run_within(memory, tmp_path / "d", tmp_path, **arguments)
+    if need is not None:
+        need, rows, peak = run_within(memory := need, tmp_path / "d", tmp_path, **arguments)
+    assert (need, rows) == (None, 2 * count)
+    assert peak <= memory + ALLOWANCE
