@@ -6,20 +6,27 @@ import json
 import re
 import time
 import tracemalloc
-from collections.abc import Iterator
-from contextlib import contextmanager
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from streamloader.conversion.plan import SplitPlan
+from streamloader.conversion import plan
+from streamloader.conversion.after.append import append
+from streamloader.conversion.job import convert
+from streamloader.conversion.plan import SplitPlan, first_change, pack_files, unpack_files
+from streamloader.conversion.progress import Listener, Progress
 from streamloader.conversion.refused import QUARANTINE_BYTES, Quarantine, Refusal, RefusedSample, read_refusals
 from streamloader.conversion.rows import SampleRows
 from streamloader.conversion.splitrun import SplitRun
 from streamloader.dataset import open as open_dataset
 from streamloader.engine.arena import Bodies
-from streamloader.errors import CorruptError, FormatError, MemoryBudgetError
+from streamloader.errors import CorruptError, FormatError, MemoryBudgetError, ObjectExistsError
+from streamloader.format import opening
 from streamloader.format.codecs import decode_items
 from streamloader.format.destination import prepare, take_over, write_job
 from streamloader.format.geometry import Geometry
@@ -27,6 +34,7 @@ from streamloader.format.manifest import Field, FieldLayout, OrderPin
 from streamloader.format.writer import Writer
 from streamloader.options import CodecChoice, Layout, Shuffle
 from streamloader.storage import open_store
+from streamloader.storage.protocol import ObjectInfo
 from streamloader.torch_dataset import StreamingDataset
 
 
@@ -111,6 +119,113 @@ def test_a_job_file_that_is_too_large_is_not_read_whole_by_runs_that_hold_or_tak
             prepare(store, overwrite=True)
 
 
+def plant(path: Path) -> None:
+    """Make a file of 4 GiB that takes no room."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("wb") as file:
+        file.truncate(4 << 30)
+
+
+def convert_records(root: Path, **options: Any) -> None:
+    convert(root / "source.jsonl", root / "out", workers=0, **options)
+
+
+def append_records(root: Path, progress: Listener | None = None) -> None:
+    append(root / "out", root / "more.jsonl", workers=0, progress=progress)
+
+
+def stop(progress: Progress) -> None:
+    if progress.phase == "finish":
+        raise KeyboardInterrupt
+
+
+def other_source(root: Path) -> None:
+    (root / "source.jsonl").write_text('{"x": 8}\n' * 11)
+    convert_records(root)
+
+
+def resume_finished(root: Path) -> None:
+    convert_records(root)
+    plant(root / "out/_streamloader/conversion.json")
+    convert_records(root, resume=True)
+
+
+def resume_append(root: Path) -> None:
+    convert_records(root)
+    with suppress(KeyboardInterrupt):
+        append_records(root, stop)
+    plant(root / "out/_streamloader/append/receipts/0.json")
+    append_records(root)
+
+
+def planted_at_the_end(path: str, run: Callable[..., None]) -> Callable[[Path], None]:
+    """Run with the object planted when all shards are written and the small fields are about to be gathered."""
+
+    def act(root: Path) -> None:
+        run(root, progress=lambda progress: plant(root / "out" / path) if progress.phase == "finish" else None)
+
+    return act
+
+
+def append_with_a_large_part(root: Path) -> None:
+    convert_records(root)
+    planted_at_the_end("_streamloader/append/parts/0", append_records)(root)
+
+
+LARGE: dict[str, tuple[Callable[[Path], None], str]] = {
+    "receipts/0.json": (convert_records, "has over 67108864 bytes"),
+    "bad/0.json": (convert_records, "has a line of over 33554432 bytes"),
+    "files": (other_source, "is damaged"),
+    "parts/0": (planted_at_the_end("_streamloader/parts/0", convert_records), "is not what was written"),
+    "conversion.json": (resume_finished, "has over 67108864 bytes"),
+    "append/receipts/0.json": (resume_append, "has over 67108864 bytes"),
+    "append/parts/0": (append_with_a_large_part, "is not what was written"),
+}
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_what_a_conversion_left_is_refused_where_it_is_too_large(name: str, tmp_path: Path) -> None:
+    act, problem = LARGE[name]
+    for file in ("source", "more"):
+        (tmp_path / f"{file}.jsonl").write_text('{"x": 7}\n' * 10)
+    ours = tmp_path / "out/_streamloader"
+    if act in (convert_records, other_source):
+        with suppress(KeyboardInterrupt):
+            convert_records(tmp_path, progress=stop)
+        plant(ours / name)
+    with within(200 << 20), pytest.raises(FormatError, match=rf"_streamloader/{name} {problem}"):
+        act(tmp_path)
+
+
+def test_a_file_list_that_unpacks_to_much_is_read_only_until_it_differs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, files = open_store(tmp_path), [ObjectInfo("a", 1), ObjectInfo("b", 2)]
+    line = b'["%b", 1, ""]\n'
+    many = zlib.compress(line % b"a" + b"".join(line % b"more%d" % i for i in range(100)) * 40_000, 1)
+    store.put("many", many)
+    store.put("spaces", zlib.compress(bytes(200 << 20), 1))
+    with within(60 << 20):
+        assert first_change(unpack_files(store, "many"), files) == "more0 is gone"
+        with pytest.raises(FormatError, match="spaces has a line of over"):
+            first_change(unpack_files(store, "spaces"), files)
+    store.put("short", pack_files(files)[:-5])
+    with pytest.raises(FormatError, match=r"short is damaged \(it is cut short\)"):
+        list(unpack_files(store, "short"))
+    monkeypatch.setattr(opening, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(plan, "PIECE_BYTES", 1000)
+    files = [ObjectInfo(f"folder/{i}", i, f"tag {i}") for i in range(5000)]
+    store.put("files", pack_files(files))
+    assert list(unpack_files(store, "files")) == files
+
+
+def test_an_object_that_another_made_large_is_not_read_whole_to_be_replaced(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    plant(tmp_path / "zarr.json")
+    with within(50 << 20), pytest.raises(ObjectExistsError):
+        store.replace("zarr.json", b"new", b"before")
+
+
 def test_a_chunk_of_2_gib_is_refused(tmp_path: Path) -> None:
     layout = FieldLayout(Field("bytes"), chunk=1, shard=1, codec="none", resident=False)
     with (tmp_path / "chunk").open("wb") as file:
@@ -159,7 +274,7 @@ def test_a_quarantine_is_written_in_files_of_bounded_size(tmp_path: Path) -> Non
     samples = [RefusedSample(row, f"file {row}", "is empty", "A" * 1_000_000) for row in range(100)]
     for shard in range(5):
         Refusal(shard, tuple(samples[20 * shard : 20 * shard + 20])).write(store)
-    refused = read_refusals(store, "")
+    refused = read_refusals(store, "", 20)
     assert not any(one.data for one in refused.values())
     again = RefusedSample(7000, "file 7000", "is bad now")
     with within(150 << 20):

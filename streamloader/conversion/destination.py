@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from streamloader.conversion.plan import Job, SplitPlan, first_change, pack_files
+from streamloader.conversion.plan import Job, SplitPlan, first_change, pack_files, unpack_files
 from streamloader.errors import (
     AccessError,
     DestinationError,
@@ -17,7 +17,7 @@ from streamloader.errors import (
 from streamloader.format.destination import Claim, check_not_running, prepare, take_over, write_job
 from streamloader.format.geometry import settle
 from streamloader.format.manifest import Manifest
-from streamloader.format.opening import ROOT, open_manifest, read_job
+from streamloader.format.opening import ROOT, get_document, open_manifest, read_job
 from streamloader.format.parse import parse_json
 from streamloader.storage.protocol import Store
 
@@ -99,7 +99,10 @@ def _other_options(store: Store, job: Job) -> str:
     """Return which options of the finished dataset were others; nothing where they were those of the job."""
     if job.unknown:
         return job.unknown
-    data = store.get(RECORD) if store.head(RECORD) is not None else b"{}"
+    try:
+        data = get_document(store, RECORD)
+    except NotFoundError:
+        data = b"{}"
     try:
         found: Any = parse_json(data)
     except (ValueError, RecursionError):
@@ -156,7 +159,7 @@ def _difference(store: Store, job: Job, found: Mapping[str, Any]) -> Destination
 
 def _source_change(store: Store, job: Job) -> str:
     try:
-        return first_change(store.get(FILES), job.source.files) or "its files are in another order"
+        return first_change(unpack_files(store, FILES), job.source.files) or "its files are in another order"
     except NotFoundError:
         return "its files are others"
 

@@ -13,7 +13,7 @@ from streamloader.conversion.engines.engine import parse_engine
 from streamloader.conversion.iterables import Writing, convert_iterable
 from streamloader.conversion.mapped import parse_map
 from streamloader.conversion.means import Means
-from streamloader.conversion.plan import Job, first_change, make_job, pack_files
+from streamloader.conversion.plan import Job, first_change, make_job
 from streamloader.conversion.progress import Listener, Progress, Report, ignore
 from streamloader.conversion.recipe import ON_ERROR, OnError, Recipe
 from streamloader.conversion.recode import parse_recode
@@ -154,7 +154,7 @@ def _check_source(ends: _Ends, job: Job) -> None:
         return
     known = {info.path for info in job.source.files}
     now = [info for info in list_source(ends.src, ends.source_options).files if info.path in known]
-    change = first_change(pack_files(job.source.files), now)
+    change = first_change(job.source.files, now)
     if change:
         problem = f"the source {job.source.url} changed while it was converted: {change}"
         raise SourceChangedError(problem, "leave it alone while it is converted, and start again with --overwrite")

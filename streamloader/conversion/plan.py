@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import zlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -20,10 +20,13 @@ from streamloader.conversion.schema import Schema, probe
 from streamloader.conversion.sources.base import Source
 from streamloader.conversion.splits import SEED, assign, own_rows
 from streamloader.conversion.task import Task
-from streamloader.errors import UsageError
+from streamloader.errors import FormatError, UsageError
 from streamloader.format.geometry import Geometry
 from streamloader.format.manifest import VERSION
+from streamloader.format.opening import PIECE_BYTES, read_lines, read_pieces
 from streamloader.storage.protocol import ObjectInfo, Store
+
+MAX_LINE = 1 << 20  # bytes of a file list's line: a path has 4 KiB, a signed URL some more
 
 
 @dataclass(frozen=True, eq=False)
@@ -182,19 +185,47 @@ def pack_files(files: Sequence[ObjectInfo]) -> bytes:
     return b"".join([*(packer.compress(line) for line in _lines(files)), packer.flush()])
 
 
-def first_change(packed: bytes, files: Sequence[ObjectInfo]) -> str:
-    """Return what differs first from the packed list, in words; nothing where nothing does."""
-    before = {path: (size, etag) for path, size, etag in map(json.loads, zlib.decompress(packed).splitlines())}
-    for info in files:
-        if info.path not in before:
-            return f"{info.path} is new"
-        size, etag = before.pop(info.path)
-        if size != info.size:
-            return f"{info.path} had {size} bytes and has {info.size}"
-        if etag != info.etag:
-            return f"{info.path} was written again (its size is still {size} bytes)"
-    gone = next(iter(before), None)
-    return "" if gone is None else f"{gone} is gone"
+def unpack_files(store: Store, path: str) -> Iterator[ObjectInfo]:
+    """Yield the files of a stored list, which may be of any length: it is read and unpacked a piece at a time.
+
+    Raises `NotFoundError`, and `FormatError` for what `pack_files` does not write.
+    """
+    try:
+        for line in read_lines(_unpacked(read_pieces(store, path)), MAX_LINE, f"{store.url}/{path}"):
+            name, size, etag = json.loads(line)
+            yield ObjectInfo(str(name), int(size), str(etag))
+    except (zlib.error, TypeError, ValueError, RecursionError) as error:
+        raise FormatError(f"{store.url}/{path} is damaged ({error})", "start again with --overwrite") from error
+
+
+def _unpacked(pieces: Iterator[bytes]) -> Iterator[bytes]:
+    unpacker = zlib.decompressobj()
+    for piece in pieces:
+        packed = piece
+        while found := unpacker.decompress(packed, PIECE_BYTES):
+            yield found
+            packed = unpacker.unconsumed_tail
+        if unpacker.eof:
+            return
+    raise ValueError("it is cut short")
+
+
+def first_change(before: Iterable[ObjectInfo], files: Sequence[ObjectInfo]) -> str:
+    """Return what differs first from an earlier list, in words; nothing where nothing does.
+
+    Of the earlier list nothing is kept.
+    """
+    now = {info.path: info for info in files}
+    for info in before:
+        found = now.pop(info.path, None)
+        if found is None:
+            return f"{info.path} is gone"
+        if found.size != info.size:
+            return f"{info.path} had {info.size} bytes and has {found.size}"
+        if found.etag != info.etag:
+            return f"{info.path} was written again (its size is still {info.size} bytes)"
+    new = next(iter(now), None)
+    return "" if new is None else f"{new} is new"
 
 
 def _lines(files: Sequence[ObjectInfo]) -> Iterator[bytes]:

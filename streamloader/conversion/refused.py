@@ -5,17 +5,20 @@ from __future__ import annotations
 import base64
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 from streamloader.format.destination import BAD
+from streamloader.format.opening import read_lines, read_pieces
 from streamloader.format.threads import run_all
 from streamloader.storage.protocol import Store
 
 QUARANTINE = "_streamloader/quarantine.jsonl"  # further files are quarantine-1.jsonl, quarantine-2.jsonl, ...
 QUARANTINE_BYTES = 32 << 20  # of one file, unless one sample is larger
 MAX_DATA = 16 << 20  # bytes kept of one bad sample
+MAX_LINE = 2 * MAX_DATA  # in base64 a third more, beside its name and problem
 _THREADS = 16
 
 
@@ -50,8 +53,9 @@ class Refusal:
 
     def write(self, store: Store) -> Refusal:
         """Keep it at the destination for a later run, and return it without data; the same samples, the same bytes."""
-        document = {"shard": self.shard, "job": self.job, "samples": [one.to_json() for one in self.samples]}
-        store.put(f"{BAD}/{self.shard}.json", json.dumps(document, sort_keys=True).encode())
+        documents = ({"shard": self.shard, "job": self.job}, *(one.to_json() for one in self.samples))
+        lines = [json.dumps(one, sort_keys=True).encode() + b"\n" for one in documents]
+        store.put(f"{BAD}/{self.shard}.json", lines)
         return replace(self, samples=tuple(one.without_data() for one in self.samples))
 
 
@@ -60,13 +64,16 @@ def packed(data: bytes) -> str:
     return base64.b64encode(data).decode() if len(data) <= MAX_DATA else ""
 
 
-def read_refusals(store: Store, job: str) -> dict[int, RefusedSample]:
-    """Return the bad samples that earlier runs of the job found, by row, without data.
+def read_refusals(store: Store, job: str, most: int) -> dict[int, RefusedSample]:
+    """Return the bad samples that earlier runs of the job found, by row, without data; of each shard `most` at most.
 
-    What does not parse is found again.
+    What does not parse is found again. Raises `FormatError` for a longer line than those of a sample.
     """
-    found = run_all(lambda path: [one.without_data() for one in _parse(store.get(path), job)], _paths(store), _THREADS)
-    return {one.row: one for samples in found for one in samples}
+
+    def read(path: str) -> list[RefusedSample]:
+        return [one.without_data() for one in islice(_samples(store, path, job), most)]
+
+    return {one.row: one for samples in run_all(read, _paths(store), _THREADS) for one in samples}
 
 
 def _paths(store: Store) -> list[str]:
@@ -74,12 +81,17 @@ def _paths(store: Store) -> list[str]:
     return sorted(paths, key=lambda path: (len(path), path))  # shards ascending
 
 
-def _parse(data: bytes, job: str) -> list[RefusedSample]:
+def _samples(store: Store, path: str, job: str) -> Iterator[RefusedSample]:
+    """Yield what a shard of the job left, of which there may be gigabytes: a piece at a time, until it does not parse.
+
+    Raises `FormatError` for a line that is too long.
+    """
     try:
-        found = json.loads(data)
-        return [RefusedSample(**one) for one in found["samples"]] if found["job"] == job else []
-    except (KeyError, TypeError, ValueError):
-        return []
+        lines = read_lines(read_pieces(store, path), MAX_LINE, f"{store.url}/{path}")
+        if json.loads(next(lines))["job"] == job:
+            yield from (RefusedSample(**json.loads(line)) for line in lines)
+    except (KeyError, TypeError, ValueError, RecursionError, StopIteration):
+        return
 
 
 class Quarantine:
@@ -102,7 +114,7 @@ class Quarantine:
         """Add the samples of a split: with data where its `store` has what their shards left there."""
         left = dict(refused)
         for path in _paths(store):
-            for sample in _parse(store.get(path), self._job):
+            for sample in _samples(store, path, self._job):
                 if left.pop(sample.row, None) is not None:
                     self.add(sample, split)
         for _, sample in sorted(left.items()):

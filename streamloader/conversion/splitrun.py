@@ -25,7 +25,7 @@ class SplitRun:
     def __init__(self, plan: SplitPlan, store: Store, keep_bad: bool, job: str) -> None:
         self.store = store
         self.receipts: dict[int, Receipt] = {}
-        self.refused: dict[int, RefusedSample] = read_refusals(store, job)
+        self.refused: dict[int, RefusedSample] = read_refusals(store, job, plan.geometry.samples_per_shard)
         self._base, self._keep_bad = plan, keep_bad
         if self.refused and not keep_bad:
             first = self.refused[min(self.refused)]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -18,6 +19,7 @@ JOB = "_streamloader/job.json"
 RECEIPTS = "_streamloader/receipts"
 # A damaged body is mostly a damaged transfer: fetched again this often before it counts as damaged at rest.
 BODY_ATTEMPTS = 3
+PIECE_BYTES = 4 << 20  # of what may be longer, and is read in pieces
 MAX_ROOT = 64 << 20  # bytes of a root document, or of any other JSON document of a dataset
 
 
@@ -96,6 +98,30 @@ def get_document(store: Store, path: str) -> bytes:
     if len(data) > MAX_ROOT:
         raise FormatError(f"{store.url}/{path} has over {MAX_ROOT} bytes, no document of a dataset has", "delete it")
     return data
+
+
+def read_pieces(store: Store, path: str) -> Iterator[bytes]:
+    """Yield an object that may have any size, `PIECE_BYTES` at a time. Raises `NotFoundError`."""
+    for start in itertools.count(0, PIECE_BYTES):
+        piece = store.get_range(path, start, start + PIECE_BYTES)
+        yield piece
+        if len(piece) < PIECE_BYTES:
+            return
+
+
+def read_lines(pieces: Iterable[bytes], limit: int, url: str) -> Iterator[bytes]:
+    """Yield the lines of the pieces of the object `url`, without line ends.
+
+    Raises `FormatError` for a line that is longer than `limit` bytes and a piece.
+    """
+    rest = b""
+    for piece in pieces:
+        *lines, rest = (rest + piece).split(b"\n")
+        yield from lines
+        if len(rest) > limit:
+            raise FormatError(f"{url} has a line of over {limit} bytes, which streamloader does not write", "delete it")
+    if rest:
+        yield rest
 
 
 def read_root(store: Store) -> dict[str, Any]:

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-import crc32c
 import numpy as np
 from numpy.typing import NDArray
 
@@ -18,8 +17,6 @@ from streamloader.errors import (
     DestinationError,
     FormatError,
     IncompleteError,
-    MissingObjectError,
-    NotFoundError,
     ObjectExistsError,
 )
 from streamloader.format.extend import APPEND, Extension, part_path, read_tail, write_object
@@ -30,7 +27,7 @@ from streamloader.format.opening import ROOT, get_document
 from streamloader.format.parse import manifest_from_json, parse_json
 from streamloader.format.receipts import FieldReceipt, Receipt
 from streamloader.format.shard import encode_index
-from streamloader.format.sink import little, write_table
+from streamloader.format.sink import little, read_part, write_table
 from streamloader.format.table import open_table, tables_path
 from streamloader.format.threads import run_all
 from streamloader.storage.protocol import Store
@@ -193,7 +190,8 @@ def _write_resident(
     rows = {name: np.empty((extension.added, *one.field.shape), little(one)) for name, one in small.items()}
 
     def take(receipt: Receipt) -> None:
-        data, at = _part(store, receipt), 0
+        data = read_part(store, part_path(receipt.shard), receipt, small.values(), "run the same append again")
+        at = 0
         start, stop = extension.samples(receipt.shard)
         for name, layout in small.items():
             flat: NDArray[Any] = rows[name][start:stop].reshape(-1)
@@ -214,15 +212,3 @@ def _write_resident(
     for name, shard, receipt in run_all(write, tasks, threads):
         out[name][shard] = receipt
     return out
-
-
-def _part(store: Store, receipt: Receipt) -> bytes:
-    path = part_path(receipt.shard)
-    written = receipt.objects[path]
-    try:
-        data = store.get(path)
-    except NotFoundError as error:
-        raise MissingObjectError(f"{store.url}/{path} is missing", "run the same append again") from error
-    if len(data) != written.size or crc32c.crc32c(data) != written.crc32c:
-        raise FormatError(f"{store.url}/{path} is not what was written", "run the same append again")
-    return data

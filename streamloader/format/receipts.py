@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from streamloader.format.opening import RECEIPTS
+from streamloader.format.opening import RECEIPTS, get_document
 from streamloader.format.threads import run_all
 from streamloader.storage.protocol import Store
 
@@ -87,10 +87,10 @@ def read_receipts(store: Store, folder: str = RECEIPTS, job: str = "") -> dict[i
     """Return the receipts of all finished shards by shard number, without those that do not parse.
 
     With `job` only receipts of that job count. A shard without a receipt that counts is then done again, as if it had
-    never been written.
+    never been written. Raises `FormatError` for one that is larger than any document.
     """
     paths = [info.path for info in store.list(folder) if info.path.endswith(".json")]
-    found = run_all(lambda path: _parse(store.get(path)), paths, THREADS)
+    found = run_all(lambda path: _parse(get_document(store, path)), paths, THREADS)
     return {receipt.shard: receipt for receipt in found if receipt is not None and job in ("", receipt.job)}
 
 
@@ -111,7 +111,7 @@ def check_receipts(store: Store, receipts: Mapping[int, Receipt]) -> list[int]:
 def _parse(data: bytes) -> Receipt | None:
     try:
         return Receipt.from_json(data)
-    except (KeyError, TypeError, ValueError, AttributeError):
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError):
         return None
 
 

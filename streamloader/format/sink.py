@@ -7,7 +7,7 @@ any moment is healed by doing the missing shards and `finish` again.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -231,7 +231,8 @@ def _gather(
     }
 
     def take(receipt: Receipt) -> None:
-        data = _part(store, receipt)
+        layouts = [final.layouts[name] for name in small]
+        data = read_part(store, f"{PARTS}/{receipt.shard}", receipt, layouts, "run the same conversion again")
         at, first = 0, receipt.shard * geometry.samples_per_shard
         for name in small:
             layout = final.layouts[name]
@@ -263,13 +264,17 @@ def _write(store: Store, name: str, layout: FieldLayout, shard: int, rows: NDArr
     return FieldReceipt(column_bytes(layout, rows), info.size, encoded.entries)
 
 
-def _part(store: Store, receipt: Receipt) -> bytes:
-    path = f"{PARTS}/{receipt.shard}"
+def read_part(store: Store, path: str, receipt: Receipt, layouts: Iterable[FieldLayout], remedy: str) -> bytes:
+    """Return the rows of a shard's small fields, whose size the layouts give: no more than that is read.
+
+    Raises `MissingObjectError` or `FormatError` where the object is not what the receipt says.
+    """
+    size = receipt.num_samples * sum(layout.field.item_bytes for layout in layouts)
     try:
-        data = store.get(path)
+        data = store.get_range(path, 0, size + 1)
     except NotFoundError as error:
-        raise MissingObjectError(f"{store.url}/{path} is missing", "run the same conversion again") from error
-    written = receipt.objects[path]
-    if len(data) != written.size or crc32c.crc32c(data) != written.crc32c:
-        raise FormatError(f"{store.url}/{path} is not what was written", "run the same conversion again")
+        raise MissingObjectError(f"{store.url}/{path} is missing", remedy) from error
+    written = receipt.objects.get(path)
+    if written is None or not size == len(data) == written.size or crc32c.crc32c(data) != written.crc32c:
+        raise FormatError(f"{store.url}/{path} is not what was written", remedy)
     return data

@@ -7,7 +7,7 @@ from typing import Any
 
 from botocore.exceptions import ClientError
 
-from streamloader.storage.calls import Page, PlainCalls, etag_of, owned
+from streamloader.storage.calls import Page, PlainCalls, etag_of, larger_than, owned
 from streamloader.storage.failures import client_errors, facts_of
 from streamloader.storage.protocol import Body, Buffer, ObjectInfo
 
@@ -52,7 +52,8 @@ class S3Calls(PlainCalls):
 
     def replace(self, path: str, data: Buffer, before: Buffer) -> str | None:
         seen = self.info(path)  # asked before the bytes, so that what is written between the two is noticed
-        there = self.get(path)
+        size = larger_than(data, before)
+        there = self.get_range(path, 0, size)
         if there == data:
             return ""
         if seen is None or there != before:
@@ -65,7 +66,7 @@ class S3Calls(PlainCalls):
                 return self.put(path, data)
             if status not in (404, 412):
                 raise
-        return "" if self.get(path) == data else None
+        return "" if self.get_range(path, 0, size) == data else None
 
     def delete(self, paths: Sequence[str]) -> None:
         for first in range(0, len(paths), KEYS_PER_DELETE):

@@ -121,7 +121,7 @@ def _read(store: Store, files: Files, path: str) -> tuple[bytes, dict[str, Any]]
     where = f"{store.url}/{path}"
     if files[path].size > MAX_DOCUMENT:
         raise SourceError(f"{where} has {files[path].size} bytes, which no document has", _AGAIN)
-    data = store.get(path)
+    data = store.get_range(path, 0, files[path].size)
     try:
         document = json.loads(data)
     except (ValueError, RecursionError) as error:
