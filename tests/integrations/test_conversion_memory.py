@@ -16,6 +16,8 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
+from streamloader.format.geometry import EXPANSION
+
 SHARD = 64 << 20
 SOURCE = 5 * SHARD
 # the largest resident memory of all workers, and of the process that leads them
@@ -75,10 +77,27 @@ def make_parquet_of_large_groups(root: Path) -> None:
     make_parquet(root, 15_000)
 
 
+def make_parquet_of_repeated_values(root: Path) -> None:
+    rng = np.random.default_rng(0)
+    values = [rng.bytes(4096) for _ in range(100)]
+    count = SOURCE // 8192
+    runs = pa.FixedSizeListArray.from_arrays(np.repeat(np.arange(count, dtype=np.int64), 512), 512)
+    table = pa.table({"data": [values[i % 100] for i in range(count)], "runs": runs})  # a dictionary, and run lengths
+    pq.write_table(table, root / "x.parquet", row_group_size=count)
+    assert (root / "x.parquet").stat().st_size < SOURCE // 100
+
+
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "make",
-    [make_array, make_small_numbers, make_tar, make_images, make_parquet, make_parquet_of_large_groups],
+    [
+        make_array,
+        make_small_numbers,
+        make_tar,
+        make_images,
+        make_parquet,
+        make_parquet_of_large_groups,
+    ],
 )
 def test_a_process_holds_less_than_four_shards(make: Callable[[Path], None], tmp_path: Path) -> None:
     source = tmp_path / "source"
@@ -88,12 +107,20 @@ def test_a_process_holds_less_than_four_shards(make: Callable[[Path], None], tmp
 
 
 @pytest.mark.timeout(300)
+def test_so_does_one_that_reads_what_is_100_times_smaller_on_disk(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    make_parquet_of_repeated_values(source)
+    _check(str(source), 2, tmp_path, SHARD // EXPANSION)
+
+
+@pytest.mark.timeout(300)
 def test_so_does_one_that_reads_an_iterable_with_one_worker(tmp_path: Path) -> None:
     _check("iterable", 1, tmp_path)
 
 
-def _check(source: str, workers: int, tmp_path: Path) -> None:
-    command = [sys.executable, "-c", PROGRAM, source, str(tmp_path / "out"), str(SHARD), str(workers)]
+def _check(source: str, workers: int, tmp_path: Path, stored: int = SHARD) -> None:
+    command = [sys.executable, "-c", PROGRAM, source, str(tmp_path / "out"), str(stored), str(workers)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     shard, *peaks = json.loads(done.stdout)
