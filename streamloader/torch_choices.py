@@ -42,9 +42,9 @@ def check_arguments(
             f"transform_workers={transform_workers} with transform={transform}", "give both, or transform_workers=0"
         )
     if not isinstance(shuffle, bool | Shuffle):
-        windowed = isinstance(shuffle, int) and shuffle > 0
+        windowed = isinstance(shuffle, int) and shuffle > 1
         raise UsageError(
-            f"shuffle={shuffle!r:.60}",
+            f"shuffle={shuffle!r:.60} is neither a bool nor a Shuffle",
             f"give True, False, or {f'Shuffle(window={shuffle})' if windowed else 'Shuffle(window=, lanes=, block=)'}",
         )
     if on_batch is not None and not callable(on_batch):

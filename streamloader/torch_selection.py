@@ -42,9 +42,12 @@ def choose_selection(where: Any, manifest: Manifest, store: Store) -> Selection 
     usable = [name for name, layout in manifest.fields.items() if layout.field.fixed and not layout.field.shape]
     for name in sorted(where.fields - set(usable)):
         found = f"is {manifest.fields[name].field}" if name in manifest.fields else "is no field"
+        quotes = (
+            f"write the class as '{name}' in quotes; " if any(name in one for one in manifest.classes.values()) else ""
+        )
         raise SelectionError(
             f"where={where.text!r} asks for {name!r}, which {found}",
-            f"fields of one number a sample are {', '.join(usable) or 'none'}; or give a mask or indexes",
+            f"{quotes}fields of one number a sample are {', '.join(usable) or 'none'}; or give a mask or indexes",
         )
     where = where.with_classes(manifest.classes)
     readers = {name: field_reader(store, manifest, name) for name in where.fields}

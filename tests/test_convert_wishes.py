@@ -404,8 +404,66 @@ def test_a_dict_of_columns_may_hold_texts_and_lists(tmp_path: Path) -> None:
     assert ds[1]["name"] == "b" and ds[1]["tokens"].tolist() == [2, 3] and ds[2]["n"] == 2
     with pytest.raises(UsageError, match=r"different lengths: \{'a': 2, 'b': 3\}; give one value of each"):
         convert({"a": [1, 2], "b": [1, 2, 3]}, tmp_path / "other")
-    with pytest.raises(UsageError, match=r"builtins.dict is no source of samples; .* a dict with an array or list"):
+    with pytest.raises(UsageError, match=r"the dict's entry 'a' is a value of type int; .* an array or list"):
         convert({"a": 1}, tmp_path / "other")
+
+
+def test_a_dict_of_columns_may_hold_arrays_of_text(tmp_path: Path) -> None:
+    convert({"name": np.array(["a", "bb"]), "n": np.arange(2)}, tmp_path / "out", workers=0)
+    assert [sample["name"] for sample in dataset.open(tmp_path / "out")] == ["a", "bb"]
+
+
+class Frame:
+    """As a table of pandas: indexing gives columns."""
+
+    columns = ("x",)
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, name: str) -> Any:
+        return {"x": Series()}[name]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"x": [1, 2]}
+
+
+class Series:
+    """As a column of pandas that was filtered: indexing goes by label."""
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, label: int) -> str:
+        return {7: "a", 9: "b"}[label]
+
+    def to_numpy(self) -> np.ndarray[Any, Any]:
+        return np.array(["a", "b"], object)
+
+    __array__ = to_numpy
+
+
+def test_columns_of_a_table_are_taken_by_place(tmp_path: Path) -> None:
+    frame = Frame()
+    with pytest.raises(UsageError, match=r"Frame has columns, not samples; give \{name: frame\[name\] for"):
+        convert(frame, tmp_path / "out", workers=0)
+    convert({name: frame[name] for name in frame.columns}, tmp_path / "out", workers=0)
+    assert [sample["x"] for sample in dataset.open(tmp_path / "out")] == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"x": np.array(3)}, "the dict's entry 'x' is a value of type ndarray; give names as text"),
+        ({1: np.zeros(3)}, "the dict's entry 1 is a value of type ndarray; give names as text"),
+        ({"x": {"a": [1]}}, "the dict's entry 'x' is a value of type dict"),
+        (lambda: iter([{"x": 1}]), r"builtins.function has no samples to convert; .* a generator function"),
+        ({"x": np.zeros(2, "M8[s]")}, r"holds datetime64\[s\]; store times as whole numbers, values.astype\('int64'\)"),
+    ],
+)
+def test_what_is_no_dict_of_columns_says_what_to_give(given: Any, told: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=told):
+        convert(given, tmp_path / "out", workers=0)
 
 
 def test_a_script_needs_no_guard_of_its_main_module(tmp_path: Path) -> None:

@@ -284,6 +284,8 @@ def test_classes_are_those_of_the_conversion_and_name_what_takes_part(tmp_path: 
     assert {int(batch["label"]) for batch in animals} == {0, 2}
     with pytest.raises(SelectionError, match="similar names are 'bee'"):
         StreamingDataset(tmp_path / "whole", batch_size=1, where="label == 'beee'")
+    with pytest.raises(SelectionError, match="'bee', which is no field; write the class as 'bee' in quotes; fields"):
+        StreamingDataset(tmp_path / "whole", batch_size=1, where="label == bee")
     datasets.write(tmp_path / "plain", 3, ["label"])
     assert sl.open(tmp_path / "plain").classes == {}
     with pytest.raises(SelectionError, match="has no class names for it"):

@@ -72,9 +72,23 @@ def test_schemes_are_read_in_any_case() -> None:
     ids=["open", "stream", "convert"],
 )
 def test_an_endpoint_without_a_scheme_is_told(opened: Any, options: dict[str, Any]) -> None:
-    told = r"storage option endpoint_url='h:9000' has no scheme; write http://h:9000, or https://h:9000"
+    told = "endpoint_url='h:9000' does not begin with http:// or https://; write http://h:9000, or https://h:9000"
     with pytest.raises(UsageError, match=told):
         opened("s3://bucket/x", storage_options=options)
+
+
+@pytest.mark.parametrize("endpoint", ["ftp://me:hidden@h:9", "//me:hidden@h:9", "http:/me:hidden@h:9"])
+def test_an_endpoint_with_another_scheme_is_told(endpoint: str) -> None:
+    with pytest.raises(UsageError, match=r"does not begin with .*; write http://h:9, or https://h:9 where") as caught:
+        sl.open("s3://bucket/x", storage_options={"endpoint_url": endpoint})
+    assert "hidden" not in str(caught.value)
+
+
+def test_an_endpoint_of_the_environment_without_a_scheme_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "h:9000")
+    told = r"s3://bucket/x: Invalid endpoint: h:9000; begin it with http:// or https://; .* AWS_ENDPOINT_URL"
+    with pytest.raises(UsageError, match=told):
+        sl.open("s3://bucket/x", storage_options={"key": "k", "secret": "s"})
 
 
 @pytest.mark.parametrize(

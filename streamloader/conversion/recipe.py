@@ -37,7 +37,7 @@ class Recipe:
     @property
     def opening(self) -> Wish:
         """What the source itself is asked for: with a function behind it, all of its fields."""
-        return replace(self.wish, fields={}) if self.mapper else self.wish
+        return replace(self.wish, fields={}, mapped=True) if self.mapper else self.wish
 
     @property
     def shares(self) -> str:

@@ -197,7 +197,9 @@ def _class_number(name: str, names: Sequence[str], problem: str) -> int:
         raise SelectionError(f"{problem}, and the dataset has no class names for it", "compare it with numbers")
     close = get_close_matches(name, names, 5)
     shown = ", ".join(map(repr, close or names[:5]))
-    remedy = f"similar names are {shown}" if close else f"its {len(names)} classes are {shown}, ..."
+    remedy = (
+        f"similar names are {shown}" if close else f"its {len(names)} classes are {shown}{', ...' * (len(names) > 5)}"
+    )
     raise SelectionError(f"{problem}, which is none of its classes", remedy)
 
 

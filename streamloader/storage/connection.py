@@ -215,7 +215,8 @@ def _wrong_option(location: Location, error: Exception) -> UsageError:
         meant = f"did you mean {alike[0]!r}? Or " if alike else ""
         return UsageError(f"{location.shown}: there is no storage option {name[1]!r}", f"{meant}{remedy}")
     if detail.startswith("Invalid endpoint"):
-        remedy = "write the endpoint with its scheme, http:// or https://"
+        where = "endpoint_url in storage_options, AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL or the AWS configuration"
+        return UsageError(f"{location.shown}: {detail}", f"begin it with http:// or https://; it comes from {where}")
     options = sorted(location.options)
     return UsageError(f"{location.shown}: storage_options {options} do not fit the protocol: {detail}", remedy)
 

@@ -211,8 +211,10 @@ def _check_endpoint(options: Mapping[str, Any]) -> None:
     for given in (options, client if isinstance(client, Mapping) else {}):
         endpoint = given.get("endpoint_url")
         if isinstance(endpoint, str) and endpoint and not re.match(r"https?://", endpoint, re.IGNORECASE):
-            shown = redact(f"http://{endpoint}").removeprefix("http://")
-            problem = f"storage option endpoint_url={shown!r} has no scheme"
+            host = re.sub(r"^([a-z][a-z0-9+.-]*:)?/+", "", endpoint, flags=re.IGNORECASE)
+            shown = redact(f"http://{host}").removeprefix("http://")
+            start = endpoint[: len(endpoint) - len(host)]
+            problem = f"storage option endpoint_url={start + shown!r} does not begin with http:// or https://"
             raise UsageError(problem, f"write http://{shown}, or https://{shown} where the server has a certificate")
 
 

@@ -366,11 +366,11 @@ def test_a_module_that_workers_lack_is_told(tmp_path: Path) -> None:
 
 
 NO_OBJECTS: dict[str, tuple[Any, str]] = {
-    "a number": (7, "a builtins.int is no source of samples"),
-    "a text": ("data", "a builtins.str is no source of samples"),
-    "bytes": (b"data", "a builtins.bytes is no source of samples"),
-    "a mapping": ({"x": 1}, "a builtins.dict is no source of samples; give a dataset, a list"),
-    "a class": (Pictures, "a builtins.type is no source"),
+    "a number": (7, "a builtins.int has no samples to convert"),
+    "a text": ("data", "a builtins.str has no samples to convert"),
+    "bytes": (b"data", "a builtins.bytes has no samples to convert"),
+    "a mapping": ({"x": 1}, "a builtins.dict has no samples to convert; give a dataset, a list"),
+    "a class": (Pictures, "a builtins.type has no samples"),
     "a loader": (DataLoader(Pictures(), batch_size=4), "DataLoader gives batches, not samples; give its dataset"),
 }
 

@@ -370,6 +370,29 @@ def test_times_are_refused_or_whole_numbers_by_name(
         assert count == (MOMENT.date() - date(1970, 1, 1)).days
 
 
+def later(sample: dict[str, Any]) -> dict[str, Any]:
+    return {"x": sample["x"], "later": sample["when"] + 1}
+
+
+@pytest.mark.parametrize("case", TIMES)
+def test_a_map_function_gets_times_as_whole_numbers(case: str, tmp_path: Path) -> None:
+    array, unit = TIMES[case]
+    src = tmp_path / "src"
+    src.mkdir()
+    write_arrow(src, pa.table({"when": array, "x": [1]}))
+    sl.convert(src, tmp_path / "out", map=later, workers=0)
+    ds = sl.open(tmp_path / "out")
+    count = array.view(pa.int64() if array.type.bit_width == 64 else pa.int32())[0].as_py()
+    assert ds[0]["later"] == count + 1
+    assert ds.manifest.provenance["units"] == {"when": unit}
+
+
+def test_columns_that_no_map_function_can_get_are_told(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"price": pa.array([1, 2], pa.decimal128(5, 2)), "x": [1, 2]}), tmp_path / "it.parquet")
+    with pytest.raises(FieldError, match=r"holds 'price' \(decimal128.*; a map function gets every column: write"):
+        sl.convert(tmp_path / "it.parquet", tmp_path / "out", map=later, workers=0)
+
+
 def test_files_whose_times_have_different_units_are_refused(tmp_path: Path) -> None:
     for unit in ("ms", "us"):
         pq.write_table(pa.table({"when": pa.array([MOMENT], pa.timestamp(unit))}), tmp_path / f"{unit}.parquet")

@@ -34,7 +34,7 @@ def settle(value: Any, where: str) -> Settled:
     A PIL image becomes the bytes of a PNG, which lose nothing. Raises `FieldError`, which names `where`.
     """
     if isinstance(value, str):
-        return value
+        return str(value)  # also of numpy's own str_
     if isinstance(value, bytes | bytearray | memoryview):
         return bytes(value)
     if value is None:
@@ -51,6 +51,8 @@ def settle(value: Any, where: str) -> Settled:
     changed = changed_by_numpy(value, array) if isinstance(value, list | tuple) else ""
     if changed:
         raise FieldError(f"{where} is a list that holds {changed}", "give numbers of one type, or an array")
+    if array.dtype.kind in "mM":
+        raise FieldError(f"{where} holds {array.dtype}", "store times as whole numbers, values.astype('int64')")
     if array.dtype.kind not in "biuf" or array.dtype.itemsize > 8:
         what = type(value).__name__ if array.dtype == object else f"{type(value).__name__} of {array.dtype}"
         raise FieldError(f"{where} is a {what}", "give numbers, text, bytes or arrays, or leave the field out")

@@ -48,10 +48,15 @@ class Columns:
 def as_samples(given: Any) -> Any:
     """Return what to convert of a Python object: the columns of a dict, what a generator function yields, or itself.
 
-    Raises `UsageError` for columns of different lengths, and for a generator function that cannot be called without
-    arguments.
+    Raises `UsageError` for a dict of something else, for columns of different lengths, and for a generator function
+    that cannot be called without arguments.
     """
-    if type(given) is dict and given and all(map(_is_column, given.values())):
+    if type(given) is dict and given:
+        wrong = next((name for name, one in given.items() if not isinstance(name, str) or not _is_column(one)), None)
+        if wrong is not None:
+            problem = f"the dict's entry {wrong!r} is a value of type {type(given[wrong]).__name__}"
+            raise UsageError(problem, "give names as text, and for each an array or list with one value a sample")
+        given = {name: one.to_numpy() if hasattr(one, "to_numpy") else one for name, one in given.items()}
         lengths = {name: len(column) for name, column in given.items()}
         if len(set(lengths.values())) > 1:
             raise UsageError(f"the columns have different lengths: {lengths}", "give one value of each for each sample")
@@ -67,8 +72,10 @@ def as_samples(given: Any) -> Any:
 
 
 def _is_column(value: Any) -> bool:
-    arrays = ("__array__", "__dlpack__")
-    return isinstance(value, list | tuple) or (hasattr(value, "__len__") and any(hasattr(value, one) for one in arrays))
+    if isinstance(value, list | tuple):
+        return True
+    arrays = any(hasattr(value, one) for one in ("__array__", "__dlpack__"))
+    return arrays and hasattr(value, "__len__") and getattr(value, "shape", None) != ()
 
 
 def map_style(samples: Any) -> bool:
@@ -82,8 +89,15 @@ def map_style(samples: Any) -> bool:
         raise UsageError(f"{qualified_name(samples)} gives batches, not samples", "give its dataset")
     numbered, iterated = (hasattr(type(samples), name) for name in ("__getitem__", "__iter__"))
     if isinstance(samples, Mapping | str | bytes) or not (numbered or iterated):
-        remedy = "give a dataset, a list or an iterable of samples, or a dict with an array or list for each field"
-        raise UsageError(f"a {qualified_name(samples)} is no source of samples", remedy)
+        remedy = (
+            "give a dataset, a list, an iterable or a generator function of samples, or a dict with an array or list"
+        )
+        raise UsageError(f"a {qualified_name(samples)} has no samples to convert", f"{remedy} for each field")
+    if all(hasattr(samples, name) for name in ("columns", "to_dict")):  # of pandas or polars
+        raise UsageError(
+            f"a {qualified_name(samples)} has columns, not samples",
+            "give {name: frame[name] for name in frame.columns}",
+        )
     return numbered and hasattr(type(samples), "__len__") and _ITERABLE not in kinds
 
 
@@ -239,7 +253,7 @@ def pack(samples: Any, name: str) -> bytes:
     except Exception as error:
         raise UsageError(
             f"the {name} cannot be given to other processes: {type(error).__name__}: {error}",
-            "define its classes and functions at the top level of a module, or use workers=0",
+            "define its classes and functions in a module that this program imports, or use workers=0",
         ) from error
     return out.getvalue()
 
@@ -272,7 +286,7 @@ class ObjectPart:
                     sample = samples[self.numbers[position]]
                 except Exception as error:  # noqa: BLE001 - the caller's code
                     problem = f"it cannot be read: {type(error).__name__}: {error}"
-                    refuse(BadSample(position, self.name(position), problem, "mend the object's __getitem__"))
+                    refuse(BadSample(position, self.name(position), problem, "fix the object's __getitem__"))
                 else:
                     yield position, flatten(sample)
 

@@ -150,14 +150,15 @@ def _infer(
     later, unless all are.
     """
     values: list[Settled] = []
-    problem = ""
+    wrong: FieldError | None = None
     for position, sample in samples:
         try:
             values.append(settle(sample.get(key), f"the field {name!r} of {name_of(position)}"))
         except FieldError as error:
-            problem = problem or error.problem
-    if not values:
-        others = f"leave it out by naming the fields to keep with --fields, or make it so with --map ({problem})"
+            wrong = wrong or error
+    if wrong and not values:
+        why = f"({wrong.problem}; {wrong.remedy})"
+        others = f"leave it out by naming the fields to keep with --fields, or make it so with --map {why}"
         raise FieldError(f"no field of the format holds the field {name!r}", others)
     try:
         return infer_field(name, values)

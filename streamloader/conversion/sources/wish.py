@@ -21,12 +21,14 @@ class Wish:
     """`fields` are those to keep, in order, each with the type that it shall have or None for that of the source;
     none keeps all as they are. Names are those of fields, not those in the files.
 
-    `fill` gives fields the value that stands for a missing one. `raw` keeps packed values as they are stored.
+    `fill` gives fields the value that stands for a missing one. `raw` keeps packed values as they are stored. `mapped`:
+    a map function gets the fields, so times come as whole numbers without being asked for.
     """
 
     fields: Mapping[str, Field | None] = field(default_factory=dict)
     fill: Mapping[str, Any] = field(default_factory=dict)
     raw: bool = False
+    mapped: bool = False
 
     @property
     def notes(self) -> dict[str, Any]:

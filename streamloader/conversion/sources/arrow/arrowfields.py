@@ -154,9 +154,10 @@ def is_list(kind: pa.DataType) -> bool:
     return bool(plain or types.is_list_view(kind) or types.is_large_list_view(kind))
 
 
-def column_of(leaf: Leaf, wished: Field | None) -> ArrowColumn:
+def column_of(leaf: Leaf, wished: Field | None, times: bool = False) -> ArrowColumn:
     """Return how a leaf becomes a field. `wished` tells the lengths of lists that have one, whether strings are text or
-    bytes, and that the storage of an unknown extension type is what is wanted.
+    bytes, and that the storage of an unknown extension type is what is wanted. With `times`, times are whole numbers
+    unasked.
 
     Raises `FieldError`, with the leaf's name and type as problem, where no field of the format holds it.
     """
@@ -170,7 +171,7 @@ def column_of(leaf: Leaf, wished: Field | None) -> ArrowColumn:
         return ArrowColumn(leaf.path, field, media=leaf.media)
     types = need("pyarrow", "arrow").types
     unit = unit_of(kind)
-    if unit and (wished is None or wished.dtype not in INTS):
+    if unit and not times and (wished is None or wished.dtype not in INTS):
         raise FieldError(refused.problem, "store times as whole numbers")
     if not (types.is_boolean(kind) or types.is_integer(kind) or types.is_floating(kind) or unit):
         raise refused

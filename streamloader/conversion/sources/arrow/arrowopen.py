@@ -144,25 +144,27 @@ def _choose(
         if leaf is None:
             continue
         try:
-            columns[name] = column_of(leaf, wish.fields.get(name))
+            columns[name] = column_of(leaf, wish.fields.get(name), wish.mapped)
         except FieldError as error:
             refused.append(error.problem)
             times += [f"{name}=int64"] if error.remedy else []
     keys = {name: original for name, original, leaf in kept if leaf is None}
     if refused:
-        _refuse_columns(refused, [*columns, *keys], times, url)
+        _refuse_columns(refused, [*columns, *keys], times, url, wish.mapped)
     return columns, keys
 
 
-def _refuse_columns(refused: list[str], others: list[str], times: list[str], url: str) -> None:
+def _refuse_columns(refused: list[str], others: list[str], times: list[str], url: str, mapped: bool) -> None:
     more = f" and {len(refused) - 3} more" if len(refused) > 3 else ""
     named = f"{','.join(others[:_NAMED])}{',...' if len(others) > _NAMED else ''}" or "a,b"
     problem = f"no field of the format holds {', '.join(refused[:3])}{more} of {url}"
+    if mapped:
+        raise FieldError(problem, "a map function gets every column: write the table without it, or with another type")
     if times:
         kept = ",".join([*others[:_NAMED], *times[:_NAMED]])
         raise FieldError(problem, f"store times as whole numbers in their unit, --fields {kept}, or leave them out")
     lists = ", lists of lists of one shape be tensors with --fields x=float32[2,3]" if "list" in problem else ""
-    raise FieldError(problem, f"leave it out by naming the fields to keep, --fields {named}{lists}, or use --map")
+    raise FieldError(problem, f"leave it out by naming the fields to keep, --fields {named}{lists}")
 
 
 def _check_columns(here: Described, first: Described, columns: Mapping[str, ArrowColumn], only: bool) -> None:
