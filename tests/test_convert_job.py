@@ -256,7 +256,7 @@ def test_a_changed_source_is_named(change: str, photos: Path, tmp_path: Path) ->
 def test_another_job_does_not_go_on_with_this_one(options: Any, told: str, photos: Path, tmp_path: Path) -> None:
     begin(photos, tmp_path / "out", 2)
     before = contents(tmp_path / "out")
-    with pytest.raises(DestinationError, match=f"{told}.*--overwrite"):
+    with pytest.raises(DestinationError, match=f"{told}.*overwrite=True"):
         convert(photos, tmp_path / "out", workers=0, **options)
     assert contents(tmp_path / "out") == before
     convert(photos, tmp_path / "out", workers=0, overwrite=True, **options)

@@ -175,7 +175,7 @@ def test_an_image_in_no_class_folder_is_a_bad_sample(split: bool, inet: Path, tm
     root = inet if split else inet / "train"
     convert(root, tmp_path / "whole", workers=0, layout=SMALL)
     Image.new("L", (4, 4)).save(root / "stray.jpg")
-    told = r"stray\.jpg: it is in no class folder; put every image into .*--on-error skip"
+    told = r"stray\.jpg: it is in no class folder; put every image into .*on_error=.skip"
     with pytest.raises(SourceError, match=told):
         convert(root, tmp_path / "out", workers=0)
     assert not (tmp_path / "out").exists()

@@ -62,7 +62,7 @@ LATE: dict[str, tuple[list[Any], Any, str]] = {
     "negative in an unsigned column": ([2**63], -1, "expected uint64, which does not hold -1"),
     "beyond int64": ([1], 2**63, "expected int64, which does not hold"),
     "a float out of range": ([0.5], "1e400", "a number that float64 does not hold"),
-    "a new key": ([1], '2, "late": 3', r"it has 'late', .*--fields x.* late=TYPE .*--fill late=VALUE"),
+    "a new key": ([1], '2, "late": 3', r"it has 'late', .*fields=.x.* late=TYPE .*fill=.{2}late.: VALUE"),
 }
 
 
@@ -143,7 +143,7 @@ OBJECTS: dict[str, tuple[list[Any], str]] = {
     "a new key": ([{"x": i} for i in range(500)] + [{"x": 1, "y": 2}] + [{"x": 1}] * 500, "it has 'y'"),
     "a wider float": (
         [{"x": np.float32(i)} for i in range(500)] + [{"x": 0.1}] + [{"x": np.float32(1)}] * 500,
-        r"500.*is float64, expected float32, which does not hold its values; choose with --fields x=TYPE",
+        r"500.*is float64, expected float32, which does not hold its values; choose with fields=.x=TYPE",
     ),
 }
 

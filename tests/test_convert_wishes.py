@@ -23,9 +23,10 @@ from PIL import Image
 from test_convert_job import SMALL, contents, interrupt_after
 
 from streamloader import dataset
+from streamloader.cli.main import main
 from streamloader.conversion import refused, schema, splitrun
 from streamloader.conversion.function_digest import function_digest
-from streamloader.conversion.job import convert
+from streamloader.conversion.job import convert, python_words
 from streamloader.conversion.progress import Progress, Report
 from streamloader.conversion.rows import SampleRows
 from streamloader.conversion.sources.wish import parse_wish
@@ -323,7 +324,7 @@ def test_a_function_of_which_not_all_is_known_never_goes_on_with_a_job(arrays: P
     with pytest.raises(KeyboardInterrupt):
         convert(arrays, tmp_path / "out", map=locked, layout=SMALL, workers=0, progress=interrupt_after(2))
     with pytest.raises(
-        DestinationError, match=r"since 'lock' in the closure of .*locked is a _thread.lock.*--overwrite"
+        DestinationError, match=r"since 'lock' in the closure of .*locked is a _thread.lock.*overwrite=True"
     ):
         convert(arrays, tmp_path / "out", map=locked, layout=SMALL, workers=0)
     assert convert(arrays, tmp_path / "out", map=locked, layout=SMALL, workers=0, overwrite=True).shards_kept == 0
@@ -406,6 +407,35 @@ def test_a_dict_of_columns_may_hold_texts_and_lists(tmp_path: Path) -> None:
         convert({"a": [1, 2], "b": [1, 2, 3]}, tmp_path / "other")
     with pytest.raises(UsageError, match=r"the dict's entry 'a' is a value of type int; .* an array or list"):
         convert({"a": 1}, tmp_path / "other")
+
+
+@pytest.mark.parametrize(
+    ("command", "python"),
+    [
+        ("or leave such samples out with --on-error skip", 'or leave such samples out with on_error="skip"'),
+        (
+            "go on with --on-error skip or quarantine, or --overwrite",
+            'go on with on_error="skip" or quarantine, or',
+        ),
+        ("name them, as in --fields x,y[2,3], or --map", 'name them, as in fields="x,y[2,3]", or map='),
+        ('such as --fields "tokens=uint16[2048]", or --fields', 'such as fields="tokens=uint16[2048]", or fields='),
+        ("store counts, --fields x,when=int64, or --fill y=VALUE", 'fields="x,when=int64", or fill={"y": VALUE}'),
+        ("give a value with --fill, or leave --raw out", "give a value with fill=, or leave raw=True out"),
+        ("end it: streamloader append --abandon", "end it: streamloader append --abandon"),
+    ],
+)
+def test_remedies_name_the_arguments_of_python(command: str, python: str) -> None:
+    assert python in python_words(command)
+
+
+def test_each_interface_names_its_own_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    np.save(tmp_path / "x.npy", np.arange(3))
+    convert(tmp_path / "x.npy", tmp_path / "out", workers=0)
+    with pytest.raises(DestinationError, match=r"resume=True .*; or overwrite=True"):
+        convert(tmp_path / "x.npy", tmp_path / "out", workers=0)
+    with pytest.raises(SystemExit):
+        main(["convert", str(tmp_path / "x.npy"), str(tmp_path / "out"), "--quiet"])
+    assert "--resume takes" in capsys.readouterr().err
 
 
 def test_a_dict_of_columns_may_hold_arrays_of_text(tmp_path: Path) -> None:

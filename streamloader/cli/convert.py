@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from inspect import unwrap
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -83,12 +84,12 @@ def convert(
     """
     layout = Layout(shard_size=parse_size(shard_size), codec=codec)
     storage_options, source_options = parse_options(storage), parse_options(source)
-    from streamloader.conversion.job import convert as run
+    from streamloader.conversion.job import convert as convert_here
 
     begin = time.monotonic()
     try:
         with _listener(quiet or wishes["dry_run"]) as listen:
-            report = run(
+            report = unwrap(convert_here)(
                 src,
                 dst,
                 format=format_name,

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from functools import partial, wraps
+from typing import Any, ParamSpec, TypeVar
 
 from streamloader.conversion import destination
 from streamloader.conversion.engines.engine import parse_engine
@@ -25,13 +26,49 @@ from streamloader.conversion.sources.objects import NAME as PYTHON
 from streamloader.conversion.sources.objects import as_samples, map_style, open_object, qualified_name
 from streamloader.conversion.sources.wish import parse_wish
 from streamloader.conversion.splits import parse_splits
-from streamloader.errors import DestinationError, SourceChangedError, UsageError
+from streamloader.errors import DestinationError, SourceChangedError, StreamloaderError, UsageError
 from streamloader.format.manifest import Field
 from streamloader.options import Layout
 from streamloader.storage import Store, open_store
 from streamloader.storage.location import redact
 
+P = ParamSpec("P")
+R = TypeVar("R")
 
+# options of the command in remedies: those that may stand with a value, and the others
+_VALUED = re.compile(r"--(fill|fields|format|on-error)\b(?: (\"[^\"]*\"|\w(?:[\w=:\[\],]*[\w\]])?))?")
+_PLAIN = re.compile(r"--(overwrite|raw|resume|map|resize|quality|workers)\b")
+
+
+def python_words(remedy: str) -> str:
+    """Return the remedy with arguments of `convert` in place of options: `on_error="skip"` for `--on-error skip`."""
+
+    def argument(found: re.Match[str]) -> str:
+        name, value = found[1].replace("-", "_"), (found[2] or "").strip('"')
+        if value and name == "fill":
+            key, _, shown = value.partition("=")
+            return f'fill={{"{key}": {shown}}}'
+        return f'{name}="{value}"' if value else f"{name}="
+
+    remedy = _VALUED.sub(argument, remedy)
+    return _PLAIN.sub(lambda found: f"{found[1]}={'True' * (found[1] in ('overwrite', 'raw', 'resume'))}", remedy)
+
+
+def _for_python(function: Callable[P, R]) -> Callable[P, R]:
+    """Return the function with errors in the words of Python; the command calls what it wraps."""
+
+    @wraps(function)
+    def call(*args: P.args, **options: P.kwargs) -> R:
+        try:
+            return function(*args, **options)
+        except StreamloaderError as error:
+            error.remedy = python_words(error.remedy)
+            raise
+
+    return call
+
+
+@_for_python
 def convert(
     src: str | os.PathLike[str] | Any,
     dst: str | os.PathLike[str],

@@ -114,7 +114,7 @@ REFUSED: dict[str, tuple[Make, str]] = {
     "a tar cut in a member": (tarred({"1.bin": b"x" * 9000}, 5000), r"it\.tar is truncated: its member 1\.bin"),
     "a tar cut between members": (tarred({"1.cls": b"1", "2.cls": b"2"}, 1024), r"it\.tar is truncated: it ends at"),
     "a map": (table(m=MAP), r"holds 'm' \(map<.*leave it out"),
-    "a list of lists": (table(x=[[[1], [2, 3]]]), r"holds 'x' \(list<.*--fields x=float32\[2,3\]"),
+    "a list of lists": (table(x=[[[1], [2, 3]]]), r"holds 'x' \(list<.*fields=.x=float32\[2,3\]"),
     "a list of structs": (table(x=[[{"a": 1}]]), r"holds 'x' \(list<.*struct"),
     "pickled objects": (pickled, r"it\.npy holds pickled objects"),
     "pickled objects in a tar": (tarred({"1.npy": npy_bytes(np.array([{}], object))}), r"1\.npy: it is no \.npy"),
@@ -192,7 +192,7 @@ def test_a_destination_with_a_dataset_is_refused_unless_told_otherwise(tmp_path:
     src.write_text("".join(json.dumps({"n": n}) + "\n" for n in range(5)))
     sl.convert(src, out, workers=0)
     before = contents(out)
-    with pytest.raises(DestinationError, match=r"out holds a dataset; .*--resume .*--overwrite"):
+    with pytest.raises(DestinationError, match=r"out holds a dataset; .*resume=True .*overwrite=True"):
         sl.convert(src, out, workers=0)
     assert contents(out) == before
     sl.convert(src, out, workers=0, resume=True)
