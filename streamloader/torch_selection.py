@@ -62,7 +62,7 @@ def _matching(where: Condition, readers: Mapping[str, FieldReader], store: Store
     bits, total = [], 0
     for start in range(0, count, piece):
         stop = min(start + piece, count)
-        columns = {name: load_whole(reader, store, Counters(), start, stop) for name, reader in readers.items()}
+        columns = {name: load_whole(reader, store, Counters(), (start, stop)) for name, reader in readers.items()}
         mask = where.mask(columns)
         bits.append(np.packbits(mask))
         total += int(np.count_nonzero(mask))

@@ -3,7 +3,7 @@
 with folder_server(path) as server:
     server.behave = "stall"      # or "503", "close", "damage", ""; for requests of shards, not for paths with `spare`
     server.every = 50            # only each 50th of them; a "stall" lasts `seconds`, for ever without
-    server.faults["/zarr.json"] = ["trickle", "flip", "short"]   # of the next GETs of a path with this text, one each
+    server.faults["/zarr.json"] = ["trickle", "flip", "short", "close", "503"]   # of the next GETs of such paths
     StreamingDataset(server.url, ...)
 """
 
@@ -105,6 +105,12 @@ class _Handler(BaseHTTPRequestHandler):
             self._file(body=True, damage=behaviour == "damage", fault=self.server.fault(self.path))
 
     def _file(self, body: bool, damage: bool = False, fault: str = "") -> None:
+        if fault == "close":
+            self.close_connection = True
+            return
+        if fault == "503":
+            self._answer(503, b"slow down", {"Retry-After": "0"})
+            return
         path = self.server.folder / self.path.split("?")[0].lstrip("/")
         if not path.is_file():
             self._answer(404, b"")

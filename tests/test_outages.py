@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import subprocess
 import sys
 import threading
@@ -18,7 +19,7 @@ from folder_server import FolderServer, folder_server
 from servers import free_ports
 
 import streamloader as sl
-from streamloader.errors import FormatError, StreamloaderError
+from streamloader.errors import EngineError, FormatError, StreamloaderError
 from streamloader.options import RetryPolicy
 from streamloader.torch_dataset import StreamingDataset
 
@@ -32,6 +33,7 @@ PLANES = ["http", "s3"]
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("outages")
     datasets.write(path / "data", COUNT, FIELDS)
+    datasets.write(path / "raw", COUNT, ["raw"])
     return path
 
 
@@ -47,10 +49,10 @@ def process(folder: Path, port: int) -> Iterator[subprocess.Popen[bytes]]:
         server.wait()
 
 
-def dataset(endpoint: str, plane: str, retry: RetryPolicy = QUICK, **more: Any) -> StreamingDataset:
+def dataset(endpoint: str, plane: str, retry: RetryPolicy = QUICK, name: str = "data", **more: Any) -> StreamingDataset:
     """Open the dataset by obstore ("http") or own sockets ("s3"), once the server answers."""
     s3 = {"key": "k", "secret": "s", "endpoint_url": endpoint, "client_kwargs": {"region_name": "us-east-1"}}
-    url, options = ("s3://data", s3) if plane == "s3" else (f"{endpoint}/data", {})
+    url, options = (f"s3://{name}", s3) if plane == "s3" else (f"{endpoint}/{name}", {})
     give_up = time.monotonic() + 20
     while True:
         try:
@@ -106,10 +108,21 @@ def test_a_run_outlives_a_restart_and_says_what_it_waits_for(
     assert ds.stats().waiting_for == ""
 
 
-def test_close_wakes_those_who_wait_for_the_end_of_an_outage(folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("path", "how"),
+    [
+        ("/x/c/", "close"),
+        ("/chunks/x/", "close"),
+        ("/chunks/x/", "iter"),
+        ("/chunks/raw/", "close"),  # by the thread that admits blocks
+        ("/label/c/", "close"),  # held in memory
+        ("/chunks/label/", "close"),
+    ],
+)
+def test_threads_that_wait_for_the_end_of_an_outage_end_with_their_pass(folder: Path, path: str, how: str) -> None:
     with folder_server(folder) as server:
-        server.behave, server.spare = "close", "/label/"
-        ds = dataset(server.url, "http", RetryPolicy(probe_seconds=60.0))
+        ds = dataset(server.url, "s3", RetryPolicy(probe_seconds=60.0), name="raw" if "raw" in path else "data")
+        server.faults[path] = ["close"] * 10**6
         failures: list[BaseException] = []
 
         def consume() -> None:
@@ -120,14 +133,46 @@ def test_close_wakes_those_who_wait_for_the_end_of_an_outage(folder: Path) -> No
 
         consumer = threading.Thread(target=consume)
         consumer.start()
-        while not ds.stats().retries:
+        while not asked(server, path):
             time.sleep(0.01)
-        time.sleep(1.0)  # now it is an outage
-        ds.close()
-        for thread in [consumer, *threading.enumerate()]:
-            if thread is consumer or thread.name.startswith("streamloader"):
-                thread.join(5)
-                assert not thread.is_alive()
+        time.sleep(0.8)  # now it is an outage
+        waiting = [thread for thread in threading.enumerate() if thread.name.startswith("streamloader")]
+        assert consumer.is_alive()
+        if how == "close":
+            ds.close()
+        else:
+            server.faults.clear()
+            iter(ds)
+        begin = time.monotonic()
+        for thread in [consumer, *waiting]:
+            thread.join(3)
+            assert not thread.is_alive(), thread
+        assert time.monotonic() - begin < 3
+        assert isinstance(failures[0], EngineError)
+
+
+OPEN = """
+import signal, sys
+from streamloader.torch_dataset import StreamingDataset
+signal.signal(signal.SIGINT, signal.default_int_handler)
+try:
+    StreamingDataset(sys.argv[1], batch_size=20, where="label >= 0")
+except KeyboardInterrupt:
+    sys.exit(77)
+"""
+
+
+@pytest.mark.parametrize("path", ["/zarr.json", "/label/c/"])
+def test_ctrl_c_ends_an_opening_that_waits_for_the_end_of_an_outage(folder: Path, path: str) -> None:
+    with folder_server(folder) as server:
+        server.faults[path] = ["503"] * 10**6
+        with subprocess.Popen([sys.executable, "-c", OPEN, f"{server.url}/data"]) as opening:
+            give_up = time.monotonic() + 60
+            while asked(server, path) < 2:
+                assert time.monotonic() < give_up
+                time.sleep(0.05)
+            opening.send_signal(signal.SIGINT)
+            assert opening.wait(10) == 77
 
 
 @pytest.mark.parametrize("plane", PLANES)

@@ -20,7 +20,7 @@ from streamloader.engine.budget import Budget, check_need
 from streamloader.engine.crew import Crew, Job
 from streamloader.engine.pieces import NEVER, LoadingBlock, Piece
 from streamloader.engine.source import Source
-from streamloader.errors import StorageError, StreamloaderError, wrapped
+from streamloader.errors import EngineError, StorageError, StreamloaderError, wrapped
 from streamloader.plan.booking import BlockRef
 from streamloader.stats import Counters
 
@@ -28,8 +28,21 @@ from streamloader.stats import Counters
 LOOK_SECONDS = 0.05
 
 
-class _Dropped(Exception):  # noqa: N818 - not an error: another request was faster, or nobody waits any more
-    """Ends a request that is of no use any more."""
+class Dropped(EngineError):  # noqa: N818 - no failure
+    """Ends a request that is of no use any more: another was faster, or the pass was ended."""
+
+    def __init__(self) -> None:
+        super().__init__("this pass was ended while it read the dataset", "iterate one pass at a time")
+
+
+def sleeper(closed: threading.Event) -> Callable[[float], None]:
+    """Return a sleep that raises `Dropped` once `closed` is set; it holds nothing else."""
+
+    def sleep(seconds: float) -> None:
+        if closed.wait(seconds):
+            raise Dropped
+
+    return sleep
 
 
 class Fetcher:
@@ -64,7 +77,7 @@ class Fetcher:
         self._looked = 0.0
         self._failure: StreamloaderError | None = None
         self._closed = threading.Event()
-        self._sleep = _sleeper(self._closed)
+        self.sleep = sleeper(self._closed)
         self._crew = Crew("fetch", threads, started=0)
 
     def fits(self, weight: int) -> bool:
@@ -162,7 +175,8 @@ class Fetcher:
         """Cut the field's part of a block in pieces, and load the first."""
         field = block.stored.fields[name]
         try:
-            runs = block.stored.runs(name, block.ref)
+            with block.stored.store.retries.waits_by(self.sleep):
+                runs = block.stored.runs(name, block.ref)
         except BaseException as error:  # noqa: BLE001 - a batch waits for the block, whatever happens to it
             with self._changed:
                 self._busy -= 1
@@ -181,9 +195,10 @@ class Fetcher:
     def _load_piece(self, piece: Piece, number: int) -> None:
         done, error = False, None
         try:
-            self._fill(piece, number)
+            with piece.block.stored.store.retries.waits_by(self.sleep):
+                self._fill(piece, number)
             done = True
-        except _Dropped:
+        except Dropped:
             pass
         except BaseException as problem:  # noqa: BLE001 - a batch waits for the piece, whatever happens to it
             first, count = piece.run.first_sample, piece.run.num_samples
@@ -215,7 +230,7 @@ class Fetcher:
         fixed = layout.field.fixed
         slot = self._arena.claim(ref.ticket)
         if slot == NO_SLOT:
-            raise _Dropped
+            raise Dropped
         rows = self._arena.room(name, slot, ref.stop - ref.start) if fixed else None
         fetch, damaged = partial(self._fetch, piece, number), partial(self._damaged, piece)
         room = partial(self._unpack_room, piece)
@@ -234,7 +249,7 @@ class Fetcher:
     def _unpack_room(self, piece: Piece, size: int) -> memoryview:
         """Return memory to decode into, whose size only the body says: of blocks ahead once it fits, in their order.
 
-        A block that a batch waits for gets it at once. Raises `_Dropped` once closed, and `MemoryBudgetError`.
+        A block that a batch waits for gets it at once. Raises `Dropped` once closed, and `MemoryBudgetError`.
         """
         block = piece.block
         ticket = block.ref.ticket
@@ -249,7 +264,7 @@ class Fetcher:
             self._unpacking.remove(ticket)
             self._places += 1
             if self._closed.is_set():
-                raise _Dropped
+                raise Dropped
             if ticket <= self._awaited:
                 check_need(self._budget, self._needed + block.held + size)
             piece.unpacked += size
@@ -271,16 +286,16 @@ class Fetcher:
             self._changed.notify_all()
 
     def _fetch(self, piece: Piece, number: int) -> memoryview:
-        """Return the piece's body, for the caller alone to decode; raises `_Dropped` where that is of no use."""
+        """Return the piece's body, for the caller alone to decode; raises `Dropped` where that is of no use."""
         request = partial(self._request, piece, number)
         if number:
             body = request()
         else:
             again = partial(self._again, piece)
-            body = piece.block.stored.store.retries.call(request, on_retry=again, sleep=self._sleep)
+            body = piece.block.stored.store.retries.call(request, on_retry=again)
         with self._changed:
             if piece.over or piece.writer is not None or self._closed.is_set():
-                raise _Dropped
+                raise Dropped
             piece.writer = number
             self._writers += 1
             piece.body_at = time.thread_time()
@@ -288,7 +303,7 @@ class Fetcher:
 
     def _request(self, piece: Piece, number: int) -> memoryview:
         if piece.over or self._closed.is_set():
-            raise _Dropped
+            raise Dropped
         self._counters.add(requests=1)
         if number or piece.fresh:
             piece.fresh, piece.sent = False, time.perf_counter()
@@ -320,13 +335,3 @@ class Fetcher:
             piece.hedges += 1
             self._hedges.append(partial(self._hedge, piece, piece.hedges))
         self._dispatch()
-
-
-def _sleeper(closed: threading.Event) -> Callable[[float], None]:
-    """Return a sleep that raises `_Dropped` once `closed` is set; it does not hold the fetcher."""
-
-    def sleep(seconds: float) -> None:
-        if closed.wait(seconds):
-            raise _Dropped
-
-    return sleep

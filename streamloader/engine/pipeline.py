@@ -180,7 +180,8 @@ class Assembler:
     def run(self) -> None:
         """Assemble until the plan ends, a batch fails, or the pipeline is closed; then plan and fetch no more."""
         try:
-            self._run()
+            with self._source.waits_by(self._fetcher.sleep):
+                self._run()
         finally:
             self.plans.close()
             self._fetcher.close()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -17,13 +19,17 @@ THREADS = 8
 
 
 def load_whole(
-    field: FieldReader, store: Store, counters: Counters, start: int = 0, stop: int | None = None
+    field: FieldReader,
+    store: Store,
+    counters: Counters,
+    span: tuple[int, int] | None = None,
+    sleep: Callable[[float], None] = time.sleep,
 ) -> NDArray[Any]:
-    """Return the samples [start, stop) of a fixed-shape field, by default all, shape (samples, *shape).
+    """Return the samples `span`, [start, stop), of a fixed-shape field, by default all, shape (samples, *shape).
 
-    Raises storage and format errors.
+    Waits before retries by `sleep`. Raises storage and format errors, and what `sleep` raises.
     """
-    stop = field.num_samples if stop is None else stop
+    start, stop = span or (0, field.num_samples)
     out = np.empty((stop - start, *field.layout.field.shape), field.layout.field.dtype)
 
     reader = store.reader()
@@ -39,7 +45,10 @@ def load_whole(
 
     def load(run: Run) -> None:
         patient = partial(store.retries.call, partial(request, run), on_retry=again)
-        field.load(run, patient, out, start, on_damage=again)
+        with store.retries.waits_by(sleep):
+            field.load(run, patient, out, start, on_damage=again)
 
-    run_all(load, field.runs(start, stop), THREADS)
+    with store.retries.waits_by(sleep):
+        runs = field.runs(start, stop)
+    run_all(load, runs, THREADS)
     return out

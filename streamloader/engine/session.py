@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 from streamloader.decode.image import ImageDecoder
 from streamloader.engine.arena import ITEM_BYTES, Arena, BatchBuffers, Bodies, Memory
 from streamloader.engine.budget import LIVE_BATCHES, MAX_THREADS, TOLERANCE_BYTES, Budget, Demand, allot, allowance
+from streamloader.engine.fetch import sleeper
 from streamloader.engine.line import Line
 from streamloader.engine.passes import Course, Need
 from streamloader.engine.pipeline import Engine, Pipeline
@@ -112,6 +114,7 @@ class Session:
         self.counters = Counters()
         self._resident: dict[str, NDArray[Any]] = {}
         self._running: _Running | None = None
+        self._closed = threading.Event()  # ends the reads of `start`
         self._transform = None if wish.transform is None else HeldTransform(wish.transform)
         self._line = Line()
         retriers = [one.store.retries for one in opened]
@@ -130,9 +133,11 @@ class Session:
             running.engine.close()
         need = wanted.need
         resident, budget = self.plan_memory(need)
+        self._closed = threading.Event()
+        sleep = sleeper(self._closed)
         for name in resident:
             if name not in self._resident:
-                parts = [load_whole(one.readers[name], one.store, self.counters) for one in self.opened]
+                parts = [load_whole(one.readers[name], one.store, self.counters, sleep=sleep) for one in self.opened]
                 self._resident[name] = parts[0] if len(parts) == 1 else np.concatenate(parts)
         reader = self.opened[0].store.reader()
         self.counters.describe_client(f"{reader.kind}: {reader.reason}")
@@ -152,7 +157,11 @@ class Session:
         return self._running.go_on()
 
     def close(self) -> None:
-        """End the threads of the last pass, and of one that is loaded ahead, and give their memory back."""
+        """End the threads of the last pass, and of one that is loaded ahead, and give their memory back.
+
+        A thread that is in `start` and waits for the store gets an `EngineError`.
+        """
+        self._closed.set()
         running, self._running = self._running, None
         if running is not None:
             running.engine.close()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -50,6 +51,14 @@ class Source:
     stored: tuple[Stored, ...]
     line: Line
     memory: Memory
+
+    @contextmanager
+    def waits_by(self, sleep: Callable[[float], None]) -> Iterator[None]:
+        """Let this thread wait before retries by `sleep` until the block ends, whichever dataset it reads."""
+        with ExitStack() as stack:
+            for retries in {one.store.retries for one in self.stored}:
+                stack.enter_context(retries.waits_by(sleep))
+            yield
 
     @property
     def names(self) -> tuple[str, ...]:

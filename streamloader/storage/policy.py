@@ -10,7 +10,8 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NoReturn, TypeVar
 
@@ -138,7 +139,17 @@ class Retrier:
         self._outage = Outage(policy)
         self._reported = False
         self._waiting = 0  # requests that have failed and not ended
+        self._thread = threading.local()
         self.reached = False
+
+    @contextmanager
+    def waits_by(self, sleep: Callable[[float], None]) -> Iterator[None]:
+        """Let the calls of this thread wait by `sleep(seconds)` until the block ends; what it raises ends them."""
+        self._thread.sleep = sleep
+        try:
+            yield
+        finally:
+            del self._thread.sleep
 
     def call(
         self,
@@ -146,16 +157,15 @@ class Retrier:
         *,
         on_retry: Callable[[StorageError, float], None] | None = None,
         retryable: tuple[type[StorageError], ...] = RETRYABLE,
-        sleep: Callable[[float], None] | None = None,
     ) -> Result:
         """Return what `call` returns, calling it again after a failure of a `retryable` kind.
 
-        `on_retry` is called with the failure and the wait in seconds before each retry. `sleep` replaces the waits;
-        what it raises ends them. Raises the last failure, of its own type, with the number of attempts and the time.
+        `on_retry` is called with the failure and the wait in seconds before each retry. Raises the last failure, of its
+        own type, with the number of attempts and the time.
         """
         request = _Request(self._timing.clock())
         try:
-            return self._attempts(request, call, on_retry, retryable, sleep or self._timing.sleep)
+            return self._attempts(request, call, on_retry, retryable)
         finally:
             if request.attempts:
                 self._leave()
@@ -166,8 +176,8 @@ class Retrier:
         call: Callable[[], Result],
         on_retry: Callable[[StorageError, float], None] | None,
         retryable: tuple[type[StorageError], ...],
-        sleep: Callable[[float], None],
     ) -> Result:
+        sleep = getattr(self._thread, "sleep", self._timing.sleep)
         while True:
             self._wait_for_turn(sleep)
             sent = self._timing.clock()
