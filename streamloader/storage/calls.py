@@ -13,7 +13,7 @@ import fcntl
 import os
 import threading
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -79,15 +79,16 @@ class PlainCalls:
         self.policy = policy
 
     def get(self, path: str) -> bytes:
-        return bytes(self._cat(path, UNKNOWN_BYTES))
+        return bytes(self._timed("cat_file", path, UNKNOWN_BYTES))
 
-    def _cat(self, path: str, size: int, **wanted: int | None) -> bytes:
-        """Read within the time that a response of `size` bytes may take, where the filesystem can be told."""
-        if "cat_file" not in vars(self.fs):  # the twin that fsspec makes of an asynchronous method
-            return self.fs.cat_file(path, **wanted)  # type: ignore[no-any-return]
+    def _timed(self, method: str, path: str, size: int, **options: Any) -> Any:
+        """Ask within the time that a response of `size` bytes may take, where the filesystem can be told."""
+        if method not in vars(self.fs):  # the twin that fsspec makes of an asynchronous method
+            return getattr(self.fs, method)(path, **options)
         from fsspec.asyn import sync  # it is there, with the filesystem
 
-        return sync(self.fs.loop, self.fs._cat_file, path, timeout=self.policy.deadline(size), **wanted)  # type: ignore[no-any-return]
+        asked = getattr(self.fs, f"_{method}")
+        return sync(self.fs.loop, asked, path, timeout=self.policy.deadline(size), **options)
 
     def get_range(self, path: str, start: int, stop: int) -> bytes:
         return self._ranged(path, start, stop)
@@ -98,7 +99,7 @@ class PlainCalls:
     def info(self, path: str) -> ObjectInfo | None:
         self.fs.invalidate_cache()
         try:
-            found = self.fs.info(path)
+            found = self._timed("info", path, 0)
         except (FileNotFoundError, NotADirectoryError) as error:
             if error.__cause__ is not None:  # fsspec's HTTP says "not found" for whatever went wrong
                 raise error.__cause__ from None
@@ -138,14 +139,14 @@ class PlainCalls:
     def _ranged(self, path: str, start: int, stop: int | None) -> bytes:
         size = UNKNOWN_BYTES if stop is None and start >= 0 else (stop or 0) - start
         try:
-            data = self._cat(path, size, start=start, end=stop)
+            data = self._timed("cat_file", path, size, start=start, end=stop)
         except client_errors() as error:
             if not beyond_the_end(error):
                 raise
             return b""
         if stop is not None and len(data) > stop - start:
             raise HttpError(200, "RangeNotSupported", f"{len(data)} bytes came for {stop - start}")
-        return data
+        return data  # type: ignore[no-any-return]
 
 
 class MemoryCalls(PlainCalls):
@@ -208,8 +209,8 @@ class LocalCalls(PlainCalls):
         return len(leftovers)
 
 
-class HttpCalls(PlainCalls):
-    """Plain HTTP servers: they are read only, and a range that they ignore is noticed."""
+class StreamedCalls(PlainCalls):
+    """Clients whose responses are read part by part: one that is late is given up, and its range is compared."""
 
     def get(self, path: str) -> bytes:
         return self._asked(path, "")
@@ -219,6 +220,34 @@ class HttpCalls(PlainCalls):
 
     def get_tail(self, path: str, size: int) -> bytes:
         return self._asked(path, f"bytes=-{size}")
+
+    def _asked(self, path: str, wanted: str) -> bytes:
+        from fsspec.asyn import sync  # it is there, with the filesystem
+
+        try:
+            return bytes(sync(self.fs.loop, self._partial, path, wanted))
+        except client_errors() as error:
+            if not wanted or not beyond_the_end(error):
+                raise
+            return b""
+
+    async def _partial(self, path: str, wanted: str) -> bytes:
+        """Return the bytes of a `Range`, or all where `wanted` is empty."""
+        raise NotImplementedError
+
+    @staticmethod
+    async def _collect(read: Callable[[], Awaitable[bytes]], progress: Progress, limit: asyncio.Timeout) -> bytes:
+        """Return what `read` returns until that is nothing, as long as it comes in time."""
+        parts: list[bytes] = []
+        while part := await read():
+            progress.received(len(part))
+            limit.reschedule(asyncio.get_running_loop().time() + progress.seconds_left())
+            parts.append(part)
+        return b"".join(parts)
+
+
+class HttpCalls(StreamedCalls):
+    """Plain HTTP servers: they are read only, and a range that they ignore is noticed."""
 
     def info(self, path: str) -> ObjectInfo | None:
         try:
@@ -243,12 +272,7 @@ class HttpCalls(PlainCalls):
         if paths:
             raise _read_only(paths[0])
 
-    def _asked(self, path: str, wanted: str) -> bytes:
-        from fsspec.asyn import sync  # it is there, with the filesystem
-
-        return bytes(sync(self.fs.loop, self._partial, path, wanted))
-
-    async def _partial(self, url: str, wanted: str) -> bytes:
+    async def _partial(self, path: str, wanted: str) -> bytes:
         options = dict(self.fs.kwargs)
         options["headers"] = {**options.get("headers", {}), "Accept-Encoding": "identity"}
         if wanted:
@@ -256,21 +280,14 @@ class HttpCalls(PlainCalls):
         session, progress = await self.fs.set_session(), Progress(self.policy)
         async with (
             asyncio.timeout(progress.seconds_left()) as limit,
-            session.get(self.fs.encode_url(url), **options) as response,
+            session.get(self.fs.encode_url(path), **options) as response,
         ):
-            if response.status == 416 and wanted:
-                return b""
-            self.fs._raise_not_found_for_status(response, url)
+            self.fs._raise_not_found_for_status(response, path)
             if wanted and response.status != 206:
                 raise HttpError(200, "RangeNotSupported", f"HTTP status {response.status} for {wanted}")
             if wanted:
                 check_range(wanted, response.headers.get("Content-Range"))
-            parts: list[bytes] = []
-            while part := await response.content.readany():
-                progress.received(len(part))
-                limit.reschedule(self.fs.loop.time() + progress.seconds_left())
-                parts.append(part)
-            return b"".join(parts)
+            return await self._collect(response.content.readany, progress, limit)
 
 
 def _read_only(url: str) -> UnsupportedError:

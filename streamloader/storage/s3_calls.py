@@ -2,25 +2,41 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from botocore.exceptions import ClientError
 
-from streamloader.storage.calls import Page, PlainCalls, etag_of, larger_than, owned
-from streamloader.storage.failures import client_errors, facts_of
+from streamloader.storage.calls import Page, StreamedCalls, etag_of, larger_than, owned
+from streamloader.storage.failures import HttpError, check_range, client_errors, facts_of
+from streamloader.storage.policy import Progress
 from streamloader.storage.protocol import Body, Buffer, ObjectInfo
 
 # s3fs sends one PUT for less than two parts: here below 1 GiB (S3 takes 5 GiB, but a failed PUT starts anew)
 PART_BYTES = 512 << 20
+PART_READ = 1 << 20  # at most so many bytes of a response at once
 KEYS_PER_DELETE = 1000  # S3's limit
 
 
-class S3Calls(PlainCalls):
+class S3Calls(StreamedCalls):
     """An `s3fs.S3FileSystem`."""
 
-    def get(self, path: str) -> bytes:
-        return self._ranged(path, 0, None)  # without a start s3fs asks for the size first
+    async def _partial(self, path: str, wanted: str) -> bytes:
+        """Ask once: `cat_file` of s3fs may ask for the size first, and drops what the response says of its range."""
+        bucket, key, version = self.fs.split_path(path)
+        parameters = {"Bucket": bucket, "Key": key, "Range": wanted, "VersionId": version}
+        progress = Progress(self.policy)
+        async with asyncio.timeout(progress.seconds_left()) as limit:
+            answer = await self.fs._call_s3("get_object", **{name: text for name, text in parameters.items() if text})
+            with contextlib.closing(answer["Body"]) as body:
+                if wanted and answer["ResponseMetadata"]["HTTPStatusCode"] != 206 and answer["ContentLength"]:
+                    raise HttpError(200, "RangeNotSupported", f"the whole object came for {wanted}")
+                if wanted:
+                    check_range(wanted, answer.get("ContentRange"))
+                return await self._collect(partial(body.read, PART_READ), progress, limit)
 
     def info(self, path: str) -> ObjectInfo | None:
         bucket, key = self._split(path)
