@@ -3,7 +3,7 @@
 with folder_server(path) as server:
     server.behave = "stall"      # or "503", "close", "damage", ""; for requests of shards, not for paths with `spare`
     server.every = 50            # only each 50th of them; a "stall" lasts `seconds`, for ever without
-    server.faults["/zarr.json"] = ["trickle", "flip", "short", "close", "503"]   # of the next GETs of such paths
+    server.faults["/zarr.json"] = ["trickle", "flip", "short", "shift", "close", "503"]   # of the next GETs of a path
     StreamingDataset(server.url, ...)
 """
 
@@ -126,6 +126,8 @@ class _Handler(BaseHTTPRequestHandler):
             )
         elif fault == "short":
             content = content[: len(content) // 2]
+        elif fault == "shift":  # another range, of the right length, without a word
+            content = content[-1:] + content[:-1]
         self.trickle = fault == "trickle"
         wanted = self.headers.get("Range", "").removeprefix("bytes=")
         if not wanted:

@@ -192,8 +192,10 @@ def test_an_outage_is_logged_once_and_shown_until_it_ends(caplog: pytest.LogCapt
         for _ in range(2):
             assert retrier.call(call) == "done"
     begin, end = [record.getMessage() for record in caplog.records]
-    assert begin.startswith("s3://b: no request has succeeded for 10 s; last error: s3://b/x: connection refused")
-    assert end.startswith("s3://b: requests succeed again, after 6")
+    assert begin.startswith(
+        "streamloader retries for up to 300 s: no request to s3://b has succeeded for 10 s; last error: s3://b/x: conn"
+    )
+    assert end.startswith("streamloader goes on: requests to s3://b succeed again after 6")
     assert all(not text for now, text in seen if now < 10)
     assert all("connection refused" in text for now, text in seen[:-1] if now > 12)
     assert retrier.waiting_for == ""

@@ -202,7 +202,7 @@ class Retrier:
             seconds = self._outage.seconds(self._timing.clock())
             if not self._outage.declared or seconds < self.policy.report_seconds:
                 return ""
-            return f"{self._name}: no request has succeeded for {seconds:.0f} s; last error: {self._outage.error}"
+            return f"no request to {self._name} has succeeded for {seconds:.0f} s; last error: {self._outage.error}"
 
     def _delay(self, request: _Request, sent: float, error: StorageError) -> float:
         """Count a failure and return how long its request waits. Raises the error where it is not sent again."""
@@ -268,7 +268,7 @@ class Retrier:
             self._outage.succeeded(now)
             self._reported = False
         if reported:
-            _LOG.warning("%s: requests succeed again, after %.0f s", self._name, seconds)
+            _LOG.warning("streamloader goes on: requests to %s succeed again after %.0f s", self._name, seconds)
 
     def _report(self) -> None:
         """Log an outage once, when it has lasted for `report_seconds`."""
@@ -277,7 +277,7 @@ class Retrier:
         with self._lock:
             first, self._reported = not self._reported, True
         if first:
-            _LOG.warning("%s (waiting up to %.0f s)", text, self.policy.outage_seconds)
+            _LOG.warning("streamloader retries for up to %.0f s: %s", self.policy.outage_seconds, text)
 
 
 @dataclass(slots=True)

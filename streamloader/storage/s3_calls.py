@@ -27,7 +27,7 @@ class S3Calls(StreamedCalls):
     async def _partial(self, path: str, wanted: str) -> bytes:
         """Ask once: `cat_file` of s3fs may ask for the size first, and drops what the response says of its range."""
         bucket, key, version = self.fs.split_path(path)
-        parameters = {"Bucket": bucket, "Key": key, "Range": wanted, "VersionId": version}
+        parameters: dict[str, Any] = {"Bucket": bucket, "Key": key, "Range": wanted, "VersionId": version}
         progress = Progress(self.policy)
         async with asyncio.timeout(progress.seconds_left()) as limit:
             answer = await self.fs._call_s3("get_object", **{name: text for name, text in parameters.items() if text})
@@ -41,7 +41,7 @@ class S3Calls(StreamedCalls):
     def info(self, path: str) -> ObjectInfo | None:
         bucket, key = self._split(path)
         try:
-            found = self._call("head_object", Bucket=bucket, Key=key)
+            found = self._call("head_object", 0, Bucket=bucket, Key=key)
         except OSError as error:
             if facts_of(error).status != 404:
                 raise
@@ -51,7 +51,7 @@ class S3Calls(StreamedCalls):
     def list_page(self, folder: str, token: str) -> Page:
         bucket, key = self._split(folder)
         prefix = f"{key}/" if key else ""
-        more = {"ContinuationToken": token} if token else {}
+        more: dict[str, Any] = {"ContinuationToken": token} if token else {}
         answer = self._call("list_objects_v2", Bucket=bucket, Prefix=prefix, **more)
         objects = [
             ObjectInfo(f"{bucket}/{entry['Key']}", entry["Size"], etag_of(entry))
@@ -105,11 +105,11 @@ class S3Calls(StreamedCalls):
             if not uploads or not answer.get("IsTruncated"):
                 return removed
 
-    def _call(self, method: str, **parameters: Any) -> Any:
-        """Ask within the time that a response of a MiB may take: a page of a listing has less."""
+    def _call(self, method: str, size: int = 1 << 20, **parameters: Any) -> Any:
+        """Ask within the time that a response of `size` bytes may take: a page of a listing has less than a MiB."""
         from fsspec.asyn import sync  # it is there, with the filesystem
 
-        return sync(self.fs.loop, self.fs._call_s3, method, timeout=self.policy.deadline(1 << 20), **parameters)
+        return sync(self.fs.loop, self.fs._call_s3, method, timeout=self.policy.deadline(size), **parameters)
 
     def renew(self) -> bool:
         self.fs.connect(refresh=True)  # a new session looks for credentials from the beginning
