@@ -184,7 +184,8 @@ class Stats:
     def __str__(self) -> str:
         return (
             f"{self.samples} samples in {self.batches} batches, {self.samples_per_second:.0f} samples/s, "
-            f"{self.bytes_fetched / 1e6:.1f} MB in {self.requests} requests ({self.retries} retries); {self.verdict}"
+            f"{self.bytes_fetched / 1e6:.1f} MB in {self.requests} requests ({self.retries} retries); "
+            f"{self.waiting_for or self.verdict}"
         )
 
     @property

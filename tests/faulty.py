@@ -29,8 +29,9 @@ GARBAGE = {
 
 
 class FaultyServer(ThreadingHTTPServer):
-    """`faults` are used up one for each GET: a status such as "503", one of `GARBAGE`, "truncate", "trickle" (a byte a
-    second), "stall", "close", "ignore-range", "wrong-range", "expired" (credentials).
+    """`faults` are used up one for each GET: a status such as "503", one of `GARBAGE`, "truncate", "trickle" (a byte of
+    the body a second), "trickle-status" (of the status line), "stall", "close",
+    "ignore-range", "wrong-range", "expired" (credentials).
 
     With `token` only requests that carry this session token succeed.
     """
@@ -85,6 +86,13 @@ class _Handler(BaseHTTPRequestHandler):
             self.server.released.wait()
             self.close_connection = True
         elif fault == "close":
+            self.close_connection = True
+        elif fault == "trickle-status":
+            with contextlib.suppress(ConnectionError):
+                for byte in b"HTTP/1.1 206 Partial Content\r\nX-A: " + b"a" * 99:
+                    self.wfile.write(bytes([byte]))
+                    if self.server.released.wait(0.5):
+                        break
             self.close_connection = True
         else:
             self._content(fault)

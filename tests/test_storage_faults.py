@@ -121,15 +121,16 @@ def test_a_trickling_response_is_late_and_repeated_on_a_new_connection(
 ) -> None:
     store.retries.call(lambda: reader.read("x", 0, 10))  # a connection is there
     connections, begin = server.connections, time.monotonic()
-    server.faults.append("trickle")
-    assert bytes(store.retries.call(lambda: reader.read("x", 100, 300))) == CONTENT[100:300]
+    for fault in ("trickle", "trickle-status"):
+        server.faults.append(fault)
+        assert bytes(store.retries.call(lambda: reader.read("x", 100, 300))) == CONTENT[100:300]
     server.faults.append("trickle")
     assert store.get_tail("x", 200) == CONTENT[-200:]
     server.faults.append("trickle")
     assert store.get("x") == CONTENT
     assert time.monotonic() - begin < 15  # each would take at least 99 s
     assert server.connections > connections
-    assert server.gets == 7
+    assert server.gets == 9
 
 
 def test_a_lasting_fault_ends_with_its_kind_after_the_policy(
