@@ -230,6 +230,16 @@ def test_a_dataset_behind_a_password_is_read_without_telling_it(tmp_path: Path) 
         f"x-amz-security-token: {TOKEN}",
         f"https://host/x?token={TOKEN}",
         f"<Error><Token-0>{TOKEN}</Token-0></Error>",
+        f"http://user:p@{PASSWORD}@host:9000/x",
+        f"http://user:p/{PASSWORD}@host/x",
+        f"{{'X-Amz-Security-Token': b'{TOKEN}'}}",
+        f"{{b'Authorization': b'Basic {TOKEN}'}}",
+        f"Authorization: {TOKEN}",
+        f"Proxy-Authorization: Basic {TOKEN}",
+        f"X-Goog-Credential={TOKEN}",
+        f"aws_secret_access_key = {SECRET}",
+        f"{{'password': '{PASSWORD}'}}",
+        f"Set-Cookie: {TOKEN}",
     ],
 )
 def test_urls_and_signatures_are_redacted_wherever_they_stand(text: str) -> None:
@@ -243,6 +253,9 @@ def test_urls_and_signatures_are_redacted_wherever_they_stand(text: str) -> None
         "s3://bucket/a@b",
         "http://host:9000/a@b",
         "s3://arn:aws:s3:us-west-2:123456789012:accesspoint/p/a@b",
+        "http://[::1]:9000/a@b",
+        "file://C:/a@b",
+        "give key and secret (or anon=True) in storage_options",
     ],
 )
 def test_what_is_no_secret_is_kept(text: str) -> None:
@@ -260,6 +273,14 @@ def test_what_is_no_secret_is_kept(text: str) -> None:
         {"token": {"type": "service_account", "private_key": SECRET}},
         {"headers": {"Authorization": f"Bearer {SECRET}"}},
         {"s3_additional_kwargs": {"SSECustomerKey": SECRET}},
+        {"headers": {"X-Ours": SECRET}},
+        {"headers": [("X-Ours", SECRET)]},
+        {"headers": {b"Authorization": f"Bearer {SECRET}".encode()}},
+        {"client_kwargs": {"cookies": {"sid": SECRET}}},
+        {"params": {"id": SECRET}},
+        {"passphrase": SECRET},
+        {"pwd": SECRET},
+        {"sas_token": f"?sv=2026-01-01&sig={quote(SECRET, safe='')}"},
     ],
 )
 def test_values_of_secret_options_are_redacted_in_a_clients_text(options: dict[str, Any]) -> None:
@@ -274,6 +295,31 @@ def test_values_of_secret_options_are_redacted_in_a_clients_text(options: dict[s
         ours = storage_error(error, location.shown, location.secrets)
         ours.__cause__ = cause_of(error, location.secrets)
         assert_clean("".join(traceback.format_exception(ours)) + repr(location.secrets))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("AWS_SECRET_ACCESS_KEY", SECRET),
+        ("AWS_SESSION_TOKEN", SECRET),
+        ("AZURE_STORAGE_CONNECTION_STRING", f"AccountName=x;AccountKey={SECRET};EndpointSuffix=y"),
+        ("HTTPS_PROXY", f"http://user:{quote(SECRET, safe='')}@proxy:3128"),
+        ("HTTPS_PROXY", f"user:{quote(SECRET, safe='')}@proxy:3128"),
+    ],
+)
+def test_secrets_of_the_environment_are_redacted(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, value)
+    location = parse_location("s3://bucket/x", {})
+    error = OSError(f"{value} {SECRET} {quote(SECRET, safe='')}")
+    ours = storage_error(error, location.shown, location.secrets)
+    assert_clean(str(ours) + repr(cause_of(error, location.secrets)))
+
+
+def test_a_password_with_an_at_sign_is_taken_from_the_url() -> None:
+    location = parse_location(f"http://user:p@{PASSWORD}@host/x", {})
+    assert location.target == "http://host/x"
+    basic = b64encode(f"user:p@{PASSWORD}".encode()).decode()
+    assert location.options["headers"] == {"Authorization": f"Basic {basic}"}
 
 
 def test_harmless_causes_are_kept() -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
+from urllib.request import getproxies
 
 from streamloader.errors import UnsupportedError, UsageError
 from streamloader.options import RetryPolicy
@@ -24,23 +25,31 @@ _PROTOCOLS = {
 _AZURE = {"az", "abfs", "abfss", "wasb", "wasbs", "adl"}  # what stands before their @ is a container
 # an AWS secret may hold slashes; elsewhere the host ends at the first
 _S3_USER = re.compile(r"\b(s3a?)://(?!arn:)[^/\s:@]+:[^\s@]+@")
-_USER = re.compile(r"\b([a-zA-Z][\w+.-]*)://([^/\s@]*)@")
+# up to the last @ before the path; a password may hold a slash where no port ends
+_USER = re.compile(r"\b([a-zA-Z][\w+.-]*)://([^/\s]*|(?!arn:)[^/\s:@\[]+:(?!\d*/)[^\s@]+)@")
 _QUERY = re.compile(r"(https?://[^\s?]*)\?[^\s'\"<>]*")
 _PARAMETER = re.compile(
-    r"\b(x-amz-(?:signature|credential|security-token)|signature|sig|token|access_token|accountkey|sharedaccesssignature)"
-    r"(\s*[=:]\s*)[^&\s;,'\"<>]{8,}",
+    r"\b(x-(?:amz|goog)-(?:signature|credential|security-token)|signature|sig|token|access_token|accountkey"
+    r"|sharedaccesssignature|aws_secret_access_key|aws_session_token|secret|password|api_?key)"
+    r"(['\"]?\s*[=:]\s*(?:b?['\"])?)([^&\s;,'\"<>]{8,})",
     re.IGNORECASE,
 )
 _AUTHORIZATION = re.compile(
-    r"\b(authorization['\"]?\s*[:=]\s*['\"]?(?:basic|bearer|token)\s+)[^\s'\",]+", re.IGNORECASE
+    r"\b((?:authorization|cookie)['\"]?\s*[:=]\s*(?:b?['\"])?(?:(?:basic|bearer|token)\s+)?)[^\s'\",]+", re.IGNORECASE
 )
 _TOKEN = re.compile(r"(<Token-\d+>)[^<]*")  # S3's answer to a session token that is not valid
 _SECRET_NAME = re.compile(
-    "secret|token|passw|credential|private|auth|cookie|sas|signature|connection_string|api.?key|customerkey",
+    "secret|token|pass|pwd?$|credential|private|auth|cookie|sas|sig(nature)?$|connection_string|api.?key|customerkey",
     re.IGNORECASE,
 )
 _KEY_NAME = re.compile(r"(^|_|-)key$", re.IGNORECASE)
 _IDS = {"key", "aws_access_key_id"}  # public names of keys, as long as no URL holds them
+# options that hold values of the user's own names
+_ANY_NAME = {"headers", "cookies", "params"}
+_ENVIRONMENT = (
+    *("AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AZURE_CLIENT_SECRET", "AZURE_STORAGE_ACCOUNT_KEY"),
+    *("AZURE_STORAGE_KEY", "AZURE_STORAGE_SAS_TOKEN", "AZURE_STORAGE_CONNECTION_STRING"),
+)
 MIN_SECRET = 6  # shorter values are found in harmless words
 MASK = "***"
 
@@ -61,13 +70,13 @@ def _without_user(found: re.Match[str]) -> str:
 
 @dataclass(frozen=True)
 class Secrets:
-    """Values that no text may show: what the storage options and the URL hold of them."""
+    """Values that no text may show: those of the storage options, of the URL and of the environment."""
 
     values: tuple[str, ...] = field(default=(), repr=False)
 
     def redact(self, text: str) -> str:
         """Return the text without these values, and without what `redact` takes out of any text."""
-        for value in self.values:
+        for value in (*self.values, *_environment_secrets()):
             text = text.replace(value, MASK)
         return redact(text)
 
@@ -75,24 +84,32 @@ class Secrets:
 NO_SECRETS = Secrets()
 
 
+def _environment_secrets() -> tuple[str, ...]:
+    proxies = {f"{name} url": f"{name}://{url.partition('://')[2] or url}" for name, url in getproxies().items()}
+    return secrets_of("", {**{name: os.environ.get(name, "") for name in _ENVIRONMENT}, **proxies}).values
+
+
 def secrets_of(url: str, options: Mapping[str, Any]) -> Secrets:
     """Return the secrets in storage options, whose names tell them, and in the users and passwords of URLs."""
     found = set(_url_secrets(url))
     for name, value in _strings(options, ""):
         found.update(_url_secrets(value))
+        found.update(parameter[3] for parameter in _PARAMETER.finditer(value))
         if name not in _IDS and (_SECRET_NAME.search(name) or _KEY_NAME.search(name)):
             fields = (part.partition("=")[2] for part in re.split(r"[&;]", value))
             found.update((value, value.rpartition(" ")[2], *(part for part in fields if len(part) > 2 * MIN_SECRET)))
-    quoted = {quote(value, safe="") for value in found}
-    return Secrets(tuple(sorted((text for text in found | quoted if len(text) >= MIN_SECRET), key=len, reverse=True)))
+    forms = found | {form for value in found for form in (quote(value, safe=""), unquote(value))}
+    return Secrets(tuple(sorted((text for text in forms if len(text) >= MIN_SECRET), key=len, reverse=True)))
 
 
 def _strings(value: Any, name: str) -> Iterator[tuple[str, str]]:
-    if isinstance(value, str):
-        yield name, value
+    if isinstance(value, str | bytes):
+        yield name, value if isinstance(value, str) else value.decode("latin-1")
     elif isinstance(value, Mapping):
         for inner, item in value.items():
-            yield from _strings(item, str(inner))
+            yield from _strings(item, "secret" if name in _ANY_NAME else str(inner))
+    elif isinstance(value, tuple) and len(value) == 2 and name in _ANY_NAME:
+        yield from _strings(value[1], "secret")
     elif isinstance(value, list | tuple):
         for item in value:
             yield from _strings(item, name)
