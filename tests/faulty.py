@@ -33,7 +33,7 @@ class FaultyServer(ThreadingHTTPServer):
     the body a second), "trickle-status" (of the status line), "stall", "close",
     "ignore-range", "wrong-range", "expired" (credentials).
 
-    With `token` only requests that carry this session token succeed.
+    With `token` only requests that carry this session token succeed, also HEAD.
     """
 
     daemon_threads = True
@@ -71,6 +71,13 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002
         pass
+
+    def do_HEAD(self) -> None:
+        if not self.server.token:
+            self._answer(501, b"")
+            return
+        expired = self.server.token not in self.headers.get("X-Amz-Security-Token", "")
+        self._answer(400 if expired else 200, self.server.content)
 
     def do_GET(self) -> None:
         self.server.gets += 1
@@ -118,6 +125,8 @@ class _Handler(BaseHTTPRequestHandler):
         for name, value in {**common, **(headers or {})}.items():
             self.send_header(name, value)
         self.end_headers()
+        if self.command == "HEAD":
+            return
         with contextlib.suppress(ConnectionError, ssl.SSLError):
             for number in range(len(body) if self.trickle else 0):
                 self.wfile.write(body[number : number + 1])

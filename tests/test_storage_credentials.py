@@ -221,7 +221,7 @@ def session_keys(token: str) -> str:
     return json.dumps({"Version": 1, "AccessKeyId": "k", "SecretAccessKey": "s", "SessionToken": token})
 
 
-@pytest.mark.parametrize("ask", ["sockets", "obstore", "get"])
+@pytest.mark.parametrize("ask", ["sockets", "obstore", "s3fs", "get"])
 def test_expired_credentials_are_fetched_anew_once(tmp_path: Path, ask: str) -> None:
     asks = {**ASKS, "get": lambda store: store.get("a")}
     (tmp_path / "keys.json").write_text(session_keys("old"))
