@@ -16,7 +16,7 @@ from dataclasses import replace
 from functools import partial
 
 from streamloader.engine.arena import NO_SLOT
-from streamloader.engine.budget import Budget, check_need
+from streamloader.engine.budget import TOLERANCE_BYTES, Budget, check_need
 from streamloader.engine.crew import Crew, Job
 from streamloader.engine.pieces import NEVER, LoadingBlock, Piece
 from streamloader.engine.source import Source
@@ -168,7 +168,7 @@ class Fetcher:
         block.left -= 1
         if not block.left:
             self._expected -= block.expected
-        if not block.left and self._awaited == block.ref.ticket:
+        if not block.left and (self._unpacking or self._awaited == block.ref.ticket):
             self._changed.notify_all()
 
     def _load_field(self, block: LoadingBlock, name: str) -> None:
@@ -257,7 +257,7 @@ class Fetcher:
             self._unpacking.append(ticket)
             self._places -= 1  # a later piece that waits here must not keep an earlier one from being asked for
             while not (ticket <= self._awaited or self._closed.is_set()):
-                if ticket == min(self._unpacking) and self._bodies.used + size <= self._budget.body_bytes:
+                if ticket == min(self._unpacking) and self._fits_ahead(ticket, size):
                     break
                 self._dispatch()
                 self._changed.wait(LOOK_SECONDS)
@@ -270,6 +270,17 @@ class Fetcher:
             piece.unpacked += size
             block.held += size
             return self._bodies.room(size)
+
+    def _fits_ahead(self, ticket: int, size: int) -> bool:
+        """Return whether a block ahead may decode `size` bytes now. Holds the lock.
+
+        How much an earlier block decodes to is unknown until its body arrives: little is decoded before that.
+        """
+        if self._bodies.used + size > self._budget.body_bytes:
+            return False
+        oldest = min((number for number, block in self._blocks.items() if block.left), default=ticket)
+        later = sum(block.held for number, block in self._blocks.items() if number > oldest)
+        return not self._budget.exact or ticket <= oldest or later + size <= TOLERANCE_BYTES
 
     def _damaged(self, piece: Piece) -> None:
         with self._changed:

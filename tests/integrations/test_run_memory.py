@@ -20,21 +20,31 @@ ALLOWANCE = 60 * 10**6
 SPIKE = 8 << 20
 
 RUN = """
-import json, re, sys
+import json, re, sys, time
+from streamloader.engine.fetch import Fetcher
 from streamloader.errors import MemoryBudgetError
 from streamloader.options import Shuffle
 from streamloader.torch_dataset import StreamingDataset
 
 url, arguments = sys.argv[1], json.loads(sys.argv[2])
 peak = lambda: int(re.search(r"VmHWM:\\s+(\\d+) kB", open("/proc/self/status").read())[1]) * 1024
-memory = arguments.pop("memory")
+memory, slow, request = arguments.pop("memory"), arguments.pop("slow", -1), Fetcher._request
+
+
+def request_late(self, piece, number):
+    if piece.run.first_sample == slow:
+        time.sleep(1)
+    return request(self, piece, number)
+
+
+Fetcher._request = request_late
 order = Shuffle(**{k: arguments.pop(k) for k in ("lanes", "block", "window") if k in arguments})
 for _ in StreamingDataset(sys.argv[3], batch_size=8):
     pass  # torch, clients and threads are there
 before, rows, needs = peak(), 0, None
 arguments = {"batch_size": 16} | arguments
 try:
-    ds = StreamingDataset(url, memory=memory, shuffle=order, **arguments)
+    ds = StreamingDataset(url, memory=memory, **{"shuffle": order} | arguments)
     for _ in range(2):
         for batch in ds:
             rows += int(batch["valid"].sum())
@@ -172,4 +182,17 @@ def test_the_plan_of_millions_of_rows_counts(held: bool, tmp_path: Path) -> None
     if need is not None:
         need, rows, peak = run_within(memory := need, tmp_path / "d", tmp_path, **arguments)
     assert (need, rows) == (None, 2 * count)
+    assert peak <= memory + ALLOWANCE
+
+
+def test_a_block_that_decodes_to_much_more_than_expected_finds_its_memory_free(tmp_path: Path) -> None:
+    sizes = {5: 11 << 19} | dict.fromkeys(range(6, 15), 3 << 19)  # of samples, by block
+    rng = np.random.default_rng(0)
+    with Writer(tmp_path / "d", {"x": "bytes"}, num_samples=3200, layout=Layout(codec="zstd")) as out:
+        for i in range(3200):
+            size = sizes.get(i // 32)
+            out.write({"x": bytes(size) if size else rng.bytes(5000)})
+    memory = 300 * 10**6
+    need, rows, peak = run_within(memory, tmp_path / "d", tmp_path, shuffle=False, batch_size=4, slow=160)
+    assert (need, rows) == (None, 2 * 3200)
     assert peak <= memory + ALLOWANCE
