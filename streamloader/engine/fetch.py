@@ -274,13 +274,14 @@ class Fetcher:
     def _fits_ahead(self, ticket: int, size: int) -> bool:
         """Return whether a block ahead may decode `size` bytes now. Holds the lock.
 
-        How much an earlier block decodes to is unknown until its body arrives: little is decoded before that.
+        How much an earlier block decodes to is unknown until its body arrives: most of the memory is left for it.
         """
         if self._bodies.used + size > self._budget.body_bytes:
             return False
         oldest = min((number for number, block in self._blocks.items() if block.left), default=ticket)
+        most = max(TOLERANCE_BYTES, self._budget.body_bytes // 4)
         later = sum(block.held for number, block in self._blocks.items() if number > oldest)
-        return not self._budget.exact or ticket <= oldest or later + size <= TOLERANCE_BYTES
+        return not self._budget.exact or ticket <= oldest or later + size <= most
 
     def _damaged(self, piece: Piece) -> None:
         with self._changed:
