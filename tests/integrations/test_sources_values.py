@@ -111,6 +111,19 @@ def test_packed_values_are_those_that_xarray_gives(
 
 
 @pytest.mark.parametrize("suffix", WRITERS)
+@pytest.mark.parametrize("kind", [np.float32, np.float64])
+@pytest.mark.parametrize("fill", [{}, {"_FillValue": np.float32(np.nan)}])
+def test_scaled_float32_is_computed_in_the_precision_that_xarray_computes_in(
+    suffix: str, kind: type[Any], fill: dict[str, Any], tmp_path: Path
+) -> None:
+    values = np.random.default_rng(0).integers(-100, 100, (ROWS, 3)).astype(np.float32)
+    path = write(tmp_path, {"scale_factor": kind(0.01), "add_offset": kind(0.866), **fill}, values, suffix)
+    expected, found = oracle(path, suffix), read(opened(path, "v,n"))["v"]
+    assert found.dtype == expected.dtype
+    assert np.array_equal(found, expected)
+
+
+@pytest.mark.parametrize("suffix", WRITERS)
 def test_raw_keeps_what_is_stored_and_the_schema_says_what_was_decoded(
     suffix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

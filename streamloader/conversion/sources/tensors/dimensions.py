@@ -178,9 +178,12 @@ def _fills(attributes: Mapping[str, Any], dtype: str) -> tuple[Any, ...]:
 
 
 def _factor(value: Any, name: str, where: str) -> Any:
-    """Return a scale or an offset as a numpy scalar of its own dtype, or None."""
-    if value is None:
-        return None
+    """Return a scale or an offset as a numpy scalar of its own dtype, or None.
+
+    A Python number, as from JSON, stays one: with it numpy computes in the dtype of the array, as xarray does.
+    """
+    if value is None or type(value) in (int, float):
+        return value
     array = np.ravel(np.asarray(value))
     if array.size != 1 or array.dtype.kind not in "iuf":
         shown = _text(value)[:_LONGEST]
@@ -190,7 +193,7 @@ def _factor(value: Any, name: str, where: str) -> Any:
 
 def _scaled_dtype(stored: np.dtype[Any], scale: Any, offset: Any) -> str:
     """Return the dtype that xarray chooses for packed values."""
-    types = {factor.dtype.name for factor in (scale, offset) if factor is not None}
+    types = {np.asarray(factor).dtype.name for factor in (scale, offset) if factor is not None}
     wide = stored.kind in "iu" and stored.itemsize == 4 and offset is not None
     same = len(types) == 1 and (scale is not None) and not wide
     return "float32" if same and types == {"float32"} else "float64"
