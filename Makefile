@@ -5,14 +5,20 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # packages that are too heavy for everybody's environment
 INTEGRATIONS := .venv-integrations
+# more than the cores of a small machine, since many tests wait for a server or a process; a file is run by one process,
+# which makes its fixtures once, in the order of tests/conftest.py
+PARALLEL := -n 3 --dist loadfile --no-loadscope-reorder
+
+# each test process would compile every file again, and so would each process that a test starts
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo test lint types format bench bench-full bench-convert clean test-integrations test-long
 
 help:
 	@echo "make demo         the main job: convert, train with two ranks, kill, resume, evaluate (a minute or two)"
-	@echo "make test         lint, types and all tests (about ten minutes)"
-	@echo "make test-integrations  every source and engine with its packages, training frameworks, many kills: in an environment of its own"
+	@echo "make test         lint, types and all tests (about six minutes)"
+	@echo "make test-integrations  engines on real clusters, training frameworks, many kills: in an environment of its own"
 	@echo "make test-long    leaks over 200 cycles, an outage of a minute: ten minutes, in the same environment"
 	@echo "make lint         ruff; 'make format' repairs what it can"
 	@echo "make types        mypy --strict"
@@ -34,11 +40,13 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)
 	@$(BIN)/streamloader demo
 
+# tests that measure time run after the others, one at a time
 test: lint types
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(PARALLEL) -m 'not alone'
+	$(BIN)/python -m pytest -m alone
 
 test-integrations: $(INTEGRATIONS)/.installed
-	$(INTEGRATIONS)/bin/python -m pytest tests/integrations -m 'not long'
+	$(INTEGRATIONS)/bin/python -m pytest tests/integrations $(PARALLEL) -m 'not long'
 
 test-long: $(INTEGRATIONS)/.installed
 	$(INTEGRATIONS)/bin/python -m pytest tests/integrations -m long
@@ -47,6 +55,8 @@ $(INTEGRATIONS)/.installed: pyproject.toml constraints.txt
 	@echo "installing into $(INTEGRATIONS), once: some minutes"
 	@$(PYTHON) -m venv $(INTEGRATIONS)
 	@$(INTEGRATIONS)/bin/python -m pip install --quiet --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[integrations]'
+	@# LitData requires torchvision, which it imports for media only
+	@$(INTEGRATIONS)/bin/python -m pip install --quiet --quiet --disable-pip-version-check --constraint constraints.txt --no-deps litdata tifffile zstd
 	@touch $@
 
 lint: $(STAMP)

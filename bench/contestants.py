@@ -55,7 +55,7 @@ class Contestant:
 
 OURS = Contestant("streamloader", "ours", "ours.py")
 CEILINGS = (
-    Contestant("ceiling: obstore fetch", "ceiling", "ceiling.py", {"ceiling": "obstore"}),
+    Contestant("ceiling: fetch", "ceiling", "ceiling.py", {"ceiling": "fetch"}),
     Contestant("ceiling: fetch+decode", "ceiling", "ceiling.py", {"ceiling": "decode"}),
     Contestant("ceiling: image decode", "ceiling", "ceiling.py", {"ceiling": "image"}, ("jpeg",)),
 )

@@ -36,9 +36,9 @@ PLAN_SAMPLES = 10**10
 # a plan over so many samples, from nothing to the samples of the first batch
 PLAN = """
 import time
-from streamloader.plan.order import EpochOrder, OrderParams
-from streamloader.plan.schedule import schedule
-from streamloader.plan.world import Share, World
+from streamloader.order.epoch_order import EpochOrder, OrderParams
+from streamloader.order.schedule import schedule
+from streamloader.order.schedule import Share, World
 begin = time.perf_counter()
 order = EpochOrder({samples}, OrderParams(block=1024, lanes=64, window=4096), 7, 0)
 next(iter(schedule(order, Share({samples}, 64, 256, World(0, 1), "pad"), {start})))

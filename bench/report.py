@@ -99,17 +99,7 @@ def _targets(lines: Sequence[Line]) -> str:
 def _cell(lines: Sequence[Line], cell: str) -> str:
     found = [row for row in rows(lines) if row.cell == cell]
     unit = found[0].unit
-    head = [
-        "",
-        f"first epoch, {unit}/s",
-        "second",
-        "later ones",
-        "MB/s",
-        "CPU s/GB",
-        "peak MB",
-        "first batch s",
-        "w",
-    ]
+    head = ["", f"first epoch, {unit}/s", "second", "later ones", "MB/s", "CPU s/GB", "peak MB", "first batch s", "w"]
     order = {"ceiling": 0, "ours": 1, "peer": 2}
     found.sort(key=lambda row: (order[row.kind], -row.rates[0].median))
     return f"## {cell}\n\n" + table(head, [_row(row) for row in found])

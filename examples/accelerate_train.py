@@ -1,10 +1,10 @@
-"""Trains with Hugging Face Accelerate: model and optimizer are prepared, the dataset is checkpointed beside them.
+"""Trains with Hugging Face Accelerate, which prepares model and optimizer and checkpoints the dataset with them.
 
     torchrun --nproc-per-node=2 examples/accelerate_train.py s3://my-bucket/photos --epochs 3
 
-`accelerator.prepare` must not get the dataset, nor a loader of it: it deals samples out to ranks, which the dataset has
-done already, and half of them would be lost. Stop it at any time and start it again, with any number of ranks that
-divides the batch: it goes on at the next sample.
+Do not pass the dataset or a DataLoader of it to `accelerator.prepare`, which would split the batches between ranks
+again and lose samples. You can stop the script at any time and start it again, with any number of ranks that
+divides the batch: it resumes at the next sample.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import streamloader as sl
 
 
 class Progress:
-    """The steps that were trained."""
+    """Counts the steps that were trained."""
 
     def __init__(self) -> None:
         self.step = 0
@@ -33,18 +33,18 @@ class Progress:
         return {"step": self.step}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
+        """Restore the step."""
         self.step = state["step"]
 
 
 def main() -> None:
-    """Train, and save now and then."""
+    """Train, and save checkpoints."""
     parser = argparse.ArgumentParser()
     parser.add_argument("url")
     parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--steps", type=int, help="stop after so many steps in all")
+    parser.add_argument("--steps", type=int, help="stop after this number of steps in total")
     parser.add_argument("--checkpoints", type=Path, default=Path("checkpoints/accelerate"))
-    parser.add_argument("--taken", type=Path, help="note here which samples were trained")
+    parser.add_argument("--taken", type=Path, help="folder for lists of the samples that were trained")
     arguments = parser.parse_args()
 
     accelerator = Accelerator(cpu=not torch.cuda.is_available())
@@ -77,7 +77,7 @@ def main() -> None:
 
 
 def save(accelerator: Accelerator, folder: Path) -> None:
-    """Write a checkpoint beside its place and rename it: a kill leaves all of it or none."""
+    """Write a checkpoint under a temporary name and rename it, so that a kill never leaves a partial one."""
     unfinished = folder.with_name(f"{folder.name}-unfinished")
     accelerator.save_state(str(unfinished), safe_serialization=False)
     accelerator.wait_for_everyone()

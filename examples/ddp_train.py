@@ -3,8 +3,9 @@
     torchrun --nproc-per-node=2 examples/ddp_train.py s3://my-bucket/photos --epochs 3
 
 The dataset has the fields `image` (encoded images) and `label`, and the splits train and val, as `streamloader
-convert FOLDER URL --split train=0.9,val=0.1` makes them. Stop it at any time and start it again, with any number
-of ranks that divides the batch: it goes on at the next sample. Only rank 0 reads and writes the checkpoint.
+convert FOLDER URL --split train=0.9,val=0.1` makes them. You can stop the script at any time and start it again,
+with any number of ranks that divides the batch: it resumes at the next sample. Only rank 0 reads and writes the
+checkpoint.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ import streamloader as sl
 
 GLOBAL_BATCH = 32
 DECODE = sl.Decode(size=(64, 64))
-SAVE_STEPS = 2  # thousands, in a real run
+SAVE_STEPS = 2  # use thousands in a real run
 
 
 def main() -> None:
-    """Train, save now and then, evaluate."""
+    """Train, save checkpoints, evaluate."""
     parser = argparse.ArgumentParser()
     parser.add_argument("url")
     parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--steps", type=int, help="stop after so many steps in all")
+    parser.add_argument("--steps", type=int, help="stop after this number of steps in total")
     parser.add_argument("--checkpoint", type=Path, default=Path("checkpoint.pt"))
     arguments = parser.parse_args()
 
@@ -55,7 +56,7 @@ def main() -> None:
                 model(pixels(batch, device)), batch["label"].to(device), reduction="none"
             )
             optimizer.zero_grad()
-            (loss * batch["valid"].to(device)).mean().backward()  # rows that only fill the last batch do not count
+            (loss * batch["valid"].to(device)).mean().backward()  # padding in the last batch does not count
             optimizer.step()
             step += 1
             if step % SAVE_STEPS == 0 and dist.get_rank() == 0:
@@ -74,18 +75,14 @@ def network() -> nn.Module:
 
 
 def pixels(batch: dict[str, Tensor], device: torch.device) -> Tensor:
-    """Return the images: uint8 (b, h, w, 3) -> float32 (b, 3, h, w) in [0, 1], converted where the model is."""
+    """Return the images: uint8 (b, h, w, 3) -> float32 (b, 3, h, w) in [0, 1], converted on the device."""
     return batch["image"].to(device).permute(0, 3, 1, 2).float() / 255
 
 
 def save(
-    path: Path,
-    model: DistributedDataParallel,
-    optimizer: torch.optim.Optimizer,
-    data: sl.StreamingDataset,
-    step: int,
+    path: Path, model: DistributedDataParallel, optimizer: torch.optim.Optimizer, data: sl.StreamingDataset, step: int
 ) -> None:
-    """Write a checkpoint beside its place and rename it: a kill leaves the old one or the new one, never half."""
+    """Write a checkpoint under a temporary name and rename it: a kill leaves the old one or the new one."""
     saved = {
         "model": model.module.state_dict(),
         "optimizer": optimizer.state_dict(),
@@ -100,9 +97,9 @@ def save(
 def load(
     path: Path, model: DistributedDataParallel, optimizer: torch.optim.Optimizer, data: sl.StreamingDataset
 ) -> int:
-    """Load the checkpoint where there is one, and return its step.
+    """Load the checkpoint if there is one, and return its step.
 
-    Rank 0, which saves, also reads it for all ranks: on several nodes the others may not see its file.
+    Rank 0 reads it for all ranks: on several nodes the others may not have access to the file.
     """
     saved = [None]
     if dist.get_rank() == 0 and path.exists():
@@ -118,7 +115,7 @@ def load(
 
 @torch.no_grad()
 def evaluate(model: nn.Module, data: sl.StreamingDataset, device: torch.device) -> tuple[int, int]:
-    """Return how many samples the model gets right, and how many there are, over all ranks."""
+    """Return the number of correct samples and of all samples, over all ranks."""
     totals = torch.zeros(2, dtype=torch.int64, device=device)
     for batch in data:
         valid = batch["valid"].to(device)
@@ -129,10 +126,10 @@ def evaluate(model: nn.Module, data: sl.StreamingDataset, device: torch.device) 
 
 
 def leave() -> None:
-    """End the process group, when no model is left that uses it.
+    """Destroy the process group after the models that use it are deleted.
 
     A thread of gloo that still holds the tensors of its last collective when the interpreter ends aborts the process
-    ("terminate called without an active exception", torch 2.13); while garbage is collected it lets go of them.
+    ("terminate called without an active exception", torch 2.13); garbage collection releases them.
     """
     gc.collect()
     if dist.is_initialized():

@@ -2,9 +2,9 @@
 
     torchrun --nproc-per-node=2 examples/lightning_train.py s3://my-bucket/photos --epochs 3
 
-The dataset has `state_dict`, `load_state_dict` and a length, which is all that Lightning asks of a loader that can be
-resumed in the middle of an epoch; a DataLoader around it would hide them. Stop it at any time and start it again, with
-any number of ranks that divides the batch.
+The dataset has `state_dict`, `load_state_dict` and a length, which is all that Lightning needs to resume in the
+middle of an epoch; a DataLoader around it would hide them. You can stop the script at any time and start it again,
+with any number of ranks that divides the batch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import streamloader as sl
 
 
 class Classifier(lightning.LightningModule):
-    """The network of the plain example, and what Lightning wants to know of it."""
+    """The network of ddp_train.py as a LightningModule."""
 
     def __init__(self, data: sl.StreamingDataset, log_folder: Path | None) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Classifier(lightning.LightningModule):
         self.data, self.log_folder = data, log_folder
 
     def training_step(self, batch: dict[str, Any], _: int) -> Tensor:
-        """Return the loss of a batch: rows that only fill it up do not count."""
+        """Return the loss of a batch, without padding."""
         note(self.log_folder, self.global_step + 1, self.data.epoch, batch)
         loss = nn.functional.cross_entropy(self.network(pixels(batch, self.device)), batch["label"], reduction="none")
         return (loss * batch["valid"]).mean()
@@ -44,13 +44,13 @@ class Classifier(lightning.LightningModule):
 
 
 def main() -> None:
-    """Train, and save now and then."""
+    """Train, and save checkpoints."""
     parser = argparse.ArgumentParser()
     parser.add_argument("url")
     parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=-1, help="stop after so many steps in all")
+    parser.add_argument("--steps", type=int, default=-1, help="stop after this number of steps in total")
     parser.add_argument("--checkpoints", type=Path, default=Path("checkpoints/lightning"))
-    parser.add_argument("--taken", type=Path, help="note here which samples were trained")
+    parser.add_argument("--taken", type=Path, help="folder for lists of the samples that were trained")
     arguments = parser.parse_args()
 
     cuda = torch.cuda.is_available()

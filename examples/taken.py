@@ -1,4 +1,4 @@
-"""Says how far training is, and notes which samples a rank trained on, to be checked afterwards."""
+"""Prints the progress of training, and records the samples that a rank trained on, for tests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 def note(folder: Path | None, step: int, epoch: int, batch: dict[str, Any]) -> None:
     """Print the step on rank 0, and append the sample numbers of the batch to a file of this process in the folder.
 
-    Rows that only fill up the batch are left out.
+    Padding is not included.
     """
     if os.environ.get("RANK", "0") == "0":
         print(f"step {step}", flush=True)

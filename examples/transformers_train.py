@@ -1,10 +1,11 @@
-"""Trains with the Trainer of Hugging Face transformers: the dataset is its loader, a callback keeps the state.
+"""Trains with the Trainer of Hugging Face transformers: the dataset is its loader, and a callback saves the state.
 
     torchrun --nproc-per-node=2 examples/transformers_train.py s3://my-bucket/photos --epochs 3
 
-The Trainer wraps a dataset in a loader of its own, has Accelerate deal the samples out once more, and after a resume
-reads and drops every batch that was trained. So `get_train_dataloader` hands the dataset through, and
-`ignore_data_skip` leaves the place to the dataset's own state, which is saved in each checkpoint folder.
+By default the Trainer wraps a dataset in its own loader, lets Accelerate split the samples between ranks again, and
+after a resume reads and discards every batch that was trained. Here `get_train_dataloader` returns the dataset
+itself, and with `ignore_data_skip` the position comes from the dataset's own state, which is saved in each
+checkpoint folder.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ STATE = "streamloader.json"
 
 
 class Classifier(nn.Module):
-    """The network of the plain example; the Trainer wants the loss from `forward`."""
+    """The network of ddp_train.py; `forward` returns the loss, as the Trainer expects."""
 
     def __init__(self) -> None:
         super().__init__()
         self.network = network()
 
     def forward(self, image: Tensor, label: Tensor, valid: Tensor, **_: Any) -> dict[str, Tensor]:
-        """Return the loss: rows that only fill up the batch do not count."""
+        """Return the loss of a batch, without padding."""
         loss = nn.functional.cross_entropy(
             self.network(pixels({"image": image}, image.device)), label, reduction="none"
         )
@@ -47,7 +48,7 @@ class StreamingTrainer(Trainer):
     log_folder: Path | None = None
 
     def get_train_dataloader(self) -> sl.StreamingDataset:
-        """Return the dataset: it has made the batches of this rank."""
+        """Return the dataset, which yields the batches of this rank."""
         return self.train_dataset
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], *more: Any) -> Tensor:
@@ -63,20 +64,20 @@ class SaveState(TrainerCallback):
         self.data = data
 
     def on_save(self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:
-        """Write it on one rank: all have the same."""
+        """Write it on one rank, since it is the same on all."""
         if state.is_world_process_zero:
             folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
             (folder / STATE).write_text(json.dumps(self.data.state_dict()))
 
 
 def main() -> None:
-    """Train, and save now and then."""
+    """Train, and save checkpoints."""
     parser = argparse.ArgumentParser()
     parser.add_argument("url")
     parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=-1, help="stop after so many steps in all")
+    parser.add_argument("--steps", type=int, default=-1, help="stop after this number of steps in total")
     parser.add_argument("--checkpoints", type=Path, default=Path("checkpoints/transformers"))
-    parser.add_argument("--taken", type=Path, help="note here which samples were trained")
+    parser.add_argument("--taken", type=Path, help="folder for lists of the samples that were trained")
     arguments = parser.parse_args()
 
     options = TrainingArguments(

@@ -18,15 +18,17 @@ from typing import TYPE_CHECKING, Any
 from streamloader import errors
 
 if TYPE_CHECKING:
-    from streamloader.conversion.job import convert
-    from streamloader.dataset import Dataset, open  # noqa: A004 - `sl.open` reads as the builtin does
+    from streamloader.conversion.api import convert
+    from streamloader.format.dataset import Dataset, open  # noqa: A004 - `sl.open` reads as the builtin does
     from streamloader.format.manifest import Field
     from streamloader.format.writer import Writer
+    from streamloader.maintenance.append import append
+    from streamloader.maintenance.export import export
+    from streamloader.maintenance.verify import verify
     from streamloader.options import Decode, Layout, RetryPolicy, Shuffle
+    from streamloader.pytorch.arguments import Source
+    from streamloader.pytorch.dataset import Mixture, StreamingDataset
     from streamloader.stats import Stats
-    from streamloader.torch_dataset import StreamingDataset
-    from streamloader.torch_mixture import Mixture
-    from streamloader.torch_sources import Source
 
 __version__ = "0.1.0"
 
@@ -43,34 +45,35 @@ __all__ = [
     "StreamingDataset",
     "Writer",
     "__version__",
+    "append",
     "convert",
     "errors",
+    "export",
     "open",
+    "verify",
 ]
 
-# the package of `convert` is called otherwise: importing a submodule sets an attribute of its name here
+# no module of this package has the name of a function here: importing a submodule sets an attribute of its name
 _HOMES = {
-    "Dataset": "streamloader.dataset",
-    "Decode": "streamloader.options",
-    "Field": "streamloader.format.manifest",
-    "Layout": "streamloader.options",
-    "Mixture": "streamloader.torch_mixture",
-    "RetryPolicy": "streamloader.options",
-    "Shuffle": "streamloader.options",
-    "Source": "streamloader.torch_sources",
-    "Stats": "streamloader.stats",
-    "StreamingDataset": "streamloader.torch_dataset",
-    "Writer": "streamloader.format.writer",
-    "convert": "streamloader.conversion.job",
-    "open": "streamloader.dataset",
+    "conversion.api": "convert",
+    "format.dataset": "Dataset open",
+    "format.manifest": "Field",
+    "format.writer": "Writer",
+    "maintenance.append": "append",
+    "maintenance.export": "export",
+    "maintenance.verify": "verify",
+    "options": "Decode Layout RetryPolicy Shuffle",
+    "pytorch.arguments": "Source",
+    "pytorch.dataset": "Mixture StreamingDataset",
+    "stats": "Stats",
 }
 
 
 def __getattr__(name: str) -> Any:
-    home = _HOMES.get(name)
-    if home is None:
-        raise AttributeError(f"module 'streamloader' has no attribute {name!r}")
-    return getattr(import_module(home), name)
+    for module, names in _HOMES.items():
+        if name in names.split():
+            return getattr(import_module(f"streamloader.{module}"), name)
+    raise AttributeError(f"module 'streamloader' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

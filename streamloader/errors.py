@@ -2,88 +2,56 @@
 
 StreamloaderError
 |-- UsageError                SL100  an argument is wrong (also a ValueError)
-|   |-- FieldError            SL101  unknown field, or values that do not fit the field
-|   |-- BatchError            SL102  a batch that the dataset cannot fill
+|   |-- FieldError            SL101  an unknown field, values that do not fit the field, or an unknown split
+|   |-- BatchError            SL102  the batch size is invalid, or larger than the dataset
 |   |-- MemoryBudgetError     SL103  the shuffle window does not fit `memory`
-|   |-- StateError            SL104  a saved state of another dataset, order or split
-|   |-- WorldError            SL105  a rank or world size that cannot be
-|   |-- SelectionError        SL106  a selection of samples that cannot be read, or that is empty
+|   |-- StateError            SL104  a saved state belongs to another dataset, order or split
+|   |-- WorldError            SL105  a rank or world size that is invalid
+|   |-- SelectionError        SL106  a selection of samples that cannot be parsed, does not fit the dataset, or is empty
 |   `-- MixtureError          SL107  sources or weights that cannot be mixed
-|-- StorageError              SL200  the store said no
+|-- StorageError              SL200  the store returned an error
 |   |-- NotFoundError         SL201  no such object, bucket or folder
-|   |-- AccessError           SL202  credentials are missing, wrong, or not allowed to
+|   |-- AccessError           SL202  credentials are missing, wrong, or lack permission
 |   |-- EndpointError         SL203  the endpoint cannot be reached
-|   |-- TransientError        SL204  a passing failure that outlived its retries
-|   |-- ThrottledError        SL205  the store asked to slow down (503, 429), also after retries
-|   |-- ObjectExistsError     SL206  a create-only write met an object
-|   `-- UnsupportedError      SL207  this protocol or option cannot do that
-|-- FormatError               SL300  the bytes are not what the format says
-|   |-- NotADatasetError      SL301  nothing of ours is at this URL
+|   |-- TransientError        SL204  a temporary failure that lasted longer than its retries
+|   |-- ThrottledError        SL205  the store still asked to slow down (503, 429) after retries
+|   |-- ObjectExistsError     SL206  a create-only write found an existing object
+|   `-- UnsupportedError      SL207  the protocol or option is not supported
+|-- FormatError               SL300  the bytes do not match the format
+|   |-- NotADatasetError      SL301  there is no streamloader dataset at this URL
 |   |-- IncompleteError       SL302  a conversion that has not finished
-|   |-- VersionError          SL303  written by a later version, or requires what we do not know
-|   |-- MissingObjectError    SL304  a shard, chunk or table that the manifest promises is not there
+|   |-- VersionError          SL303  written by a later version, or requires a feature that this version lacks
+|   |-- MissingObjectError    SL304  a shard, chunk or table that the manifest lists is missing
 |   |-- CorruptError          SL305  truncated, or a checksum does not match
-|   `-- ModifiedError         SL306  intact bytes, but not those the manifest was written for
+|   `-- ModifiedError         SL306  intact bytes, but of another dataset than the manifest's
 |-- SampleError               SL400  one sample cannot be used
 |   |-- DecodeError           SL401  an encoded sample does not decode
-|   `-- TransformError        SL402  the caller's transform raised, or returned what cannot be batched
-|-- ConvertError              SL500  a conversion cannot go on
-|   |-- SourceError           SL501  the source is empty, unreadable, or not of one schema
+|   `-- TransformError        SL402  your transform raised, or returned values that cannot be batched
+|-- ConvertError              SL500  a conversion cannot continue
+|   |-- SourceError           SL501  the source is empty or unreadable, or its schema is not uniform
 |   |-- SourceChangedError    SL502  the source changed since the conversion began
-|   `-- DestinationError      SL503  the destination holds something else
-`-- EngineError               SL600  a thread, process or protocol of ours failed
-    `-- ForkError             SL601  a used client would be touched after a fork
+|   `-- DestinationError      SL503  the destination contains something else
+`-- EngineError               SL600  an internal thread, process or protocol failed
+    `-- ForkError             SL601  a client of the parent process was used after a fork
 """
 
 from __future__ import annotations
 
 from typing import Any, ClassVar
 
-__all__ = [
-    "AccessError",
-    "BatchError",
-    "ConvertError",
-    "CorruptError",
-    "DecodeError",
-    "DestinationError",
-    "EndpointError",
-    "EngineError",
-    "FieldError",
-    "ForkError",
-    "FormatError",
-    "IncompleteError",
-    "MemoryBudgetError",
-    "MissingObjectError",
-    "MixtureError",
-    "ModifiedError",
-    "NotADatasetError",
-    "NotFoundError",
-    "ObjectExistsError",
-    "SampleError",
-    "SelectionError",
-    "SourceChangedError",
-    "SourceError",
-    "StateError",
-    "StorageError",
-    "StreamloaderError",
-    "ThrottledError",
-    "TransformError",
-    "TransientError",
-    "UnsupportedError",
-    "UsageError",
-    "VersionError",
-    "WorldError",
-]
-
 
 class StreamloaderError(Exception):
-    """The root of the tree.
+    """The base class.
 
     `problem` says what is wrong and names the values; `remedy` says what to do. `str()` gives both and
     the code, on one line: what the command line prints.
     """
 
     code: ClassVar[str] = "SL000"
+
+    def __init_subclass__(cls, code: str = "", **options: Any) -> None:
+        super().__init_subclass__(**options)
+        cls.code = code or cls.code
 
     def __init__(self, problem: str, remedy: str = "") -> None:
         super().__init__(problem, remedy)
@@ -92,212 +60,148 @@ class StreamloaderError(Exception):
 
     def __str__(self) -> str:
         if not self.remedy and f"[{self.code}]" in self.problem:
-            return self.problem  # a DataLoader worker's error, which torch makes anew from its text and traceback
+            return self.problem  # a DataLoader worker's error, which torch recreates from its text and traceback
         text = f"{self.problem}; {self.remedy}" if self.remedy else self.problem
         return f"{' '.join(text.split())} [{self.code}]"
 
-    def __reduce__(self) -> tuple[Any, ...]:  # errors cross process borders
-        return (type(self), (self.problem, self.remedy))
 
-
-class UsageError(StreamloaderError, ValueError):
+class UsageError(StreamloaderError, ValueError, code="SL100"):
     """An argument is wrong."""
 
-    code = "SL100"
+
+class FieldError(UsageError, code="SL101"):
+    """An unknown field, values that do not fit the field, or an unknown split."""
 
 
-class FieldError(UsageError):
-    """An unknown field, or values that do not fit the field."""
-
-    code = "SL101"
+class BatchError(UsageError, code="SL102"):
+    """The batch size is invalid, or larger than the dataset."""
 
 
-class BatchError(UsageError):
-    """A batch that the dataset cannot fill."""
-
-    code = "SL102"
-
-
-class MemoryBudgetError(UsageError):
+class MemoryBudgetError(UsageError, code="SL103"):
     """The shuffle window does not fit `memory`."""
 
-    code = "SL103"
 
-
-class StateError(UsageError):
+class StateError(UsageError, code="SL104"):
     """A saved state belongs to another dataset, order or split."""
 
-    code = "SL104"
+
+class WorldError(UsageError, code="SL105"):
+    """A rank or world size that is invalid."""
 
 
-class WorldError(UsageError):
-    """A rank or world size that cannot be."""
-
-    code = "SL105"
+class SelectionError(UsageError, code="SL106"):
+    """A selection of samples that cannot be parsed, does not fit the dataset, or is empty."""
 
 
-class SelectionError(UsageError):
-    """A selection of samples that cannot be read, does not fit the dataset, or is empty."""
-
-    code = "SL106"
-
-
-class MixtureError(UsageError):
+class MixtureError(UsageError, code="SL107"):
     """Sources or weights that cannot be mixed."""
 
-    code = "SL107"
 
-
-class StorageError(StreamloaderError):
-    """The store said no.
+class StorageError(StreamloaderError, code="SL200"):
+    """The store returned an error.
 
     `retry_after`: the seconds that it asked to wait (Retry-After); 0 where it did not. `attempts`: how often the
     request is sent at most; None leaves that to the retry policy.
     """
 
-    code = "SL200"
     retry_after = 0.0
     attempts: int | None = 1
 
 
-class NotFoundError(StorageError, FileNotFoundError):
+class NotFoundError(StorageError, FileNotFoundError, code="SL201"):
     """No such object, bucket or folder."""
 
-    code = "SL201"
+
+class AccessError(StorageError, PermissionError, code="SL202"):
+    """Credentials are missing, wrong, or lack permission."""
 
 
-class AccessError(StorageError, PermissionError):
-    """Credentials are missing, wrong, or not allowed to."""
-
-    code = "SL202"
-
-
-class EndpointError(StorageError, ConnectionError):
+class EndpointError(StorageError, ConnectionError, code="SL203"):
     """The endpoint cannot be reached."""
 
-    code = "SL203"
     attempts = None
 
 
-class TransientError(StorageError):
-    """A passing failure that outlived its retries."""
+class TransientError(StorageError, code="SL204"):
+    """A temporary failure that lasted longer than its retries."""
 
-    code = "SL204"
     attempts = None
 
 
-class ThrottledError(TransientError):
-    """The store asked to slow down, also after retries."""
-
-    code = "SL205"
+class ThrottledError(TransientError, code="SL205"):
+    """The store still asked to slow down after retries."""
 
 
-class ObjectExistsError(StorageError, FileExistsError):
-    """A create-only write met an object."""
-
-    code = "SL206"
+class ObjectExistsError(StorageError, FileExistsError, code="SL206"):
+    """A create-only write found an existing object."""
 
 
-class UnsupportedError(StorageError):
-    """This protocol or option cannot do that."""
-
-    code = "SL207"
+class UnsupportedError(StorageError, code="SL207"):
+    """The protocol or option is not supported."""
 
 
-class FormatError(StreamloaderError):
-    """The bytes are not what the format says."""
-
-    code = "SL300"
+class FormatError(StreamloaderError, code="SL300"):
+    """The bytes do not match the format."""
 
 
-class NotADatasetError(FormatError):
-    """Nothing of ours is at this URL."""
-
-    code = "SL301"
+class NotADatasetError(FormatError, code="SL301"):
+    """There is no streamloader dataset at this URL."""
 
 
-class IncompleteError(FormatError):
+class IncompleteError(FormatError, code="SL302"):
     """A conversion that has not finished."""
 
-    code = "SL302"
+
+class VersionError(FormatError, code="SL303"):
+    """Written by a later version, or requires a feature that this version lacks."""
 
 
-class VersionError(FormatError):
-    """Written by a later version, or requires what this version does not know."""
-
-    code = "SL303"
+class MissingObjectError(FormatError, code="SL304"):
+    """A shard, chunk or table that the manifest lists is missing."""
 
 
-class MissingObjectError(FormatError):
-    """A shard, chunk or table that the manifest promises is not there."""
-
-    code = "SL304"
-
-
-class CorruptError(FormatError):
+class CorruptError(FormatError, code="SL305"):
     """Truncated, or a checksum does not match."""
 
-    code = "SL305"
+
+class ModifiedError(FormatError, code="SL306"):
+    """Intact bytes, but of another dataset than the manifest's."""
 
 
-class ModifiedError(FormatError):
-    """Intact bytes, but not those the manifest was written for."""
-
-    code = "SL306"
-
-
-class SampleError(StreamloaderError):
+class SampleError(StreamloaderError, code="SL400"):
     """One sample cannot be used."""
 
-    code = "SL400"
 
-
-class DecodeError(SampleError):
+class DecodeError(SampleError, code="SL401"):
     """An encoded sample does not decode."""
 
-    code = "SL401"
+
+class TransformError(SampleError, code="SL402"):
+    """Your transform raised, or returned values that cannot be batched."""
 
 
-class TransformError(SampleError):
-    """The caller's transform raised, or returned what cannot be batched."""
-
-    code = "SL402"
+class ConvertError(StreamloaderError, code="SL500"):
+    """A conversion cannot continue."""
 
 
-class ConvertError(StreamloaderError):
-    """A conversion cannot go on."""
-
-    code = "SL500"
+class SourceError(ConvertError, code="SL501"):
+    """The source is empty or unreadable, or its schema is not uniform."""
 
 
-class SourceError(ConvertError):
-    """The source is empty, unreadable, or not of one schema."""
-
-    code = "SL501"
-
-
-class SourceChangedError(ConvertError):
+class SourceChangedError(ConvertError, code="SL502"):
     """The source changed since the conversion began."""
 
-    code = "SL502"
+
+class DestinationError(ConvertError, code="SL503"):
+    """The destination contains something else."""
 
 
-class DestinationError(ConvertError):
-    """The destination holds something else."""
-
-    code = "SL503"
+class EngineError(StreamloaderError, code="SL600"):
+    """An internal thread, process or protocol failed."""
 
 
-class EngineError(StreamloaderError):
-    """A thread, process or protocol of ours failed."""
-
-    code = "SL600"
-
-
-class ForkError(EngineError):
-    """A used client would be touched after a fork."""
-
-    code = "SL601"
+class ForkError(EngineError, code="SL601"):
+    """A client of the parent process was used after a fork."""
 
 
 def wrapped(error: BaseException, what: str) -> StreamloaderError:
@@ -307,11 +211,13 @@ def wrapped(error: BaseException, what: str) -> StreamloaderError:
     """
     if isinstance(error, StreamloaderError):
         return error
-    remedy = (
-        "lower memory= or batch_size, or free memory elsewhere"
-        if isinstance(error, MemoryError)
-        else "the original error is this one's __cause__: fix what raised it, or report it"
-    )
+    remedy = "the original error is this one's __cause__: fix what raised it, or report it"
+    if isinstance(error, MemoryError):
+        remedy = "lower memory= or batch_size, or free memory elsewhere"
     ours = EngineError(f"{what} failed with {type(error).__name__}: {error}", remedy)
     ours.__cause__ = error
     return ours
+
+
+_KINDS = [kind for kind in vars().values() if isinstance(kind, type) and issubclass(kind, StreamloaderError)]
+__all__ = [kind.__name__ for kind in _KINDS]

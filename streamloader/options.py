@@ -1,4 +1,4 @@
-"""Options as small frozen values, checked when they are made. Each default has its reason beside it."""
+"""Options as small frozen values, checked when they are made. Each default has its reason next to it."""
 
 from __future__ import annotations
 
@@ -17,6 +17,22 @@ CODECS: tuple[CodecChoice, ...] = ("auto", "none", "lz4", "zstd")
 REMAINDERS: tuple[Remainder, ...] = ("pad", "drop", "uneven")
 
 
+def _check(option: object, *rules: tuple[bool, str, str]) -> None:
+    """Raise `UsageError` for the first rule, (whether it holds, name of the value, remedy), that is broken."""
+    for holds, name, remedy in rules:
+        if not holds:
+            raise UsageError(f"{type(option).__name__}({name}={getattr(option, name)!r})", remedy)
+
+
+def is_whole(value: object, least: int = 1) -> bool:
+    """Return whether the value is a whole number, of at least `least`."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
 @dataclass(frozen=True)
 class Shuffle:
     """How samples are mixed. None takes what the manifest pins; a given value overrides it.
@@ -31,10 +47,8 @@ class Shuffle:
     block: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("window", "lanes", "block"):
-            value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise UsageError(f"Shuffle({name}={value!r})", f"give {name} as a whole number of at least 1")
+        for name, value in vars(self).items():
+            _check(self, (value is None or is_whole(value), name, f"give {name} as a whole number of at least 1"))
 
 
 @dataclass(frozen=True)
@@ -53,7 +67,7 @@ class RetryPolicy:
     `probe_seconds`: during an outage one request every 0.5 to 1 times as long tests the endpoint and the others wait; a
     run thus resumes within 2 s of the server's return, without a storm of requests. `report_seconds`: when an outage is
     logged (on stderr unless logging is configured otherwise) and shown in `stats().waiting_for`.
-    `first_contact_attempts`: for an endpoint that has never answered, so that a wrong URL does not look like a hang.
+    `first_contact_attempts`: for an endpoint that has never responded, so that a wrong URL does not look like a hang.
 
     `response_seconds`, `min_bytes_per_second`: a response may take `response_seconds + bytes / min_bytes_per_second`,
     and may not fall behind that rate by more than `response_seconds` at any time; then its connection is closed and the
@@ -74,9 +88,7 @@ class RetryPolicy:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-            if not number or value < 0:
-                raise UsageError(f"RetryPolicy({name}={value!r})", f"give {name} as a number of at least 0")
+            _check(self, (_is_number(value) and value >= 0, name, f"give {name} as a number of at least 0"))
         if self.first_contact_attempts < 1 or min(self.response_seconds, self.min_bytes_per_second) <= 0:
             raise UsageError(f"{self!r} lets no request succeed", "give values above 0")
 
@@ -103,12 +115,13 @@ class RandomResizedCrop:
     flip: float = 0.0
 
     def __post_init__(self) -> None:
-        if not (len(self.scale) == 2 and 0 < self.scale[0] <= self.scale[1] <= 1):
-            raise UsageError(f"RandomResizedCrop(scale={self.scale!r})", "give (least, greatest) above 0, at most 1")
-        if not (len(self.ratio) == 2 and 0 < self.ratio[0] <= self.ratio[1] < math.inf):
-            raise UsageError(f"RandomResizedCrop(ratio={self.ratio!r})", "give (least, greatest) above 0")
-        if not 0 <= self.flip <= 1:
-            raise UsageError(f"RandomResizedCrop(flip={self.flip!r})", "give a probability from 0 to 1")
+        scale, ratio = self.scale, self.ratio
+        _check(
+            self,
+            (len(scale) == 2 and 0 < scale[0] <= scale[1] <= 1, "scale", "give (least, greatest) above 0, at most 1"),
+            (len(ratio) == 2 and 0 < ratio[0] <= ratio[1] < math.inf, "ratio", "give (least, greatest) above 0"),
+            (0 <= self.flip <= 1, "flip", "give a probability from 0 to 1"),
+        )
 
 
 @dataclass(frozen=True)
@@ -121,8 +134,7 @@ class CenterCrop:
     part: float = 0.875
 
     def __post_init__(self) -> None:
-        if not 0 < self.part <= 1:
-            raise UsageError(f"CenterCrop(part={self.part!r})", "give a part above 0, at most 1")
+        _check(self, (0 < self.part <= 1, "part", "give a part above 0, at most 1"))
 
 
 Normalization = tuple[tuple[float, ...], tuple[float, ...]]
@@ -154,23 +166,22 @@ class Decode:
     layout: Literal["CHW", "HWC"] | None = None
 
     def __post_init__(self) -> None:
-        if self.backend not in ("auto", "pillow", "simplejpeg"):
-            raise UsageError(f"Decode(backend={self.backend!r})", "choose 'auto', 'pillow' or 'simplejpeg'")
-        if self.mode not in ("RGB", "L"):
-            raise UsageError(f"Decode(mode={self.mode!r})", "choose 'RGB' or 'L'")
-        if self.layout not in (None, "CHW", "HWC"):
-            raise UsageError(f"Decode(layout={self.layout!r})", "choose 'CHW', 'HWC' or None")
-        if self.size is not None and not _is_size(self.size):
-            raise UsageError(f"Decode(size={self.size!r})", "give size as (height, width), both at least 1")
-        if self.crop not in (None, "random", "center") and not isinstance(self.crop, RandomResizedCrop | CenterCrop):
-            raise UsageError(f"Decode(crop={self.crop!r})", "choose 'random', 'center', or a value of their classes")
-        if self.crop is not None and self.size is None:
-            raise UsageError(f"Decode(crop={self.crop!r}) without size", "give size=(height, width)")
-        if self.normalize is not None and not _is_normalization(self.normalization, self.channels):
-            raise UsageError(
-                f"Decode(normalize={self.normalize!r}, mode={self.mode!r})",
-                f"give (mean, std), each of {self.channels} numbers, std not 0; or 'imagenet' for RGB",
-            )
+        crop = self.crop in (None, "random", "center") or isinstance(self.crop, RandomResizedCrop | CenterCrop)
+        means = f"give (mean, std), each of {self.channels} numbers, std not 0; or 'imagenet' for mode='RGB'"
+        _check(
+            self,
+            (self.backend in ("auto", "pillow", "simplejpeg"), "backend", "choose 'auto', 'pillow' or 'simplejpeg'"),
+            (self.mode in ("RGB", "L"), "mode", "choose 'RGB' or 'L'"),
+            (self.layout in (None, "CHW", "HWC"), "layout", "choose 'CHW', 'HWC' or None"),
+            (self.size is None or _is_size(self.size), "size", "give size as (height, width), both at least 1"),
+            (crop, "crop", "choose 'random', 'center', or a value of their classes"),
+            (
+                self.crop is None or self.size is not None,
+                "crop",
+                "a crop without size=(height, width) is impossible: give it",
+            ),
+            (self.normalize is None or _is_normalization(self.normalization, self.channels), "normalize", means),
+        )
 
     @property
     def channels(self) -> int:
@@ -204,8 +215,7 @@ def _is_normalization(value: object, channels: int) -> bool:
         return False
     if any(not isinstance(part, tuple | list) or len(part) != channels for part in value):
         return False
-    numbers = [number for part in value for number in part]
-    return all(isinstance(n, int | float) and math.isfinite(n) for n in numbers) and all(value[1])
+    return all(_is_number(number) for part in value for number in part) and all(value[1])
 
 
 @dataclass(frozen=True)
@@ -219,10 +229,9 @@ class Pack:
     pad: int | float = 0
 
     def __post_init__(self) -> None:
-        if isinstance(self.length, bool) or not isinstance(self.length, int) or self.length < 1:
-            raise UsageError(f"Pack(length={self.length!r})", "give length as a whole number of at least 1")
-        if isinstance(self.pad, bool) or not isinstance(self.pad, (int, float)):
-            raise UsageError(f"Pack(pad={self.pad!r})", "give pad as a number")
+        pad = isinstance(self.pad, int | float) and not isinstance(self.pad, bool)
+        _check(self, (is_whole(self.length), "length", "give length as a whole number of at least 1"))
+        _check(self, (pad, "pad", "give pad as a number"))
 
 
 @dataclass(frozen=True)
@@ -244,26 +253,28 @@ class Layout:
 
     def __post_init__(self) -> None:
         for name in ("shard_size", "block_size", "chunk_size"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"{name}={getattr(self, name)}", f"give {name} in bytes, at least 1")
-        if self.codec not in CODECS:
-            raise UsageError(f"codec={self.codec!r}", f"choose one of {', '.join(CODECS)}")
-        if self.samples_per_shard is not None and self.samples_per_shard < 1:
-            raise UsageError(f"samples_per_shard={self.samples_per_shard}", "give at least 1")
+            _check(self, (getattr(self, name) >= 1, name, f"give {name} in bytes, at least 1"))
+        _check(self, (self.codec in CODECS, "codec", f"choose one of {', '.join(CODECS)}"))
+        _check(
+            self, (self.samples_per_shard is None or self.samples_per_shard >= 1, "samples_per_shard", "give 1 or more")
+        )
 
 
-def parse_size(text: str | int) -> int:
-    """Return bytes for "64MiB", "64MB", "512KiB", "1.5GiB" or a plain number. Raises `UsageError`."""
-    units = {"": 1, "b": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
-    units |= {f"{unit}ib": size for unit, size in units.items() if len(unit) == 1 and unit != "b"}
-    units |= {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+def parse_size(text: str | int, name: str = "") -> int:
+    """Return bytes for "64MiB", "64MB", "512KiB", "1.5GiB" or a plain number.
+
+    Raises `UsageError`, which begins with `name`.
+    """
+    units = {"": 1, "b": 1}
+    for power, letter in enumerate("kmgt", 1):
+        units |= {letter: 1 << 10 * power, f"{letter}ib": 1 << 10 * power, f"{letter}b": 1000**power}
     raw = str(text).strip().lower().replace("_", "")
     number = raw.rstrip("abcdefghijklmnopqrstuvwxyz ")
     unit = raw[len(number) :].strip()
     try:
         size = int(float(number) * units[unit])
     except (KeyError, ValueError, OverflowError):
-        raise UsageError(f"{text!r} is not a size", "write it like 64MiB, 512KiB, 2GB or a number of bytes") from None
+        size = 0
     if size < 1:
-        raise UsageError(f"{text!r} is not a size", "give at least one byte")
+        raise UsageError(f"{name}{text!r} is not a size", "write it like 64MiB, 512KiB, 2GB or a number of bytes")
     return size

@@ -17,7 +17,7 @@ SMALL_REQUEST = 1 << 20
 KEEPS_UP = 0.05
 # A stage that works this share of its time is the limit: its threads also wait for each other and for the GIL.
 BUSY = 0.6
-# Retries in this share of the requests say that the store throttles or fails, whatever else is slow.
+# Retries in this share of the requests mean that the store throttles or fails, whatever else is slow.
 MANY_RETRIES = 0.05
 # Bytes: a larger sample takes longer to copy than to find.
 SMALL_SAMPLE = 4096
@@ -27,10 +27,10 @@ _PRESENT = frozenset(["in_flight", "cores", "transformers"])
 
 @dataclass(frozen=True)
 class BatchReport:
-    """What `on_batch` is told of each batch, just before it is handed out, in the thread that asked for it.
+    """The argument of `on_batch`, which is called in the consuming thread just before a batch is returned.
 
-    `step` counts this consumer's batches from the start of epoch 0, so that it goes on after a resume. `wait_seconds`:
-    the training loop waited for this batch; `seconds`: wall time since the one before was handed out, or since the pass
+    `step` counts this consumer's batches from the start of epoch 0, and continues after a resume. `wait_seconds`: the
+    training loop waited for this batch; `seconds`: wall time since the one before was handed out, or since the pass
     began. `worker` is the DataLoader worker's number, 0 without workers. With `batch_size=None` a report is about
     the up to 64 samples that are made at once, and comes with the first of them.
     """
@@ -59,7 +59,7 @@ class Stats:
 
     `seconds` from the first batch asked for to the last handed out. `wait_seconds`: the training loop waited for a
     batch; `first_batch_seconds` of them for the first. `fetch_wait_seconds`, `decode_wait_seconds` and
-    `transform_wait_seconds` say for what the loader itself waited; they overlap with training. `gather_seconds`: the
+    `transform_wait_seconds` are what the loader itself waited for; they overlap with training. `gather_seconds`: the
     thread that gathers batches was at work, or waited for their plan.
     `request_seconds` and `transform_seconds` are summed over all threads: requests in flight, the caller's transform;
     `unpack_seconds` and `decode_seconds` are processor time: checking and unpacking chunks, decoding images.
@@ -104,11 +104,9 @@ class Stats:
         Raises `UsageError` where `earlier` is not earlier.
         """
         if earlier.batches > self.batches or earlier.seconds > self.seconds:
-            raise UsageError(
-                f"since() got stats of {earlier.batches} batches in {earlier.seconds:.1f} s, these are of "
-                f"{self.batches} in {self.seconds:.1f} s",
-                "take both from the same dataset: later.since(earlier)",
-            )
+            found, here = (f"{one.batches} batches in {one.seconds:.1f} s" for one in (earlier, self))
+            problem = f"since() got stats of {found}, these are of {here}"
+            raise UsageError(problem, "take both from the same dataset: later.since(earlier)")
         changes: dict[str, Any] = {
             item.name: getattr(self, item.name) - getattr(earlier, item.name)
             for item in fields(self)
@@ -124,30 +122,30 @@ class Stats:
     @property
     def megabytes_per_second(self) -> float:
         """10^6 bytes fetched per second, while the loader was not ahead of the training loop."""
-        return _share(self.bytes_fetched / 1e6, self._active)
+        return quotient(self.bytes_fetched / 1e6, self._active)
 
     @property
     def wait_fraction(self) -> float:
         """The share of time that the training loop stood still for data, from 0 to 1; after the first batch."""
         steady = self.seconds - self.first_batch_seconds
         if steady <= 0:
-            return min(1.0, _share(self.wait_seconds, self.seconds))
-        return min(1.0, _share(self.wait_seconds - self.first_batch_seconds, steady))
+            return min(1.0, quotient(self.wait_seconds, self.seconds))
+        return min(1.0, quotient(self.wait_seconds - self.first_batch_seconds, steady))
 
     @property
     def requests_in_flight(self) -> float:
         """How many requests were under way at once on average, while the loader was not ahead."""
-        return _share(self.request_seconds, self._active)
+        return quotient(self.request_seconds, self._active)
 
     @property
     def decode_busy(self) -> float:
         """The share of the cores' time that went into unpacking chunks and decoding images, while not ahead."""
-        return _share(self.unpack_seconds + self.decode_seconds, self.cores * self._active)
+        return quotient(self.unpack_seconds + self.decode_seconds, self.cores * self._active)
 
     @property
     def transform_busy(self) -> float:
         """The share of their time that the threads or processes of the transform were in it, while not ahead."""
-        return _share(self.transform_seconds, self.transformers * self._active)
+        return quotient(self.transform_seconds, self.transformers * self._active)
 
     @property
     def limit(self) -> str:
@@ -172,14 +170,8 @@ class Stats:
         limit = self.limit
         if not limit:
             return "no batch yet"
-        words = {
-            "network": self._network,
-            "gather": self._gather,
-            "decode": self._decode,
-            "transform": self._transform,
-            "consumer": self._consumer,
-        }
-        return f"{limit}-bound: training waited {self.wait_fraction:.0%} of the time; {words[limit]()}"
+        reason = getattr(self, f"_{limit}")()
+        return f"{limit}-bound: training waited {self.wait_fraction:.0%} of the time; {reason}"
 
     def __str__(self) -> str:
         return (
@@ -211,7 +203,7 @@ class Stats:
         return f"{what}; `streamloader bench` tells whether the endpoint gives more"
 
     def _gather(self) -> str:
-        busy = _share(self.gather_seconds, self._active)
+        busy = quotient(self.gather_seconds, self._active)
         size = max(self.bytes_decoded, self.bytes_fetched) / max(1, self.samples)
         small = size < SMALL_SAMPLE
         rate = self.samples_per_second
@@ -223,9 +215,9 @@ class Stats:
         work = self.unpack_seconds + self.decode_seconds
         cores = f"{_count(self.cores, 'core')} {min(1.0, self.decode_busy):.0%} busy"
         if self.unpack_seconds >= self.decode_seconds:
-            part = _share(self.unpack_seconds, work)
+            part = quotient(self.unpack_seconds, work)
             return f"{cores}, {part:.0%} of it unpacking chunks; convert with codec lz4 or none, or give more cores"
-        part = _share(self.decode_seconds, work)
+        part = quotient(self.decode_seconds, work)
         change = "choose fewer pixels (Decode(size=)), simplejpeg and OpenCV, or more cores"
         return f"{cores}, {part:.0%} of it decoding images; {change}"
 
@@ -234,12 +226,13 @@ class Stats:
         return f"{who}; set transform_workers= higher, or move work out of the transform"
 
     def _consumer(self) -> str:
-        idle = min(1.0, _share(self.full_seconds, self.seconds))
+        idle = min(1.0, quotient(self.full_seconds, self.seconds))
         return f"the loader keeps up and was ahead {idle:.0%} of the time"
 
 
-def _share(part: float, whole: float) -> float:
-    return part / whole if whole > 0 else 0.0
+def quotient(part: float, total: float) -> float:
+    """Return `part` / `total`, 0 of nothing."""
+    return part / total if total > 0 else 0.0
 
 
 def _count(number: int, name: str) -> str:
@@ -252,8 +245,8 @@ class Counters:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._sums: dict[str, float] = {}
-        self._client = ""
-        self._outages: Callable[[], Iterable[str]] = tuple
+        self.client = ""  # which data plane serves, and why
+        self.outages: Callable[[], Iterable[str]] = tuple  # of the stores, as text; empty texts stand for none
         self._begin: float | None = None
         self._end = 0.0
         self._cpu_begin = self._cpu_end = 0.0
@@ -268,14 +261,6 @@ class Counters:
         """Set the named fields: what is so now, such as `in_flight`, not what adds up."""
         with self._lock:
             self._sums.update(values)
-
-    def describe_client(self, client: str) -> None:
-        """Say which data plane serves, and why."""
-        self._client = client
-
-    def describe_outages(self, outages: Callable[[], Iterable[str]]) -> None:
-        """Set what returns the outages of the stores, as text; empty texts stand for none."""
-        self._outages = outages
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
@@ -304,5 +289,5 @@ class Counters:
                 if item.name in self._sums
             }
         seconds = self._end - self._begin if self._begin is not None else 0.0
-        known |= {"client": self._client, "waiting_for": "; ".join(filter(None, self._outages()))}
+        known |= {"client": self.client, "waiting_for": "; ".join(filter(None, self.outages()))}
         return Stats(**known, seconds=seconds, cpu_seconds=self._cpu_end - self._cpu_begin)

@@ -4,25 +4,19 @@ with standing_in_for_aws(moto.endpoint, {"photos": "eu-central-1"}, folder) as a
     aws.requests        # (host, method, status)
 """
 
-from __future__ import annotations
-
 import contextlib
 import http.client
 import re
 import socket
 import ssl
-import threading
 from collections.abc import Iterator, Mapping
-from datetime import UTC, datetime, timedelta
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from unittest import mock
 from urllib.parse import urlsplit
 
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
+from faulty import QuietHandler, running, signed_certificate
 
 DOMAIN = "amazonaws.com"
 HOP_BY_HOP = ("host", "expect", "transfer-encoding", "connection")
@@ -43,16 +37,13 @@ class Aws(ThreadingHTTPServer):
         self.requests: list[tuple[str, str, int]] = []
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(QuietHandler):
     protocol_version = "HTTP/1.1"
     server: Aws
 
     def handle(self) -> None:
         with contextlib.suppress(ConnectionError, ssl.SSLError):
             super().handle()
-
-    def log_message(self, format: str, *args: object) -> None:  # noqa: A002
-        pass
 
     def do_GET(self) -> None:
         body = self._body()
@@ -110,40 +101,13 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
 
-def _certificates(folder: Path) -> tuple[Path, ssl.SSLContext]:
-    """Write a CA of the tests' own, and return it with a server's settings for every endpoint of S3."""
-    keys = [ec.generate_private_key(ec.SECP256R1()) for _ in range(2)]
-    names = [x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)]) for name in ("test CA", "S3")]
-    hosts = [f"{bucket}s3.{region}{DOMAIN}" for bucket in ("", "*.") for region in ("", *(f"{r}." for r in REGIONS))]
-    now = datetime.now(UTC)
-    for which, (key, name) in enumerate(zip(keys, names, strict=True)):
-        builder = (
-            x509.CertificateBuilder(names[0], name, key.public_key(), x509.random_serial_number())
-            .not_valid_before(now - timedelta(hours=1))
-            .not_valid_after(now + timedelta(hours=1))
-            .add_extension(x509.BasicConstraints(ca=which == 0, path_length=None), critical=True)
-        )
-        if which == 1:
-            builder = builder.add_extension(x509.SubjectAlternativeName([*map(x509.DNSName, hosts)]), critical=False)
-        (folder / f"{which}.pem").write_bytes(
-            builder.sign(keys[0], hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
-        )
-    (folder / "key.pem").write_bytes(
-        keys[1].private_bytes(
-            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-        )
-    )
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(folder / "1.pem", folder / "key.pem")
-    return folder / "0.pem", context
-
-
 @contextlib.contextmanager
 def standing_in_for_aws(behind: str, regions: Mapping[str, str], folder: Path) -> Iterator[Aws]:
     """Run the stand-in; this process resolves AWS's names to it and trusts its certificates meanwhile."""
-    authority, context = _certificates(folder)
+    hosts = [f"{bucket}s3.{region}{DOMAIN}" for bucket in ("", "*.") for region in ("", *(f"{r}." for r in REGIONS))]
+    context = signed_certificate(folder, hosts)
     resolve = socket.getaddrinfo
-    with Aws(behind, regions, context) as server:
+    with running(Aws(behind, regions, context)) as server:
 
         def to_loopback(host: Any, port: Any, *args: Any, **kwargs: Any) -> Any:
             name = host.decode() if isinstance(host, bytes) else host
@@ -151,8 +115,6 @@ def standing_in_for_aws(behind: str, regions: Mapping[str, str], folder: Path) -
                 return resolve("127.0.0.1", server.server_port, *args, **kwargs)
             return resolve(host, port, *args, **kwargs)
 
-        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
-        environment = {"AWS_CA_BUNDLE": str(authority)}
+        environment = {"AWS_CA_BUNDLE": str(folder / "ca.pem")}
         with mock.patch.object(socket, "getaddrinfo", to_loopback), mock.patch.dict("os.environ", environment):
             yield server
-        server.shutdown()

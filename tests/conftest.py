@@ -1,7 +1,5 @@
 """Fixtures that every test file may use: real S3 servers, and a fresh URL on every kind of store."""
 
-from __future__ import annotations
-
 import os
 import signal
 import uuid
@@ -15,10 +13,24 @@ from servers import S3Server, external_server, moto_server, seaweedfs_server
 
 # a test that forgets its keys must fail at once, not ask a cloud's metadata service for them
 os.environ.setdefault("AWS_EC2_METADATA_DISABLED", "true")
+# threads of torch that wait for work keep their cores busy, and there are as many test processes as cores
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # machines are shared: how long an example takes says nothing; with CI set, hypothesis draws the same examples each time
 settings.register_profile("unhurried", parent=settings(), deadline=None)
 settings.load_profile("unhurried")
+
+
+# what takes longest is begun first: with pytest-xdist a file is run by one process, and the others would wait for it
+LONGEST = ["docs", "ddp", "outages", "cli", "convert_sources", "bench", "sources_text", "storage_faults", "workers"]
+LONGEST += ["killed_conversions", "engines", "frameworks", "conversion_memory", "run_memory", "bad_destinations"]
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Order the files by how long they take."""
+    rank = {f"test_{name}.py": number for number, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: rank.get(item.path.name, len(rank)))
 
 
 @pytest.fixture

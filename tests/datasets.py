@@ -1,8 +1,9 @@
 """Datasets whose every value follows from the sample's number, so that a test can tell any sample from its content."""
 
-from __future__ import annotations
-
+import gc
 import io
+import threading
+import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,18 @@ def check_batch(batch: Mapping[str, Any], fields: Iterable[str]) -> None:
             equal(batch[name], np.concatenate(expected))
         else:
             equal(batch[name], np.stack(expected))
+
+
+def our_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("streamloader")]
+
+
+def assert_threads_end() -> None:
+    gc.collect()  # a cycle of an earlier test may hold a pass: torchdata's loaders make some (test_leaks goes without)
+    until = time.monotonic() + 60
+    for thread in our_threads():
+        thread.join(max(0.0, until - time.monotonic()))
+    assert our_threads() == []
 
 
 def equal(tensor: torch.Tensor, array: np.ndarray[Any, Any]) -> None:

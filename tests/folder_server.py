@@ -7,25 +7,19 @@ with folder_server(path) as server:
     StreamingDataset(server.url, ...)
 """
 
-from __future__ import annotations
-
-import contextlib
 import sys
 import threading
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from contextlib import AbstractContextManager
 from pathlib import Path
 
+from faulty import RangeHandler, RangeServer
 
-class FolderServer(ThreadingHTTPServer):
+
+class FolderServer(RangeServer):
     """Treats the next `times` requests for data badly; `gets` counts them all, `met` is set once one was."""
 
-    request_queue_size = 128  # the loader connects with all its threads at once
-    daemon_threads = True
-    block_on_close = False
-
     def __init__(self, folder: Path, port: int = 0) -> None:
-        super().__init__(("127.0.0.1", port), _Handler)
+        super().__init__(_Handler, port)
         self.faults: dict[str, list[str]] = {}
         self.paths: list[str] = []
         self.folder = folder
@@ -40,15 +34,11 @@ class FolderServer(ThreadingHTTPServer):
         self.gets = 0
         self.lock = threading.Lock()
         self.met = threading.Event()
-        self.released = threading.Event()
 
     @property
     def url(self) -> str:
         """The URL of the folder."""
         return f"http://127.0.0.1:{self.server_port}"
-
-    def handle_error(self, request: object, client_address: object) -> None:
-        """Say nothing: clients may hang up."""
 
     def fault(self, path: str) -> str:
         """What to do with any GET; empty for what is right."""
@@ -68,16 +58,11 @@ class FolderServer(ThreadingHTTPServer):
         return self.behave
 
 
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
+class _Handler(RangeHandler):
     server: FolderServer
-    trickle = False
-
-    def log_message(self, format: str, *args: object) -> None:  # noqa: A002
-        pass
 
     def do_HEAD(self) -> None:
-        self._file(body=False)
+        self._file("")
 
     def do_GET(self) -> None:
         with self.server.lock:
@@ -97,80 +82,37 @@ class _Handler(BaseHTTPRequestHandler):
             self.server.released.wait(self.server.delay)
         if data and self.server.stall_every and self.server.gets % self.server.stall_every == 0:
             self.server.released.wait(self.server.seconds)
-        if (behaviour == "stall" and self.server.released.wait(self.server.seconds)) or behaviour == "close":
-            self.close_connection = True
-        elif behaviour == "503":
-            self._answer(503, b"slow down", {"Retry-After": "0"})
-        else:
-            self._file(body=True, damage=behaviour == "damage", fault=self.server.fault(self.path))
+        if behaviour == "stall":
+            behaviour = "close" if self.server.released.wait(self.server.seconds) else ""
+        self._file(behaviour or self.server.fault(self.path))
 
-    def _file(self, body: bool, damage: bool = False, fault: str = "") -> None:
+    def _file(self, fault: str) -> None:
         if fault == "close":
             self.close_connection = True
             return
         if fault == "503":
-            self._answer(503, b"slow down", {"Retry-After": "0"})
+            self.respond(503, b"slow down", {"Retry-After": "0"})
             return
         path = self.server.folder / self.path.split("?")[0].lstrip("/")
         if not path.is_file():
-            self._answer(404, b"")
+            self.respond(404, b"")
             return
-        content = path.read_bytes()
-        if damage:
+        content, self.trickle = path.read_bytes(), fault == "trickle"
+        half = len(content) // 2
+        if fault == "damage":
             content = bytes(byte ^ 1 for byte in content)
-        if fault == "flip":  # in the middle: a digit of a number, an entry of a table
-            content = (
-                content[: len(content) // 2]
-                + bytes([content[len(content) // 2] ^ 1])
-                + content[len(content) // 2 + 1 :]
-            )
+        elif fault == "flip":  # in the middle: a digit of a number, an entry of a table
+            content = content[:half] + bytes([content[half] ^ 1]) + content[half + 1 :]
         elif fault == "short":
-            content = content[: len(content) // 2]
+            content = content[:half]
         elif fault == "shift":  # another range, of the right length, without a word
             content = content[-1:] + content[:-1]
-        self.trickle = fault == "trickle"
-        wanted = self.headers.get("Range", "").removeprefix("bytes=")
-        if not wanted:
-            self._answer(200, content, {}, body)
-            return
-        low, high = wanted.split("-")
-        start = int(low) if low else max(0, len(content) - int(high))
-        stop = min(len(content), int(high) + 1) if low and high else len(content)
-        if start >= len(content):
-            self._answer(416, b"")
-            return
-        self._answer(206, content[start:stop], {"Content-Range": f"bytes {start}-{stop - 1}/{len(content)}"}, body)
-
-    def _answer(self, status: int, content: bytes, headers: dict[str, str] | None = None, body: bool = True) -> None:
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(content)))
-        self.send_header("Last-Modified", "Fri, 20 Nov 2026 12:00:00 GMT")
-        self.send_header("Accept-Ranges", "bytes")
-        for name, text in (headers or {}).items():
-            self.send_header(name, text)
-        self.end_headers()
-        if body:
-            with contextlib.suppress(ConnectionError):
-                for number in range(len(content) if self.trickle else 0):
-                    self.wfile.write(content[number : number + 1])
-                    if self.server.released.wait(1.0):
-                        return
-                self.wfile.write(content)
+        self.respond_range(content)
 
 
-@contextlib.contextmanager
-def folder_server(folder: Path) -> Iterator[FolderServer]:
+def folder_server(folder: Path) -> AbstractContextManager[FolderServer]:
     """Run the server in a thread until the block ends."""
-    server = FolderServer(folder)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
-    thread.start()
-    try:
-        yield server
-    finally:
-        server.released.set()
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    return FolderServer(folder).running()
 
 
 if __name__ == "__main__":  # a server that can be killed: folder, port

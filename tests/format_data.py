@@ -1,7 +1,5 @@
 """Random fields and columns for the tests of the format, and short ways to write and read them."""
 
-from __future__ import annotations
-
 import uuid
 from collections.abc import Mapping
 from typing import Any
@@ -12,11 +10,13 @@ from numpy.typing import NDArray
 
 from streamloader.format.geometry import Geometry, choose_layouts
 from streamloader.format.manifest import DTYPES, Field, Manifest
-from streamloader.format.reader import field_reader, open_manifest
-from streamloader.format.sink import finish, read_receipts, write_shard
+from streamloader.format.opening import open_root
+from streamloader.format.publish import finish, read_receipts, write_shard
+from streamloader.format.reader import FieldReader
+from streamloader.format.values import from_bytes
 from streamloader.options import Layout
 from streamloader.storage import open_store
-from streamloader.storage.protocol import Store
+from streamloader.storage.store import Store
 
 CODECS = ("none", "lz4", "zstd")
 ALL_KINDS = {
@@ -88,13 +88,13 @@ def write_shards(store: Store, geometry: Geometry, columns: Mapping[str, Any]) -
 def write_dataset(store: Store, columns: Mapping[str, Any], geometry: Geometry) -> Manifest:
     """Write and finish a dataset."""
     write_shards(store, geometry, columns)
-    return finish(store, geometry, read_receipts(store), {}, 2)
+    return finish(store, geometry, read_receipts(store), {})
 
 
 def read_column(store: Store, name: str, start: int, stop: int, max_bytes: int = 1 << 24) -> Any:
     """Read a column through `FieldReader`, as the format holds it."""
-    manifest, store = open_manifest(store)
-    reader, plane = field_reader(store, manifest, name), store.reader()
+    manifest, store, _ = open_root(store)
+    reader, plane = FieldReader(store, manifest, name), store.reader()
     field = reader.layout.field
     runs = reader.runs(start, stop, max_bytes)
     if field.fixed:
@@ -120,6 +120,30 @@ def same(left: Any, right: Any) -> bool:
     return bool(left == right)
 
 
+def public(field: Field, column: Any) -> Any:
+    """Return a column as people give and get it."""
+    return column if field.fixed else [from_bytes("x", field, memoryview(item), 0) for item in column]
+
+
+def equal(left: Any, right: Any) -> bool:
+    """Return whether two samples' values, or columns of them, are equal and of the same type."""
+    if isinstance(left, list):
+        return len(left) == len(right) and all(equal(a, b) for a, b in zip(left, right, strict=True))
+    if isinstance(left, np.ndarray | np.generic):
+        return same(np.asarray(left), np.asarray(right))
+    return type(left) is type(right) and bool(left == right)
+
+
+class StoreProxy:
+    """A store that answers as another one does, where a subclass does not change it."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.store, name)
+
+
 def objects_of(store: Store) -> dict[str, bytes]:
     """Return every object below the store."""
     return {info.path: store.get(info.path) for info in store.list()}
@@ -127,8 +151,8 @@ def objects_of(store: Store) -> dict[str, bytes]:
 
 def read_picks(store: Store, name: str, picks: NDArray[np.int64]) -> Any:
     """Read the samples of these numbers, which ascend, through `FieldReader`, as the format holds them."""
-    manifest, store = open_manifest(store)
-    reader, plane = field_reader(store, manifest, name), store.reader()
+    manifest, store, _ = open_root(store)
+    reader, plane = FieldReader(store, manifest, name), store.reader()
     field, place = reader.layout.field, 1000  # the number of the first pick is the caller's
     out = np.zeros((len(picks), *field.shape), field.dtype) if field.fixed else None
     items = [b""] * len(picks)

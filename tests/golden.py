@@ -1,7 +1,5 @@
 """The golden datasets and what they must hold, for the tests that read them."""
 
-from __future__ import annotations
-
 import base64
 import json
 from pathlib import Path

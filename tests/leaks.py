@@ -3,8 +3,6 @@
 Imports little at the top: transform processes import this module.
 """
 
-from __future__ import annotations
-
 import gc
 import multiprocessing
 import os
@@ -55,6 +53,11 @@ def mean(sample: dict[str, Any]) -> dict[str, Any]:
     return {"x": sample["x"][0] + 1, "mean": sample["x"].mean()}
 
 
+def enlarge(sample: dict[str, Any]) -> dict[str, Any]:
+    """A transform whose arrays have up to 10 MB."""
+    return {"x": np.repeat(sample["x"][None].astype(np.float32), 1 + sample["label"] % 40, 0).sum(0)}
+
+
 def fails(sample: dict[str, Any]) -> dict[str, Any]:
     """A transform that raises before the end of the epoch."""
     if sample["label"] == SAMPLES // 2:
@@ -66,7 +69,7 @@ class Trainer:
     """An object that holds its dataset, whose transform is a method of the object."""
 
     def __init__(self, url: Path) -> None:
-        from streamloader.torch_dataset import StreamingDataset
+        from streamloader.pytorch.dataset import StreamingDataset
 
         self.dataset = StreamingDataset(url, batch_size=BATCH, transform=self.augment)
 
@@ -79,8 +82,7 @@ def cycles(folder: Path) -> dict[str, Callable[[], None]]:
     from torch.utils.data import DataLoader
 
     from streamloader.errors import TransformError
-    from streamloader.torch_dataset import StreamingDataset
-    from streamloader.torch_mixture import Mixture
+    from streamloader.pytorch.dataset import Mixture, StreamingDataset
 
     arrays, images = folder / "arrays", folder / "images"
 
@@ -128,6 +130,7 @@ def cycles(folder: Path) -> dict[str, Callable[[], None]]:
         "load_state_dict": loaded,
         "samples": lambda: begin(StreamingDataset(arrays, batch_size=None)),
         "transform": lambda: begin(dataset(transform=mean)),
+        "large transform": lambda: begin(dataset(transform=enlarge)),
         "failing transform": failing,
         "transform workers": lambda: begin(dataset(transform=mean, transform_workers=1)),
         "images": lambda: begin(StreamingDataset(images, batch_size=BATCH, decode=True)),
@@ -139,7 +142,7 @@ def cycles(folder: Path) -> dict[str, Callable[[], None]]:
 
 def held() -> Held:
     """Return what the process holds once our threads and processes have ended, without a collection."""
-    end = time.monotonic() + 20
+    end = time.monotonic() + 60
     while (our_threads() or multiprocessing.active_children()) and time.monotonic() < end:
         time.sleep(0.01)
     files = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
@@ -149,7 +152,7 @@ def held() -> Held:
 
 def arenas() -> int:
     """Return how many arenas there are."""
-    from streamloader.engine.arena import Arena
+    from streamloader.engine.memory import Arena
 
     return sum(type(one) is Arena for one in gc.get_objects())  # isinstance wakes proxies
 

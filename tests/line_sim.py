@@ -1,12 +1,10 @@
 """Stores in a few figures, simulated: how a `Pace` does against one, alone or beside others. No threads, no clock."""
 
-from __future__ import annotations
-
 import math
 import random
 from dataclasses import dataclass, field
 
-from streamloader.engine.pace import Pace
+from streamloader.engine.fetcher import Pace
 
 SIZE = 4 << 20
 
@@ -86,5 +84,5 @@ class Race:
         came = [request for request in active if request.left <= SIZE * 1e-6]
         self.flying = [request for request in self.flying if request not in came]
         for request in came:
-            self.paces[request.rank].came(SIZE, self.now - request.sent, waiting=True)
+            self.paces[request.rank].completed(SIZE, self.now - request.sent, waiting=True)
         return len(came)

@@ -4,8 +4,6 @@ It shares no code with the package: standard library, numpy, and numcodecs for z
 whole, checks everything that can be checked, and raises `Refused` for whatever does not hold.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

@@ -1,11 +1,10 @@
 """What one rank does under torchrun: runs the cases of a job file and writes what it saw; a script, not a test.
 
 torchrun --nproc-per-node 2 ranks.py job.json writes rank<r>.json beside it: for each case its batches, as lists of
-sample numbers, and its state.
+sample numbers, and its state. What is slow to import is imported by the cases that need it: each worker runs this file.
 """
 
-from __future__ import annotations
-
+import gc
 import itertools
 import json
 import multiprocessing
@@ -17,22 +16,19 @@ from typing import Any
 
 import datasets
 import torch.distributed as dist
-import torch.distributed.checkpoint as checkpoint
 from datasets import numbers
-from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader
-from torchdata.stateful_dataloader import StatefulDataLoader
 
 from streamloader.errors import StateError
-from streamloader.torch_dataset import StreamingDataset
-from streamloader.torch_mixture import Mixture
-from streamloader.torch_sources import Source
+from streamloader.pytorch.dataset import Mixture, Source, StreamingDataset
 
 
 def run_case(job: dict[str, Any], case: dict[str, Any]) -> dict[str, Any]:
     """One pass, or as many batches of it as the case says."""
     arguments = {"batch_size": 8, "fields": ["x", "label", "name"], "with_index": True, **case.get("arguments", {})}
     if "mesh" in case:  # its shape and names, and the names of the data-parallel dimensions
+        from torch.distributed.device_mesh import init_device_mesh
+
         shape, names, chosen = case["mesh"]
         mesh = init_device_mesh("cpu", tuple(shape), mesh_dim_names=tuple(names))
         arguments["world"] = mesh.get_group(chosen[0]) if case.get("group") else (mesh, tuple(chosen))
@@ -40,17 +36,15 @@ def run_case(job: dict[str, Any], case: dict[str, Any]) -> dict[str, Any]:
     if "state" in case:
         ds.load_state_dict(case["state"])
     if "load" in case:
+        from torch.distributed import checkpoint
+
         checkpoint.load({"data": ds}, checkpoint_id=case["load"])
     source: Any = ds
     if case.get("workers"):
         context = case["context"]
         same = case.get("forever", False)  # workers all along: a test counts them
         source = DataLoader(
-            ds,
-            batch_size=None,
-            num_workers=case["workers"],
-            multiprocessing_context=context,
-            persistent_workers=same,
+            ds, batch_size=None, num_workers=case["workers"], multiprocessing_context=context, persistent_workers=same
         )
     batches = []
     for number in itertools.count() if case.get("forever") else ():  # until someone kills this rank
@@ -65,6 +59,8 @@ def run_case(job: dict[str, Any], case: dict[str, Any]) -> dict[str, Any]:
             break
     state = ds.state_dict() if not case.get("workers") else None
     if "save" in case:
+        from torch.distributed import checkpoint
+
         checkpoint.save({"data": ds}, checkpoint_id=case["save"])
     del iterator
     dist.barrier()  # a rank that hung would be missed here
@@ -84,6 +80,8 @@ def run_mixture(job: dict[str, Any], case: dict[str, Any]) -> dict[str, Any]:
 
 def run_stateful(job: dict[str, Any], case: dict[str, Any]) -> dict[str, Any]:
     """Batches of torchdata's loader: before its state was taken, after it, and those of one that goes on from it."""
+
+    from torchdata.stateful_dataloader import StatefulDataLoader
 
     def loader(batch_size: int = 8) -> StatefulDataLoader[Any]:
         options = {"storage_options": job["options"], "fields": ["x"], "with_index": True}
@@ -106,6 +104,8 @@ def run_stateful(job: dict[str, Any], case: dict[str, Any]) -> dict[str, Any]:
             next(iter(other))
         except (StateError, RuntimeError) as error:  # torch raises what it can make again
             said = str(error)
+        del other
+        gc.collect()  # torchdata waits 10 s for its workers if its loader is deleted inside an import
     dist.barrier()
     return {"said": said, "begun": begun, "ahead": ahead, "rest": rest, "following": following}
 
@@ -114,7 +114,9 @@ def main() -> None:
     """Run the job."""
     path = Path(sys.argv[1])
     job = json.loads(path.read_text())
-    multiprocessing.set_forkserver_preload(["torch", "streamloader.torch_dataset"])
+    multiprocessing.set_forkserver_preload(
+        ["datasets", "streamloader.pytorch.dataset", "torchdata.stateful_dataloader"]
+    )
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     kinds = {"stateful": run_stateful, "mixture": run_mixture}

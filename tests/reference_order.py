@@ -3,8 +3,6 @@
 Tests use it as the oracle. `python tests/reference_order.py` writes formats/streamloader/v1/orders.json.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from dataclasses import asdict, dataclass

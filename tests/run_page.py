@@ -5,8 +5,6 @@ Python blocks share one namespace. One that begins with `# <name>.py` is a file:
 by what follows. A failure is a traceback with the page's own line numbers, and exit code 1.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

@@ -9,8 +9,6 @@ process group and removes the server's folder. Nothing here needs pytest.
         fsspec.filesystem("s3", **server.storage_options)
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -29,9 +27,24 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-READY_SECONDS = 60.0
+READY_SECONDS = 300.0
 START_ATTEMPTS = 3
 SEAWEEDFS_PORTS = 10
+
+
+# every request that a store makes; in this order, each finds what it needs
+STORE_CALLS: dict[str, Callable[[Any], Any]] = {
+    "put": lambda store: store.put("a", b"abc"),
+    "create": lambda store: store.create("b", b"abc"),
+    "head": lambda store: store.head("a"),
+    "get": lambda store: store.get("a"),
+    "get_tail": lambda store: store.get_tail("a", 2),
+    "read": lambda store: store.reader().read("a", 0, 1),
+    "list": lambda store: list(store.list()),
+    "replace": lambda store: store.replace("a", b"xyz", b"abc"),
+    "remove_leftovers": lambda store: store.remove_leftovers(),
+    "delete": lambda store: store.delete(["a", "b"]),
+}
 
 
 @dataclass
@@ -204,9 +217,7 @@ def _running(
             end_keeper(keeper)
 
 
-def start_keeper(
-    folder: Path, leftovers: list[str], command: list[str], env: dict[str, str]
-) -> subprocess.Popen[bytes]:
+def start_keeper(folder: Path, leftovers: list[str], command: list[str], env: dict[str, str]) -> subprocess.Popen:
     """Start the command in `folder`; the keeper's first line of output is its process id.
 
     `leftovers` are glob patterns of the files in /tmp that the command would leave.
@@ -224,7 +235,7 @@ def start_keeper(
 def end_keeper(keeper: subprocess.Popen[bytes]) -> None:
     """Kill the keeper's process and remove its folder."""
     keeper.stdin.close()
-    keeper.wait(timeout=30)
+    keeper.wait(timeout=300)
     keeper.stdout.close()
 
 

@@ -1,7 +1,5 @@
 """Slots and batch buffers: what is held is never written again, and what was dropped is used again."""
 
-from __future__ import annotations
-
 import gc
 from typing import Any
 
@@ -10,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streamloader.engine.arena import NO_SLOT, Arena, BatchBuffers
+from streamloader.engine.memory import NO_SLOT, Arena, Buffers
 from streamloader.format.codecs import Items
 from streamloader.format.manifest import Field, FieldLayout
 from streamloader.stats import Counters
@@ -32,7 +30,7 @@ def fill(arena: Arena, ticket: int, skip: int = 0) -> None:
     """Load a block whose values tell its ticket; `skip` samples of the first chunk come before it."""
     arena.reserve(ticket)
     slot = arena.claim(ticket)
-    arena.room("x", slot, BLOCK)[:] = (ticket * BLOCK + np.arange(BLOCK))[:, None]
+    arena.slot_rows("x", slot, BLOCK)[:] = (ticket * BLOCK + np.arange(BLOCK))[:, None]
     values = [b"before"] * skip + [b"%d" % (ticket * BLOCK + row) for row in range(BLOCK)]
     chunks = [(at - skip, items(values[at : at + 2])) for at in range(0, len(values), 2)]
     arena.keep("raw", slot, chunks[1:])  # in two requests, the later one first
@@ -41,7 +39,7 @@ def fill(arena: Arena, ticket: int, skip: int = 0) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
-def test_rows_are_those_of_their_tickets_whatever_was_claimed_and_released(data: st.DataObject) -> None:
+def test_rows_are_those_of_their_tickets_whatever_was_claimed_and_released(data):
     slots = data.draw(st.integers(1, 6))
     arena = Arena(LAYOUTS, slots, BLOCK)
     live: list[int] = []
@@ -65,7 +63,7 @@ def test_rows_are_those_of_their_tickets_whatever_was_claimed_and_released(data:
     assert arena.free == slots
 
 
-def test_a_slot_is_said_once_when_it_is_needed_and_not_after_its_release() -> None:
+def test_a_slot_is_said_once_when_it_is_needed_and_not_after_its_release():
     arena = Arena(LAYOUTS, 2, BLOCK)
     arena.reserve(5)
     arena.reserve(6)
@@ -83,7 +81,7 @@ def test_a_slot_is_said_once_when_it_is_needed_and_not_after_its_release() -> No
     assert arena.free == 1
 
 
-def test_items_that_a_batch_holds_outlive_their_slot() -> None:
+def test_items_that_a_batch_holds_outlive_their_slot():
     arena = Arena(LAYOUTS, 1, BLOCK)
     fill(arena, 0)
     held = arena.items("raw", np.zeros(1, np.int64), np.array([3]))
@@ -92,15 +90,15 @@ def test_items_that_a_batch_holds_outlive_their_slot() -> None:
     assert bytes(held[0]) == b"3"
 
 
-def leased(buffers: BatchBuffers, value: int) -> torch.Tensor:
+def leased(buffers: Buffers, value: int) -> torch.Tensor:
     array: np.ndarray[Any, Any] = buffers.lease((8, 16), "float32")
     array[:] = value
     return torch.from_numpy(array)
 
 
-def test_a_buffer_comes_back_only_when_nothing_sees_it_any_more() -> None:
+def test_a_buffer_comes_back_only_when_nothing_sees_it_any_more():
     counters = Counters()
-    buffers = BatchBuffers(counters)
+    buffers = Buffers(counters)
     first = leased(buffers, 1)
     row, flat = first[3], first.view(-1)
     del first
@@ -118,9 +116,9 @@ def test_a_buffer_comes_back_only_when_nothing_sees_it_any_more() -> None:
     assert (second == 2).all()
 
 
-def test_as_many_buffers_as_an_ordinary_loop_holds_are_made_first_and_no_more() -> None:
+def test_as_many_buffers_as_an_ordinary_loop_holds_are_made_first_and_no_more():
     counters = Counters()
-    buffers = BatchBuffers(counters)
+    buffers = Buffers(counters)
     for _ in range(9):
         buffers.lease((8, 16), "float32", usual=3)  # dropped at once
     assert counters.snapshot().buffers_allocated == 3
@@ -129,8 +127,8 @@ def test_as_many_buffers_as_an_ordinary_loop_holds_are_made_first_and_no_more() 
     assert len({array.ctypes.data for array in held}) == 4
 
 
-def test_buffers_of_another_size_or_dtype_are_not_mixed_up() -> None:
-    buffers = BatchBuffers(Counters())
+def test_buffers_of_another_size_or_dtype_are_not_mixed_up():
+    buffers = Buffers(Counters())
     for shape, dtype in (((4,), "float32"), ((2, 2), "float32"), ((4,), "int32"), ((3,), "bool"), ((0, 5), "uint8")):
         array = buffers.lease(shape, dtype)
         assert (array.shape, array.dtype) == (shape, np.dtype(dtype))
@@ -138,9 +136,9 @@ def test_buffers_of_another_size_or_dtype_are_not_mixed_up() -> None:
         assert buffers.lease(shape, dtype).dtype == np.dtype(dtype)
 
 
-def test_without_recycling_every_lease_is_new_memory() -> None:
+def test_without_recycling_every_lease_is_new_memory():
     counters = Counters()
-    buffers = BatchBuffers(counters, recycle=False)
+    buffers = Buffers(counters, recycle=False)
     kept = [buffers.lease((4,), "int64")[:2] for _ in range(5)]  # numpy slices do not keep a lease
     for i, view in enumerate(kept):
         view[:] = i

@@ -1,34 +1,30 @@
 """Batch columns of variable-size fields: what the samples hold, end to end, in memory that is used again."""
 
-from __future__ import annotations
-
 import gc
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import naive_reader
 import numpy as np
 import pytest
 import torch
+from datasets import assert_threads_end
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torchrun import environment
+from torchrun import run_python
 
-from streamloader.engine.arena import BatchBuffers
-from streamloader.engine.batch import Ragged, items_to_column
+from streamloader.engine.memory import Buffers
+from streamloader.engine.stages import Ragged, items_to_column
 from streamloader.errors import CorruptError, DecodeError
 from streamloader.format.manifest import Field
 from streamloader.format.writer import Writer
 from streamloader.options import Layout, Pack, Shuffle
+from streamloader.pytorch.dataset import StreamingDataset
 from streamloader.stats import Counters
-from streamloader.torch_dataset import StreamingDataset
 
 lengths = st.lists(st.integers(0, 70), max_size=20)
 
 
-def column(spec: str, items: list[bytes], buffers: BatchBuffers, pack: Pack | None = None) -> Any:
+def column(spec: str, items: list[bytes], buffers: Buffers, pack: Pack | None = None) -> Any:
     """The column of these samples, which lie at odd places of one buffer."""
     buffer, views = memoryview(b"\xff" + b"\xff".join(items)), []
     for item in items:
@@ -37,7 +33,7 @@ def column(spec: str, items: list[bytes], buffers: BatchBuffers, pack: Pack | No
     return items_to_column("f", Field.parse(spec), views, np.arange(len(items)) + 100, buffers, pack=pack)
 
 
-class DirtyBuffers(BatchBuffers):
+class DirtyBuffers(Buffers):
     """Buffers with something else in them."""
 
     def __init__(self) -> None:
@@ -51,7 +47,7 @@ class DirtyBuffers(BatchBuffers):
 
 @settings(max_examples=60, deadline=None)
 @given(lengths, st.sampled_from(["ragged:int32", "ragged:float16[3]", "ragged:bool", "ragged:uint64[2,2]"]))
-def test_ragged_samples_come_end_to_end(counts: list[int], spec: str) -> None:
+def test_ragged_samples_come_end_to_end(counts, spec):
     field = Field.parse(spec)
     rng = np.random.default_rng(len(counts))
     rows = [rng.integers(0, 2, (count, *field.shape)).astype(field.dtype) for count in counts]
@@ -66,7 +62,7 @@ def test_ragged_samples_come_end_to_end(counts: list[int], spec: str) -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(lengths, st.integers(1, 40), st.integers(-5, 5))
-def test_packed_rows_are_the_documents_end_to_end_then_padding(counts: list[int], length: int, pad: int) -> None:
+def test_packed_rows_are_the_documents_end_to_end_then_padding(counts, length, pad):
     documents = [np.arange(100 * i, 100 * i + count, dtype=np.int32) for i, count in enumerate(counts)]
     found = column("ragged:int32", [document.tobytes() for document in documents], DirtyBuffers(), Pack(length, pad))
     flat = [int(value) for document in documents for value in document]
@@ -78,7 +74,7 @@ def test_packed_rows_are_the_documents_end_to_end_then_padding(counts: list[int]
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.text(max_size=20), max_size=20))
-def test_text_and_bytes_come_as_they_were(texts: list[str]) -> None:
+def test_text_and_bytes_come_as_they_were(texts):
     encoded = [text.encode() for text in texts]
     assert column("text", encoded, DirtyBuffers()) == texts
     assert column("bytes", encoded, DirtyBuffers()) == encoded
@@ -89,17 +85,15 @@ def test_text_and_bytes_come_as_they_were(texts: list[str]) -> None:
     [("text", "é".encode(), b"\xc3"), ("ragged:int32", bytes(8), bytes(6)), ("ragged:int16[3]", bytes(12), bytes(8))],
 )
 @pytest.mark.parametrize("pack", [None, Pack(4)])
-def test_the_sample_that_is_not_what_its_field_says_is_named(
-    spec: str, good: bytes, bad: bytes, pack: Pack | None
-) -> None:
+def test_the_sample_that_is_not_what_its_field_says_is_named(spec, good, bad, pack):
     with pytest.raises(DecodeError, match="of sample 102 is not "):
         column(spec, [good, b"", bad, bad, good], DirtyBuffers(), pack)  # the second one that is cut mends the sum
 
 
-def test_batches_whose_size_varies_share_their_memory() -> None:
+def test_batches_whose_size_varies_share_their_memory():
     rng = np.random.default_rng(0)
     counters = Counters()
-    buffers = BatchBuffers(counters)
+    buffers = Buffers(counters)
     held: list[tuple[int, torch.Tensor]] = []
     for number in range(300):
         counts = rng.integers(200, 4001, 32)  # sums differ by some percent
@@ -113,8 +107,8 @@ def test_batches_whose_size_varies_share_their_memory() -> None:
     assert counters.snapshot().buffers_allocated <= 20
 
 
-def test_the_memory_that_is_leased_is_at_most_a_quarter_more() -> None:
-    buffers = BatchBuffers(Counters())
+def test_the_memory_that_is_leased_is_at_most_a_quarter_more():
+    buffers = Buffers(Counters())
     for nbytes in [*range(1, 3000, 7), 10**6, 2**20 - 1, 2**20, 2**20 + 1, 38_535_168]:
         base = buffers.lease((nbytes,), "uint8").base
         while isinstance(base, np.ndarray):
@@ -125,9 +119,7 @@ def test_the_memory_that_is_leased_is_at_most_a_quarter_more() -> None:
 
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
-def test_any_geometry_delivers_what_a_naive_reader_finds(
-    data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_any_geometry_delivers_what_a_naive_reader_finds(data, tmp_path_factory):
     """Chunks, shards, blocks and lanes of any size, empty samples, several epochs; resident fields beside them."""
     count = data.draw(st.integers(1, 120))
     rng = np.random.default_rng(data.draw(st.integers(0, 99)))
@@ -149,7 +141,7 @@ def test_any_geometry_delivers_what_a_naive_reader_finds(
     _, truth = naive_reader.read(folder / "d")
     shuffle: bool | Shuffle = data.draw(st.booleans())
     if shuffle:
-        block = StreamingDataset(folder / "d", batch_size=1)._start.params.block
+        block = StreamingDataset(folder / "d", batch_size=1)._start.sources[0].params.block
         shuffle = Shuffle(block=block, lanes=data.draw(st.integers(1, 4)), window=block * data.draw(st.integers(2, 4)))
     batch_size = data.draw(st.integers(1, min(count, 30)))
     ds = StreamingDataset(folder / "d", batch_size=batch_size, shuffle=shuffle, with_index=True)
@@ -165,38 +157,41 @@ def test_any_geometry_delivers_what_a_naive_reader_finds(
         assert sorted(seen) == list(range(count))
 
 
-def test_a_ragged_column_is_two_arrays() -> None:
-    found = column("ragged:int32", [bytes(8), b""], BatchBuffers(Counters()))
+def test_a_ragged_column_is_two_arrays():
+    found = column("ragged:int32", [bytes(8), b""], Buffers(Counters()))
     assert isinstance(found, Ragged)
     assert found.values.flags.writeable
     assert found.values.flags.c_contiguous
 
 
-@pytest.mark.parametrize("codec", ["none", "zstd"])
-def test_a_damaged_chunk_of_documents_is_named_at_its_batch(tmp_path: Path, codec: Any) -> None:
+@pytest.mark.parametrize(
+    ("spec", "codec"), [("ragged:int32", "none"), ("ragged:int32", "zstd"), ("int32[300]", "none")]
+)
+def test_a_damaged_chunk_is_named_at_its_batch(tmp_path, spec, codec):
     rng = np.random.default_rng(0)
     layout = Layout(shard_size=1 << 14, block_size=1 << 13, chunk_size=1 << 12, codec=codec)
-    with Writer(tmp_path / "d", {"tok": "ragged:int32"}, layout=layout) as out:
+    with Writer(tmp_path / "d", {"tok": spec}, layout=layout) as out:
         for i in range(400):
-            out.write({"tok": rng.integers(0, 1 << 30, i % 90, np.int32)})
-    shard = tmp_path / "d" / "tok" / "c" / "2"
+            out.write({"tok": rng.integers(0, 1 << 30, i % 90 if "ragged" in spec else 300, np.int32)})
+    shard = tmp_path / "d" / "tok" / "c" / ("2" if "ragged" in spec else "2/0")
     content = bytearray(shard.read_bytes())
     content[40] ^= 1
     shard.write_bytes(content)
     ds = StreamingDataset(tmp_path / "d", batch_size=8, shuffle=False, with_index=True)
     seen = []
-    with pytest.raises(CorruptError, match=r"chunk 0 of .*tok/c/2 \(samples (\d+) to \d+\) is damaged") as caught:
+    with pytest.raises(CorruptError, match=r"chunk 0 of .*tok/c/2\S* \(samples (\d+) to \d+\) is damaged") as caught:
         for batch in ds:
             seen += batch["index"].tolist()
     first = int(str(caught.value).split("samples ")[1].split()[0])
     assert seen == list(range(len(seen)))
     assert first - 8 < len(seen) <= first
+    assert_threads_end()
 
 
 MEMORY = """
 import resource, sys
 from streamloader.errors import MemoryBudgetError
-from streamloader.torch_dataset import StreamingDataset
+from streamloader.pytorch.dataset import StreamingDataset
 
 def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -220,20 +215,12 @@ print(need, ds.stats().buffers_allocated, *peaks)
 
 
 @pytest.mark.parametrize("codec", ["none", "lz4"])
-def test_documents_stay_within_the_budget_and_memory_does_not_grow(tmp_path: Path, codec: Any) -> None:
+def test_documents_stay_within_the_budget_and_memory_does_not_grow(tmp_path, codec):
     rng = np.random.default_rng(0)
     with Writer(tmp_path / "d", {"tok": "ragged:int32", "label": "int64"}, layout=Layout(codec=codec)) as out:
         for i in range(6000):
             out.write({"tok": np.full(rng.integers(200, 4001), i, np.int32), "label": i})
-    done = subprocess.run(
-        [sys.executable, "-c", MEMORY, str(tmp_path / "d")],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    done = run_python("-c", MEMORY, tmp_path / "d")
     need, buffers, *peaks = [int(text) for text in done.stdout.split()]
     assert peaks[-1] <= need + 300 * 10**6
     assert peaks[-1] - peaks[2] <= 30 * 10**6, "memory grows from epoch to epoch"

@@ -1,14 +1,11 @@
 """The bench: its contract with contestants, its arithmetic, its page, and a tiny run of all of it."""
 
-from __future__ import annotations
-
 import io
 import json
 import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -22,8 +19,11 @@ import measuring  # noqa: E402
 
 from bench import contestants, report  # noqa: E402
 from bench.contestants import CEILINGS, OURS, Contestant, ContestError  # noqa: E402
+from bench.conversion import __main__ as conversion  # noqa: E402
+from bench.conversion import page as writing  # noqa: E402
 from bench.data import prepare  # noqa: E402
 from bench.figures import best_peer, rate, ratio, rows, traffic  # noqa: E402
+from bench.machine import describe  # noqa: E402
 from bench.objects import Requests, counted  # noqa: E402
 from bench.plan import Settings, cells, steps  # noqa: E402
 from bench.progress import Show  # noqa: E402
@@ -35,36 +35,29 @@ FETCH_DECODE = CEILINGS[1].name
 CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f]")
 
 
-def line(contestant: str, kind: str, seconds: list[float], **other: Any) -> dict[str, Any]:
+def line(contestant, kind, seconds, **other):
     """A line as a run records it: images, 1000 samples of 150,000 bytes."""
     epoch = {"samples": 1000, "cut": False, "first_batch_seconds": 0.1, "first_batch_samples": 256}
-    epochs = [
-        {**epoch, "epoch": n, "seconds": s, "cpu_seconds": s / 2, "peak_bytes": 500_000_000}
-        for n, s in enumerate(seconds)
-    ]
+    epoch |= {"peak_bytes": 500_000_000}
+    epochs = [{**epoch, "epoch": n, "seconds": s, "cpu_seconds": s / 2} for n, s in enumerate(seconds)]
     machine = {"processor": "x", "cores": 2, "memory_bytes": 8e9, "kernel": "6", "python": "3.11"}
     return {
         **{"run": "1", "time": "2026-01-01T00:00:00", "server": "seaweedfs", "kind": "read", "workload": "images"},
         **{"variant": "", "unit": "samples", "contestant": contestant, "contestant_kind": kind, "workers": 0},
         **{"repeat": 0, "front": "", "samples": 1000, "units": 1000, "raw_bytes": 150_000_000, "epochs": epochs},
-        **{
-            "stored_bytes": 150_000_000,
-            "commit": "abc",
-            "machine": machine,
-            "versions": {"streamloader": "0"},
-            **other,
-        },
+        **{"stored_bytes": 150_000_000, "commit": "abc", "machine": machine, "versions": {"streamloader": "0"}},
+        **other,
     }
 
 
-def slopes(height: int, width: int) -> np.ndarray:
+def slopes(height, width):
     """A smooth picture."""
     y, x = np.mgrid[0:height, 0:width]
     channels = np.stack([y / height, x / width, (y + x) / (height + width)], axis=2)
     return np.ascontiguousarray((channels * 255).astype(np.uint8))
 
 
-def a_run() -> list[dict[str, Any]]:
+def a_run():
     """Two rounds of the project at 1000 and 800 samples/s, its ceiling at 1000, and a peer with two worker counts."""
     return [
         line(FETCH_DECODE, "ceiling", [1.0, 1.0]),
@@ -78,13 +71,13 @@ def a_run() -> list[dict[str, Any]]:
     ]
 
 
-def test_a_cut_epoch_leaves_the_start_out_and_a_whole_one_does_not() -> None:
+def test_a_cut_epoch_leaves_the_start_out_and_a_whole_one_does_not():
     epoch = {"samples": 1000, "seconds": 4.0, "first_batch_seconds": 2.0, "first_batch_samples": 200}
     assert rate({**epoch, "cut": False}) == 250
     assert rate({**epoch, "cut": True}) == 400
 
 
-def test_each_epoch_of_a_row_is_taken_at_its_best_worker_count() -> None:
+def test_each_epoch_of_a_row_is_taken_at_its_best_worker_count():
     found = {row.contestant: row for row in rows(a_run())}
     assert found["slow"].workers == (2, 0)
     assert [spread.median for spread in found["slow"].rates] == [250, 200]
@@ -93,27 +86,25 @@ def test_each_epoch_of_a_row_is_taken_at_its_best_worker_count() -> None:
     assert "broken" not in found
 
 
-def test_ratios_are_taken_round_by_round() -> None:
+def test_ratios_are_taken_round_by_round():
     found = ratio(a_run(), "images", OURS.name, FETCH_DECODE)
-    assert found is not None
     assert (found.median, found.least, found.greatest) == (0.9, 0.8, 1.0)
     assert ratio(a_run(), "images", OURS.name, "nobody") is None
     peer = best_peer(a_run(), "images", 1)
     assert peer is not None and peer.rates[1].median == 200
 
 
-def test_traffic_compares_what_was_fetched_with_what_was_needed() -> None:
+def test_traffic_compares_what_was_fetched_with_what_was_needed():
     seen = traffic(a_run())["images", OURS.name]
     assert seen.requests_per_gigabyte == pytest.approx(280)
     assert seen.fetched_over_needed == pytest.approx(1.01)
 
 
-def test_the_page_names_every_target_that_was_measured_and_whoever_was_left_out(tmp_path: Path) -> None:
+def test_the_page_names_every_target_that_was_measured_and_whoever_was_left_out(tmp_path):
     lines = a_run()
     law = {"kind": "law", "run": "1", "name": "memory", "value": 100e6, "growth": 0.5, "memory": 1, "peaks": [1, 2]}
-    (tmp_path / "x.jsonl").write_text(
-        "".join(json.dumps(one) + "\n" for one in [{**lines[0], "run": "0"}, *lines, law])
-    )
+    text = "".join(json.dumps(one) + "\n" for one in [{**lines[0], "run": "0"}, *lines, law])
+    (tmp_path / "x.jsonl").write_text(text)
     page = report.write("x", tmp_path).read_text()
     met = {one.figure: one.met for one in reached([*lines, law])}
     assert met["images over the best peer, slow"] and met[f"images over {FETCH_DECODE}"]
@@ -125,7 +116,7 @@ def test_the_page_names_every_target_that_was_measured_and_whoever_was_left_out(
     assert "![x-rates.png](x-rates.png)" in page
 
 
-def test_rounds_interleave_and_repeat_only_the_best_worker_count() -> None:
+def test_rounds_interleave_and_repeat_only_the_best_worker_count():
     settings = Settings(quick=True, name="x", workers=(0, 2), repeats=3, peer_repeats=2)
     peer = Contestant("p", "peer", "peer_p.py")
     by_cell = {cell.name: list(steps(settings, cell, [peer])) for cell in cells(settings)}
@@ -139,7 +130,7 @@ def test_rounds_interleave_and_repeat_only_the_best_worker_count() -> None:
 
 
 @pytest.mark.parametrize("workload", ["vectors", "tokens", "jpeg", "mixed"])
-def test_raw_data_is_the_same_each_time_and_whole(workload: str, tmp_path: Path, photos: Path) -> None:
+def test_raw_data_is_the_same_each_time_and_whole(workload, tmp_path, photos):
     """`jpeg` and `mixed` on two small photographs, since the real ones are a download."""
     folders = []
     for name in ("a", "b"):
@@ -165,7 +156,7 @@ def test_raw_data_is_the_same_each_time_and_whole(workload: str, tmp_path: Path,
 
 
 @pytest.fixture(scope="session")
-def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def photos(tmp_path_factory):
     """A folder like scikit-image's, with a picture of slopes under its names."""
     from PIL import Image
 
@@ -179,7 +170,7 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def test_both_jpeg_transforms_deliver_normalised_crops_of_the_same_size() -> None:
+def test_both_jpeg_transforms_deliver_normalised_crops_of_the_same_size():
     import random
 
     import simplejpeg
@@ -195,41 +186,33 @@ def test_both_jpeg_transforms_deliver_normalised_crops_of_the_same_size() -> Non
         assert np.abs(fast - plain).mean() < 0.05
 
 
-def test_random_crops_stay_inside_and_have_the_stated_areas() -> None:
+def test_random_crops_stay_inside_and_have_the_stated_areas():
     for height, width in ((375, 500), (10, 3000), (224, 224)):
         for _ in range(200):
             top, left, h, w = crops.random_crop(height, width)
             assert top >= 0 and left >= 0 and top + h <= height and left + w <= width and h > 0 and w > 0
 
 
-def test_epochs_are_cut_after_the_first_batch_and_batches_must_be_tensors(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_epochs_are_cut_after_the_first_batch_and_batches_must_be_tensors(tmp_path, capsys):
     import torch
 
     (tmp_path / "meta.json").write_text('{"bytes": 1000}')
     spec = common.Spec("images", str(tmp_path), "s3://bench/x", epochs=2, seconds=1e-9)
     measuring.measure_epochs(lambda epoch: ({"a": torch.ones(4)} for _ in range(9)), spec, lambda batch: 4)
     found = [json.loads(text) for text in capsys.readouterr().out.splitlines()]
-    assert [(one["epoch"], one["samples"], one["cut"]) for one in found] in (
-        [(0, 4, True), (1, 4, True)],
-        [(0, 8, True), (1, 8, True)],
-        [(0, 8, True), (1, 4, True)],
-        [(0, 4, True), (1, 8, True)],
-    )
+    assert [(one["epoch"], one["samples"] in (4, 8), one["cut"]) for one in found] == [(0, True, True), (1, True, True)]
     assert all(one["peak_bytes"] > 0 for one in found)
     with pytest.raises(TypeError, match="ndarray"):
         measuring.touch({"a": np.ones(4)})
     measuring.touch({"a": [torch.ones(1), torch.ones(0)], "b": ["text"], "c": torch.ones(2, 2)})
 
 
-def test_cpu_and_memory_of_children_count() -> None:
+def test_cpu_and_memory_of_children_count():
     code = "import time; x = bytearray(b'1') * 300_000_000; print('held', flush=True); input()"
     with measuring.Memory() as memory:
         memory.begin_epoch()
         before, alone = measuring.tree_cpu_seconds(), memory.peak()
         child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        assert child.stdin is not None and child.stdout is not None
         child.stdout.readline()
         assert child.pid in measuring.processes()
         memory.look()
@@ -239,9 +222,7 @@ def test_cpu_and_memory_of_children_count() -> None:
     assert measuring.tree_cpu_seconds() > before
 
 
-def test_a_contestant_that_fails_or_never_ends_is_an_error_with_its_last_words(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_contestant_that_fails_or_never_ends_is_an_error_with_its_last_words(tmp_path, monkeypatch):
     monkeypatch.setattr(contestants, "PEERS", tmp_path)
     (tmp_path / "bad.py").write_text("import sys; sys.exit('no such luck')")
     (tmp_path / "ever.py").write_text("import time; time.sleep(1000)")
@@ -255,23 +236,22 @@ def test_a_contestant_that_fails_or_never_ends_is_an_error_with_its_last_words(
     assert not Path(spec["cache"]).exists()
 
 
-def test_the_log_of_the_counting_proxy_is_added_up(tmp_path: Path) -> None:
+def test_the_log_of_the_counting_proxy_is_added_up(tmp_path):
     log = tmp_path / "access.log"
     log.write_text("PUT\t200\t0\t/b/x\t\n")
     offset = log.stat().st_size
-    log.write_text(
-        log.read_text() + "GET\t206\t100\t/b/x\t\nGET\t200\t7\t/b/y\t?\nGET\t404\t9\t/b/z\t\nHEAD\t200\t0\t/b/x\t\n"
-    )
+    more = "GET\t206\t100\t/b/x\t\nGET\t200\t7\t/b/y\t?\nGET\t404\t9\t/b/z\t\nHEAD\t200\t0\t/b/x\t\n"
+    log.write_text(log.read_text() + more)
     assert counted(log, offset) == Requests(gets=2, others=2, bytes=107)
 
 
-def test_nginx_is_told_to_delay_only_where_it_is_asked(tmp_path: Path) -> None:
+def test_nginx_is_told_to_delay_only_where_it_is_asked(tmp_path):
     assert "limit_rate" not in configuration(1234, tmp_path, "plain")
     assert "ssl_certificate server.pem" in configuration(1234, tmp_path, "tls")
     assert "access.log requests" in configuration(1234, tmp_path, "count")
 
 
-def test_progress_in_a_pipe_is_plain_lines_with_the_time_left() -> None:
+def test_progress_in_a_pipe_is_plain_lines_with_the_time_left():
     stream = io.StringIO()
     show = Show(stream, total=100.0)
     show.begin("not shown in a pipe")
@@ -284,7 +264,7 @@ def test_progress_in_a_pipe_is_plain_lines_with_the_time_left() -> None:
     assert re.fullmatch(r"\[ 25%, \d+ min left\] images streamloader: 5,000 samples/s", second)
 
 
-def test_a_tiny_run_goes_from_data_to_page(tmp_path: Path) -> None:
+def test_a_tiny_run_goes_from_data_to_page(tmp_path):
     command = [sys.executable, "-m", "bench", "--quick", "--workloads", "vectors", "--peers", "--samples", "20000"]
     command += ["--repeats", "1", "--no-laws", "--no-fronts", "--server", "moto", "--out", "tiny", "--touch", "0"]
     command += ["--data", str(tmp_path / "data"), "--results", str(tmp_path)]
@@ -300,8 +280,51 @@ def test_a_tiny_run_goes_from_data_to_page(tmp_path: Path) -> None:
     assert "## vectors" in (tmp_path / "tiny.md").read_text()
 
 
-def test_bad_arguments_end_with_one_line() -> None:
+def test_bad_arguments_end_with_one_line():
     command = [sys.executable, "-m", "bench", "--no-fronts", "--no-laws", "--peers", "nobody"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode and done.stderr.startswith("no such peer: nobody")
     assert len(done.stderr.splitlines()) == 1
+
+
+# --- the bench of writing
+
+
+def wrote(contestant, seconds, **more):
+    """A run that wrote 100 MB of vectors."""
+    told = {"time": "2026-01-01T00:00:00", "workload": "vectors", "contestant": contestant, "peer_versions": ""}
+    return {**told, "seconds": seconds, "raw_bytes": 100e6, "objects": 3, "stored_bytes": 90e6, **describe(), **more}
+
+
+def test_the_ratio_is_of_medians_over_the_best_of_the_others(tmp_path):
+    lines = [wrote(writing.OURS, seconds) for seconds in (1.0, 2.0, 50.0)]
+    runs = (("slow", 10.0), ("fast", 4.0), ("fast", 5.0), ("fast", 100.0), (writing.PLAIN, 1.0))
+    lines += [wrote(*one) for one in runs]
+    assert writing.ratio(lines, "vectors") == pytest.approx(2.5)
+    assert writing.ratio(lines, "vectors", plain=True) == pytest.approx(0.5)
+    text = writing.write(lines, tmp_path).read_text()
+    assert "| **streamloader** | 50 | 2 to 100 | 2.50 (target 2) | 0.50 | 3 | 90 |" in text
+    assert (tmp_path / "conversion.png").stat().st_size > 5000
+
+
+def test_who_fails_is_named_on_the_page(tmp_path):
+    failed = {key: value for key, value in wrote("slow", 1.0).items() if key != "seconds"}
+    lines = [wrote(writing.OURS, 1.0), wrote("fast", 1.0), {**failed, "failed": "no end"}]
+    text = writing.write(lines, tmp_path).read_text()
+    assert "- vectors, slow: no end" in text
+
+
+def test_our_contestants_write_what_they_are_given(tmp_path):
+    raw = prepare("tokens", 200, tmp_path / "data")
+    array = tmp_path / "array"
+    array.mkdir()
+    np.save(array / "rows.npy", np.random.default_rng(0).integers(0, 256, (500, 8192), np.uint8))
+    tokens, plain = (
+        conversion.measure(conversion.OURS, "tokens", raw),
+        conversion.measure(conversion.PLAIN, "npy", array),
+    )
+    assert "failed" not in tokens | plain, (tokens, plain)
+    assert tokens["samples"] == 200
+    assert tokens["objects"] > 3
+    assert tokens["peak_bytes"] > tokens["shard_bytes"] > 0
+    assert plain["stored_bytes"] == (array / "rows.npy").stat().st_size

@@ -1,12 +1,10 @@
 """From `memory=` to slots and threads: the need is named exactly, and nothing is spent beyond the limit."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamloader.engine.budget import (
+from streamloader.engine.memory import (
     CONNECTION_BYTES,
     LIVE_BATCHES,
     MACHINE_SHARE,
@@ -32,7 +30,7 @@ demands = st.builds(
 
 
 @given(demands, st.integers(0, 1 << 34))
-def test_a_budget_never_spends_more_than_the_limit(demand: Demand, more: int) -> None:
+def test_a_budget_never_spends_more_than_the_limit(demand, more):
     budget = allot(demand, demand.least_bytes + more)
     assert budget.bytes == demand.least_bytes + more
     assert budget.slots >= demand.slots
@@ -46,7 +44,7 @@ def test_a_budget_never_spends_more_than_the_limit(demand: Demand, more: int) ->
 
 
 @given(demands, st.data())
-def test_what_is_too_little_names_the_least_that_works(demand: Demand, data: st.DataObject) -> None:
+def test_what_is_too_little_names_the_least_that_works(demand, data):
     memory = data.draw(st.integers(0, demand.least_bytes - 1))
     with pytest.raises(MemoryBudgetError, match=rf"needs memory={demand.least_bytes} .*but memory={memory};") as caught:
         allot(demand, memory)
@@ -55,14 +53,14 @@ def test_what_is_too_little_names_the_least_that_works(demand: Demand, data: st.
 
 
 @given(demands, st.integers(0, 1 << 30), st.integers(0, 1 << 30))
-def test_more_memory_never_gives_less(demand: Demand, some: int, more: int) -> None:
+def test_more_memory_never_gives_less(demand, some, more):
     small = allot(demand, demand.least_bytes + some)
     large = allot(demand, demand.least_bytes + some + more)
     assert large.slots >= small.slots
     assert large.threads >= small.threads
 
 
-def test_without_a_limit_ranks_share_the_machine() -> None:
+def test_without_a_limit_ranks_share_the_machine():
     assert 4 * allowance(None, 4) <= machine_memory() * MACHINE_SHARE <= machine_memory()
     assert allowance(123, 4) == 123
     small = Demand(slots=4, slot_bytes=1000, batch_bytes=10, request_bytes=1000, blocks=100)

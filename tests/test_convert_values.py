@@ -1,10 +1,6 @@
 """A value is stored exactly, or it is refused with the file, the line and what to do."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,29 +11,30 @@ from streamloader.errors import DestinationError, FieldError, SourceError, Strea
 LARGE = 2**53 + 1  # the first whole number that float64 does not hold
 
 
-def write_lines(path: Path, values: list[Any]) -> Path:
+def write_lines(path, values):
     """Write one value, as JSON or as the text that it is, under the key x of each line."""
     texts = [value if isinstance(value, str) else json.dumps(value) for value in values]
     path.write_text("".join(f'{{"x": {text}}}\n' for text in texts))
     return path
 
 
-def converted(src: Any, tmp_path: Path, **options: Any) -> sl.Dataset:
+def converted(src, tmp_path, **options):
     sl.convert(src, tmp_path / "out", workers=0, **options)
     return sl.open(tmp_path / "out")
 
 
-def values_of(ds: sl.Dataset, name: str = "x") -> list[Any]:
+def values_of(ds, name="x"):
     values = [ds[i][name] for i in range(len(ds))]
     return [value.tolist() if isinstance(value, np.ndarray | np.generic) else value for value in values]
 
 
 # --- lines of JSON and Python objects: types are inferred
 
-REFUSED: dict[str, tuple[list[Any], str]] = {
+REFUSED = {
     "a float out of range": ([1.5, "1e400"], "'x' is a number that float64 does not hold"),
     "a float out of range in a list": ([[1.5], "[-1e400]"], "holds a number that float64 does not hold"),
-    "beyond int64 in a list": ([[2**63], [1]], "a whole number that int64 does not hold"),
+    "beyond uint64 in a list": ([[2**64], [1]], "whole numbers that no integer type holds"),
+    "beyond int64 and negative, in a list": ([[2**63], [-1]], "from -1 to 9223372036854775808, which no integer type"),
     "beyond int64 and negative": ([2**63 + 1, -1], "from -1 to 9223372036854775809, which no integer type holds"),
     "a large integer among fractions": ([LARGE, 0.5], "does not hold 9007199254740993 exactly"),
     "a large integer in a list of fractions": ([[0.5, 1], [LARGE, 0.5]], "9007199254740993 beside fractions"),
@@ -47,7 +44,7 @@ REFUSED: dict[str, tuple[list[Any], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_no_type_holds_exactly_is_refused(case: str, tmp_path: Path) -> None:
+def test_what_no_type_holds_exactly_is_refused(case, tmp_path):
     values, message = REFUSED[case]
     with pytest.raises(StreamloaderError, match=message) as error:
         converted(write_lines(tmp_path / "it.jsonl", values), tmp_path)
@@ -55,19 +52,19 @@ def test_what_no_type_holds_exactly_is_refused(case: str, tmp_path: Path) -> Non
     assert not (tmp_path / "out").exists()
 
 
-LATE: dict[str, tuple[list[Any], Any, str]] = {
+LATE = {
     "true in an integer column": ([0, 1], True, "is bool, expected int64"),
     "1 in a bool column": ([True, False], 1, "is int64, expected bool"),
     "a large integer in a float column": ([0.5], LARGE, "does not hold 9007199254740993 exactly"),
     "negative in an unsigned column": ([2**63], -1, "expected uint64, which does not hold -1"),
     "beyond int64": ([1], 2**63, "expected int64, which does not hold"),
     "a float out of range": ([0.5], "1e400", "a number that float64 does not hold"),
-    "a new key": ([1], '2, "late": 3', r"it has 'late', .*fields=.x.* late=TYPE .*fill=.{2}late.: VALUE"),
+    "a new key": ([1], '2, "late": 3', r"it has 'late', .*fields=.x.* late=TYPE.*fill=.{2}late.: VALUE"),
 }
 
 
 @pytest.mark.parametrize("case", LATE)
-def test_a_value_that_no_sampled_line_has_is_a_bad_sample(case: str, tmp_path: Path) -> None:
+def test_a_value_that_no_sampled_line_has_is_a_bad_sample(case, tmp_path):
     usual, late, message = LATE[case]
     values = [usual[i % len(usual)] for i in range(1000)]
     src = write_lines(tmp_path / "it.jsonl", [*values[:300], late, *values[300:]])
@@ -78,9 +75,15 @@ def test_a_value_that_no_sampled_line_has_is_a_bad_sample(case: str, tmp_path: P
     assert sorted(values_of(sl.open(tmp_path / "out"))) == sorted(values)
 
 
-def test_integers_of_both_signs_and_sizes_keep_their_type(tmp_path: Path) -> None:
+def test_integers_of_both_signs_and_sizes_keep_their_type(tmp_path):
     for number, (values, kind) in enumerate(
-        [([2**63 + 1, 5], "uint64"), ([LARGE, -LARGE], "int64"), ([2**53, 0.5], "float64"), ([[2**53, 0.5]], None)]
+        [
+            ([2**63 + 1, 5], "uint64"),
+            ([LARGE, -LARGE], "int64"),
+            ([2**53, 0.5], "float64"),
+            ([[2**53, 0.5]], None),
+            ([[2**63], [1]], None),
+        ]
     ):
         (tmp_path / str(number)).mkdir()
         ds = converted(write_lines(tmp_path / str(number) / "it.jsonl", values), tmp_path / str(number))
@@ -88,7 +91,7 @@ def test_integers_of_both_signs_and_sizes_keep_their_type(tmp_path: Path) -> Non
         assert kind is None or str(ds.fields["x"]) == kind
 
 
-def test_a_key_that_some_lines_lack_is_filled(tmp_path: Path) -> None:
+def test_a_key_that_some_lines_lack_is_filled(tmp_path):
     lines = [{"x": i} for i in range(1000)]
     lines[300] |= {"late": 7, "more": "text"}
     lines[301] |= {"late": None}
@@ -96,7 +99,7 @@ def test_a_key_that_some_lines_lack_is_filled(tmp_path: Path) -> None:
     ds = converted(tmp_path / "it.jsonl", tmp_path, fields="x,late=int8", fill={"late": -1})
     assert values_of(ds, "late") == [-1] * 300 + [7] + [-1] * 699
     assert list(ds.fields) == ["late", "x"]
-    with pytest.raises(DestinationError, match="its fill differ"):
+    with pytest.raises(DestinationError, match=r"fill\.late.* differ"):
         converted(tmp_path / "it.jsonl", tmp_path, fields="x,late=int8", fill={"late": 0}, resume=True)
 
 
@@ -107,35 +110,35 @@ def test_a_key_that_some_lines_lack_is_filled(tmp_path: Path) -> None:
         ({"x": 0.5}, "0.5 of the field 'x' is not a value of int8"),
         ({"x": "nan"}, "'nan' of the field 'x' is not a value of int8"),
         ({"x": True}, "True of the field 'x' is not a value of int8"),
-        ({"y": 1}, "names the field 'y', which .* lacks; it has x"),
+        ({"y": 1}, "fill names 'y', which .* lacks; its fields are x"),
     ],
 )
-def test_a_fill_value_must_fit_its_field(fill: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_a_fill_value_must_fit_its_field(fill, message, tmp_path):
     src = write_lines(tmp_path / "it.jsonl", [1, None])
     with pytest.raises(FieldError, match=message):
         converted(src, tmp_path, fields="x=int8", fill=fill)
 
 
-def test_fill_is_refused_where_no_value_can_be_missing(tmp_path: Path) -> None:
+def test_fill_is_refused_where_no_value_can_be_missing(tmp_path):
     np.save(tmp_path / "x.npy", np.array([0.5, np.nan]))
     with pytest.raises(UsageError, match="fill, for npy, in which no value is missing; use map; fill works"):
         converted(tmp_path / "x.npy", tmp_path, fill={"x": 0})
 
 
-def test_flags_become_numbers_by_name(tmp_path: Path) -> None:
+def test_flags_become_numbers_by_name(tmp_path):
     ds = converted(write_lines(tmp_path / "it.jsonl", [True, False]), tmp_path, fields="x=uint8")
     assert values_of(ds) == [1, 0]
     ds = converted(write_lines(tmp_path / "it.jsonl", [[], [True]]), tmp_path / "lists", fields="x=ragged:uint8")
     assert values_of(ds) == [[], [1]]
 
 
-def test_json_that_is_kept_as_text_stays_json(tmp_path: Path) -> None:
+def test_json_that_is_kept_as_text_stays_json(tmp_path):
     src = write_lines(tmp_path / "it.jsonl", ['[1, "a"]', "[1e400]"])
     with pytest.raises(SourceError, match=r"it\.jsonl:2: its 'x' holds a number that float64 does not hold"):
         converted(src, tmp_path, fields="x=text")
 
 
-OBJECTS: dict[str, tuple[list[Any], str]] = {
+OBJECTS = {
     "integers": ([{"x": [2**63, -1]}], "whole numbers that no integer type holds together"),
     "large and fraction": ([{"x": [LARGE, 0.5]}], "9007199254740993 beside fractions"),
     "arrays": ([{"x": [np.array([LARGE]), np.array([0.5])]}], "beside fractions"),
@@ -149,7 +152,7 @@ OBJECTS: dict[str, tuple[list[Any], str]] = {
 
 
 @pytest.mark.parametrize("case", OBJECTS)
-def test_values_of_python_objects_are_not_rounded(case: str, tmp_path: Path) -> None:
+def test_values_of_python_objects_are_not_rounded(case, tmp_path):
     samples, message = OBJECTS[case]
     with pytest.raises(StreamloaderError, match=message):
         converted(samples, tmp_path)
@@ -176,9 +179,7 @@ def test_values_of_python_objects_are_not_rounded(case: str, tmp_path: Path) -> 
         (np.array([0, 1e300]), "float32", "does not hold its values"),
     ],
 )
-def test_a_type_that_does_not_hold_a_value_is_refused(
-    array: np.ndarray[Any, Any], dtype: str, message: str, tmp_path: Path
-) -> None:
+def test_a_type_that_does_not_hold_a_value_is_refused(array, dtype, message, tmp_path):
     np.save(tmp_path / "x.npy", array)
     with pytest.raises(SourceError, match=message):
         converted(tmp_path / "x.npy", tmp_path, fields=f"x={dtype}")
@@ -194,7 +195,7 @@ def test_a_type_that_does_not_hold_a_value_is_refused(
         (np.array([True, False]), "float32"),
     ],
 )
-def test_a_type_that_holds_every_value_is_taken(array: np.ndarray[Any, Any], dtype: str, tmp_path: Path) -> None:
+def test_a_type_that_holds_every_value_is_taken(array, dtype, tmp_path):
     np.save(tmp_path / "x.npy", array)
     ds = converted(tmp_path / "x.npy", tmp_path, fields=f"x={dtype}")
     assert np.array_equal(ds.read("x", 0, len(array)), array.astype(dtype), equal_nan=array.dtype.kind == "f")

@@ -1,21 +1,27 @@
 """Laws of random access: what numpy slicing would give, few requests, and one clear error for anything broken."""
 
-from __future__ import annotations
-
 import os
 import pickle
-import threading
-from pathlib import Path
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from format_data import ALL_KINDS, column_of, columns_of, geometry_of, memory_store, same, write_dataset
+from format_data import (
+    ALL_KINDS,
+    StoreProxy,
+    column_of,
+    columns_of,
+    equal,
+    geometry_of,
+    memory_store,
+    public,
+    write_dataset,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streamloader.dataset import Dataset
-from streamloader.dataset import open as open_dataset
 from streamloader.errors import (
     CorruptError,
     DecodeError,
@@ -25,36 +31,27 @@ from streamloader.errors import (
     StreamloaderError,
     UsageError,
 )
+from streamloader.format.dataset import Dataset
+from streamloader.format.dataset import open as open_dataset
 from streamloader.format.manifest import Field
 from streamloader.format.opening import Opened, open_root
-from streamloader.format.sink import write_split_root
-from streamloader.format.values import from_bytes
+from streamloader.format.publish import write_split_root
 from streamloader.options import Layout
-from streamloader.storage.protocol import Room, Store
+from streamloader.storage import open_store
+from streamloader.storage.store import Allocate, Store
 
 LAYOUT = Layout(samples_per_shard=16, chunk_size=256, block_size=512)
 COUNT = 77
 
 
 def public_columns(count: int) -> dict[str, Any]:
-    return {
-        name: column if field.fixed else [from_bytes(name, field, memoryview(item), 0) for item in column]
-        for (name, field), column in zip(sorted(ALL_KINDS.items()), columns_of(ALL_KINDS, count).values(), strict=True)
-    }
+    return {name: public(ALL_KINDS[name], column) for name, column in columns_of(ALL_KINDS, count).items()}
 
 
 def make(count: int = COUNT, fields: dict[str, Field] = ALL_KINDS) -> Store:
     store = memory_store()
     write_dataset(store, columns_of(fields, count), geometry_of(fields, count, LAYOUT))
     return store
-
-
-def equal(left: Any, right: Any) -> bool:
-    if isinstance(left, list):
-        return len(left) == len(right) and all(equal(a, b) for a, b in zip(left, right, strict=True))
-    if isinstance(left, np.ndarray | np.generic):
-        return same(np.asarray(left), np.asarray(right))
-    return type(left) is type(right) and bool(left == right)
 
 
 STORE = make()
@@ -64,7 +61,7 @@ DATASET = open_dataset(STORE.url)
 
 @given(st.integers(-COUNT, COUNT - 1))
 @settings(max_examples=30, deadline=None)
-def test_a_sample_is_the_row_of_every_column(index: int) -> None:
+def test_a_sample_is_the_row_of_every_column(index):
     sample = DATASET[index]
     assert set(sample) == set(ALL_KINDS)
     for name, value in sample.items():
@@ -73,13 +70,13 @@ def test_a_sample_is_the_row_of_every_column(index: int) -> None:
 
 @given(st.one_of(st.none(), st.integers(-100, 100)), st.one_of(st.none(), st.integers(-100, 100)))
 @settings(max_examples=30, deadline=None)
-def test_a_slice_is_the_slice_of_every_column(start: int | None, stop: int | None) -> None:
+def test_a_slice_is_the_slice_of_every_column(start, stop):
     found = DATASET[start:stop]
     for name, column in found.items():
         assert equal(column, COLUMNS[name][start:stop]), name
 
 
-def test_samples_have_the_types_that_are_documented() -> None:
+def test_samples_have_the_types_that_are_documented():
     sample = DATASET[np.int64(3)]
     assert isinstance(sample["scalar"], np.int64) and isinstance(sample["image"], np.ndarray)
     assert isinstance(sample["blob"], bytes) and isinstance(sample["words"], str)
@@ -89,7 +86,7 @@ def test_samples_have_the_types_that_are_documented() -> None:
     assert equal(DATASET[3]["image"], COLUMNS["image"][3])  # a caller's changes stay the caller's
 
 
-def test_values_that_no_writer_of_ours_writes_name_field_and_sample() -> None:
+def test_values_that_no_writer_of_ours_writes_name_field_and_sample():
     fields = {"t": Field("text"), "r": Field.parse("ragged:int32[2]")}
     store = memory_store()
     broken = {"t": [b"fine", b"\xff"], "r": [b"12345678", b"12345"]}
@@ -101,20 +98,17 @@ def test_values_that_no_writer_of_ours_writes_name_field_and_sample() -> None:
             read()
 
 
-def test_a_dataset_says_what_it_is() -> None:
+def test_a_dataset_says_what_it_is():
     assert len(DATASET) == COUNT and DATASET.fields == {name: ALL_KINDS[name] for name in sorted(ALL_KINDS)}
     assert DATASET.url == STORE.url and DATASET.splits == () and DATASET.digest == DATASET.manifest.digest
     assert f"{COUNT} samples" in repr(DATASET)
     assert [int(sample["scalar"]) for sample in DATASET] == COLUMNS["scalar"].tolist()  # by IndexError at the end
 
 
-@pytest.mark.parametrize("index", [COUNT, -COUNT - 1, 10**20])
-def test_numbers_outside_the_dataset_are_index_errors(index: int) -> None:
-    with pytest.raises(IndexError):
-        DATASET[index]
-
-
-def test_wrong_reads_are_refused() -> None:
+def test_wrong_reads_are_errors():
+    for index in (COUNT, -COUNT - 1, 10**20):
+        with pytest.raises(IndexError):
+            DATASET[index]
     with pytest.raises(FieldError, match="no field 'nope'"):
         DATASET.read("nope", 0, 1)
     with pytest.raises(IndexError):
@@ -126,36 +120,31 @@ def test_wrong_reads_are_refused() -> None:
 
 
 @pytest.mark.parametrize("count", [0, 1])
-def test_nothing_and_one_sample_can_be_read(count: int) -> None:
+def test_nothing_and_one_sample_can_be_read(count):
     ds = open_dataset(make(count).url)
     assert len(ds) == count and len(list(ds)) == count
     assert equal(ds[:]["boxes"], public_columns(count)["boxes"]) and ds[:]["image"].shape == (count, 40, 33)
 
 
-class Counting:
-    """A store that counts the requests of its data plane."""
+class Counting(StoreProxy):
+    """A store that counts the requests of its data plane, and damages the first `flip` responses."""
 
     def __init__(self, store: Store, flip: int = 0) -> None:
-        self.store, self.reads, self.flip = store, list[str](), flip
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.store, name)
+        super().__init__(store)
+        self.reads, self.flip = list[str](), flip
 
     def reader(self) -> Any:
-        plane, outer = self.store.reader(), self
+        plane = self.store.reader()
 
-        class Plane:
-            kind, reason = "fake", "it counts"
+        def read(path: str, start: int, stop: int, allocate: Allocate | None = None) -> memoryview:
+            self.reads.append(path)
+            data = bytearray(plane.read(path, start, stop))
+            if self.flip:
+                self.flip -= 1
+                data[0] ^= 1
+            return memoryview(data)
 
-            def read(self, path: str, start: int, stop: int, room: Room | None = None) -> memoryview:
-                outer.reads.append(path)
-                data = bytearray(plane.read(path, start, stop))
-                if outer.flip:
-                    outer.flip -= 1
-                    data[0] ^= 1
-                return memoryview(data)
-
-        return Plane()
+        return SimpleNamespace(kind="fake", reason="it counts", read=read)
 
 
 def counted(store: Store, flip: int = 0) -> tuple[Dataset, Counting]:
@@ -164,7 +153,7 @@ def counted(store: Store, flip: int = 0) -> tuple[Dataset, Counting]:
     return Dataset(Opened(opened.manifest, counting, ())), counting  # type: ignore[arg-type]
 
 
-def test_neighbouring_samples_cost_one_request_a_chunk() -> None:
+def test_neighbouring_samples_cost_one_request_a_chunk():
     ds, counting = counted(STORE)
     for i in range(COUNT):
         ds[i]
@@ -175,7 +164,7 @@ def test_neighbouring_samples_cost_one_request_a_chunk() -> None:
     assert len(counting.reads) == 1
 
 
-def test_a_transfer_that_was_damaged_once_is_fetched_again() -> None:
+def test_a_transfer_that_was_damaged_once_is_fetched_again():
     ds, counting = counted(STORE, flip=1)
     assert equal(ds.read("image", 0, 16), COLUMNS["image"][:16]) and len(counting.reads) == 2
     ds, counting = counted(STORE, flip=3)
@@ -183,7 +172,7 @@ def test_a_transfer_that_was_damaged_once_is_fetched_again() -> None:
         ds.read("image", 0, 16)
 
 
-def test_threads_may_share_a_dataset() -> None:
+def test_threads_may_share_a_dataset():
     ds, wrong = open_dataset(STORE.url), list[int]()
 
     def look(seed: int) -> None:
@@ -191,17 +180,12 @@ def test_threads_may_share_a_dataset() -> None:
             if any(not equal(value, COLUMNS[name][i]) for name, value in ds[i].items()):
                 wrong.append(i)
 
-    threads = [threading.Thread(target=look, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(look, range(4)))
     assert wrong == []
 
 
-def test_a_dataset_survives_pickling_before_and_after_use(tmp_path: Path) -> None:
-    from streamloader.storage import open_store
-
+def test_a_dataset_survives_pickling_before_and_after_use(tmp_path):
     store = open_store(tmp_path)
     write_dataset(store, columns_of(ALL_KINDS, COUNT), geometry_of(ALL_KINDS, COUNT, LAYOUT))
     ds = open_dataset(tmp_path)
@@ -213,31 +197,23 @@ def test_a_dataset_survives_pickling_before_and_after_use(tmp_path: Path) -> Non
 
 @pytest.mark.filterwarnings("ignore:this process was forked")
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
-def test_a_forked_child_reads_with_clients_of_its_own(s3: Any) -> None:
+def test_a_forked_child_reads_with_clients_of_its_own(s3):
     url, options = s3.url(), s3.storage_options
-    from streamloader.storage import open_store
-
     write_dataset(open_store(url, options), columns_of(ALL_KINDS, COUNT), geometry_of(ALL_KINDS, COUNT, LAYOUT))
     ds = open_dataset(url, storage_options=options)
     assert equal(ds[3]["words"], COLUMNS["words"][3])
     child = os.fork()
     if child == 0:
-        status = 1
+        right = False
         try:
-            status = (
-                0
-                if equal(ds[40]["image"], COLUMNS["image"][40]) and equal(ds[3:9]["words"], COLUMNS["words"][3:9])
-                else 2
-            )
+            right = equal(ds[40]["image"], COLUMNS["image"][40]) and equal(ds[3:9]["words"], COLUMNS["words"][3:9])
         finally:
-            os._exit(status)
+            os._exit(0 if right else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert equal(ds[50]["image"], COLUMNS["image"][50])
 
 
-def test_splits_open_by_name(store_url: tuple[str, dict[str, Any]]) -> None:
-    from streamloader.storage import open_store
-
+def test_splits_open_by_name(store_url):
     url, options = store_url
     store, fields = open_store(url, options), {"x": Field.parse("int64"), "t": Field("text")}
     manifests = {
@@ -254,20 +230,18 @@ def test_splits_open_by_name(store_url: tuple[str, dict[str, Any]]) -> None:
         open_dataset(url, split="test", storage_options=options)
 
 
-def test_broken_datasets_are_one_clear_error_on_every_store(store_url: tuple[str, dict[str, Any]]) -> None:
-    from streamloader.storage import open_store
-
+def test_broken_datasets_are_one_clear_error_on_every_store(store_url):
     url, options = store_url
     with pytest.raises(NotADatasetError, match="no dataset at"):
         open_dataset(url, storage_options=options)
     fields = {"image": Field.parse("uint8[1100]")}
     store = open_store(url, options)
     write_dataset(store, columns_of(fields, 64), geometry_of(fields, None, LAYOUT, "none"))
-    whole = store.get("image/c/1/0")
-    flipped = bytearray(whole)
+    shard = store.get("image/c/1/0")
+    flipped = bytearray(shard)
     flipped[5000] ^= 16
     for data, kind, said in (
-        (whole[:3000], CorruptError, "image/c/1/0"),
+        (shard[:3000], CorruptError, "image/c/1/0"),
         (bytes(flipped), CorruptError, r"chunk 4 of .*image/c/1/0 \(samples 20 to 20\)"),
         (None, MissingObjectError, "image/c/1/0"),
     ):

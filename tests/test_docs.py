@@ -1,7 +1,5 @@
 """Every statement of the documentation that is code runs as it stands, and what it prints is what the page says."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -17,7 +15,7 @@ from PIL import Image
 from servers import S3Server
 
 from streamloader import errors
-from streamloader.demo.images import write_photographs
+from streamloader.demo.story import write_photographs
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
@@ -94,10 +92,10 @@ class Reader:
         done = subprocess.run(
             [sys.executable, str(ROOT / "tests" / "run_page.py"), str(code), str(out)],
             cwd=work,
-            env={**os.environ, **self._moto.env, "PATH": path, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, **self._moto.env, "PATH": path},
             capture_output=True,
             text=True,
-            timeout=280,
+            timeout=300,
             check=False,
         )
         assert done.returncode == 0, done.stderr[-4000:]
@@ -111,9 +109,8 @@ def reader(moto: S3Server, photos: Path, tmp_path_factory: pytest.TempPathFactor
     return Reader(moto, photos, tmp_path_factory.mktemp("reader"))
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page) and page != HEAVY], ids=lambda page: page.stem)
-def test_every_block_of_a_page_runs_and_prints_what_it_says(page: Path, reader: Reader) -> None:
+def test_every_block_of_a_page_runs_and_prints_what_it_says(page, reader):
     check(page, reader)
 
 
@@ -128,7 +125,7 @@ def check(page: Path, reader: Reader) -> None:
 
 
 @pytest.mark.parametrize("page", LINKING, ids=lambda page: str(page.relative_to(ROOT)))
-def test_relative_links_resolve(page: Path) -> None:
+def test_relative_links_resolve(page):
     for target in LINK.findall(page.read_text()):
         file, _, anchor = target.partition("#")
         if "://" in target:
@@ -145,7 +142,7 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def test_install_lines_name_extras_that_exist() -> None:
+def test_install_lines_name_extras_that_exist():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     lines = [found for page in PAGES for found in INSTALL.findall(page.read_text())]
     assert lines
@@ -155,13 +152,13 @@ def test_install_lines_name_extras_that_exist() -> None:
         assert set((requirement[1] or "").split(",")) - {""} <= set(project["optional-dependencies"])
 
 
-def test_messages_and_pages_advise_packages_by_names_that_an_index_has() -> None:
+def test_messages_and_pages_advise_packages_by_names_that_an_index_has():
     sources = [*sorted((ROOT / "streamloader").rglob("*.py")), *LINKING]
     advice = re.compile(r"(?:pip install|needs?) [`'\"]*streamloader\b")  # which no index has; from a clone it is `.`
     assert [str(path.relative_to(ROOT)) for path in sources if advice.search(path.read_text())] == []
 
 
-def test_the_first_screen_of_the_readme_is_short() -> None:
+def test_the_first_screen_of_the_readme_is_short():
     text = README.read_text()
     install_and_convert, train = blocks(README)[:2]
     assert (install_and_convert.language, train.language) == ("bash", "python")
@@ -173,7 +170,7 @@ def test_the_first_screen_of_the_readme_is_short() -> None:
         assert word in text[: text.index(train.code) + len(train.code)]
 
 
-def test_the_page_of_errors_is_complete_and_right() -> None:
+def test_the_page_of_errors_is_complete_and_right():
     rows = re.findall(r"^\| `(SL\d+)` \| `(\w+)` \| (.+?) \| (.+?) \|$", (ROOT / "docs/errors.md").read_text(), re.M)
     known = [(getattr(errors, name).code, name) for name in errors.__all__]
     assert [(code, name) for code, name, _, _ in rows] == sorted(known)
@@ -181,3 +178,13 @@ def test_the_page_of_errors_is_complete_and_right() -> None:
         doc = (getattr(errors, name).__doc__ or "").split("\n")[0].rstrip(".")
         assert what.startswith(doc), f"{code}: the page says {what!r}, the class {doc!r}"
         assert len(remedy) >= 20, f"{code} does not say what to do"
+
+
+def test_the_glossary_names_files_and_classes_that_exist():
+    rows = re.findall(
+        r"^\| (.+?) \| (.+?) \| (?:`(\w+)` in )?`(.+?)` \|$", (ROOT / "docs/glossary.md").read_text(), re.M
+    )
+    assert len(rows) > 40
+    for term, _, name, file in rows:
+        code = (ROOT / file).read_text()
+        assert not name or f"class {name}" in code, f"{term}: {file} has no class {name}"

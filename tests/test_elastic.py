@@ -1,23 +1,18 @@
 """A run as a machine: any steps, at any world size, batch and number of workers, saved and loaded at any moment."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from itertools import islice
+from typing import Any
 
 import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from streamloader.plan.cursor import Cursor
-from streamloader.plan.ledger import step_samples
-from streamloader.plan.mix_cursor import MixCursor, Pin
-from streamloader.plan.mixture import MixShare, mix_schedule
-from streamloader.plan.order import EpochOrder, OrderParams
-from streamloader.plan.schedule import schedule
-from streamloader.plan.world import Share, World
+from streamloader.order.epoch_order import EpochOrder, OrderParams
+from streamloader.order.schedule import Share, World, schedule, step_samples
+from streamloader.order.state import RunState, SourceIdentity
 
 SIZES = st.integers(1, 9)
 BATCHES = st.sampled_from((1, 2, 3, 5, 8, 20))
@@ -38,16 +33,16 @@ class Run(RuleBasedStateMachine):
     def begin(self, num_samples, block, lanes, windows, seed, shuffle, remainder) -> None:  # type: ignore[no-untyped-def]
         self.num_samples = num_samples
         params = OrderParams(block, lanes, windows * block)
-        self.cursor = Cursor(
-            digest="digest", params=params, split=None, shuffle=shuffle, remainder=remainder, seed=seed
-        )
+        source = SourceIdentity("digest", None, None, num_samples, params)
+        self.first = RunState(sources=(source,), shuffle=shuffle, remainder=remainder, seed=seed, fresh=False)
+        self.cursor = self.first
         self.delivered: list[int] = []
         self.epoch = 0
 
     @property
     def order(self) -> EpochOrder:
         one = self.cursor
-        return EpochOrder(self.num_samples, one.params, one.seed, one.epoch, one.shuffle)
+        return EpochOrder(self.num_samples, one.sources[0].params, one.seed, one.epoch, one.shuffle)
 
     def share(self, world: World, batch: int) -> Share:
         return Share(self.num_samples, self.order.lanes, batch, world, self.cursor.remainder)
@@ -95,7 +90,7 @@ class Run(RuleBasedStateMachine):
 
     @rule()
     def save_and_load(self) -> None:
-        self.cursor = Cursor.from_dict(json.loads(json.dumps(self.cursor.to_dict())))
+        self.cursor = self.first.resumed(json.loads(json.dumps(self.cursor.to_dict())))
 
     @invariant()
     def what_was_delivered_is_the_beginning_of_the_order(self) -> None:
@@ -127,26 +122,24 @@ class MixedRun(RuleBasedStateMachine):
     )
     def begin(self, counts, block, lanes, seed, shuffle, stop, batches) -> None:  # type: ignore[no-untyped-def]
         params = OrderParams(block, lanes, 2 * block)
-        self.pins = [Pin(str(number), None, None, count, params) for number, count in enumerate(counts)]
+        self.sources = [SourceIdentity(str(number), None, None, count, params) for number, count in enumerate(counts)]
         self.options = {"seed": seed, "shuffle": shuffle, "stop": stop, "batches": batches, "remainder": "pad"}
         self.options["unit"] = 2 if batches == "mixed" else None
         self.cursor = self.open(2, (2, 1)).settled(4)
         self.delivered: Counter[int] = Counter()
 
-    def open(self, sources: int, weights: tuple[int, ...]) -> MixCursor:
-        return MixCursor(pins=tuple(self.pins[:sources]), wishes=((0, weights),), **self.options)
+    def open(self, sources: int, weights: tuple[int, ...]) -> RunState:
+        return RunState(sources=tuple(self.sources[:sources]), weights_by_step=((0, weights),), **self.options)
 
     @rule(size=st.integers(1, 5), batch=st.sampled_from((2, 4, 10)), steps=st.integers(1, 9))
     def deliver(self, size: int, batch: int, steps: int) -> None:
         """Every rank takes so many steps, at most to the end of the epoch."""
         self.cursor = self.cursor.settled(size * batch)
-        shares = [
-            MixShare(self.cursor.mix(), self.cursor.epoch, batch, World(rank, size), "pad") for rank in range(size)
-        ]
+        shares = [self.cursor.share(batch, World(rank, size)) for rank in range(size)]
         position = self.cursor.position
         if not shares[0].global_steps(position):  # sources of fewer samples than a turn end several epochs at once
             self.cursor = self.cursor.next_epoch()
-        for plans in zip(*(islice(mix_schedule(share, position), steps) for share in shares), strict=True):
+        for plans in zip(*(islice(share.plans(position), steps) for share in shares), strict=True):
             self.delivered.update(i for plan in plans for i in plan.samples[plan.valid].tolist())
             if self.cursor.batches == "homogeneous":
                 firsts = [stream.base for stream in shares[0].mix.streams]
@@ -156,25 +149,27 @@ class MixedRun(RuleBasedStateMachine):
 
     @rule(weights=st.tuples(st.integers(1, 5), st.integers(0, 5), st.integers(0, 5)), sources=st.integers(2, 3))
     def go_on_with_other_weights(self, weights: tuple[int, ...], sources: int) -> None:
-        wanted = self.open(max(sources, len(self.cursor.pins)), weights[: max(sources, len(self.cursor.pins))])
-        self.cursor = wanted.taken_up(json.loads(json.dumps(self.cursor.to_dict())), 4)
+        wanted = self.open(max(sources, len(self.cursor.sources)), weights[: max(sources, len(self.cursor.sources))])
+        self.cursor = wanted.resumed(json.loads(json.dumps(self.cursor.to_dict())), 4)
+
+    def load(self, state: dict[str, Any]) -> RunState:
+        """The state in a run with the sources and weights that it has."""
+        here = self.cursor
+        run = RunState(sources=here.sources, weights_by_step=here.weights_by_step, **self.options)
+        return run.resumed(json.loads(json.dumps(state)), 4)
 
     @rule()
     def save_and_load(self) -> None:
         """Nothing changes, whatever the global batch is at the time."""
-        state = json.loads(json.dumps(self.cursor.to_dict()))
-        same = MixCursor(pins=self.cursor.pins, wishes=self.cursor.wishes, **self.options).taken_up(state, 4)
-        assert same == self.cursor
+        assert self.load(self.cursor.to_dict()) == self.cursor
 
     @rule()
     def name_the_sources_in_another_order(self) -> None:
         """Numbers of samples follow the order of sources, nothing else does."""
-        turned = MixCursor(
-            pins=self.cursor.pins[::-1], wishes=tuple((s, w[::-1]) for s, w in self.cursor.wishes), **self.options
-        )
-        state = turned.taken_up(json.loads(json.dumps(self.cursor.to_dict())), 4).to_dict()
-        same = MixCursor(pins=self.cursor.pins, wishes=self.cursor.wishes, **self.options).taken_up(state, 4)
-        assert same == self.cursor
+        weights = tuple((step, some[::-1]) for step, some in self.cursor.weights_by_step)
+        turned = RunState(sources=self.cursor.sources[::-1], weights_by_step=weights, **self.options)
+        state = turned.resumed(json.loads(json.dumps(self.cursor.to_dict())), 4).to_dict()
+        assert self.load(state) == self.cursor
 
     @invariant()
     def each_source_gave_the_beginning_of_its_epochs(self) -> None:
@@ -183,7 +178,7 @@ class MixedRun(RuleBasedStateMachine):
         mix = self.cursor.mix()
         at = mix.bounds(self.cursor.epoch)[0] + self.cursor.position
         expected: Counter[int] = Counter()
-        for stream, places in zip(mix.streams, mix.blend.places(at).tolist(), strict=True):
+        for stream, places in zip(mix.streams, mix.source_order.places(at).tolist(), strict=True):
             expected.update(stream.samples(np.arange(places)).tolist())
         assert self.delivered == expected
 

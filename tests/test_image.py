@@ -1,12 +1,7 @@
 """Encoded images become tensors: the right pixels, whatever decodes them; a bad one is named."""
 
-from __future__ import annotations
-
 import io
 import struct
-import subprocess
-import sys
-import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -19,12 +14,12 @@ import pytest
 import torch
 from datasets import encoded, numbers, picture
 from PIL import Image
+from torchrun import run_python
 
-from streamloader.decode.crop import DRAWS
-from streamloader.decode.image import ImageDecoder
 from streamloader.errors import DecodeError, FieldError, UsageError
+from streamloader.images.decode import DRAWS, ImageDecoder
 from streamloader.options import Decode, RandomResizedCrop
-from streamloader.torch_dataset import StreamingDataset
+from streamloader.pytorch.dataset import StreamingDataset
 
 N = 70
 
@@ -44,7 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("kind", ["jpeg", "png"])
 @pytest.mark.parametrize("decode", [True, "pillow", "simplejpeg", Decode("pillow"), {"image": True}])
-def test_images_come_as_their_pixels(folder: Path, kind: str, decode: Any) -> None:
+def test_images_come_as_their_pixels(folder, kind, decode):
     ds = StreamingDataset(folder / kind, batch_size=16, decode=decode, with_index=True)
     seen = []
     for batch in ds:
@@ -59,14 +54,14 @@ def test_images_come_as_their_pixels(folder: Path, kind: str, decode: Any) -> No
     assert sorted(seen) == list(range(N))
 
 
-def test_both_jpeg_decoders_see_the_same_image(folder: Path) -> None:
+def test_both_jpeg_decoders_see_the_same_image(folder):
     ways = [StreamingDataset(folder / "jpeg", batch_size=N, decode=way) for way in ("pillow", "simplejpeg")]
     one, other = (next(iter(ds))["image"].numpy().astype(int) for ds in ways)
     assert np.abs(one - other).max() <= 2
 
 
 @pytest.mark.parametrize("kind", ["jpeg", "png", "mixed"])
-def test_a_size_makes_images_alike(folder: Path, kind: str) -> None:
+def test_a_size_makes_images_alike(folder, kind):
     ds = StreamingDataset(folder / kind, batch_size=10, decode=Decode(size=(6, 9)), with_index=True)
     for batch in ds:
         assert batch["image"].shape == (10, 6, 9, 3)
@@ -75,14 +70,14 @@ def test_a_size_makes_images_alike(folder: Path, kind: str) -> None:
         assert abs(red - picture(i)[0, 0, 0]) < 12
 
 
-def test_single_samples_keep_each_its_own_size(folder: Path) -> None:
+def test_single_samples_keep_each_its_own_size(folder):
     ds = StreamingDataset(folder / "mixed", batch_size=None, decode=True, with_index=True)
     shapes = {int(sample["index"]): tuple(sample["image"].shape) for sample in ds}
     assert shapes == {i: (10 + i % 3, 12, 3) for i in range(N)}
     assert all(isinstance(sample["image"], torch.Tensor) for sample in ds)
 
 
-def test_what_libjpeg_only_warns_of_is_no_error() -> None:
+def test_what_libjpeg_only_warns_of_is_no_error():
     good = encoded(picture(3), "jpeg")
     padded = good[:-2] + b"abc" + good[-2:]  # "extraneous bytes before marker", which cameras do write
     fast, slow = (ImageDecoder.choose(Decode(backend)) for backend in ("simplejpeg", "pillow"))
@@ -90,7 +85,7 @@ def test_what_libjpeg_only_warns_of_is_no_error() -> None:
     assert np.array_equal(pixels, slow.decode(memoryview(padded), 0))
 
 
-def test_grey_images_have_one_channel(folder: Path) -> None:
+def test_grey_images_have_one_channel(folder):
     for size in (None, (8, 8)):
         decode = Decode(mode="L", size=size)
         for kind in ("jpeg", "png"):
@@ -102,13 +97,13 @@ def test_grey_images_have_one_channel(folder: Path) -> None:
                 assert np.abs(batch["image"][3, :, :, 0].numpy().astype(int) - expected).mean() < 4
 
 
-def test_without_decode_the_bytes_are_what_was_written(folder: Path) -> None:
+def test_without_decode_the_bytes_are_what_was_written(folder):
     for decode in (None, False, {}):
         for batch in StreamingDataset(folder / "png", batch_size=16, with_index=True, decode=decode):
             assert batch["image"] == [encoded(picture(i), "png") for i in batch["index"].tolist()]
 
 
-def test_images_of_several_sizes_need_a_size_or_a_transform(folder: Path) -> None:
+def test_images_of_several_sizes_need_a_size_or_a_transform(folder):
     with pytest.raises(DecodeError, match=r"decodes to shape \(1\d, 12, 3\), others of its batch to \(1\d, 12, 3\)"):
         list(StreamingDataset(folder / "mixed", batch_size=16, decode=True))
 
@@ -123,7 +118,7 @@ def test_images_of_several_sizes_need_a_size_or_a_transform(folder: Path) -> Non
 
 
 @pytest.mark.parametrize("decode", [True, "pillow", Decode(size=(8, 8))])
-def test_a_bad_image_is_named_after_the_batches_before_it(folder: Path, decode: Any) -> None:
+def test_a_bad_image_is_named_after_the_batches_before_it(folder, decode):
     ds = StreamingDataset(folder / "broken", batch_size=8, decode=decode, shuffle=False, with_index=True)
     seen = []
     with pytest.raises(
@@ -132,10 +127,7 @@ def test_a_bad_image_is_named_after_the_batches_before_it(folder: Path, decode: 
         for batch in ds:
             seen += numbers(batch)
     assert seen == list(range(40))
-    for thread in threading.enumerate():
-        if thread.name.startswith("streamloader"):
-            thread.join(20)
-            assert not thread.is_alive()
+    datasets.assert_threads_end()
     resumed = StreamingDataset(folder / "broken", batch_size=8, decode=decode, shuffle=False, with_index=True)
     resumed.load_state_dict(ds.state_dict())
     with pytest.raises(DecodeError, match="sample 41"):
@@ -152,9 +144,7 @@ DDS = b"DDS " + np.array([124, 0x1007, 8, 8, *[0] * 14, 32, 4, 0x21212121, *[0] 
     "error", [TypeError, NotImplementedError, RuntimeError, MemoryError, struct.error, cv2.error, KeyError, None]
 )
 @pytest.mark.parametrize("decode", [True, Decode(size=(8, 8))])
-def test_whatever_a_codec_raises_is_the_error_of_its_sample(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Any, decode: Any
-) -> None:
+def test_whatever_a_codec_raises_is_the_error_of_its_sample(tmp_path, monkeypatch, error, decode):
     images = [encoded(picture(i), "jpeg") for i in range(16)]
     images[9] = DDS
     datasets.write_images(tmp_path / "d", images, "image")
@@ -165,7 +155,7 @@ def test_whatever_a_codec_raises_is_the_error_of_its_sample(
             raise error("what the codec said")
         return plain(source)
 
-    monkeypatch.setattr("streamloader.decode.image.Image.open", open_image)
+    monkeypatch.setattr("streamloader.images.decode.Image.open", open_image)
     ds = StreamingDataset(tmp_path / "d", batch_size=4, decode=decode, shuffle=False, with_index=True)
     seen = []
     with pytest.raises(DecodeError, match="sample 9 of field 'image' does not decode as an image") as caught:
@@ -178,7 +168,7 @@ def test_whatever_a_codec_raises_is_the_error_of_its_sample(
 @pytest.mark.parametrize("part", [0, 0.01, 0.1, 0.5, 0.7])
 @pytest.mark.parametrize("kind", ["jpeg", "png"])
 @pytest.mark.parametrize("backend", ["pillow", "simplejpeg"])
-def test_a_cut_image_is_an_error_and_not_grey_pixels(part: float, kind: str, backend: Any) -> None:
+def test_a_cut_image_is_an_error_and_not_grey_pixels(part, kind, backend):
     whole = encoded(picture(1), kind)
     data = memoryview(whole[: int(part * len(whole))])
     decoder = ImageDecoder.choose(Decode(backend))
@@ -188,7 +178,7 @@ def test_a_cut_image_is_an_error_and_not_grey_pixels(part: float, kind: str, bac
 
 @pytest.mark.parametrize("mode", ["RGBA", "P", "LA", "I;16", "1", "CMYK"])
 @pytest.mark.parametrize("size", [None, (5, 6)])
-def test_images_of_every_mode_become_rgb(mode: str, size: Any) -> None:
+def test_images_of_every_mode_become_rgb(mode, size):
     image = Image.fromarray(picture(3))
     image = image.convert("L").convert("I").convert("I;16") if mode == "I;16" else image.convert(mode)
     out = io.BytesIO()
@@ -200,8 +190,8 @@ def test_images_of_every_mode_become_rgb(mode: str, size: Any) -> None:
     assert decoder.shape(memoryview(out.getvalue()), 0) == pixels.shape
 
 
-def test_a_bomb_is_refused_before_it_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("streamloader.decode.image.MAX_PIXELS", 1000)
+def test_a_bomb_is_refused_before_it_is_decoded(monkeypatch):
+    monkeypatch.setattr("streamloader.images.decode.MAX_PIXELS", 1000)
     for kind, backend in (("jpeg", "pillow"), ("jpeg", "simplejpeg"), ("png", "pillow")):
         decoder = ImageDecoder.choose(Decode(backend))  # type: ignore[arg-type]
         with pytest.raises(DecodeError, match="64 x 48 pixels are more than 1000"):
@@ -224,7 +214,7 @@ def by_number(ds: StreamingDataset) -> dict[int, bytes]:
     return seen
 
 
-def test_random_crops_are_those_of_the_sample_at_any_world_size_batch_and_resume(folder: Path) -> None:
+def test_random_crops_are_those_of_the_sample_at_any_world_size_batch_and_resume(folder):
     arguments: dict[str, Any] = {"decode": AUGMENT, "with_index": True, "seed": 5}
     alone = StreamingDataset(folder / "jpeg", batch_size=16, **arguments)
     first = by_number(alone)
@@ -249,7 +239,7 @@ def test_random_crops_are_those_of_the_sample_at_any_world_size_batch_and_resume
     assert all(other[i] != first[i] for i in first)
 
 
-def test_a_random_crop_and_a_transform_draw_different_numbers(folder: Path) -> None:
+def test_a_random_crop_and_a_transform_draw_different_numbers(folder):
     def noisy(sample: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
         assert sample["image"].dtype == np.float32
         return {"image": sample["image"], "index": sample["label"], "noise": rng.random(DRAWS)}
@@ -264,7 +254,7 @@ def test_a_random_crop_and_a_transform_draw_different_numbers(folder: Path) -> N
     assert not {number for row in crops or [] for number in row} & set(batch["noise"].flatten().tolist())
 
 
-def test_evaluation_takes_the_middle(folder: Path) -> None:
+def test_evaluation_takes_the_middle(folder):
     decode = Decode(size=(12, 16), crop="center", normalize=((0, 0, 0), (1 / 255,) * 3))
     for batch in StreamingDataset(folder / "png", batch_size=16, shuffle=False, decode=decode, with_index=True):
         for image, i in zip(batch["image"].numpy(), batch["index"].tolist(), strict=True):
@@ -276,9 +266,7 @@ def test_evaluation_takes_the_middle(folder: Path) -> None:
 @pytest.mark.parametrize("mode", ["RGB", "L"])
 @pytest.mark.parametrize("floats", [True, False])
 @pytest.mark.parametrize("layout", [None, "CHW", "HWC"])
-def test_float_images_come_as_models_take_them_without_a_copy(
-    folder: Path, mode: Any, floats: bool, layout: Any
-) -> None:
+def test_float_images_come_as_models_take_them_without_a_copy(folder, mode, floats, layout):
     channels = 3 if mode == "RGB" else 1
     normalize = ((0.5,) * channels, (0.5,) * channels) if floats else None
     options: dict[str, Any] = {"batch_size": 8, "shuffle": False}
@@ -294,14 +282,14 @@ def test_float_images_come_as_models_take_them_without_a_copy(
     assert sample.equal(batch[0])
 
 
-def test_a_layout_that_a_transform_would_not_see_is_refused(folder: Path) -> None:
+def test_a_layout_that_a_transform_would_not_see_is_refused(folder):
     with pytest.raises(UsageError, match=r"layout='CHW'.*a transform, which gets height x width x channels"):
         StreamingDataset(folder / "png", batch_size=8, decode=Decode(layout="CHW"), transform=dict)
     with pytest.raises(UsageError, match="layout='NCHW'"):
         Decode(layout="NCHW")  # type: ignore[arg-type]
 
 
-def test_single_images_are_normalised_in_their_own_sizes(folder: Path) -> None:
+def test_single_images_are_normalised_in_their_own_sizes(folder):
     decode = Decode(normalize=((0.5,) * 3, (0.5,) * 3))
     for sample in StreamingDataset(folder / "mixed", batch_size=None, decode=decode, with_index=True):
         image = sample["image"]
@@ -310,7 +298,8 @@ def test_single_images_are_normalised_in_their_own_sizes(folder: Path) -> None:
         assert -1 <= image.min() < image.max() <= 1
 
 
-def test_a_transform_that_holds_pythons_lock_does_not_starve_the_fetch(folder: Path) -> None:
+@pytest.mark.alone
+def test_a_transform_that_holds_pythons_lock_does_not_starve_the_fetch(folder):
     def count(sample: dict[str, Any]) -> dict[str, Any]:
         end = time.thread_time() + 0.01
         while time.thread_time() < end:
@@ -347,15 +336,9 @@ print("left")
 
 
 @pytest.mark.parametrize("work", ["decode", "transform"])
-def test_a_script_may_end_in_the_middle_of_a_pass(folder: Path, work: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", LEAVING, str(folder / "jpeg"), work],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "left\n", "")
+def test_a_script_may_end_in_the_middle_of_a_pass(folder, work):
+    done = run_python("-c", LEAVING, folder / "jpeg", work)
+    assert (done.stdout, done.stderr) == ("left\n", "")
 
 
 @pytest.mark.parametrize(
@@ -368,6 +351,6 @@ def test_a_script_may_end_in_the_middle_of_a_pass(folder: Path, work: str) -> No
         (["image"], UsageError, "image"),
     ],
 )
-def test_wrong_decode_choices_are_refused(folder: Path, decode: Any, kind: Any, shown: str) -> None:
+def test_wrong_decode_choices_are_refused(folder, decode, kind, shown):
     with pytest.raises(kind, match=shown):
         StreamingDataset(folder / "jpeg", batch_size=4, decode=decode)

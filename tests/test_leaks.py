@@ -1,7 +1,5 @@
 """Whatever a loader held is free once it is dropped, without waiting for a collection; see also integrations/."""
 
-from __future__ import annotations
-
 import gc
 import threading
 import weakref
@@ -10,7 +8,7 @@ from pathlib import Path
 import leaks
 import pytest
 
-from streamloader.torch_dataset import StreamingDataset
+from streamloader.pytorch.dataset import StreamingDataset
 
 KINDS = ["break", "close", "epochs", "load_state_dict", "samples", "transform", "failing transform", "images"]
 KINDS += ["mixture", "replay"]
@@ -23,7 +21,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_an_owner_whose_method_is_the_transform_is_collected(folder: Path) -> None:
+def test_an_owner_whose_method_is_the_transform_is_collected(folder):
     trainer = leaks.Trainer(folder / "arrays")
     for _ in range(3):  # after the third, threads load a fourth
         for _ in trainer.dataset:
@@ -42,11 +40,11 @@ def test_an_owner_whose_method_is_the_transform_is_collected(folder: Path) -> No
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_dropped_leaves_nothing(folder: Path, kind: str) -> None:
+def test_what_is_dropped_leaves_nothing(folder, kind):
     leaks.check_flat(leaks.growth(leaks.cycles(folder)[kind], 8))
 
 
-def test_closing_a_dataset_that_is_kept_frees_its_memory(folder: Path) -> None:
+def test_closing_a_dataset_that_is_kept_frees_its_memory(folder):
     ds = StreamingDataset(folder / "arrays", batch_size=leaks.BATCH)
     iterator = iter(ds)
     next(iterator)

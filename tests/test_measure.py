@@ -1,26 +1,23 @@
 """Measuring: ceilings do what an epoch of the loader does, no more and no less; a bench tells what limits it."""
 
-from __future__ import annotations
-
 import json
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from datasets import FIELDS, encoded, picture, write, write_images
 from folder_server import folder_server
-from servers import S3Server
 
 import streamloader as sl
-from streamloader.errors import CorruptError, DecodeError, FieldError, NotADatasetError, UnsupportedError, UsageError
+from streamloader.errors import CorruptError, DecodeError, FieldError, NotADatasetError, UsageError
+from streamloader.measure.bench import BenchOptions, BenchProgress, bench, judge
 from streamloader.measure.ceiling import WORKS, Ceiling, Effort, image_ceiling, read_ceiling
-from streamloader.measure.meter import BenchProgress
-from streamloader.measure.run import bench
-from streamloader.measure.values import BenchOptions
-from streamloader.measure.verdict import Measured, judge
 from streamloader.options import Layout
 from streamloader.stats import Stats
+
+pytestmark = pytest.mark.alone
 
 ZSTD = Layout(shard_size=1 << 16, block_size=1 << 14, chunk_size=1 << 12, codec="zstd")
 
@@ -42,7 +39,7 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("fields", [None, ["x"], ["label"], ["tok", "wide", "flag"]])
-def test_a_ceiling_makes_the_requests_of_a_first_epoch(everything: Path, fields: list[str] | None) -> None:
+def test_a_ceiling_makes_the_requests_of_a_first_epoch(everything, fields):
     one_lane = sl.Shuffle(lanes=1)  # a block that two lanes share is asked for in two parts
     dataset = sl.StreamingDataset(everything, batch_size=64, fields=fields, shuffle=one_lane, world=(0, 1))
     assert sum(int(batch["valid"].sum()) for batch in dataset) == 700
@@ -55,7 +52,7 @@ def test_a_ceiling_makes_the_requests_of_a_first_epoch(everything: Path, fields:
         assert ceiling.samples_per_second == pytest.approx(700 / ceiling.seconds)
 
 
-def test_later_passes_do_not_fetch_held_fields_again(everything: Path) -> None:
+def test_later_passes_do_not_fetch_held_fields_again(everything):
     once, twice = (read_ceiling(str(everything), fields=["x", "label"], effort=Effort(passes=n)) for n in (1, 2))
     bulk = read_ceiling(str(everything), fields=["x"])
     assert twice.samples == 2 * once.samples
@@ -63,33 +60,27 @@ def test_later_passes_do_not_fetch_held_fields_again(everything: Path) -> None:
     assert read_ceiling(str(everything), fields=["label"], effort=Effort(passes=10**9)).samples == 700
 
 
-def test_a_ceiling_stops_in_time_and_counts_what_it_did(everything: Path) -> None:
+def test_a_ceiling_stops_in_time_and_counts_what_it_did(everything):
     counted: list[tuple[int, int]] = []
     begin = time.perf_counter()
     effort = Effort(seconds=0.3, passes=10**9, in_flight=2, advance=lambda *amounts: counted.append(amounts))
     ceiling = read_ceiling(str(everything), work="decode", effort=effort)
-    assert 0.3 <= ceiling.seconds <= time.perf_counter() - begin < 10
+    assert 0.3 <= ceiling.seconds <= time.perf_counter() - begin < 100
     assert (ceiling.samples, ceiling.bytes) == tuple(map(sum, zip(*counted, strict=True)))
     assert ceiling.requests == len(counted)
     assert 0 < ceiling.cpu_seconds <= 3 * ceiling.seconds
 
 
-def test_obstore_fetches_a_split_of_a_bucket_as_the_loaders_client_does(seaweedfs: S3Server, tmp_path: Path) -> None:
+def test_a_ceiling_reads_a_split_of_a_bucket(seaweedfs, tmp_path):
     (tmp_path / "ant").mkdir()
     for i in range(20):
         (tmp_path / "ant" / f"{i}.jpg").write_bytes(encoded(picture(i), "jpeg"))
     url, options = seaweedfs.url("measured"), seaweedfs.storage_options
     sl.convert(tmp_path, url, split={"train": 0.6, "val": 0.4}, workers=0, storage_options=options)
-    ours, obstore = (read_ceiling(url, options, None, work, split="train") for work in ("fetch", "obstore"))
-    assert ours.samples == obstore.samples == 12
-    assert ours.bytes == obstore.bytes
-    assert ours.requests == obstore.requests
-    write("memory://measured", 10, ["x"])
-    with pytest.raises(UnsupportedError):
-        read_ceiling("memory://measured", work="obstore")
+    assert read_ceiling(url, options, split="train").samples == 12
 
 
-def test_a_throttled_ceiling_tries_again(everything: Path) -> None:
+def test_a_throttled_ceiling_tries_again(everything):
     with folder_server(everything) as server:
         server.behave, server.times = "503", 3
         ceiling = read_ceiling(server.url, fields=["x"], effort=Effort(in_flight=2))
@@ -97,11 +88,9 @@ def test_a_throttled_ceiling_tries_again(everything: Path) -> None:
         assert (ceiling.samples, ceiling.requests) == (700, server.gets - 3)
 
 
-def test_decoding_checks_and_fetching_does_not(everything: Path, tmp_path: Path) -> None:
+def test_decoding_checks_and_fetching_does_not(everything, tmp_path):
     write(tmp_path / "damaged", 100, ["x"])
-    shard = next(
-        path for path in (tmp_path / "damaged" / "x").rglob("*") if path.is_file() and path.name != "zarr.json"
-    )
+    shard = next(path for path in (tmp_path / "damaged" / "x" / "c").rglob("*") if path.is_file())
     body = bytearray(shard.read_bytes())
     body[100] ^= 1
     shard.write_bytes(body)
@@ -110,14 +99,14 @@ def test_decoding_checks_and_fetching_does_not(everything: Path, tmp_path: Path)
         read_ceiling(str(tmp_path / "damaged"), work="decode")
 
 
-def test_an_empty_dataset_has_a_ceiling_of_nothing(tmp_path: Path) -> None:
+def test_an_empty_dataset_has_a_ceiling_of_nothing(tmp_path):
     write(tmp_path / "none", 0, ["x", "label"])
     ceiling = read_ceiling(str(tmp_path / "none"))
     assert (ceiling.samples, ceiling.bytes, ceiling.requests) == (0, 0, 0)
     assert Ceiling("", 0, 0, 0.0, 0, 0.0).megabytes_per_second == 0
 
 
-def test_images_are_decoded_from_memory(images: Path) -> None:
+def test_images_are_decoded_from_memory(images):
     cropped = sl.Decode(size=(16, 16), crop="random", normalize="imagenet")
     for decode in (None, sl.Decode(size=(16, 16)), sl.Decode(backend="pillow", mode="L"), cropped):
         ceiling = image_ceiling(str(images), field="image", decode=decode, seconds=0.1)
@@ -126,7 +115,7 @@ def test_images_are_decoded_from_memory(images: Path) -> None:
         assert ceiling.bytes >= sum(len(encoded(picture(i), "jpeg")) for i in range(60))
 
 
-def test_what_is_no_image_is_refused(images: Path, tmp_path: Path) -> None:
+def test_what_is_no_image_is_refused(images, tmp_path):
     with pytest.raises(FieldError, match="label"):
         image_ceiling(str(images), field="label")
     write_images(tmp_path / "bad", [b"\xff\xd8\xff nothing"])
@@ -134,11 +123,11 @@ def test_what_is_no_image_is_refused(images: Path, tmp_path: Path) -> None:
         image_ceiling(str(tmp_path / "bad"))
 
 
-def test_bad_arguments_are_refused(everything: Path) -> None:
+def test_bad_arguments_are_refused(everything):
     for bad in ({"in_flight": 0}, {"passes": 0}, {"seconds": -1.0}):
         with pytest.raises(UsageError):
             Effort(**bad)  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match="none of fetch, obstore, decode"):
+    with pytest.raises(UsageError, match="none of fetch, decode"):
         read_ceiling(str(everything), work="guess")  # type: ignore[arg-type]
     with pytest.raises(FieldError, match="no field 'nope'"):
         read_ceiling(str(everything), fields=["nope"])
@@ -157,35 +146,36 @@ def figures(samples_per_second: float, name: str = "") -> Ceiling:
 
 
 STATS = Stats(batches=10, seconds=1.0, wait_seconds=1.0, request_seconds=41.0, bytes_fetched=10**9, requests=10)
-FAST = Measured(figures(1000), figures(950), [], figures(930), STATS, cores=2)
+FAST: dict[str, Any] = {"fetch": figures(1000), "unpack": figures(950), "images": [], "loader": figures(930)}
+FAST |= {"stats": STATS, "cores": 2}
 
 
-def test_a_loader_near_the_endpoint_is_network_bound() -> None:
-    ratio, verdict = judge(FAST)
+def test_a_loader_near_the_endpoint_is_network_bound():
+    ratio, verdict = judge(**FAST)
     assert ratio == pytest.approx(0.93)
     assert verdict.startswith("network-bound: 0.93 of what this endpoint gives; 41 requests in flight; ")
-    assert judge(replace(FAST, stats=None))[1].startswith("network-bound: 0.93 of what this endpoint gives; a faster")
+    assert judge(**FAST | {"stats": None})[1].startswith("network-bound: 0.93 of what this endpoint gives; a faster")
 
 
-def test_unpacking_that_halves_the_ceiling_is_decode_bound() -> None:
-    ratio, verdict = judge(replace(FAST, unpack=figures(500), loader=figures(480)))
+def test_unpacking_that_halves_the_ceiling_is_decode_bound():
+    ratio, verdict = judge(**FAST | {"unpack": figures(500), "loader": figures(480)})
     assert ratio == pytest.approx(0.96)
     assert verdict.startswith("decode-bound: 0.96 of what fetching and unpacking chunks give; 2 cores busy; ")
     assert "lz4" in verdict
     idle = replace(figures(500), cpu_seconds=0.3)
-    assert judge(replace(FAST, unpack=idle))[1].startswith("network-bound"), "it is not unpacking that took the time"
+    assert judge(**FAST | {"unpack": idle})[1].startswith("network-bound"), "it is not unpacking that took the time"
 
 
-def test_images_that_decode_slower_than_they_come_are_decode_bound() -> None:
-    ratio, verdict = judge(replace(FAST, images=[figures(200), figures(200)], loader=figures(90), cores=1))
+def test_images_that_decode_slower_than_they_come_are_decode_bound():
+    ratio, verdict = judge(**FAST | {"images": [figures(200), figures(200)], "loader": figures(90), "cores": 1})
     assert ratio == pytest.approx(0.9), "two images of each sample: 100 samples/s"
     assert verdict.startswith("decode-bound: 0.90 of what decoding the images alone gives; 1 core busy; ")
     assert "fewer pixels" in verdict
-    assert judge(replace(FAST, images=[figures(5000)]))[1].startswith("network-bound")
+    assert judge(**FAST | {"images": [figures(5000)]})[1].startswith("network-bound")
 
 
-def test_a_loader_far_below_its_ceilings_says_so_and_why() -> None:
-    ratio, verdict = judge(replace(FAST, loader=figures(400)))
+def test_a_loader_far_below_its_ceilings_says_so_and_why():
+    ratio, verdict = judge(**FAST | {"loader": figures(400)})
     assert ratio == pytest.approx(0.4)
     assert verdict.startswith("loader-bound: 0.40 of what this endpoint gives; 41 requests in flight; what it waited")
     assert STATS.verdict in verdict
@@ -194,7 +184,7 @@ def test_a_loader_far_below_its_ceilings_says_so_and_why() -> None:
 # ---- real runs
 
 
-def test_a_bench_measures_every_stage_and_tells_how_far_it_is(everything: Path) -> None:
+def test_a_bench_measures_every_stage_and_tells_how_far_it_is(everything):
     heard: list[BenchProgress] = []
     result = bench(str(everything), BenchOptions(seconds=0.3, batch_size=64), heard.append)
     names = [ceiling.name for ceiling in result.ceilings]
@@ -215,7 +205,7 @@ def test_a_bench_measures_every_stage_and_tells_how_far_it_is(everything: Path) 
     assert json.loads(json.dumps(result.to_dict()))["stages"][-1]["name"] == "loader"
 
 
-def test_a_bench_of_a_slow_store_is_network_bound(everything: Path) -> None:
+def test_a_bench_of_a_slow_store_is_network_bound(everything):
     with folder_server(everything) as server:
         answer = server.behaviour
 
@@ -231,7 +221,7 @@ def test_a_bench_of_a_slow_store_is_network_bound(everything: Path) -> None:
     assert "of what this endpoint gives" in result.verdict
 
 
-def test_a_bench_of_images_decodes_them(images: Path, tmp_path: Path) -> None:
+def test_a_bench_of_images_decodes_them(images, tmp_path):
     options = BenchOptions(seconds=0.3, image_size=(200, 300), trace=tmp_path / "trace.jsonl")
     result = bench(str(images), options)
     assert result.batch_size == 60
@@ -245,29 +235,26 @@ def test_a_bench_of_images_decodes_them(images: Path, tmp_path: Path) -> None:
     assert all("decode image" not in ceiling.name for ceiling in encoded_only.ceilings)
 
 
-def test_a_bench_of_fields_that_are_held_says_so(everything: Path) -> None:
+def test_a_bench_of_fields_that_are_held_says_so(everything):
     result = bench(str(everything), BenchOptions(seconds=0.2, fields=("label", "flag")))
     assert result.verdict.startswith("memory-bound: every field is held in memory")
 
 
 @pytest.mark.filterwarnings("ignore:2 DataLoader workers on each rank")
-def test_a_bench_with_workers_counts_their_samples(everything: Path) -> None:
+def test_a_bench_with_workers_counts_their_samples(everything):
     result = bench(str(everything), BenchOptions(seconds=0.3, workers=2, batch_size=64, fields=("x",)))
     assert result.loader.samples > 0
     assert result.stats is None
     assert "-bound: " in result.verdict
 
 
-def test_what_cannot_be_measured_is_refused(everything: Path, tmp_path: Path) -> None:
-    write(tmp_path / "none", 0, ["x"])
-    with pytest.raises(UsageError, match="has no samples"):
-        bench(str(tmp_path / "none"))
-    with pytest.raises(FieldError, match="no field 'nope'"):
-        bench(str(everything), BenchOptions(fields=("nope",)))
-    with pytest.raises(UsageError, match="batch_size=701"):
-        bench(str(everything), BenchOptions(batch_size=701))
-    with pytest.raises(UsageError, match="cannot be written"):
-        bench(str(everything), BenchOptions(trace=tmp_path / "no" / "folder"))
+def test_bad_options_raise(tmp_path):
     for bad in ({"seconds": 0.0}, {"workers": -1}, {"workers": 1, "trace": tmp_path / "trace"}, {"fields": ()}):
         with pytest.raises(UsageError):
             BenchOptions(**bad)
+
+
+def test_a_bench_reads_a_field_named_as_a_column_of_the_batch(tmp_path):
+    with sl.Writer(tmp_path / "data", {"index": "int64"}) as out:
+        out.write_batch({"index": list(range(50))})
+    assert bench(str(tmp_path / "data"), BenchOptions(seconds=0.1)).loader.samples >= 50

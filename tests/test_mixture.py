@@ -1,7 +1,5 @@
 """Mixtures of real datasets: exact shares, epochs of each source, the same at every world size, exact resume."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Iterator
@@ -26,9 +24,7 @@ from streamloader.errors import (
 )
 from streamloader.format.writer import Writer
 from streamloader.options import Shuffle
-from streamloader.torch_dataset import StreamingDataset
-from streamloader.torch_mixture import Mixture
-from streamloader.torch_sources import Source
+from streamloader.pytorch.dataset import Mixture, Source, StreamingDataset
 
 COUNTS = {"a": 500, "b": 203, "c": 90}
 FIELDS = {"x": "float32[300]", "label": "int64", "name": "text", "tok": "ragged:int32"}
@@ -79,7 +75,7 @@ def source_of(label: int) -> str:
     return "abc"[label // 1000]
 
 
-def test_every_row_is_the_sample_that_source_and_index_name(url: Path) -> None:
+def test_every_row_is_the_sample_that_source_and_index_name(url):
     ds = open_mixture(url, {"a": 2, "c": 1, "b": 1}, fields=None)
     firsts = np.array([FIRST["a"], FIRST["c"], FIRST["b"]])
     for batch in ds:
@@ -93,7 +89,7 @@ def test_every_row_is_the_sample_that_source_and_index_name(url: Path) -> None:
 
 
 @pytest.mark.parametrize(("unit", "within"), [(None, 8), (1, 1), (4, 4)])
-def test_each_batch_and_each_window_of_batches_has_the_shares(url: Path, unit: int | None, within: int) -> None:
+def test_each_batch_and_each_window_of_batches_has_the_shares(url, unit, within):
     ds = open_mixture(url, {"a": 0.7, "b": 0.3}, 40, stop="last", unit=unit)
     counts = np.cumsum(
         [[0, 0], *(np.bincount([i // 1000 for i in part], minlength=2) for part in take(iter(ds))[:-1])], 0
@@ -104,7 +100,7 @@ def test_each_batch_and_each_window_of_batches_has_the_shares(url: Path, unit: i
             assert abs(counts[end, 0] - counts[begin, 0] - share) < 2 * within
 
 
-def test_each_source_goes_through_epochs_of_its_own(url: Path) -> None:
+def test_each_source_goes_through_epochs_of_its_own(url):
     ds = open_mixture(url, {"a": 0.5, "b": 0.3, "c": 0.2}, stop="last")
     seen: dict[str, list[int]] = {"a": [], "b": [], "c": []}
     for epoch in range(3):
@@ -121,7 +117,7 @@ def test_each_source_goes_through_epochs_of_its_own(url: Path) -> None:
         assert whole[0] != whole[1]
 
 
-def test_an_epoch_ends_with_the_first_or_the_last_source(url: Path) -> None:
+def test_an_epoch_ends_with_the_first_or_the_last_source(url):
     for stop, name in (("first", "b"), ("last", "a")):
         ds = open_mixture(url, {"a": 1, "b": 1}, stop=stop)
         for epoch in range(2):
@@ -134,9 +130,7 @@ def test_an_epoch_ends_with_the_first_or_the_last_source(url: Path) -> None:
 @pytest.mark.filterwarnings("ignore:3 consumers do not divide")
 @pytest.mark.parametrize("weights", [{"a": 0.7, "b": 0.3}, {"a": 5, "b": 3, "c": 1}])
 @pytest.mark.parametrize("batches", ["mixed", "homogeneous"])
-def test_the_same_global_batch_at_any_world_size_has_the_same_samples(
-    url: Path, weights: dict[str, float], batches: str
-) -> None:
+def test_the_same_global_batch_at_any_world_size_has_the_same_samples(url, weights, batches):
     runs = []
     for size in (1, 2, 4, 3):  # 3 divides neither turns nor lanes
         ranks = [
@@ -153,7 +147,7 @@ def test_the_same_global_batch_at_any_world_size_has_the_same_samples(
 @pytest.mark.filterwarnings("ignore:3 consumers do not divide")
 @pytest.mark.parametrize(("size", "batch"), [(1, 16), (2, 8), (4, 12), (3, 16)])
 @pytest.mark.parametrize("batches", ["mixed", "homogeneous"])
-def test_a_run_goes_on_exactly_at_another_world_and_batch_size(url: Path, size: int, batch: int, batches: str) -> None:
+def test_a_run_goes_on_exactly_at_another_world_and_batch_size(url, size, batch, batches):
     options = {"stop": "last", "batches": batches, "seed": 5}
     first = open_mixture(url, {"a": 2, "b": 1}, **options)
     iterator = iter(first)
@@ -176,7 +170,7 @@ def test_a_run_goes_on_exactly_at_another_world_and_batch_size(url: Path, size: 
 
 
 @pytest.mark.parametrize("batch", [1, 6, 7, 12, 30])
-def test_a_run_goes_on_exactly_with_a_batch_that_cuts_its_turns(url: Path, batch: int) -> None:
+def test_a_run_goes_on_exactly_with_a_batch_that_cuts_its_turns(url, batch):
     later = {20: {str(url / "a"): 1, str(url / "b"): 1}}
     first = open_mixture(url, {"a": 2, "b": 1}, stop="last", schedule=later)
     begun = take(iter(first), 9)
@@ -194,7 +188,7 @@ def test_a_run_goes_on_exactly_with_a_batch_that_cuts_its_turns(url: Path, batch
     assert sorted(of_b[: COUNTS["b"]]) == list(range(1000, 1000 + COUNTS["b"]))
 
 
-def test_states_are_of_what_was_handed_out_and_of_k_trained(url: Path) -> None:
+def test_states_are_of_what_was_handed_out_and_of_k_trained(url):
     ds = open_mixture(url, {"a": 3, "b": 1})
     assert ds.state_dict(batches=5)["position"] == 80
     iterator = iter(ds)
@@ -205,7 +199,7 @@ def test_states_are_of_what_was_handed_out_and_of_k_trained(url: Path) -> None:
     assert take(iter(other), 3)[1:] == take(iterator, 2)
 
 
-def test_weights_follow_a_schedule_of_steps(url: Path) -> None:
+def test_weights_follow_a_schedule_of_steps(url):
     schedule = {10: {str(url / "b"): 1}, 15: {str(url / "a"): 1, str(url / "b"): 1}}
     sources = {str(url / "a"): 1, str(url / "b"): 0}
     mixed = Mixture(sources, schedule=schedule, batch_size=16, fields=["label"], stop="last")
@@ -220,7 +214,7 @@ def test_weights_follow_a_schedule_of_steps(url: Path) -> None:
     assert take(iter(later), 5) == take(iterator, 5)
 
 
-def test_a_nested_mixture_shares_its_weight(url: Path) -> None:
+def test_a_nested_mixture_shares_its_weight(url):
     a, b, c = (str(url / name) for name in "abc")
     inner = Mixture({b: 2, c: 1}, batch_size=None)
     nested = Mixture({a: 0.4, inner: 0.6}, batch_size=20, unit=1, fields=["label"])
@@ -228,7 +222,7 @@ def test_a_nested_mixture_shares_its_weight(url: Path) -> None:
     assert take(iter(nested)) == take(iter(plain))
 
 
-def test_a_source_that_is_added_on_resume_is_mixed_in_from_there_and_recorded(url: Path) -> None:
+def test_a_source_that_is_added_on_resume_is_mixed_in_from_there_and_recorded(url):
     first = open_mixture(url, {"a": 3, "b": 1}, stop="last")
     iterator = iter(first)
     begun = take(iterator, 9)
@@ -248,7 +242,7 @@ def test_a_source_that_is_added_on_resume_is_mixed_in_from_there_and_recorded(ur
     assert take(iter(again)) == take(iter(more))
 
 
-def test_sources_may_be_parts_of_datasets(url: Path) -> None:
+def test_sources_may_be_parts_of_datasets(url):
     a, b = Source(url / "a", where="label < 100 or label == 450"), Source(url / "b", where=slice(100, 203))
     ds = Mixture({a: 1, b: 1}, batch_size=8, with_index=True, stop="last", unit=2)
     seen: Counter[int] = Counter()
@@ -261,7 +255,7 @@ def test_sources_may_be_parts_of_datasets(url: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_the_ledger_names_each_step_and_steps_can_be_left_out_and_given_again(url: Path, size: int) -> None:
+def test_the_ledger_names_each_step_and_steps_can_be_left_out_and_given_again(url, size):
     world = (size - 1, size)
     ds = open_mixture(url, {"a": 3, "b": 1}, world=world)
     whole = [(labels(batch), batch["source"].tolist(), batch["index"].tolist()) for batch in ds]
@@ -275,7 +269,7 @@ def test_the_ledger_names_each_step_and_steps_can_be_left_out_and_given_again(ur
         ds.samples(0, 10_000)
 
 
-def test_without_shuffle_sources_come_as_they_are_stored(url: Path) -> None:
+def test_without_shuffle_sources_come_as_they_are_stored(url):
     for size in (1, 2):
         ranks = [
             take(iter(open_mixture(url, {"a": 1, "b": 1}, 16 // size, world=(rank, size), shuffle=False)))
@@ -288,7 +282,7 @@ def test_without_shuffle_sources_come_as_they_are_stored(url: Path) -> None:
 @pytest.mark.filterwarnings("ignore:2 DataLoader workers")
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("batches", ["mixed", "homogeneous"])
-def test_workers_see_each_sample_once_and_go_on_from_a_state(url: Path, workers: int, batches: str) -> None:
+def test_workers_see_each_sample_once_and_go_on_from_a_state(url, workers, batches):
     def loader(ds: Mixture) -> Any:
         return DataLoader(ds, batch_size=None, num_workers=workers, multiprocessing_context="fork")
 
@@ -307,7 +301,7 @@ def test_workers_see_each_sample_once_and_go_on_from_a_state(url: Path, workers:
 @pytest.mark.filterwarnings("ignore:2 DataLoader workers", "ignore:'set_vital' is deprecated")
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("batches", ["mixed", "homogeneous"])
-def test_torchdatas_loader_goes_on_exactly(url: Path, workers: int, batches: str) -> None:
+def test_torchdatas_loader_goes_on_exactly(url, workers, batches):
     def loader() -> Any:
         ds = open_mixture(url, {"a": 2, "c": 1}, stop="last", batches=batches)
         context = {"multiprocessing_context": "fork"} if workers else {}
@@ -320,7 +314,7 @@ def test_torchdatas_loader_goes_on_exactly(url: Path, workers: int, batches: str
     assert take(iter(second)) == take(iterator)
 
 
-def test_samples_come_singly_too(url: Path) -> None:
+def test_samples_come_singly_too(url):
     ds = open_mixture(url, {"a": 3, "b": 1}, batch=None)  # type: ignore[arg-type]
     singly = [int(sample["label"]) for sample in islice(ds, 40)]
     assert singly == flat(take(iter(open_mixture(url, {"a": 3, "b": 1}, batch=40, unit=1)), 1))
@@ -331,7 +325,7 @@ BAD: list[tuple[Any, dict[str, Any], type[StreamloaderError], str]] = [
     (["a"], {}, MixtureError, "give a weight for each source"),
     ({"nowhere": -1, "b": 2}, {}, MixtureError, "weight -1 is negative"),
     ({"nowhere": 0, "b": 0}, {}, MixtureError, "all 0"),
-    ({"nowhere": "x"}, {}, MixtureError, "'x' is no number"),
+    ({"nowhere": "x"}, {}, MixtureError, "'x' is not a number"),
     ({3: 1}, {}, MixtureError, "a source 3"),
     ({"a": 1}, {"schedule": {5: {"b": 1}}}, MixtureError, "the mixture's own sources"),
     ({"a": 1}, {"schedule": {-1: {"a": 1}}}, MixtureError, "whole steps"),
@@ -347,15 +341,13 @@ BAD: list[tuple[Any, dict[str, Any], type[StreamloaderError], str]] = [
 
 
 @pytest.mark.parametrize(("sources", "arguments", "error", "shown"), BAD)
-def test_what_cannot_be_mixed_is_refused_before_anything_is_opened(
-    sources: Any, arguments: dict[str, Any], error: type[StreamloaderError], shown: str
-) -> None:
+def test_what_cannot_be_mixed_is_refused_before_anything_is_opened(sources, arguments, error, shown):
     with pytest.raises(error) as raised:
         Mixture(sources, **{"batch_size": 16, **arguments})
     assert shown in str(raised.value)
 
 
-def test_sources_that_do_not_fit_are_refused_by_name(url: Path, tmp_path: Path) -> None:
+def test_sources_that_do_not_fit_are_refused_by_name(url, tmp_path):
     with pytest.raises(MixtureError, match="do not both have name, tok"):
         open_mixture(url, {"a": 1, "other": 1}, fields=None)
     with pytest.raises(MixtureError, match=r"x is float32\[300\] .* and float32\[30\]"):
@@ -374,7 +366,7 @@ def test_sources_that_do_not_fit_are_refused_by_name(url: Path, tmp_path: Path) 
         Mixture({tmp_path / "named": 1}, batch_size=1, with_index=True)
 
 
-def test_a_state_of_something_else_is_refused(url: Path) -> None:
+def test_a_state_of_something_else_is_refused(url):
     ds = open_mixture(url, {"a": 3, "b": 1})
     state = ds.state_dict()
     alone = StreamingDataset(url / "a", batch_size=16)

@@ -1,10 +1,9 @@
 """The planner of mixtures: exact shares in every window, whole epochs, the same steps at any world size."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from fractions import Fraction
+from functools import cache
 from itertools import pairwise
 
 import numpy as np
@@ -14,12 +13,10 @@ from hypothesis import strategies as st
 from test_schedule import Engine
 
 from streamloader.errors import MixtureError
-from streamloader.plan import mixture as planner
-from streamloader.plan.blend import Blend, Phase
-from streamloader.plan.mixture import Mix, MixShare, Stream, mix_schedule
-from streamloader.plan.order import OrderParams
-from streamloader.plan.turns import MOST_PARTS, Turns, whole_weights
-from streamloader.plan.world import World
+from streamloader.order import schedule as planner
+from streamloader.order.epoch_order import OrderParams
+from streamloader.order.mixture import MOST_PARTS, Mix, MixShare, Phase, SourceOrder, Stream, whole_weights
+from streamloader.order.schedule import World
 
 WEIGHTS = st.lists(st.integers(0, 12), min_size=1, max_size=5).filter(any)
 
@@ -35,12 +32,12 @@ WEIGHTS = st.lists(st.integers(0, 12), min_size=1, max_size=5).filter(any)
         ([1.0], (1,)),
     ],
 )
-def test_weights_become_whole_numbers_exactly(weights: list[float], whole: tuple[int, ...]) -> None:
+def test_weights_become_whole_numbers_exactly(weights, whole):
     assert whole_weights(weights) == whole
 
 
 @given(st.lists(st.floats(0, 1e6), min_size=1, max_size=8).filter(any))
-def test_weights_that_need_many_parts_are_rounded_by_little(weights: list[float]) -> None:
+def test_weights_that_need_many_parts_are_rounded_by_little(weights):
     whole = whole_weights(weights)
     assert sum(whole) <= MOST_PARTS + len(weights)
     for weight, one in zip(weights, whole, strict=True):
@@ -49,16 +46,16 @@ def test_weights_that_need_many_parts_are_rounded_by_little(weights: list[float]
 
 
 @pytest.mark.parametrize("weights", [[0, 0], [-1, 2], [float("nan")], ["many"], [float("inf"), 1]])
-def test_weights_that_cannot_be_are_refused(weights: list[object]) -> None:
+def test_weights_that_cannot_be_are_refused(weights):
     with pytest.raises(MixtureError, match=r"weight"):
         whole_weights(weights)  # type: ignore[arg-type]
 
 
 @given(WEIGHTS)
-def test_turns_are_those_of_the_specification(weights: list[int]) -> None:
+def test_turns_are_those_of_the_specification(weights):
     """SPEC.md, rule 10 of section 8, one turn at a time in fractions."""
     period, slack, had = sum(weights), max(1, 2 * sum(map(bool, weights)) - 2), [0] * len(weights)
-    for turn, source in enumerate(Turns(tuple(weights)).sources(0, period).tolist()):
+    for turn, source in enumerate(Phase.of_all(0, 1, tuple(weights)).turns(0, period).tolist()):
         behind = [slack * (weight * (turn + 1) - period * count) for weight, count in zip(weights, had, strict=True)]
         late = {
             i: Fraction((slack - 1) * period - behind[i], weight)
@@ -69,34 +66,34 @@ def test_turns_are_those_of_the_specification(weights: list[int]) -> None:
         had[source] += 1
 
 
-def test_a_source_without_weight_changes_nothing_for_the_others() -> None:
-    assert Turns((5, 3, 0, 2)).sources(0, 30).tolist() == [
-        {0: 0, 1: 1, 2: 3}[i] for i in Turns((5, 3, 2)).sources(0, 30).tolist()
+def test_a_source_without_weight_changes_nothing_for_the_others():
+    assert Phase.of_all(0, 1, (5, 3, 0, 2)).turns(0, 30).tolist() == [
+        {0: 0, 1: 1, 2: 3}[i] for i in Phase.of_all(0, 1, (5, 3, 2)).turns(0, 30).tolist()
     ]
 
 
-def test_turns_are_pinned() -> None:
+def test_turns_are_pinned():
     """Users' runs depend on them."""
-    assert Turns((7, 3)).sources(0, 10).tolist() == [0, 1, 0, 0, 0, 1, 0, 0, 1, 0]
-    assert Turns((1, 1, 2)).sources(0, 8).tolist() == [2, 0, 1, 2, 2, 0, 1, 2]
+    assert Phase.of_all(0, 1, (7, 3)).turns(0, 10).tolist() == [0, 1, 0, 0, 0, 1, 0, 0, 1, 0]
+    assert Phase.of_all(0, 1, (1, 1, 2)).turns(0, 8).tolist() == [2, 0, 1, 2, 2, 0, 1, 2]
 
 
 @given(WEIGHTS)
-def test_every_beginning_and_so_every_window_has_exact_shares(weights: list[int]) -> None:
-    turns = Turns(tuple(weights))
-    total = 3 * turns.period
+def test_every_beginning_and_so_every_window_has_exact_shares(weights):
+    phase, period = Phase.of_all(0, 1, tuple(weights)), sum(weights)
+    total = 3 * period
     counts = np.zeros(len(weights), np.int64)
-    for turn, source in enumerate(turns.sources(0, total).tolist()):
-        assert turns.counts(turn).tolist() == counts.tolist()
+    for turn, source in enumerate(phase.turns(0, total).tolist()):
+        assert phase.counts(turn, len(weights)).tolist() == counts.tolist()
         counts[source] += 1
-        assert turns.reached(source, int(counts[source])) == turn + 1
+        assert phase.reached(source, int(counts[source])) == turn + 1
         for weight, count in zip(weights, counts.tolist(), strict=True):
-            assert abs(Fraction(weight * (turn + 1), turns.period) - count) < 1
-    assert [turns.reached(i, 1) is None for i in range(len(weights))] == [not weight for weight in weights]
+            assert abs(Fraction(weight * (turn + 1), period) - count) < 1
+    assert [phase.reached(i, 1) is None for i in range(len(weights))] == [not weight for weight in weights]
 
 
 @st.composite
-def blends(draw: st.DrawFn, sources: int) -> Blend:
+def source_orders(draw: st.DrawFn, sources: int) -> SourceOrder:
     unit, start, phases = draw(st.sampled_from((1, 2, 4))), 0, []
     for _ in range(draw(st.integers(1, 3))):
         weights = tuple(draw(st.lists(st.integers(0, 4), min_size=sources, max_size=sources).filter(any)))
@@ -105,24 +102,24 @@ def blends(draw: st.DrawFn, sources: int) -> Blend:
     last = phases[-1]
     if not all(last.weights):
         phases[-1] = replace(last, weights=tuple(max(1, weight) for weight in last.weights))
-    return Blend(tuple(phases), sources)
+    return SourceOrder(tuple(phases), sources)
 
 
-@given(st.integers(1, 4).flatmap(blends), st.data())
-def test_a_blend_can_be_entered_anywhere(blend: Blend, data: st.DataObject) -> None:
-    unit = blend.phases[0].unit
+@given(st.integers(1, 4).flatmap(source_orders), st.data())
+def test_a_blend_can_be_entered_anywhere(source_order, data):
+    unit = source_order.phases[0].unit
     stop = unit * data.draw(st.integers(1, 150))
-    source, place, position, size = blend.turns(0, stop)
+    source, place, position, size = source_order.turns(0, stop)
     assert position.tolist() == list(range(0, stop, unit))
     assert set(size.tolist()) == {unit}
-    given_ = [0] * len(blend.phases[0].weights)
+    given_ = [0] * len(source_order.phases[0].weights)
     for number, at, begin in zip(source.tolist(), place.tolist(), position.tolist(), strict=True):
-        assert blend.places(begin).tolist() == given_
+        assert source_order.places(begin).tolist() == given_
         assert at == given_[number]
         given_[number] += unit
-        assert blend.reached(number, given_[number]) == begin + unit
+        assert source_order.reached(number, given_[number]) == begin + unit
     start = unit * data.draw(st.integers(0, stop // unit))
-    later = blend.turns(start, stop)
+    later = source_order.turns(start, stop)
     assert [part.tolist() for part in later] == [
         part[start // unit :].tolist() for part in (source, place, position, size)
     ]
@@ -138,14 +135,14 @@ def mixes(draw: st.DrawFn) -> Mix:
         num_samples = draw(st.integers(1, 40) | st.integers(40, 300))
         streams.append(Stream(num_samples, params, seed, draw(st.booleans()), base, draw(st.sampled_from((1, 3, 8)))))
         base += num_samples
-    return Mix(tuple(streams), draw(blends(count)), draw(st.sampled_from(("first", "last"))))
+    return Mix(tuple(streams), draw(source_orders(count)), draw(st.sampled_from(("first", "last"))))
 
 
 @st.composite
 def shares(draw: st.DrawFn) -> tuple[MixShare, int]:
     """One rank's part of an epoch, and the step where it starts."""
     mix = draw(mixes())
-    unit = mix.blend.phases[0].unit
+    unit = mix.source_order.phases[0].unit
     size = draw(st.integers(1, 4))
     batch = unit * draw(st.sampled_from((1, 2, 5, 9)))
     world = World(draw(st.integers(0, size - 1)), size)
@@ -155,25 +152,28 @@ def shares(draw: st.DrawFn) -> tuple[MixShare, int]:
 
 def naive(mix: Mix, start: int, stop: int) -> Iterator[int]:
     """The samples of the run, one at a time."""
-    for source, place, _, size in zip(*(part.tolist() for part in mix.blend.turns(0, stop)), strict=True):
+
+    @cache
+    def samples(source: int, epoch: int) -> list[int]:
         stream = mix.streams[source]
+        return [i + stream.base for i in stream.order(epoch).samples_at(0, stream.num_samples).tolist()]
+
+    for source, place, _, size in zip(*(part.tolist() for part in mix.source_order.turns(0, stop)), strict=True):
         for at in range(place, place + size):
-            epoch, position = divmod(at, stream.num_samples)
-            yield int(stream.order(epoch).samples_at(position, position + 1)[0]) + stream.base
+            epoch, position = divmod(at, mix.streams[source].num_samples)
+            yield samples(source, epoch)[position]
 
 
 @settings(max_examples=60, deadline=None)
 @given(shares(), st.sampled_from((1, 3)), st.booleans())
-def test_replay_gives_the_rows_of_the_mixture_within_the_slots(
-    run: tuple[MixShare, int], steps_at_once: int, short: bool
-) -> None:
+def test_replay_gives_the_rows_of_the_mixture_within_the_slots(run, steps_at_once, short):
     share, first = run
     with pytest.MonkeyPatch.context() as patch:
         if short:
             patch.setattr(planner, "FIRST_STEPS", 1)
         begin = share.bounds[0]
         engine, steps = Engine(), first
-        for plan in engine.run(mix_schedule(share, first * share.global_batch, None, steps_at_once)):
+        for plan in engine.run(share.plans(first * share.global_batch, None, steps_at_once)):
             count = min(steps_at_once, share.num_steps(0) - steps)
             assert plan.samples.size == count * share.batch
             for step in range(count):
@@ -190,7 +190,7 @@ def test_replay_gives_the_rows_of_the_mixture_within_the_slots(
 
 @settings(max_examples=30, deadline=None)
 @given(shares())
-def test_all_ranks_together_deliver_the_steps_of_one(run: tuple[MixShare, int]) -> None:
+def test_all_ranks_together_deliver_the_steps_of_one(run):
     share, step = run
     if not share.global_steps(0):
         return
@@ -205,12 +205,12 @@ def test_all_ranks_together_deliver_the_steps_of_one(run: tuple[MixShare, int]) 
 
 @settings(max_examples=40, deadline=None)
 @given(mixes())
-def test_an_epoch_ends_with_one_of_its_sources_and_no_sample_is_lost(mix: Mix) -> None:
+def test_an_epoch_ends_with_one_of_its_sources_and_no_sample_is_lost(mix):
     bounds = [mix.bounds(epoch) for epoch in range(3)]
     assert bounds[0][0] == 0
     assert all(before[1] == after[0] for before, after in pairwise(bounds))
     for epoch, (_, end) in enumerate(bounds):
-        given_ = mix.blend.places(end).tolist()
+        given_ = mix.source_order.places(end).tolist()
         over = [count // stream.num_samples > epoch for count, stream in zip(given_, mix.streams, strict=True)]
         assert any(over) if mix.stop == "first" else all(over)
     samples = list(naive(mix, 0, bounds[1][1]))
@@ -220,14 +220,14 @@ def test_an_epoch_ends_with_one_of_its_sources_and_no_sample_is_lost(mix: Mix) -
             assert sorted(mine[at : at + stream.num_samples]) == list(range(stream.num_samples))
 
 
-def test_ranks_that_divide_turns_and_lanes_read_each_block_once() -> None:
+def test_ranks_that_divide_turns_and_lanes_read_each_block_once():
     streams = (
         Stream(4000, OrderParams(8, 8, 32), 1, True, 0, 8),
         Stream(1000, OrderParams(8, 4, 16), 1, True, 4000, 8),
     )
-    mix = Mix(streams, Blend((Phase.of_all(0, 4, (7, 3)),), 2), "last")
+    mix = Mix(streams, SourceOrder((Phase.of_all(0, 4, (7, 3)),), 2), "last")
     parts = [MixShare(mix, 0, 32, World(rank, 4), "pad") for rank in range(4)]
     assert all(part.divides for part in parts)
-    fetched = [ref for part in parts for plan in mix_schedule(part, 0) for ref in plan.needs]
+    fetched = [ref for part in parts for plan in part.plans(0) for ref in plan.needs]
     rows = sum(ref.stop - ref.start for ref in fetched)
     assert rows <= 1.05 * parts[0].num_samples  # blocks that two lanes share have two parts; the last step's padding

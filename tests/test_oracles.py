@@ -4,8 +4,6 @@ zarr-python, xarray and dask read every field. zarrs' own decoder and TensorStor
 errors that they give for the others are pinned, so that the day they learn it is noticed.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import dask.array
@@ -17,7 +15,6 @@ import xarray
 import zarr
 from folder_server import folder_server
 from golden import EXPECTED, GOLDEN, assert_same, expected_column
-from servers import S3Server
 from zarr.storage import LocalStore, WrapperStore
 from zarrs.pipeline import UnsupportedDataTypeError
 
@@ -26,28 +23,27 @@ import streamloader as sl
 NAMES = sorted(EXPECTED)
 
 
-def spec_of(name: str, field: str) -> str:
-    spec: str = EXPECTED[name]["fields"][field]["spec"]
-    return spec
+def spec_of(name, field):
+    return EXPECTED[name]["fields"][field]["spec"]
 
 
-def is_fixed(name: str, field: str) -> bool:
+def is_fixed(name, field):
     return not spec_of(name, field).startswith(("bytes", "text", "ragged"))
 
 
-def foreign(name: str, field: str) -> Any:
+def foreign(name, field):
     """Return an expected column as plain Zarr readers see it: ragged samples are their bytes."""
     column = expected_column(name, field)
     return [one.tobytes() for one in column] if spec_of(name, field).startswith("ragged") else column
 
 
-def assert_foreign(name: str, field: str, found: Any) -> None:
+def assert_foreign(name, field, found):
     """Fail unless what a Zarr reader gave is the expected column."""
     assert_same(found if is_fixed(name, field) else found.tolist(), foreign(name, field))
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_zarr_python_reads_every_field(name: str) -> None:
+def test_zarr_python_reads_every_field(name):
     group = zarr.open_consolidated(str(GOLDEN / name))
     for field in EXPECTED[name]["fields"]:
         array = group[field]
@@ -57,7 +53,7 @@ def test_zarr_python_reads_every_field(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_zarr_python_reads_the_chunk_tables(name: str) -> None:
+def test_zarr_python_reads_the_chunk_tables(name):
     """The tables are plain arrays: what they say adds up to the bytes that are stored."""
     group = zarr.open_consolidated(str(GOLDEN / name))
     manifest = group.attrs["streamloader"]
@@ -71,7 +67,7 @@ def test_zarr_python_reads_the_chunk_tables(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_zarrs_reads_every_field_of_fixed_shape(name: str) -> None:
+def test_zarrs_reads_every_field_of_fixed_shape(name):
     zarrs = {"codec_pipeline.path": "zarrs.ZarrsCodecPipeline", "codec_pipeline.strict": True}
     with zarr.config.set(zarrs):
         group = zarr.open_consolidated(str(GOLDEN / name))
@@ -84,7 +80,7 @@ def test_zarrs_reads_every_field_of_fixed_shape(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_zarrs_with_its_fallback_reads_every_field(name: str) -> None:
+def test_zarrs_with_its_fallback_reads_every_field(name):
     with zarr.config.set({"codec_pipeline.path": "zarrs.ZarrsCodecPipeline"}):
         group = zarr.open_consolidated(str(GOLDEN / name))
         for field in EXPECTED[name]["fields"]:
@@ -92,7 +88,7 @@ def test_zarrs_with_its_fallback_reads_every_field(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_xarray_reads_every_field(name: str) -> None:
+def test_xarray_reads_every_field(name):
     with xarray.open_zarr(GOLDEN / name, consolidated=True) as ds:
         assert set(ds.data_vars) == set(EXPECTED[name]["fields"])
         assert ds.sizes["sample"] == EXPECTED[name]["num_samples"]
@@ -101,14 +97,14 @@ def test_xarray_reads_every_field(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_dask_reads_every_field(name: str) -> None:
+def test_dask_reads_every_field(name):
     for field in EXPECTED[name]["fields"]:
         lazy = dask.array.from_zarr(str(GOLDEN / name), component=field)
         assert_foreign(name, field, lazy.compute(scheduler="synchronous"))
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_tensorstore_reads_every_field_of_fixed_shape(name: str) -> None:
+def test_tensorstore_reads_every_field_of_fixed_shape(name):
     for field in EXPECTED[name]["fields"]:
         spec = {"driver": "zarr3", "kvstore": {"driver": "file", "path": f"{GOLDEN / name / field}/"}}
         if is_fixed(name, field):
@@ -120,7 +116,7 @@ def test_tensorstore_reads_every_field_of_fixed_shape(name: str) -> None:
                 tensorstore.open(spec).result()
 
 
-def test_a_root_of_splits_is_one_tree_of_groups() -> None:
+def test_a_root_of_splits_is_one_tree_of_groups():
     root = zarr.open_consolidated(str(GOLDEN / "splits"))
     assert sorted(root.group_keys()) == ["train", "val"]
     for name in ("train", "val"):
@@ -128,7 +124,7 @@ def test_a_root_of_splits_is_one_tree_of_groups() -> None:
         assert root[name].attrs["streamloader"]["digest"] == root.attrs["streamloader"]["splits"][name]["digest"]
 
 
-def test_zarr_python_and_xarray_read_from_s3(moto: S3Server) -> None:
+def test_zarr_python_and_xarray_read_from_s3(moto):
     url = moto.url("golden")
     fs = fsspec.filesystem("s3", **moto.storage_options)
     for name in ("mixed", "variable"):
@@ -146,16 +142,16 @@ def test_zarr_python_and_xarray_read_from_s3(moto: S3Server) -> None:
 class Counted(WrapperStore[Any]):
     """A store that keeps the keys it was asked for."""
 
-    def __init__(self, store: Any) -> None:
+    def __init__(self, store):
         super().__init__(store)
-        self.keys: list[str] = []
+        self.keys = []
 
-    async def get(self, key: str, prototype: Any, byte_range: Any = None) -> Any:
+    async def get(self, key, prototype, byte_range=None):
         self.keys.append(key)
         return await super().get(key, prototype, byte_range)
 
 
-def test_zarr_python_opens_a_dataset_and_all_its_arrays_by_one_get() -> None:
+def test_zarr_python_opens_a_dataset_and_all_its_arrays_by_one_get():
     store = Counted(LocalStore(GOLDEN / "tensors", read_only=True))
     group = zarr.open_group(store, mode="r", zarr_format=3, use_consolidated=True)
     assert len(list(group.arrays())) == 12
@@ -163,14 +159,14 @@ def test_zarr_python_opens_a_dataset_and_all_its_arrays_by_one_get() -> None:
     assert store.keys == ["zarr.json"]
 
 
-def test_we_open_a_dataset_or_a_split_by_one_get() -> None:
+def test_we_open_a_dataset_or_a_split_by_one_get():
     with folder_server(GOLDEN) as server:
         assert len(sl.open(f"{server.url}/tensors")) == 11
         assert len(sl.open(f"{server.url}/splits", split="val")) == 3
         assert server.paths == ["/tensors/zarr.json", "/splits/zarr.json"]
 
 
-def test_every_kind_of_number_keeps_its_bits_in_all_readers() -> None:
+def test_every_kind_of_number_keeps_its_bits_in_all_readers():
     """NaN, -0.0 and subnormals are compared by their bytes above; this shows that they are in the data."""
     halves = expected_column("tensors", "a_float16")
     assert np.isnan(halves[0])

@@ -1,13 +1,11 @@
 """How many requests are in flight: as many as pay against any store, half after a 503, never more than allowed."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from line_sim import SIZE, Race, Store
 
-from streamloader.engine.pace import DECREASE_SECONDS, FIRST, THROTTLE_MEMORY_SECONDS, Pace
+from streamloader.engine.fetcher import DECREASE_SECONDS, FIRST, THROTTLE_MEMORY_SECONDS, Pace
 
 CLOUD = Store(latency=0.03, own=85e6)
 FAR = Store(latency=0.2, own=50e6, jitter=0.6)
@@ -20,7 +18,7 @@ SEEDS = range(3)
 
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("store", [CLOUD, FAR, BUSY, NEAR, LATENCY])
-def test_the_best_rate_is_reached_within_400_requests_and_kept(store: Store, seed: int) -> None:
+def test_the_best_rate_is_reached_within_400_requests_and_kept(store, seed):
     race = Race(store, seed=seed)
     race.run(400)
     assert race.run(400) >= 0.9 * store.best(64)
@@ -29,7 +27,7 @@ def test_the_best_rate_is_reached_within_400_requests_and_kept(store: Store, see
 
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize(("store", "most"), [(NEAR, 16), (BUSY, 56)])
-def test_it_does_not_grow_beyond_what_pays(store: Store, most: int, seed: int) -> None:
+def test_it_does_not_grow_beyond_what_pays(store, most, seed):
     race = Race(store, seed=seed)
     race.run(600)
     limits = []
@@ -41,7 +39,7 @@ def test_it_does_not_grow_beyond_what_pays(store: Store, most: int, seed: int) -
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_store_that_throttles_is_used_just_below_its_limit(seed: int) -> None:
+def test_a_store_that_throttles_is_used_just_below_its_limit(seed):
     store = Store(latency=0.03, own=85e6, most=20)
     race = Race(store, seed=seed)
     race.run(1000)
@@ -49,7 +47,7 @@ def test_a_store_that_throttles_is_used_just_below_its_limit(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_after_a_503_the_rate_comes_back(seed: int) -> None:
+def test_after_a_503_the_rate_comes_back(seed):
     race = Race(CLOUD, seed=seed)
     race.run(600)
     assert race.paces[0].limit == 64
@@ -67,7 +65,7 @@ def test_after_a_503_the_rate_comes_back(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_ranks_that_share_a_server_do_not_drive_each_other_up(ranks: int, seed: int) -> None:
+def test_ranks_that_share_a_server_do_not_drive_each_other_up(ranks, seed):
     race = Race(NEAR, most=(64,) * ranks, seed=seed)
     race.run(1000 * ranks)
     total = []
@@ -79,7 +77,7 @@ def test_ranks_that_share_a_server_do_not_drive_each_other_up(ranks: int, seed: 
 
 
 @pytest.mark.parametrize("most", [1, 2, 5, 64, 100])
-def test_memory_bounds_it(most: int) -> None:
+def test_memory_bounds_it(most):
     race = Race(LATENCY, most=(most,))
     for _ in range(100):
         race.run(50)
@@ -93,32 +91,32 @@ def test_memory_bounds_it(most: int) -> None:
     assert race.paces[0].limit == 64
 
 
-def test_places_that_nobody_waits_for_say_nothing() -> None:
+def test_places_that_nobody_waits_for_say_nothing():
     now = [0.0]
     pace = Pace(64, clock=lambda: now[0])
     for i in range(1000):
         now[0] += 0.01
-        pace.came(SIZE, 0.1, waiting=i % 20 != 0)  # the consumer is the limit: now and then the queue runs dry
+        pace.completed(SIZE, 0.1, waiting=i % 20 != 0)  # the consumer is the limit: now and then the queue runs dry
     assert pace.limit == FIRST
 
 
 @given(st.integers(1, 64), st.lists(st.sampled_from(("good", "idle", "throttled", "second", "less")), max_size=400))
-def test_the_limit_stays_between_one_and_the_most(most: int, events: list[str]) -> None:
+def test_the_limit_stays_between_one_and_the_most(most, events):
     now = [0.0]
     pace = Pace(most, clock=lambda: now[0])
     for event in events:
-        before, calm = pace.limit, pace.calm
+        before, throttling = pace.limit, pace.throttling
         if event == "throttled":
             pace.throttled()
-            assert pace.limit == (max(1, before // 2) if calm else before)
-            assert not pace.calm
+            assert pace.limit == (max(1, before // 2) if not throttling else before)
+            assert pace.throttling
         elif event == "second":
             now[0] += 1.01 * DECREASE_SECONDS
-            assert pace.calm
+            assert not pace.throttling
         elif event == "less":
             most = max(1, most - 1)
             pace.allow(most)
         else:
             now[0] += 0.01
-            pace.came(SIZE, 0.05, waiting=event == "good")
+            pace.completed(SIZE, 0.05, waiting=event == "good")
         assert 1 <= pace.limit <= most

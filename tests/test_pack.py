@@ -1,7 +1,5 @@
 """`pack=`: documents as rows of one length, without a change to the order or the state."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any
@@ -18,8 +16,8 @@ from streamloader.errors import UsageError
 from streamloader.format.manifest import Field
 from streamloader.format.writer import Writer
 from streamloader.options import Pack
-from streamloader.torch_dataset import StreamingDataset
-from streamloader.torch_packing import choose_packs
+from streamloader.pytorch.arguments import choose_packs
+from streamloader.pytorch.dataset import StreamingDataset
 
 KINDS = {
     "tokens": Field.parse("ragged:uint16"),
@@ -36,7 +34,7 @@ def chosen(choice: Any, batch_size: int | None = 8, transformed: bool = False) -
     return choose_packs(KINDS, choice, batch_size=batch_size, transformed=transformed)
 
 
-def test_a_number_is_the_length_of_the_rows() -> None:
+def test_a_number_is_the_length_of_the_rows():
     assert chosen({"tokens": 2049, "signed": Pack(7, pad=-100)}) == {"tokens": Pack(2049), "signed": Pack(7, pad=-100)}
     assert chosen(None) == chosen({}) == chosen({}, batch_size=None, transformed=True) == {}
 
@@ -46,7 +44,7 @@ def test_a_number_is_the_length_of_the_rows() -> None:
     [
         (2049, "pack=2049 names no field"),
         ("tokens", "names no field"),
-        ({"label": 8}, "'label', which is no field that is fetched"),
+        ({"label": 8}, "'label', which is not a fetched field"),
         ({"x": 8}, "'x', which is int64"),
         ({"name": 8}, "'name', which is text"),
         ({"boxes": 8}, r"'boxes', which is ragged:float32\[4\]"),
@@ -55,13 +53,13 @@ def test_a_number_is_the_length_of_the_rows() -> None:
         ({"tokens": 2.5}, "length=2.5"),
     ],
 )
-def test_what_cannot_be_packed_is_refused(choice: Any, says: str) -> None:
+def test_what_cannot_be_packed_is_refused(choice, says):
     with pytest.raises(UsageError, match=says) as caught:
         chosen(choice)
     assert "\n" not in str(caught.value)
 
 
-def test_single_samples_and_transforms_are_refused() -> None:
+def test_single_samples_and_transforms_are_refused():
     with pytest.raises(UsageError, match="with batch_size=None"):
         chosen({"tokens": 8}, batch_size=None)
     with pytest.raises(UsageError, match="with a transform"):
@@ -77,12 +75,12 @@ def test_single_samples_and_transforms_are_refused() -> None:
         *[("flags", pad, fits) for pad, fits in ((0, True), (1, True), (2, False))],
     ],
 )
-def test_padding_must_be_of_the_field(name: str, pad: float, fits: bool) -> None:
+def test_padding_must_be_of_the_field(name, pad, fits):
     choice = {name: Pack(8, pad)}
     if fits:
         assert chosen(choice) == choice
     else:
-        with pytest.raises(UsageError, match=rf"fills '{name}' with .*, which is no "):
+        with pytest.raises(UsageError, match=rf"fills '{name}' with .*, which is not "):
             chosen(choice)
 
 
@@ -119,26 +117,15 @@ def check_rows(batch: dict[str, Any], documents: list[np.ndarray[Any, Any]], pac
 )
 @pytest.mark.filterwarnings("ignore:.* (consumers|ranks) .* lanes")
 def test_an_epoch_has_every_document_once_at_any_world_size(
-    tmp_path_factory: pytest.TempPathFactory,
-    count: int,
-    longest: int,
-    pack: Pack,
-    size: int,
-    remainder: Any,
-    data: st.DataObject,
-) -> None:
+    tmp_path_factory, count, longest, pack, size, remainder, data
+):
     folder = tmp_path_factory.mktemp("pack") / "d"
     documents = write(folder, count, longest)
     batch_size = data.draw(st.integers(1, min(count, 20)))
     seen: list[int] = []
     for rank in range(size):
         ds = StreamingDataset(
-            folder,
-            batch_size=batch_size,
-            remainder=remainder,
-            world=(rank, size),
-            with_index=True,
-            pack={"tok": pack},
+            folder, batch_size=batch_size, remainder=remainder, world=(rank, size), with_index=True, pack={"tok": pack}
         )
         for batch in ds:
             check_rows(batch, documents, pack)
@@ -146,7 +133,7 @@ def test_an_epoch_has_every_document_once_at_any_world_size(
     assert sorted(seen) == list(range(count))
 
 
-def test_packing_changes_neither_the_order_nor_the_state(tmp_path: Path) -> None:
+def test_packing_changes_neither_the_order_nor_the_state(tmp_path):
     documents = write(tmp_path / "d", 150, 90)
     plain = StreamingDataset(tmp_path / "d", batch_size=16, with_index=True)
     order = [batch["index"].tolist() for batch in plain]
@@ -160,7 +147,7 @@ def test_packing_changes_neither_the_order_nor_the_state(tmp_path: Path) -> None
     assert rest == [batch["index"].tolist() for batch in plain] == order[5:]
 
 
-def test_rows_that_are_kept_are_never_written_again(tmp_path: Path) -> None:
+def test_rows_that_are_kept_are_never_written_again(tmp_path):
     documents = write(tmp_path / "d", 300, 200)
     ds = StreamingDataset(tmp_path / "d", batch_size=16, with_index=True, pack={"tok": Pack(64, pad=-1)})
     kept = [batch for _ in range(2) for batch in ds]
@@ -168,7 +155,7 @@ def test_rows_that_are_kept_are_never_written_again(tmp_path: Path) -> None:
         check_rows(batch, documents, Pack(64, pad=-1))
 
 
-def test_workers_pack_as_well(tmp_path: Path) -> None:
+def test_workers_pack_as_well(tmp_path):
     documents = write(tmp_path / "d", 100, 50)
     ds = StreamingDataset(tmp_path / "d", batch_size=10, with_index=True, pack={"tok": Pack(32)})
     seen: list[int] = []

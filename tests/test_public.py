@@ -1,7 +1,5 @@
 """The public face: what `import streamloader as sl` gives, pinned."""
 
-from __future__ import annotations
-
 import inspect
 import subprocess
 import sys
@@ -13,27 +11,27 @@ import streamloader as sl
 
 NAMES = {
     *("open", "Dataset", "Writer", "Field", "Layout", "convert", "StreamingDataset", "Shuffle", "Decode"),
-    *("Stats", "errors", "__version__", "Mixture", "Source", "RetryPolicy"),
+    *("Stats", "errors", "__version__", "Mixture", "Source", "RetryPolicy", "verify", "append", "export"),
 }
 
 
-def test_public_names_are_pinned() -> None:
+def test_public_names_are_pinned():
     assert set(sl.__all__) == NAMES
     assert set(sl.__all__) <= set(dir(sl))
-    assert len(NAMES) <= 15  # about a dozen
+    assert len(NAMES) <= 18
 
 
 @pytest.mark.parametrize("name", sorted(NAMES - {"__version__"}))
-def test_public_name_is_there_and_documented(name: str) -> None:
+def test_public_name_is_there_and_documented(name):
     assert inspect.getdoc(getattr(sl, name)), f"sl.{name} has no documentation"
 
 
-def test_an_unknown_name_is_an_attribute_error() -> None:
+def test_an_unknown_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match="no attribute 'opne'"):
         _ = sl.opne  # type: ignore[attr-defined]
 
 
-def test_importing_submodules_leaves_the_public_names_alone() -> None:
+def test_importing_submodules_leaves_the_public_names_alone():
     code = (
         "import importlib, pkgutil, streamloader as sl\n"
         "for info in pkgutil.walk_packages(sl.__path__, 'streamloader.'):\n"
@@ -41,17 +39,17 @@ def test_importing_submodules_leaves_the_public_names_alone() -> None:
         "        importlib.import_module(info.name)\n"
         "kinds = {name: type(getattr(sl, name)).__name__ for name in sl.__all__}\n"
         "modules = sorted(name for name, kind in kinds.items() if kind == 'module')\n"
-        "print(modules, callable(sl.convert), callable(sl.open))"
+        "print(modules, all(callable(getattr(sl, name)) for name in ('convert', 'open', 'verify', 'append', 'export')))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False)
-    assert done.stdout.strip() == "['errors'] True True", done.stderr
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
+    assert done.stdout.strip() == "['errors'] True", done.stderr
 
 
-def test_version_is_that_of_the_installed_package() -> None:
+def test_version_is_that_of_the_installed_package():
     assert sl.__version__ == version("streamloader")
 
 
-def test_streaming_dataset_takes_what_was_promised() -> None:
+def test_streaming_dataset_takes_what_was_promised():
     parameters = inspect.signature(sl.StreamingDataset).parameters
     assert {name: p.default for name, p in parameters.items() if p.default is not p.empty} == {
         **{"fields": None, "split": None, "shuffle": True, "seed": 0, "remainder": "pad", "decode": None, "pack": None},
@@ -63,17 +61,29 @@ def test_streaming_dataset_takes_what_was_promised() -> None:
     assert [name for name, p in parameters.items() if p.kind is not p.KEYWORD_ONLY] == ["url"]
 
 
-def test_open_takes_what_was_promised() -> None:
+def test_open_takes_what_was_promised():
     parameters = inspect.signature(sl.open).parameters
     assert list(parameters) == ["url", "split", "storage_options"]
 
 
-def test_every_error_has_a_code_of_its_own() -> None:
+def test_append_takes_what_convert_does():
+    convert, append = (inspect.signature(function).parameters for function in (sl.convert, sl.append))
+    shared = set(append) - {"url"}
+    assert {name: append[name].default for name in shared} == {name: convert[name].default for name in shared}
+    assert list(inspect.signature(sl.verify).parameters) == [
+        *("url", "split", "against", "format", "storage_options", "source_options", "progress")
+    ]
+    assert list(inspect.signature(sl.export).parameters) == [
+        *("url", "dst", "format", "fields", "split", "storage_options", "target_options", "progress")
+    ]
+
+
+def test_every_error_has_a_code_of_its_own():
     codes = [getattr(sl.errors, name).code for name in sl.errors.__all__]
     assert len(set(codes)) == len(codes)
 
 
-def test_the_console_script_is_there() -> None:
+def test_the_console_script_is_there():
     (script,) = entry_points(group="console_scripts", name="streamloader")
     assert script.value == "streamloader.cli.main:main"
     assert callable(script.load())

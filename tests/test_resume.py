@@ -1,7 +1,5 @@
 """States: what was delivered and nothing else; any world size goes on from there, exactly."""
 
-from __future__ import annotations
-
 import copy
 import json
 import threading
@@ -21,10 +19,8 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from streamloader.errors import StateError, UsageError
 from streamloader.options import Layout, Shuffle
-from streamloader.plan.order import EpochOrder, OrderParams
-from streamloader.torch_dataset import StreamingDataset
-from streamloader.torch_mixture import Mixture
-from streamloader.torch_sources import Source
+from streamloader.order.epoch_order import EpochOrder, OrderParams
+from streamloader.pytorch.dataset import Mixture, Source, StreamingDataset
 
 N = 603
 FIELDS = ["x", "label"]
@@ -45,7 +41,7 @@ def open_rank(path: Path, batch: int | None = 8, world: tuple[int, int] = (0, 1)
 
 
 def planned(ds: StreamingDataset, epoch: int = 0) -> list[int]:
-    pin = ds._manifest.order
+    pin = ds._datasets[0].manifest.order
     order = EpochOrder(N, OrderParams(pin.block, pin.lanes, pin.window), 0, epoch)
     return order.samples_at(0, N).tolist()
 
@@ -55,7 +51,7 @@ def take(iterator: Iterator[dict[str, Any]], count: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("steps", [0, 1, 5, 75])
-def test_a_state_goes_on_after_the_last_batch_handed_out(path: Path, steps: int) -> None:
+def test_a_state_goes_on_after_the_last_batch_handed_out(path, steps):
     whole = take(iter(open_rank(path)), 1000)
     ds = open_rank(path)
     iterator = iter(ds)
@@ -70,7 +66,7 @@ def test_a_state_goes_on_after_the_last_batch_handed_out(path: Path, steps: int)
     assert take(iterator, 1000) == whole[steps:]
 
 
-def test_after_the_last_batch_the_state_is_the_next_epoch(path: Path) -> None:
+def test_after_the_last_batch_the_state_is_the_next_epoch(path):
     ds = open_rank(path)
     iterator = iter(ds)
     assert len(take(iterator, len(ds))) == len(ds)
@@ -83,7 +79,7 @@ def test_after_the_last_batch_the_state_is_the_next_epoch(path: Path) -> None:
     assert [i for batch in take(iter(other), 1000) for i in batch] == planned(other, epoch=1)
 
 
-def test_epochs_advance_by_themselves_and_set_epoch_chooses_one(path: Path) -> None:
+def test_epochs_advance_by_themselves_and_set_epoch_chooses_one(path):
     ds = open_rank(path, batch=64)
     for epoch in range(3):
         assert ds.epoch == epoch
@@ -94,7 +90,7 @@ def test_epochs_advance_by_themselves_and_set_epoch_chooses_one(path: Path) -> N
     assert ds.epoch == 2
 
 
-def test_a_pass_that_is_left_early_does_not_advance_the_epoch(path: Path) -> None:
+def test_a_pass_that_is_left_early_does_not_advance_the_epoch(path):
     ds = open_rank(path)
     begin = take(iter(ds), 3)
     assert ds.epoch == 0
@@ -103,7 +99,7 @@ def test_a_pass_that_is_left_early_does_not_advance_the_epoch(path: Path) -> Non
     assert take(iter(ds), 3) == begin
 
 
-def test_set_epoch_during_a_pass_is_for_the_next_one(path: Path) -> None:
+def test_set_epoch_during_a_pass_is_for_the_next_one(path):
     ds = open_rank(path, batch=64)
     iterator = iter(ds)
     seen = take(iterator, 2)
@@ -114,7 +110,7 @@ def test_set_epoch_during_a_pass_is_for_the_next_one(path: Path) -> None:
     assert [i for batch in take(iter(ds), 1000) for i in batch] == planned(ds, 5)
 
 
-def test_set_epoch_after_a_load_must_agree_until_a_batch_was_taken(path: Path) -> None:
+def test_set_epoch_after_a_load_must_agree_until_a_batch_was_taken(path):
     ds = open_rank(path)
     iterator = iter(ds)
     take(iterator, 4)
@@ -133,7 +129,7 @@ def test_set_epoch_after_a_load_must_agree_until_a_batch_was_taken(path: Path) -
 
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_every_sample_comes_once_through_any_changes_of_the_world(path: Path, data: st.DataObject) -> None:
+def test_every_sample_comes_once_through_any_changes_of_the_world(path, data):
     """Legs of a run, each with its own ranks and batch size, saved and loaded in between."""
     remainder = data.draw(st.sampled_from(("pad", "uneven")))
     seen: list[int] = []
@@ -157,16 +153,7 @@ def test_every_sample_comes_once_through_any_changes_of_the_world(path: Path, da
     assert sorted(seen) == list(range(N))
 
 
-@pytest.mark.parametrize("global_batch", [16, 64])
-def test_the_same_global_batch_at_any_world_size_has_the_same_samples(path: Path, global_batch: int) -> None:
-    runs = []
-    for size in (1, 2, 4):
-        ranks = [take(iter(open_rank(path, global_batch // size, (r, size), fields=[])), 1000) for r in range(size)]
-        runs.append([sorted(i for part in step for i in part) for step in zip(*ranks, strict=True)])
-    assert runs == [runs[0]] * 3
-
-
-def test_the_state_after_k_trained_batches_can_be_asked_for(path: Path) -> None:
+def test_the_state_after_k_trained_batches_can_be_asked_for(path):
     ds = open_rank(path, world=(1, 2))
     iterator = iter(ds)
     states = [ds.state_dict()]
@@ -182,7 +169,7 @@ def test_the_state_after_k_trained_batches_can_be_asked_for(path: Path) -> None:
     assert fresh.state_dict(batches=3) == states[7]
 
 
-def test_samples_taken_singly_can_be_resumed_singly(path: Path) -> None:
+def test_samples_taken_singly_can_be_resumed_singly(path):
     ds = StreamingDataset(path / "data", batch_size=None, with_index=True, fields=["label"])
     iterator = iter(ds)
     begin = [sample["index"].item() for sample in islice(iterator, 101)]
@@ -193,7 +180,7 @@ def test_samples_taken_singly_can_be_resumed_singly(path: Path) -> None:
     assert begin + [sample["index"].item() for sample in other] == planned(ds)
 
 
-def test_shuffle_false_resumes_too(path: Path) -> None:
+def test_shuffle_false_resumes_too(path):
     ds = open_rank(path, shuffle=False, world=(1, 2))
     take(iter(ds), 5)
     other = open_rank(path, batch=20, shuffle=False, world=(0, 1))
@@ -211,34 +198,36 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("arguments", "shown"), REFUSED)
-def test_a_state_of_another_order_is_refused_with_both_values(
-    path: Path, arguments: dict[str, Any], shown: str
-) -> None:
+def test_a_state_of_another_order_is_refused_with_both_values(path, arguments, shown):
     state = open_rank(path).state_dict()
     for force in (False, True):
         with pytest.raises(StateError, match=shown):
             open_rank(path, **arguments).load_state_dict(state, force=force)
 
 
-def test_a_state_of_another_dataset_is_refused_and_of_a_copy_can_be_forced(path: Path) -> None:
+def test_a_state_of_another_dataset_is_refused_and_of_a_copy_can_be_forced(path):
     state = open_rank(path).state_dict()
     same = StreamingDataset(path / "copy", batch_size=8)
     same.load_state_dict(state)  # the same bytes have the same digest
-    pin = open_rank(path)._manifest.order
+    pin = open_rank(path)._datasets[0].manifest.order
     shuffle = Shuffle(window=pin.window, lanes=pin.lanes, block=pin.block)
     longer = StreamingDataset(path / "longer", batch_size=8, shuffle=shuffle)
-    with pytest.raises(StateError, match=f"digest '{state['digest']}' and not '{longer._manifest.digest}'"):
+    with pytest.raises(StateError, match=f"digest '{state['digest']}' and not '{longer._datasets[0].manifest.digest}'"):
         longer.load_state_dict(state)
     longer.load_state_dict(state, force=True)
-    assert longer.state_dict()["digest"] == longer._manifest.digest
+    assert longer.state_dict()["digest"] == longer._datasets[0].manifest.digest
     assert take(iter(StreamingDataset(path / "longer", batch_size=8, with_index=True, shuffle=shuffle)), 1)
 
 
 BROKEN: list[tuple[dict[str, Any], str]] = [
     ({"format": 2}, "format 2"),
-    ({"position": -1}, "cannot be"),
+    ({"position": -1}, "is invalid"),
     ({"position": "8"}, "position is '8', not of type int"),
-    ({"extra": 1}, "cannot be"),
+    ({"position": True}, "position is True, not of type int"),
+    ({"split": 4}, "split is 4, not of type str or NoneType"),
+    ({"order": {"block": 8, "lanes": 8}}, "no 'window'"),
+    ({"position": N + 9}, f"position {N + 9}"),
+    ({"extra": 1}, "is invalid"),
     ({"epoch": True}, "epoch is True"),
     ({"order": {"block": 8, "lanes": 8, "window": 9}}, "window=9"),
     ({"order": None}, "order is None"),
@@ -247,7 +236,7 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("change", "shown"), BROKEN)
-def test_a_broken_state_is_refused(path: Path, change: dict[str, Any], shown: str) -> None:
+def test_a_broken_state_is_refused(path, change, shown):
     ds = open_rank(path)
     before = ds.state_dict()
     with pytest.raises(StateError, match=shown):
@@ -260,18 +249,12 @@ def test_a_broken_state_is_refused(path: Path, change: dict[str, Any], shown: st
 
 
 @pytest.mark.parametrize("state", [None, [], "state", 3])
-def test_what_is_no_state_is_refused(path: Path, state: Any) -> None:
+def test_what_is_no_state_is_refused(path, state):
     with pytest.raises(StateError):
         open_rank(path).load_state_dict(state)
 
 
-def test_a_position_beyond_the_dataset_is_refused(path: Path) -> None:
-    ds = open_rank(path)
-    with pytest.raises(StateError, match=f"position {N + 9}"):
-        ds.load_state_dict({**ds.state_dict(), "position": N + 9})
-
-
-def test_a_state_is_a_copy(path: Path) -> None:
+def test_a_state_is_a_copy(path):
     ds = open_rank(path)
     iterator = iter(ds)
     take(iterator, 2)
@@ -286,7 +269,7 @@ def test_a_state_is_a_copy(path: Path) -> None:
 STEPS = 50  # of 76 in an epoch
 
 
-def test_steps_per_epoch_yields_so_many_batches_and_goes_on_through_the_epochs_of_the_data(path: Path) -> None:
+def test_steps_per_epoch_yields_so_many_batches_and_goes_on_through_the_epochs_of_the_data(path):
     plain = open_rank(path)
     whole = [batch for _ in range(4) for batch in take(iter(plain), 1000)]
     ds = open_rank(path, steps_per_epoch=STEPS)
@@ -299,7 +282,7 @@ def test_steps_per_epoch_yields_so_many_batches_and_goes_on_through_the_epochs_o
     assert take(iter(long), 1000) + take(iter(long), 60) == whole[:260]
 
 
-def test_a_loop_of_steps_that_is_left_early_or_resumed_goes_on_with_what_is_left_of_it(path: Path) -> None:
+def test_a_loop_of_steps_that_is_left_early_or_resumed_goes_on_with_what_is_left_of_it(path):
     plain = open_rank(path)
     whole = [batch for _ in range(3) for batch in take(iter(plain), 1000)]
     ds = open_rank(path, steps_per_epoch=STEPS)
@@ -324,7 +307,7 @@ def test_a_loop_of_steps_that_is_left_early_or_resumed_goes_on_with_what_is_left
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
-def test_steps_per_epoch_in_frameworks(path: Path) -> None:
+def test_steps_per_epoch_in_frameworks(path):
     ds = open_rank(path, steps_per_epoch=STEPS)
     for number in range(3):  # as torch's examples do
         ds.set_epoch(number)
@@ -349,16 +332,16 @@ def test_steps_per_epoch_in_frameworks(path: Path) -> None:
     [
         ({"steps_per_epoch": 0}, "steps_per_epoch=0; give a whole number"),
         ({"steps_per_epoch": 1.5}, "steps_per_epoch=1.5"),
-        ({"steps_per_epoch": 5, "remainder": "uneven"}, "different numbers of steps; choose 'pad' or 'drop'"),
+        ({"steps_per_epoch": 5, "remainder": "uneven"}, "with remainder='uneven'; choose 'pad' or 'drop'"),
         ({"steps_per_epoch": 5, "batch": None}, "a step is a batch"),
     ],
 )
-def test_steps_per_epoch_that_cannot_be_are_refused(path: Path, arguments: dict[str, Any], shown: str) -> None:
+def test_steps_per_epoch_that_cannot_be_are_refused(path, arguments, shown):
     with pytest.raises(UsageError, match=shown):
         open_rank(path, **arguments)
 
 
-def test_a_mixture_takes_steps_per_epoch_too(path: Path) -> None:
+def test_a_mixture_takes_steps_per_epoch_too(path):
     def mixed(**arguments: Any) -> Mixture:
         sources = {Source(path / "data", where="label % 2 == 0"): 1, Source(path / "data", where="label % 2 == 1"): 2}
         return Mixture(sources, batch_size=8, with_index=True, **arguments)
@@ -375,12 +358,12 @@ def test_a_mixture_takes_steps_per_epoch_too(path: Path) -> None:
 
 
 @pytest.mark.parametrize("steps", [3, STEPS, 1])
-def test_a_dataset_between_two_loops_of_steps_ends_its_threads_when_it_is_dropped(path: Path, steps: int) -> None:
+def test_a_dataset_between_two_loops_of_steps_ends_its_threads_when_it_is_dropped(path, steps):
     before = threading.active_count()
     ds = open_rank(path, steps_per_epoch=steps)
     take(iter(ds), 1000)
     del ds
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 300
     while threading.active_count() > before:
         assert time.monotonic() < deadline, threading.enumerate()
         time.sleep(0.01)
@@ -395,8 +378,8 @@ def finely_cut(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.filterwarnings("ignore:.*consumers do not divide")
-def test_a_run_on_more_ranks_than_lanes_takes_more_lanes_and_keeps_them(finely_cut: Path) -> None:
-    pinned = open_rank(finely_cut)._manifest.order
+def test_a_run_on_more_ranks_than_lanes_takes_more_lanes_and_keeps_them(finely_cut):
+    pinned = open_rank(finely_cut)._datasets[0].manifest.order
     size = 2 * pinned.lanes
     with pytest.warns(UserWarning, match=rf"Shuffle\(lanes={size}\)"):
         ranks = [iter(open_rank(finely_cut, world=(rank, size))) for rank in range(size)]
@@ -419,7 +402,7 @@ def test_a_run_on_more_ranks_than_lanes_takes_more_lanes_and_keeps_them(finely_c
     assert sorted(alone.samples(0, 1).tolist()) == sorted(told[8 * size :])
 
 
-def test_a_given_number_of_lanes_stays_whatever_the_ranks_are(finely_cut: Path) -> None:
+def test_a_given_number_of_lanes_stays_whatever_the_ranks_are(finely_cut):
     ds = open_rank(finely_cut, shuffle=Shuffle(lanes=2), world=(0, 16))
     assert ds.state_dict()["order"]["lanes"] == 2
 
@@ -427,8 +410,8 @@ def test_a_given_number_of_lanes_stays_whatever_the_ranks_are(finely_cut: Path) 
 @pytest.mark.filterwarnings("ignore:2 DataLoader workers on each rank")
 @pytest.mark.filterwarnings("ignore:.* lanes")
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
-def test_workers_take_the_lanes_of_the_ranks_and_those_of_a_state(finely_cut: Path) -> None:
-    size = 2 * open_rank(finely_cut)._manifest.order.lanes
+def test_workers_take_the_lanes_of_the_ranks_and_those_of_a_state(finely_cut):
+    size = 2 * open_rank(finely_cut)._datasets[0].manifest.order.lanes
     ds = open_rank(finely_cut, world=(0, size), fields=["label"])
     told = [ds.samples(0, step, rank=0, workers=2).tolist() for step in range(4)]
     loader = DataLoader(ds, batch_size=None, num_workers=2, persistent_workers=True)
@@ -440,8 +423,8 @@ def test_workers_take_the_lanes_of_the_ranks_and_those_of_a_state(finely_cut: Pa
     assert take(iter(loader), 4) == told
 
 
-def test_a_mixture_on_more_ranks_than_lanes_takes_more_and_keeps_them(finely_cut: Path) -> None:
-    size = 2 * open_rank(finely_cut)._manifest.order.lanes
+def test_a_mixture_on_more_ranks_than_lanes_takes_more_and_keeps_them(finely_cut):
+    size = 2 * open_rank(finely_cut)._datasets[0].manifest.order.lanes
 
     def mixture(count: int, **options: Any) -> Mixture:
         return Mixture(

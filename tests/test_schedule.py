@@ -1,11 +1,8 @@
 """What the engine executes: the order, replayed with blocks that are fetched once and held no longer than needed."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,11 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streamloader.errors import UsageError
-from streamloader.plan import schedule as planner
-from streamloader.plan.booking import BatchPlan, BlockRef
-from streamloader.plan.order import EpochOrder, OrderParams
-from streamloader.plan.schedule import schedule, slots_needed
-from streamloader.plan.world import Share, World
+from streamloader.order import schedule as planner
+from streamloader.order.epoch_order import EpochOrder, OrderParams
+from streamloader.order.schedule import BatchPlan, BlockRef, Share, World, schedule, slots_needed
 
 
 @pytest.fixture(params=["short spans", "long spans"], autouse=True)
@@ -90,7 +85,7 @@ def check_replay(order: EpochOrder, share: Share, start: int, unit: int | None, 
 
 @settings(max_examples=120, deadline=None)
 @given(runs())
-def test_replay_gives_the_samples_of_the_positions_within_the_slots(run: tuple[EpochOrder, Share, int]) -> None:
+def test_replay_gives_the_samples_of_the_positions_within_the_slots(run):
     order, share, start = run
     engine = check_replay(order, share, start, None)
     assert engine.most_live <= slots_needed(order.params, share)
@@ -98,7 +93,7 @@ def test_replay_gives_the_samples_of_the_positions_within_the_slots(run: tuple[E
 
 @settings(max_examples=60, deadline=None)
 @given(runs(), st.integers(1, 9))
-def test_several_steps_at_once_are_the_same_steps(run: tuple[EpochOrder, Share, int], steps_at_once: int) -> None:
+def test_several_steps_at_once_are_the_same_steps(run, steps_at_once):
     order, share, start = run
     engine = check_replay(order, share, start, None, steps_at_once)
     assert engine.most_live <= slots_needed(order.params, share, steps_at_once)
@@ -106,7 +101,7 @@ def test_several_steps_at_once_are_the_same_steps(run: tuple[EpochOrder, Share, 
 
 @settings(max_examples=100, deadline=None)
 @given(runs(shuffle=False), st.integers(1, 50))
-def test_replay_without_shuffle_fetches_units_within_the_slots(run: tuple[EpochOrder, Share, int], unit: int) -> None:
+def test_replay_without_shuffle_fetches_units_within_the_slots(run, unit):
     order, share, start = run
     engine = check_replay(order, share, start, unit)
     assert engine.most_live <= slots_needed(OrderParams(unit, 1, 2 * unit), share)
@@ -115,7 +110,7 @@ def test_replay_without_shuffle_fetches_units_within_the_slots(run: tuple[EpochO
 
 @settings(max_examples=80, deadline=None)
 @given(st.booleans().flatmap(runs))
-def test_no_unit_and_no_lanes_block_is_fetched_twice(run: tuple[EpochOrder, Share, int]) -> None:
+def test_no_unit_and_no_lanes_block_is_fetched_twice(run):
     order, share, start = run
     plans = schedule(order, replace(share, remainder="uneven"), start, 3 if not order.shuffle else None)
     keys = []
@@ -128,7 +123,7 @@ def test_no_unit_and_no_lanes_block_is_fetched_twice(run: tuple[EpochOrder, Shar
 
 @settings(max_examples=80, deadline=None)
 @given(st.booleans().flatmap(runs))
-def test_padding_fetches_nothing_that_the_rank_has_read_a_step_before(run: tuple[EpochOrder, Share, int]) -> None:
+def test_padding_fetches_nothing_that_the_rank_has_read_a_step_before(run):
     order, share, start = run
     if not (share.divides and order.num_samples - start > share.global_batch):
         return  # else padded rows may repeat what no rank or another rank delivered
@@ -141,9 +136,7 @@ def test_padding_fetches_nothing_that_the_rank_has_read_a_step_before(run: tuple
 
 @settings(max_examples=40, deadline=None)
 @given(runs(), st.data())
-def test_resumed_schedule_continues_the_undisturbed_one(
-    run: tuple[EpochOrder, Share, int], data: st.DataObject
-) -> None:
+def test_resumed_schedule_continues_the_undisturbed_one(run, data):
     order, share, start = run
     undisturbed = [plan.samples.tolist() for plan in schedule(order, share, start)]
     steps = data.draw(st.integers(0, len(undisturbed)))
@@ -153,7 +146,7 @@ def test_resumed_schedule_continues_the_undisturbed_one(
 
 @settings(max_examples=60, deadline=None)
 @given(runs())
-def test_ranks_together_fetch_each_sample_once(run: tuple[EpochOrder, Share, int]) -> None:
+def test_ranks_together_fetch_each_sample_once(run):
     order, share, _ = run
     share = replace(share, remainder="uneven")
     if not share.divides:
@@ -166,7 +159,7 @@ def test_ranks_together_fetch_each_sample_once(run: tuple[EpochOrder, Share, int
     assert samples == list(range(order.num_samples))
 
 
-def test_padded_rows_use_blocks_that_are_still_held() -> None:
+def test_padded_rows_use_blocks_that_are_still_held():
     order = EpochOrder(64 * 40 + 5, OrderParams(64, 4, 128), seed=3, epoch=0)
     share = Share(order.num_samples, 4, 16, World(1, 2), "pad")
     last_two = list(schedule(order, share, 0))[-2:]
@@ -176,7 +169,7 @@ def test_padded_rows_use_blocks_that_are_still_held() -> None:
     assert not set(last_two[0].done) & set(last_two[1].tickets.tolist())
 
 
-def test_blocks_are_freed_while_the_epoch_runs() -> None:
+def test_blocks_are_freed_while_the_epoch_runs():
     order = EpochOrder(10_000, OrderParams(16, 4, 64), seed=3, epoch=0)
     engine = Engine()
     share = Share(10_000, 4, 32, World(0, 1), "pad")
@@ -194,13 +187,13 @@ def test_blocks_are_freed_while_the_epoch_runs() -> None:
     ],
     ids=["smaller than a global batch", "ranks that do not divide the lanes"],
 )
-def test_last_step_may_touch_other_lanes_and_still_has_its_slots(order: EpochOrder, share: Share) -> None:
+def test_last_step_may_touch_other_lanes_and_still_has_its_slots(order, share):
     engine = check_replay(order, share, 0, None)
     assert share.lanes_read * 4 + share.batch // order.params.block + 1 < engine.most_live
     assert engine.most_live <= slots_needed(order.params, share)
 
 
-def test_slots_are_the_same_on_every_rank_and_no_more_than_the_dataset() -> None:
+def test_slots_are_the_same_on_every_rank_and_no_more_than_the_dataset():
     params = OrderParams(16, 8, 64)
     assert len({slots_needed(params, Share(10**6, 8, 32, World(rank, 3), "pad")) for rank in range(3)}) == 1
     assert slots_needed(params, Share(100, 8, 32, World(0, 1), "pad")) == 7 + 7
@@ -210,7 +203,7 @@ def test_slots_are_the_same_on_every_rank_and_no_more_than_the_dataset() -> None
 
 @pytest.mark.parametrize("shuffle", [True, False])
 @pytest.mark.parametrize("num_samples", [0, 1])
-def test_epoch_of_no_or_one_sample(num_samples: int, shuffle: bool) -> None:
+def test_epoch_of_no_or_one_sample(num_samples, shuffle):
     order = EpochOrder(num_samples, OrderParams(8, 2, 16), seed=1, epoch=0, shuffle=shuffle)
     share = Share(num_samples, order.lanes, 4, World(1, 2), "pad")
     plans = list(schedule(order, share, 0))
@@ -220,15 +213,15 @@ def test_epoch_of_no_or_one_sample(num_samples: int, shuffle: bool) -> None:
     assert not list(schedule(order, replace(share, remainder="drop"), 0))
 
 
-def test_first_batch_of_ten_billion_samples_is_planned_at_once() -> None:
+def test_first_batch_of_ten_billion_samples_is_planned_at_once():
     num_samples = 10**10
     order = EpochOrder(num_samples, OrderParams(1024, 64, 4096), seed=1, epoch=0)
     share = Share(num_samples, order.lanes, 256, World(0, 1), "pad")
     seconds = []
     for position in (0, num_samples // 2 + 17, num_samples - 999):
-        before = time.perf_counter()
+        before = time.thread_time()
         plan = next(schedule(order, share, position))
-        seconds.append(time.perf_counter() - before)
+        seconds.append(time.thread_time() - before)
         assert plan.samples.tolist() == order.samples_at(position, position + 256).tolist()
     assert min(seconds) < 0.25  # 0.01-0.03 measured; the bound is for a busy machine
 
@@ -238,12 +231,10 @@ def test_first_batch_of_ten_billion_samples_is_planned_at_once() -> None:
     [
         ({"position": 101}, r"position 101 is not in \[0, 100\]"),
         ({"position": -1}, "position -1 "),
-        ({"share": Share(100, 1, 4, World(0, 1), "pad")}, "100 samples over 1 lanes .* 100 over 2"),
-        ({"unit": 0}, "unit=0 "),
-        ({"steps_at_once": 0}, "0 steps"),
+        ({"share": Share(100, 1, 4, World(0, 1), "pad")}, "100 samples over 1 lanes .* 100 samples over 2"),
     ],
 )
-def test_impossible_schedule_is_refused_when_it_is_made(change: dict[str, Any], problem: str) -> None:
+def test_impossible_schedule_is_refused_when_it_is_made(change, problem):
     order = EpochOrder(100, OrderParams(4, 2, 8), seed=1, epoch=0)
     given_ = {"order": order, "share": Share(100, 2, 4, World(0, 1), "pad"), "position": 0, **change}
     with pytest.raises(UsageError, match=problem):
@@ -258,9 +249,7 @@ def test_impossible_schedule_is_refused_when_it_is_made(change: dict[str, Any], 
         (10**10, OrderParams(2**10, 64, 2**12), 0.05),
     ],
 )
-def test_an_epoch_of_many_short_rows_is_entered_anywhere_in_little_time(
-    num_samples: int, params: OrderParams, seconds: float
-) -> None:
+def test_an_epoch_of_many_short_rows_is_entered_anywhere_in_little_time(num_samples, params, seconds):
     order = EpochOrder(num_samples, params, 1, 0)
     share = Share(num_samples, params.lanes, 256, World(0, 1), "pad")
     next(schedule(order, share, 0))  # numpy is warm
@@ -273,7 +262,7 @@ def test_an_epoch_of_many_short_rows_is_entered_anywhere_in_little_time(
         assert min(spent) < 2 * seconds  # the machine is shared
 
 
-def test_a_lane_is_entered_anywhere_as_its_whole_order_says() -> None:
+def test_a_lane_is_entered_anywhere_as_its_whole_order_says():
     """Where the window fills, moves and empties, and where bounds of keys are guessed wrong."""
     for length, window in ((50_000, 4096), (5000, 4096), (4000, 4096), (70, 64), (3000, 6)):
         order = EpochOrder(length, OrderParams(2, 1, window), 5, 0)

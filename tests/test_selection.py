@@ -1,9 +1,6 @@
-"""`where=`: the order over a part of the dataset keeps every law, and what is not wanted is not read."""
-
-from __future__ import annotations
+"""`where=`: conditions mean what Python means by them, and the order over a part of the dataset keeps every law."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import datasets
@@ -19,11 +16,11 @@ import streamloader as sl
 from bench.shuffles.quality import _variance_ratio
 from streamloader.errors import SelectionError, StateError
 from streamloader.format.codecs import pack_items, parse_items
-from streamloader.format.runs import Part, chosen
+from streamloader.format.reader import Part, chosen
 from streamloader.measure.forecast import ForecastOptions, forecast
 from streamloader.options import Layout, Shuffle
-from streamloader.plan.selection import Selection
-from streamloader.torch_dataset import StreamingDataset
+from streamloader.order.selection import MAX_CHARACTERS, Condition, Selection
+from streamloader.pytorch.dataset import StreamingDataset
 
 N = 603
 SOME = sorted({*range(5, 200, 7), *range(300, 340), 602})
@@ -53,7 +50,7 @@ def seen(ds: Any) -> list[int]:
 
 
 @given(st.integers(1, 300), st.data())
-def test_slices_masks_and_numbers_in_any_order_choose_alike(count: int, data: st.DataObject) -> None:
+def test_slices_masks_and_numbers_in_any_order_choose_alike(count, data):
     start, stop = data.draw(st.integers(-count, count)), data.draw(st.integers(-count, count))
     step = data.draw(st.integers(-5, 5).filter(bool))
     expected = sorted(range(count)[start:stop:step])
@@ -82,22 +79,22 @@ def test_slices_masks_and_numbers_in_any_order_choose_alike(count: int, data: st
         (["label"], "dtype"),
         (np.zeros((2, 2), np.int64), r"shape \(2, 2\)"),
         (7, r"shape \(\)"),
-        ([[1], [2, 3]], "is no array"),
+        ([[1], [2, 3]], "is not an array"),
         ([], f"selects none of {N} samples"),
         ("label > 0", f"selects none of {N} samples"),
-        ("nope == 1", "'nope', which is no field.*count, flag, label"),
+        ("nope == 1", "'nope', which is not a field.*count, flag, label"),
         ("raw == 1", "'raw', which is bytes"),
         ("x > 1", r"'x', which is float32\[300\]"),
         ("print(label)", "not understood"),
-        (slice("a", 3), "cannot be"),
+        (slice("a", 3), "is invalid"),
     ],
 )
-def test_what_cannot_be_chosen_is_refused(url: str, choice: Any, part: str) -> None:
+def test_what_cannot_be_chosen_is_refused(url, choice, part):
     with pytest.raises(SelectionError, match=part):
         stream(url, choice)
 
 
-def test_a_condition_that_cannot_be_read_is_refused_before_anything_is_opened() -> None:
+def test_a_condition_that_cannot_be_read_is_refused_before_anything_is_opened():
     with pytest.raises(SelectionError, match="cannot be read"):
         StreamingDataset("s3://no-such-bucket-anywhere/x", batch_size=1, where="label ==")
 
@@ -117,9 +114,7 @@ def test_a_condition_that_cannot_be_read_is_refused_before_anything_is_opened() 
         (f"{label(7)} <= label < {label(300)}", range(7, 300)),
     ],
 )
-def test_every_selected_sample_comes_once_an_epoch_and_no_other(
-    url: str, where: Any, expected: Any, shuffle: bool
-) -> None:
+def test_every_selected_sample_comes_once_an_epoch_and_no_other(url, where, expected, shuffle):
     ds = stream(url, where, batch=min(16, len(expected)), shuffle=shuffle)
     assert ds.num_samples == len(expected)
     orders = []
@@ -140,7 +135,7 @@ def test_every_selected_sample_comes_once_an_epoch_and_no_other(
 @pytest.mark.filterwarnings("ignore:.*blocks are read about")
 @settings(max_examples=25, deadline=None)
 @given(st.data())
-def test_the_order_is_the_same_at_every_world_size(url: str, data: st.DataObject) -> None:
+def test_the_order_is_the_same_at_every_world_size(url, data):
     chosen = sorted(data.draw(st.sets(st.integers(0, N - 1), min_size=30, max_size=200)))
     batch, size = 24, data.draw(st.sampled_from([2, 3, 4]))
     options: dict[str, Any] = {"fields": ["tok", "label"], "shuffle": Shuffle(lanes=4)}
@@ -155,7 +150,7 @@ def test_the_order_is_the_same_at_every_world_size(url: str, data: st.DataObject
         ds.close()
 
 
-def test_a_run_goes_on_where_its_state_stands_and_not_with_another_selection(url: str) -> None:
+def test_a_run_goes_on_where_its_state_stands_and_not_with_another_selection(url):
     ds = stream(url, SOME)
     whole = seen(ds)
     ds = stream(url, np.isin(np.arange(N), SOME))
@@ -180,13 +175,13 @@ def test_a_run_goes_on_where_its_state_stands_and_not_with_another_selection(url
 @pytest.mark.filterwarnings("ignore:2 DataLoader workers on each rank")
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 @pytest.mark.parametrize("context", ["fork", "spawn"])
-def test_workers_deliver_the_selection_once(url: str, context: str) -> None:
+def test_workers_deliver_the_selection_once(url, context):
     ds = stream(url, "flag", fields=["label", "name"])
     loader = DataLoader(ds, batch_size=None, num_workers=2, multiprocessing_context=context)
     assert sorted(i for batch in loader for i in numbers(batch)) == list(range(0, N, 3))
 
 
-def test_padded_rows_repeat_samples_of_the_selection(url: str) -> None:
+def test_padded_rows_repeat_samples_of_the_selection(url):
     ds = stream(url, [3, 500, 7], batch=2, world=(0, 2))
     (batch,) = list(ds)
     assert set(batch["index"].tolist()) <= {3, 7, 500}
@@ -196,7 +191,7 @@ def test_padded_rows_repeat_samples_of_the_selection(url: str) -> None:
 # ---- what is read
 
 
-def test_blocks_without_a_selected_sample_are_not_read(tmp_path: Path) -> None:
+def test_blocks_without_a_selected_sample_are_not_read(tmp_path):
     layout = Layout(shard_size=1 << 18, block_size=1 << 16, chunk_size=1 << 13, codec="none")
     datasets.write(tmp_path / "d", 4000, ["x"], layout)
     every = stream(str(tmp_path / "d"), None)
@@ -213,7 +208,7 @@ def test_blocks_without_a_selected_sample_are_not_read(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:8 ranks are more than")
 @pytest.mark.parametrize("where", [slice(1000, 3000), slice(1001, 3333), slice(0, 40_000, 3)])
-def test_eight_ranks_each_read_about_their_share_of_a_selection(tmp_path: Path, where: slice) -> None:
+def test_eight_ranks_each_read_about_their_share_of_a_selection(tmp_path, where):
     layout = Layout(shard_size=1 << 22, block_size=1 << 18, chunk_size=1 << 14, codec="none")
     datasets.write(tmp_path / "d", 8000, ["x"], layout)
     whole = 1200 * len(range(*where.indices(8000)))
@@ -229,7 +224,7 @@ def test_eight_ranks_each_read_about_their_share_of_a_selection(tmp_path: Path, 
     assert max(fetched) <= 2 * min(fetched)
 
 
-def test_the_forecast_of_a_selection_is_that_of_its_own_order(tmp_path: Path) -> None:
+def test_the_forecast_of_a_selection_is_that_of_its_own_order(tmp_path):
     layout = Layout(shard_size=1 << 22, block_size=1 << 18, chunk_size=1 << 14, codec="none")
     datasets.write(tmp_path / "d", 8000, ["x"], layout)
     options = ForecastOptions(world_size=8, batch_size=32, where=slice(1001, 3333))
@@ -244,7 +239,7 @@ def test_the_forecast_of_a_selection_is_that_of_its_own_order(tmp_path: Path) ->
 
 
 @given(st.lists(st.binary(max_size=30), min_size=1, max_size=30), st.data())
-def test_what_is_chosen_of_a_chunk_holds_at_most_twice_its_bytes(values: list[bytes], data: st.DataObject) -> None:
+def test_what_is_chosen_of_a_chunk_holds_at_most_twice_its_bytes(values, data):
     """A window of rare samples would else keep the chunks that they come from."""
     wanted = sorted(data.draw(st.sets(st.integers(0, len(values) - 1), min_size=1)))
     items = parse_items(memoryview(pack_items(values)), len(values))
@@ -255,7 +250,7 @@ def test_what_is_chosen_of_a_chunk_holds_at_most_twice_its_bytes(values: list[by
 
 
 @pytest.mark.parametrize("codec", ["none", "zstd"])
-def test_rare_samples_of_variable_size_come_out_whole(tmp_path: Path, codec: Any) -> None:
+def test_rare_samples_of_variable_size_come_out_whole(tmp_path, codec):
     layout = Layout(shard_size=1 << 20, block_size=1 << 14, chunk_size=1 << 14, codec=codec)
     datasets.write(tmp_path / "d", 5000, ["tok", "raw", "name"], layout)
     chosen = list(range(0, 5000, 97))
@@ -267,7 +262,7 @@ def test_rare_samples_of_variable_size_come_out_whole(tmp_path: Path, codec: Any
     ds.close()
 
 
-def test_classes_are_those_of_the_conversion_and_name_what_takes_part(tmp_path: Path) -> None:
+def test_classes_are_those_of_the_conversion_and_name_what_takes_part(tmp_path):
     for number, name in enumerate(("ant", "bee", "cat")):
         for i in range(4 + number):
             path = tmp_path / "photos" / name / f"{i}.png"
@@ -284,7 +279,7 @@ def test_classes_are_those_of_the_conversion_and_name_what_takes_part(tmp_path: 
     assert {int(batch["label"]) for batch in animals} == {0, 2}
     with pytest.raises(SelectionError, match="similar names are 'bee'"):
         StreamingDataset(tmp_path / "whole", batch_size=1, where="label == 'beee'")
-    with pytest.raises(SelectionError, match="'bee', which is no field; write the class as 'bee' in quotes; fields"):
+    with pytest.raises(SelectionError, match="'bee', which is not a field; write the class as 'bee' in quotes; fields"):
         StreamingDataset(tmp_path / "whole", batch_size=1, where="label == bee")
     datasets.write(tmp_path / "plain", 3, ["label"])
     assert sl.open(tmp_path / "plain").classes == {}
@@ -293,3 +288,166 @@ def test_classes_are_those_of_the_conversion_and_name_what_takes_part(tmp_path: 
     mixed = sl.Mixture({tmp_path / "whole": 1, sl.Source(tmp_path / "split", "train"): 1}, batch_size=2)
     assert mixed.classes == classes
     assert sl.Mixture({tmp_path / "whole": 1, tmp_path / "plain": 1}, batch_size=2, fields=["label"]).classes == {}
+
+
+# ---- conditions
+
+COLUMNS = {
+    "label": np.array([0, 1, 2, 3, 250, 255, 7, 7], np.uint8),
+    "width": np.array([-(2**40), -1, 0, 1, 255, 256, 300, 2**40], np.int64),
+    "score": np.array([0.5, -1.5, 0.0, 2.25, 1e30, -1e-30, 3.0, 0.5], np.float32),
+    "flag": np.array([True, False, True, True, False, False, True, False]),
+}
+ROWS = [{name: column[i].item() for name, column in COLUMNS.items()} for i in range(8)]
+
+
+def combined(inner: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
+    joined = st.tuples(inner, st.sampled_from("+-*"), inner).map(lambda parts: f"({' '.join(parts)})")
+    divided = st.tuples(inner, st.sampled_from(["/", "//", "%"]), st.integers(1, 9)).map(
+        lambda parts: f"({parts[0]} {parts[1]} {parts[2]})"
+    )
+    return joined | divided | inner.map(lambda text: f"(-{text})")
+
+
+number = st.recursive(
+    st.sampled_from(["label", "width", "score", "flag"]) | st.integers(-300, 300).map(str), combined, max_leaves=4
+)
+compared = st.tuples(number, st.sampled_from(["==", "!=", "<", "<=", ">", ">="]), number).map(" ".join)
+chain = st.tuples(number, st.sampled_from(["<", "<="]), number, st.sampled_from(["<", "!="]), number).map(" ".join)
+among = st.tuples(
+    number, st.sampled_from(["in", "not in"]), st.lists(st.integers(-3, 300), min_size=1, max_size=4)
+).map(lambda parts: f"{parts[0]} {parts[1]} {parts[2]}")
+
+
+def conditions(inner: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
+    joined = st.tuples(inner, st.sampled_from(["and", "or"]), inner).map(lambda parts: f"({' '.join(parts)})")
+    return joined | inner.map(lambda text: f"(not ({text}))")
+
+
+condition = st.recursive(compared | chain | among | st.just("flag"), conditions, max_leaves=5)
+
+
+@given(condition)
+def test_a_condition_holds_where_it_does_in_python(text):
+    try:
+        parsed = Condition.parse(text)
+    except SelectionError as error:
+        assert "names no field" in str(error)
+        return
+    try:
+        found = parsed.mask({name: COLUMNS[name] for name in parsed.fields})
+    except SelectionError as error:
+        assert "may pass 64 bits" in str(error)
+        return
+    expected = [bool(eval(text, {"__builtins__": {}}, row)) for row in ROWS]
+    assert found.dtype == np.bool_
+    assert found.tolist() == expected, text
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("", "cannot be read"),
+        ("label ==", "cannot be read"),
+        ("label = 1", "cannot be read"),
+        ("label == 1; width", "cannot be read"),
+        ("label\x00 == 1", "cannot be read"),
+        ("(" * 5000 + "label" + ")" * 5000 + " == 1", "cannot be read|characters|nested"),
+        ("not " * 3000 + "flag", "nested|characters|cannot be read"),
+        ("open('x') == 1", r"open\('x'\)"),
+        ("label.real == 1", r"label\.real"),
+        ("label[0] == 1", r"label\[0\]"),
+        ("label ** 9 == 1", r"label \*\* 9"),
+        ("label << 9 == 1", "label << 9"),
+        ("(lambda: 1)() == label", "lambda"),
+        ("label < 'cat'", "'cat'.*write label == 'cat'"),
+        ("label == 'cat' == 1", "otherwise than with one field"),
+        ("label + 'cat' == 1", "'cat'"),
+        ("label in 'cat'", "otherwise than with one field"),
+        ("'cat' in (label, 1)", "otherwise than with one field"),
+        ("label in ('cat', width)", "otherwise than with one field"),
+        ("label + 1 == 'cat'", "otherwise than with one field"),
+        ("'dog' == 'cat'", "otherwise than with one field"),
+        ("'cat'", "'cat'"),
+        ("label == None", "None"),
+        ("label == 1j", "1j"),
+        ("f'{label}' == 1", "not understood"),
+        ("[x for x in label] == 1", "not understood"),
+        ("(x := label) == 1", "not understood"),
+        ("label if flag else width", "not understood"),
+        ("label is 1", "not a list of numbers"),
+        ("label in width", "not a list of numbers"),
+        ("label in (1, width)", "has a field inside a list"),
+        ("label + 1", "a number, not a condition"),
+        ("label + 1 and flag", "a number, not a condition"),
+        ("not (label + 1)", "a number, not a condition"),
+        ("(label == 1) + 1 == 2", "a condition, not a number"),
+        ("1 == 1", "names no field"),
+        ("label == " + "1" * MAX_CHARACTERS, "characters"),
+    ],
+)
+def test_what_is_not_understood_is_named(text, part):
+    with pytest.raises(SelectionError, match=part):
+        Condition.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("label", "a number, not a condition"),
+        ("label and flag", "'label' in where= is a number, not a condition"),
+        ("not width", "'width' in where= is a number"),
+        ("label / 0 == 1", "cannot be computed"),
+        ("width // label == 1", "cannot be computed"),
+        ("width % (label - label) == 1", "cannot be computed"),
+        (f"width + {10**30} > 1", "may pass 64 bits"),
+        ("width * width * width > 1", "may pass 64 bits"),
+    ],
+)
+def test_what_cannot_be_computed_is_an_error_of_the_same_kind(text, part):
+    with pytest.raises(SelectionError, match=part):
+        Condition.parse(text).mask(COLUMNS)
+
+
+def test_small_integers_do_not_wrap_and_large_ones_compare_exactly():
+    columns: dict[str, Any] = {"small": np.array([250, 5], np.uint8), "large": np.array([2**64 - 1, 2**63], np.uint64)}
+    assert Condition.parse("small + 10 > 255").mask(columns).tolist() == [True, False]
+    assert Condition.parse("small - 6 < 0").mask(columns).tolist() == [False, True]
+    assert Condition.parse(f"large == {2**64 - 1}").mask(columns).tolist() == [True, False]
+    assert Condition.parse(f"small < {10**30}").mask(columns).tolist() == [True, True]
+
+
+CLASSES = {"label": ["ant", "cat", "dog", "catfish"], "width": ["cat", "narrow"]}
+
+
+@pytest.mark.parametrize(
+    ("text", "same"),
+    [
+        ("label == 'cat'", "label == 1"),
+        ("'cat' != label", "label != 1"),
+        ("label in ('dog', 'ant', 7)", "label in (2, 0, 7)"),
+        ("label not in ['dog', 'ant']", "label not in (2, 0)"),
+        ("not (label == 'ant' or width == 'narrow') and flag", "not (label == 0 or width == 1) and flag"),
+    ],
+)
+def test_class_names_stand_for_their_numbers(text, same):
+    named, plain = Condition.parse(text), Condition.parse(same)
+    assert named.fields == plain.fields
+    columns = {name: COLUMNS[name] for name in named.fields}
+    assert named.with_classes(CLASSES).mask(columns).tolist() == plain.mask(columns).tolist()
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("label == 'cats'", "'cats', which is none of its classes; similar names are 'cat', 'catfish'"),
+        (
+            "label in ('cat', 'zebra')",
+            "'zebra', which is none of its classes; its 4 classes are 'ant', 'cat', 'dog', 'catfish' \\[",
+        ),
+        ("score == 'cat'", "compares 'score' with 'cat', and the dataset has no class names for it; compare it with"),
+    ],
+)
+def test_an_unknown_class_name_is_named_with_those_that_look_like_it(text, part):
+    with pytest.raises(SelectionError, match=part):
+        Condition.parse(text).with_classes(CLASSES)

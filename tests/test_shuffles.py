@@ -1,7 +1,5 @@
 """The measures of how well an order mixes, and the orders of other loaders that they are taken of."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -18,23 +16,22 @@ from bench.shuffles.orders import Mixer, OrderError, Setting, mixers, order, our
 from bench.shuffles.quality import _variance_ratio, quality, resident
 from streamloader.format.writer import Writer
 from streamloader.options import Layout
-from streamloader.plan.order import EpochOrder, OrderParams
-from streamloader.plan.schedule import schedule
-from streamloader.plan.world import Share, World
-from streamloader.torch_dataset import StreamingDataset
+from streamloader.order.epoch_order import EpochOrder, OrderParams
+from streamloader.order.schedule import Share, World, schedule
+from streamloader.pytorch.dataset import StreamingDataset
 
 SETTING = Setting(samples=4096, batch=32, block=8, lanes=8, window=32, shard=64, classes=16)
 MEASURES = {"batch": 32, "run": 64, "classes": 16}
 
 
-def test_an_order_as_stored_has_one_run_in_a_batch_and_holds_one_unit() -> None:
+def test_an_order_as_stored_has_one_run_in_a_batch_and_holds_one_unit():
     found = quality(np.arange(4096), unit=64, **MEASURES)
     assert (found.resident, found.units, found.runs, found.formula) == (64, 1, 1, 32)
     assert found.correlation == pytest.approx(1)
     assert found.measured == pytest.approx(32, rel=0.1)  # a batch is of one class: as good as one sample
 
 
-def test_a_full_permutation_is_as_good_as_independent_draws() -> None:
+def test_a_full_permutation_is_as_good_as_independent_draws():
     found = quality(np.random.default_rng(0).permutation(4096), unit=64, **MEASURES)
     assert found.runs == pytest.approx(64 * (1 - (1 - 1 / 64) ** 32), rel=0.03)
     assert found.formula == pytest.approx(1 + 31 / 64, rel=0.05)
@@ -43,14 +40,14 @@ def test_a_full_permutation_is_as_good_as_independent_draws() -> None:
 
 
 @given(st.integers(1, 40), st.integers(1, 9), st.randoms(use_true_random=False))
-def test_what_is_held_is_what_a_count_step_by_step_finds(count: int, unit: int, random: object) -> None:
+def test_what_is_held_is_what_a_count_step_by_step_finds(count, unit, random):
     ids = np.random.default_rng(random.randrange(1000)).permutation(count * unit)  # type: ignore[attr-defined]
     units = (ids // unit).tolist()
     held = [len(set(units[: at + 1]) & set(units[at:])) for at in range(len(units))]
     assert resident(ids, unit) == max(held) * unit
 
 
-def test_streamloader_holds_less_than_its_slots_and_mixes_nearly_as_a_permutation() -> None:
+def test_streamloader_holds_less_than_its_slots_and_mixes_nearly_as_a_permutation():
     ids = ours(SETTING, 0)
     assert sorted(ids.tolist()) == list(range(4096))
     found = quality(ids, unit=SETTING.block, **MEASURES)
@@ -58,14 +55,14 @@ def test_streamloader_holds_less_than_its_slots_and_mixes_nearly_as_a_permutatio
     assert found.measured < 2
 
 
-def test_each_mixer_holds_what_streamloader_does_where_it_can_be_told_so() -> None:
+def test_each_mixer_holds_what_streamloader_does_where_it_can_be_told_so():
     memory = resident(ours(SETTING, 0), SETTING.block)
     told = {name: value for mixer in mixers(SETTING) for name, value in mixer.options}
     assert told["buffer"] == memory
     assert memory - 2 * SETTING.shard < 2 * int(told["chunk"]) <= memory
 
 
-def test_a_peer_gives_its_own_order_and_each_sample_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_peer_gives_its_own_order_and_each_sample_once(monkeypatch):
     monkeypatch.setattr(venvs, "make", lambda peer, say: "")  # the development environment has this one
     monkeypatch.setattr(venvs, "python_of", lambda peer: Path(sys.executable))
     mixer = Mixer("WebDataset", 0, "webdataset", (("buffer", 512),), held=512)
@@ -77,7 +74,7 @@ def test_a_peer_gives_its_own_order_and_each_sample_once(monkeypatch: pytest.Mon
         order(replace(mixer, options=()), SETTING, 0)
 
 
-def test_the_curve_falls_faster_the_better_the_order_mixes(tmp_path: Path) -> None:
+def test_the_curve_falls_faster_the_better_the_order_mixes(tmp_path):
     rng = np.random.default_rng(0)
     photos = [rng.integers(0, 120 + 15 * i, (40, 40, 3), np.uint8) for i in range(10)]
     task = Task(photos, SETTING.samples)
@@ -100,9 +97,7 @@ def test_the_curve_falls_faster_the_better_the_order_mixes(tmp_path: Path) -> No
     [({"x": "uint8[512]", "label": "int64"}, True), ({"x": "uint8[2048]", "label": "int64"}, False)],
     ids=["all held whole", "streamed"],
 )
-def test_a_small_dataset_in_class_order_mixes_as_independent_draws(
-    tmp_path: Path, fields: dict[str, str], held: bool
-) -> None:
+def test_a_small_dataset_in_class_order_mixes_as_independent_draws(tmp_path, fields, held):
     """Also at the beginning of an epoch, where windows are not full yet."""
     n, batch, classes = 6400, 32, 16
     labels = np.arange(n) * classes // n
@@ -125,7 +120,7 @@ def test_a_small_dataset_in_class_order_mixes_as_independent_draws(
     assert np.mean([quality(ids, unit=1, batch=batch, run=64, classes=classes).measured for ids in epochs]) <= 1.1
 
 
-def test_a_dataset_that_is_held_whole_is_planned_without_blocks(tmp_path: Path) -> None:
+def test_a_dataset_that_is_held_whole_is_planned_without_blocks(tmp_path):
     """Blocks of one sample cost no Python work for each: plans name no blocks, and are the same order."""
     order = EpochOrder(5000, OrderParams(1, 16, 4), 3, 0)
     for size, remainder in ((1, "pad"), (4, "uneven"), (6, "pad")):

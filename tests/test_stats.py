@@ -1,11 +1,8 @@
 """What limits training, in words: laws on made-up stats, and real runs that each have one clear limit."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +17,8 @@ from torch.utils.data import DataLoader
 import streamloader as sl
 from streamloader.errors import UsageError
 from streamloader.stats import BatchReport, Counters, Stats
+
+pytestmark = pytest.mark.alone
 
 N = 700
 SUMS = [
@@ -36,7 +35,7 @@ any_stats = st.builds(
     in_flight=st.integers(0, 64),
     cores=st.integers(1, 256),
     transformers=st.integers(1, 64),
-    client=st.sampled_from(["obstore: obstore knows s3", "fsspec: obstore does not know ftp"]),
+    client=st.sampled_from(["obstore: obstore supports s3", "fsspec: obstore does not support ftp"]),
 ).map(lambda stats: dataclasses.replace(stats, first_batch_seconds=min(stats.first_batch_seconds, stats.wait_seconds)))
 
 
@@ -56,7 +55,7 @@ def stream(url: str | Path, batch: int = 32, **options: Any) -> sl.StreamingData
 
 
 @given(any_stats)
-def test_a_verdict_is_one_line_that_begins_with_the_limit(stats: Stats) -> None:
+def test_a_verdict_is_one_line_that_begins_with_the_limit(stats):
     assert stats.limit in (("network", "gather", "decode", "transform", "consumer") if stats.batches else ("",))
     assert stats.verdict.startswith(f"{stats.limit}-bound: training waited " if stats.batches else "no batch yet")
     assert "\n" not in str(stats)
@@ -66,13 +65,13 @@ def test_a_verdict_is_one_line_that_begins_with_the_limit(stats: Stats) -> None:
 
 
 @given(any_stats, st.sampled_from([0.125, 0.5, 2.0, 64.0]))
-def test_the_limit_does_not_depend_on_how_long_was_measured(stats: Stats, factor: float) -> None:
+def test_the_limit_does_not_depend_on_how_long_was_measured(stats, factor):
     longer = dataclasses.replace(stats, **{name: getattr(stats, name) * factor for name in SUMS if "seconds" in name})
     assert longer.limit == stats.limit
 
 
 @given(any_stats, any_stats)
-def test_an_interval_and_what_came_before_it_make_the_whole(before: Stats, interval: Stats) -> None:
+def test_an_interval_and_what_came_before_it_make_the_whole(before, interval):
     whole = dataclasses.replace(interval, **{name: getattr(before, name) + getattr(interval, name) for name in SUMS})
     since = whole.since(before)
     for name in SUMS:
@@ -82,7 +81,7 @@ def test_an_interval_and_what_came_before_it_make_the_whole(before: Stats, inter
     assert before.since(before).verdict == "no batch yet"
 
 
-def test_stats_in_the_wrong_order_are_refused() -> None:
+def test_stats_in_the_wrong_order_are_refused():
     with pytest.raises(UsageError, match=r"stats of 3 batches .* these are of 2"):
         Stats(batches=2, seconds=2.0).since(Stats(batches=3, seconds=2.0))
 
@@ -97,19 +96,19 @@ def changed(stats: Stats, **values: Any) -> str:
     return dataclasses.replace(stats, **values).verdict
 
 
-def test_the_network_is_the_limit_where_no_stage_is_busy() -> None:
+def test_the_network_is_the_limit_where_no_stage_is_busy():
     assert NETWORK.verdict == (
         "network-bound: training waited 50% of the time; 412 MB/s in 41 requests in flight of 4.2 MB; "
         "`streamloader bench` tells whether the endpoint gives more"
     )
     assert "they are small: a larger shuffle=Shuffle(block=)" in changed(NETWORK, requests=981_000)
     assert "1000 retries in 9810 requests: the store throttles or fails" in changed(NETWORK, retries=1000)
-    assert "stats().client says why" in changed(NETWORK, client="fsspec: obstore does not know ftp")
+    assert "stats().client says why" in changed(NETWORK, client="fsspec: obstore does not support ftp")
     assert "keeps its 2 cores busy" in changed(NETWORK, cpu_seconds=190.0)
     assert "more memory=" in changed(NETWORK, request_seconds=500.0)
 
 
-def test_a_stage_that_is_busy_all_the_time_is_the_limit() -> None:
+def test_a_stage_that_is_busy_all_the_time_is_the_limit():
     unpack = changed(NETWORK, unpack_seconds=180.0, decode_seconds=10.0)
     assert unpack.startswith("decode-bound: training waited 50% of the time; 2 cores 95% busy, 95% of it unpacking")
     assert "codec lz4 or none" in unpack
@@ -121,7 +120,7 @@ def test_a_stage_that_is_busy_all_the_time_is_the_limit() -> None:
     assert changed(NETWORK, transform_seconds=90.0, transformers=4).startswith("network-bound")
 
 
-def test_what_to_change_about_gathering_depends_on_the_size_of_a_sample() -> None:
+def test_what_to_change_about_gathering_depends_on_the_size_of_a_sample():
     gather = dataclasses.replace(SECOND, gather_seconds=80.0, bytes_decoded=320_000)
     assert gather.verdict == (
         "gather-bound: training waited 50% of the time; one thread gathers 32 samples/s, 80% busy; "
@@ -132,13 +131,13 @@ def test_what_to_change_about_gathering_depends_on_the_size_of_a_sample() -> Non
     )
 
 
-def test_what_batches_waited_for_decides_where_no_stage_is_busy() -> None:
+def test_what_batches_waited_for_decides_where_no_stage_is_busy():
     late = dataclasses.replace(SECOND, fetch_wait_seconds=1.0, decode_wait_seconds=49.0, decode_seconds=60.0)
     assert late.limit == "decode"
     assert dataclasses.replace(late, fetch_wait_seconds=60.0).limit == "network"
 
 
-def test_the_first_batch_does_not_count_as_waiting() -> None:
+def test_the_first_batch_does_not_count_as_waiting():
     slow_start = Stats(batches=100, seconds=110.0, wait_seconds=11.0, first_batch_seconds=10.0, full_seconds=55.0)
     assert slow_start.wait_fraction == pytest.approx(0.01)
     assert slow_start.verdict == (
@@ -148,14 +147,14 @@ def test_the_first_batch_does_not_count_as_waiting() -> None:
     assert only.wait_fraction == 1
 
 
-def test_counters_sum_note_and_snapshot() -> None:
+def test_counters_sum_note_and_snapshot():
     counters = Counters()
     assert counters.snapshot() == Stats()
     counters.add(requests=1, bytes_fetched=10)
     counters.add(requests=2, request_seconds=0.5)
     counters.note(in_flight=8, cores=3)
     counters.note(in_flight=6)
-    counters.describe_client("obstore: knows s3")
+    counters.client = "obstore: knows s3"
     with counters.timed("unpack_seconds"):
         pass
     begin = time.perf_counter()
@@ -173,7 +172,7 @@ def test_counters_sum_note_and_snapshot() -> None:
 # ---- real runs
 
 
-def test_a_store_that_delays_every_request_is_network_bound(vectors: Path) -> None:
+def test_a_store_that_delays_every_request_is_network_bound(vectors):
     with folder_server(vectors) as server:
         answer = server.behaviour
 
@@ -191,7 +190,7 @@ def test_a_store_that_delays_every_request_is_network_bound(vectors: Path) -> No
     assert stats.requests_in_flight > 1
 
 
-def test_a_slow_transform_is_transform_bound(vectors: Path) -> None:
+def test_a_slow_transform_is_transform_bound(vectors):
     dataset = stream(vectors, transform=slow)
     assert sum(1 for _ in dataset) == 22
     stats = dataset.stats()
@@ -206,7 +205,7 @@ def slow(sample: dict[str, Any]) -> dict[str, Any]:
     return sample
 
 
-def test_chunks_that_are_hard_to_unpack_are_decode_bound(tmp_path: Path) -> None:
+def test_chunks_that_are_hard_to_unpack_are_decode_bound(tmp_path):
     rng = np.random.default_rng(0)
     rows = rng.integers(0, 16, (64, 1 << 20), dtype=np.uint8)  # half of it entropy: zstd's slow case
     layout = sl.Layout(shard_size=16 << 20, block_size=2 << 20, chunk_size=1 << 20, codec="zstd")
@@ -225,7 +224,7 @@ def test_chunks_that_are_hard_to_unpack_are_decode_bound(tmp_path: Path) -> None
     assert "codec lz4 or none" in stats.verdict
 
 
-def test_large_photographs_are_decode_bound(tmp_path: Path) -> None:
+def test_large_photographs_are_decode_bound(tmp_path):
     rng = np.random.default_rng(0)
     noise = encoded(rng.integers(0, 256, (400, 400, 3), dtype=np.uint8), "jpeg")
     write_images(tmp_path / "photos", [noise] * 96)
@@ -237,7 +236,7 @@ def test_large_photographs_are_decode_bound(tmp_path: Path) -> None:
     assert "fewer pixels" in stats.verdict
 
 
-def test_a_slow_consumer_is_consumer_bound(vectors: Path) -> None:
+def test_a_slow_consumer_is_consumer_bound(vectors):
     dataset = stream(vectors)
     for _ in dataset:
         time.sleep(0.05)  # what a training step takes
@@ -248,7 +247,7 @@ def test_a_slow_consumer_is_consumer_bound(vectors: Path) -> None:
     assert stats.full_seconds > 0.5
 
 
-def test_an_interval_of_a_run_tells_of_that_interval(vectors: Path) -> None:
+def test_an_interval_of_a_run_tells_of_that_interval(vectors):
     dataset = stream(vectors)
     assert sum(1 for _ in dataset) == 22
     before = dataset.stats()
@@ -266,48 +265,48 @@ def test_an_interval_of_a_run_tells_of_that_interval(vectors: Path) -> None:
 # ---- each batch, as it happens
 
 
-def test_every_batch_is_reported_before_it_is_handed_out(vectors: Path) -> None:
-    heard: list[BatchReport] = []
-    dataset = stream(vectors, on_batch=heard.append)
+def test_every_batch_is_reported_before_it_is_handed_out(vectors):
+    reports: list[BatchReport] = []
+    dataset = stream(vectors, on_batch=reports.append)
     for epoch in range(2):
         for number, batch in enumerate(dataset):
-            assert len(heard) == epoch * 22 + number + 1
-            assert (heard[-1].epoch, heard[-1].samples) == (epoch, len(batch["x"]))
+            assert len(reports) == epoch * 22 + number + 1
+            assert (reports[-1].epoch, reports[-1].samples) == (epoch, len(batch["x"]))
     stats = dataset.stats()
     dataset.close()
-    assert [report.step for report in heard] == list(range(44))
-    assert all(0 <= report.wait_seconds <= report.seconds for report in heard)
-    assert sum(report.wait_seconds for report in heard) >= stats.wait_seconds
-    assert sum(report.seconds for report in heard) <= stats.seconds + 60
-    assert {report.worker for report in heard} == {0}
+    assert [report.step for report in reports] == list(range(44))
+    assert all(0 <= report.wait_seconds <= report.seconds for report in reports)
+    assert sum(report.wait_seconds for report in reports) >= stats.wait_seconds
+    assert sum(report.seconds for report in reports) <= stats.seconds + 60
+    assert {report.worker for report in reports} == {0}
 
 
-def test_a_resumed_run_goes_on_counting_steps(vectors: Path) -> None:
-    heard: list[BatchReport] = []
-    first = stream(vectors, on_batch=heard.append)
+def test_a_resumed_run_goes_on_counting_steps(vectors):
+    reports: list[BatchReport] = []
+    first = stream(vectors, on_batch=reports.append)
     for _ in first:
         pass
     for _ in zip(range(6), first, strict=False):
         pass
     state = first.state_dict()
     first.close()
-    second = stream(vectors, on_batch=heard.append)
+    second = stream(vectors, on_batch=reports.append)
     second.load_state_dict(state)
     list(second)
     second.close()
-    assert [report.step for report in heard] == [*range(22 + 6), *range(28, 44)]
+    assert [report.step for report in reports] == [*range(22 + 6), *range(28, 44)]
 
 
-def test_single_samples_are_reported_as_they_are_made(vectors: Path) -> None:
-    heard: list[BatchReport] = []
-    dataset = sl.StreamingDataset(vectors, batch_size=None, world=(0, 1), on_batch=heard.append)
+def test_single_samples_are_reported_as_they_are_made(vectors):
+    reports: list[BatchReport] = []
+    dataset = sl.StreamingDataset(vectors, batch_size=None, world=(0, 1), on_batch=reports.append)
     assert sum(1 for _ in dataset) == N
     dataset.close()
-    assert sum(report.samples for report in heard) == N
-    assert [report.step for report in heard] == list(range(0, N, 64))
+    assert sum(report.samples for report in reports) == N
+    assert [report.step for report in reports] == list(range(0, N, 64))
 
 
-def test_a_listener_that_raises_loses_no_batch(vectors: Path) -> None:
+def test_a_listener_that_raises_loses_no_batch(vectors):
     calls: list[int] = []
 
     def fails_once(report: BatchReport) -> None:
@@ -329,7 +328,7 @@ def test_a_listener_that_raises_loses_no_batch(vectors: Path) -> None:
     again.close()
 
 
-def test_what_cannot_be_called_is_refused(vectors: Path) -> None:
+def test_what_cannot_be_called_is_refused(vectors):
     with pytest.raises(UsageError, match="cannot be called"):
         stream(vectors, on_batch="print")
 
@@ -346,7 +345,7 @@ class Note:
 
 
 @pytest.mark.filterwarnings("ignore:2 DataLoader workers on each rank")
-def test_each_dataloader_worker_reports_its_own_batches(vectors: Path, tmp_path: Path) -> None:
+def test_each_dataloader_worker_reports_its_own_batches(vectors, tmp_path):
     dataset = stream(vectors, on_batch=Note(tmp_path / "log"))
     loader = DataLoader(dataset, batch_size=None, num_workers=2, multiprocessing_context="forkserver")
     count = sum(1 for _ in loader)
@@ -357,30 +356,24 @@ def test_each_dataloader_worker_reports_its_own_batches(vectors: Path, tmp_path:
     assert os.getpid() not in {pid for pid, _, _ in lines}
 
 
-@pytest.fixture
-def events(tmp_path: Path) -> Iterator[Path]:
-    """A folder for TensorBoard's events."""
-    yield tmp_path / "events"
-
-
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_the_wait_of_each_step_can_be_logged_to_tensorboard(vectors: Path, events: Path) -> None:
+def test_the_wait_of_each_step_can_be_logged_to_tensorboard(vectors, tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from torch.utils.tensorboard import SummaryWriter
 
-    heard: list[BatchReport] = []
-    with SummaryWriter(str(events)) as writer:
+    reports: list[BatchReport] = []
+    with SummaryWriter(str(tmp_path)) as writer:
 
         def log(report: BatchReport) -> None:
-            heard.append(report)
+            reports.append(report)
             for name in ("wait_seconds", "wait_fraction", "samples_per_second"):
                 writer.add_scalar(f"data/{name}", getattr(report, name), report.step)
 
         dataset = stream(vectors, on_batch=log)
         assert sum(1 for _ in dataset) == 22
         dataset.close()
-    written = EventAccumulator(str(events)).Reload()
+    written = EventAccumulator(str(tmp_path)).Reload()
     for name in ("wait_seconds", "wait_fraction", "samples_per_second"):
         scalars = written.Scalars(f"data/{name}")
         assert [scalar.step for scalar in scalars] == list(range(22))
-        assert [scalar.value for scalar in scalars] == pytest.approx([getattr(one, name) for one in heard], rel=1e-5)
+        assert [scalar.value for scalar in scalars] == pytest.approx([getattr(one, name) for one in reports], rel=1e-5)

@@ -1,17 +1,15 @@
 """Servers that misbehave, for real: what each plane makes of it, and how many requests it costs."""
 
-from __future__ import annotations
-
+import asyncio
 import time
-from collections.abc import Iterator
-from typing import Any
 
+import fsspec
 import pytest
-from faulty import GARBAGE, FaultyServer, faulty_server
+from faulty import GARBAGE, faulty_server
+from fsspec.asyn import AsyncFileSystem
 
-from streamloader.errors import NotFoundError, StorageError, ThrottledError, TransientError, UnsupportedError
-from streamloader.storage import NO_RETRY, RangeReader, RetryPolicy, Store, open_store
-from streamloader.storage.object_reader import open_object_reader
+from streamloader.errors import NotFoundError, ThrottledError, TransientError, UnsupportedError
+from streamloader.storage import NO_RETRY, RetryPolicy, open_store
 
 CONTENT = bytes(range(256)) * 64
 # what comes slower than 1 MB/s for a second is late
@@ -19,54 +17,45 @@ QUICK = RetryPolicy(
     outage_seconds=3.0, base_seconds=0.01, probe_seconds=0.1, response_seconds=1.0, min_bytes_per_second=1e6
 )
 
-# an option that only s3fs serves: the data plane is then fsspec
-BY_FSSPEC = {"config_kwargs": {"read_timeout": 0.5, "proxies": {}}}
-PLAIN = {"config_kwargs": {"read_timeout": 0.5}}
+KEYS = {"key": "k", "secret": "s"}
 PLANES = {
-    "s3-http": PLAIN,
-    "s3-obstore": PLAIN,
-    "s3-fsspec": BY_FSSPEC,
+    "s3-http": {"config_kwargs": {"read_timeout": 0.5}},
     "http-obstore": {},
-    "http-fsspec": {"encoded": False},
+    "http-fsspec": {"encoded": False},  # an option that obstore does not support
 }
 
 
 @pytest.fixture(scope="module")
-def running() -> Iterator[FaultyServer]:
+def running():
     with faulty_server(CONTENT) as server:
         yield server
 
 
 @pytest.fixture
-def server(running: FaultyServer) -> FaultyServer:
+def server(running):
     running.faults.clear()
     running.gets = 0
     return running
 
 
 @pytest.fixture(scope="module", params=PLANES)
-def store(request: pytest.FixtureRequest, running: FaultyServer) -> Store:
+def store(request, running):
     protocol = request.param.split("-")[0]
     if protocol == "http":
         return open_store(f"{running.endpoint}/bucket", PLANES[request.param], QUICK)
-    options: dict[str, Any] = {"key": "k", "secret": "s", "endpoint_url": running.endpoint, **PLANES[request.param]}
-    return open_store("s3://bucket", options, QUICK)
+    return open_store("s3://bucket", {**KEYS, "endpoint_url": running.endpoint, **PLANES[request.param]}, QUICK)
 
 
 @pytest.fixture
-def reader(store: Any, request: pytest.FixtureRequest) -> RangeReader:
+def reader(store, request):
     plane = request.node.callspec.params["store"]
-    reader: RangeReader = store.reader()
-    if plane == "s3-obstore":  # what serves S3 where a proxy stands before it
-        reader = open_object_reader(store._connection.location)
+    reader = store.reader()
     assert reader.kind == plane.split("-")[1], reader.reason
     return reader
 
 
 @pytest.mark.parametrize("fault", ["503", "500", "520", "599", "429", "truncate", "close", *GARBAGE])
-def test_one_fault_costs_exactly_one_extra_request(
-    server: FaultyServer, store: Store, reader: RangeReader, fault: str
-) -> None:
+def test_one_fault_costs_exactly_one_extra_request(server, store, reader, fault):
     server.faults.append(fault)
     data = store.retries.call(lambda: reader.read("x", 100, 5000))
     assert bytes(data) == CONTENT[100:5000]
@@ -76,17 +65,11 @@ def test_one_fault_costs_exactly_one_extra_request(
 @pytest.mark.parametrize(
     ("fault", "kind"),
     [
-        ("503", ThrottledError),
-        ("429", ThrottledError),
-        ("500", TransientError),
-        ("truncate", TransientError),
-        ("404", NotFoundError),
-        ("ignore-range", UnsupportedError),
+        *(("503", ThrottledError), ("429", ThrottledError), ("500", TransientError), ("truncate", TransientError)),
+        *(("404", NotFoundError), ("ignore-range", UnsupportedError)),
     ],
 )
-def test_a_reader_asks_once_and_tells_the_kind_of_failure(
-    server: FaultyServer, reader: RangeReader, store: Store, fault: str, kind: type[StorageError]
-) -> None:
+def test_a_reader_asks_once_and_raises_the_kind_of_failure(server, reader, store, fault, kind):
     server.faults.append(fault)
     with pytest.raises(kind) as raised:
         reader.read("x", 100, 200)
@@ -100,13 +83,11 @@ def test_a_reader_asks_once_and_tells_the_kind_of_failure(
 @pytest.mark.parametrize(
     ("fault", "kind", "words"),
     [
-        ("wrong-range", TransientError, "the server sent another range than was asked for"),
+        ("wrong-range", TransientError, "the server sent another range than was requested"),
         ("ignore-range", UnsupportedError, "the server ignores ranges"),
     ],
 )
-def test_a_response_that_contradicts_its_request_is_asked_for_three_times(
-    server: FaultyServer, store: Store, reader: RangeReader, fault: str, kind: type[StorageError], words: str
-) -> None:
+def test_a_response_that_contradicts_its_request_is_asked_for_three_times(server, store, reader, fault, kind, words):
     server.faults.extend([fault] * 2)
     assert bytes(store.retries.call(lambda: reader.read("x", 100, 200))) == CONTENT[100:200]
     assert server.gets == 3
@@ -116,9 +97,7 @@ def test_a_response_that_contradicts_its_request_is_asked_for_three_times(
     assert server.gets == 6
 
 
-def test_a_trickling_response_is_late_and_repeated_on_a_new_connection(
-    server: FaultyServer, store: Store, reader: RangeReader
-) -> None:
+def test_a_trickling_response_is_late_and_repeated_on_a_new_connection(server, store, reader):
     store.retries.call(lambda: reader.read("x", 0, 10))  # a connection is there
     connections, begin = server.connections, time.monotonic()
     for fault in ("trickle", "trickle-status"):
@@ -128,30 +107,70 @@ def test_a_trickling_response_is_late_and_repeated_on_a_new_connection(
     assert store.get_tail("x", 200) == CONTENT[-200:]
     server.faults.append("trickle")
     assert store.get("x") == CONTENT
-    assert time.monotonic() - begin < 15  # each would take at least 99 s
+    assert time.monotonic() - begin < 60  # each would take at least 99 s
     assert server.connections > connections
     assert server.gets == 9
 
 
-def test_a_lasting_fault_ends_with_its_kind_after_the_policy(
-    server: FaultyServer, store: Store, reader: RangeReader
-) -> None:
+@pytest.mark.parametrize("fault", ["stall", "trickle", "trickle-status", "503", "close"])
+def test_a_listing_over_http_is_retried_and_has_a_deadline(fault):
+    page = (
+        b'<a href="../">up</a> <a href="x">x</a> <a href="/folder/y">y</a> <a href="?C=N">Name</a> <a href="/z">z</a>'
+    )
+    with faulty_server(page) as server:
+        store = open_store(f"{server.endpoint}/folder", None, QUICK)
+        assert store.get("x") == page  # the endpoint has responded once
+        server.faults.append(fault)
+        begin = time.monotonic()
+        assert [info.path for info in store.list()] == ["x", "y"]
+        assert time.monotonic() - begin < 60
+
+
+class SilentFileSystem(AsyncFileSystem):
+    """A client whose requests never end."""
+
+    protocol = "silent"
+    cachable = False
+
+    async def _forever(self, *_, **__):
+        await asyncio.Event().wait()
+
+    _cat_file = _info = _find = _pipe_file = _rm_file = _forever
+
+
+@pytest.mark.parametrize(
+    ("ask", "arguments"),
+    [
+        *(("get", ["x"]), ("head", ["x"]), ("get_range", ["x", 0, 9]), ("get_tail", ["x", 9]), ("list", [])),
+        *(("put", ["x", b"1"]), ("create", ["x", b"1"]), ("replace", ["x", b"1", b"2"]), ("delete", [["x"]])),
+    ],
+)
+def test_each_request_of_an_asynchronous_client_has_a_deadline(ask, arguments):
+    fsspec.register_implementation("silent", SilentFileSystem, clobber=True)
+    policy = RetryPolicy(outage_seconds=0, request_seconds=0, response_seconds=0.2, min_bytes_per_second=1e9)
+    store = open_store("silent://bucket", None, policy)
+    begin = time.monotonic()
+    with pytest.raises(TransientError):
+        list(getattr(store, ask)(*arguments) or ())
+    assert time.monotonic() - begin < 60
+
+
+def test_a_lasting_fault_ends_with_its_kind_after_the_policy(server, store, reader):
     server.faults.extend(["503"] * 999)
     with pytest.raises(ThrottledError, match=r"attempts in [34]\.\d s"):
         store.retries.call(lambda: reader.read("x", 0, 10))
     assert 2 < server.gets < 80
 
 
-@pytest.mark.parametrize("options", [PLAIN, BY_FSSPEC], ids=["http", "fsspec"])
-def test_a_stalled_answer_is_given_up_and_asked_for_again(server: FaultyServer, options: dict[str, Any]) -> None:
-    store = open_store("s3://bucket", {"key": "k", "secret": "s", "endpoint_url": server.endpoint, **options})
+def test_a_stalled_answer_is_given_up_and_asked_for_again(server):
+    store = open_store("s3://bucket", {**KEYS, "endpoint_url": server.endpoint, **PLANES["s3-http"]})
     server.faults.append("stall")
     data = store.retries.call(lambda: store.reader().read("x", 0, 10))
     assert bytes(data) == CONTENT[:10]
     assert server.gets == 2
 
 
-def test_the_control_plane_retries_by_the_same_policy(server: FaultyServer, store: Store) -> None:
+def test_the_control_plane_retries_by_the_same_policy(server, store):
     server.faults.extend(["503", "close"])
     assert store.get_range("x", 5, 9) == CONTENT[5:9]
     assert server.gets == 3
@@ -162,11 +181,10 @@ def test_the_control_plane_retries_by_the_same_policy(server: FaultyServer, stor
         store.get("x")
 
 
-def test_http_is_read_only_and_says_so(server: FaultyServer) -> None:
+def test_http_is_read_only_and_says_so(server):
     store = open_store(f"{server.endpoint}/folder", None, NO_RETRY)
     assert store.get("x") == CONTENT
     head = store.head("x")
-    assert head is not None
     assert (head.size, head.etag) == (len(CONTENT), "abc")
     for ask in (lambda: store.put("x", b""), lambda: store.create("x", b""), lambda: store.delete(["x"])):
         with pytest.raises(UnsupportedError, match="read only"):
@@ -176,7 +194,7 @@ def test_http_is_read_only_and_says_so(server: FaultyServer) -> None:
         store.get("x")
 
 
-def test_http_head_of_a_failing_server_is_no_absence(server: FaultyServer) -> None:
+def test_http_head_of_a_failing_server_is_no_absence(server):
     store = open_store(f"{server.endpoint}/folder", None, NO_RETRY)
     server.faults.append("404")
     assert store.head("x") is None

@@ -1,146 +1,156 @@
-"""S3 over plain sockets: connections are used again, signatures too, and a proxy is left to those who know them."""
+"""S3 over plain sockets: connections are used again, and proxies are passed."""
 
-from __future__ import annotations
-
+import contextlib
+import http.client
 import socket
 import threading
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+import time
+from types import SimpleNamespace
 
 import pytest
-from faulty import faulty_server
+from faulty import QuietHandler, faulty_server, serving, signed_certificate
 
-from streamloader.errors import ForkError, ThrottledError, TransientError
-from streamloader.storage import open_store
-from streamloader.storage.http_pool import Pool
-from streamloader.storage.http_reader import HttpReader
-from streamloader.storage.location import parse_location
-from streamloader.storage.s3 import S3Client, open_s3
+from streamloader.errors import EndpointError, ForkError, ThrottledError, TransientError, UnsupportedError
+from streamloader.storage import NO_RETRY, open_store
+from streamloader.storage.s3_http import MAX_IDLE_SECONDS
 
 CONTENT = bytes(range(256)) * 16
 
 
-class Server(ThreadingHTTPServer):
-    """Answers every ranged GET; counts connections; `last` closes the connection after the answer, unannounced."""
-
-    daemon_threads = True
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.connections = 0
-        self.last = False
-        self.wait = ""  # a 503 with this Retry-After
-        self.closed = threading.Event()
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        self.connections += 1
-        super().process_request(request, client_address)
-
-    def shutdown_request(self, request: Any) -> None:
-        super().shutdown_request(request)
-        self.closed.set()
-
-
-class Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    server: Server
-
-    def do_GET(self) -> None:
-        if self.server.wait:
-            self.send_response(503)
-            self.send_header("Retry-After", self.server.wait)
-            self.send_header("Content-Length", "0")
-            self.end_headers()
-            return
-        start, stop = map(int, self.headers["Range"].removeprefix("bytes=").split("-"))
-        body = CONTENT[start : stop + 1]
-        self.send_response(206)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-        self.close_connection = self.server.last
-
-    def log_message(self, *args: Any) -> None:
-        pass
-
-
 @pytest.fixture
-def server() -> Iterator[Server]:
-    with Server() as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+def server():
+    with faulty_server(CONTENT) as server:
         yield server
-        server.shutdown()
 
 
-def endpoint(url: str) -> S3Client:
-    return open_s3(parse_location("s3://bucket", {"endpoint_url": url, "key": "k", "secret": "s"}))
+def reader_of(server):
+    return open_store("s3://bucket", {"endpoint_url": server.endpoint, "key": "k", "secret": "s"}).reader()
 
 
-def reader_of(server: Server) -> HttpReader:
-    return HttpReader(Pool(endpoint(f"http://127.0.0.1:{server.server_port}")), "", "s3://bucket", "the test wants it")
-
-
-def test_one_thread_needs_one_connection(server: Server) -> None:
+def test_one_thread_needs_one_connection(server):
     reader = reader_of(server)
     for start in range(0, 1000, 10):
         assert bytes(reader.read("x", start, start + 10)) == CONTENT[start : start + 10]
     assert server.connections == 1
 
 
-def test_a_connection_that_the_server_closed_while_idle_costs_no_request(server: Server) -> None:
+def test_a_connection_that_the_server_closed_while_idle_costs_no_request(server):
     reader = reader_of(server)
-    server.last = True
+    server.faults.extend(["last"] * 3)
     for round_ in range(1, 4):
         assert bytes(reader.read("x", 0, 10)) == CONTENT[:10]
-        assert server.closed.wait(20)
+        assert server.closed.wait(300)
         server.closed.clear()
         assert server.connections == round_
 
 
-@pytest.mark.parametrize(
-    ("said", "wait"), [("7", 7.0), ("0.5", 0.5), ("-3", 0.0), ("Wed, 21 Oct 2026 07:28:00 GMT", 0.0)]
-)
-def test_what_the_store_asks_to_wait_is_heard(server: Server, said: str, wait: float) -> None:
-    server.wait = said
+@pytest.mark.parametrize(("header", "wait"), [("7", 7), ("0.5", 0.5), ("-3", 0), ("Wed, 21 Oct 2026 07:28:00 GMT", 0)])
+def test_the_wait_that_a_response_asks_for_is_in_its_error(server, header, wait):
+    server.retry_after = header
+    server.faults.append("503")
     with pytest.raises(ThrottledError) as caught:
         reader_of(server).read("x", 0, 10)
     assert caught.value.retry_after == wait
 
 
-def test_a_body_that_breaks_off_is_no_body_and_its_connection_is_not_used_again() -> None:
-    with faulty_server(CONTENT) as server:
-        server.faults.append("truncate")
-        pool = Pool(endpoint(server.endpoint))
-        reader = HttpReader(pool, "", "s3://bucket", "the test wants it")
-        with pytest.raises(TransientError):
-            reader.read("x", 0, 1000)
-        assert not pool._idle
-        assert bytes(reader.read("x", 0, 1000)) == CONTENT[:1000]
+def test_a_body_that_breaks_off_is_no_body_and_its_connection_is_not_used_again(server):
+    server.faults.append("truncate")
+    reader = reader_of(server)
+    with pytest.raises(TransientError):
+        reader.read("x", 0, 1000)
+    assert not reader.fetch.__self__._pool._idle
+    assert bytes(reader.read("x", 0, 1000)) == CONTENT[:1000]
 
 
-def test_connections_of_another_process_are_refused(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_connections_of_another_process_are_an_error(server, monkeypatch):
     reader = reader_of(server)
     reader.read("x", 0, 10)
-    monkeypatch.setattr("streamloader.storage.http_pool.os.getpid", lambda: -1)
+    monkeypatch.setattr("streamloader.storage.process.os.getpid", lambda: -1)
     with pytest.raises(ForkError, match="of another process"):
         reader.read("x", 0, 10)
 
 
-def test_idle_connections_end_with_their_pool(server: Server) -> None:
+def test_a_connection_that_was_idle_for_long_is_not_used_again(server, monkeypatch):
+    reader = reader_of(server)
+    reader.read("x", 0, 10)
+    (idle,) = reader.fetch.__self__._pool._idle
+    assert idle.connection.sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+    later = time.monotonic() + MAX_IDLE_SECONDS
+    monkeypatch.setattr("streamloader.storage.s3_http.time", SimpleNamespace(monotonic=lambda: later))
+    assert bytes(reader.read("x", 0, 10)) == CONTENT[:10]
+    assert server.connections == 2
+    assert server.closed.wait(300)
+
+
+def test_idle_connections_end_with_their_pool(server):
     reader = reader_of(server)
     reader.read("x", 0, 10)
     del reader
-    assert server.closed.wait(20)
+    assert server.closed.wait(300)
 
 
-@pytest.mark.parametrize("variable", ["HTTP_PROXY", "ALL_PROXY"])
-def test_s3_behind_a_proxy_is_left_to_obstore(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        port = taken.getsockname()[1]
-        monkeypatch.setenv(variable, f"http://127.0.0.1:{port}")
-        options = {"key": "k", "secret": "s", "endpoint_url": "http://store.example:9000"}
-        assert open_store("s3://bucket", options).reader().kind == "obstore"
-        monkeypatch.setenv("NO_PROXY", "store.example")
-        assert open_store("s3://bucket", options).reader().kind == "http"
+class Proxy(QuietHandler):
+    """Forwards to `there` whatever host is asked for; `seen` are method, target and user."""
+
+    there: tuple[str, int]
+    seen: list[tuple[str, str, str]]
+
+    def do_GET(self):
+        self.seen.append((self.command, self.path, self.headers.get("Proxy-Authorization", "")))
+        with contextlib.closing(http.client.HTTPConnection(*self.there)) as upstream:
+            upstream.request("GET", self.path, headers=dict(self.headers))
+            response = upstream.getresponse()
+            self.send_response(response.status)
+            for name, value in response.headers.items():
+                self.send_header(name, value)
+            self.end_headers()
+            self.wfile.write(response.read())
+
+    def do_CONNECT(self):
+        self.seen.append((self.command, self.path, self.headers.get("Proxy-Authorization", "")))
+        self.send_response(200)
+        self.end_headers()
+        with socket.create_connection(self.there) as upstream:
+            thread = threading.Thread(target=copy_bytes, args=(upstream, self.connection), daemon=True)
+            thread.start()
+            copy_bytes(self.connection, upstream)
+            thread.join()
+        self.close_connection = True
+
+
+def copy_bytes(source, target):
+    with contextlib.suppress(OSError):
+        while data := source.recv(1 << 16):
+            target.sendall(data)
+        target.shutdown(socket.SHUT_WR)
+
+
+@pytest.mark.parametrize("scheme", ["http", "https"])
+@pytest.mark.parametrize("given", ["variable", "ALL_PROXY", "option"])
+def test_s3_is_read_through_a_proxy(tmp_path, monkeypatch, scheme, given):
+    tls = signed_certificate(tmp_path, ["127.0.0.1"]) if scheme == "https" else None
+    with faulty_server(CONTENT, tls) as server, serving(Proxy) as proxy:
+        Proxy.there, Proxy.seen = ("127.0.0.1", server.server_port), []
+        url = f"http://us%40er:pass@127.0.0.1:{proxy.server_port}"
+        options = {"key": "k", "secret": "s", "endpoint_url": f"{scheme}://store.example:9000"}
+        options["client_kwargs"] = {"verify": False}
+        if given == "option":
+            options["config_kwargs"] = {"proxies": {scheme: url}}
+        else:
+            monkeypatch.setenv(f"{scheme}_proxy" if given == "variable" else given, url)
+        store = open_store("s3://bucket", options)
+        assert bytes(store.reader().read("x", 5, 9)) == CONTENT[5:9]
+        assert store.get("x") == CONTENT
+        assert {user for _, _, user in Proxy.seen} == {"Basic dXNAZXI6cGFzcw=="}
+        target = "http://store.example:9000/bucket/x" if scheme == "http" else "store.example:9000"
+        assert {target for _, target, _ in Proxy.seen} == {target}
+        if given != "option":
+            monkeypatch.setenv("NO_PROXY", "store.example")
+            with pytest.raises(EndpointError):
+                open_store("s3://bucket", options, NO_RETRY).get("x")
+
+
+def test_a_proxy_that_speaks_tls_is_an_error():
+    options = {"key": "k", "secret": "s", "config_kwargs": {"proxies": {"https": "https://127.0.0.1:9"}}}
+    with pytest.raises(UnsupportedError, match="proxy"):
+        open_store("s3://bucket", options).get("x")

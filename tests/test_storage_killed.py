@@ -1,18 +1,18 @@
-"""A killed writer: what it was writing is whole or absent, and the rest is found and removed."""
+"""A killed writer: what it was writing is complete or absent, and the rest is found and removed."""
 
-from __future__ import annotations
-
+import contextlib
 import os
+import select
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from servers import S3Server
 
 from streamloader.errors import StorageError
-from streamloader.storage import open_store, s3_calls
+from streamloader.storage import open_store
+from streamloader.storage import s3 as s3_module
 
 MIB = 1 << 20
 
@@ -26,7 +26,7 @@ for number in itertools.count():
 """
 
 
-def test_a_killed_writer_leaves_whole_objects_and_nothing_outside_its_folder(tmp_path: Path) -> None:
+def test_a_killed_writer_leaves_complete_objects_and_nothing_outside_its_folder(tmp_path):
     folder, temporary = tmp_path / "store", tmp_path / "tmp"
     temporary.mkdir()
     writer = subprocess.Popen(
@@ -34,7 +34,6 @@ def test_a_killed_writer_leaves_whole_objects_and_nothing_outside_its_folder(tmp
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent), "TMPDIR": str(temporary)},
         stdout=subprocess.PIPE,
     )
-    assert writer.stdout
     with writer.stdout:
         for _ in range(5):
             assert writer.stdout.readline()
@@ -51,36 +50,67 @@ def test_a_killed_writer_leaves_whole_objects_and_nothing_outside_its_folder(tmp
     assert [path.name for path in folder.iterdir()] == ["same"]
 
 
-def uploads(server: S3Server, bucket: str) -> list[str]:
-    client = server.client()
-    answer = client.list_multipart_uploads(Bucket=bucket)
-    client.close()
-    return [upload["Key"] for upload in answer.get("Uploads", [])]
+def uploads(server, bucket):
+    with contextlib.closing(server.client()) as client:
+        return [upload["Key"] for upload in client.list_multipart_uploads(Bucket=bucket).get("Uploads", [])]
 
 
-def test_unfinished_uploads_below_the_store_are_removed_and_no_others(s3: S3Server) -> None:
+def test_unfinished_uploads_below_the_store_are_removed_and_no_others(s3):
     bucket = s3.new_bucket()
-    client = s3.client()
-    for key in ("ours/a", "ours/b/c", "others/d"):
-        client.create_multipart_upload(Bucket=bucket, Key=key)
-    client.close()
+    with contextlib.closing(s3.client()) as client:
+        for key in ("ours/a", "ours/b/c", "others/d"):
+            client.create_multipart_upload(Bucket=bucket, Key=key)
     store = open_store(f"s3://{bucket}/ours", s3.storage_options)
     assert store.remove_leftovers() == 2
     assert store.remove_leftovers() == 0
     assert uploads(s3, bucket) == ["others/d"]
 
 
-def test_large_objects_go_up_in_parts_and_a_failed_one_is_aborted(
-    s3: S3Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(s3_calls, "PART_BYTES", 5 * MIB)
+def test_large_objects_go_up_in_parts_and_a_failed_one_is_aborted(s3, monkeypatch):
+    monkeypatch.setattr(s3_module, "PART_BYTES", 5 * MIB)
     bucket = s3.new_bucket()
     store = open_store(f"s3://{bucket}/x", s3.storage_options)
     content = os.urandom(MIB) * 11
     assert store.put("large", content).size == 11 * MIB
     assert store.get("large") == content
-    monkeypatch.setattr(s3_calls, "PART_BYTES", MIB)  # S3 refuses parts that small when the upload is completed
+    monkeypatch.setattr(s3_module, "PART_BYTES", MIB)  # S3 refuses parts that small when the upload is completed
     with pytest.raises(StorageError):
-        store.put("refused", content)
+        store.put("failed", content)
     assert uploads(s3, bucket) == []
-    assert store.head("refused") is None
+    assert store.head("failed") is None
+
+
+# The servers of the other tests: nothing of them is left when their starter has ended.
+
+
+STARTER = """
+import sys
+from servers import {server} as start
+with start() as server:
+    print(server.pid, server.endpoint, flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("server", ["moto_server", "seaweedfs_server"])
+def test_server_and_its_folder_die_with_a_killed_starter(server, tmp_path):
+    starter = subprocess.Popen(
+        [sys.executable, "-c", STARTER.format(server=server)],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parent), "TMPDIR": str(tmp_path)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    with starter.stdin, starter.stdout:
+        pid = int(starter.stdout.readline().split()[0])
+        server_end = os.pidfd_open(pid)
+        keeper_end = os.pidfd_open(_parent(pid))
+        starter.send_signal(signal.SIGKILL)
+        starter.wait()
+    for end in (server_end, keeper_end):
+        assert select.select([end], [], [], 300)[0], f"process {pid} or its keeper lives on"
+        os.close(end)
+    assert not list(tmp_path.iterdir())
+
+
+def _parent(pid):
+    return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])

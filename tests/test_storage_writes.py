@@ -1,109 +1,76 @@
 """Bodies that are written over plain sockets: nothing that changed on its way is stored, whatever the server knows."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import socket
 import threading
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Literal
+from typing import ClassVar, NamedTuple
 
 import crc32c
 import pytest
+from faulty import QuietHandler, serving
 from servers import seaweedfs_server
 
 from streamloader.storage import open_store
-from streamloader.storage.http_pool import Pool
-from streamloader.storage.http_writer import HttpWriter
-from streamloader.storage.location import parse_location
-from streamloader.storage.s3 import CHECKSUM, open_s3
-
-Kind = Literal["compares", "ignores", "refuses"]
+from streamloader.storage.s3 import CHECKSUM, S3Client
+from streamloader.storage.url import parse_location
 
 
-@dataclass
-class Seen:
-    """One PUT that came: what was said of its body, and whether it was so."""
+class Put(NamedTuple):
+    """A PUT: its body, and what its headers say of it."""
 
+    body: bytes
     sha256: str
     crc: str
-    body: bytes = field(repr=False)
-
-    @property
-    def signed(self) -> bool:
-        return self.sha256 == hashlib.sha256(self.body).hexdigest()
-
-    @property
-    def summed(self) -> bool:
-        return self.crc == base64.b64encode(crc32c.crc32c(self.body).to_bytes(4, "big")).decode()
 
 
-class Server(ThreadingHTTPServer):
-    """An S3 server that knows the checksum header, or not; `seen` are its PUTs."""
+class Handler(QuietHandler):
+    """An S3 server that compares checksums, ignores their header, or does not accept it; `puts` are the requests."""
 
-    daemon_threads = True
-
-    def __init__(self, kind: Kind) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.kind = kind
-        self.seen: list[Seen] = []
-
-
-class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    server: Server
+    kind = ""
+    puts: ClassVar[list[Put]] = []
 
-    def log_message(self, format: str, *args: object) -> None:  # noqa: A002
-        pass
-
-    def do_PUT(self) -> None:
+    def do_PUT(self):
         body = self.rfile.read(int(self.headers["Content-Length"]))
-        one = Seen(self.headers["X-Amz-Content-SHA256"], self.headers.get(CHECKSUM, ""), body)
-        self.server.seen.append(one)
-        refused = self.server.kind == "refuses" and one.crc
-        self.send_response(501 if refused else 200)
-        if one.crc and self.server.kind == "compares":
+        one = Put(body, self.headers["X-Amz-Content-SHA256"], self.headers.get(CHECKSUM, ""))
+        self.puts.append(one)
+        self.send_response(501 if self.kind == "rejects" and one.crc else 200)
+        if one.crc and self.kind == "compares":
             self.send_header(CHECKSUM, one.crc)
         self.send_header("Content-Length", "0")
         self.end_headers()
 
 
 @pytest.fixture
-def server(request: pytest.FixtureRequest) -> Iterator[Server]:
-    with Server(request.param) as running:
-        threading.Thread(target=running.serve_forever, daemon=True).start()
-        yield running
-        running.shutdown()
+def client(kind):
+    Handler.kind = kind
+    Handler.puts.clear()
+    with serving(Handler) as server:
+        options = {"key": "key", "secret": "secret", "endpoint_url": f"http://127.0.0.1:{server.server_port}"}
+        yield S3Client(parse_location("s3://bucket", options))
 
 
-def writer_of(server: Server) -> HttpWriter:
-    url = f"http://127.0.0.1:{server.server_port}"
-    s3 = open_s3(parse_location("s3://bucket", {"key": "key", "secret": "secret", "endpoint_url": url}))
-    return HttpWriter(Pool(s3), "", url)
-
-
-@pytest.mark.parametrize("server", ["compares"], indirect=True)
-def test_a_server_that_compares_checksums_gets_no_hashes(server: Server) -> None:
-    writer = writer_of(server)
+@pytest.mark.parametrize("kind", ["compares"])
+def test_a_server_that_compares_checksums_gets_no_hashes(client):
     for body in (b"one", b"two"):
-        writer.put("a", body)
-    assert [(one.sha256, one.summed) for one in server.seen] == [("UNSIGNED-PAYLOAD", True)] * 2
+        client.put("a", body)
+        crc = base64.b64encode(crc32c.crc32c(body).to_bytes(4, "big")).decode()
+        assert Handler.puts.pop() == Put(body, "UNSIGNED-PAYLOAD", crc)
+    assert not Handler.puts
 
 
-@pytest.mark.parametrize("server", ["ignores", "refuses"], indirect=True)
-def test_a_server_that_does_not_compare_gets_signed_bodies_after_one_attempt(server: Server) -> None:
-    writer = writer_of(server)
+@pytest.mark.parametrize("kind", ["ignores", "rejects"])
+def test_a_server_that_does_not_compare_gets_signed_bodies_after_one_attempt(client):
     for body in (b"one", [b"t", b"wo"]):
-        writer.put("a", body)
-    assert [one.body for one in server.seen] == [b"one", b"one", b"two"]
-    assert [one.signed for one in server.seen] == [False, True, True]
-    assert not server.seen[-1].crc
+        client.put("a", body)
+    assert [one.body for one in Handler.puts] == [b"one", b"one", b"two"]
+    signed = [one.sha256 == hashlib.sha256(one.body).hexdigest() for one in Handler.puts]
+    assert signed == [False, True, True]
+    assert not Handler.puts[-1].crc
 
 
-def test_a_body_that_changed_on_its_way_is_not_stored_but_sent_again() -> None:
+def test_a_body_that_changed_on_its_way_is_not_stored_but_sent_again():
     with seaweedfs_server() as real, socket.create_server(("127.0.0.1", 0)) as line:
         changes = threading.Event()
         threading.Thread(target=_carry, args=(line, real.endpoint, changes), daemon=True).start()
@@ -118,7 +85,7 @@ def test_a_body_that_changed_on_its_way_is_not_stored_but_sent_again() -> None:
         assert there.get("a") == b"after!" * 1000
 
 
-def _carry(line: socket.socket, endpoint: str, changes: threading.Event) -> None:
+def _carry(line, endpoint, changes):
     """Carry bytes between clients of `line` and the server; where `changes` is set, one letter becomes another."""
     host, port = endpoint.removeprefix("http://").split(":")
     while True:
@@ -131,7 +98,7 @@ def _carry(line: socket.socket, endpoint: str, changes: threading.Event) -> None
             threading.Thread(target=_pump, args=(source, target, text, changes), daemon=True).start()
 
 
-def _pump(source: socket.socket, target: socket.socket, text: bytes, changes: threading.Event) -> None:
+def _pump(source, target, text, changes):
     with source, target:
         try:
             while data := source.recv(1 << 16):

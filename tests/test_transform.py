@@ -1,14 +1,10 @@
 """The caller's transform: reproducible at any world size, the same in processes, and its failures named."""
 
-from __future__ import annotations
-
 import datetime
 import os
 import signal
 import subprocess
 import sys
-import threading
-from pathlib import Path
 from typing import Any
 
 import datasets
@@ -22,7 +18,7 @@ from torchrun import environment
 
 from streamloader.engine.transform import RngKey, collate, takes_rng
 from streamloader.errors import EngineError, TransformError, UsageError
-from streamloader.torch_dataset import StreamingDataset
+from streamloader.pytorch.dataset import StreamingDataset
 
 N = 203
 
@@ -42,10 +38,16 @@ def summed(sample: dict[str, Any]) -> dict[str, Any]:
     return {"sum": sample["tok"].sum(), "tok": [*sample["tok"].tolist()], "name": sample["name"]}
 
 
-def failing(sample: dict[str, Any]) -> dict[str, Any]:
-    if sample["label"] == datasets.value("label", 57):
-        raise KeyError("colour")
-    return {"label": sample["label"]}
+class Raising:
+    """A transform that raises an error on sample 57, and that processes can load."""
+
+    def __init__(self, kind: type[BaseException], *arguments: Any) -> None:
+        self.kind, self.arguments = kind, arguments
+
+    def __call__(self, sample: dict[str, Any]) -> dict[str, Any]:
+        if sample["label"] == datasets.value("label", 57):
+            raise self.kind(*self.arguments)
+        return {"label": sample["label"]}
 
 
 def suicidal(sample: dict[str, Any]) -> dict[str, Any]:
@@ -67,7 +69,7 @@ def by_number(ds: StreamingDataset) -> dict[int, tuple[Any, ...]]:
     return seen
 
 
-def test_random_numbers_are_those_of_the_sample_at_any_world_size_and_batch(url: str) -> None:
+def test_random_numbers_are_those_of_the_sample_at_any_world_size_and_batch(url):
     arguments: dict[str, Any] = {"transform": noisy, "with_index": True, "seed": 11}
     alone = by_number(StreamingDataset(url, batch_size=16, **arguments))
     assert len(alone) == N == len(set(alone.values()))
@@ -89,7 +91,7 @@ def test_random_numbers_are_those_of_the_sample_at_any_world_size_and_batch(url:
     assert not set(next_epoch.values()) & set(alone.values())
 
 
-def test_processes_give_what_this_process_gives(url: str) -> None:
+def test_processes_give_what_this_process_gives(url):
     arguments: dict[str, Any] = {"batch_size": 16, "transform": noisy, "with_index": True, "seed": 11}
     here = StreamingDataset(url, **arguments)
     there = StreamingDataset(url, transform_workers=2, **arguments)
@@ -103,25 +105,12 @@ def test_processes_give_what_this_process_gives(url: str) -> None:
         assert ours["name"] == theirs["name"]
 
 
-def test_samples_come_as_arrays_bytes_and_str_and_lists_stay_lists(url: str) -> None:
+def test_samples_come_as_arrays_bytes_and_str_and_lists_stay_lists(url):
     for batch in StreamingDataset(url, batch_size=16, transform=summed, with_index=True):
         for row, i in enumerate(batch["index"].tolist()):
             expected = datasets.value("tok", i)
             assert batch["tok"][row] == expected.tolist()
             assert batch["sum"][row].item() == expected.sum()
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_failing_transform_names_the_sample_after_the_batches_before_it(url: str, workers: int) -> None:
-    ds = StreamingDataset(
-        url, batch_size=8, transform=failing, transform_workers=workers, shuffle=False, with_index=True
-    )
-    seen = []
-    with pytest.raises(TransformError, match="the transform raised KeyError on sample 57: 'colour'"):
-        for batch in ds:
-            seen += numbers(batch)
-    assert seen == list(range(56))
-    assert ds.state_dict()["position"] == 56
 
 
 class Odd(BaseException):
@@ -131,42 +120,23 @@ class Odd(BaseException):
         super().__init__(f"{first} and {second}")
 
 
-def leave(sample: dict[str, Any]) -> dict[str, Any]:
-    if sample["label"] == datasets.value("label", 57):
-        raise SystemExit(3)
-    return {"label": sample["label"]}
-
-
-def interrupt(sample: dict[str, Any]) -> dict[str, Any]:
-    if sample["label"] == datasets.value("label", 57):
-        raise KeyboardInterrupt
-    return {"label": sample["label"]}
-
-
-def odd(sample: dict[str, Any]) -> dict[str, Any]:
-    if sample["label"] == datasets.value("label", 57):
-        raise Odd(1, 2)
-    return {"label": sample["label"]}
-
-
 def unpicklable(sample: dict[str, Any]) -> dict[str, Any]:
     return {"values": [lambda: 1] if sample["label"] == datasets.value("label", 57) else [1]}
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize(
     ("transform", "workers", "cause", "shown"),
     [
-        (leave, 0, SystemExit, "the transform raised SystemExit on sample 57: 3"),
-        (interrupt, 0, KeyboardInterrupt, "the transform raised KeyboardInterrupt on sample 57"),
-        (odd, 0, Odd, "the transform raised Odd on sample 57: 1 and 2"),
-        (odd, 1, RuntimeError, "the transform raised Odd on sample 57: 1 and 2"),
+        (Raising(KeyError, "colour"), 0, KeyError, "the transform raised KeyError on sample 57: 'colour'"),
+        (Raising(KeyError, "colour"), 1, KeyError, "the transform raised KeyError on sample 57: 'colour'"),
+        (Raising(SystemExit, 3), 0, SystemExit, "the transform raised SystemExit on sample 57: 3"),
+        (Raising(KeyboardInterrupt), 0, KeyboardInterrupt, "the transform raised KeyboardInterrupt on sample 57"),
+        (Raising(Odd, 1, 2), 0, Odd, "the transform raised Odd on sample 57: 1 and 2"),
+        (Raising(Odd, 1, 2), 1, RuntimeError, "the transform raised Odd on sample 57: 1 and 2"),
         (unpicklable, 1, Exception, r"the transform returned for one of \[56, 57, 58, 59\]... cannot be sent"),
     ],
 )
-def test_whatever_a_transform_raises_comes_at_its_batch_with_its_cause(
-    url: str, transform: Any, workers: int, cause: Any, shown: str
-) -> None:
+def test_whatever_a_transform_raises_comes_at_its_batch_with_its_cause(url, transform, workers, cause, shown):
     ds = StreamingDataset(
         url, batch_size=8, transform=transform, transform_workers=workers, shuffle=False, with_index=True
     )
@@ -175,6 +145,7 @@ def test_whatever_a_transform_raises_comes_at_its_batch_with_its_cause(
         for batch in ds:
             seen += numbers(batch)
     assert seen == list(range(56))
+    assert ds.state_dict()["position"] == 56
     assert isinstance(caught.value.__cause__, cause)
     if workers:
         assert "in the transform process" in caught.value.__cause__.__notes__[0]
@@ -194,11 +165,8 @@ def all_dtypes(sample: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize(("workers", "batch_size"), [(0, 8), (0, None), (1, 8)])
-def test_tensors_keep_the_dtypes_that_numpy_lacks_and_lose_their_graphs(
-    url: str, workers: int, batch_size: int | None
-) -> None:
+def test_tensors_keep_the_dtypes_that_numpy_lacks_and_lose_their_graphs(url, workers, batch_size):
     ds = StreamingDataset(url, batch_size=batch_size, transform=all_dtypes, transform_workers=workers, shuffle=False)
     batch = next(iter(ds))
     count = [8] if batch_size else []
@@ -230,25 +198,24 @@ def some(value: Any) -> Any:
     return transform
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize(
     ("value", "shown"),
     [
         (lambda: torch.empty(2, device="meta"), "'y' of sample 57 as a meta tensor"),
         (lambda: torch.zeros(2).to_sparse(), "'y' of sample 57 as a sparse_coo tensor"),
         (lambda: torch.zeros(3), r"'y' in shapes \(2,\), \(3,\)"),
-        (Broken, r"Broken as 'y' of sample 57, which is no array \(ZeroDivisionError: no array\)"),
+        (Broken, r"Broken as 'y' of sample 57, which is not an array \(ZeroDivisionError"),
         (lambda: np.array(["2026-11-23"] * 2, "M8[D]"), "'y' of sample 57 as an array of datetime64"),
     ],
 )
 @pytest.mark.parametrize("batch_size", [8, None])
-def test_what_cannot_be_stacked_is_named(url: str, value: Any, shown: str, batch_size: int | None) -> None:
+def test_what_cannot_be_stacked_is_named(url, value, shown, batch_size):
     ds = StreamingDataset(url, batch_size=batch_size, transform=some(value), shuffle=False)
     with pytest.raises(TransformError, match=shown):
         list(ds)
 
 
-def test_a_killed_transform_process_is_an_error_at_its_batch(url: str) -> None:
+def test_a_killed_transform_process_is_an_error_at_its_batch(url):
     ds = StreamingDataset(url, batch_size=8, transform=suicidal, transform_workers=1, shuffle=False, with_index=True)
     seen = []
     with pytest.raises(EngineError, match=r"a transform process died \(exit code -9\)"):
@@ -257,13 +224,10 @@ def test_a_killed_transform_process_is_an_error_at_its_batch(url: str) -> None:
     assert seen == list(range(56))
 
 
-def test_what_processes_cannot_load_is_refused(url: str) -> None:
+def test_what_processes_cannot_load_is_refused(url):
     with pytest.raises(UsageError, match="transform_workers with a transform that other processes cannot load"):
         iter(StreamingDataset(url, batch_size=8, transform=lambda sample: sample, transform_workers=1))
-    for thread in threading.enumerate():
-        if thread.name.startswith("streamloader"):
-            thread.join(20)
-            assert not thread.is_alive()
+    datasets.assert_threads_end()
 
 
 @pytest.mark.parametrize(
@@ -287,12 +251,12 @@ def test_what_processes_cannot_load_is_refused(url: str) -> None:
         ),
     ],
 )
-def test_what_cannot_be_batched_is_refused(url: str, transform: Any, shown: str) -> None:
+def test_what_cannot_be_batched_is_refused(url, transform, shown):
     with pytest.raises(TransformError, match=shown):
         list(StreamingDataset(url, batch_size=16, transform=transform))
 
 
-def test_python_objects_come_as_a_list(url: str) -> None:
+def test_python_objects_come_as_a_list(url):
     day = datetime.date(2020, 1, 1)
     batch = next(iter(StreamingDataset(url, batch_size=4, transform=lambda sample: {"day": day, "x": sample["x"]})))
     assert batch["day"] == [day] * 4
@@ -311,11 +275,11 @@ for batch in sl.StreamingDataset(sys.argv[1], batch_size=16, fields=["label"], t
 """
 
 
-def test_a_script_without_a_main_guard_is_told_so(url: str, tmp_path: Path) -> None:
+def test_a_script_without_a_main_guard_is_told_so(url, tmp_path):
     script = tmp_path / "unguarded.py"
     script.write_text(UNGUARDED)
     command = [sys.executable, str(script), url]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 1
     said = [line for line in done.stderr.splitlines() if line.startswith("streamloader.errors.")]
     assert "iterates a dataset when imported; put the code that trains below `if __name__ == '__main__':`" in said[0]
@@ -324,7 +288,7 @@ def test_a_script_without_a_main_guard_is_told_so(url: str, tmp_path: Path) -> N
     )
 
 
-def test_what_a_transform_keeps_is_not_written_again(url: str) -> None:
+def test_what_a_transform_keeps_is_not_written_again(url):
     kept: list[dict[str, Any]] = []
 
     def keep(sample: dict[str, Any]) -> dict[str, Any]:
@@ -339,7 +303,7 @@ def test_what_a_transform_keeps_is_not_written_again(url: str) -> None:
 
 
 @given(st.lists(st.integers(0, 2**64 - 1), min_size=3, max_size=3), st.data())
-def test_keys_that_differ_give_other_numbers(key: list[int], data: st.DataObject) -> None:
+def test_keys_that_differ_give_other_numbers(key, data):
     other = list(key)
     other[data.draw(st.integers(0, 2))] ^= data.draw(st.integers(1, 2**64 - 1))
     first, same = RngKey(*key).rng().random(4).tolist(), RngKey(*key).rng().random(4).tolist()
@@ -347,7 +311,7 @@ def test_keys_that_differ_give_other_numbers(key: list[int], data: st.DataObject
     assert first != RngKey(*other).rng().random(4).tolist()
 
 
-def test_the_generator_is_given_to_who_has_a_place_for_it() -> None:
+def test_the_generator_is_given_to_who_has_a_place_for_it():
     def keyword(sample: Any, *, rng: Any = None) -> None: ...
     def optional(sample: Any, rng: Any = None) -> None: ...
     def other(sample: Any, size: int = 3) -> None: ...
@@ -360,7 +324,7 @@ def test_the_generator_is_given_to_who_has_a_place_for_it() -> None:
     assert not takes_rng(dict)
 
 
-def test_collating_keeps_dtypes_and_stacks_numbers() -> None:
+def test_collating_keeps_dtypes_and_stacks_numbers():
     samples = [{"a": np.float16(i), "b": np.full((2, 2), i, np.uint16), "c": i, "d": None, "e": b"x"} for i in (1, 2)]
     batch = collate(samples, [0, 1])
     assert batch["a"].dtype == np.float16

@@ -1,10 +1,6 @@
 """DataLoader workers: the same samples, epochs that advance, states that resume; and processes that fork by hand."""
 
-from __future__ import annotations
-
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +8,9 @@ import datasets
 import pytest
 from folder_server import folder_server
 from torch.utils.data import DataLoader
-from torchrun import environment
+from torchrun import run_python
 
-from streamloader.torch_dataset import StreamingDataset
+from streamloader.pytorch.dataset import StreamingDataset
 
 N = 603
 
@@ -129,15 +125,7 @@ say("said", [str(one.message) for one in said])
 
 def run(url: str, code: str, warned: int = 0) -> dict[str, Any]:
     """What a fresh process says; so many of it and its children have to say that they were forked too late."""
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore::UserWarning", "-c", SCRIPT + code, url],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    done = run_python("-W", "ignore::UserWarning", "-c", SCRIPT + code, url)
     assert done.stderr.count("RuntimeWarning: this process was forked after obstore was used") == warned
     return dict(json.loads(line) for line in done.stdout.splitlines())
 
@@ -146,7 +134,7 @@ def flat(batches: list[list[int]]) -> list[int]:
     return [i for batch in batches for i in batch]
 
 
-def test_workers_deliver_each_epoch_once_and_the_parent_knows_the_epoch(url: str) -> None:
+def test_workers_deliver_each_epoch_once_and_the_parent_knows_the_epoch(url):
     said = run(url, EPOCHS)
     for name in ("epochs", "persistent"):
         first, second = said[name]
@@ -169,7 +157,7 @@ def test_workers_deliver_each_epoch_once_and_the_parent_knows_the_epoch(url: str
     assert sorted(said["samples"]) == list(range(N))
 
 
-def test_states_of_workers_resume_exactly(url: str) -> None:
+def test_states_of_workers_resume_exactly(url):
     said = run(url, STATES)
     whole = said["whole"]
     for k in (0, 1, 7, 8):
@@ -209,7 +197,7 @@ for workers, world in ((0, (0, 1)), (2, (1, 2)), (3, (0, 1))):
 """
 
 
-def test_the_length_of_a_dataloader_is_what_its_workers_yield(url: str) -> None:
+def test_the_length_of_a_dataloader_is_what_its_workers_yield(url):
     said = run(url, LENGTHS)
     assert len(said) == 3 * 3 * 3
     assert {name: counts for name, counts in said.items() if counts[0] != counts[1] or counts[2]} == {}
@@ -236,10 +224,10 @@ say("copy", take(iter(pickle.loads(pickle.dumps(ds)))))
 
 
 @pytest.mark.parametrize(("plane", "warned"), [("file", 0), ("http", 3)])
-def test_a_fork_in_the_middle_of_a_pass_reads_on_without_a_hang(url: str, plane: str, warned: int) -> None:
+def test_a_fork_in_the_middle_of_a_pass_reads_on_without_a_hang(url, plane, warned):
     with folder_server(Path(url)) as server:
         said = run(server.url if plane == "http" else url, FORKS, warned=warned)
-    assert "this pass is of the process that was forked" in said["inherited"]
+    assert "this pass belongs to the process that was forked" in said["inherited"]
     child, client = said["child"]
     assert client.startswith("fsspec: forked after obstore was used" if plane == "http" else "file: ")
     for seen in (child, said["child again"], said["parent"]):
@@ -273,7 +261,7 @@ say("pickled and read here", [len(take(iter(ds))), ds.state_dict()["epoch"]])
 """
 
 
-def test_a_parent_of_workers_does_not_invent_a_state(url: str) -> None:
+def test_a_parent_of_workers_does_not_invent_a_state(url):
     said = run(url, PARENTS)
     assert said["before"] == 0
     assert "save state_dict(batches=<trained>, workers=<num_workers>)" in said["refused"]

@@ -1,62 +1,37 @@
 """Laws of the writer: what is written is read, nothing opens before it closed, and its memory is bounded."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys
 import textwrap
 import threading
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from format_data import ALL_KINDS, column_of, fields, memory_store, objects_of, same
+from format_data import ALL_KINDS, StoreProxy, column_of, equal, fields, memory_store, objects_of, public
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import streamloader as sl
 import streamloader.format.writer as writer_module
-from streamloader.dataset import open as open_dataset
-from streamloader.errors import (
-    AccessError,
-    DestinationError,
-    FieldError,
-    IncompleteError,
-    NotADatasetError,
-    UsageError,
-)
-from streamloader.format.manifest import Field
-from streamloader.format.values import from_bytes
-from streamloader.format.writer import Writer
-from streamloader.options import Layout
+from streamloader.errors import AccessError, DestinationError, FieldError, IncompleteError, NotADatasetError, UsageError
+from streamloader.format.dataset import open as open_dataset
 from streamloader.storage import open_store
 
-SMALL = Layout(samples_per_shard=16, chunk_size=64, block_size=256)
+SMALL = sl.Layout(samples_per_shard=16, chunk_size=64, block_size=256)
 PAIR = {"image": "uint8[4,4]", "label": "int64"}
 
 
-def public(field: Field, column: Any) -> Any:
-    """A column as people give and get it."""
-    return column if field.fixed else [from_bytes("x", field, memoryview(item), 0) for item in column]
-
-
-def equal(left: Any, right: Any) -> bool:
-    if isinstance(left, list) and left and isinstance(left[0], np.ndarray):
-        return len(left) == len(right) and all(same(a, b) for a, b in zip(left, right, strict=True))
-    return same(left, right)
-
-
-def threads_of_writer() -> list[threading.Thread]:
+def threads_of_writer():
     return [thread for thread in threading.enumerate() if thread.name.startswith("streamloader-write")]
 
 
-def test_what_is_written_is_read_on_every_store(store_url: tuple[str, dict[str, Any]]) -> None:
+def test_what_is_written_is_read_on_every_store(store_url):
     url, options = store_url
     fields = {name: ALL_KINDS[name] for name in ("f_bool", "image", "blob", "words", "boxes")}
     columns = {name: public(field, column_of(field, 70)) for name, field in fields.items()}
-    with Writer(url, fields, layout=SMALL, storage_options=options, provenance={"made": "here"}) as out:
+    with sl.Writer(url, fields, layout=SMALL, storage_options=options, provenance={"made": "here"}) as out:
         for i in range(20):
             out.write({name: column[i] for name, column in columns.items()})
         out.write_batch({name: column[20:69] for name, column in columns.items()})
@@ -71,15 +46,12 @@ def test_what_is_written_is_read_on_every_store(store_url: tuple[str, dict[str, 
         assert equal(found[name], columns[name]), name
     assert not threads_of_writer()
     with pytest.raises(DestinationError, match="overwrite"):
-        Writer(url, PAIR, storage_options=options)
-    with Writer(url, {"label": "uint8"}, overwrite=True, storage_options=options) as out:
+        sl.Writer(url, PAIR, storage_options=options)
+    with sl.Writer(url, {"label": "uint8"}, overwrite=True, storage_options=options) as out:
         out.write({"label": 7})
     assert open_dataset(url, storage_options=options)[0] == {"label": 7}
-    assert {path.split("/")[0] for path in objects_of(open_store(url, options))} == {
-        "zarr.json",
-        "label",
-        "_streamloader",
-    }
+    kept = {path.split("/")[0] for path in objects_of(open_store(url, options))}
+    assert kept == {"zarr.json", "label", "_streamloader"}
 
 
 @given(
@@ -90,9 +62,7 @@ def test_what_is_written_is_read_on_every_store(store_url: tuple[str, dict[str, 
     st.integers(1, 3000),
 )
 @settings(max_examples=25, deadline=None)
-def test_samples_and_batches_of_any_size_give_the_same_dataset(
-    fields: dict[str, Field], count: int, step: int, known: bool, probe: int
-) -> None:
+def test_samples_and_batches_of_any_size_give_the_same_dataset(fields, count, step, known, probe):
     columns = {name: public(field, column_of(field, count)) for name, field in fields.items()}
     found = []
     original = writer_module.PROBE_BYTES
@@ -100,7 +70,7 @@ def test_samples_and_batches_of_any_size_give_the_same_dataset(
         writer_module.PROBE_BYTES = probe  # so that the probe ends in the middle of these small datasets
         for batches in (False, True):
             store = memory_store()
-            with Writer(store.url, fields, layout=SMALL, num_samples=count if known else None, workers=2) as out:
+            with sl.Writer(store.url, fields, layout=SMALL, num_samples=count if known else None, workers=2) as out:
                 for start in range(0, count, step if batches else 1):
                     if batches:
                         out.write_batch({name: column[start : start + step] for name, column in columns.items()})
@@ -115,53 +85,51 @@ def test_samples_and_batches_of_any_size_give_the_same_dataset(
 
 
 @pytest.mark.parametrize("count", [0, 1])
-def test_nothing_and_one_sample_are_datasets(count: int) -> None:
+def test_nothing_and_one_sample_are_datasets(count):
     store = memory_store()
-    with Writer(store.url, ALL_KINDS) as out:
+    with sl.Writer(store.url, ALL_KINDS) as out:
         for i in range(count):
             out.write({name: public(field, column_of(field, 1))[i] for name, field in ALL_KINDS.items()})
     ds = open_dataset(store.url)
     assert len(ds) == count and len(ds[:]["scalar"]) == count
 
 
-BAD_SAMPLES: dict[str, tuple[dict[str, Any], str]] = {
-    "missing": ({"image": np.zeros((4, 4), "u1")}, "sample 1 has no field 'label'"),
-    "unknown": ({"image": np.zeros((4, 4), "u1"), "label": 0, "x": 0}, "sample 1 has an unknown field 'x'"),
-    "shape": (
-        {"image": np.zeros((4, 5), "u1"), "label": 0},
-        r"field 'image' of sample 1 has shape \(4, 5\), expected \(4, 4\)",
-    ),
+BLACK = np.zeros((4, 4), "u1")
+BAD_SAMPLES = {
+    "missing": ({"image": BLACK}, "sample 1 has no field 'label'"),
+    "unknown": ({"image": BLACK, "label": 0, "x": 0}, "sample 1 has an unknown field 'x'"),
+    "shape": ({"image": BLACK[:3], "label": 0}, r"field 'image' of sample 1 has shape \(3, 4\), expected \(4, 4\)"),
     "dtype": ({"image": np.zeros((4, 4)), "label": 0}, "field 'image' of sample 1 is float64, expected uint8"),
     "value": ({"image": np.full((4, 4), 256), "label": 0}, "which does not hold 256 to 256"),
-    "float label": ({"image": np.zeros((4, 4), "u1"), "label": 0.5}, "field 'label' of sample 1 is float64"),
-    "text label": ({"image": np.zeros((4, 4), "u1"), "label": "3"}, "field 'label' of sample 1"),
-    "crooked": ({"image": [[1], [2, 3]], "label": 0}, "field 'image' of sample 1 is no array"),
+    "float label": ({"image": BLACK, "label": 0.5}, "field 'label' of sample 1 is float64"),
+    "text label": ({"image": BLACK, "label": "3"}, "field 'label' of sample 1"),
+    "crooked": ({"image": [[1], [2, 3]], "label": 0}, "field 'image' of sample 1 is not an array"),
     "none": ({"image": None, "label": 0}, r"field 'image' of sample 1 has shape \(\)"),
 }
 
 
 @pytest.mark.parametrize("what", BAD_SAMPLES)
-def test_a_sample_that_does_not_fit_is_refused_and_the_next_one_goes_on(what: str) -> None:
-    sample, said = BAD_SAMPLES[what]
+def test_a_sample_that_does_not_fit_is_an_error_and_the_next_one_is_written(what):
+    sample, message = BAD_SAMPLES[what]
     store = memory_store()
     good = {"image": np.ones((4, 4), "u1"), "label": 3}
-    with Writer(store.url, PAIR) as out:
+    with sl.Writer(store.url, PAIR) as out:
         out.write(good)
-        with pytest.raises(FieldError, match=said) as caught:
+        with pytest.raises(FieldError, match=message) as caught:
             out.write(sample)
         assert "\n" not in str(caught.value)
         out.write(good)
     assert open_dataset(store.url)[:]["label"].tolist() == [3, 3]
 
 
-def test_values_of_variable_size_are_checked_too() -> None:
+def test_values_of_variable_size_are_checked_too():
     store = memory_store()
-    with Writer(store.url, {"b": "bytes", "t": "text", "r": "ragged:int32[2]"}) as out:
+    with sl.Writer(store.url, {"b": "bytes", "t": "text", "r": "ragged:int32[2]"}) as out:
         good = {"b": b"x", "t": "x", "r": [[1, 2]]}
         for change, said in (
             ({"b": "text"}, "'b' of sample 0 is a str"),
             ({"t": b"x"}, "'t' of sample 0 is a bytes"),
-            ({"t": "\ud800"}, "'t' of sample 0 is no text"),
+            ({"t": "\ud800"}, "'t' of sample 0 is not valid text"),
             ({"r": [1, 2]}, r"'r' of sample 0 has shape \(2,\), expected \(any, 2\)"),
             ({"r": [[1.5, 2]]}, "'r' of sample 0 is float64, expected int32"),
         ):
@@ -173,10 +141,10 @@ def test_values_of_variable_size_are_checked_too() -> None:
     assert ds[0]["r"].shape == (0, 2) and ds[1]["b"] == b"y" and ds[1]["t"] == ""
 
 
-def test_batches_that_do_not_fit_name_field_sample_and_lengths() -> None:
+def test_batches_that_do_not_fit_name_field_sample_and_lengths():
     store = memory_store()
     image = np.zeros((3, 4, 4), "u1")
-    with Writer(store.url, PAIR) as out:
+    with sl.Writer(store.url, PAIR) as out:
         out.write_batch({"image": image, "label": [1, 2, 3]})
         for batch, said in (
             ({"image": image, "label": [1, 2]}, "unequal lengths: 'image' 3, 'label' 2"),
@@ -190,34 +158,35 @@ def test_batches_that_do_not_fit_name_field_sample_and_lengths() -> None:
     assert len(open_dataset(store.url)) == 3
 
 
-def test_casts_keep_values_or_are_refused() -> None:
+def test_casts_keep_values_or_are_errors():
     store = memory_store()
-    with Writer(store.url, {"x": "float16", "n": "uint8", "f": "float32"}) as out:
+    with sl.Writer(store.url, {"x": "float16", "n": "uint8", "f": "float32"}) as out:
         out.write({"x": 1.5, "n": np.int64(255), "f": 2})
         out.write({"x": True, "n": True, "f": np.float64(0.1)})
-        with pytest.raises(FieldError, match="does not hold its values"):
-            out.write({"x": 1e6, "n": 0, "f": 0})
-        with pytest.raises(FieldError, match="does not hold -1 to -1"):
-            out.write({"x": 0, "n": -1, "f": 0})
-        with pytest.raises(FieldError, match="complex128"):
-            out.write({"x": 1j, "n": 0, "f": 0})
+        for change, said in (
+            ({"x": 1e6}, "does not hold its values"),
+            ({"n": -1}, "does not hold -1 to -1"),
+            ({"x": 1j}, "complex128"),
+        ):
+            with pytest.raises(FieldError, match=said):
+                out.write({"x": 0, "n": 0, "f": 0, **change})
     assert open_dataset(store.url)[1]["f"] == np.float32(0.1)
 
 
-def test_the_writer_keeps_copies_of_what_it_is_given() -> None:
+def test_the_writer_keeps_copies_of_what_it_is_given():
     store, image = memory_store(), np.zeros((4, 4), "u1")
     batch = np.zeros((5, 4, 4), "u1")
-    with Writer(store.url, PAIR) as out:
+    with sl.Writer(store.url, PAIR) as out:
         out.write({"image": image, "label": 0})
         out.write_batch({"image": batch, "label": np.zeros(5, int)})
         image[:], batch[:] = 9, 9
     assert not open_dataset(store.url)[:]["image"].any()
 
 
-def test_an_exception_in_the_block_leaves_nothing_and_no_thread() -> None:
+def test_an_exception_in_the_block_leaves_nothing_and_no_thread():
     store = memory_store()
     store.put("mine.txt", b"x")
-    with pytest.raises(ZeroDivisionError), Writer(store.url, PAIR, layout=SMALL) as out:
+    with pytest.raises(ZeroDivisionError), sl.Writer(store.url, PAIR, layout=SMALL) as out:
         out.write_batch({"image": np.zeros((100, 4, 4), "u1"), "label": np.arange(100)})
         raise ZeroDivisionError
     assert objects_of(store) == {"mine.txt": b"x"} and not threads_of_writer()
@@ -227,9 +196,9 @@ def test_an_exception_in_the_block_leaves_nothing_and_no_thread() -> None:
         open_dataset(store.url)
 
 
-def test_a_closed_writer_says_so_and_closes_twice() -> None:
+def test_a_closed_writer_says_so_and_closes_twice():
     store = memory_store()
-    out = Writer(store.url, PAIR)
+    out = sl.Writer(store.url, PAIR)
     assert out.close() == out.close()
     with pytest.raises(UsageError, match="closed"):
         out.write_batch({"image": np.zeros((1, 4, 4), "u1"), "label": [0]})
@@ -238,78 +207,70 @@ def test_a_closed_writer_says_so_and_closes_twice() -> None:
 
 
 @pytest.mark.parametrize(("declared", "written"), [(5, 4), (5, 6)])
-def test_a_declared_number_of_samples_must_be_right(declared: int, written: int) -> None:
+def test_a_declared_number_of_samples_must_be_right(declared, written):
     store = memory_store()
-    with pytest.raises(UsageError, match="num_samples=5"), Writer(store.url, PAIR, num_samples=declared) as out:
+    with pytest.raises(UsageError, match="num_samples=5"), sl.Writer(store.url, PAIR, num_samples=declared) as out:
         for i in range(written):
             out.write({"image": np.zeros((4, 4), "u1"), "label": i})
     assert objects_of(store) == {}
 
 
-def test_wrong_arguments_are_refused_before_anything_is_written() -> None:
+def test_wrong_arguments_are_errors_before_anything_is_written():
     store = memory_store()
     for call, said in (
-        (lambda: Writer(store.url, {}), "without fields"),
-        (lambda: Writer(store.url, {"A": "int64"}), "field name 'A'"),
-        (lambda: Writer(store.url, {"a": "object"}), "dtype 'object'"),
-        (lambda: Writer(store.url, PAIR, workers=0), "workers=0"),
-        (lambda: Writer(store.url, PAIR, num_samples=-1), "num_samples=-1"),
-        (lambda: Writer(store.url, PAIR, provenance={"x": float("nan")}), "provenance"),
-        (lambda: Writer(store.url, PAIR, provenance={"x": object()}), "provenance"),
+        (lambda: sl.Writer(store.url, {}), "without fields"),
+        (lambda: sl.Writer(store.url, {"A": "int64"}), "field name 'A'"),
+        (lambda: sl.Writer(store.url, {"a": "object"}), "dtype 'object'"),
+        (lambda: sl.Writer(store.url, PAIR, workers=0), "workers=0"),
+        (lambda: sl.Writer(store.url, PAIR, num_samples=-1), "num_samples=-1"),
+        (lambda: sl.Writer(store.url, PAIR, provenance={"x": float("nan")}), "provenance"),
+        (lambda: sl.Writer(store.url, PAIR, provenance={"x": object()}), "provenance"),
     ):
         with pytest.raises(UsageError, match=said):
             call()
     assert objects_of(store) == {}
 
 
-class GatedStore:
-    """A store whose shard uploads wait for a gate, or fail."""
-
-    def __init__(self, store: Any, act: Callable[[str], None]) -> None:
-        self.store, self.act = store, act
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.store, name)
-
-    def put(self, path: str, data: bytes) -> Any:
-        self.act(path)
-        return self.store.put(path, data)
-
-
-def gated(monkeypatch: pytest.MonkeyPatch, act: Callable[[str], None]) -> Any:
+def gated(monkeypatch, act):
+    """Return a store whose uploads by a writer wait for `act`, or fail by it."""
     store = memory_store()
-    monkeypatch.setattr(writer_module, "open_store", lambda url, options: GatedStore(store, act))
+
+    class Gated(StoreProxy):
+        def put(self, path, data):
+            act(path)
+            return store.put(path, data)
+
+    monkeypatch.setattr(writer_module, "open_store", lambda url, options: Gated(store))
+    monkeypatch.setattr(writer_module, "PROBE_BYTES", 1)
     return store
 
 
-def test_an_upload_that_fails_surfaces_at_a_later_write_or_at_close(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(path: str) -> None:
+def test_an_upload_that_fails_surfaces_at_a_later_write_or_at_close(monkeypatch):
+    def fail(path):
         if path.startswith("image/c/2"):
             raise AccessError(f"no permission for {path}", "ask for it")
 
     store = gated(monkeypatch, fail)
-    monkeypatch.setattr(writer_module, "PROBE_BYTES", 1)
-    fields = {"image": Field.parse("uint8[1100]")}
-    with pytest.raises(AccessError, match="image/c/2"), Writer("memory://x", fields, layout=SMALL) as out:
+    fields = {"image": sl.Field.parse("uint8[1100]")}
+    with pytest.raises(AccessError, match="image/c/2"), sl.Writer("memory://x", fields, layout=SMALL) as out:
         for _ in range(100):
             out.write_batch({"image": np.zeros((16, 1100), "u1")})
     assert objects_of(store) == {} and not threads_of_writer()
 
 
-def test_writing_waits_while_all_workers_are_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_writing_waits_while_all_workers_are_busy(monkeypatch):
     gate, arrived = threading.Event(), threading.Semaphore(0)
 
-    def wait(path: str) -> None:
+    def wait(path):
         if path.startswith("image/c/"):
             arrived.release()
-            assert gate.wait(60)
+            assert gate.wait(300)
 
     store = gated(monkeypatch, wait)
-    monkeypatch.setattr(writer_module, "PROBE_BYTES", 1)
-    out = Writer("memory://x", {"image": Field.parse("uint8[1100]")}, layout=SMALL, workers=2)
+    out = sl.Writer("memory://x", {"image": sl.Field.parse("uint8[1100]")}, layout=SMALL, workers=2)
     written = 0
 
-    def feed() -> None:
+    def feed():
         nonlocal written
         for _ in range(10):
             out.write_batch({"image": np.zeros((16, 1100), "u1")})
@@ -318,11 +279,11 @@ def test_writing_waits_while_all_workers_are_busy(monkeypatch: pytest.MonkeyPatc
     feeder = threading.Thread(target=feed)
     feeder.start()
     for _ in range(2):
-        assert arrived.acquire(timeout=60)
+        assert arrived.acquire(timeout=300)
     feeder.join(0.3)  # it must stay blocked, however long one waits: two shards at work, the third is whole
     assert feeder.is_alive() and written == 2
     gate.set()
-    feeder.join(60)
+    feeder.join(300)
     assert written == 10
     out.close()
     assert len(open_dataset(store.url)) == 160
@@ -349,19 +310,11 @@ WRITE = """
 """
 
 
-def write_in_process(url: str, count: int) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(WRITE), url, str(count)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=Path(__file__).parent.parent,
-    )
-
-
-def test_memory_does_not_grow_with_the_dataset_and_a_kill_leaves_nothing_to_open(tmp_path: Path) -> None:
-    process = write_in_process(str(tmp_path / "data"), 6000)  # 375 MiB in shards of 8
-    assert process.stdout is not None
+def test_memory_does_not_grow_with_the_dataset_and_a_kill_leaves_nothing_to_open(tmp_path):
+    url = str(tmp_path / "data")
+    command = [sys.executable, "-c", textwrap.dedent(WRITE), url, "6000"]  # 375 MiB in shards of 8
+    root = Path(__file__).parent.parent
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=root)
     try:
         early = float(process.stdout.readline().split()[1])
         late = float(process.stdout.readline().split()[1])
@@ -370,12 +323,11 @@ def test_memory_does_not_grow_with_the_dataset_and_a_kill_leaves_nothing_to_open
         process.communicate()
     # three shards, each with its encoded copy and the client's, and room for the allocator; never the 375 MiB
     assert late - early < 6 * 8 + 24, (early, late)
-    url = str(tmp_path / "data")
     with pytest.raises(IncompleteError, match="overwrite=True"):
         open_dataset(url)
     with pytest.raises(DestinationError, match="unfinished"):
-        Writer(url, PAIR)
-    with Writer(url, PAIR, overwrite=True) as out:
+        sl.Writer(url, PAIR)
+    with sl.Writer(url, PAIR, overwrite=True) as out:
         out.write({"image": np.zeros((4, 4), "u1"), "label": 1})
     assert len(open_dataset(url)) == 1
     left = {path.relative_to(url).parts[0] for path in Path(url).rglob("*") if path.is_file()}

@@ -1,7 +1,5 @@
 """Starts tests/ranks.py under torchrun and collects what the ranks wrote."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -18,7 +16,6 @@ def environment() -> dict[str, str]:
     return {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")]),
-        "OMP_NUM_THREADS": "1",
     }
 
 
@@ -29,18 +26,19 @@ def command(ranks: int, script: str, *arguments: str, log: Path) -> list[str]:
     return [sys.executable, "-m", "torch.distributed.run", *options, str(TESTS / script), *arguments]
 
 
-def run_ranks(folder: Path, ranks: int, job: Mapping[str, Any], seconds: float = 100) -> list[dict[str, Any]]:
+def run_python(*arguments: object, seconds: float = 300) -> subprocess.CompletedProcess[str]:
+    """Run Python with these arguments, and assert that its exit code is 0."""
+    command = [sys.executable, *map(str, arguments)]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=seconds, check=False)
+    assert done.returncode == 0, done.stderr[-6000:]
+    return done
+
+
+def run_ranks(folder: Path, ranks: int, job: Mapping[str, Any], seconds: float = 300) -> list[dict[str, Any]]:
     """What each rank wrote for each case of the job; `folder` keeps their standard error."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "job.json").write_text(json.dumps(job))
-    done = subprocess.run(
-        command(ranks, "ranks.py", str(folder / "job.json"), log=folder / "logs"),
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=seconds,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-6000:]
+    arguments = command(ranks, "ranks.py", str(folder / "job.json"), log=folder / "logs")[1:]
+    done = run_python(*arguments, seconds=seconds)
     (folder / "stderr").write_text(done.stderr)
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(ranks)]

@@ -1,6 +1,6 @@
 """The ceilings, on the project's own datasets.
 
-`spec.extra["ceiling"]` is "obstore" (it fetches the same ranges), "decode" (fetched, verified, decoded) or "image".
+`spec.extra["ceiling"]` is "fetch" (the same ranges, bytes dropped), "decode" (fetched, verified, decoded) or "image".
 """
 
 from __future__ import annotations

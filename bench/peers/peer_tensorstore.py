@@ -44,12 +44,7 @@ class TensorStoreArrays:
 
 def context() -> ts.Context:
     """Return the resources: chunks that two blocks share are kept, and many requests are in flight."""
-    return ts.Context(
-        {
-            "cache_pool": {"total_bytes_limit": CACHE_BYTES},
-            "s3_request_concurrency": {"limit": REQUESTS},
-        }
-    )
+    return ts.Context({"cache_pool": {"total_bytes_limit": CACHE_BYTES}, "s3_request_concurrency": {"limit": REQUESTS}})
 
 
 def array_spec(spec: Spec, name: str) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import numpy as np
 
 from bench import venvs
 from bench.shuffles.quality import Ids, resident
-from streamloader.plan.order import EpochOrder, OrderParams
+from streamloader.order.epoch_order import EpochOrder, OrderParams
 
 HERE = Path(__file__).parent
 TIMEOUT = 600.0

@@ -1,28 +1,42 @@
-"""The demo, step by step; any step that fails ends it with one error."""
+"""The demo: real images become datasets in a bucket, ranks train on them, are killed, and resume exactly.
+
+Any step that fails ends it with one error.
+"""
 
 from __future__ import annotations
 
+import json
+import logging
 import os
+import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+import urllib.request
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
+import click
+import numpy as np
+from PIL import Image
 
 import streamloader as sl
-from streamloader.demo.check import Taken, check_exactly_once, read_log, repeated_steps
-from streamloader.demo.images import write_digits, write_photographs
-from streamloader.demo.launch import Event, Job, finish, ranks
-from streamloader.demo.server import s3_server
 from streamloader.errors import DestinationError, EngineError, StreamloaderError
 
+DIGIT_SCALE = 4
+CROP = 160
+CROP_STEP = 40
+RUN_SECONDS = 240.0
+TIMEOUT_SECONDS = 20.0
 BUCKET = "demo"
 DIGITS = f"s3://{BUCKET}/digits"
 PHOTOGRAPHS = f"s3://{BUCKET}/photographs"
@@ -32,168 +46,319 @@ RANKS_BEFORE, RANKS_AFTER = 2, 3
 GOAL = 0.95
 CREDENTIALS = {"AWS_ACCESS_KEY_ID": "demo", "AWS_SECRET_ACCESS_KEY": "demo", "AWS_DEFAULT_REGION": "us-east-1"}
 
+_ERROR = re.compile(r"Error|^(Fatal Python error|what\(\):|terminate called|FATAL)")
+
+Event = dict[str, Any]
+
+
+def write_digits(folder: Path) -> int:
+    """Write the 1797 digits of scikit-learn as `<folder>/<digit>/<number>.png`, grey, 32 x 32; return how many.
+
+    They are 8 x 8 with values 0-16 as they ship.
+    """
+    from sklearn.datasets import load_digits
+
+    data = load_digits()
+    images = np.minimum(data.images * 16, 255).astype(np.uint8).repeat(DIGIT_SCALE, axis=1).repeat(DIGIT_SCALE, axis=2)
+    for number, (pixels, label) in enumerate(zip(images, data.target, strict=True)):
+        _save(pixels, folder / str(label) / f"{number:04d}.png")
+    return len(images)
+
+
+def write_photographs(folder: Path) -> int:
+    """Write crops of scikit-learn's photographs as `<folder>/<photograph>/<y>-<x>.jpg`, 160 x 160; return how many."""
+    from sklearn.datasets import load_sample_images
+
+    data = load_sample_images()
+    for name, pixels in zip(data.filenames, data.images, strict=True):
+        starts = (range(0, side - CROP + 1, CROP_STEP) for side in pixels.shape[:2])
+        for y, x in product(*starts):
+            _save(pixels[y : y + CROP, x : x + CROP], folder / Path(name).stem / f"{y:03d}-{x:03d}.jpg")
+    return len(list(folder.glob("*/*.jpg")))
+
+
+def _save(pixels: Any, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(np.ascontiguousarray(pixels)).save(path)
+
 
 @dataclass(frozen=True)
-class Stage:
-    """Where the demo plays: a folder, a server, the environment that leads to it, and where to tell it."""
+class Taken:
+    """What one rank took for one step: sample numbers, without those that only fill up a batch."""
+
+    epoch: int
+    step: int
+    index: tuple[int, ...]
+
+
+def read_log(folder: Path, run: str) -> list[Taken]:
+    """Return the lines of every rank of a run; one that a kill cut short is left out."""
+    paths = sorted(folder.glob(f"{run}-rank*.jsonl"))
+    lines = [line for path in paths for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+    return [Taken(one["epoch"], one["step"], tuple(one["index"])) for one in map(json.loads, lines)]
+
+
+def check_exactly_once(taken: Iterable[Taken], num_samples: int, epochs: int) -> None:
+    """Raise `EngineError` unless each of the epochs took each sample number below `num_samples` once."""
+    counts = {epoch: Counter[int]() for epoch in range(epochs)}
+    for part in taken:
+        counts.setdefault(part.epoch, Counter()).update(part.index)
+    for epoch, count in counts.items():
+        expected = Counter(range(num_samples if epoch < epochs else 0))
+        wrong = [number for number in expected | count if count[number] != expected[number]]
+        if wrong:
+            shown = ", ".join(f"{number}: {count[number]}" for number in sorted(wrong)[:4])
+            problem = f"epoch {epoch} took {len(wrong)} of {num_samples} samples not exactly once (number: times)"
+            raise EngineError(f"{problem} {shown}", "report this")
+
+
+def repeated_steps(before: Iterable[Taken], after: Iterable[Taken], resumed_at: int) -> int:
+    """Return how many steps after the checkpoint the killed run had taken.
+
+    Raises `EngineError` where one of its ranks took samples that the resumed run assigns to another step: the global
+    batches must not depend on the number of ranks.
+    """
+    again = defaultdict[int, set[int]](set)
+    for part in after:
+        again[part.step].update(part.index)
+    lost = [part for part in before if part.step >= resumed_at]
+    for part in lost:
+        if not again[part.step].issuperset(part.index):
+            raise EngineError(f"step {part.step} was another batch after the resume", "report this")
+    return len({part.step for part in lost})
+
+
+class Ranks:
+    """A training run of `count` ranks, over the loopback device only: iterate over the events that they report.
+
+    The ranks end with the `with` block, or with this process.
+    """
+
+    def __init__(self, demo: Demo, run: str, count: int) -> None:
+        torchrun = ["torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", f"--log-dir={demo.folder}/tmp"]
+        script = ["streamloader.demo.train", DIGITS, str(demo.folder), run, str(EPOCHS)]
+        self.log = demo.folder / f"{run}.log"
+        self.pids: list[int] = []
+        command = [sys.executable, "-m", *torchrun, f"--nproc-per-node={count}", "-m", *script]
+        options: dict[str, Any] = {"env": demo.env, "text": True, "start_new_session": True}
+        pipe = subprocess.PIPE  # the end of their input tells the ranks that this process has ended
+        with self.log.open("w") as errors:
+            self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=errors, **options)
+        self._watchdog = threading.Timer(RUN_SECONDS, self._end)
+        self._watchdog.daemon = True
+        self._watchdog.start()
+
+    def __iter__(self) -> Iterator[Event]:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line.startswith("{"):
+                event: Event = json.loads(line)
+                if event["event"] == "started":
+                    self.pids.append(event["pid"])
+                yield event
+
+    def kill(self) -> None:
+        """Send SIGKILL to every rank, and wait for torchrun."""
+        for pid in self.pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        deque(self, maxlen=0)
+        self.process.wait(RUN_SECONDS)
+
+    def finish(self) -> list[Event]:
+        """Return the remaining events. Raises `EngineError` if a rank fails."""
+        events = list(self)
+        code = self.process.wait(RUN_SECONDS)
+        if code:
+            raise EngineError(f"training ended with exit code {code}: {reason(self.log)}", f"see {self.log}")
+        return events
+
+    def _end(self) -> None:
+        """Kill torchrun; its ranks end when their standard input does."""
+        self.process.kill()
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._watchdog.cancel()
+        self._end()
+        self.process.wait()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+
+def reason(log: Path) -> str:
+    """Return the most telling line of the log, and how the rank ended that failed first.
+
+    That line is a rank's own error, or another process's, or the last one; torchrun's own error only says that a rank
+    failed, and its summary ends with the first.
+    """
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    errors = [line for line in lines if _ERROR.search(line) and "ChildFailedError" not in line]
+    own = [line for line in errors if line.startswith("[rank")]
+    ends = [line for line in lines if line.startswith("exitcode")]
+    return "; ".join((own or errors)[:1] + ends[-1:]) or (lines or ["the log is empty"])[-1]
+
+
+@contextmanager
+def s3_server(bucket: str) -> Iterator[str]:
+    """Run a server on a free port of this machine with one empty bucket, and give its URL.
+
+    Raises `EngineError` where moto is missing.
+    """
+    try:
+        from moto.server import ThreadedMotoServer
+    except ImportError as error:
+        problem = f"the S3 server did not start: {error}"
+        raise EngineError(problem, "pip install 'moto[s3]' flask flask-cors") from error
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)  # else it prints every request
+    server = ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
+    server.start()
+    try:
+        host, port = server.get_host_and_port()
+        request = urllib.request.Request(f"http://{host}:{port}/{bucket}", method="PUT")
+        direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        direct.open(request, timeout=TIMEOUT_SECONDS).close()
+        yield f"http://{host}:{port}"
+    finally:
+        server.stop()
+
+
+@dataclass(frozen=True)
+class Demo:
+    """Where the demo runs: a folder, and a server."""
 
     folder: Path
     endpoint: str
-    console: Console
 
     @property
     def env(self) -> dict[str, str]:
-        """Return the environment in which a process finds this server, and no other keys than its own."""
-        kept = {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}
-        temporary = {"TMPDIR": str(self.folder / "tmp")}
-        network = {"NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1", "AWS_ENDPOINT_URL": self.endpoint}
-        gloo = {"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}
-        python = {"OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}  # a rank that dies of a signal says where
-        return {**kept, **CREDENTIALS, **temporary, **network, **gloo, **python}
+        """The environment in which a process finds this server, and no other keys than its own."""
+        env = {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}
+        env |= CREDENTIALS | {"AWS_ENDPOINT_URL": self.endpoint, "TMPDIR": str(self.folder / "tmp")}
+        env |= {"NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
+        env |= {"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}
+        return env | {"OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}  # a rank that dies of a signal says where
 
     @property
     def storage_options(self) -> dict[str, Any]:
-        """Return the same as options of the S3 filesystem."""
+        """The same as options of the S3 filesystem."""
         return {"key": "demo", "secret": "demo", "endpoint_url": self.endpoint}
-
-    def say(self, text: str) -> None:
-        """Print one line."""
-        self.console.print(text, soft_wrap=True)
 
     def streamloader(self, *arguments: str) -> None:
         """Run the command line tool as a user would. Raises `EngineError` where it fails."""
-        self.console.print(f"\n[bold]$ streamloader {' '.join(arguments)}[/bold]", soft_wrap=True)
+        _title(f"$ streamloader {' '.join(arguments)}")
         code = "from streamloader.cli.main import main; main()"
         done = subprocess.run([sys.executable, "-c", code, *arguments], env=self.env, check=False)
         if done.returncode:
-            raise EngineError(
-                f"streamloader {arguments[0]} ended with exit code {done.returncode}", "see its line above"
-            )
+            problem = f"streamloader {arguments[0]} ended with exit code {done.returncode}"
+            raise EngineError(problem, "see its line above")
 
 
-def tell(keep: Path | None) -> None:
+def run_demo(keep: Path | None) -> None:
     """Run the demo in a temporary folder, or in the new folder `keep`.
 
     Raises a `StreamloaderError` if a step fails; then the temporary folder is kept too, since the error names its logs.
     """
-    console = Console(highlight=False)
     begin = time.perf_counter()
-    with _folder(keep) as folder, s3_server(BUCKET, folder / "server.log") as endpoint:
+    with _folder(keep) as folder, s3_server(BUCKET) as endpoint:
         (folder / "tmp").mkdir()
-        stage = Stage(folder, endpoint, console)
-        _make_datasets(stage)
-        _stream_photographs(stage)
-        _train(stage)
-    where = "its folder is gone" if keep is None else f"everything is in {keep}"
-    console.print(f"\n[bold green]done[/bold green] in {time.perf_counter() - begin:.0f} s; {where}", soft_wrap=True)
+        demo = Demo(folder, endpoint)
+        _make_datasets(demo)
+        _stream_photographs(demo)
+        _train(demo)
+    where = "its folder is removed" if keep is None else f"everything is in {keep}"
+    _title(f"done in {time.perf_counter() - begin:.0f} s; {where}")
 
 
-def _make_datasets(stage: Stage) -> None:
-    _title(stage, "1. real images become datasets in a bucket")
-    digits, photographs = stage.folder / "digits", stage.folder / "photographs"
-    stage.say(f"wrote {write_digits(digits)} handwritten digits as PNG into {digits}/0 ... 9")
-    stage.say(
-        f"wrote {write_photographs(photographs)} crops of two photographs as JPEG into {photographs}/china, flower"
-    )
-    stage.say(f"an S3 server (moto) listens on {stage.endpoint}; its bucket is s3://{BUCKET}")
-    stage.streamloader("convert", str(digits), DIGITS, "--split", "train=0.8,val=0.2")
-    stage.streamloader("convert", str(photographs), PHOTOGRAPHS)
-    stage.streamloader("inspect", DIGITS, "--split", "train")
-    stage.streamloader("inspect", PHOTOGRAPHS)
+def _title(text: str) -> None:
+    click.secho(f"\n{text}", bold=True)
 
 
-def _stream_photographs(stage: Stage) -> None:
-    _title(stage, "2. one process streams the photographs")
-    dataset = sl.StreamingDataset(
-        PHOTOGRAPHS,
-        batch_size=32,
-        decode="auto",
-        with_index=True,
-        world=(0, 1),
-        storage_options=stage.storage_options,
-    )
+def _make_datasets(demo: Demo) -> None:
+    _title("1. real images become datasets in a bucket")
+    digits, photographs = demo.folder / "digits", demo.folder / "photographs"
+    click.echo(f"wrote {write_digits(digits)} handwritten digits as PNG into {digits}/0 ... 9")
+    click.echo(f"wrote {write_photographs(photographs)} crops of two photographs as JPEG into {photographs}")
+    click.echo(f"an S3 server (moto, in this process) listens on {demo.endpoint}; its bucket is s3://{BUCKET}")
+    demo.streamloader("convert", str(digits), DIGITS, "--split", "train=0.8,val=0.2")
+    demo.streamloader("convert", str(photographs), PHOTOGRAPHS)
+    demo.streamloader("inspect", DIGITS, "--split", "train")
+    demo.streamloader("inspect", PHOTOGRAPHS)
+
+
+def _stream_photographs(demo: Demo) -> None:
+    _title("2. one process streams the photographs")
+    options: dict[str, Any] = {"world": (0, 1), "storage_options": demo.storage_options}
+    dataset = sl.StreamingDataset(PHOTOGRAPHS, batch_size=32, decode="auto", with_index=True, **options)
     taken = []
     for step, batch in enumerate(dataset):
         taken.append(Taken(0, step, tuple(batch["index"][batch["valid"]].tolist())))
     check_exactly_once(taken, dataset.num_samples, epochs=1)
-    stage.say(f"every one of {dataset.num_samples} samples once, decoded to {tuple(batch['image'].shape)} batches")
-    stage.say(f"{dataset.stats()}")
+    click.echo(f"each of {dataset.num_samples} samples once, decoded to {tuple(batch['image'].shape)} batches")
+    click.echo(f"{dataset.stats()}")
     dataset.close()
 
 
-def _train(stage: Stage) -> None:
-    _title(stage, f"3. {RANKS_BEFORE} processes train on the digits, straight from the bucket, and are killed")
-    job = Job(DIGITS, stage.folder, EPOCHS, stage.env)
-    with ranks(job, "first", RANKS_BEFORE) as running:
-        seen = _until_mid_epoch(running, job)
+def _train(demo: Demo) -> None:
+    _title(f"3. {RANKS_BEFORE} processes train on the digits, straight from the bucket, and are killed")
+    with Ranks(demo, "first", RANKS_BEFORE) as running:
+        events = (event for event in running if event["event"] == "checkpoint")
+        event = next((one for one in events if one["epoch"] >= KILLED_IN_EPOCH and one["position"] > 0), None)
+        if event is None:
+            running.finish()
         running.kill()
-    where = f"after step {seen['step']}, in the middle of epoch {seen['epoch']} of {EPOCHS}"
-    stage.say(f"kill -9 of {len(running.pids)} ranks {where}")
+        if event is None or running.process.returncode == 0:
+            raise EngineError("the training ended before it was killed", "run the demo again")
+    where = f"after step {event['step']}, in the middle of epoch {event['epoch']} of {EPOCHS}"
+    click.echo(f"kill -9 of {len(running.pids)} ranks {where}")
 
-    _title(stage, f"4. {RANKS_AFTER} processes go on from the checkpoint")
-    with ranks(job, "second", RANKS_AFTER) as running:
-        events = finish(running, job.folder / "second.log")
-    begun = next(event for event in events if event["event"] == "begun")
-    stage.say(
-        f"resumed with {RANKS_AFTER} ranks at step {begun['step']}, "
-        f"epoch {begun['epoch']}, {begun['position']} samples into it"
-    )
-    _prove(stage, begun["step"])
-    _report(stage, events)
-
-
-def _until_mid_epoch(running: Any, job: Job) -> Event:
-    """Return the first checkpoint that lies in the middle of a later epoch."""
-    for event in running:
-        if event["event"] == "checkpoint" and event["epoch"] >= KILLED_IN_EPOCH and event["position"] > 0:
-            return dict(event)
-    finish(running, job.folder / "first.log")
-    raise EngineError("the training ended before it could be killed", "run the demo again")
+    _title(f"4. {RANKS_AFTER} processes resume from the checkpoint")
+    with Ranks(demo, "second", RANKS_AFTER) as running:
+        reported = running.finish()
+    begun = next(event for event in reported if event["event"] == "begun")
+    at = f"step {begun['step']}, epoch {begun['epoch']}, {begun['position']} samples into it"
+    click.echo(f"resumed with {RANKS_AFTER} ranks at {at}")
+    num_samples = len(sl.open(DIGITS, split="train", storage_options=demo.storage_options))
+    before, after = read_log(demo.folder, "first"), read_log(demo.folder, "second")
+    check_exactly_once([part for part in before if part.step < begun["step"]] + after, num_samples, EPOCHS)
+    again = repeated_steps(before, after, begun["step"])
+    click.echo(f"all {EPOCHS} epochs had each of the {num_samples} samples exactly once, the one with the kill too")
+    click.echo(f"the killed run was {again} step(s) past its checkpoint: the same batches were trained again")
+    _report(reported)
 
 
-def _prove(stage: Stage, resumed_at: int) -> None:
-    num_samples = len(sl.open(DIGITS, split="train", storage_options=stage.storage_options))
-    before, after = read_log(stage.folder, "first"), read_log(stage.folder, "second")
-    check_exactly_once([part for part in before if part.step < resumed_at] + after, num_samples, EPOCHS)
-    again = repeated_steps(before, after, resumed_at)
-    stage.say(f"all {EPOCHS} epochs had each of the {num_samples} samples exactly once, the one with the kill too")
-    stage.say(f"the killed run was {again} step(s) past its checkpoint: the same batches were trained again")
-
-
-def _report(stage: Stage, events: list[Event]) -> None:
-    _title(stage, "5. how well, how fast, and how long training waited for data")
-    trained = [event for event in events if event["event"] == "trained"]
+def _report(events: list[Event]) -> None:
+    _title("5. how well, how fast, and how long training waited for data")
+    trained = sorted((event for event in events if event["event"] == "trained"), key=lambda event: int(event["rank"]))
     (evaluated,) = (event for event in events if event["event"] == "evaluated")
     accuracy = evaluated["right"] / evaluated["count"]
-    stage.say(f"val accuracy {accuracy:.1%}: {evaluated['right']} of {evaluated['count']} digits")
-    stage.say(f"speed {sum(event['rate'] for event in trained):.0f} samples/s over {len(trained)} ranks")
-    for event in sorted(trained, key=lambda event: int(event["rank"])):
-        stage.say(f"rank {event['rank']} waited {event['waited']:.1%} of the time for data")
-    stage.say(f"rank {trained[0]['rank']} says: {trained[0]['verdict']} (data plane: {trained[0]['client']})")
+    click.echo(f"val accuracy {accuracy:.1%}: {evaluated['right']} of {evaluated['count']} digits")
+    click.echo(f"speed {sum(event['rate'] for event in trained):.0f} samples/s over {len(trained)} ranks")
+    for event in trained:
+        click.echo(f"rank {event['rank']} waited {event['waited']:.1%} of the time for data")
+    click.echo(f"rank {trained[0]['rank']} says: {trained[0]['verdict']} (data plane: {trained[0]['client']})")
     if accuracy < GOAL:
         raise EngineError(f"val accuracy is {accuracy:.1%}, below {GOAL:.0%}", "report this")
 
 
-def _title(stage: Stage, text: str) -> None:
-    stage.console.print()
-    stage.console.rule(f"[bold]{text}", align="left")
-
-
 @contextmanager
 def _folder(keep: Path | None) -> Iterator[Path]:
-    if keep is None:
-        folder = Path(tempfile.mkdtemp(prefix="streamloader-demo-"))
-        failed = False
+    """Give `keep`, which must be empty, or a temporary folder, which stays where a step fails: the error names it."""
+    if keep is not None:
+        if keep.exists() and any(keep.iterdir()):
+            raise DestinationError(f"{keep} is not empty", "give --keep a new folder")
+        keep.mkdir(parents=True, exist_ok=True)
+        yield keep.resolve()
+        return
+    folder = Path(tempfile.mkdtemp(prefix="streamloader-demo-"))
+    with ExitStack() as cleanup:
+        cleanup.callback(shutil.rmtree, folder)
         try:
             yield folder
         except StreamloaderError:
-            failed = True
+            cleanup.pop_all()
             raise
-        finally:
-            if not failed:
-                shutil.rmtree(folder)
-        return
-    if keep.exists() and any(keep.iterdir()):
-        raise DestinationError(f"{keep} is not empty", "give --keep a new folder")
-    keep.mkdir(parents=True, exist_ok=True)
-    yield keep.resolve()

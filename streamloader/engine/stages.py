@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from streamloader.decode.image import ImageDecoder, Scratch
-from streamloader.engine.arena import Memory
-from streamloader.engine.batch import Batch, items_to_column, rows_of
-from streamloader.engine.budget import LIVE_BATCHES
-from streamloader.engine.crew import Crew
+from streamloader.engine.memory import LIVE_BATCHES, Buffers, Memory
 from streamloader.engine.transform import (
     HeldTransform,
     RngKey,
@@ -32,32 +29,205 @@ from streamloader.engine.transform import (
     takes_rng,
 )
 from streamloader.errors import EngineError, StreamloaderError, wrapped
-from streamloader.format.manifest import FieldLayout
+from streamloader.format.manifest import Field, FieldLayout
+from streamloader.format.values import from_bytes
 from streamloader.options import Pack
-from streamloader.plan.booking import BatchPlan
+from streamloader.order.schedule import BatchPlan
 from streamloader.stats import Counters
+from streamloader.storage.process import finalize
+
+if TYPE_CHECKING:
+    from streamloader.images.decode import ImageDecoder
+
+Job = Callable[[], None]
+OnError = Callable[[BaseException], None]
+
+
+class WorkerThreads:
+    """Up to `count` daemon threads that run jobs in the order they were given, `started` of them now.
+
+    Not a `ThreadPoolExecutor`: interpreter exit joins its threads, and so waits for a stalled request.
+
+    Idle threads hold the queue and nothing else, and a closed queue is empty: a finalizer may hold a `WorkerThreads`.
+    """
+
+    def __init__(self, name: str, count: int, started: int | None = None) -> None:
+        self._jobs: SimpleQueue[tuple[Job, OnError] | None] = SimpleQueue()
+        self._name = name
+        self._count = count
+        self._closed = False
+        self._threads: list[threading.Thread] = []
+        self.grow(count if started is None else started)
+
+    def grow(self, count: int) -> None:
+        """Start threads until there are `count`, or as many as there may be. For one caller at a time."""
+        while len(self._threads) < min(count, self._count):
+            name = f"streamloader-{self._name}-{len(self._threads)}"
+            thread = threading.Thread(target=_run, args=(self._jobs,), name=name, daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    def submit(self, job: Job, on_error: OnError) -> None:
+        """Queue a job; `on_error` gets whatever it raises, in its thread. Once closed, it drops both."""
+        self._jobs.put((job, on_error))
+        if self._closed:
+            self.close()
+
+    def close(self) -> None:
+        """Drop the jobs that have not begun and let the threads end; does not wait for a stalled request.
+
+        Takes no lock: a finalizer may call it in a thread that is inside `submit`. Several threads may close at once:
+        each puts an end for every thread after all that it has taken.
+        """
+        self._closed = True
+        with suppress(Empty):
+            while True:
+                self._jobs.get_nowait()
+        for _ in self._threads:
+            self._jobs.put(None)
+
+    def join(self, seconds: float) -> bool:
+        """Wait for the threads to end, `seconds` at most for each; return whether all have."""
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(seconds)
+        return not any(thread.is_alive() for thread in self._threads)
+
+
+def _run(jobs: SimpleQueue[tuple[Job, OnError] | None]) -> None:
+    while (entry := jobs.get()) is not None:
+        job, on_error = entry
+        try:
+            job()
+        except BaseException as error:  # noqa: BLE001 - whatever it is, the consumer must get it
+            on_error(error)
+        del entry, job, on_error  # an idle thread must not keep the last job's data alive
+
+
+class Ragged(NamedTuple):
+    """Ragged samples of a batch, end to end: sample i is `values[offsets[i]:offsets[i + 1]]`.
+
+    `values` has shape (sum of lengths, *inner), `offsets` is int64 of shape (samples + 1,). Packed, `values` has shape
+    (rows, length), and the offsets count in it row by row; what follows the last one is padding.
+    """
+
+    values: NDArray[Any]
+    offsets: NDArray[np.int64]
+
+
+@dataclass
+class Batch:
+    """`columns` by field: ndarray, list, or `Ragged`; complete once `finished` is set, or failed with `error`.
+
+    `places`: how many of the `READY_BATCHES` it counts as; more than one where it is much larger than the mean.
+    """
+
+    plan: BatchPlan
+    columns: dict[str, Any] = field(default_factory=dict)
+    error: StreamloaderError | None = None
+    places: int = 1
+    finished: threading.Event = field(default_factory=threading.Event)
+    _dropped: bool = False
+
+    def fail(self, error: BaseException) -> None:
+        """Finish the batch with its first error; other parts of it may still be under way."""
+        first = ", ".join(map(str, self.plan.samples[:3].tolist()))
+        self.error = self.error or wrapped(error, f"making the batch of samples {first}, ...")
+        if self._dropped:
+            self.error = None
+        self.finished.set()
+
+    def drop(self) -> None:
+        """Ignore errors of the batch, also later ones: it will not be returned."""
+        self._dropped = True
+        self.error = None
+
+
+def items_to_column(
+    name: str,
+    kind: Field,
+    items: Sequence[memoryview],
+    samples: NDArray[np.int64],
+    buffers: Buffers,
+    *,
+    pack: Pack | None = None,
+) -> Any:
+    """Return the batch column of a variable-size field: list of bytes or str, or `Ragged`, packed where asked.
+
+    Raises `DecodeError`, which names the sample, for bytes that are not of that kind.
+    """
+    try:
+        if kind.kind == "bytes":
+            return [bytes(item) for item in items]
+        if kind.kind == "text":
+            return [str(item, "utf-8") for item in items]
+        return _end_to_end(kind, items, buffers, pack)
+    except ValueError:
+        for item, sample in zip(items, samples.tolist(), strict=True):
+            from_bytes(name, kind, item, sample)  # raises for the one that is to blame
+        raise
+
+
+def _end_to_end(kind: Field, items: Sequence[memoryview], buffers: Buffers, pack: Pack | None) -> Ragged:
+    edges = np.zeros(len(items) + 1, np.int64)  # in bytes
+    np.cumsum(np.fromiter(map(len, items), np.int64, len(items)), out=edges[1:])
+    offsets, odd = np.divmod(edges, kind.item_bytes)
+    if odd.any():
+        raise ValueError("a sample ends within a row")
+    count = int(offsets[-1])
+    if pack is None:
+        values = buffers.lease((count, *kind.shape), kind.dtype)
+    else:
+        values = buffers.lease((-(-count // pack.length), pack.length), kind.dtype)
+        values.reshape(-1)[count:] = pack.pad
+    into = values.reshape(-1).view(np.uint8).data
+    # Slices of memoryviews: those of arrays take half as long again, and an index of every value five times.
+    for item, (begin, end) in zip(items, pairwise(edges.tolist()), strict=True):
+        into[begin:end] = item
+    return Ragged(values, offsets)
+
+
+def rows_of(columns: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
+    """Return a batch as samples: dicts of numpy scalars and arrays, bytes and str."""
+    split = dict(columns)
+    for name, column in columns.items():
+        if isinstance(column, Ragged):
+            split[name] = [column.values[a:b] for a, b in pairwise(column.offsets.tolist())]
+    return [{name: column[i] for name, column in split.items()} for i in range(count)]
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """What a batch is made of: the columns `names`, in that order.
+class LoaderConfig:
+    """How samples become batches, within how many bytes (`memory`, None for what is needed).
 
-    `streamed` fields come from the arena, `resident` ones are whole arrays in memory; `decoders` names the
-    image fields to decode, `packs` the ragged fields to cut in rows. `alike` says that the images of a batch must have
-    one size; where a transform makes them alike, or samples are handed out singly, they are kept apart. `seed` keys the
-    random numbers of the transform, with the plan's epoch and positions; `tensors` knows those that it may return.
+    `decoders` names the image fields to decode, `packs` the ragged fields to cut in rows. `tensors` knows the tensors
+    that a transform may return.
     """
 
+    decoders: Mapping[str, ImageDecoder] = field(default_factory=dict)
+    packs: Mapping[str, Pack] = field(default_factory=dict)
+    transform: Transform | None = None
+    transform_workers: int = 0
+    memory: int | None = None
+    ranks_here: int = 1
+    tensors: Tensors | None = None
+
+
+class StageOptions(NamedTuple):
+    """What a batch is made of: the columns `names`, in that order.
+
+    `streamed` fields come from the arena, `resident` ones are complete arrays in memory. `alike` says that the images
+    of a batch must have one size; where a transform makes them alike, or samples are handed out singly, they are kept
+    apart. `seed` keys the random numbers of the transform, with the plan's epoch and positions.
+    """
+
+    config: LoaderConfig
     names: tuple[str, ...]
     streamed: Mapping[str, FieldLayout]
     resident: Mapping[str, NDArray[Any]]
-    decoders: Mapping[str, ImageDecoder]
     alike: bool
     transform: weakref.ref[HeldTransform] | None
-    transform_workers: int
     seed: int
-    packs: Mapping[str, Pack] = field(default_factory=dict)
-    tensors: Tensors | None = None
 
 
 # How long the interpreter's exit waits for the image, or the part of a batch in a transform, that a thread is at.
@@ -65,31 +235,35 @@ EXIT_SECONDS = 5.0
 
 
 class Stages:
-    """Runs batches through the recipe. Threads hold this object, never the pipeline's handle."""
+    """Runs batches through the stages. Threads hold this object, never the pipeline's handle."""
 
-    def __init__(self, recipe: Recipe, memory: Memory, threads: int, counters: Counters) -> None:
-        self._recipe = recipe
+    def __init__(self, options: StageOptions, memory: Memory, threads: int, counters: Counters) -> None:
+        self._options, self._config = options, options.config
+        self.transforms = options.transform is not None
         self._arena = memory.arena
         self._buffers = memory.buffers
         self._counters = counters
         self._threads = threads
         self._variable = [
-            name for name, of in recipe.streamed.items() if not of.field.fixed and name not in recipe.decoders
+            name for name, of in options.streamed.items() if not of.field.fixed and name not in options.config.decoders
         ]
         self._processes: list[TransformProcess] = []
-        if recipe.transform is not None:
+        if options.transform is not None:
             transform = self._held_transform()
-            self._processes = [TransformProcess(transform, recipe.tensors) for _ in range(recipe.transform_workers)]
+            self._processes = [
+                TransformProcess(transform, options.config.tensors) for _ in range(options.config.transform_workers)
+            ]
             self._with_rng = takes_rng(transform)
-        self._scratch = Scratch()
         self._closed = False
-        self._decode = Crew("decode", threads if recipe.decoders else 0)
-        self._transform = [Crew("transform", 1) for _ in range(max(1, len(self._processes)) if recipe.transform else 0)]
+        self._decode = WorkerThreads("decode", threads if options.config.decoders else 0)
+        self._transform = [
+            WorkerThreads("transform", 1) for _ in range(max(1, len(self._processes)) if options.transform else 0)
+        ]
         # OpenCV, and most of what a transform may call, aborts the process when its thread comes back from it to an
         # interpreter that has ended: the exit waits. Threads that wait for a process of their own end as they are.
         # What a finalizer holds lives as long as this object: nothing that leads back here.
         here = [self._decode] if self._processes else [self._decode, *self._transform]
-        weakref.finalize(self, _leave, here, os.getpid())
+        finalize(self, _leave, here)
 
     def variable_bytes(self, plan: BatchPlan) -> int:
         """Return the bytes of a batch's variable-size columns, once its blocks are there."""
@@ -98,17 +272,17 @@ class Stages:
     def start(self, batch: Batch) -> None:
         """Gather the batch now, and hand it to the later stages, the last of which finishes it.
 
-        Each part of that work, whatever it raises, ends in `Batch.finish` or `Batch.fail`.
+        Each part of that work, whatever it raises, ends in `Batch.finished` or `Batch.fail`.
         """
         plan = batch.plan
         count = len(plan.samples)
         images: dict[str, list[memoryview]] = {}
-        batch.columns = dict.fromkeys(self._recipe.names)
+        batch.columns = dict.fromkeys(self._options.names)
         name = ""
         try:
-            for name, layout in self._recipe.streamed.items():
+            for name, layout in self._options.streamed.items():
                 self._gather(batch, name, layout, images)
-            for name, values in self._recipe.resident.items():
+            for name, values in self._options.resident.items():
                 out = self._buffers.lease((count, *values.shape[1:]), values.dtype.str, LIVE_BATCHES)
                 batch.columns[name] = np.take(values, plan.samples, axis=0, out=out, mode="clip")
         except StreamloaderError:
@@ -123,14 +297,14 @@ class Stages:
     def close(self) -> None:
         """Let threads and processes end."""
         self._closed = True
-        for crew in (self._decode, *self._transform):
-            crew.close()
+        for threads in (self._decode, *self._transform):
+            threads.close()
         for process in self._processes:
             process.close()
 
     def join(self, seconds: float) -> bool:
         """Wait for the threads; return whether all have ended."""
-        return all(crew.join(seconds) for crew in (self._decode, *self._transform))
+        return all(threads.join(seconds) for threads in (self._decode, *self._transform))
 
     def _gather(self, batch: Batch, name: str, layout: FieldLayout, images: dict[str, list[memoryview]]) -> None:
         """Put a field's column into the batch, or its items into `images` where they are to be decoded."""
@@ -141,62 +315,65 @@ class Stages:
             batch.columns[name] = out
             return
         items = self._arena.items(name, plan.tickets, plan.rows)
-        if name in self._recipe.decoders:
+        if name in self._config.decoders:
             images[name] = items
         else:
-            pack = self._recipe.packs.get(name)
+            pack = self._config.packs.get(name)
             batch.columns[name] = items_to_column(name, field, items, plan.samples, self._buffers, pack=pack)
 
     def _start_decode(self, batch: Batch, images: Mapping[str, Sequence[memoryview]]) -> None:
         parts = _cut(len(batch.plan.samples), 4 * self._threads)
-        left = _Countdown(len(parts) * len(images), partial(self._start_transform, batch))
-        for column in [self._images(batch.plan, name, items) for name, items in images.items()]:
-            batch.columns[column.name] = column.out
+        left = _countdown(len(parts) * len(images), partial(self._start_transform, batch))
+        for decode in [self._image_decoder(batch, name, items) for name, items in images.items()]:
             for part in parts:
-                self._decode.submit(partial(self._decode_part, column, part, left), batch.fail)
+                self._decode.submit(partial(self._decode_part, decode, part, left), batch.fail)
 
-    def _images(self, plan: BatchPlan, name: str, items: Sequence[memoryview]) -> _Images:
-        decoder, samples = self._recipe.decoders[name], plan.samples.tolist()
+    def _image_decoder(self, batch: Batch, name: str, items: Sequence[memoryview]) -> Callable[[int], None]:
+        """Put the column of an image field into the batch, and return the function that decodes one of its images."""
+        plan, decoder, samples = batch.plan, self._config.decoders[name], batch.plan.samples.tolist()
         out: list[NDArray[Any] | None] | NDArray[Any] = [None] * len(items)
-        if self._recipe.alike or decoder.options.size is not None:
+        if self._options.alike or decoder.options.size is not None:
             shape = decoder.shape(items[0], samples[0])
             out = self._buffers.lease((len(items), *shape), decoder.dtype, LIVE_BATCHES)
-        draws = decoder.draws(self._recipe.seed, plan.epoch, plan.positions)
-        return _Images(name, decoder, items, samples, draws or [[]] * len(items), out)
+        draws = decoder.draws(self._options.seed, plan.epoch, plan.positions) or [[]] * len(items)
+        batch.columns[name] = out
 
-    def _decode_part(self, images: _Images, part: range, left: _Countdown) -> None:
+        def decode(i: int) -> None:
+            image = decoder.decode(items[i], samples[i], out[i], draws[i])
+            if isinstance(out, list):
+                out[i] = image
+
+        return decode
+
+    def _decode_part(self, decode: Callable[[int], None], part: range, left: Job) -> None:
         begin = time.thread_time()
         for i in part:
             if self._closed:
                 return
-            image = images.decoder.decode(
-                images.items[i], images.samples[i], images.out[i], images.draws[i], self._scratch
-            )
-            if isinstance(images.out, list):
-                images.out[i] = image
+            decode(i)
         self._counters.add(decode_seconds=time.thread_time() - begin)
-        left.down()
+        left()
 
     def _start_transform(self, batch: Batch) -> None:
         count = len(batch.plan.samples)
-        if self._recipe.transform is None or not count:
-            batch.finish()
+        if self._options.transform is None or not count:
+            batch.finished.set()
             return
         samples = rows_of(batch.columns, count)
         parts = _cut(count, len(self._transform))
         done: list[list[Sample]] = [[] for _ in parts]
-        left = _Countdown(len(parts), partial(self._finish_transform, batch, done))
+        left = _countdown(len(parts), partial(self._finish_transform, batch, done))
         for i, part in enumerate(parts):
             self._transform[i].submit(
                 partial(self._transform_part, batch.plan, samples, part, (i, done, left)), batch.fail
             )
 
     def _transform_part(
-        self, plan: BatchPlan, samples: Sequence[Sample], part: range, into: tuple[int, list[list[Sample]], _Countdown]
+        self, plan: BatchPlan, samples: Sequence[Sample], part: range, into: tuple[int, list[list[Sample]], Job]
     ) -> None:
         i, done, left = into
-        recipe = self._recipe
-        keys = [RngKey(recipe.seed, plan.epoch, int(plan.positions[j])) for j in part]
+        options = self._options
+        keys = [RngKey(options.seed, plan.epoch, int(plan.positions[j])) for j in part]
         numbers = [int(plan.samples[j]) for j in part]
         chosen = [samples[j] for j in part]
         begin = time.perf_counter()
@@ -205,57 +382,36 @@ class Stages:
         else:
             done[i] = apply(self._held_transform(), self._with_rng, chosen, keys, numbers)
         self._counters.add(transform_seconds=time.perf_counter() - begin)
-        left.down()
+        left()
 
     def _held_transform(self) -> Transform:
-        held = None if self._recipe.transform is None else self._recipe.transform()
+        held = None if self._options.transform is None else self._options.transform()
         if held is None:
             raise EngineError("the dataset of this pass is gone", "keep the dataset while you iterate")
         return held.call
 
     def _finish_transform(self, batch: Batch, done: list[list[Sample]]) -> None:
         samples = [sample for part in done for sample in part]
-        batch.columns = collate(samples, batch.plan.samples.tolist(), self._recipe.tensors)
-        batch.finish()
+        batch.columns = collate(samples, batch.plan.samples.tolist(), self._config.tensors)
+        batch.finished.set()
 
 
-def _leave(crews: Sequence[Crew], process: int) -> None:
-    if os.getpid() == process:  # a forked child has no such threads
-        for crew in crews:
-            crew.close()
-        for crew in crews:
-            crew.join(EXIT_SECONDS)
+def _leave(workers: Sequence[WorkerThreads]) -> None:
+    for threads in workers:
+        threads.close()
+    for threads in workers:
+        threads.join(EXIT_SECONDS)
 
 
-@dataclass(frozen=True)
-class _Images:
-    """A batch's images of one field, what decodes them, their samples and random numbers, and where they go to.
+def _countdown(count: int, then: Callable[[], None]) -> Job:
+    """Return a function that calls `then` when it is called for the `count`-th time, in the thread that does so."""
+    left = iter(range(count - 1, -1, -1))  # `next` of it is atomic
 
-    `out` is an array, or a list for images of their own sizes.
-    """
+    def down() -> None:
+        if not next(left):
+            then()
 
-    name: str
-    decoder: ImageDecoder
-    items: Sequence[memoryview]
-    samples: Sequence[int]
-    draws: Sequence[Sequence[float]]
-    out: list[NDArray[Any] | None] | NDArray[Any]
-
-
-class _Countdown:
-    """Calls `then` once it was counted down to 0, in the thread that did so."""
-
-    def __init__(self, count: int, then: Callable[[], None]) -> None:
-        self._left = count
-        self._then = then
-        self._lock = threading.Lock()
-
-    def down(self) -> None:
-        with self._lock:
-            self._left -= 1
-            last = self._left == 0
-        if last:
-            self._then()
+    return down
 
 
 def _cut(count: int, parts: int) -> list[range]:

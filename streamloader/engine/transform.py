@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pkgutil import resolve_name
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -24,8 +24,7 @@ Transform = Callable[..., Any]
 Sample = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Tensors:
+class Tensors(NamedTuple):
     """What the engine asks of a framework about its tensors, which it does not know itself.
 
     `stack(field, values, sample numbers)` returns the values as one column, or None where they are no tensors.
@@ -48,8 +47,7 @@ class HeldTransform:
     call: Transform
 
 
-@dataclass(frozen=True)
-class RngKey:
+class RngKey(NamedTuple):
     """What a sample's random numbers are keyed by, so that augmentation repeats exactly at any world size."""
 
     seed: int
@@ -86,15 +84,11 @@ def apply(
         try:
             result = transform(sample, key.rng()) if with_rng else transform(sample)
         except BaseException as error:
-            raise TransformError(
-                f"the transform raised {type(error).__name__} on sample {number}: {error}",
-                "fix the transform, or have it return a default for such samples",
-            ) from error
+            problem = f"the transform raised {type(error).__name__} on sample {number}: {error}"
+            raise TransformError(problem, "fix it, or have it return a default for such samples") from error
         if not isinstance(result, dict):
-            raise TransformError(
-                f"the transform returned {type(result).__name__} for sample {number}",
-                "return a dict from field names to values",
-            )
+            problem = f"the transform returned {type(result).__name__} for sample {number}"
+            raise TransformError(problem, "return a dict from field names to values")
         out.append(result)
     return out
 
@@ -107,10 +101,8 @@ def collate(samples: Sequence[Sample], numbers: Sequence[int], tensors: Tensors 
     names = list(samples[0]) if samples else []
     for sample, number in zip(samples, numbers, strict=True):
         if list(sample) != names:
-            raise TransformError(
-                f"the transform returned keys {list(sample)} for sample {number} after {names}",
-                "return the same keys, in the same order, for every sample",
-            )
+            problem = f"the transform returned keys {list(sample)} for sample {number} after {names}"
+            raise TransformError(problem, "return the same keys, in the same order, for every sample")
     return {name: _column(name, [sample[name] for sample in samples], numbers, tensors) for name in names}
 
 
@@ -123,10 +115,10 @@ def _column(name: str, values: list[Any], numbers: Sequence[int], tensors: Tenso
     except TransformError:
         raise
     except BaseException as error:
-        raise TransformError(
-            f"field {name!r} of samples {numbers[0]}, ... cannot be stacked ({type(error).__name__}: {error!s:.200})",
-            "return arrays, tensors or numbers of one shape and dtype, or a list to keep them apart",
-        ) from error
+        problem = (
+            f"field {name!r} of samples {numbers[0]}, ... cannot be stacked ({type(error).__name__}: {error!s:.200})"
+        )
+        raise TransformError(problem, "return arrays or numbers of one shape and dtype, or a list") from error
 
 
 def _stack(name: str, values: list[Any], numbers: Sequence[int]) -> Any:
@@ -135,11 +127,10 @@ def _stack(name: str, values: list[Any], numbers: Sequence[int]) -> Any:
         try:
             arrays.append(np.asarray(value))
         except BaseException as error:
-            raise TransformError(
-                f"the transform returned {type(value).__name__} as {name!r} of sample {number}, which is no array "
-                f"({type(error).__name__}: {error})",
-                "return arrays, tensors or numbers, or a list to keep the values apart",
-            ) from error
+            problem = (
+                f"the transform returned {type(value).__name__} as {name!r} of sample {number}, which is not an array"
+            )
+            raise TransformError(f"{problem} ({error!r})", "return arrays, tensors or numbers, or a list") from error
     if arrays[0].dtype == object and not isinstance(values[0], np.ndarray):
         return values
     for array, number in zip(arrays, numbers, strict=True):
@@ -153,12 +144,9 @@ def _check_dtype(name: str, dtype: np.dtype[Any], number: int) -> None:
     if (dtype.kind in "biuf" and dtype.itemsize <= 8) or (dtype.kind == "c" and dtype.itemsize <= 16):
         return
     kinds = {"M": "value.astype('int64')", "m": "value.astype('int64')", "f": "value.astype('float64')"}
-    remedy = f"return {kinds.get(dtype.kind, 'value.tolist()')}"
-    if dtype.kind in "USO":
-        remedy += ", which comes as a list"
-    raise TransformError(
-        f"the transform returned {name!r} of sample {number} as an array of {dtype}, which tensors do not have", remedy
-    )
+    remedy = f"return {kinds.get(dtype.kind, 'value.tolist(), which comes as a list')}"
+    problem = f"the transform returned {name!r} of sample {number} as an array of {dtype}, which tensors do not have"
+    raise TransformError(problem, remedy)
 
 
 def check_shapes(name: str, values: Sequence[Any]) -> None:
@@ -166,9 +154,7 @@ def check_shapes(name: str, values: Sequence[Any]) -> None:
     shapes = {tuple(value.shape) for value in values}
     if len(shapes) > 1:
         shown = ", ".join(map(str, sorted(shapes)[:3]))
-        raise TransformError(
-            f"the transform returned {name!r} in shapes {shown}", "return one shape, or a list to keep them apart"
-        )
+        raise TransformError(f"the transform returned {name!r} in shapes {shown}", "return one shape, or a list")
 
 
 class TransformProcess:
@@ -177,54 +163,43 @@ class TransformProcess:
     def __init__(self, transform: Transform, tensors: Tensors | None = None) -> None:
         context = multiprocessing.get_context("spawn")
         if multiprocessing.current_process().daemon:
-            raise UsageError(
-                "transform_workers in a DataLoader worker, which may not have children",
-                "use num_workers=0 with transform_workers",
-            )
+            problem = "transform_workers in a DataLoader worker, which may not have children"
+            raise UsageError(problem, "use num_workers=0 with transform_workers")
         try:
             pickle.dumps(transform)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
-            raise UsageError(
-                f"transform_workers with a transform that other processes cannot load ({error})",
-                "define it at the top level of a module, or use transform_workers=0",
-            ) from error
+            problem = f"transform_workers with a transform that other processes cannot load ({error})"
+            raise UsageError(problem, "define it in a module, or use transform_workers=0") from error
         ours, theirs = context.Pipe()
         self._pipe = ours
-        self._process = context.Process(
-            target=_serve,
-            args=(theirs, transform, ("", "") if tensors is None else (tensors.package, tensors.reducer)),
-            name="streamloader-transform",
-            daemon=True,
-        )
+        args = (theirs, transform, ("", "") if tensors is None else (tensors.package, tensors.reducer))
+        self._process = context.Process(target=_serve, args=args, name="streamloader-transform", daemon=True)
         self._process.start()
-        self._answered = False
+        self._responded = False
         theirs.close()
 
     def run(self, samples: Sequence[Sample], keys: Sequence[RngKey], numbers: Sequence[int]) -> list[Sample]:
         """Return the transformed samples. Raises `TransformError`, or `EngineError` where the process died."""
         try:
             self._pipe.send((samples, keys, numbers))
-            answer = self._pipe.recv_bytes()
+            response = self._pipe.recv_bytes()
         except (EOFError, OSError) as error:
             self._process.join(1)
             code = self._process.exitcode
-            if code == 1 and not self._answered:
-                raise EngineError(
-                    "a process of transform_workers= ended before it ran the transform",
-                    "see its own error above; it imports the script, which needs `if __name__ == '__main__':`",
-                ) from error
-            raise EngineError(
-                f"a transform process died (exit code {code}) on one of {list(numbers)[:4]}...",
-                "look for a crash or too little memory in the transform",
-            ) from error
-        self._answered = True
-        result, cause = pickle.loads(answer)
+            problem = f"a transform process died (exit code {code}) on one of {list(numbers)[:4]}..."
+            remedy = "look for a crash or too little memory in the transform"
+            if code == 1 and not self._responded:
+                problem = "a process of transform_workers= ended before it ran the transform"
+                remedy = "see its own error above; it imports the script, which needs `if __name__ == '__main__':`"
+            raise EngineError(problem, remedy) from error
+        self._responded = True
+        result, cause = pickle.loads(response)
         if isinstance(result, TransformError):
             raise result from cause
         return list(result)
 
     def close(self) -> None:
-        """Hang up; the process ends after the job it is in. A thread in `run` gets an error.
+        """Shut the pipe down; the process ends after the job it is in. A thread in `run` gets an error.
 
         The pipe itself is closed with this object: a thread may still use its number.
         """
@@ -242,15 +217,15 @@ def _serve(pipe: Connection, transform: Transform, tensors: tuple[str, str]) -> 
             return
         try:
             done = apply(transform, with_rng, samples, keys, numbers)
-            answer = _dump(done, reduce=resolve_name(reducer) if package in sys.modules else None)
+            response = _dump(done, reduce=resolve_name(reducer) if package in sys.modules else None)
         except TransformError as error:
-            answer = _dump(error, _portable(error.__cause__))
+            response = _dump(error, _portable(error.__cause__))
         except BaseException as error:  # noqa: BLE001 - whatever pickling raises, the parent gets it
             problem = f"what the transform returned for one of {list(numbers)[:4]}... cannot be sent between processes"
             remedy = "return arrays, tensors, numbers, bytes, str and lists of them, or use transform_workers=0"
-            answer = _dump(TransformError(f"{problem} ({type(error).__name__}: {error})", remedy), _portable(error))
+            response = _dump(TransformError(f"{problem} ({type(error).__name__}: {error})", remedy), _portable(error))
         try:
-            pipe.send_bytes(answer)
+            pipe.send_bytes(response)
         except OSError:
             return
 
@@ -259,13 +234,8 @@ class _Pickler(pickle.Pickler):
     reducer_override: Any
 
 
-def _dump(
-    result: list[Sample] | TransformError,
-    cause: BaseException | None = None,
-    *,
-    reduce: Callable[[Any], Any] | None = None,
-) -> bytes:
-    """Pickle an answer by value: multiprocessing would send each tensor as a file in shared memory."""
+def _dump(result: Any, cause: BaseException | None = None, reduce: Callable[[Any], Any] | None = None) -> bytes:
+    """Pickle a response by value: multiprocessing would send each tensor as a file in shared memory."""
     out = io.BytesIO()
     pickler = _Pickler(out, pickle.HIGHEST_PROTOCOL)
     if reduce is not None:

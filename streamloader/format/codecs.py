@@ -1,4 +1,6 @@
-"""One chunk of one field: payload -> codec -> crc32c, and back.
+"""One chunk of one field: payload -> codec -> crc32c, and back; and a shard of them.
+
+A shard object is its inner chunks, ascending and without gaps from 0, then Zarr's shard index.
 
 Fixed-shape payloads are the samples' little-endian C-order bytes. The others are Zarr's `vlen-bytes`: a u32
 count, then a u32 length and that many bytes for each item. "lz4" is LZ4 inside a blosc frame, "zstd" a plain
@@ -8,10 +10,11 @@ frame. Every function here releases the GIL where the work is: in the compressor
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
+import crc32c
 import numpy as np
 from numcodecs import blosc, zstd
 from numpy.typing import NDArray
@@ -19,11 +22,12 @@ from numpy.typing import NDArray
 from streamloader.errors import CorruptError, FieldError
 from streamloader.format.manifest import MAX_CHUNK_BYTES, Field, FieldLayout
 from streamloader.options import CodecChoice
-from streamloader.storage.protocol import Buffer, Room, body_bytes, body_crc32c, room_for
+from streamloader.storage.store import Allocate, Buffer, body_bytes, body_crc32c, empty_buffer
 
 Column = NDArray[Any] | Sequence[bytes]
 
 CRC_BYTES = 4
+ABSENT = 2**64 - 1
 ZSTD_LEVEL = 3
 BLOSC_LEVEL = 5
 
@@ -34,6 +38,11 @@ DECODE_COST = {"none": 0.0, "lz4": 0.1, "zstd": 0.3}
 JOINED_BYTES = 64 << 10
 PROBE_PIECE = 1 << 20
 PROBE_PIECES = 16
+
+
+def column_size(column: Column) -> int:
+    """Return the decoded bytes of a column."""
+    return column.nbytes if isinstance(column, np.ndarray) else sum(len(item) for item in column)
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,29 +60,21 @@ class Items:
         return self.buffer[int(self.starts[index]) : int(self.stops[index])]
 
 
-class Chunk(NamedTuple):
-    """A stored chunk: what the codec made, buffers end to end that may be memory of the column, and its checksum."""
+def seal_chunk(layout: FieldLayout, column: Column) -> tuple[Sequence[Buffer], bytes]:
+    """Return one chunk: its buffers end to end, which may be memory of the column, and its checksum.
 
-    body: Sequence[Buffer]
-    seal: bytes
-
-
-def seal_chunk(layout: FieldLayout, column: Column) -> Chunk:
-    """Return the parts of one chunk. `column` holds at most `layout.chunk` samples; fill pads the rest.
-
-    The same column gives the same bytes. Raises `FieldError` for a chunk of 2 GiB or more.
+    `column` holds at most `layout.chunk` samples; fill pads the rest. The same column gives the same bytes. Raises
+    `FieldError` for a chunk of 2 GiB or more.
     """
     body = _payload(layout, column)
     size = body_bytes(body)
     if size > MAX_CHUNK_BYTES:
-        raise FieldError(
-            f"a chunk of {layout.chunk} samples has {size} bytes, the format holds less than {MAX_CHUNK_BYTES}",
-            "make samples smaller, or cut each in several",
-        )
+        problem = f"a chunk of {layout.chunk} samples has {size} bytes, the format holds less than {MAX_CHUNK_BYTES}"
+        raise FieldError(problem, "make samples smaller, or cut each in several")
     if layout.codec != "none":
         whole = body[0] if len(body) == 1 else b"".join(body)
         body = [compress(layout.codec, whole, typesize(layout.field))]
-    return Chunk(body, body_crc32c(body).to_bytes(CRC_BYTES, "little"))
+    return body, body_crc32c(body).to_bytes(CRC_BYTES, "little")
 
 
 def encode_chunk(layout: FieldLayout, column: Column) -> bytes:
@@ -82,10 +83,91 @@ def encode_chunk(layout: FieldLayout, column: Column) -> bytes:
     return b"".join([*body, seal])
 
 
+@dataclass(frozen=True, eq=False)
+class EncodedShard:
+    """A shard object's bytes, and its rows of the chunk table.
+
+    `parts`: buffers that stand end to end; those of a field that is not compressed are memory of its column. `entries`:
+    uint32 (chunks_per_shard, 2): the encoded bytes of each inner chunk with its checksum (0: absent), and the crc32c
+    that stands at the chunk's end.
+    """
+
+    parts: Sequence[Buffer]
+    entries: NDArray[np.uint32]
+
+    @property
+    def size(self) -> int:
+        """The number of bytes."""
+        return body_bytes(self.parts)
+
+
+def encode_shard(
+    layout: FieldLayout,
+    column: Column,
+    *,
+    spend: bool = False,
+    old: bytes = b"",
+    entries: NDArray[np.uint32] | None = None,
+    first: int = 0,
+    skips: Iterable[tuple[int, int]] = (),
+) -> EncodedShard:
+    """Encode up to `layout.shard` samples. Every chunk that holds a sample is stored, also one of fill values.
+
+    With `spend` a list is emptied on the way: its items and what is encoded are then not held both. To add to a shard:
+    `old` are its bytes before the new chunks, `entries` its rows of the chunk table, `first` the number of the first
+    new chunk, and `skips` as for `encode_index`.
+    """
+    entries = np.zeros((layout.chunks_per_shard, 2), np.uint32) if entries is None else entries.copy()
+    parts: list[Buffer] = [old] if old else []
+    for chunk, start in enumerate(range(0, len(column), layout.chunk), first):
+        piece = column[start : start + layout.chunk]
+        body, seal = seal_chunk(layout, piece)
+        parts += [*body, seal]
+        entries[chunk] = body_bytes(body) + CRC_BYTES, int.from_bytes(seal, "little")
+        if spend and isinstance(column, list):
+            column[start : start + layout.chunk] = [b""] * len(piece)
+    return EncodedShard([*parts, encode_index(entries, skips)], entries)
+
+
+def encode_index(entries: NDArray[np.uint32], skips: Iterable[tuple[int, int]] = ()) -> bytes:
+    """Return the sealed index of a shard with these rows of the chunk table.
+
+    `skips` are (chunk, bytes): so many bytes stand before that chunk.
+    """
+    sizes = entries[:, 0].astype(np.uint64)
+    index = np.full((len(entries), 2), ABSENT, "<u8")
+    held = sizes > 0
+    index[held, 0] = (np.cumsum(sizes) - sizes)[held]
+    index[held, 1] = sizes[held]
+    for chunk, size in skips:
+        index[chunk:, 0][held[chunk:]] += np.uint64(size)
+    data = index.tobytes()
+    return data + crc32c.crc32c(data).to_bytes(CRC_BYTES, "little")
+
+
+def index_size(chunks: int) -> int:
+    """Return the bytes of a shard index of `chunks` inner chunks."""
+    return 16 * chunks + CRC_BYTES
+
+
+def parse_index(tail: bytes, chunks: int) -> NDArray[np.uint64]:
+    """Return the index at the end of `tail`: uint64 (chunks, 2) of offset and nbytes, 2^64-1 for absent chunks.
+
+    Raises `CorruptError` where `tail` is too short or the index' own checksum does not match.
+    """
+    size = index_size(chunks)
+    if len(tail) < size:
+        raise CorruptError(f"the shard ends with {len(tail)} bytes, its index has {size}")
+    index = tail[len(tail) - size : -CRC_BYTES]
+    if crc32c.crc32c(index) != int.from_bytes(tail[-CRC_BYTES:], "little"):
+        raise CorruptError("the checksum of the shard's index does not match")
+    return np.frombuffer(index, "<u8").reshape(chunks, 2).astype(np.uint64)
+
+
 def decode_fixed(layout: FieldLayout, data: memoryview, out: NDArray[Any]) -> None:
     """Decode the chunk's body `data`, without its checksum, into `out`: C-contiguous (rows, *shape).
 
-    The chunk holds `layout.chunk` rows; those that `out` has no room for are dropped.
+    The chunk holds `layout.chunk` rows; those that do not fit `out` are dropped.
     Raises `CorruptError` where the body does not hold exactly one chunk.
     """
     expected = layout.chunk * layout.field.item_bytes
@@ -104,15 +186,15 @@ def decode_fixed(layout: FieldLayout, data: memoryview, out: NDArray[Any]) -> No
     np.copyto(flat, whole[: flat.size])
 
 
-def decode_items(layout: FieldLayout, data: memoryview, room: Room = room_for) -> Items:
+def decode_items(layout: FieldLayout, data: memoryview, allocate: Allocate = empty_buffer) -> Items:
     """Return the `layout.chunk` items of the chunk's body `data`, without its checksum; nothing is copied.
 
-    A compressed body is unpacked into what `room` gives for its size. Raises `CorruptError` where lengths and bytes do
-    not agree, or a frame claims more than the whole field has.
+    A compressed body is unpacked into `allocate(size)`. Raises `CorruptError` where lengths and bytes do not agree, or
+    a frame claims more than the whole field has.
     """
     if layout.codec != "none":
         size = _check_frame(layout.codec, data, 4, min(MAX_CHUNK_BYTES, layout.nbytes + 4 * layout.chunk + 4))
-        whole = room(size)
+        whole = allocate(size)
         _decompress(layout.codec, data, whole)
         data = whole
     return parse_items(data, layout.chunk)
@@ -142,11 +224,6 @@ def parse_items(data: memoryview, count: int) -> Items:
         raise CorruptError(f"the items of the chunk end at byte {stop} of {size}")
     edges = np.array([4, *stops], np.int64)
     return Items(data, edges[:-1] + 4, edges[1:])
-
-
-def choose_codec(choice: CodecChoice, field: Field, column: Column) -> str:
-    """Return "none", "lz4" or "zstd" for a field, given a sample of its data; see `measure_codec`."""
-    return measure_codec(choice, field, column)[0]
 
 
 def measure_codec(choice: CodecChoice, field: Field, column: Column) -> tuple[str, float]:
@@ -196,9 +273,8 @@ def _check_frame(codec: str, data: memoryview, least: int, most: int) -> int:
     size = _zstd_size(data) if codec == "zstd" else _blosc_size(data)
     if not least <= size <= most:
         wanted = str(most) if least == most else f"{least} to {most}"
-        raise CorruptError(
-            f"the chunk's {codec} frame of {data.nbytes} bytes claims {size}, its geometry says {wanted}"
-        )
+        problem = f"the chunk's {codec} frame of {data.nbytes} bytes claims {size}"
+        raise CorruptError(f"{problem}, its geometry says {wanted}")
     return size
 
 
@@ -236,7 +312,7 @@ def _payload(layout: FieldLayout, column: Column) -> Sequence[Buffer]:
     missing = layout.chunk - len(column)
     if not layout.field.fixed:
         return _packed([*column, *[b""] * missing])
-    rows = np.ascontiguousarray(column, np.dtype(layout.field.dtype).newbyteorder("<"))
+    rows = np.ascontiguousarray(column, layout.field.stored_dtype)
     flat: NDArray[np.uint8] = rows.reshape(-1).view(np.uint8)
     if missing:
         flat = np.concatenate([flat, np.zeros(missing * layout.field.item_bytes, np.uint8)])
@@ -254,9 +330,7 @@ def _packed(items: Sequence[bytes]) -> list[bytes]:
     parts, size = [len(items).to_bytes(4, "little")], 0
     for item in items:
         if len(item) > MAX_CHUNK_BYTES:
-            raise FieldError(
-                f"an item of {len(item)} bytes", f"the format holds items of less than {MAX_CHUNK_BYTES} bytes"
-            )
+            raise FieldError(f"an item of {len(item)} bytes", f"the format holds less than {MAX_CHUNK_BYTES} bytes")
         parts.append(len(item).to_bytes(4, "little"))
         size += len(item)
         if size < JOINED_BYTES:
@@ -271,11 +345,8 @@ def _probe_pieces(field: Field, column: Column) -> tuple[int, list[bytes]]:
     """Return up to 16 pieces of about 1 MiB, spread evenly over the column, and the number of their samples."""
     if len(column) == 0:
         return 0, []
-    if field.fixed:
-        rows = max(1, PROBE_PIECE // field.item_bytes)
-    else:
-        mean = sum(len(item) for item in column) / len(column)
-        rows = max(1, int(PROBE_PIECE // (mean + 4)))
+    mean = field.item_bytes if field.fixed else column_size(column) / len(column) + 4
+    rows = max(1, int(PROBE_PIECE // mean))
     starts = range(0, len(column), rows)
     every = -(-len(starts) // PROBE_PIECES)
     pieces = [column[start : start + rows] for start in starts[::every]]

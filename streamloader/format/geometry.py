@@ -6,20 +6,19 @@ Every size is a power of two, so chunk divides block divides shard by constructi
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from math import log2
 from typing import Any
 
 from streamloader.errors import FieldError
-from streamloader.format.manifest import MAX_CHUNK_BYTES, Field, FieldLayout, OrderPin, layout_from_json, layout_json
+from streamloader.format.manifest import MAX_CHUNK_BYTES, RESIDENT_TOTAL, Field, FieldLayout, OrderPin, layout_json
 from streamloader.options import MIB, Layout
 
 RESIDENT_ITEM = 1024  # bytes a sample: larger ones are worth a request of their own
-RESIDENT_TOTAL = 256 * 10**6  # bytes, decoded: what every reader may hold for the small fields
 RESIDENT_CHUNK = MIB
 RESIDENT_SHARD = 64 * MIB
-MAX_CHUNKS = 1 << 16  # of a shard: its index stays below 1 MiB
-MAX_LANES = 64
+CHUNKS_PER_SHARD = 1 << 16  # at most: the index of a shard stays below 1 MiB
+PINNED_LANES = 64  # at most: what a manifest pins
 MAX_BLOCK = 1 << 14  # samples, where chunks allow it: to enter an epoch takes the sorting of a window of each lane
 SMALL_TOTAL = RESIDENT_TOTAL  # bytes, decoded: a dataset of at most so many is shuffled over the whole of each lane
 BLOCKS = 64  # a small dataset is cut in at least so many blocks, so that the block permutation mixes it
@@ -39,24 +38,13 @@ class Geometry:
     options: Layout = field(default_factory=Layout)
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain JSON values, from which `from_json` makes an equal geometry."""
-        options = {name: getattr(self.options, name) for name in self.options.__dataclass_fields__}
+        """Return plain JSON values: two conversions with equal ones cut their shards alike."""
         return {
             "samples_per_shard": self.samples_per_shard,
-            "order": {"block": self.order.block, "lanes": self.order.lanes, "window": self.order.window},
+            "order": dict(vars(self.order)),
             "layouts": {name: layout_json(layout) for name, layout in sorted(self.layouts.items())},
-            "options": options,
+            "options": asdict(self.options),
         }
-
-    @classmethod
-    def from_json(cls, raw: Mapping[str, Any]) -> Geometry:
-        """Return the geometry that `to_json` wrote. Raises KeyError, TypeError or ValueError for anything else."""
-        return cls(
-            samples_per_shard=int(raw["samples_per_shard"]),
-            order=OrderPin(**raw["order"]),
-            layouts={name: layout_from_json(layout) for name, layout in raw["layouts"].items()},
-            options=Layout(**raw["options"]),
-        )
 
 
 def choose_layouts(
@@ -97,7 +85,7 @@ def choose_layouts(
     layouts = {}
     for name in sorted(fields):
         unit = fields[name].item_bytes if fields[name].fixed else max(sizes[name], least[name], 1.0)
-        chunk = min(max(nearest_power(options.chunk_size / unit), shard // MAX_CHUNKS), block)
+        chunk = min(max(nearest_power(options.chunk_size / unit), shard // CHUNKS_PER_SHARD), block)
         layouts[name] = FieldLayout(fields[name], chunk, shard, codecs[name], resident=name in small)
     return Geometry(shard, order_pin(num_samples, block), layouts, options)
 
@@ -151,10 +139,10 @@ def order_pin(num_samples: int | None, block: int, decoded: int | None = None) -
     L is the largest power of two <= min(64, max(1, blocks / 8)), W = 4 B. Where `decoded` bytes of all fields are few,
     W is the whole lane; but not for blocks of one sample, which the permutation of blocks mixes completely.
     """
-    lanes, window = MAX_LANES, 4 * block
+    lanes, window = PINNED_LANES, 4 * block
     if num_samples is not None:
         blocks = -(-num_samples // block)
-        lanes = previous_power(min(MAX_LANES, max(1, blocks // 8)))
+        lanes = previous_power(min(PINNED_LANES, max(1, blocks // 8)))
         if decoded is not None and decoded <= SMALL_TOTAL and block > 1:
             window = max(window, -(-num_samples // (lanes * block)) * block)
     return OrderPin(block, lanes, window)
@@ -179,7 +167,7 @@ def _block(mean: float, num_samples: int | None, shard: int, options: Layout) ->
     block = min(nearest_power(options.block_size / max(mean, 1.0)), MAX_BLOCK)
     if num_samples is not None:
         block = min(block, next_power(num_samples) // BLOCKS)
-    return min(max(block, shard // MAX_CHUNKS, 1), shard)
+    return min(max(block, shard // CHUNKS_PER_SHARD, 1), shard)
 
 
 def _resident_layout(layout: FieldLayout, num_samples: int) -> FieldLayout:

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from streamloader.format.chunk_table import rows_per_page, table_path, tables_path
 from streamloader.format.codecs import BLOSC_LEVEL, ZSTD_LEVEL, typesize
 from streamloader.format.manifest import FORMAT, VERSION, FieldLayout, Manifest
-from streamloader.format.table import rows_per_page, table_path, tables_path
 
 Document = dict[str, Any]
 
@@ -33,9 +33,7 @@ def split_documents(manifests: Mapping[str, Manifest]) -> Document:
         for path, document in dataset_documents(manifest).items():
             node = {key: value for key, value in document.items() if key != "consolidated_metadata"}
             nodes[f"{split}/{path}" if path else split] = node
-    listed = {
-        split: {"num_samples": manifest.num_samples, "digest": manifest.digest} for split, manifest in manifests.items()
-    }
+    listed = {split: {"num_samples": one.num_samples, "digest": one.digest} for split, one in manifests.items()}
     attributes = {"format": FORMAT, "version": VERSION, "requires": [], "splits": listed}
     return group_document({FORMAT: attributes}, nodes)
 
@@ -69,12 +67,12 @@ def field_document(name: str, layout: FieldLayout, num_samples: int) -> Document
     document["codecs"] = [{"name": "sharding_indexed", "configuration": sharding}]
     document["dimension_names"] = ["sample", *(f"{name}_{axis}" for axis in range(len(inner)))]
     if not field.fixed:
-        said: Document = {"kind": field.kind}
+        attribute: Document = {"kind": field.kind}
         if field.encoding:
-            said["encoding"] = field.encoding
+            attribute["encoding"] = field.encoding
         if field.kind == "ragged":
-            said |= {"dtype": field.dtype, "shape": list(field.shape)}
-        document["attributes"] = {FORMAT: said}
+            attribute |= {"dtype": field.dtype, "shape": list(field.shape)}
+        document["attributes"] = {FORMAT: attribute}
     return document
 
 

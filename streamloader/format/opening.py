@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from streamloader.errors import FieldError, FormatError, IncompleteError, NotADatasetError, NotFoundError
-from streamloader.format.manifest import FORMAT, NAME, Manifest
-from streamloader.format.parse import check_version, manifest_from_json, parse_json
-from streamloader.storage.protocol import Store
+from streamloader.format.manifest import FORMAT, NAME, Manifest, check_version, manifest_from_json, parse_json
+from streamloader.storage.store import Store
 
 Result = TypeVar("Result")
 
@@ -23,8 +21,7 @@ PIECE_BYTES = 4 << 20  # of what may be longer, and is read in pieces
 MAX_ROOT = 64 << 20  # bytes of a root document, or of any other JSON document of a dataset
 
 
-@dataclass(frozen=True)
-class Opened:
+class Opened(NamedTuple):
     """An opened dataset: its manifest, the store below which its objects lie, and the names of the root's splits."""
 
     manifest: Manifest
@@ -32,16 +29,11 @@ class Opened:
     splits: tuple[str, ...]
 
 
-def open_manifest(store: Store, split: str | None = None) -> tuple[Manifest, Store]:
-    """Return the manifest of the dataset, or of its split, and the store below which its objects lie."""
-    opened = open_root(store, split)
-    return opened.manifest, opened.store
+def reread(read: Callable[[], Result], on_damage: Callable[[], None] | None = None) -> Result:
+    """Return what `read` returns, in up to three attempts: damaged data is mostly a damaged transfer.
 
-
-def reread(read: Callable[[], Result]) -> Result:
-    """Return what `read` returns; what is damaged is mostly a damaged transfer, and is read three times in all.
-
-    Raises the last `FormatError`, and at once one that says that an object is not there.
+    `on_damage` is called before each further attempt. Raises the last `FormatError`, and at once one that says that an
+    object is missing.
     """
     for _ in range(BODY_ATTEMPTS - 1):
         try:
@@ -49,6 +41,8 @@ def reread(read: Callable[[], Result]) -> Result:
         except FormatError as error:
             if isinstance(error.__cause__, NotFoundError):
                 raise
+            if on_damage is not None:
+                on_damage()
     return read()
 
 
@@ -84,7 +78,7 @@ def _open_root(store: Store, split: str | None) -> Opened:
         raise FormatError(f"the root of {store.url} does not hold its split {split!r}", "convert it again") from error
     manifest = manifest_from_json(_streamloader(node, child.url), child.url)
     if manifest.digest != stated:
-        problem = f"{store.url} says split {split!r} has digest {stated}, its manifest gives {manifest.digest}"
+        problem = f"{store.url} states digest {stated} for split {split!r}, its manifest gives {manifest.digest}"
         raise FormatError(problem, "convert it again")
     return Opened(manifest, child, names)
 
@@ -124,48 +118,58 @@ def read_lines(pieces: Iterable[bytes], limit: int, url: str) -> Iterator[bytes]
         yield rest
 
 
+def read_object(store: Store, path: str, remedy: str = "copy or convert the dataset again") -> dict[str, Any]:
+    """Return a JSON document that is an object. Raises `NotFoundError`, and `FormatError` for a damaged one."""
+    data = get_document(store, path)
+    try:  # apart from the request: a wrong storage option is a ValueError too
+        document = parse_json(data)
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"{store.url}/{path} is damaged ({error})", remedy) from error
+    if not isinstance(document, dict):
+        raise FormatError(f"{store.url}/{path} is damaged (not an object)", remedy)
+    return document
+
+
 def read_root(store: Store) -> dict[str, Any]:
     """Return the root document. Raises `NotADatasetError`, `IncompleteError` or `FormatError`."""
     try:
-        data = get_document(store, ROOT)
+        return read_object(store, ROOT)
     except NotFoundError as error:
         raise _absent(store, error) from error
-    try:
-        document = parse_json(data)
-    except (ValueError, RecursionError) as error:
-        raise FormatError(f"{store.url}/{ROOT} is damaged ({error})", "copy or convert the dataset again") from error
-    if not isinstance(document, dict):
-        raise FormatError(f"{store.url}/{ROOT} is damaged (not an object)", "copy or convert the dataset again")
-    return document
+
+
+def manifest_json(document: Any) -> dict[str, Any] | None:
+    """Return the attribute `streamloader` of a root document, or None where there is none."""
+    attributes = document.get("attributes") if isinstance(document, dict) else None
+    ours = attributes.get(FORMAT) if isinstance(attributes, dict) else None
+    return ours if isinstance(ours, dict) else None
+
+
+def split_names(document: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the names of the splits that a root document lists; none for a dataset without splits."""
+    listed = (manifest_json(document) or {}).get("splits")
+    return tuple(listed) if isinstance(listed, dict) else ()
 
 
 def read_job(store: Store) -> dict[str, Any] | None:
     """Return the job of an unfinished conversion, or None where there is none. Raises `FormatError`."""
+    remedy = "convert again with overwrite"
     try:
-        data = get_document(store, JOB)
+        job = read_object(store, JOB, remedy)
     except NotFoundError:
         return None
-    try:  # apart from the request: a wrong storage option is a ValueError too
-        job = parse_json(data)
-    except (ValueError, RecursionError) as error:
-        raise FormatError(f"{store.url}/{JOB} is damaged ({error})", "convert again with overwrite") from error
-    names = [job.get(key) or [] for key in ("fields", "splits")] if isinstance(job, dict) else []
-    if not names or not all(isinstance(one, list) and all(_is_name(name) for name in one) for one in names):
-        raise FormatError(f"{store.url}/{JOB} is damaged (not a job)", "convert again with overwrite")
-    return dict(job)
-
-
-def _is_name(name: Any) -> bool:
-    return isinstance(name, str) and NAME.match(name) is not None
+    for names in (job.get("fields") or [], job.get("splits") or []):
+        if not isinstance(names, list) or not all(isinstance(name, str) and NAME.match(name) for name in names):
+            raise FormatError(f"{store.url}/{JOB} is damaged (not a job)", remedy)
+    return job
 
 
 def _streamloader(document: Any, url: str) -> dict[str, Any]:
-    attributes = document.get("attributes") if isinstance(document, dict) else None
-    ours = attributes.get(FORMAT) if isinstance(attributes, dict) else None
-    if not isinstance(ours, dict):
+    found = manifest_json(document)
+    if found is None:
         remedy = "give the URL of a dataset that streamloader wrote"
         raise NotADatasetError(f"{url} is Zarr or JSON, but not a streamloader dataset", remedy)
-    return ours
+    return found
 
 
 def _absent(store: Store, error: NotFoundError) -> NotADatasetError | IncompleteError:
@@ -181,7 +185,7 @@ def _absent(store: Store, error: NotFoundError) -> NotADatasetError | Incomplete
         problem = f"writing of {store.url} was not closed: it has {done}"
         return IncompleteError(problem, "write it again with overwrite=True; what is there cannot be resumed")
     problem = f"the conversion of {store.url} is unfinished: it has {done}"
-    return IncompleteError(problem, "run the same convert command again, it goes on from there")
+    return IncompleteError(problem, "run the same convert command again to resume it")
 
 
 def _finished_shards(store: Store, job: Mapping[str, Any]) -> int:

@@ -2,54 +2,117 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import crc32c
 import numpy as np
 from numpy.typing import NDArray
 
-from streamloader.errors import CorruptError, FieldError, MissingObjectError, ModifiedError, NotFoundError
-from streamloader.format.codecs import CRC_BYTES, decode_fixed, decode_items
-from streamloader.format.manifest import FieldLayout, Manifest
-from streamloader.format.opening import BODY_ATTEMPTS, open_manifest
-from streamloader.format.runs import Part, Placed, Run, chosen, parts_of
-from streamloader.format.shard import index_size, parse_index
-from streamloader.format.table import ChunkTable, open_table
+from streamloader.errors import CorruptError, DecodeError, FieldError, MissingObjectError, ModifiedError, NotFoundError
+from streamloader.format.chunk_table import ChunkTable
+from streamloader.format.codecs import CRC_BYTES, Column, Items, decode_fixed, decode_items, index_size, parse_index
+from streamloader.format.manifest import Field, Manifest
+from streamloader.format.opening import reread
 from streamloader.options import MIB
-from streamloader.storage.protocol import RangeReader, Room, Store, room_for
+from streamloader.storage.process import run_all
+from streamloader.storage.store import Allocate, RangeReader, Store, empty_buffer
 
-__all__ = ["FieldReader", "Placed", "Run", "field_reader", "open_manifest"]
+Out = NDArray[Any] | None
+Placed = tuple[int, Items]  # the row of the first item, and a chunk's items
 
+
+class Run(NamedTuple):
+    """Whole, neighbouring chunks of one shard: one ranged request of bytes [start, stop) of the object `path`.
+
+    `chunk` is the first of them within the shard, `sizes` (bytes, with checksum) and `crcs` are per chunk.
+    `num_samples` counts those that exist: the dataset's last chunk may be partly padding. Where only some of them are
+    wanted, `picks` has their numbers, ascending, and `place` counts those that were asked for before them.
+    """
+
+    path: str
+    start: int
+    stop: int
+    shard: int
+    chunk: int
+    sizes: NDArray[np.int64]
+    crcs: NDArray[np.uint32]
+    first_sample: int
+    num_samples: int
+    picks: NDArray[np.int64] | None = None
+    place: int = 0
+
+    @property
+    def share(self) -> float:
+        """The part of the samples that is wanted."""
+        return 1.0 if self.picks is None else len(self.picks) / self.num_samples
+
+
+class Part(NamedTuple):
+    """What is wanted of a chunk of so many `rows`: all, or the rows `wanted`; `row` is where the first of them goes."""
+
+    rows: int
+    row: int
+    wanted: NDArray[np.int64] | None = None
+
+    @property
+    def size(self) -> int:
+        """How many rows are wanted."""
+        return self.rows if self.wanted is None else len(self.wanted)
+
+
+def chosen(items: Items, part: Part) -> Items:
+    """Return what is wanted of a chunk's items; where that is less than half of it, in memory of its own."""
+    if part.wanted is None:
+        few = part.rows < len(items)
+        return Items(items.buffer, items.starts[: part.rows], items.stops[: part.rows]) if few else items
+    starts, stops = items.starts[part.wanted], items.stops[part.wanted]
+    edges = np.concatenate([[0], np.cumsum(stops - starts)])
+    if 2 * edges[-1] >= len(items.buffer):
+        return Items(items.buffer, starts, stops)
+    joined = b"".join(items[i] for i in part.wanted.tolist())
+    return Items(memoryview(joined), edges[:-1], edges[1:])
+
+
+def parts_of(run: Run, chunk: int, first: int | None) -> Iterator[Part]:
+    """Yield what is wanted of each chunk of `chunk` samples; row 0 is `first`, by default the run's first."""
+    stop = run.first_sample + run.num_samples
+    starts = range(run.first_sample, stop, chunk)
+    if run.picks is None:
+        base = run.first_sample if first is None else first
+        yield from (Part(min(chunk, stop - start), start - base) for start in starts)
+        return
+    base = run.place if first is None else first
+    edges = np.searchsorted(run.picks, [*starts, stop]).tolist()
+    for start, (low, high) in zip(starts, pairwise(edges), strict=True):
+        rows = min(chunk, stop - start)
+        yield Part(rows, run.place + low - base, None if high - low == rows else run.picks[low:high] - start)
+
+
+COLUMN_THREADS = 4  # requests of one column at once
+COLUMN_REQUEST = 8 * MIB
 MAX_REQUEST = 16 * MIB  # one request of a cloud store moves 50-90 MB/s: larger ones only add latency
-# Chunks that nobody wants are read along where they are so few bytes: a further request costs as much time.
+# Unwanted chunks are read along where they are at most this many bytes: a further request costs as much time.
 GAP_BYTES = MIB // 2
 
 
-def field_reader(store: Store, manifest: Manifest, name: str) -> FieldReader:
-    """Return a reader of one field of the dataset below `store`. Raises `FieldError` for an unknown field."""
-    layout = manifest.fields.get(name)
-    if layout is None:
-        raise FieldError(f"{store.url} has no field {name!r}", f"its fields are {', '.join(manifest.fields)}")
-    return FieldReader(store, name, layout, manifest.num_samples, open_table(store, manifest, name))
-
-
 class FieldReader:
-    """Plans and decodes one field; thread-safe. The requests themselves are the caller's."""
+    """Reads one field of the dataset below `store`: plans, fetches and decodes; thread-safe.
 
-    def __init__(self, store: Store, name: str, layout: FieldLayout, num_samples: int, table: ChunkTable) -> None:
+    Raises `FieldError` for an unknown field.
+    """
+
+    def __init__(self, store: Store, manifest: Manifest, name: str) -> None:
+        layout = manifest.fields.get(name)
+        if layout is None:
+            raise FieldError(f"{store.url} has no field {name!r}", f"its fields are {', '.join(manifest.fields)}")
         self.name = name
         self.layout = layout
-        self.num_samples = num_samples
+        self.num_samples = manifest.num_samples
         self._store = store
-        self._table = table
-
-    @property
-    def table_bytes(self) -> int:
-        """The most bytes of the chunk table that are kept in memory."""
-        return self._table.kept_bytes
+        self.table = ChunkTable(store, manifest, name)
 
     def runs(self, start: int, stop: int, max_bytes: int = MAX_REQUEST) -> list[Run]:
         """Return the requests that cover the samples [start, stop), in order.
@@ -65,10 +128,10 @@ class FieldReader:
             base = shard * layout.shard
             first = (max(start, base) - base) // layout.chunk
             last = -(-(min(stop, base + layout.shard) - base) // layout.chunk)
-            offsets, crcs = self._table.shard(shard)
-            for begin, end, places in _pieces(offsets, first, last, self._table.skips(shard)):
+            offsets, crcs = self.table.shard(shard)
+            for begin, end, places in _pieces(offsets, first, last, self.table.skips(shard)):
                 for low, high in _cuts(places, begin, end, max_bytes):
-                    runs.append(self._run(shard, low, high, places, crcs))
+                    runs.append(self.run(shard, low, places[low : high + 1], crcs[low:high]))
         return runs
 
     def runs_of(self, samples: NDArray[np.int64], place: int = 0) -> list[Run]:
@@ -88,80 +151,90 @@ class FieldReader:
             for run in self.runs(int(samples[low]), int(samples[high - 1]) + 1, most):
                 first, last = np.searchsorted(samples, [run.first_sample, run.first_sample + run.num_samples]).tolist()
                 if last > first:  # else a gap that a request's size has cut off
-                    found.append(replace(run, picks=samples[first:last], place=place + first))
+                    found.append(run._replace(picks=samples[first:last], place=place + first))
         return found
 
-    def fetch(self, reader: RangeReader, run: Run, room: Room | None = None) -> memoryview:
-        """Return the run's bytes by one request without a retry, in `room` where the plane can put them.
+    def fetch(self, reader: RangeReader, run: Run, allocate: Allocate | None = None) -> memoryview:
+        """Return the run's bytes by one request without a retry, in `allocate(size)` where the client reads in place.
 
         Raises `MissingObjectError` or `StorageError`.
         """
         try:
-            return reader.read(run.path, run.start, run.stop, room)
+            return reader.read(run.path, run.start, run.stop, allocate)
         except NotFoundError as error:
-            problem = f"{self._url(run)} is missing, which the manifest promises"
+            problem = f"{self._url(run)} is missing, but the manifest lists it"
             raise MissingObjectError(problem, "restore the object, or convert the dataset again") from error
+
+    def request(self, run: Run) -> Callable[[], memoryview]:
+        """Return what fetches the run's bytes from the store, with its retries. Raises as `fetch`."""
+        return partial(self._store.retries.call, partial(self.fetch, self._store.reader(), run))
+
+    def read(
+        self, start: int, stop: int, *, threads: int = 1, max_bytes: int = MAX_REQUEST
+    ) -> NDArray[Any] | list[Placed]:
+        """Return the samples [start, stop), read by up to `threads` requests at once, with retries.
+
+        Fixed shape: an array (stop - start, *shape). Variable size: the items of each chunk that holds one of the
+        samples, with the number of the chunk's first sample.
+        """
+        field = self.layout.field
+        out = np.empty((stop - start, *field.shape), field.dtype) if field.fixed else None
+
+        def load(run: Run) -> list[Placed]:
+            return self.load(run, self.request(run), out, start if field.fixed else 0) or []
+
+        placed = run_all(load, self.runs(start, stop, max_bytes), threads)
+        return [one for some in placed for one in some] if out is None else out
 
     def load(
         self,
         run: Run,
         fetch: Callable[[], memoryview],
-        out: NDArray[Any] | None = None,
+        out: Out = None,
         first: int | None = None,
         *,
-        room: Room = room_for,
+        allocate: Allocate = empty_buffer,
         on_damage: Callable[[], None] | None = None,
     ) -> list[Placed] | None:
         """Return what `decode` does of the body that `fetch` returns; a damaged one is fetched again, twice at most.
 
-        `on_damage` is told before each further attempt. Raises what `fetch` raises and, in the end, what `decode` does.
+        `on_damage` is called before each further attempt. Raises what `fetch` raises, and at last what `decode` does.
         """
-        for _ in range(BODY_ATTEMPTS - 1):
-            try:
-                return self.decode(run, fetch(), out, first, room)
-            except (CorruptError, ModifiedError):
-                if on_damage is not None:
-                    on_damage()
-        return self.decode(run, fetch(), out, first, room)
+        return reread(lambda: self.decode(run, fetch(), out, first, allocate), on_damage)
 
     def decode(
-        self,
-        run: Run,
-        data: memoryview,
-        out: NDArray[Any] | None = None,
-        first: int | None = None,
-        room: Room = room_for,
+        self, run: Run, data: memoryview, out: Out = None, first: int | None = None, allocate: Allocate = empty_buffer
     ) -> list[Placed] | None:
         """Check length and checksum of every chunk of the run that is wanted, and decode it.
 
-        Row 0 is sample `first` (default: the run's first), or of picked samples the how manieth of all. Fixed shape:
-        into `out`, C-contiguous (rows, *shape) of the field's dtype; samples outside of it are dropped. Variable size:
-        returns the items of each chunk with the row of the first, without the padding of the last chunk; compressed
-        ones are unpacked into `room`. Raises `CorruptError` or `ModifiedError`, which name the object, the chunk and
-        its samples.
+        Row 0 is sample `first` (default: the run's first), or of picked samples their place among all that are picked.
+        Fixed shape: into `out`, C-contiguous (rows, *shape) of the field's dtype; samples outside of it are dropped.
+        Variable size: returns the items of each chunk with the row of the first, without the padding of the last chunk;
+        compressed ones are unpacked into `allocate(size)`. Raises `CorruptError` or `ModifiedError`, which name the
+        object, the chunk and its samples.
         """
         if self.layout.field.fixed == (out is None):
             raise TypeError(f"field {self.name!r}: `out` is for fields of fixed shape, and they need it")
         if len(data) != run.stop - run.start:
-            raise self._damage(run, 0, f"{len(data)} of {run.stop - run.start} bytes came")
+            raise self._damage(run, 0, f"{len(data)} of {run.stop - run.start} bytes were received")
         found: list[Placed] = []
         at = 0
         for i, (part, size) in enumerate(zip(parts_of(run, self.layout.chunk, first), run.sizes.tolist(), strict=True)):
             at += size
-            if not part.count:
+            if not part.size:
                 continue
             body = self._verified(run, i, data[at - size : at])
             try:
                 if out is not None:
                     self._decode_rows(body, out, part)
                 else:
-                    found.append((part.row, chosen(decode_items(self.layout, body, room), part)))
+                    found.append((part.row, chosen(decode_items(self.layout, body, allocate), part)))
             except CorruptError as error:
                 raise self._damage(run, i, error.problem) from error
         return found if out is None else None
 
     def _decode_rows(self, body: memoryview, out: NDArray[Any], part: Part) -> None:
-        low, high = max(part.row, 0), min(part.row + part.count, len(out))
+        low, high = max(part.row, 0), min(part.row + part.size, len(out))
         if low >= high:
             return
         if low == part.row and part.wanted is None:
@@ -182,11 +255,11 @@ class FieldReader:
         if computed != stored:
             raise self._damage(run, i, f"its crc32c is {computed:08x}, stored is {stored:08x}")
         if stored != run.crcs[i]:
-            (others,) = np.nonzero(self._table.shard(run.shard)[1] == stored)
+            (others,) = np.nonzero(self.table.shard(run.shard)[1] == stored)
             if len(others):
                 problem = f"{self._where(run, i)}: the store sent the bytes of chunk {others[0]} instead"
                 raise CorruptError(problem, "look at the server, and at a proxy or cache before it")
-            raise self._modified(run, i, f"its crc32c is {stored:08x}, the manifest's table says {run.crcs[i]:08x}")
+            raise self._modified(run, i, f"its crc32c is {stored:08x}, the manifest's table has {run.crcs[i]:08x}")
         return body
 
     def _damage(self, run: Run, i: int, detail: str) -> CorruptError | ModifiedError:
@@ -217,20 +290,15 @@ class FieldReader:
     def _url(self, run: Run) -> str:
         return f"{self._store.url}/{run.path}"
 
-    def _run(self, shard: int, low: int, high: int, offsets: NDArray[np.int64], crcs: NDArray[np.uint32]) -> Run:
-        layout = self.layout
-        sample = shard * layout.shard + low * layout.chunk
-        run = Run(
-            path=layout.shard_key(self.name, shard),
-            start=int(offsets[low]),
-            stop=int(offsets[high]),
-            shard=shard,
-            chunk=low,
-            sizes=np.diff(offsets[low : high + 1]),
-            crcs=crcs[low:high],
-            first_sample=sample,
-            num_samples=min((high - low) * layout.chunk, self.num_samples - sample),
-        )
+    def run(self, shard: int, chunk: int, offsets: NDArray[np.int64], crcs: NDArray[np.uint32]) -> Run:
+        """Return the request for contiguous chunks of a shard, from `chunk` on: their offsets, with the end, and crcs.
+
+        Raises `MissingObjectError` for an absent chunk.
+        """
+        layout, sizes, start, stop = self.layout, np.diff(offsets), int(offsets[0]), int(offsets[-1])
+        sample = shard * layout.shard + chunk * layout.chunk
+        count = min(len(crcs) * layout.chunk, self.num_samples - sample)
+        run = Run(layout.shard_key(self.name, shard), start, stop, shard, chunk, sizes, crcs, sample, count)
         short = np.flatnonzero(run.sizes < CRC_BYTES)
         if len(short):
             problem = f"{self._where(run, int(short[0]))} is absent in the chunk table"
@@ -259,7 +327,44 @@ def _pieces(
 def _cuts(offsets: NDArray[np.int64], first: int, last: int, max_bytes: int) -> Iterator[tuple[int, int]]:
     """Yield chunk ranges that cover [first, last), each as long as `max_bytes` allows, and at least one chunk."""
     while first < last:
-        room = int(np.searchsorted(offsets, offsets[first] + max_bytes, side="right")) - 1
-        stop = min(max(room, first + 1), last)
+        fits = int(np.searchsorted(offsets, offsets[first] + max_bytes, side="right")) - 1
+        stop = min(max(fits, first + 1), last)
         yield first, stop
         first = stop
+
+
+def read_columns(readers: Mapping[str, FieldReader], start: int, stop: int) -> dict[str, Column]:
+    """Return the samples [start, stop) of each field as they are stored: arrays, or lists of bytes.
+
+    Raises a `FormatError` or `DecodeError`, which name the object or the sample, or a `StorageError`.
+    """
+    return {name: _column(reader, start, stop) for name, reader in readers.items()}
+
+
+def _column(reader: FieldReader, start: int, stop: int) -> Column:
+    found = reader.read(start, stop, threads=COLUMN_THREADS, max_bytes=COLUMN_REQUEST)
+    if isinstance(found, np.ndarray):
+        return found
+    field, column = reader.layout.field, []
+    for number, items in found:
+        bad = bad_item(field, items)
+        if bad is not None:
+            problem = f"field {reader.name!r} of sample {number + bad[0]} is not {field}: {bad[1]}"
+            raise DecodeError(problem, "look at the dataset with streamloader verify")
+        column += [bytes(items[i]) for i in range(max(start - number, 0), min(stop - number, len(items)))]
+    return column
+
+
+def bad_item(field: Field, items: Items) -> tuple[int, str] | None:
+    """Return the first item that is no value of a variable-size field, and why; None where all are."""
+    if field.kind == "ragged":
+        sizes = items.stops - items.starts
+        for row in np.flatnonzero(sizes % field.item_bytes)[:1].tolist():
+            return row, f"{sizes[row]} bytes are not a multiple of a row's {field.item_bytes}"
+        return None
+    for row in range(len(items)) if field.kind == "text" else ():
+        try:
+            str(items[row], "utf-8")
+        except UnicodeDecodeError as error:
+            return row, f"{error.reason} at byte {error.start}"
+    return None

@@ -31,13 +31,12 @@ def to_columns(fields: Mapping[str, Field], batch: Mapping[str, Any], first: int
     lengths: dict[str, int] = {}
     for name, values in batch.items():
         if not isinstance(values, (list, tuple)) and getattr(values, "ndim", 0) == 0:
-            raise FieldError(
-                f"field {name!r} of a batch is a {type(values).__name__}", "give one value for each sample"
-            )
+            problem = f"field {name!r} of a batch is a {type(values).__name__}"
+            raise FieldError(problem, "give one value for each sample")
         lengths[name] = len(values)
     if len(set(lengths.values())) > 1:
-        said = ", ".join(f"{name!r} {length}" for name, length in lengths.items())
-        raise FieldError(f"the columns of a batch have unequal lengths: {said}", "give one value for each sample")
+        counts = ", ".join(f"{name!r} {length}" for name, length in lengths.items())
+        raise FieldError(f"the columns of a batch have unequal lengths: {counts}", "give one value for each sample")
     columns = {name: to_column(name, field, batch[name], first) for name, field in fields.items()}
     return next(iter(lengths.values())), columns
 
@@ -67,15 +66,14 @@ def to_value(name: str, field: Field, value: Any, sample: int | str) -> NDArray[
         return _encode(value, where)
     array = _as_array(value)
     if array is None:
-        raise FieldError(f"{where} is no array of one shape", f"give {field}")
+        raise FieldError(f"{where} is not an array of one shape", f"give {field}")
     if field.kind == "ragged":
         if array.size == 0:
             return b""
         if array.ndim == 0 or array.shape[1:] != field.shape:
             wanted = ", ".join(["any", *map(str, field.shape)])
             raise FieldError(f"{where} has shape {array.shape}, expected ({wanted})", f"give {field}")
-        dtype = np.dtype(field.dtype)
-        return _cast(array, dtype, where).astype(dtype.newbyteorder("<"), copy=False).tobytes()
+        return _cast(array, np.dtype(field.dtype), where).astype(field.stored_dtype, copy=False).tobytes()
     if array.shape != field.shape:
         raise FieldError(f"{where} has shape {array.shape}, expected {field.shape}", f"give {field}")
     return _cast(array, np.dtype(field.dtype), where)
@@ -84,15 +82,14 @@ def to_value(name: str, field: Field, value: Any, sample: int | str) -> NDArray[
 def from_bytes(name: str, field: Field, item: memoryview, sample: int) -> Any:
     """Return a variable-size value as people read it: bytes, str, or an array (k, *shape) of its own memory.
 
-    Raises `DecodeError`, which names the field and the sample, for bytes that no writer of ours writes.
+    Raises `DecodeError`, which names the field and the sample, for bytes that streamloader never writes.
     """
     if field.kind == "bytes":
         return bytes(item)
     try:
         if field.kind == "text":
             return str(item, "utf-8")
-        rows = np.frombuffer(item, np.dtype(field.dtype).newbyteorder("<"))
-        return rows.astype(np.dtype(field.dtype)).reshape(-1, *field.shape)
+        return np.frombuffer(item, field.stored_dtype).astype(field.dtype).reshape(-1, *field.shape)
     except ValueError as error:
         remedy = "convert the dataset again"
         raise DecodeError(f"field {name!r} of sample {sample} is not {field} ({error})", remedy) from error
@@ -104,7 +101,7 @@ def _encode(value: Any, where: str) -> bytes:
     try:
         return value.encode()
     except UnicodeEncodeError as error:
-        raise FieldError(f"{where} is no text ({error.reason})", "give a str that UTF-8 can write") from error
+        raise FieldError(f"{where} is not valid text ({error.reason})", "give a str that UTF-8 can write") from error
 
 
 def _as_array(value: Any) -> NDArray[Any] | None:
@@ -160,8 +157,3 @@ def row_bytes(fields: Mapping[str, Field], columns: Mapping[str, Column | Sequen
         if not field.fixed:
             sizes += np.fromiter((len(item) for item in columns[name]), np.int64, count)
     return sizes
-
-
-def column_size(column: Column) -> int:
-    """Return the decoded bytes of a column."""
-    return column.nbytes if isinstance(column, np.ndarray) else sum(len(item) for item in column)

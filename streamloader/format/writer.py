@@ -4,24 +4,122 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from collections.abc import Mapping
-from types import TracebackType
+from contextlib import closing, suppress
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from streamloader.errors import FieldError, StorageError, UsageError
-from streamloader.format.codecs import measure_codec
-from streamloader.format.destination import erase, prepare, write_job
+from streamloader.format.codecs import Column, column_size, measure_codec
 from streamloader.format.geometry import Geometry, choose_layouts
 from streamloader.format.manifest import Field, Manifest, check_name
-from streamloader.format.rows import Rows
-from streamloader.format.sink import finish
-from streamloader.format.threads import cpu_count
-from streamloader.format.uploads import Uploads
-from streamloader.format.values import check_names, column_size, row_bytes, to_columns, to_value
+from streamloader.format.publish import Receipt, begin, erase, finish, job_document, write_shard
+from streamloader.format.values import check_names, row_bytes, to_columns, to_value
 from streamloader.options import MIB, Layout
 from streamloader.storage import open_store
+from streamloader.storage.process import cpu_count, join, wait_for
+from streamloader.storage.store import Store
+
+
+class Rows:
+    """Samples that wait to become a shard. Memory is taken when rows are written, not when it is reserved."""
+
+    def __init__(self, fields: Mapping[str, Field], capacity: int) -> None:
+        self._capacity = capacity
+        self._count = 0
+        fixed = [(name, field) for name, field in fields.items() if field.fixed]
+        self._arrays = {name: np.empty((capacity, *field.shape), field.dtype) for name, field in fixed}
+        self._lists: dict[str, list[bytes]] = {name: [] for name, field in fields.items() if not field.fixed}
+
+    def __len__(self) -> int:
+        return self._count
+
+    def add(self, values: Mapping[str, NDArray[Any] | bytes]) -> None:
+        """Copy one sample."""
+        self._reserve(1)
+        for name, array in self._arrays.items():
+            array[self._count] = values[name]
+        for name, items in self._lists.items():
+            items.append(values[name])  # type: ignore[arg-type]
+        self._count += 1
+
+    def extend(self, columns: Mapping[str, Column], start: int, stop: int) -> None:
+        """Copy the samples [start, stop) of the columns."""
+        self._reserve(stop - start)
+        for name, array in self._arrays.items():
+            array[self._count : self._count + stop - start] = columns[name][start:stop]
+        for name, items in self._lists.items():
+            items.extend(columns[name][start:stop])
+        self._count += stop - start
+
+    def columns(self) -> dict[str, Column]:
+        """Return the samples as columns; arrays are views."""
+        columns: dict[str, Column] = {name: array[: self._count] for name, array in self._arrays.items()}
+        return columns | self._lists
+
+    def _reserve(self, more: int) -> None:
+        if self._count + more <= self._capacity:
+            return
+        self._capacity = max(2 * self._capacity, self._count + more)
+        for name, old in self._arrays.items():
+            self._arrays[name] = np.empty((self._capacity, *old.shape[1:]), old.dtype)
+            self._arrays[name][: self._count] = old[: self._count]
+
+
+class Uploads:
+    """Threads that encode and upload shards; at most `workers` shards are with them at once."""
+
+    def __init__(self, store: Store, workers: int) -> None:
+        self.workers = workers
+        self._store = store
+        self._todo: SimpleQueue[tuple[Geometry, int, dict[str, Column]] | None] = SimpleQueue()
+        self._free = threading.Semaphore(workers)
+        self._receipts: dict[int, Receipt] = {}
+        self._failure: BaseException | None = None
+        self._threads: list[threading.Thread] = []
+        self._next = 0
+
+    def check(self) -> None:
+        """Raise what a shard's upload raised."""
+        if self._failure is not None:
+            raise self._failure
+
+    def submit(self, geometry: Geometry, columns: dict[str, Column]) -> None:
+        """Hand over the next shard, once there is a free worker."""
+        wait_for(lambda seconds: self._free.acquire(timeout=seconds))
+        self.check()
+        if len(self._threads) < self.workers:
+            thread = threading.Thread(target=self._work, name=f"streamloader-write-{self._next}", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+        self._todo.put((geometry, self._next, columns))
+        self._next += 1
+
+    def join(self, drop: bool = False) -> dict[int, Receipt]:
+        """Wait for all shards and return their receipts; `drop` those that have not begun. Call `check` afterwards."""
+        with suppress(Empty):
+            while drop:
+                self._todo.get_nowait()
+        for _ in self._threads:
+            self._todo.put(None)
+        join(self._threads)
+        return self._receipts
+
+    def _work(self) -> None:
+        while (task := self._todo.get()) is not None:
+            geometry, index, columns = task
+            try:
+                if self._failure is None:
+                    self._receipts[index] = write_shard(self._store, geometry, index, columns)
+            except BaseException as error:  # noqa: BLE001 - raised by the next write or close, whatever it is
+                self._failure = self._failure or error
+            del task, columns  # a waiting thread must not keep its last shard alive
+            self._free.release()
+
 
 PROBE_BYTES = 16 * MIB  # decoded bytes of the first samples, from which codecs and sizes are chosen
 
@@ -59,11 +157,9 @@ class Writer:
         if (workers is not None and workers < 1) or (num_samples is not None and num_samples < 0):
             raise UsageError(f"workers={workers}, num_samples={num_samples}", "give at least 1 worker and 0 samples")
         try:
-            json.dumps(dict(provenance or {}), allow_nan=False)  # said now, not when everything is written
+            json.dumps(dict(provenance or {}), allow_nan=False)  # an error now, not when everything is written
         except (TypeError, ValueError) as error:
-            raise UsageError(
-                f"provenance is not JSON ({error})", "give text, finite numbers, lists and dicts"
-            ) from error
+            raise UsageError(f"provenance is not JSON ({error})", "give text, finite numbers, lists, dicts") from error
         self._fields = {name: Field.parse(spec) for name, spec in fields.items()}
         self._layout = layout or Layout()
         self._declared = num_samples
@@ -75,7 +171,7 @@ class Writer:
         self._probed = 0
         self._rows = Rows(self._fields, 64)
         self._store = open_store(url, storage_options)
-        self._claim = write_job(self._store, "writer", self._fields, claim=prepare(self._store, overwrite))
+        self._claim = begin(self._store, job_document("writer", self._fields), overwrite)
         self._uploads = Uploads(self._store, workers or cpu_count())
 
     @property
@@ -95,12 +191,11 @@ class Writer:
         self._rows.add(values)
         self._count += 1
         if self._geometry is None:
-            self._probed += sum(
-                value.nbytes if isinstance(value, np.ndarray) else len(value) for value in values.values()
-            )
+            sizes = (value.nbytes if isinstance(value, np.ndarray) else len(value) for value in values.values())
+            self._probed += sum(sizes)
             if self._probed >= PROBE_BYTES:
                 self._decide()
-        elif self._rows.full:
+        elif len(self._rows) == self._geometry.samples_per_shard:
             self._cut()
 
     def write_batch(self, columns: Mapping[str, Any]) -> None:
@@ -115,12 +210,8 @@ class Writer:
             self._probed = int(sums[at - 1]) if at else self._probed
             if self._probed >= PROBE_BYTES:
                 self._decide()
-        while at < count:
-            stop = min(count, at + self._rows.room)
-            self._rows.extend(checked, at, stop)
-            at = stop
-            if self._rows.full:
-                self._cut()
+        if self._geometry is not None:
+            self._fill(self._geometry, checked, at, count)
         self._count += count
 
     def close(self) -> Manifest:
@@ -140,8 +231,8 @@ class Writer:
                 self._cut()
             self._closed = True
             receipts = self._uploads.join()
-            workers = self._uploads.workers
-            self._manifest = finish(self._store, geometry, receipts, self._provenance, workers, claim=self._claim)
+            self._uploads.check()
+            self._manifest = finish(self._store, geometry, receipts, self._provenance, self._claim)
             self._claim.close()
         except BaseException:
             self.abort()
@@ -155,36 +246,33 @@ class Writer:
         if self._manifest is not None:
             return
         self._closed = True
-        self._uploads.stop()
-        with self._claim:
+        self._uploads.join(drop=True)
+        with closing(self._claim):
             if self._claim.held():
                 erase(self._store)
 
     def __enter__(self) -> Writer:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None:
             self.close()
             return
         try:
             self.abort()
-        except StorageError as problem:  # the first error is the one to hear of
+        except StorageError as problem:  # the first error is the one to raise
             error.add_note(f"what was written could not be removed: {problem}")
 
     def _check_open(self, more: int) -> None:
         if self._closed:
             raise UsageError(f"the writer of {self._store.url} is closed", "make a new one")
         if self._declared is not None and self._count + more > self._declared:
-            raise UsageError(
-                f"sample {self._declared} of num_samples={self._declared}", "give the right number, or none"
-            )
+            problem = f"sample {self._declared} of num_samples={self._declared}"
+            raise UsageError(problem, "give the right number, or none")
         self._uploads.check()
 
     def _decide(self) -> Geometry:
-        """Choose codecs and geometry from the first samples, and go on in shards."""
+        """Choose codecs and geometry from the first samples, and continue in shards."""
         probe = self._rows.columns()
         codecs, sizes = {}, {}
         for name, field in self._fields.items():
@@ -192,14 +280,20 @@ class Writer:
         decoded = {name: column_size(column) / max(1, len(column)) for name, column in probe.items()}
         self._geometry = choose_layouts(self._fields, sizes, codecs, self._declared, self._layout, decoded=decoded)
         rows = len(self._rows)
-        self._rows = Rows(self._fields, self._geometry.samples_per_shard, fixed=True)
-        for start in range(0, rows, self._geometry.samples_per_shard):
-            self._rows.extend(probe, start, min(rows, start + self._geometry.samples_per_shard))
-            if self._rows.full:
-                self._cut()
+        self._rows = Rows(self._fields, self._geometry.samples_per_shard)
+        self._fill(self._geometry, probe, 0, rows)
         return self._geometry
+
+    def _fill(self, geometry: Geometry, columns: Mapping[str, Column], start: int, stop: int) -> None:
+        """Add the samples [start, stop) of the columns, and submit each shard that is full."""
+        while start < stop:
+            end = min(stop, start + geometry.samples_per_shard - len(self._rows))
+            self._rows.extend(columns, start, end)
+            start = end
+            if len(self._rows) == geometry.samples_per_shard:
+                self._cut()
 
     def _cut(self) -> None:
         assert self._geometry is not None
         self._uploads.submit(self._geometry, self._rows.columns())
-        self._rows = Rows(self._fields, self._geometry.samples_per_shard, fixed=True)
+        self._rows = Rows(self._fields, self._geometry.samples_per_shard)

@@ -1,4 +1,4 @@
-"""What training on a dataset will take, told before it starts: memory, requests, cost, and how well batches mix."""
+"""Forecasts what training on a dataset takes: memory, requests, cost, and how well batches mix."""
 
 from __future__ import annotations
 
@@ -8,18 +8,74 @@ from typing import Any
 
 import numpy as np
 
-from streamloader.engine.passes import Need
-from streamloader.engine.session import Opened, Session, Wish
+from streamloader.engine.dataset import Dataset
+from streamloader.engine.engine import Engine
+from streamloader.engine.stages import LoaderConfig
 from streamloader.errors import UsageError
-from streamloader.format.reader import FieldReader, field_reader, open_manifest
 from streamloader.options import Shuffle
-from streamloader.plan.mixing import Mixing, mixings
-from streamloader.plan.order import EpochOrder, OrderParams, lanes_for_world
-from streamloader.plan.selection import Selection
-from streamloader.plan.world import Share, World
+from streamloader.order.epoch_order import EpochOrder, lanes_for_world
+from streamloader.order.schedule import DatasetShare, Share, World, step_samples
+from streamloader.pytorch.arguments import WhereChoice, choose_order, chosen_names, open_dataset, read_where
 from streamloader.storage import open_store
-from streamloader.torch_choices import choose_fields, choose_order, chosen_names
-from streamloader.torch_selection import WhereChoice, choose_selection, read_where
+
+STEPS = 16  # that are looked at: their spread is a few percent
+MAX_EXAMINED = 1 << 27  # arrivals, about: a second or two; of an order with long windows fewer steps are looked at
+
+
+@dataclass(frozen=True)
+class Mixing:
+    """Of batches of `rows` rows: the mean number of distinct `blocks`, and with how many rows a row shares its own.
+
+    For rows drawn evenly from n blocks `sharing` is (rows - 1) / n. `alike` is the probability that two samples drawn
+    from the whole epoch share a block.
+    """
+
+    rows: int
+    blocks: float
+    sharing: float
+    alike: float = 0.0
+
+    def design_effect(self, correlation: float) -> float:
+        """Return the variance of a batch's mean, around that of the epoch, over that of as many independent rows.
+
+        `correlation` is that of two rows of one block: 1 where all are alike (a source in class order), 0 where the
+        source was shuffled. With many blocks it is 1 + correlation * sharing: Kish, Survey Sampling (1965), for
+        clusters; few blocks are a finite population, of which a batch that has them all in proportion is the mean.
+        """
+        if self.alike >= 1:  # one block, which is shuffled whole
+            return 1.0
+        spread = 1 + correlation * (self.sharing - self.rows * self.alike)
+        return max(0.0, spread / (1 - correlation * self.alike))
+
+
+def mixings(order: EpochOrder, shares: Sequence[Share]) -> list[Mixing]:
+    """Look at whole batches of ranks, or groups of them, evenly spread over the epoch; the only one where there is one.
+
+    The ranks take the same steps: each step's order is computed once.
+    """
+    first, size = shares[0], order.num_samples
+    steps = first.global_steps(0)
+    work = min(2 * order.params.window, size) * order.lanes + first.global_batch
+    count = max(2, min(STEPS, MAX_EXAMINED // max(1, work)))
+    chosen = np.unique(np.linspace(0, max(0, steps - 2), count).astype(np.int64)).tolist() if steps else []
+    found = np.zeros((len(shares), 3))
+    for position in (step * first.global_batch for step in chosen):
+        blocks = order.samples_at(position, min(size, position + first.global_batch)) // order.params.block
+        for number, share in enumerate(shares):
+            source = share.source(share.positions(position)[0]) - position
+            if not source.size or source.min() >= 0:
+                rows = blocks[source]
+            else:  # padded rows repeat those of the step before
+                rows = step_samples(order, share, position) // order.params.block
+            counts = np.unique(rows, return_counts=True)[1]
+            found[number] += rows.size, counts.size, (counts * (counts - 1)).sum()
+    full, last = divmod(size, order.params.block)
+    alike = (full * order.params.block**2 + last**2) / max(1, size) ** 2
+    pairs = zip(shares, found.tolist(), strict=True)
+    return [
+        Mixing(one.batch, blocks / max(1, len(chosen)), met / max(1, rows), alike) for one, (rows, blocks, met) in pairs
+    ]
+
 
 # S3 standard storage, us-east-1, November 2026: 0.40 USD for a million GETs; traffic within the region is free.
 DOLLARS_FOR_A_GET = 0.4e-6
@@ -46,10 +102,8 @@ class ForecastOptions:
 
     def __post_init__(self) -> None:
         if self.ranks_here < 1 or self.dollars_for_a_get < 0:
-            raise UsageError(
-                f"ranks_here={self.ranks_here}, dollars_for_a_get={self.dollars_for_a_get}",
-                "give at least one rank, and no negative price",
-            )
+            problem = f"ranks_here={self.ranks_here}, dollars_for_a_get={self.dollars_for_a_get}"
+            raise UsageError(problem, "give at least one rank, and no negative price")
 
 
 @dataclass(frozen=True)
@@ -102,28 +156,22 @@ def forecast(url: str, options: ForecastOptions) -> Forecast:
     """
     world, condition = World(0, options.world_size), read_where(options.where)  # before anything is read
     store = open_store(url, options.storage_options)
-    manifest, place = open_manifest(store, options.split)
-    names = choose_fields(manifest, options.fields, with_index=False, with_valid=True)
-    selection = choose_selection(condition, manifest, place)
-    count = manifest.num_samples if selection is None else len(selection)
-    params = pinned = choose_order(manifest, options.shuffle, selection)
+    dataset = open_dataset(store, options.split, condition, options.fields, (False, True))
+    count = dataset.num_samples
+    params = pinned = choose_order(dataset.manifest, options.shuffle, dataset.selection)
     if "lanes" not in chosen_names(options.shuffle):
         params = replace(pinned, lanes=lanes_for_world(count, pinned, world.size))
     order = EpochOrder(count, params, 0, 0, options.shuffle is not False)
-    share = Share(order.num_samples, order.lanes, options.batch_size, world, "pad")
-    readers = {name: field_reader(place, manifest, name) for name in names}
-    opened = Opened(place, readers, manifest.num_samples, selection)
-    session = Session([opened], Wish(memory=options.memory, ranks_here=options.ranks_here))
-    if not order.shuffle:
-        unit = opened.unit(params)
-        params = OrderParams(unit, 1, 2 * unit)
-    need = Need.of(params, share)
-    held, budget = session.plan_memory(need)
+    unit = dataset.unit(params)
+    share = DatasetShare(count, order.lanes, options.batch_size, world, "pad", order, unit)
+    engine = Engine([dataset], LoaderConfig(memory=options.memory, ranks_here=options.ranks_here))
+    params, need = share.fetched, share.need()
+    held, budget = engine.plan_memory(need)
     together = replace(share, batch=share.global_batch, world=World(0, 1))
     mixed = mixings(order, (share, together))
     factor = share.read_factor if order.shuffle else _readers_of_a_unit(params.block, share)
-    streamed = _runs([reader for name, reader in readers.items() if name not in held], params.block, count, selection)
-    whole = _runs([readers[name] for name in held], max(1, manifest.num_samples), manifest.num_samples)
+    streamed = _runs(dataset, [name for name in dataset.names if name not in held], params.block)
+    whole = _runs(replace(dataset, selection=None), held, max(1, dataset.manifest.num_samples))
     requests, size = (round(many * factor + once * world.size) for many, once in zip(streamed, whole, strict=True))
     return Forecast(
         url=store.url,
@@ -137,7 +185,7 @@ def forecast(url: str, options: ForecastOptions) -> Forecast:
         steps=share.global_steps(0),
         read_factor=factor,
         memory=budget.bytes,
-        least_memory=session.least_memory(need),
+        least_memory=engine.least_memory(need),
         held=tuple(held),
         requests=requests,
         bytes=size,
@@ -146,7 +194,7 @@ def forecast(url: str, options: ForecastOptions) -> Forecast:
         together=mixed[1],
         pinned_lanes=pinned.lanes if order.shuffle else 1,
         shuffle=order.shuffle,
-        memory_alone=session.least_memory(Need.of(params, replace(together, batch=share.batch))),
+        memory_alone=engine.least_memory(replace(together, batch=share.batch).need()),
         drawn=_drawn(order, share, params.block),
     )
 
@@ -159,18 +207,14 @@ def _readers_of_a_unit(unit: int, share: Share) -> float:
     return min(float(share.world.size), runs)
 
 
-def _runs(
-    readers: Sequence[FieldReader], block: int, count: int, selection: Selection | None = None
-) -> tuple[float, float]:
-    """Return (requests, bytes) of one pass in blocks over `count` samples, perhaps of a selection."""
-    starts = range(0, count, block)
+def _runs(dataset: Dataset, names: Sequence[str], block: int) -> tuple[float, float]:
+    """Return (requests, bytes) of some fields for one pass in blocks."""
+    starts = range(0, dataset.num_samples, block)
     chosen = np.unique(np.linspace(0, max(0, len(starts) - 1), MAX_BLOCKS).astype(np.int64)).tolist() if starts else []
     sizes = []
     for start in (starts[number] for number in chosen):
-        stop = min(start + block, count)
-        for reader in readers:
-            runs = reader.runs(start, stop) if selection is None else reader.runs_of(selection.samples[start:stop])
-            sizes += [run.stop - run.start for run in runs]
+        stop = min(start + block, dataset.num_samples)
+        sizes += [run.stop - run.start for name in names for run in dataset.runs(name, start, stop)]
     times = len(starts) / max(1, len(chosen))
     return len(sizes) * times, sum(sizes) * times
 

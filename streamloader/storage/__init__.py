@@ -15,11 +15,9 @@ from dataclasses import replace
 from typing import Any
 
 from streamloader.options import RetryPolicy
-from streamloader.storage.connection import Connection, check_protocol
-from streamloader.storage.fsspec_store import FsspecStore
-from streamloader.storage.location import parse_location
-from streamloader.storage.policy import NO_RETRY, Retrier, Timing
-from streamloader.storage.protocol import Body, Buffer, ObjectInfo, RangeReader, Store
+from streamloader.storage.retry import NO_RETRY, Retrier, Timing
+from streamloader.storage.store import Body, Buffer, ObjectInfo, RangeReader, Store, check_protocol
+from streamloader.storage.url import parse_location
 
 __all__ = [
     "NO_RETRY",
@@ -36,9 +34,7 @@ __all__ = [
 
 
 def open_store(
-    url: str | os.PathLike[str],
-    options: Mapping[str, Any] | None = None,
-    policy: RetryPolicy | None = None,
+    url: str | os.PathLike[str], options: Mapping[str, Any] | None = None, policy: RetryPolicy | None = None
 ) -> Store:
     """Return the store below `url`: any fsspec URL or a local path, with its fsspec `storage_options`.
 
@@ -50,4 +46,4 @@ def open_store(
     if policy is not None:
         location = replace(location, retry=policy)
     check_protocol(location)
-    return FsspecStore(Connection(location), "")
+    return Store(location)

@@ -1,99 +1,83 @@
-"""Requests to S3 as botocore's own client would send them.
+"""S3 through botocore's client, whose requests go over our own sockets.
 
 botocore decides endpoint, region, addressing style, headers, credentials and signature; nothing of that is decided
-here. Its client builds one request for each operation without sending it. All others differ in the key and, for a
-body, in the digest: they reuse its URL and headers and are signed by the client's signer, which takes 0.1 ms where the
-whole client takes 0.3. A range needs no signature, so that of a GET serves the whole object for a minute.
+here. Ranged GETs are many: their client builds one request without sending it, and the others differ in the key alone,
+reuse its URL and headers, and are signed by the client's signer, which takes 0.1 ms where its client takes 0.3. A
+range needs no signature, so that of a GET serves all ranges of the object for a minute.
 """
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import http.client
+import io
 import os
 import re
-import ssl
 import threading
 import time
-import urllib.request
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime, timedelta
-from functools import cached_property, partial
-from pathlib import Path
-from typing import Any, NamedTuple
-from urllib.parse import urlsplit
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import botocore.session
 from botocore import UNSIGNED, xform_name
-from botocore.awsrequest import AWSRequest
+from botocore.awsrequest import AWSPreparedRequest, AWSRequest, AWSResponse
 from botocore.config import Config
-from botocore.exceptions import BotoCoreError, ClientError
-from botocore.httpsession import get_cert_path
-from botocore.utils import percent_encode, validate_region_name
+from botocore.exceptions import ClientError
+from botocore.utils import percent_encode
+from urllib3 import HTTPResponse
 
-from streamloader.errors import AccessError, UnsupportedError
-from streamloader.storage.failures import cause_of, client_errors, storage_error
-from streamloader.storage.location import Location
-from streamloader.storage.translate import (
-    CONNECT_SECONDS,
-    FSSPEC_ONLY,
-    Target,
-    client_options,
-    refuse_unknown,
+from streamloader.errors import AccessError
+from streamloader.storage.retry import EXPIRED, HttpError, beyond_the_end, check_range, client_errors, facts_of
+from streamloader.storage.s3_http import PIECE_BYTES, Pool
+from streamloader.storage.store import (
+    Allocate,
+    Body,
+    Buffer,
+    ObjectInfo,
+    Page,
+    body_crc32c,
+    buffers_of,
+    empty_buffer,
+    etag_of,
+    larger_than,
 )
+from streamloader.storage.url import FSSPEC_OPTIONS, S3_OPTIONS, Location
 
-# botocore renews a session at least ten minutes before it ends, so what it gives is good for that long
-TRUST = timedelta(minutes=10)
-# a stage fetches with up to some hundred threads; botocore keeps 10 connections unless told otherwise
-POOL_CONNECTIONS = 128
+CONNECT_SECONDS = 5.0  # s3fs's own default
 CHECKSUM = "x-amz-checksum-crc32c"
 # S3 takes a signature for 15 minutes; a clock may be wrong by some of them
 SIGNATURE_SECONDS = 60.0
 MAX_SIGNATURES = 4096
+MAX_RESENDS = 3  # of one request: two changes of region, and fresh credentials
 EXPRESS = "v4-s3express"
 _ANY_KEY = "key"
 _KEYS = ("aws_access_key_id", "aws_secret_access_key", "aws_session_token")
 
 # the bucket of a path may be an access point's ARN, whose name is behind a slash
 _ARN = re.compile(r"arn:[^/]+?:(?:outpost[/:][^/:]+[/:])?(?:accesspoint|bucket)[/:][^/:]+")
-_OPTIONS = {
-    *("key", "secret", "token", "username", "password", "anon", "profile", "endpoint_url", "requester_pays"),
-    *("client_kwargs", "config_kwargs", "s3_additional_kwargs", "use_ssl", "version_aware", "session"),
-}
-_NO_EFFECT = FSSPEC_ONLY | {"cache_regions", "max_concurrency", "fixed_upload_size", "local_expiry_check"}
-_TRANSPORT = {"proxies", "proxies_config", "client_cert", "connector_args", "http_session_cls"}
-# which answers botocore's client takes for another region's
+_IGNORED = {*FSSPEC_OPTIONS, "cache_regions", "max_concurrency", "fixed_upload_size", "local_expiry_check"}
+# the responses that botocore's client takes for another region's
 _OTHER_REGION = {"AuthorizationHeaderMalformed", "PermanentRedirect", "IllegalLocationConstraintException"}
 _REDIRECTS = (301, 302, 307)
-AWS_DOMAINS = (".amazonaws.com", ".amazonaws.com.cn", ".amazonaws.eu", ".api.aws", ".api.amazonwebservices.com.cn")
-
-
-class Origin(NamedTuple):
-    """Where connections go to."""
-
-    scheme: str
-    host: str
-    port: int | None
-
-    def __str__(self) -> str:
-        return f"{self.host}:{self.port}" if self.port else self.host
+PART_BYTES = 512 << 20  # from two parts on, an object goes up in parts (S3 takes 5 GiB, but a failed PUT starts again)
+SMALL_BYTES = 64 << 10  # smaller buffers are joined: each would be a packet
+KEYS_PER_DELETE = 1000  # S3's limit
 
 
 @dataclass(frozen=True)
 class _Template:
-    """A request for `_ANY_KEY`, before its signature: `url` and `auth_path` end where the key begins."""
+    """A GET for `_ANY_KEY`, before its signature: `url` and `auth_path` end where the key begins."""
 
-    method: str
     url: str
     auth_path: str | None
     headers: Mapping[str, str]
     context: Mapping[str, Any] = field(repr=False)
     signer: Any = field(repr=False)
-
-    @cached_property
-    def origin(self) -> Origin:
-        """Where the request goes to."""
-        return _origin(self.url)
 
     @property
     def scope(self) -> tuple[str, Any]:
@@ -102,218 +86,345 @@ class _Template:
 
 
 @dataclass(frozen=True)
-class SignedRequest:
-    """A request to be sent now."""
+class SignedGet:
+    """A GET to be sent now."""
 
-    method: str
     url: str
-    target: str  # path and query, as the first line has them
     headers: dict[str, str] = field(repr=False)
     template: _Template = field(repr=False)
 
 
 class S3Client:
-    """One bucket, as botocore's client addresses it. Thread-safe; for one process.
+    """One bucket of S3. Thread-safe; for one process. Paths are keys, `root` is that of the store's URL.
 
-    `parameters` are the S3 parameters of every call, such as `RequestPayer`; each operation takes those it knows.
+    `put` and `create` return the etag; `replace` None where the object is another one than it should be.
+    Making it makes no request. Raises `AccessError`, `UsageError` or what botocore raises where options, credentials,
+    certificates or the endpoint are missing or wrong.
     """
 
-    def __init__(
-        self,
-        client: Any,
-        bucket: str,
-        parameters: Mapping[str, Any],
-        verify: bool | str | None,
-        make: Callable[[], Any] | None = None,
-    ) -> None:
-        self.bucket = bucket
-        self._make = make
-        self.verify = verify
-        self.signs = client.meta.config.signature_version is not UNSIGNED
-        self.connect_seconds = float(client.meta.config.connect_timeout)
-        self.read_seconds = float(client.meta.config.read_timeout)
-        self._client = client
-        self._parameters = parameters
+    def __init__(self, location: Location) -> None:
+        self._location = location
+        self.bucket, self.root = split_bucket(location.path)
         self._lock = threading.RLock()
-        self._templates: dict[str, _Template] = {}
-        self._region = ""
-        self._signed: dict[str, tuple[float, Any, SignedRequest]] = {}
-        client.meta.events.register("before-endpoint-resolution.s3", self._use_region)
+        self._signed: dict[str, tuple[float, Any, SignedGet]] = {}
+        self._connect()
+        # whether the server compares the checksums of bodies; None until it is known
+        self._compares: bool | None = None
+        if self.client.meta.config.signature_version is not UNSIGNED and self.keys() is None:
+            raise AccessError(
+                f"{location.shown}: no credentials found",
+                "give key and secret (or anon=True) in storage_options, or set AWS_PROFILE or AWS_ACCESS_KEY_ID",
+            )
 
-    def get(self, key: str, headers: Mapping[str, str] | None = None) -> SignedRequest:
-        """Return a signed GET of an object, with `headers` that need no signature.
+    def _connect(self) -> None:
+        """Make the client, which looks for credentials from the beginning."""
+        self.client, verify = _botocore_client(self._location)
+        self._template: _Template | None = None
+        config, events = self.client.meta.config, self.client.meta.events
+        self._pool = Pool(self._location.retry, config, verify)
+        # the client is part of a cycle: connections must not wait for its collection
+        events.register("before-send.s3", partial(_send, weakref.ref(self._pool)))
+        unsigned = config.merge(Config(s3={"payload_signing_enabled": False, **(config.s3 or {})}))
+        events.register("before-sign.s3", partial(_skip_digest, unsigned))
+        events.register("before-call.s3.HeadBucket", _end_redirects)
+
+    # requests
+
+    def call(self, operation: str, **parameters: Any) -> Any:
+        """Return what botocore's client returns for an operation on the bucket, with fresh credentials where they have
+        expired.
+        """
+        members = self.client.meta.service_model.operation_model(operation).input_shape.members
+        options = self._location.options
+        payer = {"RequestPayer": "requester"} if options.get("requester_pays") else {}
+        parameters = {"Bucket": self.bucket, **payer, **(options.get("s3_additional_kwargs") or {}), **parameters}
+        known = {name: value for name, value in parameters.items() if name in members}
+        for renewed in (False, True):
+            client = self.client
+            try:
+                if "Body" in known:
+                    known["Body"].seek(0)
+                return getattr(client, xform_name(operation))(**known)
+            except ClientError as error:
+                if renewed or facts_of(error).code not in EXPIRED:
+                    raise
+            self._renew(client)
+        raise AssertionError("unreachable")
+
+    def _renew(self, used: Any) -> None:
+        """Replace the client `used`, whose credentials have expired. Another thread may have done so already."""
+        with self._lock:
+            if used is self.client:
+                self._connect()
+
+    # ranged reads
+
+    @contextlib.contextmanager
+    def _get(self, key: str, wanted: str) -> Iterator[http.client.HTTPResponse]:
+        """Ask for the `Range` that is wanted, or for the object where that is empty.
+
+        Sent again where the response shows that the bucket is in another region, and once with fresh credentials where
+        they have expired. Raises `HttpError`, also for another range than was asked for.
+        """
+        renewed = False
+        for attempt in range(MAX_RESENDS + 1):
+            client, signed = self.client, self.sign(key)
+            headers = {**signed.headers, "Range": wanted} if wanted else signed.headers
+            with self._pool.request("GET", signed.url, headers) as response:
+                # some servers say 200 to a range of an empty object
+                if response.status == (206 if wanted else 200) or (response.status == 200 and response.length == 0):
+                    if wanted:
+                        check_range(wanted, response.headers.get("Content-Range"))
+                    yield response
+                    return
+                failure = _failure(response)
+            again = attempt < MAX_RESENDS
+            if again and failure.error_code in EXPIRED and not renewed:
+                renewed = True
+                self._renew(client)
+            elif not (again and self._learn_region(key, signed.template, failure)):
+                raise failure
+
+    def get(self, path: str) -> bytes:
+        """Return the object."""
+        with self._get(path, "") as response:
+            return response.read()
+
+    def get_tail(self, path: str, size: int) -> bytes:
+        """Return the last `size` bytes, fewer where the object is smaller."""
+        try:
+            with self._get(path, f"bytes=-{size}") as response:
+                return response.read()
+        except HttpError as error:
+            if not beyond_the_end(error):
+                raise
+            return b""
+
+    def get_range(self, path: str, start: int, stop: int, allocate: Allocate | None = None) -> memoryview:
+        """Return bytes [start, stop) of the object, fewer where it ends before; in `allocate(size)` where given."""
+        try:
+            with self._get(path, f"bytes={start}-{stop - 1}") as response:
+                if response.length is None:
+                    return memoryview(response.read(stop - start))
+                body = (allocate or empty_buffer)(min(stop - start, response.length))  # what is asked for may be a lie
+                return body[: _fill(response, body)]
+        except HttpError as error:
+            if not beyond_the_end(error):
+                raise
+            return empty_buffer(0)
+
+    def sign(self, key: str) -> SignedGet:
+        """Return a signed GET of an object, for any range.
 
         A signature is used again for a minute, as long as credentials and region are the same.
         """
-        template = self.template("GetObject")
+        template = self.template()
         if template.context["auth_type"] == EXPRESS:  # its sessions are botocore's to renew
-            return self.request("GetObject", key, headers)
+            return self._sign(key, template)
         now, keys = time.monotonic(), self.keys()
         until, signed_by, signed = self._signed.get(key, (0.0, None, None))
         if signed is None or until <= now or signed_by != keys or signed.template is not template:
             if len(self._signed) >= MAX_SIGNATURES:
                 self._signed.clear()
-            signed = self.request("GetObject", key)
+            signed = self._sign(key, template)
             self._signed[key] = (now + SIGNATURE_SECONDS, keys, signed)
-        sent = {**signed.headers, **(headers or {})}
-        return SignedRequest(signed.method, signed.url, signed.target, sent, template)
+        return signed
 
-    def request(
-        self,
-        operation: str,
-        key: str,
-        headers: Mapping[str, str] | None = None,
-        body: Sequence[memoryview] = (),
-        hashed: bool = True,
-    ) -> SignedRequest:
-        """Return a signed request: `operation` is `GetObject`, `HeadObject` or `PutObject`.
-
-        `hashed`: whether the signature covers the digest of the `body`, unless the options say so. Raises what
-        botocore raises.
-        """
-        template = self.template(operation)
+    def _sign(self, key: str, template: _Template) -> SignedGet:
         encoded = percent_encode(key, safe="/~")
-        data = _Parts(body) if body else b""
         auth_path = None if template.auth_path is None else template.auth_path + encoded
-        given = {**template.headers, **(headers or {})}
-        request = AWSRequest(template.method, template.url + encoded, given, data, auth_path=auth_path)
+        request = AWSRequest("GET", template.url + encoded, dict(template.headers), b"", auth_path=auth_path)
         request.context = dict(template.context)  # the signer writes to it
-        if not hashed:
-            request.context["client_config"] = self._without_digest()
-        template.signer.sign(operation, request)
-        sent = {name: str(value) for name, value in request.headers.items()}
-        parts = urlsplit(request.url)
-        target = f"{parts.path}?{parts.query}" if parts.query else parts.path
-        return SignedRequest(template.method, request.url, target, sent, template)
-
-    def template(self, operation: str) -> _Template:
-        """Return the operation's request for any key, which the client builds at the first call."""
-        built = self._templates.get(operation)
-        if built is not None:
-            return built
-        with self._lock:
-            if operation not in self._templates:
-                self._templates[operation] = self._build(operation)
-            return self._templates[operation]
-
-    @property
-    def origin(self) -> Origin:
-        """Where the bucket is, as far as is known."""
-        return self.template("GetObject").origin
+        template.signer.sign("GetObject", request)
+        return SignedGet(request.url, {name: str(value) for name, value in request.headers.items()}, template)
 
     def keys(self) -> Any:
         """Return the credentials valid now (`access_key`, `secret_key`, `token`); None where none are found."""
-        return self.template("GetObject").signer.get_auth_instance("s3", "us-east-1", "s3v4").credentials
+        return self.template().signer.get_auth_instance("s3", "us-east-1", "s3v4").credentials
 
-    def provide_keys(self) -> dict[str, Any]:
-        """Return the current credentials as obstore takes them, which asks again when they have expired."""
-        keys = self.keys()
-        ends = getattr(self._client._request_signer._credentials, "_expiry_time", None)  # of those that botocore renews
-        return {
-            "access_key_id": keys.access_key,
-            "secret_access_key": keys.secret_key,
-            "token": keys.token,
-            "expires_at": min(datetime.now(UTC) + TRUST, ends.astimezone(UTC)) if ends else datetime.now(UTC) + TRUST,
-        }
-
-    def renew(self, used: SignedRequest | None = None) -> bool:
-        """Look for credentials from the beginning, since the server says that they have expired.
-
-        Return whether a request that `used` them should be sent again. Another thread may have renewed them already.
-        """
-        if self._make is None or not self.signs:
-            return False
-        with self._lock:
-            if used is None or used.headers.get("X-Amz-Security-Token") == self.keys().token:
-                self._client = self._make()
-                self._client.meta.events.register("before-endpoint-resolution.s3", self._use_region)
-                self._templates.clear()
-        return True
-
-    def find_region(self) -> str:
-        """Return the region that requests are signed for, after botocore's client has asked AWS where the bucket is.
-
-        Elsewhere, and where AWS does not say, it is the configured one.
-        """
-        with self._lock:
-            if not self._region and self.origin.host.endswith(AWS_DOMAINS) and not self.bucket.startswith("arn:"):
-                with contextlib.suppress(ClientError, BotoCoreError):
-                    self._client.head_bucket(Bucket=self.bucket, **self._known("HeadBucket", {}))
-                self._templates.clear()
-            signing = self.template("GetObject").context.get("signing") or {}
-            return signing.get("region") or ""
-
-    def adopt_region(self, used: SignedRequest, operation: str, status: int, code: str, region: str) -> bool:
-        """Return whether a request that was answered so should be sent again, since the bucket's region is known now.
-
-        `region` is what the answer names, if it does. For an access point's ARN, which names its own, it is False.
-        """
-        if (status not in _REDIRECTS and code not in _OTHER_REGION) or self.bucket.startswith("arn:"):
-            return False
-        with self._lock:
-            if self._templates.get(operation) is not used.template:
-                return True  # another thread has done it
-            if region:
-                validate_region_name(region)  # it becomes part of a host's name
-                self._region = region
-            else:
-                self.find_region()
-            self._templates.clear()
-            return self.template(operation).scope != used.template.scope
-
-    def _use_region(self, builtins: dict[str, Any], **_: Any) -> None:
-        if self._region:
-            builtins["AWS::Region"] = self._region
-
-    def _known(self, operation: str, more: Mapping[str, Any]) -> dict[str, Any]:
-        members = self._client.meta.service_model.operation_model(operation).input_shape.members
-        return {name: value for name, value in {**self._parameters, **more}.items() if name in members}
-
-    def _build(self, operation: str) -> _Template:
-        """Let the client build a request, and take it before it is signed and sent."""
+    def template(self) -> _Template:
+        """Return the GET of any key, which the client builds at the first call, and which is not sent."""
+        if self._template is not None:
+            return self._template
         built: dict[str, Any] = {}
 
         def take(params: Mapping[str, Any], context: Mapping[str, Any], request_signer: Any, **_: Any) -> Any:
             built.update(params=params, context=context, signer=request_signer)
-            return _Sent(), {}
+            return SimpleNamespace(status_code=200), {}  # a response, without a request
 
-        event, events = f"before-call.s3.{operation}", self._client.meta.events
-        more = {"ChecksumCRC32C": "AAAAAA=="} if operation == "PutObject" else {}  # so that botocore adds none
-        events.register_last(event, take)
-        try:
-            getattr(self._client, xform_name(operation))(
-                Bucket=self.bucket, Key=_ANY_KEY, **self._known(operation, more)
+        with self._lock:
+            self.client.meta.events.register_last("before-call.s3.GetObject", take)
+            try:
+                self.call("GetObject", Key=_ANY_KEY)
+            finally:
+                self.client.meta.events.unregister("before-call.s3.GetObject", take)
+            params, end = built["params"], -len(_ANY_KEY)
+            auth_path = params.get("auth_path")
+            auth_path = auth_path[:end] if auth_path else None
+            self._template = _Template(
+                params["url"][:end], auth_path, params["headers"], built["context"], built["signer"]
             )
-        finally:
-            events.unregister(event, take)
-        params, end = built["params"], -len(_ANY_KEY)
-        auth_path = params.get("auth_path")
-        return _Template(
-            params["method"],
-            params["url"][:end],
-            auth_path[:end] if auth_path else None,
-            {name: value for name, value in params["headers"].items() if name != CHECKSUM},
-            built["context"],
-            built["signer"],
-        )
+            return self._template
 
-    def _without_digest(self) -> Config:
-        config = self._client.meta.config
-        return config.merge(Config(s3={"payload_signing_enabled": False, **(config.s3 or {})}))
+    def _learn_region(self, key: str, used: _Template, failure: HttpError) -> bool:
+        """Return whether a refused request should be sent again, since the region of the bucket is known now.
+
+        botocore's client asks for the object itself, follows the response to the region and remembers it.
+        """
+        if failure.status not in _REDIRECTS and failure.error_code not in _OTHER_REGION:
+            return False
+        with self._lock:
+            if self._template is used:
+                with contextlib.suppress(*client_errors()):
+                    self.call("GetObject", Key=key, Range="bytes=0-0")
+                self._template = None
+            return self.template().scope != used.scope
+
+    # everything else
+
+    def info(self, path: str) -> ObjectInfo | None:
+        """Return size and etag of an object, None where there is none."""
+        try:
+            found = self.call("HeadObject", Key=path)
+        except ClientError as error:
+            status = facts_of(error).status
+            if status == 404:
+                return None
+            if status not in (400, 403):
+                raise
+            self.get_range(path, 0, 1)  # the response to a HEAD has no body, so no reason: that to a GET says it
+            found = self.call("HeadObject", Key=path)  # with fresh credentials
+        return ObjectInfo(path, found["ContentLength"], etag_of(found))
+
+    def list_page(self, folder: str, token: str | None) -> Page:
+        """Return objects below a folder, and the token of the next page."""
+        more = {"ContinuationToken": token} if token else {}
+        found = self.call("ListObjectsV2", Prefix=f"{folder}/" if folder else "", **more)
+        objects = [
+            ObjectInfo(entry["Key"], entry["Size"], etag_of(entry))
+            for entry in found.get("Contents", ())
+            if not entry["Key"].endswith("/")  # consoles mark folders so
+        ]
+        return objects, found.get("NextContinuationToken") if found.get("IsTruncated") else None
+
+    def put(self, path: str, data: Body) -> str:
+        """Write the object, and let the server compare its CRC-32C, which takes an eighth of the time of the SHA-256 in
+        a signature. A server that refuses it, or without TLS does not confirm it, gets signatures of bodies.
+        """
+        body = _Upload(buffers_of(data))
+        if len(body) >= 2 * PART_BYTES:
+            return self._put_in_parts(path, body)
+        if self._compares is not False:
+            crc = base64.b64encode(body_crc32c(data).to_bytes(4, "big")).decode()
+            try:
+                sent = self.call("PutObject", Key=path, Body=body, ChecksumCRC32C=crc)
+            except ClientError as error:
+                facts = facts_of(error)
+                if self._compares or facts.status not in (400, 403, 501) or facts.code in EXPIRED:
+                    raise
+                self._compares = False  # it may not know the header: then it refuses or ignores it
+            else:
+                secure = self.template().url.startswith("https:")
+                self._compares = secure or CHECKSUM in sent["ResponseMetadata"]["HTTPHeaders"]
+                if self._compares:
+                    return etag_of(sent)
+        return etag_of(self.call("PutObject", Key=path, Body=body))
+
+    def _put_in_parts(self, path: str, body: _Upload) -> str:
+        upload = {"Key": path, "UploadId": self.call("CreateMultipartUpload", Key=path)["UploadId"]}
+        try:
+            parts = []
+            for number, part in enumerate(body.split(PART_BYTES), 1):
+                sent = self.call("UploadPart", **upload, PartNumber=number, Body=part)
+                parts.append({"PartNumber": number, "ETag": sent["ETag"]})
+            return etag_of(self.call("CompleteMultipartUpload", **upload, MultipartUpload={"Parts": parts}))
+        except BaseException:
+            self.call("AbortMultipartUpload", **upload)
+            raise
+
+    def create(self, path: str, data: Buffer) -> str:
+        """Write the object where there is none."""
+        return etag_of(self.call("PutObject", Key=path, Body=_Upload(buffers_of(data)), IfNoneMatch="*"))
+
+    def replace(self, path: str, data: Buffer, before: Buffer) -> str | None:
+        """Write the object where it is `before`."""
+        seen = self.info(path)  # asked before the bytes, so that what is written between the two is noticed
+        size = larger_than(data, before)
+        there = self.get_range(path, 0, size)
+        if there == data:
+            return ""
+        if seen is None or there != before:
+            return None
+        try:
+            body = _Upload(buffers_of(data))
+            return etag_of(self.call("PutObject", Key=path, Body=body, IfMatch=f'"{seen.etag}"'))
+        except ClientError as error:
+            status = facts_of(error).status
+            if status == 501:  # a server without conditional writes: the look just before has to do
+                return self.put(path, data)
+            if status not in (404, 412):
+                raise
+        return "" if self.get_range(path, 0, size) == data else None
+
+    def delete(self, paths: Sequence[str]) -> None:
+        """Delete the objects, and ignore those that are not there."""
+        for first in range(0, len(paths), KEYS_PER_DELETE):
+            keys = [{"Key": key} for key in paths[first : first + KEYS_PER_DELETE]]
+            done = self.call("DeleteObjects", Delete={"Objects": keys, "Quiet": True})
+            for problem in done.get("Errors", ()):
+                if problem.get("Code") != "NoSuchKey":
+                    raise ClientError({"Error": problem}, "DeleteObjects")
+
+    def remove_leftovers(self, folder: str) -> int:
+        """Abort the unfinished uploads below a folder; return how many there were."""
+        removed = 0
+        while True:  # each round removes what it has seen, so the next page comes to the front
+            found = self.call("ListMultipartUploads", Prefix=f"{folder}/" if folder else "")
+            uploads = found.get("Uploads", ())
+            for upload in uploads:
+                self.call("AbortMultipartUpload", Key=upload["Key"], UploadId=upload["UploadId"])
+            removed += len(uploads)
+            if not uploads or not found.get("IsTruncated"):
+                return removed
 
 
-class _Sent:
-    """The answer that a client gets to a request that is not sent."""
+def _end_redirects(params: dict[str, Any], **_: Any) -> None:
+    """Keep botocore, which asks for the region of a redirected bucket by this request, from following its redirect."""
+    params["context"].setdefault("s3_redirect", {})["redirected"] = True
 
-    status_code = 200
+
+def _send(pool: weakref.ref[Pool], request: AWSPreparedRequest, **_: Any) -> AWSResponse:
+    """Send a request of botocore's client, whose own connections have no deadline for a response."""
+    headers = {
+        name: value.decode() if isinstance(value, bytes) else str(value)
+        for name, value in request.headers.items()
+        if name.lower() != "expect"
+    }
+    body = io.BytesIO(request.body) if isinstance(request.body, bytes | bytearray) else request.body
+    pieces = iter(partial(body.read, PIECE_BYTES), b"") if request.body else None
+    connections = pool()
+    assert connections is not None  # its owner made the call
+    with connections.request(request.method, request.url, headers, pieces) as response:
+        content = io.BytesIO(response.read())
+    raw = HTTPResponse(content, preload_content=False)
+    return AWSResponse(request.url, response.status, dict(response.headers), raw)
 
 
-class _Parts:
-    """A body of several buffers as botocore's signer reads it."""
+def _skip_digest(unsigned: Config, request: AWSRequest, **_: Any) -> None:
+    """Leave the digest of a body with a checksum out of the signature, unless the options say otherwise."""
+    if CHECKSUM in request.headers:
+        request.context["client_config"] = unsigned
+
+
+class _Upload:
+    """A body of several buffers as a file."""
 
     def __init__(self, parts: Sequence[memoryview]) -> None:
         self._parts = parts
-        self._next: Iterator[memoryview] = iter(parts)
+        self._next = _pieces(parts)
+
+    def __len__(self) -> int:
+        return sum(part.nbytes for part in self._parts)
 
     def tell(self) -> int:
         """Return 0: it is read from the start."""
@@ -321,11 +432,61 @@ class _Parts:
 
     def seek(self, *_: int) -> None:
         """Go back to the start."""
-        self._next = iter(self._parts)
+        self._next = _pieces(self._parts)
 
     def read(self, *_: int) -> memoryview | bytes:
-        """Return the next buffer."""
+        """Return the next bytes."""
         return next(self._next, b"")
+
+    def split(self, size: int) -> Iterator[_Upload]:
+        """Return bodies of `size` bytes that are this one."""
+        for start in range(0, len(self), size):
+            parts, at = [], 0
+            for part in self._parts:
+                parts.append(part[max(0, start - at) : max(0, start + size - at)])
+                at += part.nbytes
+            yield _Upload(parts)
+
+
+def _pieces(body: Sequence[memoryview]) -> Iterator[bytes | memoryview]:
+    """Yield the body in pieces of up to a MiB; small buffers go together."""
+    waiting: list[memoryview] = []
+    size = 0
+    for part in body:
+        small = part.nbytes < SMALL_BYTES
+        if small:
+            waiting.append(part)
+            size += part.nbytes
+        if waiting and (size >= SMALL_BYTES or not small):
+            yield b"".join(waiting)
+            waiting, size = [], 0
+        if not small:
+            yield from (part[at : at + PIECE_BYTES] for at in range(0, part.nbytes, PIECE_BYTES))
+    if waiting:
+        yield b"".join(waiting)
+
+
+def _fill(response: http.client.HTTPResponse, body: memoryview) -> int:
+    """Read the response into `body`; fewer bytes where the object ends before. Raises IncompleteRead."""
+    expected, count = response.length, 0
+    while count < len(body):
+        more = response.readinto(body[count:])
+        if not more:
+            if expected is not None and count < expected:
+                raise http.client.IncompleteRead(b"", expected - count)
+            break
+        count += more
+    return count
+
+
+def _failure(response: http.client.HTTPResponse) -> HttpError:
+    """Return what a response says that is not the one that was asked for."""
+    if response.status == 200:
+        return HttpError(200, "RangeNotSupported", "received the whole object")
+    text = response.read(1 << 12).decode("utf-8", "replace")  # enough for S3's error document
+    code, message = (re.search(f"<{name}>(.*?)</{name}>", text) for name in ("Code", "Message"))
+    detail = message[1] if message else f"HTTP status {response.status}"
+    return HttpError(response.status, code[1] if code else "", detail, dict(response.headers))
 
 
 def split_bucket(path: str) -> tuple[str, str]:
@@ -335,46 +496,18 @@ def split_bucket(path: str) -> tuple[str, str]:
     return bucket, path[len(bucket) + 1 :]
 
 
-def client_config(given: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the `config_kwargs` of a client: only our policy retries, and there are connections for all threads."""
-    return {"max_pool_connections": POOL_CONNECTIONS, "retries": {"max_attempts": 0}, **(given or {})}
-
-
-def open_s3(location: Location) -> S3Client:
-    """Return the client of an S3 URL. Makes no request.
-
-    Raises `UnsupportedError` for an option of s3fs that only s3fs can serve, and `AccessError` or `EndpointError`
-    where credentials, certificates or the endpoint are missing or wrong.
-    """
-    try:
-        client, verify = _botocore_client(location)
-        bucket, make = split_bucket(location.path)[0], partial(_botocore_client, location)
-        s3 = S3Client(client, bucket, _parameters(location.options), verify, lambda: make()[0])
-        if s3.signs and s3.keys() is None:
-            raise AccessError(
-                f"{location.shown}: no credentials found",
-                "give key and secret (or anon=True) in storage_options, or set AWS_PROFILE or AWS_ACCESS_KEY_ID",
-            )
-    except ValueError as error:  # botocore's for an endpoint without a scheme, for example
-        problem = location.secrets.redact(f"botocore refuses the options: {error}")
-        raise UnsupportedError(problem) from cause_of(error, location.secrets)
-    except client_errors() as error:
-        raise storage_error(error, location.shown, location.secrets) from cause_of(error, location.secrets)
-    return s3
-
-
 def _botocore_client(location: Location) -> tuple[Any, bool | str | None]:
     """Return the client that s3fs makes of its options, and its `verify`."""
     options = location.options
-    refuse_unknown("s3fs", options, _OPTIONS | _NO_EFFECT)
-    if options.get("version_aware") or options.get("session"):
-        raise UnsupportedError("only s3fs knows the options version_aware and session")
-    config = dict(options.get("config_kwargs") or {})
-    refuse_unknown("s3fs's config_kwargs", config, config.keys() - _TRANSPORT)
-    config = {
+    for name, value in options.items():
+        if name not in _IGNORED and name not in S3_OPTIONS and value is not None:
+            raise TypeError(f"unexpected keyword argument {name!r}")
+    config: dict[str, Any] = {
         "connect_timeout": CONNECT_SECONDS,
         "read_timeout": location.retry.response_seconds,
-        **client_config(config),
+        "retries": {"max_attempts": 0},  # only our policy retries
+        "request_checksum_calculation": "when_required",
+        **(options.get("config_kwargs") or {}),
     }
     given = {
         "aws_access_key_id": options.get("key") or options.get("username"),
@@ -391,68 +524,4 @@ def _botocore_client(location: Location) -> tuple[Any, bool | str | None]:
     verify = given.get("verify")
     if verify is None:
         verify = session.get_config_variable("ca_bundle") or os.environ.get("REQUESTS_CA_BUNDLE")
-    try:
-        return session.create_client("s3", config=Config(**config), **given), verify
-    except TypeError as error:
-        raise UnsupportedError(f"botocore does not know an option: {error}") from None
-
-
-def _parameters(options: Mapping[str, Any]) -> dict[str, Any]:
-    payer = {"RequestPayer": "requester"} if options.get("requester_pays") else {}
-    return {**payer, **(options.get("s3_additional_kwargs") or {})}
-
-
-def _origin(url: str) -> Origin:
-    parts = urlsplit(url)
-    return Origin(parts.scheme, parts.hostname or "", parts.port)
-
-
-def refuse_proxy(s3: S3Client) -> None:
-    """Raise `UnsupportedError` where a proxy stands before the bucket."""
-    origin = s3.origin
-    proxies = urllib.request.getproxies()
-    if {origin.scheme, "all"} & proxies.keys() and not urllib.request.proxy_bypass(origin.host):
-        raise UnsupportedError(f"a proxy stands before {origin.host}")
-
-
-def tls_context(verify: bool | str | None) -> ssl.SSLContext:
-    """Return the TLS settings for botocore's `verify`: False, a file of certificates, or None for botocore's own."""
-    trusted = verify if isinstance(verify, str) else str(get_cert_path(True))
-    try:
-        context = ssl.create_default_context(cafile=trusted)
-    except OSError as error:
-        problem = f"the certificates of {trusted} cannot be read: {error}"
-        raise AccessError(problem, "check verify= or AWS_CA_BUNDLE") from error
-    if verify is False:
-        context.check_hostname = False
-        context.verify_mode = ssl.CERT_NONE
-    return context
-
-
-def s3_target(location: Location) -> Target:
-    """Return what obstore's client for the bucket is made of: botocore's URL of the bucket and its signing region.
-
-    obstore follows no bucket to its region, so at AWS one request asks for it. Raises what `open_s3` raises.
-    """
-    s3 = open_s3(location)
-    region = s3.find_region()
-    template = s3.template("GetObject")
-    payer = location.options.get("requester_pays")
-    own = {name for name in template.headers if name.lower().startswith("x-amz-server-side")}
-    if own or template.context["auth_type"] not in (None, "v4", "s3v4", UNSIGNED):
-        raise UnsupportedError("obstore does not know customer-provided keys, S3 Express and signatures but version 4")
-    endpoint = template.url.rstrip("/")
-    # told that the bucket stands in the endpoint's host, obstore takes the endpoint as it is
-    config: dict[str, Any] = {"endpoint": endpoint, "virtual_hosted_style_request": True}
-    config["region"] = region or "us-east-1"
-    if "AWS_ENDPOINT_URL_S3" in os.environ:
-        config["aws_endpoint_url_s3"] = endpoint  # to obstore the variable outranks `endpoint`
-    config |= {"request_payer": True} if payer else {}
-    config |= {} if s3.signs else {"skip_signature": True}
-    http = client_options(s3.connect_seconds, s3.read_seconds, endpoint.startswith("http://"))
-    if s3.verify is False:
-        http["allow_invalid_certificates"] = True
-    elif isinstance(s3.verify, str) and not http["allow_http"]:
-        http["root_certificate"] = Path(s3.verify).read_bytes()
-    bucket, prefix = split_bucket(location.path)
-    return Target("s3", bucket, prefix, config, http, s3.provide_keys if s3.signs else None, s3.renew)
+    return session.create_client("s3", config=Config(**config), **given), verify

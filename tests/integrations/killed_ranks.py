@@ -4,8 +4,6 @@ torchrun --nproc-per-node R killed_ranks.py URL FOLDER EPOCHS ATTEMPT: goes on f
 notes each step in FOLDER/<attempt>-<rank>.jsonl: where the run stands after it, and the samples of this rank.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path
@@ -13,7 +11,7 @@ from pathlib import Path
 import torch.distributed as dist
 from datasets import numbers
 
-from streamloader.torch_dataset import StreamingDataset
+from streamloader.pytorch.dataset import StreamingDataset
 
 SAVE_STEPS = 3
 

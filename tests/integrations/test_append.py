@@ -1,60 +1,42 @@
 """Appending: what comes behind is there, and what was there stays as it is for whoever has opened it."""
 
-from __future__ import annotations
-
 import json
 import shutil
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
+from contextlib import suppress
 
 import naive_reader
 import numpy as np
 import pytest
-from click.testing import CliRunner
+from commands import run
+from conversions import contents, write_photos
 from golden import assert_same
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from PIL import Image
 
 import streamloader as sl
-from streamloader.cli.main import cli
-from streamloader.conversion.after import appending
-from streamloader.conversion.after.append import AppendReport, Wishes, abandon, append
-from streamloader.conversion.job import convert
-from streamloader.dataset import Dataset
-from streamloader.errors import (
-    CorruptError,
-    DestinationError,
-    FieldError,
-    FormatError,
-    MissingObjectError,
-    SourceError,
-    StateError,
-    StreamloaderError,
-    UsageError,
-    VersionError,
+from streamloader.errors import DestinationError, FieldError, SourceError
+from streamloader.format import manifest
+from streamloader.format.publish import (
+    CLAIM,
+    clean_append,
+    erase,
+    finish_extension,
+    plan_extension,
+    publish,
+    write_extension,
 )
-from streamloader.format import parse
-from streamloader.format.extend import plan_extension, write_extension
-from streamloader.format.manifest import Field, Manifest
-from streamloader.format.publish import CLAIM, clean_append, finish_extension, publish
-from streamloader.format.sink import erase
 from streamloader.format.values import to_columns
-from streamloader.options import Layout
+from streamloader.maintenance import append as append_module
+from streamloader.maintenance.append import abandon
 from streamloader.storage import open_store
 
-SMALL = Layout(shard_size=1 << 14, block_size=1 << 11, chunk_size=1 << 11)  # chunks of 2 of 4 samples in shards of 16
-FIELDS = {
-    "n": "int64",
-    "x": "float32[260]",
-    "raw": "bytes",
-    "t": "text",
-    "r": "ragged:int16[2]",
-}
+SMALL = sl.Layout(
+    shard_size=1 << 14, block_size=1 << 11, chunk_size=1 << 11
+)  # chunks of 2 of 4 samples in shards of 16
+FIELDS = {"n": "int64", "x": "float32[260]", "raw": "bytes", "t": "text", "r": "ragged:int16[2]"}
 
 
-def columns_of(start: int, stop: int) -> dict[str, Any]:
+def columns_of(start, stop):
     numbers = range(start, stop)
     return {
         "n": np.arange(start, stop),
@@ -65,49 +47,49 @@ def columns_of(start: int, stop: int) -> dict[str, Any]:
     }
 
 
-def assert_holds(found: dict[str, Any], stop: int) -> None:
+def assert_holds(found, stop):
     for name, column in columns_of(0, stop).items():
         assert_same(found[name], column)
 
 
-def written(url: Any, stop: int, layout: Layout) -> Manifest:
+def written(url, stop, layout):
     with sl.Writer(url, FIELDS, layout=layout, workers=1) as out:
         out.write_batch(columns_of(0, stop))
     return sl.open(url).manifest
 
 
-def extended(url: Any, stop: int) -> Manifest:
-    """Append all samples up to `stop` by the format's own functions."""
+def unpublished(url, stop):
+    """Write all samples up to `stop` by the format's own functions; return store, old digest and new manifest."""
     store, base = open_store(url), sl.open(url).manifest
-    first = base.num_samples
+    fields, first = {name: sl.Field.parse(spec) for name, spec in FIELDS.items()}, base.num_samples
     extension = plan_extension(store, base, stop - first)
     receipts = {}
     for shard in reversed(extension.shards):
         low, high = extension.samples(shard)
-        part = to_columns(
-            {name: Field.parse(spec) for name, spec in FIELDS.items()}, columns_of(first + low, first + high), 0
-        )[1]
+        part = to_columns(fields, columns_of(first + low, first + high), 0)[1]
         receipts[shard] = write_extension(store, extension, shard, part)
-    manifest = finish_extension(store, extension, receipts, base.provenance, threads=2)
-    publish(store, base.digest, manifest, threads=2)
+    return store, base.digest, finish_extension(store, extension, receipts, base.provenance)
+
+
+def extended(url, stop):
+    """Append all samples up to `stop`."""
+    store, before, manifest = unpublished(url, stop)
+    publish(store, before, manifest)
     clean_append(store)
-    return manifest
 
 
 @settings(max_examples=12)
 @given(
     sizes=st.lists(st.integers(0, 30), min_size=2, max_size=4),
     layout=st.builds(
-        Layout,
+        sl.Layout,
         samples_per_shard=st.sampled_from([1, 4, 16, 64]),
         block_size=st.sampled_from([1 << 10, 1 << 13]),
         chunk_size=st.sampled_from([1, 1 << 11, 1 << 13]),
         codec=st.sampled_from(["auto", "none", "lz4", "zstd"]),
     ),
 )
-def test_appends_add_up_and_every_version_stays_readable(
-    tmp_path_factory: pytest.TempPathFactory, sizes: list[int], layout: Layout
-) -> None:
+def test_appends_add_up_and_every_version_stays_readable(tmp_path_factory, sizes, layout):
     folder = tmp_path_factory.mktemp("law") / "data"
     stops = np.cumsum(sizes).tolist()
     written(folder, stops[0], layout)
@@ -135,7 +117,7 @@ def test_appends_add_up_and_every_version_stays_readable(
 # --- whole appends, from sources
 
 
-def arrays(folder: Path, start: int, stop: int) -> Path:
+def arrays(folder, start, stop):
     """A source with the rows [start, stop)."""
     folder.mkdir(parents=True)
     numbers = np.arange(start, stop)
@@ -145,32 +127,25 @@ def arrays(folder: Path, start: int, stop: int) -> Path:
 
 
 @pytest.fixture
-def data(tmp_path: Path) -> Path:
+def data(tmp_path):
     """A dataset of 50 rows."""
-    convert(arrays(tmp_path / "first", 0, 50), tmp_path / "data", layout=SMALL, workers=0)
+    sl.convert(arrays(tmp_path / "first", 0, 50), tmp_path / "data", layout=SMALL, workers=0)
     return tmp_path / "data"
 
 
-def rows(ds: Dataset) -> list[int]:
+def rows(ds):
     assert np.array_equal(ds[:]["x"][:, 7], ds[:]["n"])
-    found: list[int] = ds[:]["n"].tolist()
-    return found
+    return ds[:]["n"].tolist()
 
 
-def contents(root: Path) -> dict[str, bytes]:
-    return {path.relative_to(root).as_posix(): path.read_bytes() for path in root.rglob("*") if path.is_file()}
-
-
-def test_an_append_is_seen_by_who_opens_and_not_by_who_has_opened(
-    tmp_path: Path, store_url: tuple[str, dict[str, Any]]
-) -> None:
+def test_an_append_is_seen_by_who_opens_and_not_by_who_has_opened(tmp_path, store_url):
     url, options = store_url
-    convert(arrays(tmp_path / "a", 0, 50), url, layout=SMALL, workers=0, storage_options=options)
+    sl.convert(arrays(tmp_path / "a", 0, 50), url, layout=SMALL, workers=0, storage_options=options)
     before = sl.open(url, storage_options=options)
     loader = sl.StreamingDataset(url, batch_size=5, seed=3, storage_options=options)
     batches = iter(loader)
     seen = [next(batches)["n"] for _ in range(3)]
-    report = append(url, arrays(tmp_path / "b", 50, 120), workers=0, storage_options=options)
+    report = sl.append(url, arrays(tmp_path / "b", 50, 120), workers=0, storage_options=options)
     assert (report.before, report.added, report.manifest.generation) == (50, 70, 2)
     seen += [batch["n"] for batch in batches]
     assert sorted(np.concatenate(seen).tolist()) == list(range(50))
@@ -184,16 +159,16 @@ def test_an_append_is_seen_by_who_opens_and_not_by_who_has_opened(
     assert sorted(np.concatenate([batch["n"] for batch in stream]).tolist()) == list(range(120))
 
 
-def test_a_state_of_the_version_before_is_refused(data: Path, tmp_path: Path) -> None:
+def test_a_state_of_the_version_before_is_refused(data, tmp_path):
     loader = sl.StreamingDataset(data, batch_size=5, seed=3)
     next(iter(loader))
     state = loader.state_dict()
-    append(data, arrays(tmp_path / "b", 50, 60), workers=0)
-    with pytest.raises(StateError):
+    sl.append(data, arrays(tmp_path / "b", 50, 60), workers=0)
+    with pytest.raises(sl.errors.StateError):
         sl.StreamingDataset(data, batch_size=5, seed=3).load_state_dict(state)
 
 
-def test_selections_read_over_stale_bytes(tmp_path: Path) -> None:
+def test_selections_read_over_stale_bytes(tmp_path):
     url = tmp_path / "data"
     written(url, 21, SMALL)
     extended(url, 26)
@@ -203,53 +178,46 @@ def test_selections_read_over_stale_bytes(tmp_path: Path) -> None:
     assert [int(batch["n"][0]) for batch in stream] == list(range(0, 47, 3))
 
 
-def test_the_new_samples_may_be_shuffled(data: Path, tmp_path: Path) -> None:
-    append(data, arrays(tmp_path / "b", 50, 120), workers=0, wishes=Wishes(shuffle=4))
+def test_the_new_samples_may_be_shuffled(data, tmp_path):
+    sl.append(data, arrays(tmp_path / "b", 50, 120), workers=0, shuffle=4)
     found = rows(sl.open(data))
     assert found[:50] == list(range(50))
     assert sorted(found[50:]) == list(range(50, 120)) != found[50:]
 
 
-def test_an_empty_source_changes_nothing(data: Path, tmp_path: Path) -> None:
+def test_an_empty_source_changes_nothing(data, tmp_path):
     before = contents(data)
-    report = append(data, arrays(tmp_path / "b", 0, 0), workers=0)
+    report = sl.append(data, arrays(tmp_path / "b", 0, 0), workers=0)
     assert (report.added, report.manifest.num_samples) == (0, 50)
     assert contents(data) == before
 
 
-def test_an_empty_dataset_is_cut_for_what_comes(tmp_path: Path) -> None:
-    with sl.Writer(tmp_path / "data", {"n": "int64", "x": "float64[130]"}):
-        pass
-    append(tmp_path / "data", arrays(tmp_path / "b", 0, 50), workers=0)
-    ds = sl.open(tmp_path / "data")
-    assert rows(ds) == list(range(50))
-    assert (ds.manifest.samples_per_shard, ds.manifest.generation) == (64, 2)
-    naive_reader.read(tmp_path / "data")
-
-
-def test_an_empty_dataset_gets_the_order_of_a_conversion_of_what_comes(tmp_path: Path) -> None:
+def test_an_empty_dataset_is_cut_as_a_conversion_of_what_comes(tmp_path):
     with sl.Writer(tmp_path / "data", {"n": "int64", "x": "float64[130]"}):
         pass
     source = arrays(tmp_path / "b", 0, 2000)
-    append(tmp_path / "data", source, workers=0)
+    sl.append(tmp_path / "data", source, workers=0)
     sl.convert(source, tmp_path / "converted", workers=0)
-    appended, converted = (sl.open(tmp_path / name).manifest for name in ("data", "converted"))
-    assert appended.order == converted.order
-    assert appended.order.window > 4 * appended.order.block, "small data is shuffled whole"
+    ds, converted = sl.open(tmp_path / "data"), sl.open(tmp_path / "converted").manifest
+    assert rows(ds) == list(range(2000))
+    assert (ds.manifest.samples_per_shard, ds.manifest.generation) == (converted.samples_per_shard, 2)
+    assert ds.manifest.order == converted.order
+    assert converted.order.window > 4 * converted.order.block, "small data is shuffled whole"
+    naive_reader.read(tmp_path / "data")
 
 
-def test_processes_write_the_same_bytes(data: Path, tmp_path: Path) -> None:
+def test_processes_write_the_same_bytes(data, tmp_path):
     shutil.copytree(data, tmp_path / "other")
     source = arrays(tmp_path / "b", 50, 120)
-    append(data, source, workers=0)
-    append(tmp_path / "other", source, workers=2)
+    sl.append(data, source, workers=0)
+    sl.append(tmp_path / "other", source, workers=2)
     assert contents(data) == contents(tmp_path / "other")
 
 
-def test_provenance_tells_of_each_append(data: Path, tmp_path: Path) -> None:
+def test_provenance_tells_of_each_append(data, tmp_path):
     first = sl.open(data).manifest.provenance["source"]
     for low, high in ((50, 60), (60, 61)):
-        append(data, arrays(tmp_path / f"from{low}", low, high), workers=0)
+        sl.append(data, arrays(tmp_path / f"from{low}", low, high), workers=0)
     told = sl.open(data).manifest.provenance
     assert told["source"] == first
     assert [one["num_samples"] for one in told["appended"]] == [10, 1]
@@ -259,19 +227,19 @@ def test_provenance_tells_of_each_append(data: Path, tmp_path: Path) -> None:
 # --- fields and classes
 
 
-def test_types_are_cast_and_other_fields_left_out(data: Path, tmp_path: Path) -> None:
+def test_types_are_cast_and_other_fields_left_out(data, tmp_path):
     source = arrays(tmp_path / "b", 50, 60)
     np.save(source / "n.npy", np.arange(50, 60, dtype="int16"))
     np.save(source / "other.npy", np.arange(10))
-    append(data, source, workers=0)
+    sl.append(data, source, workers=0)
     assert rows(sl.open(data)) == list(range(60))
 
 
-def saved(name: str, array: Any) -> Callable[[Path], None]:
+def saved(name, array):
     return lambda folder: np.save(folder / f"{name}.npy", array)
 
 
-WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {
+WRONG = {
     "missing": (lambda folder: (folder / "x.npy").unlink(), "no field 'x'"),
     "another shape": (saved("x", np.zeros((10, 131))), r"float64\[131\].*cannot become float64\[130\]"),
     "another kind": (saved("n", np.zeros(10)), "'n'"),
@@ -279,78 +247,71 @@ WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_fields_that_do_not_agree_are_named_and_nothing_is_written(case: str, data: Path, tmp_path: Path) -> None:
+def test_fields_that_do_not_agree_are_named_and_nothing_is_written(case, data, tmp_path):
     change, told = WRONG[case]
     source = arrays(tmp_path / "b", 50, 60)
     change(source)
     before = contents(data)
     with pytest.raises((FieldError, SourceError), match=told):
-        append(data, source, workers=0)
+        sl.append(data, source, workers=0)
     assert {path: data for path, data in contents(data).items() if "append" not in path} == before
     assert rows(sl.open(data)) == list(range(50))
 
 
-def photos(root: Path, kind: str = "png", **classes: int) -> Path:
-    rng = np.random.default_rng(0)
-    for name, count in classes.items():
-        (root / name).mkdir(parents=True)
-        for i in range(count):
-            Image.fromarray(rng.integers(0, 256, (8, 8 + i, 3), dtype=np.uint8)).save(root / name / f"{i}.{kind}")
-    return root
+def photos(root, kind="png", **classes):
+    return write_photos(root, classes, lambda i: (8, 8 + i), f"{{}}.{kind}")
 
 
-def test_classes_keep_their_numbers_and_new_ones_come_behind(tmp_path: Path) -> None:
-    convert(photos(tmp_path / "a", bee=2, cat=3), tmp_path / "data", workers=0)
-    append(tmp_path / "data", photos(tmp_path / "b", ant=1, cat=2), workers=0)
+def test_classes_keep_their_numbers_and_new_ones_come_behind(tmp_path):
+    sl.convert(photos(tmp_path / "a", bee=2, cat=3), tmp_path / "data", workers=0)
+    sl.append(tmp_path / "data", photos(tmp_path / "b", ant=1, cat=2), workers=0)
     ds = sl.open(tmp_path / "data")
     assert ds[:]["label"].tolist() == [0, 0, 1, 1, 1, 2, 1, 1]
     assert ds.manifest.provenance["classes"] == {"label": ["bee", "cat", "ant"]}
-    append(tmp_path / "data", photos(tmp_path / "c", ant=1, bee=1), workers=0)
+    sl.append(tmp_path / "data", photos(tmp_path / "c", ant=1, bee=1), workers=0)
     assert sl.open(tmp_path / "data")[8:]["label"].tolist() == [2, 0]
 
 
-def test_images_of_another_format_are_refused_unless_they_are_encoded_alike(tmp_path: Path) -> None:
-    convert(photos(tmp_path / "a", "jpg", bee=2), tmp_path / "data", workers=0)
+def test_images_of_another_format_are_refused_unless_they_are_encoded_alike(tmp_path):
+    sl.convert(photos(tmp_path / "a", "jpg", bee=2), tmp_path / "data", workers=0)
     source = photos(tmp_path / "b", bee=2)
     with pytest.raises(FieldError, match=r"bytes:png .* the dataset has bytes:jpeg"):
-        append(tmp_path / "data", source, workers=0)
-    append(tmp_path / "data", source, workers=0, wishes=Wishes(quality=90))
+        sl.append(tmp_path / "data", source, workers=0)
+    sl.append(tmp_path / "data", source, workers=0, quality=90)
     assert all(one.startswith(b"\xff\xd8") for one in sl.open(tmp_path / "data")[:]["image"])
 
 
-def test_images_of_any_format_join_those_of_several(tmp_path: Path) -> None:
+def test_images_of_any_format_join_those_of_several(tmp_path):
     source = photos(photos(tmp_path / "a", "jpg", bee=2), "png", cat=2)
-    convert(source, tmp_path / "data", workers=0)
-    append(tmp_path / "data", photos(tmp_path / "b", bee=2), workers=0)
+    sl.convert(source, tmp_path / "data", workers=0)
+    sl.append(tmp_path / "data", photos(tmp_path / "b", bee=2), workers=0)
     assert sl.open(tmp_path / "data").manifest.fields["image"].field.encoding == "mixed"
     assert [one[:4] for one in sl.open(tmp_path / "data")[4:]["image"]] == [b"\x89PNG"] * 2
 
 
-def test_more_than_readers_hold_in_memory_is_refused(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(appending, "RESIDENT_TOTAL", 450)
+def test_more_than_readers_hold_in_memory_is_refused(data, tmp_path, monkeypatch):
+    monkeypatch.setattr(append_module, "RESIDENT_TOTAL", 450)
     source = arrays(tmp_path / "b", 50, 60)
     with pytest.raises(DestinationError, match="480 bytes in small fields"):
-        append(data, source, workers=0)
+        sl.append(data, source, workers=0)
     assert not (data / CLAIM).exists()
 
 
 # --- splits
 
 
-def test_one_split_grows_and_the_others_stay(tmp_path: Path) -> None:
+def test_one_split_grows_and_the_others_stay(tmp_path):
     data = tmp_path / "data"
-    convert(arrays(tmp_path / "a", 0, 50), data, layout=SMALL, split="train=0.8,val=0.2", workers=0)
+    sl.convert(arrays(tmp_path / "a", 0, 50), data, layout=SMALL, split="train=0.8,val=0.2", workers=0)
     before = {name: sl.open(data, split=name) for name in ("train", "val")}
-    append(data, arrays(tmp_path / "b", 50, 60), split="train", workers=0)
+    sl.append(data, arrays(tmp_path / "b", 50, 60), split="train", workers=0)
     assert sl.open(data, split="train")[:]["n"].tolist()[40:] == list(range(50, 60))
     assert sl.open(data, split="val").digest == before["val"].digest
     assert len(before["train"][:]["n"]) == 40
     for name in ("train", "val"):
         naive_reader.read(data, name)
     with pytest.raises(FieldError, match="splits train, val"):
-        append(data, tmp_path / "b", workers=0)
+        sl.append(data, tmp_path / "b", workers=0)
 
 
 # --- kills
@@ -360,13 +321,13 @@ class Stop(Exception):
     """A kill at some change of the store."""
 
 
-def dying(monkeypatch: pytest.MonkeyPatch, left: int) -> None:
+def dying(monkeypatch, left):
     """Let the store fail for good after so many changes; None are undone."""
     kind = type(open_store("/tmp"))
     for name in ("put", "create", "replace", "delete"):
         original = getattr(kind, name)
 
-        def change(self: Any, *arguments: Any, original: Any = original) -> Any:
+        def change(self, *arguments, original=original):
             nonlocal left
             left -= 1
             if left < 0:
@@ -377,27 +338,22 @@ def dying(monkeypatch: pytest.MonkeyPatch, left: int) -> None:
 
 
 @pytest.mark.parametrize("split", [None, "train"])
-def test_an_append_that_is_killed_at_any_change_goes_on_to_the_same_bytes(
-    split: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_append_that_is_killed_at_any_change_goes_on_to_the_same_bytes(split, tmp_path, monkeypatch):
     splits = "train=0.8,val=0.2" if split else None
-    convert(arrays(tmp_path / "a", 0, 50), tmp_path / "data", layout=SMALL, split=splits, workers=0)
+    sl.convert(arrays(tmp_path / "a", 0, 50), tmp_path / "data", layout=SMALL, split=splits, workers=0)
     source = arrays(tmp_path / "b", 50, 75)
     shutil.copytree(tmp_path / "data", tmp_path / "whole")
-    append(tmp_path / "whole", source, split=split, workers=0)
+    sl.append(tmp_path / "whole", source, split=split, workers=0)
     whole, first = contents(tmp_path / "whole"), contents(tmp_path / "data")
     count = sl.open(tmp_path / "data", split=split)
     ended = False
     for changes in range(100):
         there = tmp_path / f"killed{changes}"
         shutil.copytree(tmp_path / "data", there)
-        with monkeypatch.context() as patch:
+        with monkeypatch.context() as patch, suppress(Stop):
             dying(patch, changes)
-            try:
-                append(there, source, split=split, workers=0)
-                ended = True
-            except Stop:
-                pass
+            sl.append(there, source, split=split, workers=0)
+            ended = True
         ds = sl.open(there, split=split)
         assert len(ds) in (len(count), len(count) + 25)
         assert ds[:]["n"].tolist()[: len(count)] == count[:]["n"].tolist()
@@ -406,30 +362,26 @@ def test_an_append_that_is_killed_at_any_change_goes_on_to_the_same_bytes(
         if changes % 2:
             assert (len(ds) > len(count)) or abandon(there, split=split) == (changes > 0)
             assert len(ds) > len(count) or contents(there) == first
-        append(there, source, split=split, workers=0)
+        sl.append(there, source, split=split, workers=0)
         assert contents(there) == whole
         shutil.rmtree(there)
     assert ended
     assert changes > 15
 
 
-def test_a_kill_of_the_abandoning_is_healed_by_doing_it_again(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kill_of_the_abandoning_is_healed_by_doing_it_again(data, tmp_path, monkeypatch):
     first = contents(data)
     source = arrays(tmp_path / "b", 50, 75)
     for changes in range(30):
         with monkeypatch.context() as patch:
             dying(patch, 12)
             with pytest.raises(Stop):
-                append(data, source, workers=0)
-        killed = False
-        with monkeypatch.context() as patch:
+                sl.append(data, source, workers=0)
+        killed = True
+        with monkeypatch.context() as patch, suppress(Stop):
             dying(patch, changes)
-            try:
-                abandon(data)
-            except Stop:
-                killed = True
+            abandon(data)
+            killed = False
         if not killed:
             break
         assert abandon(data)
@@ -442,85 +394,68 @@ def test_a_kill_of_the_abandoning_is_healed_by_doing_it_again(
 # --- several at once
 
 
-def test_a_second_writer_is_told_and_the_first_is_not_disturbed(data: Path, tmp_path: Path) -> None:
+def meanwhile(phase, act, done=0):
+    """A listener that calls `act` once, in this phase, when so many samples are done."""
+    once = iter([act])
+    return lambda progress: progress.phase == phase and progress.done >= done and next(once, lambda: None)()
+
+
+def test_a_second_append_raises_and_does_not_disturb_the_first(data, tmp_path):
     mine, other = arrays(tmp_path / "b", 50, 75), arrays(tmp_path / "c", 50, 60)
-    told: list[str] = []
 
-    def meanwhile(progress: Any) -> None:
-        if progress.phase == "write" and progress.done:
-            with pytest.raises(DestinationError) as caught:
-                append(data, other, workers=0)
-            told.append(str(caught.value))
+    def second():
+        with pytest.raises(DestinationError, match=r"is being appended to by another run.*--abandon"):
+            sl.append(data, other, workers=0)
 
-    append(data, mine, workers=0, progress=meanwhile)
-    assert "is being appended to by another run" in told[0]
-    assert "--abandon" in told[0]
+    sl.append(data, mine, workers=0, progress=meanwhile("write", second, 1))
     assert rows(sl.open(data)) == list(range(75))
-    append(data, arrays(tmp_path / "d", 75, 85), workers=0)
+    sl.append(data, arrays(tmp_path / "d", 75, 85), workers=0)
     assert rows(sl.open(data)) == list(range(85))
 
 
 @pytest.mark.parametrize("phase", ["write", "finish"])
-def test_the_same_append_twice_at_once_is_one_append(phase: str, data: Path, tmp_path: Path) -> None:
+def test_the_same_append_twice_at_once_is_one_append(phase, data, tmp_path):
     source = arrays(tmp_path / "b", 50, 75)
-    inner: list[AppendReport] = []
-
-    def meanwhile(progress: Any) -> None:
-        if progress.phase == phase and not inner:
-            inner.append(append(data, source, workers=0))
-
-    report = append(data, source, workers=0, progress=meanwhile)
+    inner = []
+    again = meanwhile(phase, lambda: inner.append(sl.append(data, source, workers=0)))
+    report = sl.append(data, source, workers=0, progress=again)
     assert report.manifest.digest == inner[0].manifest.digest == sl.open(data).digest
     assert (report.before, report.added) == (50, 25)
     assert rows(sl.open(data)) == list(range(75))
     assert not [path for path in contents(data) if "append" in path]
 
 
-def test_who_lost_its_claim_does_not_publish(data: Path, tmp_path: Path) -> None:
+def test_who_lost_its_claim_does_not_publish(data, tmp_path):
     other = arrays(tmp_path / "c", 50, 60)
-    once: list[bool] = []
 
-    def meanwhile(progress: Any) -> None:
-        if progress.phase == "write" and progress.done and not once:
-            once.append(abandon(data))
-            append(data, other, workers=0)
+    def take_over():
+        assert abandon(data)
+        sl.append(data, other, workers=0)
 
-    with pytest.raises(DestinationError, match="ended by another run"):
-        append(data, arrays(tmp_path / "b", 50, 75), workers=0, progress=meanwhile)
-    assert once == [True]
+    with pytest.raises(DestinationError, match="another run ended the append"):
+        sl.append(data, arrays(tmp_path / "b", 50, 75), workers=0, progress=meanwhile("write", take_over, 1))
     ds = sl.open(data)
     assert (len(ds), ds.manifest.generation) == (60, 2)
 
 
-def test_who_opened_before_another_published_is_told(data: Path, tmp_path: Path) -> None:
-    """The claim is free again, but the dataset is another one than it was looked at."""
+def test_an_append_to_a_version_that_was_replaced_raises(data, tmp_path):
+    """The claim is free again, but the dataset is another one than when the append began."""
     other = arrays(tmp_path / "c", 50, 60)
-    before = sl.open(data).digest
-    once: list[AppendReport] = []
-
-    def meanwhile(progress: Any) -> None:
-        if progress.phase == "scan" and not once:
-            once.append(append(data, other, workers=0))
-
-    with pytest.raises(DestinationError, match=before):
-        append(data, arrays(tmp_path / "b", 50, 75), workers=0, progress=meanwhile)
+    first = meanwhile("scan", lambda: sl.append(data, other, workers=0))
+    with pytest.raises(DestinationError, match=sl.open(data).digest):
+        sl.append(data, arrays(tmp_path / "b", 50, 75), workers=0, progress=first)
     assert rows(sl.open(data)) == list(range(60))
     assert not (data / CLAIM).exists()
 
 
-def test_a_root_that_changed_is_not_replaced(tmp_path: Path) -> None:
-    url = tmp_path / "data"
-    base = written(url, 10, SMALL)
-    store = open_store(url)
-    extension = plan_extension(store, base, 1)
-    column = to_columns({name: Field.parse(spec) for name, spec in FIELDS.items()}, columns_of(10, 11), 0)[1]
-    receipts = {shard: write_extension(store, extension, shard, column) for shard in extension.shards}
-    manifest = finish_extension(store, extension, receipts, {}, threads=1)
-    with pytest.raises(DestinationError, match=base.digest):
-        publish(store, "0" * 64, manifest, threads=1)
-    publish(store, base.digest, manifest, threads=1)
-    publish(store, base.digest, manifest, threads=1)  # safe to repeat
-    assert len(sl.open(url)) == 11
+def test_a_root_that_changed_is_not_replaced(tmp_path):
+    written(tmp_path / "data", 10, SMALL)
+    store, before, manifest = unpublished(tmp_path / "data", 11)
+    with pytest.raises(DestinationError, match=before):
+        publish(store, "0" * 64, manifest)
+    publish(store, before, manifest)
+    publish(store, before, manifest)  # safe to repeat
+    assert len(sl.open(tmp_path / "data")) == 11
 
 
 # --- damage, removal, earlier readers
@@ -529,14 +464,12 @@ def test_a_root_that_changed_is_not_replaced(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("harm", "error"),
     [
-        (lambda data: data[:-40] + data[-39:], CorruptError),
-        (lambda data: b"", CorruptError),
-        (lambda data: None, MissingObjectError),
+        (lambda data: data[:-40] + data[-39:], sl.errors.CorruptError),
+        (lambda data: b"", sl.errors.CorruptError),
+        (lambda data: None, sl.errors.MissingObjectError),
     ],
 )
-def test_a_damaged_last_shard_is_named_and_nothing_is_published(
-    harm: Callable[[bytes], bytes | None], error: type[StreamloaderError], tmp_path: Path
-) -> None:
+def test_a_damaged_last_shard_is_named_and_nothing_is_published(harm, error, tmp_path):
     url = tmp_path / "data"
     base = written(url, 21, SMALL)
     name = "raw"
@@ -551,50 +484,41 @@ def test_a_damaged_last_shard_is_named_and_nothing_is_published(
     assert sl.open(url).digest == base.digest
 
 
-def test_erase_removes_all_versions_and_an_append_under_way(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    append(data, arrays(tmp_path / "b", 50, 60), workers=0)
+def test_erase_removes_all_versions_and_an_append_under_way(data, tmp_path, monkeypatch):
+    sl.append(data, arrays(tmp_path / "b", 50, 60), workers=0)
     with monkeypatch.context() as patch:
         dying(patch, 9)
         with pytest.raises(Stop):
-            append(data, arrays(tmp_path / "c", 60, 90), workers=0)
+            sl.append(data, arrays(tmp_path / "c", 60, 90), workers=0)
     assert (data / CLAIM).exists()
     assert rows(sl.open(data)) == list(range(60))
     erase(open_store(data))
     assert not contents(data)
 
 
-def test_earlier_readers_refuse_an_appended_dataset(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    append(data, arrays(tmp_path / "b", 50, 60), workers=0)
-    monkeypatch.setattr(parse, "KNOWN_REQUIREMENTS", frozenset())
-    with pytest.raises(VersionError, match="requires append"):
+def test_earlier_readers_refuse_an_appended_dataset(data, tmp_path, monkeypatch):
+    sl.append(data, arrays(tmp_path / "b", 50, 60), workers=0)
+    monkeypatch.setattr(manifest, "KNOWN_REQUIREMENTS", frozenset())
+    with pytest.raises(sl.errors.VersionError, match="requires append"):
         sl.open(data)
 
 
-def test_skips_without_end_are_refused(data: Path, tmp_path: Path) -> None:
-    append(data, arrays(tmp_path / "b", 50, 60), workers=0)
+def test_skips_without_end_are_refused(data, tmp_path):
+    sl.append(data, arrays(tmp_path / "b", 50, 60), workers=0)
     raw = json.loads((data / "zarr.json").read_text())["attributes"]["streamloader"]
-    raw["fields"]["x"]["skips"] = [[shard, 0, 1] for shard in range(parse.MAX_SKIPS + 1)]
-    with pytest.raises(FormatError, match=f"{parse.MAX_SKIPS + 1} skips of x"):
-        parse.manifest_from_json(raw, "here")
+    raw["fields"]["x"]["skips"] = [[shard, 0, 1] for shard in range(manifest.MAX_SKIPS + 1)]
+    with pytest.raises(sl.errors.FormatError, match=f"{manifest.MAX_SKIPS + 1} skips of x"):
+        manifest.manifest_from_json(raw, "here")
 
 
 # --- the command
 
 
-def test_the_command_appends_and_says_so(data: Path, tmp_path: Path) -> None:
+def test_the_command_appends_and_says_so(data, tmp_path, capsys):
     source = arrays(tmp_path / "b", 50, 75)
-    done = CliRunner().invoke(cli, ["append", str(data), str(source), "--workers", "0"], catch_exceptions=False)
-    assert done.exit_code == 0
-    assert "appended 25 samples" in done.output
-    assert "version 2 has 75" in done.output
-    shown = CliRunner().invoke(cli, ["inspect", str(data)], catch_exceptions=False)
-    assert "version 2, 75 samples" in shown.output
-    done = CliRunner().invoke(cli, ["append", str(data), "--abandon"], catch_exceptions=False)
-    assert "no append is under way" in done.output
-    for wrong in ([str(data)], [str(data), str(source), "--abandon"]):
-        with pytest.raises(UsageError, match="SRC, or --abandon"):
-            CliRunner().invoke(cli, ["append", *wrong], catch_exceptions=False)
+    status, out, _ = run(capsys, "append", data, source, "--workers", 0)
+    assert (status, "appended 25 samples" in out, "version 2 has 75" in out) == (0, True, True)
+    assert "version 2, 75 samples" in run(capsys, "inspect", data)[1]
+    assert "no append is under way" in run(capsys, "append", data, "--abandon")[1]
+    for wrong in ([data], [data, source, "--abandon"]):
+        assert "SRC, or --abandon" in run(capsys, "append", *wrong)[2]

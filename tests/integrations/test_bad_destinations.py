@@ -1,9 +1,7 @@
-"""Destinations without room or permission: one error that says so, nothing finished is lost, and it goes on afterwards.
+"""Destinations without space or permission: one error that says so, finished shards are kept, and it can be resumed.
 
 The command is a process of its own and what is in its way is real: a full disk, a limit of the kernel, modes, keys.
 """
-
-from __future__ import annotations
 
 import contextlib
 import json
@@ -11,7 +9,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,19 +17,17 @@ from typing import Any
 import botocore.exceptions
 import numpy as np
 import pytest
-from servers import S3Server, seaweedfs_server
-from test_convert_job import contents, interrupt_after
-from test_convert_sources import tar
+from conversions import contents, interrupted
+from servers import seaweedfs_server
+from sources import tar
 
-from streamloader.conversion.job import convert
-from streamloader.format.receipts import check_receipts, read_receipts
-from streamloader.options import Layout
+import streamloader as sl
+from streamloader.format.publish import check_receipts, read_receipts
 from streamloader.storage import open_store
 
 COMMAND = [sys.executable, "-m", "streamloader.cli.main", "convert"]
 OPTIONS = ["--shard-size", "16KiB", "--workers", "2", "--quiet"]
-LAYOUT = Layout(shard_size=16 << 10)
-REFUSED = 2
+LAYOUT = sl.Layout(shard_size=16 << 10)
 BEGUN = 3  # shards that are finished before there is an obstacle
 # all that an unfinished conversion of one field has at its destination
 OURS = re.compile(r"bin/c/\d+(/0)*|_streamloader/(job\.json|files|parts/\d+|receipts/\d+\.json)")
@@ -53,7 +49,7 @@ HOLD = 'mount -t tmpfs -o size=1m tmpfs "$0" && echo ready && read -r _'
 
 
 @pytest.fixture(scope="module")
-def src(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def src(tmp_path_factory):
     """A tar of 256 samples that grow: the later a shard, the larger its file. 2 MiB in all."""
     path = tmp_path_factory.mktemp("source") / "it.tar"
     rng = np.random.default_rng(0)
@@ -62,10 +58,10 @@ def src(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def whole(src: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+def expected(src, tmp_path_factory):
     """The files of an undisturbed conversion."""
-    out = tmp_path_factory.mktemp("whole") / "out"
-    convert(src, out, layout=LAYOUT, workers=0)
+    out = tmp_path_factory.mktemp("expected") / "out"
+    sl.convert(src, out, layout=LAYOUT, workers=0)
     return contents(out)
 
 
@@ -75,69 +71,65 @@ class Place:
 
     dst: Path
     seen: Path
-    told: tuple[str, str]
+    message: tuple[str, str]
     prefix: list[str]
     free: Callable[[], Any]
 
 
-def run(
-    src: Path, dst: Path | str, tmp_path: Path, prefix: list[str], env: Mapping[str, str], options: Sequence[str] = ()
-) -> Any:
+def run(src, dst, tmp_path, prefix, env, options=()):
     """Convert by a command of its own, which must leave nothing in its folder of temporary files."""
     (tmp_path / "tmp").mkdir(exist_ok=True)
     # a limit on files would cut the interpreter's .pyc
     environment = {**os.environ, "TMPDIR": str(tmp_path / "tmp"), "PYTHONDONTWRITEBYTECODE": "1", **env}
     line = [*prefix, *COMMAND, str(src), str(dst), *OPTIONS, *options]
-    done = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=200, check=False)
+    done = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert not list((tmp_path / "tmp").iterdir())
     return done
 
 
-def refused(done: Any, dst: Path | str, problem: str, code: str) -> None:
-    """Make sure that the command told the place, the problem, a remedy and the code in one line."""
-    assert (done.returncode, done.stdout) == (REFUSED, ""), done.stderr
+def run_ok(src, dst, tmp_path, prefix, env):
+    """Convert without an error."""
+    done = run(src, dst, tmp_path, prefix, env)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def check_error(done, dst, problem, code):
+    """Make sure that the command names the place, the problem, a remedy and the code in one line."""
+    assert (done.returncode, done.stdout) == (2, ""), done.stderr
     (line,) = done.stderr.splitlines()
     assert re.fullmatch(rf"error: {re.escape(str(dst))}[^ ]*: {problem} \(.+\); .+ \[{code}\]", line), line
 
 
-def begin(src: Path, dst: Path | str, options: dict[str, Any] | None = None) -> None:
-    """Finish some shards in the way of the command, and break off."""
-    with pytest.raises(KeyboardInterrupt):
-        convert(src, dst, layout=LAYOUT, workers=0, progress=interrupt_after(BEGUN), storage_options=options)
-
-
-def finished(root: Path) -> dict[Path, int]:
-    """Return the files of the finished shards with their times. All must be whole, and nothing else must be there."""
+def finished(root):
+    """Return the files of the finished shards with their times. All must be complete, and there must be no others."""
     store = open_store(root)
     receipts = read_receipts(store)
     assert check_receipts(store, receipts) == []
-    strange = [path for path in contents(root) if not OURS.fullmatch(path)]
-    assert strange == []
+    assert [path for path in contents(root) if not OURS.fullmatch(path)] == []
     paths = [root / path for receipt in receipts.values() for path in receipt.objects]
     return {path: path.stat().st_mtime_ns for path in paths}
 
 
-def goes_on(src: Path, place: Place, whole: dict[str, bytes], tmp_path: Path) -> None:
+def resumes(src, place, expected, tmp_path):
     """Take the obstacle away, and make sure that the same command ends with the right bytes and writes none twice."""
     before = finished(place.seen)
     place.free()
-    done = run(src, place.dst, tmp_path, place.prefix, {})
-    assert (done.returncode, done.stderr) == (0, "")
-    assert contents(place.seen) == whole
+    run_ok(src, place.dst, tmp_path, place.prefix, {})
+    assert contents(place.seen) == expected
     kept = {path: when for path, when in before.items() if path.exists()}  # parts are gathered at the end
     assert {path: path.stat().st_mtime_ns for path in kept} == kept
 
 
 @contextlib.contextmanager
-def limited(folder: Path, most: int = 20 << 10) -> Iterator[Place]:
+def limited(folder, most=20 << 10):
     """A place where no file may have more than `most` bytes."""
     prefix = [sys.executable, "-c", LIMITED, str(most)]
-    told = ("the file is larger than it may be there", "SL200")
-    yield Place(folder / "out", folder / "out", told, prefix, prefix.clear)
+    message = ("the file is larger than it may be there", "SL200")
+    yield Place(folder / "out", folder / "out", message, prefix, prefix.clear)
 
 
 @contextlib.contextmanager
-def small_disk(folder: Path) -> Iterator[Place]:
+def small_disk(folder):
     """A disk of 1 MiB, where one may be mounted: for the holder's process and those that join it. Else a limit."""
     line = ["sh", "-c", HELD_DISK, str(folder)]
     environment = {**os.environ, "HOLD": HOLD}
@@ -148,8 +140,8 @@ def small_disk(folder: Path) -> Iterator[Place]:
             prefix = ["nsenter", "--preserve-credentials", "--user", "--mount", f"--target={holder.pid}"]
             larger = [*prefix, "mount", "-o", "remount,size=16m", str(folder)]
             seen = Path(f"/proc/{holder.pid}/root{folder}/out")
-            told = ("no space is left", "SL200")
-            yield Place(folder / "out", seen, told, prefix, lambda: subprocess.run(larger, check=True))
+            message = ("no space is left", "SL200")
+            yield Place(folder / "out", seen, message, prefix, lambda: subprocess.run(larger, check=True))
         else:
             with limited(folder) as place:
                 yield place
@@ -157,33 +149,29 @@ def small_disk(folder: Path) -> Iterator[Place]:
 
 
 @pytest.mark.parametrize("obstacle", [limited, small_disk])
-def test_a_place_that_fills_up_says_so_and_the_conversion_goes_on_where_there_is_room(
-    obstacle: Any, src: Path, whole: dict[str, bytes], tmp_path: Path
-) -> None:
+def test_a_full_disk_is_an_error_and_the_conversion_is_resumed_when_there_is_space(obstacle, src, expected, tmp_path):
     (tmp_path / "disk").mkdir()
     with obstacle(tmp_path / "disk") as place:
         for _ in range(2):  # again, and nothing is lost by that
             done = run(src, place.dst, tmp_path, place.prefix, {})
-            refused(done, place.dst, *place.told)
+            check_error(done, place.dst, *place.message)
             assert finished(place.seen)
-        goes_on(src, place, whole, tmp_path)
+        resumes(src, place, expected, tmp_path)
 
 
-def test_a_place_without_any_room_stays_empty(src: Path, whole: dict[str, bytes], tmp_path: Path) -> None:
+def test_a_destination_without_space_stays_empty(src, expected, tmp_path):
     with limited(tmp_path / "disk", 10) as place:
-        refused(run(src, place.dst, tmp_path, place.prefix, {}), place.dst, *place.told)
+        check_error(run(src, place.dst, tmp_path, place.prefix, {}), place.dst, *place.message)
         assert contents(place.seen) == {}
-        goes_on(src, place, whole, tmp_path)
+        resumes(src, place, expected, tmp_path)
 
 
 @pytest.mark.parametrize("begun", [False, True])
-def test_a_folder_that_may_not_be_written_says_so_and_the_conversion_goes_on_where_it_may(
-    begun: bool, src: Path, whole: dict[str, bytes], tmp_path: Path
-) -> None:
+def test_a_read_only_folder_is_an_error_and_the_conversion_resumes_when_it_is_writable(begun, src, expected, tmp_path):
     dst = tmp_path / "closed" / "out"
     dst.parent.mkdir()
     if begun:
-        begin(src, dst)
+        interrupted(src, dst, BEGUN, layout=LAYOUT)
     before = contents(dst)
     folders = [dst.parent, *(path for path in dst.parent.rglob("*") if path.is_dir())]
     prefix = [sys.executable, "-c", BOUND_BY_MODES]
@@ -194,10 +182,10 @@ def test_a_folder_that_may_not_be_written_says_so_and_the_conversion_goes_on_whe
         done = run(src, dst, tmp_path, prefix, {})
     finally:
         place.free()
-    refused(done, dst, *place.told)
+    check_error(done, dst, *place.message)
     assert contents(dst) == before
     assert len(finished(dst)) == BEGUN * begun
-    goes_on(src, place, whole, tmp_path)
+    resumes(src, place, expected, tmp_path)
 
 
 # --- S3
@@ -207,7 +195,7 @@ IDENTITIES = {"reader": ["Read", "List"], "blind": ["Read", "Write"], "giver": [
 
 
 @pytest.fixture(scope="module")
-def strict(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+def strict(tmp_path_factory):
     """A server that knows keys which may do some things only; a key's secret is like its name."""
     may = {"streamloader": ["Admin", "Read", "List", "Tagging", "Write"], **IDENTITIES}
     keys = {name: [{"accessKey": name, "secretKey": f"{name}-secret"}] for name in may}
@@ -218,7 +206,7 @@ def strict(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
         yield server
 
 
-def objects(server: S3Server, url: str) -> dict[str, bytes]:
+def objects(server, url):
     """Return all that is below the URL; no upload must be unfinished."""
     with contextlib.closing(server.client()) as client:
         assert "Uploads" not in client.list_multipart_uploads(Bucket=url.split("/")[2])
@@ -227,48 +215,41 @@ def objects(server: S3Server, url: str) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("begun", [False, True])
-def test_a_key_that_may_not_says_so_and_the_conversion_goes_on_with_one_that_may(
-    begun: bool, src: Path, whole: dict[str, bytes], strict: S3Server, tmp_path: Path
-) -> None:
+def test_a_key_without_permission_is_an_error_and_another_key_resumes(begun, src, expected, strict, tmp_path):
     url = strict.url("out")
     if begun:
-        begin(src, url, strict.storage_options)
+        interrupted(src, url, BEGUN, layout=LAYOUT, storage_options=strict.storage_options)
     before = objects(strict, url)
     assert sum("/receipts/" in path for path in before) == BEGUN * begun
     wrong = {"streamloader": "wrong", **{name: f"{name}-secret" for name in IDENTITIES}}
     for key, secret in wrong.items():
         keys = {"AWS_ACCESS_KEY_ID": key, "AWS_SECRET_ACCESS_KEY": secret}
-        refused(run(src, url, tmp_path, [], {**strict.env, **keys}), url, "no permission", "SL202")
+        check_error(run(src, url, tmp_path, [], {**strict.env, **keys}), url, "no permission", "SL202")
         assert objects(strict, url) == before
-    done = run(src, url, tmp_path, [], strict.env)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert objects(strict, url) == whole
+    run_ok(src, url, tmp_path, [], strict.env)
+    assert objects(strict, url) == expected
 
 
-@pytest.mark.timeout(300)
-def test_a_full_store_ends_the_conversion_in_bounded_time_and_it_goes_on_where_there_is_room(
-    src: Path, whole: dict[str, bytes], tmp_path: Path
-) -> None:
+def test_a_full_store_ends_the_conversion_in_bounded_time_and_resumes_when_there_is_space(src, expected, tmp_path):
     data = tmp_path / "data"
     data.mkdir()
     with seaweedfs_server(data, ["-master.volumeSizeLimitMB=1", "-volume.max=9"]) as server:
         url = server.url("out")
-        begin(src, url, server.storage_options)
+        interrupted(src, url, BEGUN, layout=LAYOUT, storage_options=server.storage_options)
         fill(server)
         before = objects(server, url)
         assert sum("/receipts/" in path for path in before) == BEGUN
         soon = ["--storage-option", 'retry={"outage_seconds": 8}']
         done = run(src, url, tmp_path, [], server.env, soon)  # it is killed where the retries do not end
-        refused(done, url, "the store failed or the transfer broke off", "SL204")
+        check_error(done, url, "the store failed or the transfer broke off", "SL204")
         after = objects(server, url)
         assert {path: after.get(path) for path in before} == before
     with seaweedfs_server(data, ["-master.volumeSizeLimitMB=1", "-volume.max=60"]) as server:
-        done = run(src, url, tmp_path, [], server.env)
-        assert (done.returncode, done.stderr) == (0, "")
-        assert objects(server, url) == whole
+        run_ok(src, url, tmp_path, [], server.env)
+        assert objects(server, url) == expected
 
 
-def fill(server: S3Server) -> None:
+def fill(server):
     """Write beside the destination until the server takes no more."""
     with contextlib.closing(server.client()) as client, pytest.raises(botocore.exceptions.ClientError):
         for i in range(100):

@@ -1,8 +1,5 @@
 """Training frameworks, as docs/frameworks.md uses them: a run that is stopped or killed loses and repeats no sample."""
 
-from __future__ import annotations
-
-import json
 import os
 import signal
 import subprocess
@@ -14,20 +11,18 @@ from typing import Any
 import pytest
 from accelerate.data_loader import IterableDatasetShard, prepare_data_loader
 from test_docs import HEAVY, Reader, check, photos, reader  # noqa: F401 - two fixtures
-from test_kill import descendants
+from test_kill import descendants, entries
 from torch.utils.data import DataLoader
 from torchrun import TESTS, environment
 
 import streamloader as sl
 from streamloader.cli.main import main as streamloader
-from streamloader.demo.images import write_photographs
+from streamloader.demo.story import write_photographs
 
 EXAMPLES = TESTS.parent / "examples"
 FRAMEWORKS = ["accelerate", "lightning", "transformers"]
-SAVE_STEPS = 2
 EPOCHS = 3
-
-pytestmark = pytest.mark.timeout(300)
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
 
 
 @pytest.fixture(scope="module")
@@ -54,11 +49,10 @@ class Runs:
         self._count += 1
         taken = self.folder / f"taken-{self._count}"
         options = ["--checkpoints", str(self.folder / "checkpoints"), "--taken", str(taken), "--epochs", str(EPOCHS)]
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
         script = str(EXAMPLES / f"{self._framework}_train.py")
         with (self.folder / f"stderr-{self._count}").open("w") as errors:
             return subprocess.Popen(
-                [*torchrun, f"--nproc-per-node={ranks}", script, self._url, *options, *more],
+                [*TORCHRUN, f"--nproc-per-node={ranks}", script, self._url, *options, *more],
                 env=environment() | {"PYTHONWARNINGS": "default", "TMPDIR": str(self.folder)},
                 stdout=subprocess.PIPE,
                 stderr=errors,
@@ -69,18 +63,15 @@ class Runs:
     def run(self, ranks: int, *more: str) -> str:
         """Run to the end, and return what was printed."""
         with self.start(ranks, *more) as process:
-            output, _ = process.communicate(timeout=200)
+            output, _ = process.communicate(timeout=300)
         assert process.returncode == 0, (self.folder / f"stderr-{self._count}").read_text()[-6000:]
         return output
 
     def taken(self, number: int) -> dict[int, list[int]]:
         """Return the sample numbers of each step of a run, over all ranks; of steps that every rank has noted."""
         found: dict[int, list[int]] = {}
-        for path in sorted((self.folder / f"taken-{number}").glob("*.jsonl")):
-            for line in path.read_text().splitlines(keepends=True):
-                if line.endswith("\n"):
-                    entry = json.loads(line)
-                    found.setdefault(entry["step"], []).extend(entry["index"])
+        for entry in entries(sorted((self.folder / f"taken-{number}").glob("*.jsonl"))):
+            found.setdefault(entry["step"], []).extend(entry["index"])
         return found
 
 
@@ -95,14 +86,12 @@ def assert_exactly_once(runs: list[dict[int, list[int]]], url: str) -> None:
     assert set(count.values()) == {EPOCHS}
 
 
-def test_the_page_prints_what_it_says(reader: Reader) -> None:  # noqa: F811 - the fixture
+def test_the_page_prints_what_it_says(reader):  # noqa: F811 - the fixture
     check(HEAVY, reader)
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_a_run_that_ends_between_checkpoints_goes_on_at_another_world_size(
-    framework: str, url: str, tmp_path: Path
-) -> None:
+def test_a_run_that_ends_between_checkpoints_goes_on_at_another_world_size(framework, url, tmp_path):
     runs = Runs(framework, url, tmp_path)
     assert "end at step 9, epoch 1" in runs.run(2, "--steps", "9")
     assert f"epoch {EPOCHS}" in runs.run(1)
@@ -115,7 +104,7 @@ def test_a_run_that_ends_between_checkpoints_goes_on_at_another_world_size(
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_a_run_that_is_killed_goes_on_from_its_last_checkpoint(framework: str, url: str, tmp_path: Path) -> None:
+def test_a_run_that_is_killed_goes_on_from_its_last_checkpoint(framework, url, tmp_path):
     runs = Runs(framework, url, tmp_path)
     with runs.start(2) as process:
         assert process.stdout is not None
@@ -128,20 +117,17 @@ def test_a_run_that_is_killed_goes_on_from_its_last_checkpoint(framework: str, u
     assert_exactly_once([runs.taken(1), second], url)
 
 
-@pytest.mark.timeout(500)
-def test_ranks_that_share_no_folder_go_on_from_the_checkpoint_of_rank_0(url: str, tmp_path: Path) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
-
+def test_ranks_that_share_no_folder_go_on_from_the_checkpoint_of_rank_0(url, tmp_path):
     def train(folder: str, steps: int) -> str:
         work = tmp_path / folder
         work.mkdir(exist_ok=True)
         script = f'mkdir -p "$RANK" && cd "$RANK" && exec "{sys.executable}" "{EXAMPLES}/ddp_train.py" "$@"'
         done = subprocess.run(
-            [*torchrun, "--nproc-per-node=2", "--no-python", "bash", "-c", script, "", url, "--steps", str(steps)],
+            [*TORCHRUN, "--nproc-per-node=2", "--no-python", "bash", "-c", script, "", url, "--steps", str(steps)],
             env=environment(),
             capture_output=True,
             text=True,
-            timeout=150,
+            timeout=300,
             cwd=work,
             check=False,
         )
@@ -159,9 +145,7 @@ def test_ranks_that_share_no_folder_go_on_from_the_checkpoint_of_rank_0(url: str
 @pytest.mark.parametrize("batch_size", [16, None])
 @pytest.mark.parametrize("workers", ["", "fork", "spawn"])
 @pytest.mark.parametrize("dispatch", [True, False])
-def test_accelerate_that_would_split_a_part_of_the_ranks_is_refused(
-    url: str, batch_size: int | None, workers: str, dispatch: bool
-) -> None:
+def test_accelerate_that_would_split_a_part_of_the_ranks_is_refused(url, batch_size, workers, dispatch):
     options: dict[str, Any] = {"num_workers": 1, "multiprocessing_context": workers} if workers else {}
 
     def prepared(world: tuple[int, int]) -> DataLoader[Any]:

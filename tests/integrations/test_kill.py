@@ -1,16 +1,15 @@
 """Processes that are interrupted or killed: they end at once, and nothing of them stays behind."""
 
-from __future__ import annotations
-
 import json
 import os
+import random
 import select
 import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterable, Iterator
+from itertools import count, islice
 from pathlib import Path
 from textwrap import dedent, indent
 from typing import Any
@@ -33,7 +32,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 BEGIN = """
 import json, os, signal, sys, threading
-from streamloader.torch_dataset import StreamingDataset
+from streamloader import RetryPolicy, StreamingDataset
+
+patient = {"retry": RetryPolicy(response_seconds=6000)}  # what waits for a response waits for ever
 
 def busy(sample):
     return {"label": sample["label"]}
@@ -67,12 +68,18 @@ class Child:
             text=True,
         )
 
-    def heard(self) -> Any:
+    def read_line(self) -> Any:
         """The next line that the process prints."""
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         assert line, self.process.communicate()[1]
         return json.loads(line)
+
+    def write(self, line: str) -> None:
+        """Give the process a line to read."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(line)
+        self.process.stdin.flush()
 
     def end(self, seconds: float) -> tuple[int, str]:
         """(exit status, standard error) of a process that ends within these seconds."""
@@ -84,13 +91,23 @@ class Child:
             raise
         return self.process.returncode, error
 
+    def left(self) -> list[Path]:
+        """What the process left in shared memory and among temporary files."""
+        return [*shared_memory([self.process.pid]), *self.temporary.iterdir()]
+
 
 def descendants(pid: int) -> list[int]:
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     return [each for child in children for each in (int(child), *descendants(int(child)))]
 
 
-def assert_all_end(pids: Iterable[int], seconds: float = 20) -> None:
+def entries(paths: Iterable[Path]) -> Iterator[dict[str, Any]]:
+    """The lines of JSON of these files, without a last one that a kill has cut."""
+    lines = (line for path in paths for line in path.read_text().splitlines(keepends=True))
+    return (json.loads(line) for line in lines if line.endswith("\n"))
+
+
+def assert_all_end(pids: Iterable[int], seconds: float = 300) -> None:
     for pid in pids:
         try:
             handle = os.pidfd_open(pid)
@@ -109,36 +126,16 @@ def shared_memory(pids: Iterable[int]) -> list[Path]:
     return [path for path in folder.iterdir() if any(mark in path.name for mark in marks)] if folder.is_dir() else []
 
 
-@pytest.mark.usefixtures("ctrl_c")
-@pytest.mark.parametrize("fields", ["x", "label"])
-def test_ctrl_c_ends_a_process_that_waits_for_a_stalled_server(tmp_path: Path, folder: Path, fields: str) -> None:
-    with folder_server(folder) as server:
-        server.behave = "stall"  # "label" is loaded whole, before the first batch
-        child = Child(
-            tmp_path,
-            f"""
-            ds = StreamingDataset(url, batch_size=8, fields=["{fields}"])
-            say("opened")
-            for batch in ds:
-                say("batch")
-            """,
-            server.url,
-        )
-        assert child.heard() == ["opened"]
-        assert server.met.wait(60)
-        begin = time.monotonic()
-        child.process.send_signal(signal.SIGINT)
-        status, error = child.end(20)
-        assert time.monotonic() - begin < 5
-    assert status == -signal.SIGINT
-    assert "KeyboardInterrupt" in error
+# "label" is loaded whole, before the first batch
+WAITS = ["fields=['x']", "fields=['label']", "transform=stuck, transform_workers=1"]
 
 
 @pytest.mark.usefixtures("ctrl_c")
-@pytest.mark.parametrize("wish", ["fields=['x']", "fields=['label']", "transform=stuck, transform_workers=1"])
-def test_a_signal_that_interrupts_no_wait_is_heard_all_the_same(tmp_path: Path, folder: Path, wish: str) -> None:
-    # as one does that comes between the interpreter's look for signals and its wait
-    stalls = "transform" not in wish
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("options", WAITS)
+def test_ctrl_c_ends_a_process_that_waits(tmp_path, folder, options, inside):
+    """`inside`: the signal interrupts no wait, as one that comes between the look for signals and the wait."""
+    stalls = "transform" not in options
     with folder_server(folder) as server:
         server.behave = "stall" if stalls else ""
         child = Child(
@@ -149,33 +146,32 @@ def test_a_signal_that_interrupts_no_wait_is_heard_all_the_same(tmp_path: Path, 
                 signal.pthread_kill(threading.get_ident(), signal.SIGINT)
 
             threading.Thread(target=signal_itself, daemon=True).start()
-            ds = StreamingDataset(url, batch_size=8, {wish})
+            ds = StreamingDataset(url, batch_size=8, storage_options=patient, {options})
             say("opened")
             for batch in ds:
                 say("batch")
             """,
             server.url,
         )
-        assert child.heard() == ["opened"]
-        assert child.heard() == ["stuck"] if not stalls else server.met.wait(60)
-        begin = time.monotonic()
-        assert child.process.stdin is not None
-        child.process.stdin.write("now\n")
-        child.process.stdin.flush()
-        status, error = child.end(20)
-        assert time.monotonic() - begin < 5
+        assert child.read_line() == ["opened"]
+        assert child.read_line() == ["stuck"] if not stalls else server.met.wait(300)
+        if inside:
+            child.write("now\n")
+        else:
+            child.process.send_signal(signal.SIGINT)
+        status, error = child.end(300)
     assert status == -signal.SIGINT
     assert "KeyboardInterrupt" in error
 
 
 @pytest.mark.parametrize("behave", ["", "stall"])
-def test_a_process_ends_with_its_main_thread_whatever_is_in_flight(tmp_path: Path, folder: Path, behave: str) -> None:
+def test_a_process_ends_with_its_main_thread_whatever_is_in_flight(tmp_path, folder, behave):
     with folder_server(folder) as server:
         server.behave, server.spare = behave, "/c/0"
         child = Child(
             tmp_path,
             """
-            ds = StreamingDataset(url, batch_size=8, fields=["x"], shuffle=False)
+            ds = StreamingDataset(url, batch_size=8, fields=["x"], shuffle=False, storage_options=patient)
             iterator = iter(ds)
             next(iterator)
             say("one batch")
@@ -183,13 +179,13 @@ def test_a_process_ends_with_its_main_thread_whatever_is_in_flight(tmp_path: Pat
             """,
             server.url,
         )
-        assert child.heard() == ["one batch"]
-        assert not behave or server.met.wait(60)
-        status, error = child.end(20)
+        assert child.read_line() == ["one batch"]
+        assert not behave or server.met.wait(300)
+        status, error = child.end(300)
     assert (status, error) == (0, "")
 
 
-def test_a_killed_process_leaves_no_transform_process_and_no_file(tmp_path: Path, folder: Path) -> None:
+def test_a_killed_process_leaves_no_transform_process_and_no_file(tmp_path, folder):
     child = Child(
         tmp_path,
         """
@@ -203,11 +199,11 @@ def test_a_killed_process_leaves_no_transform_process_and_no_file(tmp_path: Path
         """,
         str(folder),
     )
-    assert child.heard() == ["running"]
+    assert child.read_line() == ["running"]
     pids = [child.process.pid, *descendants(child.process.pid)]
     assert len(pids) >= 3
     child.process.kill()
-    assert child.end(20)[0] == -signal.SIGKILL
+    assert child.end(300)[0] == -signal.SIGKILL
     assert_all_end(pids)
     assert shared_memory(pids) == []
     assert list(child.temporary.iterdir()) == []
@@ -220,7 +216,7 @@ def temporary() -> Iterator[Path]:
         yield Path(path)
 
 
-def test_a_killed_rank_ends_the_others_and_leaves_nothing(tmp_path: Path, folder: Path, temporary: Path) -> None:
+def test_a_killed_rank_ends_the_others_and_leaves_nothing(tmp_path, folder, temporary):
     case = {"name": "forever", "workers": 2, "context": "fork", "forever": True}
     (tmp_path / "job.json").write_text(json.dumps({"url": str(folder), "options": None, "cases": [case]}))
     run = subprocess.Popen(
@@ -236,7 +232,7 @@ def test_a_killed_rank_ends_the_others_and_leaves_nothing(tmp_path: Path, folder
         pids = [run.pid, *descendants(run.pid)]
         assert len(pids) >= 7  # torchrun, two ranks, four workers
         os.kill(ranks[1], signal.SIGKILL)
-        run.communicate(timeout=60)
+        run.communicate(timeout=300)
     finally:
         if run.poll() is None:
             for pid in [*descendants(run.pid), run.pid]:
@@ -255,7 +251,7 @@ def test_a_killed_rank_ends_the_others_and_leaves_nothing(tmp_path: Path, folder
     assert [path.name for path in temporary.iterdir() if not path.name.startswith("pymp-")] == []
 
 
-def test_a_killed_server_is_an_error_and_leaves_nothing(tmp_path: Path) -> None:
+def test_a_killed_server_is_an_error_and_leaves_nothing(tmp_path):
     with seaweedfs_server() as server:
         url = server.url("kill")
         datasets.write(url, N, ["x", "label", "name"], options=server.storage_options)
@@ -278,15 +274,88 @@ def test_a_killed_server_is_an_error_and_leaves_nothing(tmp_path: Path) -> None:
             url,
             json.dumps(server.storage_options),
         )
-        assert child.heard() == ["running"]
+        assert child.read_line() == ["running"]
         os.killpg(server.pid, signal.SIGKILL)
-        assert child.process.stdin is not None
-        child.process.stdin.write("go on\n")
-        child.process.stdin.flush()
-    kind, shown = child.heard()
+        child.write("go on\n")
+    kind, shown = child.read_line()
     assert kind in ("EndpointError", "TransientError")
     assert "s3://" in shown
-    status, error = child.end(20)
+    status, error = child.end(300)
     assert (status, error) == (0, "")
-    assert shared_memory([child.process.pid]) == []
-    assert list(child.temporary.iterdir()) == []
+    assert child.left() == []
+
+
+# --- a run that is killed with -9 at random moments, and goes on at random world sizes
+
+SAMPLES = 1003
+EPOCHS = 3
+KILLS = 12
+WORLDS = (1, 2, 3, 4)  # 3 does not divide the lanes
+MOST_STEPS = 20  # of one rank there are 378
+
+Place = tuple[int, int]
+
+
+def killed(url: Path, folder: Path, attempt: int, ranks: int, steps: int | None) -> bool:
+    """Start the run once more; kill all of it after so many steps, if it gets there. Return whether it ended."""
+    script = [str(url), str(folder), str(EPOCHS), str(attempt)]
+    with (
+        (folder / f"stderr-{attempt}").open("w") as errors,
+        subprocess.Popen(
+            command(ranks, "integrations/killed_ranks.py", *script, log=folder / "logs"),
+            env=environment() | {"PYTHONWARNINGS": "ignore", "TMPDIR": str(folder)},
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+        ) as run,
+    ):
+        assert run.stdout is not None
+        lines = list(islice(run.stdout, steps))
+        if steps is None or len(lines) < steps:
+            assert run.wait(300) == 0, (folder / f"stderr-{attempt}").read_text()[-6000:]
+            return True
+        for pid in [run.pid, *descendants(run.pid)]:
+            os.kill(pid, signal.SIGKILL)
+    return False
+
+
+def place_of(folder: Path) -> Place:
+    """Where the saved state stands."""
+    if not (folder / "state.json").exists():
+        return 0, 0
+    state = json.loads((folder / "state.json").read_text())
+    return state["epoch"], state["position"]
+
+
+def taken(folder: Path, attempt: int) -> dict[Place, list[int]]:
+    """The samples of each step of an attempt, over all ranks, by where the run stands after it."""
+    found: dict[Place, list[int]] = {}
+    for entry in entries(folder.glob(f"{attempt}-*.jsonl")):
+        found.setdefault(tuple(entry["after"]), []).extend(entry["samples"])
+    return found
+
+
+def test_a_run_killed_again_and_again_sees_each_sample_once_in_each_epoch(tmp_path):
+    datasets.write(tmp_path / "data", SAMPLES, ["x"])
+    draw = random.Random(0)
+    kept: dict[Place, list[int]] = {}
+    kills = 0
+    for attempt in count():
+        begin = place_of(tmp_path)
+        kept = {place: samples for place, samples in kept.items() if place <= begin}  # later steps are run again
+        ranks = draw.choice(WORLDS)
+        steps = draw.randint(1, MOST_STEPS) if attempt < KILLS else None
+        ended = killed(tmp_path / "data", tmp_path, attempt, ranks, steps)
+        steps_taken = taken(tmp_path, attempt)
+        assert all(place > begin for place in steps_taken)
+        kept |= steps_taken
+        kills += not ended
+        if ended:
+            break
+    assert kills >= 2  # on a busy machine a run may end before its kill
+    seen: dict[int, list[int]] = {}
+    for (epoch, position), samples in kept.items():
+        seen.setdefault(epoch if position else epoch - 1, []).extend(samples)
+    assert set(seen) == set(range(EPOCHS))
+    for samples in seen.values():
+        assert sorted(samples) == list(range(SAMPLES))

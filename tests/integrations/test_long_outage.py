@@ -3,8 +3,6 @@
 Run as a script, this file is one rank: URL, JSON of the storage options, rank, log file.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import json
 import os
@@ -25,10 +23,10 @@ import pytest
 from servers import SEAWEEDFS_PORTS, S3Server, free_ports, seaweedfs_server
 from torchrun import environment
 
-import streamloader.engine.line
-from streamloader.engine.pace import Pace
+from streamloader.engine import engine
+from streamloader.engine.fetcher import Pace
 from streamloader.options import Layout, RetryPolicy
-from streamloader.torch_dataset import StreamingDataset
+from streamloader.pytorch.dataset import StreamingDataset
 
 RANKS = 8
 IN_FLIGHT = 64
@@ -44,7 +42,7 @@ Event = dict[str, Any]
 def run_rank(url: str, options: dict[str, Any], rank: int, log: Path) -> None:
     """Read this rank's part of an epoch; log each batch, and what the loader waits for, with the time of each."""
     # from the start, not only where the measured rate asks for so many
-    streamloader.engine.line.Pace = lambda _: Pace(IN_FLIGHT, first=IN_FLIGHT)  # type: ignore[assignment,misc]
+    engine.Pace = lambda _: Pace(IN_FLIGHT, first=IN_FLIGHT)  # type: ignore[assignment,misc]
     ds = StreamingDataset(
         url, batch_size=25, with_index=True, storage_options=options, world=(rank, RANKS), memory="256MiB"
     )
@@ -75,7 +73,7 @@ def events(log: Path) -> list[Event]:
 
 
 def wait_for_first_batches(logs: list[Path], ranks: list[subprocess.Popen[bytes]]) -> None:
-    give_up = time.monotonic() + 120
+    give_up = time.monotonic() + 300
     while not all(any("samples" in event for event in events(log)) for log in logs):
         assert all(rank.poll() is None for rank in ranks)
         assert time.monotonic() < give_up
@@ -122,8 +120,7 @@ def check_reports(logs: list[Path], errors: list[Path], endpoint: str, silent: f
 
 
 @pytest.mark.long
-@pytest.mark.timeout(400)
-def test_eight_ranks_outlive_a_minute_without_their_server(tmp_path: Path) -> None:
+def test_eight_ranks_outlive_a_minute_without_their_server(tmp_path):
     faulthandler.cancel_dump_traceback_later()  # it lasts longer than a test that hangs
     ports = free_ports(SEAWEEDFS_PORTS)
     logs = [tmp_path / f"rank{rank}.jsonl" for rank in range(RANKS)]
@@ -153,9 +150,9 @@ def test_eight_ranks_outlive_a_minute_without_their_server(tmp_path: Path) -> No
         with ThreadPoolExecutor(1) as background:
             serves = background.submit(wait_until_it_serves, file)
             stack.enter_context(seaweedfs_server(tmp_path / "store", ports=ports))
-            returned = serves.result(60)
+            returned = serves.result(300)
         for rank, error in zip(ranks, errors, strict=True):
-            assert rank.wait(120) == 0, error.read_text()
+            assert rank.wait(300) == 0, error.read_text()
     found = [events(log) for log in logs]
     assert sorted(number for one in found for event in one for number in event.get("samples", ())) == list(range(COUNT))
     after = [

@@ -1,73 +1,38 @@
 """`rm-incomplete`: what unfinished conversions left goes, all of it; finished datasets and other things stay."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
 
 import fsspec
 import numpy as np
 import pytest
-from servers import S3Server
+from commands import run
+from conversions import contents, interrupt_after
 
-from streamloader import dataset, errors
-from streamloader.cli import rm_incomplete
-from streamloader.cli.main import main
-from streamloader.conversion.after.incomplete import find_incomplete, remove_incomplete
-from streamloader.conversion.after.verify import verify
-from streamloader.conversion.job import convert
-from streamloader.conversion.progress import Progress
-from streamloader.format.writer import Writer
-from streamloader.options import Layout
+import streamloader as sl
+from streamloader.cli import datasets
+from streamloader.maintenance.cleanup import find_incomplete, remove_incomplete
 from streamloader.storage import open_store
 
-SMALL = Layout(samples_per_shard=8)
+SMALL = sl.Layout(samples_per_shard=8)
 SPLITS = [None, "train=0.75,val=0.25"]
 
 
 @pytest.fixture
-def src(tmp_path: Path) -> Path:
+def src(tmp_path):
     """100 rows."""
     np.savez(tmp_path / "it.npz", x=np.arange(100), y=np.random.default_rng(0).random((100, 300)))
     return tmp_path / "it.npz"
 
 
-def contents(root: Path) -> dict[str, bytes]:
-    return {path.relative_to(root).as_posix(): path.read_bytes() for path in root.rglob("*") if path.is_file()}
-
-
-def interrupt(phase: str, after: int) -> Callable[[Progress], None]:
-    """A listener that ends the conversion as Ctrl-C does."""
-    seen = 0
-
-    def listen(progress: Progress) -> None:
-        nonlocal seen
-        seen += progress.phase == phase
-        if seen > after:
-            raise KeyboardInterrupt
-
-    return listen
-
-
-def begin(src: Path, dst: str | Path, phase: str = "write", after: int = 5, **options: Any) -> None:
+def begin(src, dst, phase="write", after=5, **options):
     with pytest.raises(KeyboardInterrupt):
-        convert(src, dst, layout=SMALL, workers=0, progress=interrupt(phase, after), **options)
-
-
-def run(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> tuple[int, str, str]:
-    with pytest.raises(SystemExit) as ended:
-        main(["rm-incomplete", *map(str, arguments)])
-    out, err = capsys.readouterr()
-    return int(ended.value.code or 0), out, err
+        sl.convert(src, dst, layout=SMALL, workers=0, progress=interrupt_after(after, phase), **options)
 
 
 @pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize(("phase", "after"), [("write", 0), ("write", 5), ("finish", 0)])
-def test_an_unfinished_conversion_goes_with_all_that_it_wrote(
-    split: str | None, phase: str, after: int, src: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_unfinished_conversion_goes_with_all_that_it_wrote(split, phase, after, src, tmp_path, capsys):
     out = tmp_path / "out"
     begin(src, out, phase, after, split=split)
     (out / "_streamloader" / f".{'0' * 32}.streamloader-tmp").write_bytes(b"half of it")
@@ -77,21 +42,21 @@ def test_an_unfinished_conversion_goes_with_all_that_it_wrote(
     found = find_incomplete(open_store(out))
     assert (found.kind, len(found.objects), found.bytes) == ("unfinished", len(there) - 2, size)
     assert contents(out) == there, "looking changes nothing"
-    status, told, _ = run(capsys, out, "--yes")
+    status, told, _ = run(capsys, "rm-incomplete", out, "--yes")
     assert status == 0
     assert f"removed {len(there) - 2} objects" in told
     assert told.endswith("unfinished uploads: 1\n")
     assert contents(out) == {"NOTES.md": b"mine"}
 
 
-def test_what_a_writer_did_not_close_goes_too(tmp_path: Path) -> None:
-    out = Writer(tmp_path / "out", {"x": "int64"}, layout=Layout(samples_per_shard=2))
+def test_what_a_writer_did_not_close_goes_too(tmp_path):
+    out = sl.Writer(tmp_path / "out", {"x": "int64"}, layout=sl.Layout(samples_per_shard=2))
     for i in range(10):
         out.write({"x": i})
     store = open_store(tmp_path / "out")
     found = find_incomplete(store)
-    assert (found.kind, "was not closed" in found.said) == ("unfinished", True)
-    with pytest.raises(errors.DestinationError, match=r"is being written by another run, process \d+ of this machine"):
+    assert (found.kind, "was not closed" in found.message) == ("unfinished", True)
+    with pytest.raises(sl.errors.DestinationError, match=r"is being written by another run, process \d+ of this"):
         remove_incomplete(store, found)
     del out
     remove_incomplete(store, found)
@@ -99,11 +64,9 @@ def test_what_a_writer_did_not_close_goes_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("split", SPLITS)
-def test_of_a_finished_dataset_only_leftovers_go(
-    split: str | None, src: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_of_a_finished_dataset_only_leftovers_go(split, src, tmp_path, capsys):
     out = tmp_path / "out"
-    convert(src, out, split=split, layout=SMALL, workers=0)
+    sl.convert(src, out, split=split, layout=SMALL, workers=0)
     whole = contents(out)
     child = out / "val" if split else out
     left = ["job.json", "receipts/3.json", "parts/3", "bad/1.json"]
@@ -114,22 +77,16 @@ def test_of_a_finished_dataset_only_leftovers_go(
     (out / "_streamloader" / "files").write_bytes(b"x")
     (child / "y" / f".{'0' * 32}.streamloader-tmp").write_bytes(b"half of it")
     (out / "_streamloader" / "quarantine.jsonl").write_bytes(b"kept")
-    assert verify(out).leftovers == len(left) + 1
-    status, told, _ = run(capsys, out, "--yes")
+    assert sl.verify(out).leftovers == len(left) + 1
+    status, told, _ = run(capsys, "rm-incomplete", out, "--yes")
     assert (status, "is finished, and stays" in told, "removed 5 objects" in told) == (0, True, True)
     assert contents(out) == {**whole, "_streamloader/quarantine.jsonl": b"kept"}
-    assert verify(out).whole
-    assert run(capsys, out, "--yes")[1].endswith("removed 0 objects, 0 B\n")
+    assert sl.verify(out).ok
+    assert run(capsys, "rm-incomplete", out, "--yes")[1].endswith("removed 0 objects, 0 B\n")
     assert contents(out) == {**whole, "_streamloader/quarantine.jsonl": b"kept"}
 
 
-def test_nothing_is_said_to_be_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    status, told, err = run(capsys, tmp_path / "out")
-    assert (status, err) == (0, "")
-    assert told.startswith("there is nothing at")
-
-
-def test_what_is_not_ours_is_refused_and_stays(src: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_not_ours_is_refused_and_stays(src, tmp_path, capsys):
     other, zarr, damaged = (tmp_path / name for name in ("other", "zarr", "damaged"))
     (other / "_streamloader" / "receipts").mkdir(parents=True)
     (other / "_streamloader" / "receipts" / "0.json").write_text("{}")
@@ -140,17 +97,22 @@ def test_what_is_not_ours_is_refused_and_stays(src: Path, tmp_path: Path, capsys
     (damaged / "_streamloader" / "job.json").write_bytes(b'{"by"')
     for folder in (other, zarr, damaged):
         before = contents(folder)
-        status, told, err = run(capsys, folder, "--yes")
+        status, told, err = run(capsys, "rm-incomplete", folder, "--yes")
         assert (status, told, err.count("\n")) == (2, "", 1)
         assert err.startswith("error: ")
         assert contents(folder) == before
 
 
-def test_an_edited_or_later_dataset_is_refused_and_stays(src: Path, tmp_path: Path) -> None:
+def test_a_dataset_that_is_edited_later_or_appended_to_is_refused_and_stays(src, tmp_path):
     out = tmp_path / "out"
-    convert(src, out, layout=SMALL, workers=0)
+    sl.convert(src, out, layout=SMALL, workers=0)
+    claim = out / "_streamloader" / "append.json"
+    claim.write_text("{}")
+    with pytest.raises(sl.errors.DestinationError, match="append"):
+        find_incomplete(open_store(out))
+    claim.unlink()
     root = json.loads((out / "zarr.json").read_text())
-    for key, value, error in (("version", 2, errors.VersionError), ("num_samples", 99, errors.FormatError)):
+    for key, value, error in (("version", 2, sl.errors.VersionError), ("num_samples", 99, sl.errors.FormatError)):
         changed = json.loads(json.dumps(root))
         changed["attributes"]["streamloader"][key] = value
         (out / "zarr.json").write_text(json.dumps(changed))
@@ -160,64 +122,42 @@ def test_an_edited_or_later_dataset_is_refused_and_stays(src: Path, tmp_path: Pa
         assert contents(out) == before
 
 
-def test_a_dataset_that_is_being_appended_to_is_left_to_append(src: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    convert(src, out, layout=SMALL, workers=0)
-    (out / "_streamloader" / "append.json").write_text("{}")
-    with pytest.raises(errors.DestinationError, match="append"):
-        find_incomplete(open_store(out))
-
-
-def test_a_conversion_that_ended_meanwhile_is_not_removed(src: Path, tmp_path: Path) -> None:
+def test_a_conversion_that_ended_meanwhile_is_not_removed(src, tmp_path):
     out = tmp_path / "out"
     begin(src, out)
     store = open_store(out)
     found = find_incomplete(store)
-    convert(src, out, layout=SMALL, workers=0)
-    with pytest.raises(errors.DestinationError, match="changed meanwhile"):
+    sl.convert(src, out, layout=SMALL, workers=0)
+    with pytest.raises(sl.errors.DestinationError, match="changed meanwhile"):
         remove_incomplete(store, found)
-    assert len(dataset.open(out)) == 100
-
-
-class Terminal:
-    """Someone who answers."""
-
-    def __init__(self, answer: str) -> None:
-        self._answer = answer
-
-    def isatty(self) -> bool:
-        return True
-
-    def readline(self) -> str:
-        return f"{self._answer}\n"
+    assert len(sl.open(out)) == 100
 
 
 @pytest.mark.parametrize("answer", ["y", "n"])
-def test_it_asks_first(
-    answer: str, src: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_asks_first(answer, src, tmp_path, capsys, monkeypatch):
     begin(src, tmp_path / "out")
     before = contents(tmp_path / "out")
-    monkeypatch.setattr(rm_incomplete.sys, "stdin", Terminal(answer))
+    terminal = SimpleNamespace(isatty=lambda: True, readline=lambda: f"{answer}\n")
+    monkeypatch.setattr(datasets.sys, "stdin", terminal)
     monkeypatch.setattr("click.termui.visible_prompt_func", lambda _: answer)
-    status, told, _ = run(capsys, tmp_path / "out")
+    status, told, _ = run(capsys, "rm-incomplete", tmp_path / "out")
     assert status == 0
     assert f"to be removed: {len(before)} objects" in told
     assert told.count("\n  ") == 6, "five of them by name, and how many more there are"
     assert contents(tmp_path / "out") == ({} if answer == "y" else before)
 
 
-def test_without_anyone_to_ask_it_wants_to_be_told(
-    src: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_a_terminal_it_needs_a_flag(src, tmp_path, capsys):
+    status, out, err = run(capsys, "rm-incomplete", tmp_path / "out")
+    assert (status, out.startswith("there is nothing at"), err) == (0, True, "")
     begin(src, tmp_path / "out")
     before = contents(tmp_path / "out")
-    status, _, err = run(capsys, tmp_path / "out")
+    status, _, err = run(capsys, "rm-incomplete", tmp_path / "out")
     assert (status, "--yes" in err) == (2, True)
     assert contents(tmp_path / "out") == before
 
 
-def test_unfinished_uploads_go_too(src: Path, moto: S3Server) -> None:
+def test_unfinished_uploads_go_too(src, moto):
     options, url = moto.storage_options, moto.url()
     begin(src, url, storage_options=options)
     bucket, _, key = url.removeprefix("s3://").partition("/")

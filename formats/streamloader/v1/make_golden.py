@@ -19,16 +19,21 @@ from typing import Any
 import numpy as np
 from golden_values import DATASETS, Fields
 
-from streamloader.format.extend import plan_extension, write_extension
+from streamloader.format.chunk_table import encode_pages, rows_per_page, table_digest, table_path
+from streamloader.format.codecs import column_size, encode_shard
 from streamloader.format.manifest import Field, FieldLayout, Manifest, OrderPin
 from streamloader.format.metadata import dataset_documents, to_bytes
-from streamloader.format.publish import clean_append, finish_extension, publish
-from streamloader.format.shard import encode_shard
-from streamloader.format.sink import column_bytes, write_split_root
-from streamloader.format.table import encode_pages, rows_per_page, table_digest, table_path
+from streamloader.format.publish import (
+    clean_append,
+    finish_extension,
+    plan_extension,
+    publish,
+    write_extension,
+    write_split_root,
+)
 from streamloader.format.values import to_columns
 from streamloader.storage import open_store
-from streamloader.storage.protocol import Store
+from streamloader.storage.store import Store
 
 CODECS = ("none", "lz4", "zstd")
 NUMBERS = {"nan": float("nan"), "inf": float("inf"), "-inf": float("-inf")}
@@ -122,7 +127,7 @@ def write_field(store: Store, name: str, layout: FieldLayout, column: Any) -> tu
         stored += encoded.size
     for i, page in enumerate(encode_pages(entries, rows_per_page(layout, len(column)))):
         store.put(f"{table_path(name)}/c/{i}/0/0", page)
-    return replace(layout, nbytes=column_bytes(layout, column), stored=stored), table_digest(entries)
+    return replace(layout, nbytes=column_size(column), stored=stored), table_digest(entries)
 
 
 def write(store: Store, name: str) -> Manifest:
@@ -161,8 +166,8 @@ def append(store: Store, base: Manifest, columns: dict[str, Any]) -> Manifest:
         start, stop = extension.samples(shard)
         part = {field: column[first + start : first + stop] for field, column in columns.items()}
         receipts[shard] = write_extension(store, extension, shard, part)
-    manifest = finish_extension(store, extension, receipts, base.provenance, threads=1)
-    publish(store, base.digest, manifest, threads=1)
+    manifest = finish_extension(store, extension, receipts, base.provenance)
+    publish(store, base.digest, manifest)
     clean_append(store)
     return manifest
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import inspect
 import pickle
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from io import BytesIO
 from types import FunctionType
@@ -14,16 +15,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from streamloader.conversion.sources.base import BadSample, Refuse, Source, spread_rows
-from streamloader.conversion.sources.choose import choose
+from streamloader.conversion.sources.base import BadSample, OnBad, Source, spread_rows
+from streamloader.conversion.sources.fields import FieldSelection, choose, flatten
 from streamloader.conversion.sources.files import field_names
-from streamloader.conversion.sources.infer import flatten
-from streamloader.conversion.sources.records import PROBED, Origin, open_records
-from streamloader.conversion.sources.wish import Wish
+from streamloader.conversion.sources.records import PROBED, Sample, open_records
 from streamloader.errors import SourceError, UsageError
 from streamloader.format.codecs import Column
 from streamloader.format.manifest import Field
-from streamloader.storage.protocol import ObjectInfo
+from streamloader.storage.store import ObjectInfo
 
 NAME = "python"
 
@@ -52,10 +51,10 @@ def as_samples(given: Any) -> Any:
     that cannot be called without arguments.
     """
     if type(given) is dict and given:
-        wrong = next((name for name, one in given.items() if not isinstance(name, str) or not _is_column(one)), None)
-        if wrong is not None:
-            problem = f"the dict's entry {wrong!r} is a value of type {type(given[wrong]).__name__}"
-            raise UsageError(problem, "give names as text, and for each an array or list with one value a sample")
+        for name, one in given.items():
+            if not isinstance(name, str) or not _is_column(one):
+                problem = f"the dict's entry {name!r} is a value of type {type(one).__name__}"
+                raise UsageError(problem, "give names as text, and for each an array or list with one value a sample")
         given = {name: one.to_numpy() if hasattr(one, "to_numpy") else one for name, one in given.items()}
         lengths = {name: len(column) for name, column in given.items()}
         if len(set(lengths.values())) > 1:
@@ -89,15 +88,11 @@ def map_style(samples: Any) -> bool:
         raise UsageError(f"{qualified_name(samples)} gives batches, not samples", "give its dataset")
     numbered, iterated = (hasattr(type(samples), name) for name in ("__getitem__", "__iter__"))
     if isinstance(samples, Mapping | str | bytes) or not (numbered or iterated):
-        remedy = (
-            "give a dataset, a list, an iterable or a generator function of samples, or a dict with an array or list"
-        )
-        raise UsageError(f"a {qualified_name(samples)} has no samples to convert", f"{remedy} for each field")
+        remedy = "give a dataset, a list, an iterable or a generator function of samples, or a dict of arrays or lists"
+        raise UsageError(f"a {qualified_name(samples)} has no samples to convert", remedy)
     if all(hasattr(samples, name) for name in ("columns", "to_dict")):  # of pandas or polars
-        raise UsageError(
-            f"a {qualified_name(samples)} has columns, not samples",
-            "give {name: frame[name] for name in frame.columns}",
-        )
+        remedy = "give {name: frame[name] for name in frame.columns}"
+        raise UsageError(f"a {qualified_name(samples)} has columns, not samples", remedy)
     return numbered and hasattr(type(samples), "__len__") and _ITERABLE not in kinds
 
 
@@ -108,11 +103,11 @@ def qualified_name(samples: Any) -> str:
     return f"{type(samples).__module__}.{type(samples).__qualname__}"
 
 
-def open_object(samples: Any, wish: Wish, workers: int = 0) -> Source:
+def open_object(samples: Any, selection: FieldSelection, workers: int = 0) -> Source:
     """Return the source of a map-style object; the fields of some of its samples are inferred, as for records.
 
     An object has no files: `files` is one entry that stands for its length and the values of some samples, so that an
-    interrupted conversion does not go on with another object. It must give the same sample for a number each time.
+    interrupted conversion is not resumed with another object. It must give the same sample for a number each time.
     With `workers` it is pickled, once, for other processes; parts of a list or tuple take only their own samples.
     Raises `UsageError` where it cannot be pickled, `SourceError` where it is empty, and what `open_records` raises.
     """
@@ -122,49 +117,28 @@ def open_object(samples: Any, wish: Wish, workers: int = 0) -> Source:
     probed = spread_rows(count, PROBED)
     if isinstance(samples, Columns) and (arrays := _as_arrays(samples)):
         names = field_names(list(arrays), f"the {name}")
-        held_arrays = {names[key]: array for key, array in arrays.items()}
         keys = {field: key for key, field in names.items() if field != key}
-        columns = ArraysSource(f"{NAME}:{name}", held_arrays, {"object": name, **({"keys": keys} if keys else {})})
-        return choose(replace(columns, files=(_identity(columns, probed),)), wish)
-    if type(samples) in (list, tuple, Columns):
+        notes = {"object": name, **({"keys": keys} if keys else {})}
+        fields = {names[key]: Field("tensor", array.dtype.name, array.shape[1:]) for key, array in arrays.items()}
 
-        def cut(rows: NDArray[np.int64]) -> ObjectPart:
-            return ObjectPart(Held([samples[row] for row in rows.tolist()], name), range(len(rows)), rows)
+        def part(rows: NDArray[np.int64]) -> ArraysPart:
+            return ArraysPart({names[key]: array[rows] for key, array in arrays.items()})
 
-        if workers:
-            pack([samples[row] for row in probed.tolist()], name)  # to be told now
-    else:
-        held = Held(samples, name, pack(samples, name) if workers else b"")
+        source = Source(f"{NAME}:{name}", (), fields, count, notes, part)
+        return choose(replace(source, files=(_identity(source, probed),)), selection)
+    by_value = type(samples) in (list, tuple, Columns)
+    few = [samples[row] for row in probed.tolist()] if by_value else samples
+    packed = pack(few, name) if workers else b""  # fails now, not in the middle
+    held = Held(samples, name, packed)
 
-        def cut(rows: NDArray[np.int64]) -> ObjectPart:
-            return ObjectPart(held, rows.tolist(), rows)
+    def cut(rows: NDArray[np.int64]) -> ObjectPart:
+        numbers = rows.tolist()
+        if not by_value:
+            return ObjectPart(held, numbers, rows)
+        return ObjectPart(Held([samples[number] for number in numbers], name), range(len(rows)), rows)
 
-    source = open_records(Origin(f"{NAME}:{name}", (), count, {"object": name}), cut, wish)
-    return replace(source, origin=replace(source.origin, files=(_identity(source, probed),)))
-
-
-@dataclass(frozen=True, eq=False)
-class ArraysSource:
-    """Arrays of one length, one for each field."""
-
-    url: str
-    arrays: Mapping[str, NDArray[Any]]
-    notes: Mapping[str, Any]
-    files: Sequence[ObjectInfo] = ()
-
-    @property
-    def fields(self) -> Mapping[str, Field]:
-        """One tensor for each array."""
-        return {name: Field("tensor", array.dtype.name, array.shape[1:]) for name, array in self.arrays.items()}
-
-    @property
-    def num_samples(self) -> int:
-        """The length of each array."""
-        return len(next(iter(self.arrays.values())))
-
-    def part(self, rows: NDArray[np.int64]) -> ArraysPart:
-        """Return these rows, without the others."""
-        return ArraysPart({name: array[rows] for name, array in self.arrays.items()})
+    source = open_records(f"{NAME}:{name}", (), count, cut, selection, notes={"object": name})
+    return replace(source, files=(_identity(source, probed),))
 
 
 @dataclass(frozen=True, eq=False)
@@ -173,7 +147,7 @@ class ArraysPart:
 
     columns: Mapping[str, NDArray[Any]]
 
-    def read(self, refuse: Refuse) -> dict[str, Column]:  # noqa: ARG002 - no row of an array is bad
+    def read(self, on_bad: OnBad) -> dict[str, Column]:  # noqa: ARG002 - no row of an array is bad
         """Return one column a field."""
         return dict(self.columns)
 
@@ -195,7 +169,7 @@ def _as_arrays(samples: Columns) -> dict[str, NDArray[Any]]:
 def _identity(source: Source, rows: NDArray[np.int64]) -> ObjectInfo:
     """Return what stands for files: the number of samples as its size, a digest of some of them as its etag."""
     digest = hashlib.sha256()
-    for name, column in source.part(rows).read(_pass_over).items():
+    for name, column in source.part(rows).read(lambda _: None).items():
         digest.update(f"{name} {source.fields[name]} {len(column)}\n".encode())
         for item in [column.tobytes()] if isinstance(column, np.ndarray) else column:
             digest.update(len(item).to_bytes(8, "little"))
@@ -203,16 +177,12 @@ def _identity(source: Source, rows: NDArray[np.int64]) -> ObjectInfo:
     return ObjectInfo("samples", source.num_samples, digest.hexdigest())
 
 
-def _pass_over(_: BadSample) -> None:
-    """Leave a bad sample to the shard that it belongs to."""
-
-
 @dataclass(frozen=True, eq=False)
 class Held:
     """The caller's object, of the class `name`; in another process None, and `packed` is its pickle.
 
     Plain pickle, by value: multiprocessing's own would hand torch's tensors over as shared memory, which our workers
-    cannot open, being no children of it; and an object that cannot be loaded there is told as an error of the part.
+    cannot open, being no children of it; and an object that cannot be loaded there is an error of the part.
     """
 
     samples: Any
@@ -226,20 +196,18 @@ class Held:
         try:
             return pickle.loads(self.packed)
         except Exception as error:
-            raise UsageError(
-                f"the {self.name} cannot be loaded in another process: {type(error).__name__}: {error}",
-                "let its module be importable there, or use workers=0",
-            ) from error
+            problem = f"the {self.name} cannot be loaded in another process: {type(error).__name__}: {error}"
+            raise UsageError(problem, "make its module importable there, or use workers=0") from error
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Held, (None, self.name, self.packed or pack(self.samples, self.name))
 
 
 class _Pickler(pickle.Pickler):
-    """Refuses what only the program that runs can load: its main module is another one in a worker."""
+    """Rejects what a worker cannot load: the main module of this program is another one there."""
 
     def reducer_override(self, found: Any) -> Any:
-        """Return that everything else is pickled as usual."""
+        """Leave everything else to pickle."""
         if isinstance(found, type | FunctionType) and found.__module__ == "__main__":
             raise pickle.PicklingError(f"{found.__qualname__} is defined in the program that runs, __main__")
         return NotImplemented
@@ -251,10 +219,9 @@ def pack(samples: Any, name: str) -> bytes:
     try:
         _Pickler(out, pickle.HIGHEST_PROTOCOL).dump(samples)
     except Exception as error:
-        raise UsageError(
-            f"the {name} cannot be given to other processes: {type(error).__name__}: {error}",
-            "define its classes and functions in a module that this program imports, or use workers=0",
-        ) from error
+        problem = f"the {name} cannot be given to other processes: {type(error).__name__}: {error}"
+        remedy = "define its classes and functions in a module that this program imports, or use workers=0"
+        raise UsageError(problem, remedy) from error
     return out.getvalue()
 
 
@@ -266,34 +233,26 @@ class ObjectPart:
     numbers: Sequence[int]
     rows: NDArray[np.int64]
 
-    def name(self, position: int) -> str:
-        """Return the class and the number of a sample."""
-        return f"{self.held.name}[{self.rows[position]}]"
-
-    def read(self, refuse: Refuse) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    def read(self, on_bad: OnBad) -> Iterator[Sample]:
         """Yield each sample as a mapping; one for which the object raises is refused. Raises `UsageError`."""
         samples = self.held.get()
+        names = [f"{self.held.name}[{row}]" for row in self.rows]
         several = getattr(samples, "__getitems__", None)
         size = _BATCH if callable(several) else 1
         for first in range(0, len(self.numbers), size):
             positions = range(first, min(first + size, len(self.numbers)))
-            batch = self._batch(several, positions) if callable(several) else None
-            if batch is not None:
-                yield from zip(positions, map(flatten, batch), strict=True)
+            batch: list[Any] = []
+            if callable(several):
+                with suppress(Exception):  # the caller's code: one by one tells which sample it is
+                    batch = list(several([self.numbers[position] for position in positions]))
+            if len(batch) == len(positions):
+                yield from zip(positions, names[first : first + size], map(flatten, batch), strict=True)
                 continue
             for position in positions:
                 try:
                     sample = samples[self.numbers[position]]
                 except Exception as error:  # noqa: BLE001 - the caller's code
                     problem = f"it cannot be read: {type(error).__name__}: {error}"
-                    refuse(BadSample(position, self.name(position), problem, "fix the object's __getitem__"))
+                    on_bad(BadSample(position, names[position], problem, "fix the object's __getitem__"))
                 else:
-                    yield position, flatten(sample)
-
-    def _batch(self, several: Callable[[list[int]], Any], positions: range) -> list[Any] | None:
-        """Return the samples at these positions; None where they are better asked for one by one."""
-        try:
-            batch = list(several([self.numbers[position] for position in positions]))
-        except Exception:  # noqa: BLE001 - the caller's code: one by one tells which sample it is
-            return None
-        return batch if len(batch) == len(positions) else None
+                    yield position, names[position], flatten(sample)

@@ -8,160 +8,120 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
+from itertools import chain
+from math import isinf
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from streamloader.conversion.sources.base import BadSample, Refuse, spread_rows
+from streamloader.conversion.sources.arrays import pick
+from streamloader.conversion.sources.base import BadSample, OnBad, Source, split_rows, spread_rows
+from streamloader.conversion.sources.fields import FieldSelection, Settled, infer_field, settle
 from streamloader.conversion.sources.files import field_names
-from streamloader.conversion.sources.infer import Settled, infer_field, settle
-from streamloader.conversion.sources.wish import Wish
-from streamloader.errors import FieldError, SourceError
+from streamloader.errors import FieldError, SourceError, StreamloaderError
 from streamloader.format.codecs import Column
 from streamloader.format.manifest import Field
-from streamloader.format.rows import Rows
 from streamloader.format.values import to_value
-from streamloader.storage.protocol import ObjectInfo
+from streamloader.format.writer import Rows
+from streamloader.storage.store import ObjectInfo
 
 PROBED = 64  # samples from which the fields are inferred: enough to see that lists differ in length
+
+
+def parse_number(kind: type[np.int64] | type[np.float64], data: bytes) -> np.int64 | np.float64:
+    """Return the number that is written in decimal digits. Raises ValueError for what is not, or too large."""
+    try:
+        value = kind(float(data) if kind is np.float64 else int(data[:33]))
+        if (isinf(value) and b"inf" not in data.lower()) or (kind is np.int64 and len(data) > 32):
+            raise OverflowError
+        return value
+    except (ValueError, OverflowError):
+        raise ValueError(f"{data[:32]!r} is not a number of {kind.__name__}") from None
 
 
 class RecordPart(Protocol):
     """Some rows of a source: small, picklable, and the same samples at every reading."""
 
-    def read(self, refuse: Refuse, /) -> Iterator[tuple[int, Mapping[str, Any]]]:
-        """Yield position and values of each sample, ascending; those that cannot be read go to `refuse`."""
-        ...
-
-    def name(self, position: int) -> str:
-        """Return which sample it is, for people: its file and key, or its number."""
+    def read(self, on_bad: OnBad, /) -> Iterator[Sample]:
+        """Yield the samples, ascending; those that cannot be read go to `on_bad`."""
         ...
 
 
+Sample = tuple[int, str, Mapping[str, Any]]  # its position in the part, its name for messages, and its values
 Cut = Callable[[NDArray[np.int64]], RecordPart]
+Notes = Mapping[str, Any] | None
 
 
-@dataclass(frozen=True)
-class Origin:
-    """Where samples come from; see `Source` for what each is."""
+def open_records(
+    url: str, files: Sequence[ObjectInfo], count: int, cut: Cut, selection: FieldSelection, *, notes: Notes = None
+) -> Source:
+    """Return the source, with fields inferred from some of its samples; `selection` chooses and types them.
 
-    url: str
-    files: Sequence[ObjectInfo]
-    num_samples: int
-    notes: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class RecordSource:
-    """A source of samples."""
-
-    origin: Origin
-    found: SampleFields
-    cut: Cut
-
-    @property
-    def fields(self) -> Mapping[str, Field]:
-        """The fields of every sample."""
-        return self.found.fields
-
-    @property
-    def url(self) -> str:
-        """Where it is, without credentials."""
-        return self.origin.url
-
-    @property
-    def files(self) -> Sequence[ObjectInfo]:
-        """The files, with size and etag or modification time."""
-        return self.origin.files
-
-    @property
-    def num_samples(self) -> int:
-        """The number of rows."""
-        return self.origin.num_samples
-
-    @property
-    def notes(self) -> Mapping[str, Any]:
-        """What the adapter tells, and the key of each field that had to be renamed."""
-        renamed = {name: key for name, key in self.found.originals.items() if name != key}
-        return {**self.origin.notes, **({"keys": renamed} if renamed else {})}
-
-    def part(self, rows: NDArray[np.int64]) -> CheckedPart:
-        """Return the part that holds these rows, which ascend."""
-        return CheckedPart(self.cut(rows), self.found, len(rows))
-
-
-def open_records(origin: Origin, cut: Cut, wish: Wish) -> RecordSource:
-    """Return the source, with fields inferred from some of its samples; `wish` chooses and types them.
-
-    Raises `SourceError` where there is no sample, or none that can be read; `FieldError` for a field that is wished
-    but not there, and for values that no field holds.
+    Its notes are `notes` and the key of each field that was renamed. Raises `SourceError` where there is no sample, or
+    none that can be read; `FieldError` for a selected field that does not exist, and for values that no field holds.
     """
-    if not origin.num_samples:
-        raise SourceError(f"{origin.url} holds no sample", "check the path")
-    rows = spread_rows(origin.num_samples, PROBED)
+    if not count:
+        raise SourceError(f"{url} holds no sample", "check the path")
+    rows = spread_rows(count, PROBED)
     part = cut(rows)
-    refused: list[BadSample] = []
-    samples = list(part.read(refused.append))
+    bad: list[BadSample] = []
+    samples = list(part.read(bad.append))
     if not samples:
-        first = refused[0]
+        first = bad[0]
         raise SourceError(f"{first.name or f'row {rows[first.position]}'}: {first.problem}", first.remedy)
-    return RecordSource(origin, infer_fields(origin.url, samples, wish, part.name), cut)
+    found = infer_fields(url, samples, selection)
+    notes = {**(notes or {}), **found.notes}
+    return Source(url, files, found.fields, count, notes, lambda rows: CheckedPart(cut(rows), found, len(rows)))
 
 
-def infer_fields(
-    url: str, samples: Sequence[tuple[int, Mapping[str, Any]]], wish: Wish, name_of: Callable[[int], str]
-) -> SampleFields:
-    """Return the fields of some samples of the source `url`, each with its position; `wish` chooses and types them.
+def infer_fields(url: str, samples: Sequence[Sample], selection: FieldSelection) -> SampleFields:
+    """Return the fields of some samples of the source `url`; `selection` chooses them.
 
-    Raises `FieldError` for a field that is wished but not there, and for values that no field holds.
+    Raises `FieldError` for a selected field that does not exist, and for values that no field holds.
     """
-    names = field_names(list(dict.fromkeys(key for _, sample in samples for key in sample)), url)
+    keys = dict.fromkeys(key for _, _, sample in samples for key in sample)
+    names = field_names(list(keys), url).values()
     # a key that most samples lack may be in none of these
-    names |= {name: name for name, kind in wish.fields.items() if kind and name in wish.fill} if wish.fill else {}
-    missing = next((name for name in wish.fields if name not in names.values()), None)
-    if missing is not None:
-        raise FieldError(f"{url} has no field {missing!r}", f"it has {', '.join(names.values())}")
-    kept = {name: key for key, name in names.items() if wish.wanted(name)}
-    kept = {name: kept[name] for name in wish.fields} or kept
-    fields = {name: wish.fields.get(name) or _infer(name, key, samples, name_of) for name, key in kept.items()}
-    typed = frozenset(name for name, kind in wish.fields.items() if kind is not None)
-    flags = frozenset(name for name in typed if _is_flag(kept[name], samples))
-    return SampleFields(kept, fields, typed, flags, wish.fill_values(fields, url), complete=not wish.fields)
+    keys |= {name: None for name, kind in selection.fields.items() if kind and name in selection.fill.keys() - names}
+    kept = pick(keys, selection, url)
+    fields: dict[str, Field] = {}
+    flags: set[str] = set()
+    for name, key in kept.items():
+        values = [(sample.get(key), f"the field {name!r} of {which}") for _, which, sample in samples]
+        fields[name], flag = _infer(name, selection.fields.get(name), values)
+        flags |= {name} if flag else set()
+    typed = frozenset(name for name, kind in selection.fields.items() if kind is not None)
+    fill = selection.fill_values(fields, url)
+    for name in [name for name in fill if fields[name].dtype]:
+        kind = fields[name]
+        fill[name] = np.full(kind.shape if kind.fixed else (0, *kind.shape), fill[name])
+    return SampleFields(kept, fields, typed, frozenset(flags), fill, complete=not selection.fields)
 
 
-def _is_flag(key: str, samples: Sequence[tuple[int, Mapping[str, Any]]]) -> bool:
-    """Return whether the first of some samples that has a value for a key has true or false, or an array of them."""
-    for _, sample in samples:
-        try:
-            found = settle(sample.get(key), "")
-        except FieldError:
-            continue
-        if not isinstance(found, np.ndarray) or found.size:  # an empty list has no dtype of its own
-            return isinstance(found, np.ndarray) and found.dtype == np.bool_
-    return False
+def _infer(name: str, wanted: Field | None, values: Sequence[tuple[Any, str]]) -> tuple[Field, bool]:
+    """Return the `wanted` field, or that of the values, each with its name; and whether they are true and false.
 
-
-def _infer(
-    name: str, key: str, samples: Sequence[tuple[int, Mapping[str, Any]]], name_of: Callable[[int], str]
-) -> Field:
-    """Return the field of a key; a sample without it, or with what no field holds, is one of those that are refused
-    later, unless all are.
+    A value that no field holds is left to `CheckedPart`, unless all are such.
     """
-    values: list[Settled] = []
+    settled: list[Settled] = []
     wrong: FieldError | None = None
-    for position, sample in samples:
+    for value, where in values:
         try:
-            values.append(settle(sample.get(key), f"the field {name!r} of {name_of(position)}"))
+            settled.append(settle(value, where))
         except FieldError as error:
             wrong = wrong or error
-    if wrong and not values:
+    filled = [value for value in settled if not isinstance(value, np.ndarray) or value.size]  # [] has no dtype
+    flag = bool(filled) and isinstance(filled[0], np.ndarray) and filled[0].dtype == np.bool_
+    if wanted:
+        return wanted, flag
+    if wrong and not settled:
         why = f"({wrong.problem}; {wrong.remedy})"
         others = f"leave it out by naming the fields to keep with --fields, or make it so with --map {why}"
         raise FieldError(f"no field of the format holds the field {name!r}", others)
     try:
-        return infer_field(name, values)
+        return infer_field(name, settled), flag
     except FieldError as error:
         kinds = "say what it is with --fields, or make it so with --map"
         raise FieldError(error.problem, f"{error.remedy}; {kinds}") from None
@@ -171,8 +131,8 @@ def _infer(
 class SampleFields:
     """The fields of samples. `originals` gives each the key that it has in them.
 
-    The user has named the types of the `typed` fields: floats are rounded to them. Those of them that are `flags` hold
-    bools in the samples. `fill` has what stands for a missing value. Where the fields are `complete`, a sample with
+    The user has named the types of the `typed` fields: floats are rounded to them. The samples hold bools in those that
+    are `flags`. `fill` has what replaces a missing value. Where the fields are `complete`, a sample with
     another key does not fit.
     """
 
@@ -183,12 +143,18 @@ class SampleFields:
     fill: Mapping[str, Any] = field(default_factory=dict)
     complete: bool = False
 
+    @property
+    def notes(self) -> dict[str, Any]:
+        """The key of each field that had to be renamed, for the manifest's provenance."""
+        renamed = {name: key for name, key in self.originals.items() if name != key}
+        return {"keys": renamed} if renamed else {}
+
     @cached_property
     def _keys(self) -> frozenset[str]:
         return frozenset(self.originals.values())
 
     @cached_property
-    def _dtypes(self) -> dict[str, np.dtype[Any] | None]:
+    def _dtypes(self) -> dict[str, np.dtype[Any] | None]:  # a dtype's own name is slow
         return {name: np.dtype(kind.dtype) if kind.dtype else None for name, kind in self.fields.items()}
 
     def settled(self, sample: Mapping[str, Any], name: str) -> dict[str, Settled]:
@@ -199,7 +165,7 @@ class SampleFields:
         for field_name, key in self.originals.items():
             value = sample.get(key)
             if value is None and field_name in self.fill:
-                value = self._filled(field_name)
+                value = self.fill[field_name]
             if not isinstance(value, bytes | str | np.ndarray):
                 value = settle(value, f"field {field_name!r} of sample {name}")
             if isinstance(value, np.ndarray) and value.dtype != self._dtypes[field_name]:
@@ -213,17 +179,9 @@ class SampleFields:
         if key is not None:
             name = field_names([key], "")[key]
             names = ",".join(list(self.fields)[:8])
-            raise FieldError(
-                f"it has {key!r}, which is in none of the {PROBED} samples that the fields were inferred from",
-                f"name the fields to keep, as in --fields {names}, and keep it with {name}=TYPE there and a value for "
-                f"the samples that lack it, --fill {name}=VALUE",
-            )
-
-    def _filled(self, name: str) -> Settled:
-        kind, value = self.fields[name], self.fill[name]
-        if kind.kind in ("text", "bytes"):
-            return value  # type: ignore[no-any-return]
-        return np.full(kind.shape if kind.fixed else (0, *kind.shape), value)
+            problem = f"it has {key!r}, which is in none of the {PROBED} samples that the fields were inferred from"
+            add = f"to add it, {name}=TYPE there and --fill {name}=VALUE for the samples that lack it"
+            raise FieldError(problem, f"name the fields to keep, as in --fields {names}; {add}")
 
     def _check_dtype(self, name: str, value: NDArray[Any], sample: str) -> None:
         """Raise `FieldError` for bools among numbers, and for floats that would be rounded unasked."""
@@ -244,7 +202,7 @@ class SampleFields:
         settled = self.settled(sample, name)
         return {field: to_value(field, kind, settled[field], name) for field, kind in self.fields.items()}
 
-    def refusal(self, sample: Mapping[str, Any], position: int, name: str) -> BadSample | None:
+    def bad_sample(self, sample: Mapping[str, Any], position: int, name: str) -> BadSample | None:
         """Return why the sample does not fit the fields; None where it does."""
         try:
             self.values(sample, name)
@@ -269,14 +227,65 @@ class CheckedPart:
     found: SampleFields
     capacity: int
 
-    def read(self, refuse: Refuse) -> dict[str, Column]:
-        """Return one column a field; a sample that lacks one, or does not fit, is refused."""
+    def read(self, on_bad: OnBad) -> dict[str, Column]:
+        """Return one column a field; a sample that lacks one, or does not fit, is bad."""
         rows = Rows(self.found.fields, self.capacity)
-        for position, sample in self.part.read(refuse):
+        for position, name, sample in self.part.read(on_bad):
             try:
-                rows.add(self.found.values(sample, str(position)))
+                rows.add(self.found.values(sample, name))
             except FieldError:
-                bad = self.found.refusal(sample, position, self.part.name(position))
+                bad = self.found.bad_sample(sample, position, name)
                 assert bad is not None
-                refuse(bad)
+                on_bad(bad)
         return rows.columns()
+
+
+Named = Iterator[tuple[str, memoryview]]  # the name of each record, and its bytes
+Decode = Callable[[memoryview], Mapping[str, Any]]  # raises ValueError for what is damaged
+
+
+@dataclass(frozen=True, eq=False)
+class FilePart:
+    """Samples that are records of files, each made from its bytes by `decode`."""
+
+    pieces: Sequence[Callable[[], Named]]
+    decode: Decode
+
+    def read(self, on_bad: OnBad) -> Iterator[Sample]:
+        """Yield the samples; those that cannot be decoded go to `on_bad`."""
+        for position, (name, data) in enumerate(chain.from_iterable(piece() for piece in self.pieces)):
+            try:
+                sample = self.decode(data)
+            except FieldError as error:
+                on_bad(BadSample(position, name, error.problem, error.remedy, bytes(data)))
+            except StreamloaderError:
+                raise
+            except ValueError as error:
+                on_bad(BadSample(position, name, str(error), data=bytes(data)))
+            else:
+                yield position, name, sample
+
+
+@dataclass(frozen=True, eq=False)
+class RecordFile:
+    """One file of `count` records. `cut(rows)` returns what yields the bytes of these, which ascend: picklable."""
+
+    where: str
+    count: int
+    cut: Callable[[NDArray[np.int64]], Callable[[], Iterator[memoryview]]]
+
+
+def cut_files(files: Sequence[RecordFile], decode: Decode) -> Cut:
+    """Return what cuts parts from files, one after another. A record is named by its file and its number there."""
+    counts = [file.count for file in files]
+
+    def cut(rows: NDArray[np.int64]) -> FilePart:
+        pieces = [(files[number], within) for number, _, within in split_rows(counts, rows)]
+        return FilePart([partial(_numbered, file.where, some, file.cut(some)) for file, some in pieces], decode)
+
+    return cut
+
+
+def _numbered(where: str, rows: NDArray[np.int64], read: Callable[[], Iterator[memoryview]]) -> Named:
+    for row, data in zip(rows.tolist(), read(), strict=True):
+        yield f"{where}: sample {row}", data

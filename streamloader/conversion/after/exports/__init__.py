@@ -1,1 +1,0 @@
-"""Formats that a dataset can be exported to, one file for each."""

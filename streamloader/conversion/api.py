@@ -1,0 +1,175 @@
+"""`sl.convert`: a conversion from its beginning to its end."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from itertools import chain, islice
+from typing import Any
+
+from streamloader import errors
+from streamloader.conversion.executors import parse_engine
+from streamloader.conversion.job import Conversion, Listener, Progress, Report, RunOptions, TransformOptions, ignore
+from streamloader.conversion.row_order import parse_splits
+from streamloader.conversion.shard_task import OnError, Quarantine, SkippedSample, packed
+from streamloader.conversion.sources.base import raise_bad
+from streamloader.conversion.sources.fields import flatten, parse_selection
+from streamloader.conversion.sources.objects import NAME as PYTHON
+from streamloader.conversion.sources.objects import as_samples, map_style, qualified_name
+from streamloader.conversion.sources.records import PROBED, infer_fields
+from streamloader.conversion.transforms import parse_map, parse_recode
+from streamloader.format.manifest import Field
+from streamloader.format.writer import Writer
+from streamloader.options import Layout
+from streamloader.storage import Store, open_store
+
+# options of the command in remedies, and the arguments of `convert` that they are
+_ARGUMENTS = (
+    (r"--(overwrite|raw|resume)\b", r"\1=True"),
+    (r"--fill (\w+)=(\w+)", r'fill={"\1": \2}'),
+    (r"--on-error\b", "--on_error"),
+    (r'--(fields|format|on_error) "?(\w(?:[\w=:\[\],]*[\w\]])?)"?', r'\1="\2"'),
+    (r"--(fill|fields|format|on_error|map|resize|quality|workers|against)\b", r"\1="),
+)
+
+
+def python_words(remedy: str) -> str:
+    """Return the remedy with arguments of `convert` in place of options: `on_error="skip"` for `--on-error skip`."""
+    for option, argument in _ARGUMENTS:
+        remedy = re.sub(option, argument, remedy)
+    return remedy
+
+
+@contextmanager
+def for_python() -> Iterator[None]:
+    """Raise errors with remedies in the words of Python; the command calls the function that this decorates."""
+    try:
+        yield
+    except errors.StreamloaderError as error:
+        error.remedy = python_words(error.remedy)
+        raise
+
+
+@for_python()
+def convert(
+    src: str | os.PathLike[str] | Any,
+    dst: str | os.PathLike[str],
+    *,
+    format: str | None = None,  # noqa: A002 - as the command's option is called
+    fields: str | Iterable[str] | Mapping[str, str | Field | None] | None = None,
+    fill: Mapping[str, Any] | None = None,
+    raw: bool = False,
+    map: str | Callable[[dict[str, Any]], Any] | None = None,  # noqa: A002 - likewise
+    map_batch: int | None = None,
+    resize: str | int | tuple[int, int] | None = None,
+    quality: int | None = None,
+    split: str | Mapping[str, float] | None = None,
+    shuffle: int | None = None,
+    on_error: OnError = "raise",
+    engine: str = "local",
+    layout: Layout | None = None,
+    workers: int | None = None,
+    overwrite: bool = False,
+    resume: bool = False,
+    dry_run: bool = False,
+    storage_options: Mapping[str, Any] | None = None,
+    source_options: Mapping[str, Any] | None = None,
+    progress: Listener | None = None,
+) -> Report:
+    """Convert what lies at `src` into a dataset at the URL `dst`; docs/conversion.md says more of each argument.
+
+    `src` is a path, a URL, a map-style dataset, a dict with an array or list for each field, an iterable of samples, or
+    a generator function. `fields` chooses fields and types; `fill` maps fields to what replaces a missing value; `raw`
+    keeps packed values (`scale_factor`, ...) as stored. `map` is a function of a sample, or with `map_batch` of so many
+    at once; `resize` and `quality` re-encode images. `split` is `"train=0.9,val=0.1"` or a mapping: each becomes a
+    dataset, with samples assigned at random. `shuffle` is the seed of a random order. `on_error` says what becomes of
+    bad samples. `engine` is local, dask, ray or spark, with `=ADDRESS` if wanted. `workers` are processes, by default
+    one a core; 0 works in this process. Called again in the same way, it resumes; `overwrite` replaces what is there,
+    `resume` takes a finished dataset of the same source as done, `dry_run` writes nothing. `source_options` default to
+    `storage_options` where both URLs have one protocol.
+
+    Raises `UsageError`, `SourceError`, `SourceChangedError`, `DestinationError`, or a `StorageError`.
+    """
+    src = as_samples(src)
+    path = os.fspath(src) if isinstance(src, str | os.PathLike) else ""
+    if source_options is None and path and protocol_of(path) == protocol_of(dst):
+        source_options = storage_options
+    selection, splits = parse_selection(fields, fill, raw), parse_splits(split)
+    recode, mapper = parse_recode(resize, quality), parse_map(map, map_batch)
+    transforms = TransformOptions(selection, recode, mapper, splits, shuffle, layout or Layout())
+    options = RunOptions(workers, on_error, progress or ignore, parse_engine(engine))
+    store = open_store(dst, storage_options or {})
+    if not path and not map_style(src):
+        _check_iterable(transforms, options, resume or dry_run)
+        writer = partial(Writer, dst, layout=layout, overwrite=overwrite, storage_options=storage_options)
+        return _write_iterable(src, store, writer, transforms, options)
+    options.check(transforms, path, store.url)
+    conversion = Conversion(src, path, format, source_options or {}, store, transforms, options)
+    return conversion.convert(overwrite, resume, dry_run)
+
+
+def _write_iterable(
+    src: Any, store: Store, writer: Callable[..., Writer], transforms: TransformOptions, options: RunOptions
+) -> Report:
+    """Write samples that come one after another, in their order, with a `writer` of fields and provenance.
+
+    The fields are inferred from the first 64 samples, as `open_records` does. This cannot be resumed: Ctrl-C, and
+    whatever the iterable raises, end it, and what was written is removed.
+    """
+    name, url = qualified_name(src), f"{PYTHON}:{qualified_name(src)}"
+    samples = map(flatten, src)
+    first = list(islice(samples, PROBED))
+    if not first:
+        raise errors.SourceError(f"the {name} gives no sample", "give at least one")
+    named = [(i, f"sample {i} of the {name}", sample) for i, sample in enumerate(first)]
+    fields = infer_fields(url, named, transforms.selection)
+    notes = {"source": {"format": PYTHON, "url": url}, "object": name, **fields.notes, **transforms.selection.notes}
+    bad: list[SkippedSample] = []
+    quarantine = Quarantine(store)
+    threads = None if options.workers is None else max(1, options.workers)
+    with writer(fields.fields, workers=threads, provenance=notes) as out:
+        for number, sample in enumerate(chain(first, samples)):
+            if number % PROBED == 0:
+                options.listener(Progress("write", len(out)))
+            try:
+                out.write(fields.settled(sample, str(number)))
+            except errors.FieldError:
+                unfit = fields.bad_sample(sample, number, f"sample {number} of the {name}")
+                if unfit is None:
+                    raise  # not of this sample: an earlier shard could not be encoded
+                if not options.keep_bad:
+                    raise_bad(unfit)
+                bad.append(SkippedSample(number, unfit.name, unfit.problem).without_data())
+                if options.on_error == "quarantine":
+                    quarantine.add(replace(bad[-1], data=packed(unfit.data)))
+        if not len(out):
+            raise errors.SourceError(f"all samples of the {name} are bad", "look at the reasons")
+        options.listener(Progress("finish", len(out), len(out)))
+    quarantine.flush()
+    return Report.of_iterable(store.url, url, out.close(), tuple(bad))
+
+
+def _check_iterable(transforms: TransformOptions, options: RunOptions, looks_ahead: bool) -> None:
+    """Raise `UsageError` for what needs samples by number."""
+    given = {
+        "resume or dry_run": looks_ahead,
+        "split": transforms.splits,
+        "shuffle": transforms.shuffle is not None,
+        "map": transforms.mapper,
+        "resize or quality": transforms.recode,
+        "engine": options.engine.name != "local",
+    }
+    for name, value in given.items():
+        if value:
+            remedy = "do it in the iterable, or give a map-style dataset"
+            raise errors.UsageError(f"{name} of an iterable, which has no samples by number", remedy)
+
+
+def protocol_of(url: str | os.PathLike[str]) -> str:
+    """Return the protocol of a URL: two stores of one protocol share their options."""
+    text = os.fspath(url)
+    return text.partition("://")[0] if "://" in text else "file"

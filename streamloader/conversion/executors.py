@@ -1,0 +1,486 @@
+"""Where the tasks of a conversion run: in processes of this machine, or on a Dask, Ray or Spark cluster.
+
+- Tasks are made as they are needed: the first of them runs before the last is made, and few are held at any time.
+- `on_done` is called in the thread that called `run_tasks`, in the order in which tasks end.
+- After a failure no further task is submitted, those that were are finished, and the failure of the earliest task is
+  raised, as the error that it was where it happened. A bug, any exception but a `StreamloaderError`, is an
+  `EngineError` with its traceback as a note.
+- A task whose worker dies is retried, `ATTEMPTS` times in all; then it is an `EngineError` that names the shard. Dask
+  and Spark retry such tasks themselves.
+- Ctrl-C, or whatever else `on_done` raises, ends the run at once.
+
+Local workers are programs of their own, `python -m streamloader.conversion.executors FD`, not forked: an object client
+that was used before a fork hangs. They inherit a socket, nothing with a name: so a kill -9 of any process leaves no
+semaphore, no shared memory and, since the socket then closes, no process.
+
+A connection to Ray or Spark that this process has already is used, and stays open: it can have but one.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import traceback
+import uuid
+from collections import deque
+from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from multiprocessing import Pipe, connection
+from queue import SimpleQueue
+from typing import Any, TypeVar
+
+from streamloader.conversion.optional import need
+from streamloader.conversion.shard_task import Outcome, Task
+from streamloader.errors import EngineError, StreamloaderError, UsageError
+from streamloader.storage.process import SIGNAL_SECONDS, cpu_count
+
+ATTEMPTS = 3  # a worker that is killed three times at one shard will be killed a fourth time
+FRAMES = 6  # the innermost ones of a bug's traceback, enough to find it
+EXCERPT = 400  # characters of a message that may hold tracebacks of several programs
+ENDING_SECONDS = 10.0  # for printing a traceback and leaving the interpreter
+
+# glibc gives every large array back to the system at once, and the next shard's pages are cleared again: 1.7 times as
+# fast without (bench/NOTES.md). One arena, also for Arrow: what one thread or library lets go another takes. A worker
+# holds its peak until it ends; other C libraries ignore these.
+KEPT_MEMORY = {
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 34),
+    "MALLOC_ARENA_MAX": "1",
+    "ARROW_DEFAULT_MEMORY_POOL": "system",
+}
+HOST_AND_PORT = r"(?:\[([^\]]+)\]|([^/,:\[\]]+)):(\d+)"
+CONNECT_SECONDS = 10.0
+
+T = TypeVar("T")
+Result = Outcome | StreamloaderError
+
+
+class WorkerDiedError(Exception):
+    """The worker died at the task, which may be retried."""
+
+
+def _wait(futures: Collection[Future[Result]]) -> Collection[Future[Result]]:
+    return wait(futures, SIGNAL_SECONDS, FIRST_COMPLETED).done  # a short wait, so that Ctrl-C ends it
+
+
+@dataclass(frozen=True)
+class Executor:
+    """Runs tasks elsewhere. `name` is for messages.
+
+    `submit(task, retry)` begins a task. Its future ends with the result, with `WorkerDiedError`, or with an exception
+    of the executor's own. `slots` is how many tasks it runs at a time, now; `ahead` how many it is given for each slot,
+    so that none waits for us; `limit` how many at most, 0 for no limit. `wait` waits a moment, and returns the futures
+    that have ended.
+    """
+
+    name: str
+    submit: Callable[[Task, bool], Future[Result]]
+    slots: Callable[[], int]
+    ahead: int = 2
+    limit: int = 0
+    wait: Callable[[Collection[Future[Result]]], Collection[Future[Result]]] = _wait
+
+    def capacity(self) -> int:
+        """Return how many tasks may be under way now. At least one: clusters that grow begin with no worker."""
+        capacity = max(1, self.slots()) * self.ahead
+        return min(capacity, self.limit) if self.limit else capacity
+
+
+def run_tasks(executor: Executor, tasks: Iterator[Task], on_done: Callable[[Task, Outcome], None]) -> None:
+    """Run all tasks, as the module says. Raises what the earliest failed task raised."""
+    todo = ((number, task, 0) for number, task in enumerate(tasks))
+    retries: list[tuple[int, Task, int]] = []  # with how many workers died at it
+    under_way: dict[Future[Result], tuple[int, Task, int]] = {}
+    failures: dict[int, StreamloaderError] = {}
+    while True:
+        free = 0 if failures else executor.capacity() - len(under_way)
+        while free > 0 and (following := retries.pop() if retries else next(todo, None)):
+            under_way[executor.submit(following[1], following[2] > 0)] = following
+            free -= 1
+        if not under_way:
+            break
+        for future in executor.wait(under_way.keys()):
+            number, task, deaths = under_way.pop(future)
+            error = future.exception()
+            if isinstance(error, WorkerDiedError) and deaths + 1 < ATTEMPTS:
+                retries.append((number, task, deaths + 1))
+                continue
+            result = future.result() if error is None else _failure(executor, task, error)
+            if isinstance(result, StreamloaderError):
+                failures[number] = result
+            else:
+                on_done(task, result)
+    if failures:
+        raise failures[min(failures)]
+
+
+def _failure(executor: Executor, task: Task, error: BaseException) -> EngineError:
+    memory = "if memory ran out, use fewer workers or a smaller shard size; then run the same command again"
+    if isinstance(error, WorkerDiedError):
+        return EngineError(f"the worker that wrote {task} {error}, {ATTEMPTS} times in all", memory)
+    text = "\n".join(line for line in str(error).splitlines() if not line.startswith("\tat "))  # Java's frames
+    text = text if len(text) <= 2 * EXCERPT else f"{text[:EXCERPT]} ... {text[-EXCERPT:]}"
+    remedy = f"its workers need this process's Python, streamloader and packages; see also its log; {memory}"
+    return EngineError(f"{executor.name} could not run {task}: {type(error).__name__}: {text}", remedy)
+
+
+def attempt(task: Task, work: Callable[[], T]) -> T | StreamloaderError:
+    """Do work of a task in a worker. An error is a result too: clusters wrap, print or retry those that are raised."""
+    try:
+        return work()
+    except StreamloaderError as error:
+        return error
+    except Exception as error:  # noqa: BLE001 - handed to the caller, whatever it is
+        frames = traceback.extract_tb(error.__traceback__)[-FRAMES:]
+        where = ", ".join(f"{frame.filename}:{frame.lineno} in {frame.name}" for frame in reversed(frames))
+        problem = f"the worker that wrote {task} failed: {type(error).__name__}: {error} (at {where})"
+        failure = EngineError(problem, "this is a bug, please report it")
+        failure.add_note(traceback.format_exc())
+        return failure
+
+
+def attempt_task(task: Task) -> Result:
+    """Run a task in a worker of a cluster."""
+    return attempt(task, task.run)
+
+
+@contextmanager
+def open_local(workers: int) -> Iterator[Executor]:
+    """Start `workers` processes, each of which reads one task while it writes another; 0 runs tasks in this process."""
+    if not workers:
+        yield Executor("local", _run_here, lambda: 1, ahead=1)
+        return
+    pool = WorkerPool(workers)
+    try:
+        pool.start()
+        yield Executor("local", pool.submit, lambda: workers, wait=pool.wait)
+    finally:
+        for worker in pool.workers:
+            worker.close()
+
+
+def _run_here(task: Task, _: bool) -> Future[Result]:
+    future: Future[Result] = Future()
+    future.set_result(task.run())
+    return future
+
+
+def _in_threads(run: Callable[[Task], Result]) -> Callable[[Task, bool], Future[Result]]:
+    """Return a `submit` for a function that waits for the result of a task on a cluster, in a thread for each task.
+
+    Nobody waits for these threads: at Ctrl-C a cluster may not answer any more.
+    """
+
+    def submit(task: Task, _: bool) -> Future[Result]:
+        future: Future[Result] = Future()
+
+        def work() -> None:
+            try:
+                future.set_result(run(task))
+            except BaseException as error:  # noqa: BLE001 - handed to the caller, whatever it is
+                future.set_exception(error)
+
+        threading.Thread(target=work, name="streamloader-task", daemon=True).start()
+        return future
+
+    return submit
+
+
+class Worker:
+    """One process with the tasks that it is at: the future of each, and whether it is a retry."""
+
+    def __init__(self) -> None:
+        self.channel, theirs = Pipe()
+        # Ctrl-C in a terminal reaches the whole process group: the starter decides. SIGINT is blocked from the first
+        # instruction on, since an interpreter that is still importing would print a traceback.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            end, null = theirs.fileno(), subprocess.DEVNULL
+            command = [sys.executable, "-P", "-m", "streamloader.conversion.executors", str(end)]
+            env = {**KEPT_MEMORY, **os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+            self.process = subprocess.Popen(command, stdin=null, stdout=null, pass_fds=(end,), env=env)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        theirs.close()
+        self.assigned: deque[tuple[Future[Result], bool]] = deque()
+        self.ready = True  # for another task
+
+    def takes(self, retry: bool) -> bool:
+        """Return whether it can take a task now. A retry runs alone: so it is known at which task workers die."""
+        return self.ready and not (self.assigned and (retry or any(other for _, other in self.assigned)))
+
+    def begin(self, task: Task, future: Future[Result], retry: bool) -> None:
+        """Give it a task."""
+        self.assigned.append((future, retry))
+        self.ready = False
+        with suppress(ConnectionError):  # it has died: its closed channel is noticed in any case
+            self.channel.send(task)
+
+    def close(self) -> int:
+        """End the process, at once where it still runs, and return its status."""
+        self.process.kill()  # does nothing to one that has ended
+        self.channel.close()
+        return self.process.wait()
+
+    def fail(self) -> list[Future[Result]]:
+        """End the futures of the worker, which closed its channel, and return them."""
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(ENDING_SECONDS)
+        status = self.close()
+        how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"failed with status {status}"
+        for future, _ in self.assigned:
+            future.set_exception(WorkerDiedError(how))
+        return [future for future, _ in self.assigned]
+
+
+class WorkerPool:
+    """Processes of this machine. Only the thread that waits starts tasks and receives results."""
+
+    def __init__(self, count: int) -> None:
+        self.workers: list[Worker] = []
+        self._count = count
+        self._queue: deque[tuple[Task, Future[Result], bool]] = deque()
+
+    def start(self) -> None:
+        """Start the workers that are missing."""
+        while len(self.workers) < self._count:
+            self.workers.append(Worker())
+
+    def submit(self, task: Task, retry: bool) -> Future[Result]:
+        """Add a task to those that wait for a worker."""
+        future: Future[Result] = Future()
+        self._queue.append((task, future, retry))
+        return future
+
+    def wait(self, _: Collection[Future[Result]]) -> list[Future[Result]]:
+        """Give tasks to workers, wait a moment for what they send, and return the futures that ended."""
+        self.start()
+        while self._queue and (worker := next((one for one in self.workers if one.takes(self._queue[0][2])), None)):
+            worker.begin(*self._queue.popleft())
+        busy: dict[object, Worker] = {w.channel: w for w in self.workers if w.assigned or not w.ready}
+        done = [self._receive(busy[channel]) for channel in connection.wait(list(busy), SIGNAL_SECONDS)]  # type: ignore[arg-type]
+        return [future for futures in done for future in futures]
+
+    def _receive(self, worker: Worker) -> list[Future[Result]]:
+        try:
+            message: Result | None = worker.channel.recv()
+        except (EOFError, OSError):  # OSError: killed in the middle of a message
+            self.workers.remove(worker)
+            return worker.fail()
+        if message is None:
+            worker.ready = True
+            return []
+        future, _ = worker.assigned.popleft()
+        future.set_result(message)
+        return [future]
+
+
+def main(descriptor: int) -> None:
+    """Run tasks from the socket `descriptor` until the other end is closed, which a kill -9 of the starter does too.
+
+    One shard is read while the one before is written, for the processor has little to do with a write. The worker sends
+    None when it can take another task, and a result for each task, in the order of the tasks.
+    """
+    tasks: SimpleQueue[Task] = SimpleQueue()
+    writing: Future[None] | None = None
+    with connection.Connection(descriptor) as channel, ThreadPoolExecutor(1) as writer:
+        threading.Thread(target=_receive_tasks, args=(channel, tasks), daemon=True).start()
+        send_lock = threading.Lock()  # the writer sends too
+
+        def send(message: Result | None) -> None:
+            with send_lock:
+                channel.send(message)
+
+        def write(task: Task, prepared: Callable[[], Outcome] | StreamloaderError) -> None:
+            send(prepared if isinstance(prepared, StreamloaderError) else attempt(task, prepared))
+
+        def read(task: Task) -> Future[None]:
+            """Read a task, and begin to write it. A function, so that the writer alone holds the shard."""
+            prepared = attempt(task, task.prepare)
+            if writing is not None:
+                writing.result()  # two shards are held, not more
+            return writer.submit(write, task, prepared)
+
+        while True:
+            writing = read(tasks.get())
+            send(None)
+
+
+def _receive_tasks(channel: connection.Connection, tasks: SimpleQueue[Task]) -> None:
+    try:
+        while True:
+            tasks.put(channel.recv())
+    except (EOFError, OSError):
+        pass  # the starter is gone
+    except Exception:  # noqa: BLE001 - a task that cannot be loaded here
+        traceback.print_exc()
+    os._exit(1)
+
+
+@dataclass(frozen=True)
+class EngineChoice:
+    """An engine's name, and the address of the cluster; empty: the engine's local mode."""
+
+    name: str = "local"
+    address: str = ""
+
+
+def parse_engine(text: str) -> EngineChoice:
+    """Return the engine that `text` names: `local`, or `dask`, `ray`, `spark`, each with `=ADDRESS` if wanted."""
+    name, equals, address = (part.strip() for part in text.partition("="))
+    if name not in ("local", *CLUSTERS):
+        example = CLUSTERS["dask"].example
+        raise UsageError(f"there is no engine {text!r}", f"choose local, {', '.join(CLUSTERS)}, or e.g. {example}")
+    if equals and name == "local":
+        raise UsageError(f"the engine {text!r} has an address", "local is this machine; --workers says how many")
+    if address.startswith("sc://"):
+        raise UsageError(f"{address} is Spark Connect, which cannot run tasks", "give the URL of the master")
+    if equals and not re.match(CLUSTERS[name].pattern, address):
+        raise UsageError(f"the engine {text!r} has no address", f"write {name}, or e.g. {CLUSTERS[name].example}")
+    return EngineChoice(name, address)
+
+
+def open_executor(choice: EngineChoice, workers: int) -> AbstractContextManager[Executor]:
+    """Start or connect to the chosen executor, for as long as the block.
+
+    `workers` are processes on this machine; 0 is, for `local`, this process itself, and for the others all cores. On a
+    cluster with an address they are the most tasks at a time; 0 is as many as it has slots.
+    Raises `EngineError` where the engine fails, `UsageError` where its package is missing.
+    """
+    if choice.name == "local":
+        return open_local(workers)
+    failures = []
+    for bracketed, plain, port in re.findall(HOST_AND_PORT, choice.address):  # clusters take minutes to say that
+        try:
+            socket.create_connection((bracketed or plain, int(port)), CONNECT_SECONDS).close()
+        except (OSError, OverflowError) as error:  # a port above 65535
+            failures.append(str(error))
+        else:
+            failures.clear()
+            break
+    if failures:
+        raise EngineError(f"no connection to {choice.address}: {failures[0]}", f"see that {choice.name} runs there")
+    return CLUSTERS[choice.name].open(choice.address, workers)
+
+
+@contextmanager
+def _open_dask(address: str, workers: int) -> Iterator[Executor]:
+    distributed: Any = need("distributed")
+    with ExitStack() as stack:
+        try:
+            # no memory limit: parts are bounded, and the machine's is the limit
+            size = {"n_workers": workers or cpu_count(), "threads_per_worker": 1, "memory_limit": 0}
+            local = distributed.LocalCluster
+            cluster = address or stack.enter_context(local(**size, dashboard_address=None))
+            client = stack.enter_context(distributed.Client(cluster, set_as_default=False))
+        except (OSError, ValueError) as error:
+            raise EngineError(f"no Dask scheduler at {address or 'this machine'}: {error}", "see its log") from error
+
+        def run(task: Task) -> Any:
+            return client.submit(attempt_task, task, pure=False, retries=0).result()
+
+        def slots() -> int:
+            try:
+                return sum(client.nthreads().values())
+            except OSError as error:
+                raise EngineError(f"the Dask scheduler at {address} is gone: {error}", "see its log") from error
+
+        # One for each slot: Dask gives a killed worker's waiting tasks the same blame as the one that it was at.
+        yield Executor("Dask", _in_threads(run), slots, 1, workers if address else 0)
+
+
+@contextmanager
+def _open_ray(address: str, workers: int) -> Iterator[Executor]:
+    ray: Any = need("ray")
+    with ExitStack() as stack:
+        if not ray.is_initialized():
+            size = {} if address else {"num_cpus": workers or cpu_count(), "include_dashboard": False}
+            stack.callback(ray.shutdown)
+            try:
+                ray.init(address=address or "local", log_to_driver=False, logging_level="ERROR", **size)
+            except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+                raise EngineError(f"no Ray cluster at {address or 'this machine'}: {error}", "see its log") from error
+        elif address not in ("", "auto"):
+            raise UsageError(f"this process is connected to Ray, so not to {address}", "write ray, without an address")
+        # no retry of Ray's own: it has no limit where memory runs out
+        remote = ray.remote(attempt_task).options(max_retries=0, num_cpus=1)
+        died = (ray.exceptions.WorkerCrashedError, ray.exceptions.NodeDiedError, ray.exceptions.OutOfMemoryError)
+
+        def run(task: Task) -> Any:
+            try:
+                return ray.get(remote.remote(task))
+            except died:
+                raise WorkerDiedError("died") from None
+
+        def slots() -> int:
+            return int(ray.cluster_resources().get("CPU", 0))
+
+        yield Executor("Ray", _in_threads(run), slots, limit=workers if address else 0)
+
+
+@contextmanager
+def _open_spark(address: str, workers: int) -> Iterator[Executor]:
+    pyspark: Any = need("pyspark")
+    context = pyspark.SparkContext._active_spark_context
+    with ExitStack() as stack:
+        group = f"streamloader-{uuid.uuid4().hex}"
+        if context is None:
+            context = _spark_context(pyspark, address, workers or cpu_count())
+            stack.callback(context.stop)
+        elif address in ("", context.master):
+            stack.callback(context.cancelJobGroup, group)
+        else:
+            problem = f"this process has a Spark context at {context.master}, so none at {address}"
+            raise UsageError(problem, "write spark, without an address")
+        slots = [int(context.defaultParallelism)]
+
+        def run(task: Task) -> Any:  # a call to Java that Ctrl-C cuts breaks its thread's connection
+            context.setJobGroup(group, "a conversion of streamloader")
+            (result,) = context.parallelize([task], 1).map(attempt_task).collect()
+            slots[0] = int(context.defaultParallelism)
+            return result
+
+        yield Executor("Spark", _in_threads(run), lambda: slots[0], limit=workers if address else 0)
+
+
+def _spark_context(pyspark: Any, address: str, workers: int) -> Any:
+    master = address or f"local[{workers},4]"  # 4 attempts at each task, as on a cluster
+    conf = pyspark.SparkConf().setMaster(master).setAppName("streamloader")
+    conf.set("spark.ui.enabled", "false").set("spark.ui.showConsoleProgress", "false")
+    if master.startswith("local"):  # its workers are on this machine
+        conf.set("spark.driver.host", "127.0.0.1").set("spark.driver.bindAddress", "127.0.0.1")
+        conf.set("spark.executorEnv.PYTHONPATH", os.pathsep.join(path for path in sys.path if path))
+    try:
+        context = pyspark.SparkContext(conf=conf)
+    except Exception as error:
+        problem = f"Spark does not start with the master {master}: {error}"
+        raise EngineError(problem, "see that the master runs, and that Java 17 or later is here") from error
+    context.pythonExec = os.environ.get("PYSPARK_PYTHON", sys.executable)
+    return context
+
+
+@dataclass(frozen=True)
+class _Cluster:
+    """How to open an engine, how an address of it begins, and an example of one."""
+
+    open: Callable[[str, int], AbstractContextManager[Executor]]
+    pattern: str
+    example: str
+
+
+CLUSTERS = {
+    "dask": _Cluster(_open_dask, r"(tcp|tls|ucx|ws|wss)://.+:\d+$", "dask=tcp://host:8786"),
+    "ray": _Cluster(_open_ray, r"auto$|(ray://)?[^/]+:\d+$", "ray=ray://host:10001"),
+    "spark": _Cluster(_open_spark, r"local(-cluster)?(\[.+\])?$|yarn$|(spark|k8s)://.+", "spark=spark://host:7077"),
+}
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

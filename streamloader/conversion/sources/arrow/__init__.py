@@ -1,1 +1,0 @@
-"""Apache Arrow's family: Parquet, Arrow and Feather files, Hugging Face datasets."""

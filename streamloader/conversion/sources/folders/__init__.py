@@ -1,1 +1,0 @@
-"""Files in folders, kept as they are: images, audio clips, COCO."""

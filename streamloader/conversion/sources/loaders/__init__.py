@@ -1,1 +1,0 @@
-"""What other loaders write: TFRecord, MosaicML MDS, LitData."""

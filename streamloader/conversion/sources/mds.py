@@ -1,0 +1,336 @@
+"""MosaicML streaming datasets (MDS): shards of samples and their index.json. See formats/mds/MAPPING.md.
+
+A shard is, little-endian: u32 count, u32 offsets[count + 1], the columns as JSON, the samples.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from operator import attrgetter
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from streamloader.conversion.sources.base import AGAIN, Source, damaged
+from streamloader.conversion.sources.fields import FieldSelection, SourceFormat
+from streamloader.conversion.sources.files import Listing, field_names
+from streamloader.conversion.sources.media import image_bytes
+from streamloader.conversion.sources.ranged_io import Content, Range, Stream, read_document, read_each, read_range
+from streamloader.conversion.sources.records import RecordFile, cut_files, open_records, parse_number
+from streamloader.errors import SourceError
+from streamloader.format.manifest import natural
+from streamloader.storage.store import ObjectInfo, Store
+
+NAME = "mds"
+VERSION = 2
+INDEX = "index.json"
+MAX_INDEX_BYTES = 256 << 20  # some 300,000 shards
+MAX_UNPACKED = 1 << 30  # a compressed shard is unpacked into memory
+_PACKINGS = {"zstd": "zstd", "gz": "gzip", "bz2": "bzip2"}
+_SHARD = re.compile(r"\.mds(\.\w+)?\Z")
+# by the number that stands for each in an array whose dtype is not in the column's encoding
+_DTYPES = {
+    **{8: "uint8", 9: "int8", 16: "uint16", 17: "int16", 18: "float16", 32: "uint32", 33: "int32", 34: "float32"},
+    **{64: "uint64", 65: "int64", 66: "float64"},
+}
+_SCALARS = {"int": "int64", **{name: name for name in _DTYPES.values()}}
+_MAX_AXES = 30  # as many as a field may have
+_MAX_SIDE = (1 << 31) - 1
+_REFUSED = {
+    "pkl": "pickles, which are never read",
+    "str_decimal": "decimal numbers, which no dtype holds",
+    **dict.fromkeys(("jpeg_array", "jpegarray", "list[jpeg]", "list[png]", "list[pil]"), "several images a sample"),
+}
+_IMAGE_HEAD = struct.Struct("<III")  # width, height, length of the mode's name
+_PIXEL_BYTES = {"L": 1, "LA": 2, "RGB": 3, "RGBA": 4, "I;16": 2}  # of the modes that a PNG keeps as they are
+
+Read = Callable[[bytes], Any]  # raises ValueError for what is not such a value
+
+
+def has_index(listing: Listing, named: re.Pattern[str]) -> bool:
+    """Return whether there is an index.json, and a file of such a name; both may lie in folders below."""
+    if all(info.path.rpartition("/")[2] != INDEX for info in listing.of("json")):
+        return False
+    return any(named.search(info.path.rpartition("/")[2]) for info in listing.visible)
+
+
+def matches(listing: Listing) -> bool:
+    """Return whether the listing holds an index.json and shards."""
+    return has_index(listing, _SHARD)
+
+
+def open_source(listing: Listing, selection: FieldSelection) -> Source:
+    """Return the source: the samples of all shards, in the order of the index.
+
+    Raises `SourceError` for an index that does not fit its files, for shards of different columns, and for a selected
+    column whose encoding is not read (pickles, lists of images, ...).
+    """
+    index = read_index(listing)
+    columns = _columns(index)
+    names = field_names([column.key for column in columns], index.where)
+    read = {column.key: _reader(column, index) for column in columns if selection.wanted(names[column.key])}
+    decode = partial(decode_sample, columns, read)
+    shards = [_shard(listing.store, index, entry, f"shard {number}") for number, entry in enumerate(index.entries)]
+    infos = [index.files[INDEX], *(shard.content.info for shard in shards)]
+    path, times = Counter(info.path for info in infos).most_common(1)[0]
+    if times > 1:
+        raise index.wrong(f"names the file {path!r} twice")
+    notes = {"encodings": {names[column.key]: column.encoding for column in columns}}
+    files = tuple(sorted(infos, key=attrgetter("path")))
+    cut = cut_files([RecordFile(one.content.where, one.count, partial(partial, one.samples)) for one in shards], decode)
+    return open_records(listing.url, files, sum(one.count for one in shards), cut, selection, notes=notes)
+
+
+FORMATS = (SourceFormat(NAME, matches, open_source, marked=True),)
+
+
+@dataclass(frozen=True)
+class Index:
+    """An index.json: what it says of each shard, and the files in its folder, by path."""
+
+    where: str
+    files: Mapping[str, ObjectInfo]
+    entries: Sequence[Mapping[str, Any]] = ()
+
+    def file(self, name: Any) -> ObjectInfo:
+        """Return the file of that name. Raises `SourceError` where it is not there, or not in the index's folder."""
+        if not isinstance(name, str) or name.startswith("/") or "\\" in name or ".." in name.split("/"):
+            raise self.wrong(f"names the file {name!r}: only files in its own folder are read")
+        if name not in self.files:
+            raise self.wrong(f"names the file {name!r}, which does not exist")
+        return self.files[name]
+
+    def wrong(self, what: str, remedy: str = "fetch or make the dataset again") -> SourceError:
+        """Return the error that says what is wrong with the index."""
+        return SourceError(f"{self.where} {what}", remedy)
+
+
+def read_index(listing: Listing) -> Index:
+    """Return the index right in the folder. Raises `SourceError` where there is none, or for one that lists no MDS."""
+    if not listing.folder:
+        raise SourceError(f"{listing.url} is not a folder", f"name the folder that holds {INDEX}")
+    index = Index(f"{listing.store.url}/{INDEX}", {info.path: info for info in listing.files})
+    if INDEX not in index.files:
+        folders = [info.path[: -len(INDEX) - 1] for info in listing.files if info.path.endswith(f"/{INDEX}")]
+        if not folders:
+            raise SourceError(f"{listing.url} holds no {INDEX}", "check the path, and that its writer was closed")
+        named = ", ".join(folders[:5]) + (", ..." if len(folders) > 5 else "")
+        remedy = f"convert each: {listing.url}/{folders[0]}"
+        raise SourceError(f"{listing.url} holds no {INDEX}, its folders {named} do", remedy)
+    _, document = read_document(listing.store, index.files[INDEX], MAX_INDEX_BYTES)
+    version, entries = document.get("version"), document.get("shards")
+    if version != VERSION:
+        remedy = "write the dataset again with a current streaming package"
+        raise index.wrong(f"is of version {version!r}, only {VERSION} is known", remedy)
+    if not isinstance(entries, list) or not entries or not all(isinstance(entry, dict) for entry in entries):
+        raise index.wrong("lists no shard")
+    other = next((entry.get("format") for entry in entries if entry.get("format") != NAME), NAME)
+    if other != NAME:
+        problem = f"lists shards of the format {other!r}, only 'mds' is read"
+        raise index.wrong(problem, "convert the JSON or CSV files themselves, or write MDS")
+    return Index(index.where, index.files, entries)
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of every sample. `size` is the number of bytes of its values, 0 where each states its own."""
+
+    key: str
+    encoding: str
+    size: int
+
+
+def _columns(index: Index) -> list[Column]:
+    """Return the columns, which all shards must share."""
+    keys = ("column_names", "column_encodings", "column_sizes")
+    first = index.entries[0]
+    for number, entry in enumerate(index.entries):
+        other = next((key for key in keys if entry.get(key) != first.get(key)), None)
+        if other:
+            problem = f"shard {number} of {index.where} has other {other} than the first"
+            raise SourceError(problem, "give all shards the same columns, or convert them apart")
+    try:
+        rows = zip(*(first[key] for key in keys), strict=True)
+        columns = [Column(name, encoding, natural(size or 0)) for name, encoding, size in rows]
+        if not all(isinstance(one, str) for column in columns for one in (column.key, column.encoding)):
+            raise ValueError("names and encodings are text")
+        if not columns or len({column.key for column in columns}) < len(columns):
+            raise ValueError("each column has its own name")
+    except (KeyError, TypeError, ValueError) as error:
+        raise index.wrong(f"does not list its columns ({type(error).__name__}: {error})") from None
+    return columns
+
+
+def _reader(column: Column, index: Index) -> Read:
+    """Return what reads the values of a column. Raises `SourceError` for one whose encoding is not read."""
+    try:
+        read, size = encoding_of(column.encoding)
+    except ValueError as error:
+        remedy = "leave it out by naming the fields to keep with --fields"
+        raise index.wrong(f"has the column {column.key!r} of {column.encoding!r}: {error}", remedy) from None
+    if size != column.size:
+        said = f"says {column.size or 'varying'} bytes of the column {column.key!r}"
+        raise index.wrong(f"{said}, {column.encoding!r} has {size or 'varying'}")
+    return read
+
+
+def decode_sample(columns: Sequence[Column], read: Mapping[str, Read], data: memoryview) -> Mapping[str, Any]:
+    """Return the values of a sample by column, None for one without a reader. Raises ValueError for a damaged one.
+
+    A sample is the u32 size of each value of a column without a fixed one, then the values.
+    """
+    sizes = [column.size for column in columns]
+    varying = [i for i, size in enumerate(sizes) if not size]
+    at = 4 * len(varying)
+    if len(data) < at:
+        raise ValueError(f"it has {len(data)} bytes, the sizes of its columns alone {at}")
+    for i, size in zip(varying, struct.unpack_from(f"<{len(varying)}I", data), strict=True):
+        sizes[i] = size
+    if at + sum(sizes) != len(data):
+        raise ValueError(f"it has {len(data)} bytes, its columns {at + sum(sizes)}")
+    values: dict[str, Any] = {}
+    for column, size in zip(columns, sizes, strict=True):
+        try:
+            values[column.key] = read[column.key](bytes(data[at : at + size])) if column.key in read else None
+        except ValueError as error:
+            raise ValueError(f"column {column.key!r}: {error}") from None
+        at += size
+    return values
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A file of `count` samples; its content has the size that the index states."""
+
+    content: Content
+    count: int
+
+    def samples(self, rows: NDArray[np.int64]) -> Iterator[memoryview]:
+        """Yield the bytes of the samples of these rows, which ascend. Raises `SourceError` that names the file."""
+        content, size = self.content, self.content.size
+        if not content.compression:
+            table = read_range(content.store, Range(content.info.path, 0, min(4 * (int(rows[-1]) + 3), size)))
+            yield from read_each([(content, *self._spans(table, rows))])
+            return
+        data = memoryview(Stream(content).read(0, size + 1))
+        if len(data) != size:
+            problem = f"{'more' if len(data) > size else 'less'} than the {size} bytes that its index says"
+            raise damaged(f"{content.where} unpacks to {problem}")
+        for start, stop in zip(*self._spans(data, rows), strict=True):
+            yield data[int(start) : int(stop)]
+
+    def _spans(self, table: memoryview, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return where the samples of these rows start and stop, from a table that may end after the last of them.
+
+        Raises `SourceError` unless it lists `count` samples that lie one after another within the shard.
+        """
+        last, where = int(rows[-1]) + 1, self.content.where
+        if len(table) < 4 * (last + 2):
+            raise damaged(f"{where} is truncated: it ends within its table of offsets")
+        found = np.frombuffer(table, "<u4", last + 2)
+        if found[0] != self.count:
+            raise damaged(f"{where} holds {found[0]} samples, its index says {self.count}")
+        offsets = found[1:].astype(np.int64)
+        if offsets[0] < 4 * (self.count + 2) or offsets[-1] > self.content.size or (np.diff(offsets) < 0).any():
+            raise damaged(f"{where} is damaged: its offsets are not ascending within its size")
+        return offsets[rows], offsets[rows + 1]
+
+
+def _shard(store: Store, index: Index, entry: Mapping[str, Any], which: str) -> Shard:
+    """Return a shard: the unpacked file where it is there, else the compressed one."""
+    try:
+        count, raw, packed = natural(entry["samples"]), entry["raw_data"], entry.get("zip_data")
+        size, compression = natural(raw["bytes"]), entry.get("compression")
+        file, codec = raw, ""
+        if packed and compression and raw["basename"] not in index.files:
+            file, codec = packed, str(compression).partition(":")[0]
+        info, stored = index.file(file["basename"]), natural(file["bytes"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise index.wrong(f"does not say what {which} is ({type(error).__name__}: {error})") from None
+    smaller = "write smaller shards, or unpack it"
+    checks = (
+        (info.size == stored, f"{stored} bytes, it has {info.size}", AGAIN),
+        (4 * (count + 2) <= size, f"{count} samples in {size} bytes", AGAIN),
+        (codec in ("", *_PACKINGS), f"the compression {codec!r}, only {', '.join(_PACKINGS)} are read", smaller),
+        (not codec or size <= MAX_UNPACKED, f"{size} bytes unpacked, at most {MAX_UNPACKED} are unpacked", smaller),
+    )
+    for good, problem, remedy in checks:
+        if not good:
+            raise index.wrong(f"says that {info.path} has {problem}", remedy)
+    return Shard(Content(store, info, _PACKINGS.get(codec, ""), size), count)
+
+
+def encoding_of(name: str) -> tuple[Read, int]:
+    """Return what reads the values of an encoding, and their number of bytes, 0 where it differs.
+
+    Raises ValueError, which says why, for an encoding that is not read.
+    """
+    if name in _REFUSED:
+        raise ValueError(_REFUSED[name])
+    readers: dict[str, Read] = {
+        **{"bytes": bytes, "jpeg": image_bytes, "png": image_bytes, "pil": _raw_image},
+        **{"str": bytes.decode, "json": bytes.decode},
+        **{"str_int": partial(parse_number, np.int64), "str_float": partial(parse_number, np.float64)},
+    }
+    if name in readers:
+        return readers[name], 0
+    if name in _SCALARS:
+        return partial(_array, _SCALARS[name], ()), np.dtype(_SCALARS[name]).itemsize
+    kind, *rest = name.split(":")
+    dtype, sizes = (*rest, "", "")[:2]
+    if kind != "ndarray" or len(rest) > 2 or (dtype and dtype not in _DTYPES.values()):
+        raise ValueError("an encoding that is not known")
+    shape = tuple(int(size) for size in sizes.split(",")) if sizes else None
+    if shape and min(shape) < 1:
+        raise ValueError("an array with an axis of no length")
+    return partial(_array, dtype, shape), np.dtype(dtype).itemsize * prod(shape) if shape and dtype else 0
+
+
+def _array(dtype: str, shape: tuple[int, ...] | None, data: bytes) -> Any:
+    """Return an array: u8 dtype unless the column says it; u8 axes * 4 + log2 of the bytes of a size and the sizes
+    unless the column says them; the values.
+    """
+    at = 0
+    if not dtype:
+        dtype, at = _DTYPES.get(data[0] if data else -1, ""), 1
+        if not dtype:
+            raise ValueError("the array has no dtype that is known")
+    if shape is None:
+        head = data[at] if len(data) > at else 0
+        axes, width = head >> 2, 1 << (head & 3)
+        if not 0 < axes <= _MAX_AXES or len(data) < at + 1 + axes * width:
+            raise ValueError(f"the array's {len(data)} bytes do not hold its shape")
+        shape = tuple(np.frombuffer(data, f"<u{width}", axes, at + 1).tolist())
+        at += 1 + axes * width
+    kind = np.dtype(dtype).newbyteorder("<")
+    if len(data) - at != kind.itemsize * prod(shape):
+        raise ValueError(f"the array is {dtype}{list(shape)}, and has {len(data) - at} bytes")
+    return np.frombuffer(data, kind, offset=at).reshape(shape)
+
+
+def _raw_image(data: bytes) -> Any:
+    """Return a Pillow image from u32 width, height and length of the mode, the mode, and its pixels.
+
+    Raises ValueError for a damaged one, and for a mode that no PNG holds without loss.
+    """
+    if len(data) < _IMAGE_HEAD.size:
+        raise ValueError(f"the image has {len(data)} bytes, too few for its header")
+    width, height, length = _IMAGE_HEAD.unpack_from(data)
+    mode = data[_IMAGE_HEAD.size : _IMAGE_HEAD.size + length].decode("ascii", "replace") if length <= 8 else "?"
+    if mode not in (*_PIXEL_BYTES, "1"):
+        modes = ", ".join((*_PIXEL_BYTES, "1"))
+        raise ValueError(f"the image has the mode {mode!r}, only {modes} become PNG without loss")
+    pixels = data[_IMAGE_HEAD.size + length :]
+    needed = height * ((width + 7) // 8 if mode == "1" else width * _PIXEL_BYTES[mode])
+    if len(pixels) != needed or not 0 < width <= _MAX_SIDE or not 0 < height <= _MAX_SIDE:
+        raise ValueError(f"the image of {width} x {height} pixels needs {needed} bytes, it has {len(pixels)}")
+    from PIL import Image
+
+    return Image.frombytes(mode, (width, height), pixels)

@@ -1,0 +1,248 @@
+"""NumPy files (.npy, .npz, or a folder of .npy; nothing is unpickled), and binary files of tokens.
+
+See formats/npy/MAPPING.md and formats/tokens/MAPPING.md.
+"""
+
+from __future__ import annotations
+
+import io
+import struct
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.lib import format as npy_format
+from numpy.typing import NDArray
+
+from streamloader.conversion.sources import arrays
+from streamloader.conversion.sources.base import Source, damaged
+from streamloader.conversion.sources.fields import FieldSelection, SourceFormat
+from streamloader.conversion.sources.files import Listing, extension, field_names, required
+from streamloader.conversion.sources.ranged_io import READ_THREADS, Content, Range, open_file, read_each, read_range
+from streamloader.errors import SourceError, UsageError
+from streamloader.format.manifest import Field
+from streamloader.storage.process import run_all
+from streamloader.storage.store import ObjectInfo, Store
+
+_HEADER_BYTES = 16 << 10  # numpy refuses to evaluate a longer header too
+_PIECE = 4 << 20
+_LOCAL_HEADER = 30  # bytes before the name of a zip's member; the last four are the lengths of name and extra
+
+
+@dataclass(frozen=True)
+class NpyArray:
+    """An array whose rows are contiguous in a file, from byte `start` on: of its compressed `member` in an .npz where
+    one is named, else of the file itself.
+    """
+
+    info: ObjectInfo
+    start: int
+    dtype: np.dtype[Any]
+    count: int
+    field: Field
+    member: str = ""
+
+
+def _parse(head: bytes | memoryview, info: ObjectInfo, start: int, size: int, where: str) -> NpyArray:
+    """Return the array in the `size` bytes from `start` on, which begin with `head`; `where` is how messages call it.
+
+    Raises `SourceError` unless it is a complete, plain array of a known dtype, in C order.
+    """
+    file = io.BytesIO(head)
+    readers: dict[tuple[int, int], Callable[..., Any]] = {
+        (1, 0): npy_format.read_array_header_1_0,
+        (2, 0): npy_format.read_array_header_2_0,
+    }
+    with arrays.reading(f"{where} is not a readable .npy"):
+        version = npy_format.read_magic(file)
+        if version not in readers:
+            raise ValueError(f"format version {version[0]}.{version[1]}, which only structured arrays use")
+        shape, fortran, dtype = readers[version](file, max_header_size=_HEADER_BYTES)
+        if min(shape, default=0) < 0:
+            raise ValueError(f"its shape is {shape}")
+    if dtype.hasobject:
+        raise SourceError(f"{where} holds pickled objects, which are never read", "save it with allow_pickle=False")
+    if fortran and len(shape) > 1:
+        raise SourceError(f"{where} is in Fortran order: rows are not contiguous", "save numpy.ascontiguousarray(it)")
+    field = arrays.tensor_field(dtype, tuple(shape), where)
+    needed = file.tell() + field.item_bytes * shape[0]
+    if needed > size:
+        raise damaged(f"{where} has {size} bytes, its header says {needed}: it is truncated, or damaged")
+    return NpyArray(info, start + file.tell(), dtype, shape[0], field)
+
+
+def _npy_array(store: Store, info: ObjectInfo) -> NpyArray:
+    head = read_range(store, Range(info.path, 0, min(info.size, _HEADER_BYTES)))
+    return _parse(head, info, 0, info.size, f"{store.url}/{info.path}")
+
+
+def _npz_arrays(store: Store, info: ObjectInfo) -> dict[str, NpyArray]:
+    """Return the arrays of an .npz by name. Raises `SourceError` for what is not a zip of plain arrays."""
+    stored: dict[str, NpyArray] = {}
+    with _opened(store, info) as archive:
+        for entry in archive.infolist():
+            name, where = entry.filename.removesuffix(".npy"), f"{store.url}/{info.path}"
+            if name == entry.filename:
+                raise SourceError(f"{where} holds {name!r}", "an .npz holds .npy members only")
+            with archive.open(entry) as file:
+                head = file.read(_HEADER_BYTES)
+            if entry.compress_type == zipfile.ZIP_STORED:
+                start = entry.header_offset + _LOCAL_HEADER
+                start += sum(struct.unpack("<HH", read_range(store, Range(info.path, start - 4, start))))
+                size = min(entry.file_size, info.size - start)
+                stored[name] = _parse(head, info, start, size, f"{where}:{name}")
+            else:
+                array = _parse(head, info, 0, entry.file_size, f"{where}:{name}")
+                arrays.check_claim(f"{where}:{name}", array.field.item_bytes * array.count, entry.compress_size)
+                stored[name] = replace(array, member=entry.filename)
+    return stored
+
+
+@contextmanager
+def _opened(store: Store, info: ObjectInfo) -> Iterator[zipfile.ZipFile]:
+    problem = f"{store.url}/{info.path} is not an .npz, or is damaged"
+    with arrays.reading(problem), zipfile.ZipFile(open_file(store, info)) as archive:
+        yield archive
+
+
+def _unpack_rows(store: Store, array: NpyArray, rows: NDArray[np.int64], out: NDArray[Any]) -> None:
+    """Fill `out` with rows, which ascend, of a compressed member.
+
+    It is unpacked from its beginning, a few MiB at a time. Raises `SourceError` for a damaged or truncated member.
+    """
+    size = array.field.item_bytes
+    per_piece = max(1, _PIECE // size)
+    with _opened(store, array.info) as archive, archive.open(array.member) as file:
+        file.read(array.start)
+        last = int(rows[-1]) + 1 if len(rows) else 0
+        for first in range(0, last, per_piece):
+            stop = min(first + per_piece, last)
+            data = file.read((stop - first) * size)
+            if len(data) != (stop - first) * size:
+                raise damaged(f"{store.url}/{array.info.path}: {array.member} is truncated")
+            i, j = np.searchsorted(rows, (first, stop))
+            out[i:j] = np.frombuffer(data, array.dtype).reshape(-1, *array.field.shape)[rows[i:j] - first]
+
+
+def _read(store: Store, stored: Mapping[str, NpyArray], rows: NDArray[np.int64], into: arrays.Into) -> None:
+    for name, array in stored.items():
+        if array.member:
+            _unpack_rows(store, array, rows, into[name])
+        else:
+            starts = array.start + rows * array.field.item_bytes
+            arrays.read_column(store, array.info.path, starts, array.dtype, into[name])
+
+
+def _container(store: Store, where: str, stored: Mapping[str, NpyArray], notes: Mapping[str, Any]) -> arrays.Container:
+    count = next(iter(stored.values())).count
+    fields = {name: one.field for name, one in stored.items()}
+    return arrays.Container(where, count, fields, partial(_read, store, stored), notes)
+
+
+def open_npy(listing: Listing, _selection: FieldSelection) -> Source:
+    """Return the source; row n of every array is sample n.
+
+    Raises `SourceError` for arrays of unequal length, for what is not a plain array (pickled, object, complex, ...),
+    and for Fortran order, whose rows are not contiguous.
+    """
+    files = required(_files(listing), listing, "npy", "npz")
+    if len(files) > 1 and listing.of("npz"):
+        raise SourceError(f"{listing.url} holds {len(files)} files, .npz among them", "give one .npz at a time")
+    if extension(files[0].path) == "npz":
+        found = _npz_arrays(listing.store, files[0])
+    else:
+        found = {info.path.removesuffix(".npy"): _npy_array(listing.store, info) for info in files}
+    if not found:
+        raise SourceError(f"{listing.url} holds no array", "add arrays to it")
+    names = field_names(list(found), listing.url)
+    arrays.one_length({name: array.count for name, array in found.items()}, listing.url)
+    stored = {names[name]: array for name, array in found.items()}
+    container = _container(listing.store, listing.url, stored, {"arrays": {names[name]: name for name in found}})
+    return arrays.stack(listing.url, files, [container])
+
+
+def _files(listing: Listing) -> tuple[ObjectInfo, ...]:
+    if not listing.folder:
+        return listing.of("npy", "npz")
+    return tuple(info for info in listing.of("npy") if "/" not in info.path)
+
+
+CUT = 4096  # values of a sample where no document is known
+
+# llm.c and what follows it write 256 int32 in front: one of these, a version, and the number of tokens
+_TOKENS_AT = 1024
+_TOKEN_MAGIC = {20240520: 2, 20240801: 4}  # and the bytes of a token
+
+
+def open_tokens(listing: Listing, selection: FieldSelection) -> Source:
+    """Return the source: the values of each .bin, cut on their own, file after file, sorted by path.
+
+    Raises `UsageError` unless one field is selected, with the type of the values; `SourceError` for a file that is not
+    a whole number of them, or where no file holds a sample.
+    """
+    files, store = required(listing.of("bin"), listing, "bin"), listing.store
+    name, field = _token_field(listing, selection)
+    dtype = np.dtype(field.dtype).newbyteorder("<")
+    starts = run_all(lambda info: _tokens_at(store, info, dtype.itemsize), files, READ_THREADS)
+    containers: list[arrays.Container] = []
+    left = 0
+    for info, start in zip(files, starts, strict=True):
+        where = f"{store.url}/{info.path}"
+        values, rest = divmod(info.size - start, dtype.itemsize)
+        if rest:
+            problem = f"{where} has {info.size} bytes, which is not a whole number of {field.dtype} values"
+            raise SourceError(problem, "check the type of --fields, or fetch the file again")
+        if field.fixed:
+            count, over = divmod(values, field.item_bytes // dtype.itemsize)
+            left += over
+            containers.append(_container(store, where, {name: NpyArray(info, start, dtype, count, field)}, {}))
+        else:
+            array = NpyArray(info, start, dtype, -(-values // CUT), field)
+            containers.append(arrays.Container(where, array.count, {name: field}, partial(_read_cuts, store, array)))
+    if not any(one.num_samples for one in containers):
+        raise SourceError(f"no file of {listing.url} holds a row of {field}", "give shorter rows with --fields")
+    headers = sum(start > 0 for start in starts)
+    notes = {"passed_over_values": left, **({"headers": headers} if headers else {})}
+    return replace(arrays.stack(listing.url, files, containers), notes=notes)
+
+
+def _token_field(listing: Listing, selection: FieldSelection) -> tuple[str, Field]:
+    """Return the one field that is selected. Raises `UsageError`, which shows how."""
+    name, field = next(iter(selection.fields.items()), ("", None))
+    numbers = len(selection.fields) == 1 and field is not None and field.dtype not in ("", "bool")
+    if numbers and field is not None and (field.fixed or not field.shape):
+        return name, field
+    asked = ", ".join(one if kind is None else f"{one}={kind}" for one, kind in selection.fields.items())
+    asked = f"; asked for {asked}" if asked else ""
+    problem = f"a .bin such as {listing.files[0].path} does not say what its bytes are{asked}"
+    ways = 'rows of one length with --fields "tokens=uint16[2048]", or pieces of up to 4096 values'
+    raise UsageError(problem, f'name one field and the type of its values: {ways} with --fields "tokens=ragged:uint16"')
+
+
+def _tokens_at(store: Store, info: ObjectInfo, item: int) -> int:
+    """Return the byte where the values begin: the first, unless a header says how many follow it."""
+    if info.size < _TOKENS_AT:
+        return 0
+    magic, _, count = np.frombuffer(read_range(store, Range(info.path, 0, 12)), "<i4").tolist()
+    known = _TOKEN_MAGIC.get(magic) == item and _TOKENS_AT + count * item == info.size
+    return _TOKENS_AT if known else 0
+
+
+def _read_cuts(store: Store, array: NpyArray, rows: NDArray[np.int64], into: arrays.Into) -> None:
+    """Read ragged samples of `CUT` values, the last one less."""
+    (column,) = into.values()
+    size = CUT * array.dtype.itemsize
+    starts = array.start + rows * size
+    spans = Content(store, array.info), starts, np.minimum(starts + size, array.info.size)
+    column.extend(map(bytes, read_each([spans])))
+
+
+FORMATS = (
+    SourceFormat("npy", lambda listing: bool(_files(listing)), open_npy),
+    # other files beside the .bin, such as an index, say more than the bytes do
+    SourceFormat("tokens", lambda listing: list(listing.by_extension) == ["bin"], open_tokens),
+)

@@ -1,0 +1,321 @@
+"""WebDataset tars: files that share a name up to its first dot are one sample. See formats/webdataset/MAPPING.md.
+
+Headers alone are read to find the members: nothing is extracted, links and paths are only text.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+import tarfile
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, groupby
+from operator import itemgetter
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from streamloader.conversion.sources import ranged_io
+from streamloader.conversion.sources.base import BadSample, OnBad, Source, damaged, split_rows
+from streamloader.conversion.sources.fields import FieldSelection, SourceFormat
+from streamloader.conversion.sources.files import Listing, field_names, holding, required
+from streamloader.conversion.sources.media import IMAGE_ENCODINGS, image_bytes
+from streamloader.conversion.sources.ranged_io import Content, Range, Stream, open_content, read_each, read_range
+from streamloader.conversion.sources.records import CheckedPart, Sample, SampleFields, parse_number
+from streamloader.errors import FieldError, SourceError
+from streamloader.format.manifest import Field
+from streamloader.storage.process import run_all
+from streamloader.storage.store import ObjectInfo, Store
+
+_BLOCK = tarfile.BLOCKSIZE
+_MAX_NAME = 1 << 20  # a hostile header must not make us read gigabytes for a name
+_NAMING = (tarfile.GNUTYPE_LONGNAME, tarfile.XHDTYPE)
+# links, folders and devices: whatever size their header states, no data follow
+_WITHOUT_DATA = (tarfile.LNKTYPE, tarfile.SYMTYPE, tarfile.CHRTYPE, tarfile.BLKTYPE, tarfile.DIRTYPE, tarfile.FIFOTYPE)
+_PAX_RECORD = re.compile(rb"(\d{1,11}) ([^=]*)=")  # <length> <key>=<value>\n
+_NEAR = 512 << 10  # where headers are nearer than this, reading what lies between is cheaper than a request each
+_WIDE, _NARROW = 4 << 20, 16 << 10
+
+INTEGERS = frozenset({"cls", "cls2", "class", "count", "index", "inx", "id"})  # as webdataset's own decoder reads them
+TEXTS = frozenset({"txt", "text", "transcript", "json", "jsn"})
+# webdataset's own rules: folders belong to the key, names like __this__ are its metadata
+_KEY = re.compile(r"((?:.*/)?[^./]+)\.([^/]*)\Z", re.DOTALL)
+_META = re.compile(r"__[^/]*__($|/)")
+
+
+class HeaderReader:
+    """Reads ascending, short ranges of a file: its requests are wide while these are near each other, else narrow."""
+
+    def __init__(self, content: Content) -> None:
+        self.content, self.size = content, content.info.size
+        self.first, self.data = 0, memoryview(b"")
+        self.walked = self.count = 0
+
+    def read(self, start: int, stop: int) -> bytes:
+        """Return bytes [start, stop), fewer at the tar's end."""
+        stop, size = min(stop, self.size), stop - start
+        if stop <= start:
+            return b""
+        if not self.first <= start or stop > self.first + len(self.data):
+            near = self.count and (start - self.walked) / self.count < _NEAR
+            wanted = max(size, _WIDE if near else _NARROW)
+            self.first, self.walked, self.count = start, start, 0
+            one = Range(self.content.info.path, start, min(start + wanted, self.size))
+            self.data = read_range(self.content.store, one)
+        self.count += 1
+        return bytes(self.data[start - self.first : stop - self.first])
+
+    def finish(self) -> int:
+        """Return the file's size; what lies behind the tar is not read."""
+        return self.size
+
+
+Walk = HeaderReader | Stream  # Stream, where the file is compressed, for what it unpacks to
+
+
+def open_walk(store: Store, info: ObjectInfo) -> Walk:
+    """Return a walk through what the file holds, unpacked."""
+    content = open_content(store, info)
+    return Stream(content) if content.compression else HeaderReader(content)
+
+
+def members(walk: Walk) -> Iterator[tuple[str, int, int]]:
+    """Yield name, start and stop of the regular files of a tar in order; links, folders and devices are skipped.
+
+    Raises `SourceError` that names the tar where it is truncated (also where its end marker is missing) or damaged.
+    """
+    offset = stop = 0
+    name = renamed = ""
+    where = walk.content.where
+    while True:
+        block = walk.read(offset, offset + _BLOCK)
+        if 0 <= walk.size < stop:
+            raise damaged(f"{where} is truncated: its member {name} extends to byte {stop}, it ends at {walk.size}")
+        header = _header(block, offset, where)
+        if header is None:
+            return
+        name, start, stop = header.name, offset + _BLOCK, offset + _BLOCK + header.size
+        offset = start + -(-header.size // _BLOCK) * _BLOCK
+        if header.type in _NAMING:
+            data = walk.read(start, stop)
+            pax = header.type == tarfile.XHDTYPE
+            renamed = (_pax_path(data, where) if pax else data.rstrip(b"\0").decode("utf-8", "replace")) or renamed
+            continue
+        if header.isreg():
+            if header.type == tarfile.GNUTYPE_SPARSE:
+                raise SourceError(f"{where} holds {name} as a sparse file", "make the tar without --sparse")
+            yield renamed or name, start, stop
+        renamed = ""
+
+
+def _header(block: bytes, offset: int, where: str) -> tarfile.TarInfo | None:
+    """Return the header, or None for the end marker."""
+    if len(block) < _BLOCK:
+        raise damaged(f"{where} is truncated: it ends at byte {offset + len(block)} without the end mark")
+    if not any(block):
+        return None
+    try:
+        header = tarfile.TarInfo.frombuf(block, "utf-8", "replace")
+    except tarfile.HeaderError as error:
+        raise damaged(f"{where} is not a tar, or damaged, at byte {offset} ({error})") from None
+    if header.size < 0 or (header.type in _NAMING and header.size > _MAX_NAME):
+        raise damaged(f"{where} has a member of {header.size} bytes at byte {offset}")
+    if header.type in _WITHOUT_DATA:
+        header.size = 0
+    return header
+
+
+def _pax_path(data: bytes, where: str) -> str:
+    """Return the `path` of a pax header, or nothing."""
+    found, at = "", 0
+    while at < len(data):
+        record = _PAX_RECORD.match(data, at)
+        stop = at + int(record[1]) if record else 0
+        if record is None or not record.end() < stop <= len(data):
+            raise damaged(f"{where} has a damaged pax header")
+        if record[2] in (b"size", b"GNU.sparse.major"):
+            raise SourceError(f"{where} holds a file of 8 GiB or more, or a sparse one", "make a tar without such")
+        if record[2] == b"path":
+            found = data[record.end() : stop - 1].decode("utf-8", "replace")
+        at = stop
+    return found
+
+
+def field_of(suffix: str, first: bytes) -> Field:
+    """Return the field of an extension (`jpg`, `seg.png`, ...); an .npy's shape and dtype are those of the `first`.
+
+    Raises ValueError for what is not an .npy, and `FieldError` for an array that no field holds.
+    """
+    last = suffix.rpartition(".")[2]
+    if last in IMAGE_ENCODINGS:
+        return Field("bytes", encoding=IMAGE_ENCODINGS[last])
+    if last in INTEGERS:
+        return Field("tensor", "int64")
+    if last in TEXTS:
+        return Field("text")
+    if last == "npy":
+        found = _load_npy(first)
+        return Field("tensor", found.dtype.name, found.shape)
+    return Field("bytes", encoding=last if last.isalnum() and last.isascii() else "")
+
+
+def decode(suffix: str, data: bytes) -> Any:
+    """Return the value of a member. Raises ValueError for one that is not what its suffix says."""
+    last = suffix.rpartition(".")[2]
+    if last == "npy":
+        return _load_npy(data)
+    if last in INTEGERS:
+        return parse_number(np.int64, data)
+    if last in TEXTS:
+        return data.decode()
+    return image_bytes(data) if last in IMAGE_ENCODINGS else data
+
+
+def _load_npy(data: bytes) -> NDArray[Any]:
+    """Return the array. Raises ValueError for what is not a plain .npy."""
+    try:
+        array: NDArray[Any] = np.load(io.BytesIO(data), allow_pickle=False)
+        return array.astype(array.dtype.newbyteorder("="), copy=False)
+    except Exception as error:  # numpy parses the header as Python: damaged, it raises whatever that does
+        raise ValueError(f"it is not an .npy that can be read: {str(error) or type(error).__name__}") from error
+
+
+@dataclass(frozen=True, eq=False)
+class TarIndex:
+    """The samples of one tar: `spans[n, s]` are the (start, stop) of sample n's member with the s-th suffix, each with
+    its header.
+    """
+
+    content: Content
+    suffixes: tuple[str, ...]
+    spans: NDArray[np.int64]
+    first_key: str
+    passed_over: int
+
+
+def matches(listing: Listing) -> bool:
+    """Return whether the listing holds a tar."""
+    return bool(holding(listing, "tar"))
+
+
+def open_source(listing: Listing, selection: FieldSelection) -> Source:
+    """Return the source, with every tar's headers read once; samples keep the order of the sorted tars.
+
+    Raises `SourceError` for a truncated tar, samples of different suffixes, or a key that a tar has twice.
+    """
+    tars = required(holding(listing, "tar"), listing, "tar")
+    indexes = run_all(lambda info: index_tar(listing.store, info), tars, ranged_io.READ_THREADS)
+    filled = [index for index in indexes if len(index.spans)]
+    if not filled:
+        raise SourceError(f"the tars of {listing.url} hold no sample", "expected members such as 0001.jpg and 0001.cls")
+    first = filled[0]
+    for index in filled:
+        _check_same(index.suffixes, first.suffixes, index.first_key, index.content.where)
+    names = field_names(list(first.suffixes), listing.url)
+    counts = [len(index.spans) for index in filled]
+
+    def cut(rows: NDArray[np.int64]) -> TarPart:
+        pieces = [(filled[n].content, filled[n].spans[within]) for n, _, within in split_rows(counts, rows)]
+        return TarPart(first.suffixes, pieces)
+
+    fields: dict[str, Field] = {}
+    for suffix, member in zip(first.suffixes, next(cut(np.zeros(1, np.int64)).members()), strict=True):
+        name, where = names[suffix], f"{first.content.where}: {first.first_key}.{suffix}"
+        try:
+            fields[name] = field_of(suffix, member[_BLOCK:])
+        except FieldError as error:
+            raise SourceError(f"{where}: {error.problem}", error.remedy) from error
+        except ValueError as error:
+            raise SourceError(f"{where}: {error}", "pickled arrays are refused; write it again") from None
+        wanted = selection.fields.get(name)
+        if wanted and wanted.kind == "ragged" and fields[name].fixed:
+            fields[name] = wanted  # arrays of several lengths: the first sample alone does not tell
+    suffixes = {name: suffix for suffix, name in names.items()}
+    notes = {"members": suffixes, "passed_over": sum(index.passed_over for index in indexes)}
+    found = SampleFields(suffixes, fields)
+    return Source(listing.url, tars, fields, sum(counts), notes, lambda rows: CheckedPart(cut(rows), found, len(rows)))
+
+
+def index_tar(store: Store, info: ObjectInfo) -> TarIndex:
+    """Return where the samples of one tar lie. Raises `SourceError`, which names the key."""
+    walk = open_walk(store, info)
+    where = walk.content.where
+    suffixes: tuple[str, ...] = ()
+    flat, keys, passed_over = array("q"), dict[str, None](), 0
+
+    def keyed() -> Iterator[tuple[str, str, int, int]]:
+        nonlocal passed_over
+        for name, start, stop in members(walk):
+            found = _KEY.match(name)
+            if found is None or _META.match(name):
+                passed_over += 1
+            else:
+                yield found[1], found[2].lower(), start - _BLOCK, stop
+
+    for key, group in groupby(keyed(), key=itemgetter(0)):
+        sample: dict[str, tuple[int, int]] = {}
+        for _, suffix, start, stop in group:
+            if suffix in sample or key in keys:
+                twice = (
+                    f"has two members .{suffix}" if suffix in sample else "occurs twice, with other samples between,"
+                )
+                raise SourceError(f"the key {key!r} {twice} in {where}", "give each sample its own key")
+            sample[suffix] = start, stop
+        keys[key] = None
+        suffixes = suffixes or tuple(sorted(sample))
+        _check_same(sample, suffixes, key, where)
+        flat.extend(chain.from_iterable(sample[suffix] for suffix in suffixes))
+    spans = np.frombuffer(flat, np.int64).reshape(-1, max(len(suffixes), 1), 2)
+    return TarIndex(replace(walk.content, size=walk.finish()), suffixes, spans, next(iter(keys), ""), passed_over)
+
+
+def _check_same(here: Iterable[str], first: Iterable[str], key: str, where: str) -> None:
+    if set(here) != set(first):
+        have, expected = (", ".join(f".{suffix}" for suffix in sorted(some)) for some in (here, first))
+        problem = f"the sample {key!r} of {where} has {have}; the first sample has {expected}"
+        raise SourceError(problem, "give every sample the same members")
+
+
+@dataclass(frozen=True, eq=False)
+class TarPart:
+    """Some samples: of each tar, the spans of their members, as in its index."""
+
+    suffixes: tuple[str, ...]
+    pieces: Sequence[tuple[Content, NDArray[np.int64]]]
+
+    def read(self, on_bad: OnBad) -> Iterator[Sample]:
+        """Yield the samples; one with a member that is not what its suffix says is refused."""
+        wheres = chain.from_iterable([content.where] * len(spans) for content, spans in self.pieces)
+        for position, (where, members) in enumerate(zip(wheres, self.members(), strict=True)):
+            sample: dict[str, Any] = {}
+            for suffix, member in zip(self.suffixes, members, strict=True):
+                data = member[_BLOCK:]
+                try:
+                    sample[suffix] = decode(suffix, data)
+                except ValueError as error:
+                    on_bad(BadSample(position, f"{where}: {_name_in(member)}", str(error), data=data))
+                    break
+            else:
+                yield position, f"{where}: {_name_in(members[0]).removesuffix(f'.{self.suffixes[0]}')}", sample
+
+    def members(self) -> Iterator[list[bytes]]:
+        """Yield the members of each sample, by suffix, each with its header."""
+        orders = [np.argsort(spans[:, :, 0]) for _, spans in self.pieces]  # that in which they lie in the tar
+        wanted: list[ranged_io.Spans] = []
+        for (content, spans), order in zip(self.pieces, orders, strict=True):
+            wanted.append((content, *np.take_along_axis(spans, order[:, :, None], 1).reshape(-1, 2).T))
+        samples = zip(*[read_each(wanted)] * len(self.suffixes), strict=True)
+        for order, found in zip(chain.from_iterable(orders), samples, strict=True):
+            yield [bytes(found[place]) for place in np.argsort(order).tolist()]
+
+
+def _name_in(member: bytes) -> str:
+    """Return the name in a header; a long one is cut at 100 bytes."""
+    prefix, name = (part.partition(b"\0")[0].decode("utf-8", "replace") for part in (member[345:500], member[:100]))
+    return f"{prefix}/{name}" if prefix and member[257:263] == b"ustar\0" else name
+
+
+FORMATS = (SourceFormat("webdataset", matches, open_source),)

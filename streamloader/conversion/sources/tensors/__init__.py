@@ -1,1 +1,0 @@
-"""Arrays with an axis of samples: NumPy, HDF5, NetCDF, Zarr, token files."""

@@ -1,0 +1,135 @@
+"""What zarr-python needs to read a streamloader store. Imported only where a Zarr is read: zarr is heavy."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any, ClassVar
+
+import zarr
+from zarr.abc.codec import BytesBytesCodec
+from zarr.abc.store import ByteRequest, OffsetByteRequest, RangeByteRequest, SuffixByteRequest
+from zarr.codecs import ShardingCodec, VLenBytesCodec, VLenUTF8Codec
+from zarr.core.array import AsyncArray
+from zarr.core.array_spec import ArraySpec
+from zarr.core.buffer import Buffer, BufferPrototype, default_buffer_prototype
+from zarr.storage import MemoryStore
+
+from streamloader.errors import NotFoundError
+from streamloader.storage.store import Store
+
+_DOCUMENTS = ("zarr.json", ".zarray", ".zattrs", ".zgroup", ".zmetadata")
+
+
+def open_array(store: Store, documents: Mapping[str, bytes], path: str) -> Any:
+    """Return zarr-python's array at `path`, which reads chunks from the store. Raises what zarr-python does."""
+    return _guarded(zarr.open_array(StoreView(store, documents), path=path, mode="r"))
+
+
+class StoreView(MemoryStore):
+    """The objects of a store, to read. `documents` are its metadata by key: others do not exist.
+
+    An object that is absent is a chunk that was never written, as Zarr has it.
+    """
+
+    def __init__(self, store: Store, documents: Mapping[str, bytes]) -> None:
+        from_bytes = default_buffer_prototype().buffer.from_bytes
+        super().__init__({key: from_bytes(data) for key, data in documents.items()}, read_only=True)
+        self._objects = store
+
+    async def get(
+        self, key: str, prototype: BufferPrototype | None = None, byte_range: ByteRequest | None = None
+    ) -> Buffer | None:
+        """Return the bytes of an object, or of a range of it; None where there is none."""
+        if key.rpartition("/")[2] in _DOCUMENTS:
+            return await super().get(key, prototype, byte_range)
+        data = await asyncio.to_thread(self._read, key, byte_range)
+        buffer = (prototype or default_buffer_prototype()).buffer
+        return None if data is None else buffer.from_bytes(data)
+
+    def _read(self, key: str, wanted: ByteRequest | None) -> bytes | None:
+        try:
+            match wanted:
+                case RangeByteRequest(start, end):
+                    return self._objects.get_range(key, start, end)
+                case SuffixByteRequest(suffix):
+                    return self._objects.get_tail(key, suffix)
+                case OffsetByteRequest(offset):
+                    return self._objects.get(key)[offset:]
+                case _:
+                    return self._objects.get(key)
+        except NotFoundError:
+            return None
+
+
+def _guarded(array: Any) -> Any:
+    """Return the array with a check in its codecs, where they need it: items of variable size are counted before
+    numcodecs makes room for them, where a damaged count would have it reserve 32 GiB.
+    """
+    metadata = array.metadata
+    if metadata.zarr_format == 2:
+        filters: list[Any] = []
+        for one in metadata.filters or ():
+            filters += [one, Counted(prod(array.chunks))] if one.codec_id.startswith("vlen") else [one]
+        changed = replace(metadata, filters=tuple(filters) or None)
+    else:
+        changed = replace(metadata, codecs=tuple(_checked(metadata.codecs)))
+    return zarr.Array(AsyncArray(metadata=changed, store_path=array.store_path))
+
+
+def _checked(codecs: Iterable[Any]) -> Iterable[Any]:
+    for codec in codecs:
+        sharding = isinstance(codec, ShardingCodec)
+        yield replace(codec, codecs=tuple(_checked(codec.codecs))) if sharding else codec
+        if isinstance(codec, VLenBytesCodec | VLenUTF8Codec):
+            yield CountedItems()
+
+
+def _check(head: bytes, most: int) -> None:
+    """Raise ValueError unless the bytes begin with a count of at most that many items."""
+    count = int.from_bytes(head, "little")
+    if len(head) < 4 or count > most:
+        raise ValueError(f"a chunk of {most} items says that it has {count}")
+
+
+@dataclass(frozen=True)
+class Counted:
+    """The check as a filter of version 2: it stands behind the codec of the items, and is asked before it."""
+
+    most: int
+    codec_id: ClassVar[str] = "streamloader-counted"
+
+    def decode(self, buf: Any, _out: Any = None) -> Any:
+        """Return the bytes as they are. Raises ValueError."""
+        _check(bytes(memoryview(buf).cast("B")[:4]), self.most)
+        return buf
+
+    def encode(self, buf: Any) -> Any:
+        """Return the bytes as they are."""
+        return buf
+
+    def get_config(self) -> dict[str, Any]:
+        """Return what `from_config` takes."""
+        return {"id": self.codec_id, "most": self.most}
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> Counted:
+        """Return the check of that configuration."""
+        return cls(config["most"])
+
+
+@dataclass(frozen=True)
+class CountedItems(BytesBytesCodec):
+    """The check as a codec of version 3."""
+
+    is_fixed_size = True
+
+    async def _decode_single(self, chunk_bytes: Buffer, chunk_spec: ArraySpec) -> Buffer:
+        _check(chunk_bytes.as_numpy_array()[:4].tobytes(), prod(chunk_spec.shape))
+        return chunk_bytes
+
+    def compute_encoded_size(self, input_byte_length: int, _chunk_spec: ArraySpec) -> int:
+        """Return the size as it is."""
+        return input_byte_length

@@ -1,0 +1,198 @@
+"""The handle of a dataset that is read, the plan of a pass over datasets, and fields that are loaded completely."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from streamloader.format.manifest import Field, FieldLayout, Manifest
+from streamloader.format.reader import FieldReader, Run
+from streamloader.order.epoch_order import OrderParams
+from streamloader.order.schedule import BatchPlan, Need
+from streamloader.order.state import NO_GAPS, Gaps
+from streamloader.stats import Counters
+from streamloader.storage.process import run_all
+from streamloader.storage.store import Store
+
+if TYPE_CHECKING:
+    from streamloader.order.mixture import EpochShare
+    from streamloader.order.selection import Selection
+
+THREADS = 8
+
+
+@dataclass(frozen=True, eq=False)
+class Dataset:
+    """A dataset to read: its store and manifest, the fields `names`, and which samples take part (None: all).
+
+    Readers are made at the first use. They belong to a process: after a fork, use a copy (`dataclasses.replace`).
+    """
+
+    store: Store
+    manifest: Manifest
+    names: tuple[str, ...]
+    selection: Selection | None = None
+
+    @cached_property
+    def readers(self) -> dict[str, FieldReader]:
+        """The reader of each field."""
+        return {name: FieldReader(self.store, self.manifest, name) for name in self.names}
+
+    @property
+    def fields(self) -> dict[str, Field]:
+        """The fields by name."""
+        return {name: self.manifest.fields[name].field for name in self.names}
+
+    @property
+    def layouts(self) -> dict[str, FieldLayout]:
+        """The layouts of the fields by name."""
+        return {name: self.manifest.fields[name] for name in self.names}
+
+    @property
+    def num_samples(self) -> int:
+        """The samples that take part."""
+        return self.manifest.num_samples if self.selection is None else len(self.selection)
+
+    @property
+    def index_bytes(self) -> int:
+        """The bytes of the pages of chunk tables that are kept, and of the numbers of selected samples."""
+        selected = 0 if self.selection is None else self.selection.samples.nbytes
+        return selected + sum(reader.table.kept_bytes for reader in self.readers.values())
+
+    def unit(self, params: OrderParams) -> int:
+        """Return the samples that are fetched at once without shuffle: those of the largest chunk.
+
+        Selected samples begin anywhere in a chunk, which is then read for both units that it belongs to.
+        """
+        chunk = max((layout.chunk for layout in self.layouts.values() if not layout.resident), default=1024)
+        return chunk if self.selection is None else max(chunk, params.block)
+
+    def runs(self, name: str, start: int, stop: int) -> list[Run]:
+        """Return the requests for a field of the samples [start, stop), counted among those that take part."""
+        if self.selection is None:
+            return self.readers[name].runs(start, stop)
+        return self.readers[name].runs_of(self.selection.samples[start:stop], start)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Pickle without the readers."""
+        return {name: value for name, value in self.__dict__.items() if name != "readers"}
+
+
+@dataclass(frozen=True)
+class SampleNumbers:
+    """The samples of datasets, end to end: `selections` of them, and the first number of each dataset.
+
+    `selected_from` counts the samples that take part, `all_from` all samples.
+    """
+
+    selections: tuple[Selection | None, ...] = (None,)
+    selected_from: tuple[int, ...] = (0,)
+    all_from: tuple[int, ...] = (0,)
+
+    @classmethod
+    def of(cls, datasets: Sequence[Dataset]) -> SampleNumbers:
+        """Return the numbers of the samples of some datasets."""
+        selected = accumulate((one.num_samples for one in datasets[:-1]), initial=0)
+        every = accumulate((one.manifest.num_samples for one in datasets[:-1]), initial=0)
+        return cls(tuple(one.selection for one in datasets), tuple(selected), tuple(every))
+
+    def among_all(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the numbers among all samples of numbers among those that take part."""
+        if not any(self.selections):
+            return samples
+        if len(self.selections) == 1 and self.selections[0] is not None:
+            return self.selections[0].samples[samples]
+        source = np.searchsorted(self.selected_from, samples, side="right") - 1
+        found = samples - np.array(self.selected_from)[source]
+        for number, selection in enumerate(self.selections):
+            if selection is not None:
+                mine = source == number
+                found[mine] = selection.samples[found[mine]]
+        return np.asarray(found + np.array(self.all_from)[source], np.int64)
+
+
+class EpochPlan(NamedTuple):
+    """One rank's pass over an epoch from some position on, `steps_at_once` steps in each plan.
+
+    `gaps` are the steps that are left out, of this epoch and of later ones. `seed` keys the random numbers of crops and
+    transforms, with epoch and position. `held`: every field is resident, so plans name samples and no blocks.
+    """
+
+    share: EpochShare
+    position: int
+    seed: int
+    steps_at_once: int = 1
+    numbers: SampleNumbers = SampleNumbers()
+    gaps: Gaps = NO_GAPS
+    held: bool = False
+
+    @property
+    def need(self) -> Need:
+        """What the pass needs of memory."""
+        return self.share.need(self.steps_at_once)
+
+    def following(self) -> EpochPlan:
+        """Return the pass over the epoch after this one, from its beginning."""
+        epoch = self.share.epoch
+        return self._replace(share=self.share.at_epoch(epoch + 1), position=0, gaps=self.gaps.after(epoch))
+
+    def batches(self, first_ticket: int = 0) -> Iterator[BatchPlan]:
+        """Plan the pass, with tickets from `first_ticket` on; `samples` are numbered through all samples.
+
+        Each part between gaps has a schedule of its own: blocks on both sides of a gap are read for both.
+        """
+        ticket = first_ticket
+        for start, stop in self.gaps.parts(self.share.epoch, self.position):
+            begin = min(start, self.share.num_samples)
+            for plan in self.share.plans(begin, stop, self.steps_at_once, ticket, held=self.held):
+                ticket += len(plan.needs)
+                samples = self.numbers.among_all(plan.samples)
+                yield plan if samples is plan.samples else plan._replace(samples=samples)
+
+
+def plans(first: EpochPlan, *, endless: bool) -> Iterator[BatchPlan | None]:
+    """Yield the plans of a pass, then None; where `endless`, those of the next epoch, then None, and so on."""
+    tickets = 0
+    now = first
+    while True:
+        for plan in now.batches(tickets):
+            tickets += len(plan.needs)
+            yield plan
+        yield None
+        if not endless:
+            return
+        now = now.following()
+
+
+def load_field(field: FieldReader, store: Store, counters: Counters, sleep: Callable[[float], None]) -> NDArray[Any]:
+    """Return all samples of a fixed-shape field, shape (samples, *shape).
+
+    Waits before retries by `sleep`. Raises storage and format errors, and what `sleep` raises.
+    """
+    out = np.empty((field.num_samples, *field.layout.field.shape), field.layout.field.dtype)
+    reader = store.reader()
+
+    def request(run: Run) -> memoryview:
+        counters.add(requests=1)
+        body = field.fetch(reader, run)
+        counters.add(bytes_fetched=len(body))
+        return body
+
+    def count_retry(*_: object) -> None:
+        counters.add(retries=1)
+
+    def load(run: Run) -> None:
+        fetch = partial(store.retries.call, partial(request, run), on_retry=count_retry)
+        with store.retries.waits_by(sleep):
+            field.load(run, fetch, out, 0, on_damage=count_retry)
+
+    with store.retries.waits_by(sleep):
+        runs = field.runs(0, field.num_samples)
+    run_all(load, runs, THREADS)
+    return out

@@ -1,0 +1,1 @@
+"""Maintenance of datasets: verify, append, export, cleanup."""

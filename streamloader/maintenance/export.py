@@ -1,0 +1,332 @@
+"""Exports a dataset to files of another format: sample for sample, in order, piece by piece.
+
+A format is a function that plans an export: it checks the fields, and returns a function from pieces to complete files.
+A piece has a number, the number of its first sample, and the columns of consecutive samples. Pieces come in any order
+and from any thread.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import tarfile
+import threading
+import zipfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from streamloader.conversion.api import for_python, protocol_of
+from streamloader.conversion.job import Listener, Progress, ignore
+from streamloader.conversion.optional import need
+from streamloader.conversion.sources.files import field_names
+from streamloader.conversion.sources.media import IMAGE_ENCODINGS
+from streamloader.conversion.sources.tar import INTEGERS, TEXTS
+from streamloader.errors import DestinationError, FieldError, UsageError
+from streamloader.format.codecs import Column, encode_chunk
+from streamloader.format.manifest import Field, FieldLayout, Manifest
+from streamloader.format.metadata import field_document, group_document, to_bytes
+from streamloader.format.opening import ROOT, open_root
+from streamloader.format.reader import FieldReader, read_columns
+from streamloader.options import MIB
+from streamloader.storage import open_store
+from streamloader.storage.process import run_all
+from streamloader.storage.store import Buffer, Store
+
+THREADS = 2  # one piece is read while another is written: both are in memory, and the file of one
+# bytes of a file: shards are mostly between the two
+FEW_BYTES = 64 * MIB
+MOST_BYTES = 128 * MIB
+GROUP_BYTES = 32 * MIB  # of a Parquet row group, decoded: what a reader holds to read any of its rows
+CHUNK_BYTES = 16 * MIB  # of a Zarr chunk, decoded: what a reader loads to see one sample
+_KEY_DIGITS = 9
+
+File = tuple[str, Buffer]  # its path below the destination, and its bytes
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is to be exported: fields by name, each with its layout in the dataset, and the samples of a piece."""
+
+    layouts: Mapping[str, FieldLayout]
+    num_samples: int
+    piece: int
+
+
+Columns = Mapping[str, Column]
+Files = Callable[[int, int, Columns], Iterator[File]]
+
+
+@dataclass(frozen=True)
+class ExportFormat:
+    """`plan` checks the fields, and returns what makes the files of a piece; `last` makes those that come at the end.
+
+    `overhead` are the bytes of a value beside its data.
+    """
+
+    plan: Callable[[Task], Files]
+    overhead: int
+    last: Callable[[Task], Iterator[File]] | None = None
+
+
+def plan_npz(task: Task) -> Files:
+    """Plan an .npz for each piece. Raises `FieldError` for a field without a fixed shape: it would be pickled."""
+    fixed = ",".join(name for name, layout in task.layouts.items() if layout.field.fixed)
+    choose = f"leave it out with --fields {fixed}, or " if fixed else ""
+    for name, layout in task.layouts.items():
+        if not layout.field.fixed:
+            problem = f"field {name!r} is {layout.field}, an .npz holds arrays of fixed shape"
+            raise FieldError(problem, f"{choose}take parquet")
+    return _npz_files
+
+
+def _npz_files(number: int, _: int, columns: Columns) -> Iterator[File]:
+    """Yield one .npz, not compressed; the same samples give the same bytes."""
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w", zipfile.ZIP_STORED) as archive:
+        for name, column in sorted(columns.items()):
+            # a ZipInfo of its own has no time; np.savez knows no array called `file`
+            with archive.open(zipfile.ZipInfo(f"{name}.npy"), "w", force_zip64=True) as member:
+                np.lib.format.write_array(member, np.ascontiguousarray(column), allow_pickle=False)
+    yield f"part-{number:05}.npz", out.getbuffer()
+
+
+def plan_parquet(task: Task) -> Files:
+    """Plan a Parquet file for each piece, in row groups. Raises `UsageError` where pyarrow is missing."""
+    arrow, parquet = need("pyarrow"), need("pyarrow.parquet")
+    row = sum(layout.nbytes for layout in task.layouts.values()) / max(1, task.num_samples)
+    rows = max(1, int(GROUP_BYTES / max(1.0, row)))
+
+    def files(number: int, _: int, columns: Columns) -> Iterator[File]:
+        table = {name: _arrow_column(arrow, task.layouts[name].field, column) for name, column in columns.items()}
+        sink = arrow.BufferOutputStream()
+        parquet.write_table(arrow.table(table), sink, row_group_size=rows, compression="zstd")
+        yield f"part-{number:05}.parquet", memoryview(sink.getvalue())
+
+    return files
+
+
+def _arrow_column(arrow: Any, field: Field, column: Column) -> Any:
+    """Return a column as Arrow has it: numbers, fixed-size lists in lists, lists, binary or string."""
+
+    def shaped(values: Any) -> Any:
+        for axis in reversed(field.shape):
+            values = arrow.FixedSizeListArray.from_arrays(values, axis)
+        return values
+
+    if field.fixed:
+        return shaped(arrow.array(np.ascontiguousarray(column).reshape(-1)))
+    if field.kind in ("bytes", "text"):
+        binary = arrow.array(column, arrow.binary())  # chunked where it has 2 GiB or more
+        return binary.cast(arrow.string()) if field.kind == "text" else binary
+    stops = np.cumsum([0, *(len(item) // field.item_bytes for item in column)], dtype=np.int64)
+    values = shaped(arrow.array(np.frombuffer(b"".join(column), field.stored_dtype)))
+    if stops[-1] < 2**31:
+        return arrow.ListArray.from_arrays(arrow.array(stops.astype(np.int32)), values)
+    return arrow.LargeListArray.from_arrays(arrow.array(stops), values)
+
+
+def plan_webdataset(task: Task) -> Files:
+    """Plan a tar for each piece: a member for each field of each sample, whose key is the sample's number.
+
+    Raises `FieldError` for two fields whose members would have one name.
+    """
+    members: dict[str, str] = {}
+    for name, layout in sorted(task.layouts.items()):
+        suffix = suffix_of(name, layout.field)
+        if suffix in members:
+            problem = f"the fields {members[suffix]!r} and {name!r} would both have members .{suffix}"
+            raise FieldError(problem, "export one of them at a time, with --fields")
+        members[suffix] = name
+    return partial(_tar_files, task, sorted(members.items()))
+
+
+def _tar_files(task: Task, members: list[tuple[str, str]], number: int, first: int, columns: Columns) -> Iterator[File]:
+    """Yield one tar; the same samples give the same bytes."""
+    digits, out = max(_KEY_DIGITS, len(str(task.num_samples))), io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w", format=tarfile.GNU_FORMAT) as tar:
+        for row in range(len(next(iter(columns.values())))):
+            for suffix, name in members:
+                data = _member(task.layouts[name].field, columns[name][row])
+                member = tarfile.TarInfo(f"{first + row:0{digits}}.{suffix}")  # no owner, time 0, mode 644
+                member.size = len(data)
+                tar.addfile(member, io.BytesIO(data))
+    yield f"shard-{number:06}.tar", out.getbuffer()
+
+
+def suffix_of(name: str, field: Field) -> str:
+    """Return the suffix of a field's members.
+
+    It is one that names the field again when the tar is converted: `jpg`, `seg.png` for `seg_png`. Where there is none,
+    `label.cls` for `label`, which then becomes `label_cls`.
+    """
+    head, _, tail = name.rpartition("_")
+    for suffix in (name, f"{head}.{tail}" if head else ""):
+        last = suffix.rpartition(".")[2]
+        if suffix and _holds(last, field) and field_names([suffix], "")[suffix] == name:
+            return suffix
+    return f"{name}.{_extension(field)}"
+
+
+def _holds(extension: str, field: Field) -> bool:
+    """Return whether members of this extension are read as such a field again."""
+    if extension in INTEGERS:
+        return field == Field("tensor", "int64")
+    if extension in TEXTS:
+        return field.kind == "text"
+    if extension == "npy":
+        return field.kind in ("tensor", "ragged")
+    return field.kind == "bytes" and field.encoding == IMAGE_ENCODINGS.get(extension, extension)
+
+
+def _extension(field: Field) -> str:
+    if field.kind in ("tensor", "ragged"):
+        return "cls" if field == Field("tensor", "int64") else "npy"
+    if field.kind == "text":
+        return "txt"
+    encoding = "jpg" if field.encoding == "jpeg" else field.encoding
+    return encoding if encoding.isalnum() and _holds(encoding, field) else "bin"
+
+
+def _member(field: Field, value: Any) -> bytes:
+    """Return the bytes of a member: of a number its digits, of an array an .npy, else the value."""
+    if field == Field("tensor", "int64"):
+        return str(int(value)).encode()
+    if field.kind not in ("tensor", "ragged"):
+        return bytes(value)
+    if field.kind == "ragged":
+        value = np.frombuffer(value, field.stored_dtype).reshape(-1, *field.shape)
+    out = io.BytesIO()
+    np.lib.format.write_array(out, np.asarray(value), allow_pickle=False)
+    return out.getvalue()
+
+
+def _zarr_layouts(task: Task) -> dict[str, FieldLayout]:
+    """Return layouts with chunks of about `CHUNK_BYTES`, of which each piece has a whole number."""
+    layouts: dict[str, FieldLayout] = {}
+    for name, layout in task.layouts.items():
+        chunk = task.piece
+        while chunk % 2 == 0 and chunk * layout.nbytes > CHUNK_BYTES * max(1, task.num_samples):
+            chunk //= 2
+        layouts[name] = replace(layout, chunk=chunk, shard=chunk)
+    return layouts
+
+
+def plan_zarr(task: Task) -> Files:
+    """Plan a plain Zarr v3 group: an array for each field, chunked by samples, without shards."""
+    layouts = _zarr_layouts(task)
+
+    def files(_: int, first: int, columns: Columns) -> Iterator[File]:
+        for name, layout in layouts.items():
+            for start in range(0, len(columns[name]), layout.chunk):
+                path = layout.shard_key(name, (first + start) // layout.chunk)
+                yield path, encode_chunk(layout, columns[name][start : start + layout.chunk])
+
+    return files
+
+
+def _zarr_documents(task: Task) -> Iterator[File]:
+    """Yield the documents, the group's last: without it nothing opens."""
+    nodes = {name: field_document(name, layout, task.num_samples) for name, layout in _zarr_layouts(task).items()}
+    for name, document in nodes.items():  # those of a streamloader dataset, without shards around the chunks
+        document["codecs"] = document["codecs"][0]["configuration"]["codecs"]
+        yield f"{name}/{ROOT}", to_bytes(document)
+    yield ROOT, to_bytes(group_document({}, nodes))
+
+
+FORMATS: Mapping[str, ExportFormat] = {
+    "webdataset": ExportFormat(plan_webdataset, 1024),  # a member's header and padding
+    "parquet": ExportFormat(plan_parquet, 16),
+    "npz": ExportFormat(plan_npz, 0),
+    "zarr": ExportFormat(plan_zarr, 16, _zarr_documents),
+}
+
+
+@dataclass(frozen=True)
+class ExportReport:
+    """What an export wrote: `num_samples` samples, `bytes` in `files`."""
+
+    url: str
+    num_samples: int
+    files: int
+    bytes: int
+
+
+@for_python()
+def export(
+    url: str | os.PathLike[str],
+    dst: str | os.PathLike[str],
+    *,
+    format: str,  # noqa: A002 - as the command's option is called
+    fields: str | Iterable[str] | None = None,
+    split: str | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    target_options: Mapping[str, Any] | None = None,
+    progress: Listener | None = None,
+) -> ExportReport:
+    """Write the samples of the dataset at `url`, or of one split of it, into the empty folder or URL `dst`.
+
+    `format` is webdataset, parquet, npz or zarr; `fields` selects some. Each piece of the dataset, about a shard,
+    becomes files that appear only when they are complete; remove what a killed export left yourself. `target_options`
+    default to `storage_options` where both URLs have one protocol.
+
+    Raises `UsageError`, `FieldError` for fields that the format does not hold, `DestinationError` where `dst` is not
+    empty, `FormatError` or `DecodeError` for a damaged dataset, and what the stores refuse.
+    """
+    if format not in FORMATS:
+        raise UsageError(f"format {format!r}", f"choose one of {', '.join(FORMATS)}")
+    kind, (manifest, store, _) = FORMATS[format], open_root(open_store(url, storage_options), split)
+    names = fields.split(",") if isinstance(fields, str) else manifest.fields if fields is None else fields
+    readers = {name.strip(): FieldReader(store, manifest, name.strip()) for name in names}
+    if not readers:
+        raise FieldError("no field is selected", f"the dataset has {', '.join(manifest.fields)}")
+    layouts, total = {name: reader.layout for name, reader in readers.items()}, manifest.num_samples
+    task = Task(layouts, total, _piece_size(manifest, layouts, kind.overhead))
+    files = kind.plan(task)
+    if target_options is None and protocol_of(url) == protocol_of(dst):
+        target_options = storage_options
+    target = _empty(dst, target_options, store.url)
+    report, lock, listener = ExportReport(target.url, 0, 0, 0), threading.Lock(), progress or ignore
+
+    def put(made: Iterator[File], samples: int) -> None:
+        nonlocal report
+        sizes = [target.put(path, data).size for path, data in made]
+        with lock:
+            done, size = report.num_samples + samples, report.bytes + sum(sizes)
+            report = ExportReport(target.url, done, report.files + len(sizes), size)
+            listener(Progress("export", done, total, bytes=size))
+
+    def write(number: int) -> None:
+        start = number * task.piece
+        stop = min(start + task.piece, total)
+        put(files(number, start, read_columns(readers, start, stop)), stop - start)
+
+    run_all(write, range(max(1, -(-total // task.piece))), THREADS)  # one piece too of a dataset without samples
+    put(kind.last(task) if kind.last else iter(()), 0)
+    return report
+
+
+def _piece_size(manifest: Manifest, layouts: Mapping[str, FieldLayout], overhead: int) -> int:
+    """Return the samples of a piece: a shard, halved where that would make too large a file, or doubled too small."""
+    decoded = sum(layout.nbytes for layout in layouts.values()) / max(1, manifest.num_samples)
+    size, piece = decoded + overhead * len(layouts), manifest.samples_per_shard
+    while piece % 2 == 0 and piece * size > MOST_BYTES:
+        piece //= 2
+    while piece < manifest.num_samples and 2 * piece * size <= FEW_BYTES:
+        piece *= 2
+    return piece
+
+
+def _empty(dst: str | os.PathLike[str], options: Mapping[str, Any] | None, source: str) -> Store:
+    """Return the store below `dst`. Raises `DestinationError` where anything is there, or it is inside the dataset."""
+    target = open_store(dst, options)
+    if f"{target.url}/".removeprefix("file://").startswith(f"{source}/".removeprefix("file://")):
+        raise DestinationError(f"{target.url} is inside the dataset {source}", "choose another destination")
+    other = next(iter(target.list()), None)
+    if other is not None:
+        problem = f"{target.url} is not empty ({other.path} is there)"
+        raise DestinationError(problem, "choose another destination; remove it if an export was interrupted there")
+    return target

@@ -1,0 +1,728 @@
+"""Verifies a finished dataset: documents, chunk tables, every shard, chunk and item; on request against its source.
+
+A shard is read by the chunk table; where a page of the table is damaged, by the shard's own index.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from itertools import islice
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from streamloader import errors
+from streamloader.conversion.api import for_python, protocol_of
+from streamloader.conversion.job import FILES, RECORD, Listener, Phase, Progress, TransformOptions, ignore
+from streamloader.conversion.row_order import SampleRows, assign, own_rows, parse_splits
+from streamloader.conversion.shard_task import QUARANTINE
+from streamloader.conversion.sources.base import BadSample, Source
+from streamloader.conversion.sources.fields import FieldSelection
+from streamloader.conversion.sources.formats import open_source
+from streamloader.conversion.sources.ranged_io import cut_runs
+from streamloader.errors import CorruptError, FieldError, FormatError, NotFoundError, UsageError
+from streamloader.format import opening
+from streamloader.format.chunk_table import TABLES, ChunkTable, page_path, rows_per_page, table_path, tables_path
+from streamloader.format.codecs import ABSENT, CRC_BYTES, Column, index_size, parse_index
+from streamloader.format.manifest import NAME, Manifest, parse_json
+from streamloader.format.metadata import dataset_documents, split_documents
+from streamloader.format.opening import ROOT
+from streamloader.format.publish import APPEND, BAD, CLAIM, OURS, PARTS
+from streamloader.format.reader import FieldReader, Run, bad_item, read_columns
+from streamloader.options import MIB
+from streamloader.storage import open_store
+from streamloader.storage.process import cpu_count, run_all
+from streamloader.storage.store import Store
+
+MAX_PROBLEMS = 1000  # more would only repeat the same
+PIECE_BYTES = 8 * MIB  # of a shard that a thread reads and decodes at once, unless one chunk is more
+THREADS = 16  # each waits for the network, checks and decodes; together they hold about 300 MB
+COMPARE_THREADS = 4  # each holds a shard twice: as it is stored, and as the source has it
+TASKS = 10_000  # shards that are planned at once: a hostile manifest may promise more than memory holds
+LEFTOVERS = (opening.JOB, FILES, CLAIM, *(f"{folder}/" for folder in (PARTS, opening.RECEIPTS, BAD, APPEND)))
+# these errors say that there is nothing to verify; other errors of the format say what is wrong with a dataset
+_NOT_OURS = (errors.NotADatasetError, errors.IncompleteError, errors.VersionError)
+# settings of a compressor that a writer is free to choose: what it writes says how to read it
+_FREE = {"zstd": ("level", "checksum"), "blosc": ("clevel", "shuffle", "typesize", "blocksize")}
+_TABLES = re.compile(rf"{re.escape(TABLES)}(\.(?P<generation>[1-9][0-9]{{0,18}}))?/")
+_NUMBERED = re.compile(r"(?P<name>[a-z][a-z0-9_]*)/c/(?P<number>0|[1-9][0-9]{0,18})(/0)*")
+
+Samples = tuple[int, int]  # [first, stop)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong; `problem` is a sentence that names object, chunk and samples.
+
+    `path` is the object below the URL, where it is one; `chunk` counts the inner chunks of that object; `samples` are
+    the numbers [first, stop) of those that it holds.
+    """
+
+    problem: str
+    path: str = ""
+    split: str = ""
+    field: str = ""
+    chunk: int | None = None
+    samples: Samples | None = None
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """What was found. `samples` by split ("" where there are none); `objects` and `bytes` of shards that were read.
+
+    `compared` samples were compared with a source. `leftovers` of killed writers and `others`, objects that are not the
+    dataset's, lie below the same URL: they are no problem. `listed` is False where the store does not list its objects,
+    so that orphaned ones are not seen. `appending`: an append is under way or was interrupted, so documents and the
+    ends of shards were not checked. The search ends after 1000 `problems`.
+    """
+
+    url: str
+    samples: Mapping[str, int]
+    objects: int
+    bytes: int
+    compared: int
+    leftovers: int
+    others: int
+    listed: bool
+    appending: bool
+    problems: tuple[Problem, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is wrong."""
+        return not self.problems
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as JSON values."""
+        return {**asdict(self), "ok": self.ok}
+
+
+@for_python()
+def verify(
+    url: str | os.PathLike[str],
+    *,
+    split: str | None = None,
+    against: str | os.PathLike[str] | None = None,
+    format: str | None = None,  # noqa: A002 - as `convert` calls it
+    storage_options: Mapping[str, Any] | None = None,
+    source_options: Mapping[str, Any] | None = None,
+    progress: Listener | None = None,
+) -> VerifyReport:
+    """Read all of the dataset at `url`, or of one split of it, and report everything that is wrong.
+
+    `against` is the source that it was converted from: every sample is compared with it. `format` and `source_options`
+    are those of the source, as for `convert`. `progress` counts bytes of shards in the phase "verify" and samples in
+    the phase "compare".
+
+    Raises `NotADatasetError`, `IncompleteError`, `VersionError`, `FieldError` for an unknown split, and what store and
+    source raise.
+    """
+    if against is None and (format or source_options):
+        raise UsageError("a format or options of a source, but no source", "name the source with --against")
+    store, problems, listener = open_store(url, storage_options), Problems(), progress or ignore
+    datasets, names = _open(store, split, problems)
+    sizes = _list(store)
+    views = [DatasetView(name, one.manifest, one.store, sizes, problems) for name, one in datasets.items()]
+    for view in views:
+        if not view.appending:
+            check_documents(view)
+    leftovers, others = _check_paths(store, views, names, sizes or {}, problems)
+    objects, found_bytes = _check_fields(views, problems, listener)
+    compared, samples = 0, {view.split: view.manifest.num_samples for view in views}
+    if against is not None:
+        if source_options is None and protocol_of(against) == protocol_of(url):
+            source_options = storage_options
+        count = _counter("compare", sum(samples.values()), listener)
+        compared = sum(_compare(view, (against, format, source_options or {}), count) for view in views)
+    rest = compared, leftovers, others, sizes is not None, any(view.appending for view in views)
+    return VerifyReport(store.url, samples, objects, found_bytes, *rest, problems.found())
+
+
+def _open(store: Store, split: str | None, problems: Problems) -> tuple[dict[str, opening.Opened], tuple[str, ...]]:
+    """Return what can be opened, by split, and the names of all splits; what cannot be opened is a problem."""
+    try:
+        root = opening.read_root(store)
+        names = opening.split_names(root)
+    except _NOT_OURS:
+        raise
+    except FormatError as error:
+        problems.add(Problem(error.problem, ROOT))
+        return {}, ()
+    datasets: dict[str, opening.Opened] = {}
+    fatal = errors.VersionError if names else _NOT_OURS  # a split that is not ours is a damaged root
+    for name in names if split is None and names else (split or "",):
+        try:
+            datasets[name] = opening.open_root(store, name or None)
+        except fatal:
+            raise
+        except FormatError as error:
+            problems.add(Problem(error.problem, ROOT, name))
+            with suppress(FormatError):  # by its own manifest
+                if NAME.match(name):
+                    datasets[name] = opening.open_root(store.child(name))
+    wrong = check_split_root(root, {name: one.manifest for name, one in datasets.items()}, names) if names else ""
+    if wrong and not problems.found():
+        problems.add(Problem(f"{store.url}/{ROOT} does not match its splits: {wrong}", ROOT))
+    return datasets, names
+
+
+def _list(store: Store) -> dict[str, int] | None:
+    """Return the sizes of all objects by path; None where they are not listed: by many web servers, for some keys."""
+    try:
+        found = {info.path: info.size for info in store.list()}
+    except (errors.AccessError, NotFoundError, errors.UnsupportedError):
+        return None
+    return found if ROOT in found else None
+
+
+def _check_paths(
+    store: Store, views: Sequence[DatasetView], names: Sequence[str], sizes: Iterable[str], problems: Problems
+) -> tuple[int, int]:
+    """Report orphaned objects: those among the dataset's own that no manifest lists.
+
+    Returns how many leftovers of writers and how many others there are. Splits that are not verified are left out.
+    """
+    by_split = {view.split: view for view in views}
+    leftovers = others = 0
+    for path in sizes if views or names else ():
+        first, _, below = path.partition("/")
+        split, inner = (first, below) if first in names else ("", path)
+        view = by_split.get(split)
+        if inner in (ROOT, RECORD) or inner.startswith(QUARANTINE.removesuffix(".jsonl")) or (split and not view):
+            continue
+        if view and view.owns(inner):
+            continue
+        own = inner.partition("/")[0] in {OURS, *(view.manifest.fields if view else ())}
+        if inner.startswith(LEFTOVERS) or (view and view.appending and own):
+            leftovers += 1
+        elif own:
+            problems.add(Problem(f"{store.url}/{path} is orphaned: no manifest of the dataset lists it", path))
+        else:
+            others += 1
+    return leftovers, others
+
+
+def _check_fields(views: Sequence[DatasetView], problems: Problems, listener: Listener) -> tuple[int, int]:
+    """Check tables, shards and totals of all fields; return the number and the bytes of the shards that were read."""
+    checks = [FieldCheck(view, name) for view in views for name in view.manifest.fields]
+    run_all(FieldCheck.check_table, checks, THREADS)
+    count = _counter("verify", sum(one.layout.stored for one in checks), listener)
+    tasks = ((field, shard) for field in checks for shard in range(field.num_shards))
+
+    def check(task: tuple[FieldCheck, int]) -> int:
+        field, shard = task
+        return count(0 if problems.full else field.check_shard(shard))
+
+    objects = read = 0
+    while not problems.full and (some := list(islice(tasks, TASKS))):
+        sizes = run_all(check, some, THREADS)
+        objects, read = objects + sum(size > 0 for size in sizes), read + sum(sizes)
+    wrong = {(problem.split, problem.field) for problem in problems.found()}
+    for one in checks:
+        if (one.view.split, one.name) not in wrong:
+            one.check_totals()
+    return objects, read
+
+
+def _counter(phase: Phase, total: int, listener: Listener) -> Callable[[int], int]:
+    """Return a function that adds to what is done, reports it from any thread, and returns what was added."""
+    lock, done = threading.Lock(), 0
+
+    def add(more: int) -> int:
+        nonlocal done
+        with lock:
+            done += more
+            listener(Progress(phase, done, total))
+        return more
+
+    return add
+
+
+class Problems:
+    """Up to `MAX_PROBLEMS` problems; thread-safe."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, Problem] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def full(self) -> bool:
+        """Whether there are so many that looking for more is of no use."""
+        return len(self._found) >= MAX_PROBLEMS
+
+    def add(self, problem: Problem) -> None:
+        """Keep a problem, unless it is known, or there are too many."""
+        with self._lock:
+            if not self.full:
+                self._found.setdefault(problem.problem, problem)
+
+    def found(self) -> tuple[Problem, ...]:
+        """Return the problems by split, field and sample, whichever thread found them first."""
+        with self._lock:
+            found = list(self._found.values())
+        return tuple(sorted(found, key=lambda one: (one.split, one.field, *(one.samples or (-1, -1)), one.path)))
+
+
+@dataclass(frozen=True, eq=False)
+class DatasetView:
+    """A dataset, or the split `split` of a root, that is verified.
+
+    `sizes` has the bytes of every object below the root, by path; None where the store does not list its objects.
+    """
+
+    split: str
+    manifest: Manifest
+    store: Store
+    sizes: Mapping[str, int] | None
+    problems: Problems
+
+    @property
+    def appending(self) -> bool:
+        """Whether an append is under way or was interrupted: shards and documents may be ahead of the manifest."""
+        return self.size(CLAIM) is not None
+
+    def below_root(self, path: str) -> str:
+        """Return a path of the dataset as one below the root."""
+        return f"{self.split}/{path}" if self.split else path
+
+    def size(self, path: str) -> int | None:
+        """Return the bytes of an object, None where it is missing."""
+        if self.sizes is not None:
+            return self.sizes.get(self.below_root(path))
+        info = self.store.head(path)
+        return None if info is None else info.size
+
+    def add(
+        self, problem: str, path: str, field: str = "", *, chunk: int | None = None, samples: Samples | None = None
+    ) -> None:
+        """Add a problem with one of the dataset's objects."""
+        self.problems.add(Problem(problem, self.below_root(path), self.split, field, chunk, samples))
+
+    def owns(self, path: str) -> bool:
+        """Return whether the manifest lists an object at this path, or an earlier version has its table there."""
+        manifest, tables = self.manifest, tables_path(self.manifest.generation)
+        earlier = _TABLES.match(path)
+        if earlier is not None and int(earlier["generation"] or 1) < manifest.generation:
+            return True
+        folder, _, name = path.rpartition("/")
+        if name == ROOT:
+            return folder in ("", OURS, tables) or folder.removeprefix(f"{tables}/") in manifest.fields
+        found = _NUMBERED.fullmatch(path.removeprefix(f"{tables}/"))
+        if found is None or found["name"] not in manifest.fields:
+            return False
+        layout, number = manifest.fields[found["name"]], int(found["number"])
+        shards = layout.num_shards(manifest.num_samples)
+        pages = -(-shards // rows_per_page(layout, manifest.num_samples))
+        if path == layout.shard_key(found["name"], number):
+            return number < shards
+        return number < pages and path == page_path(found["name"], number, manifest.generation)
+
+
+def check_documents(view: DatasetView) -> None:
+    """Compare every Zarr document of a dataset or split with what the manifest implies."""
+    documents = dataset_documents(view.manifest)
+
+    def check(path: str) -> None:
+        place = f"{path}/{ROOT}" if path else ROOT
+        url, size, name = f"{view.store.url}/{place}", view.size(place), path.rpartition("/")[2]
+        if size is None or size > opening.MAX_ROOT:
+            problem = f"{url} {'is missing' if size is None else f'has {size} bytes'}; Zarr readers need it"
+        else:
+            try:
+                wrong = difference(documents[path], parse_json(opening.get_document(view.store, place)))
+                problem = f"{url} does not match the manifest: {wrong}" if wrong else ""
+            except (NotFoundError, FormatError, ValueError, RecursionError) as error:
+                problem = f"{url} is damaged ({error})"
+        if problem:
+            view.add(problem, place, name if name in view.manifest.fields else "")
+
+    run_all(check, documents, THREADS)
+
+
+def check_split_root(root: Mapping[str, Any], manifests: Mapping[str, Manifest], names: Sequence[str]) -> str:
+    """Return what is wrong with the root document of the splits `names`, as far as `manifests` are known."""
+    consolidated = root.get("consolidated_metadata")
+    nodes = consolidated.get("metadata") if isinstance(consolidated, dict) else None
+    if isinstance(consolidated, dict) and isinstance(nodes, dict):
+        unknown = {*names} - {*manifests}
+        nodes = {path: node for path, node in nodes.items() if path.partition("/")[0] not in unknown}
+        root = {**root, "consolidated_metadata": {**consolidated, "metadata": nodes}}
+    return difference(split_documents(manifests), root)
+
+
+def difference(expected: Mapping[str, Any], found: Mapping[str, Any]) -> str:
+    """Return the first difference of two documents in words; empty where they agree.
+
+    Below `attributes` there may be more than is expected: readers of the manifest ignore keys that they do not know.
+    """
+    ours, theirs = (json.loads(json.dumps(one), object_hook=_plain) for one in (expected, found))
+    return _difference(ours, theirs, "", strict=True)
+
+
+def _plain(node: dict[str, Any]) -> dict[str, Any]:
+    """Return a part of a document without what a writer is free to choose."""
+    free, configuration = _FREE.get(str(node.get("name")), ()), node.get("configuration")
+    if isinstance(configuration, dict):
+        node["configuration"] = {key: value for key, value in configuration.items() if key not in free}
+    if node.get("data_type") == "bytes":  # two names of one type
+        node["data_type"] = "variable_length_bytes"
+    return node
+
+
+def _difference(expected: Any, found: Any, where: str, strict: bool) -> str:
+    if isinstance(expected, list) and isinstance(found, list) and len(expected) == len(found):
+        pairs = enumerate(zip(expected, found, strict=True))
+        return next(filter(None, (_difference(*pair, f"{where}[{i}]", strict) for i, pair in pairs)), "")
+    if not isinstance(expected, dict) or not isinstance(found, dict):
+        texts = [text if len(text) <= 60 else f"{text[:60]}..." for text in (repr(found), repr(expected))]
+        return "" if expected == found else f"{where} is {texts[0]}, expected {texts[1]}"
+    for key, value in expected.items():
+        place = f"{where}.{key}".lstrip(".")
+        inner = strict and key != "attributes"
+        wrong = _difference(value, found[key], place, inner) if key in found else f"{place} is missing"
+        if wrong:
+            return wrong
+    more = next((key for key in found if key not in expected), None)
+    return f"{where}.{more}".lstrip(".") + " is unexpected" if more is not None and strict else ""
+
+
+@dataclass(frozen=True, eq=False)
+class _Shard:
+    """A shard object with its samples, and of its chunks where each begins, its bytes, and its checksum.
+
+    `crcs` is None where the table is damaged and only the shard's own index says where its chunks are.
+    """
+
+    number: int
+    path: str
+    samples: Samples
+    starts: NDArray[np.int64]
+    sizes: NDArray[np.int64]
+    crcs: NDArray[np.uint32] | None
+
+    @property
+    def stops(self) -> NDArray[np.int64]:
+        """Where each chunk ends."""
+        return self.starts + self.sizes
+
+    def has_index(self, index: NDArray[np.uint64]) -> bool:
+        """Return whether this is the index of the shard."""
+        expected = np.full_like(index, ABSENT)
+        expected[: len(self.starts)] = np.stack([self.starts, self.sizes], axis=1)
+        return np.array_equal(index, expected)
+
+
+class FieldCheck:
+    """Checks one field: first its table, then its shards in any order and from any thread, at last the totals."""
+
+    def __init__(self, view: DatasetView, name: str) -> None:
+        self.view, self.name = view, name
+        self.layout, self._num_samples = view.manifest.fields[name], view.manifest.num_samples
+        self.num_shards = self.layout.num_shards(self._num_samples)
+        self._rows = rows_per_page(self.layout, self._num_samples)
+        self._table = ChunkTable(view.store, view.manifest, name)
+        self._reader = FieldReader(view.store, view.manifest, name)
+        self._damaged: set[int] = set()  # pages of the table
+        self._lock = threading.Lock()
+        self._stored = self._decoded = 0
+
+    def check_table(self) -> None:
+        """Read every page of the chunk table, and compare the hash of the whole table with the manifest's."""
+        manifest, digest = self.view.manifest, hashlib.sha256()
+        pages = range(-(-self.num_shards // self._rows))
+        for page in pages:
+            if self.view.problems.full:
+                return
+            first, stop = page * self._rows, min((page + 1) * self._rows, self.num_shards)
+            path = page_path(self.name, page, manifest.generation)
+            try:
+                for shard in range(first, stop):
+                    digest.update(self._entries(shard, path))
+            except FormatError as error:
+                self._add(error.problem, path, self._samples(first, stop))
+                self._damaged.add(page)
+        if not self._damaged and digest.hexdigest() != manifest.tables[self.name]:
+            path = table_path(self.name, manifest.generation)
+            problem = f"the chunk table {self._url(path)} is intact, but not the one that the manifest was written for"
+            self.view.add(f"{problem}: its SHA-256 is {digest.hexdigest()}", path, self.name)
+            self._damaged.update(pages)
+
+    def check_shard(self, number: int) -> int:
+        """Check one shard object, and return its bytes; 0 where it is missing."""
+        path, samples = self.layout.shard_key(self.name, number), self._samples(number, number + 1)
+        size = counted = self.view.size(path)
+        if size is None or counted is None:
+            self._add(f"{self._url(path)} is missing, but the manifest lists it", path, samples)
+            return 0
+        try:
+            tail = self.view.store.get_tail(path, index_size(self.layout.chunks_per_shard))
+            index = parse_index(tail, self.layout.chunks_per_shard)
+        except (CorruptError, NotFoundError):
+            index = None
+        shard = self._by_table(number, path, samples) or self._by_index(number, path, samples, size, index)
+        if shard is None:
+            problem = f"the index of {self._url(path)} and the chunk table are damaged: its chunks cannot be located"
+            self._add(problem, path, samples)
+        else:
+            expected = int(shard.stops.max(initial=0)) + index_size(self.layout.chunks_per_shard)
+            if number == self.num_shards - 1 and self.view.appending and size > expected:
+                self._check_chunks(shard, len(shard.starts))  # an append has added to it, behind what was there
+                counted = expected
+            else:
+                self._check(shard, size, expected, index)
+        with self._lock:
+            self._stored += counted
+        return size
+
+    def check_totals(self) -> None:
+        """Compare the bytes of all shards with those of the manifest, for a field without another problem."""
+        decoded = self.layout.nbytes if self.layout.field.fixed else self._decoded
+        totals = ("stored", self.layout.stored, self._stored), ("nbytes", self.layout.nbytes, decoded)
+        for key, promised, there in totals:
+            if promised != there:
+                problem = f"the manifest of {self.view.store.url} has {key} {promised} of {self.name!r}"
+                self.view.add(f"{problem}, its shards have {there}", ROOT, self.name)
+
+    def _url(self, path: str) -> str:
+        return f"{self.view.store.url}/{path}"
+
+    def _samples(self, first: int, stop: int) -> Samples:
+        """Return the samples of the shards [first, stop)."""
+        return first * self.layout.shard, min(stop * self.layout.shard, self._num_samples)
+
+    def _used(self, samples: Samples) -> int:
+        """Return how many inner chunks of a shard with these samples hold one."""
+        return -(-(samples[1] - samples[0]) // self.layout.chunk)
+
+    def _add(self, problem: str, path: str, samples: Samples, chunk: int | None = None) -> None:
+        first, last = samples[0], samples[1] - 1
+        text = f"sample {first}" if first == last else f"samples {first} to {last}"
+        self.view.add(f"{problem} ({text})", path, self.name, chunk=chunk, samples=samples)
+
+    def _entries(self, shard: int, path: str) -> bytes:
+        """Return a shard's rows of the table. Raises `FormatError`, also for sizes that no writer writes."""
+        offsets, crcs = self._table.shard(shard)
+        entries = np.stack([np.diff(offsets), crcs], axis=1).astype("<u4")
+        used = self._used(self._samples(shard, shard + 1))
+        if np.any(entries[:used, 0] <= CRC_BYTES) or np.any(entries[used:]):
+            raise FormatError(f"the chunk table {self._url(path)} has an invalid size for a chunk of shard {shard}")
+        return entries.tobytes()
+
+    def _by_table(self, number: int, path: str, samples: Samples) -> _Shard | None:
+        """Return a shard as the table has it; None where its page is damaged."""
+        if number // self._rows in self._damaged:
+            return None
+        offsets, crcs = self._table.shard(number)
+        used = self._used(samples)
+        starts = offsets[:used].copy()
+        for chunk, size in self._table.skips(number):  # stale bytes of earlier versions
+            starts[chunk:] += size
+        return _Shard(number, path, samples, starts, np.diff(offsets)[:used], crcs[:used])
+
+    def _by_index(
+        self, number: int, path: str, samples: Samples, size: int, index: NDArray[np.uint64] | None
+    ) -> _Shard | None:
+        """Return a shard as its own index has it; None where that is damaged too."""
+        used = self._used(samples)
+        if index is None or np.any(index[:used] > size) or np.any(index[:used, 1] <= CRC_BYTES):
+            return None
+        starts, sizes = index[:used].astype(np.int64).T
+        shard = _Shard(number, path, samples, starts, sizes, None)
+        return shard if np.all(shard.starts[1:] >= shard.stops[:-1]) and shard.has_index(index) else None
+
+    def _check(self, shard: _Shard, size: int, expected: int, index: NDArray[np.uint64] | None) -> None:
+        """Check an object of `size` bytes; `index` is its own, None where that is damaged."""
+        url, count = self._url(shard.path), len(shard.starts)
+        other = index is not None and not shard.has_index(index)
+        if size != expected and not other:
+            self._check_chunks(shard, self._wrong_size(shard, size, expected))
+            return
+        if size != expected:
+            problem = f"{url} was modified after the conversion: its index is intact, but of another object"
+        else:
+            bad = self._check_chunks(shard, count, silent=other)
+            if index is None:
+                problem = f"the index of {url} is damaged: its checksum does not match"
+            elif bad:
+                problem = f"{url} was modified after the conversion: its index and {bad} of its {count} chunks differ"
+            else:
+                problem = f"the index of {url} is intact, but does not match its chunks"
+        if index is None or other:
+            self._add(problem, shard.path, shard.samples)
+
+    def _wrong_size(self, shard: _Shard, size: int, expected: int) -> int:
+        """Report an object that is too short or too long, and return how many of its chunks are there."""
+        there, count = int(np.searchsorted(shard.stops, size, side="right")), len(shard.starts)
+        problem = f"{self._url(shard.path)} has {size} bytes, its chunks and index have {expected}"
+        if there < count:
+            samples = shard.samples[0] + there * self.layout.chunk, shard.samples[1]
+            self._add(f"{problem}: the chunks {there} to {count - 1} are cut off", shard.path, samples, there)
+        else:
+            what = "its index is cut off" if size < expected else "something was appended"
+            self._add(f"{problem}: {what}", shard.path, shard.samples)
+        return there
+
+    def _check_chunks(self, shard: _Shard, count: int, silent: bool = False) -> int:
+        """Check the first `count` chunks, in runs of about `PIECE_BYTES` at most, encoded and decoded.
+
+        Reports each that is bad, unless `silent`, and returns how many are.
+        """
+        mean = self.layout.nbytes / max(1, self._num_samples)
+        most, bad = max(1, int(PIECE_BYTES // max(1.0, mean * self.layout.chunk))), 0
+        for low, high in cut_runs(shard.starts[:count], shard.stops[:count], 0, PIECE_BYTES):
+            for first in range(low, high, most):
+                bad += self._check_run(shard, first, min(first + most, high), silent)
+        return bad
+
+    def _check_run(self, shard: _Shard, low: int, high: int, silent: bool) -> int:
+        """Read and decode chunks [low, high), where that fails one by one; return how many are bad."""
+        offsets = np.append(shard.starts[low:high], shard.stops[high - 1])
+        crcs = np.zeros(high - low, np.uint32) if shard.crcs is None else shard.crcs[low:high]
+        run = self._reader.run(shard.number, low, offsets, crcs)
+        try:
+            self._read(run, shard.crcs is None)
+        except errors.MissingObjectError as error:  # it was there when the store was listed
+            self._add(error.problem, shard.path, shard.samples)
+            return 1
+        except FormatError as error:
+            if high - low > 1:
+                return sum(self._check_run(shard, chunk, chunk + 1, silent) for chunk in range(low, high))
+            if not silent:
+                samples = run.first_sample, run.first_sample + run.num_samples
+                self.view.add(error.problem, shard.path, self.name, chunk=low, samples=samples)
+            return 1
+        return 0
+
+    def _read(self, run: Run, by_index: bool) -> None:
+        """Fetch and decode a run, and check its items. Raises `FormatError` where a chunk is damaged."""
+        field, fetch = self.layout.field, self._reader.request(run)
+        if by_index:  # what each chunk ends with is the only checksum; 0 for one that the data do not reach
+            data, stops = fetch(), np.cumsum(run.sizes).tolist()
+            crcs = [int.from_bytes(data[stop - CRC_BYTES : stop], "little") for stop in stops]
+            run = run._replace(crcs=np.array(crcs, np.uint32))
+        out = np.empty((run.num_samples, *field.shape), field.dtype) if field.fixed else None
+        placed = self._reader.load(run, fetch, out) or []
+        bad = [(row + wrong[0], wrong[1]) for row, items in placed if (wrong := bad_item(field, items))]
+        if out is not None and field.dtype == "bool":
+            wrong_rows = np.flatnonzero(out.view(np.uint8).reshape(run.num_samples, -1).max(axis=1) > 1)
+            bad += [(int(row), "it is neither 0 nor 1") for row in wrong_rows[:1]]
+        for row, why in bad:
+            sample, chunk = run.first_sample + row, run.chunk + row // self.layout.chunk
+            where = f"sample {sample}, in chunk {chunk} of {self._url(run.path)}"
+            problem = f"field {self.name!r} of {where}, is not {field}: {why}"
+            self.view.add(problem, run.path, self.name, chunk=chunk, samples=(sample, sample + 1))
+        with self._lock:
+            self._decoded += sum(int((items.stops - items.starts).sum()) for _, items in placed)
+
+
+def rows_of(manifest: Manifest, num_samples: int) -> SampleRows:
+    """Return the row of a source of `num_samples` rows for each sample, as if none had been skipped.
+
+    It follows from the manifest's provenance. Raises `UsageError` where that is not enough.
+    """
+    rows: NDArray[np.int64] | range = range(num_samples)
+    split, shuffle, own = (manifest.provenance.get(key) for key in ("split", "shuffle", "splits"))
+    if isinstance(own, Mapping) and isinstance(split, Mapping) and split.get("name") in own:
+        if sum(own.values()) == num_samples:
+            rows = own_rows(own, split["name"])
+    elif split is not None:
+        splits, seed = parse_splits(_provenance(split, "of", str)), _provenance(split, "seed", int)
+        rows = _provenance(assign(num_samples, splits, seed), _provenance(split, "name", str), np.ndarray)
+    return SampleRows.of(rows, None if shuffle is None else _provenance(shuffle, "seed", int))
+
+
+def _provenance(found: Any, key: str, kind: type) -> Any:
+    value = found.get(key) if isinstance(found, Mapping) else None
+    if not isinstance(value, kind):
+        problem = f"the manifest does not say which rows its samples come from: its provenance has no {key!r}"
+        raise UsageError(problem, "compare datasets that streamloader convert made")
+    return value
+
+
+def _compare(view: DatasetView, against: tuple[Any, str | None, Mapping[str, Any]], count: Callable[[int], int]) -> int:
+    """Report every sample that differs from its row of the source, and return how many were compared.
+
+    Samples in damaged chunks are skipped: they have a problem of their own. `count` gets how many are done.
+    """
+    manifest, here = view.manifest, view.store.url
+    fields = {name: layout.field for name, layout in manifest.fields.items()}
+    transforms = TransformOptions(FieldSelection.again(fields, manifest.provenance))
+    try:
+        source = transforms.apply(open_source(*against, transforms.opening)[1])
+    except FieldError as error:
+        view.add(f"{here} differs from {against[0]}: {error.problem}", "")
+        return 0
+    for name, field in list(fields.items()):
+        there = source.fields.get(name)
+        if there is None or replace(there, encoding="") != replace(field, encoding=""):  # an encoding is only a hint
+            view.add(f"field {name!r} is {field} in {here}, and {there} in {source.url}", "", name)
+            del fields[name]
+    rows, size = rows_of(manifest, source.num_samples), manifest.samples_per_shard
+    if manifest.provenance.get("left_out"):
+        rows = rows.without(_bad_rows(source, rows, size))
+    if rows.count != manifest.num_samples:
+        of = f" for the split {view.split!r}" if view.split else ""
+        view.add(f"{here} has {manifest.num_samples} samples, {source.url} has {rows.count}{of}", "")
+        if {"split", "shuffle"} & set(manifest.provenance):
+            return 0  # the samples come from other rows then: every one would differ
+    readers = {name: FieldReader(view.store, manifest, name) for name in fields}
+    stop = min(rows.count, manifest.num_samples)
+
+    def check(start: int) -> int:
+        if view.problems.full:
+            return count(0)
+        return count(_compare_samples(view, source, rows, readers, samples=(start, min(start + size, stop))))
+
+    return sum(run_all(check, range(0, stop, size), min(cpu_count(), COMPARE_THREADS)))
+
+
+def _bad_rows(source: Source, rows: SampleRows, size: int) -> set[int]:
+    """Return the rows that cannot be converted, by reading all of them."""
+    found: set[int] = set()
+    for start in range(0, rows.count, size):
+        here, bad = np.sort(rows.read(start, start + size)), list[BadSample]()
+        source.part(here).read(bad.append)
+        found.update(int(here[one.position]) for one in bad)
+    return found
+
+
+def _compare_samples(
+    view: DatasetView, source: Source, rows: SampleRows, readers: Mapping[str, FieldReader], *, samples: Samples
+) -> int:
+    """Report which of the samples [start, stop) differ from their rows of the source; return how many were compared."""
+    numbers, here, bad = rows.read(*samples), view.store.url, list[BadSample]()
+    ascending = np.sort(numbers)
+    columns = source.part(ascending).read(bad.append)
+    for one in bad:
+        row = int(ascending[one.position])
+        sample = samples[0] + int(np.flatnonzero(numbers == row)[0])
+        problem = f"sample {sample} of {here}: row {row} of {source.url} is bad ({one.problem})"
+        view.add(problem, "", samples=(sample, sample + 1))
+    good = np.delete(ascending, [one.position for one in bad])
+    there = np.flatnonzero(np.isin(numbers, good))
+    try:
+        stored = read_columns(readers, *samples)
+    except (FormatError, errors.SampleError):
+        return 0  # a damaged chunk: it has a problem of its own
+    for name, column in stored.items():
+        pairs = zip(_items(column, there), _items(columns[name], np.searchsorted(good, numbers[there])), strict=True)
+        for i in [i for i, (ours, theirs) in enumerate(pairs) if ours != theirs]:
+            sample, row = samples[0] + int(there[i]), int(numbers[there[i]])
+            problem = f"field {name!r} of sample {sample} of {here} differs from row {row} of {source.url}"
+            view.add(problem, "", name, samples=(sample, sample + 1))
+    return len(there)
+
+
+def _items(column: Column, rows: NDArray[np.int64]) -> Iterator[bytes]:
+    """Yield the bytes of these rows, as they are stored."""
+    if isinstance(column, np.ndarray):
+        return (row.tobytes() for row in column[rows].astype(column.dtype.newbyteorder("<"), copy=False))
+    return (column[row] for row in rows.tolist())

@@ -1,0 +1,1 @@
+"""PyTorch's side: datasets, mixtures, ranks, workers, tensors."""

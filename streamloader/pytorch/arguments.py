@@ -1,0 +1,377 @@
+"""The arguments of `StreamingDataset` and `Mixture`: checked, and filled in from the manifest of a dataset."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from streamloader.engine.dataset import THREADS, Dataset
+from streamloader.errors import BatchError, FieldError, SelectionError, UsageError
+from streamloader.format.geometry import BLOCKS, nearest_power, next_power, order_pin
+from streamloader.format.manifest import Field, Manifest, OrderPin
+from streamloader.format.opening import open_root
+from streamloader.format.reader import FieldReader
+from streamloader.options import REMAINDERS, Decode, Pack, Remainder, Shuffle, is_whole
+from streamloader.order.epoch_order import OrderParams
+from streamloader.order.schedule import Part
+from streamloader.order.state import NO_GAPS, ORDER_NAMES, Gaps, RunState
+from streamloader.pytorch.tensors import OFFSETS
+from streamloader.stats import BatchReport
+from streamloader.storage.store import Store
+
+if TYPE_CHECKING:  # what few datasets need is imported where they need it
+    from streamloader.images.decode import ImageDecoder
+    from streamloader.order.selection import Condition, Selection
+
+PackChoice = None | Mapping[str, "Pack | int"]
+# by epoch, the numbers of steps: {3: range(100, 120)}
+StepChoice = None | Mapping[int, Iterable[int]]
+DecodeChoice = None | bool | str | Decode | Mapping[str, "Decode | str | bool"]
+
+
+# a condition, a slice of samples, a mask with a bool for each, or their numbers; also as a tensor
+WhereChoice = None | str | slice | Sequence[bool] | Sequence[int] | np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """A dataset of a mixture: `url` and `storage_options` for fsspec, `split` and `where` as for a dataset alone."""
+
+    url: str | os.PathLike[str]
+    split: str | None = None
+    where: WhereChoice = None
+    storage_options: Mapping[str, Any] | None = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class BatchOptions:
+    """Which batches are handed out, and with which columns; see `StreamingDataset`.
+
+    Raises `UsageError` for what is wrong whatever the dataset is.
+    """
+
+    batch_size: int | None
+    remainder: Remainder
+    with_index: bool
+    skip_steps: StepChoice
+    steps_per_epoch: int | None
+    on_batch: Callable[[BatchReport], None] | None
+
+    def __post_init__(self) -> None:
+        size, steps = self.batch_size, self.steps_per_epoch
+        if size is not None and not is_whole(size):
+            raise BatchError(f"batch_size={size!r}", "give a whole number of at least 1, or None for samples")
+        if self.remainder not in REMAINDERS:
+            raise UsageError(f"remainder={self.remainder!r}", f"choose one of {', '.join(REMAINDERS)}")
+        if self.on_batch is not None and not callable(self.on_batch):
+            raise UsageError(f"on_batch={self.on_batch!r} cannot be called", "give a function of a BatchReport")
+        if steps is None:
+            return
+        if not is_whole(steps):
+            raise UsageError(f"steps_per_epoch={steps!r}", "give a whole number of at least 1")
+        if size is None:
+            raise UsageError(f"steps_per_epoch={steps} with batch_size=None", "give a batch_size: a step is a batch")
+        if self.remainder == "uneven":  # ranks have different numbers of steps
+            raise UsageError(f"steps_per_epoch={steps} with remainder='uneven'", "choose 'pad' or 'drop'")
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """What is fetched, how it is decoded and transformed, and in how much memory; see `StreamingDataset`.
+
+    Raises `UsageError` for what is wrong whatever the dataset is.
+    """
+
+    fields: Sequence[str] | None
+    decode: DecodeChoice
+    pack: PackChoice
+    transform: Callable[..., Any] | None
+    transform_workers: int
+    memory: int | str | None
+
+    def __post_init__(self) -> None:
+        transform, workers = self.transform, self.transform_workers
+        if transform is not None and not callable(transform):
+            raise UsageError(f"transform={transform!r} cannot be called", "give a function of a sample")
+        if workers < 0 or (workers and transform is None):
+            raise UsageError(f"transform_workers={workers} with transform={transform}", "give both, or neither")
+
+
+def check_shuffle(shuffle: object) -> None:
+    """Raise `UsageError` for what is neither a bool nor a `Shuffle`."""
+    if not isinstance(shuffle, bool | Shuffle):
+        window = f"window={shuffle}" if isinstance(shuffle, int) and shuffle > 1 else "window=, lanes=, block="
+        raise UsageError(
+            f"shuffle={shuffle!r:.60} is neither a bool nor a Shuffle", f"give True, False, or Shuffle({window})"
+        )
+
+
+def open_dataset(
+    store: Store, split: str | None, where: Any, fields: Sequence[str] | None, columns: tuple[bool, bool]
+) -> Dataset:
+    """Open a dataset with the samples that `where`, as `read_where` returned it, selects.
+
+    `columns`: whether batches have the columns `index` and `valid`.
+    """
+    manifest, store, _ = open_root(store, split)
+    names = choose_fields(manifest, fields, *columns)
+    return Dataset(store, manifest, names, choose_selection(where, manifest, store))
+
+
+def choose_fields(
+    manifest: Manifest, wanted: Sequence[str] | None, with_index: bool, with_valid: bool
+) -> tuple[str, ...]:
+    """Return the fields to fetch. Raises `FieldError` for an unknown one, or a name that a column of the batch has."""
+    if isinstance(wanted, str):
+        raise FieldError(f"fields={wanted!r}", f"give a list: fields=[{wanted!r}]")
+    names = tuple(manifest.fields) if wanted is None else tuple(wanted)
+    for name in names:
+        if name not in manifest.fields:
+            raise FieldError(f"there is no field {name!r}", f"choose from {', '.join(manifest.fields)}")
+        if names.count(name) > 1:
+            raise FieldError(f"fields names {name!r} {names.count(name)} times", "name each field once")
+    ragged = [name for name in names if manifest.fields[name].field.kind == "ragged"]
+    columns = {*(name + OFFSETS for name in ragged), *(("index",) * with_index), *(("valid",) * with_valid)}
+    for name in names:
+        if name in columns:
+            remedy = "leave the field out with fields=, or choose with_index=False or another remainder"
+            raise FieldError(f"the dataset has a field {name!r}, and the batch a column of that name", remedy)
+    return names
+
+
+def choose_decoders(fields: Mapping[str, Field], choice: DecodeChoice) -> dict[str, ImageDecoder]:
+    """Return the decoder of each image field. Raises `FieldError` where there is nothing to decode."""
+    if choice is None or choice is False:
+        return {}
+    from streamloader.images.decode import ENCODINGS, ImageDecoder
+
+    images = [name for name, field in fields.items() if field.kind == "bytes" and field.encoding in ENCODINGS]
+    each = dict(choice) if isinstance(choice, Mapping) else dict.fromkeys(images, choice)
+    for name in each:
+        if name not in fields or fields[name].kind != "bytes":
+            remedy = f"choose from {', '.join(images) or 'none'}"
+            raise FieldError(f"decode names {name!r}, which is not a fetched bytes field", remedy)
+    if not each and not isinstance(choice, Mapping):
+        raise FieldError(f"decode={choice!r}, and no field holds encoded images", "leave it out, or name the field")
+    return {
+        name: ImageDecoder.choose(_decode_options(value), name) for name, value in each.items() if value is not False
+    }
+
+
+def choose_layouts(decoders: Mapping[str, ImageDecoder], *, transformed: bool) -> frozenset[str]:
+    """Return the image fields of which tensors have the channels first.
+
+    Raises `UsageError` where that is asked for of images that a transform gets and returns as it likes.
+    """
+    if not transformed:
+        return frozenset(name for name, decoder in decoders.items() if decoder.options.channels_first)
+    for name, decoder in decoders.items():
+        if decoder.options.layout == "CHW":
+            problem = f"Decode(layout='CHW') of {name!r} with a transform, which gets height x width x channels"
+            raise UsageError(problem, "leave layout out, and let the transform return image.transpose(2, 0, 1)")
+    return frozenset()
+
+
+def _decode_options(value: Decode | str | bool) -> Decode:
+    if isinstance(value, Decode):
+        return value
+    return Decode() if value is True else Decode(backend=value)  # type: ignore[arg-type]
+
+
+def choose_order(manifest: Manifest, shuffle: bool | Shuffle, selection: Selection | None) -> OrderParams:
+    """Return the manifest's order, with what `Shuffle` overrides. Raises `UsageError` for a block that cuts chunks.
+
+    A selection is cut like a dataset of its size: a block of it takes about the bytes of a block of the dataset, or
+    less where it is small, and its lanes and window follow from that.
+    """
+    config = shuffle if isinstance(shuffle, Shuffle) else Shuffle()
+    pinned = manifest.order if selection is None else _order_of(manifest, selection, config.block)
+    block = config.block or pinned.block
+    window = config.window or max(pinned.window // block, 2 if config.block is None else 4) * block
+    check_block(manifest, block, selection)
+    return OrderParams(block, config.lanes or pinned.lanes, window)
+
+
+def check_block(manifest: Manifest, block: int, selection: Selection | None) -> None:
+    """Raise `UsageError` for a block that cuts chunks; samples of a selection begin anywhere in a chunk."""
+    chunk = largest_chunk(manifest)
+    if selection is None and block % chunk:
+        raise UsageError(f"Shuffle(block={block}) cuts chunks of {chunk} samples", f"give a multiple of {chunk}")
+
+
+def chosen_names(shuffle: bool | Shuffle) -> tuple[str, ...]:
+    """Return which parameters of the order the caller gives: a state must have the same."""
+    config = shuffle if isinstance(shuffle, Shuffle) else Shuffle()
+    return tuple(name for name in ORDER_NAMES if getattr(config, name) is not None)
+
+
+def largest_chunk(manifest: Manifest) -> int:
+    """Return the samples of the largest chunk over the bulk fields; 1 where all fields are resident."""
+    return max((layout.chunk for layout in manifest.fields.values() if not layout.resident), default=1)
+
+
+def _order_of(manifest: Manifest, selection: Selection, block: int | None) -> OrderPin:
+    """The order of the selected samples, in blocks of so many of them (None: as suits how dense they lie)."""
+    count, chunk = len(selection), largest_chunk(manifest)
+    if block is None:
+        touched = selection.samples // chunk
+        each = count / (1 + np.count_nonzero(touched[1:] != touched[:-1]))  # selected samples of a chunk
+        usual = nearest_power(each * manifest.order.block / chunk)
+        block = max(nearest_power(each), min(usual, next_power(count) // BLOCKS))
+    decoded = sum(layout.nbytes for layout in manifest.fields.values()) * count // manifest.num_samples
+    found = order_pin(count, block, decoded)
+    return replace(found, lanes=min(found.lanes, manifest.order.lanes))
+
+
+def check_share(share: Part) -> None:
+    """Raise `BatchError` where the last, incomplete step is the only one, and is to be dropped."""
+    if share.remainder == "drop" and share.num_samples and not share.global_steps(0):
+        step = f"{share.world.size} consumers with batch_size={share.batch} take {share.global_batch} samples at once"
+        problem = f"{step}, the dataset has {share.num_samples}, and remainder='drop' leaves nothing"
+        raise BatchError(problem, "give a smaller batch_size, or another remainder")
+
+
+# bytes of condition columns and their intermediate results at once, however many samples there are
+PIECE_BYTES = 32 << 20
+
+
+def read_where(where: WhereChoice) -> Any:
+    """Return a condition parsed, anything else unchanged. Raises `SelectionError` for an invalid condition."""
+    if not isinstance(where, str):
+        return where
+    from streamloader.order.selection import Condition
+
+    return Condition.parse(where)
+
+
+def choose_selection(where: Any, manifest: Manifest, store: Store) -> Selection | None:
+    """Return the samples that are chosen by what `read_where` returned; None for all.
+
+    A condition reads the fields that it names, each of one number a sample, a piece at a time; class names in it are
+    those of the manifest. Raises `SelectionError` for a field that is not there or holds no such numbers, before
+    anything is read, and for what selects nothing.
+    """
+    if where is None:
+        return None
+    from streamloader.order.selection import Condition, Selection
+
+    if not isinstance(where, Condition):
+        return Selection.of(where, manifest.num_samples)
+    usable = [name for name, layout in manifest.fields.items() if layout.field.fixed and not layout.field.shape]
+    for name in sorted(where.fields - set(usable)):
+        found = f"is {manifest.fields[name].field}" if name in manifest.fields else "is not a field"
+        is_class = any(name in one for one in manifest.classes.values())
+        remedy = f"fields of one number a sample are {', '.join(usable) or 'none'}; or give a mask or indexes"
+        problem = f"where={where.text!r} asks for {name!r}, which {found}"
+        raise SelectionError(problem, f"write the class as '{name}' in quotes; {remedy}" if is_class else remedy)
+    where = where.with_classes(manifest.classes)
+    readers = {name: FieldReader(store, manifest, name) for name in where.fields}
+    return Selection(_matching(where, readers, manifest.num_samples), manifest.num_samples)
+
+
+def _matching(where: Condition, readers: Mapping[str, FieldReader], count: int) -> NDArray[np.int64]:
+    """Return the numbers of the samples that match. Keeps one bit a sample until their number is known."""
+    # a column as stored, once more with 64 bits, and intermediate results
+    sample_bytes = sum(reader.layout.field.item_bytes + 8 for reader in readers.values()) + 16
+    piece = max(1, PIECE_BYTES // sample_bytes)
+    bits, total = [], 0
+    for start in range(0, count, piece):
+        stop = min(start + piece, count)
+        columns: dict[str, Any] = {name: reader.read(start, stop, threads=THREADS) for name, reader in readers.items()}
+        mask = where.mask(columns)
+        bits.append(np.packbits(mask))
+        total += int(np.count_nonzero(mask))
+    found = np.empty(total, np.int64)
+    total = 0
+    for start, some in zip(range(0, count, piece), bits, strict=True):
+        part = np.flatnonzero(np.unpackbits(some, count=min(piece, count - start)))
+        np.add(part, start, out=found[total : total + part.size])
+        total += part.size
+    return found
+
+
+def choose_packs(
+    fields: Mapping[str, Field], choice: PackChoice, *, batch_size: int | None, transformed: bool
+) -> dict[str, Pack]:
+    """Return how each field that `choice` names is packed; a number is the length of the rows.
+
+    Raises `UsageError` where batches cannot be packed, or for a length below 1, and `FieldError` for a field that is
+    not fetched, that holds no plain sequences of numbers, or whose dtype does not hold the padding.
+    """
+    if choice is None:
+        return {}
+    if not isinstance(choice, Mapping):
+        raise UsageError(f"pack={choice!r} names no field", "give a dict, like pack={'tokens': 2049}")
+    if choice and batch_size is None:
+        raise UsageError(f"pack={dict(choice)} with batch_size=None", "give a batch_size: rows are cut from a batch")
+    if choice and transformed:
+        raise UsageError(f"pack={dict(choice)} with a transform", "leave one of them out: a transform gets documents")
+    return {name: _pack(name, fields.get(name), config) for name, config in choice.items()}
+
+
+def _pack(name: str, field: Field | None, config: Pack | int) -> Pack:
+    pack = config if isinstance(config, Pack) else Pack(config)
+    if field is None or field.kind != "ragged" or field.shape:
+        found = "is not a fetched field" if field is None else f"is {field}"
+        raise FieldError(f"pack names {name!r}, which {found}", "name a field of documents, like ragged:int32")
+    if not _holds(np.dtype(field.dtype), pack.pad):
+        raise FieldError(f"pack fills {name!r} with {pack.pad}, which is not {field.dtype}", "give another Pack(pad=)")
+    return pack
+
+
+def _holds(dtype: np.dtype[Any], pad: int | float) -> bool:
+    if dtype.kind == "f":
+        most = float(np.finfo(dtype).max)
+        return -most <= pad <= most or pad in (math.inf, -math.inf) or math.isnan(pad)
+    low, high = (0, 1) if dtype.kind == "b" else (int(np.iinfo(dtype).min), int(np.iinfo(dtype).max))
+    return low <= pad <= high and pad == int(pad)
+
+
+def read_steps(name: str, choice: StepChoice) -> dict[int, tuple[int, ...]]:
+    """Return the steps of each epoch, ascending. Raises `UsageError` for what is not a number of an epoch or step."""
+    if choice is None:
+        return {}
+    if not isinstance(choice, Mapping):
+        raise UsageError(f"{name}={choice!r:.60}", f"give steps by epoch: {name}={{0: range(100, 120)}}")
+    found: dict[int, tuple[int, ...]] = {}
+    for epoch, steps in choice.items():
+        numbers = list(steps) if isinstance(steps, Iterable) else [None]
+        if not all(is_whole(one, 0) for one in (epoch, *numbers)):
+            raise UsageError(f"{name}={{{epoch!r}: {steps!r:.60}}}", "give whole numbers of at least 0")
+        found[epoch] = tuple(sorted(set(numbers)))
+    return found
+
+
+def choose_gaps(skips: Mapping[int, Sequence[int]], start: RunState, share: Part) -> Gaps:
+    """Return where the steps to leave out lie, from the epoch of `start` on.
+
+    Raises `UsageError` for a step that the epoch does not have, for an epoch of which nothing is left, and where
+    several DataLoader workers read: each batch of theirs is a part of several steps.
+    """
+    if skips and start.workers > 1:
+        remedy = "use num_workers=0; transform_workers= runs slow transforms"
+        raise UsageError(f"skip_steps with {start.workers} DataLoader workers", remedy)
+    gaps = NO_GAPS
+    for epoch in sorted(epoch for epoch in skips if epoch >= start.epoch and skips[epoch]):
+        offset = start.position % share.global_batch if epoch == start.epoch else 0
+        count, last = share.global_steps(offset), skips[epoch][-1]
+        if last >= count:
+            raise UsageError(f"skip_steps names step {last} of epoch {epoch}, which has {count}", "leave it away")
+        if len(skips[epoch]) == count:
+            raise UsageError(f"skip_steps leaves nothing of epoch {epoch}", f"begin with epoch {epoch + 1}: set_epoch")
+        gaps += Gaps.of_steps(epoch, skips[epoch], offset, share.global_batch)
+    return gaps
+
+
+def only(steps: Sequence[int], epoch: int, offset: int, share: Part) -> Gaps:
+    """Return what is left out where only these steps of an epoch are wanted. Raises `UsageError` for one not there."""
+    count = share.global_steps(offset)
+    if not steps or steps[-1] >= count:
+        raise UsageError(f"steps {list(steps)[-3:]} of epoch {epoch}, which has {count}", "name some of those")
+    return Gaps.of_all_but(epoch, steps, count, offset, share.global_batch)

@@ -1,0 +1,589 @@
+"""What `StreamingDataset` and `Mixture` share: passes, epochs and states of an `IterableDataset`."""
+
+from __future__ import annotations
+
+import multiprocessing
+import threading
+import time
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from torch.utils.data import IterableDataset
+
+from streamloader.engine.dataset import Dataset, EpochPlan, SampleNumbers
+from streamloader.engine.engine import Engine, Pipeline, pass_ended
+from streamloader.engine.stages import Batch, LoaderConfig
+from streamloader.errors import MixtureError, StateError, UsageError
+from streamloader.format.manifest import Field
+from streamloader.options import Shuffle, is_whole, parse_size
+from streamloader.order.epoch_order import EpochOrder
+from streamloader.order.schedule import World
+from streamloader.order.state import NO_GAPS, ORDER_NAMES, Gaps, RunState, SourceIdentity, get
+from streamloader.pytorch import arguments, distributed
+from streamloader.pytorch.arguments import BatchOptions, LoadOptions, Source
+from streamloader.pytorch.distributed import SharedEpochs, WorldChoice, in_worker, resolve_world, worker
+from streamloader.pytorch.tensors import TENSORS, Shape, to_samples, to_tensors
+from streamloader.stats import BatchReport, Stats
+from streamloader.storage import open_store
+from streamloader.storage.process import cpu_count, wait_for
+
+if TYPE_CHECKING:
+    from streamloader.order.mixture import EpochShare
+
+# A pass that yields samples still runs in batches, so that the engine's work stays per batch.
+SAMPLES_AT_ONCE = 64
+
+
+class Position(NamedTuple):
+    """Where a consumer begins: its share, of its own world (rule 10), and the state of the pass."""
+
+    share: EpochShare
+    start: RunState
+    ahead: int = 0
+    gaps: Gaps = NO_GAPS
+
+    def position(self, steps: int) -> int:
+        """The global position of this consumer's next step after `steps` of them."""
+        begin = self.start.position + self.ahead * self.share.global_batch
+        return self.gaps.walk(self.start.epoch, begin, steps, self.share.global_batch)
+
+    def cursor(self, steps: int) -> RunState:
+        """The state after `steps` steps of this consumer; the worker of this number resumes there."""
+        place = self.position(steps)
+        if self.ahead and self.share.global_steps(place):
+            place -= self.ahead * self.share.global_batch
+        found = self.start.moved(place, self.share, self.gaps)
+        if self.start.workers == 1:
+            return found
+        ranks = self.share.world.size // self.start.workers
+        return replace(found, inside=True, ranks=ranks, batch=self.share.batch)
+
+
+class SharedIterator(Iterator[dict[str, Any]]):
+    """An iterator that several threads may share: each item goes to one of them."""
+
+    def __init__(self) -> None:
+        self._turn = threading.RLock()
+
+    def __next__(self) -> dict[str, Any]:
+        """Return the next batch or sample. Raises the error that belongs there."""
+        wait_for(lambda seconds: self._turn.acquire(timeout=seconds))
+        try:
+            return self._take()
+        finally:
+            self._turn.release()
+
+    def _take(self) -> dict[str, Any]:
+        raise NotImplementedError
+
+
+class Pass(SharedIterator):
+    """Yields batches, or samples, and tells the dataset what was handed out. Dropping it ends its threads.
+
+    `dataset` returns the dataset whose place this pass moves, or None.
+    """
+
+    def __init__(
+        self, pipeline: Pipeline, begin: Position, dataset: Callable[[], Streamed | None], shape: Shape
+    ) -> None:
+        super().__init__()
+        self._begin = begin
+        self._epoch = begin.start.epoch
+        self._dataset = dataset
+        self._shape = shape
+        self._steps = 0
+        self._steps_before = self._epoch * begin.share.num_steps(0)
+        self._waiting: deque[dict[str, Any]] = deque()
+        self._pipeline: Pipeline | None = pipeline  # None once ended: who keeps this pass keeps no memory with it
+        self._reported = time.perf_counter()
+
+    def _take(self) -> dict[str, Any]:
+        pipeline = self._pipeline
+        if pipeline is None:
+            raise pass_ended()
+        if not self._waiting:
+            asked = time.perf_counter()
+            batch = next(pipeline, None)
+            if batch is None:
+                if pipeline.completed:  # and not after an error
+                    self._complete_once()
+                raise StopIteration
+            self._waiting.extend(self._converted(batch))
+            self._report(len(batch.plan.samples), asked)
+        # Whoever knows the number of batches does not ask for one more: the pass is over with its last one.
+        if len(self._waiting) == 1 and not self._begin.share.global_steps(self._begin.position(self._steps + 1)):
+            next(pipeline, None)
+        self._steps += 1
+        if (dataset := self._dataset()) is not None:
+            dataset._deliver(self._begin.cursor(self._steps))
+        if pipeline.completed:
+            self._complete_once()
+        return self._waiting.popleft()
+
+    def end(self) -> None:
+        """End the threads of this pass; asking it for more is an error from now on."""
+        pipeline, self._pipeline = self._pipeline, None
+        if pipeline is not None:
+            pipeline.close()
+
+    def _converted(self, batch: Batch) -> list[dict[str, Any]]:
+        try:
+            return list(to_samples(batch, self._shape)) if self._shape.samples else [to_tensors(batch, self._shape)]
+        except BaseException:
+            self.end()  # this batch is lost: a later one must not come in its place
+            raise
+
+    def _report(self, samples: int, asked: float) -> None:
+        dataset = self._dataset()
+        if dataset is None or dataset._options.on_batch is None:
+            return
+        now, before = time.perf_counter(), self._reported
+        self._reported = now
+        share = self._begin.share
+        dataset._options.on_batch(
+            BatchReport(
+                epoch=self._epoch,
+                step=self._steps_before + self._begin.position(self._steps) // share.global_batch,
+                samples=samples,
+                wait_seconds=now - asked,
+                seconds=now - before,
+                worker=worker()[0],
+            )
+        )
+
+    def _complete_once(self) -> None:
+        dataset, self._dataset = self._dataset(), _no_dataset
+        if dataset is not None:
+            dataset._complete(self._epoch)
+
+
+def _no_dataset() -> None:
+    """What a pass has that moves no dataset's place, or not any more."""
+
+
+def warn_of_lanes(size: int, before: tuple[int, ...], after: tuple[int, ...]) -> None:
+    """Warn that a run on more ranks than lanes takes more lanes, and what pins them."""
+    pinned, taken = (", ".join(map(str, sorted(set(lanes)))) for lanes in (before, after))
+    warnings.warn(
+        f"{size} ranks are more than the dataset's {pinned} lanes: this run takes {taken}, so that fewer ranks read "
+        "the same block, and its states keep that at any number of ranks; "
+        f"set shuffle=Shuffle(lanes={max(after)}) to begin other runs in this order",
+        stacklevel=3,
+    )
+
+
+def warn_of_costs(share: EpochShare, workers: int, repeated: int, *, fresh: bool, shuffle: bool) -> None:
+    """Warn of what this world costs: more ranks than lanes, lanes that are read twice, workers, repeated batches."""
+    again = "the state is within a round of DataLoader workers, and their number, the world or the batch changed"
+    order = "an epoch has the same samples, but the composition of its batches depends on num_workers"
+    remedy = "num_workers=0 is as fast, transform_workers= runs slow transforms"
+    for cost in (
+        f"{again}: {repeated} batches of each rank come again" if repeated else "",
+        f"{workers} DataLoader workers on each rank: {order}; {remedy}" if workers > 1 else "",
+        share.costs(fresh=fresh, shuffle=shuffle),
+    ):
+        if cost:
+            warnings.warn(cost, stacklevel=3)
+
+
+def check_guarded() -> None:
+    """Raise `UsageError` in a process that imports the script of its parent, and so runs it once more."""
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        what = "import this script, which iterates a dataset when imported"
+        remedy = "put the code that trains below `if __name__ == '__main__':`"
+        raise UsageError(f"processes of transform_workers= or DataLoader {what}", remedy)
+
+
+class Steps(SharedIterator):
+    """Yields `steps` batches of a dataset: those of a pass and, where that ends, of the next ones.
+
+    The dataset keeps the pass whose batch is the last one: the next iteration resumes it.
+    """
+
+    def __init__(self, dataset: Streamed, first: Pass, steps: int) -> None:
+        super().__init__()
+        self._dataset = dataset
+        self._pass = first
+        self._left = steps
+
+    def _take(self) -> dict[str, Any]:
+        if not self._left:
+            raise StopIteration
+        try:
+            batch = next(self._pass, None)
+            if batch is None:
+                self._pass = self._dataset._begin_pass()
+                batch = next(self._pass, None)
+        except Exception:
+            self._left = 0
+            raise
+        self._left = self._left - 1 if batch is not None else 0
+        if batch is None:
+            raise StopIteration
+        if not self._left:
+            self._dataset._kept = self._pass
+        return batch
+
+
+class Streamed(IterableDataset[dict[str, Any]]):
+    """Passes over a dataset or a mixture: what `StreamingDataset` and `Mixture` share.
+
+    `mixture`: the fields of `RunState` that only a mixture has.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        options: BatchOptions,
+        loading: LoadOptions,
+        *,
+        shuffle: bool | Shuffle,
+        seed: int,
+        world: WorldChoice,
+        **mixture: Any,
+    ) -> None:
+        super().__init__()
+        arguments.check_shuffle(shuffle)
+        conditions = [arguments.read_where(source.where) for source in sources]  # before anything is opened
+        self._options = replace(options, skip_steps=None)  # workers get a copy: a generator cannot be pickled
+        self._skips = arguments.read_steps("skip_steps", options.skip_steps)
+        self._world = None if world is None else resolve_world(world)
+        columns = options.with_index, options.remainder == "pad"
+        self._datasets = tuple(
+            arguments.open_dataset(
+                open_store(one.url, one.storage_options), one.split, condition, loading.fields, columns
+            )
+            for one, condition in zip(sources, conditions, strict=True)
+        )
+        decoders = arguments.choose_decoders(self.fields, loading.decode)
+        transform, workers = loading.transform, loading.transform_workers
+        packs = arguments.choose_packs(
+            self.fields, loading.pack, batch_size=options.batch_size, transformed=transform is not None
+        )
+        memory = None if loading.memory is None else parse_size(loading.memory, "memory=")
+        self._config = LoaderConfig(decoders, packs, transform, workers, memory)
+        identities = tuple(_identity(one, data, shuffle) for one, data in zip(sources, self._datasets, strict=True))
+        if len(set(identities)) < len(identities):
+            raise MixtureError("the mixture has the same samples of a dataset twice", "name each source once")
+        start = RunState(
+            sources=identities,
+            shuffle=shuffle is not False,
+            remainder=options.remainder,
+            seed=seed,
+            given=arguments.chosen_names(shuffle),
+            **mixture,
+        )
+        EpochOrder(1, start.sources[0].params, seed, 0)  # raises for a seed that does not fit
+        self._numbers = SampleNumbers.of(self._datasets)
+        self._shape = Shape(
+            samples=options.batch_size is None,
+            with_index=options.with_index,
+            with_valid=options.remainder == "pad",
+            firsts=self._numbers.all_from if mixture else (),
+            channels_first=arguments.choose_layouts(decoders, transformed=transform is not None),
+        )
+        self._opened: Engine | None = None
+        self._first = self._start = self._now = start
+        self._loaded = False
+        self._epochs = SharedEpochs()
+        self._pass: weakref.ref[Pass] | None = None
+        self._kept: Pass | None = None  # between two iterations of `steps_per_epoch`
+        self._steps = 0  # handed out since the run began
+        self._begun = (start, 0)  # place and steps at which the present iteration began
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that the next pass delivers; during one its own, until its last batch was handed out.
+
+        With `steps_per_epoch` it counts iterations; the state has the epoch of the data.
+        """
+        steps = self._options.steps_per_epoch
+        return self._epochs.next_epoch() if steps is None else self._steps // steps
+
+    @property
+    def fields(self) -> dict[str, Field]:
+        """The fields that are fetched, by name."""
+        return self._datasets[0].fields
+
+    @property
+    def classes(self) -> dict[str, tuple[str, ...]]:
+        """Class names by field: `classes["label"][3]` is the name of label 3. Empty where none were recorded.
+
+        Those of a mixture are of the fields for which all sources have the same.
+        """
+        first, *others = (one.manifest.classes for one in self._datasets)
+        return {name: names for name, names in first.items() if all(one.get(name) == names for one in others)}
+
+    def __len__(self) -> int:
+        """This rank's batches in all of the next epoch (samples with `batch_size=None`).
+
+        To a DataLoader with workers, which makes them act as ranks, that is what all of its workers yield.
+        """
+        world, loader = resolve_world(self._world), distributed.loader_asking_for_length()
+        workers = 1 if loader is None else max(1, loader.num_workers)
+        if self._options.steps_per_epoch is not None:
+            return self._options.steps_per_epoch
+        start = replace(self._from(self.epoch, world, workers), position=0, extra=0, workers=workers)
+        shares = [self._share(start, world.consumer(number, workers)) for number in range(workers)]
+        counts = [arguments.choose_gaps(self._skips, start, share).steps(share, start.epoch, 0) for share in shares]
+        if loader is None or loader.batch_size is None:
+            return sum(counts)
+        # each worker fills batches of its own: of these, and not of samples, the DataLoader divides out the number
+        size = loader.batch_size if workers > 1 else 1
+        return sum(count // size * size if loader.drop_last else -(-count // size) * size for count in counts)
+
+    def __getitem__(self, index: Any) -> dict[str, Any]:
+        """Raise `UsageError`: samples come by iteration only."""
+        remedy = "read single samples with sl.open(url, split=...)[i], and batches with `for batch in dataset`"
+        raise UsageError(f"a {type(self).__name__} has no random access: [{index!r:.40}]", remedy)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        """Begin a pass: at the start of the epoch, or at the position of a loaded state. Ends the pass before it.
+
+        With `steps_per_epoch`: resume where the last iteration stopped.
+        """
+        distributed.check_loader(self._options.batch_size, resolve_world(self._world).size)
+        check_guarded()
+        steps = self._options.steps_per_epoch
+        if steps is None:
+            return self._begin_pass()
+        self._check_no_workers(worker()[1], in_worker())
+        self._begun = self._now, self._steps
+        kept = self._kept if self._kept is not None and self._kept is self._running() else None
+        return Steps(self, kept or self._begin_pass(), steps - self._steps % steps)
+
+    def _begin_pass(self) -> Pass:
+        rank, (number, count) = resolve_world(self._world), worker()
+        self._end_pass()
+        if self._options.steps_per_epoch is not None:
+            self._start = self._now
+        start = self._begin(rank, count)
+        lanes = self._start.lanes
+        start, repeated = start.with_workers(count, rank.size, self._options.batch_size or 1)
+        # DataLoader asks worker 0 first. If `extra` workers of the round have delivered already, worker 0 takes the
+        # part of the next one in turn, and those that have delivered are a round ahead.
+        part = (number + start.extra) % count
+        share = self._share(start, rank.consumer(part, count))
+        arguments.check_share(share)
+        begin = Position(share, start, int(part < start.extra), arguments.choose_gaps(self._skips, start, share))
+        warn_of_costs(share, count, repeated, fresh=start.position == 0, shuffle=bool(start.lanes))
+        if start.lanes != lanes and (rank.rank, number) == (0, 0):
+            warn_of_lanes(rank.size, lanes, start.lanes)
+        self._epochs.begin(number, count, start.epoch)
+        self._start = self._now = start
+        # with `steps_per_epoch` this dataset may keep the pass, which then must not keep the dataset
+        return self._run(begin, (lambda: self) if self._options.steps_per_epoch is None else weakref.ref(self))
+
+    def set_epoch(self, epoch: int) -> None:
+        """Let the next pass deliver this epoch, from its beginning unless it is the present one already.
+
+        Raises `StateError` where a state was just loaded and says another epoch: frameworks that number their
+        epochs from 0 would lose the place. With `steps_per_epoch` only the present number of iterations is accepted.
+        """
+        if not is_whole(epoch, 0) or epoch >= 2**63:
+            raise UsageError(f"set_epoch({epoch!r})", "give a whole number of at least 0, below 2**63")
+        present = self.epoch
+        if epoch == present:
+            return
+        if self._options.steps_per_epoch is not None:
+            problem = (
+                f"set_epoch({epoch}) with steps_per_epoch={self._options.steps_per_epoch} before iteration {present}"
+            )
+            raise UsageError(problem, f"call set_epoch({present}), or leave it out: each iteration resumes the last")
+        if self._loaded:
+            problem = f"set_epoch({epoch}) right after a state of epoch {present} was loaded"
+            raise StateError(problem, "resume with the loaded epoch, or do not load the state")
+        self._choose(self._start.beginning(epoch))
+        if self._running() is None:
+            self._now = self._start
+
+    def state_dict(self, batches: int | None = None, *, workers: int = 1) -> dict[str, Any]:
+        """Return the position of training, as JSON-able values that are the same on every rank.
+
+        Without arguments: after the batches handed out. `batches=k`: after k batches of the present pass were
+        trained, for frameworks that fetch ahead; with DataLoader workers also give the number of `workers`.
+        Raises `StateError` in a parent whose DataLoader workers did the reading: it cannot know what they did.
+        """
+        world = resolve_world(self._world)
+        if self._options.steps_per_epoch is not None:
+            self._check_no_workers(workers, self._read_by_workers())
+            now, steps = (self._now, self._steps) if batches is None else self._after(batches, world)
+            return {**self._settled(now, world, 1).to_dict(), "steps": steps}
+        if batches is not None:
+            # workers pass on without the parent: it knows where their first pass began, not which one they are at
+            epoch = self._epochs.begun if self._read_by_workers() else self._start.epoch
+            start = self._from(epoch, world, workers)
+            share = self._share(start, World(0, world.size * workers))
+            start = start.with_workers(workers, world.size, share.batch)[0]
+            return start.advance(batches, share, arguments.choose_gaps(self._skips, start, share)).to_dict()
+        if self._read_by_workers():
+            remedy = "save state_dict(batches=<trained>, workers=<num_workers>), or use torchdata's StatefulDataLoader"
+            raise StateError("this copy of the dataset was handed to DataLoader workers, which read since", remedy)
+        return self._settled(self._now, world, worker()[1]).to_dict()
+
+    def load_state_dict(self, state: dict[str, Any], *, force: bool = False) -> None:
+        """Let the next pass resume at the state, at any world size.
+
+        Raises `StateError` where it belongs to another dataset, split, order or seed; `force` accepts a copy of
+        the dataset with another digest.
+        """
+        size = resolve_world(self._world).size * (self._options.batch_size or 1)
+        found = self._first.resumed(state, size, force=force)
+        for dataset, source in zip(self._datasets, found.sources, strict=True):
+            arguments.check_block(dataset.manifest, source.params.block, dataset.selection)
+        steps = get(state, "steps", int) if "steps" in state else 0
+        self._end_pass()
+        self._choose(found)
+        self._now = self._start
+        self._loaded = True
+        self._steps = max(0, steps)
+        self._begun = self._now, self._steps
+
+    def replay(self, epoch: int, steps: Iterable[int]) -> Iterator[dict[str, Any]]:
+        """Begin to deliver some steps of an epoch again, ascending, with the crops they had; `samples` counts them.
+
+        A current pass ends; the position of training does not change. Raises `UsageError` for a step that is not there.
+        """
+        self._end_pass()
+        world = resolve_world(self._world)
+        start = self._from(epoch, world)
+        share = self._share(start, world)
+        start = replace(start, position=start.position % share.global_batch, extra=0, workers=1, ranks=0, batch=0)
+        gaps = arguments.only(arguments.read_steps("steps", {epoch: steps})[epoch], epoch, start.position, share)
+        return self._run(Position(share, start, gaps=gaps), _no_dataset)
+
+    def stats(self) -> Stats:
+        """Return what this process's loader did so far, with a verdict on what limits it."""
+        return self._engine().counters.snapshot()
+
+    def close(self) -> None:
+        """End the present pass and its threads."""
+        self._end_pass()
+        if self._opened is not None and self._opened.owner.here:
+            self._opened.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Pickle for workers: the rank is resolved here, since a spawned worker cannot ask torch.distributed."""
+        world = resolve_world(self._world)
+        distributed.check_loader(
+            self._options.batch_size, world.size
+        )  # a spawned worker does not see who splits its batches
+        return self.__dict__ | {"_pass": None, "_kept": None, "_opened": None, "_world": world}
+
+    def _engine(self) -> Engine:
+        """Return the engine of this process: threads and clients survive neither a fork nor a pickle."""
+        if self._opened is None or not self._opened.owner.here:
+            config = replace(self._config, ranks_here=distributed.ranks_on_this_machine(), tensors=TENSORS)
+            self._opened = Engine([replace(one) for one in self._datasets], config)
+            self._opened.counters.note(
+                cores=max(1, cpu_count() // config.ranks_here), transformers=max(1, config.transform_workers)
+            )
+        return self._opened
+
+    def _settled(self, start: RunState, world: World, workers: int) -> RunState:
+        """The same place, with what depends on the size of the world."""
+        return start.settled(world.size * (self._options.batch_size or 1), workers, world.size)
+
+    def _share(self, start: RunState, world: World) -> EpochShare:
+        """This rank's part of the epoch of `start`."""
+        units = [data.unit(one.params) for data, one in zip(self._datasets, start.sources, strict=True)]
+        return start.share(self._options.batch_size or 1, world, units)
+
+    def _step_numbers(self, epoch: int, step: int, rank: int | None, workers: int) -> NDArray[np.int64]:
+        """The numbers of the samples that a step delivers, of one rank or of all."""
+        world = resolve_world(self._world)
+        start = self._from(epoch, world, workers)
+        turn, number = divmod(step, max(1, workers))
+        found = []
+        for one in range(world.size) if rank is None else [rank]:
+            share = self._share(start, World(one, world.size).consumer(number, workers))
+            begin = start.position % share.global_batch + turn * share.global_batch
+            found.append(share.samples(begin))
+        return self._numbers.among_all(np.concatenate(found))
+
+    def _choose(self, start: RunState) -> None:
+        self._start = start
+        self._epochs.choose(start.epoch)
+        if not in_worker():  # a worker that is given a state, by StatefulDataLoader, has a place of its own
+            values = (start.epoch, start.position, start.extra, start.workers, start.ranks, start.batch, start.pin)
+            self._epochs.publish((*values, *start.order))
+
+    def _begin(self, world: World, workers: int) -> RunState:
+        place: dict[str, Any] | None = self._epochs.update() if in_worker() else None
+        if place is not None:  # a persistent worker learns what its parent chose meanwhile
+            if place.pop("pin") not in (0, self._start.pin):
+                raise StateError("the state has other sources or weights", "make a new DataLoader, with new workers")
+            order = [place.pop(name) for name in ORDER_NAMES]
+            self._start = replace(self._start, **place).with_order(*order)
+        return self._from(self._epochs.next_epoch(), world, workers)
+
+    def _from(self, epoch: int, world: World, workers: int = 1) -> RunState:
+        """Where a pass of this epoch begins: at the state if one is of this epoch."""
+        start = self._start if epoch == self._start.epoch else self._start.beginning(epoch)
+        return self._settled(start, world, workers)
+
+    def _read_by_workers(self) -> bool:
+        return self._epochs.read_elsewhere and self._running() is None and not in_worker()
+
+    def _deliver(self, cursor: RunState) -> None:
+        self._loaded = False
+        self._steps += 1
+        self._now = cursor
+
+    def _complete(self, epoch: int) -> None:
+        self._epochs.complete(worker()[0], epoch)
+        self._start = replace(self._start, skipped=self._now.skipped)
+        self._now = self._start.next_epoch() if self._start.epoch == epoch else self._start  # set_epoch chose meanwhile
+        self._pass = None
+
+    def _running(self) -> Pass | None:
+        return self._pass() if self._pass is not None else None
+
+    def _end_pass(self) -> None:
+        if (run := self._running()) is not None:
+            run.end()
+        self._pass = self._kept = None
+
+    def _check_no_workers(self, workers: int, elsewhere: bool) -> None:
+        if workers > 1 or elsewhere:
+            steps = f"steps_per_epoch={self._options.steps_per_epoch}"
+            problem = f"{steps} with DataLoader workers, which do not know where the last ones stopped"
+            raise UsageError(problem, "use num_workers=0; transform_workers= runs slow transforms")
+
+    def _after(self, batches: int, world: World) -> tuple[RunState, int]:
+        """The place, and the steps of the run, after so many batches of the present iteration."""
+        now, steps = self._begun[0], self._begun[1] + batches
+        while batches:
+            now = self._settled(now, world, 1)
+            share = self._share(now, World(0, world.size))
+            now = now.with_workers(1, world.size, share.batch)[0]
+            gaps = arguments.choose_gaps(self._skips, now, share)
+            count = min(batches, max(1, gaps.steps(share, now.epoch, now.position)))
+            now = now.advance(count, share, gaps)
+            batches -= count
+        return now, steps
+
+    def _run(self, begin: Position, dataset: Callable[[], Streamed | None]) -> Pass:
+        plan = EpochPlan(
+            share=begin.share,
+            position=begin.position(0),
+            seed=begin.start.seed,
+            steps_at_once=SAMPLES_AT_ONCE if self._shape.samples else 1,
+            numbers=self._numbers,
+            gaps=begin.gaps,
+        )
+        run = Pass(self._engine().start(plan), begin, dataset, self._shape)
+        self._pass = weakref.ref(run)
+        return run
+
+
+def _identity(source: Source, dataset: Dataset, shuffle: bool | Shuffle) -> SourceIdentity:
+    digest = None if dataset.selection is None else dataset.selection.digest
+    params = arguments.choose_order(dataset.manifest, shuffle, dataset.selection)
+    return SourceIdentity(dataset.manifest.digest, source.split, digest, dataset.num_samples, params)

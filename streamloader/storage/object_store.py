@@ -1,0 +1,187 @@
+"""One table: what the storage options of gcsfs, adlfs and fsspec's HTTP mean to obstore. Pure.
+
+An option that is not in the table has no counterpart: the data plane is then fsspec, and the reason says
+which option it was. Options that only concern writing, listing or fsspec's own caches are ignored.
+
+The data plane over obstore: ranged GETs in Rust, without the GIL, without a retry of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from streamloader.errors import UnsupportedError
+from streamloader.storage import process
+from streamloader.storage.retry import beyond_the_end, cause_of, client_errors
+from streamloader.storage.store import Allocate, Buffer
+from streamloader.storage.url import FSSPEC_OPTIONS, Location
+
+CONNECT_SECONDS = 5.0
+
+_GCS_IGNORED = {*FSSPEC_OPTIONS, "project", "access", "consistency", "cache_timeout", "default_location", "timeout"}
+_AZURE_IGNORED = {*FSSPEC_OPTIONS, "max_concurrency", "blocksize", "assume_container_exists", "location_mode"}
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a client is made of. `bucket` may be a container or a base URL, `prefix` is a key, `http` HTTP options."""
+
+    kind: str
+    bucket: str
+    prefix: str
+    config: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    http: Mapping[str, Any] = field(default_factory=dict, repr=False)
+
+
+def gcs_target(location: Location, env: Mapping[str, str]) -> Target:
+    """Translate gcsfs's options. Raises `UnsupportedError` that names what has no counterpart."""
+    options = location.options
+    refuse_unknown("gcsfs", options, _GCS_IGNORED | {"token", "endpoint_url"})
+    endpoint = options.get("endpoint_url") or env.get("STORAGE_EMULATOR_HOST")
+    token = options.get("token")
+    config: dict[str, Any] = {"base_url": endpoint} if endpoint else {}
+    if token == "anon":
+        config["skip_signature"] = True
+    elif isinstance(token, Mapping) and token.get("type") == "service_account":
+        config["service_account_key"] = json.dumps(dict(token))
+    elif isinstance(token, str) and token not in ("google_default", "cloud", "browser", "cache"):
+        config["application_credentials"] = str(Path(token).expanduser())
+    elif token not in (None, "google_default"):
+        raise UnsupportedError("obstore has no counterpart of this kind of gcsfs token")
+    bucket, _, prefix = location.path.partition("/")
+    return Target("gs", bucket, prefix, config, {"allow_http": bool(endpoint and endpoint.startswith("http://"))})
+
+
+def azure_target(location: Location, env: Mapping[str, str]) -> Target:
+    """Translate adlfs's options. Raises `UnsupportedError` that names what has no counterpart."""
+    options = location.options
+    names = {"account_name": "account_name", "account_key": "account_key", "sas_token": "sas_key"}
+    names |= {"client_id": "client_id", "client_secret": "client_secret", "tenant_id": "tenant_id"}
+    refuse_unknown("adlfs", options, _AZURE_IGNORED | set(names) | {"anon"})
+    if env.get("AZURE_STORAGE_CONNECTION_STRING"):
+        raise UnsupportedError("obstore has no counterpart of AZURE_STORAGE_CONNECTION_STRING")
+    place, _, prefix = location.path.partition("/")
+    container, _, host = place.partition("@")
+    config = {ours: options[theirs] for theirs, ours in names.items() if options.get(theirs)}
+    for theirs, ours in names.items():  # adlfs reads the same variables
+        config.setdefault(ours, env.get(f"AZURE_STORAGE_{theirs.upper()}"))
+    config = {name: value for name, value in config.items() if value}
+    if host:
+        config["account_name"] = host.split(".", maxsplit=1)[0]
+    if "account_name" not in config:
+        raise UnsupportedError("obstore needs the option account_name for Azure")
+    if not config.keys() & {"account_key", "sas_key", "client_secret"}:
+        if options.get("anon") is False:
+            raise UnsupportedError("obstore has no counterpart of Azure's default credential chain")
+        config["skip_signature"] = True
+    return Target("az", container, prefix, config)
+
+
+def http_target(location: Location) -> Target:
+    """Translate the options of fsspec's HTTP filesystem."""
+    options = location.options
+    refuse_unknown("fsspec's http", options, {*FSSPEC_OPTIONS, "headers", "client_kwargs"})
+    client = dict(options.get("client_kwargs") or {})
+    refuse_unknown("fsspec's http client_kwargs", client, {"headers"})
+    http: dict[str, Any] = {"allow_http": location.target.startswith("http://")}
+    headers = {**dict(options.get("headers") or {}), **dict(client.get("headers") or {})}
+    if headers:
+        http["default_headers"] = {str(name): str(value) for name, value in headers.items()}
+    return Target("http", location.target, "", {}, http)
+
+
+def refuse_unknown(what: str, options: Mapping[str, Any], known: Collection[str]) -> None:
+    """Raise `UnsupportedError` that names the options which are set and not `known`."""
+    unknown = sorted(name for name, value in options.items() if name not in known and value is not None)
+    if unknown:
+        raise UnsupportedError(f"obstore has no counterpart of {what} option {', '.join(map(repr, unknown))}")
+
+
+# obstore limits the time of a request by client: there is one for requests of up to so many bytes, 4 times more, ...
+SMALLEST_CLASS = 64 << 10
+
+
+class ObjectPlane:
+    """The obstore clients of one location, by how long their responses may take; made when first used."""
+
+    def __init__(self, target: Target, location: Location) -> None:
+        import obstore
+
+        self._get_range = obstore.get_range
+        self._target, self._location = target, location
+        self._made: dict[int, Any] = {}
+        self._lock = threading.Lock()
+        self._owner = process.Owner("clients")
+        self._for_size(0)
+
+    def read(self, path: str, start: int, stop: int, allocate: Allocate | None = None) -> Buffer:  # noqa: ARG002 - the client makes bodies of its own
+        """Return bytes [start, stop) of an object, fewer where it ends before."""
+        self._owner.check()
+        process.note_obstore_use()
+        try:
+            return memoryview(self._get_range(self._for_size(stop - start), path, start=start, end=stop))
+        except client_errors() as error:
+            if not beyond_the_end(error):
+                raise
+            return b""
+        except ValueError as error:
+            raise OSError(f"obstore cannot parse the name: {error}") from error
+
+    def _for_size(self, size: int) -> Any:
+        """Return the client for a request of so many bytes. Raises `UnsupportedError` for options that it refuses."""
+        limit = SMALLEST_CLASS
+        while limit < size:
+            limit *= 4
+        with self._lock:
+            if limit not in self._made:
+                self._made[limit] = _client(self._target, self._location, limit)
+            return self._made[limit]
+
+
+def open_object_plane(location: Location) -> tuple[ObjectPlane, str]:
+    """Return the obstore reader for a URL, and the URL's key.
+
+    Raises `UnsupportedError` with the reason where obstore cannot stand in for the fsspec filesystem.
+    """
+    translate = _TARGETS.get(location.protocol)
+    if translate is None:
+        raise UnsupportedError(f"obstore does not support the protocol {location.protocol!r}")
+    if process.forked_after_obstore():
+        raise UnsupportedError(process.FORKED_REASON)
+    target = translate(location)
+    return ObjectPlane(target, location), target.prefix
+
+
+def _client(target: Target, location: Location, size: int) -> Any:
+    """Return a client for requests of up to `size` bytes."""
+    from obstore import store
+    from obstore.exceptions import BaseError
+
+    policy, secrets = location.retry, location.secrets
+    limits = {
+        "timeout": f"{round(policy.deadline(size) * 1000)}ms",
+        "connect_timeout": f"{round(CONNECT_SECONDS * 1000)}ms",
+        "read_timeout": f"{round(policy.response_seconds * 1000)}ms",
+    }
+    options: dict[str, Any] = {"client_options": {**limits, **target.http}, "retry_config": {"max_retries": 0}}
+    kinds: dict[str, Any] = {"gs": store.GCSStore, "az": store.AzureStore, "http": store.HTTPStore}
+    if target.kind != "http":
+        options["config"] = dict(target.config)
+    try:
+        return kinds[target.kind](target.bucket, **options)
+    except (ValueError, TypeError, BaseError) as error:
+        detail = " ".join(secrets.redact(str(error)).split())[:200]
+        raise UnsupportedError(f"obstore rejects the options: {detail}") from cause_of(error, secrets)
+
+
+_TARGETS: Mapping[str, Callable[[Location], Target]] = {
+    "gs": lambda location: gcs_target(location, os.environ),
+    "az": lambda location: azure_target(location, os.environ),
+    "http": http_target,
+}

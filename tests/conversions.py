@@ -1,0 +1,75 @@
+"""What tests of conversions share: folders of images, what is in a folder, and an interruption."""
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import streamloader as sl
+from streamloader.conversion.job import Progress
+
+SMALL = sl.Layout(shard_size=4096, block_size=1024, chunk_size=512)  # many shards of little
+
+
+def module_at(path: Path) -> Any:
+    """Return a script as a module."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def interrupted(src: Any, dst: Path | str, shards: int, **options: Any) -> None:
+    """Convert until so many shards are written, and no further."""
+    with pytest.raises(KeyboardInterrupt):
+        sl.convert(src, dst, **{"layout": SMALL, "workers": 0, **options}, progress=interrupt_after(shards))
+
+
+def write_photos(root: Path, classes: dict[str, int], size: Callable[[int], Any], name: str = "{:03}.png") -> Path:
+    """Write so many images of noise in a folder for each class; `size` gives the height and width of each."""
+    rng = np.random.default_rng(0)
+    for folder, count in classes.items():
+        (root / folder).mkdir(parents=True)
+        for i in range(count):
+            pixels = rng.integers(0, 256, (*size(i), 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(root / folder / name.format(i))
+    return root
+
+
+class Exported:
+    """An array of another library, such as CuPy or JAX: only DLPack and a length."""
+
+    def __init__(self, array: np.ndarray[Any, Any]) -> None:
+        self._array = array
+
+    def __len__(self) -> int:
+        return len(self._array)
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self._array.__dlpack__(**options)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self._array.__dlpack_device__()
+
+
+def contents(root: Path) -> dict[str, bytes]:
+    """Return every file below a folder."""
+    return {path.relative_to(root).as_posix(): path.read_bytes() for path in root.rglob("*") if path.is_file()}
+
+
+def interrupt_after(shards: int, phase: str = "write") -> Callable[[Progress], None]:
+    """Return a listener that ends the conversion as Ctrl-C does, when so many shards are written."""
+    seen = 0
+
+    def listen(progress: Progress) -> None:
+        nonlocal seen
+        seen += progress.phase == phase
+        if seen > shards:
+            raise KeyboardInterrupt
+
+    return listen

@@ -1,0 +1,667 @@
+"""Options of a conversion: fields, functions, re-encoded images, order, bad samples."""
+
+import contextlib
+import functools
+import io
+import json
+import operator
+import os
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from conversions import SMALL, Exported, contents, interrupted, write_photos
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from sources import kinds_of
+
+from streamloader.cli.main import main
+from streamloader.conversion import job, shard_task
+from streamloader.conversion.api import convert, python_words
+from streamloader.conversion.row_order import SampleRows
+from streamloader.conversion.sources.fields import parse_selection
+from streamloader.conversion.transforms import function_digest
+from streamloader.errors import DestinationError, SourceError, StreamloaderError, UsageError
+from streamloader.format import dataset
+from streamloader.format.manifest import Field
+from streamloader.storage import open_store
+
+ROWS = 500
+
+
+@pytest.fixture
+def arrays(tmp_path):
+    """A folder of arrays, 500 rows each."""
+    folder = tmp_path / "arrays"
+    folder.mkdir()
+    rng = np.random.default_rng(1)
+    np.save(folder / "n.npy", np.arange(ROWS))
+    np.save(folder / "x.npy", rng.random((ROWS, 40)))
+    return folder
+
+
+@pytest.fixture
+def photos(tmp_path):
+    """40 images in two classes, of which two cannot be decoded."""
+    return write_photos(tmp_path / "photos", {"ant": 20, "bee": 20}, lambda i: (30 + i, 40), "{:02}.png")
+
+
+def spoil(photos, *names):
+    for name in names:
+        (photos / name).write_bytes(b"no image")
+
+
+def made(src, tmp_path, **options):
+    convert(src, tmp_path / "out", workers=0, **options)
+    return dataset.open(tmp_path / "out")
+
+
+# --- fields
+
+
+def test_fields_are_chosen_and_typed(arrays, tmp_path):
+    ds = made(arrays, tmp_path, fields="x=ragged:float32,n=int16")
+    assert kinds_of(ds) == {"n": "int16", "x": "ragged:float32"}
+    assert np.array_equal(ds[7]["x"], np.load(arrays / "x.npy")[7].astype(np.float32))
+    assert ds.read("n", 0, ROWS).tolist() == list(range(ROWS))
+
+
+def test_fields_are_parsed_in_every_form():
+    wanted = {"image": None, "x": Field.parse("float32[3,4]"), "t": Field.parse("ragged:int32[2]")}
+    assert parse_selection("image, x=float32[3,4],t=ragged:int32[2]").fields == wanted
+    assert parse_selection(["image", "x=float32[3,4]", "t=ragged:int32[2]"]).fields == wanted
+    assert parse_selection({"image": None, "x": "float32[3,4]", "t": Field.parse("ragged:int32[2]")}).fields == wanted
+    assert not parse_selection(None).fields
+
+
+BAD_OPTIONS = {
+    "unknown field": ({"fields": "y"}, "has no field 'y'; it has n, x"),
+    "unknown type": ({"fields": "n=int7"}, "int7"),
+    "twice": ({"fields": "n,n"}, "'n' is named twice"),
+    "another kind": ({"fields": "n=text"}, "cannot become text"),
+    "another shape": ({"fields": "x=float32[3]"}, r"cannot become float32\[3\]"),
+    "does not hold": ({"fields": "n=int8"}, "does not hold"),
+    "no images": ({"resize": 20}, "has no images"),
+    "no size": ({"resize": "big"}, "resize='big'"),
+    "no quality": ({"quality": 0}, "quality=0"),
+    "no such module": ({"map": "nowhere:f"}, "cannot be imported"),
+    "no such function": ({"map": "os:nothing"}, "cannot be imported"),
+    "no function": ({"map": "os:sep"}, "is a str"),
+    "no colon": ({"map": "os"}, "module:function"),
+    "batch without map": ({"map_batch": 3}, "map_batch=3"),
+    "negative seed": ({"shuffle": -1}, "shuffle=-1"),
+    "no such manner": ({"on_error": "ignore"}, "raise, skip, quarantine"),
+    "both": ({"overwrite": True, "resume": True}, "give one of them"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_OPTIONS)
+def test_an_invalid_option_is_an_error_before_anything_is_finished(case, arrays, tmp_path):
+    options, message = BAD_OPTIONS[case]
+    with pytest.raises((UsageError, SourceError), match=message):
+        convert(arrays, tmp_path / "out", workers=0, **options)
+    assert not (tmp_path / "out" / "zarr.json").exists()
+
+
+# --- a function
+
+
+def doubled(sample):
+    return {"n": sample["n"] * 2, "name": f"number {sample['n']}", "nested": {"first": sample["x"][0]}}
+
+
+def first_of_x(sample):
+    return {"x": sample["x"][0]}
+
+
+def halves(batch):
+    assert len(batch["n"]) <= 64
+    return {"x": batch["x"][:, :20], "parts": [row[: n % 5] for row, n in zip(batch["x"], batch["n"], strict=True)]}
+
+
+def on_device(batch):
+    return {"y": Exported(batch["x"] * 2)}
+
+
+def fails_at_7(sample):
+    return {"n": 1 / (int(sample["n"]) - 7)}
+
+
+def fails_in_batch(batch):
+    if 7 in batch["n"]:
+        raise ValueError("seven")
+    return {"n": batch["n"]}
+
+
+def too_few(batch):
+    return {"n": batch["n"][1:]}
+
+
+def test_a_function_makes_each_sample(arrays, tmp_path):
+    ds = made(arrays, tmp_path, map=doubled)
+    assert kinds_of(ds) == {"n": "int64", "name": "text", "nested_first": "float64"}
+    assert ds[9] == {"n": 18, "name": "number 9", "nested_first": np.load(arrays / "x.npy")[9, 0]}
+    assert ds.manifest.provenance["map"] == "test_convert_options:doubled"
+
+
+def test_a_function_makes_batches_and_fields_are_chosen_of_what_it_makes(arrays, tmp_path):
+    ds = made(arrays, tmp_path, map=halves, map_batch=64, fields="parts,x=float32[20]")
+    assert str(ds.fields["parts"]) == "ragged:float64"
+    assert str(ds.fields["x"]) == "float32[20]"
+    source = np.load(arrays / "x.npy")
+    assert np.array_equal(ds[14]["parts"], source[14, :4])
+    assert np.array_equal(ds.read("x", 0, ROWS), source[:, :20].astype(np.float32))
+
+
+def test_arrays_of_any_library_are_taken_by_dlpack(arrays, tmp_path):
+    ds = made(arrays, tmp_path, map=on_device, map_batch=100)
+    assert np.array_equal(ds.read("y", 0, ROWS), np.load(arrays / "x.npy") * 2)
+
+
+def test_a_module_in_the_working_directory_is_found_also_by_workers(arrays, tmp_path, monkeypatch):
+    (tmp_path / "my_own_map.py").write_text("def f(sample):\n    return {'m': sample['n'] + 1}\n")
+    monkeypatch.chdir(tmp_path)
+    convert(arrays, tmp_path / "out", map="my_own_map:f", workers=2)
+    assert dataset.open(tmp_path / "out").read("m", 0, 3).tolist() == [1, 2, 3]
+
+
+@pytest.mark.parametrize(("function", "batch"), [(fails_at_7, None), (fails_in_batch, 10)])
+def test_a_sample_that_a_function_fails_for_is_named_alone(function, batch, arrays, tmp_path):
+    with pytest.raises(SourceError, match=r"row 7 of the source: the map function failed: (ZeroDivision|Value)Error"):
+        convert(arrays, tmp_path / "out", map=function, map_batch=batch, workers=0)
+    ds = made(arrays, tmp_path, map=function, map_batch=batch, on_error="skip")
+    assert len(ds) == ROWS - 1
+
+
+def test_a_batch_of_another_length_is_an_error(arrays, tmp_path):
+    with pytest.raises(SourceError, match=r"row 0: .*it returned \{'n': 0\} for 1 samples"):
+        convert(arrays, tmp_path / "out", map=too_few, map_batch=10, workers=0)
+
+
+def source_of(factor=2, constant=1, *, helper="return n"):
+    """A function whose body is the same each time, of a module whose helper, default and constants are not."""
+    text = f"""
+OFFSET = {constant}
+class Shift:
+    def apply(self, n): {helper}
+def helper(n): return Shift().apply(n) + OFFSET
+def f(sample, factor={factor}): return {{"n": helper(int(sample["n"])) * factor, "x": sample["x"]}}
+"""
+    module = {"__name__": "module_of_a_user"}
+    exec(text, module)
+    return module["f"]
+
+
+def scaled(sample, by):
+    return {"n": sample["n"] * by, "x": sample["x"]}
+
+
+def spread(sample, by):
+    return {"x": sample["x"] * by}
+
+
+def closed_over(by):
+    return lambda sample: {"n": sample["n"] * by[0], "x": sample["x"]}
+
+
+class Scale:
+    """A callable with state."""
+
+    def __init__(self, by):
+        self.table = {"by": np.array([by])}
+
+    def __call__(self, sample):
+        return {"n": sample["n"] * self.table["by"][0], "x": sample["x"]}
+
+
+FUNCTIONS = {
+    "the value of a partial": (lambda: functools.partial(scaled, by=2), lambda: functools.partial(scaled, by=3)),
+    "the function of a partial": (
+        lambda: functools.partial(source_of(), factor=2),
+        lambda: functools.partial(source_of(helper="return n + 1"), factor=2),
+    ),
+    "a closure": (lambda: closed_over([2]), lambda: closed_over([3])),
+    "a default": (lambda: source_of(factor=2), lambda: source_of(factor=3)),
+    "a global": (lambda: source_of(constant=2), lambda: source_of(constant=3)),
+    "a helper": (source_of, lambda: source_of(helper="return n + 1")),
+    "state": (lambda: Scale(2), lambda: Scale(3)),
+    "a bound method": (lambda: Scale(2).__call__, lambda: Scale(3).__call__),
+    "another function": (lambda: doubled, lambda: first_of_x),
+    "a C function's state": (lambda: operator.itemgetter("n"), lambda: operator.itemgetter("x")),
+    "the object of a C method": (lambda: {"n": 1}.get, lambda: {"n": 2}.get),
+}
+
+
+@pytest.mark.parametrize("case", FUNCTIONS)
+def test_a_function_that_does_something_else_is_another_one(case):
+    one, other = FUNCTIONS[case]
+    assert function_digest(one()) == function_digest(one()), "made anew, it is the same"
+    assert function_digest(one()).digest != function_digest(other()).digest
+    assert not function_digest(one()).unknown
+
+
+def test_a_function_is_the_same_in_every_process(tmp_path):
+    (tmp_path / "user.py").write_text("def f(sample):\n    return {'n': sample['n'] in {'a', 'b', 'c'}}\n")
+    program = "from user import f; from streamloader.conversion.transforms import function_digest as d; print(d(f))"
+    env = {**os.environ, "PYTHONPATH": f"{tmp_path}:{':'.join(sys.path)}"}
+    command = [sys.executable, "-c", program]
+    first, second = (subprocess.check_output(command, env={**env, "PYTHONHASHSEED": seed}) for seed in ("1", "2"))
+    assert first == second
+
+
+@pytest.mark.parametrize("case", ["the value of a partial", "a closure", "a helper", "state", "another function"])
+def test_a_job_is_not_resumed_with_another_function(case, arrays, tmp_path):
+    one, other = FUNCTIONS[case]
+    interrupted(arrays, tmp_path / "out", 2, map=one())
+    what = r"function is '.*:doubled'" if case == "another function" else r"source is '\w+'"
+    with pytest.raises(DestinationError, match=rf"map\.{what} there and '[\w:]+' here"):
+        convert(arrays, tmp_path / "out", map=other(), layout=SMALL, workers=0)
+    assert convert(arrays, tmp_path / "out", map=one(), layout=SMALL, workers=0).shards_kept == 2
+
+
+def test_a_job_is_never_resumed_with_a_function_whose_state_is_unknown(arrays, tmp_path):
+    lock = threading.Lock()
+
+    def locked(sample):
+        with lock:
+            return {"x": sample["x"]}
+
+    interrupted(arrays, tmp_path / "out", 2, map=locked)
+    message = r"since 'lock' in the closure of .*locked is a _thread.lock.*overwrite=True"
+    with pytest.raises(DestinationError, match=message):
+        convert(arrays, tmp_path / "out", map=locked, layout=SMALL, workers=0)
+    assert convert(arrays, tmp_path / "out", map=locked, layout=SMALL, workers=0, overwrite=True).shards_kept == 0
+    with pytest.raises(DestinationError, match=r"'lock' in the closure of"):
+        convert(arrays, tmp_path / "out", map=locked, layout=SMALL, workers=0, resume=True)
+
+
+OTHER_OPTIONS = {
+    "the function": ({"map": functools.partial(spread, by=4)}, "options.map.source differ"),
+    "its batch": ({"map_batch": 10}, "options.map.batch differ"),
+    "the shards": ({"layout": replace(SMALL, shard_size=2048)}, "samples_per_shard differ"),
+    "what is decoded": ({"raw": True}, "options.raw.*raw differ"),
+    "the codec": ({"layout": replace(SMALL, codec="zstd")}, "x.codec differ"),
+}
+
+
+@pytest.mark.parametrize("case", OTHER_OPTIONS)
+def test_resume_rejects_a_finished_dataset_of_other_options(case, arrays, tmp_path):
+    options = {"map": functools.partial(spread, by=2), "layout": SMALL, "workers": 0}
+    convert(arrays, tmp_path / "out", **options)
+    before = contents(tmp_path / "out")
+    assert convert(arrays, tmp_path / "out", resume=True, **options).shards_kept
+    changes, message = OTHER_OPTIONS[case]
+    with pytest.raises(DestinationError, match=message):
+        convert(arrays, tmp_path / "out", resume=True, **(options | changes))
+    assert contents(tmp_path / "out") == before
+
+
+# --- objects in memory
+
+
+def counting(to=5):
+    yield from ({"n": n, "text": f"{n}"} for n in range(to))
+
+
+@pytest.mark.parametrize("given", [counting, functools.partial(counting, to=5), counting()])
+def test_a_generator_function_is_taken_for_what_it_yields(given, tmp_path):
+    assert convert(given, tmp_path / "out").num_samples == 5
+    assert dataset.open(tmp_path / "out")[3] == {"n": 3, "text": "3"}
+
+
+def test_a_generator_function_with_arguments_is_an_error(tmp_path):
+    def needing(path):
+        yield len(path)
+
+    message = r"the generator function needing cannot be called .*'path'; .*functools.partial"
+    with pytest.raises(UsageError, match=message):
+        convert(needing, tmp_path / "out")
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_dict_of_arrays_is_a_source(workers, tmp_path):
+    rng = np.random.default_rng(0)
+    given = {
+        "Image": rng.integers(0, 256, (300, 4, 5), np.uint8),
+        "swapped": np.arange(300, dtype=">i4"),
+        "x": torch.arange(300, dtype=torch.float32).reshape(300, 1),
+        "flag": np.arange(300) % 2 == 0,
+    }
+    report = convert(given, tmp_path / "out", layout=SMALL, workers=workers)
+    assert report.manifests[""].provenance["keys"] == {"image": "Image"}
+    ds = dataset.open(tmp_path / "out")
+    assert kinds_of(ds) == {"image": "uint8[4,5]", "swapped": "int32", "x": "float32[1]", "flag": "bool"}
+    for key, column in given.items():
+        assert np.array_equal(ds.read(key.lower(), 0, 300), np.asarray(column))
+    assert convert(given, tmp_path / "out", layout=SMALL, workers=workers, resume=True).shards_kept == report.shards
+    with pytest.raises(DestinationError, match=r"source\.digest.* differ"):
+        convert(given | {"x": np.zeros((300, 1), np.float32)}, tmp_path / "out", layout=SMALL, workers=0, resume=True)
+
+
+def test_a_dict_of_columns_may_hold_texts_and_lists(tmp_path):
+    texts = np.array(["a", "bb", "c"])
+    given = {"name": ["a", "b", "c"], "tokens": [[1], [2, 3], []], "n": np.arange(3), "texts": texts}
+    convert(given, tmp_path / "out", workers=0)
+    ds = dataset.open(tmp_path / "out")
+    assert ds[1]["name"] == "b" and ds[1]["tokens"].tolist() == [2, 3] and ds[2]["n"] == 2 and ds[1]["texts"] == "bb"
+
+
+@pytest.mark.parametrize(
+    ("command", "python"),
+    [
+        ("or leave such samples out with --on-error skip", 'or leave such samples out with on_error="skip"'),
+        ("go on with --on-error skip or quarantine, or --overwrite", 'go on with on_error="skip" or quarantine, or'),
+        ("name them, as in --fields x,y[2,3], or --map", 'name them, as in fields="x,y[2,3]", or map='),
+        ('such as --fields "tokens=uint16[2048]", or --fields', 'such as fields="tokens=uint16[2048]", or fields='),
+        ("store counts, --fields x,when=int64, or --fill y=VALUE", 'fields="x,when=int64", or fill={"y": VALUE}'),
+        ("give a value with --fill, or leave --raw out", "give a value with fill=, or leave raw=True out"),
+        ("end it: streamloader append --abandon", "end it: streamloader append --abandon"),
+    ],
+)
+def test_remedies_name_the_arguments_of_python(command, python):
+    assert python in python_words(command)
+
+
+def test_each_interface_names_its_own_options(tmp_path, capsys):
+    np.save(tmp_path / "x.npy", np.arange(3))
+    convert(tmp_path / "x.npy", tmp_path / "out", workers=0)
+    with pytest.raises(DestinationError, match=r"resume=True .*, overwrite=True"):
+        convert(tmp_path / "x.npy", tmp_path / "out", workers=0)
+    with pytest.raises(SystemExit):
+        main(["convert", str(tmp_path / "x.npy"), str(tmp_path / "out"), "--quiet"])
+    assert "use --resume to accept" in capsys.readouterr().err
+
+
+class Frame:
+    """As a table of pandas: indexing gives columns."""
+
+    columns = ("x",)
+
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, name):
+        return {"x": Series()}[name]
+
+    def to_dict(self):
+        return {"x": [1, 2]}
+
+
+class Series:
+    """As a column of pandas that was filtered: indexing goes by label."""
+
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, label):
+        return {7: "a", 9: "b"}[label]
+
+    def to_numpy(self):
+        return np.array(["a", "b"], object)
+
+    __array__ = to_numpy
+
+
+def test_columns_of_a_table_are_read_by_position(tmp_path):
+    frame = Frame()
+    with pytest.raises(UsageError, match=r"Frame has columns, not samples; give \{name: frame\[name\] for"):
+        convert(frame, tmp_path / "out", workers=0)
+    convert({name: frame[name] for name in frame.columns}, tmp_path / "out", workers=0)
+    assert [sample["x"] for sample in dataset.open(tmp_path / "out")] == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"x": np.array(3)}, "the dict's entry 'x' is a value of type ndarray; give names as text"),
+        ({1: np.zeros(3)}, "the dict's entry 1 is a value of type ndarray; give names as text"),
+        ({"x": {"a": [1]}}, "the dict's entry 'x' is a value of type dict"),
+        ({"x": 1}, r"the dict's entry 'x' is a value of type int; .* an array or list"),
+        ({"a": [1, 2], "b": [1, 2, 3]}, r"different lengths: \{'a': 2, 'b': 3\}; give one value of each"),
+        (lambda: iter([{"x": 1}]), r"builtins.function has no samples to convert; .* a generator function"),
+        ({"x": np.zeros(2, "M8[s]")}, r"holds datetime64\[s\]; store times as whole numbers, values.astype\('int64'\)"),
+    ],
+)
+def test_the_error_for_other_dicts_names_what_to_give(given, message, tmp_path):
+    with pytest.raises(UsageError, match=message):
+        convert(given, tmp_path / "out", workers=0)
+
+
+def test_a_script_needs_no_guard_of_its_main_module(tmp_path):
+    (tmp_path / "script.py").write_text(
+        "import numpy as np, streamloader as sl\n"
+        "print('begun')\n"
+        "print(sl.convert({'x': np.arange(9)}, 'out', workers=2).num_samples)\n"
+        "def f(sample): return sample\n"
+        "try:\n    sl.convert({'x': np.arange(9)}, 'other', map=f, workers=2)\n"
+        "except sl.errors.UsageError as error:\n    print(error)\n"
+    )
+    run = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, check=True)
+    begun, count, message = run.stdout.splitlines()
+    assert (begun, count) == ("begun", "9")
+    assert "f is defined in the program that runs, __main__; define its" in message and "workers=0" in message
+
+
+# --- images
+
+
+def opened(data):
+    return Image.open(io.BytesIO(data))
+
+
+@pytest.mark.parametrize(("resize", "size"), [(20, (27, 20)), ("20x10", (10, 20)), ((20, 10), (10, 20)), (1000, None)])
+def test_images_are_resized_and_keep_their_format(resize, size, photos, tmp_path):
+    ds = made(photos, tmp_path, resize=resize)
+    image = opened(ds[0]["image"])
+    assert image.format == "PNG"
+    assert image.size == (size or (40, 30))
+    assert str(ds.fields["image"]) == "bytes:png"
+
+
+def test_a_quality_makes_every_image_a_jpeg(photos, tmp_path):
+    Image.new("L", (9, 9)).save(photos / "ant" / "grey.gif")
+    Image.new("RGBA", (5, 6)).save(photos / "ant" / "clear.png")
+    ds = made(photos, tmp_path, quality=80)
+    assert str(ds.fields["image"]) == "bytes:jpeg"
+    assert {opened(image).format for image in ds.read("image", 0, 42)} == {"JPEG"}
+
+
+def test_the_orientation_is_applied_when_an_image_is_re_encoded(tmp_path):
+    (tmp_path / "photos" / "a").mkdir(parents=True)
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    Image.new("RGB", (40, 20)).save(tmp_path / "photos" / "a" / "x.jpg", exif=exif)
+    assert opened(made(tmp_path / "photos", tmp_path, quality=90)[0]["image"]).size == (20, 40)
+
+
+def test_an_image_whose_pixels_are_damaged_is_a_bad_sample_when_it_is_resized(photos, tmp_path):
+    whole = io.BytesIO()
+    Image.effect_noise((64, 64), 50).save(whole, "TIFF", compression="tiff_lzw")
+    damaged = bytearray(whole.getvalue())
+    damaged[60:300] = bytes(240)
+    (photos / "bee" / "x.tif").write_bytes(damaged)
+    ds = made(photos, tmp_path, resize=10, on_error="skip")
+    assert len(ds) == 40
+
+
+# --- order
+
+
+@given(st.integers(0, 300), st.integers(0, 2**63 - 1), st.data())
+@settings(max_examples=60)
+def test_a_shuffle_is_a_permutation_that_only_the_seed_decides(count, seed, data):
+    rows = SampleRows.of(range(count), seed)
+    assert sorted(rows.read(0, count).tolist()) == list(range(count))
+    some = np.flatnonzero(data.draw(st.lists(st.booleans(), min_size=count, max_size=count))).astype(np.int64)
+    order = SampleRows.of(some, seed).read(0, count).tolist()
+    assert sorted(order) == some.tolist()
+    chosen = set(some.tolist())
+    assert order == [row for row in rows.read(0, count).tolist() if row in chosen], "a split keeps the order of all"
+
+
+@given(st.integers(1, 60), st.booleans(), st.data())
+def test_bad_rows_are_left_out_and_only_the_last_ones_move(count, shuffled, data):
+    rows = SampleRows.of(range(count), 5 if shuffled else None)
+    before = rows.read(0, count).tolist()
+    bad = data.draw(st.sets(st.integers(0, count - 1)))
+    left = rows.without(bad)
+    after = left.read(0, count).tolist()
+    assert left.count == len(after) == count - len(bad)
+    assert sorted(after) == [row for row in range(count) if row not in bad]
+    assert all(row == before[i] for i, row in enumerate(after) if before[i] not in bad), "good ones stay where they are"
+    cut = data.draw(st.integers(0, count))
+    assert left.read(0, cut).tolist() + left.read(cut, count).tolist() == after
+
+
+def test_a_shuffled_conversion_holds_every_sample_once_in_another_order(arrays, tmp_path):
+    ds = made(arrays, tmp_path, shuffle=3, layout=SMALL)
+    numbers = ds.read("n", 0, ROWS).tolist()
+    assert sorted(numbers) == list(range(ROWS))
+    assert abs(np.corrcoef(numbers, range(ROWS))[0, 1]) < 0.15
+    assert np.array_equal(ds.read("x", 0, ROWS), np.load(arrays / "x.npy")[numbers]), "fields stay together"
+    assert ds.manifest.provenance["shuffle"] == {"seed": 3}
+    convert(arrays, tmp_path / "again", workers=2, shuffle=3, layout=SMALL)
+    assert contents(tmp_path / "again") == contents(tmp_path / "out")
+    convert(arrays, tmp_path / "other", workers=0, shuffle=4, layout=SMALL)
+    assert dataset.open(tmp_path / "other").read("n", 0, ROWS).tolist() != numbers
+
+
+def test_shuffled_splits_keep_their_samples(arrays, tmp_path):
+    convert(arrays, tmp_path / "plain", split="a=0.7,b=0.3", workers=0)
+    convert(arrays, tmp_path / "mixed", split="a=0.7,b=0.3", shuffle=1, workers=0)
+    for name, count in (("a", 350), ("b", 150)):
+        plain = dataset.open(tmp_path / "plain", split=name).read("n", 0, count).tolist()
+        mixed = dataset.open(tmp_path / "mixed", split=name).read("n", 0, count).tolist()
+        assert sorted(mixed) == plain != mixed
+
+
+# --- bad samples
+
+
+BAD = ("ant/03.png", "ant/19.png", "bee/18.png")
+GOOD = 37
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("split", [None, "train=0.8,val=0.2"])
+def test_bad_samples_are_left_out_named_and_counted(workers, split, photos, tmp_path):
+    spoil(photos, *BAD)
+    report = convert(photos, tmp_path / "out", on_error="skip", layout=SMALL, workers=workers, split=split)
+    assert report.num_samples == GOOD
+    assert report.num_left_out == 3
+    left = [one for some in report.left_out.values() for one in some]
+    assert {one.name for one in left} == {f"{photos}/{name}" for name in BAD}
+    assert all("no known image header" in one.problem for one in left)
+    found = []
+    for name, manifest in report.manifests.items():
+        ds = dataset.open(tmp_path / "out", split=name or None)
+        found += ds.read("image", 0, manifest.num_samples)
+    good = [path.read_bytes() for path in photos.rglob("*.png") if str(path.relative_to(photos)) not in BAD]
+    assert sorted(found) == sorted(good)
+    kept = {path for path in contents(tmp_path / "out") if "_streamloader/" in path and "chunks" not in path}
+    assert {path.rpartition("/")[2] for path in kept} == {"zarr.json"}
+
+
+def test_a_quarantine_keeps_the_bad_samples_with_their_reasons(photos, tmp_path):
+    spoil(photos, *BAD)
+    convert(photos, tmp_path / "out", on_error="quarantine", layout=SMALL, workers=0)
+    lines = [json.loads(line) for line in (tmp_path / "out" / shard_task.QUARANTINE).read_text().splitlines()]
+    assert [line["row"] for line in lines] == [3, 19, 38]
+    assert [line["name"] for line in lines] == [f"{photos}/{name}" for name in BAD]
+    assert {line["data"] for line in lines} == {"bm8gaW1hZ2U="}
+    assert dataset.open(tmp_path / "out").manifest.provenance["left_out"] == 3
+
+
+def test_all_samples_bad_is_an_error_that_says_why(photos, tmp_path):
+    spoil(photos, *(str(path.relative_to(photos)) for path in photos.rglob("*.png")))
+    with pytest.raises(SourceError, match=r"all 40 samples are bad; .*ant/00\.png: the image cannot be decoded"):
+        convert(photos, tmp_path / "out", on_error="skip", layout=SMALL, workers=0)
+
+
+def test_after_an_error_the_same_command_may_skip(photos, tmp_path):
+    spoil(photos, *BAD)
+    with pytest.raises(SourceError, match=r"bee/18\.png|ant"):
+        convert(photos, tmp_path / "out", layout=SMALL, workers=0)
+    assert convert(photos, tmp_path / "out", layout=SMALL, workers=0, on_error="skip").num_samples == GOOD
+
+
+class Stop(Exception):
+    """A kill at some write of the destination."""
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_conversion_with_bad_samples_killed_at_any_write_is_resumed(seed, photos, tmp_path, monkeypatch):
+    spoil(photos, *BAD)
+    options = {"on_error": "skip", "layout": SMALL, "workers": 0, "shuffle": seed % 2 or None}
+    convert(photos, tmp_path / "whole", **options)
+    kind = type(open_store(tmp_path / "out"))
+    rng = np.random.default_rng(seed)
+    put = kind.put
+    writes_left = 0
+
+    def put_or_stop(self, path, data):
+        nonlocal writes_left
+        writes_left -= 1
+        if writes_left < 0:
+            raise Stop
+        return put(self, path, data)
+
+    monkeypatch.setattr(kind, "put", put_or_stop)
+    report = None
+    while not report:
+        writes_left = int(rng.integers(1, 25))
+        with contextlib.suppress(Stop):
+            report = convert(photos, tmp_path / "out", **options)
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+def test_raising_after_an_earlier_run_left_samples_out_names_one(photos, tmp_path, monkeypatch):
+    spoil(photos, "ant/03.png", "bee/18.png")
+    interrupted(photos, tmp_path / "out", 6, on_error="skip")
+    assert list((tmp_path / "out" / "_streamloader" / "bad").iterdir())
+    monkeypatch.setattr(job, "PROBE_BYTES", 1)  # else the bad ones are met again before
+    with pytest.raises(SourceError, match="an earlier run left out"):
+        convert(photos, tmp_path / "out", layout=SMALL, workers=0)
+
+
+# --- dry runs, and finished datasets
+
+
+def test_a_dry_run_says_what_would_be_written_and_writes_nothing(photos, tmp_path):
+    report = convert(photos, tmp_path / "out", dry_run=True, split="a=0.5,b=0.5", workers=0)
+    assert not (tmp_path / "out").exists()
+    assert report.manifests == {}
+    preview = report.preview
+    assert preview.splits == {"a": 20, "b": 20}
+    assert kinds_of(preview) == {"image": "bytes:png", "label": "int64"}
+    real = convert(photos, tmp_path / "out", split="a=0.5,b=0.5", workers=0)
+    stored = sum(layout.stored for one in real.manifests.values() for layout in one.fields.values())
+    assert preview.stored == pytest.approx(stored, rel=0.1)
+    assert real.preview == preview
+
+
+def test_the_preview_is_reported_before_anything_is_written(arrays, tmp_path):
+    reports = []
+    report = convert(arrays, tmp_path / "out", workers=0, progress=reports.append)
+    (preview,) = [one.preview for one in reports if one.preview]
+    assert preview == report.preview
+    assert [one.phase for one in reports].index("write") > [bool(one.preview) for one in reports].index(True)
+
+
+def test_resume_takes_a_finished_dataset_of_the_same_source_as_done(arrays, tmp_path):
+    first = convert(arrays, tmp_path / "out", workers=0, split="a=0.5,b=0.5")
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*")}
+    report = convert(arrays, tmp_path / "out", workers=0, split="a=0.5,b=0.5", resume=True)
+    assert report.manifests == first.manifests
+    assert report.shards_kept == report.shards
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*")} == before
+    np.save(arrays / "n.npy", np.arange(ROWS) + 1)
+    os.utime(arrays / "n.npy", (1, 1))
+    with pytest.raises(StreamloaderError, match="finished dataset of another source"):
+        convert(arrays, tmp_path / "out", workers=0, split="a=0.5,b=0.5", resume=True)
+    assert job.SETTLED not in contents(tmp_path / "out")

@@ -1,0 +1,669 @@
+"""Parquet, Arrow and Hugging Face sources: what their own tools read, and every input that cannot be converted."""
+
+import io
+import json
+import random
+import shutil
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.ipc as ipc
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sources import FORMATS, bad_rows, kinds_of, opened, plain, read, rows_of
+
+import streamloader as sl
+from streamloader.conversion.sources import fields, ranged_io
+from streamloader.conversion.sources.base import raise_bad
+from streamloader.errors import FieldError, SourceChangedError, SourceError, StreamloaderError
+
+
+def test_parts_are_read_in_other_processes(tmp_path):
+    table = pa.table({"x": range(5000), "t": [f"text {i}" for i in range(5000)]})
+    pq.write_table(table, tmp_path / "it.parquet", row_group_size=700)
+    sl.convert(tmp_path / "it.parquet", tmp_path / "out", workers=2, layout=sl.Layout(samples_per_shard=1000))
+    found = sl.open(tmp_path / "out")
+    assert [found[i] for i in (0, 699, 700, 4999)] == [{"x": i, "t": f"text {i}"} for i in (0, 699, 700, 4999)]
+
+
+NUMBERS = {
+    pa.bool_(): st.booleans(),
+    pa.int8(): st.integers(-128, 127),
+    pa.uint16(): st.integers(0, 2**16 - 1),
+    pa.int64(): st.integers(-(2**63), 2**63 - 1),
+    pa.uint64(): st.integers(0, 2**64 - 1),
+    pa.float16(): st.floats(allow_nan=False, width=16),
+    pa.float32(): st.floats(allow_nan=False, width=32),
+    pa.float64(): st.floats(allow_nan=False),
+}
+TEXTS = st.text(st.characters(codec="utf-8"), max_size=20)  # longer than what a view holds itself
+
+
+def column_types():
+    """A type and a strategy for its values."""
+    numbers = st.sampled_from(list(NUMBERS.items()))
+    lists_of = lambda kinds: st.builds(  # noqa: E731
+        lambda one, k: (pa.list_(one[0], k), st.lists(one[1], min_size=k, max_size=k)), kinds, st.integers(1, 3)
+    )
+    fixed = lists_of(numbers)
+    inner = numbers | fixed
+    square = lists_of(fixed)
+    makers = st.sampled_from([pa.list_, pa.large_list])
+    lists = st.builds(lambda make, one: (make(one[0]), st.lists(one[1], max_size=4)), makers, inner)
+    strings = (pa.string(), pa.large_string(), pa.dictionary(pa.int32(), pa.string()))
+    texts = st.sampled_from([(kind, TEXTS) for kind in strings])
+    some_bytes = st.sampled_from([(kind, st.binary(max_size=20)) for kind in (pa.binary(), pa.large_binary())])
+    words = st.just((pa.binary(3), st.binary(min_size=3, max_size=3)))
+    return numbers | fixed | square | lists | texts | some_bytes | words
+
+
+def with_nulls(kind, values):
+    """Values of a type with nulls here and there, also within them."""
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        values = st.lists(with_nulls(kind.value_type, NUMBERS.get(kind.value_type, st.none())), max_size=4)
+    elif pa.types.is_fixed_size_list(kind):
+        inner = with_nulls(kind.value_type, NUMBERS.get(kind.value_type, st.none()))
+        values = st.lists(inner, min_size=kind.list_size, max_size=kind.list_size)
+    return st.integers(0, 7).flatmap(lambda n: values if n else st.none())
+
+
+def has_null(value):
+    return value is None or (isinstance(value, list) and any(map(has_null, value)))
+
+
+def random_table(data):
+    """A table, some of whose columns have nulls or stand in a struct, and its rows by field."""
+    count = data.draw(st.integers(1, 20), "rows")
+    columns, values_of = {}, {}
+    for number in range(data.draw(st.integers(1, 3), "columns")):
+        kind, values = data.draw(column_types())
+        values = with_nulls(kind, values) if data.draw(st.booleans(), "nulls") else values
+        rows = data.draw(st.lists(values, min_size=count, max_size=count))
+        dictionary = pa.types.is_dictionary(kind)
+        array = pa.array(rows, pa.string()).dictionary_encode() if dictionary else pa.array(rows, kind)
+        if data.draw(st.booleans(), "struct"):
+            columns[f"c{number}"] = pa.StructArray.from_arrays([array], ["m"])
+            values_of[f"c{number}_m"] = rows
+        else:
+            columns[f"c{number}"] = array
+            values_of[f"c{number}"] = rows
+    return pa.table(columns), [dict(zip(values_of, row, strict=True)) for row in zip(*values_of.values(), strict=True)]
+
+
+def written(table, form, rows):
+    """A table as the bytes of a file, `rows` in each of its blocks."""
+    out = io.BytesIO()
+    if form == "parquet":
+        pq.write_table(table, out, row_group_size=rows, data_page_size=64)
+        return out.getvalue()
+    legacy = form == "legacy"
+    options = ipc.IpcWriteOptions(compression=None if legacy else "lz4", use_legacy_format=legacy)
+    maker = ipc.new_file if form == "file" else ipc.new_stream
+    with maker(out, table.schema, options=options) as writer:
+        writer.write_table(table.unify_dictionaries(), max_chunksize=rows)
+    return out.getvalue()
+
+
+def test_rows_of_nested_fixed_lists_are_picked_from_the_middle_of_a_block(tmp_path):
+    values = [[[i, i + 1], [i, i]] for i in range(8)]
+    pq.write_table(pa.table({"x": pa.array(values, pa.list_(pa.list_(pa.int8(), 2), 2))}), tmp_path / "it.parquet")
+    assert rows_of(opened(tmp_path), [1, 3, 6]) == [{"x": values[i]} for i in (1, 3, 6)]
+
+
+@pytest.mark.parametrize("form", ["parquet", "file", "stream", "legacy"])
+@given(data=st.data())
+@settings(max_examples=40)
+def test_every_supported_column_has_its_values_and_rows_with_nulls_are_refused(form, data, tmp_path_factory):
+    table, rows = random_table(data)
+    path = tmp_path_factory.getbasetemp() / ("it.parquet" if form == "parquet" else f"{form}.arrow")
+    path.write_bytes(written(table, form, data.draw(st.integers(1, 8), "rows of a block")))
+    chosen = sorted(data.draw(st.sets(st.integers(0, len(rows) - 1), min_size=1)))
+    found, bad = bad_rows(opened(path), chosen)
+    whole = [row for row in chosen if not any(map(has_null, rows[row].values()))]
+    assert found == [{name: plain(value) for name, value in rows[row].items()} for row in whole]
+    assert [(one.position, one.name) for one in bad] == [
+        (place, f"{path}: row {row}") for place, row in enumerate(chosen) if row not in whole
+    ]
+
+
+VIEWS = pa.schema({"s": pa.string_view(), "b": pa.binary_view(), "l": pa.list_view(pa.int16()), "j": pa.json_()})
+
+
+def test_views_and_json_are_read(tmp_path):
+    rows = [{"s": "s" * n, "b": b"b" * n, "l": list(range(n)), "j": f'{{"n": {n}}}'} for n in (0, 5, 20)]
+    arrays = [pa.array([row[name] for row in rows], VIEWS.field(name).type) for name in "sbl"]
+    arrays.append(pa.ExtensionArray.from_storage(pa.json_(), pa.array([row["j"] for row in rows])))
+    with ipc.new_file(tmp_path / "it.arrow", VIEWS) as writer:
+        writer.write_batch(pa.record_batch(arrays, VIEWS))
+    source = opened(tmp_path)
+    assert kinds_of(source) == {"s": "text", "b": "bytes", "l": "ragged:int16", "j": "text"}
+    assert rows_of(source) == [{name: plain(value) for name, value in row.items()} for row in rows]
+
+
+def test_encodings_are_those_that_all_sampled_values_have(tmp_path):
+    png, jpeg = b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff"
+    table = pa.table({"a": [png] * 4, "b": [png, png, png, jpeg], "c": [png] * 4})
+    pq.write_table(table, tmp_path / "it.parquet", row_group_size=1)
+    found = opened(tmp_path, "a,b,c=bytes:webp").fields
+    assert {name: str(field) for name, field in found.items()} == {"a": "bytes:png", "b": "bytes", "c": "bytes:webp"}
+
+
+# --- selected types
+
+
+def lists(path, values, kind):
+    pq.write_table(pa.table({"x": pa.array(values, kind), "y": list(range(len(values)))}), path / "it.parquet")
+    return path
+
+
+def test_lists_of_a_selected_shape_are_read_as_blocks(tmp_path, monkeypatch):
+    monkeypatch.setattr(fields, "to_value", None)
+    source = opened(lists(tmp_path, [[i, 2, 3] for i in range(100)], pa.list_(pa.float64())), "x=float32[3]")
+    column = read(source, [0, 99])["x"]
+    assert isinstance(column, np.ndarray)
+    assert (column.dtype, column.tolist()) == (np.float32, [[0, 2, 3], [99, 2, 3]])
+
+
+def test_rows_of_another_shape_than_the_selected_one_are_refused(tmp_path):
+    lists(tmp_path, [[1, 2], [3], [4, 5], []], pa.list_(pa.int32()))
+    good, bad = bad_rows(opened(tmp_path, "x=int32[2],y"))
+    assert good == [{"x": [1, 2], "y": 0}, {"x": [4, 5], "y": 2}]
+    problem = "the column 'x' is not a list of the shape [2]"
+    assert [(one.position, one.problem) for one in bad] == [(1, problem), (3, problem)]
+    assert "ragged:int32" in bad[0].remedy
+
+
+def test_lists_of_lists_need_a_selected_shape(tmp_path):
+    kind = pa.list_(pa.list_(pa.int32()))
+    lists(tmp_path, [[[1, 2], [3, 4]], [[5, 6], [7, 8]], [[9], [0, 1]], [[1, 2]]], kind)
+    with pytest.raises(FieldError, match=r"holds 'x' \(list<.*--fields x=float32\[2,3\]"):
+        opened(tmp_path)
+    good, bad = bad_rows(opened(tmp_path, "x=int32[2,2]"))
+    expected = [{"x": [[1, 2], [3, 4]]}, {"x": [[5, 6], [7, 8]]}]
+    assert good == expected
+    assert [one.position for one in bad] == [2, 3]
+    assert rows_of(opened(tmp_path, "x=ragged:int32[2]"), [0, 1, 3]) == [*expected, {"x": [[1, 2]]}]
+
+
+UNSUPPORTED = {
+    "timestamp": pa.array([1], pa.timestamp("us")),
+    "date32": pa.array([1], pa.date32()),
+    "duration": pa.array([1], pa.duration("s")),
+    "decimal128": pa.array([1], pa.decimal128(5, 2)),
+    "map<": pa.array([[("a", 1)]], pa.map_(pa.string(), pa.int32())),
+    "list<item: string>": pa.array([["a"]]),
+    "list<item: struct<a": pa.array([[{"a": 1}]]),
+    "list<item: list": pa.array([[[1]]]),
+    "null": pa.nulls(1),
+    "struct<>": pa.array([{}], pa.struct([])),
+    "extension arrow.uuid": pa.array([b"0" * 16], pa.uuid()),
+    "fixed_size_list.*empty axis": pa.array([[]], pa.list_(pa.int8(), 0)),
+    "sparse_union": pa.UnionArray.from_sparse(pa.array([0], pa.int8()), [pa.array([1])]),
+    "run_end_encoded": pa.RunEndEncodedArray.from_arrays([1], [2]),
+}
+
+
+@pytest.mark.parametrize("message", UNSUPPORTED)
+def test_what_no_field_holds_is_refused_by_name_and_can_be_left_out(message, tmp_path):
+    table = pa.table({"strange": UNSUPPORTED[message], "y": [7]})
+    with ipc.new_file(tmp_path / "it.arrow", table.schema) as writer:
+        writer.write_table(table)
+    with pytest.raises(FieldError, match=rf"holds 'strange' \(.*{message}.*--fields y"):
+        opened(tmp_path)
+    assert rows_of(opened(tmp_path, "y")) == [{"y": 7}]
+
+
+def test_the_storage_of_an_extension_is_read_where_its_type_is_selected(tmp_path):
+    pq.write_table(pa.table({"u": UNSUPPORTED["extension arrow.uuid"]}), tmp_path / "it.parquet")
+    assert rows_of(opened(tmp_path, "u=bytes")) == [{"u": plain(b"0" * 16)}]
+
+
+SHAPED = {
+    "ray": ("ray.data.arrow_tensor_v2", "[2, 2]", pa.large_list(pa.float32()), [[1, 2, 3, 4]] * 2, "float32[2,2]"),
+    "array": ("Array2D", '[[2, 2], "int8"]', pa.list_(pa.list_(pa.int8())), [[[1, 2], [3, 4]]] * 2, "int8[2,2]"),
+    "growing": ("Array2D", '[[null, 2], "int8"]', pa.list_(pa.list_(pa.int8())), [[[1, 2]], []], "ragged:int8[2]"),
+    "unknown": ("ray.data.arrow_tensor", "pickled", pa.list_(pa.float32()), [[1.0]], ""),
+    "no shape": ("Array2D", '[[2, "a"]]', pa.list_(pa.list_(pa.int8())), [[[1, 2]]], ""),
+    "no list": ("Array3D", "7", pa.list_(pa.list_(pa.int8())), [[[1, 2]]], ""),
+}
+
+
+@pytest.mark.parametrize("case", SHAPED)
+def test_arrays_of_other_libraries_are_tensors_of_the_shape_that_they_state(case, tmp_path):
+    name, message, kind, values, expected = SHAPED[case]
+    name = f"datasets.features.features.{name}ExtensionType" if name.startswith("Array") else name
+    metadata = {"ARROW:extension:name": name, "ARROW:extension:metadata": message}
+    schema = pa.schema([pa.field("x", kind, metadata=metadata)])
+    pq.write_table(pa.table([pa.array(values, kind)], schema), tmp_path / "it.parquet")
+    if not expected:
+        with pytest.raises(FieldError, match=f"'x' .extension {name}"):
+            opened(tmp_path)
+        return
+    source = opened(tmp_path)
+    assert str(source.fields["x"]) == expected
+    assert np.array(rows_of(source)[0]["x"]).ravel().tolist() == np.array(values[0]).ravel().tolist()
+
+
+def test_strings_are_bytes_and_bytes_are_text_where_that_is_selected(tmp_path):
+    values = [b"abc", b"\xff", b"def"]
+    table = pa.table({"s": pa.array(values).view(pa.string()), "b": values, "f": pa.array(values, pa.binary())})
+    pq.write_table(table.set_column(2, "f", pa.array([b"aa", b"bb", b"cc"], pa.binary(2))), tmp_path / "it.parquet")
+    source = opened(tmp_path, "s=bytes:x,f=text")
+    assert kinds_of(source) == {"s": "bytes:x", "f": "text"}
+    assert [row["s"] for row in rows_of(source)] == [plain(value) for value in values]
+    assert [row["f"] for row in rows_of(source)] == ["aa", "bb", "cc"]
+    good, bad = bad_rows(opened(tmp_path, "b=text"))
+    assert good == [{"b": "abc"}, {"b": "def"}]
+    assert [(one.position, one.problem) for one in bad] == [(1, "the column 'b' is not UTF-8 text")]
+
+
+def test_columns_of_one_name_are_refused_unless_they_are_left_out(tmp_path):
+    table = pa.table([pa.array([1]), pa.array([2]), pa.array([3])], ["a", "A", "b"])
+    pq.write_table(table, tmp_path / "it.parquet")
+    with pytest.raises(SourceError, match=r"'a' and 'A' .* both make the field 'a'"):
+        opened(tmp_path)
+    assert rows_of(opened(tmp_path, "b")) == [{"b": 3}]
+    pq.write_table(table.rename_columns(["a", "a", "b"]), tmp_path / "it.parquet")
+    with pytest.raises(SourceError, match=r"'a' and 'a' .* both make the field 'a'"):
+        opened(tmp_path)
+
+
+def test_a_selected_field_that_does_not_exist_is_reported_with_those_that_do(tmp_path):
+    lists(tmp_path, [[1]], pa.list_(pa.int32()))
+    with pytest.raises(FieldError, match="has no field 'z'; it has x, y"):
+        opened(tmp_path, "x,z")
+
+
+def test_names_with_dots_are_not_taken_for_members_of_structs(tmp_path):
+    table = pa.table({"a": pa.array([{"b": 1, "c": 2}]), "a.d": [3]})
+    pq.write_table(table, tmp_path / "it.parquet")
+    assert rows_of(opened(tmp_path)) == [{"a_b": 1, "a_c": 2, "a_d": 3}]
+    assert rows_of(opened(tmp_path, "a_d,a_c")) == [{"a_d": 3, "a_c": 2}]
+    assert opened(tmp_path).notes["columns"] == {"a_b": "a.b", "a_c": "a.c", "a_d": "a.d"}
+
+
+# --- samples that are refused
+
+NULLS = {
+    "number": (pa.array([1, None]), "is null"),
+    "text": (pa.array(["a", None]), "is null"),
+    "bytes": (pa.array([b"a", None]), "is null"),
+    "list": (pa.array([[1], None]), "is null"),
+    "in a list": (pa.array([[1, 2], [3, None]]), "holds a null"),
+    "tensor": (pa.array([[1, 2], None], pa.list_(pa.int8(), 2)), "is null"),
+    "in a tensor": (pa.array([[1, 2], [None, 3]], pa.list_(pa.int8(), 2)), "holds a null"),
+    "row of a tensor": (pa.array([[[1], [2]], [[1], None]], pa.list_(pa.list_(pa.int8(), 1), 2)), "holds a null"),
+    "in ragged rows": (pa.array([[[1, 2]], [[1, 2], [3, None]]], pa.list_(pa.list_(pa.int8(), 2))), "holds a null"),
+    "dictionary": (pa.array(["a", None]).dictionary_encode(), "is null"),
+    "in the dictionary": (pa.DictionaryArray.from_arrays([0, 1], pa.array(["a", None])), "is null"),
+    "member": (pa.array([{"m": 1}, {"m": None}]), "is null"),
+    "struct": (pa.array([{"m": 1}, None]), "is null"),
+    "picture": (
+        pa.array([{"bytes": b"1", "path": ""}, {"bytes": None, "path": "2"}]),
+        "bytes: the file itself is not in",
+    ),
+    "no utf-8": (pa.array([b"a", b"\xff"]).view(pa.string()), "is not UTF-8 text"),
+    "no utf-8 in the dictionary": (
+        pa.DictionaryArray.from_arrays([0, 1], pa.array([b"a", b"\xff"]).view(pa.string())),
+        "is not UTF-8 text",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", NULLS)
+def test_a_row_with_a_null_is_refused_with_its_file_row_and_column(case, tmp_path):
+    array, message = NULLS[case]
+    table = pa.table({"y": [0, 1, 2, 3], "x": pa.concat_arrays([array.slice(0, 1), array, array.slice(0, 1)])})
+    with ipc.new_file(tmp_path / "it.arrow", table.schema) as writer:
+        writer.write_table(table)
+    source = opened(tmp_path, "y,x=ragged:int8[2]" if case == "in ragged rows" else None)
+    good, bad = bad_rows(source, [1, 2, 3])
+    assert [row["y"] for row in good] == [1, 3]
+    assert [(one.position, one.name.rpartition("/")[2]) for one in bad] == [(1, "it.arrow: row 2")]
+    assert bad[0].problem.startswith(("the column 'x", "the column 'x.m'"))
+    assert message in bad[0].problem
+    with pytest.raises(SourceError, match=r"it\.arrow: row 2: the column 'x"):
+        rows_of(source)
+
+
+def test_integers_with_nulls_are_filled_as_floats_that_hold_them_exactly(tmp_path):
+    pq.write_table(pa.table({"x": [1, None, 2**24 + 1, 2**24]}), tmp_path / "it.parquet")
+    good, bad = bad_rows(opened(tmp_path, "x=float32", fill={"x": "nan"}))
+    assert [str(row["x"]) for row in good] == ["1.0", "nan", "16777216.0"]
+    problem = "the column 'x' is a whole number that float32 does not hold exactly"
+    assert [(one.position, one.problem) for one in bad] == [(2, problem)]
+
+
+def test_positions_count_the_rows_of_the_part_over_all_files(tmp_path):
+    for number in range(3):
+        values = [None if i == number else 10 * number + i for i in range(4)]
+        pq.write_table(pa.table({"x": values}), tmp_path / f"{number}.parquet", row_group_size=3)
+    found, bad = bad_rows(opened(tmp_path), [0, 1, 5, 6, 10, 11])
+    assert [row["x"] for row in found] == [1, 12, 23]
+    assert [(one.position, one.name.rpartition("/")[2]) for one in bad] == [
+        (0, "0.parquet: row 0"),
+        (2, "1.parquet: row 1"),
+        (4, "2.parquet: row 2"),
+    ]
+
+
+# --- several files
+
+
+def test_files_of_other_columns_are_named_with_both_types(tmp_path):
+    pq.write_table(pa.table({"x": [1], "y": ["a"]}), tmp_path / "a.parquet")
+    cases = [
+        (pa.table({"x": [1.5], "y": ["a"]}), r"column 'x' is double in .*b\.parquet, int64 in .*a\.parquet"),
+        (pa.table({"y": ["a"]}), r"b\.parquet lacks the column 'x', which is int64 in .*a\.parquet"),
+        (pa.table({"x": [1], "y": ["a"], "z": [1]}), r"b\.parquet has a column 'z' \(int64\), which .*parquet lacks"),
+    ]
+    for table, message in cases:
+        pq.write_table(table, tmp_path / "b.parquet")
+        with pytest.raises(SourceError, match=message):
+            opened(tmp_path)
+        assert rows_of(opened(tmp_path, "y")) == [{"y": "a"}, {"y": "a"}]
+
+
+def test_columns_may_stand_in_another_order_and_layout_and_empty_files_have_no_types(tmp_path):
+    pq.write_table(pa.table({"x": pa.nulls(0), "q": pa.nulls(0)}), tmp_path / "0.parquet")
+    pq.write_table(pa.table({"x": [1, 2], "y": ["a", "b"]}), tmp_path / "1.parquet")
+    pq.write_table(pa.table({"y": pa.array([], pa.float32())}), tmp_path / "2.parquet")
+    other = pa.array(["c"], pa.large_string()).dictionary_encode()
+    pq.write_table(pa.table({"y": other, "x": [3]}), tmp_path / "3.parquet")
+    assert rows_of(opened(tmp_path)) == [{"x": 1, "y": "a"}, {"x": 2, "y": "b"}, {"x": 3, "y": "c"}]
+
+
+def test_a_source_without_rows_is_converted(tmp_path):
+    pq.write_table(pa.table({"x": pa.array([], pa.int16()), "t": pa.array([], pa.string())}), tmp_path / "it.parquet")
+    sl.convert(tmp_path / "it.parquet", tmp_path / "out", workers=0)
+    assert len(sl.open(tmp_path / "out")) == 0
+
+
+def test_keys_of_folders_are_fields_of_text(tmp_path):
+    for label, value in {"cat": 1, "sea%20lion": 2}.items():
+        folder = tmp_path / f"label={label}" / "year=2024"
+        folder.mkdir(parents=True)
+        pq.write_table(pa.table({"x": [value, 10 * value]}), folder / "part.parquet")
+    expected = [("cat", 1), ("cat", 10), ("sea lion", 2), ("sea lion", 20)]
+    source = opened(tmp_path)
+    assert source.notes["keys"] == ["label", "year"]
+    assert rows_of(source) == [{"x": x, "label": label, "year": "2024"} for label, x in expected]
+    assert rows_of(opened(tmp_path, "label")) == [{"label": label} for label, _ in expected]
+    (tmp_path / "year=1").mkdir()
+    pq.write_table(pa.table({"x": [1]}), tmp_path / "year=1" / "part.parquet")
+    with pytest.raises(SourceError, match=r"year=1/part.parquet is in no folder label=\.\.\., but label=cat"):
+        opened(tmp_path)
+
+
+def test_hidden_files_are_passed_over(tmp_path):
+    pq.write_table(pa.table({"x": [1]}), tmp_path / "a.parquet")
+    (tmp_path / "_temporary").mkdir()
+    for hidden in ("_temporary/b.parquet", "._a.parquet", "_metadata.parquet", "_SUCCESS"):
+        (tmp_path / hidden).write_bytes(b"")
+    source = opened(tmp_path)
+    assert (rows_of(source), source.notes) == ([{"x": 1}], {"passed_over": 4})
+
+
+@pytest.mark.parametrize("log", ["_delta_log/0.json", ".hoodie/x", "metadata/v1.metadata.json"])
+def test_tables_of_lakes_are_refused(log, tmp_path):
+    pq.write_table(pa.table({"x": [1]}), tmp_path / "a.parquet")
+    (tmp_path / log).parent.mkdir()
+    (tmp_path / log).write_text("{}")
+    with pytest.raises(SourceError, match="not all of whose files count"):
+        opened(tmp_path)
+    assert rows_of(opened(tmp_path / "a.parquet")) == [{"x": 1}]
+
+
+def test_many_small_files_are_read_in_order(tmp_path):
+    for number in range(30):
+        pq.write_table(pa.table({"x": [number, -number]}), tmp_path / f"{number:02}.parquet")
+    assert [row["x"] for row in rows_of(opened(tmp_path), range(0, 60, 3))] == [
+        value for n in range(30) for i, value in enumerate((n, -n)) if (2 * n + i) % 3 == 0
+    ]
+
+
+def test_a_file_needs_no_extension_where_the_format_is_said(tmp_path):
+    pq.write_table(pa.table({"x": [1]}), tmp_path / "it.pq")
+    assert rows_of(opened(tmp_path / "it.pq", name="parquet")) == [{"x": 1}]
+    (tmp_path / "it.stream").write_bytes(written(pa.table({"x": [1]}), "stream", 1))
+    assert rows_of(opened(tmp_path / "it.stream", name="arrow")) == [{"x": 1}]
+    for name, message in {"parquet": "no .parquet", "arrow": "no .arrow", "huggingface": "no state.json"}.items():
+        with pytest.raises(SourceError, match=message):
+            opened(tmp_path, name=name)
+
+
+# --- what is read
+
+
+@contextmanager
+def counted():
+    """The ranges that are read inside."""
+    seen = []
+    original = ranged_io.read_range
+
+    def counting(store, wanted):
+        seen.append(wanted)
+        return original(store, wanted)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ranged_io, "read_range", counting)
+        yield seen
+
+
+def nbytes(seen):
+    return sum(one.stop - one.start for one in seen)
+
+
+BIG, PIECE = 1000, 100
+POOLS = []  # a pool must outlive what was allocated from it
+
+
+def big_table():
+    rng = np.random.default_rng(0)
+    return pa.table({"id": range(BIG), "blob": [rng.bytes(20_000) for _ in range(BIG)], "t": ["text"] * BIG})
+
+
+@pytest.mark.parametrize("form", ["parquet", "file", "stream"])
+def test_only_headers_are_read_at_first_and_then_only_what_is_asked_for(form, tmp_path):
+    path = tmp_path / ("it.parquet" if form == "parquet" else "it.arrow")
+    path.write_bytes(written(big_table(), form, PIECE))  # 20 MB in ten blocks
+    with counted() as seen:
+        source = opened(path, "id,t,blob=bytes:bin")
+    assert nbytes(seen) < 1_500_000
+    with counted() as seen:
+        assert len(rows_of(source, range(250, 270))) == 20
+    assert nbytes(seen) < 4_500_000  # one block of 2 MB, and a buffer or two
+    with counted() as seen:
+        assert len(rows_of(opened(path, "id"))) == BIG
+    assert nbytes(seen) < 3_500_000 or form == "stream"  # of a stream every batch is read whole
+
+
+@pytest.mark.parametrize("form", ["parquet", "file", "stream"])
+def test_memory_is_one_block_beside_the_columns(form, tmp_path):
+    path = tmp_path / ("it.parquet" if form == "parquet" else "it.arrow")
+    path.write_bytes(written(big_table(), form, PIECE))
+    part = opened(path, "blob=bytes:bin").part(np.arange(0, BIG, 7))
+    before = pa.default_memory_pool()  # asked again later, it would return the pool that was set
+    pool = pa.proxy_memory_pool(before)
+    POOLS.append(pool)
+    pa.set_memory_pool(pool)
+    try:
+        assert len(part.read(raise_bad)["blob"]) == -(-BIG // 7)
+    finally:
+        pa.set_memory_pool(before)
+    assert 0 < pool.max_memory() < 9_000_000  # of 20 MB: a block of 2 MB, encoded and decoded
+
+
+# --- damage
+
+
+def encrypted(path, plain_footer):
+    import pyarrow.parquet.encryption as pe
+
+    class Keys(pe.KmsClient):  # keys that are only encoded: nothing here is secret
+        def __init__(self, _):
+            super().__init__()
+
+        def wrap_key(self, key, _):
+            return key.hex().encode()
+
+        def unwrap_key(self, key, _):
+            return bytes.fromhex(key.decode())
+
+    factory = pe.CryptoFactory(Keys)
+    config = pe.EncryptionConfiguration("a", column_keys={"b": ["x"]}, plaintext_footer=plain_footer)
+    table = pa.table({"x": [1, 2]})
+    properties = factory.file_encryption_properties(pe.KmsConnectionConfig(), config)
+    with pq.ParquetWriter(path, table.schema, encryption_properties=properties) as writer:
+        writer.write_table(table)
+
+
+def cut(form, keep):
+    name = "it.parquet" if form == "parquet" else "it.arrow"
+    return lambda root: (root / name).write_bytes(written(pa.table({"x": list(range(100))}), form, 50)[:keep]) and None
+
+
+def flipped(root):
+    table = pa.table({"x": list(range(1000))})
+    pq.write_table(table, root / "it.parquet", write_page_checksum=True, compression="none", use_dictionary=False)
+    data = bytearray((root / "it.parquet").read_bytes())
+    data[4000] ^= 1
+    (root / "it.parquet").write_bytes(data)
+
+
+def as_file(name, data):
+    return lambda root: (root / name).write_bytes(data) and None
+
+
+def many_rows(root):
+    data, rows = written(pa.table({"x": [0] * 77}), "stream", 77), (77).to_bytes(8, "little")
+    assert data.count(rows) == 2  # of the batch, and of its column
+    (root / "it.arrow").write_bytes(data.replace(rows, (1 << 50).to_bytes(8, "little")))
+
+
+def saved(change):
+    def make(root):
+        shutil.copytree(FORMATS / "huggingface" / "input" / "train", root, dirs_exist_ok=True)
+        change(root)
+
+    return make
+
+
+def state(**changes):
+    def change(root):
+        before = json.loads((root / "state.json").read_text())
+        (root / "state.json").write_text(json.dumps(before | changes))
+
+    return saved(change)
+
+
+NO_PARQUET = r"it\.parquet cannot be read as Parquet: "
+BAD = {
+    "no parquet": (as_file("it.parquet", b"PAR1, or so it says"), NO_PARQUET + ".*magic bytes"),
+    "empty parquet": (as_file("it.parquet", b""), NO_PARQUET),
+    "truncated parquet": (cut("parquet", -20), NO_PARQUET + ".*magic bytes"),
+    "encrypted": (lambda root: encrypted(root / "it.parquet", False), NO_PARQUET + ".*decrypt it first"),
+    "encrypted column": (lambda root: encrypted(root / "it.parquet", True), NO_PARQUET + ".*decrypt it first"),
+    "flipped bit": (flipped, NO_PARQUET + ".*CRC checksum"),
+    "no arrow": (as_file("it.arrow", b"no arrow, certainly"), r"it\.arrow is (no Arrow file|truncated)"),
+    "empty arrow": (as_file("it.arrow", b""), r"it\.arrow is truncated"),
+    "file cut in its head": (cut("file", 100), r"it\.arrow is truncated: it ends at byte 100"),
+    "file cut in a body": (cut("file", -600), r"it\.arrow is truncated"),
+    "file without footer": (cut("file", -10), r"it\.arrow cannot be read as Arrow: Not an Arrow file"),
+    "stream cut in a body": (cut("stream", -100), r"it\.arrow is truncated: it has .* extends to"),
+    "stream without end": (cut("stream", -8), r"it\.arrow is truncated: .*its writer must be closed"),
+    "length that lies": (as_file("it.arrow", b"\xff" * 7 + b"\x7f" + bytes(50)), r"it\.arrow is truncated"),
+    "negative length": (as_file("it.arrow", b"\xff" * 8 + bytes(50)), r"it\.arrow is not an Arrow file"),
+    "too many rows": (many_rows, "claims more rows than any file has"),
+    "feather 1": (as_file("it.feather", b"FEA1" + bytes(50)), r"it\.feather is a Feather file of version 1"),
+    "no column": (as_file("it.arrow", written(pa.table({"x": [1]}).select([]), "stream", 1)), "has no column"),
+    "missing file": (saved(lambda root: (root / "data-00001-of-00002.arrow").unlink()), "lacks the file 'data-00001"),
+    "climbing file": (state(_data_files=[{"filename": "../up.arrow"}]), r"lacks the file '\.\./up\.arrow'"),
+    "no files": (state(_data_files=[]), r"state\.json names no files"),
+    "files of another kind": (state(_data_files=[{"filename": ["x"]}, 3]), "lacks the file"),
+    "selection": (state(_indices_data_files=[{"filename": "indices.arrow"}]), "is a selection .*flatten_indices"),
+    "state that is no JSON": (saved(lambda root: (root / "state.json").write_text("{")), "not a JSON object"),
+    "state that is deep": (saved(lambda root: (root / "state.json").write_text("[" * 100_000)), "not a JSON object"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_what_is_damaged_is_named(case, tmp_path):
+    make, message = BAD[case]
+    make(tmp_path)
+    with pytest.raises(SourceError, match=message):
+        rows_of(opened(tmp_path))
+
+
+def test_a_folder_of_splits_is_refused_with_their_names():
+    with pytest.raises(SourceError, match=r"holds the splits test, train; choose .*/huggingface/input/test"):
+        opened(FORMATS / "huggingface" / "input")
+
+
+MUTATED = [
+    "parquet/input/part-0.parquet",
+    "arrow/input/a.arrow",
+    "arrow/input/b.feather",
+    "arrow/input/c.ipc",
+    "huggingface/input/train/data-00000-of-00002.arrow",
+]
+
+
+@pytest.mark.parametrize("name", MUTATED)
+def test_no_change_of_a_file_does_more_than_an_error_that_names_it(name, tmp_path):
+    data = (FORMATS / name).read_bytes()
+    path = tmp_path / Path(name).name
+    errors = 0
+    for seed in range(100):
+        rng = random.Random(seed)
+        changed = bytearray(data)
+        for _ in range(rng.choice([1, 1, 3, 20])):
+            changed[rng.randrange(len(data))] = rng.randrange(256)
+        path.write_bytes(changed[: rng.randrange(len(data)) if seed % 10 == 0 else None])
+        try:
+            source = opened(path)
+            source.part(np.arange(min(source.num_samples, 1000))).read(lambda _: None)
+        except StreamloaderError as error:
+            assert str(tmp_path) in str(error)
+            errors += 1
+    assert errors > 50
+
+
+def rewritten(path, table, form):
+    path.write_bytes(written(table, form, 50))
+
+
+@pytest.mark.parametrize("form", ["parquet", "file", "stream"])
+def test_a_file_that_changes_after_it_was_opened_is_named(form, tmp_path):
+    path = tmp_path / ("it.parquet" if form == "parquet" else "it.arrow")
+    table = pa.table({"x": list(range(100)), "y": [0.5] * 100})
+    for other in (
+        table.slice(0, 60),
+        pa.concat_tables([table.slice(0, 7), table, table]),
+        table.drop(["x"]),
+        table.set_column(0, "x", [["a"] * 100]),
+    ):
+        rewritten(path, table, form)
+        part = opened(path).part(np.arange(100))
+        rewritten(path, other, form)
+        with pytest.raises(SourceChangedError, match=path.name):
+            part.read(raise_bad)
+
+
+def test_class_names_are_noted_from_parquet_too(tmp_path):
+    features = {
+        "y": {"_type": "ClassLabel", "names": ["cat", "dog"]},
+        "z": {"feature": {"_type": "ClassLabel", "names": ["a"]}},
+    }
+    features |= {"s": {"m": {"_type": "ClassLabel", "names": ["b"]}}, "w": {"_type": "ClassLabel", "names": [1.5]}}
+    table = pa.table({"y": [0, 1], "z": [[0], [0]], "s": [{"m": 0}, {"m": 0}], "w": [0, 0]})
+    metadata = {"huggingface": json.dumps({"info": {"features": features}})}
+    pq.write_table(table.replace_schema_metadata(metadata), tmp_path / "it.parquet")
+    assert opened(tmp_path).notes["classes"] == {"y": ["cat", "dog"], "z": ["a"], "s_m": ["b"]}
+    for damaged in (b"[", b"[1]", b'{"info": 3}', b'{"info": {"features": [1]}}', b'{"info": {"features": {"y": 1}}}'):
+        pq.write_table(table.replace_schema_metadata({"huggingface": damaged}), tmp_path / "it.parquet")
+        assert "classes" not in opened(tmp_path).notes

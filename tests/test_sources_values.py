@@ -1,0 +1,414 @@
+"""What files say of their values, beside the tools that wrote them: packed arrays, nulls, times, fixed-length lists."""
+
+import warnings
+from collections.abc import Callable
+from datetime import date, datetime, time, timedelta
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import xarray as xr
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sources import CASES, READABLE, kinds_of, opened, read
+
+import streamloader as sl
+from streamloader.cli.main import main
+from streamloader.conversion.sources.base import raise_bad
+from streamloader.errors import FieldError, SourceError, StreamloaderError
+
+
+def test_every_source_below_formats_can_be_read_here():
+    """tests/test_convert_sources.py leaves out what needs a package that is not installed."""
+    assert set(READABLE) == set(CASES)
+
+
+# --- packed arrays
+
+ROWS = 40
+# the suffix of the file, how xarray writes and reads it
+WRITERS = {
+    ".nc": ({"format": "NETCDF4", "engine": "netcdf4"}, {"engine": "netcdf4"}),
+    ".h5": ({"format": "NETCDF4", "engine": "netcdf4"}, {"engine": "netcdf4"}),
+    "_classic.nc": ({"format": "NETCDF3_64BIT", "engine": "scipy"}, {"engine": "scipy"}),
+    "2.zarr": ({"zarr_format": 2}, {"engine": "zarr"}),
+    "3.zarr": ({"zarr_format": 3}, {"engine": "zarr"}),
+}
+
+
+def write(path, attributes, values, suffix):
+    """Write stored values with attributes, as they are, by xarray."""
+    path = path / f"it{suffix}"
+    variable = xr.Variable(("sample", "x"), values, attributes)
+    dataset = xr.Dataset({"v": variable, "n": ("sample", np.arange(len(values), dtype="i4"))})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if suffix.endswith(".zarr"):
+            dataset.to_zarr(path, **WRITERS[suffix][0], consolidated=False)
+        else:
+            dataset.to_netcdf(path, **WRITERS[suffix][0])
+    return path
+
+
+def oracle(path, suffix, **options):
+    """Return what xarray makes of the values, times as numbers."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        options = {"decode_times": False, "decode_timedelta": False, **options, **WRITERS[suffix][1]}
+        if suffix.endswith(".zarr"):
+            options["consolidated"] = False
+        with xr.open_dataset(path, **options) as dataset:
+            return np.asarray(dataset["v"].values)
+
+
+INTEGERS = ("int8", "int16", "int32", "uint8", "uint16", "int64")
+FACTORS = st.sampled_from([0.01, 0.866, 1e-3, 276.5, 76706.0])
+
+
+@pytest.mark.parametrize("suffix", WRITERS)
+@given(data=st.data())
+@settings(max_examples=25, deadline=None)
+def test_packed_values_are_those_that_xarray_gives(suffix, data, tmp_path_factory):
+    classic = suffix == "_classic.nc"
+    kinds = ["int8", "int16", "int32", "float32", "float64"] if classic else [*INTEGERS, "float32", "float64"]
+    dtype = np.dtype(data.draw(st.sampled_from(kinds)))
+    rng = np.random.default_rng(data.draw(st.integers(0, 99)))
+    low, high = (0, 100) if dtype.kind == "u" else (-100, 100)
+    values = rng.integers(low, high, (ROWS, 3)).astype(dtype)
+    attributes = {}
+    for name in ("scale_factor", "add_offset"):
+        if data.draw(st.booleans()):
+            attributes[name] = data.draw(st.sampled_from([np.float32, np.float64]))(data.draw(FACTORS))
+    unsigned = dtype == np.int8 and data.draw(st.booleans())
+    if unsigned:
+        attributes["_Unsigned"] = "true"
+    for name in ("_FillValue",) if unsigned else ("_FillValue", "missing_value"):
+        if data.draw(st.booleans()):
+            attributes[name] = values[data.draw(st.integers(0, 5)), 0]
+    path = write(tmp_path_factory.mktemp("packed"), attributes, values, suffix)
+    expected = oracle(path, suffix)
+    source = opened(path, "v,n")
+    found = read(source)["v"]
+    assert str(source.fields["v"]) == f"{expected.dtype}[3]", source.notes
+    assert np.array_equal(found, expected, equal_nan=expected.dtype.kind == "f")
+    raw = read(opened(path, "v,n", raw=True))["v"]
+    assert np.array_equal(raw, oracle(path, suffix, mask_and_scale=False))
+
+
+@pytest.mark.parametrize("suffix", WRITERS)
+@pytest.mark.parametrize("kind", [np.float32, np.float64])
+@pytest.mark.parametrize("fill", [{}, {"_FillValue": np.float32(np.nan)}])
+def test_scaled_float32_is_computed_in_the_precision_that_xarray_computes_in(suffix, kind, fill, tmp_path):
+    values = np.random.default_rng(0).integers(-100, 100, (ROWS, 3)).astype(np.float32)
+    path = write(tmp_path, {"scale_factor": kind(0.01), "add_offset": kind(0.866), **fill}, values, suffix)
+    expected, found = oracle(path, suffix), read(opened(path, "v,n"))["v"]
+    assert found.dtype == expected.dtype
+    assert np.array_equal(found, expected)
+
+
+@pytest.mark.parametrize("suffix", WRITERS)
+def test_raw_keeps_what_is_stored_and_the_schema_says_what_was_decoded(suffix, tmp_path, capsys):
+    values = np.arange(-60, 60, dtype="i2").reshape(ROWS, 3)
+    attributes = {"scale_factor": 0.25, "add_offset": 280.0, "_FillValue": np.int16(7), "units": "K"}
+    path = write(tmp_path, attributes, values, suffix)
+    sl.convert(path, tmp_path / "out", fields="v,n", workers=0)
+    ds = sl.open(tmp_path / "out")
+    expected = oracle(path, suffix)
+    assert np.isnan(expected).sum() == 1
+    assert np.array_equal(ds.read("v", 0, ROWS), expected, equal_nan=True)
+    assert ds.manifest.provenance["decoded"] == {"v": "int16 * 0.25 + 280.0, NaN for 7"}
+    assert ds.manifest.provenance["attributes"]["v"] == {"units": "K"}
+    sl.convert(path, tmp_path / "raw", fields="v", workers=0, raw=True)
+    ds = sl.open(tmp_path / "raw")
+    assert np.array_equal(ds.read("v", 0, ROWS), values)
+    assert str(ds.fields["v"]) == "int16[3]"
+    assert ds.manifest.provenance["attributes"]["v"]["scale_factor"] == "0.25"
+    assert "decoded" not in ds.manifest.provenance
+    command = ["convert", str(path), str(tmp_path / "no"), "--fields", "v", "--dry-run"]
+    assert "float64[3]  lz4   " in shown(command, capsys)
+    assert "(int16 * 0.25 + 280.0, NaN for 7)" in shown(command, capsys)
+    assert "NaN" not in shown([*command, "--raw"], capsys)
+
+
+def shown(command, capsys):
+    """Return what a command prints."""
+    with pytest.raises(SystemExit) as end:
+        main(command)
+    assert not end.value.code
+    return capsys.readouterr().out
+
+
+def test_files_that_are_packed_in_different_ways_are_one_dataset_unless_raw(tmp_path):
+    for number in range(2):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        attributes = {"scale_factor": 0.5 + number, "add_offset": 1.0, "_FillValue": np.int16(3 + number)}
+        write(folder, attributes, np.arange(ROWS * 3, dtype="i2").reshape(ROWS, 3), ".nc")
+        (folder / "it.nc").rename(tmp_path / f"{number}.nc")
+    expected = np.concatenate([oracle(tmp_path / f"{number}.nc", ".nc") for number in range(2)])
+    assert np.array_equal(read(opened(tmp_path))["v"], expected, equal_nan=True)
+    with pytest.raises(SourceError, match=r"'v' of .*0\.nc and .*1\.nc is packed in different ways; leave --raw out"):
+        opened(tmp_path, raw=True)
+
+
+def test_bools_that_xarray_wrote_to_netcdf_are_bools(tmp_path):
+    flags = np.arange(ROWS) % 3 == 0
+    xr.Dataset({"v": ("sample", flags)}).to_netcdf(tmp_path / "it.nc", engine="netcdf4")
+    assert str(opened(tmp_path).fields["v"]) == "bool"
+    assert np.array_equal(read(opened(tmp_path))["v"], flags)
+
+
+def test_times_are_numbers_in_the_unit_that_the_notes_tell(tmp_path):
+    times = np.datetime64("2020-01-01T00", "h") + np.arange(ROWS)
+    xr.Dataset({"v": ("sample", times.astype("datetime64[ns]"))}).to_netcdf(tmp_path / "it.nc", engine="netcdf4")
+    source = opened(tmp_path)
+    assert np.array_equal(read(source)["v"], np.arange(ROWS))
+    assert source.notes["attributes"]["v"]["units"].startswith("hours since 2020-01-01")
+    assert source.notes["attributes"]["v"]["calendar"] == "proleptic_gregorian"
+
+
+def test_a_whole_number_that_decoding_would_round_is_a_bad_sample(tmp_path):
+    values = np.arange(ROWS * 3).reshape(ROWS, 3)
+    values[5, 1] = 2**53 + 1
+    path = write(tmp_path, {"_FillValue": np.int64(4)}, values, ".nc")
+    with pytest.raises(SourceError, match=r"row 5 of .*it\.nc: its field 'v' holds .* keep it with --raw"):
+        read(opened(path))
+    assert np.array_equal(read(opened(path, raw=True))["v"], values)
+
+
+@pytest.mark.parametrize("factor", [[0.1, 0.2], "0.1"])
+def test_a_scale_that_is_not_a_number_is_refused(factor, tmp_path):
+    path = write(tmp_path, {"scale_factor": factor}, np.ones((ROWS, 3), "i2"), ".nc")
+    with pytest.raises(StreamloaderError, match=r"'v' has the scale_factor '0\.1.*', which is not one number; .*--raw"):
+        opened(path)
+
+
+def test_attributes_of_an_hdf5_that_no_netcdf_library_wrote_change_nothing(tmp_path):
+    with h5py.File(tmp_path / "it.h5", "w") as file:
+        file["v"] = np.arange(5, dtype="i2")
+        file["v"].attrs["scale_factor"] = 0.5
+    assert str(opened(tmp_path).fields["v"]) == "int16"
+    assert opened(tmp_path).notes["attributes"]["v"] == {"scale_factor": "0.5"}
+
+
+# --- tables of Arrow: lists of one length, nulls, times
+
+Write = Callable[[Path, pa.Table], None]
+
+
+def write_parquet(folder, table):
+    pq.write_table(table, folder / "it.parquet", row_group_size=max(1, len(table) // 7))
+
+
+def write_arrow(folder, table):
+    with pa.ipc.new_file(folder / "it.arrow", table.schema) as file:
+        for batch in table.to_batches(max(1, len(table) // 7)):
+            file.write_batch(batch)
+
+
+def write_stream(folder, table):
+    with pa.ipc.new_stream(folder / "it.arrow", table.schema) as file:
+        file.write_table(table, max(1, len(table) // 7))
+
+
+WRITE = {"parquet": write_parquet, "file": write_arrow, "stream": write_stream}
+
+
+@pytest.fixture(params=WRITE)
+def written(request, tmp_path):
+    """Write columns as a table in one of the formats; return its folder."""
+
+    def make(**columns):
+        folder = tmp_path / "src"
+        folder.mkdir(exist_ok=True)
+        WRITE[request.param](folder, pa.table(columns))
+        return folder
+
+    return make
+
+
+def test_lists_of_one_length_become_tensors(written, tmp_path):
+    count = 1000
+    rng = np.random.default_rng(0)
+    flat = rng.integers(0, 100, (count, 3))
+    inner = pa.array([[[1.0, 2.0], [3.0, float(i)]] for i in range(count)], pa.list_(pa.list_(pa.float32(), 2)))
+    large = pa.array([[True] * 4] * count, pa.large_list(pa.bool_()))
+    empty = pa.array([[]] * count, pa.list_(pa.int8()))
+    uneven = [[1] * (1 + i % 2) for i in range(count)]
+    src = written(x=flat.tolist(), i=inner, l=large, r=uneven, e=empty, n=range(count))
+    sl.convert(src, tmp_path / "out", fields="x,i,l,r,n", workers=0)
+    ds = sl.open(tmp_path / "out")
+    kinds = {"x": "int64[3]", "i": "float32[2,2]", "l": "bool[4]", "n": "int64", "r": "ragged:int64"}
+    assert kinds_of(ds) == kinds
+    assert np.array_equal(ds.read("x", 0, count), flat)
+    assert ds.read("i", 0, count)[:, 1, 1].tolist() == list(range(count))
+    source = opened(src, "x=ragged:int64,i=ragged:float32[2],l,e")
+    assert [*kinds_of(source).values()] == ["ragged:int64", "ragged:float32[2]", "bool[4]", "ragged:int8"]
+
+
+@pytest.mark.parametrize("late", [[1, 2], [1, 2, 3, 4], []])
+def test_a_list_of_another_length_is_a_bad_sample(late, written):
+    lists = [[i, 2, 3] for i in range(1000)]
+    lists[135] = late
+    source = opened(written(x=lists))
+    assert str(source.fields["x"]) == "int64[3]"
+    bad = []
+    found = source.part(np.arange(1000)).read(bad.append)["x"]
+    assert np.array_equal(found, lists[:135] + lists[136:])
+    assert [one.position for one in bad] == [135]
+    assert bad[0].problem == "the column 'x' is not a list of the shape [3]"
+    assert "ragged:int64, with --fields" in bad[0].remedy
+
+
+def test_a_shorter_last_list_keeps_lists_ragged(written):
+    for last in ([1], []):
+        source = opened(written(x=[[1, 2, 3]] * 1000 + [last]))
+        assert str(source.fields["x"]) == "ragged:int64"
+        assert source.part(np.array([1000])).read(raise_bad)["x"] == [np.array(last, "<i8").tobytes()]
+
+
+NULLS = {
+    "int": (pa.array([1, None, 3], pa.int8()), "", -1, [1, -1, 3]),
+    "float": (pa.array([0.5, None], pa.float32()), "", "nan", [0.5, float("nan")]),
+    "bool": (pa.array([True, None]), "", False, [True, False]),
+    "text": (pa.array(["a", None, ""]), "", "none", ["a", "none", ""]),
+    "bytes": (pa.array([b"a", None]), "", "", [b"a", b""]),
+    "dictionary": (pa.array(["a", None]).dictionary_encode(), "", "b", ["a", "b"]),
+    "view": (pa.array(["a", None], pa.string_view()), "", "b", ["a", "b"]),
+    "int as float": (pa.array([1, None]), "float32", "nan", [1.0, float("nan")]),
+    "int as int": (pa.array([1, None], pa.int64()), "int8", 7, [1, 7]),
+    "time": (pa.array([1, None], pa.timestamp("ms")), "int64", -1, [1, -1]),
+    "list": (pa.array([[1], None, [2, 3]]), "", 0, [[1], [], [2, 3]]),
+    "in a list": (pa.array([[1], [None, 5], [2, 7, 3]]), "", 0, [[1], [0, 5], [2, 7, 3]]),
+    "list of one length": (pa.array([[1, 2], [4, None], [6, 3]]), "", 9, [[1, 2], [4, 9], [6, 3]]),
+    "null list as tensor": (pa.array([[1, 2], None, [None, 3]]), "int64[2]", 9, [[1, 2], [9, 9], [9, 3]]),
+    "fixed list": (pa.array([[1, 2], None, [None, 3]], pa.list_(pa.int8(), 2)), "", 9, [[1, 2], [9, 9], [9, 3]]),
+    "list in a list": (
+        pa.array([[[1], None], None, [[2], [None]]], pa.list_(pa.list_(pa.int8(), 1), 2)),
+        "",
+        4,
+        [[[1], [4]], [[4], [4]], [[2], [4]]],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", NULLS)
+def test_nulls_are_refused_or_filled(case, written, tmp_path):
+    array, kind, fill, expected = NULLS[case]
+    src = written(x=array, y=list(range(len(array))))
+    fields = f"y,x={kind}" if kind else "y,x"
+    with pytest.raises(SourceError, match=r"row [01]: the column 'x' (is|holds a) null; .*--fill NAME=VALUE"):
+        read(opened(src, fields))
+    sl.convert(src, tmp_path / "out", fields=fields, fill={"x": fill}, workers=0)
+    ds = sl.open(tmp_path / "out")
+    values = [ds[i]["x"] for i in range(len(ds))]
+    plain = [value.tolist() if isinstance(value, np.ndarray | np.generic) else value for value in values]
+    assert str(plain) == str(expected)
+    assert ds.manifest.provenance["fill"] == {"x": str(fill)}
+    if kind:
+        assert str(ds.fields["x"]) == kind
+
+
+@pytest.mark.parametrize(
+    ("array", "fields", "fill", "message"),
+    [
+        (pa.array([1, None], pa.int8()), None, {"x": 300}, "300 of the field 'x' is not a value of int8"),
+        (pa.array([1, None]), None, {"x": "nan"}, "'nan' of the field 'x' is not a value of int64"),
+        (pa.array(["a", None]), None, {"x": 5}, "5 of the field 'x' is not text"),
+        (pa.array([1, None]), None, {"z": 5}, "fill names 'z', which .* lacks; its fields are x"),
+        (pa.array([2**53 + 1, None]), "x=float64", {"x": "nan"}, "row 0: .* does not hold exactly"),
+    ],
+)
+def test_a_fill_value_that_its_column_does_not_hold_is_refused(array, fields, fill, message, written):
+    with pytest.raises(StreamloaderError, match=message):
+        read(opened(written(x=array), fields, fill=fill))
+
+
+MOMENT = datetime(2024, 2, 29, 12, 30)
+TIMES = {
+    "us": (pa.array([MOMENT], pa.timestamp("us")), "microseconds since 1970-01-01 00:00, without a time zone"),
+    "ns": (pa.array([MOMENT], pa.timestamp("ns", "Europe/Berlin")), "nanoseconds since 1970-01-01 00:00 UTC"),
+    "date": (pa.array([MOMENT.date()]), "days since 1970-01-01"),
+    "ms": (pa.array([MOMENT.date()], pa.date64()), "milliseconds since 1970-01-01"),
+    "time": (pa.array([time(1, 2, 3)], pa.time32("s")), "seconds since midnight"),
+    "time64": (pa.array([time(1, 2, 3)], pa.time64("us")), "microseconds since midnight"),
+    "duration": (pa.array([timedelta(hours=2)], pa.duration("s")), "seconds"),
+}
+
+
+@pytest.mark.parametrize("case", TIMES)
+def test_times_are_refused_or_whole_numbers_by_name(case, tmp_path, capsys):
+    array, unit = TIMES[case]
+    src = tmp_path / "src"
+    src.mkdir()
+    write_arrow(src, pa.table({"when": array, "x": [1]}))
+    with pytest.raises(FieldError, match=r"'when' \(.*\) of .*; store times as .*--fields x,when=int64"):
+        opened(src)
+    sl.convert(src, tmp_path / "out", fields="x,when=int64", workers=0)
+    ds = sl.open(tmp_path / "out")
+    count = array.view(pa.int64() if array.type.bit_width == 64 else pa.int32())[0].as_py()
+    assert (ds[0]["when"], str(ds.fields["when"])) == (count, "int64")
+    assert ds.manifest.provenance["units"] == {"when": unit}
+    command = ["convert", str(src), str(tmp_path / "no"), "--fields", "x,when=int64", "--dry-run"]
+    assert f"({unit})" in shown(command, capsys)
+    if case == "us":
+        assert count == int((MOMENT - datetime(1970, 1, 1)).total_seconds() * 1_000_000)
+    if case == "date":
+        assert count == (MOMENT.date() - date(1970, 1, 1)).days
+
+
+def later(sample):
+    return {"x": sample["x"], "later": sample["when"] + 1}
+
+
+@pytest.mark.parametrize("case", TIMES)
+def test_a_map_function_gets_times_as_whole_numbers(case, tmp_path):
+    array, unit = TIMES[case]
+    src = tmp_path / "src"
+    src.mkdir()
+    write_arrow(src, pa.table({"when": array, "x": [1]}))
+    sl.convert(src, tmp_path / "out", map=later, workers=0)
+    ds = sl.open(tmp_path / "out")
+    count = array.view(pa.int64() if array.type.bit_width == 64 else pa.int32())[0].as_py()
+    assert ds[0]["later"] == count + 1
+    assert ds.manifest.provenance["units"] == {"when": unit}
+
+
+def test_columns_that_no_map_function_can_get_are_told(tmp_path):
+    pq.write_table(pa.table({"price": pa.array([1, 2], pa.decimal128(5, 2)), "x": [1, 2]}), tmp_path / "it.parquet")
+    with pytest.raises(FieldError, match=r"holds 'price' \(decimal128.*; a map function gets every column: write"):
+        sl.convert(tmp_path / "it.parquet", tmp_path / "out", map=later, workers=0)
+
+
+def test_files_whose_times_have_different_units_are_refused(tmp_path):
+    for unit in ("ms", "us"):
+        pq.write_table(pa.table({"when": pa.array([MOMENT], pa.timestamp(unit))}), tmp_path / f"{unit}.parquet")
+    pattern = r"'when' is timestamp\[us\] in .*us\.parquet, timestamp\[ms\] in"
+    with pytest.raises(SourceError, match=pattern):
+        opened(tmp_path, "when=int64")
+
+
+def test_lists_of_times_are_numbers_too(written):
+    src = written(when=pa.array([[1, 2], [3, 4]], pa.list_(pa.timestamp("ms"))))
+    assert read(opened(src, "when=int64[2]"))["when"].tolist() == [[1, 2], [3, 4]]
+    assert str(opened(src, "when=ragged:int64").fields["when"]) == "ragged:int64"
+
+
+def test_an_append_and_a_comparison_read_their_source_as_the_dataset_was_made(tmp_path):
+    values = np.arange(-60, 60, dtype="i2").reshape(ROWS, 3)
+    packed = write(tmp_path, {"scale_factor": 0.25, "_FillValue": np.int16(7)}, values, ".nc")
+    filled = tmp_path / "it.parquet"
+    pq.write_table(pa.table({"x": [1, None, 3]}), filled)
+    for number, (src, options) in enumerate([(packed, {}), (packed, {"raw": True}), (filled, {"fill": {"x": 0}})]):
+        out = tmp_path / f"out{number}"
+        sl.convert(src, out, workers=0, **options)
+        before = len(sl.open(out))
+        assert sl.verify(str(out), against=src).problems == ()
+        sl.append(out, src, workers=0)
+        ds = sl.open(out)
+        assert len(ds) == 2 * before
+        for name in ds.fields:
+            assert ds.read(name, 0, before).tobytes() == ds.read(name, before, 2 * before).tobytes()

@@ -1,0 +1,319 @@
+"""The state of a run: advanced by what was delivered, over steps that are left out; the other steps are as ever."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import datasets
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_schedule import Engine, runs
+from torch.utils.data import DataLoader
+
+from streamloader.engine.dataset import EpochPlan
+from streamloader.errors import StateError, UsageError
+from streamloader.order.epoch_order import EpochOrder, OrderParams
+from streamloader.order.schedule import DatasetShare, Share, World, schedule, slots_needed
+from streamloader.order.state import NO_GAPS, STATE_FORMAT, Gap, Gaps, RunState, SourceIdentity
+from streamloader.pytorch.dataset import StreamingDataset
+
+SOURCE = SourceIdentity("abc", "train", None, 10, OrderParams(4, 2, 8))
+CURSOR = RunState(sources=(SOURCE,), shuffle=True, remainder="pad", seed=3, fresh=False)
+
+
+def changed(**values: object) -> RunState:
+    """The run with other values, of its source or of its own."""
+    source = {name: values.pop(name) for name in tuple(values) if hasattr(SOURCE, name)}
+    return replace(CURSOR, sources=(SOURCE._replace(**source),), **values)
+
+
+@given(
+    st.integers(0, 2**64 - 1), st.integers(0, 2**40), st.integers(0, 2**50), st.integers(1, 9), st.none() | st.text()
+)
+def test_state_survives_json(seed, epoch, position, workers, split):
+    run = {"seed": seed, "split": split, "num_samples": 2**50}
+    cursor = changed(**run, epoch=epoch, position=position, workers=workers, extra=workers - 1)
+    state = json.loads(json.dumps(cursor.to_dict()))
+    assert state["format"] == STATE_FORMAT == 1
+    assert changed(**run).resumed(state) == cursor
+
+
+@pytest.mark.parametrize(
+    ("change", "both"),
+    [
+        ({"digest": "def"}, ("'abc'", "'def'")),
+        ({"params": OrderParams(4, 4, 8)}, ("lanes=2", "lanes=4")),
+        ({"split": None}, ("'train'", "None")),
+    ],
+)
+def test_a_state_of_another_source_is_an_error_with_both_values(change, both):
+    with pytest.raises(StateError) as raised:
+        changed(**change).resumed(CURSOR.to_dict())
+    assert all(value in raised.value.problem for value in both)
+    assert raised.value.remedy
+
+
+def test_position_and_epoch_are_not_compared():
+    later = replace(CURSOR, epoch=5, position=9, workers=3, extra=1)
+    assert later.resumed(CURSOR.to_dict()) == CURSOR
+    with pytest.raises(StateError, match="position 9, its epoch 8 samples"):
+        changed(num_samples=8).resumed(later.to_dict())
+
+
+def test_force_passes_another_digest_and_nothing_else():
+    copy = changed(digest="def")
+    assert copy.resumed(CURSOR.to_dict(), force=True) == copy
+    with pytest.raises(StateError, match="seed 3"):
+        changed(digest="def", seed=4).resumed(CURSOR.to_dict(), force=True)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(0, 200), st.integers(1, 5), st.integers(1, 8), st.sampled_from(("pad", "drop", "uneven")), st.data())
+def test_advancing_step_by_step_reaches_the_next_epoch_after_the_last_step(num_samples, size, batch, remainder, data):
+    share = Share(num_samples, 4, batch, World(0, size), remainder)
+    steps = share.global_steps(0)
+    cursor = CURSOR
+    for step in range(steps):
+        assert cursor == CURSOR.advance(step, share)
+        assert (cursor.epoch, cursor.position) == (0, step * share.global_batch)
+        cursor = cursor.advance(1, share)
+    if steps:
+        assert cursor == CURSOR.advance(steps, share) == CURSOR.next_epoch()
+        assert (cursor.epoch, cursor.position) == (1, 0)
+    with pytest.raises(UsageError, match="pass the end"):
+        CURSOR.advance(steps + 1, share)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(1, 300), st.integers(1, 4), st.data())
+def test_workers_advance_in_rounds_and_another_number_repeats_the_round(num_samples, workers, data):
+    share = Share(num_samples, 4, 3, World(0, 2 * workers), "pad")
+    start = replace(CURSOR, workers=workers)
+    batches = share.global_steps(0) * workers
+    with pytest.raises(UsageError, match="pass the end"):
+        start.advance(batches + 1, share)
+    one, two = sorted(data.draw(st.tuples(st.integers(0, batches), st.integers(0, batches))))
+    cursor = start.advance(one, share)
+    if one < batches:
+        assert (cursor.position, cursor.extra) == (one // workers * share.global_batch, one % workers)
+        assert cursor.advance(two - one, share) == start.advance(two, share)
+    assert cursor.with_workers(workers, 2, 3) == (cursor, 0)
+    for number, ranks, batch in ((workers + 1, 2, 3), (workers, 3, 2), (workers, 2, 4)):
+        other, repeated = cursor.with_workers(number, ranks, batch)
+        assert repeated == cursor.extra <= workers - 1
+        assert other == replace(cursor, workers=number, extra=0, ranks=0, batch=0)
+
+
+def test_a_state_of_one_worker_is_for_the_same_round_alone():
+    cursor = replace(CURSOR, workers=2, inside=True, ranks=2, batch=8)
+    assert CURSOR.resumed(json.loads(json.dumps(cursor.to_dict()))) == cursor
+    assert cursor.with_workers(2, 2, 8) == (cursor, 0)
+    with pytest.raises(StateError, match="inside one of 2 DataLoader workers"):
+        cursor.with_workers(2, 1, 16)
+
+
+def test_no_worker_is_refused():
+    with pytest.raises(UsageError, match="0 consumers"):
+        CURSOR.with_workers(0, 1, 8)
+
+
+N = 603
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("gaps") / "data"
+    datasets.write(path, N, ["x", "label"])
+    return str(path)
+
+
+def dataset(url: str, batch_size: int | None = 16, world: tuple[int, int] = (0, 1), **more: object) -> StreamingDataset:
+    return StreamingDataset(url, batch_size=batch_size, fields=["x"], with_index=True, world=world, **more)  # type: ignore[arg-type]
+
+
+def indexes(batches: Iterator[dict[str, torch.Tensor]]) -> list[list[int]]:
+    return [batch["index"].tolist() for batch in batches]
+
+
+@st.composite
+def gapped(draw: st.DrawFn) -> tuple[EpochOrder, Share, int, set[int]]:
+    """A run, and steps of its epoch to leave out: those that `position` is a step of."""
+    order, share, position = draw(st.booleans().flatmap(runs))
+    count = share.global_steps(position)
+    left_out = draw(st.sets(st.integers(0, max(0, count - 1)), max_size=min(count, 12)))
+    return order, share, position, left_out if count else set()
+
+
+@settings(max_examples=200, deadline=None)
+@given(gapped(), st.integers(1, 5))
+def test_the_steps_that_are_left_have_the_same_rows_within_the_same_slots(run, at_once):
+    order, share, position, left_out = run
+    block = order.params.block
+    gaps = Gaps.of_steps(order.epoch, left_out, position, share.global_batch)
+    whole = schedule(order, share, position)
+    wanted = [plan.samples.tolist() for step, plan in enumerate(whole) if step not in left_out]
+    engine = Engine()
+    planned = DatasetShare(order.num_samples, order.lanes, share.batch, share.world, share.remainder, order, block)
+    plan = EpochPlan(share=planned, position=position, seed=order.seed, gaps=gaps)
+    assert [made.samples.tolist() for made in engine.run(plan.batches())] == wanted
+    assert engine.most_live <= slots_needed(order.params, share)
+    assert gaps.steps(share, order.epoch, position) == len(wanted)
+    many = plan._replace(steps_at_once=at_once).batches(7)
+    rows = [sample for plan in many for sample in plan.samples.tolist()]
+    assert rows == [sample for batch in wanted for sample in batch]
+
+
+@settings(max_examples=200, deadline=None)
+@given(gapped())
+def test_a_cursor_walks_over_gaps_and_says_which_it_passed(run):
+    order, share, position, left_out = run
+    gaps = Gaps.of_steps(order.epoch, left_out, position, share.global_batch)
+    run = changed(num_samples=order.num_samples)
+    start = replace(run, epoch=order.epoch, position=position)
+    left = [step for step in range(share.global_steps(position)) if step not in left_out]
+    for taken in range(1, len(left) + 1):
+        cursor = start.advance(taken, share, gaps)
+        assert cursor == start.advance(taken - 1, share, gaps).advance(1, share, gaps)
+        assert run.resumed(json.loads(json.dumps(cursor.to_dict()))) == cursor
+        if taken < len(left):
+            assert (cursor.epoch, cursor.position) == (order.epoch, position + left[taken] * share.global_batch)
+    if left:
+        assert (cursor.epoch, cursor.position, cursor.skipped) == (order.epoch + 1, 0, gaps.each)
+    with pytest.raises(UsageError, match="pass the end"):
+        start.advance(len(left) + 1, share, gaps)
+
+
+@given(st.sets(st.integers(0, 30), min_size=1), st.integers(0, 9), st.integers(1, 9))
+def test_what_is_left_out_and_what_is_wanted_make_the_epoch(steps, offset, global_batch):
+    out, only = Gaps.of_steps(2, steps, offset, global_batch), Gaps.of_all_but(2, steps, 31, offset, global_batch)
+    together = sorted((out + only).each)
+    assert together[0].start == offset
+    assert together[-1].stop == offset + 31 * global_batch
+    assert all(one.stop == two.start for one, two in pairwise(together))
+    assert sum(gap.stop - gap.start for gap in out.each) == len(steps) * global_batch
+
+
+def test_a_run_that_begins_within_a_gap_begins_after_it():
+    gaps = Gaps((Gap(0, 10, 30), Gap(0, 40, 50), Gap(1, 0, 10)))
+    assert list(gaps.parts(0, 20)) == [(30, 40), (50, None)]
+    assert gaps.walk(0, 20, 0, 10) == 30
+    assert gaps.walk(0, 20, 1, 10) == 50
+    assert gaps.after(0) == Gaps((Gap(1, 0, 10),))
+    assert list(NO_GAPS.parts(3, 7)) == [(7, None)]
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_steps_are_left_out_on_every_rank_and_the_ledger_proves_it(url, size):
+    skips = {0: [0, 3, 4], 1: range(2)}
+    batch = 64 // size
+    plain = [dataset(url, batch, (rank, size)) for rank in range(size)]
+    skipping = [dataset(url, batch, (rank, size), skip_steps=skips) for rank in range(size)]
+    for epoch in range(3):
+        assert [len(ds) for ds in skipping] == [len(plain[0]) - len(skips.get(epoch, ()))] * size
+        for rank, (one, other) in enumerate(zip(plain, skipping, strict=True)):
+            every = indexes(iter(one))
+            left = [batch for step, batch in enumerate(every) if step not in skips.get(epoch, ())]
+            assert indexes(iter(other)) == left
+            for step in skips.get(epoch, ()):
+                assert other.samples(epoch, step, rank).tolist() == every[step]
+    assert skipping[0].state_dict()["skipped"] == [[0, 0, 64], [0, 192, 320], [1, 0, 128]]
+    assert "skipped" not in plain[0].state_dict()
+
+
+def test_a_run_goes_on_over_a_gap_from_any_step_at_another_world_size(url):
+    skips = {0: range(3, 6)}
+    every = indexes(iter(dataset(url, 32, skip_steps=skips)))
+    for taken in range(1, len(every)):
+        before = dataset(url, 32, skip_steps=skips)
+        iterator = iter(before)
+        done = [next(iterator)["index"].tolist() for _ in range(taken)]
+        assert done == every[:taken]
+        state = json.loads(json.dumps(before.state_dict()))
+        assert state == before.state_dict(batches=taken)
+        assert state.get("skipped", []) == ([[0, 96, 192]] if taken >= 3 else [])
+        ranks = [dataset(url, 16, (rank, 2), skip_steps=skips) for rank in range(2)]
+        for ds in ranks:
+            ds.load_state_dict(state)
+        halves = [indexes(iter(ds)) for ds in ranks]
+        together = [sorted(one + two) for one, two in zip(*halves, strict=True)]
+        assert together == [sorted(batch) for batch in every[taken:]]
+
+
+def test_a_state_from_before_a_spike_is_taken_up_without_the_steps_around_it(url):
+    before = dataset(url, 32)
+    iterator = iter(before)
+    every = [next(iterator)["index"].tolist() for _ in range(2)]
+    after = dataset(url, 32, skip_steps={0: range(4, 7)})
+    after.load_state_dict(before.state_dict())
+    every += indexes(iter(after))
+    assert every == [batch for step, batch in enumerate(indexes(iter(dataset(url, 32)))) if step not in (4, 5, 6)]
+    later = after.state_dict()
+    assert (later["epoch"], later["position"], later["skipped"]) == (1, 0, [[0, 128, 224]])
+
+
+def test_steps_of_single_samples_are_left_out_too(url):
+    one = [sample["index"].item() for sample in dataset(url, None)]
+    other = [sample["index"].item() for sample in dataset(url, None, skip_steps={0: range(100, 300)})]
+    assert other == one[:100] + one[300:]
+
+
+def test_replay_gives_steps_again_and_leaves_the_place(url):
+    ds = dataset(url, transform=with_noise)
+    batches = list(ds)
+    iterator = iter(ds)
+    next(iterator)
+    state = ds.state_dict()
+    again = list(ds.replay(0, [30, 7, 8]))
+    assert len(again) == 3
+    for step, batch in zip((7, 8, 30), again, strict=True):
+        assert torch.equal(batch["x"], batches[step]["x"])
+        assert torch.equal(batch["index"], ds.samples(0, step))
+    assert ds.state_dict() == state
+    with pytest.raises(Exception, match="this pass was ended"):
+        next(iterator)
+    ds.load_state_dict(state)
+    assert next(iter(ds))["index"].equal(ds.samples(1, 1))
+
+
+def with_noise(sample: dict[str, Any], rng: Any) -> dict[str, Any]:
+    return {"x": sample["x"] + rng.random()}
+
+
+@pytest.mark.parametrize(
+    ("skips", "said"),
+    [
+        ([3, 4], "skip_steps=\\[3, 4\\]"),
+        ({0: 5}, "skip_steps={0: 5}"),
+        ({0: [1.5]}, "skip_steps={0: \\[1.5\\]}"),
+        ({0: [True]}, "whole numbers"),
+        ({-1: [0]}, "whole numbers"),
+        ({0: [-1]}, "whole numbers"),
+    ],
+)
+def test_what_names_no_steps_is_refused_before_anything_is_opened(tmp_path, skips, said):
+    with pytest.raises(UsageError, match=said):
+        dataset(str(tmp_path / "nothing"), skip_steps=skips)
+
+
+def test_steps_that_are_not_there_are_refused_before_anything_is_read(url):
+    late, all_of_it = dataset(url, skip_steps={0: [38]}), dataset(url, skip_steps={2: range(38)})
+    with pytest.raises(UsageError, match="skip_steps names step 38 of epoch 0, which has 38"):
+        iter(late)
+    with pytest.raises(UsageError, match="leaves nothing of epoch 2"):
+        len(all_of_it)
+    for steps in ([38], [], [-1]):
+        with pytest.raises(UsageError):
+            late.replay(0, steps)
+    assert late.stats().requests == 0
+    with pytest.raises(Exception, match="skip_steps with 2 DataLoader workers"):
+        next(iter(DataLoader(dataset(url, skip_steps={0: [3]}), batch_size=None, num_workers=2)))
+
+
+@pytest.mark.parametrize("skipped", [3, [3], [[0, 1]], [[0, 1, -2]], [[0, 1, 2.0]], [[0, 1, True]]])
+def test_a_state_with_something_else_for_gaps_is_refused(skipped):
+    with pytest.raises(StateError, match="skipped"):
+        CURSOR.resumed(CURSOR.to_dict() | {"skipped": skipped})

@@ -1,0 +1,144 @@
+"""Threads of the engine: items made ahead and jobs come in their order, errors are reported, and all of them end."""
+
+import sys
+import threading
+from collections.abc import Iterator
+from queue import Empty
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from streamloader.engine.engine import Prefetcher
+from streamloader.engine.stages import WorkerThreads
+
+SECONDS = 300.0
+
+
+def taken(ahead: Prefetcher[int]) -> Iterator[int]:
+    while ahead.has_next(wait=True):
+        yield ahead.take()
+
+
+@given(st.integers(0, 300), st.integers(1, 20))
+def test_every_item_comes_once_in_order_and_few_are_made_ahead(count, most):
+    made = 0
+
+    def items() -> Iterator[int]:
+        nonlocal made
+        for made in range(1, count + 1):
+            yield made - 1
+
+    ahead = Prefetcher(items(), most)
+    thread = threading.Thread(target=ahead.run, daemon=True)
+    thread.start()
+    for number, item in enumerate(taken(ahead)):
+        assert item == number
+        assert made <= number + 1 + most + 1  # one more is in the hands of the thread
+    assert made == count
+    thread.join(SECONDS)
+    assert not thread.is_alive()
+    assert not ahead.has_next(wait=True)
+
+
+def test_nothing_is_waited_for_unless_it_is_asked_for():
+    go = threading.Event()
+
+    def items() -> Iterator[int]:
+        assert go.wait(SECONDS)
+        yield 1
+
+    ahead = Prefetcher(items(), 4)
+    thread = threading.Thread(target=ahead.run, daemon=True)
+    thread.start()
+    assert not ahead.has_next(wait=False)
+    go.set()
+    assert ahead.has_next(wait=True)
+    assert ahead.take() == 1
+
+
+@pytest.mark.parametrize("full", [True, False])
+def test_closing_ends_the_thread_and_whoever_waits(full):
+    waits, go = threading.Event(), threading.Event()
+
+    def items() -> Iterator[int]:
+        waits.set()
+        if full:
+            yield from range(100)
+        else:
+            assert go.wait(SECONDS)
+
+    ahead = Prefetcher(items(), 3)
+    thread = threading.Thread(target=ahead.run, daemon=True)
+    thread.start()
+    assert waits.wait(SECONDS)
+    results: list[list[int]] = []
+    taker = threading.Thread(target=lambda: results.append(list(taken(ahead))), daemon=True)
+    if not full:
+        taker.start()
+    ahead.close()
+    go.set()
+    if full:
+        taker.start()
+    for one in (taker, thread):
+        one.join(SECONDS)
+        assert not one.is_alive()
+    assert results[0] == list(range(len(results[0])))
+    assert len(results[0]) <= 3
+
+
+def test_an_error_ends_what_is_taken_and_belongs_to_the_thread():
+    def items() -> Iterator[int]:
+        yield 1
+        raise ValueError("no more")
+
+    ahead = Prefetcher(items(), 3)
+    with pytest.raises(ValueError, match="no more"):
+        ahead.run()
+    assert list(taken(ahead)) == [1]
+
+
+@pytest.fixture
+def hasty() -> Iterator[None]:
+    """Threads take turns as often as the interpreter lets them."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+def test_jobs_run_in_order_and_an_error_is_reported():
+    errors: list[BaseException] = []
+    done: list[int] = []
+    threads = WorkerThreads("order", 1)
+    for i in range(5):
+        threads.submit(lambda i=i: done.append(i) if i != 3 else 1 / 0, errors.append)  # type: ignore[misc]
+    over = threading.Event()
+    threads.submit(over.set, errors.append)
+    assert over.wait(300)
+    threads.close()
+    assert threads.join(300)
+    assert done == [0, 1, 2, 4]
+    assert [type(error) for error in errors] == [ZeroDivisionError]
+
+
+@pytest.mark.usefixtures("hasty")
+def test_closing_from_several_threads_at_once_ends_all_threads():
+    errors: list[BaseException] = []
+
+    def close(threads: WorkerThreads) -> None:
+        try:
+            for _ in range(20):
+                threads.close()
+        except Empty as error:
+            errors.append(error)
+
+    for _ in range(100):
+        threads = WorkerThreads("closed", 48)
+        closers = [threading.Thread(target=close, args=(threads,)) for _ in range(3)]
+        for closer in closers:
+            closer.start()
+        for closer in closers:
+            closer.join()
+        assert threads.join(300)
+    assert errors == []
