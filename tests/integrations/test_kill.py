@@ -120,8 +120,8 @@ def assert_all_end(pids: Iterable[int], seconds: float = 300) -> None:
 
 
 def shared_memory(pids: Iterable[int]) -> list[Path]:
-    """What is left in shared memory of these processes, or of the project."""
-    marks = ["streamloader", *(f"_{pid}_" for pid in pids)]
+    """The segments of shared memory that carry the id of one of these processes in their names, as torch names them."""
+    marks = [f"_{pid}_" for pid in pids]
     folder = Path("/dev/shm")
     return [path for path in folder.iterdir() if any(mark in path.name for mark in marks)] if folder.is_dir() else []
 
