@@ -98,7 +98,7 @@ def opened(src: Path | str, fields: Any = None, name: str | None = None, storage
 
 def read(source: Source, rows: Any = None, on_bad: Callable[[BadSample], None] = raise_bad) -> dict[str, Any]:
     """Read the columns of some rows, or of all."""
-    return source.part(np.arange(source.num_samples) if rows is None else np.array(rows, np.int64)).read(on_bad)
+    return source.part(np.arange(source.num_samples) if rows is None else np.array(rows, np.int64))(on_bad)
 
 
 def plain(value: Any) -> Any:
@@ -134,7 +134,7 @@ def written_as(samples: Sequence[Mapping[str, Any]], expected: Sequence[Mapping[
 
 def rows_of(source: Source, rows: Any = None, on_bad: Any = raise_bad, part: Any = None) -> list[dict[str, Any]]:
     """Read some rows, or all, or those of a part, as expected.json writes them."""
-    samples = samples_of(source, part.read(on_bad) if part else read(source, rows, on_bad))
+    samples = samples_of(source, part(on_bad) if part else read(source, rows, on_bad))
     return written_as(samples, [{}] * len(samples))
 
 

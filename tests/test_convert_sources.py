@@ -78,7 +78,7 @@ def test_any_rows_read_alone_or_after_pickling_are_the_same(src, data):
     assert all(column.dtype.byteorder in "=|<" for column in columns.values() if isinstance(column, np.ndarray))
     assert written_as(samples_of(source, columns), wanted) == wanted
     part = pickle.loads(pickle.dumps(source.part(np.array(chosen, np.int64))))
-    assert written_as(samples_of(source, part.read(raise_bad)), wanted) == wanted
+    assert written_as(samples_of(source, part(raise_bad)), wanted) == wanted
 
 
 def test_a_source_is_the_same_below_every_url(store_url):
@@ -262,7 +262,7 @@ def test_a_tar_of_large_and_small_members_is_scanned_once_by_its_headers(tmp_pat
     assert all(one.stop <= following.start for one, following in pairwise(scanned))
     assert sum(one.stop - one.start for one in scanned) < (tmp_path / "it.tar").stat().st_size / 50
     scanned.clear()
-    columns = source.part(np.array([0, 7, 39])).read(raise_bad)
+    columns = source.part(np.array([0, 7, 39]))(raise_bad)
     assert [len(one) for one in columns["bin"]] == [1_200_000] * 3
     assert [len(one) for one in columns["raw"]] == [0, 7, 39]
     assert not scanned
@@ -279,7 +279,7 @@ def test_wide_rows_far_apart_are_read_right(compressed, tmp_path):
     array = np.arange(500 * 5000, dtype=">i4").reshape(500, 5000)
     (np.savez_compressed if compressed else np.savez)(tmp_path / "it.npz", x=array)
     rows = np.array([0, 1, 250, 499])
-    found = opened(tmp_path / "it.npz").part(rows).read(raise_bad)["x"]
+    found = opened(tmp_path / "it.npz").part(rows)(raise_bad)["x"]
     assert isinstance(found, np.ndarray)
     assert found.dtype == np.dtype("<i4")
     assert (found == array[rows]).all()
@@ -295,7 +295,7 @@ def test_a_damaged_npz_is_named(damage, tmp_path):
         data[2000:2100] = bytes(100)
     (tmp_path / "it.npz").write_bytes(data)
     with pytest.raises(SourceError, match=r"it\.npz is not an \.npz, or is damaged"):
-        opened(tmp_path / "it.npz").part(np.arange(1000)).read(raise_bad)
+        opened(tmp_path / "it.npz").part(np.arange(1000))(raise_bad)
 
 
 def headed(header, version=1):
@@ -379,7 +379,7 @@ def test_a_file_that_shrinks_after_it_was_listed_is_named(tmp_path):
     source = opened(tmp_path)
     (tmp_path / "it.npy").write_bytes((tmp_path / "it.npy").read_bytes()[:4000])
     with pytest.raises(SourceChangedError, match=r"it\.npy ends at byte 4000"):
-        source.part(np.arange(1000)).read(raise_bad)
+        source.part(np.arange(1000))(raise_bad)
 
 
 def test_an_unknown_format_is_an_error(tmp_path):
@@ -402,7 +402,7 @@ def test_links_to_files_and_folders_are_followed_but_not_in_circles(tmp_path):
     (root / ".cache").symlink_to(tmp_path)
     source = opened(root)
     assert [info.path for info in source.files] == ["a/x.png", "b/y.png", "c/y.png"]
-    found = source.part(np.arange(3)).read(raise_bad)
+    found = source.part(np.arange(3))(raise_bad)
     assert found["image"] == [(root / info.path).read_bytes() for info in source.files]
 
 

@@ -303,7 +303,7 @@ def test_many_bad_rows_are_all_found(tmp_path):
     (tmp_path / "it.csv").write_bytes(b"n,t\n" + rows)
     source = opened(tmp_path, "n=int64")
     refused = []
-    column = source.part(np.arange(2000)).read(refused.append)["n"]
+    column = source.part(np.arange(2000))(refused.append)["n"]
     assert [one.position for one in refused] == [i for i, fine in enumerate(good) if not fine]
     assert np.asarray(column).tolist() == [i for i, fine in enumerate(good) if fine]
     assert [one.name.rpartition(":")[2] for one in refused] == [str(one.position + 2) for one in refused]
@@ -492,7 +492,7 @@ def test_ascending_parts_unpack_a_file_once(requests, tmp_path):
     ranged_io._kept.get(dict).clear()
     for first in range(0, 3000, 100):
         part = pickle.loads(pickle.dumps(source.part(np.arange(first, first + 100))))
-        assert part.read(raise_bad)["n"].tolist() == list(range(first, first + 100))
+        assert part(raise_bad)["n"].tolist() == list(range(first, first + 100))
     assert sum(one.stop - one.start for one in requests) == size
     (kept,) = ranged_io._kept.get(dict).values()
     assert kept.at - kept.first < 2 * text.MARK_BYTES
@@ -547,7 +547,7 @@ from streamloader.conversion.sources.formats import open_source
 from streamloader.conversion.sources.fields import FieldSelection
 warnings.simplefilter("ignore")
 source = open_source(sys.argv[1], None, {}, FieldSelection())[1]
-read = lambda first: source.part(np.arange(first, first + 50)).read(raise_bad)["n"].tolist()
+read = lambda first: source.part(np.arange(first, first + 50))(raise_bad)["n"].tolist()
 assert read(0) == list(range(50)) and streams._kept.get(dict)
 child = os.fork()
 if not child:
@@ -577,7 +577,7 @@ source = open_source(sys.argv[1], None, {}, parse_selection("n"))[1]
 total = 0
 for first in range(0, source.num_samples, 50_000):
     rows = np.arange(first, min(first + 50_000, source.num_samples))
-    total += int(source.part(rows).read(raise_bad)["n"].sum())
+    total += int(source.part(rows)(raise_bad)["n"].sum())
 print(source.num_samples, total, peak())
 """
 

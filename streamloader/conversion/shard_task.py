@@ -173,7 +173,7 @@ class Task:
         Raises what the source raises.
         """
         bad: list[BadSample] = []
-        columns = self.part.read(bad.append if self.keep_bad else raise_bad_rows(self.rows))
+        columns = self.part(bad.append if self.keep_bad else raise_bad_rows(self.rows))
         if bad:
             skipped = [self._skipped(one) for one in bad]
             return partial(write_skipped, self.store, self.job, self.shard, skipped)

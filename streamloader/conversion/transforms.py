@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streamloader.conversion.sources.base import BadSample, OnBad, Part, Source, read_kept
-from streamloader.conversion.sources.fields import FieldSelection, TransformedPart, flatten, settle
+from streamloader.conversion.sources.fields import FieldSelection, flatten, settle, transform_source
 from streamloader.conversion.sources.media import IMAGE_ENCODINGS
 from streamloader.conversion.sources.records import Sample, open_records
 from streamloader.errors import UsageError
@@ -281,7 +281,7 @@ class MappedPart:
     fields: Mapping[str, Field]
     mapper: Mapper
 
-    def read(self, on_bad: OnBad) -> Iterator[Sample]:
+    def __call__(self, on_bad: OnBad) -> Iterator[Sample]:
         """Yield what the function returns; a sample for which it raises is refused, alone of its batch."""
         columns, kept = read_kept(self.part, on_bad)
         count, size = len(kept), self.mapper.batch or 1
@@ -408,7 +408,7 @@ def recode_source(source: Source, recode: Recode) -> Source:
         raise UsageError(f"{source.url} has no images to re-encode ({found})", "leave --resize and --quality out")
     fields = {name: recode.field(field) for name, field in source.fields.items()}
     notes, change = {**source.notes, "images": recode.options()}, partial(_recode, recode, images)
-    return replace(source, fields=fields, notes=notes, part=lambda rows: TransformedPart(source.part(rows), change))
+    return transform_source(source, change, fields=fields, notes=notes)
 
 
 def _recode(

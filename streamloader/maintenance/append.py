@@ -21,7 +21,7 @@ from streamloader.conversion.job import Listener, Progress, RunOptions, Transfor
 from streamloader.conversion.row_order import SampleRows
 from streamloader.conversion.shard_task import Outcome, Task
 from streamloader.conversion.sources.base import BadSample, Source
-from streamloader.conversion.sources.fields import FieldSelection, TransformedPart, choose
+from streamloader.conversion.sources.fields import FieldSelection, choose, transform_source
 from streamloader.conversion.sources.formats import open_source
 from streamloader.conversion.transforms import parse_map, parse_recode
 from streamloader.errors import DestinationError, FieldError, FormatError, NotFoundError, ObjectExistsError, UsageError
@@ -159,7 +159,7 @@ def relabel(source: Source, there: Classes) -> Source:
         numbers[name] = np.array(found, field.stored_dtype)
     if not numbers:
         return source
-    return replace(source, part=lambda rows: TransformedPart(source.part(rows), partial(_relabel, numbers)))
+    return transform_source(source, partial(_relabel, numbers))
 
 
 def _relabel(

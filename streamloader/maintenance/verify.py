@@ -689,7 +689,7 @@ def _bad_rows(source: Source, rows: SampleRows, size: int) -> set[int]:
     found: set[int] = set()
     for start in range(0, rows.count, size):
         here, bad = np.sort(rows.read(start, start + size)), list[BadSample]()
-        source.part(here).read(bad.append)
+        source.part(here)(bad.append)
         found.update(int(here[one.position]) for one in bad)
     return found
 
@@ -700,7 +700,7 @@ def _compare_samples(
     """Report which of the samples [start, stop) differ from their rows of the source; return how many were compared."""
     numbers, here, bad = rows.read(*samples), view.store.url, list[BadSample]()
     ascending = np.sort(numbers)
-    columns = source.part(ascending).read(bad.append)
+    columns = source.part(ascending)(bad.append)
     for one in bad:
         row = int(ascending[one.position])
         sample = samples[0] + int(np.flatnonzero(numbers == row)[0])

@@ -72,7 +72,7 @@ def test_source_reads_what_the_format_says():
     expected = json.loads((FORMATS / "python/expected.json").read_text())
     source = open_object(module_at(FORMATS / "python/make.py").Things(), ALL)
     assert kinds_of(source) == expected["fields"]
-    images = source.part(np.arange(5)).read(pytest.fail)["image"]
+    images = source.part(np.arange(5))(pytest.fail)["image"]
     found = rows_of(source)
     for row, image in zip(found, images, strict=True):
         row["image"] = {"pixels": np.asarray(Image.open(io.BytesIO(image))).tolist()}
@@ -115,7 +115,7 @@ def test_values_become_fields(case):
 
 def test_images_are_kept_without_loss_beside_their_labels():
     source = open_object(Pictures(), parse_selection("f_0,f_1=uint8"))
-    columns = source.part(np.array([3, 7])).read(pytest.fail)
+    columns = source.part(np.array([3, 7]))(pytest.fail)
     assert [str(field) for field in source.fields.values()] == ["bytes:png", "uint8"]
     assert np.asarray(columns["f_1"]).tolist() == [3, 7]
     assert [int(np.asarray(Image.open(io.BytesIO(one))).max()) for one in columns["f_0"]] == [3, 7]
@@ -281,7 +281,7 @@ def test_a_module_that_workers_lack_is_named(tmp_path):
     )
     part = pickle.loads(bytes.fromhex(script(tmp_path, code)))
     with pytest.raises(UsageError, match=r"the gone\.Data cannot be loaded in another process: ModuleNotFoundError"):
-        part.read(pytest.fail)
+        part(pytest.fail)
 
 
 NO_OBJECTS = {

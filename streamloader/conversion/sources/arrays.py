@@ -11,13 +11,14 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import isfinite, isnan
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from streamloader.conversion.sources.base import BadSample, OnBad, Source, damaged, drop_rows, split_rows
+from streamloader.conversion.sources.base import BadSample, OnBad, Part, Source, damaged, drop_rows, split_rows
 from streamloader.conversion.sources.fields import FieldSelection
 from streamloader.conversion.sources.files import field_names
 from streamloader.conversion.sources.ranged_io import read_rows
@@ -73,32 +74,27 @@ class Container:
                 yield i, f"its field {name!r} {problem}"
 
 
-@dataclass(frozen=True, eq=False)
-class ArrayPart:
-    """Some rows: each container with those of its own."""
-
-    fields: Mapping[str, Field]
-    pieces: Sequence[tuple[Container, NDArray[np.int64]]]
-
-    def read(self, on_bad: OnBad) -> dict[str, Column]:
-        """Return one column a field; a row with what its field cannot hold is refused."""
-        count = sum(len(rows) for _, rows in self.pieces)
-        columns: dict[str, Column] = {
-            name: empty_column(kind, count) if kind.fixed else [] for name, kind in self.fields.items()
-        }
-        bad: dict[int, BadSample] = {}
-        done = 0
-        for container, rows in self.pieces:
-            into = {name: column[done : done + len(rows)] for name, column in columns.items()}
-            for i, problem in container.read_decoded(rows, into):
-                bad.setdefault(done + i, BadSample(done + i, f"row {rows[i]} of {container.where}", problem))
-            for name, column in columns.items():
-                if isinstance(column, list):
-                    column.extend(into[name])
-            done += len(rows)
-        for _, sample in sorted(bad.items()):
-            on_bad(sample)
-        return drop_rows(columns, bad) if bad else columns
+def _read_pieces(
+    fields: Mapping[str, Field], pieces: Sequence[tuple[Container, NDArray[np.int64]]], on_bad: OnBad
+) -> dict[str, Column]:
+    """Return one column a field, of each container with its rows; a row with what its field cannot hold is refused."""
+    count = sum(len(rows) for _, rows in pieces)
+    columns: dict[str, Column] = {
+        name: empty_column(kind, count) if kind.fixed else [] for name, kind in fields.items()
+    }
+    bad: dict[int, BadSample] = {}
+    done = 0
+    for container, rows in pieces:
+        into = {name: column[done : done + len(rows)] for name, column in columns.items()}
+        for i, problem in container.read_decoded(rows, into):
+            bad.setdefault(done + i, BadSample(done + i, f"row {rows[i]} of {container.where}", problem))
+        for name, column in columns.items():
+            if isinstance(column, list):
+                column.extend(into[name])
+        done += len(rows)
+    for _, sample in sorted(bad.items()):
+        on_bad(sample)
+    return drop_rows(columns, bad) if bad else columns
 
 
 def empty_column(kind: Field, count: int) -> NDArray[Any]:
@@ -124,9 +120,9 @@ def stack(url: str, files: Sequence[ObjectInfo], containers: Sequence[Container]
     fields = dict(first.fields)
     counts = np.array([container.num_samples for container in containers], np.int64)
 
-    def part(rows: NDArray[np.int64]) -> ArrayPart:
-        pieces = split_rows(counts, rows)
-        return ArrayPart(fields, [(replace(containers[number], notes={}), within) for number, _, within in pieces])
+    def part(rows: NDArray[np.int64]) -> Part:
+        pieces = [(replace(containers[number], notes={}), within) for number, _, within in split_rows(counts, rows)]
+        return partial(_read_pieces, fields, pieces)
 
     return Source(url, files, fields, int(counts.sum()), first.notes, part)
 

@@ -146,7 +146,7 @@ class Tables:
 
     def sample(self, columns: Mapping[str, ArrowColumn], rows: NDArray[np.int64]) -> dict[str, Column]:
         """Return some columns of these rows, without those rows that are bad."""
-        return replace(self, columns=columns, keys={}).part(rows).read(lambda _: None) if columns else {}
+        return replace(self, columns=columns, keys={}).part(rows)(lambda _: None) if columns else {}
 
     def blocks(self, most: int) -> list[tuple[int, int]]:
         """Return the first row and the number of rows of some blocks, spread evenly."""
@@ -158,7 +158,7 @@ class Tables:
         chosen = np.unique(np.linspace(0, len(counts) - 1, most).astype(np.int64))
         return [(int(starts[one]), int(counts[one])) for one in chosen]
 
-    def read(self, on_bad: OnBad) -> dict[str, Column]:
+    def __call__(self, on_bad: OnBad) -> dict[str, Column]:
         """Return one column a field; a row with a null, or with lists of another shape, is refused.
 
         Holds one block of a file at most, beside the columns. Raises `SourceError` or `SourceChangedError`.

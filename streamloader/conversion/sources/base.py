@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -65,21 +65,16 @@ def drop_rows(columns: Mapping[str, Column], bad: Container[int]) -> dict[str, C
     return take_rows(columns, [row for row in range(len(next(iter(columns.values())))) if row not in bad])
 
 
-class Part(Protocol):
-    """Some rows of a source: small, picklable, and the same columns at every reading."""
-
-    def read(self, on_bad: OnBad, /) -> dict[str, Column]:
-        """Return one column a field, without the bad samples, each of which is given to `on_bad`.
-
-        Raises `SourceError` for what is wrong with a file as such, `SourceChangedError`, and what `on_bad` raises.
-        """
-        ...
+# Some rows of a source: small, picklable, and the same columns at every call. Returns one column a field, without the
+# bad samples, each of which is given to `on_bad`. Raises `SourceError` for what is wrong with a file as such,
+# `SourceChangedError`, and what `on_bad` raises.
+Part = Callable[[OnBad], dict[str, Column]]
 
 
 def read_kept(part: Part, on_bad: OnBad) -> tuple[dict[str, Column], list[int]]:
     """Return the columns of a part, and the position of each of their rows; bad samples are passed on."""
     bad: list[BadSample] = []
-    columns = part.read(bad.append)
+    columns = part(bad.append)
     for one in bad:
         on_bad(one)
     positions = np.arange(len(next(iter(columns.values()))) + len(bad))

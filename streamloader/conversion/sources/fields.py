@@ -315,7 +315,7 @@ def choose(source: Source, selection: FieldSelection) -> Source:
         _check(name, there[name], wanted)
     kept = {name: kind for name, kind in fields.items() if kind}
     cast = partial(_cast, {name: there[name] for name in kept}, kept)
-    return replace(source, fields=kept, part=lambda rows: TransformedPart(source.part(rows), cast))
+    return transform_source(source, cast, fields=kept)
 
 
 def _check(name: str, have: Field, wanted: Field) -> None:
@@ -331,21 +331,19 @@ def _check(name: str, have: Field, wanted: Field) -> None:
 Transform = Callable[[dict[str, Column], dict[int, BadSample]], dict[str, Column]]
 
 
-@dataclass(frozen=True)
-class TransformedPart:
-    """Some rows after a picklable function of their columns, which notes bad samples by their position in these."""
+def transform_source(source: Source, transform: Transform, **changes: Any) -> Source:
+    """Return a source with these changes, and with what a picklable function makes of the columns of each part."""
+    return replace(source, **changes, part=lambda rows: partial(_transform_part, source.part(rows), transform))
 
-    part: Part
-    transform: Transform
 
-    def read(self, on_bad: OnBad) -> dict[str, Column]:
-        """Return the columns that the function makes, without the samples that it notes, which are refused."""
-        bad: dict[int, BadSample] = {}
-        found, kept = read_kept(self.part, on_bad)
-        columns = self.transform(found, bad)
-        for position, one in sorted(bad.items()):
-            on_bad(replace(one, position=kept[position]))
-        return drop_rows(columns, bad) if bad else columns
+def _transform_part(part: Part, transform: Transform, on_bad: OnBad) -> dict[str, Column]:
+    """Return the columns that the function makes, without the samples that it notes as bad, by position."""
+    bad: dict[int, BadSample] = {}
+    found, kept = read_kept(part, on_bad)
+    columns = transform(found, bad)
+    for position, one in sorted(bad.items()):
+        on_bad(replace(one, position=kept[position]))
+    return drop_rows(columns, bad) if bad else columns
 
 
 def _cast(

@@ -179,7 +179,7 @@ class MediaPart:
     columns: Mapping[str, Column]
     bad: Mapping[int, BadSample]
 
-    def read(self, on_bad: OnBad) -> dict[str, Column]:
+    def __call__(self, on_bad: OnBad) -> dict[str, Column]:
         """Return one column a field; what cannot be decoded is refused. Raises `SourceChangedError`."""
         for bad in self.bad.values():
             on_bad(bad)

@@ -147,7 +147,7 @@ class ArraysPart:
 
     columns: Mapping[str, NDArray[Any]]
 
-    def read(self, on_bad: OnBad) -> dict[str, Column]:  # noqa: ARG002 - no row of an array is bad
+    def __call__(self, on_bad: OnBad) -> dict[str, Column]:  # noqa: ARG002 - no row of an array is bad
         """Return one column a field."""
         return dict(self.columns)
 
@@ -169,7 +169,7 @@ def _as_arrays(samples: Columns) -> dict[str, NDArray[Any]]:
 def _identity(source: Source, rows: NDArray[np.int64]) -> ObjectInfo:
     """Return what stands for files: the number of samples as its size, a digest of some of them as its etag."""
     digest = hashlib.sha256()
-    for name, column in source.part(rows).read(lambda _: None).items():
+    for name, column in source.part(rows)(lambda _: None).items():
         digest.update(f"{name} {source.fields[name]} {len(column)}\n".encode())
         for item in [column.tobytes()] if isinstance(column, np.ndarray) else column:
             digest.update(len(item).to_bytes(8, "little"))
@@ -233,7 +233,7 @@ class ObjectPart:
     numbers: Sequence[int]
     rows: NDArray[np.int64]
 
-    def read(self, on_bad: OnBad) -> Iterator[Sample]:
+    def __call__(self, on_bad: OnBad) -> Iterator[Sample]:
         """Yield each sample as a mapping; one for which the object raises is refused. Raises `UsageError`."""
         samples = self.held.get()
         names = [f"{self.held.name}[{row}]" for row in self.rows]

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import chain
 from math import isinf
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,15 +41,10 @@ def parse_number(kind: type[np.int64] | type[np.float64], data: bytes) -> np.int
         raise ValueError(f"{data[:32]!r} is not a number of {kind.__name__}") from None
 
 
-class RecordPart(Protocol):
-    """Some rows of a source: small, picklable, and the same samples at every reading."""
-
-    def read(self, on_bad: OnBad, /) -> Iterator[Sample]:
-        """Yield the samples, ascending; those that cannot be read go to `on_bad`."""
-        ...
-
-
 Sample = tuple[int, str, Mapping[str, Any]]  # its position in the part, its name for messages, and its values
+# Some rows of a source: small, picklable. Yields the same samples at every call, ascending; those that cannot be read
+# go to `on_bad`.
+RecordPart = Callable[[OnBad], Iterator[Sample]]
 Cut = Callable[[NDArray[np.int64]], RecordPart]
 Notes = Mapping[str, Any] | None
 
@@ -67,7 +62,7 @@ def open_records(
     rows = spread_rows(count, PROBED)
     part = cut(rows)
     bad: list[BadSample] = []
-    samples = list(part.read(bad.append))
+    samples = list(part(bad.append))
     if not samples:
         first = bad[0]
         raise SourceError(f"{first.name or f'row {rows[first.position]}'}: {first.problem}", first.remedy)
@@ -227,10 +222,10 @@ class CheckedPart:
     found: SampleFields
     capacity: int
 
-    def read(self, on_bad: OnBad) -> dict[str, Column]:
+    def __call__(self, on_bad: OnBad) -> dict[str, Column]:
         """Return one column a field; a sample that lacks one, or does not fit, is bad."""
         rows = Rows(self.found.fields, self.capacity)
-        for position, name, sample in self.part.read(on_bad):
+        for position, name, sample in self.part(on_bad):
             try:
                 rows.add(self.found.values(sample, name))
             except FieldError:
@@ -251,7 +246,7 @@ class FilePart:
     pieces: Sequence[Callable[[], Named]]
     decode: Decode
 
-    def read(self, on_bad: OnBad) -> Iterator[Sample]:
+    def __call__(self, on_bad: OnBad) -> Iterator[Sample]:
         """Yield the samples; those that cannot be decoded go to `on_bad`."""
         for position, (name, data) in enumerate(chain.from_iterable(piece() for piece in self.pieces)):
             try:

@@ -286,7 +286,7 @@ class TarPart:
     suffixes: tuple[str, ...]
     pieces: Sequence[tuple[Content, NDArray[np.int64]]]
 
-    def read(self, on_bad: OnBad) -> Iterator[Sample]:
+    def __call__(self, on_bad: OnBad) -> Iterator[Sample]:
         """Yield the samples; one with a member that is not what its suffix says is refused."""
         wheres = chain.from_iterable([content.where] * len(spans) for content, spans in self.pieces)
         for position, (where, members) in enumerate(zip(wheres, self.members(), strict=True)):

@@ -375,7 +375,7 @@ class CsvPart:
     pieces: Sequence[BlockRows]
     table: Table
 
-    def read(self, on_bad: OnBad) -> dict[str, Column]:
+    def __call__(self, on_bad: OnBad) -> dict[str, Column]:
         """Return one column a field; a row with other cells than the header and the fields say is refused.
 
         Raises `SourceError`, `SourceChangedError`, or `UsageError` where the package for Arrow is missing.
@@ -476,7 +476,7 @@ def _fields(
         raise SourceError(f"{url} holds no row", "check the path")
     refused: list[BadSample] = []
     table = Table(header, names, dict.fromkeys(names, Field("bytes")))
-    cells = CsvPart(cut_rows(files, rows), table).read(refused.append)
+    cells = CsvPart(cut_rows(files, rows), table)(refused.append)
     if len(refused) == len(rows):
         raise SourceError(f"{refused[0].name}: {refused[0].problem}", refused[0].remedy)
     return {name: selection.fields.get(name) or infer_cells([bytes(cell) for cell in cells[name]]) for name in names}

@@ -197,7 +197,7 @@ def decode_record(record: memoryview, scalars: Collection[str] = (), texts: Coll
 def _kinds(part: RecordPart, selection: FieldSelection, url: str) -> tuple[frozenset[str], frozenset[str]]:
     """Return which features are scalars, and which are texts: as the user says, else as in the samples of the part."""
     seen: dict[str, set[bool]] = {}
-    for _, _, sample in part.read(lambda _: None):
+    for _, _, sample in part(lambda _: None):
         for key, value in sample.items():
             seen.setdefault(key, set()).add(isinstance(value, np.ndarray) and value.size == 1)
     selected = {key: selection.fields.get(name) for key, name in field_names(list(seen), url).items()}
