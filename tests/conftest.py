@@ -3,7 +3,8 @@
 import os
 import signal
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any
 
 import fsspec
@@ -39,6 +40,20 @@ def ctrl_c() -> Iterator[None]:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
+    """Returns the path of a dataset of `tests/datasets.py` with so many samples of these fields, for reading only."""
+    import datasets  # imports torch, which some test files do without
+
+    @cache
+    def written(count: int, *fields: str) -> str:
+        path = tmp_path_factory.mktemp("data") / "d"
+        datasets.write(path, count, fields or datasets.FIELDS)
+        return str(path)
+
+    return written
 
 
 StoreUrl = tuple[str, dict[str, Any]]

@@ -5,6 +5,7 @@ import io
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from PIL import Image
 from streamloader.format.manifest import Manifest
 from streamloader.format.writer import Writer
 from streamloader.options import Layout
+from streamloader.order.epoch_order import EpochOrder, OrderParams
 
 # small enough that a few hundred samples have many shards, blocks and lanes
 SMALL = Layout(shard_size=1 << 16, block_size=1 << 14, chunk_size=1 << 12, codec="none")
@@ -66,9 +68,41 @@ def write(
 
 
 def numbers(batch: Mapping[str, Any]) -> list[int]:
-    """The valid samples of a batch, in order."""
-    index: torch.Tensor = batch["index"]
-    return index[batch["valid"]].tolist() if "valid" in batch else index.tolist()
+    """The valid samples of a batch, in order; of a single sample, its number."""
+    index = batch["index"].reshape(-1)
+    return index[batch["valid"].reshape(-1)].tolist() if "valid" in batch else index.tolist()
+
+
+def take(batches: Iterable[Mapping[str, Any]], count: int | None = None) -> list[list[int]]:
+    """The valid samples of each of the next batches."""
+    return [numbers(batch) for batch in islice(batches, count)]
+
+
+def flat(batches: Iterable[Iterable[int]]) -> list[int]:
+    return list(chain.from_iterable(batches))
+
+
+def seen(batches: Iterable[Mapping[str, Any]]) -> list[int]:
+    """The valid samples of all batches, in order."""
+    return flat(take(batches))
+
+
+def before_error(batches: Iterable[Mapping[str, Any]], kind: type[Exception], shown: str) -> tuple[list[int], Any]:
+    """The valid samples of the batches before an error, and the error."""
+    import pytest  # which ranks and workers that import this module do without
+
+    found: list[int] = []
+    with pytest.raises(kind, match=shown) as caught:
+        for batch in batches:
+            found += numbers(batch)
+    return found, caught.value
+
+
+def planned(ds: Any, shuffle: bool = True, seed: int = 0, epoch: int = 0) -> list[int]:
+    """The order of an epoch by the planner, from what the manifest pins."""
+    pin, count = ds._datasets[0].manifest.order, ds.num_samples
+    params = OrderParams(pin.block, pin.lanes, pin.window)
+    return EpochOrder(count, params, seed, epoch, shuffle).samples_at(0, count).tolist()
 
 
 def check_batch(batch: Mapping[str, Any], fields: Iterable[str]) -> None:

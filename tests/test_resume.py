@@ -2,24 +2,18 @@
 
 import copy
 import json
-import threading
-import time
-from collections.abc import Iterator
-from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import datasets
 import pytest
-from datasets import numbers
+from datasets import flat, planned, seen, take
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from streamloader.errors import StateError, UsageError
-from streamloader.options import Layout, Shuffle
-from streamloader.order.epoch_order import EpochOrder, OrderParams
+from streamloader.options import Shuffle
 from streamloader.pytorch.dataset import Mixture, Source, StreamingDataset
 
 N = 603
@@ -27,43 +21,33 @@ FIELDS = ["x", "label"]
 
 
 @pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("resume")
-    datasets.write(folder / "data", N, FIELDS)
-    datasets.write(folder / "copy", N, FIELDS)
-    datasets.write(folder / "longer", N + 1, FIELDS)
-    datasets.write(folder / "recoded", N, FIELDS, Layout(shard_size=1 << 17, codec="zstd"))
-    return folder
+def path(data: Any) -> str:
+    return data(N, *FIELDS)
 
 
-def open_rank(path: Path, batch: int | None = 8, world: tuple[int, int] = (0, 1), **arguments: Any) -> StreamingDataset:
-    return StreamingDataset(path / "data", batch_size=batch, world=world, with_index=True, **arguments)
+def open_rank(path: str, batch: int | None = 8, world: tuple[int, int] = (0, 1), **arguments: Any) -> StreamingDataset:
+    return StreamingDataset(path, batch_size=batch, world=world, with_index=True, **arguments)
 
 
-def planned(ds: StreamingDataset, epoch: int = 0) -> list[int]:
-    pin = ds._datasets[0].manifest.order
-    order = EpochOrder(N, OrderParams(pin.block, pin.lanes, pin.window), 0, epoch)
-    return order.samples_at(0, N).tolist()
-
-
-def take(iterator: Iterator[dict[str, Any]], count: int) -> list[list[int]]:
-    return [numbers(batch) for batch in islice(iterator, count)]
+def resumed(path: str, state: dict[str, Any], *arguments: Any, **options: Any) -> StreamingDataset:
+    ds = open_rank(path, *arguments, **options)
+    ds.load_state_dict(json.loads(json.dumps(state)))
+    return ds
 
 
 @pytest.mark.parametrize("steps", [0, 1, 5, 75])
 def test_a_state_goes_on_after_the_last_batch_handed_out(path, steps):
-    whole = take(iter(open_rank(path)), 1000)
+    whole = take(open_rank(path))
     ds = open_rank(path)
     iterator = iter(ds)
     assert take(iterator, steps) == whole[:steps]
-    state = json.loads(json.dumps(ds.state_dict()))  # whatever was prefetched meanwhile
+    state = ds.state_dict()  # whatever was prefetched meanwhile
     assert state["position"] == 8 * steps
-    other = open_rank(path)
-    other.load_state_dict(state)
+    other = resumed(path, state)
     assert other.state_dict() == state
-    assert take(iter(other), 1000) == whole[steps:]
+    assert take(other) == whole[steps:]
     assert other.epoch == 1
-    assert take(iterator, 1000) == whole[steps:]
+    assert take(iterator) == whole[steps:]
 
 
 def test_after_the_last_batch_the_state_is_the_next_epoch(path):
@@ -74,19 +58,16 @@ def test_after_the_last_batch_the_state_is_the_next_epoch(path):
     assert (state["epoch"], state["position"]) == (1, 0)
     assert next(iterator, None) is None
     assert ds.state_dict() == state
-    other = open_rank(path)
-    other.load_state_dict(state)
-    assert [i for batch in take(iter(other), 1000) for i in batch] == planned(other, epoch=1)
+    assert seen(resumed(path, state)) == planned(ds, epoch=1)
 
 
-def test_epochs_advance_by_themselves_and_set_epoch_chooses_one(path):
+def test_set_epoch_chooses_an_earlier_epoch(path):
     ds = open_rank(path, batch=64)
-    for epoch in range(3):
-        assert ds.epoch == epoch
-        assert [i for batch in take(iter(ds), 1000) for i in batch] == planned(ds, epoch)
+    seen(ds)
+    seen(ds)
     ds.set_epoch(1)
     assert ds.epoch == 1
-    assert [i for batch in take(iter(ds), 1000) for i in batch] == planned(ds, 1)
+    assert seen(ds) == planned(ds, epoch=1)
     assert ds.epoch == 2
 
 
@@ -102,29 +83,24 @@ def test_a_pass_that_is_left_early_does_not_advance_the_epoch(path):
 def test_set_epoch_during_a_pass_is_for_the_next_one(path):
     ds = open_rank(path, batch=64)
     iterator = iter(ds)
-    seen = take(iterator, 2)
+    begin = take(iterator, 2)
     ds.set_epoch(5)
-    seen += take(iterator, 1000)
-    assert [i for batch in seen for i in batch] == planned(ds, 0)
+    assert flat(begin) + seen(iterator) == planned(ds)
     assert ds.epoch == 5
-    assert [i for batch in take(iter(ds), 1000) for i in batch] == planned(ds, 5)
+    assert seen(ds) == planned(ds, epoch=5)
 
 
 def test_set_epoch_after_a_load_must_agree_until_a_batch_was_taken(path):
     ds = open_rank(path)
-    iterator = iter(ds)
-    take(iterator, 4)
-    state = {**ds.state_dict(), "epoch": 3}
-    ds.load_state_dict(state)
+    ds.load_state_dict({**ds.state_dict(batches=4), "epoch": 3})
     ds.set_epoch(3)
     with pytest.raises(StateError, match=r"set_epoch\(0\) right after a state of epoch 3 was loaded"):
         ds.set_epoch(0)
-    rest = take(iter(ds), 1)
-    assert rest[0] == planned(ds, 3)[32:40]  # set_epoch(3) did not go back to its beginning
+    assert take(iter(ds), 1)[0] == planned(ds, epoch=3)[32:40]  # set_epoch(3) did not go back to its beginning
     ds.set_epoch(0)
     assert ds.epoch == 0
     ds.set_epoch(3)
-    assert take(iter(ds), 1)[0] == planned(ds, 3)[:8]
+    assert take(iter(ds), 1)[0] == planned(ds, epoch=3)[:8]
 
 
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -132,33 +108,28 @@ def test_set_epoch_after_a_load_must_agree_until_a_batch_was_taken(path):
 def test_every_sample_comes_once_through_any_changes_of_the_world(path, data):
     """Legs of a run, each with its own ranks and batch size, saved and loaded in between."""
     remainder = data.draw(st.sampled_from(("pad", "uneven")))
-    seen: list[int] = []
-    state: dict[str, Any] | None = None
-    while state is None or state["epoch"] == 0:
+    found: list[int] = []
+    state = open_rank(path, remainder=remainder).state_dict()
+    while state["epoch"] == 0:
         size, batch = data.draw(st.sampled_from((1, 2, 4))), data.draw(st.sampled_from((7, 16, 40)))
         steps = data.draw(st.integers(1, max(2, 300 // (size * batch))))
         states = []
         for rank in range(size):
-            ds = open_rank(path, batch, (rank, size), remainder=remainder, fields=["label"])
-            if state is not None:
-                ds.load_state_dict(state)
+            ds = resumed(path, state, batch, (rank, size), remainder=remainder, fields=["label"])
             iterator = iter(ds)
-            seen += [i for part in take(iterator, steps) for i in part]
+            found += flat(take(iterator, steps))
             states.append(ds.state_dict())
             ds.close()
         if remainder == "pad":
             assert states == [states[0]] * size
         # with "uneven" a rank may have no row in the last step, and then does not know that the others took it
         state = max(states, key=lambda one: (one["epoch"], one["position"]))
-    assert sorted(seen) == list(range(N))
+    assert sorted(found) == list(range(N))
 
 
-def test_the_state_after_k_trained_batches_can_be_asked_for(path):
+def test_state_dict_of_k_batches_is_the_state_after_them(path):
     ds = open_rank(path, world=(1, 2))
-    iterator = iter(ds)
-    states = [ds.state_dict()]
-    for _ in iterator:
-        states.append(ds.state_dict())
+    states = [ds.state_dict(), *(ds.state_dict() for _ in ds)]
     fresh = open_rank(path, world=(1, 2))
     running = iter(fresh)
     take(running, 5)
@@ -170,22 +141,17 @@ def test_the_state_after_k_trained_batches_can_be_asked_for(path):
 
 
 def test_samples_taken_singly_can_be_resumed_singly(path):
-    ds = StreamingDataset(path / "data", batch_size=None, with_index=True, fields=["label"])
+    ds = open_rank(path, None, fields=["label"])
     iterator = iter(ds)
-    begin = [sample["index"].item() for sample in islice(iterator, 101)]
-    state = ds.state_dict()
-    assert state["position"] == 101
-    other = StreamingDataset(path / "data", batch_size=None, with_index=True, fields=["label"])
-    other.load_state_dict(state)
-    assert begin + [sample["index"].item() for sample in other] == planned(ds)
+    begin = flat(take(iterator, 101))
+    assert ds.state_dict()["position"] == 101
+    assert begin + seen(resumed(path, ds.state_dict(), None, fields=["label"])) == planned(ds)
 
 
 def test_shuffle_false_resumes_too(path):
     ds = open_rank(path, shuffle=False, world=(1, 2))
     take(iter(ds), 5)
-    other = open_rank(path, batch=20, shuffle=False, world=(0, 1))
-    other.load_state_dict(ds.state_dict())
-    assert [i for batch in take(iter(other), 1000) for i in batch] == list(range(80, N))
+    assert seen(resumed(path, ds.state_dict(), 20, shuffle=False)) == list(range(80, N))
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -205,18 +171,16 @@ def test_a_state_of_another_order_is_refused_with_both_values(path, arguments, s
             open_rank(path, **arguments).load_state_dict(state, force=force)
 
 
-def test_a_state_of_another_dataset_is_refused_and_of_a_copy_can_be_forced(path):
+def test_a_state_of_another_dataset_is_an_error_unless_forced(path, data, tmp_path):
     state = open_rank(path).state_dict()
-    same = StreamingDataset(path / "copy", batch_size=8)
-    same.load_state_dict(state)  # the same bytes have the same digest
-    pin = open_rank(path)._datasets[0].manifest.order
-    shuffle = Shuffle(window=pin.window, lanes=pin.lanes, block=pin.block)
-    longer = StreamingDataset(path / "longer", batch_size=8, shuffle=shuffle)
+    datasets.write(tmp_path / "copy", N, FIELDS)
+    resumed(tmp_path / "copy", state)  # the same bytes have the same digest
+    longer = open_rank(data(N + 1, *FIELDS), shuffle=Shuffle(**state["order"]))
     with pytest.raises(StateError, match=f"digest '{state['digest']}' and not '{longer._datasets[0].manifest.digest}'"):
         longer.load_state_dict(state)
     longer.load_state_dict(state, force=True)
     assert longer.state_dict()["digest"] == longer._datasets[0].manifest.digest
-    assert take(iter(StreamingDataset(path / "longer", batch_size=8, with_index=True, shuffle=shuffle)), 1)
+    assert take(iter(longer), 1)
 
 
 BROKEN: list[tuple[dict[str, Any], str]] = [
@@ -235,26 +199,19 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("change", "shown"), BROKEN)
-def test_a_broken_state_is_refused(path, change, shown):
+def test_a_broken_state_is_an_error_and_changes_nothing(path):
     ds = open_rank(path)
     before = ds.state_dict()
-    with pytest.raises(StateError, match=shown):
-        ds.load_state_dict({**before, **change})
-    for name in before:
-        with pytest.raises(StateError, match=name):
-            ds.load_state_dict({key: value for key, value in before.items() if key != name})
+    broken: list[tuple[Any, str | None]] = [({**before, **change}, shown) for change, shown in BROKEN]
+    broken += [({key: value for key, value in before.items() if key != name}, name) for name in before]
+    for state, shown in [*broken, *((other, None) for other in (None, [], "state", 3))]:
+        with pytest.raises(StateError, match=shown):
+            ds.load_state_dict(state)
     assert ds.state_dict() == before
     assert take(iter(ds), 1)
 
 
-@pytest.mark.parametrize("state", [None, [], "state", 3])
-def test_what_is_no_state_is_refused(path, state):
-    with pytest.raises(StateError):
-        open_rank(path).load_state_dict(state)
-
-
-def test_a_state_is_a_copy(path):
+def test_changing_a_state_does_not_change_the_dataset(path):
     ds = open_rank(path)
     iterator = iter(ds)
     take(iterator, 2)
@@ -269,41 +226,38 @@ def test_a_state_is_a_copy(path):
 STEPS = 50  # of 76 in an epoch
 
 
-def test_steps_per_epoch_yields_so_many_batches_and_goes_on_through_the_epochs_of_the_data(path):
-    plain = open_rank(path)
-    whole = [batch for _ in range(4) for batch in take(iter(plain), 1000)]
+def epochs(ds: Any, count: int) -> list[list[int]]:
+    """The batches of the next epochs."""
+    return [batch for _ in range(count) for batch in take(ds)]
+
+
+def test_steps_per_epoch_yields_that_many_batches_across_the_epochs_of_the_data(path):
+    whole = epochs(open_rank(path), 4)
     ds = open_rank(path, steps_per_epoch=STEPS)
     for number in range(6):
         assert (len(ds), ds.epoch) == (STEPS, number)
-        assert take(iter(ds), 1000) == whole[number * STEPS : (number + 1) * STEPS]
+        assert take(ds) == whole[number * STEPS : (number + 1) * STEPS]
     assert ds.state_dict()["epoch"] == 3
     assert ds.stats().batches < 6 * STEPS + 20  # the pass went on: nothing was fetched twice
     long = open_rank(path, steps_per_epoch=200)
-    assert take(iter(long), 1000) + take(iter(long), 60) == whole[:260]
+    assert take(long) + take(iter(long), 60) == whole[:260]
 
 
-def test_a_loop_of_steps_that_is_left_early_or_resumed_goes_on_with_what_is_left_of_it(path):
-    plain = open_rank(path)
-    whole = [batch for _ in range(3) for batch in take(iter(plain), 1000)]
+def test_a_loop_of_steps_resumes_with_the_rest_of_its_steps(path):
+    whole = epochs(open_rank(path), 3)
     ds = open_rank(path, steps_per_epoch=STEPS)
     assert take(iter(ds), 20) == whole[:20]
-    assert take(iter(ds), 1000) == whole[20:STEPS]
+    assert take(ds) == whole[20:STEPS]
     assert take(iter(ds), 30) == whole[STEPS:80]
-    state = json.loads(json.dumps(ds.state_dict()))
+    state = ds.state_dict()
     assert (state["epoch"], state["position"], state["steps"], ds.epoch) == (1, 8 * 4, 80, 1)
     assert ds.state_dict(batches=30) == state
-    other = open_rank(path, steps_per_epoch=STEPS)
-    other.load_state_dict(state)
-    assert [take(iter(other), 1000) for _ in range(2)] == [whole[80:100], whole[100:150]]
+    other = resumed(path, state, steps_per_epoch=STEPS)
+    assert [take(other) for _ in range(2)] == [whole[80:100], whole[100:150]]
     assert ds.state_dict(batches=0)["position"] == 8 * STEPS
-    halves = [open_rank(path, 4, (rank, 2), steps_per_epoch=STEPS) for rank in range(2)]
-    for half in halves:
-        half.load_state_dict(state)
-    both = [take(iter(half), 1000) for half in halves]
+    both = [take(resumed(path, state, 4, (rank, 2), steps_per_epoch=STEPS)) for rank in range(2)]
     assert [sorted(a + b) for a, b in zip(*both, strict=True)] == [sorted(batch) for batch in whole[80:100]]
-    whole_epochs = open_rank(path)
-    whole_epochs.load_state_dict(state)
-    assert take(iter(whole_epochs), 1000) == whole[80:152]
+    assert take(resumed(path, state)) == whole[80:152]
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
@@ -318,9 +272,8 @@ def test_steps_per_epoch_in_frameworks(path):
     iterator = iter(loader)
     begun = take(iterator, 20)
     again = StatefulDataLoader(open_rank(path, steps_per_epoch=STEPS), batch_size=None)
-    state = loader.state_dict()
-    again.load_state_dict(state)
-    assert begun + take(iter(again), 1000) == take(iter(open_rank(path)), STEPS)
+    again.load_state_dict(loader.state_dict())
+    assert begun + take(again) == take(open_rank(path), STEPS)
     workers = DataLoader(ds, batch_size=None, num_workers=1, multiprocessing_context="fork")
     assert len(workers) == STEPS
     with pytest.raises(UsageError, match="steps_per_epoch=50 with DataLoader workers"):
@@ -336,109 +289,95 @@ def test_steps_per_epoch_in_frameworks(path):
         ({"steps_per_epoch": 5, "batch": None}, "a step is a batch"),
     ],
 )
-def test_steps_per_epoch_that_cannot_be_are_refused(path, arguments, shown):
+def test_an_impossible_steps_per_epoch_is_an_error(path, arguments, shown):
     with pytest.raises(UsageError, match=shown):
         open_rank(path, **arguments)
 
 
 def test_a_mixture_takes_steps_per_epoch_too(path):
     def mixed(**arguments: Any) -> Mixture:
-        sources = {Source(path / "data", where="label % 2 == 0"): 1, Source(path / "data", where="label % 2 == 1"): 2}
-        return Mixture(sources, batch_size=8, with_index=True, **arguments)
+        sources = {Source(path, where="label % 2 == 0"): 1, Source(path, where="label % 2 == 1"): 2}
+        return Mixture(sources, batch_size=8, fields=["label"], with_index=True, **arguments)
 
-    plain = mixed()
-    whole = [batch for _ in range(4) for batch in take(iter(plain), 1000)]
+    whole = epochs(mixed(), 4)
     ds = mixed(steps_per_epoch=STEPS)
-    assert [take(iter(ds), 1000) for _ in range(3)] == [whole[i * STEPS : (i + 1) * STEPS] for i in range(3)]
+    assert [take(ds) for _ in range(3)] == [whole[i * STEPS : (i + 1) * STEPS] for i in range(3)]
     take(iter(ds), 7)
     other = mixed(steps_per_epoch=STEPS)
     other.load_state_dict(ds.state_dict())
-    assert take(iter(other), 1000) == whole[157:200]
+    assert take(other) == whole[157:200]
     assert ds.state_dict(batches=7) == ds.state_dict()
 
 
 @pytest.mark.parametrize("steps", [3, STEPS, 1])
 def test_a_dataset_between_two_loops_of_steps_ends_its_threads_when_it_is_dropped(path, steps):
-    before = threading.active_count()
     ds = open_rank(path, steps_per_epoch=steps)
-    take(iter(ds), 1000)
+    take(ds)
     del ds
-    deadline = time.monotonic() + 300
-    while threading.active_count() > before:
-        assert time.monotonic() < deadline, threading.enumerate()
-        time.sleep(0.01)
-
-
-@pytest.fixture(scope="module")
-def finely_cut(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A dataset of one lane more than ranks like, with blocks enough for 8."""
-    folder = tmp_path_factory.mktemp("ranks")
-    datasets.write(folder / "data", N, FIELDS)
-    return folder
+    datasets.assert_threads_end()
 
 
 @pytest.mark.filterwarnings("ignore:.*consumers do not divide")
-def test_a_run_on_more_ranks_than_lanes_takes_more_lanes_and_keeps_them(finely_cut):
-    pinned = open_rank(finely_cut)._datasets[0].manifest.order
-    size = 2 * pinned.lanes
+def test_a_run_on_more_ranks_than_lanes_takes_more_lanes_and_keeps_them(path):
+    size = 2 * open_rank(path)._datasets[0].manifest.order.lanes
     with pytest.warns(UserWarning, match=rf"Shuffle\(lanes={size}\)"):
-        ranks = [iter(open_rank(finely_cut, world=(rank, size))) for rank in range(size)]
-    begin = [i for part in [take(one, 2) for one in ranks] for batch in part for i in batch]
-    ds = open_rank(finely_cut, world=(0, size))
-    told = [i for step in range(2) for i in ds.samples(0, step).tolist()]
-    assert sorted(begin) == sorted(told)
+        ranks = [iter(open_rank(path, world=(rank, size))) for rank in range(size)]
+    begin = [i for one in ranks for batch in take(one, 2) for i in batch]
+    ds = open_rank(path, world=(0, size))
+    steps = [ds.samples(0, step).tolist() for step in range(2)]
+    assert sorted(begin) == sorted(flat(steps))
     state = ds.state_dict(batches=2)
     assert state["order"]["lanes"] == size
     for other in (1, 2, size):
-        seen: list[int] = []
+        rest = []
         for rank in range(other):
-            ds = open_rank(finely_cut, batch=8 * size // other, world=(rank, other), remainder="pad")
+            ds = open_rank(path, 8 * size // other, (rank, other))
             assert len(ds) == -(-N // (8 * size))
-            ds.load_state_dict(json.loads(json.dumps(state)))
-            seen += [i for batch in ds for i in batch["index"][batch["valid"]].tolist()]
+            ds.load_state_dict(state)
+            rest += seen(ds)
             assert ds.state_dict()["order"]["lanes"] == size
-        assert sorted(begin + seen) == list(range(N))
-    alone = open_rank(finely_cut, batch=8 * size, shuffle=Shuffle(lanes=size))
-    assert sorted(alone.samples(0, 1).tolist()) == sorted(told[8 * size :])
+        assert sorted(begin + rest) == list(range(N))
+    alone = open_rank(path, batch=8 * size, shuffle=Shuffle(lanes=size))
+    assert sorted(alone.samples(0, 1).tolist()) == sorted(steps[1])
 
 
-def test_a_given_number_of_lanes_stays_whatever_the_ranks_are(finely_cut):
-    ds = open_rank(finely_cut, shuffle=Shuffle(lanes=2), world=(0, 16))
+def test_a_given_number_of_lanes_stays_whatever_the_ranks_are(path):
+    ds = open_rank(path, shuffle=Shuffle(lanes=2), world=(0, 16))
     assert ds.state_dict()["order"]["lanes"] == 2
 
 
 @pytest.mark.filterwarnings("ignore:2 DataLoader workers on each rank")
 @pytest.mark.filterwarnings("ignore:.* lanes")
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
-def test_workers_take_the_lanes_of_the_ranks_and_those_of_a_state(finely_cut):
-    size = 2 * open_rank(finely_cut)._datasets[0].manifest.order.lanes
-    ds = open_rank(finely_cut, world=(0, size), fields=["label"])
-    told = [ds.samples(0, step, rank=0, workers=2).tolist() for step in range(4)]
+def test_workers_take_the_lanes_of_the_ranks_and_those_of_a_state(path):
+    size = 2 * open_rank(path)._datasets[0].manifest.order.lanes
+    ds = open_rank(path, world=(0, size), fields=["label"])
+    planned_steps = [ds.samples(0, step, rank=0, workers=2).tolist() for step in range(4)]
     loader = DataLoader(ds, batch_size=None, num_workers=2, persistent_workers=True)
-    assert take(iter(loader), 4) == told
+    assert take(iter(loader), 4) == planned_steps
     assert ds.state_dict(batches=0, workers=2)["order"]["lanes"] == size
-    state = open_rank(finely_cut, world=(0, 2)).state_dict()  # of a run on fewer ranks, and fewer lanes
+    state = open_rank(path, world=(0, 2)).state_dict()  # of a run on fewer ranks, and fewer lanes
     ds.load_state_dict(state)
-    told = [ds.samples(0, step, rank=0, workers=2).tolist() for step in range(4)]
-    assert take(iter(loader), 4) == told
+    planned_steps = [ds.samples(0, step, rank=0, workers=2).tolist() for step in range(4)]
+    assert take(iter(loader), 4) == planned_steps
 
 
-def test_a_mixture_on_more_ranks_than_lanes_takes_more_and_keeps_them(finely_cut):
-    size = 2 * open_rank(finely_cut)._datasets[0].manifest.order.lanes
+def test_a_mixture_on_more_ranks_than_lanes_takes_more_and_keeps_them(path):
+    size = 2 * open_rank(path)._datasets[0].manifest.order.lanes
 
     def mixture(count: int, **options: Any) -> Mixture:
         return Mixture(
-            {str(finely_cut / "data"): 1}, batch_size=16 * size // count, unit=16 * size, with_index=True,
+            {path: 1}, batch_size=16 * size // count, unit=16 * size, with_index=True,
             world=(0, count), **options,
         )  # fmt: skip
 
     ds = mixture(size)
     state = json.loads(json.dumps(ds.state_dict(batches=1)))
     assert [source["order"]["lanes"] for source in state["sources"]] == [size]
-    told = sorted(ds.samples(0, 1)["index"].tolist())
+    planned_steps = sorted(ds.samples(0, 1)["index"].tolist())
     one = mixture(1)
     one.load_state_dict(state)
-    assert sorted(next(iter(one))["index"].tolist()) == told
+    assert sorted(next(iter(one))["index"].tolist()) == planned_steps
     with pytest.raises(StateError, match="none of"):
         mixture(1, shuffle=Shuffle(lanes=1)).load_state_dict(state)
     one.close()
