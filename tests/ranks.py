@@ -16,7 +16,7 @@ from typing import Any
 
 import datasets
 import torch.distributed as dist
-from datasets import numbers
+from datasets import take
 from torch.utils.data import DataLoader
 
 from streamloader.errors import StateError
@@ -46,17 +46,14 @@ def run_case(job: dict[str, Any], case: dict[str, Any]) -> dict[str, Any]:
         source = DataLoader(
             ds, batch_size=None, num_workers=case["workers"], multiprocessing_context=context, persistent_workers=same
         )
-    batches = []
     for number in itertools.count() if case.get("forever") else ():  # until someone kills this rank
         for step, _ in enumerate(source):
             if (number, step) == (0, 2):
                 os.write(1, f"{os.getpid()}\n".encode())  # in one piece: the ranks share their output
     iterator = iter(source)
-    for batch in iterator:
+    batches = list(itertools.islice(iterator, case.get("batches")))
+    for batch in batches:
         datasets.check_batch(batch, ["x", "label", "name"])
-        batches.append(numbers(batch))
-        if len(batches) == case.get("batches"):
-            break
     state = ds.state_dict() if not case.get("workers") else None
     if "save" in case:
         from torch.distributed import checkpoint
@@ -64,7 +61,7 @@ def run_case(job: dict[str, Any], case: dict[str, Any]) -> dict[str, Any]:
         checkpoint.save({"data": ds}, checkpoint_id=case["save"])
     del iterator
     dist.barrier()  # a rank that hung would be missed here
-    return {"batches": batches, "state": state, "epoch": ds.epoch, "client": ds.stats().client}
+    return {"batches": take(batches), "state": state, "epoch": ds.epoch, "client": ds.stats().client}
 
 
 def run_mixture(job: dict[str, Any], case: dict[str, Any]) -> dict[str, Any]:
@@ -73,7 +70,7 @@ def run_mixture(job: dict[str, Any], case: dict[str, Any]) -> dict[str, Any]:
     ds = Mixture(sources, batch_size=case["batch"], fields=["x"], with_index=True, stop="last")
     if "state" in case:
         ds.load_state_dict(case["state"])
-    batches = [numbers(batch) for batch in itertools.islice(ds, case.get("batches"))]
+    batches = take(ds, case.get("batches"))
     dist.barrier()
     return {"batches": batches, "state": ds.state_dict()}
 
@@ -91,23 +88,23 @@ def run_stateful(job: dict[str, Any], case: dict[str, Any]) -> dict[str, Any]:
 
     first, second = loader(), loader()
     iterator = iter(first)
-    begun = [numbers(batch) for batch in itertools.islice(iterator, case["batches"])]
+    begun = take(iterator, case["batches"])
     state = pickle.loads(pickle.dumps(first.state_dict()))
-    ahead = [numbers(batch) for batch in iterator]
+    ahead = take(iterator)
     second.load_state_dict(state)
-    rest, following = ([numbers(batch) for batch in second] for _ in range(2))
-    said = ""
+    rest, following = take(second), take(second)
+    refused = ""
     if case["workers"]:
         other = loader(batch_size=16)
         other.load_state_dict(state)
         try:
             next(iter(other))
         except (StateError, RuntimeError) as error:  # torch raises what it can make again
-            said = str(error)
+            refused = str(error)
         del other
         gc.collect()  # torchdata waits 10 s for its workers if its loader is deleted inside an import
     dist.barrier()
-    return {"said": said, "begun": begun, "ahead": ahead, "rest": rest, "following": following}
+    return {"refused": refused, "begun": begun, "ahead": ahead, "rest": rest, "following": following}
 
 
 def main() -> None:

@@ -5,10 +5,10 @@ from typing import Any
 
 import datasets
 import pytest
+from datasets import flat, planned
 from servers import S3Server
 from torchrun import run_ranks
 
-from streamloader.order.epoch_order import EpochOrder, OrderParams
 from streamloader.pytorch.dataset import StreamingDataset
 
 N = 603
@@ -51,10 +51,14 @@ HYBRID = [
 
 
 @pytest.fixture(scope="module")
-def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("ddp") / "data"
-    datasets.write(path, N, FIELDS)
-    return path
+def dataset(data: Any) -> str:
+    return data(N, *FIELDS)
+
+
+def run(folder: Path, ranks: int, job: dict[str, Any]) -> Results:
+    results = run_ranks(folder, ranks, job)
+    assert "forked after obstore" not in (folder / "stderr").read_text()
+    return results
 
 
 @pytest.fixture(scope="module")
@@ -71,23 +75,17 @@ def two(seaweedfs: S3Server, checkpoint: str, tmp_path_factory: pytest.TempPathF
     saving = {"name": "saving", "batches": 7, "save": checkpoint}
     mixed = [MIXED, {**MIXED, "name": "mixed five", "batches": 5}]
     job = {"url": url, "options": seaweedfs.storage_options, "cases": [*USED, *PARTS, *STATEFUL, *mixed, saving]}
-    folder = tmp_path_factory.mktemp("two")
-    results = run_ranks(folder, 2, job)
-    assert "forked after obstore" not in (folder / "stderr").read_text()
-    return results
+    return run(tmp_path_factory.mktemp("two"), 2, job)
 
 
 @pytest.fixture(scope="module")
-def four(dataset: Path, two: Results, checkpoint: str, tmp_path_factory: pytest.TempPathFactory) -> Results:
+def four(dataset: str, two: Results, checkpoint: str, tmp_path_factory: pytest.TempPathFactory) -> Results:
     """Four ranks that read local files; the first case goes on where two ranks stopped."""
     rest = {"name": "rest", "state": two[0]["seven"]["state"]}
     loaded = {"name": "loaded", "load": checkpoint}
     mixed = {**MIXED, "name": "mixed rest", "batch": 8, "state": two[0]["mixed five"]["state"]}
-    job = {"url": str(dataset), "options": None, "cases": [*FRESH, *PARTS, *HYBRID, rest, loaded, mixed]}
-    folder = tmp_path_factory.mktemp("four")
-    results = run_ranks(folder, 4, job)
-    assert "forked after obstore" not in (folder / "stderr").read_text()
-    return results
+    job = {"url": dataset, "options": None, "cases": [*FRESH, *PARTS, *HYBRID, rest, loaded, mixed]}
+    return run(tmp_path_factory.mktemp("four"), 4, job)
 
 
 @pytest.fixture(params=[2, 4])
@@ -96,10 +94,9 @@ def ranks(request: pytest.FixtureRequest) -> Results:
     return results
 
 
-def planned(path: Path, shuffle: bool = True) -> list[int]:
-    pin = StreamingDataset(path, batch_size=BATCH)._datasets[0].manifest.order
-    order = EpochOrder(N, OrderParams(pin.block, pin.lanes, pin.window), 0, 0, shuffle)
-    return order.samples_at(0, N).tolist()
+@pytest.fixture(scope="module")
+def order(dataset: str) -> list[int]:
+    return planned(StreamingDataset(dataset, batch_size=BATCH))
 
 
 def steps(ranks: Results, case: str) -> list[list[int]]:
@@ -119,21 +116,19 @@ def cut(order: list[int], size: int) -> list[list[int]]:
     indirect=["ranks"],
 )
 def test_ranks_share_an_epoch_without_overlap_or_loss(ranks, case):
-    seen = [i for step in steps(ranks, case) for i in step]
-    assert sorted(seen) == list(range(N))
+    assert sorted(flat(steps(ranks, case))) == list(range(N))
 
 
-def test_each_step_is_the_planned_global_batch(ranks, dataset):
+def test_each_step_is_the_planned_global_batch(ranks, order):
     size = len(ranks) * BATCH
-    assert steps(ranks, "plain") == cut(planned(dataset), size)
-    assert steps(ranks, "drop") == cut(planned(dataset), size)[: N // size]
-    assert steps(ranks, "in order") == cut(planned(dataset, shuffle=False), size)
+    assert steps(ranks, "plain") == cut(order, size)
+    assert steps(ranks, "drop") == cut(order, size)[: N // size]
+    assert steps(ranks, "in order") == cut(list(range(N)), size)
     assert [rank["plain"]["epoch"] for rank in ranks] == [1] * len(ranks)
 
 
-def test_uneven_deals_out_what_there_is(ranks):
-    seen = [i for rank in ranks for batch in rank["uneven"]["batches"] for i in batch]
-    assert sorted(seen) == list(range(N))
+def test_uneven_delivers_each_sample_once_and_counts_differ_by_one_at_most(ranks):
+    assert sorted(i for rank in ranks for i in flat(rank["uneven"]["batches"])) == list(range(N))
     lengths = [len(rank["uneven"]["batches"]) for rank in ranks]
     assert max(lengths) - min(lengths) <= 1
 
@@ -144,11 +139,9 @@ def test_states_are_the_same_on_every_rank(ranks):
     assert states[0]["position"] == 7 * BATCH * len(ranks)
 
 
-def test_four_ranks_go_on_exactly_where_two_stopped(two, four, dataset):
-    done = [i for step in steps(two, "seven") for i in step]
-    rest = [i for step in steps(four, "rest") for i in step]
-    assert sorted(done + rest) == list(range(N))
-    assert steps(four, "rest") == cut(planned(dataset)[7 * BATCH * 2 :], 4 * BATCH)
+def test_four_ranks_resume_exactly_where_two_stopped(two, four, order):
+    assert steps(two, "seven") == cut(order, 2 * BATCH)[:7]
+    assert steps(four, "rest") == cut(order[7 * BATCH * 2 :], 4 * BATCH)
 
 
 def test_a_distributed_checkpoint_carries_the_state_to_another_world(two, four):
@@ -157,21 +150,20 @@ def test_a_distributed_checkpoint_carries_the_state_to_another_world(two, four):
 
 
 @pytest.mark.parametrize("case", ["stateful 0", "stateful 2"])
-def test_torchdatas_loader_goes_on_exactly_and_into_the_next_epoch(two, case):
+def test_stateful_data_loader_resumes_exactly_and_goes_on_to_the_next_epoch(two, case):
     for rank in two:
         assert len(rank[case]["begun"]) == 7
         assert rank[case]["rest"] == rank[case]["ahead"]
-        assert ("inside one of 2 DataLoader workers" in rank[case]["said"]) == (case == "stateful 2")
+        assert ("inside one of 2 DataLoader workers" in rank[case]["refused"]) == (case == "stateful 2")
     for parts in (("begun", "rest"), ("following",)):
-        seen = [i for rank in two for part in parts for batch in rank[case][part] for i in batch]
-        assert sorted(seen) == list(range(N))
+        assert sorted(i for rank in two for part in parts for i in flat(rank[case][part])) == list(range(N))
 
 
 def test_a_mixture_goes_on_from_two_ranks_at_four(two, four):
     whole = steps(two, "mixed")
     assert steps(two, "mixed five") == whole[:5]
     assert steps(four, "mixed rest") == whole[5:]
-    assert {i for step in whole for i in step} == set(range(N))
+    assert set(flat(whole)) == set(range(N))
 
 
 @pytest.mark.parametrize(
@@ -186,7 +178,7 @@ def test_workers_of_one_replica_get_the_same_batches_too(four):
     first, second, third, fourth = (rank["mesh workers"]["batches"] for rank in four)
     assert first == second
     assert third == fourth
-    assert sorted(i for batch in first + third for i in batch) == list(range(N))
+    assert sorted(flat(first + third)) == list(range(N))
 
 
 def test_data_may_be_split_over_two_dimensions_of_a_mesh(four):

@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-import datasets
 import pytest
+from datasets import flat
 from folder_server import folder_server
 from torch.utils.data import DataLoader
 from torchrun import run_python
@@ -16,10 +16,8 @@ N = 603
 
 
 @pytest.fixture(scope="module")
-def url(tmp_path_factory: pytest.TempPathFactory) -> str:
-    path = tmp_path_factory.mktemp("workers") / "data"
-    datasets.write(path, N, ["x", "label", "name"])
-    return str(path)
+def url(data: Any) -> str:
+    return data(N, "x", "label", "name")
 
 
 def open_dataset(url: str, **arguments: Any) -> StreamingDataset:
@@ -32,66 +30,62 @@ def forked(ds: StreamingDataset, workers: int = 2, **arguments: Any) -> DataLoad
 
 # A process that has not used obstore yet: what forks from it may. Each case prints one JSON line.
 SCRIPT = """
-import json, os, pickle, sys, warnings
+import itertools, json, os, pickle, sys, warnings
 import torch
 import datasets
-from datasets import numbers
+from datasets import flat
 from test_workers import N, forked, open_dataset
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 url = sys.argv[1]
 
-def take(iterator, count=10**6):
-    out = []
-    for _ in range(count):
-        batch = next(iterator, None)
-        if batch is None:
-            break
+def take(batches, count=None):
+    found = list(itertools.islice(batches, count))
+    for batch in found:
         datasets.check_batch(batch, ["x", "label"])
-        out.append(numbers(batch))
-    return out
+    return datasets.take(found)
 
-def say(name, value):
+def show(name, value):
     print(json.dumps([name, value]), flush=True)
 """
 
 EPOCHS = """
 ds = open_dataset(url)
 loader = forked(ds)
-say("epochs", [take(iter(loader)) for _ in range(2)])
-say("epoch", ds.epoch)
+show("epochs", [take(loader) for _ in range(2)])
+show("epoch", ds.epoch)
 loader = forked(open_dataset(url), persistent_workers=True)
-say("persistent", [take(iter(loader)) for _ in range(2)])
+show("persistent", [take(loader) for _ in range(2)])
 loader.dataset.set_epoch(7)
-say("persistent 7", take(iter(loader)))
+show("persistent 7", take(loader))
 for count in (33, 34, 35):  # one worker may be through by then, and the other not
     loader = forked(early := open_dataset(url), persistent_workers=True)
     begun = take(iterator := iter(loader), count)
     del iterator
-    say(f"after {count}", [begun, take(iter(loader)), early.epoch])
+    show(f"after {count}", [begun, take(loader), early.epoch])
 small = open_dataset(url, batch_size=64)
 for workers in (3, 2, 4, 3, 1):
-    assert sorted(i for part in take(iter(forked(small, workers))) for i in part) == list(range(N))
-say("small", small.epoch)
+    assert sorted(flat(take(forked(small, workers)))) == list(range(N))
+show("small", small.epoch)
 del loader
-say("three", take(iter(forked(open_dataset(url), 3))))
-say("samples", [i for part in take(iter(DataLoader(open_dataset(url, batch_size=None), batch_size=20, num_workers=2,
-    multiprocessing_context="fork"))) for i in part])
+show("three", take(forked(open_dataset(url), 3)))
+samples = DataLoader(open_dataset(url, batch_size=None), batch_size=20, num_workers=2, multiprocessing_context="fork")
+show("samples", flat(take(samples)))
 ds = open_dataset(url)
 ds.set_epoch(7)
-say("plain 7", take(iter(ds)))
+show("plain 7", take(ds))
 """
 
 STATES = """
 def state_after(k):
     return open_dataset(url).state_dict(batches=k, workers=2)
 
-whole = take(iter(forked(open_dataset(url))))
-say("whole", whole)
+whole = take(forked(open_dataset(url)))
+show("whole", whole)
 for k in (0, 1, 7, 8, len(whole)):
     ds = open_dataset(url)
     ds.load_state_dict(state_after(k))
-    say(f"rest {k}", take(iter(forked(ds))))
+    show(f"rest {k}", take(forked(ds)))
 for workers in (2, 0):
     def loader():
         options = {"multiprocessing_context": "fork"} if workers else {}
@@ -103,77 +97,77 @@ for workers in (2, 0):
     ahead = take(iterator)
     second = loader()
     second.load_state_dict(state)
-    say(f"stateful {workers}", [begin, ahead, take(iter(second)), take(iter(second))])
+    show(f"stateful {workers}", [begin, ahead, take(second), take(second)])
 lasting = forked(open_dataset(url), persistent_workers=True)
-say("lasting whole", take(iter(lasting)))
+show("lasting whole", take(lasting))
 for k in (7, 8, 0, 31):  # they run: the parent's state has to reach them
     lasting.dataset.load_state_dict(state_after(k))
-    say(f"lasting {k}", [take(iter(lasting)), lasting.dataset.epoch])
+    show(f"lasting {k}", [take(lasting), lasting.dataset.epoch])
 lasting.dataset.load_state_dict(state_after(7))
 lasting.dataset.set_epoch(0)
-say("lasting set", take(iter(lasting)))
-say("lasting next", take(iter(lasting)))
+show("lasting set", take(lasting))
+show("lasting next", take(lasting))
 del lasting
 ds = open_dataset(url)
 ds.load_state_dict(state_after(7))
-with warnings.catch_warnings(record=True) as said:
+with warnings.catch_warnings(record=True) as warned:
     warnings.simplefilter("always")
-    say("other", take(iter(ds)))
-say("said", [str(one.message) for one in said])
+    show("other", take(ds))
+show("warned", [str(one.message) for one in warned])
 """
 
 
 def run(url: str, code: str, warned: int = 0) -> dict[str, Any]:
-    """What a fresh process says; so many of it and its children have to say that they were forked too late."""
+    """What a fresh process shows; `warned`: how many of it and its children warn that they were forked too late."""
     done = run_python("-W", "ignore::UserWarning", "-c", SCRIPT + code, url)
     assert done.stderr.count("RuntimeWarning: this process was forked after obstore was used") == warned
     return dict(json.loads(line) for line in done.stdout.splitlines())
 
 
-def flat(batches: list[list[int]]) -> list[int]:
-    return [i for batch in batches for i in batch]
+@pytest.fixture(scope="module")
+def shown(url: str) -> dict[str, Any]:
+    """What one process shows in all cases: to start it takes longer than most of them."""
+    return run(url, EPOCHS + STATES + LENGTHS + FORKS + PARENTS)
 
 
-def test_workers_deliver_each_epoch_once_and_the_parent_knows_the_epoch(url):
-    said = run(url, EPOCHS)
+def test_workers_deliver_each_epoch_once_and_the_parent_knows_the_epoch(shown):
     for name in ("epochs", "persistent"):
-        first, second = said[name]
+        first, second = shown[name]
         assert sorted(flat(first)) == sorted(flat(second)) == list(range(N))
         assert flat(first) != flat(second)
-    assert said["persistent"] == said["epochs"]
-    assert said["epoch"] == 2
-    assert sorted(flat(said["persistent 7"])) == list(range(N))
+    assert shown["persistent"] == shown["epochs"]
+    assert shown["epoch"] == 2
+    assert sorted(flat(shown["persistent 7"])) == list(range(N))
     for count in (33, 34, 35):
-        begun, again, epoch = said[f"after {count}"]
+        begun, again, epoch = shown[f"after {count}"]
         assert len(begun) == count
         assert sorted(flat(again)) == list(range(N))
         assert epoch == 1 if begun == again[:count] else epoch == 2
-    assert said["small"] == 5
+    assert shown["small"] == 5
     # the steps of two workers are pairs of batches: over the pair, the samples are those of a rank without workers
-    with_workers, without = said["persistent 7"], said["plain 7"]
+    with_workers, without = shown["persistent 7"], shown["plain 7"]
     for k in range(0, 36, 2):
         assert sorted(flat(with_workers[k : k + 2])) == sorted(flat(without[k : k + 2]))
-    assert sorted(flat(said["three"])) == list(range(N))
-    assert sorted(said["samples"]) == list(range(N))
+    assert sorted(flat(shown["three"])) == list(range(N))
+    assert sorted(shown["samples"]) == list(range(N))
 
 
-def test_states_of_workers_resume_exactly(url):
-    said = run(url, STATES)
-    whole = said["whole"]
+def test_states_of_workers_resume_exactly(shown):
+    whole = shown["whole"]
     for k in (0, 1, 7, 8):
-        assert said[f"rest {k}"] == whole[k:]
-    assert sorted(flat(said[f"rest {len(whole)}"])) == list(range(N))  # the next epoch
-    assert said[f"rest {len(whole)}"] != whole
-    assert said["lasting whole"] == whole
+        assert shown[f"rest {k}"] == whole[k:]
+    assert sorted(flat(shown[f"rest {len(whole)}"])) == list(range(N))  # the next epoch
+    assert shown[f"rest {len(whole)}"] != whole
+    assert shown["lasting whole"] == whole
     for k in (7, 8, 0, 31):
-        assert said[f"lasting {k}"] == [whole[k:], 1]
-    assert said["lasting set"] == whole[7:]  # the epoch that it is at already
-    assert sorted(flat(said["lasting next"])) == list(range(N))
+        assert shown[f"lasting {k}"] == [whole[k:], 1]
+    assert shown["lasting set"] == whole[7:]  # the epoch that it is at already
+    assert sorted(flat(shown["lasting next"])) == list(range(N))
     # without workers the run goes on from the last complete pair: one batch comes again
-    assert sorted(flat(whole[:6]) + flat(said["other"])) == list(range(N))
-    assert any("1 batches of each rank come again" in text for text in said["said"])
+    assert sorted(flat(whole[:6]) + flat(shown["other"])) == list(range(N))
+    assert any("1 batches of each rank come again" in text for text in shown["warned"])
     for workers in (0, 2):
-        begin, ahead, rest, following = said[f"stateful {workers}"]
+        begin, ahead, rest, following = shown[f"stateful {workers}"]
         assert len(begin) == 7
         assert rest == ahead
         assert sorted(flat(begin) + flat(rest)) == list(range(N))
@@ -182,7 +176,7 @@ def test_states_of_workers_resume_exactly(url):
 
 
 LENGTHS = """
-warnings.simplefilter("always")
+lengths = {}
 for workers, world in ((0, (0, 1)), (2, (1, 2)), (3, (0, 1))):
     for remainder in ("pad", "drop", "uneven"):
         for batch, size, drop_last in ((16, None, False), (None, 20, False), (None, 20, True)):
@@ -190,17 +184,18 @@ for workers, world in ((0, (0, 1)), (2, (1, 2)), (3, (0, 1))):
             options = {"multiprocessing_context": "fork"} if workers else {}
             options |= {"drop_last": True} if drop_last else {}
             loader = DataLoader(ds, batch_size=size, num_workers=workers, **options)
-            with warnings.catch_warnings(record=True) as said:
+            with warnings.catch_warnings(record=True) as warned:
+                warnings.simplefilter("always")
                 counts = [len(loader), sum(1 for _ in loader)]
-            told = [str(one.message) for one in said if "was reported to be" in str(one.message)]
-            say(f"{workers} {remainder} {batch} {drop_last}", [*counts, told])
+            wrong = [str(one.message) for one in warned if "was reported to be" in str(one.message)]
+            lengths[f"{workers} {remainder} {batch} {drop_last}"] = [*counts, wrong]
+show("lengths", lengths)
 """
 
 
-def test_the_length_of_a_dataloader_is_what_its_workers_yield(url):
-    said = run(url, LENGTHS)
-    assert len(said) == 3 * 3 * 3
-    assert {name: counts for name, counts in said.items() if counts[0] != counts[1] or counts[2]} == {}
+def test_the_length_of_a_dataloader_is_what_its_workers_yield(shown):
+    assert len(shown["lengths"]) == 3 * 3 * 3
+    assert {name: counts for name, counts in shown["lengths"].items() if counts[0] != counts[1] or counts[2]} == {}
 
 
 FORKS = """
@@ -212,33 +207,34 @@ if pid == 0:
     try:
         next(iterator)
     except Exception as error:
-        say("inherited", str(error))
-    say("child", [take(iter(ds)), ds.stats().client])
-    say("child again", take(iter(open_dataset(url))))
+        show("inherited", str(error))
+    show("child", [take(ds), ds.stats().client])
+    show("child again", take(open_dataset(url)))
     os._exit(0)
 assert os.waitpid(pid, 0)[1] == 0
-say("parent", begin + take(iterator))
-say("workers", take(iter(forked(ds))))
-say("copy", take(iter(pickle.loads(pickle.dumps(ds)))))
+show("parent", begin + take(iterator))
+show("workers", take(forked(ds)))
+show("copy", take(pickle.loads(pickle.dumps(ds))))
 """
 
 
-@pytest.mark.parametrize(("plane", "warned"), [("file", 0), ("http", 3)])
-def test_a_fork_in_the_middle_of_a_pass_reads_on_without_a_hang(url, plane, warned):
-    with folder_server(Path(url)) as server:
-        said = run(server.url if plane == "http" else url, FORKS, warned=warned)
-    assert "this pass belongs to the process that was forked" in said["inherited"]
-    child, client = said["child"]
+@pytest.mark.parametrize("plane", ["file", "http"])
+def test_a_fork_in_the_middle_of_a_pass_reads_on_without_a_hang(url, shown, plane):
+    if plane == "http":
+        with folder_server(Path(url)) as server:
+            shown = run(server.url, FORKS, warned=3)
+    assert "this pass belongs to the process that was forked" in shown["inherited"]
+    child, client = shown["child"]
     assert client.startswith("fsspec: forked after obstore was used" if plane == "http" else "file: ")
-    for seen in (child, said["child again"], said["parent"]):
+    for seen in (child, shown["child again"], shown["parent"]):
         assert sorted(flat(seen)) == list(range(N))
-    assert child == said["child again"] == said["parent"]
-    assert sorted(flat(said["workers"])) == sorted(flat(said["copy"])) == list(range(N))
+    assert child == shown["child again"] == shown["parent"]
+    assert sorted(flat(shown["workers"])) == sorted(flat(shown["copy"])) == list(range(N))
 
 
 PARENTS = """
 ds = open_dataset(url)
-say("before", ds.state_dict()["position"])
+show("before", ds.state_dict()["position"])
 for batch in forked(ds):
     pass
 for count, batch in enumerate(forked(ds), 1):
@@ -247,24 +243,23 @@ for count, batch in enumerate(forked(ds), 1):
 try:
     ds.state_dict()
 except Exception as error:
-    say("refused", str(error))
+    show("refused", str(error))
 state = ds.state_dict(batches=3, workers=2)
-say("state", [state["epoch"], state["position"], state["extra"], state["workers"]])
+show("state", [state["epoch"], state["position"], state["extra"], state["workers"]])
 resumed = open_dataset(url)
 resumed.load_state_dict(state)
 again = open_dataset(url)
 again.set_epoch(1)
-say("second epoch", take(iter(forked(again))))
-say("rest of it", take(iter(forked(resumed))))
+show("second epoch", take(forked(again)))
+show("rest of it", take(forked(resumed)))
 pickle.loads(pickle.dumps(ds := open_dataset(url)))
-say("pickled and read here", [len(take(iter(ds))), ds.state_dict()["epoch"]])
+show("pickled and read here", [len(take(ds)), ds.state_dict()["epoch"]])
 """
 
 
-def test_a_parent_of_workers_does_not_invent_a_state(url):
-    said = run(url, PARENTS)
-    assert said["before"] == 0
-    assert "save state_dict(batches=<trained>, workers=<num_workers>)" in said["refused"]
-    assert said["state"] == [1, 32, 1, 2]  # two workers have delivered a batch of 16 each, and one of them another
-    assert said["rest of it"] == said["second epoch"][3:]
-    assert said["pickled and read here"] == [-(-N // 16), 1]
+def test_a_parent_of_workers_does_not_invent_a_state(shown):
+    assert shown["before"] == 0
+    assert "save state_dict(batches=<trained>, workers=<num_workers>)" in shown["refused"]
+    assert shown["state"] == [1, 32, 1, 2]  # two workers have delivered a batch of 16 each, and one of them another
+    assert shown["rest of it"] == shown["second epoch"][3:]
+    assert shown["pickled and read here"] == [-(-N // 16), 1]

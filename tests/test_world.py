@@ -1,13 +1,25 @@
-"""Which positions each rank takes: every position once, whatever the world."""
+"""Which rank a process is, by a mesh or a launcher, and which positions a rank takes: every position once."""
+
+import math
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
 import reference_order as reference
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from streamloader.errors import BatchError, UsageError, WorldError
 from streamloader.order.schedule import Share, World
+from streamloader.pytorch.dataset import StreamingDataset
+from streamloader.pytorch.distributed import LAUNCHERS, LOCAL_SIZES, ranks_on_this_machine, resolve_world
 
 sizes = st.integers(1, 7)
 remainders = st.sampled_from(("pad", "drop", "uneven"))
@@ -87,8 +99,7 @@ def test_world_that_divides_the_lanes_reads_each_lane_once(share):
         assert share.read_factor == 1.0
         assert share.lanes_read == share.lanes // share.world.size
         assert len(read) == len({lane for _, lane in read})
-    by_rank = [len({lane for rank, lane in read if rank == r}) for r in range(share.world.size)]
-    assert max(by_rank) <= share.lanes_read
+    assert max(len({lane for rank, lane in read if rank == r}) for r in range(share.world.size)) <= share.lanes_read
 
 
 @settings(max_examples=100, deadline=None)
@@ -129,22 +140,132 @@ def test_workers_deliver_the_same_samples_as_none(num_samples, workers, batch, r
     assert sorted(p for p in seen if p < num_samples) == sorted(everything)
 
 
-@pytest.mark.parametrize(("rank", "size"), [(-1, 2), (2, 2), (0, 0)])
-def test_impossible_world_is_refused_with_both_numbers(rank, size):
-    with pytest.raises(WorldError, match=f"rank {rank} is invalid for world size {size}"):
-        World(rank, size)
+@pytest.mark.parametrize(("number", "count"), [(-1, 2), (2, 2), (0, 0)])
+def test_an_impossible_world_or_worker_is_an_error_with_both_numbers(number, count):
+    with pytest.raises(WorldError, match=f"rank {number} is invalid for world size {count}"):
+        World(number, count)
+    with pytest.raises(WorldError, match=f"worker {number} is invalid for {count} workers"):
+        World(0, 1).consumer(number, count)
 
 
-@pytest.mark.parametrize(("worker", "workers"), [(-1, 1), (2, 2), (0, 0)])
-def test_impossible_worker_is_refused(worker, workers):
-    with pytest.raises(WorldError, match=f"worker {worker} is invalid for {workers} workers"):
-        World(0, 1).consumer(worker, workers)
-
-
-def test_impossible_share_is_refused():
+def test_an_impossible_share_is_an_error():
     with pytest.raises(BatchError, match="batch of 0 "):
         Share(10, 1, 0, World(0, 1), "pad")
     with pytest.raises(UsageError, match="remainder='wrap'; choose one of pad, drop, uneven"):
-        Share(10, 1, 1, World(0, 1), "wrap")  # type: ignore[arg-type]
+        Share(10, 1, 1, World(0, 1), "wrap")
     with pytest.raises(UsageError, match="0 lanes"):
         Share(10, 0, 1, World(0, 1), "pad")
+
+
+NAMES = ("a", "b", "c")
+
+
+@contextmanager
+def rank_of(rank: int, shape: tuple[int, ...], names: tuple[str, ...] | None = NAMES) -> Iterator[DeviceMesh]:
+    """This process as one rank of a mesh; a fake backend replaces the others."""
+    dist.init_process_group("fake", rank=rank, world_size=math.prod(shape), store=FakeStore())
+    try:
+        yield init_device_mesh("cpu", shape, mesh_dim_names=names[: len(shape)] if names else None)
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in {*(name for pair in LAUNCHERS for name in pair), *LOCAL_SIZES} & os.environ.keys():
+        monkeypatch.delenv(name)
+
+
+@settings(max_examples=25)
+@given(shape=st.lists(st.integers(1, 3), min_size=1, max_size=3).map(tuple), data=st.data())
+def test_ranks_are_split_over_the_named_dimensions_and_alike_over_the_others(shape, data):
+    names = NAMES[: len(shape)]
+    chosen = tuple(data.draw(st.lists(st.sampled_from(names), min_size=1, unique=True)))
+    worlds = {}
+    for rank, coordinate in enumerate(product(*map(range, shape))):
+        with rank_of(rank, shape) as mesh:
+            worlds[coordinate] = resolve_world((mesh, chosen))
+    of_replica: dict[tuple[int, ...], set[int]] = {}
+    for coordinate, world in worlds.items():
+        key = tuple(part for part, name in zip(coordinate, names, strict=True) if name in chosen)
+        of_replica.setdefault(key, set()).add(world.rank)
+    size = math.prod(length for length, name in zip(shape, names, strict=True) if name in chosen)
+    assert {world.size for world in worlds.values()} == {size}
+    assert sorted(ranks.pop() for ranks in of_replica.values() if len(ranks) == 1) == list(range(size))
+
+
+def test_a_mesh_of_one_dimension_and_a_group_need_no_name():
+    with rank_of(5, (2, 3)) as mesh:
+        assert resolve_world(mesh["b"]) == resolve_world((mesh, "b")) == World(2, 3)
+        assert resolve_world(mesh.get_group("a")) == resolve_world((mesh, ["a"])) == World(1, 2)
+        assert resolve_world(None) == resolve_world(dist.group.WORLD) == World(5, 6)
+    with rank_of(1, (4,), None) as unnamed:
+        assert resolve_world(unnamed) == World(1, 4)
+
+
+REFUSED: list[tuple[Callable[[DeviceMesh], Any], str]] = [
+    (lambda mesh: mesh, "no dimension of a mesh whose dimensions are 'a', 'b'"),
+    (lambda mesh: (mesh, ()), "no dimension of a mesh"),
+    (lambda mesh: (mesh, "dp"), "'dp' of a mesh whose dimensions are 'a', 'b'"),
+    (lambda mesh: (mesh, ("a", "x")), "'x' of a mesh"),
+]
+
+
+@pytest.mark.parametrize(("choose", "shown"), REFUSED)
+def test_a_mesh_without_a_known_data_dimension_is_an_error(choose, shown):
+    with rank_of(0, (2, 2)) as mesh, pytest.raises(WorldError, match=shown) as caught:
+        resolve_world(choose(mesh))
+    assert "over which data is split" in str(caught.value)
+
+
+def test_a_mesh_without_this_process_is_an_error():
+    with rank_of(3, (4,)):
+        part = DeviceMesh("cpu", [0, 1], mesh_dim_names=("a",), _init_backend=False)
+        with pytest.raises(WorldError, match="this process is not in the mesh"):
+            resolve_world((part, "a"))
+
+
+@pytest.mark.parametrize(("rank", "size"), LAUNCHERS)
+def test_every_launcher_is_understood(rank, size, monkeypatch):
+    monkeypatch.setenv(rank, "2")
+    monkeypatch.setenv(size, "3")
+    assert resolve_world(None) == World(2, 3)
+    monkeypatch.setenv(size, "2")
+    with pytest.raises(WorldError, match="rank 2 is invalid for world size 2"):
+        resolve_world(None)
+    assert resolve_world((0, 4)) == World(0, 4)
+
+
+def test_torchrun_takes_precedence_over_slurm_whose_batch_script_is_a_world_of_its_own(monkeypatch):
+    monkeypatch.setenv("SLURM_PROCID", "1")
+    monkeypatch.setenv("SLURM_NTASKS", "8")
+    assert resolve_world(None) == World(0, 1)
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
+    assert resolve_world(None) == World(1, 2)
+    monkeypatch.setenv("RANK", "5")
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    assert resolve_world(None) == World(5, 8)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "count"),
+    [
+        ("LOCAL_WORLD_SIZE", "4", 4),
+        ("OMPI_COMM_WORLD_LOCAL_SIZE", "2", 2),
+        ("SLURM_STEP_TASKS_PER_NODE", "4(x2),3", 4),
+        ("SLURM_STEP_TASKS_PER_NODE", "1,16", 16),
+        ("LOCAL_WORLD_SIZE", "", 1),
+        ("MPI_LOCALNRANKS", "0", 1),
+    ],
+)
+def test_the_ranks_of_this_machine_share_its_memory(name, text, count, monkeypatch):
+    assert ranks_on_this_machine() == 1
+    monkeypatch.setenv(name, text)
+    assert ranks_on_this_machine() == count
+
+
+def test_a_dataset_with_a_mesh_can_be_pickled_for_workers(data):
+    with rank_of(3, (2, 2)) as mesh:
+        ds = StreamingDataset(data(64, "label"), batch_size=8, world=(mesh, "a"))
+        assert ds.__getstate__()["_world"] == World(1, 2)
+        assert len(ds) == 4
