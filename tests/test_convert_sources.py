@@ -1,8 +1,6 @@
 """Sources: what formats/*/expected*.json says, of every format, and inputs of the first three that are bad."""
 
-import gzip
 import io
-import json
 import pickle
 import random
 import sys
@@ -37,12 +35,11 @@ import streamloader as sl
 from streamloader.conversion.sources import formats
 from streamloader.conversion.sources import tar as tar_source
 from streamloader.conversion.sources.base import raise_bad
-from streamloader.conversion.sources.fields import parse_selection
 from streamloader.conversion.sources.files import expand_braces, field_names
-from streamloader.conversion.sources.formats import open_source
 from streamloader.conversion.sources.ranged_io import cut_runs, read_range
 from streamloader.errors import SourceChangedError, SourceError, StreamloaderError, UsageError
 from streamloader.storage import open_store
+from streamloader.storage.process import run_all
 
 
 def test_every_format_has_its_cases():
@@ -51,43 +48,29 @@ def test_every_format_has_its_cases():
 
 
 @pytest.mark.parametrize("src", READABLE)
-def test_a_source_reads_what_its_own_tool_reads(src):
-    message = CASES[src].expected()
-    name, source = open_source(f"{FORMATS}/{src}", None, {}, parse_selection(CASES[src].fields))
-    assert name == CASES[src].format
-    assert kinds_of(source) == message["fields"]
-    assert source.num_samples == len(message["samples"])
-    assert written_as(samples_of(source, read(source)), message["samples"]) == message["samples"]
-    paths = [info.path for info in source.files]
-    assert paths == sorted(paths) or name == "audiofolder"  # which has a clip before the text beside it
-    json.dumps(dict(source.notes), allow_nan=False)
-    if "classes" in message:
-        assert source.notes["classes"] == {"label": message["classes"]}
-    if "passed_over" in message:
-        assert source.notes == {"classes": {"label": message["classes"]}, "passed_over": message["passed_over"]}
-
-
-@pytest.mark.parametrize("src", READABLE)
 @given(data=st.data())
 @settings(max_examples=12)
 def test_any_rows_read_alone_or_after_pickling_are_the_same(src, data):
     source, every = opened(f"{FORMATS}/{src}", CASES[src].fields), CASES[src].expected()["samples"]
+    paths = [info.path for info in source.files]
+    assert paths == sorted(paths) or CASES[src].format == "audiofolder"  # which has a clip before the text beside it
     chosen = sorted(data.draw(st.sets(st.integers(0, len(every) - 1))))
     wanted = [every[row] for row in chosen]
-    columns = read(source, chosen)
-    assert all(column.dtype.byteorder in "=|<" for column in columns.values() if isinstance(column, np.ndarray))
-    assert written_as(samples_of(source, columns), wanted) == wanted
-    part = pickle.loads(pickle.dumps(source.part(np.array(chosen, np.int64))))
-    assert written_as(samples_of(source, part(raise_bad)), wanted) == wanted
+    part = source.part(np.array(chosen, np.int64))
+    for one in (part, pickle.loads(pickle.dumps(part))):
+        columns = one(raise_bad)
+        assert all(column.dtype.byteorder in "=|<" for column in columns.values() if isinstance(column, np.ndarray))
+        assert written_as(samples_of(source, columns), wanted) == wanted
 
 
+# of S3's servers one: that they answer alike is what the tests of storage show
+@pytest.mark.parametrize("root_url", ["memory", "file", "seaweedfs"], indirect=True)
 def test_a_source_is_the_same_below_every_url(store_url):
     url, options = store_url
     store = open_store(url, options)
-    for path in [*FORMATS.glob("*/input/**/*"), *FORMATS.glob("*/compressed/*")]:
-        if path.is_file():
-            store.put(path.relative_to(FORMATS).as_posix(), path.read_bytes())
-    for src in [src for src in READABLE if url.startswith(("memory:", "file:")) or not CASES[src].again]:
+    paths = [path for path in [*FORMATS.glob("*/input/**/*"), *FORMATS.glob("*/compressed/*")] if path.is_file()]
+    run_all(lambda path: store.put(path.relative_to(FORMATS).as_posix(), path.read_bytes()), paths, 8)
+    for src in [src for src in READABLE if not url.startswith("s3:") or not CASES[src].again]:
         source, every = opened(f"{url}/{src}", CASES[src].fields, storage=options), CASES[src].expected()["samples"]
         assert written_as(samples_of(source, read(source)), every) == every
         assert written_as(samples_of(source, read(source, [1])), every[1:2]) == every[1:2]
@@ -115,6 +98,8 @@ def test_a_conversion_has_the_same_samples(src, tmp_path):
         dataset = sl.open(tmp_path / f"{workers}")
         assert kinds_of(dataset) == message["fields"]
         assert written_as([dataset[i] for i in range(len(dataset))], message["samples"]) == message["samples"]
+        if "classes" in message:
+            assert dataset.manifest.provenance["classes"] == {"label": message["classes"]}
 
 
 @given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 30)), min_size=1), st.integers(0, 40), st.integers(1, 200))
@@ -147,6 +132,12 @@ def saved(array, cut=None):
 
 def tarred(members, cut=None):
     return files({"it.tar": tar_bytes(members)[:cut]})
+
+
+def zipped(damage):
+    file = io.BytesIO()
+    np.savez_compressed(file, x=np.random.default_rng(0).random(1000))
+    return files({"it.npz": damage(file.getvalue())})
 
 
 PNG, XS = image_bytes(), np.zeros(3)
@@ -182,7 +173,6 @@ BAD = {
     "cut in a member": (tarred({"1.bin": b"x" * 9000}, cut=5000), "it.tar is truncated: its member 1.bin extends to"),
     "cut between members": (files({"it.tar": TWO[:1024]}), "it.tar is truncated: it ends at byte 1024"),
     "cut in a header": (files({"it.tar": TWO[:1100]}), "it.tar is truncated: it ends at byte 1100"),
-    "cut compressed tar": (files({"it.tar": gzip.compress(TWO)[:-9]}), "it.tar is truncated: its gzip data"),
     "damaged tar": (files({"it.tar": DAMAGED_TAR}), "it.tar is not a tar, or damaged, at byte 1024"),
 }
 
@@ -204,6 +194,8 @@ UNREADABLE = {
         tarred({"1.npy": npy_bytes(XS), "2.npy": npy_bytes(np.zeros(4))}),
         r"it.tar: 2: field 'npy' .*has shape \(4,\), expected \(3,\); .* npy=ragged:float64",
     ),
+    "npz cut": (zipped(lambda data: data[:-40]), r"it\.npz is not an \.npz, or is damaged"),
+    "npz spoiled": (zipped(lambda data: data[:2000] + bytes(100) + data[2100:]), r"it\.npz is not an \.npz, or is dam"),
     "pickle in a tar": (tarred({"1.npy": npy_bytes(np.array([{}], object))}), "it.tar: 1.npy: it is not an .npy"),
 }
 
@@ -213,22 +205,12 @@ def test_a_bad_sample_is_named_when_it_is_read(case, tmp_path):
     make, message = UNREADABLE[case]
     make(tmp_path)
     with pytest.raises(SourceError, match=message):
-        source = opened(tmp_path)
-        read(source)
-
-
-def test_a_tar_that_is_compressed_whatever_its_name_is_read_like_a_plain_one(tmp_path):
-    members = {f"{i}.{ext}": b"%d" % i for i in range(30) for ext in ("cls", "txt")}
-    (tmp_path / "it.tar").write_bytes(gzip.compress(tar_bytes(members)))
-    assert rows_of(opened(tmp_path), [0, 7, 29]) == [{"cls": i, "txt": str(i)} for i in (0, 7, 29)]
+        read(opened(tmp_path / "it.npz" if case.startswith("npz") else tmp_path))
 
 
 def test_links_and_climbing_names_in_a_tar_are_only_text(tmp_path):
-    with tarfile.open(tmp_path / "it.tar", "w") as file:
-        for name, data in {"../../up.txt": b"1", "/etc/abs.txt": b"2", "__meta__/x.txt": b"3"}.items():
-            info = tarfile.TarInfo(name)
-            info.size = len(data)
-            file.addfile(info, io.BytesIO(data))
+    tar(tmp_path / "it.tar", {"../../up.txt": b"1", "/etc/abs.txt": b"2", "__meta__/x.txt": b"3"})
+    with tarfile.open(tmp_path / "it.tar", "a") as file:
         for kind in (tarfile.SYMTYPE, tarfile.LNKTYPE):
             link = tarfile.TarInfo("evil.txt")
             link.type, link.linkname = kind, "/etc/passwd"
@@ -262,7 +244,7 @@ def test_a_tar_of_large_and_small_members_is_scanned_once_by_its_headers(tmp_pat
     assert all(one.stop <= following.start for one, following in pairwise(scanned))
     assert sum(one.stop - one.start for one in scanned) < (tmp_path / "it.tar").stat().st_size / 50
     scanned.clear()
-    columns = source.part(np.array([0, 7, 39]))(raise_bad)
+    columns = read(source, [0, 7, 39])
     assert [len(one) for one in columns["bin"]] == [1_200_000] * 3
     assert [len(one) for one in columns["raw"]] == [0, 7, 39]
     assert not scanned
@@ -276,26 +258,12 @@ def test_every_byte_of_a_bool_that_is_not_0_is_true(save, tmp_path):
 
 @pytest.mark.parametrize("compressed", [False, True])
 def test_wide_rows_far_apart_are_read_right(compressed, tmp_path):
-    array = np.arange(500 * 5000, dtype=">i4").reshape(500, 5000)
+    array = np.arange(500 * 1000, dtype=">i4").reshape(500, 1000)
     (np.savez_compressed if compressed else np.savez)(tmp_path / "it.npz", x=array)
     rows = np.array([0, 1, 250, 499])
-    found = opened(tmp_path / "it.npz").part(rows)(raise_bad)["x"]
-    assert isinstance(found, np.ndarray)
+    found = read(opened(tmp_path / "it.npz"), rows)["x"]
     assert found.dtype == np.dtype("<i4")
     assert (found == array[rows]).all()
-
-
-@pytest.mark.parametrize("damage", ["cut", "zip"])
-def test_a_damaged_npz_is_named(damage, tmp_path):
-    np.savez_compressed(tmp_path / "it.npz", x=np.random.default_rng(0).random(1000))
-    data = bytearray((tmp_path / "it.npz").read_bytes())
-    if damage == "cut":
-        data = data[:-40]
-    else:
-        data[2000:2100] = bytes(100)
-    (tmp_path / "it.npz").write_bytes(data)
-    with pytest.raises(SourceError, match=r"it\.npz is not an \.npz, or is damaged"):
-        opened(tmp_path / "it.npz").part(np.arange(1000))(raise_bad)
 
 
 def headed(header, version=1):
@@ -348,11 +316,8 @@ def test_an_npy_with_a_damaged_header_is_named(case, kind, tmp_path):
 def test_a_damaged_npy_or_npz_is_read_or_named_whatever_the_damage(kind, tmp_path):
     rng = random.Random(7)
     path = tmp_path / ("it.npy" if kind == "npy" else "it.npz")
-    if kind == "npy":
-        np.save(path, np.arange(60).reshape(20, 3))
-    else:
-        arrays = {"x": np.arange(60).reshape(20, 3), "y": np.random.default_rng(1).random(20)}
-        (np.savez if kind == "stored" else np.savez_compressed)(path, **arrays)
+    save = {"npy": lambda path, x, y: np.save(path, x), "stored": np.savez, "compressed": np.savez_compressed}[kind]
+    save(path, x=np.arange(60).reshape(20, 3), y=np.random.default_rng(1).random(20))
     whole = path.read_bytes()
     for number in range(600):
         data = bytearray(whole)
@@ -367,8 +332,7 @@ def test_a_damaged_npy_or_npz_is_read_or_named_whatever_the_damage(kind, tmp_pat
             data[at : at + rng.randint(1, 4)] = rng.randbytes(rng.randint(1, 4))
         path.write_bytes(data)
         try:
-            source = opened(path)
-            read(source)
+            read(opened(path))
         except StreamloaderError as error:
             assert path.name in str(error)
             assert error.remedy
@@ -379,7 +343,7 @@ def test_a_file_that_shrinks_after_it_was_listed_is_named(tmp_path):
     source = opened(tmp_path)
     (tmp_path / "it.npy").write_bytes((tmp_path / "it.npy").read_bytes()[:4000])
     with pytest.raises(SourceChangedError, match=r"it\.npy ends at byte 4000"):
-        source.part(np.arange(1000))(raise_bad)
+        read(source)
 
 
 def test_an_unknown_format_is_an_error(tmp_path):
@@ -402,8 +366,7 @@ def test_links_to_files_and_folders_are_followed_but_not_in_circles(tmp_path):
     (root / ".cache").symlink_to(tmp_path)
     source = opened(root)
     assert [info.path for info in source.files] == ["a/x.png", "b/y.png", "c/y.png"]
-    found = source.part(np.arange(3))(raise_bad)
-    assert found["image"] == [(root / info.path).read_bytes() for info in source.files]
+    assert read(source)["image"] == [(root / info.path).read_bytes() for info in source.files]
 
 
 @pytest.mark.parametrize("name", ["bee", "ant/y.png", "ant/deep"])

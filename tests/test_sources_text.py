@@ -149,18 +149,13 @@ def test_dates_codes_and_numbers_that_no_type_holds_stay_text(tmp_path):
 def test_empty_cells_are_filled(tmp_path):
     (tmp_path / "it.csv").write_text("a,b,c,d\n1,0.5,x,true\n,,,\n3,inf,,false\n")
     fill = {"a": "-1", "b": "nan", "c": "none", "d": "false"}
-    source = opened(tmp_path, "a=int8,b,c,d=bool", fill=fill)
-    assert str(rows_of(source)) == str(
-        [
-            {"a": 1, "b": 0.5, "c": "x", "d": True},
-            {"a": -1, "b": float("nan"), "c": "none", "d": False},
-            {"a": 3, "b": float("inf"), "c": "none", "d": False},
-        ]
-    )
+    found = [list(row.values()) for row in rows_of(opened(tmp_path, "a=int8,b,c,d=bool", fill=fill))]
+    nan, inf = float("nan"), float("inf")
+    assert str(found) == str([[1, 0.5, "x", True], [-1, nan, "none", False], [3, inf, "none", False]])
     some = opened(tmp_path, "c,a", fill={"a": 0})
     assert rows_of(some) == [{"c": "x", "a": 1}, {"c": "", "a": 0}, {"c": "", "a": 3}]
     with pytest.raises(SourceError, match=r"it\.csv:3: its column 'b' is empty; give .* --fill b=VALUE"):
-        read(opened(tmp_path, "a,b", fill={"a": 0}), range(3))
+        read(opened(tmp_path, "a,b", fill={"a": 0}))
 
 
 def test_digits_are_bools_only_by_name(tmp_path):
@@ -174,11 +169,11 @@ def test_only_selected_columns_are_parsed(tmp_path):
     (tmp_path / "it.csv").write_bytes(b"a,b,c,d,e\n1,0,x,\xff,2.5\n2,1,y,\xfe,1e30\n")
     source = opened(tmp_path, "d=bytes,a=int8,b=bool,e=float32")
     assert list(map(str, source.fields.values())) == ["bytes", "int8", "bool", "float32"]
-    columns = read(source, range(2))
+    columns = read(source)
     assert columns["d"] == [b"\xff", b"\xfe"]
-    assert np.asarray(columns["b"]).tolist() == [False, True]
-    assert np.asarray(columns["e"]).dtype == np.float32
-    assert rows_of(opened(tmp_path, "a=text"), [0, 1]) == [{"a": "1"}, {"a": "2"}]
+    assert columns["b"].tolist() == [False, True]
+    assert columns["e"].dtype == np.float32
+    assert rows_of(opened(tmp_path, "a=text")) == [{"a": "1"}, {"a": "2"}]
     with pytest.raises(FieldError, match="has no field 'z'"):
         opened(tmp_path, "a,z")
     with pytest.raises(FieldError, match=r"cannot become ragged:int32"):
@@ -189,7 +184,6 @@ BAD_TABLES = {
     "empty": ({"it.csv": b""}, r"it\.csv is empty: it should hold the columns' names"),
     "blank": ({"it.csv": b"\xef\xbb\xbf\n\r\n\n"}, r"it\.csv is empty"),
     "no rows": ({"it.csv": b"a,b\n"}, "holds no row"),
-    "names twice": ({"it.csv": b"a,b,A\n1,2,3\n"}, "'a' and 'A' of .* both make the field 'a'"),
     "the same name": ({"it.csv": b"a,b,a\n1,2,3\n"}, "'a' and 'a' of .* both make the field 'a'"),
     "no name": ({"it.csv": b",a\n0,1\n"}, r"column 1 of .*it\.csv has no name; .* index=False"),
     "no header": ({"it.csv": b"1.5,2\n3,4\n"}, r"it\.csv begins with the numbers 1\.5,2"),
@@ -272,28 +266,21 @@ BAD_KINDS = [*(("csv", case) for case in BAD_ROWS), *(("jsonl", case) for case i
 
 @pytest.mark.parametrize("packed", ["", "gzip"])
 @pytest.mark.parametrize(("kind", "case"), BAD_KINDS)
-def test_a_bad_record_is_named_by_file_and_line_and_alone_left_out(kind, case, packed, tmp_path):
+def test_a_bad_record_is_named_by_file_and_line_and_alone_left_out(kind, case, packed, tmp_path, monkeypatch):
     bad, message = (BAD_ROWS if kind == "csv" else BAD_LINES)[case]
     data, line = with_bad(kind, bad)
     fields = {"csv": "n=int64,x=float64,t=text,ok=bool", "jsonl": "n=int64,x=float64,t=text,v=int64[2],o_k=int64"}
     (tmp_path / f"it.{kind}").write_bytes(PACK[packed](data))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(text, "MARK_BYTES", 700)
-        source = opened(tmp_path, fields[kind])
-        good, refused = bad_rows(source)
-        assert len(good) == 200
-        assert [one.position for one in refused] == [100]
-        assert refused[0].name.endswith(f"/it.{kind}:{line}")
-        with pytest.raises(SourceError, match=f"it.{kind}:{line}: .*{message}"):
-            read(source)
-        assert rows_of(source, [99, 101]) == [rows_of(opened(good_file(kind, tmp_path), fields[kind]))[0]] * 2
-
-
-def good_file(kind, folder):
-    (folder / "good").mkdir(exist_ok=True)
-    path = folder / "good" / f"good.{kind}"
-    path.write_bytes(b"N,x,t,ok\n" + GOOD_ROW if kind == "csv" else GOOD_LINE)
-    return path
+    monkeypatch.setattr(text, "MARK_BYTES", 700)
+    source = opened(tmp_path, fields[kind])
+    good, refused = bad_rows(source)
+    values = {"csv": {"t": "x\n\ny", "ok": True}, "jsonl": {"t": "a", "v": [1, 2], "o_k": 1}}
+    assert good == [{"n": 1, "x": 2.5 if kind == "csv" else 0.5, **values[kind]}] * 200
+    assert [one.position for one in refused] == [100]
+    assert refused[0].name.endswith(f"/it.{kind}:{line}")
+    with pytest.raises(SourceError, match=f"it.{kind}:{line}: .*{message}"):
+        read(source)
+    assert rows_of(source, [99, 101]) == good[:2]
 
 
 def test_many_bad_rows_are_all_found(tmp_path):
@@ -301,11 +288,9 @@ def test_many_bad_rows_are_all_found(tmp_path):
     good = [draw.random() < 0.9 for _ in range(2000)]
     rows = b"".join(b"%d,x\n" % i if fine else b"?,x\n" for i, fine in enumerate(good))
     (tmp_path / "it.csv").write_bytes(b"n,t\n" + rows)
-    source = opened(tmp_path, "n=int64")
-    refused = []
-    column = source.part(np.arange(2000))(refused.append)["n"]
+    found, refused = bad_rows(opened(tmp_path, "n=int64"))
     assert [one.position for one in refused] == [i for i, fine in enumerate(good) if not fine]
-    assert np.asarray(column).tolist() == [i for i, fine in enumerate(good) if fine]
+    assert [row["n"] for row in found] == [i for i, fine in enumerate(good) if fine]
     assert [one.name.rpartition(":")[2] for one in refused] == [str(one.position + 2) for one in refused]
 
 
@@ -313,15 +298,13 @@ def test_a_column_of_which_few_rows_were_seen_may_be_of_another_type_later(tmp_p
     rows = b"".join(b"%d\n" % i for i in range(5000))
     (tmp_path / "it.csv").write_bytes(b"n\n" + rows.replace(b"\n2100\n", b"\n2100.5\n"))
     with pytest.raises(SourceError, match=r"it\.csv:2102: its column 'n' holds '2100\.5', .* n=float64"):
-        read(opened(tmp_path), range(5000))
+        read(opened(tmp_path))
     assert rows_of(opened(tmp_path, "n=float64"), [2100]) == [{"n": 2100.5}]
 
 
 def test_values_that_no_field_holds_may_stay_json(tmp_path):
-    lines = [
-        {"messages": [{"role": "user", "text": "hé"}], "n": 1, "o": {"a": {"b": None}}},
-        {"messages": [], "n": 2, "o": {}},
-    ]
+    filled = {"messages": [{"role": "user", "text": "hé"}], "n": 1, "o": {"a": {"b": None}}}
+    lines = [filled, {"messages": [], "n": 2, "o": {}}]
     (tmp_path / "it.jsonl").write_text("\n".join(map(json.dumps, lines)))
     found = rows_of(opened(tmp_path, "messages=text,o=text,n"))
     assert [json.loads(row["messages"]) for row in found] == [line["messages"] for line in lines]
@@ -331,17 +314,15 @@ def test_values_that_no_field_holds_may_stay_json(tmp_path):
 
 def test_tables_beside_other_data_are_not_taken_for_the_data(tmp_path):
     png(tmp_path / "a" / "x.png")
-    for name in ("labels.csv", "metadata.jsonl"):
-        (tmp_path / name).write_bytes(b"x\n1\n" if name.endswith("csv") else b'{"x": 1}\n')
+    files({"labels.csv": b"x\n1\n", "metadata.jsonl": b'{"x": 1}\n'})(tmp_path)
     assert open_source(tmp_path, None, {}, FieldSelection())[0] == "imagefolder"
     assert rows_of(opened(tmp_path, name="csv")) == [{"x": 1}]
     assert rows_of(opened(tmp_path, name="jsonl")) == [{"x": 1}]
 
 
 def test_a_readme_or_a_hidden_file_does_not_hide_a_table(tmp_path):
-    for name in ("README.md", "LICENSE", ".part.csv.crc", "_SUCCESS"):
-        (tmp_path / name).write_text("a,b")
-    (tmp_path / "it.csv").write_text("a\n1\n")
+    others = dict.fromkeys(("README.md", "LICENSE", ".part.csv.crc", "_SUCCESS"), b"a,b")
+    files({"it.csv": b"a\n1\n", **others})(tmp_path)
     assert rows_of(opened(tmp_path)) == [{"a": 1}]
 
 
@@ -361,7 +342,7 @@ def test_a_text_that_changes_after_it_was_scanned_is_named(tmp_path):
     source = opened(path)
     path.write_bytes(b'{"a":   1}' * 90)
     with pytest.raises(SourceChangedError, match=r"it\.jsonl has other records than when it was scanned"):
-        read(source, range(100))
+        read(source)
     path.write_bytes(PACK["gzip"](random.Random(0).randbytes(500).hex().encode()))
     source = Content(open_store(tmp_path), list_source(path, {}).files[0], "gzip", 2000)
     with pytest.raises(SourceChangedError, match=r"it\.jsonl ends at byte 1000 unpacked, .* it had 2000"):
@@ -477,23 +458,30 @@ def requests(monkeypatch):
     return made
 
 
-def write_lines(path, count, seed=0):
+def write_lines(path, count, seed=0, size=500):
     """Lines that hardly shrink."""
     draw = random.Random(seed)
-    lines = b"".join(b'{"n": %d, "t": "%s"}\n' % (i, draw.randbytes(500).hex().encode()) for i in range(count))
+    lines = b"".join(b'{"n": %d, "t": "%s"}\n' % (i, draw.randbytes(size).hex().encode()) for i in range(count))
     path.write_bytes(gzip.compress(lines, 1))
 
 
-def test_ascending_parts_unpack_a_file_once(requests, tmp_path):
-    write_lines(tmp_path / "it.jsonl.gz", 3000)
-    size = (tmp_path / "it.jsonl.gz").stat().st_size
+def write_tar(path, count):
+    """A compressed tar of members that do not shrink."""
+    draw = random.Random(0)
+    members = [{f"{i:04}.bin": draw.randbytes(500), f"{i:04}.n.cls": b"%d" % i} for i in range(count)]
+    path.write_bytes(gzip.compress(tar_bytes({name: data for some in members for name, data in some.items()}), 1))
+
+
+@pytest.mark.parametrize(("write", "name", "key"), [(write_lines, "it.jsonl.gz", "n"), (write_tar, "it.tar", "n_cls")])
+def test_ascending_parts_unpack_a_file_once(write, name, key, requests, tmp_path):
+    write(tmp_path / name, 3000)
     source = opened(tmp_path)
     requests.clear()
     ranged_io._kept.get(dict).clear()
     for first in range(0, 3000, 100):
         part = pickle.loads(pickle.dumps(source.part(np.arange(first, first + 100))))
-        assert part(raise_bad)["n"].tolist() == list(range(first, first + 100))
-    assert sum(one.stop - one.start for one in requests) == size
+        assert part(raise_bad)[key].tolist() == list(range(first, first + 100))
+    assert sum(one.stop - one.start for one in requests) == (tmp_path / name).stat().st_size
     (kept,) = ranged_io._kept.get(dict).values()
     assert kept.at - kept.first < 2 * text.MARK_BYTES
 
@@ -509,7 +497,7 @@ def test_parts_in_any_order_and_in_many_threads_are_right(requests, tmp_path):
         for _ in range(8):
             first = mine.randrange(950)
             found = read(source, range(first, first + 50))["n"]
-            if np.asarray(found).tolist() != list(range(first, first + 50)):
+            if found.tolist() != list(range(first, first + 50)):
                 wrong.append((first, found))
 
     threads = [threading.Thread(target=work, args=(draw.random(),)) for _ in range(6)]
@@ -531,8 +519,8 @@ def test_a_file_that_was_written_again_is_not_read_from_the_old_stream(requests,
     assert read(opened(path), range(100))["t"] != before
 
 
-def run_python(code, path):
-    command = [sys.executable, "-c", code, str(path)]
+def run_python(code, *paths):
+    command = [sys.executable, "-c", code, *map(str, paths)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -547,7 +535,7 @@ from streamloader.conversion.sources.formats import open_source
 from streamloader.conversion.sources.fields import FieldSelection
 warnings.simplefilter("ignore")
 source = open_source(sys.argv[1], None, {}, FieldSelection())[1]
-read = lambda first: source.part(np.arange(first, first + 50))(raise_bad)["n"].tolist()
+read = lambda first: source.part(np.arange(first, first + 50)).read(raise_bad)["n"].tolist()
 assert read(0) == list(range(50)) and streams._kept.get(dict)
 child = os.fork()
 if not child:
@@ -560,7 +548,8 @@ print("right in both")
 
 
 def test_a_forked_child_begins_anew(tmp_path):
-    write_lines(tmp_path / "it.jsonl.gz", 50_000)  # several requests: one is under way when the process forks
+    # several requests: one is under way when the process forks
+    write_lines(tmp_path / "it.jsonl.gz", 1000, size=20_000)
     assert run_python(FORKED, tmp_path) == "right in both\n"
 
 
@@ -573,69 +562,55 @@ from streamloader.conversion.sources.formats import open_source
 from streamloader.conversion.sources.fields import parse_selection
 # not getrusage's, which counts what the starter held when it forked
 peak = lambda: int(re.search(r"VmHWM:\\s+(\\d+) kB", open("/proc/self/status").read())[1]) >> 10
-source = open_source(sys.argv[1], None, {}, parse_selection("n"))[1]
-total = 0
-for first in range(0, source.num_samples, 50_000):
-    rows = np.arange(first, min(first + 50_000, source.num_samples))
-    total += int(source.part(rows)(raise_bad)["n"].sum())
-print(source.num_samples, total, peak())
+for path in sys.argv[1:]:
+    source = open_source(path, None, {}, parse_selection("n"))[1]
+    total = 0
+    for first in range(0, source.num_samples, 5000):
+        rows = np.arange(first, min(first + 5000, source.num_samples))
+        total += int(source.part(rows)(raise_bad)["n"].sum())
+    print(source.num_samples, total, peak())
 """
 
 
 @pytest.mark.parametrize(("kind", "packed"), [("csv", "zstd"), ("jsonl", "gzip"), ("csv", "")])
 def test_memory_is_bounded_however_large_a_file_unpacks(kind, packed, tmp_path):
     head, line = (b"n,t\n", b"%d,") if kind == "csv" else (b"", b'{"n":%d,"t":"')
-    tail = b"x" * 900 + (b"\n" if kind == "csv" else b'"}\n')
+    tail = b"x" * 9000 + (b"\n" if kind == "csv" else b'"}\n')
 
-    def peak(count):
-        path = tmp_path / f"{count}.{kind}"
+    counts = (100, 23_000)  # 1 and 210 MB unpacked
+    paths = [tmp_path / f"{count}.{kind}" for count in counts]
+    for count, path in zip(counts, paths, strict=True):
         path.write_bytes(PACK[packed](head + b"".join(line % i + tail for i in range(count))))
-        samples, total, held = map(int, run_python(MEMORY, path).split())
-        assert (samples, total) == (count, count * (count - 1) // 2)
-        path.unlink()
-        return held
-
-    small, large = peak(1000), peak(230_000)  # 1 and 210 MB unpacked
+    (*first, small), (*second, large) = (map(int, line.split()) for line in run_python(MEMORY, *paths).splitlines())
+    assert (first, second) == tuple([count, count * (count - 1) // 2] for count in counts)
     assert large - small < (110 if packed else 150), f"{small} MiB, then {large}"
 
 
 # compressed tars
 
 
-@pytest.mark.parametrize("ending", [".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst"])
-def test_a_compressed_tar_is_read_like_a_plain_one(ending, tmp_path):
+TAR_PACKINGS = {"gzip": [".tar.gz", ".tgz", ".tar"], "bzip2": [".tar.bz2"], "xz": [".tar.xz"], "zstd": [".tar.zst"]}
+
+
+@pytest.mark.parametrize(("packed", "ending"), [(packed, one) for packed in PACKINGS for one in TAR_PACKINGS[packed]])
+def test_a_compressed_tar_is_read_like_a_plain_one(packed, ending, tmp_path):
     draw = random.Random(0)
     members = {f"{i:03}.{ext}": draw.randbytes(size) for i in range(40) for ext, size in (("bin", 30_000), ("raw", i))}
     tar(tmp_path / "it.tar", members)
     plain_one = rows_of(opened(tmp_path / "it.tar"))
-    packed = {"gz": "gzip", "tgz": "gzip", "bz2": "bzip2", "xz": "xz", "zst": "zstd"}[ending.rpartition(".")[2]]
-    (tmp_path / f"it{ending}").write_bytes(PACK[packed]((tmp_path / "it.tar").read_bytes()))
+    data = PACK[packed]((tmp_path / "it.tar").read_bytes())
     (tmp_path / "it.tar").unlink()
+    (tmp_path / f"it{ending}").write_bytes(data)
     source = opened(tmp_path)
     assert rows_of(source) == plain_one
     assert rows_of(source, [3, 39]) == [plain_one[3], plain_one[39]]
     assert rows_of(source, [0]) == plain_one[:1]
 
 
-def test_a_compressed_tar_is_unpacked_once_for_its_ascending_parts(requests, tmp_path):
-    draw = random.Random(0)
-    members = {f"{i:04}.bin": draw.randbytes(5000) for i in range(600)}
-    (tmp_path / "it.tar").write_bytes(gzip.compress(tar_bytes(members), 1))
-    source = opened(tmp_path)
-    requests.clear()
-    ranged_io._kept.get(dict).clear()
-    for first in range(0, 600, 50):
-        assert len(read(source, range(first, first + 50))["bin"]) == 50
-    size = (tmp_path / "it.tar").stat().st_size
-    assert sum(one.stop - one.start for one in requests) == size
-
-
 def test_bad_samples_of_a_compressed_tar_are_named_by_their_members(requests, tmp_path):
-    draw = random.Random(0)
-    values = {f"{i:04}": b"x" if i in (7, 300, 311) else b"%d" % i for i in range(400)}
-    members = {}
-    for key, value in values.items():
-        members |= {f"{key}.bin": draw.randbytes(3000), f"{key}.cls": value}
+    draw, members = random.Random(0), {}
+    for i in range(400):
+        members |= {f"{i:04}.bin": draw.randbytes(3000), f"{i:04}.cls": b"x" if i in (7, 300, 311) else b"%d" % i}
     (tmp_path / "it.tar").write_bytes(gzip.compress(tar_bytes(members), 1))
     source = opened(tmp_path)
     requests.clear()
@@ -663,18 +638,16 @@ def test_a_compressed_tar_that_cannot_be_read_is_named(case, tmp_path):
     assert_refused((files({"it.tar.gz": make(tar_bytes({"1.bin": b"x" * 9000}))}), message), tmp_path)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_compressed_table_of_many_shards_converts_to_the_same_as_a_plain_one(workers, tmp_path):
+def test_a_compressed_table_of_many_shards_converts_to_the_same_as_a_plain_one(tmp_path):
     out = io.StringIO()
     rows = ((i, f"text {i}\n" * (i % 50)) for i in range(20_000))
     csv.writer(out, lineterminator="\n").writerows([("n", "t"), *rows])
     layout = sl.Layout(shard_size=1 << 20, codec="none")
     digests = set()
-    for packed in ("", "gzip", "zstd")[: 3 - workers // 2]:
-        (tmp_path / packed).mkdir(exist_ok=True)
-        path = tmp_path / packed / f"it.csv{ENDING[packed]}"
+    for packed, workers in (("", 0), ("zstd", 0), ("gzip", 2)):
+        path = tmp_path / f"it.csv{ENDING[packed]}"
         path.write_bytes(PACK[packed](out.getvalue().encode()))
-        report = sl.convert(path, tmp_path / f"out-{packed}", workers=workers, layout=layout)
+        report = sl.convert(path, tmp_path / f"out{packed}", workers=workers, layout=layout)
         assert report.shards > 3
-        digests.add(sl.open(tmp_path / f"out-{packed}").manifest.digest)
+        digests.add(report.manifests[""].digest)
     assert len(digests) == 1

@@ -21,7 +21,7 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
-from sources import CASES, FORMATS, assert_refused, bad_rows, files, opened, read, rows_of
+from sources import CASES, FORMATS, assert_refused, bad_rows, files, kinds_of, opened, read, rows_of
 
 import streamloader as sl
 from streamloader.conversion.sources.mds import encoding_of
@@ -34,12 +34,6 @@ from streamloader.storage.store import ObjectInfo
 
 def samples_in(src):
     return CASES[src].expected()["samples"]
-
-
-def test_bad_samples_are_left_out_of_a_conversion(tmp_path):
-    write_records(tmp_path / "in" / "x.tfrecord", [example(n=ints(7)), b"\xff", example(n=ints(9))])
-    report = sl.convert(tmp_path / "in", tmp_path / "out", workers=0, on_error="skip")
-    assert [int(sample["n"]) for sample in sl.open(report.url)] == [7, 9]
 
 
 # --- TFRecord ---
@@ -93,13 +87,13 @@ def write_records(path, records):
 
 def test_files_of_the_usual_names_are_found_and_others_passed_over(tmp_path):
     names = ["a.tfrecord", "b.tfrecords", "c.tfrec", "d.tfrecord-00000-of-00002", "sub/e-00001-of-00002.TFRecord"]
-    for number, name in enumerate(names):
-        write_records(tmp_path / name, [example(n=ints(number))])
-    for name in ("dataset_info.json", "a.index", ".hidden.tfrecord"):
-        (tmp_path / name).write_text("{}")
+    contents = {name: framed([example(n=ints(number))]) for number, name in enumerate(names)}
+    contents["z.tfrecord.gz"] = gzip.compress(framed([example(n=ints(number)) for number in (5, 6, 7)]))
+    files({**contents, **dict.fromkeys(("dataset_info.json", "a.index", ".hidden.tfrecord"), b"{}")})(tmp_path)
     source = opened(tmp_path)
-    assert [info.path for info in source.files] == names
-    assert [sample["n"] for sample in rows_of(source)] == [0, 1, 2, 3, 4]
+    assert [info.path for info in source.files] == [*contents]
+    assert rows_of(source) == [{"n": number} for number in range(8)]
+    assert rows_of(source, [6]) == [{"n": 6}]
 
 
 def test_files_without_the_usual_names_are_read_where_the_format_is_named(tmp_path):
@@ -112,15 +106,6 @@ def test_files_without_the_usual_names_are_read_where_the_format_is_named(tmp_pa
     (tmp_path / "train-00000-of-00001").unlink()
     with pytest.raises(SourceError, match=r"holds no \.tfrecord"):
         opened(tmp_path, name="tfrecord")
-
-
-def test_gzipped_records_are_read_like_others(tmp_path):
-    plain_file = FORMATS / "tfrecord/input/data.tfrecord-00000-of-00002"
-    (tmp_path / "x.tfrecord.gz").write_bytes(gzip.compress(plain_file.read_bytes()))
-    source = opened(tmp_path)
-    samples = samples_in("tfrecord/input")
-    assert rows_of(source) == samples[:3]
-    assert rows_of(source, [1]) == [samples[1]]
 
 
 def test_files_without_records_count_for_nothing(tmp_path):
@@ -185,7 +170,6 @@ BAD_RECORDS = {
     ),
     "sequences": (written(sequence()), r"x\.tfrecord: sample 0: it is a tf.train.SequenceExample"),
     "no Example": (written(b"\xff\xff"), r"x\.tfrecord: sample 0: it is not a tf.train.Example, or damaged"),
-    "groups": (written(b"\x0b"), "it is not a tf.train.Example, or damaged"),
     "lists of bytes": (written(example(x=texts(b"a", b"b"))), "no field of the format holds the field 'x'"),
     "nothing in a feature": (written(example(x=b"")), "no field of the format holds the field 'x'"),
     "names that meet": (written(example(**{"a/b": ints(1), "a_b": ints(1)})), "both make the field 'a_b'"),
@@ -203,14 +187,11 @@ REFUSED_RECORDS = {
     "without a value": (example(n=ints(4), x=floats(0.5), t=b"", v=ints(1, 2)), "'t' .*is missing"),
     "an empty list": (example(n=ints(), x=floats(0.5), t=texts(b"a"), v=ints(1, 2)), r"'n' .*has shape \(0,\)"),
     "several for one": (example(n=ints(1, 2), x=floats(0.5), t=texts(b"a"), v=ints(1, 2)), r"'n' .*has shape \(2,\)"),
-    "too few": (example(n=ints(4), x=floats(0.5), t=texts(b"a"), v=ints(1)), r"'v' .*has shape \(1,\)"),
     "other kind": (example(n=floats(4), x=floats(0.5), t=texts(b"a"), v=ints(1, 2)), "'n' .*is float32, expected int"),
     "several texts": (example(n=ints(4), x=floats(0.5), t=texts(b"a", b"b"), v=ints(1, 2)), "'t' .*is a BytesList"),
     "a sequence": (sequence(), "it is a tf.train.SequenceExample"),
     "no Example": (b"\x0a\xff", "it is not a tf.train.Example, or damaged"),
-    "a length too long": (b"\x0a\x09abc", "it is not a tf.train.Example, or damaged"),
     "half a float": (example(n=tagged(2, 2, tagged(1, 2, b"abc"))), "it is not a tf.train.Example, or damaged"),
-    "a long varint": (example(n=tagged(3, 2, tagged(1, 2, b"\xff" * 80))), "it is not a tf.train.Example, or damaged"),
 }
 
 
@@ -238,8 +219,7 @@ def test_a_record_of_a_wrong_checksum_is_the_only_bad_sample(tmp_path):
 
 def test_bytes_become_text_where_that_is_selected(tmp_path):
     write_records(tmp_path / "x.tfrecord", [example(c=texts("é".encode())), example(c=texts(b"\xff"))])
-    source = opened(tmp_path, "c=text")
-    good, refused = bad_rows(source)
+    good, refused = bad_rows(opened(tmp_path, "c=text"))
     assert good == [{"c": "é"}]
     assert "'c' is not UTF-8" in refused[0].problem
     assert str(opened(tmp_path).fields["c"]) == "bytes"
@@ -247,7 +227,7 @@ def test_bytes_become_text_where_that_is_selected(tmp_path):
 
 def test_lists_become_the_selected_types(tmp_path):
     write_records(tmp_path / "x.tfrecord", [example(a=ints(n), b=floats(n)) for n in range(3)])
-    assert {name: str(kind) for name, kind in opened(tmp_path).fields.items()} == {"a": "int64", "b": "float32"}
+    assert kinds_of(opened(tmp_path)) == {"a": "int64", "b": "float32"}
     assert rows_of(opened(tmp_path, "b=float32[1],a=ragged:int32")) == [{"b": [n], "a": [n]} for n in range(3)]
     assert rows_of(opened(tmp_path, "a=uint8")) == [{"a": n} for n in range(3)]
     with pytest.raises(FieldError, match="no field 'z'; it has a, b"):
@@ -259,23 +239,15 @@ def test_features_that_no_field_holds_can_be_left_out(tmp_path):
     assert rows_of(opened(tmp_path, "a")) == [{"a": n} for n in range(3)]
 
 
-@given(st.lists(st.integers(-(1 << 63), (1 << 63) - 1)))
-def test_integers_are_read_packed_and_one_by_one(values):
-    one_by_one = tagged(3, 2, b"".join(tagged(1, 0, varint(number)) for number in values))
+def test_numbers_are_read_packed_and_one_by_one():
+    values = [-(1 << 63), -1, 0, 300, (1 << 63) - 1]
+    single = tagged(3, 2, b"".join(tagged(1, 0, varint(number)) for number in values))
     halves = tagged(3, 2, tagged(1, 2, b"".join(map(varint, values[:3])))) + ints(*values[3:])
-    for feature in (ints(*values), one_by_one, halves):
+    fractions = tagged(2, 2, b"".join(tagged(1, 5, struct.pack("<f", number)) for number in (0.5, -2.0)))
+    read = [(feature, np.int64, values) for feature in (ints(*values), single, halves)]
+    for feature, dtype, wanted in [*read, (fractions, np.float32, [0.5, -2.0]), (floats(0.5), np.float32, [0.5])]:
         found = parse_example(memoryview(example(x=feature)))["x"]
-        assert isinstance(found, np.ndarray)
-        assert found.dtype == np.int64
-        assert found.tolist() == values
-
-
-def test_floats_are_read_packed_and_one_by_one():
-    single = tagged(2, 2, b"".join(tagged(1, 5, struct.pack("<f", number)) for number in (0.5, -2.0)))
-    for feature in (single, floats(0.5, -2.0)):
-        found = parse_example(memoryview(example(x=feature)))["x"]
-        assert isinstance(found, np.ndarray)
-        assert (found.dtype, found.tolist()) == (np.float32, [0.5, -2.0])
+        assert (found.dtype, found.tolist()) == (dtype, wanted)
 
 
 def test_messages_are_merged_as_protocol_buffers_are():
@@ -355,11 +327,9 @@ BAD_MDS = {
     "version": (setting("version", to=3), "index.json is of version 3, only 2"),
     "no shards": (setting("shards", to=[]), "index.json lists no shard"),
     "no list": (setting("shards", to={"a": 1}), "index.json lists no shard"),
-    "no object": (lambda _: [], "index.json is not a JSON object"),
     "JSON shards": (setting(*SHARD, "format", to="json"), "shards of the format 'json'"),
     "no name": (setting(*SHARD, "raw_data", to=None), "does not say what shard 0 is"),
     "an odd name": (setting(*SHARD, "raw_data", "basename", to=["x"]), r"names the file \['x'\]"),
-    "a number for a name": (setting(*SHARD, "raw_data", "basename", to=7), "names the file 7"),
     "a climbing name": (
         setting(*SHARD, "raw_data", "basename", to="../data/shard.00000.mds"),
         r"names the file '\.\./data/shard.00000.mds': only files in its own folder",
@@ -375,7 +345,6 @@ BAD_MDS = {
     "negative samples": (setting(*SHARD, "samples", to=-1), "does not say what shard 0 is"),
     "too many samples": (setting(*SHARD, "samples", to=10**12), "says that .*has 1000000000000 samples in 1110 bytes"),
     "brotli (zstd)": (setting(*SHARD, "compression", to="br:11"), "the compression 'br', only zstd"),
-    "snappy (zstd)": (setting(*SHARD, "compression", to="snappy"), "the compression 'snappy'"),
     "a huge shard (zstd)": (setting(*SHARD, "raw_data", "bytes", to=2**31), "2147483648 bytes unpacked, at most"),
     "other columns": (setting("shards", 1, "column_names", 0, to="x"), "shard 1 of .* has other column_names"),
     "other encodings": (setting("shards", 1, "column_encodings", 0, to="bytes"), "other column_encodings"),
@@ -389,7 +358,6 @@ BAD_MDS = {
     "a lying varying column": (column("raw", "bytes", 4), "says 4 bytes of the column 'raw', 'bytes' has varying"),
     "pickles": (column("raw", "pkl"), "has the column 'raw' of 'pkl': pickles, which are never read"),
     "lists of images": (column("raw", "list[jpeg]"), "of 'list.jpeg.': several images a sample"),
-    "arrays of images": (column("raw", "jpeg_array"), "several images a sample"),
     "decimals": (column("raw", "str_decimal"), "decimal numbers"),
     "unknown": (column("raw", "later"), "of 'later': an encoding that is not known"),
     "an array of no length": (column("raw", "ndarray:int8:0"), "no length"),
@@ -429,10 +397,9 @@ def test_folders_with_an_index_each_are_listed(tmp_path):
 
 def test_the_source_is_made_of_the_index_and_what_it_names(tmp_path):
     folder = copied("mds/input/plain", tmp_path)
-    before = [info.path for info in opened(folder).files]
+    named = sorted(path.name for path in folder.iterdir())
     (folder / "leftover.bin").write_bytes(b"x")
-    assert [info.path for info in opened(folder).files] == before
-    assert len(before) == len(list((FORMATS / "mds/input/plain").iterdir()))
+    assert [info.path for info in opened(folder).files] == named
 
 
 def test_what_is_not_read_can_be_left_out(tmp_path):
@@ -462,6 +429,9 @@ DAMAGED = {
     "MDS offsets descending": ("mds/input/plain", poke(8, 400_000), "its offsets are not ascending within its size"),
     "MDS zstd": ("mds/input/zstd", poke(20, 12345), r"shard.00000.mds.zstd is damaged"),
 }
+for name in ("plain", "zstd"):
+    for cut in (5, 30, -1):
+        DAMAGED[f"{name} cut at {cut}"] = f"mds/input/{name}", lambda data, cut=cut: data[:cut], r"shard\.00000\.mds"
 
 
 @pytest.mark.parametrize("case", DAMAGED)
@@ -474,25 +444,14 @@ def test_a_damaged_file_is_named(case, tmp_path):
         rows_of(opened(folder))
 
 
-@pytest.mark.parametrize("src", ["mds/input/plain", "mds/input/zstd"])
-def test_a_truncated_file_of_an_index_is_named(src, tmp_path):
-    folder = copied(src, tmp_path)
-    path = first_file(folder)
-    for cut in (5, 30, -1):
-        path.write_bytes((FORMATS / src / path.name).read_bytes()[:cut])
-        with pytest.raises(SourceError, match=path.name.replace(".", r"\.")):
-            rows_of(opened(folder))
-
-
 def test_a_sample_of_wrong_sizes_is_the_only_bad_one(tmp_path):
     folder = copied("mds/input/plain", tmp_path)
     path = first_file(folder)
     data = path.read_bytes()
     second = struct.unpack_from("<I", data, 8)[0]
     path.write_bytes(poke(second, 2**31)(data))
-    source = opened(folder)
     samples = samples_in("mds/input/plain")
-    good, refused = bad_rows(source)
+    good, refused = bad_rows(opened(folder))
     assert good == [samples[0], *samples[2:]]
     assert [bad.position for bad in refused] == [1]
     assert refused[0].name.endswith(f"{path.name}: sample 1")
