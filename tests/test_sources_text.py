@@ -535,7 +535,7 @@ from streamloader.conversion.sources.formats import open_source
 from streamloader.conversion.sources.fields import FieldSelection
 warnings.simplefilter("ignore")
 source = open_source(sys.argv[1], None, {}, FieldSelection())[1]
-read = lambda first: source.part(np.arange(first, first + 50)).read(raise_bad)["n"].tolist()
+read = lambda first: source.part(np.arange(first, first + 50))(raise_bad)["n"].tolist()
 assert read(0) == list(range(50)) and streams._kept.get(dict)
 child = os.fork()
 if not child:

@@ -17,7 +17,7 @@ from conversions import SMALL, Exported, interrupted, module_at
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
-from sources import FORMATS, bad_rows, kinds_of, rows_of
+from sources import FORMATS, bad_rows, kinds_of, read, rows_of
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
 import streamloader as sl
@@ -72,14 +72,13 @@ def test_source_reads_what_the_format_says():
     expected = json.loads((FORMATS / "python/expected.json").read_text())
     source = open_object(module_at(FORMATS / "python/make.py").Things(), ALL)
     assert kinds_of(source) == expected["fields"]
-    images = source.part(np.arange(5))(pytest.fail)["image"]
-    found = rows_of(source)
-    for row, image in zip(found, images, strict=True):
-        row["image"] = {"pixels": np.asarray(Image.open(io.BytesIO(image))).tolist()}
-    assert found == expected["samples"]
+    images = read(source)["image"]
+    pixels = [{"image": {"pixels": np.asarray(Image.open(io.BytesIO(image))).tolist()}} for image in images]
+    assert [row | image for row, image in zip(rows_of(source), pixels, strict=True)] == expected["samples"]
     assert source.notes == {"object": "make.Things", "keys": {"vector_1": "Vector-1"}}
 
 
+RAGGED = [{"x": Exported(np.full((i, 2), i, "i2"))} for i in range(3)]
 VALUES = {
     "tensors": (TensorDataset(torch.arange(6).reshape(3, 2)), {"f_0": "int64[2]"}, {"f_0": [2, 3]}),
     "two of them": (
@@ -93,11 +92,7 @@ VALUES = {
     "an array": (np.arange(6, dtype=np.uint8).reshape(3, 2), {"data": "uint8[2]"}, {"data": [2, 3]}),
     "a tensor": (torch.arange(3, dtype=torch.int32), {"data": "int32"}, {"data": 1}),
     "DLPack": ([{"x": Exported(np.full(2, i, "f4"))} for i in range(3)], {"x": "float32[2]"}, {"x": [1, 1]}),
-    "DLPack of several lengths": (
-        [{"x": Exported(np.full((i, 2), i, "i2"))} for i in range(3)],
-        {"x": "ragged:int16[2]"},
-        {"x": [[1, 1]]},
-    ),
+    "DLPack of several lengths": (RAGGED, {"x": "ragged:int16[2]"}, {"x": [[1, 1]]}),
     "gradients": ([torch.ones(2, requires_grad=True)] * 3, {"data": "float32[2]"}, {"data": [1, 1]}),
     "a subset": (Subset(TensorDataset(torch.arange(9)), [5, 7, 8]), {"f_0": "int64"}, {"f_0": 7}),
 }
@@ -115,9 +110,9 @@ def test_values_become_fields(case):
 
 def test_images_are_kept_without_loss_beside_their_labels():
     source = open_object(Pictures(), parse_selection("f_0,f_1=uint8"))
-    columns = source.part(np.array([3, 7]))(pytest.fail)
-    assert [str(field) for field in source.fields.values()] == ["bytes:png", "uint8"]
-    assert np.asarray(columns["f_1"]).tolist() == [3, 7]
+    columns = read(source, [3, 7])
+    assert kinds_of(source) == {"f_0": "bytes:png", "f_1": "uint8"}
+    assert columns["f_1"].tolist() == [3, 7]
     assert [int(np.asarray(Image.open(io.BytesIO(one))).max()) for one in columns["f_0"]] == [3, 7]
 
 
@@ -130,16 +125,15 @@ def test_any_rows_are_the_same_also_in_another_process(chosen):
         wanted = [rows_of(source)[row] for row in rows]
         assert rows_of(source, rows) == wanted
         part = pickle.loads(pickle.dumps(source.part(np.array(rows, np.int64))))
-        assert rows_of(source, rows, part=part) == wanted
-        again = pickle.loads(pickle.dumps(part))
-        assert rows_of(source, rows, part=again) == wanted
+        for one in (part, pickle.loads(pickle.dumps(part))):
+            assert rows_of(source, rows, part=one) == wanted
 
 
 TINY = sl.Layout(shard_size=1024, block_size=512, chunk_size=512)
 TENSORS = TensorDataset(torch.arange(600).reshape(200, 3), torch.arange(200))
 
 
-@pytest.mark.parametrize(("samples", "workers"), [(TENSORS, 0), (TENSORS, 2), (Several(200), 1)])
+@pytest.mark.parametrize(("samples", "workers"), [(TENSORS, 0), (TENSORS, 1), (Several(200), 1)])
 def test_workers_load_datasets_with_tensors(samples, workers, tmp_path):
     """Torch would give its tensors to other processes as shared memory, which ours cannot open."""
     report = sl.convert(samples, tmp_path / "out", workers=workers, layout=TINY)
@@ -197,10 +191,9 @@ def test_another_object_is_another_source():
     """What stands for its files tells length and values; a change in between is seen where it was looked."""
     (known,) = open_object(Pictures(), ALL).files
     assert open_object(Pictures(), ALL).files == (known,)
-    others = [Pictures(21), Pictures(shift=1), Pictures(bad=(19,))]
-    for samples in others:
-        assert open_object(samples, ALL).files != (known,)
     assert known.size == 20
+    for samples in (Pictures(21), Pictures(shift=1), Pictures(bad=(19,))):
+        assert open_object(samples, ALL).files != (known,)
 
 
 def with_transform(transform):
@@ -269,17 +262,18 @@ def test_what_the_main_module_defines_is_an_error(tmp_path):
     assert "double is defined in the program that runs" in second
 
 
+PICKLED = """
+import pickle, numpy as np
+from gone import Data
+from streamloader.conversion.sources.objects import open_object
+from streamloader.conversion.sources.fields import FieldSelection
+print(pickle.dumps(open_object(Data([1, 2]), FieldSelection(), 1).part(np.arange(2))).hex())
+"""
+
+
 def test_a_module_that_workers_lack_is_named(tmp_path):
     (tmp_path / "gone.py").write_text("class Data(list):\n    pass\n")
-    code = (
-        "import pickle, sys, numpy as np\n"
-        "from gone import Data\n"
-        "from streamloader.conversion.sources.objects import open_object\n"
-        "from streamloader.conversion.sources.fields import FieldSelection\n"
-        "source = open_object(Data([1, 2]), FieldSelection(), 1)\n"
-        "print(pickle.dumps(source.part(np.arange(2))).hex())\n"
-    )
-    part = pickle.loads(bytes.fromhex(script(tmp_path, code)))
+    part = pickle.loads(bytes.fromhex(script(tmp_path, PICKLED)))
     with pytest.raises(UsageError, match=r"the gone\.Data cannot be loaded in another process: ModuleNotFoundError"):
         part(pytest.fail)
 
@@ -287,7 +281,6 @@ def test_a_module_that_workers_lack_is_named(tmp_path):
 NO_OBJECTS = {
     "a number": (7, "a builtins.int has no samples to convert"),
     "a text": ("data", "a builtins.str has no samples to convert"),
-    "bytes": (b"data", "a builtins.bytes has no samples to convert"),
     "a mapping": ({"x": 1}, "a builtins.dict has no samples to convert; give a dataset, a list"),
     "a class": (Pictures, "a builtins.type has no samples"),
     "a loader": (DataLoader(Pictures(), batch_size=4), "DataLoader gives batches, not samples; give its dataset"),
@@ -424,7 +417,7 @@ def test_samples_are_taken_as_they_are_written(tmp_path):
 
 
 def test_a_dataset_object_is_converted_like_a_url(tmp_path):
-    report = sl.convert(Pictures(200), tmp_path / "out", workers=2, layout=SMALL, split="train=0.9,val=0.1")
+    report = sl.convert(Pictures(200), tmp_path / "out", workers=0, layout=SMALL, split="train=0.9,val=0.1")
     found = [sl.open(tmp_path / "out", split=name) for name in ("train", "val")]
     assert sorted(label for ds in found for label in ds.read("f_1", 0, len(ds)).tolist()) == list(range(200))
     assert report.format == "python"
