@@ -1,9 +1,10 @@
-"""Commands of `streamloader`: in this process, or in one of their own with a terminal."""
+"""Commands of `streamloader`: in this process, where stderr may be a terminal, or in one of their own."""
 
 import contextlib
 import os
-import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import patch
 
 import pytest
 
@@ -20,16 +21,27 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, st
     return int(ended.value.code or 0), out, err
 
 
-def on_a_terminal(*command: object, **environment: str) -> tuple[int, str]:
-    """Run a command whose stderr is a terminal; return its status and what it showed there."""
+def on_a_terminal(*arguments: object, **environment: str) -> tuple[int, str]:
+    """Run a command here with a terminal as stderr; return its status and what it wrote there."""
     master, slave = os.openpty()
-    variables = {**os.environ, "TERM": "xterm", "CI": "", **environment}
-    arguments = [*COMMAND, *map(str, command)]
-    with subprocess.Popen(arguments, stderr=slave, stdout=subprocess.DEVNULL, env=variables) as process:
-        os.close(slave)
-        shown = b""
-        with contextlib.suppress(OSError):  # the terminal is closed when the process has ended
-            while data := os.read(master, 65536):
-                shown += data
-    os.close(master)
-    return process.returncode, shown.decode()
+    with ThreadPoolExecutor(1) as pool:
+        shown = pool.submit(_read, master)
+        with (
+            os.fdopen(slave, "w") as terminal,
+            patch.dict(os.environ, {"TERM": "xterm", "CI": "", **environment}),
+            contextlib.redirect_stderr(terminal),
+            pytest.raises(SystemExit) as ended,
+        ):
+            main([str(argument) for argument in arguments])
+        return int(ended.value.code or 0), shown.result()
+
+
+def _read(master: int) -> str:
+    shown = b""
+    with (
+        contextlib.suppress(OSError),
+        os.fdopen(master, "rb", buffering=0) as file,
+    ):  # an error: the other end is closed
+        while data := file.read(65536):
+            shown += data
+    return shown.decode()

@@ -1,12 +1,18 @@
-"""What tests of conversions share: folders of images, what is in a folder, and an interruption."""
+"""What tests of conversions share: folders of images, what is in a folder, interruptions, and processes to kill."""
 
+import contextlib
 import importlib.util
-from collections.abc import Callable
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from commands import COMMAND
 from PIL import Image
 
 import streamloader as sl
@@ -73,3 +79,47 @@ def interrupt_after(shards: int, phase: str = "write") -> Callable[[Progress], N
             raise KeyboardInterrupt
 
     return listen
+
+
+def wait_for(happened: Callable[[], Any], seconds: float = 300.0) -> Any:
+    """Return what `happened` returns once it is true."""
+    deadline = time.monotonic() + seconds
+    while not (found := happened()):
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.002)
+    return found
+
+
+def group(pgid: int) -> list[int]:
+    """The processes of a group that still run."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, _, pgrp = stat.read_text().rpartition(")")[2].split()[:3]
+            if int(pgrp) == pgid and state != "Z":
+                found.append(int(stat.parent.name))
+    return found
+
+
+def errors_of(dst: Path) -> str:
+    """What the last conversion to `dst` that `converting` ran wrote to stderr."""
+    return dst.with_suffix(".stderr").read_text()
+
+
+@contextlib.contextmanager
+def converting(src: Path, dst: Path, *options: str) -> Iterator[subprocess.Popen[bytes]]:
+    """Run `streamloader convert` in a process group of its own, which has ended afterwards without temporary files."""
+    temporary = dst.with_suffix(".tmp")
+    temporary.mkdir(exist_ok=True)
+    env, command = {**os.environ, "TMPDIR": str(temporary)}, [*COMMAND, "convert", str(src), str(dst), *options]
+    with dst.with_suffix(".stderr").open("w") as errors:  # a file: nobody reads a pipe meanwhile
+        process = subprocess.Popen(command, env=env, start_new_session=True, stderr=errors, stdout=subprocess.DEVNULL)
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    wait_for(lambda: not group(process.pid))
+    assert not list(temporary.iterdir()), "temporary files are left"
+    assert {path.suffix for path in dst.parent.iterdir() if path.stem == dst.stem} <= {"", ".tmp", ".stderr"}

@@ -1,24 +1,24 @@
-"""The command line: what it prints, how it fails, its progress, and a kill -9 at any moment."""
+"""The command line: what it prints, how it fails, its progress, and kills of a conversion."""
 
-import contextlib
 import json
 import os
 import random
 import re
-import shutil
 import signal
 import subprocess
 import sys
-import time
+import threading
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 from commands import COMMAND, on_a_terminal, run
-from conversions import contents, write_photos
-from datasets import encoded, picture, write, write_images
+from conversions import contents, converting, errors_of, group, wait_for, write_photos
+from datasets import assert_threads_end, encoded, picture, write, write_images
 from servers import free_ports
 
+import streamloader as sl
 from streamloader.cli.main import main
 from streamloader.cli.options import Display, Step, parse_options, show_bytes
 from streamloader.errors import UsageError
@@ -26,72 +26,58 @@ from streamloader.errors import UsageError
 
 @pytest.fixture(scope="module")
 def photos(tmp_path_factory):
-    """300 images of about 2 KB in three classes."""
+    """120 images of about 2 KB in three classes."""
     root = tmp_path_factory.mktemp("cli") / "photos"
-    return write_photos(root, {"ant": 100, "bee": 100, "cat": 100}, lambda i: (24, 24 + i % 7))
-
-
-@pytest.fixture(scope="module")
-def dataset(photos):
-    """The photos as a dataset without splits, to be copied before it is damaged."""
-    out = photos.parent / "dataset"
-    subprocess.run([*COMMAND, "convert", str(photos), str(out), "--shard-size", "200KiB", "--quiet"], check=True)
-    return out
+    return write_photos(root, {"ant": 40, "bee": 40, "cat": 40}, lambda i: (24, 24 + i % 7))
 
 
 def fails(capsys, *arguments):
-    """Run a command that must fail in the one way that is allowed; return what it says."""
-    status, _, err = run(capsys, *arguments)
+    """Run a command that must fail in the one way that is allowed; return its line."""
+    status, out, err = run(capsys, *arguments)
     lines = [line for line in err.splitlines() if not line.startswith(("scan:", "write:", "finish:"))]
-    assert status == 2, err
-    assert len(lines) == 1, err
+    assert (status, out, len(lines)) == (2, "", 1), err
     assert lines[0].startswith("error: ")
     return lines[0]
 
 
-def test_convert_and_inspect_tell_what_there_is(photos, tmp_path, capsys):
+def test_convert_and_inspect_print_what_there_is(photos, tmp_path, capsys):
     out = tmp_path / "out"
-    status, told, err = run(capsys, "convert", photos, out, "--split", "train=0.9,val=0.1", "--workers", "1")
+    status, shown, err = run(capsys, "convert", photos, out, "--split", "train=0.9,val=0.1", "--workers", "0")
     assert status == 0
-    assert "converted 300 samples (train 270, val 30)" in told
-    assert "scan: imagefolder: 300 samples in 300 files" in err
-    assert "write: 300 of 300 samples" in err
-    status, told, err = run(capsys, "inspect", out)
+    assert "converted 120 samples (train 108, val 12)" in shown
+    assert "scan: imagefolder: 120 samples in 120 files" in err
+    assert "write: 120 of 120 samples" in err
+    status, shown, err = run(capsys, "inspect", out)
     assert (status, err) == (0, "")
-    words = ("split train", "270 samples", "split val", "bytes:png", "int64", "in memory", "ant, bee, cat", "PNG 2")
-    assert all(word in told for word in words)
-    status, told, _ = run(capsys, "inspect", out, "--split", "val", "--json")
-    (facts,) = json.loads(told)["datasets"]
-    assert (facts["split"], facts["num_samples"]) == ("val", 30)
+    words = ("split train", "108 samples", "split val", "bytes:png", "int64", "in memory", "ant, bee, cat", "PNG 2")
+    assert all(word in shown for word in words)
+    status, shown, _ = run(capsys, "inspect", out, "--split", "val", "--json")
+    (facts,) = json.loads(shown)["datasets"]
+    assert (facts["split"], facts["num_samples"]) == ("val", 12)
     image = facts["fields"]["image"]
     assert (image["kind"], image["encoding"], image["codec"]) == ("bytes", "png", "none")
     assert image["nbytes"] < image["stored"]
     assert facts["fields"]["label"]["resident"]
     assert re.match(r"PNG \d\dx24 RGB, ", facts["sample"]["image"])
+    assert "train, val" in fails(capsys, "inspect", out, "--split", "test")
 
 
-def test_quiet_says_nothing(photos, tmp_path, capsys):
+def test_quiet_prints_nothing(photos, tmp_path, capsys):
     assert run(capsys, "convert", photos, tmp_path / "out", "--quiet", "--workers", "0") == (0, "", "")
+    assert "has no splits" in fails(capsys, "inspect", tmp_path / "out", "--split", "test")
+
+
+def storage(options):
+    """Return the arguments that give these storage options."""
+    texts = {name: value if isinstance(value, str) else json.dumps(value) for name, value in options.items()}
+    return [f"--storage-option={name}={value}" for name, value in texts.items()]
 
 
 def test_a_bucket_is_reached_by_storage_options(photos, seaweedfs, capsys):
-    options = [f"--storage-option={name}={as_text(value)}" for name, value in seaweedfs.storage_options.items()]
-    url = seaweedfs.url("photos")
+    options, url = storage(seaweedfs.storage_options), seaweedfs.url("photos")
     assert run(capsys, "convert", photos, url, "--workers", "1", *options)[0] == 0
-    status, told, _ = run(capsys, "inspect", url, *options)
-    assert (status, url in told, "300 samples" in told) == (0, True, True)
-
-
-def as_text(value):
-    return value if isinstance(value, str) else json.dumps(value)
-
-
-def test_a_terminal_gets_a_bar(photos, tmp_path):
-    command = ["convert", photos, tmp_path / "out", "--shard-size", "100KiB", "--workers", "1"]
-    status, shown = on_a_terminal(*command, TMPDIR=environment(tmp_path)["TMPDIR"])
-    assert status == 0
-    assert "samples/s" in shown
-    assert "300/300" in shown
+    status, shown, _ = run(capsys, "inspect", url, *options)
+    assert (status, url in shown, "120 samples" in shown) == (0, True, True)
 
 
 def test_help_and_version_are_quick_and_load_little():
@@ -102,8 +88,7 @@ def test_help_and_version_are_quick_and_load_little():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.endswith("[]\n")
-    assert "convert" in done.stdout
-    assert "inspect" in done.stdout
+    assert "convert" in done.stdout and "inspect" in done.stdout
     done = subprocess.run([*COMMAND, "--version"], capture_output=True, text=True, check=True)
     assert done.stdout.startswith("streamloader, version ")
 
@@ -121,21 +106,14 @@ def test_options_are_read_as_json_or_text():
 # --- bad input: one line, exit code 2, no traceback
 
 
-def test_inspect_of_an_unknown_split_names_those_there_are(photos, dataset, tmp_path, capsys):
-    assert "has no splits" in fails(capsys, "inspect", dataset, "--split", "test")
-    run(capsys, "convert", photos, tmp_path / "out", "--split", "train=0.9,val=0.1", "--workers", "0", "--quiet")
-    assert "train, val" in fails(capsys, "inspect", tmp_path / "out", "--split", "test")
-
-
 def bad_image(root):
     (root / "a").mkdir()
     (root / "a" / "x.png").write_bytes(b"no image")
     return root
 
 
-def hollow_class(root):
-    shutil.copytree(bad_image(root) / "a", root / "b")
-    (root / "hollow").mkdir()
+def empty_class(root):
+    (bad_image(root) / "empty").mkdir()
     return root
 
 
@@ -148,7 +126,7 @@ def unequal_arrays(root):
 BAD_SOURCES = {
     "nothing": (lambda root: root / "nowhere", [], ["nothing is at", "nowhere"]),
     "an image that does not decode": (bad_image, [], ["a/x.png: the image cannot be decoded"]),
-    "a class folder without images": (hollow_class, [], ["hollow holds no image"]),
+    "a class folder without images": (empty_class, [], ["empty holds no image"]),
     "arrays of unequal length": (unequal_arrays, [], ["'xs' has 3 rows, 'ys' 4"]),
     "an unknown format": (unequal_arrays, ["--format", "nothing"], ["'nothing'", "choose one of"]),
     "splits that do not sum to 1": (unequal_arrays, ["--split", "train=0.9"], ["sum to 0.9"]),
@@ -159,16 +137,16 @@ BAD_SOURCES = {
 
 
 @pytest.mark.parametrize("case", BAD_SOURCES)
-def test_convert_tells_what_is_wrong_in_one_line(case, tmp_path, capsys):
+def test_a_failed_conversion_prints_one_line(case, tmp_path, capsys):
     make, options, words = BAD_SOURCES[case]
     (tmp_path / "src").mkdir()
-    told = fails(capsys, "convert", make(tmp_path / "src"), tmp_path / "out", "--workers", "0", *options)
-    assert all(word in told for word in words), told
+    line = fails(capsys, "convert", make(tmp_path / "src"), tmp_path / "out", "--workers", "0", *options)
+    assert all(word in line for word in words), line
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("command", ["convert", "inspect"])
-def test_what_a_store_refuses_is_told_in_one_line(command, photos, seaweedfs, capsys):
+def test_the_error_of_a_store_is_one_line(command, photos, seaweedfs, capsys):
     url = seaweedfs.url("out")
     (port,) = free_ports(1)
     good = seaweedfs.storage_options
@@ -179,9 +157,8 @@ def test_what_a_store_refuses_is_told_in_one_line(command, photos, seaweedfs, ca
         "no such protocol": ("nosuch://x/y", {}, "nosuch"),
     }
     for target, given, word in cases.values():
-        options = [f"--storage-option={name}={as_text(value)}" for name, value in given.items()]
-        places = [target] if command == "inspect" else [str(photos), target, "--workers", "1"]
-        assert word in fails(capsys, command, *places, *options)
+        places = [target] if command == "inspect" else [photos, target, "--workers", "0"]
+        assert word in fails(capsys, command, *places, *storage(given))
 
 
 def test_a_real_process_fails_the_same_way(tmp_path):
@@ -200,131 +177,58 @@ def test_other_exceptions_keep_their_traceback(monkeypatch):
 
 # --- kills
 
-
-def environment(tmp_path):
-    """Temporary files go where the test can see that none is left."""
-    (tmp_path / "tmp").mkdir(exist_ok=True)
-    return {**os.environ, "TMPDIR": str(tmp_path / "tmp")}
-
-
-@contextlib.contextmanager
-def converting(photos, tmp_path):
-    """A conversion of its own process group, with many small shards."""
-    command = [*COMMAND, "convert", str(photos), str(tmp_path / "out"), *SMALL]
-    options = {"stderr": subprocess.PIPE, "text": True, "env": environment(tmp_path)}
-    process = subprocess.Popen(command, start_new_session=True, **options)
-    try:
-        yield process
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
-
-
 SMALL = ["--shard-size", "2KiB", "--split", "train=0.8,val=0.2", "--workers", "2"]
 
 
-def wait_for(happened, seconds=300.0):
-    """Return what `happened` returns once it is true."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        found = happened()
-        if found:
-            return found
-        time.sleep(0.002)
-    raise AssertionError("it did not happen")
-
-
-def receipts(tmp_path):
-    return sum(1 for _ in (tmp_path / "out").glob("*/_streamloader/receipts/*.json"))
-
-
-def group(pgid):
-    """The processes of a group that still run."""
-    found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            state, _, pgrp = stat.read_text().rpartition(")")[2].split()[:3]
-            if int(pgrp) == pgid and state != "Z":
-                found.append(int(stat.parent.name))
-    return found
+def receipts(out):
+    return sum(1 for _ in out.glob("*/_streamloader/receipts/*.json"))
 
 
 def maps_shared_memory(pid):
     """Whether a process has shared memory or a semaphore with a name; numcodecs has one whose name is gone."""
-    with contextlib.suppress(OSError):
-        lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
-        return any("/dev/shm" in line and not line.endswith(" (deleted)") for line in lines)
-    return False
+    lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    return any("/dev/shm" in line and not line.endswith(" (deleted)") for line in lines)
 
 
-@pytest.fixture(scope="module")
-def undisturbed(photos):
-    out = photos.parent / "undisturbed"
-    subprocess.run([*COMMAND, "convert", str(photos), str(out), *SMALL, "--quiet"], check=True)
-    return contents(out)
+def test_killed_processes_leave_nothing_and_the_same_command_resumes(photos, tmp_path):
+    """Of a conversion the process that leads it is killed, and of the one that resumes it a worker."""
+    sl.convert(photos, tmp_path / "whole", layout=sl.Layout(shard_size=2 << 10), split="train=0.8,val=0.2", workers=0)
+    rng, out = random.Random(int(os.environ.get("STREAMLOADER_TEST_SEED", "0"))), tmp_path / "out"
+    goal = rng.randrange(3, 12)
+    with converting(photos, out, *SMALL) as process:
+        wait_for(lambda: receipts(out) >= goal)
+        assert len(group(process.pid)) == 3
+        assert not any(maps_shared_memory(pid) for pid in group(process.pid))
+        process.kill()
+        process.wait()
+        wait_for(lambda: not group(process.pid))
+    kept = receipts(out)
+    with converting(photos, out, *SMALL) as process:
+        wait_for(lambda: receipts(out) > kept)
+        os.kill(next(pid for pid in group(process.pid) if pid != process.pid), signal.SIGKILL)
+        assert process.wait(300) == 0, errors_of(out)
+    assert "of 120 samples" in errors_of(out) and "kept from before" in errors_of(out)
+    assert contents(out) == contents(tmp_path / "whole")
 
 
-def assert_nothing_is_left(tmp_path):
-    assert not list((tmp_path / "tmp").iterdir())
-    assert {path.name for path in tmp_path.iterdir()} <= {"tmp", "out"}
-
-
-def test_a_kill_at_any_moment_ends_the_workers_and_is_resumed_to_the_same_bytes(photos, tmp_path, undisturbed):
-    rng = random.Random(int(os.environ.get("STREAMLOADER_TEST_SEED", "0")))
-    kept = 0
-    for kill in (os.killpg, os.kill, os.killpg):  # the group, or the starter alone
-        goal = kept + rng.randrange(3, 12)
-        with converting(photos, tmp_path) as process:
-            wait_for(lambda goal=goal, process=process: receipts(tmp_path) >= goal or process.poll() is not None)
-            time.sleep(rng.random() * 0.02)  # anywhere within a shard
-            assert len(group(process.pid)) <= 3
-            assert not any(maps_shared_memory(pid) for pid in group(process.pid))
-            with contextlib.suppress(ProcessLookupError):  # on a busy machine the kill may come too late
-                kill(process.pid, signal.SIGKILL)
-            finished = process.wait() == 0
-            wait_for(lambda pid=process.pid: not group(pid))
-        assert_nothing_is_left(tmp_path)
-        if finished:
-            shutil.rmtree(tmp_path / "out")
-        kept = receipts(tmp_path)
-    with converting(photos, tmp_path) as process:
-        told = process.communicate(timeout=300)[1]
-    assert process.returncode == 0, told
-    assert "of 300 samples" in told
-    assert ("kept from before" in told) == (kept > 0)
-    assert contents(tmp_path / "out") == undisturbed
-    assert_nothing_is_left(tmp_path)
-
-
-def test_a_killed_worker_is_replaced(photos, tmp_path, undisturbed):
-    with converting(photos, tmp_path) as process:
-        wait_for(lambda: receipts(tmp_path) >= 3)
-        worker = next(pid for pid in group(process.pid) if pid != process.pid)
-        os.kill(worker, signal.SIGKILL)
-        told = process.communicate(timeout=300)[1]
-    assert process.returncode == 0, told
-    assert contents(tmp_path / "out") == undisturbed
-
-
-def deaf_to_ctrl_c(pid):
+def blocks_sigint(pid):
     blocked = re.search(r"^SigBlk:\s*([0-9a-f]+)$", Path(f"/proc/{pid}/status").read_text(), re.M)
     return bool(blocked and int(blocked[1], 16) >> (signal.SIGINT - 1) & 1)
 
 
 @pytest.mark.usefixtures("ctrl_c")
-def test_ctrl_c_says_how_to_go_on(photos, tmp_path):
-    with converting(photos, tmp_path) as process:
+def test_ctrl_c_prints_how_to_resume(photos, tmp_path):
+    out = tmp_path / "out"
+    with converting(photos, out, *SMALL) as process:
         wait_for(lambda: len(group(process.pid)) == 3)  # the workers may still be importing
-        assert all(deaf_to_ctrl_c(pid) for pid in group(process.pid) if pid != process.pid)
-        wait_for(lambda: receipts(tmp_path) >= 3)
+        assert all(blocks_sigint(pid) for pid in group(process.pid) if pid != process.pid)
+        wait_for(lambda: receipts(out) >= 3)
         os.killpg(process.pid, signal.SIGINT)
-        told = process.communicate(timeout=300)[1]
-        wait_for(lambda: not group(process.pid))  # they closed their outputs, and are about to end
-    assert process.returncode == 130
-    assert told.splitlines()[-1].startswith("interrupted: finished shards are kept, run the same command again")
-    assert "Traceback" not in told
-    assert_nothing_is_left(tmp_path)
+        assert process.wait(300) == 130
+        wait_for(lambda: not group(process.pid))
+    *_, last = errors_of(out).splitlines()
+    assert last.startswith("interrupted: finished shards are kept, run the same command again")
+    assert "Traceback" not in errors_of(out)
 
 
 # --- `bench`, and progress: a bar on a terminal, plain lines in a pipe or CI
@@ -340,39 +244,43 @@ def numbers(tmp_path_factory):
     return folder
 
 
-def test_bench_prints_a_table_and_a_sentence(numbers, capsys):
-    status, told, err = run(capsys, "bench", numbers, "--seconds", "0.2", "--batch-size", "32", "--fields", "x,label")
+def test_bench_prints_a_table_and_a_verdict(numbers, capsys, monkeypatch):
+    monkeypatch.setattr("streamloader.cli.options.LINE_SECONDS", 0.0)
+    status, shown, err = run(capsys, "bench", numbers, "--seconds", "0.2", "--batch-size", "32", "--fields", "x,label")
     assert status == 0
-    lines = told.splitlines()
+    lines = shown.splitlines()
     assert re.search(r"700 samples, batches of 32, the first after \d+\.\d\d s$", lines[0])
     for word in ("fetch, 16 at once", "fetch and unpack", "loader", "samples/s", "MB/s", "CPU s/GB"):
-        assert word in told
+        assert word in shown
     assert re.match(r"(network|decode|loader)-bound: \d\.\d\d of what ", lines[-1])
-    assert not CONTROL.search(told + err)
+    assert not CONTROL.search(shown + err)
     assert re.match(r"fetch, 16 at once: 0 of 1 s", err)
+    assert re.search(r"^fetch, 16 at once: .* samples/s, .* MB/s", err, re.MULTILINE)
+    assert re.search(r"^loader: .* samples/s, .* left$", err, re.MULTILINE)
 
 
 def test_bench_prints_json(numbers, tmp_path, capsys):
     trace = tmp_path / "trace.jsonl"
-    status, told, _ = run(capsys, "bench", numbers, "--seconds", "0.2", "--memory", "64MiB", "--json", "--trace", trace)
+    status, shown, _ = run(
+        capsys, "bench", numbers, "--seconds", "0.1", "--memory", "64MiB", "--json", "--trace", trace
+    )
     assert status == 0
-    result = json.loads(told)
+    result = json.loads(shown)
     assert (result["num_samples"], result["batch_size"]) == (700, 256)
     assert [stage["name"] for stage in result["stages"]][-1] == "loader"
     assert result["verdict"].split("-")[0] in ("network", "decode", "loader")
     assert all(set(json.loads(line)) >= {"step", "wait_seconds"} for line in trace.read_text().splitlines())
 
 
-def test_bench_decodes_images_to_the_size_that_is_asked_for(tmp_path, capsys):
+def test_bench_decodes_images_to_the_given_size(tmp_path, capsys):
     write_images(tmp_path / "images", (encoded(picture(i), "jpeg") for i in range(40)))
-    told = run(capsys, "bench", tmp_path / "images", "--seconds", "0.1", "--image-size", "16x20")[1]
-    assert "decode image from memory" in told
-    told = run(capsys, "bench", tmp_path / "images", "--seconds", "0.1", "--image-size", "0")[1]
-    assert "decode image" not in told
+    for size, decoded in (("16x20", True), ("0", False)):
+        shown = run(capsys, "bench", tmp_path / "images", "--seconds", "0.1", "--image-size", size)[1]
+        assert ("decode image from memory" in shown) == decoded
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "message"),
     [
         (["nowhere"], "there is no dataset at"),
         (["no://such/store"], "no"),
@@ -389,58 +297,43 @@ def test_bench_decodes_images_to_the_size_that_is_asked_for(tmp_path, capsys):
         (["{empty}"], "has no samples"),
     ],
 )
-def test_bad_input_is_one_line(arguments, says, numbers, tmp_path, capsys):
+def test_a_failed_bench_prints_one_line(arguments, message, numbers, tmp_path, capsys):
     write(tmp_path / "empty", 0, ["x"])
     filled = [part.format(data=numbers, empty=tmp_path / "empty") for part in arguments]
-    status, out, err = run(capsys, "bench", *filled)
-    assert (status, out, err.count("\n")) == (2, "", 1), err
-    assert err.startswith("error: ")
-    assert says in err
-
-
-def test_a_bench_on_a_terminal_shows_a_bar_with_rate_and_time_left(numbers):
-    status, shown = on_a_terminal("bench", str(numbers), "--seconds", "0.7")
-    assert status == 0
-    assert "\x1b[" in shown
-    for word in ("loader", "samples/s", "MB/s", " left"):
-        assert word in shown
-
-
-def test_ci_gets_plain_lines_even_on_a_terminal(numbers):
-    status, shown = on_a_terminal("bench", str(numbers), "--seconds", "0.2", CI="true")
-    assert status == 0
-    assert not CONTROL.search(shown.replace("\r\n", "\n"))
-    assert "loader: " in shown
+    assert message in fails(capsys, "bench", *filled)
 
 
 @pytest.mark.usefixtures("ctrl_c")
-def test_ctrl_c_ends_a_bench_at_once(numbers):
-    command = [*COMMAND, "bench", str(numbers), "--seconds", "10000"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert "fetch, 16 at once" in process.stderr.readline()
-        process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=300)
-    assert (process.returncode, out) == (130, "")
-    assert "Traceback" not in err
-    assert err.splitlines()[-1] == "interrupted"
+def test_ctrl_c_ends_a_bench_at_once(numbers, capsys, monkeypatch):
+    shown = threading.Event()
+    monkeypatch.setattr(Display, "show", lambda *_: shown.set())
+
+    def interrupt():
+        shown.wait(300)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt).start()
+    assert run(capsys, "bench", numbers, "--seconds", "10000") == (130, "", "interrupted\n")
+    assert_threads_end()
 
 
-def test_a_conversion_tells_its_rate_and_the_time_left(tmp_path):
-    # forty shards of 0.03 s at least: the time left is not guessed before half a second
-    (tmp_path / "slowly.py").write_text("import time\ndef same(batch):\n    time.sleep(0.03)\n    return batch\n")
-    np.save(tmp_path / "rows.npy", np.random.default_rng(0).integers(0, 256, (1280, 1024), np.uint8))
-    command = ["convert", str(tmp_path / "rows.npy")]
-    options = ["--workers", "1", "--shard-size", "32KiB", "--map", "slowly:same", "--map-batch", "32"]
-    path, place = {"PYTHONPATH": str(tmp_path)}, str(tmp_path / "a")
-    env = {**os.environ, **path}
-    done = subprocess.run([*COMMAND, *command, place, *options], capture_output=True, text=True, check=True, env=env)
-    assert not CONTROL.search(done.stderr)
-    assert re.search(r"^write: 1280 of 1280 samples, [\d,]+ samples/s, [\d,.]+ MB/s$", done.stderr, re.MULTILINE)
-    assert len(done.stderr.splitlines()) <= 20
-    status, shown = on_a_terminal(*command, str(tmp_path / "b"), *options, **path)
+def test_progress_of_a_conversion_is_lines_in_a_pipe_or_ci_and_a_bar_on_a_terminal(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("streamloader.cli.options.SURE_SECONDS", 0.0)
+    np.save(tmp_path / "rows.npy", np.random.default_rng(0).integers(0, 256, (640, 1024), np.uint8))
+    (tmp_path / "slowly.py").write_text("import time\ndef same(batch):\n    time.sleep(0.02)\n    return batch\n")
+    monkeypatch.chdir(tmp_path)
+    options = ["--workers", "0", "--shard-size", "32KiB", "--map", "slowly:same", "--map-batch", "32"]
+    convert = partial(on_a_terminal, "convert", "rows.npy")
+    status, _, err = run(capsys, "convert", "rows.npy", "a", *options)
+    in_ci = convert("b", *options, CI="true")
+    assert (status, in_ci[0]) == (0, 0)
+    for lines in (err, in_ci[1].replace("\r\n", "\n")):
+        assert not CONTROL.search(lines)
+        assert re.search(r"^write: 640 of 640 samples, [\d,]+ samples/s, [\d,.]+ MB/s$", lines, re.MULTILINE)
+        assert len(lines.splitlines()) <= 20
+    status, shown = convert("c", *options)
     assert status == 0
-    assert "\x1b[" in shown
-    for word in ("samples/s", "MB/s", "1280/1280 samples", " left"):
+    for word in ("\x1b[", "samples/s", "MB/s", "640/640 samples", " left"):
         assert word in shown
 
 
