@@ -10,40 +10,30 @@ import re
 import socket
 import ssl
 from collections.abc import Iterator, Mapping
-from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from unittest import mock
 from urllib.parse import urlsplit
 
-from faulty import QuietHandler, running, signed_certificate
+from faulty import QuietHandler, QuietServer, running, signed_certificate
 
 DOMAIN = "amazonaws.com"
-HOP_BY_HOP = ("host", "expect", "transfer-encoding", "connection")
+HOP_BY_HOP = ("host", "expect", "transfer-encoding", "connection", "date")
 REGIONS = ("us-east-1", "us-west-2", "eu-west-1", "eu-central-1")
 
 
-class Aws(ThreadingHTTPServer):
+class Aws(QuietServer):
     """Answers as S3 does where a bucket or the scope of a signature is elsewhere; else `behind` answers."""
 
-    daemon_threads = True
-    block_on_close = False
-
     def __init__(self, behind: str, regions: Mapping[str, str], context: ssl.SSLContext) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
-        self.socket = context.wrap_socket(self.socket, server_side=True, do_handshake_on_connect=False)
+        super().__init__(_Handler, tls=context)
         self.behind = urlsplit(behind).netloc
         self.regions = regions
         self.requests: list[tuple[str, str, int]] = []
 
 
 class _Handler(QuietHandler):
-    protocol_version = "HTTP/1.1"
     server: Aws
-
-    def handle(self) -> None:
-        with contextlib.suppress(ConnectionError, ssl.SSLError):
-            super().handle()
 
     def do_GET(self) -> None:
         body = self._body()
@@ -76,8 +66,7 @@ class _Handler(QuietHandler):
     def _refuse(self, status: int, code: str, message: str, region: str) -> None:
         where = f"<Region>{region}</Region>" if status == 400 else ""
         body = f"<Error><Code>{code}</Code><Message>{message}</Message>{where}</Error>".encode()
-        headers = {"x-amz-bucket-region": region} if status == 301 or self.command == "HEAD" else {}
-        self._answer(status, {**headers, "Content-Length": str(len(body))}, b"" if self.command == "HEAD" else body)
+        self.respond(status, body, {"x-amz-bucket-region": region} if status == 301 or self.command == "HEAD" else {})
 
     def _pass_on(self, path: str, body: bytes) -> None:
         behind = http.client.HTTPConnection(self.server.behind)
@@ -85,20 +74,12 @@ class _Handler(QuietHandler):
         behind.request(self.command, path, body, headers)
         answer = behind.getresponse()
         content = answer.read()
-        kept = {name: value for name, value in answer.headers.items() if name.lower() not in ("connection", "date")}
-        if "Content-Length" not in kept:
-            kept["Content-Length"] = str(len(content))
-        kept.pop("Transfer-Encoding", None)
         behind.close()
-        self._answer(answer.status, kept, content)
+        self.respond(answer.status, content, {k: v for k, v in answer.headers.items() if k.lower() not in HOP_BY_HOP})
 
-    def _answer(self, status: int, headers: Mapping[str, str], body: bytes) -> None:
+    def respond(self, status: int, body: bytes = b"", headers: Mapping[str, str] | None = None) -> None:
         self.server.requests.append((self.headers["Host"], self.command, status))
-        self.send_response(status)
-        for name, value in headers.items():
-            self.send_header(name, value)
-        self.end_headers()
-        self.wfile.write(body)
+        super().respond(status, body, headers)
 
 
 @contextlib.contextmanager

@@ -8,9 +8,10 @@ with faulty_server(b"...") as server:
 import contextlib
 import re
 import ssl
+import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from datetime import UTC, datetime, timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -35,15 +36,91 @@ GARBAGE = {
 
 
 Server = TypeVar("Server", bound=ThreadingHTTPServer)
+NO_RETRY = {"outage_seconds": 0.0, "request_seconds": 0.0}  # the option `retry`
 
 
 class QuietHandler(BaseHTTPRequestHandler):
-    """Handles requests without a log."""
+    """Handles requests without a log; with `trickle` a response is sent byte by byte, one in a second."""
 
+    protocol_version = "HTTP/1.1"
     server: Any
+    trickle = truncate = False
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002
         pass
+
+    def respond(self, status: int, body: bytes = b"", headers: Mapping[str, str] | None = None) -> None:
+        self.send_response(status)
+        common = {"Content-Length": str(len(body)), "ETag": '"abc"', "Last-Modified": "Fri, 20 Nov 2026 12:00:00 GMT"}
+        for name, value in {**common, "Accept-Ranges": "bytes", **(headers or {})}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command == "HEAD":
+            return
+        for number in range(len(body) if self.trickle else 0):
+            self.wfile.write(body[number : number + 1])
+            if self.server.released.wait(1.0):
+                return
+        self.wfile.write(body[: len(body) // 2] if self.truncate else body)
+        self.close_connection |= self.truncate
+
+    def respond_range(self, content: bytes, shift: int = 0) -> None:
+        """Send what `Range` asks for, or what is `shift` bytes before that."""
+        wanted = re.fullmatch(r"bytes=(\d*)-(\d*)", self.headers.get("Range", ""))
+        if not wanted:
+            self.respond(200, content)
+            return
+        first = int(wanted[1]) if wanted[1] else max(0, len(content) - int(wanted[2]))
+        stop = min(len(content), int(wanted[2]) + 1) if wanted[1] and wanted[2] else len(content)
+        if first >= len(content):
+            self.respond(416)
+            return
+        first, stop = first - shift, stop - shift
+        self.respond(206, content[first:stop], {"Content-Range": f"bytes {first}-{stop - 1}/{len(content)}"})
+
+    def respond_badly(self, fault: str, content: bytes) -> None:
+        """Respond to a GET of some content with a fault (see `FaultyServer`), or rightly where that is empty."""
+        half = len(content) // 2
+        self.close_connection |= fault in (*GARBAGE, "stall", "close", "last", "trickle-status")
+        self.trickle, self.truncate = fault == "trickle", fault == "truncate"
+        if fault in GARBAGE:
+            self.wfile.write(GARBAGE[fault])
+        elif fault == "expired":
+            self.respond(400, EXPIRED)
+        elif fault.isdigit():
+            self.respond(int(fault), SLOW_DOWN if fault == "503" else b"", self.server.error_headers)
+        elif fault == "stall":
+            self.server.released.wait()
+        elif fault == "trickle-status":
+            for byte in b"HTTP/1.1 206 Partial Content\r\nX-A: " + b"a" * 99:
+                self.wfile.write(bytes([byte]))
+                if self.server.released.wait(0.5):
+                    break
+        elif fault == "ignore-range":
+            self.respond(200, content)
+        elif fault != "close":
+            changes = {"damage": lambda: bytes(byte ^ 1 for byte in content), "short": lambda: content[:half]}
+            changes["flip"] = lambda: content[:half] + bytes([content[half] ^ 1]) + content[half + 1 :]
+            changes["shift"] = lambda: content[-1:] + content[:-1]
+            self.respond_range(changes[fault]() if fault in changes else content, fault == "wrong-range")
+
+
+class QuietServer(ThreadingHTTPServer):
+    """A server whose clients may hang up; over TLS where `tls` is given."""
+
+    request_queue_size = 128  # the loader connects with all its threads at once
+
+    def __init__(
+        self, handler: Callable[..., BaseHTTPRequestHandler], port: int = 0, tls: ssl.SSLContext | None = None
+    ) -> None:
+        super().__init__(("127.0.0.1", port), handler)
+        self.endpoint = f"{'https' if tls else 'http'}://127.0.0.1:{self.server_port}"
+        if tls:
+            self.socket = tls.wrap_socket(self.socket, server_side=True, do_handshake_on_connect=False)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        if not isinstance(sys.exception(), OSError):
+            super().handle_error(request, client_address)
 
 
 @contextlib.contextmanager
@@ -59,21 +136,18 @@ def running(server: Server) -> Iterator[Server]:
             thread.join()
 
 
-def serving(handler: Callable[..., BaseHTTPRequestHandler]) -> AbstractContextManager[ThreadingHTTPServer]:
+def serving(handler: Callable[..., BaseHTTPRequestHandler]) -> AbstractContextManager[QuietServer]:
     """Run a server with this handler on a free port until the block ends."""
-    return running(ThreadingHTTPServer(("127.0.0.1", 0), handler))
+    return running(QuietServer(handler))
 
 
-class RangeServer(ThreadingHTTPServer):
+class RangeServer(QuietServer):
     """Serves bytes by range until it is `released`; counts connections; `closed` is set when one ends."""
 
-    request_queue_size = 128  # the loader connects with all its threads at once
-    daemon_threads = True
-    block_on_close = False
-
-    def __init__(self, handler: "type[RangeHandler]", port: int = 0) -> None:
-        super().__init__(("127.0.0.1", port), handler)
+    def __init__(self, handler: type[QuietHandler], port: int = 0, tls: ssl.SSLContext | None = None) -> None:
+        super().__init__(handler, port, tls)
         self.connections = 0
+        self.error_headers: dict[str, str] = {}
         self.closed, self.released = threading.Event(), threading.Event()
 
     def process_request(self, request: Any, client_address: Any) -> None:
@@ -83,9 +157,6 @@ class RangeServer(ThreadingHTTPServer):
     def shutdown_request(self, request: Any) -> None:
         super().shutdown_request(request)
         self.closed.set()
-
-    def handle_error(self, request: object, client_address: object) -> None:
-        """Say nothing: clients may hang up."""
 
     @contextlib.contextmanager
     def running(self) -> Iterator[Self]:
@@ -97,105 +168,38 @@ class RangeServer(ThreadingHTTPServer):
                 self.released.set()
 
 
-class RangeHandler(QuietHandler):
-    """Responds with a range of some content; with `trickle` a byte of it a second."""
-
-    protocol_version = "HTTP/1.1"
-    trickle = False
-
-    def handle(self) -> None:
-        with contextlib.suppress(ConnectionError, ssl.SSLError):  # a client that does not trust us hangs up
-            super().handle()
-
-    def respond_range(self, content: bytes, shift: int = 0, truncate: bool = False) -> None:
-        """Send what `Range` asks for; `shift`: say that it begins so many bytes earlier."""
-        wanted = re.fullmatch(r"bytes=(\d*)-(\d*)", self.headers.get("Range", ""))
-        if not wanted:
-            self.respond(200, content)
-            return
-        first = int(wanted[1]) if wanted[1] else max(0, len(content) - int(wanted[2]))
-        stop = min(len(content), int(wanted[2]) + 1) if wanted[1] and wanted[2] else len(content)
-        if first >= len(content):
-            self.respond(416, b"")
-            return
-        sent = first - shift
-        headers = {"Content-Range": f"bytes {sent}-{sent + stop - first - 1}/{len(content)}"}
-        self.respond(206, content[sent : sent + stop - first], headers, truncate)
-
-    def respond(self, status: int, body: bytes, headers: dict[str, str] | None = None, truncate: bool = False) -> None:
-        self.send_response(status)
-        common = {"Content-Length": str(len(body)), "ETag": '"abc"', "Last-Modified": "Fri, 20 Nov 2026 12:00:00 GMT"}
-        for name, value in {**common, "Accept-Ranges": "bytes", **(headers or {})}.items():
-            self.send_header(name, value)
-        self.end_headers()
-        if self.command == "HEAD":
-            return
-        with contextlib.suppress(ConnectionError, ssl.SSLError):
-            for number in range(len(body) if self.trickle else 0):
-                self.wfile.write(body[number : number + 1])
-                if self.server.released.wait(1.0):
-                    return
-            self.wfile.write(body[: len(body) // 2] if truncate else body)
-        self.close_connection = self.close_connection or truncate
-
-
 class FaultyServer(RangeServer):
-    """`faults` are used up one for each GET: a status such as "503", one of `GARBAGE`, "truncate", "trickle" (a byte of
-    the body a second), "trickle-status" (of the status line), "stall", "close", "last" (right, then the connection is
-    closed unannounced), "ignore-range", "wrong-range", "expired" (credentials).
+    """`faults` are used up one for each GET.
 
-    With `token` only requests that carry this session token succeed, also HEAD. `retry_after` is sent with a 503.
+    A fault is a status such as "503" (sent with `error_headers`), one of `GARBAGE`, "truncate", "trickle" (a byte of
+    the body a second), "trickle-status" (of the status line), "stall", "close", "last" (right, then the connection is
+    closed unannounced), "ignore-range", "wrong-range" (with its header), "shift" (without), "damage" (of all bytes),
+    "flip" (of one in the middle: a digit of a number, an entry of a table), "short", "expired" (credentials).
+    With `token` only requests that carry this session token succeed, also HEAD.
     """
 
     def __init__(self, content: bytes, tls: ssl.SSLContext | None = None) -> None:
-        super().__init__(_Handler)
-        self.scheme = "https" if tls else "http"
-        if tls:
-            self.socket = tls.wrap_socket(self.socket, server_side=True, do_handshake_on_connect=False)
+        super().__init__(_Handler, tls=tls)
         self.content = content
         self.faults: deque[str] = deque()
         self.gets = 0
-        self.token = self.retry_after = ""
-
-    @property
-    def endpoint(self) -> str:
-        """Return the server's URL."""
-        return f"{self.scheme}://127.0.0.1:{self.server_port}"
+        self.token = ""
 
 
-class _Handler(RangeHandler):
+class _Handler(QuietHandler):
     server: FaultyServer
 
+    @property
+    def expired(self) -> bool:
+        return self.server.token not in self.headers.get("X-Amz-Security-Token", "")
+
     def do_HEAD(self) -> None:
-        if not self.server.token:
-            self.respond(501, b"")
-            return
-        expired = self.server.token not in self.headers.get("X-Amz-Security-Token", "")
-        self.respond(400 if expired else 200, self.server.content)
+        self.respond((400 if self.expired else 200) if self.server.token else 501, self.server.content)
 
     def do_GET(self) -> None:
         self.server.gets += 1
         fault = self.server.faults.popleft() if self.server.faults else ""
-        self.close_connection = fault in (*GARBAGE, "stall", "close", "last", "trickle-status")
-        self.trickle = fault == "trickle"
-        if fault == "expired" or self.server.token not in self.headers.get("X-Amz-Security-Token", ""):
-            self.respond(400, EXPIRED)
-        elif fault in GARBAGE:
-            self.wfile.write(GARBAGE[fault])
-        elif fault.isdigit():
-            headers = {"Retry-After": self.server.retry_after} if self.server.retry_after else {}
-            self.respond(int(fault), SLOW_DOWN if fault == "503" else b"", headers)
-        elif fault == "stall":
-            self.server.released.wait()
-        elif fault == "trickle-status":
-            for byte in b"HTTP/1.1 206 Partial Content\r\nX-A: " + b"a" * 99:
-                self.wfile.write(bytes([byte]))
-                if self.server.released.wait(0.5):
-                    break
-        elif fault == "ignore-range":
-            self.respond(200, self.server.content)
-        elif fault != "close":
-            self.respond_range(self.server.content, fault == "wrong-range", fault == "truncate")
+        self.respond_badly("expired" if self.expired else fault, self.server.content)
 
 
 def signed_certificate(folder: Path, hosts: Iterable[str], days: tuple[float, float] = (-2, 1)) -> ssl.SSLContext:

@@ -3,7 +3,7 @@
 with folder_server(path) as server:
     server.behave = "stall"      # or "503", "close", "damage", ""; for requests of shards, not for paths with `spare`
     server.every = 50            # only each 50th of them; a "stall" lasts `seconds`, for ever without
-    server.faults["/zarr.json"] = ["trickle", "flip", "short", "shift", "close", "503"]   # of the next GETs of a path
+    server.faults["/zarr.json"] = ["trickle", "flip", "503"]   # of the next GETs of a path
     StreamingDataset(server.url, ...)
 """
 
@@ -12,7 +12,7 @@ import threading
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-from faulty import RangeHandler, RangeServer
+from faulty import QuietHandler, RangeServer
 
 
 class FolderServer(RangeServer):
@@ -20,6 +20,7 @@ class FolderServer(RangeServer):
 
     def __init__(self, folder: Path, port: int = 0) -> None:
         super().__init__(_Handler, port)
+        self.url = self.endpoint
         self.faults: dict[str, list[str]] = {}
         self.paths: list[str] = []
         self.folder = folder
@@ -34,11 +35,6 @@ class FolderServer(RangeServer):
         self.gets = 0
         self.lock = threading.Lock()
         self.met = threading.Event()
-
-    @property
-    def url(self) -> str:
-        """The URL of the folder."""
-        return f"http://127.0.0.1:{self.server_port}"
 
     def fault(self, path: str) -> str:
         """What to do with any GET; empty for what is right."""
@@ -58,7 +54,7 @@ class FolderServer(RangeServer):
         return self.behave
 
 
-class _Handler(RangeHandler):
+class _Handler(QuietHandler):
     server: FolderServer
 
     def do_HEAD(self) -> None:
@@ -87,27 +83,11 @@ class _Handler(RangeHandler):
         self._file(behaviour or self.server.fault(self.path))
 
     def _file(self, fault: str) -> None:
-        if fault == "close":
-            self.close_connection = True
-            return
-        if fault == "503":
-            self.respond(503, b"slow down", {"Retry-After": "0"})
-            return
         path = self.server.folder / self.path.split("?")[0].lstrip("/")
-        if not path.is_file():
-            self.respond(404, b"")
-            return
-        content, self.trickle = path.read_bytes(), fault == "trickle"
-        half = len(content) // 2
-        if fault == "damage":
-            content = bytes(byte ^ 1 for byte in content)
-        elif fault == "flip":  # in the middle: a digit of a number, an entry of a table
-            content = content[:half] + bytes([content[half] ^ 1]) + content[half + 1 :]
-        elif fault == "short":
-            content = content[:half]
-        elif fault == "shift":  # another range, of the right length, without a word
-            content = content[-1:] + content[:-1]
-        self.respond_range(content)
+        if path.is_file():
+            self.respond_badly(fault, path.read_bytes())
+        else:
+            self.respond(404)
 
 
 def folder_server(folder: Path) -> AbstractContextManager[FolderServer]:

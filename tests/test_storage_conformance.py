@@ -307,7 +307,7 @@ def test_a_folder_that_a_web_server_lists_is_a_store(tmp_path):
     open_store(tmp_path).put("a/b/c", DIGITS)
     open_store(tmp_path).put("a/d", b"1")
     with serving(partial(ListingHandler, directory=str(tmp_path))) as server:
-        store = open_store(f"http://127.0.0.1:{server.server_port}/a")
+        store = open_store(f"{server.endpoint}/a")
         assert {info.path: info.size for info in store.list()} == {"b/c": 10, "d": 1}
         assert store.get("b/c") == DIGITS
         with pytest.raises(UnsupportedError, match="ranges"):

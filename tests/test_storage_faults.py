@@ -5,11 +5,12 @@ import time
 
 import fsspec
 import pytest
-from faulty import GARBAGE, faulty_server
+from faulty import GARBAGE, NO_RETRY, faulty_server
 from fsspec.asyn import AsyncFileSystem
 
 from streamloader.errors import NotFoundError, ThrottledError, TransientError, UnsupportedError
-from streamloader.storage import NO_RETRY, RetryPolicy, open_store
+from streamloader.options import RetryPolicy
+from streamloader.storage import open_store
 
 CONTENT = bytes(range(256)) * 64
 # what comes slower than 1 MB/s for a second is late
@@ -42,8 +43,9 @@ def server(running):
 def store(request, running):
     protocol = request.param.split("-")[0]
     if protocol == "http":
-        return open_store(f"{running.endpoint}/bucket", PLANES[request.param], QUICK)
-    return open_store("s3://bucket", {**KEYS, "endpoint_url": running.endpoint, **PLANES[request.param]}, QUICK)
+        return open_store(f"{running.endpoint}/bucket", {**PLANES[request.param], "retry": QUICK})
+    options = {**KEYS, "endpoint_url": running.endpoint, "retry": QUICK, **PLANES[request.param]}
+    return open_store("s3://bucket", options)
 
 
 @pytest.fixture
@@ -118,7 +120,7 @@ def test_a_listing_over_http_is_retried_and_has_a_deadline(fault):
         b'<a href="../">up</a> <a href="x">x</a> <a href="/folder/y">y</a> <a href="?C=N">Name</a> <a href="/z">z</a>'
     )
     with faulty_server(page) as server:
-        store = open_store(f"{server.endpoint}/folder", None, QUICK)
+        store = open_store(f"{server.endpoint}/folder", {"retry": QUICK})
         assert store.get("x") == page  # the endpoint has responded once
         server.faults.append(fault)
         begin = time.monotonic()
@@ -148,7 +150,7 @@ class SilentFileSystem(AsyncFileSystem):
 def test_each_request_of_an_asynchronous_client_has_a_deadline(ask, arguments):
     fsspec.register_implementation("silent", SilentFileSystem, clobber=True)
     policy = RetryPolicy(outage_seconds=0, request_seconds=0, response_seconds=0.2, min_bytes_per_second=1e9)
-    store = open_store("silent://bucket", None, policy)
+    store = open_store("silent://bucket", {"retry": policy})
     begin = time.monotonic()
     with pytest.raises(TransientError):
         list(getattr(store, ask)(*arguments) or ())
@@ -182,7 +184,7 @@ def test_the_control_plane_retries_by_the_same_policy(server, store):
 
 
 def test_http_is_read_only_and_says_so(server):
-    store = open_store(f"{server.endpoint}/folder", None, NO_RETRY)
+    store = open_store(f"{server.endpoint}/folder", {"retry": NO_RETRY})
     assert store.get("x") == CONTENT
     head = store.head("x")
     assert (head.size, head.etag) == (len(CONTENT), "abc")
@@ -195,7 +197,7 @@ def test_http_is_read_only_and_says_so(server):
 
 
 def test_http_head_of_a_failing_server_is_no_absence(server):
-    store = open_store(f"{server.endpoint}/folder", None, NO_RETRY)
+    store = open_store(f"{server.endpoint}/folder", {"retry": NO_RETRY})
     server.faults.append("404")
     assert store.head("x") is None
     server.faults.append("500")

@@ -8,10 +8,10 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from faulty import QuietHandler, faulty_server, serving, signed_certificate
+from faulty import NO_RETRY, QuietHandler, faulty_server, serving, signed_certificate
 
 from streamloader.errors import EndpointError, ForkError, ThrottledError, TransientError, UnsupportedError
-from streamloader.storage import NO_RETRY, open_store
+from streamloader.storage import open_store
 from streamloader.storage.s3_http import MAX_IDLE_SECONDS
 
 CONTENT = bytes(range(256)) * 16
@@ -46,7 +46,7 @@ def test_a_connection_that_the_server_closed_while_idle_costs_no_request(server)
 
 @pytest.mark.parametrize(("header", "wait"), [("7", 7), ("0.5", 0.5), ("-3", 0), ("Wed, 21 Oct 2026 07:28:00 GMT", 0)])
 def test_the_wait_that_a_response_asks_for_is_in_its_error(server, header, wait):
-    server.retry_after = header
+    server.error_headers = {"Retry-After": header}
     server.faults.append("503")
     with pytest.raises(ThrottledError) as caught:
         reader_of(server).read("x", 0, 10)
@@ -100,11 +100,7 @@ class Proxy(QuietHandler):
         with contextlib.closing(http.client.HTTPConnection(*self.there)) as upstream:
             upstream.request("GET", self.path, headers=dict(self.headers))
             response = upstream.getresponse()
-            self.send_response(response.status)
-            for name, value in response.headers.items():
-                self.send_header(name, value)
-            self.end_headers()
-            self.wfile.write(response.read())
+            self.respond(response.status, response.read(), dict(response.headers))
 
     def do_CONNECT(self):
         self.seen.append((self.command, self.path, self.headers.get("Proxy-Authorization", "")))
@@ -147,7 +143,7 @@ def test_s3_is_read_through_a_proxy(tmp_path, monkeypatch, scheme, given):
         if given != "option":
             monkeypatch.setenv("NO_PROXY", "store.example")
             with pytest.raises(EndpointError):
-                open_store("s3://bucket", options, NO_RETRY).get("x")
+                open_store("s3://bucket", {**options, "retry": NO_RETRY}).get("x")
 
 
 def test_a_proxy_that_speaks_tls_is_an_error():

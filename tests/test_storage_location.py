@@ -10,8 +10,10 @@ from hypothesis import strategies as st
 import streamloader as sl
 from streamloader.errors import UnsupportedError, UsageError
 from streamloader.storage import open_store
-from streamloader.storage.object_store import azure_target, gcs_target, http_target, open_object_plane
+from streamloader.storage.object_store import open_object_plane, target_of
 from streamloader.storage.url import checked_path, parse_location, redact
+
+AZURE_CLIENT = {"client_id": "i", "client_secret": "c", "tenant_id": "t"}
 
 
 @pytest.mark.parametrize(
@@ -126,86 +128,64 @@ def test_checked_paths_are_plain_descents(parts):
         assert checked_path(path) == path
 
 
-# The table of options: each one has a counterpart in obstore, no meaning for reading, or is named as unknown.
-
-
-def gcs(url, options):
-    return gcs_target(parse_location(url, options), {})
-
-
-def azure(url, options, env=None):
-    return azure_target(parse_location(url, options), env or {})
-
-
-@pytest.mark.parametrize(
-    ("options", "config"),
-    [
-        ({}, {}),
-        ({"token": "google_default", "project": "p", "access": "read_only"}, {}),
-        ({"token": "anon"}, {"skip_signature": True}),
-        ({"token": "/key.json"}, {"application_credentials": "/key.json"}),
-        ({"token": {"type": "service_account"}}, {"service_account_key": '{"type": "service_account"}'}),
-        ({"endpoint_url": "https://gcs.example"}, {"base_url": "https://gcs.example"}),
-    ],
-)
-def test_options_of_gcsfs_have_their_meaning(options, config):
-    target = gcs("gs://bucket/a/b", options)
-    assert (target.kind, target.bucket, target.prefix, dict(target.config)) == ("gs", "bucket", "a/b", config)
-
-
-@pytest.mark.parametrize("options", [{"token": "cloud"}, {"token": {"type": "user"}}, {"requester_pays": True}])
-def test_an_option_of_gcsfs_without_counterpart_is_an_error(options):
-    with pytest.raises(UnsupportedError, match="no counterpart"):
-        gcs("gs://bucket/a", options)
+# What the options mean to obstore: each has a counterpart, no meaning for reading, or is named as unknown.
 
 
 @pytest.mark.parametrize(
     ("url", "options", "config"),
     [
-        ("az://box/a/b", {"account_name": "n", "account_key": "k"}, {"account_name": "n", "account_key": "k"}),
-        ("abfs://box/a/b", {"account_name": "n", "sas_token": "s"}, {"account_name": "n", "sas_key": "s"}),
-        ("az://box/a/b", {"account_name": "n", "anon": True}, {"account_name": "n", "skip_signature": True}),
-        ("abfss://box@n.dfs.core.windows.net/a/b", {"account_key": "k"}, {"account_name": "n", "account_key": "k"}),
-        (
-            "az://box/a/b",
-            {"account_name": "n", "client_id": "i", "client_secret": "c", "tenant_id": "t"},
-            {"account_name": "n", "client_id": "i", "client_secret": "c", "tenant_id": "t"},
-        ),
+        ("gs://b/k/x", {}, {}),
+        ("gs://b/k/x", {"token": "google_default", "project": "p", "access": "read_only"}, {}),
+        ("gs://b/k/x", {"token": "anon"}, {"skip_signature": True}),
+        ("gs://b/k/x", {"token": "/key.json"}, {"application_credentials": "/key.json"}),
+        ("gs://b/k/x", {"token": {"type": "service_account"}}, {"service_account_key": '{"type": "service_account"}'}),
+        ("gs://b/k/x", {"endpoint_url": "https://gcs.example"}, {"base_url": "https://gcs.example"}),
+        ("az://b/k/x", {"account_name": "n", "account_key": "k"}, {"account_name": "n", "account_key": "k"}),
+        ("abfs://b/k/x", {"account_name": "n", "sas_token": "s"}, {"account_name": "n", "sas_key": "s"}),
+        ("az://b/k/x", {"account_name": "n", "anon": True}, {"account_name": "n", "skip_signature": True}),
+        ("abfss://b@n.dfs.core.windows.net/k/x", {"account_key": "k"}, {"account_name": "n", "account_key": "k"}),
+        ("az://b/k/x", {"account_name": "n", **AZURE_CLIENT}, {"account_name": "n", **AZURE_CLIENT}),
     ],
 )
-def test_options_of_adlfs_have_their_meaning(url, options, config):
-    target = azure(url, options)
-    assert (target.kind, target.bucket, target.prefix, dict(target.config)) == ("az", "box", "a/b", config)
+def test_options_of_gcsfs_and_adlfs_keep_their_meaning(url, options, config):
+    target = target_of(parse_location(url, options))
+    assert (target.bucket, target.prefix, dict(target.config)) == ("b", "k/x", config)
 
 
-def test_azure_takes_the_variables_that_adlfs_takes():
-    env = {"AZURE_STORAGE_ACCOUNT_NAME": "n", "AZURE_STORAGE_ACCOUNT_KEY": "k"}
-    assert dict(azure("az://box/a", {}, env).config) == {"account_name": "n", "account_key": "k"}
+def test_azure_takes_the_variables_that_adlfs_takes(monkeypatch):
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "n")
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", "k")
+    assert dict(target_of(parse_location("az://b/k", {})).config) == {"account_name": "n", "account_key": "k"}
+    monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", "x")
+    with pytest.raises(UnsupportedError):
+        target_of(parse_location("az://b/k", {}))
 
 
 @pytest.mark.parametrize(
-    ("options", "env"),
+    ("url", "options"),
     [
-        ({"account_name": "n", "anon": False}, {}),
-        ({"account_name": "n", "connection_string": "x"}, {}),
-        ({"account_name": "n"}, {"AZURE_STORAGE_CONNECTION_STRING": "x"}),
-        ({}, {}),
+        ("gs://b/k", {"token": "cloud"}),
+        ("gs://b/k", {"token": {"type": "user"}}),
+        ("gs://b/k", {"requester_pays": True}),
+        ("az://b/k", {"account_name": "n", "anon": False}),
+        ("az://b/k", {"account_name": "n", "connection_string": "x"}),
+        ("az://b/k", {}),
+        ("https://host/x", {"encoded": True}),
     ],
 )
-def test_azure_credentials_without_counterpart_are_an_error(options, env):
-    with pytest.raises(UnsupportedError):
-        azure("az://box/a", options, env)
+def test_an_option_without_counterpart_is_an_error(url, options):
+    with pytest.raises(
+        UnsupportedError, match=r"no counterpart of .*(token|'\w+'|chain)|needs the option account_name"
+    ):
+        target_of(parse_location(url, options))
 
 
 def test_http_carries_headers_and_passwords():
     options = {"headers": {"A": "b"}, "client_kwargs": {"headers": {"C": 1}}}
-    target = http_target(parse_location("http://host/x", options))
+    target = target_of(parse_location("http://host/x", options))
     assert target.bucket == "http://host/x"
-    assert target.http["default_headers"] == {"A": "b", "C": "1"}
-    assert target.http["allow_http"] is True
-    with pytest.raises(UnsupportedError, match="encoded"):
-        http_target(parse_location("https://host/x", {"encoded": True}))
-    with_user = http_target(parse_location("https://us%40er:pass@host/x", {}))
+    assert target.http == {"default_headers": {"A": "b", "C": "1"}, "allow_http": True}
+    with_user = target_of(parse_location("https://us%40er:pass@host/x", {}))
     assert with_user.bucket == "https://host/x"
     assert with_user.http["default_headers"] == {"Authorization": "Basic dXNAZXI6cGFzcw=="}
 

@@ -19,7 +19,7 @@ from streamloader.errors import (
     UsageError,
 )
 from streamloader.options import RetryPolicy
-from streamloader.storage.retry import NO_RETRY, OUTAGE_AFTER_SECONDS, Outage, Progress, Retrier, Timing
+from streamloader.storage.retry import OUTAGE_AFTER_SECONDS, Outage, Progress, Retrier, Timing
 from streamloader.storage.url import parse_location
 
 
@@ -116,7 +116,7 @@ def test_the_last_failure_has_attempts_and_time_and_keeps_its_type():
 def test_no_retry_raises_the_failure_itself():
     error = TransientError("once")
     with pytest.raises(TransientError) as raised:
-        Clock().retrier(NO_RETRY).call(failing(error)[0])
+        Clock().retrier(RetryPolicy(outage_seconds=0, request_seconds=0)).call(failing(error)[0])
     assert raised.value is error
 
 

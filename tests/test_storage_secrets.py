@@ -11,14 +11,14 @@ from urllib.parse import quote
 import pytest
 from commands import run
 from datasets import picture, write
-from faulty import QuietHandler, serving
+from faulty import NO_RETRY, QuietHandler, serving
 from folder_server import folder_server
 from PIL import Image
 from servers import STORE_CALLS
 
 import streamloader as sl
 from streamloader.errors import StreamloaderError
-from streamloader.storage import NO_RETRY, open_store
+from streamloader.storage import open_store
 from streamloader.storage.retry import cause_of, storage_error
 from streamloader.storage.url import parse_location, redact
 
@@ -39,7 +39,6 @@ def assert_clean(text, *also):
 class Echo(QuietHandler):
     """Answers every request with an error that has what was sent, and more."""
 
-    protocol_version = "HTTP/1.1"
     status = 403
     given = ""  # the secrets that the client was given
 
@@ -48,12 +47,8 @@ class Echo(QuietHandler):
         sent = f"{self.headers} {self.given} https://user:{PASSWORD}@host/x?X-Amz-Signature={TOKEN}&sig={TOKEN}"
         sent = " ".join(sent.split())
         error = f"<Error><Code>AccessDenied</Code><Message>{sent}</Message><Token-0>{TOKEN}</Token-0></Error>".encode()
-        self.send_response(self.status, f"No {self.given}")
-        self.send_header("Content-Length", str(len(error)))
-        self.send_header("Location", f"http://user:{PASSWORD}@127.0.0.1:9/x?X-Amz-Signature={TOKEN}")
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(error)
+        self.responses = {self.status: (f"No {self.given}", "")}
+        self.respond(self.status, error, {"Location": f"http://user:{PASSWORD}@127.0.0.1:9/x?X-Amz-Signature={TOKEN}"})
 
     do_HEAD = do_PUT = do_POST = do_DELETE = do_GET
 
@@ -97,7 +92,7 @@ def test_no_failure_shows_a_secret(way, status, caplog):
 
 
 def check_failures(url, options):
-    store = open_store(url, options, NO_RETRY)
+    store = open_store(url, {**options, "retry": NO_RETRY})
     location = store.location
     failed = 0
     for name in sorted(STORE_CALLS):  # "get" before "put", which may leave a local copy

@@ -11,39 +11,21 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
-from streamloader.options import RetryPolicy
-from streamloader.storage.retry import NO_RETRY, Retrier, Timing
-from streamloader.storage.store import Body, Buffer, ObjectInfo, RangeReader, Store, check_protocol
+from streamloader.storage.store import ObjectInfo, RangeReader, Store, check_protocol
 from streamloader.storage.url import parse_location
 
-__all__ = [
-    "NO_RETRY",
-    "Body",
-    "Buffer",
-    "ObjectInfo",
-    "RangeReader",
-    "Retrier",
-    "RetryPolicy",
-    "Store",
-    "Timing",
-    "open_store",
-]
+__all__ = ["ObjectInfo", "RangeReader", "Store", "open_store"]
 
 
-def open_store(
-    url: str | os.PathLike[str], options: Mapping[str, Any] | None = None, policy: RetryPolicy | None = None
-) -> Store:
+def open_store(url: str | os.PathLike[str], options: Mapping[str, Any] | None = None) -> Store:
     """Return the store below `url`: any fsspec URL or a local path, with its fsspec `storage_options`.
 
-    `policy` replaces the `retry` in the options; the data plane (`reader`) does not retry by itself, `retries` does.
+    Their `retry` is the policy of its requests; the data plane (`reader`) does not retry by itself, `retries` does.
     Raises `UsageError` for what is no URL and `UnsupportedError` for a protocol that is unknown or whose
     package is missing.
     """
     location = parse_location(url, options)
-    if policy is not None:
-        location = replace(location, retry=policy)
     check_protocol(location)
     return Store(location)

@@ -7,14 +7,14 @@ see `s3.py`.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import errno
 import fcntl
 import os
 import re
 import threading
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from html import unescape
 from pathlib import Path
 from typing import Any
@@ -109,7 +109,8 @@ class FsspecClient:
         try:
             found = self._timed("info", path, 0)
         except (FileNotFoundError, NotADirectoryError) as error:
-            if error.__cause__ is not None:  # fsspec's HTTP says "not found" for whatever went wrong
+            # fsspec's HTTP raises it whatever went wrong
+            if error.__cause__ is not None and facts_of(error).status != 404:
                 raise error.__cause__ from None
             return None
         return _object_info(path, found) if found["type"] == "file" else None
@@ -127,19 +128,25 @@ class FsspecClient:
 
     def create(self, path: str, data: Buffer) -> str:
         """Write the object where there is none."""
-        return etag_of(self._timed("pipe_file", path, body_bytes(data), value=_joined(data), mode="create"))
+        with self._lock(path):
+            return etag_of(self._timed("pipe_file", path, body_bytes(data), value=_joined(data), mode="create"))
 
     def replace(self, path: str, data: Buffer, before: Buffer) -> str | None:
         """Write the object where it is `before`."""
-        there = self.get_range(path, 0, larger_than(data, before))
-        if there == data:  # a second try after a lost response
-            return ""
-        return self.put(path, data) if there == before else None
+        with self._lock(path):
+            there = self.get_range(path, 0, larger_than(data, before))
+            if there == data:  # a second try after a lost response
+                return ""
+            return self.put(path, data) if there == before else None
+
+    def _lock(self, path: str) -> AbstractContextManager[Any]:  # noqa: ARG002 - most stores have none
+        """Return what only one writer at a time can enter."""
+        return nullcontext()
 
     def delete(self, paths: Sequence[str]) -> None:
         """Delete the objects, and ignore those that are not there."""
         for path in paths:
-            with contextlib.suppress(FileNotFoundError):
+            with suppress(FileNotFoundError):
                 self._timed("rm_file", path, 0)
 
     def remove_leftovers(self, folder: str) -> int:  # noqa: ARG002 - most stores keep nothing unfinished
@@ -150,17 +157,10 @@ class FsspecClient:
 class MemoryClient(FsspecClient):
     """fsspec's memory filesystem, whose check for an existing file is not atomic by itself."""
 
-    _creating = threading.Lock()
+    _writing = threading.Lock()
 
-    def create(self, path: str, data: Buffer) -> str:
-        """Write the object where there is none."""
-        with self._creating:
-            return super().create(path, data)
-
-    def replace(self, path: str, data: Buffer, before: Buffer) -> str | None:
-        """Write the object where it is `before`."""
-        with self._creating:
-            return super().replace(path, data, before)
+    def _lock(self, path: str) -> AbstractContextManager[Any]:  # noqa: ARG002
+        return self._writing
 
 
 class LocalClient(FsspecClient):
@@ -181,40 +181,29 @@ class LocalClient(FsspecClient):
 
     def put(self, path: str, data: Body) -> str:
         """Write the object and return its etag."""
-        temporary = _write_beside(path, data)
-        try:
+        with _written_beside(path, data) as temporary:
             temporary.replace(path)
-        except OSError:
-            temporary.unlink(missing_ok=True)
-            raise
         return ""
 
     def create(self, path: str, data: Buffer) -> str:
         """Write the object where there is none."""
-        temporary = _write_beside(path, data)
-        try:
-            os.link(temporary, path)  # fails where there is a file, at once for all who try
-        except OSError as error:
-            if error.errno not in _NO_LINKS:
-                raise
-            with Path(path).open("xb") as file:  # raises where there is one: it must not be removed below
-                try:
-                    file.write(data)
-                    file.flush()
-                except OSError:
-                    Path(path).unlink(missing_ok=True)
+        with _written_beside(path, data) as temporary:
+            try:
+                os.link(temporary, path)  # fails where there is a file, at once for all who try
+            except OSError as error:
+                if error.errno not in _NO_LINKS:
                     raise
-        finally:
-            temporary.unlink(missing_ok=True)
+                Path(path).touch(exist_ok=False)
+                temporary.replace(path)
         return ""
 
-    def replace(self, path: str, data: Buffer, before: Buffer) -> str | None:
-        """Write the object where it is `before`."""
+    @contextmanager
+    def _lock(self, path: str) -> Iterator[None]:
         folder = os.open(Path(path).parent, os.O_RDONLY)
         try:
-            with contextlib.suppress(OSError):  # some network filesystems have no locks
+            with suppress(OSError):  # some network filesystems have no locks
                 fcntl.flock(folder, fcntl.LOCK_EX)  # on the folder: no file of a lock is left by a kill
-            return super().replace(path, data, before)
+            yield
         finally:
             os.close(folder)
 
@@ -226,17 +215,18 @@ class LocalClient(FsspecClient):
         return len(leftovers)
 
 
-def _write_beside(path: str, data: Body) -> Path:
+@contextmanager
+def _written_beside(path: str, data: Body) -> Iterator[Path]:
+    """Write the data to a temporary file in the folder of `path`, which is removed at the end if it is still there."""
     folder = Path(path).parent
     folder.mkdir(parents=True, exist_ok=True)
     temporary = folder / f".{uuid.uuid4().hex}{TEMPORARY_SUFFIX}"
     try:
         with temporary.open("wb") as file:
             file.writelines(buffers_of(data))
-    except OSError:
+        yield temporary
+    finally:
         temporary.unlink(missing_ok=True)
-        raise
-    return temporary
 
 
 class HttpClient(FsspecClient):
@@ -244,12 +234,10 @@ class HttpClient(FsspecClient):
 
     def get(self, path: str) -> bytes:
         """Return the object."""
-        return self._asked(path, "")
+        return bytes(sync(self.fs.loop, self._read, path, ""))
 
     def _cat(self, path: str, start: int, stop: int | None) -> bytes:
-        return self._asked(path, f"bytes={start}" if stop is None else f"bytes={start}-{stop - 1}")
-
-    def _asked(self, path: str, wanted: str) -> bytes:
+        wanted = f"bytes={start}" if stop is None else f"bytes={start}-{stop - 1}"
         return bytes(sync(self.fs.loop, self._read, path, wanted))
 
     async def _read(self, path: str, wanted: str) -> bytes:
@@ -273,15 +261,6 @@ class HttpClient(FsspecClient):
                 parts.append(part)
             return b"".join(parts)
 
-    def info(self, path: str) -> ObjectInfo | None:
-        """Return size and etag of an object, None where there is none."""
-        try:
-            return super().info(path)
-        except client_errors() as error:
-            if facts_of(error).status == 404:
-                return None
-            raise
-
     def list_page(self, folder: str, token: str | None) -> Page:  # noqa: ARG002
         """Return what the index pages of a folder link to, by a request for each page and each file.
 
@@ -290,7 +269,7 @@ class HttpClient(FsspecClient):
         pages, files = [folder + "/"], list[str]()
         while pages:
             page = pages.pop()
-            with contextlib.suppress(FileNotFoundError):
+            with suppress(FileNotFoundError):
                 for url in links_below(page, self.get(page)):
                     (pages if url.endswith("/") else files).append(url)
         return [entry for entry in map(self.info, files) if entry is not None], None

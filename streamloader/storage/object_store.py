@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import json
 import os
-import threading
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -32,18 +32,16 @@ _AZURE_IGNORED = {*FSSPEC_OPTIONS, "max_concurrency", "blocksize", "assume_conta
 class Target:
     """What a client is made of. `bucket` may be a container or a base URL, `prefix` is a key, `http` HTTP options."""
 
-    kind: str
     bucket: str
     prefix: str
     config: Mapping[str, Any] = field(default_factory=dict, repr=False)
     http: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
 
-def gcs_target(location: Location, env: Mapping[str, str]) -> Target:
-    """Translate gcsfs's options. Raises `UnsupportedError` that names what has no counterpart."""
+def _gcs_target(location: Location) -> Target:
     options = location.options
     refuse_unknown("gcsfs", options, _GCS_IGNORED | {"token", "endpoint_url"})
-    endpoint = options.get("endpoint_url") or env.get("STORAGE_EMULATOR_HOST")
+    endpoint = options.get("endpoint_url") or os.environ.get("STORAGE_EMULATOR_HOST")
     token = options.get("token")
     config: dict[str, Any] = {"base_url": endpoint} if endpoint else {}
     if token == "anon":
@@ -55,23 +53,21 @@ def gcs_target(location: Location, env: Mapping[str, str]) -> Target:
     elif token not in (None, "google_default"):
         raise UnsupportedError("obstore has no counterpart of this kind of gcsfs token")
     bucket, _, prefix = location.path.partition("/")
-    return Target("gs", bucket, prefix, config, {"allow_http": bool(endpoint and endpoint.startswith("http://"))})
+    return Target(bucket, prefix, config, {"allow_http": bool(endpoint and endpoint.startswith("http://"))})
 
 
-def azure_target(location: Location, env: Mapping[str, str]) -> Target:
-    """Translate adlfs's options. Raises `UnsupportedError` that names what has no counterpart."""
+def _azure_target(location: Location) -> Target:
     options = location.options
     names = {"account_name": "account_name", "account_key": "account_key", "sas_token": "sas_key"}
     names |= {"client_id": "client_id", "client_secret": "client_secret", "tenant_id": "tenant_id"}
     refuse_unknown("adlfs", options, _AZURE_IGNORED | set(names) | {"anon"})
-    if env.get("AZURE_STORAGE_CONNECTION_STRING"):
+    if os.environ.get("AZURE_STORAGE_CONNECTION_STRING"):
         raise UnsupportedError("obstore has no counterpart of AZURE_STORAGE_CONNECTION_STRING")
     place, _, prefix = location.path.partition("/")
     container, _, host = place.partition("@")
-    config = {ours: options[theirs] for theirs, ours in names.items() if options.get(theirs)}
-    for theirs, ours in names.items():  # adlfs reads the same variables
-        config.setdefault(ours, env.get(f"AZURE_STORAGE_{theirs.upper()}"))
-    config = {name: value for name, value in config.items() if value}
+    # adlfs reads the same variables
+    given = {theirs: options.get(theirs) or os.environ.get(f"AZURE_STORAGE_{theirs.upper()}") for theirs in names}
+    config = {ours: given[theirs] for theirs, ours in names.items() if given[theirs]}
     if host:
         config["account_name"] = host.split(".", maxsplit=1)[0]
     if "account_name" not in config:
@@ -80,11 +76,10 @@ def azure_target(location: Location, env: Mapping[str, str]) -> Target:
         if options.get("anon") is False:
             raise UnsupportedError("obstore has no counterpart of Azure's default credential chain")
         config["skip_signature"] = True
-    return Target("az", container, prefix, config)
+    return Target(container, prefix, config)
 
 
-def http_target(location: Location) -> Target:
-    """Translate the options of fsspec's HTTP filesystem."""
+def _http_target(location: Location) -> Target:
     options = location.options
     refuse_unknown("fsspec's http", options, {*FSSPEC_OPTIONS, "headers", "client_kwargs"})
     client = dict(options.get("client_kwargs") or {})
@@ -93,7 +88,7 @@ def http_target(location: Location) -> Target:
     headers = {**dict(options.get("headers") or {}), **dict(client.get("headers") or {})}
     if headers:
         http["default_headers"] = {str(name): str(value) for name, value in headers.items()}
-    return Target("http", location.target, "", {}, http)
+    return Target(location.target, "", {}, http)
 
 
 def refuse_unknown(what: str, options: Mapping[str, Any], known: Collection[str]) -> None:
@@ -114,18 +109,19 @@ class ObjectPlane:
         import obstore
 
         self._get_range = obstore.get_range
-        self._target, self._location = target, location
-        self._made: dict[int, Any] = {}
-        self._lock = threading.Lock()
+        self._client = cache(partial(_client, target, location))
         self._owner = process.Owner("clients")
-        self._for_size(0)
+        self._client(SMALLEST_CLASS)
 
     def read(self, path: str, start: int, stop: int, allocate: Allocate | None = None) -> Buffer:  # noqa: ARG002 - the client makes bodies of its own
         """Return bytes [start, stop) of an object, fewer where it ends before."""
         self._owner.check()
         process.note_obstore_use()
+        limit = SMALLEST_CLASS
+        while limit < stop - start:
+            limit *= 4
         try:
-            return memoryview(self._get_range(self._for_size(stop - start), path, start=start, end=stop))
+            return memoryview(self._get_range(self._client(limit), path, start=start, end=stop))
         except client_errors() as error:
             if not beyond_the_end(error):
                 raise
@@ -133,33 +129,22 @@ class ObjectPlane:
         except ValueError as error:
             raise OSError(f"obstore cannot parse the name: {error}") from error
 
-    def _for_size(self, size: int) -> Any:
-        """Return the client for a request of so many bytes. Raises `UnsupportedError` for options that it refuses."""
-        limit = SMALLEST_CLASS
-        while limit < size:
-            limit *= 4
-        with self._lock:
-            if limit not in self._made:
-                self._made[limit] = _client(self._target, self._location, limit)
-            return self._made[limit]
-
 
 def open_object_plane(location: Location) -> tuple[ObjectPlane, str]:
     """Return the obstore reader for a URL, and the URL's key.
 
     Raises `UnsupportedError` with the reason where obstore cannot stand in for the fsspec filesystem.
     """
-    translate = _TARGETS.get(location.protocol)
-    if translate is None:
+    if location.protocol not in _TARGETS:
         raise UnsupportedError(f"obstore does not support the protocol {location.protocol!r}")
     if process.forked_after_obstore():
         raise UnsupportedError(process.FORKED_REASON)
-    target = translate(location)
+    target = target_of(location)
     return ObjectPlane(target, location), target.prefix
 
 
 def _client(target: Target, location: Location, size: int) -> Any:
-    """Return a client for requests of up to `size` bytes."""
+    """Return a client for requests of up to `size` bytes. Raises `UnsupportedError` for options that it refuses."""
     from obstore import store
     from obstore.exceptions import BaseError
 
@@ -171,17 +156,18 @@ def _client(target: Target, location: Location, size: int) -> Any:
     }
     options: dict[str, Any] = {"client_options": {**limits, **target.http}, "retry_config": {"max_retries": 0}}
     kinds: dict[str, Any] = {"gs": store.GCSStore, "az": store.AzureStore, "http": store.HTTPStore}
-    if target.kind != "http":
+    if location.protocol != "http":
         options["config"] = dict(target.config)
     try:
-        return kinds[target.kind](target.bucket, **options)
+        return kinds[location.protocol](target.bucket, **options)
     except (ValueError, TypeError, BaseError) as error:
         detail = " ".join(secrets.redact(str(error)).split())[:200]
         raise UnsupportedError(f"obstore rejects the options: {detail}") from cause_of(error, secrets)
 
 
-_TARGETS: Mapping[str, Callable[[Location], Target]] = {
-    "gs": lambda location: gcs_target(location, os.environ),
-    "az": lambda location: azure_target(location, os.environ),
-    "http": http_target,
-}
+_TARGETS = {"gs": _gcs_target, "az": _azure_target, "http": _http_target}
+
+
+def target_of(location: Location) -> Target:
+    """Translate options and environment. Raises `UnsupportedError` that names what has no counterpart in obstore."""
+    return _TARGETS[location.protocol](location)

@@ -3,8 +3,9 @@
 Failures are errors of our own first. fsspec's backends keep the HTTP status and the store's error code in the exception
 or in its cause; obstore keeps them only in its text. Both are read here and nowhere else (`storage_error`).
 
-Only failures that may pass are retried: `TransientError` (with `ThrottledError`) and, once the endpoint has
-responded, `EndpointError`. A wrong endpoint thus fails at once, and a server that restarts does not.
+Only failures that may pass are retried: those whose `attempts` are not limited, `TransientError` (with
+`ThrottledError`) and, once the endpoint has responded, `EndpointError`; others up to their `attempts`, which is mostly
+one. A wrong endpoint thus fails at once, and a server that restarts does not.
 """
 
 from __future__ import annotations
@@ -165,27 +166,15 @@ class Facts(NamedTuple):
 
 def facts_of(error: BaseException) -> Facts:
     """Collect the facts from an exception and the chain of its causes; what comes first counts."""
-    status, code, text, names, wait = 0, "", "", set[str](), 0.0
+    names, links = set[str](), list[tuple[int, str, str, float]]()
     link: BaseException | None = error
-    for _ in range(8):
-        if link is None:
-            break
+    while link is not None and len(links) < 8:
         names.update(kind.__name__ for kind in type(link).__mro__)
         if isinstance(link, OSError) and type(link).__module__ == "builtins":  # a client's own may be of a socket
             names.add(errno.errorcode.get(link.errno or 0, ""))
-        response = getattr(link, "response", None)
-        if isinstance(response, dict):  # botocore
-            details = response.get("Error", {})
-            status = status or response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
-            code, text = code or str(details.get("Code", "")), text or str(details.get("Message", ""))
-        code = code or str(getattr(link, "error_code", None) or "")  # azure
-        status = status or _status_attribute(link)
-        wait = wait or _retry_after(link)
-        if type(link).__module__.startswith("obstore"):
-            status, code, text = _obstore_facts(str(link), status, code, text)
+        links.append(_facts_of_one(link))
         link = link.__cause__  # not its context: that may be what the caller was handling
-    if "FileNotFoundError" in names and "Server returned non-2xx" in str(error):  # obstore raises the builtin
-        status, code, text = _obstore_facts(str(error), status, code, text)
+    status, code, text, wait = (next(filter(None, found), found[0]) for found in zip(*links, strict=True))
     if untrusted := _certificate_problem(error):
         code, text = "CertificateVerifyFailed", untrusted
     return Facts(status, code, text or str(error), frozenset(names), wait)
@@ -200,19 +189,22 @@ def _certificate_problem(error: BaseException) -> str:
     return f"certificate verify failed: {reason}" if reason else ""
 
 
-def _status_attribute(error: BaseException) -> int:
-    """Return the HTTP status that aiohttp, azure and gcsfs keep in an attribute; 0 where there is none."""
-    values = (getattr(error, name, None) for name in ("status", "status_code", "code"))  # aiohttp warns of its `code`
-    return next((value for value in values if isinstance(value, int)), 0)
-
-
-def _retry_after(error: BaseException) -> float:
-    """Return the seconds of a Retry-After header, where the client keeps headers; stores send no dates there."""
+def _facts_of_one(error: BaseException) -> tuple[int, str, str, float]:
+    """Return HTTP status, error code, text and the wait that the store asked for, as far as this exception has them."""
+    if type(error).__module__.startswith("obstore") or "Server returned non-2xx" in str(error):  # or a builtin one
+        return (*_obstore_facts(str(error)), 0.0)
     response, headers = getattr(error, "response", None), getattr(error, "headers", None)
+    # aiohttp, azure and gcsfs; aiohttp warns of its `code`
+    values = (getattr(error, name, None) for name in ("status", "status_code", "code"))
+    status = next((value for value in values if isinstance(value, int)), 0)
+    code, text = str(getattr(error, "error_code", None) or ""), ""
     if isinstance(response, dict):  # botocore
-        headers = response.get("ResponseMetadata", {}).get("HTTPHeaders")
-    found = (headers.get("retry-after") or headers.get("Retry-After")) if isinstance(headers, Mapping) else None
-    return float(found) if re.fullmatch(r"\d{1,6}(\.\d+)?", str(found)) else 0.0  # type: ignore[arg-type]
+        details, metadata = response.get("Error", {}), response.get("ResponseMetadata", {})
+        code, text = str(details.get("Code", "")), str(details.get("Message", ""))
+        status, headers = metadata.get("HTTPStatusCode", 0), metadata.get("HTTPHeaders")
+    wait = (headers.get("retry-after") or headers.get("Retry-After")) if isinstance(headers, Mapping) else None
+    seconds = re.fullmatch(r"\d{1,6}(\.\d+)?", str(wait))  # stores send no dates
+    return status, code, text, float(seconds[0]) if seconds else 0.0
 
 
 # what obstore's text shows of a failure without a response
@@ -226,15 +218,18 @@ _OBSTORE_CODES = (
 )
 
 
-def _obstore_facts(text: str, status: int, code: str, message: str) -> tuple[int, str, str]:
+def xml_error(text: str) -> tuple[str, str]:
+    """Return the code and the message in an error document of S3; empty where it has none."""
+    code, message = (re.search(f"<{name}>(.*?)</{name}>", text) for name in ("Code", "Message"))
+    return code[1] if code else "", message[1] if message else ""
+
+
+def _obstore_facts(text: str) -> tuple[int, str, str]:
     summary, _, debug = text.partition("Debug source:")
-    if found := re.search(r"status code: (\d{3})", summary):
-        status = status or int(found[1])
-    else:
-        code = code or next((name for pattern, name in _OBSTORE_CODES if re.search(pattern, debug)), "")
-    xml_code, xml_message = re.search(r"<Code>(.*?)</Code>", text), re.search(r"<Message>(.*?)</Message>", text)
-    code = code or (xml_code[1] if xml_code else "")
-    return status, code, message or (xml_message[1] if xml_message else summary)
+    status, (code, message) = re.search(r"status code: (\d{3})", summary), xml_error(text)
+    if status is None:
+        code = next((name for pattern, name in _OBSTORE_CODES if re.search(pattern, debug)), code)
+    return int(status[1]) if status else 0, code, message or summary
 
 
 def beyond_the_end(error: BaseException) -> bool:
@@ -315,10 +310,6 @@ class ClientError(Exception):
 
 
 Result = TypeVar("Result")
-
-# UnsupportedError: a server may ignore one range; `attempts` limits that
-RETRYABLE: tuple[type[StorageError], ...] = (TransientError, EndpointError, UnsupportedError)
-NO_RETRY = RetryPolicy(outage_seconds=0.0, request_seconds=0.0)
 
 # An outage begins when no request has succeeded for so long: until then each request retries by itself.
 OUTAGE_AFTER_SECONDS = 0.5
@@ -443,7 +434,7 @@ class Retrier:
         call: Callable[[], Result],
         *,
         on_retry: Callable[[StorageError, float], None] | None = None,
-        retryable: tuple[type[StorageError], ...] = RETRYABLE,
+        retryable: type[StorageError] = StorageError,
     ) -> Result:
         """Return what `call` returns, calling it again after a failure of a `retryable` kind.
 
@@ -458,14 +449,14 @@ class Retrier:
                 sent = self._timing.clock()
                 try:
                     result = call()
+                except (NotFoundError, ObjectExistsError):
+                    self._succeeded()  # it responded
+                    raise
                 except retryable as error:
                     delay = self._delay(request, sent, error)
                     if on_retry is not None:
                         on_retry(error, delay)
                     sleep(delay)
-                except (NotFoundError, ObjectExistsError):
-                    self._succeeded()  # it responded
-                    raise
                 else:
                     self._succeeded()
                     return result

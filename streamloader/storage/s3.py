@@ -19,7 +19,7 @@ import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,7 +32,15 @@ from botocore.utils import percent_encode
 from urllib3 import HTTPResponse
 
 from streamloader.errors import AccessError
-from streamloader.storage.retry import EXPIRED, HttpError, beyond_the_end, check_range, client_errors, facts_of
+from streamloader.storage.retry import (
+    EXPIRED,
+    HttpError,
+    beyond_the_end,
+    check_range,
+    client_errors,
+    facts_of,
+    xml_error,
+)
 from streamloader.storage.s3_http import PIECE_BYTES, Pool
 from streamloader.storage.store import (
     Allocate,
@@ -69,7 +77,7 @@ SMALL_BYTES = 64 << 10  # smaller buffers are joined: each would be a packet
 KEYS_PER_DELETE = 1000  # S3's limit
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Template:
     """A GET for `_ANY_KEY`, before its signature: `url` and `auth_path` end where the key begins."""
 
@@ -106,7 +114,7 @@ class S3Client:
         self._location = location
         self.bucket, self.root = split_bucket(location.path)
         self._lock = threading.RLock()
-        self._signed: dict[str, tuple[float, Any, SignedGet]] = {}
+        self._signed = lru_cache(MAX_SIGNATURES)(_sign)
         self._connect()
         # whether the server compares the checksums of bodies; None until it is known
         self._compares: bool | None = None
@@ -216,27 +224,12 @@ class S3Client:
     def sign(self, key: str) -> SignedGet:
         """Return a signed GET of an object, for any range.
 
-        A signature is used again for a minute, as long as credentials and region are the same.
+        A signature is used again for up to a minute, as long as credentials and region are the same.
         """
         template = self.template()
         if template.context["auth_type"] == EXPRESS:  # its sessions are botocore's to renew
-            return self._sign(key, template)
-        now, keys = time.monotonic(), self.keys()
-        until, signed_by, signed = self._signed.get(key, (0.0, None, None))
-        if signed is None or until <= now or signed_by != keys or signed.template is not template:
-            if len(self._signed) >= MAX_SIGNATURES:
-                self._signed.clear()
-            signed = self._sign(key, template)
-            self._signed[key] = (now + SIGNATURE_SECONDS, keys, signed)
-        return signed
-
-    def _sign(self, key: str, template: _Template) -> SignedGet:
-        encoded = percent_encode(key, safe="/~")
-        auth_path = None if template.auth_path is None else template.auth_path + encoded
-        request = AWSRequest("GET", template.url + encoded, dict(template.headers), b"", auth_path=auth_path)
-        request.context = dict(template.context)  # the signer writes to it
-        template.signer.sign("GetObject", request)
-        return SignedGet(request.url, {name: str(value) for name, value in request.headers.items()}, template)
+            return _sign(key, template)
+        return self._signed(key, template, self.keys(), time.monotonic() // SIGNATURE_SECONDS)
 
     def keys(self) -> Any:
         """Return the credentials valid now (`access_key`, `secret_key`, `token`); None where none are found."""
@@ -348,16 +341,15 @@ class S3Client:
 
     def replace(self, path: str, data: Buffer, before: Buffer) -> str | None:
         """Write the object where it is `before`."""
-        seen = self.info(path)  # asked before the bytes, so that what is written between the two is noticed
         size = larger_than(data, before)
-        there = self.get_range(path, 0, size)
+        with self._get(path, "") as response:
+            there, etag = response.read(size), response.headers["ETag"]
         if there == data:
             return ""
-        if seen is None or there != before:
+        if there != before:
             return None
         try:
-            body = _Upload(buffers_of(data))
-            return etag_of(self.call("PutObject", Key=path, Body=body, IfMatch=f'"{seen.etag}"'))
+            return etag_of(self.call("PutObject", Key=path, Body=_Upload(buffers_of(data)), IfMatch=etag))
         except ClientError as error:
             status = facts_of(error).status
             if status == 501:  # a server without conditional writes: the look just before has to do
@@ -386,6 +378,15 @@ class S3Client:
             removed += len(uploads)
             if not uploads or not found.get("IsTruncated"):
                 return removed
+
+
+def _sign(key: str, template: _Template, *_: Any) -> SignedGet:
+    encoded = percent_encode(key, safe="/~")
+    auth_path = None if template.auth_path is None else template.auth_path + encoded
+    request = AWSRequest("GET", template.url + encoded, dict(template.headers), b"", auth_path=auth_path)
+    request.context = dict(template.context)  # the signer writes to it
+    template.signer.sign("GetObject", request)
+    return SignedGet(request.url, {name: str(value) for name, value in request.headers.items()}, template)
 
 
 def _end_redirects(params: dict[str, Any], **_: Any) -> None:
@@ -483,10 +484,8 @@ def _failure(response: http.client.HTTPResponse) -> HttpError:
     """Return what a response says that is not the one that was asked for."""
     if response.status == 200:
         return HttpError(200, "RangeNotSupported", "received the whole object")
-    text = response.read(1 << 12).decode("utf-8", "replace")  # enough for S3's error document
-    code, message = (re.search(f"<{name}>(.*?)</{name}>", text) for name in ("Code", "Message"))
-    detail = message[1] if message else f"HTTP status {response.status}"
-    return HttpError(response.status, code[1] if code else "", detail, dict(response.headers))
+    code, message = xml_error(response.read(1 << 12).decode("utf-8", "replace"))  # enough for S3's error document
+    return HttpError(response.status, code, message or f"HTTP status {response.status}", dict(response.headers))
 
 
 def split_bucket(path: str) -> tuple[str, str]:

@@ -17,7 +17,7 @@ import numpy as np
 
 from streamloader.errors import ObjectExistsError, StorageError, ThrottledError, UnsupportedError, UsageError
 from streamloader.storage.process import PerProcess
-from streamloader.storage.retry import RETRYABLE, Retrier, cause_of, translated
+from streamloader.storage.retry import Retrier, cause_of, translated
 from streamloader.storage.url import S3_CLIENT_OPTIONS, S3_OPTIONS, Location, checked_path, object_path, redact
 
 if TYPE_CHECKING:
@@ -196,7 +196,7 @@ class Store:
         Atomic on S3, Google Cloud, Azure, local files and memory. Retried only where the store refused to
         act: after a lost response a second try could meet the object of the first.
         """
-        etag = self._ask(object_path(path), lambda client, full: client.create(full, data), (ThrottledError,))
+        etag = self._ask(object_path(path), lambda client, full: client.create(full, data), ThrottledError)
         return ObjectInfo(path, body_bytes(data), etag)
 
     def replace(self, path: str, data: Buffer, before: Buffer) -> ObjectInfo:
@@ -241,15 +241,14 @@ class Store:
         return self.location.child(self._below(path)).shown
 
     def _ask(
-        self, path: str, call: Callable[[Client, str], Result], retryable: tuple[type[StorageError], ...] = RETRYABLE
+        self, path: str, call: Callable[[Client, str], Result], retryable: type[StorageError] = StorageError
     ) -> Result:
         """Return what `call` returns for this process's client and its own path, with retries and our errors."""
         below = self._below(path)
-        with translated(self.location, below):
-            client = self._client()
 
         def ask() -> Result:
             with translated(self.location, below):
+                client = self._client()
                 return call(client, join_path(client.root, below))
 
         return self.retries.call(ask, retryable=retryable)
@@ -299,17 +298,11 @@ def check_protocol(location: Location) -> None:
             problem = f"{location.shown}: fsspec has no protocol {protocol!r}"
             raise UnsupportedError(problem, "use one such as s3, gs, az, https, file or memory") from None
         except ImportError as error:
-            package = _missing_package(error, protocol)
+            package = getattr(error.__cause__, "name", None)
+            package = package or importlib.import_module("fsspec.registry").known_implementations[protocol]["class"]
+            package = package.split(".", maxsplit=1)[0]
             problem = f"{location.shown}: the protocol {protocol!r} needs the package {package}"
             raise UnsupportedError(problem, f"pip install {package}") from error
-
-
-def _missing_package(error: ImportError, protocol: str) -> str:
-    cause = error.__cause__
-    if isinstance(cause, ImportError) and cause.name:
-        return cause.name.split(".")[0]
-    registry = importlib.import_module("fsspec.registry").known_implementations
-    return str(registry[protocol]["class"]).split(".", maxsplit=1)[0]
 
 
 def _open_client(location: Location) -> Client:
