@@ -26,7 +26,7 @@ class Store:
         return min(self.shared, min(in_flight, self.most) * SIZE / alone)
 
 
-@dataclass
+@dataclass(eq=False)
 class Request:
     """One in flight."""
 

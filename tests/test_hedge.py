@@ -1,9 +1,9 @@
 """Late requests are sent again: by a rule about time, within a budget, and against real servers that stall."""
 
-import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import datasets
 import pytest
@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from streamloader.engine import memory
 from streamloader.engine.fetcher import LEAST_SAMPLES, LEAST_SECONDS, MARGIN, REQUESTS_A_HEDGE, Hedging
-from streamloader.errors import EngineError
 from streamloader.options import RetryPolicy, Shuffle
 from streamloader.pytorch.dataset import StreamingDataset
 
@@ -39,14 +38,27 @@ def server(folder: Path) -> Iterator[FolderServer]:
     datasets.assert_threads_end()
 
 
-def read(ds: StreamingDataset) -> float:
-    """Read an epoch, assert that it is right and whole, return its seconds."""
+def opened(server: FolderServer, **more: Any) -> StreamingDataset:
+    return StreamingDataset(server.url, batch_size=100, with_index=True, **more)
+
+
+def read(
+    ds: StreamingDataset, change: Callable[[int], object] = lambda _: None, fields: Sequence[str] = FIELDS
+) -> float:
+    """Read an epoch, assert that it is right and whole, return its seconds; `change(number)` is called per batch."""
     begin, seen = time.monotonic(), []
-    for batch in ds:
-        datasets.check_batch(batch, FIELDS)
+    for number, batch in enumerate(ds):
+        datasets.check_batch(batch, fields)
         seen += numbers(batch)
+        change(number)
     assert sorted(seen) == list(range(COUNT))
     return time.monotonic() - begin
+
+
+def assert_load_is_limited(ds: StreamingDataset, server: FolderServer) -> None:
+    stats = ds.stats()
+    assert stats.requests == server.gets
+    assert stats.hedges <= stats.requests / REQUESTS_A_HEDGE
 
 
 @given(st.floats(0, 0.5), st.floats(1e6, 1e9), st.integers(0, 1000), st.data())
@@ -90,57 +102,53 @@ def test_thirty_requests_earn_one_hedge_whatever_is_asked(asks):
 def test_one_stalled_request_in_fifty_does_not_show(server, monkeypatch):
     monkeypatch.setattr(memory, "MAX_THREADS", 64)  # each request that stalls keeps a thread
     server.behave, server.every, server.seconds = "stall", 50, STALL_SECONDS
-    ds = StreamingDataset(server.url, batch_size=100, with_index=True)
+    ds = opened(server)
     assert read(ds) < STALL_SECONDS / 2
-    stats = ds.stats()
-    assert stats.hedges >= 5
-    assert stats.hedges <= stats.requests / REQUESTS_A_HEDGE
-    assert stats.retries == 0
-    assert stats.requests == server.gets
+    assert ds.stats().hedges >= 5
+    assert ds.stats().retries == 0
+    assert_load_is_limited(ds, server)
 
 
 def test_when_everything_becomes_slow_the_load_stays(server, monkeypatch):
     monkeypatch.setattr(memory, "MAX_THREADS", 64)
-    ds = StreamingDataset(server.url, batch_size=100, with_index=True, fields=["x", "label"])
-    batches = iter(ds)
-    seen = [i for _ in range(10) for i in numbers(next(batches))]
-    server.delay = 1.2 * LEAST_SECONDS
-    seen += [i for batch in batches for i in numbers(batch)]
-    assert sorted(seen) == list(range(COUNT))
-    stats = ds.stats()
-    assert stats.requests == server.gets
-    assert stats.hedges <= stats.requests / REQUESTS_A_HEDGE
+    fields = ["x", "label"]
+    ds = opened(server, fields=fields)
+
+    def slow_down(number: int) -> None:
+        server.delay = 1.2 * LEAST_SECONDS if number >= 9 else 0.0
+
+    read(ds, slow_down, fields)
+    assert_load_is_limited(ds, server)
 
 
 def test_stalls_that_are_usual_or_beyond_the_budget_are_waited_out(server):
     server.behave, server.every, server.seconds = "stall", 8, 1.2 * LEAST_SECONDS
-    ds = StreamingDataset(server.url, batch_size=100, with_index=True)
+    ds = opened(server)
     read(ds)
-    stats = ds.stats()
-    assert stats.hedges <= stats.requests / REQUESTS_A_HEDGE
-    assert stats.requests == server.gets
+    assert_load_is_limited(ds, server)
 
 
 def test_a_store_that_throttles_gets_no_second_requests(server):
     options = {"retry": RetryPolicy(base_seconds=0.01, cap_seconds=0.05)}
     server.delay = 0.1  # not all is there before the store throttles
-    ds = StreamingDataset(server.url, batch_size=100, with_index=True, fields=["x", "label"], storage_options=options)
-    batches = iter(ds)
-    seen = [i for _ in range(2) for i in numbers(next(batches))]
-    assert ds.stats().hedges == 0
-    server.behave, server.every = "503", 5
-    while not server.met.is_set():
-        seen += numbers(next(batches))
-    server.stall_every, server.seconds = 49, 1.2 * LEAST_SECONDS
-    seen += [i for batch in batches for i in numbers(batch)]
-    assert sorted(seen) == list(range(COUNT))
+    fields = ["x", "label"]
+    ds = opened(server, fields=fields, storage_options=options)
+
+    def throttle(number: int) -> None:
+        if number == 1:
+            assert ds.stats().hedges == 0
+            server.behave, server.every = "503", 5
+        if server.met.is_set():
+            server.stall_every, server.seconds = 49, 1.2 * LEAST_SECONDS
+
+    read(ds, throttle, fields)
     assert ds.stats().retries > 10
     assert ds.stats().hedges == 0
 
 
 def test_a_damaged_body_is_fetched_again_and_counted(server):
     server.behave, server.every, server.times = "damage", 7, 2  # twice: three in a row would be damage at rest
-    ds = StreamingDataset(server.url, batch_size=100, with_index=True)
+    ds = opened(server)
     read(ds)
     assert ds.stats().retries == 2
     assert server.times == 0
@@ -149,19 +157,13 @@ def test_a_damaged_body_is_fetched_again_and_counted(server):
 def test_the_pieces_of_a_block_are_fetched_side_by_side(server):
     server.delay = 0.02
     fields = ["x", "name"]
-    whole = Shuffle(block=COUNT)
-    ds = StreamingDataset(server.url, batch_size=100, with_index=True, fields=fields, shuffle=whole)
-    seen = []
-    for batch in ds:
-        datasets.check_batch(batch, fields)
-        seen += numbers(batch)
-    assert sorted(seen) == list(range(COUNT))
+    read(opened(server, fields=fields, shuffle=Shuffle(block=COUNT)), fields=fields)
     assert server.most_at_once > 4
 
 
 def test_a_request_that_stalls_for_good_holds_neither_the_pass_nor_the_memory_of_the_next(server):
     server.behave, server.every, server.times = "stall", 300, 1
-    ds = StreamingDataset(server.url, batch_size=100, with_index=True)
+    ds = opened(server)
     read(ds)
     assert server.times == 0
     assert ds.stats().hedges >= 1
@@ -171,21 +173,3 @@ def test_a_request_that_stalls_for_good_holds_neither_the_pass_nor_the_memory_of
     assert ds._engine().run.core.memory is memory
     server.released.set()
     ds.close()
-
-
-@pytest.mark.parametrize("policy", [RetryPolicy(base_seconds=6000, cap_seconds=6000), RetryPolicy(probe_seconds=6000)])
-def test_threads_that_wait_to_try_again_end_with_the_pass(server, policy):
-    server.behave, server.spare = "503", "/label/"
-    ds = StreamingDataset(server.url, batch_size=100, storage_options={"retry": policy})
-
-    def consume() -> None:
-        with pytest.raises(EngineError, match="this pass was ended"):
-            list(ds)
-
-    consumer = threading.Thread(target=consume)
-    consumer.start()
-    while not ds.stats().retries:  # how many wait depends on how soon the first 503 lowers the pace
-        server.released.wait(0.01)
-    ds.close()
-    consumer.join(300)
-    datasets.assert_threads_end()

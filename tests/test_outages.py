@@ -81,8 +81,12 @@ def test_a_run_continues_after_a_restart_and_says_what_it_waits_for(folder, plan
     waiting: list[str] = []
     back: list[float] = []
 
+    def messages(text: str) -> int:
+        return sum(text in record.getMessage() for record in caplog.records if record.name == "streamloader")
+
     def restart() -> None:
-        time.sleep(2.5)
+        while not messages("no request to") and not done.wait(0.05):
+            pass
         waiting.append(ds.stats().waiting_for)
         with process(folder, port):
             back.append(time.monotonic())
@@ -105,27 +109,27 @@ def test_a_run_continues_after_a_restart_and_says_what_it_waits_for(folder, plan
         assert "127.0.0.1" in waiting[0]
         assert "last error: " in waiting[0]
         assert resumed < 5  # a process of Python starts, too
-        messages = [record.getMessage() for record in caplog.records if record.name == "streamloader"]
-        assert sum("no request to" in text for text in messages) == 1
-        assert sum("succeed again" in text for text in messages) == 1
+        assert (messages("no request to"), messages("succeed again")) == (1, 1)
     assert ds.stats().waiting_for == ""
 
 
 @pytest.mark.parametrize(
-    ("path", "how"),
+    ("path", "how", "waits"),
     [
-        ("/x/c/", "close"),
-        ("/chunks/x/", "close"),
-        ("/chunks/x/", "iter"),
-        ("/chunks/raw/", "close"),  # by the thread that admits blocks
-        ("/label/c/", "close"),  # held in memory
-        ("/chunks/label/", "close"),
+        ("/x/c/", "close", "probe_seconds"),
+        ("/x/c/", "close", "base_seconds"),
+        ("/chunks/x/", "close", "probe_seconds"),
+        ("/chunks/x/", "iter", "probe_seconds"),
+        ("/chunks/raw/", "close", "probe_seconds"),  # by the thread that admits blocks
+        ("/label/c/", "close", "probe_seconds"),  # held in memory
+        ("/chunks/label/", "close", "probe_seconds"),
     ],
 )
-def test_threads_that_wait_for_the_end_of_an_outage_end_with_their_pass(folder, path, how):
+def test_threads_that_wait_to_try_again_end_with_their_pass(folder, path, how, waits):
     with folder_server(folder) as server:
-        ds = dataset(server.url, "s3", RetryPolicy(probe_seconds=6000.0), name="raw" if "raw" in path else "data")
-        server.faults[path] = ["close"] * 10**6
+        policy = RetryPolicy(**{"cap_seconds": 6000.0, waits: 6000.0})
+        ds = dataset(server.url, "s3", policy, name="raw" if "raw" in path else "data")
+        server.faults[path] = ["close", "503"] * 10**6
         failures: list[BaseException] = []
 
         def consume() -> None:

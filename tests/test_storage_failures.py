@@ -1,16 +1,12 @@
 """Wrong names, keys and endpoints, on real servers: one line that names the URL and the remedy, and soon."""
 
-import contextlib
 import errno
-import os
 import re
 import socket
-import threading
 import time
 
-import obstore
 import pytest
-from obstore.store import HTTPStore
+from faulty import QuietHandler, serving
 from servers import STORE_CALLS
 
 from streamloader.errors import (
@@ -20,7 +16,6 @@ from streamloader.errors import (
     StorageError,
     TransientError,
     UnsupportedError,
-    UsageError,
 )
 from streamloader.storage import open_store
 from streamloader.storage.retry import storage_error
@@ -79,7 +74,7 @@ def test_an_endpoint_that_cannot_be_reached_is_an_error_at_once(endpoint, moto, 
     endpoint = endpoint.replace("https to http", moto.endpoint.replace("http:", "https:"))
     endpoint = endpoint.replace("full port", f"http://127.0.0.1:{full_port}")
     options = {"key": "k", "secret": "s", "endpoint_url": endpoint}
-    store = open_store("s3://bucket/x", {**options, "config_kwargs": {"connect_timeout": 1}})
+    store = open_store("s3://bucket/x", {**options, "config_kwargs": {"connect_timeout": 0.25}})
     for ask in ASKS:
         assert "the endpoint cannot be reached" in message_of(store, ask, EndpointError)
 
@@ -96,12 +91,6 @@ def test_missing_credentials_are_an_error(monkeypatch, tmp_path, ask):
     assert "none-such" in message_of(store, ask, AccessError)
 
 
-@pytest.mark.parametrize("ask", ["get", "put", "list"])
-def test_an_unknown_option_is_an_error(ask):
-    with pytest.raises(UsageError, match="no_such_option"):
-        STORE_CALLS[ask](open_store("s3://bucket/x", {"no_such_option": 1}))
-
-
 def test_a_local_folder_without_permission_is_an_error(tmp_path):
     (tmp_path / "file").write_bytes(b"")
     message_of(open_store(tmp_path / "file"), "get", NotFoundError)
@@ -109,36 +98,25 @@ def test_a_local_folder_without_permission_is_an_error(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("number", "kind", "words"),
+    ("error", "kind", "words"),
     [
-        (errno.ENOSPC, StorageError, "no space is left .*; make room"),
-        (errno.EDQUOT, StorageError, "no space is left .*; make room"),
-        (errno.EFBIG, StorageError, "the file is larger than it may be there .*; raise the limit"),
-        (errno.EACCES, AccessError, "no permission .*; check who may write"),
-        (errno.EROFS, AccessError, "no permission .*; check who may write"),
+        (OSError(errno.ENOSPC, "No space left"), StorageError, "no space is left .*; make room"),
+        (OSError(errno.EDQUOT, "Quota exceeded"), StorageError, "no space is left .*; make room"),
+        (OSError(errno.EFBIG, "Too large"), StorageError, "the file is larger .*; raise the limit"),
+        (OSError(errno.EACCES, "Denied"), AccessError, "no permission .*; check who may write"),
+        (OSError(errno.EROFS, "Read-only"), AccessError, "no permission .*; check who may write"),
+        (PermissionError("no"), AccessError, "no permission .*; check the credentials"),
+        (TimeoutError("slow"), TransientError, "the store failed or the transfer broke off"),
+        (ConnectionResetError("gone"), TransientError, "the store failed or the transfer broke off"),
+        (ConnectionRefusedError("no"), EndpointError, "the endpoint cannot be reached"),
+        (socket.gaierror("no name"), EndpointError, "the endpoint cannot be reached"),
+        (NotImplementedError("cannot"), UnsupportedError, "the server cannot do that"),
     ],
 )
-def test_errors_of_the_system_have_a_remedy(number, kind, words):
-    found = storage_error(OSError(number, os.strerror(number)), "/disk/it")
+def test_builtin_exceptions_have_their_kind_and_remedy(error, kind, words):
+    found = storage_error(error, "/disk/it")
     assert type(found) is kind
     assert re.match(f"/disk/it: {words}", str(found))
-
-
-@pytest.mark.parametrize(
-    ("error", "kind"),
-    [
-        (TimeoutError("slow"), TransientError),
-        (ConnectionResetError("gone"), TransientError),
-        (ConnectionRefusedError("no"), EndpointError),
-        (socket.gaierror("no name"), EndpointError),
-        (PermissionError("no"), AccessError),
-        (NotImplementedError("cannot"), UnsupportedError),
-        (OSError(28, "No space left on device"), StorageError),
-    ],
-)
-def test_builtin_exceptions_have_their_kind(error, kind):
-    found = storage_error(error, "s3://b/k")
-    assert type(found) is kind
     assert str(error) in str(found)
 
 
@@ -147,31 +125,20 @@ def test_builtin_exceptions_have_their_kind(error, kind):
     [
         (b"Content-Range: bytes 0-3/10\r\nLast-Modified: yesterday\r\n", "the transfer broke off"),
         (b"Content-Range: bytes 0-3/10\r\nLast-Modified: \xff\xfe\r\n", "the transfer broke off"),
-        (b"Content-Range: bytes 0-3/10\r\n" + b"X-Filler: 1\r\n" * 300, "the transfer broke off"),
-        (b"Content-Range: bytes 0-3/10\r\nX-Filler: " + b"1" * 1_000_000 + b"\r\n", "the transfer broke off"),
-        (b"Content-Range: bytes 4-7/10\r\n", "another range"),
         (b"Content-Range: bytes four\r\n", "another range"),
         (b"", "another range"),
     ],
 )
 def test_headers_that_obstore_cannot_read_are_a_passing_failure(headers, words):
-    def answer():
-        connection, _ = listener.accept()
-        with connection, contextlib.suppress(ConnectionError):
-            connection.recv(1 << 16)
-            connection.sendall(b"HTTP/1.1 206 Partial Content\r\nContent-Length: 4\r\n" + headers + b"\r\nabcd")
+    class Handler(QuietHandler):
+        def do_GET(self):
+            self.wfile.write(b"HTTP/1.1 206 Partial Content\r\nContent-Length: 4\r\n" + headers + b"\r\nabcd")
 
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        server = threading.Thread(target=answer)
-        server.start()
-        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        store = HTTPStore(url, client_options={"allow_http": True}, retry_config={"max_retries": 0})
-        with pytest.raises(Exception, match="HTTP error") as raised:
-            obstore.get_range(store, "a", start=0, end=4)
-        server.join()
-    found = storage_error(raised.value, url)
-    assert type(found) is TransientError
-    assert words in str(found)
+    with serving(Handler) as server:
+        reader = open_store(server.endpoint).reader()
+        assert reader.kind == "obstore"
+        with pytest.raises(TransientError, match=words):
+            reader.read("a", 0, 4)
 
 
 def test_an_error_of_ours_stays_as_it_is():

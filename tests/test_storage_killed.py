@@ -66,36 +66,33 @@ def test_unfinished_uploads_below_the_store_are_removed_and_no_others(s3):
     assert uploads(s3, bucket) == ["others/d"]
 
 
-def test_large_objects_go_up_in_parts_and_a_failed_one_is_aborted(s3, monkeypatch):
+def test_large_objects_go_up_in_parts_and_a_failed_one_is_aborted(seaweedfs, monkeypatch):
     monkeypatch.setattr(s3_module, "PART_BYTES", 5 * MIB)
-    bucket = s3.new_bucket()
-    store = open_store(f"s3://{bucket}/x", s3.storage_options)
+    bucket = seaweedfs.new_bucket()
+    store = open_store(f"s3://{bucket}/x", seaweedfs.storage_options)
     content = os.urandom(MIB) * 11
     assert store.put("large", content).size == 11 * MIB
     assert store.get("large") == content
     monkeypatch.setattr(s3_module, "PART_BYTES", MIB)  # S3 refuses parts that small when the upload is completed
     with pytest.raises(StorageError):
         store.put("failed", content)
-    assert uploads(s3, bucket) == []
+    assert uploads(seaweedfs, bucket) == []
     assert store.head("failed") is None
 
 
 # The servers of the other tests: nothing of them is left when their starter has ended.
-
-
 STARTER = """
 import sys
-from servers import {server} as start
-with start() as server:
+from servers import moto_server
+with moto_server() as server:
     print(server.pid, server.endpoint, flush=True)
     sys.stdin.read()
 """
 
 
-@pytest.mark.parametrize("server", ["moto_server", "seaweedfs_server"])
-def test_server_and_its_folder_die_with_a_killed_starter(server, tmp_path):
+def test_server_and_its_folder_die_with_a_killed_starter(tmp_path):
     starter = subprocess.Popen(
-        [sys.executable, "-c", STARTER.format(server=server)],
+        [sys.executable, "-c", STARTER],
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parent), "TMPDIR": str(tmp_path)},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

@@ -11,7 +11,7 @@ import streamloader as sl
 from streamloader.errors import UnsupportedError, UsageError
 from streamloader.storage import open_store
 from streamloader.storage.object_store import open_object_plane, target_of
-from streamloader.storage.url import checked_path, parse_location, redact
+from streamloader.storage.url import parse_location, redact
 
 AZURE_CLIENT = {"client_id": "i", "client_secret": "c", "tenant_id": "t"}
 
@@ -116,16 +116,6 @@ def test_empty_and_signed_urls_cannot_hold_a_dataset():
 def test_an_unknown_protocol_or_missing_package_is_named(url, words):
     with pytest.raises(UnsupportedError, match=words):
         open_store(url)
-
-
-@given(st.lists(st.text("ab._ ü", min_size=1, max_size=4), min_size=1, max_size=4))
-def test_checked_paths_are_plain_descents(parts):
-    path = "/".join(parts)
-    if any(part in (".", "..") for part in parts):
-        with pytest.raises(UsageError):
-            checked_path(path)
-    else:
-        assert checked_path(path) == path
 
 
 # What the options mean to obstore: each has a counterpart, no meaning for reading, or is named as unknown.

@@ -123,11 +123,6 @@ def test_no_failure_of_a_dataset_or_a_command_shows_a_secret(way, tmp_path, capf
         assert_clean(out + err)
 
 
-def stop(progress):
-    if progress.phase == "write":
-        raise InterruptedError("stopped")
-
-
 def test_no_use_of_a_dataset_shows_a_secret(moto, tmp_path, caplog, capfd):
     """Moto takes any key, so what is planted works."""
     caplog.set_level(logging.INFO)
@@ -135,7 +130,7 @@ def test_no_use_of_a_dataset_shows_a_secret(moto, tmp_path, caplog, capfd):
     address = moto.endpoint.removeprefix("http://")
     plain = moto.url("photos")
     source = open_store(plain, moto.storage_options)
-    for i in range(24):
+    for i in range(8):
         Image.fromarray(picture(i)).save(tmp_path / "one.png")
         source.put(f"class{i % 2}/{i:03}.png", (tmp_path / "one.png").read_bytes())
     url = plain.replace("s3://", f"s3://AKIDEXAMPLE:{SECRET}@")
@@ -143,14 +138,19 @@ def test_no_use_of_a_dataset_shows_a_secret(moto, tmp_path, caplog, capfd):
     shown = []
     note = lambda progress: shown.append(repr(progress))  # noqa: E731
     report = sl.convert(url, f"{url}-out", storage_options=options, workers=0, progress=note)
+
+    def stop(progress):
+        if progress.phase == "write":
+            raise InterruptedError("stopped")
+
     with pytest.raises(InterruptedError):
         sl.convert(url, tmp_path / "stopped", source_options=options, workers=0, progress=stop)
-    dataset = sl.StreamingDataset(f"{url}-out", batch_size=8, storage_options=options)
+    dataset = sl.StreamingDataset(f"{url}-out", batch_size=4, storage_options=options)
     iterator = iter(dataset)
     next(iterator)
     shown += [repr(report), repr(dataset), str(dataset.stats()), json.dumps(dataset.state_dict()), repr(iterator)]
     pairs = [f"--storage-option={name}={value}" for name, value in options.items()]
-    for arguments in (("inspect", f"{url}-out"), ("plan", f"{url}-out", "--batch-size", "8"), ("verify", f"{url}-out")):
+    for arguments in (("inspect", f"{url}-out"), ("plan", f"{url}-out", "--batch-size", "4"), ("verify", f"{url}-out")):
         status, out, err = run(capfd, *arguments, *pairs)
         assert status == 0, err
         shown += [out, err]

@@ -3,7 +3,7 @@
 import sys
 import threading
 from collections.abc import Iterator
-from queue import Empty
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from hypothesis import given
@@ -13,6 +13,13 @@ from streamloader.engine.engine import Prefetcher
 from streamloader.engine.stages import WorkerThreads
 
 SECONDS = 300.0
+
+
+def started(items: Iterator[int], most: int) -> tuple[Prefetcher[int], threading.Thread]:
+    ahead = Prefetcher(items, most)
+    thread = threading.Thread(target=ahead.run, daemon=True)
+    thread.start()
+    return ahead, thread
 
 
 def taken(ahead: Prefetcher[int]) -> Iterator[int]:
@@ -29,9 +36,7 @@ def test_every_item_comes_once_in_order_and_few_are_made_ahead(count, most):
         for made in range(1, count + 1):
             yield made - 1
 
-    ahead = Prefetcher(items(), most)
-    thread = threading.Thread(target=ahead.run, daemon=True)
-    thread.start()
+    ahead, thread = started(items(), most)
     for number, item in enumerate(taken(ahead)):
         assert item == number
         assert made <= number + 1 + most + 1  # one more is in the hands of the thread
@@ -48,9 +53,7 @@ def test_nothing_is_waited_for_unless_it_is_asked_for():
         assert go.wait(SECONDS)
         yield 1
 
-    ahead = Prefetcher(items(), 4)
-    thread = threading.Thread(target=ahead.run, daemon=True)
-    thread.start()
+    ahead, _ = started(items(), 4)
     assert not ahead.has_next(wait=False)
     go.set()
     assert ahead.has_next(wait=True)
@@ -68,9 +71,7 @@ def test_closing_ends_the_thread_and_whoever_waits(full):
         else:
             assert go.wait(SECONDS)
 
-    ahead = Prefetcher(items(), 3)
-    thread = threading.Thread(target=ahead.run, daemon=True)
-    thread.start()
+    ahead, thread = started(items(), 3)
     assert waits.wait(SECONDS)
     results: list[list[int]] = []
     taker = threading.Thread(target=lambda: results.append(list(taken(ahead))), daemon=True)
@@ -98,15 +99,6 @@ def test_an_error_ends_what_is_taken_and_belongs_to_the_thread():
     assert list(taken(ahead)) == [1]
 
 
-@pytest.fixture
-def hasty() -> Iterator[None]:
-    """Threads take turns as often as the interpreter lets them."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    yield
-    sys.setswitchinterval(before)
-
-
 def test_jobs_run_in_order_and_an_error_is_reported():
     errors: list[BaseException] = []
     done: list[int] = []
@@ -122,23 +114,18 @@ def test_jobs_run_in_order_and_an_error_is_reported():
     assert [type(error) for error in errors] == [ZeroDivisionError]
 
 
-@pytest.mark.usefixtures("hasty")
 def test_closing_from_several_threads_at_once_ends_all_threads():
-    errors: list[BaseException] = []
-
     def close(threads: WorkerThreads) -> None:
-        try:
-            for _ in range(20):
-                threads.close()
-        except Empty as error:
-            errors.append(error)
+        for _ in range(20):
+            threads.close()
 
-    for _ in range(100):
-        threads = WorkerThreads("closed", 48)
-        closers = [threading.Thread(target=close, args=(threads,)) for _ in range(3)]
-        for closer in closers:
-            closer.start()
-        for closer in closers:
-            closer.join()
-        assert threads.join(300)
-    assert errors == []
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)  # threads take turns as often as the interpreter lets them
+    try:
+        with ThreadPoolExecutor(3) as closers:
+            for _ in range(100):
+                threads = WorkerThreads("closed", 48)
+                list(closers.map(close, [threads] * 3))
+                assert threads.join(300)
+    finally:
+        sys.setswitchinterval(before)
