@@ -37,11 +37,10 @@ PLAN_SAMPLES = 10**10
 PLAN = """
 import time
 from streamloader.order.epoch_order import EpochOrder, OrderParams
-from streamloader.order.schedule import schedule
 from streamloader.order.schedule import Share, World
 begin = time.perf_counter()
 order = EpochOrder({samples}, OrderParams(block=1024, lanes=64, window=4096), 7, 0)
-next(iter(schedule(order, Share({samples}, 64, 256, World(0, 1), "pad"), {start})))
+next(iter(Share(order, 256, World(0, 1), "pad").plans({start})))
 print(time.perf_counter() - begin)
 """
 

@@ -2,7 +2,6 @@
 
 import json
 import re
-from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -16,10 +15,11 @@ from PIL import Image
 
 from streamloader import errors
 from streamloader.errors import MemoryBudgetError
+from streamloader.format.writer import Writer
 from streamloader.measure.forecast import Forecast, ForecastOptions, Mixing, forecast, mixings
 from streamloader.options import Layout, Shuffle
 from streamloader.order.epoch_order import EpochOrder, OrderParams
-from streamloader.order.schedule import Share, World, schedule
+from streamloader.order.schedule import Share, World
 from streamloader.pytorch.dataset import StreamingDataset
 
 N = 603
@@ -32,8 +32,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def mixing(order: EpochOrder, share: Share) -> Mixing:
-    return mixings(order, [share])[0]
+def mixing(
+    num_samples: int, params: OrderParams, batch: int, remainder: Any = "drop", *, shuffle: bool = True
+) -> Mixing:
+    return mixings([Share(EpochOrder(num_samples, params, 0, 0, shuffle), batch, World(0, 1), remainder)])[0]
 
 
 def run_epoch(folder: Path, told: Forecast, **options: Any) -> tuple[int, int]:
@@ -82,15 +84,13 @@ def test_the_memory_it_names_is_what_the_loader_accepts(folder):
 
 
 def test_mixing_counts_the_blocks_of_a_batch():
-    order = EpochOrder(100_000, OrderParams(10, 64, 40), 0, 0)
-    batch = mixing(order, Share(100_000, 64, 256, World(0, 1), "pad"))
+    batch = mixing(100_000, OrderParams(10, 64, 40), 256, "pad")
     assert 150 < batch.blocks < 256
     assert batch.design_effect(0) == 1
     assert 1 < batch.design_effect(0.5) < batch.design_effect(1.0) < 3
-    stored = EpochOrder(100_000, OrderParams(10, 64, 40), 0, 0, shuffle=False)
-    in_order = mixing(stored, Share(100_000, 1, 50, World(0, 1), "pad"))
+    in_order = mixing(100_000, OrderParams(10, 64, 40), 50, "pad", shuffle=False)
     assert (in_order.blocks, in_order.sharing) == (5, 9)
-    assert mixing(EpochOrder(0, OrderParams(10, 1, 20), 0, 0), Share(0, 1, 8, World(0, 1), "pad")).blocks == 0
+    assert mixing(0, OrderParams(10, 1, 20), 8, "pad").blocks == 0
 
 
 def test_the_design_effect_is_the_variance_that_is_found():
@@ -98,13 +98,12 @@ def test_the_design_effect_is_the_variance_that_is_found():
     n, block = 40_960, 16
     values = np.repeat(np.random.default_rng(0).standard_normal(n // block), block)
     params = OrderParams(block, 16, 2 * block)
-    share = Share(n, 16, 64, World(0, 1), "drop")
     means = [
         values[order.samples_at(begin, begin + 64)].mean()
         for order in (EpochOrder(n, params, seed, 0) for seed in range(12))
         for begin in range(0, n - 64, 640)
     ]
-    expected = mixing(EpochOrder(n, params, 0, 0), share).design_effect(1.0)
+    expected = mixing(n, params, 64).design_effect(1.0)
     assert np.var(means) * 64 / values.var() == pytest.approx(expected, rel=0.2)
 
 
@@ -114,8 +113,7 @@ def test_few_blocks_are_no_worse_than_they_are(blocks, lanes):
     block, batch = 96, 64
     n = blocks * block
     params = OrderParams(block, lanes, 4 * block)
-    share = Share(n, lanes, batch, World(0, 1), "drop")
-    told = mixing(EpochOrder(n, params, 0, 0), share).design_effect(1.0)
+    told = mixing(n, params, batch).design_effect(1.0)
     ratios = []
     for seed in range(60):
         values = np.repeat(np.random.default_rng(seed).standard_normal(blocks), block)
@@ -127,19 +125,25 @@ def test_few_blocks_are_no_worse_than_they_are(blocks, lanes):
     assert told < 1 + batch / 4
 
 
+@pytest.fixture(scope="module")
+def many_blocks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("forecast") / "blocks"
+    with Writer(path, {"tok": "ragged:int32"}, layout=Layout(1 << 18, 128, 64, "none"), num_samples=40_000) as out:
+        out.write_batch({"tok": [np.arange(i % 7, dtype=np.int32) for i in range(40_000)]})
+    return path
+
+
 @pytest.mark.parametrize("size", [64, 256, 1024])
-def test_ranks_beyond_the_lanes_read_each_block_once(tmp_path, size, capsys):
-    datasets.write(tmp_path / "d", 40_000, ["tok"], Layout(1 << 18, 128, 64, "none"))
-    told = forecast(str(tmp_path / "d"), ForecastOptions(world_size=size, batch_size=4))
+def test_ranks_beyond_the_lanes_read_each_block_once(many_blocks, size, capsys):
+    told = forecast(str(many_blocks), ForecastOptions(world_size=size, batch_size=4))
     assert (told.pinned_lanes, told.lanes, told.blocks // told.lanes >= 4) == (64, size, True)
     assert told.read_factor <= 1.05
-    share = Share(told.num_samples, told.lanes, 4, World(0, size), "uneven")
     order = EpochOrder(told.num_samples, OrderParams(told.block, told.lanes, told.window), 0, 0)
     ranks = range(0, size, size // 32)
-    plans = (schedule(order, replace(share, world=World(rank, size)), 0) for rank in ranks)
+    plans = (Share(order, 4, World(rank, size), "uneven").plans(0) for rank in ranks)
     fetched = sum(ref.stop - ref.start for plan in chain.from_iterable(plans) for ref in plan.needs)
     assert fetched <= 1.05 * told.num_samples * len(ranks) / size
-    lines = run(capsys, "plan", tmp_path / "d", "--world-size", size, "--batch-size", 4)[1].splitlines()
+    lines = run(capsys, "plan", many_blocks, "--world-size", size, "--batch-size", 4)[1].splitlines()
     more = [line for line in lines if "a single rank that resumes it needs" in line]
     assert len(more) == (size > 64)
     assert told.memory_alone > (told.least_memory if size > 1 else 0)

@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_schedule import Engine
+from test_schedule import Engine, spans
 
 from streamloader.errors import MixtureError
-from streamloader.order import schedule as planner
-from streamloader.order.epoch_order import OrderParams
+from streamloader.order.epoch_order import EpochOrder, OrderParams
 from streamloader.order.mixture import MOST_PARTS, Mix, MixShare, Phase, SourceOrder, Stream, whole_weights
 from streamloader.order.schedule import World
 
@@ -133,7 +132,8 @@ def mixes(draw: st.DrawFn) -> Mix:
         block = draw(st.sampled_from((1, 2, 5, 8)))
         params = OrderParams(block, draw(st.sampled_from((1, 2, 4, 8))), block * draw(st.integers(2, 4)))
         num_samples = draw(st.integers(1, 40) | st.integers(40, 300))
-        streams.append(Stream(num_samples, params, seed, draw(st.booleans()), base, draw(st.sampled_from((1, 3, 8)))))
+        order = EpochOrder(num_samples, params, seed, 0, draw(st.booleans()))
+        streams.append(Stream(order, base, draw(st.sampled_from((1, 3, 8)))))
         base += num_samples
     return Mix(tuple(streams), draw(source_orders(count)), draw(st.sampled_from(("first", "last"))))
 
@@ -168,9 +168,7 @@ def naive(mix: Mix, start: int, stop: int) -> Iterator[int]:
 @given(shares(), st.sampled_from((1, 3)), st.booleans())
 def test_replay_gives_the_rows_of_the_mixture_within_the_slots(run, steps_at_once, short):
     share, first = run
-    with pytest.MonkeyPatch.context() as patch:
-        if short:
-            patch.setattr(planner, "FIRST_STEPS", 1)
+    with spans(short=short):
         begin = share.bounds[0]
         engine, steps = Engine(), first
         for plan in engine.run(share.plans(first * share.global_batch, None, steps_at_once)):
@@ -222,8 +220,8 @@ def test_an_epoch_ends_with_one_of_its_sources_and_no_sample_is_lost(mix):
 
 def test_ranks_that_divide_turns_and_lanes_read_each_block_once():
     streams = (
-        Stream(4000, OrderParams(8, 8, 32), 1, True, 0, 8),
-        Stream(1000, OrderParams(8, 4, 16), 1, True, 4000, 8),
+        Stream(EpochOrder(4000, OrderParams(8, 8, 32), 1, 0), 0, 8),
+        Stream(EpochOrder(1000, OrderParams(8, 4, 16), 1, 0), 4000, 8),
     )
     mix = Mix(streams, SourceOrder((Phase.of_all(0, 4, (7, 3)),), 2), "last")
     parts = [MixShare(mix, 0, 32, World(rank, 4), "pad") for rank in range(4)]

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streamloader.errors import UsageError
-from streamloader.order.epoch_order import BlockPermutation, EpochOrder, OrderParams, _stable_argsort, mix, order_keys
+from streamloader.order.epoch_order import BlockPermutation, EpochOrder, OrderParams, _stable_argsort, mix
 from streamloader.order.schedule import Share, World
 
 GOLDEN = json.loads(reference.ORDERS.read_text(encoding="utf-8"))
@@ -54,22 +54,15 @@ def test_order_equals_the_golden_order(golden):
 def test_shares_equal_the_golden_shares(golden):
     order = order_of(next(case for case in reference.CASES if case.name == golden["order"]))
     samples = order.samples_at(0, order.num_samples)
-    batch, ranks, start = golden["batch"], golden["ranks"], golden["position"]
+    start, size = golden["position"], golden["ranks"]
+    shares = [Share(order, golden["batch"], World(rank, size), golden["remainder"]) for rank in range(size)]
     for step, (positions, taken) in enumerate(zip(golden["positions"], golden["samples"], strict=True)):
-        for rank in range(ranks):
-            share = Share(order.num_samples, order.lanes, batch, World(rank, ranks), golden["remainder"])
+        for rank, share in enumerate(shares):
             mine, valid = share.positions(start + step * share.global_batch)
             assert mine.tolist() == positions[rank]
             assert valid.tolist() == [p < order.num_samples for p in positions[rank]]
             assert samples[share.source(mine)].tolist() == taken[rank]
-    assert share_steps(order, golden) == len(golden["positions"])
-
-
-def share_steps(order: EpochOrder, golden: dict[str, object]) -> int:
-    world = World(0, golden["ranks"])
-    return Share(order.num_samples, order.lanes, golden["batch"], world, golden["remainder"]).global_steps(
-        golden["position"]
-    )
+    assert shares[0].global_steps(start) == len(golden["positions"])
 
 
 @settings(max_examples=120, deadline=None)
@@ -79,29 +72,14 @@ def test_order_equals_the_reference(case):
 
 
 @settings(max_examples=150, deadline=None)
-@given(cases(most=5000))
-def test_order_covers_every_sample_exactly_once(case):
-    assert np.bincount(order_of(case).samples_at(0, case.num_samples)).tolist() == [1] * case.num_samples
-
-
-@settings(max_examples=150, deadline=None)
-@given(cases(), st.data())
-def test_entry_at_any_position_equals_the_tail(case, data):
+@given(cases(most=3000), st.data())
+def test_order_covers_every_sample_once_and_can_be_entered_at_any_position(case, data):
     order = order_of(case)
+    whole = order.samples_at(0, case.num_samples)
+    assert np.bincount(whole).tolist() == [1] * case.num_samples
     start = data.draw(st.integers(0, case.num_samples))
     stop = data.draw(st.integers(start, case.num_samples))
-    assert order.samples_at(start, stop).tolist() == order.samples_at(0, case.num_samples)[start:stop].tolist()
-
-
-@settings(max_examples=100, deadline=None)
-@given(cases(), st.data())
-def test_lane_entered_at_any_index_emits_its_tail(case, data):
-    order = order_of(case)
-    lane = data.draw(st.integers(0, order.lanes - 1))
-    length = order.lane_bounds(lane)[1]
-    start = data.draw(st.integers(0, length))
-    stop = data.draw(st.integers(start, length))
-    assert order.emit(lane, start, stop).tolist() == order.emit(lane, 0, length)[start:stop].tolist()
+    assert order.samples_at(start, stop).tolist() == whole[start:stop].tolist()
 
 
 @settings(max_examples=100, deadline=None)
@@ -112,28 +90,6 @@ def test_sample_leaves_less_than_a_window_from_where_it_arrived(case):
         begin, length = order.lane_bounds(lane)
         moved = order.emit(lane, 0, length) - begin - np.arange(length)
         assert np.abs(moved).max(initial=0) < case.window
-
-
-@settings(max_examples=100, deadline=None)
-@given(cases())
-def test_located_blocks_are_contiguous_and_only_the_last_block_is_short(case):
-    order = order_of(case)
-    arrived, row = order.locate(np.arange(case.num_samples))
-    first = order.first_arrivals(np.arange(order.num_blocks + 1))
-    assert first[-1] == case.num_samples
-    assert (first[arrived] + row == np.arange(case.num_samples)).all()
-    for j, size in enumerate(np.diff(first).tolist()):
-        last = order.block_numbers(np.array([j]))[0] == order.num_blocks - 1
-        assert size == (case.num_samples - (order.num_blocks - 1) * case.block if last else case.block)
-
-
-@given(cases())
-def test_lanes_cut_the_arrivals_into_runs_of_equal_length_or_one_more(case):
-    order = order_of(case)
-    bounds = [order.lane_bounds(lane) for lane in range(order.lanes)]
-    assert [begin for begin, _ in bounds] == np.cumsum([0] + [length for _, length in bounds])[:-1].tolist()
-    assert sum(length for _, length in bounds) == case.num_samples
-    assert max(length for _, length in bounds) - min(length for _, length in bounds) <= 1
 
 
 def test_scattered_arrivals_give_the_same_samples_as_all():
@@ -153,45 +109,31 @@ def test_order_can_be_entered_deep_in_ten_trillion_samples():
     assert order.samples_at(n - 1, n).size == 1
 
 
-@given(st.lists(st.integers(0, 9), max_size=60))
-def test_argsort_keeps_the_order_of_equal_keys(values):
-    keys = np.array(values, np.uint64)
-    assert _stable_argsort(keys).tolist() == np.argsort(keys, kind="stable").tolist()
-
-
-def test_argsort_keeps_the_order_of_equal_keys_in_long_arrays():
-    keys = np.random.default_rng(1).integers(0, 5000, 20_000).astype(np.uint64)
-    assert (_stable_argsort(keys) == np.argsort(keys, kind="stable")).all()
+def test_argsort_keeps_the_order_of_equal_keys():
+    for count, most in ((0, 1), (60, 10), (60, 1), (20_000, 5000)):  # numpy sorts short arrays in another way
+        keys = np.random.default_rng(1).integers(0, most, count).astype(np.uint64)
+        assert _stable_argsort(keys).tolist() == np.argsort(keys, kind="stable").tolist()
 
 
 @pytest.mark.parametrize(
-    ("params", "problem"),
+    ("make", "problem"),
     [
-        ((0, 1, 2), "block=0 .*set block="),
-        ((1, 0, 2), "lanes=0 .*set lanes="),
-        ((4, 1, 4), "window=4 .*block=4 .*set window=8"),
-        ((4, 1, 10), "window=10 .*block=4 .*set window=12"),
-        ((2**30, 1, 2**31), "window=2147483648 .*2\\*\\*31"),
-        ((4, 1.5, 8), "lanes=1.5 "),
+        (lambda: OrderParams(0, 1, 2), "block=0 .*set block="),
+        (lambda: OrderParams(1, 0, 2), "lanes=0 .*set lanes="),
+        (lambda: OrderParams(4, 1.5, 8), "lanes=1.5 "),
+        (lambda: OrderParams(4, 1, 4), "window=4 .*block=4 .*set window=8"),
+        (lambda: OrderParams(4, 1, 10), "window=10 .*block=4 .*set window=12"),
+        (lambda: OrderParams(2**30, 1, 2**31), "window=2147483648 .*2\\*\\*31"),
+        (lambda: EpochOrder(5, OrderParams(1, 1, 2), -1, 0), "seed=-1 "),
+        (lambda: EpochOrder(5, OrderParams(1, 1, 2), 2**64, 0), f"seed={2**64} "),
+        (lambda: EpochOrder(5, OrderParams(1, 1, 2), 0, -1), "epoch=-1 "),
+        # before anything is allocated
+        (lambda: EpochOrder(2**40, OrderParams(2**29, 1, 3 * 2**29), 0, 0).emit(0, 2**33, 2**34), "smaller window="),
     ],
 )
-def test_impossible_params_are_refused_with_the_value_and_the_remedy(params, problem):
+def test_invalid_parameters_are_errors_with_the_value_and_the_remedy(make, problem):
     with pytest.raises(UsageError, match=problem):
-        OrderParams(*params)
-
-
-@pytest.mark.parametrize("seed", [-1, 2**64])
-def test_seed_outside_u64_is_refused(seed):
-    with pytest.raises(UsageError, match=f"seed={seed} "):
-        EpochOrder(5, OrderParams(1, 1, 2), seed, 0)
-    with pytest.raises(UsageError, match="epoch=-1 "):
-        EpochOrder(5, OrderParams(1, 1, 2), 0, -1)
-
-
-def test_window_too_wide_for_its_keys_is_refused_before_anything_is_allocated():
-    order = EpochOrder(2**40, OrderParams(2**29, 1, 3 * 2**29), 0, 0)
-    with pytest.raises(UsageError, match="smaller window="):
-        order.emit(0, 2**33, 2**33 + 2**32)
+        make()
 
 
 u64 = st.integers(0, 2**64 - 1)
@@ -209,18 +151,8 @@ def test_mix_is_splitmix64_as_published():
     assert mix(np.array([0, 0x9E3779B97F4A7C15], np.uint64)).tolist() == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4]
 
 
-def test_mix_of_a_scalar_wraps_without_a_warning():
-    assert int(mix(np.array(2**64 - 1, np.uint64))) == reference.mix(2**64 - 1)
-
-
-@given(u64, u64, u64, u64, u64)
-def test_keys_are_the_reference_keys(seed, epoch, n, block, lanes):
-    case = reference.Case("", n, block, lanes, 2 * block, seed, epoch)
-    assert list(order_keys(seed, epoch, n, block, lanes)) == reference.keys(case)
-
-
 @settings(max_examples=150, deadline=None)
-@given(st.integers(1, 700), u64)
+@given(st.integers(0, 700), u64)
 def test_permutation_is_a_bijection_and_inverse_undoes_it(num_blocks, key):
     permutation = BlockPermutation(num_blocks, key)
     every = np.arange(num_blocks)
@@ -237,13 +169,3 @@ def test_permutation_equals_the_reference_at_any_size(num_blocks, key, numbers):
     blocks = permutation.forward(np.array(arrivals))
     assert blocks.tolist() == [reference.permuted(j, num_blocks, key) for j in arrivals]
     assert permutation.inverse(blocks).tolist() == arrivals
-
-
-@pytest.mark.parametrize("num_blocks", [0, 1])
-def test_permutation_of_no_or_one_block(num_blocks):
-    every = np.arange(num_blocks)
-    assert BlockPermutation(num_blocks, 5).forward(every).tolist() == every.tolist()
-
-
-def test_permutation_keeps_the_shape():
-    assert BlockPermutation(6, 5).forward(np.arange(6).reshape(2, 3)).shape == (2, 3)

@@ -72,7 +72,7 @@ def test_every_geometry_delivers_the_plan_in_the_memory_it_asks_for(data):
         ds = StreamingDataset(url, memory=need, **arguments)
         batches = iter(ds)  # settles the lanes
         order = EpochOrder(count, ds._start.sources[0].params, 0, 0, shuffle is not False)
-        share = Share(count, order.lanes, batch, World(rank, size), remainder)
+        share = Share(order, batch, World(rank, size), remainder)
         truth = order.samples_at(0, count)
         steps = 0
         for steps, got in enumerate(batches, start=1):

@@ -17,7 +17,6 @@ from bench.shuffles.quality import _variance_ratio, quality, resident
 from streamloader.format.writer import Writer
 from streamloader.options import Layout
 from streamloader.order.epoch_order import EpochOrder, OrderParams
-from streamloader.order.schedule import Share, World, schedule
 from streamloader.pytorch.dataset import StreamingDataset
 
 SETTING = Setting(samples=4096, batch=32, block=8, lanes=8, window=32, shard=64, classes=16)
@@ -118,16 +117,3 @@ def test_a_small_dataset_in_class_order_mixes_as_independent_draws(tmp_path, fie
     begin = np.concatenate([ids[: steps // 20 * batch] for ids in epochs]) * classes // n
     assert _variance_ratio(begin.reshape(-1, batch), classes) <= 1.2
     assert np.mean([quality(ids, unit=1, batch=batch, run=64, classes=classes).measured for ids in epochs]) <= 1.1
-
-
-def test_a_dataset_that_is_held_whole_is_planned_without_blocks(tmp_path):
-    """Blocks of one sample cost no Python work for each: plans name no blocks, and are the same order."""
-    order = EpochOrder(5000, OrderParams(1, 16, 4), 3, 0)
-    for size, remainder in ((1, "pad"), (4, "uneven"), (6, "pad")):
-        for rank in range(size):
-            share = Share(5000, 16, 24, World(rank, size), remainder)  # type: ignore[arg-type]
-            plain = list(schedule(order, share, 48, steps_at_once=3))
-            held = list(schedule(order, share, 48, steps_at_once=3, held=True))
-            assert [one.samples.tolist() for one in held] == [one.samples.tolist() for one in plain]
-            assert [one.positions.tolist() for one in held] == [one.positions.tolist() for one in plain]
-            assert not any(one.needs or one.done for one in held)

@@ -15,9 +15,9 @@ from test_schedule import Engine, runs
 from torch.utils.data import DataLoader
 
 from streamloader.engine.dataset import EpochPlan
-from streamloader.errors import StateError, UsageError
+from streamloader.errors import StateError, UsageError, WorldError
 from streamloader.order.epoch_order import EpochOrder, OrderParams
-from streamloader.order.schedule import DatasetShare, Share, World, schedule, slots_needed
+from streamloader.order.schedule import Share, World
 from streamloader.order.state import NO_GAPS, STATE_FORMAT, Gap, Gaps, RunState, SourceIdentity
 from streamloader.pytorch.dataset import StreamingDataset
 
@@ -29,6 +29,10 @@ def changed(**values: object) -> RunState:
     """The run with other values, of its source or of its own."""
     source = {name: values.pop(name) for name in tuple(values) if hasattr(SOURCE, name)}
     return replace(CURSOR, sources=(SOURCE._replace(**source),), **values)
+
+
+def share_of(num_samples: int, *rest: Any) -> Share:
+    return Share(EpochOrder(num_samples, SOURCE.params, 0, 0), *rest)
 
 
 @given(
@@ -74,7 +78,7 @@ def test_force_passes_another_digest_and_nothing_else():
 @settings(max_examples=200, deadline=None)
 @given(st.integers(0, 200), st.integers(1, 5), st.integers(1, 8), st.sampled_from(("pad", "drop", "uneven")), st.data())
 def test_advancing_step_by_step_reaches_the_next_epoch_after_the_last_step(num_samples, size, batch, remainder, data):
-    share = Share(num_samples, 4, batch, World(0, size), remainder)
+    share = share_of(num_samples, batch, World(0, size), remainder)
     steps = share.global_steps(0)
     cursor = CURSOR
     for step in range(steps):
@@ -91,7 +95,7 @@ def test_advancing_step_by_step_reaches_the_next_epoch_after_the_last_step(num_s
 @settings(max_examples=200, deadline=None)
 @given(st.integers(1, 300), st.integers(1, 4), st.data())
 def test_workers_advance_in_rounds_and_another_number_repeats_the_round(num_samples, workers, data):
-    share = Share(num_samples, 4, 3, World(0, 2 * workers), "pad")
+    share = share_of(num_samples, 3, World(0, 2 * workers), "pad")
     start = replace(CURSOR, workers=workers)
     batches = share.global_steps(0) * workers
     with pytest.raises(UsageError, match="pass the end"):
@@ -140,49 +144,45 @@ def indexes(batches: Iterator[dict[str, torch.Tensor]]) -> list[list[int]]:
 
 
 @st.composite
-def gapped(draw: st.DrawFn) -> tuple[EpochOrder, Share, int, set[int]]:
+def gapped(draw: st.DrawFn) -> tuple[Share, int, set[int], Gaps]:
     """A run, and steps of its epoch to leave out: those that `position` is a step of."""
-    order, share, position = draw(st.booleans().flatmap(runs))
+    share, position = draw(runs())
     count = share.global_steps(position)
-    left_out = draw(st.sets(st.integers(0, max(0, count - 1)), max_size=min(count, 12)))
-    return order, share, position, left_out if count else set()
+    left_out = draw(st.sets(st.integers(0, max(0, count - 1)), max_size=min(count, 12))) if count else set()
+    return share, position, left_out, Gaps.of_steps(share.epoch, left_out, position, share.global_batch)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(gapped(), st.integers(1, 5))
 def test_the_steps_that_are_left_have_the_same_rows_within_the_same_slots(run, at_once):
-    order, share, position, left_out = run
-    block = order.params.block
-    gaps = Gaps.of_steps(order.epoch, left_out, position, share.global_batch)
-    whole = schedule(order, share, position)
-    wanted = [plan.samples.tolist() for step, plan in enumerate(whole) if step not in left_out]
+    share, position, left_out, gaps = run
+    wanted = [plan.samples.tolist() for step, plan in enumerate(share.plans(position)) if step not in left_out]
     engine = Engine()
-    planned = DatasetShare(order.num_samples, order.lanes, share.batch, share.world, share.remainder, order, block)
-    plan = EpochPlan(share=planned, position=position, seed=order.seed, gaps=gaps)
+    plan = EpochPlan(share=share, position=position, seed=share.order.seed, gaps=gaps)
     assert [made.samples.tolist() for made in engine.run(plan.batches())] == wanted
-    assert engine.most_live <= slots_needed(order.params, share)
-    assert gaps.steps(share, order.epoch, position) == len(wanted)
+    assert engine.most_live <= share.slots_needed()
+    assert gaps.steps(share, share.epoch, position) == len(wanted)
     many = plan._replace(steps_at_once=at_once).batches(7)
     rows = [sample for plan in many for sample in plan.samples.tolist()]
     assert rows == [sample for batch in wanted for sample in batch]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(gapped())
-def test_a_cursor_walks_over_gaps_and_says_which_it_passed(run):
-    order, share, position, left_out = run
-    gaps = Gaps.of_steps(order.epoch, left_out, position, share.global_batch)
-    run = changed(num_samples=order.num_samples)
-    start = replace(run, epoch=order.epoch, position=position)
+def test_a_state_passes_gaps_and_records_them(run):
+    share, position, left_out, gaps = run
+    run = changed(num_samples=share.num_samples)
+    start = replace(run, epoch=share.epoch, position=position)
     left = [step for step in range(share.global_steps(position)) if step not in left_out]
+    cursor = start
     for taken in range(1, len(left) + 1):
-        cursor = start.advance(taken, share, gaps)
-        assert cursor == start.advance(taken - 1, share, gaps).advance(1, share, gaps)
-        assert run.resumed(json.loads(json.dumps(cursor.to_dict()))) == cursor
+        cursor = cursor.advance(1, share, gaps)
+        assert cursor == start.advance(taken, share, gaps)
         if taken < len(left):
-            assert (cursor.epoch, cursor.position) == (order.epoch, position + left[taken] * share.global_batch)
+            assert (cursor.epoch, cursor.position) == (share.epoch, position + left[taken] * share.global_batch)
+    assert run.resumed(json.loads(json.dumps(cursor.to_dict()))) == cursor
     if left:
-        assert (cursor.epoch, cursor.position, cursor.skipped) == (order.epoch + 1, 0, gaps.each)
+        assert (cursor.epoch, cursor.position, cursor.skipped) == (share.epoch + 1, 0, gaps.each)
     with pytest.raises(UsageError, match="pass the end"):
         start.advance(len(left) + 1, share, gaps)
 
@@ -317,3 +317,58 @@ def test_steps_that_are_not_there_are_refused_before_anything_is_read(url):
 def test_a_state_with_something_else_for_gaps_is_refused(skipped):
     with pytest.raises(StateError, match="skipped"):
         CURSOR.resumed(CURSOR.to_dict() | {"skipped": skipped})
+
+
+# ---- which samples a step delivers
+
+
+@pytest.mark.parametrize("remainder", ["pad", "uneven"])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_samples_names_the_rows_of_every_batch_on_every_rank(url, size, remainder):
+    ranks = [dataset(url, world=(rank, size), remainder=remainder) for rank in range(size)]
+    for epoch in range(2):
+        passes = [list(ds) for ds in ranks]
+        for step, batches in enumerate(zip(*passes, strict=False)):
+            for rank, batch in enumerate(batches):
+                assert torch.equal(ranks[0].samples(epoch, step, rank), batch["index"])
+            together = torch.cat([batch["index"] for batch in batches])
+            assert torch.equal(ranks[-1].samples(epoch, step), together)
+
+
+def test_samples_reads_no_data(url):
+    ds = dataset(url)
+    assert ds.samples(10**6, 5).shape == (16,)
+    assert ds.stats().requests == 0
+    assert ds.epoch == 0
+
+
+@pytest.mark.filterwarnings("ignore:.* DataLoader workers on each rank")
+def test_samples_names_the_batches_of_workers(url):
+    ds = dataset(url, world=(1, 2))
+    for step, batch in enumerate(DataLoader(ds, batch_size=None, num_workers=2)):
+        assert torch.equal(ds.samples(0, step, 1, workers=2), batch["index"])
+
+
+def test_samples_after_a_resume_at_another_batch_size(url):
+    before = dataset(url, batch_size=10)
+    iterator = iter(before)
+    for _ in range(3):
+        next(iterator)
+    after = dataset(url, batch_size=16)
+    after.load_state_dict(before.state_dict())
+    for step, batch in enumerate(after, 30 // 16):  # it begins within the second step of the epoch
+        assert torch.equal(after.samples(0, step), batch["index"])
+
+
+def test_samples_of_an_unknown_step_rank_or_epoch_are_an_error(url):
+    ds = dataset(url, world=(0, 2))
+    assert len(ds) == 19
+    for step in (19, -1, 10**12):
+        with pytest.raises(UsageError, match=r"no step starts at position .* ask for a step below 19"):
+            ds.samples(0, step)
+    with pytest.raises(WorldError, match="rank 2 is invalid for world size 2"):
+        ds.samples(0, 0, 2)
+    with pytest.raises(WorldError, match="worker 0 is invalid for 0 workers"):
+        ds.samples(0, 0, workers=0)
+    with pytest.raises(UsageError, match="epoch=-1"):
+        ds.samples(-1, 0)

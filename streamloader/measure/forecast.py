@@ -14,7 +14,7 @@ from streamloader.engine.stages import LoaderConfig
 from streamloader.errors import UsageError
 from streamloader.options import Shuffle
 from streamloader.order.epoch_order import EpochOrder, lanes_for_world
-from streamloader.order.schedule import DatasetShare, Share, World, step_samples
+from streamloader.order.schedule import Share, World
 from streamloader.pytorch.arguments import WhereChoice, choose_order, chosen_names, open_dataset, read_where
 from streamloader.storage import open_store
 
@@ -48,12 +48,12 @@ class Mixing:
         return max(0.0, spread / (1 - correlation * self.alike))
 
 
-def mixings(order: EpochOrder, shares: Sequence[Share]) -> list[Mixing]:
+def mixings(shares: Sequence[Share]) -> list[Mixing]:
     """Look at whole batches of ranks, or groups of them, evenly spread over the epoch; the only one where there is one.
 
     The ranks take the same steps: each step's order is computed once.
     """
-    first, size = shares[0], order.num_samples
+    first, order, size = shares[0], shares[0].order, shares[0].num_samples
     steps = first.global_steps(0)
     work = min(2 * order.params.window, size) * order.lanes + first.global_batch
     count = max(2, min(STEPS, MAX_EXAMINED // max(1, work)))
@@ -66,7 +66,7 @@ def mixings(order: EpochOrder, shares: Sequence[Share]) -> list[Mixing]:
             if not source.size or source.min() >= 0:
                 rows = blocks[source]
             else:  # padded rows repeat those of the step before
-                rows = step_samples(order, share, position) // order.params.block
+                rows = share.samples(position) // order.params.block
             counts = np.unique(rows, return_counts=True)[1]
             found[number] += rows.size, counts.size, (counts * (counts - 1)).sum()
     full, last = divmod(size, order.params.block)
@@ -162,13 +162,12 @@ def forecast(url: str, options: ForecastOptions) -> Forecast:
     if "lanes" not in chosen_names(options.shuffle):
         params = replace(pinned, lanes=lanes_for_world(count, pinned, world.size))
     order = EpochOrder(count, params, 0, 0, options.shuffle is not False)
-    unit = dataset.unit(params)
-    share = DatasetShare(count, order.lanes, options.batch_size, world, "pad", order, unit)
+    share = Share(order, options.batch_size, world, "pad", dataset.unit(params))
     engine = Engine([dataset], LoaderConfig(memory=options.memory, ranks_here=options.ranks_here))
     params, need = share.fetched, share.need()
     held, budget = engine.plan_memory(need)
     together = replace(share, batch=share.global_batch, world=World(0, 1))
-    mixed = mixings(order, (share, together))
+    mixed = mixings((share, together))
     factor = share.read_factor if order.shuffle else _readers_of_a_unit(params.block, share)
     streamed = _runs(dataset, [name for name in dataset.names if name not in held], params.block)
     whole = _runs(replace(dataset, selection=None), held, max(1, dataset.manifest.num_samples))
@@ -195,7 +194,7 @@ def forecast(url: str, options: ForecastOptions) -> Forecast:
         pinned_lanes=pinned.lanes if order.shuffle else 1,
         shuffle=order.shuffle,
         memory_alone=engine.least_memory(replace(together, batch=share.batch).need()),
-        drawn=_drawn(order, share, params.block),
+        drawn=_drawn(share, params.block),
     )
 
 
@@ -219,8 +218,8 @@ def _runs(dataset: Dataset, names: Sequence[str], block: int) -> tuple[float, fl
     return len(sizes) * times, sum(sizes) * times
 
 
-def _drawn(order: EpochOrder, share: Share, block: int) -> tuple[tuple[int, ...], ...]:
+def _drawn(share: Share, block: int) -> tuple[tuple[int, ...], ...]:
     step = share.global_batch
-    stop = min(order.num_samples, DRAWN_STEPS * step, DRAWN_ROWS)
-    blocks = order.samples_at(0, stop) // block
+    stop = min(share.num_samples, DRAWN_STEPS * step, DRAWN_ROWS)
+    blocks = share.order.samples_at(0, stop) // block
     return tuple(tuple(blocks[begin : begin + step].tolist()) for begin in range(0, stop, step))

@@ -34,15 +34,14 @@ _MASK64 = 2**64 - 1
 def mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """One step of splitmix64 (Steele, Lea and Flood 2014; Vigna's constants) for every element of `x`.
 
-    Adds 0x9E3779B97F4A7C15 and applies the finalizer, modulo 2**64. Any shape; returns a new array.
+    Adds 0x9E3779B97F4A7C15 and applies the finalizer, modulo 2**64. Shape (n,); returns a new array.
     """
-    with np.errstate(over="ignore"):  # numpy warns of the wrap for 0-d input only
-        z = x + np.uint64(0x9E3779B97F4A7C15)
-        z ^= z >> np.uint64(30)
-        z *= np.uint64(0xBF58476D1CE4E5B9)
-        z ^= z >> np.uint64(27)
-        z *= np.uint64(0x94D049BB133111EB)
-        z ^= z >> np.uint64(31)
+    z = x + np.uint64(0x9E3779B97F4A7C15)
+    z ^= z >> np.uint64(30)
+    z *= np.uint64(0xBF58476D1CE4E5B9)
+    z ^= z >> np.uint64(27)
+    z *= np.uint64(0x94D049BB133111EB)
+    z ^= z >> np.uint64(31)
     return z
 
 
@@ -73,35 +72,28 @@ class BlockPermutation:
         return mix(np.array(raw, np.uint64))
 
     def forward(self, arrival: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The number of the block that is the `arrival`-th to arrive; any shape, each in [0, num_blocks)."""
+        """The number of the block that is the `arrival`-th to arrive; shape (n,), each in [0, num_blocks)."""
         return self._walk(arrival, inverse=False)
 
     def inverse(self, block: NDArray[np.int64]) -> NDArray[np.int64]:
-        """When the block with number `block` arrives; any shape, each in [0, num_blocks)."""
+        """When the block with number `block` arrives; shape (n,), each in [0, num_blocks)."""
         return self._walk(block, inverse=True)
 
     def _walk(self, values: NDArray[np.int64], *, inverse: bool) -> NDArray[np.int64]:
-        step = self._decipher if inverse else self._encipher
-        x = step(values.astype(np.uint64).ravel())
+        x = self._network(values.astype(np.uint64), inverse=inverse)
         outside = np.flatnonzero(x >= np.uint64(self.num_blocks))
         while outside.size:
-            x[outside] = step(x[outside])
+            x[outside] = self._network(x[outside], inverse=inverse)
             outside = outside[x[outside] >= np.uint64(self.num_blocks)]
-        return x.astype(np.int64).reshape(values.shape)
+        return x.astype(np.int64)
 
-    def _encipher(self, x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    def _network(self, x: NDArray[np.uint64], *, inverse: bool) -> NDArray[np.uint64]:
+        """All rounds. The inverse is the same with the halves exchanged and the keys in reverse."""
         half, mask = np.uint64(self._half_bits), np.uint64(2**self._half_bits - 1)
-        left, right = x >> half, x & mask
-        for key in self._round_keys:
-            left, right = right, left ^ (mix(right ^ key) & mask)
-        return (left << half) | right
-
-    def _decipher(self, x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-        half, mask = np.uint64(self._half_bits), np.uint64(2**self._half_bits - 1)
-        left, right = x >> half, x & mask
-        for key in self._round_keys[::-1]:
-            left, right = right ^ (mix(left ^ key) & mask), left
-        return (left << half) | right
+        one, other = (x & mask, x >> half) if inverse else (x >> half, x & mask)
+        for key in self._round_keys[:: -1 if inverse else 1]:
+            one, other = other, one ^ (mix(other ^ key) & mask)
+        return (other << half) | one if inverse else (one << half) | other
 
 
 @dataclass(frozen=True)
@@ -176,6 +168,10 @@ class EpochOrder:
     def lanes(self) -> int:
         """The lanes that positions go round: 1 without shuffle."""
         return self.params.lanes if self.shuffle else 1
+
+    def fetched(self, unit: int) -> OrderParams:
+        """Block, lanes and window of what is fetched; without shuffle `unit` samples at once, in one lane."""
+        return self.params if self.shuffle else OrderParams(unit, 1, 2 * unit)
 
     @property
     def num_blocks(self) -> int:

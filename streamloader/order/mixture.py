@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import pairwise
 from math import gcd, lcm
 from numbers import Rational
@@ -23,9 +23,7 @@ from streamloader.options import Remainder
 from streamloader.order.epoch_order import EpochOrder, OrderParams
 from streamloader.order.schedule import (
     MAX_ROWS,
-    BatchPlan,
     BlockReads,
-    DatasetShare,
     Ints,
     Key,
     Need,
@@ -34,14 +32,9 @@ from streamloader.order.schedule import (
     Span,
     World,
     ahead_bytes,
-    check_step,
-    cut_spans,
     join_blocks,
-    plan_batches,
-    plan_resident,
     read_lanes,
     read_units,
-    slots_needed,
 )
 
 # Turns after which the order of sources repeats, at most: weights that need more are rounded to so many parts.
@@ -236,26 +229,28 @@ class Stream:
     `base` is the number that its first sample has in the mixture; `unit`: samples fetched at once without shuffle.
     """
 
-    num_samples: int
-    params: OrderParams
-    seed: int
-    shuffle: bool
+    first: EpochOrder  # the order of epoch 0
     base: int
     unit: int
 
     @property
+    def num_samples(self) -> int:
+        """The samples of an epoch."""
+        return self.first.num_samples
+
+    @property
     def lanes(self) -> int:
         """The lanes that positions go round: 1 without shuffle."""
-        return self.params.lanes if self.shuffle else 1
+        return self.first.lanes
 
     @property
     def fetched(self) -> OrderParams:
-        """The order's block, lanes and window; without shuffle the fetch unit, in one lane."""
-        return self.params if self.shuffle else OrderParams(self.unit, 1, 2 * self.unit)
+        """Block, lanes and window of what is fetched."""
+        return self.first.fetched(self.unit)
 
     def order(self, epoch: int) -> EpochOrder:
         """Return the order of an epoch of its own."""
-        return EpochOrder(self.num_samples, self.params, self.seed, epoch, self.shuffle)
+        return replace(self.first, epoch=epoch)
 
     def samples(self, places: Ints) -> Ints:
         """Return the sample at each place, by its number in the mixture; places ascend."""
@@ -339,6 +334,11 @@ class MixShare(Part):
         together = sum(2 * stream.fetched.window * stream.lanes for stream in self.mix.streams)
         return min(together // self.world.size, MAX_ROWS, self.num_samples // self.world.size + self.batch)
 
+    @property
+    def span_steps(self) -> int:
+        """How many steps are planned together, at most."""
+        return self.span_rows // self.batch
+
     @cached_property
     def divides(self) -> bool:
         """Whether the world size divides turns and lanes, so that every lane is read by one rank in an epoch."""
@@ -383,14 +383,6 @@ class MixShare(Part):
         mine = np.sort(ordered[:, self.world.rank * self.batch : (self.world.rank + 1) * self.batch], axis=1).ravel()
         return Rows(rows.source[mine], rows.place[mine], rows.position[mine])
 
-    def samples(self, position: int) -> Ints:
-        """Return the samples of the step that starts at a position, by their numbers in the mixture.
-
-        Raises `UsageError` where no step starts there.
-        """
-        check_step(self, position)
-        return self.numbers(self.rows(position, 1))
-
     def numbers(self, rows: Rows) -> Ints:
         """Return the samples of some rows, by their numbers in the mixture."""
         found = np.empty(rows.source.size, np.int64)
@@ -402,13 +394,13 @@ class MixShare(Part):
     def slots_needed(self, steps_at_once: int = 1) -> int:
         """How many blocks a schedule holds at once at most; the same on every rank.
 
-        Those of each stream alone, as `plan.schedule.slots_needed` says, and as many again for each of its epochs that
+        Those of each stream alone, as `Share.slots_needed` says, and as many again for each of its epochs that
         may begin within a plan, while the one before it ends: but not more than the plan has rows.
         """
         rows, total = steps_at_once * self.batch, 0
         for stream in self.mix.streams:
             size = self.world.size if self.divides else 1
-            alone = slots_needed(stream.fetched, Share(stream.num_samples, stream.lanes, rows, World(0, size), "pad"))
+            alone = Share(stream.first, rows, World(0, size), "pad", stream.unit).slots_needed()
             begun = 1 + self.world.size * rows // stream.num_samples
             total += alone + min(rows, begun * alone)
         return total
@@ -423,62 +415,42 @@ class MixShare(Part):
         plans = ahead_bytes(self) + SPAN_BYTES * self.span_rows
         return Need(block, self.slots_needed(steps_at_once), steps_at_once * self.batch, plans, plans)
 
-    def plans(
-        self,
-        position: int,
-        stop: int | None = None,
-        steps_at_once: int = 1,
-        first_ticket: int = 0,
-        *,
-        held: bool = False,
-    ) -> Iterator[BatchPlan]:
-        """Yield the batches of the rank from a position of the epoch to its end, or to `stop`.
+    def read_held(self, span: Span) -> list[tuple[Ints, Ints]]:
+        """Return the positions of a span's rows, and the samples by their numbers in the mixture."""
+        rows = self.rows(span.begin, span.steps)
+        return [(rows.position, self.numbers(rows))]
 
-        Samples are numbered through all sources. `held`: every field is resident, so plans name no blocks.
-        """
-        steps = self.global_steps(position) if stop is None else (stop - position) // self.global_batch
-        spans = cut_spans(self, position, steps, steps_at_once, self.span_rows // self.batch)
+    def read(self, span: Span, live: Mapping[MixKey, int]) -> tuple[BlockReads, list[Ints]]:
+        """Return the blocks of a span over all streams, those of `live` included, and the positions of its rows."""
+        rows = self.rows(span.begin, span.steps)
+        before, after = (self.mix.source_order.places(self.bounds[0] + at).tolist() for at in (span.begin, span.end))
+        parts: list[BlockReads] = []
+        keys: list[MixKey] = []
+        block, row = np.empty(rows.source.size, np.int64), np.empty(rows.source.size, np.int64)
+        for number, stream in enumerate(self.mix.streams):
+            mine = np.flatnonzero(rows.source == number)
+            epochs = rows.place[mine] // stream.num_samples
+            held = {key[1] for key in live if key[0] == number}
+            for epoch in sorted(held | set(np.unique(epochs).tolist())):
+                here = mine[epochs == epoch]
+                first = epoch * stream.num_samples
+                begin, end = max(0, before[number] - first), min(stream.num_samples, after[number] - first)
+                part = span._replace(begin=begin, end=end, last=span.last or end == stream.num_samples)
+                kept = [(key[2], key[3]) for key in live if key[:2] == (number, epoch)]
+                reads = _read_stream(stream, epoch, rows.place[here] - first, part, kept)
+                block[here], row[here] = reads.block + len(keys), reads.row
+                keys += [(number, epoch, *key) for key in reads.keys]
+                parts.append(reads._replace(start=reads.start + stream.base, stop=reads.stop + stream.base))
+        return BlockReads(keys, *join_blocks(parts), block, row), [rows.position]
 
-        def read_resident(span: Span) -> list[tuple[Ints, Ints]]:
-            rows = self.rows(span.begin, span.steps)
-            return [(rows.position, self.numbers(rows))]
 
-        if held:
-            return plan_resident(self, self.epoch, spans, read_resident, steps_at_once)
-        return plan_batches(self, self.epoch, spans, partial(_read_blocks, self), steps_at_once, ticket=first_ticket)
-
-
-EpochShare = DatasetShare | MixShare
-
-
-def _read_blocks(share: MixShare, span: Span, live: Mapping[MixKey, int]) -> tuple[BlockReads, list[Ints]]:
-    """Return the blocks that the rows of a span are in, and those of `live`, over all streams; and the positions."""
-    rows = share.rows(span.begin, span.steps)
-    before, after = (share.mix.source_order.places(share.bounds[0] + at).tolist() for at in (span.begin, span.end))
-    parts: list[BlockReads] = []
-    keys: list[MixKey] = []
-    block, row = np.empty(rows.source.size, np.int64), np.empty(rows.source.size, np.int64)
-    for number, stream in enumerate(share.mix.streams):
-        mine = np.flatnonzero(rows.source == number)
-        epochs = rows.place[mine] // stream.num_samples
-        held = {key[1] for key in live if key[0] == number}
-        for epoch in sorted(held | set(np.unique(epochs).tolist())):
-            here = mine[epochs == epoch]
-            first = epoch * stream.num_samples
-            begin, end = max(0, before[number] - first), min(stream.num_samples, after[number] - first)
-            part = span._replace(begin=begin, end=end, last=span.last or end == stream.num_samples)
-            kept = [(key[2], key[3]) for key in live if key[:2] == (number, epoch)]
-            reads = _read_stream(stream, epoch, rows.place[here] - first, part, kept)
-            block[here], row[here] = reads.block + len(keys), reads.row
-            keys += [(number, epoch, *key) for key in reads.keys]
-            parts.append(reads._replace(start=reads.start + stream.base, stop=reads.stop + stream.base))
-    return BlockReads(keys, *join_blocks(parts), block, row), [rows.position]
+EpochShare = Share | MixShare
 
 
 def _read_stream(stream: Stream, epoch: int, positions: Ints, span: Span, kept: list[Key]) -> BlockReads:
     if span.begin >= span.end:  # no turn is this stream's, but blocks of it are held
         nowhere, nothing = np.zeros(len(kept), np.int64), np.zeros(0, np.int64)
         return BlockReads(kept, nowhere, nowhere, np.full(len(kept), span.last), nothing, nothing)
-    if stream.shuffle:
+    if stream.first.shuffle:
         return read_lanes(stream.order(epoch), lambda: iter([positions]), span, kept)
     return read_units(stream.num_samples, stream.unit, positions, span.end, last=span.last, live=kept)

@@ -44,10 +44,13 @@ class World:
 class Part:
     """One rank's part of an epoch of `num_samples` positions: of a dataset (`Share`), or of a mixture.
 
-    `batch`: rows of the rank in a step. `remainder`: what the last, incomplete step does.
+    `batch`: rows of the rank in a step. `remainder`: what the last, incomplete step does: "pad" fills it with samples
+    that came before (marked as not valid), "drop" leaves it out, "uneven" distributes what is left. Steps are counted
+    from the position where a run starts.
     """
 
     num_samples: int
+    epoch: int
     batch: int
     world: World
     remainder: Remainder
@@ -66,31 +69,111 @@ class Part:
         """Steps left from a position in which this rank has a row."""
         return self.global_steps(position)
 
+    @property
+    def span_steps(self) -> int:
+        """How many steps are planned together, at most."""
+        raise NotImplementedError
+
+    def read(self, span: Span, live: Mapping[Any, int]) -> tuple[BlockReads, Iterable[Ints]]:
+        """Return the blocks of a span, those of `live` included; and the positions of its rows, some plans at a time.
+
+        `live` has the tickets by key of the blocks that earlier spans opened and did not finish.
+        """
+        raise NotImplementedError
+
+    def read_held(self, span: Span) -> Iterable[tuple[Ints, Ints]]:
+        """Yield the positions and samples of a span's rows, those of some plans at a time."""
+        raise NotImplementedError
+
+    def samples(self, position: int) -> Ints:
+        """Return the sample numbers of this rank's rows in the step that starts at a position, padded rows too.
+
+        Shape (rows,): what `index` holds in that batch. O(G + window * lanes) for G positions of a step, at any place
+        of the epoch. Raises `UsageError` where no step starts there.
+        """
+        if not position >= 0 or not self.global_steps(position):
+            problem = (
+                f"no step starts at position {position} of {self.num_samples} samples, {self.global_batch} at once"
+            )
+            raise UsageError(problem, f"ask for a step below {self.global_steps(0)}")
+        span = Span(0, 1, 1, position, position + self.global_batch, last=False)
+        return np.concatenate([samples for _, samples in self.read_held(span)])
+
+    def plans(
+        self, position: int, stop: int | None = None, steps_at_once: int = 1, ticket: int = 0, *, held: bool = False
+    ) -> Iterator[BatchPlan]:
+        """Yield the batches of the rank from a position to the end of the epoch, or to `stop`.
+
+        Each plan holds the rows of `steps_at_once` steps, the last perhaps of fewer: for steps of a single sample.
+        Tickets are numbered from `ticket` on, so that plans can follow one another. `held`: every field is resident,
+        so plans name samples and no blocks.
+        """
+        steps = self.num_steps(position) if stop is None else (stop - position) // self.global_batch
+        live: dict[Any, int] = {}
+        rows = self.batch * steps_at_once
+        for span in cut_spans(self, position, steps, steps_at_once):
+            starts = range(span.first_step, span.first_step + span.steps, steps_at_once)
+            if held:
+                labels: Labels = zip(starts, repeat(()), repeat(()), strict=False)
+                for positions, samples in self.read_held(span):
+                    yield from self._cut(rows, (np.zeros(samples.size, np.int64), samples, samples, positions), labels)
+                continue
+            reads, parts = self.read(span, live)
+            tickets, opened, labels = _assign_tickets(reads, live, ticket, starts, rows)
+            done = 0
+            for positions in parts:
+                part = slice(done, done + positions.size)
+                block, row = reads.block[part], reads.row[part].astype(np.int64)
+                yield from self._cut(rows, (tickets[block], row, reads.start[block] + row, positions), labels)
+                done += positions.size
+            ticket += opened
+            live = {reads.keys[i]: int(tickets[i]) for i in np.flatnonzero((tickets >= 0) & ~reads.finished)}
+
+    def _cut(self, rows: int, columns: tuple[Ints, Ints, Ints, Ints], labels: Labels) -> Iterator[BatchPlan]:
+        """Yield the plans of `rows` rows each; `columns` are tickets, rows, samples and positions of them all."""
+        tickets, row, samples, positions = columns
+        valid = positions < self.num_samples
+        for first, (step, needs, done) in zip(range(0, valid.size, rows), labels, strict=False):
+            at = slice(first, first + rows)
+            yield BatchPlan(self.epoch, step, tickets[at], row[at], samples[at], positions[at], valid[at], needs, done)
+
 
 @dataclass(frozen=True)
 class Share(Part):
-    """One rank's part of an epoch of `num_samples` positions over `lanes` lanes, in batches of `batch` rows.
+    """One rank's part of the epoch of a dataset. `unit`: samples fetched at once without shuffle."""
 
-    `lanes` is `EpochOrder.lanes`, so 1 without shuffle. `remainder` says what the last, incomplete step does: "pad"
-    fills it with samples that came before (marked as not valid), "drop" leaves it out, "uneven" deals it out as far
-    as it goes. Steps are counted from the position where a run starts.
-    """
-
-    num_samples: int
-    lanes: int
+    order: EpochOrder
     batch: int
     world: World
     remainder: Remainder
+    unit: int = 1
 
     def __post_init__(self) -> None:
         if self.batch < 1:
             raise BatchError(f"a batch of {self.batch} samples is invalid", "set batch_size= to 1 or more")
         if self.remainder not in REMAINDERS:
             raise UsageError(f"remainder={self.remainder!r}", f"choose one of {', '.join(REMAINDERS)}")
-        if self.lanes < 1 or self.num_samples < 0:
-            raise UsageError(f"{self.lanes} lanes of {self.num_samples} samples are invalid", "give lanes >= 1")
+
+    @cached_property
+    def num_samples(self) -> int:  # type: ignore[override]
+        """The positions of the epoch."""
+        return self.order.num_samples
 
     @property
+    def epoch(self) -> int:  # type: ignore[override]
+        """The number of the epoch."""
+        return self.order.epoch
+
+    @cached_property
+    def lanes(self) -> int:
+        """The lanes that positions go round: 1 without shuffle."""
+        return self.order.lanes
+
+    def at_epoch(self, epoch: int) -> Share:
+        """Return the share of another epoch."""
+        return replace(self, order=replace(self.order, epoch=epoch))
+
+    @cached_property
     def divides(self) -> bool:
         """Whether the world size divides the lanes, so that every lane is read by one rank."""
         return self.lanes % self.world.size == 0
@@ -178,6 +261,78 @@ class Share(Part):
         """About how often a block is read, over all ranks: 1.0 where the world size divides the lanes."""
         return 1.0 if self.divides else float(self._lanes_by_rank.sum()) / self.lanes
 
+    @property
+    def fetched(self) -> OrderParams:
+        """The order's block, lanes and window; without shuffle the fetch unit, in one lane."""
+        return self.order.fetched(self.unit)
+
+    @property
+    def _rows_of_a_lane(self) -> int:
+        """How many rows of a lane are planned together, at most."""
+        least = _MIN_ROWS if self.order.shuffle else PART_ROWS
+        return min(max(2 * self.fetched.window, least), MAX_ROWS // self.lanes_read)
+
+    @property
+    def span_steps(self) -> int:
+        """How many steps are planned together, at most."""
+        rows = self._rows_of_a_lane
+        return rows * self.lanes // self.global_batch if self.order.shuffle else rows // self.batch
+
+    def _positions(self, span: Span) -> Iterator[Ints]:
+        """Yield the positions of a span's rows, those of some plans at a time: temporary arrays fit into a cache."""
+        some = max(1, PART_ROWS // (self.batch * span.steps_at_once)) * span.steps_at_once
+        for done in range(0, span.steps, some):
+            yield self.positions_of_steps(span.begin + done * self.global_batch, min(some, span.steps - done))
+
+    def _sources(self, span: Span) -> Positions:
+        """Return a function of the positions whose samples the rows of a span have."""
+        return lambda: map(self.source, self._positions(span))
+
+    def read(self, span: Span, live: Mapping[Key, int]) -> tuple[BlockReads, Iterable[Ints]]:
+        """Return the blocks of a span, those of `live` included, and the positions of its rows."""
+        sources = self._sources(span)
+        if self.order.shuffle:
+            reads = read_lanes(self.order, sources, span, live)
+        else:
+            onward = span.end + self.world.rank * self.batch  # where this rank's next rows begin
+            rows = np.concatenate([*sources()])
+            reads = read_units(self.num_samples, self.unit, rows, onward, last=span.last)
+        return reads, self._positions(span)
+
+    def read_held(self, span: Span) -> Iterable[tuple[Ints, Ints]]:
+        """Yield the positions and samples of a span's rows, those of some plans at a time."""
+        sources = self._sources(span)
+        samples = lane_samples(self.order, sources, span) if self.order.shuffle else sources()
+        return zip(self._positions(span), samples, strict=True)
+
+    def slots_needed(self, steps_at_once: int = 1) -> int:
+        """How many blocks a schedule holds at once at most, from `needs` until `done`; the same on every rank.
+
+        A lane holds a block from its smallest key to its largest. The keys of the arrivals [s, s + B) lie in
+        [s, s + B + W), so at key T only blocks with T - B - W < s < T are held: at most W / B + 1, and one more in the
+        lane of the short block. A batch holds what any of its keys [T0, T1] holds: W / B + 2 + (T1 - T0) / B, and
+        T1 - T0 is about the batch's rows in that lane: chance stretches it, but by little against a block, and against
+        the lanes without the short block; one slot more is for a single lane. (Replays of thousands of schedules
+        came up to the count without it, never above.)
+        Padding makes the last step the last G positions in another order. Where N < G or R does not divide L, the last
+        step may touch other lanes, one block for each row at most.
+        """
+        lanes, params = self.lanes_read, self.fetched
+        per_lane = params.window // params.block + 2
+        batch = steps_at_once * self.batch
+        rows = -(-lanes * self.world.size * batch // self.lanes)  # of a plan, over all ranks, in the lanes one reads
+        slots = lanes * per_lane + -(-rows // params.block) + 1
+        if not self.divides or self.num_samples < self.global_batch:
+            slots = max(slots, min(batch, self.lanes * per_lane))
+        return min(slots, max(1, -(-self.num_samples // params.block) + self.lanes - 1))
+
+    def need(self, steps_at_once: int = 1) -> Need:
+        """Return what a pass needs of memory."""
+        ahead, together = ahead_bytes(self), self._rows_of_a_lane * self.lanes_read
+        rows = min(together, self.num_samples // self.world.size + self.batch)
+        plans = ahead + SPAN_BYTES * rows, ahead + HELD_SPAN_BYTES * rows
+        return Need(self.fetched.block, self.slots_needed(steps_at_once), steps_at_once * self.batch, *plans)
+
 
 def _per_lane(position: int, count: int, lanes: int) -> NDArray[np.int64]:
     """How many of the positions [position, position + count) fall on each lane; shape (lanes,)."""
@@ -205,49 +360,32 @@ SPAN_BYTES = 40
 HELD_SPAN_BYTES = 12
 
 
-def check_step(share: Part, position: int) -> None:
-    """Raise `UsageError` unless a step starts at a position of the epoch."""
-    if not position >= 0 or not share.global_steps(position):
-        problem = f"no step starts at position {position} of {share.num_samples} samples, {share.global_batch} at once"
-        raise UsageError(problem, f"ask for a step below {share.global_steps(0)}")
-
-
-def step_samples(order: EpochOrder, share: Share, position: int) -> Ints:
-    """Return the sample numbers of the share's rank in the step that starts at a global position, padded rows too.
-
-    Shape (rows,): what `index` holds in that batch. O(G + window * lanes) for G positions of a step, at any place of
-    the epoch. Raises `UsageError` where no step starts there.
-    """
-    check_step(share, position)
-    source = share.source(share.positions(position)[0])
-    if not source.size:  # "uneven": other ranks have the rest
-        return source
-    low = int(source.min())
-    return order.samples_at(low, int(source.max()) + 1)[source - low]
-
-
 class Span(NamedTuple):
-    """`steps` steps from `first_step` on, over the positions [begin, end); `last` when no step follows them."""
+    """`steps` steps from `first_step` on, over the positions [begin, end); `last` when no step follows them.
+
+    A plan holds `steps_at_once` of them.
+    """
 
     first_step: int
     steps: int
+    steps_at_once: int
     begin: int
     end: int
     last: bool
 
 
-def cut_spans(share: Part, position: int, steps: int, steps_at_once: int, longest: int) -> Iterator[Span]:
-    """Cut steps into spans of about `longest` steps at most, short ones first.
+def cut_spans(share: Part, position: int, steps: int, steps_at_once: int) -> Iterator[Span]:
+    """Cut steps into spans of about `share.span_steps` steps at most, short ones first.
 
     The last two steps are in one span, since padding repeats rows of the one before.
     """
-    most = max(1, longest // steps_at_once) * steps_at_once
+    most = max(1, share.span_steps // steps_at_once) * steps_at_once
     size = min(most, max(1, FIRST_STEPS // steps_at_once) * steps_at_once)
     done = 0
     while done < steps:
         count = steps - done if steps - done <= size + 1 else size
         begin = position + done * share.global_batch
-        yield Span(done, count, begin, begin + count * share.global_batch, last=done + count == steps)
+        yield Span(done, count, steps_at_once, begin, begin + count * share.global_batch, last=done + count == steps)
         done += count
         size = min(most, 2 * size)
 
@@ -401,67 +539,6 @@ class BatchPlan(NamedTuple):
 Labels = Iterator[tuple[int, tuple[BlockRef, ...], tuple[int, ...]]]  # step, needs and done of each plan
 
 
-def plan_batches(
-    share: Part,
-    epoch: int,
-    spans: Iterable[Span],
-    read: Callable[[Span, Mapping[Any, int]], tuple[BlockReads, Iterable[Ints]]],
-    steps_at_once: int,
-    *,
-    ticket: int,
-) -> Iterator[BatchPlan]:
-    """Yield the plans of spans, with tickets from `ticket` on.
-
-    `read` returns the blocks of a span, given the tickets by key of those that earlier spans opened and did not finish;
-    and the positions of its rows, those of some whole plans at a time.
-    """
-    live: dict[Any, int] = {}
-    rows = share.batch * steps_at_once
-    for span in spans:
-        reads, parts = read(span, live)
-        steps = range(span.first_step, span.first_step + span.steps, steps_at_once)
-        tickets, opened, labels = _assign_tickets(reads, live, ticket, steps, rows)
-        done = 0
-        for positions in parts:
-            part = slice(done, done + positions.size)
-            block, row = reads.block[part], reads.row[part].astype(np.int64)
-            columns = tickets[block], row, reads.start[block] + row, positions
-            yield from _cut(share, epoch, rows, columns, labels)
-            done += positions.size
-        ticket += opened
-        live = {reads.keys[i]: int(tickets[i]) for i in np.flatnonzero((tickets >= 0) & ~reads.finished)}
-
-
-def plan_resident(
-    share: Part,
-    epoch: int,
-    spans: Iterable[Span],
-    read: Callable[[Span], Iterable[tuple[Ints, Ints]]],
-    steps_at_once: int,
-) -> Iterator[BatchPlan]:
-    """Yield the plans of spans where every field is resident, so that rows are read from no block.
-
-    `read` yields the positions and samples of a span's rows, those of some whole plans at a time.
-    """
-    for span in spans:
-        steps = range(span.first_step, span.first_step + span.steps, steps_at_once)
-        labels = zip(steps, repeat(()), repeat(()), strict=False)
-        for positions, samples in read(span):
-            columns = np.zeros(samples.size, np.int64), samples, samples, positions
-            yield from _cut(share, epoch, share.batch * steps_at_once, columns, labels)
-
-
-def _cut(
-    share: Part, epoch: int, rows: int, columns: tuple[Ints, Ints, Ints, Ints], labels: Labels
-) -> Iterator[BatchPlan]:
-    """Yield the plans of `rows` rows each; `columns` are tickets, rows, samples and positions of them all."""
-    tickets, row, samples, positions = columns
-    valid = positions < share.num_samples
-    for first, (step, needs, done) in zip(range(0, valid.size, rows), labels, strict=False):
-        cut = slice(first, first + rows)
-        yield BatchPlan(epoch, step, tickets[cut], row[cut], samples[cut], positions[cut], valid[cut], needs, done)
-
-
 def _assign_tickets(
     reads: BlockReads, live: Mapping[Any, int], next_ticket: int, steps: range, plan_rows: int
 ) -> tuple[Ints, int, Labels]:
@@ -492,93 +569,6 @@ def _grouped(items: list[Item], rows: Ints, edges: Ints) -> Iterator[tuple[Item,
     return (tuple(items[low:high]) for low, high in pairwise(np.searchsorted(rows, edges).tolist()))
 
 
-def schedule(
-    order: EpochOrder,
-    share: Share,
-    position: int,
-    unit: int | None = None,
-    steps_at_once: int = 1,
-    *,
-    first_ticket: int = 0,
-    stop: int | None = None,
-    held: bool = False,
-) -> Iterator[BatchPlan]:
-    """Yield the batches of the share's rank from a global position to the end of the epoch, or to `stop`.
-
-    `unit` is the number of samples fetched at once without shuffle (the chunk; the block where it is None). Each plan
-    holds the rows of `steps_at_once` steps, the last perhaps of fewer: for steps of a single sample. Tickets are
-    numbered from `first_ticket` on, so that schedules can follow one another. `held`: every field is resident, so
-    plans name samples and no blocks.
-
-    Raises UsageError where order and share do not belong together, or the position is outside the epoch.
-    """
-    if (share.num_samples, share.lanes) != (order.num_samples, order.lanes):
-        here, there = (f"{one.num_samples} samples over {one.lanes} lanes" for one in (share, order))
-        raise UsageError(f"a share of {here} does not fit an order of {there}", "make it with those of the order")
-    if not 0 <= position <= order.num_samples:
-        raise UsageError(f"position {position} is not in [0, {order.num_samples}]", "start inside the epoch")
-    steps = share.num_steps(position) if stop is None else (stop - position) // share.global_batch
-    lane_rows = _rows_of_a_lane(order.params, share)
-    longest = lane_rows * share.lanes // share.global_batch if order.shuffle else lane_rows // share.batch
-    spans = cut_spans(share, position, steps, steps_at_once, longest)
-
-    def read_resident(span: Span) -> Iterator[tuple[Ints, Ints]]:
-        sources = _sources(share, span, steps_at_once)
-        samples = lane_samples(order, sources, span) if order.shuffle else sources()
-        return zip(_positions(share, span, steps_at_once), samples, strict=True)
-
-    def read(span: Span, live: Collection[Key]) -> tuple[BlockReads, Iterator[Ints]]:
-        sources = _sources(share, span, steps_at_once)
-        if order.shuffle:
-            reads = read_lanes(order, sources, span, live)
-        else:
-            onward = span.end + share.world.rank * share.batch  # where this rank's next rows begin
-            size = unit or order.params.block
-            reads = read_units(order.num_samples, size, np.concatenate([*sources()]), onward, last=span.last)
-        return reads, _positions(share, span, steps_at_once)
-
-    if held:
-        return plan_resident(share, order.epoch, spans, read_resident, steps_at_once)
-    return plan_batches(share, order.epoch, spans, read, steps_at_once, ticket=first_ticket)
-
-
-def _positions(share: Share, span: Span, steps_at_once: int) -> Iterator[Ints]:
-    """Yield the positions of a span's rows, those of some plans at a time: temporary arrays then fit into a cache."""
-    some = max(1, PART_ROWS // (share.batch * steps_at_once)) * steps_at_once
-    for done in range(0, span.steps, some):
-        yield share.positions_of_steps(span.begin + done * share.global_batch, min(some, span.steps - done))
-
-
-def _sources(share: Share, span: Span, steps_at_once: int) -> Positions:
-    """Return a function of the positions whose samples the rows of a span have."""
-    return lambda: map(share.source, _positions(share, span, steps_at_once))
-
-
-def _rows_of_a_lane(params: OrderParams, share: Share) -> int:
-    return min(max(2 * params.window, _MIN_ROWS), MAX_ROWS // share.lanes_read)
-
-
-def slots_needed(params: OrderParams, share: Share, steps_at_once: int = 1) -> int:
-    """How many blocks a schedule holds at once at most, from `needs` until `done`; the same on every rank.
-
-    A lane holds a block from its smallest key to its largest. The keys of the arrivals [s, s + B) lie in
-    [s, s + B + W), so at key T only blocks with T - B - W < s < T are held: at most W / B + 1, and one more in the
-    lane of the short block. A batch holds what any of its keys [T0, T1] holds: W / B + 2 + (T1 - T0) / B, and
-    T1 - T0 is about the batch's rows in that lane: chance stretches it, but by little against a block, and against
-    the lanes without the short block; one slot more is for a single lane. (Replays of thousands of schedules
-    came up to the count without it, never above.)
-    Padding makes the last step the last G positions in another order. Where N < G or R does not divide L, the last
-    step may touch other lanes, one block for each row at most. Without shuffle, give OrderParams(unit, 1, 2 * unit).
-    """
-    lanes, per_lane = share.lanes_read, params.window // params.block + 2
-    batch = steps_at_once * share.batch
-    rows = -(-lanes * share.world.size * batch // share.lanes)  # of a plan, over all ranks, in the lanes that one reads
-    slots = lanes * per_lane + -(-rows // params.block) + 1
-    if not share.divides or share.num_samples < share.global_batch:
-        slots = max(slots, min(batch, share.lanes * per_lane))
-    return min(slots, max(1, -(-share.num_samples // params.block) + share.lanes - 1))
-
-
 class Need(NamedTuple):
     """What a pass needs at once: `slots` blocks of at most `block` samples, and plans of `rows` rows.
 
@@ -595,44 +585,3 @@ class Need(NamedTuple):
 def ahead_bytes(share: Part) -> int:
     """Return the bytes of the plans that are made ahead."""
     return ROW_BYTES * min(PLANNED_ROWS + LOOK_AHEAD_ROWS, 2 * (share.num_samples // share.world.size + share.batch))
-
-
-@dataclass(frozen=True)
-class DatasetShare(Share):
-    """A share and the order that it is of. `unit`: samples fetched at once without shuffle."""
-
-    order: EpochOrder
-    unit: int = 1
-
-    @property
-    def epoch(self) -> int:
-        """The number of the epoch."""
-        return self.order.epoch
-
-    def at_epoch(self, epoch: int) -> DatasetShare:
-        """Return the share of another epoch."""
-        return replace(self, order=replace(self.order, epoch=epoch))
-
-    @property
-    def fetched(self) -> OrderParams:
-        """The order's block, lanes and window; without shuffle the fetch unit, in one lane."""
-        return self.order.params if self.order.shuffle else OrderParams(self.unit, 1, 2 * self.unit)
-
-    def need(self, steps_at_once: int = 1) -> Need:
-        """Return what a pass needs of memory."""
-        params, slots, ahead = self.fetched, slots_needed(self.fetched, self, steps_at_once), ahead_bytes(self)
-        together = _rows_of_a_lane(params, self) * self.lanes_read  # rows that are planned at once, at most
-        rows = min(together, self.num_samples // self.world.size + self.batch)
-        plans = ahead + SPAN_BYTES * rows, ahead + HELD_SPAN_BYTES * rows
-        return Need(params.block, slots, steps_at_once * self.batch, *plans)
-
-    def plans(
-        self, position: int, stop: int | None, steps_at_once: int, first_ticket: int, *, held: bool
-    ) -> Iterator[BatchPlan]:
-        """Plan the steps from a position on, as `schedule` does."""
-        order, unit = self.order, None if self.order.shuffle else self.unit
-        return schedule(order, self, position, unit, steps_at_once, first_ticket=first_ticket, stop=stop, held=held)
-
-    def samples(self, position: int) -> Ints:
-        """Return the samples of the step at a position, as `step_samples` does."""
-        return step_samples(self.order, self, position)

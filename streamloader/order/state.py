@@ -15,7 +15,7 @@ from zlib import crc32
 from streamloader.errors import BatchError, StateError, UsageError
 from streamloader.options import REMAINDERS, Remainder, is_whole
 from streamloader.order.epoch_order import EpochOrder, OrderParams, lanes_for_world
-from streamloader.order.schedule import DatasetShare, Part, World
+from streamloader.order.schedule import Part, Share, World
 
 if TYPE_CHECKING:  # most runs have no mixture, and do not wait for its module
     from streamloader.order.mixture import EpochShare, Mix, Phase, SourceOrder, Stop
@@ -231,7 +231,7 @@ class RunState:
         assert self.stop is not None
         starts = accumulate((one.num_samples for one in self.sources[:-1]), initial=0)
         streams = tuple(
-            Stream(one.num_samples, one.params, self.seed, self.shuffle, start, unit)
+            Stream(EpochOrder(one.num_samples, one.params, self.seed, 0, self.shuffle), start, unit)
             for one, start, unit in zip(self.sources, starts, units or [1] * len(self.sources), strict=True)
         )
         return Mix(streams, self.source_order, self.stop, self.anchor)
@@ -242,9 +242,9 @@ class RunState:
             from streamloader.order.mixture import MixShare
 
             return MixShare(self.mix(units), self.epoch, batch, world, self.remainder)
-        count, params = self.sources[0].num_samples, self.sources[0].params
-        order = EpochOrder(count, params, self.seed, self.epoch, self.shuffle)
-        return DatasetShare(count, order.lanes, batch, world, self.remainder, order, *units)
+        source = self.sources[0]
+        order = EpochOrder(source.num_samples, source.params, self.seed, self.epoch, self.shuffle)
+        return Share(order, batch, world, self.remainder, *units)
 
     def settled(self, global_batch: int, workers: int = 1, ranks: int = 1) -> RunState:
         """Return the state for steps of so many samples on so many ranks, read by so many DataLoader workers.
