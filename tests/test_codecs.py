@@ -214,7 +214,7 @@ def test_zarr_python_reads_every_shard(field, codec, chunk_bits, more_bits, data
     layout = FieldLayout(field, 1 << chunk_bits, 1 << (chunk_bits + more_bits), codec, resident=False)
     count = data.draw(st.integers(1, layout.shard))
     column = column_of(field, count)
-    encoded = encode_shard(layout, column)
+    encoded = encode_shard(layout, column.copy())
     buffer = default_buffer_prototype().buffer
     objects = {
         "zarr.json": buffer.from_bytes(json.dumps(field_document("x", layout, count)).encode()),

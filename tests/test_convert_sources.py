@@ -36,8 +36,9 @@ from streamloader.conversion.sources import formats
 from streamloader.conversion.sources import tar as tar_source
 from streamloader.conversion.sources.base import raise_bad
 from streamloader.conversion.sources.files import expand_braces, field_names
-from streamloader.conversion.sources.ranged_io import cut_runs, read_range
+from streamloader.conversion.sources.ranged_io import read_range
 from streamloader.errors import SourceChangedError, SourceError, StreamloaderError, UsageError
+from streamloader.format.reader import cut_runs
 from streamloader.storage import open_store
 from streamloader.storage.process import run_all
 

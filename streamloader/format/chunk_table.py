@@ -11,7 +11,7 @@ import math
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 
 import crc32c
@@ -93,7 +93,7 @@ class ChunkTable:
         self._store = store
         self._name = name
         self._generation = manifest.generation
-        self._chunks = layout.chunks_per_shard
+        self._chunk, self._chunks = layout.chunk, layout.chunks_per_shard
         self._shards = layout.num_shards(num_samples)
         self._rows = rows_per_page(layout, num_samples)
         self._limit = layout.stored
@@ -110,27 +110,37 @@ class ChunkTable:
         """The most bytes of pages that are kept: the whole table where it is small."""
         return min(self._keep, -(-self._shards // self._rows)) * 8 * self._rows * self._chunks
 
-    def shard(self, index: int) -> tuple[NDArray[np.int64], NDArray[np.uint32]]:
-        """Return (int64 offsets (chunks + 1,), uint32 crcs (chunks,)) of a shard's inner chunks.
+    def shard(self, index: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.uint32]]:
+        """Return where each inner chunk of a shard begins and ends in the object (int64), and its crc (uint32).
 
-        The offsets are sums of the chunks' sizes: where `skips` says so, the chunks stand so much further behind.
         Raises `MissingObjectError`, `CorruptError`, `ModifiedError` or `FormatError`, which name the table's page.
         """
         if not 0 <= index < self._shards:
             raise IndexError(f"shard {index} of {self._shards}")
         page = self._page(index // self._rows)
         row = page[index % self._rows]
-        offsets = np.zeros(self._chunks + 1, np.int64)
-        np.cumsum(row[:, 0], out=offsets[1:])
-        total = int(offsets[-1]) + sum(size for _, size in self.skips(index))
-        if total > self._limit:
-            problem = f"the chunk table of {self._url(index // self._rows)} gives shard {index} {total} bytes"
+        sizes = row[:, 0].astype(np.int64)
+        stops = sizes.cumsum()
+        for chunk, size in self._skips.get(index, ()):
+            stops[chunk:] += size
+        if stops[-1] > self._limit:
+            problem = f"the chunk table of {self._url(index // self._rows)} gives shard {index} {stops[-1]} bytes"
             raise errors.FormatError(f"{problem}, the whole field has {self._limit}", "convert the dataset again")
-        return offsets, row[:, 1]
+        return stops - sizes, stops, row[:, 1]
 
-    def skips(self, index: int) -> Sequence[tuple[int, int]]:
-        """Return (chunk, bytes) of a shard, ascending: so many bytes of earlier versions stand before that chunk."""
-        return self._skips.get(index, ())
+    def entries(self, index: int, samples: int) -> NDArray[np.uint32]:
+        """Return the rows of the table, uint32 (chunks, 2), of a shard that holds so many samples.
+
+        Raises as `shard`, and `FormatError` for sizes that no writer writes.
+        """
+        starts, stops, crcs = self.shard(index)
+        entries = np.stack([stops - starts, crcs], axis=1).astype(np.uint32)
+        used = -(-samples // self._chunk)
+        if np.any(entries[:used, 0] <= CRC_BYTES) or np.any(entries[used:]):
+            url = self._url(index // self._rows)
+            problem = f"the chunk table {url} has an invalid size for a chunk of shard {index}"
+            raise errors.FormatError(problem, "convert the dataset again")
+        return entries
 
     def read(self) -> NDArray[np.uint32]:
         """Return the whole table, uint32 (shards, chunks, 2), compared with its SHA-256. Raises as `shard`."""

@@ -10,7 +10,7 @@ frame. Every function here releases the GIL where the work is: in the compressor
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,16 +105,15 @@ def encode_shard(
     layout: FieldLayout,
     column: Column,
     *,
-    spend: bool = False,
-    old: bytes = b"",
+    old: Buffer = b"",
     entries: NDArray[np.uint32] | None = None,
     first: int = 0,
-    skips: Iterable[tuple[int, int]] = (),
+    skips: Mapping[int, int] | None = None,
 ) -> EncodedShard:
     """Encode up to `layout.shard` samples. Every chunk that holds a sample is stored, also one of fill values.
 
-    With `spend` a list is emptied on the way: its items and what is encoded are then not held both. To add to a shard:
-    `old` are its bytes before the new chunks, `entries` its rows of the chunk table, `first` the number of the first
+    A list is emptied on the way: its items and what is encoded are then not held both. To add to a shard: `old` are its
+    bytes before the new chunks, `entries` its rows of the chunk table, `first` the number of the first
     new chunk, and `skips` as for `encode_index`.
     """
     entries = np.zeros((layout.chunks_per_shard, 2), np.uint32) if entries is None else entries.copy()
@@ -124,22 +123,22 @@ def encode_shard(
         body, seal = seal_chunk(layout, piece)
         parts += [*body, seal]
         entries[chunk] = body_bytes(body) + CRC_BYTES, int.from_bytes(seal, "little")
-        if spend and isinstance(column, list):
+        if isinstance(column, list):
             column[start : start + layout.chunk] = [b""] * len(piece)
     return EncodedShard([*parts, encode_index(entries, skips)], entries)
 
 
-def encode_index(entries: NDArray[np.uint32], skips: Iterable[tuple[int, int]] = ()) -> bytes:
+def encode_index(entries: NDArray[np.uint32], skips: Mapping[int, int] | None = None) -> bytes:
     """Return the sealed index of a shard with these rows of the chunk table.
 
-    `skips` are (chunk, bytes): so many bytes stand before that chunk.
+    `skips` has by chunk how many bytes of earlier versions stand before it.
     """
     sizes = entries[:, 0].astype(np.uint64)
     index = np.full((len(entries), 2), ABSENT, "<u8")
     held = sizes > 0
     index[held, 0] = (np.cumsum(sizes) - sizes)[held]
     index[held, 1] = sizes[held]
-    for chunk, size in skips:
+    for chunk, size in (skips or {}).items():
         index[chunk:, 0][held[chunk:]] += np.uint64(size)
     data = index.tobytes()
     return data + crc32c.crc32c(data).to_bytes(CRC_BYTES, "little")

@@ -105,8 +105,6 @@ class Dataset:
 
     def read(self, field: str, start: int, stop: int) -> Any:
         """Return the column of one field's samples [start, stop). Raises `FieldError`, `IndexError` and as `[]`."""
-        if not 0 <= start <= stop <= len(self):
-            raise IndexError(f"samples [{start}, {stop}) of {len(self)}")
         if field not in self.fields:
             raise FieldError(f"{self.url} has no field {field!r}", f"its fields are {', '.join(self.fields)}")
         return self._here().read(field, start, stop)

@@ -120,13 +120,17 @@ def read_lines(pieces: Iterable[bytes], limit: int, url: str) -> Iterator[bytes]
 
 def read_object(store: Store, path: str, remedy: str = "copy or convert the dataset again") -> dict[str, Any]:
     """Return a JSON document that is an object. Raises `NotFoundError`, and `FormatError` for a damaged one."""
-    data = get_document(store, path)
-    try:  # apart from the request: a wrong storage option is a ValueError too
+    return parse_object(get_document(store, path), f"{store.url}/{path}", remedy)
+
+
+def parse_object(data: bytes, url: str, remedy: str = "copy or convert the dataset again") -> dict[str, Any]:
+    """Return the JSON object of the document `url`. Raises `FormatError`."""
+    try:
         document = parse_json(data)
     except (ValueError, RecursionError) as error:
-        raise FormatError(f"{store.url}/{path} is damaged ({error})", remedy) from error
+        raise FormatError(f"{url} is damaged ({error})", remedy) from error
     if not isinstance(document, dict):
-        raise FormatError(f"{store.url}/{path} is damaged (not an object)", remedy)
+        raise FormatError(f"{url} is damaged (not an object)", remedy)
     return document
 
 

@@ -39,7 +39,18 @@ from streamloader.format import chunk_table, codecs
 from streamloader.format.geometry import Geometry, order_pin, settle
 from streamloader.format.manifest import FORMAT, NAME, FieldLayout, Manifest, manifest_from_json, parse_json
 from streamloader.format.metadata import dataset_documents, split_documents, to_bytes
-from streamloader.format.opening import JOB, RECEIPTS, ROOT, get_document, manifest_json, read_job, read_object
+from streamloader.format.opening import (
+    JOB,
+    RECEIPTS,
+    ROOT,
+    get_document,
+    manifest_json,
+    parse_object,
+    read_job,
+    read_object,
+    reread,
+)
+from streamloader.format.reader import FieldReader
 from streamloader.storage.process import run_all
 from streamloader.storage.store import Buffer, Store, body_crc32c
 
@@ -51,7 +62,6 @@ BAD = f"{OURS}/bad"  # what shards with bad samples leave in place of a receipt
 APPEND = f"{OURS}/append"  # what an append leaves until it is published
 CLAIM = f"{OURS}/append.json"  # who appends: there is one at a time
 ROUNDS = 5  # other splits of one root may be appended to at the same time
-_RESTORE = "restore the object, or convert the dataset again"
 _WAIT = "wait for the other run, or run this command again when it has ended"
 _ARRAY_OBJECT = re.compile(r"zarr\.json|c/[0-9]+(/0)*")
 
@@ -405,10 +415,7 @@ def prepare_shard(
         nbytes = codecs.column_size(column)
         if isinstance(column, list):
             column = column.copy()  # others may hold the list, and then its items too
-        if extension:
-            encoded = _encode(store, extension, index, name, column)
-        else:
-            encoded = codecs.encode_shard(layout, column, spend=True)
+        encoded = _encode(store, layout, column, extension.tail(name, index) if extension else None)
         objects[layout.shard_key(name, index)] = encoded.parts
         fields[name] = FieldReceipt(nbytes, encoded.size, encoded.entries)
     if part:
@@ -446,29 +453,45 @@ def check_columns(geometry: Geometry, columns: Mapping[str, codecs.Column]) -> i
 
 @dataclass(frozen=True, eq=False)
 class Tail:
-    """A field's last shard where it is not full: it holds `samples`; its rows of the chunk table, and its skips."""
+    """A field's last shard where it is not full, in the version `base`, and its rows of the chunk table."""
 
-    samples: int
+    base: Manifest
+    name: str
     entries: NDArray[np.uint32]
-    skips: tuple[tuple[int, int], ...]
 
     @property
-    def end(self) -> int:
-        """The bytes from the object's beginning to the end of its last chunk."""
-        return int(self.entries[:, 0].sum(dtype=np.int64)) + sum(size for _, size in self.skips)
+    def layout(self) -> FieldLayout:
+        """The layout of the field."""
+        return self.base.fields[self.name]
 
-    def size(self, layout: FieldLayout) -> int:
-        """Return the bytes of the object."""
-        return self.end + codecs.index_size(layout.chunks_per_shard)
+    @property
+    def shard(self) -> int:
+        """The number of the shard."""
+        return self.base.num_samples // self.layout.shard
 
-    def next_skips(self, layout: FieldLayout) -> tuple[tuple[int, int], ...]:
-        """Return the skips of the shard when samples were added: a last chunk that was not full is stale then."""
-        chunk, rest = divmod(self.samples, layout.chunk)
-        if not rest:
-            return self.skips
-        skips = dict(self.skips)
-        skips[chunk] = skips.get(chunk, 0) + int(self.entries[chunk, 0])
-        return tuple(skips.items())  # the last chunk comes last
+    @property
+    def samples(self) -> int:
+        """How many samples the shard holds."""
+        return self.base.num_samples % self.layout.shard
+
+    @property
+    def skips(self) -> dict[int, int]:
+        """By chunk, ascending, the bytes of earlier versions that stand before it."""
+        return {chunk: size for shard, chunk, size in self.layout.skips if shard == self.shard}
+
+    @property
+    def size(self) -> int:
+        """The bytes of the object."""
+        index = codecs.index_size(self.layout.chunks_per_shard)
+        return int(self.entries[:, 0].sum(dtype=np.int64)) + sum(self.skips.values()) + index
+
+    @property
+    def next_skips(self) -> dict[int, int]:
+        """The skips of the shard when samples were added: a last chunk that was not full is stale then."""
+        (chunk, rest), skips = divmod(self.samples, self.layout.chunk), self.skips
+        if rest:
+            skips[chunk] = skips.get(chunk, 0) + int(self.entries[chunk, 0])  # the last chunk comes last
+        return skips
 
 
 @dataclass(frozen=True, eq=False)
@@ -509,89 +532,53 @@ class Extension:
 
     def tail(self, name: str, shard: int) -> Tail | None:
         """Return what the field's shard holds already; None where it is new."""
-        first = self.base.num_samples // self.base.fields[name].shard
-        return self.tails.get(name) if shard == first else None
+        tail = self.tails.get(name)
+        return tail if tail is not None and tail.shard == shard else None
 
 
 def plan_extension(store: Store, base: Manifest, added: int) -> Extension:
     """Return the append of so many samples. Reads the last pages of the chunk tables. Raises what they raise."""
-    tails: dict[str, Tail] = {}
+    base, tails = replace(base, provenance={}), dict[str, Tail]()
     for name, layout in base.fields.items():
         shard, samples = divmod(base.num_samples, layout.shard)
-        if not samples:
-            continue
-        table = chunk_table.ChunkTable(store, base, name)
-        offsets, crcs = table.shard(shard)
-        entries = np.stack([np.diff(offsets).astype(np.uint32), crcs], axis=1)
-        used = -(-samples // layout.chunk)
-        if np.any(entries[:used, 0] < codecs.CRC_BYTES) or np.any(entries[used:]):
-            problem = f"the chunk table of field {name!r} of {store.url} does not fit its {samples} samples in shard"
-            raise errors.MissingObjectError(f"{problem} {shard}", "convert the dataset again")
-        tails[name] = Tail(samples, entries, tuple(table.skips(shard)))
-    return Extension(replace(base, provenance={}), added, tails)
-
-
-def write_extension(store: Store, extension: Extension, shard: int, columns: Mapping[str, codecs.Column]) -> Receipt:
-    """Write what is added to one shard of all fields, and then its receipt; `columns` are the new samples, in order.
-
-    Raises `FieldError`, `StorageError`, or what is wrong with the shard as it is: `MissingObjectError`, `CorruptError`,
-    `ModifiedError`.
-    """
-    start, stop = extension.samples(shard)
-    counts = {len(column) for column in columns.values()}
-    if counts != {stop - start}:
-        raise errors.FieldError(f"{counts} samples for shard {shard}", f"give the {stop - start} that belong to it")
-    return prepare_shard(store, extension.geometry, shard, dict(columns), extension=extension)()
+        if samples:
+            tails[name] = Tail(base, name, chunk_table.ChunkTable(store, base, name).entries(shard, samples))
+    return Extension(base, added, tails)
 
 
 def _part_path(shard: int, folder: str) -> str:
     return f"{folder}/parts/{shard}"
 
 
-def _encode(store: Store, extension: Extension, shard: int, name: str, column: codecs.Column) -> codecs.EncodedShard:
+def _encode(store: Store, layout: FieldLayout, column: codecs.Column, tail: Tail | None) -> codecs.EncodedShard:
     """Encode one shard object of one field: the samples that it holds already, if any, and the new ones."""
-    layout, tail = extension.base.fields[name], extension.tail(name, shard)
     if tail is None:
         return codecs.encode_shard(layout, column)
-    old = read_tail(store, name, layout, shard, tail)
+    old, last = read_tail(store, tail)
     full, rest = divmod(tail.samples, layout.chunk)
     if rest:
-        size = int(tail.entries[full, 0])
-        first = _first_samples(layout, memoryview(old)[-size : -codecs.CRC_BYTES], rest)
-        column = np.concatenate([first, column]) if isinstance(first, np.ndarray) else [*first, *column]
-    return codecs.encode_shard(layout, column, old=old, entries=tail.entries, first=full, skips=tail.next_skips(layout))
+        column = np.concatenate([last, column]) if isinstance(last, np.ndarray) else [*last, *column]
+    return codecs.encode_shard(layout, column, old=old, entries=tail.entries, first=full, skips=tail.next_skips)
 
 
-def read_tail(store: Store, name: str, layout: FieldLayout, shard: int, tail: Tail) -> bytes:
-    """Return the bytes of a shard up to the end of its last chunk, each chunk compared with its checksums."""
-    path = layout.shard_key(name, shard)
-    try:
-        data = store.get_range(path, 0, tail.end)
-    except errors.NotFoundError as error:
-        problem = f"{store.url}/{path} is missing, but the manifest lists it"
-        raise errors.MissingObjectError(problem, _RESTORE) from error
-    if len(data) != tail.end:
-        raise errors.CorruptError(f"{store.url}/{path} has {len(data)} bytes, its chunks {tail.end}", _RESTORE)
-    at, skips = 0, dict(tail.skips)
-    for chunk, (size, crc) in enumerate(tail.entries[: -(-tail.samples // layout.chunk)].tolist()):
-        at += skips.get(chunk, 0) + size
-        body = memoryview(data)[at - size : at]
-        stored = int.from_bytes(body[-codecs.CRC_BYTES :], "little")
-        where = f"chunk {chunk} of {store.url}/{path}"
-        if crc32c.crc32c(body[: -codecs.CRC_BYTES]) != stored:
-            raise errors.CorruptError(f"{where} is damaged: its crc32c does not match", _RESTORE)
-        if stored != crc:
-            raise errors.ModifiedError(f"{where} is intact, but not the one in the table", _RESTORE)
-    return data
+def read_tail(store: Store, tail: Tail) -> tuple[memoryview, codecs.Column]:
+    """Return the bytes of the shard up to the end of its last chunk, and the samples of that chunk.
 
+    Every chunk is checked. Raises as `FieldReader.read`.
+    """
+    reader, field, stop = FieldReader(store, tail.base, tail.name), tail.layout.field, tail.base.num_samples
+    runs, last = reader.runs(stop - tail.samples, stop, 1), list[codecs.Column]()
+    fetch = reader.request(runs[-1]._replace(start=0))
 
-def _first_samples(layout: FieldLayout, body: memoryview, count: int) -> codecs.Column:
-    if layout.field.fixed:
-        rows = np.empty((count, *layout.field.shape), layout.field.dtype)
-        codecs.decode_fixed(layout, body, rows)
-        return rows
-    items = codecs.decode_items(layout, body)
-    return [bytes(items[i]) for i in range(count)]
+    def read() -> memoryview:
+        data = fetch()
+        for run in runs:  # one chunk each
+            out = np.empty((run.num_samples, *field.shape), field.dtype) if field.fixed else None
+            placed = reader.decode(run, data[run.start : run.stop], out) or []
+            last[:] = [[bytes(items[i]) for i in range(len(items))] for _, items in placed] if out is None else [out]
+        return data
+
+    return reread(read), last[0]
 
 
 def finish(
@@ -672,7 +659,7 @@ def _gather(store: Store, extension: Extension, receipts: Receipts) -> dict[str,
     resident = {name: np.empty((extension.added, *kind.shape), kind.stored_dtype) for name, kind in small.items()}
 
     def write(name: str, shard: int, rows: NDArray[Any]) -> None:
-        encoded = _encode(store, extension, shard, name, rows)
+        encoded = _encode(store, layouts[name], rows, extension.tail(name, shard))
         info = store.put(layouts[name].shard_key(name, shard), encoded.parts)
         out[name][shard] = FieldReceipt(rows.nbytes, info.size, encoded.entries)
 
@@ -726,10 +713,9 @@ def _grown(extension: Extension, name: str, written: Mapping[int, FieldReceipt])
     stored = layout.stored + sum(one.stored for one in written.values())
     if tail is None:
         return replace(layout, nbytes=nbytes, stored=stored)
-    shard = extension.base.num_samples // layout.shard
-    skips = tuple(skip for skip in layout.skips if skip[0] != shard)
-    skips += tuple((shard, chunk, size) for chunk, size in tail.next_skips(layout))
-    return replace(layout, nbytes=nbytes, stored=stored - tail.size(layout), skips=skips)
+    skips = tuple(skip for skip in layout.skips if skip[0] != tail.shard)
+    skips += tuple((tail.shard, chunk, size) for chunk, size in tail.next_skips.items())
+    return replace(layout, nbytes=nbytes, stored=stored - tail.size, skips=skips)
 
 
 def _put_documents(store: Store, manifest: Manifest) -> bytes:
@@ -746,14 +732,14 @@ def publish(store: Store, base: str, manifest: Manifest) -> None:
     Safe to repeat. Raises `DestinationError` where another version was published meanwhile.
     """
     before = get_document(store, ROOT)
-    there = _ours(store, before).get("digest")
+    there = _ours(store, before)[1].get("digest")
     if there not in (base, manifest.digest):
         raise _lost(store, there, base)
     root = _put_documents(store, manifest)
     try:
         store.replace(ROOT, root, before)
     except errors.ObjectExistsError:
-        raise _lost(store, _ours(store, get_document(store, ROOT)).get("digest"), base) from None
+        raise _lost(store, _ours(store, get_document(store, ROOT))[1].get("digest"), base) from None
 
 
 def write_split_root(store: Store, manifests: Mapping[str, Manifest], claim: Claim | None = None) -> None:
@@ -775,16 +761,15 @@ def publish_split(root: Store, split: str, base: str, manifest: Manifest) -> Non
     fresh = split_documents({split: manifest})
     for _ in range(ROUNDS):
         before = get_document(root, ROOT)
-        document = parse_json(before)
-        listed = _ours(root, before).get("splits", {})
-        there = listed.get(split, {}).get("digest")
+        document, ours = _ours(root, before)
+        there = ours.get("splits", {}).get(split, {}).get("digest")
         if there not in (base, manifest.digest):
             raise _lost(root, there, base)
         nodes = document["consolidated_metadata"]["metadata"]
         others = {path: node for path, node in nodes.items() if path.partition("/")[0] != split}
         nodes = others | fresh["consolidated_metadata"]["metadata"]
         document["consolidated_metadata"]["metadata"] = dict(sorted(nodes.items()))
-        document["attributes"][FORMAT]["splits"] |= fresh["attributes"][FORMAT]["splits"]
+        ours["splits"] |= fresh["attributes"][FORMAT]["splits"]
         try:
             root.replace(ROOT, to_bytes(document), before)
         except errors.ObjectExistsError:
@@ -807,12 +792,11 @@ def undo_extension(store: Store, base: Manifest, split: bool) -> None:
     """
     tails = plan_extension(store, base, 0).tails
     for name, layout in base.fields.items():
-        held, tail = base.num_samples // layout.shard, tails.get(name)
-        path = layout.shard_key(name, held)
-        info = store.head(path) if tail is not None else None
-        if tail is not None and (info is None or info.size != tail.size(layout)):  # it only ever grows
-            old = read_tail(store, name, layout, held, tail)
-            store.put(path, old + codecs.encode_index(tail.entries, tail.skips))
+        if tail := tails.get(name):
+            path = layout.shard_key(name, tail.shard)
+            info = store.head(path)
+            if info is None or info.size != tail.size:  # it only ever grows
+                store.put(path, [read_tail(store, tail)[0], codecs.encode_index(tail.entries, tail.skips)])
         keep = {layout.shard_key(name, shard) for shard in range(layout.num_shards(base.num_samples))}
         store.delete([info.path for info in store.list(f"{name}/c") if info.path not in keep])
     documents = dataset_documents(base)
@@ -823,11 +807,10 @@ def undo_extension(store: Store, base: Manifest, split: bool) -> None:
     store.delete([info.path for info in store.list(chunk_table.tables_path(base.generation + 1))])
 
 
-def _ours(store: Store, root: bytes) -> dict[str, Any]:
-    try:
-        return dict(parse_json(root)["attributes"][FORMAT])
-    except (KeyError, TypeError, ValueError, RecursionError) as error:
-        raise errors.FormatError(f"{store.url}/{ROOT} is damaged", "copy or convert the dataset again") from error
+def _ours(store: Store, root: bytes) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return a root document and our attribute in it. Raises `FormatError`."""
+    document = parse_object(root, f"{store.url}/{ROOT}")
+    return document, manifest_json(document) or {}
 
 
 def _lost(store: Store, there: Any, base: str) -> errors.DestinationError:

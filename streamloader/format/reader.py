@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -128,10 +129,10 @@ class FieldReader:
             base = shard * layout.shard
             first = (max(start, base) - base) // layout.chunk
             last = -(-(min(stop, base + layout.shard) - base) // layout.chunk)
-            offsets, crcs = self.table.shard(shard)
-            for begin, end, places in _pieces(offsets, first, last, self.table.skips(shard)):
-                for low, high in _cuts(places, begin, end, max_bytes):
-                    runs.append(self.run(shard, low, places[low : high + 1], crcs[low:high]))
+            starts, stops, crcs = self.table.shard(shard)
+            starts, stops, crcs = starts[first:last], stops[first:last], crcs[first:last]
+            for low, high in cut_runs(starts, stops, 0, max_bytes):  # what earlier versions left is never read
+                runs.append(self.run(shard, first + low, starts[low:high], stops[low:high], crcs[low:high]))
         return runs
 
     def runs_of(self, samples: NDArray[np.int64], place: int = 0) -> list[Run]:
@@ -177,13 +178,13 @@ class FieldReader:
         Fixed shape: an array (stop - start, *shape). Variable size: the items of each chunk that holds one of the
         samples, with the number of the chunk's first sample.
         """
-        field = self.layout.field
+        field, runs = self.layout.field, self.runs(start, stop, max_bytes)
         out = np.empty((stop - start, *field.shape), field.dtype) if field.fixed else None
 
         def load(run: Run) -> list[Placed]:
             return self.load(run, self.request(run), out, start if field.fixed else 0) or []
 
-        placed = run_all(load, self.runs(start, stop, max_bytes), threads)
+        placed = run_all(load, runs, threads)
         return [one for some in placed for one in some] if out is None else out
 
     def load(
@@ -255,7 +256,7 @@ class FieldReader:
         if computed != stored:
             raise self._damage(run, i, f"its crc32c is {computed:08x}, stored is {stored:08x}")
         if stored != run.crcs[i]:
-            (others,) = np.nonzero(self.table.shard(run.shard)[1] == stored)
+            (others,) = np.nonzero(self.table.shard(run.shard)[2] == stored)
             if len(others):
                 problem = f"{self._where(run, i)}: the store sent the bytes of chunk {others[0]} instead"
                 raise CorruptError(problem, "look at the server, and at a proxy or cache before it")
@@ -290,12 +291,14 @@ class FieldReader:
     def _url(self, run: Run) -> str:
         return f"{self._store.url}/{run.path}"
 
-    def run(self, shard: int, chunk: int, offsets: NDArray[np.int64], crcs: NDArray[np.uint32]) -> Run:
-        """Return the request for contiguous chunks of a shard, from `chunk` on: their offsets, with the end, and crcs.
+    def run(
+        self, shard: int, chunk: int, starts: NDArray[np.int64], stops: NDArray[np.int64], crcs: NDArray[np.uint32]
+    ) -> Run:
+        """Return the request for contiguous chunks of a shard, from `chunk` on: where each begins and ends, its crc.
 
         Raises `MissingObjectError` for an absent chunk.
         """
-        layout, sizes, start, stop = self.layout, np.diff(offsets), int(offsets[0]), int(offsets[-1])
+        layout, sizes, start, stop = self.layout, stops - starts, int(starts[0]), int(stops[-1])
         sample = shard * layout.shard + chunk * layout.chunk
         count = min(len(crcs) * layout.chunk, self.num_samples - sample)
         run = Run(layout.shard_key(self.name, shard), start, stop, shard, chunk, sizes, crcs, sample, count)
@@ -306,31 +309,21 @@ class FieldReader:
         return run
 
 
-def _pieces(
-    offsets: NDArray[np.int64], first: int, last: int, skips: Sequence[tuple[int, int]]
-) -> Iterator[tuple[int, int, NDArray[np.int64]]]:
-    """Yield the chunk ranges of [first, last) that stand without a gap, and the offsets of their chunks in the object.
+def cut_runs(starts: NDArray[np.int64], stops: NDArray[np.int64], gap: int, longest: int) -> list[tuple[int, int]]:
+    """Return index ranges [i, j) of ascending ranges that are worth one request each.
 
-    What earlier versions left between chunks is no part of any request.
+    Neighbours are joined over at most `gap`, up to `longest` from the first start to the last stop.
     """
-    skipped = 0
-    for chunk, size in skips:
-        if chunk >= last:
-            break
-        if chunk > first:
-            yield first, chunk, offsets + skipped
-            first = chunk
-        skipped += size
-    yield first, last, offsets + skipped if skipped else offsets
-
-
-def _cuts(offsets: NDArray[np.int64], first: int, last: int, max_bytes: int) -> Iterator[tuple[int, int]]:
-    """Yield chunk ranges that cover [first, last), each as long as `max_bytes` allows, and at least one chunk."""
-    while first < last:
-        fits = int(np.searchsorted(offsets, offsets[first] + max_bytes, side="right")) - 1
-        stop = min(max(fits, first + 1), last)
-        yield first, stop
-        first = stop
+    breaks = [*(np.flatnonzero(starts[1:] - stops[:-1] > gap) + 1).tolist(), len(starts)]
+    runs: list[tuple[int, int]] = []
+    first = 0
+    while first < len(starts):
+        near = breaks[bisect_right(breaks, first)]
+        short = int(stops.searchsorted(starts[first] + longest, side="right"))
+        last = max(first + 1, min(near, short))
+        runs.append((first, last))
+        first = last
+    return runs
 
 
 def read_columns(readers: Mapping[str, FieldReader], start: int, stop: int) -> dict[str, Column]:

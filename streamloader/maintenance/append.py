@@ -211,7 +211,7 @@ class AppendTask(Task):
 
     def _write(self, columns: Mapping[str, Column]) -> Outcome:
         check_claim(self.store, self.claim)
-        return publish.write_extension(self.store, self.extension, self.shard, columns)
+        return publish.prepare_shard(self.store, self.geometry, self.shard, dict(columns), extension=self.extension)()
 
 
 @dataclass(frozen=True, eq=False)

@@ -75,7 +75,7 @@ def remove_incomplete(store: Store, found: Incomplete) -> int:
     if now.kind == "unfinished":
         erase(store)
     else:
-        store.delete(_leftovers(store, split_names(read_root(store))))
+        store.delete([info.path for info in now.objects])
     return leftovers
 
 

@@ -27,7 +27,6 @@ from streamloader.conversion.shard_task import QUARANTINE
 from streamloader.conversion.sources.base import BadSample, Source
 from streamloader.conversion.sources.fields import FieldSelection
 from streamloader.conversion.sources.formats import open_source
-from streamloader.conversion.sources.ranged_io import cut_runs
 from streamloader.errors import CorruptError, FieldError, FormatError, NotFoundError, UsageError
 from streamloader.format import opening
 from streamloader.format.chunk_table import TABLES, ChunkTable, page_path, rows_per_page, table_path, tables_path
@@ -36,7 +35,7 @@ from streamloader.format.manifest import NAME, Manifest, parse_json
 from streamloader.format.metadata import dataset_documents, split_documents
 from streamloader.format.opening import ROOT
 from streamloader.format.publish import APPEND, BAD, CLAIM, OURS, PARTS
-from streamloader.format.reader import FieldReader, Run, bad_item, read_columns
+from streamloader.format.reader import FieldReader, Run, bad_item, cut_runs, read_columns
 from streamloader.options import MIB
 from streamloader.storage import open_store
 from streamloader.storage.process import cpu_count, run_all
@@ -396,7 +395,7 @@ def _difference(expected: Any, found: Any, where: str, strict: bool) -> str:
 
 @dataclass(frozen=True, eq=False)
 class _Shard:
-    """A shard object with its samples, and of its chunks where each begins, its bytes, and its checksum.
+    """A shard object with its samples, and of its chunks where each begins and ends, and its checksum.
 
     `crcs` is None where the table is damaged and only the shard's own index says where its chunks are.
     """
@@ -405,18 +404,13 @@ class _Shard:
     path: str
     samples: Samples
     starts: NDArray[np.int64]
-    sizes: NDArray[np.int64]
+    stops: NDArray[np.int64]
     crcs: NDArray[np.uint32] | None
-
-    @property
-    def stops(self) -> NDArray[np.int64]:
-        """Where each chunk ends."""
-        return self.starts + self.sizes
 
     def has_index(self, index: NDArray[np.uint64]) -> bool:
         """Return whether this is the index of the shard."""
         expected = np.full_like(index, ABSENT)
-        expected[: len(self.starts)] = np.stack([self.starts, self.sizes], axis=1)
+        expected[: len(self.starts)] = np.stack([self.starts, self.stops - self.starts], axis=1)
         return np.array_equal(index, expected)
 
 
@@ -445,7 +439,8 @@ class FieldCheck:
             path = page_path(self.name, page, manifest.generation)
             try:
                 for shard in range(first, stop):
-                    digest.update(self._entries(shard, path))
+                    low, high = self._samples(shard, shard + 1)
+                    digest.update(self._table.entries(shard, high - low).astype("<u4").tobytes())
             except FormatError as error:
                 self._add(error.problem, path, self._samples(first, stop))
                 self._damaged.add(page)
@@ -507,25 +502,12 @@ class FieldCheck:
         text = f"sample {first}" if first == last else f"samples {first} to {last}"
         self.view.add(f"{problem} ({text})", path, self.name, chunk=chunk, samples=samples)
 
-    def _entries(self, shard: int, path: str) -> bytes:
-        """Return a shard's rows of the table. Raises `FormatError`, also for sizes that no writer writes."""
-        offsets, crcs = self._table.shard(shard)
-        entries = np.stack([np.diff(offsets), crcs], axis=1).astype("<u4")
-        used = self._used(self._samples(shard, shard + 1))
-        if np.any(entries[:used, 0] <= CRC_BYTES) or np.any(entries[used:]):
-            raise FormatError(f"the chunk table {self._url(path)} has an invalid size for a chunk of shard {shard}")
-        return entries.tobytes()
-
     def _by_table(self, number: int, path: str, samples: Samples) -> _Shard | None:
         """Return a shard as the table has it; None where its page is damaged."""
         if number // self._rows in self._damaged:
             return None
-        offsets, crcs = self._table.shard(number)
-        used = self._used(samples)
-        starts = offsets[:used].copy()
-        for chunk, size in self._table.skips(number):  # stale bytes of earlier versions
-            starts[chunk:] += size
-        return _Shard(number, path, samples, starts, np.diff(offsets)[:used], crcs[:used])
+        (starts, stops, crcs), used = self._table.shard(number), self._used(samples)
+        return _Shard(number, path, samples, starts[:used], stops[:used], crcs[:used])
 
     def _by_index(
         self, number: int, path: str, samples: Samples, size: int, index: NDArray[np.uint64] | None
@@ -535,7 +517,7 @@ class FieldCheck:
         if index is None or np.any(index[:used] > size) or np.any(index[:used, 1] <= CRC_BYTES):
             return None
         starts, sizes = index[:used].astype(np.int64).T
-        shard = _Shard(number, path, samples, starts, sizes, None)
+        shard = _Shard(number, path, samples, starts, starts + sizes, None)
         return shard if np.all(shard.starts[1:] >= shard.stops[:-1]) and shard.has_index(index) else None
 
     def _check(self, shard: _Shard, size: int, expected: int, index: NDArray[np.uint64] | None) -> None:
@@ -584,9 +566,8 @@ class FieldCheck:
 
     def _check_run(self, shard: _Shard, low: int, high: int, silent: bool) -> int:
         """Read and decode chunks [low, high), where that fails one by one; return how many are bad."""
-        offsets = np.append(shard.starts[low:high], shard.stops[high - 1])
         crcs = np.zeros(high - low, np.uint32) if shard.crcs is None else shard.crcs[low:high]
-        run = self._reader.run(shard.number, low, offsets, crcs)
+        run = self._reader.run(shard.number, low, shard.starts[low:high], shard.stops[low:high], crcs)
         try:
             self._read(run, shard.crcs is None)
         except errors.MissingObjectError as error:  # it was there when the store was listed

@@ -16,14 +16,15 @@ from hypothesis import strategies as st
 import streamloader as sl
 from streamloader.errors import DestinationError, FieldError, SourceError
 from streamloader.format import manifest
+from streamloader.format.codecs import index_size
 from streamloader.format.publish import (
     CLAIM,
     clean_append,
     erase,
     finish_extension,
     plan_extension,
+    prepare_shard,
     publish,
-    write_extension,
 )
 from streamloader.format.values import to_columns
 from streamloader.maintenance import append as append_module
@@ -67,7 +68,7 @@ def unpublished(url, stop):
     for shard in reversed(extension.shards):
         low, high = extension.samples(shard)
         part = to_columns(fields, columns_of(first + low, first + high), 0)[1]
-        receipts[shard] = write_extension(store, extension, shard, part)
+        receipts[shard] = prepare_shard(store, extension.geometry, shard, part, extension=extension)()
     return store, base.digest, finish_extension(store, extension, receipts, base.provenance)
 
 
@@ -474,8 +475,8 @@ def test_a_damaged_last_shard_is_named_and_nothing_is_published(harm, error, tmp
     base = written(url, 21, SMALL)
     name = "raw"
     path = url / base.fields[name].shard_key(name, 21 // base.samples_per_shard)
-    end = plan_extension(open_store(url), base, 1).tails[name].end
-    damaged = harm(path.read_bytes()[:end])
+    tail = plan_extension(open_store(url), base, 1).tails[name]
+    damaged = harm(path.read_bytes()[: tail.size - index_size(tail.layout.chunks_per_shard)])
     path.unlink()
     if damaged is not None:
         path.write_bytes(damaged)

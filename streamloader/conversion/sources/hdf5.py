@@ -30,6 +30,7 @@ from streamloader.conversion.sources.fields import FieldSelection, SourceFormat
 from streamloader.conversion.sources.files import Listing, required
 from streamloader.errors import FieldError, SourceChangedError, SourceError
 from streamloader.format.manifest import Field
+from streamloader.format.reader import cut_runs
 from streamloader.storage.process import run_all
 from streamloader.storage.store import ObjectInfo, Store
 
@@ -364,7 +365,7 @@ def _read_dataset(dataset: Any, rows: NDArray[np.int64], column: NDArray[Any] | 
         step = int(dataset.chunks[0]) if dataset.chunks else 1
         most = max(step, PIECE_BYTES // (dataset.dtype.itemsize * prod(dataset.shape[1:])))
     first = rows // step * step
-    for i, j in ranged_io.cut_runs(first, first + step, 0, most):  # no complete chunk between them is read for nothing
+    for i, j in cut_runs(first, first + step, 0, most):  # no complete chunk between them is read for nothing
         block = dataset[int(rows[i]) : int(rows[j - 1]) + 1]
         if len(block) != j - i:
             block = block[rows[i:j] - rows[i]]

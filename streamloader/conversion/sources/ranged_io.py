@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 from streamloader.conversion.optional import Lazy
 from streamloader.conversion.sources.base import damaged
 from streamloader.errors import SourceChangedError
+from streamloader.format.reader import cut_runs
 from streamloader.storage.process import PerProcess, run_all, take
 from streamloader.storage.store import ObjectInfo, Store
 
@@ -334,23 +335,6 @@ def read_ranges(store: Store, wanted: Sequence[Range]) -> Iterator[memoryview]:
         found = run_all(lambda group: [read_range(store, one) for one in group], several, threads)
         near = local and time.perf_counter() - begin < patience
         yield from chain.from_iterable(found)
-
-
-def cut_runs(starts: NDArray[np.int64], stops: NDArray[np.int64], gap: int, longest: int) -> list[tuple[int, int]]:
-    """Return index ranges [i, j) of ascending ranges that are worth one request each.
-
-    Neighbours are joined over at most `gap`, up to `longest` from the first start to the last stop.
-    """
-    breaks = np.append(np.flatnonzero(starts[1:] - stops[:-1] > gap) + 1, len(starts))
-    runs: list[tuple[int, int]] = []
-    first = 0
-    while first < len(starts):
-        near = int(breaks[np.searchsorted(breaks, first, side="right")])
-        short = int(np.searchsorted(stops, starts[first] + longest, side="right"))
-        last = max(first + 1, min(near, short))
-        runs.append((first, last))
-        first = last
-    return runs
 
 
 BUFFER_BYTES = 1 << 20
