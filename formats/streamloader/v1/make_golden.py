@@ -27,8 +27,8 @@ from streamloader.format.publish import (
     clean_append,
     finish_extension,
     plan_extension,
+    prepare_shard,
     publish,
-    write_extension,
     write_split_root,
 )
 from streamloader.format.values import to_columns
@@ -165,7 +165,7 @@ def append(store: Store, base: Manifest, columns: dict[str, Any]) -> Manifest:
     for shard in extension.shards:
         start, stop = extension.samples(shard)
         part = {field: column[first + start : first + stop] for field, column in columns.items()}
-        receipts[shard] = write_extension(store, extension, shard, part)
+        receipts[shard] = prepare_shard(store, extension.geometry, shard, part, extension=extension)()
     manifest = finish_extension(store, extension, receipts, base.provenance)
     publish(store, base.digest, manifest)
     clean_append(store)
