@@ -18,40 +18,24 @@ from typing import TYPE_CHECKING, Any
 from streamloader import errors
 
 if TYPE_CHECKING:
-    from streamloader.conversion.api import convert
-    from streamloader.format.dataset import Dataset, open  # noqa: A004 - `sl.open` reads as the builtin does
-    from streamloader.format.manifest import Field
-    from streamloader.format.writer import Writer
-    from streamloader.maintenance.append import append
-    from streamloader.maintenance.export import export
-    from streamloader.maintenance.verify import verify
-    from streamloader.options import Decode, Layout, RetryPolicy, Shuffle
-    from streamloader.pytorch.arguments import Source
-    from streamloader.pytorch.dataset import Mixture, StreamingDataset
-    from streamloader.stats import Stats
+    from streamloader.conversion.api import convert as convert
+    from streamloader.format.dataset import Dataset as Dataset
+    from streamloader.format.dataset import open as open  # noqa: A004 - `sl.open` reads as the builtin does
+    from streamloader.format.manifest import Field as Field
+    from streamloader.format.writer import Writer as Writer
+    from streamloader.maintenance.append import append as append
+    from streamloader.maintenance.export import export as export
+    from streamloader.maintenance.verify import verify as verify
+    from streamloader.options import Decode as Decode
+    from streamloader.options import Layout as Layout
+    from streamloader.options import RetryPolicy as RetryPolicy
+    from streamloader.options import Shuffle as Shuffle
+    from streamloader.pytorch.arguments import Source as Source
+    from streamloader.pytorch.dataset import Mixture as Mixture
+    from streamloader.pytorch.dataset import StreamingDataset as StreamingDataset
+    from streamloader.stats import Stats as Stats
 
 __version__ = "0.1.0"
-
-__all__ = [
-    "Dataset",
-    "Decode",
-    "Field",
-    "Layout",
-    "Mixture",
-    "RetryPolicy",
-    "Shuffle",
-    "Source",
-    "Stats",
-    "StreamingDataset",
-    "Writer",
-    "__version__",
-    "append",
-    "convert",
-    "errors",
-    "export",
-    "open",
-    "verify",
-]
 
 # no module of this package has the name of a function here: importing a submodule sets an attribute of its name
 _HOMES = {
@@ -67,6 +51,7 @@ _HOMES = {
     "pytorch.dataset": "Mixture StreamingDataset",
     "stats": "Stats",
 }
+__all__ = ["__version__", "errors", *" ".join(_HOMES.values()).split()]  # noqa: PLE0604 - strings
 
 
 def __getattr__(name: str) -> Any:

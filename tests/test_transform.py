@@ -1,8 +1,6 @@
 """The caller's transform: reproducible at any world size, the same in processes, and its failures named."""
 
 import datetime
-import os
-import signal
 import subprocess
 import sys
 from typing import Any
@@ -11,10 +9,11 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from datasets import numbers
+from datasets import before_error, numbers
 from hypothesis import given
 from hypothesis import strategies as st
 from torchrun import environment
+from transforms import Odd, Raising, noisy, suicidal, summed, unpicklable
 
 from streamloader.engine.transform import RngKey, collate, takes_rng
 from streamloader.errors import EngineError, TransformError, UsageError
@@ -24,49 +23,19 @@ N = 203
 
 
 @pytest.fixture(scope="module")
-def url(tmp_path_factory: pytest.TempPathFactory) -> str:
-    path = tmp_path_factory.mktemp("transform") / "data"
-    datasets.write(path, N, ["x", "label", "name", "tok"])
-    return str(path)
-
-
-def noisy(sample: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
-    return {"y": sample["x"][:4] + 1, "noise": rng.random(3), "name": sample["name"] + "!", "label": sample["label"]}
-
-
-def summed(sample: dict[str, Any]) -> dict[str, Any]:
-    return {"sum": sample["tok"].sum(), "tok": [*sample["tok"].tolist()], "name": sample["name"]}
-
-
-class Raising:
-    """A transform that raises an error on sample 57, and that processes can load."""
-
-    def __init__(self, kind: type[BaseException], *arguments: Any) -> None:
-        self.kind, self.arguments = kind, arguments
-
-    def __call__(self, sample: dict[str, Any]) -> dict[str, Any]:
-        if sample["label"] == datasets.value("label", 57):
-            raise self.kind(*self.arguments)
-        return {"label": sample["label"]}
-
-
-def suicidal(sample: dict[str, Any]) -> dict[str, Any]:
-    if sample["label"] == datasets.value("label", 57):
-        os.kill(os.getpid(), signal.SIGKILL)
-    return {"label": sample["label"]}
+def url(data: Any) -> str:
+    return data(N, "x", "label", "name", "tok")
 
 
 def by_number(ds: StreamingDataset) -> dict[int, tuple[Any, ...]]:
-    seen = {}
+    found = {}
     for batch in ds:
-        for row in range(len(batch["index"])):
-            if batch["valid"][row]:
-                i = batch["index"][row].item()
-                assert batch["name"][row] == datasets.value("name", i) + "!"
-                assert batch["y"][row].tolist() == (datasets.value("x", i)[:4] + 1).tolist()
-                assert batch["label"][row].item() == datasets.value("label", i)
-                seen[i] = tuple(batch["noise"][row].tolist())
-    return seen
+        for row, i in enumerate(numbers(batch)):  # the invalid ones are the last
+            assert batch["name"][row] == datasets.value("name", i) + "!"
+            assert batch["y"][row].tolist() == (datasets.value("x", i)[:4] + 1).tolist()
+            assert batch["label"][row].item() == datasets.value("label", i)
+            found[i] = tuple(batch["noise"][row].tolist())
+    return found
 
 
 def test_random_numbers_are_those_of_the_sample_at_any_world_size_and_batch(url):
@@ -77,12 +46,8 @@ def test_random_numbers_are_those_of_the_sample_at_any_world_size_and_batch(url)
     for rank in range(2):
         two |= by_number(StreamingDataset(url, batch_size=5, world=(rank, 2), **arguments))
     assert two == alone
-    again = StreamingDataset(url, batch_size=16, **arguments)
-    iterator = iter(again)
-    for _ in range(4):
-        next(iterator)
     resumed = StreamingDataset(url, batch_size=16, **arguments)
-    resumed.load_state_dict(again.state_dict())
+    resumed.load_state_dict(resumed.state_dict(batches=4))
     rest = by_number(resumed)
     assert len(rest) == N - 64
     assert rest.items() <= alone.items()
@@ -113,17 +78,6 @@ def test_samples_come_as_arrays_bytes_and_str_and_lists_stay_lists(url):
             assert batch["sum"][row].item() == expected.sum()
 
 
-class Odd(BaseException):
-    """Neither an Exception, nor one that pickle can load again."""
-
-    def __init__(self, first: int, second: int) -> None:
-        super().__init__(f"{first} and {second}")
-
-
-def unpicklable(sample: dict[str, Any]) -> dict[str, Any]:
-    return {"values": [lambda: 1] if sample["label"] == datasets.value("label", 57) else [1]}
-
-
 @pytest.mark.parametrize(
     ("transform", "workers", "cause", "shown"),
     [
@@ -137,18 +91,14 @@ def unpicklable(sample: dict[str, Any]) -> dict[str, Any]:
     ],
 )
 def test_whatever_a_transform_raises_comes_at_its_batch_with_its_cause(url, transform, workers, cause, shown):
-    ds = StreamingDataset(
-        url, batch_size=8, transform=transform, transform_workers=workers, shuffle=False, with_index=True
-    )
-    seen = []
-    with pytest.raises(TransformError, match=shown) as caught:
-        for batch in ds:
-            seen += numbers(batch)
+    arguments = {"transform": transform, "transform_workers": workers, "shuffle": False, "with_index": True}
+    ds = StreamingDataset(url, batch_size=8, **arguments)
+    seen, error = before_error(ds, TransformError, shown)
     assert seen == list(range(56))
     assert ds.state_dict()["position"] == 56
-    assert isinstance(caught.value.__cause__, cause)
+    assert isinstance(error.__cause__, cause)
     if workers:
-        assert "in the transform process" in caught.value.__cause__.__notes__[0]
+        assert "in the transform process" in error.__cause__.__notes__[0]
 
 
 def all_dtypes(sample: dict[str, Any]) -> dict[str, Any]:
@@ -189,69 +139,52 @@ class Broken:
         raise ZeroDivisionError("no array")
 
 
-def some(value: Any) -> Any:
-    """A transform that returns `value` for sample 57."""
+def test_a_killed_transform_process_is_an_error_at_its_batch(url):
+    ds = StreamingDataset(url, batch_size=8, transform=suicidal, transform_workers=1, shuffle=False, with_index=True)
+    assert before_error(ds, EngineError, r"a transform process died \(exit code -9\)")[0] == list(range(56))
 
-    def transform(sample: dict[str, Any]) -> dict[str, Any]:
-        return {"y": value() if sample["label"] == datasets.value("label", 57) else torch.zeros(2)}
 
-    return transform
+def test_a_transform_that_processes_cannot_load_is_an_error(url):
+    with pytest.raises(UsageError, match="transform_workers with a transform that other processes cannot load"):
+        iter(StreamingDataset(url, batch_size=8, transform=lambda sample: sample, transform_workers=1))
+    datasets.assert_threads_end()
+
+
+LIST = r"value.tolist\(\), which comes as a list"
 
 
 @pytest.mark.parametrize(
     ("value", "shown"),
     [
-        (lambda: torch.empty(2, device="meta"), "'y' of sample 57 as a meta tensor"),
-        (lambda: torch.zeros(2).to_sparse(), "'y' of sample 57 as a sparse_coo tensor"),
-        (lambda: torch.zeros(3), r"'y' in shapes \(2,\), \(3,\)"),
-        (Broken, r"Broken as 'y' of sample 57, which is not an array \(ZeroDivisionError"),
-        (lambda: np.array(["2026-11-23"] * 2, "M8[D]"), "'y' of sample 57 as an array of datetime64"),
+        (torch.empty(2, device="meta"), "'y' of sample 57 as a meta tensor"),
+        (torch.zeros(2).to_sparse(), "'y' of sample 57 as a sparse_coo tensor"),
+        (torch.zeros(3), r"'y' in shapes \(2,\), \(3,\)"),
+        (np.zeros(3), r"'y' in shapes \(2,\), \(3,\)"),
+        (Broken(), r"Broken as 'y' of sample 57, which is not an array \(ZeroDivisionError"),
+        (np.array(["2026-11-23"] * 2, "M8[D]"), r"'y' of sample 57 as an array of datetime64.*astype\('int64'\)"),
+        (np.timedelta64(3, "s"), r"'y' of sample 57 as an array of timedelta64\[s\].*astype\('int64'\)"),
+        (np.array(["a", "bc"]), rf"'y' of sample 57 as an array of <U2.*{LIST}"),
+        (np.array([{}, None]), rf"'y' of sample 57 as an array of object.*{LIST}"),
     ],
 )
 @pytest.mark.parametrize("batch_size", [8, None])
-def test_what_cannot_be_stacked_is_named(url, value, shown, batch_size):
-    ds = StreamingDataset(url, batch_size=batch_size, transform=some(value), shuffle=False)
+def test_a_value_that_cannot_be_stacked_is_named(url, value, shown, batch_size):
+    def transform(sample: dict[str, Any]) -> dict[str, Any]:
+        return {"y": value if sample["label"] == datasets.value("label", 57) else torch.zeros(2)}
+
+    ds = StreamingDataset(url, batch_size=batch_size, transform=transform, shuffle=False)
     with pytest.raises(TransformError, match=shown):
         list(ds)
-
-
-def test_a_killed_transform_process_is_an_error_at_its_batch(url):
-    ds = StreamingDataset(url, batch_size=8, transform=suicidal, transform_workers=1, shuffle=False, with_index=True)
-    seen = []
-    with pytest.raises(EngineError, match=r"a transform process died \(exit code -9\)"):
-        for batch in ds:
-            seen += numbers(batch)
-    assert seen == list(range(56))
-
-
-def test_what_processes_cannot_load_is_refused(url):
-    with pytest.raises(UsageError, match="transform_workers with a transform that other processes cannot load"):
-        iter(StreamingDataset(url, batch_size=8, transform=lambda sample: sample, transform_workers=1))
-    datasets.assert_threads_end()
 
 
 @pytest.mark.parametrize(
     ("transform", "shown"),
     [
         (lambda sample: None, "the transform returned NoneType for sample"),
-        (lambda sample: {"x": sample["x"][: len(sample["name"])]}, "returned 'x' in shapes"),
         (lambda sample: {"a" if sample["name"] else "b": 1}, "returned keys"),
-        (
-            lambda sample: {"when": np.array(["2020-01-01"], "datetime64[s]")},
-            r"returned 'when' of sample \d+ as an array of datetime64\[s\].*; return value.astype\('int64'\)",
-        ),
-        (lambda sample: {"when": np.timedelta64(3, "s")}, r"timedelta64\[s\].*astype\('int64'\)"),
-        (
-            lambda sample: {"word": np.array(["a", "bc"])},
-            r"'word' of sample \d+ as an array of <U2.*value.tolist\(\), which",
-        ),
-        (
-            lambda sample: {"many": np.array([{}, None])},
-            r"'many' of sample \d+ as an array of object.*value.tolist\(\)",
-        ),
     ],
 )
-def test_what_cannot_be_batched_is_refused(url, transform, shown):
+def test_a_result_that_is_no_sample_is_an_error(url, transform, shown):
     with pytest.raises(TransformError, match=shown):
         list(StreamingDataset(url, batch_size=16, transform=transform))
 
@@ -275,17 +208,15 @@ for batch in sl.StreamingDataset(sys.argv[1], batch_size=16, fields=["label"], t
 """
 
 
-def test_a_script_without_a_main_guard_is_told_so(url, tmp_path):
+def test_a_script_without_a_main_guard_gets_an_error_that_names_it(url, tmp_path):
     script = tmp_path / "unguarded.py"
     script.write_text(UNGUARDED)
     command = [sys.executable, str(script), url]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 1
-    said = [line for line in done.stderr.splitlines() if line.startswith("streamloader.errors.")]
-    assert "iterates a dataset when imported; put the code that trains below `if __name__ == '__main__':`" in said[0]
-    assert (
-        "EngineError: a process of transform_workers= ended before it ran the transform; see its own error" in said[-1]
-    )
+    first, *_, last = [line for line in done.stderr.splitlines() if line.startswith("streamloader.errors.")]
+    assert "iterates a dataset when imported; put the code that trains below `if __name__ == '__main__':`" in first
+    assert "EngineError: a process of transform_workers= ended before it ran the transform; see its own error" in last
 
 
 def test_what_a_transform_keeps_is_not_written_again(url):
@@ -311,17 +242,13 @@ def test_keys_that_differ_give_other_numbers(key, data):
     assert first != RngKey(*other).rng().random(4).tolist()
 
 
-def test_the_generator_is_given_to_who_has_a_place_for_it():
+def test_the_generator_is_a_second_positional_argument():
     def keyword(sample: Any, *, rng: Any = None) -> None: ...
     def optional(sample: Any, rng: Any = None) -> None: ...
     def other(sample: Any, size: int = 3) -> None: ...
 
-    assert takes_rng(noisy)
-    assert takes_rng(optional)
-    assert not takes_rng(summed)
-    assert not takes_rng(other)
-    assert not takes_rng(keyword)
-    assert not takes_rng(dict)
+    found = {function: takes_rng(function) for function in (noisy, optional, summed, other, keyword, dict)}
+    assert found == {noisy: True, optional: True, summed: False, other: False, keyword: False, dict: False}
 
 
 def test_collating_keeps_dtypes_and_stacks_numbers():

@@ -21,9 +21,8 @@ from streamloader.format.reader import FieldReader, Run
 from streamloader.images.decode import ImageDecoder
 from streamloader.options import MIB, Decode
 from streamloader.order.epoch_order import BlockPermutation
-from streamloader.pytorch.arguments import open_dataset
+from streamloader.pytorch.arguments import Source, open_dataset
 from streamloader.stats import Counters
-from streamloader.storage import open_store
 from streamloader.storage.process import cpu_count, run_all
 
 IN_FLIGHT = 16
@@ -168,7 +167,7 @@ def image_ceiling(
 
 
 def _open(url: str, options: Mapping[str, Any] | None, fields: Sequence[str] | None, split: str | None) -> Dataset:
-    return open_dataset(open_store(url, options), split, None, fields, (False, False))
+    return open_dataset(Source(url, split, storage_options=options), None, fields)
 
 
 def _runs(dataset: Dataset, passes: int) -> Iterator[tuple[FieldReader, Run, int]]:

@@ -15,7 +15,7 @@ from streamloader.errors import UsageError
 from streamloader.options import Shuffle
 from streamloader.order.epoch_order import EpochOrder, lanes_for_world
 from streamloader.order.schedule import Share, World
-from streamloader.pytorch.arguments import WhereChoice, choose_order, chosen_names, open_dataset, read_where
+from streamloader.pytorch.arguments import Source, WhereChoice, choose_order, open_dataset, read_shuffle, read_where
 from streamloader.storage import open_store
 
 STEPS = 16  # that are looked at: their spread is a few percent
@@ -155,11 +155,12 @@ def forecast(url: str, options: ForecastOptions) -> Forecast:
     cannot be, and `MemoryBudgetError` where the window does not fit.
     """
     world, condition = World(0, options.world_size), read_where(options.where)  # before anything is read
-    store = open_store(url, options.storage_options)
-    dataset = open_dataset(store, options.split, condition, options.fields, (False, True))
+    source = Source(url, options.split, storage_options=options.storage_options)
+    dataset = open_dataset(source, condition, options.fields, ("valid",))
     count = dataset.num_samples
-    params = pinned = choose_order(dataset.manifest, options.shuffle, dataset.selection)
-    if "lanes" not in chosen_names(options.shuffle):
+    config = read_shuffle(options.shuffle)
+    params = pinned = choose_order(dataset.manifest, config, dataset.selection)
+    if config.lanes is None:
         params = replace(pinned, lanes=lanes_for_world(count, pinned, world.size))
     order = EpochOrder(count, params, 0, 0, options.shuffle is not False)
     share = Share(order, options.batch_size, world, "pad", dataset.unit(params))
@@ -173,7 +174,7 @@ def forecast(url: str, options: ForecastOptions) -> Forecast:
     whole = _runs(replace(dataset, selection=None), held, max(1, dataset.manifest.num_samples))
     requests, size = (round(many * factor + once * world.size) for many, once in zip(streamed, whole, strict=True))
     return Forecast(
-        url=store.url,
+        url=open_store(url, options.storage_options).url,
         num_samples=count,
         world_size=options.world_size,
         batch_size=options.batch_size,

@@ -20,9 +20,10 @@ from streamloader.format.reader import FieldReader
 from streamloader.options import REMAINDERS, Decode, Pack, Remainder, Shuffle, is_whole
 from streamloader.order.epoch_order import OrderParams
 from streamloader.order.schedule import Part
-from streamloader.order.state import NO_GAPS, ORDER_NAMES, Gaps, RunState
+from streamloader.order.state import NO_GAPS, Gaps, RunState
 from streamloader.pytorch.tensors import OFFSETS
 from streamloader.stats import BatchReport
+from streamloader.storage import open_store
 from streamloader.storage.store import Store
 
 if TYPE_CHECKING:  # what few datasets need is imported where they need it
@@ -50,8 +51,8 @@ class Source:
 
 
 @dataclass(frozen=True)
-class BatchOptions:
-    """Which batches are handed out, and with which columns; see `StreamingDataset`.
+class Arguments:
+    """The arguments that `StreamingDataset` and `Mixture` share, except those of the order; see `StreamingDataset`.
 
     Raises `UsageError` for what is wrong whatever the dataset is.
     """
@@ -62,6 +63,12 @@ class BatchOptions:
     skip_steps: StepChoice
     steps_per_epoch: int | None
     on_batch: Callable[[BatchReport], None] | None
+    fields: Sequence[str] | None
+    decode: DecodeChoice
+    pack: PackChoice
+    transform: Callable[..., Any] | None
+    transform_workers: int
+    memory: int | str | None
 
     def __post_init__(self) -> None:
         size, steps = self.batch_size, self.steps_per_epoch
@@ -71,6 +78,11 @@ class BatchOptions:
             raise UsageError(f"remainder={self.remainder!r}", f"choose one of {', '.join(REMAINDERS)}")
         if self.on_batch is not None and not callable(self.on_batch):
             raise UsageError(f"on_batch={self.on_batch!r} cannot be called", "give a function of a BatchReport")
+        transform, workers = self.transform, self.transform_workers
+        if transform is not None and not callable(transform):
+            raise UsageError(f"transform={transform!r} cannot be called", "give a function of a sample")
+        if workers < 0 or (workers and transform is None):
+            raise UsageError(f"transform_workers={workers} with transform={transform}", "give both, or neither")
         if steps is None:
             return
         if not is_whole(steps):
@@ -81,52 +93,28 @@ class BatchOptions:
             raise UsageError(f"steps_per_epoch={steps} with remainder='uneven'", "choose 'pad' or 'drop'")
 
 
-@dataclass(frozen=True)
-class LoadOptions:
-    """What is fetched, how it is decoded and transformed, and in how much memory; see `StreamingDataset`.
-
-    Raises `UsageError` for what is wrong whatever the dataset is.
-    """
-
-    fields: Sequence[str] | None
-    decode: DecodeChoice
-    pack: PackChoice
-    transform: Callable[..., Any] | None
-    transform_workers: int
-    memory: int | str | None
-
-    def __post_init__(self) -> None:
-        transform, workers = self.transform, self.transform_workers
-        if transform is not None and not callable(transform):
-            raise UsageError(f"transform={transform!r} cannot be called", "give a function of a sample")
-        if workers < 0 or (workers and transform is None):
-            raise UsageError(f"transform_workers={workers} with transform={transform}", "give both, or neither")
+def read_shuffle(shuffle: object) -> Shuffle:
+    """Return what a value of `shuffle=` overrides of the order. Raises `UsageError` for no bool and no `Shuffle`."""
+    if isinstance(shuffle, Shuffle):
+        return shuffle
+    if isinstance(shuffle, bool):
+        return Shuffle()
+    window = f"window={shuffle}" if isinstance(shuffle, int) and shuffle > 1 else "window=, lanes=, block="
+    problem = f"shuffle={shuffle!r:.60} is neither a bool nor a Shuffle"
+    raise UsageError(problem, f"give True, False, or Shuffle({window})")
 
 
-def check_shuffle(shuffle: object) -> None:
-    """Raise `UsageError` for what is neither a bool nor a `Shuffle`."""
-    if not isinstance(shuffle, bool | Shuffle):
-        window = f"window={shuffle}" if isinstance(shuffle, int) and shuffle > 1 else "window=, lanes=, block="
-        raise UsageError(
-            f"shuffle={shuffle!r:.60} is neither a bool nor a Shuffle", f"give True, False, or Shuffle({window})"
-        )
-
-
-def open_dataset(
-    store: Store, split: str | None, where: Any, fields: Sequence[str] | None, columns: tuple[bool, bool]
-) -> Dataset:
+def open_dataset(source: Source, where: Any, fields: Sequence[str] | None, columns: Sequence[str] = ()) -> Dataset:
     """Open a dataset with the samples that `where`, as `read_where` returned it, selects.
 
-    `columns`: whether batches have the columns `index` and `valid`.
+    `columns`: those of batches beside the fields.
     """
-    manifest, store, _ = open_root(store, split)
-    names = choose_fields(manifest, fields, *columns)
+    manifest, store, _ = open_root(open_store(source.url, source.storage_options), source.split)
+    names = choose_fields(manifest, fields, columns)
     return Dataset(store, manifest, names, choose_selection(where, manifest, store))
 
 
-def choose_fields(
-    manifest: Manifest, wanted: Sequence[str] | None, with_index: bool, with_valid: bool
-) -> tuple[str, ...]:
+def choose_fields(manifest: Manifest, wanted: Sequence[str] | None, columns: Sequence[str]) -> tuple[str, ...]:
     """Return the fields to fetch. Raises `FieldError` for an unknown one, or a name that a column of the batch has."""
     if isinstance(wanted, str):
         raise FieldError(f"fields={wanted!r}", f"give a list: fields=[{wanted!r}]")
@@ -136,10 +124,9 @@ def choose_fields(
             raise FieldError(f"there is no field {name!r}", f"choose from {', '.join(manifest.fields)}")
         if names.count(name) > 1:
             raise FieldError(f"fields names {name!r} {names.count(name)} times", "name each field once")
-    ragged = [name for name in names if manifest.fields[name].field.kind == "ragged"]
-    columns = {*(name + OFFSETS for name in ragged), *(("index",) * with_index), *(("valid",) * with_valid)}
+    taken = {*columns, *(name + OFFSETS for name in names if manifest.fields[name].field.kind == "ragged")}
     for name in names:
-        if name in columns:
+        if name in taken:
             remedy = "leave the field out with fields=, or choose with_index=False or another remainder"
             raise FieldError(f"the dataset has a field {name!r}, and the batch a column of that name", remedy)
     return names
@@ -184,13 +171,12 @@ def _decode_options(value: Decode | str | bool) -> Decode:
     return Decode() if value is True else Decode(backend=value)  # type: ignore[arg-type]
 
 
-def choose_order(manifest: Manifest, shuffle: bool | Shuffle, selection: Selection | None) -> OrderParams:
+def choose_order(manifest: Manifest, config: Shuffle, selection: Selection | None) -> OrderParams:
     """Return the manifest's order, with what `Shuffle` overrides. Raises `UsageError` for a block that cuts chunks.
 
     A selection is cut like a dataset of its size: a block of it takes about the bytes of a block of the dataset, or
     less where it is small, and its lanes and window follow from that.
     """
-    config = shuffle if isinstance(shuffle, Shuffle) else Shuffle()
     pinned = manifest.order if selection is None else _order_of(manifest, selection, config.block)
     block = config.block or pinned.block
     window = config.window or max(pinned.window // block, 2 if config.block is None else 4) * block
@@ -203,12 +189,6 @@ def check_block(manifest: Manifest, block: int, selection: Selection | None) -> 
     chunk = largest_chunk(manifest)
     if selection is None and block % chunk:
         raise UsageError(f"Shuffle(block={block}) cuts chunks of {chunk} samples", f"give a multiple of {chunk}")
-
-
-def chosen_names(shuffle: bool | Shuffle) -> tuple[str, ...]:
-    """Return which parameters of the order the caller gives: a state must have the same."""
-    config = shuffle if isinstance(shuffle, Shuffle) else Shuffle()
-    return tuple(name for name in ORDER_NAMES if getattr(config, name) is not None)
 
 
 def largest_chunk(manifest: Manifest) -> int:
@@ -304,8 +284,7 @@ def choose_packs(
     Raises `UsageError` where batches cannot be packed, or for a length below 1, and `FieldError` for a field that is
     not fetched, that holds no plain sequences of numbers, or whose dtype does not hold the padding.
     """
-    if choice is None:
-        return {}
+    choice = {} if choice is None else choice
     if not isinstance(choice, Mapping):
         raise UsageError(f"pack={choice!r} names no field", "give a dict, like pack={'tokens': 2049}")
     if choice and batch_size is None:

@@ -10,6 +10,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import repeat
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -26,11 +27,10 @@ from streamloader.order.epoch_order import EpochOrder
 from streamloader.order.schedule import World
 from streamloader.order.state import NO_GAPS, ORDER_NAMES, Gaps, RunState, SourceIdentity, get
 from streamloader.pytorch import arguments, distributed
-from streamloader.pytorch.arguments import BatchOptions, LoadOptions, Source
+from streamloader.pytorch.arguments import Arguments, Source
 from streamloader.pytorch.distributed import SharedEpochs, WorldChoice, in_worker, resolve_world, worker
 from streamloader.pytorch.tensors import TENSORS, Shape, to_samples, to_tensors
 from streamloader.stats import BatchReport, Stats
-from streamloader.storage import open_store
 from streamloader.storage.process import cpu_count, wait_for
 
 if TYPE_CHECKING:
@@ -143,16 +143,15 @@ class Pass(SharedIterator):
         dataset = self._dataset()
         if dataset is None or dataset._options.on_batch is None:
             return
-        now, before = time.perf_counter(), self._reported
-        self._reported = now
+        before, self._reported = self._reported, time.perf_counter()
         share = self._begin.share
         dataset._options.on_batch(
             BatchReport(
                 epoch=self._epoch,
                 step=self._steps_before + self._begin.position(self._steps) // share.global_batch,
                 samples=samples,
-                wait_seconds=now - asked,
-                seconds=now - before,
+                wait_seconds=self._reported - asked,
+                seconds=self._reported - before,
                 worker=worker()[0],
             )
         )
@@ -240,8 +239,7 @@ class Streamed(IterableDataset[dict[str, Any]]):
     def __init__(
         self,
         sources: Sequence[Source],
-        options: BatchOptions,
-        loading: LoadOptions,
+        given: Arguments,
         *,
         shuffle: bool | Shuffle,
         seed: int,
@@ -249,44 +247,38 @@ class Streamed(IterableDataset[dict[str, Any]]):
         **mixture: Any,
     ) -> None:
         super().__init__()
-        arguments.check_shuffle(shuffle)
+        config = arguments.read_shuffle(shuffle)
         conditions = [arguments.read_where(source.where) for source in sources]  # before anything is opened
-        self._options = replace(options, skip_steps=None)  # workers get a copy: a generator cannot be pickled
-        self._skips = arguments.read_steps("skip_steps", options.skip_steps)
+        # workers get a copy: generators and views cannot be pickled
+        self._options = replace(given, skip_steps=None, fields=None)
+        self._skips = arguments.read_steps("skip_steps", given.skip_steps)
         self._world = None if world is None else resolve_world(world)
-        columns = options.with_index, options.remainder == "pad"
-        self._datasets = tuple(
-            arguments.open_dataset(
-                open_store(one.url, one.storage_options), one.split, condition, loading.fields, columns
-            )
-            for one, condition in zip(sources, conditions, strict=True)
-        )
-        decoders = arguments.choose_decoders(self.fields, loading.decode)
-        transform, workers = loading.transform, loading.transform_workers
-        packs = arguments.choose_packs(
-            self.fields, loading.pack, batch_size=options.batch_size, transformed=transform is not None
-        )
-        memory = None if loading.memory is None else parse_size(loading.memory, "memory=")
-        self._config = LoaderConfig(decoders, packs, transform, workers, memory)
-        identities = tuple(_identity(one, data, shuffle) for one, data in zip(sources, self._datasets, strict=True))
+        columns = ("index",) * given.with_index + ("valid",) * (given.remainder == "pad")
+        opened = map(arguments.open_dataset, sources, conditions, repeat(given.fields), repeat(columns))
+        self._datasets = tuple(opened)
+        decoders, transformed = arguments.choose_decoders(self.fields, given.decode), given.transform is not None
+        packs = arguments.choose_packs(self.fields, given.pack, batch_size=given.batch_size, transformed=transformed)
+        memory = None if given.memory is None else parse_size(given.memory, "memory=")
+        self._config = LoaderConfig(decoders, packs, given.transform, given.transform_workers, memory)
+        identities = tuple(_identity(one, data, config) for one, data in zip(sources, self._datasets, strict=True))
         if len(set(identities)) < len(identities):
             raise MixtureError("the mixture has the same samples of a dataset twice", "name each source once")
         start = RunState(
             sources=identities,
             shuffle=shuffle is not False,
-            remainder=options.remainder,
+            remainder=given.remainder,
             seed=seed,
-            given=arguments.chosen_names(shuffle),
+            given=tuple(name for name in ORDER_NAMES if getattr(config, name) is not None),
             **mixture,
         )
         EpochOrder(1, start.sources[0].params, seed, 0)  # raises for a seed that does not fit
         self._numbers = SampleNumbers.of(self._datasets)
         self._shape = Shape(
-            samples=options.batch_size is None,
-            with_index=options.with_index,
-            with_valid=options.remainder == "pad",
+            samples=given.batch_size is None,
+            with_index=given.with_index,
+            with_valid=given.remainder == "pad",
             firsts=self._numbers.all_from if mixture else (),
-            channels_first=arguments.choose_layouts(decoders, transformed=transform is not None),
+            channels_first=arguments.choose_layouts(decoders, transformed=transformed),
         )
         self._opened: Engine | None = None
         self._first = self._start = self._now = start
@@ -583,7 +575,7 @@ class Streamed(IterableDataset[dict[str, Any]]):
         return run
 
 
-def _identity(source: Source, dataset: Dataset, shuffle: bool | Shuffle) -> SourceIdentity:
+def _identity(source: Source, dataset: Dataset, config: Shuffle) -> SourceIdentity:
     digest = None if dataset.selection is None else dataset.selection.digest
-    params = arguments.choose_order(dataset.manifest, shuffle, dataset.selection)
+    params = arguments.choose_order(dataset.manifest, config, dataset.selection)
     return SourceIdentity(dataset.manifest.digest, source.split, digest, dataset.num_samples, params)

@@ -13,15 +13,7 @@ from streamloader.engine.dataset import Dataset
 from streamloader.errors import BatchError, FieldError, MixtureError
 from streamloader.options import Remainder, Shuffle, is_whole
 from streamloader.order.state import Batches, check_shape
-from streamloader.pytorch.arguments import (
-    BatchOptions,
-    DecodeChoice,
-    LoadOptions,
-    PackChoice,
-    Source,
-    StepChoice,
-    WhereChoice,
-)
+from streamloader.pytorch.arguments import Arguments, DecodeChoice, PackChoice, Source, StepChoice, WhereChoice
 from streamloader.pytorch.base import Streamed
 from streamloader.pytorch.distributed import WorldChoice
 from streamloader.pytorch.tensors import numbers
@@ -81,10 +73,12 @@ class StreamingDataset(Streamed):
         on_batch: Callable[[BatchReport], None] | None = None,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
-        options = BatchOptions(batch_size, remainder, with_index, skip_steps, steps_per_epoch, on_batch)
-        loading = LoadOptions(fields, decode, pack, transform, transform_workers, memory)
+        given = Arguments(
+            *(batch_size, remainder, with_index, skip_steps, steps_per_epoch, on_batch),
+            *(fields, decode, pack, transform, transform_workers, memory),
+        )
         source = Source(url, split, where, storage_options)
-        super().__init__([source], options, loading, shuffle=shuffle, seed=seed, world=world)
+        super().__init__([source], given, shuffle=shuffle, seed=seed, world=world)
         if (batch_size or 1) > max(1, self.num_samples):
             samples = f"{self.num_samples} samples of {self._datasets[0].store.url}"
             raise BatchError(f"batch_size={batch_size} is more than the {samples}", "choose a smaller one")
@@ -215,14 +209,16 @@ class Mixture(Streamed):
         memory: int | str | None = None,
         on_batch: Callable[[BatchReport], None] | None = None,
     ) -> None:
-        options = BatchOptions(batch_size, remainder, with_index, skip_steps, steps_per_epoch, on_batch)
-        loading = LoadOptions(fields, decode, pack, transform, transform_workers, memory)
+        given = Arguments(
+            *(batch_size, remainder, with_index, skip_steps, steps_per_epoch, on_batch),
+            *(fields, decode, pack, transform, transform_workers, memory),
+        )
         if remainder == "uneven":
             raise MixtureError('remainder="uneven" of a mixture', 'choose "pad" or "drop": a mixture has no end')
         check_shape(stop, batches, unit)
         self._spec: MixtureSpec = choose_sources(sources, schedule)
         mixture = {"stop": stop, "batches": batches, "unit": unit, "weights_by_step": self._spec.whole}
-        super().__init__(self.sources, options, loading, shuffle=shuffle, seed=seed, world=world, **mixture)
+        super().__init__(self.sources, given, shuffle=shuffle, seed=seed, world=world, **mixture)
         check_alike(self.sources, self._datasets, with_index)
 
     @property

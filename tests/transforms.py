@@ -1,0 +1,46 @@
+"""Transforms that processes load: this module imports little, since each of them imports it."""
+
+import os
+import signal
+from typing import Any
+
+import numpy as np
+
+BAD = 57 - 2**40  # the label of sample 57
+
+
+def noisy(sample: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
+    return {"y": sample["x"][:4] + 1, "noise": rng.random(3), "name": sample["name"] + "!", "label": sample["label"]}
+
+
+def summed(sample: dict[str, Any]) -> dict[str, Any]:
+    return {"sum": sample["tok"].sum(), "tok": [*sample["tok"].tolist()], "name": sample["name"]}
+
+
+class Raising:
+    """A transform that raises an error on sample 57, and that processes can load."""
+
+    def __init__(self, kind: type[BaseException], *arguments: Any) -> None:
+        self.kind, self.arguments = kind, arguments
+
+    def __call__(self, sample: dict[str, Any]) -> dict[str, Any]:
+        if sample["label"] == BAD:
+            raise self.kind(*self.arguments)
+        return {"label": sample["label"]}
+
+
+def suicidal(sample: dict[str, Any]) -> dict[str, Any]:
+    if sample["label"] == BAD:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return {"label": sample["label"]}
+
+
+class Odd(BaseException):
+    """Neither an Exception, nor one that pickle can load again."""
+
+    def __init__(self, first: int, second: int) -> None:
+        super().__init__(f"{first} and {second}")
+
+
+def unpicklable(sample: dict[str, Any]) -> dict[str, Any]:
+    return {"values": [lambda: 1] if sample["label"] == BAD else [1]}
