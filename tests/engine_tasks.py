@@ -35,7 +35,7 @@ class Numbers:
     shard: int
     failure: str = ""
 
-    def read(self, on_bad: OnBad) -> dict[str, Any]:
+    def __call__(self, on_bad: OnBad) -> dict[str, Any]:
         times = len(list(self.folder.glob(f"{self.shard}-*")))
         (self.folder / f"{self.shard}-{times}-{os.getpid()}").touch()
         if self.failure == "always killed" or (self.failure == "killed once" and times == 0):

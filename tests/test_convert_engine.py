@@ -36,9 +36,9 @@ def test_every_task_runs_once(workers, local):
 
 
 def test_a_task_whose_worker_is_killed_is_retried(local):
-    run = local({0: "killed once", 3: "killed once", 9: "killed once"})
+    run = local({0: "killed once", 9: "killed once"})
     assert sorted(run.done) == list(range(10))
-    assert [run.reads(shard) for shard in (0, 3, 9)] == [2, 2, 2]
+    assert (run.reads(0), run.reads(9)) == (2, 2)
 
 
 def test_a_task_that_always_kills_its_worker_fails(local, tmp_path):
@@ -57,7 +57,7 @@ def test_the_failure_of_the_earliest_task_is_raised_and_finished_ones_are_kept(l
 
 
 def test_a_bug_in_a_worker_is_an_engine_error_with_its_traceback(local):
-    message = r"shard 1 of .*KeyError: 'a bug of ours' \(at .*in read.*report it"
+    message = r"shard 1 of .*KeyError: 'a bug of ours' \(at .*in __call__.*report it"
     with pytest.raises(EngineError, match=message) as caught:
         local({1: "bug"})
     assert any("Traceback" in note and "a bug of ours" in note for note in caught.value.__notes__)

@@ -12,6 +12,7 @@ import threading
 from dataclasses import replace
 
 import numpy as np
+import pandas
 import pytest
 import torch
 from conversions import SMALL, Exported, contents, interrupted, write_photos
@@ -220,30 +221,31 @@ class Scale:
         return {"n": sample["n"] * self.table["by"][0], "x": sample["x"]}
 
 
+# what makes one function of each of two values
 FUNCTIONS = {
-    "the value of a partial": (lambda: functools.partial(scaled, by=2), lambda: functools.partial(scaled, by=3)),
+    "the value of a partial": (lambda by: functools.partial(scaled, by=by), 2, 3),
     "the function of a partial": (
-        lambda: functools.partial(source_of(), factor=2),
-        lambda: functools.partial(source_of(helper="return n + 1"), factor=2),
+        lambda text: functools.partial(source_of(helper=text), factor=2),
+        *("return n", "return n + 1"),
     ),
-    "a closure": (lambda: closed_over([2]), lambda: closed_over([3])),
-    "a default": (lambda: source_of(factor=2), lambda: source_of(factor=3)),
-    "a global": (lambda: source_of(constant=2), lambda: source_of(constant=3)),
-    "a helper": (source_of, lambda: source_of(helper="return n + 1")),
-    "state": (lambda: Scale(2), lambda: Scale(3)),
-    "a bound method": (lambda: Scale(2).__call__, lambda: Scale(3).__call__),
-    "another function": (lambda: doubled, lambda: first_of_x),
-    "a C function's state": (lambda: operator.itemgetter("n"), lambda: operator.itemgetter("x")),
-    "the object of a C method": (lambda: {"n": 1}.get, lambda: {"n": 2}.get),
+    "a closure": (lambda by: closed_over([by]), 2, 3),
+    "a default": (lambda by: source_of(factor=by), 2, 3),
+    "a global": (lambda by: source_of(constant=by), 2, 3),
+    "a helper": (lambda text: source_of(helper=text), "return n", "return n + 1"),
+    "state": (Scale, 2, 3),
+    "a bound method": (lambda by: Scale(by).__call__, 2, 3),
+    "another function": (lambda found: found, doubled, first_of_x),
+    "a C function's state": (operator.itemgetter, "n", "x"),
+    "the object of a C method": (lambda by: {"n": by}.get, 1, 2),
 }
 
 
 @pytest.mark.parametrize("case", FUNCTIONS)
 def test_a_function_that_does_something_else_is_another_one(case):
-    one, other = FUNCTIONS[case]
-    assert function_digest(one()) == function_digest(one()), "made anew, it is the same"
-    assert function_digest(one()).digest != function_digest(other()).digest
-    assert not function_digest(one()).unknown
+    make, one, other = FUNCTIONS[case]
+    assert function_digest(make(one)) == function_digest(make(one)), "made anew, it is the same"
+    assert function_digest(make(one)).digest != function_digest(make(other)).digest
+    assert not function_digest(make(one)).unknown
 
 
 def test_a_function_is_the_same_in_every_process(tmp_path):
@@ -380,41 +382,11 @@ def test_each_interface_names_its_own_options(tmp_path, capsys):
     assert "use --resume to accept" in capsys.readouterr().err
 
 
-class Frame:
-    """As a table of pandas: indexing gives columns."""
-
-    columns = ("x",)
-
-    def __len__(self):
-        return 2
-
-    def __getitem__(self, name):
-        return {"x": Series()}[name]
-
-    def to_dict(self):
-        return {"x": [1, 2]}
-
-
-class Series:
-    """As a column of pandas that was filtered: indexing goes by label."""
-
-    def __len__(self):
-        return 2
-
-    def __getitem__(self, label):
-        return {7: "a", 9: "b"}[label]
-
-    def to_numpy(self):
-        return np.array(["a", "b"], object)
-
-    __array__ = to_numpy
-
-
 def test_columns_of_a_table_are_read_by_position(tmp_path):
-    frame = Frame()
-    with pytest.raises(UsageError, match=r"Frame has columns, not samples; give \{name: frame\[name\] for"):
-        convert(frame, tmp_path / "out", workers=0)
-    convert({name: frame[name] for name in frame.columns}, tmp_path / "out", workers=0)
+    table = pandas.DataFrame({"x": ["-", "a", "b"]}).iloc[1:]  # its labels are 1 and 2
+    with pytest.raises(UsageError, match=r"DataFrame has columns, not samples; give \{name: frame\[name\] for"):
+        convert(table, tmp_path / "out", workers=0)
+    convert({name: table[name] for name in table.columns}, tmp_path / "out", workers=0)
     assert [sample["x"] for sample in dataset.open(tmp_path / "out")] == ["a", "b"]
 
 

@@ -16,7 +16,6 @@ from streamloader.errors import UsageError
 from streamloader.format.manifest import NAME
 
 SEED = 0
-_PIECE = 1 << 22  # rows hashed at a time
 _TOLERANCE = Fraction(1, 10**6)  # so that 0.333, 0.333, 0.334 and floats are taken
 
 Splits = Mapping[str, Fraction]
@@ -77,21 +76,13 @@ def assign(num_samples: int, splits: Splits, seed: int = SEED) -> dict[str, NDAr
     """Return the rows of each split, ascending, by a keyed hash; 17 bytes of memory a row.
 
     The hash is a bijection of 64 bits, so no two rows tie and the thresholds give exact counts. A source is
-    often sorted by class: the first 90 % would lack whole classes. Raises `UsageError` for over 255 splits.
+    often sorted by class: the first 90 % would lack whole classes.
     """
-    if len(splits) > np.iinfo(np.uint8).max:
-        raise UsageError(f"{len(splits)} splits", "give at most 255")
     sizes = split_sizes(num_samples, splits)
-    numbers = np.empty(num_samples, np.uint8)
-    if num_samples:
-        keys = row_keys(0, num_samples, seed)
-        last = np.cumsum(list(sizes.values()))[:-1] - 1
-        keys.partition(np.unique(np.append(last, num_samples - 1)))
-        thresholds = keys[last].copy()
-        for first in range(0, num_samples, _PIECE):
-            stop = min(first + _PIECE, num_samples)
-            numbers[first:stop] = np.searchsorted(thresholds, row_keys(first, stop, seed))
-        del keys  # 8 bytes a row
+    keys, last = row_keys(0, num_samples, seed), np.cumsum(list(sizes.values()))[:-1] - 1
+    thresholds = np.partition(keys, last)[last] if num_samples else keys
+    numbers = np.searchsorted(thresholds, keys)
+    del keys  # 8 bytes a row
     return {name: np.flatnonzero(numbers == i).astype(np.int64, copy=False) for i, name in enumerate(sizes)}
 
 

@@ -12,8 +12,8 @@ from __future__ import annotations
 import copyreg
 import dis
 import hashlib
-import importlib
 import io
+import pkgutil
 import re
 import sys
 import sysconfig
@@ -247,16 +247,13 @@ def parse_map(given: str | Function | None, batch: int | None) -> Mapper | None:
     if callable(given):
         name = f"{getattr(given, '__module__', '')}:{getattr(given, '__qualname__', type(given).__qualname__)}"
         return Mapper(given, name, batch, function_digest(given))
-    module, colon, name = given.partition(":")
-    if not (module and colon and name):
+    if not all(given.partition(":")):
         raise UsageError(f"map={given!r}", "write it as module:function")
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))  # where `python -m` looks, and a console script does not
     try:
-        function: Any = importlib.import_module(module)
-        for part in name.split("."):
-            function = getattr(function, part)
-    except (ImportError, AttributeError) as error:
+        function: Any = pkgutil.resolve_name(given)
+    except (ImportError, AttributeError, ValueError) as error:
         raise UsageError(f"map={given!r} cannot be imported: {error}", "run in its folder, or install it") from error
     if not callable(function):
         raise UsageError(f"map={given!r} is a {type(function).__name__}", "name a function")

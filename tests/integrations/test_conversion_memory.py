@@ -2,10 +2,11 @@
 
 import io
 import json
+import shutil
 import subprocess
 import sys
 import tarfile
-from pathlib import Path
+from functools import partial
 
 import numpy as np
 import pyarrow as pa
@@ -54,13 +55,12 @@ def make_tar(root):
 
 
 def make_images(root):
-    rng = np.random.default_rng(0)
     (root / "a").mkdir()
-    number = total = 0
-    while total < SOURCE:
-        path = root / "a" / f"{number:05}.png"
-        Image.fromarray(rng.integers(0, 256, (500, 700, 3), dtype=np.uint8)).save(path, compress_level=0)
-        total, number = total + path.stat().st_size, number + 1
+    first = root / "a" / "0.png"
+    pixels = np.random.default_rng(0).integers(0, 256, (500, 700, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(first, compress_level=0)
+    for number in range(1, -(-SOURCE // first.stat().st_size)):
+        shutil.copy(first, root / "a" / f"{number}.png")
 
 
 def make_parquet(root, rows=1024):
@@ -68,10 +68,6 @@ def make_parquet(root, rows=1024):
     with pq.ParquetWriter(root / "x.parquet", pa.schema({"data": pa.binary()})) as writer:
         for _ in range(SOURCE // (4096 * rows)):
             writer.write_table(pa.table({"data": [rng.bytes(4096) for _ in range(rows)]}), row_group_size=rows)
-
-
-def make_parquet_of_large_groups(root):
-    make_parquet(root, 15_000)
 
 
 def make_parquet_of_repeated_values(root):
@@ -84,34 +80,31 @@ def make_parquet_of_repeated_values(root):
     assert (root / "x.parquet").stat().st_size < SOURCE // 100
 
 
-MAKERS = (make_array, make_small_numbers, make_tar, make_images, make_parquet, make_parquet_of_large_groups)
+SOURCES = {
+    "array": (make_array, SHARD),
+    "small numbers": (make_small_numbers, SHARD),
+    "tar": (make_tar, SHARD),
+    "images": (make_images, SHARD),
+    "parquet": (make_parquet, SHARD),
+    "parquet of large groups": (partial(make_parquet, rows=15_000), SHARD),
+    "parquet, 100 times smaller on disk": (make_parquet_of_repeated_values, SHARD // EXPANSION),
+    "iterable": (None, SHARD),
+}
 
 
-@pytest.mark.parametrize("make", MAKERS)
-def test_a_process_holds_less_than_four_shards(make, tmp_path):
-    source = tmp_path / "source"
-    source.mkdir()
-    make(source)
-    _check(str(source), 2, tmp_path)
-
-
-def test_so_does_one_that_reads_what_is_100_times_smaller_on_disk(tmp_path):
-    source = tmp_path / "source"
-    source.mkdir()
-    make_parquet_of_repeated_values(source)
-    _check(str(source), 2, tmp_path, SHARD // EXPANSION)
-
-
-def test_so_does_one_that_reads_an_iterable_with_one_worker(tmp_path):
-    _check("iterable", 1, tmp_path)
-
-
-def _check(source, workers, tmp_path, stored=SHARD):
-    command = [sys.executable, "-c", PROGRAM, source, str(tmp_path / "out"), str(stored), str(workers)]
+@pytest.mark.parametrize("kind", SOURCES)
+def test_a_process_holds_less_than_four_shards(kind, tmp_path):
+    make, stored = SOURCES[kind]
+    source, workers = kind, "1"
+    if make is not None:
+        source, workers = str(tmp_path / "source"), "2"
+        (tmp_path / "source").mkdir()
+        make(tmp_path / "source")
+    command = [sys.executable, "-c", PROGRAM, source, str(tmp_path / "out"), str(stored), workers]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     shard, *peaks = json.loads(done.stdout)
-    print(f"{Path(source).name}: shards of {shard / 1e6:.0f} MB, peaks of {[round(peak / 1e6) for peak in peaks]} MB")
+    print(f"{kind}: shards of {shard / 1e6:.0f} MB, peaks of {[round(peak / 1e6) for peak in peaks]} MB")
     assert shard > SHARD / 2, "the shards are too small to tell"
     assert max(peaks) < 4 * shard
 
