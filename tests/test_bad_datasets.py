@@ -7,7 +7,6 @@ import sys
 import uuid
 from pathlib import Path
 
-import fsspec
 import pytest
 from commands import run
 from conversions import contents, module_at
@@ -20,6 +19,7 @@ import streamloader as sl
 from streamloader import errors
 from streamloader.errors import StreamloaderError
 from streamloader.storage import open_store
+from streamloader.storage.process import run_all
 
 BAD = V1 / "bad"
 EXPECTED = json.loads((BAD / "expected.json").read_text())
@@ -96,12 +96,11 @@ def test_a_wrong_shard_index_alone_changes_nothing(name):
 
 def test_missing_and_short_objects_give_the_same_errors_on_s3(moto):
     """There a range behind an object's end is a refusal (416), and a missing object one of three."""
-    fs = fsspec.filesystem("s3", **moto.storage_options)
     for name in ("empty_shard", "truncated_shard", "missing_shard", "missing_table", "truncated_table", "nothing_here"):
-        url = moto.url(name)
-        fs.put(f"{BAD / name}/", f"{url}/", recursive=True)
+        store = open_store(moto.url(name), moto.storage_options)
+        run_all(lambda item, store=store: store.put(*item), contents(BAD / name).items(), 8)
         with pytest.raises(StreamloaderError) as caught:
-            sl.open(url, storage_options=moto.storage_options)[:]
+            sl.open(store.url, storage_options=moto.storage_options)[:]
         assert_error_is(caught.value, EXPECTED[name])
 
 
@@ -116,7 +115,7 @@ INSPECTED = [name for name in WRONG if EXPECTED[name]["when"] == "open" and "spl
 
 
 @pytest.mark.parametrize("name", [*INSPECTED, "rewritten_shard", "blosc_bomb", "text_that_is_no_utf8"])
-def test_inspect_says_it_on_one_line_and_exits_with_2(name, capsys):
+def test_inspect_prints_the_error_on_one_line_and_exits_with_2(name, capsys):
     status, out, err = run(capsys, "inspect", BAD / name)
     assert (status, out, err.count("\n")) == (2, "", 1), err
     assert err.startswith("error: ")

@@ -9,8 +9,8 @@ import crc32c
 import numpy as np
 import pytest
 from format_data import (
-    ALL_KINDS,
     CODECS,
+    StoreProxy,
     columns_of,
     fields,
     geometry_of,
@@ -170,7 +170,7 @@ def test_a_table_that_claims_more_than_the_field_has_is_an_error_before_any_requ
     layout = manifest.fields["image"]
     entries = np.full((4, layout.chunks_per_shard, 2), 2**32 - 1, "<u4").tobytes()
     path = "_streamloader/chunks/image/c/0/0/0"
-    for table, error, said in (
+    for table, error, message in (
         (entries, FormatError, "the whole field has"),
         (bytes(len(entries)), MissingObjectError, "absent"),
     ):
@@ -178,17 +178,16 @@ def test_a_table_that_claims_more_than_the_field_has_is_an_error_before_any_requ
         with pytest.raises(ModifiedError, match=path):
             FieldReader(store, manifest, "image").runs(0, 1)
         hostile = replace(manifest, tables={**manifest.tables, "image": hashlib.sha256(table).hexdigest()})
-        with pytest.raises(error, match=said):
+        with pytest.raises(error, match=message):
             FieldReader(store, hostile, "image").runs(0, 1)
 
 
 def test_table_pages_are_read_once_and_only_those_that_are_needed():
-    class Counting:
-        def __init__(self, store):
-            self.store, self.url, self.asked = store, store.url, list[str]()
+    asked = []
 
+    class Counting(StoreProxy):
         def get_range(self, path, start, stop):
-            self.asked.append(path)
+            asked.append(path)
             return self.store.get_range(path, start, stop)
 
     count = 1024 * 130  # 8 KiB of table a shard: 128 shards a page
@@ -197,22 +196,13 @@ def test_table_pages_are_read_once_and_only_those_that_are_needed():
     store = memory_store()
     for i, page in enumerate(encode_pages(entries, rows_per_page(layout, count))):
         store.put(f"_streamloader/chunks/x/c/{i}/0/0", page)
-    counting = Counting(store)
-    reader = FieldReader(counting, Manifest(count, 1024, {"x": layout}, OrderPin(1, 1, 2)), "x")
-    assert counting.asked == []
+    reader = FieldReader(Counting(store), Manifest(count, 1024, {"x": layout}, OrderPin(1, 1, 2)), "x")
+    assert asked == []
     for start in (0, 5000, 1024 * 127):
         reader.runs(start, start + 10)
-    assert counting.asked == ["_streamloader/chunks/x/c/0/0/0"]
+    assert asked == ["_streamloader/chunks/x/c/0/0/0"]
     reader.runs(1024 * 129, 1024 * 130)
-    assert counting.asked[1:] == ["_streamloader/chunks/x/c/1/0/0"]
-
-
-def test_unknown_fields_and_ranges_are_errors():
-    store, manifest = dataset()
-    with pytest.raises(FieldError, match=r"'nope'.*blob, image"):
-        FieldReader(store, manifest, "nope")
-    with pytest.raises(IndexError):
-        FieldReader(store, manifest, "image").runs(0, 51)
+    assert asked[1:] == ["_streamloader/chunks/x/c/1/0/0"]
 
 
 def test_shards_of_finished_and_unfinished_splits_are_counted_together():
@@ -234,14 +224,10 @@ def _field(attributes, **change):
     attributes["fields"]["image"].update(change)
 
 
-HOSTILE = {
-    "samples as text": lambda a: a.update(num_samples="50"),
+HOSTILE = {  # further ones are in formats/streamloader/v1/bad
     "true samples": lambda a: a.update(num_samples=True),
-    "no fields": lambda a: a.pop("fields"),
     "fields as a list": lambda a: a.update(fields=[]),
-    "a huge shard": lambda a: (_field(a, chunk=1, shard=2**40), a.update(samples_per_shard=2**40)),
     "a chunk of nothing": lambda a: _field(a, chunk=0),
-    "a negative shape": lambda a: _field(a, shape=[-1]),
     "kind as a list": lambda a: _field(a, kind=[]),
     "codec as a list": lambda a: _field(a, codec=[]),
     "resident as a number": lambda a: _field(a, resident=1),
@@ -252,11 +238,8 @@ HOSTILE = {
     "a block of 0": lambda a: a["order"].update(block=0),
     "no digest": lambda a: a.pop("digest"),
     "a surrogate": lambda a: _field(a, encoding="\ud800"),
-    "a float": lambda a: a.update(samples_per_shard=1e300),
     "requires as text": lambda a: a.update(requires="x"),
     "splits as a list": lambda a: a.update(splits=[1]),
-    "splits of a parent folder": lambda a: a.update(splits={"..": {}}),
-    "splits of nothing": lambda a: a.update(splits={"train": {}}),
 }
 
 
@@ -290,19 +273,3 @@ def test_a_root_with_any_value_replaced_opens_as_it_was_or_is_an_error(data):
         assert open_root(store).manifest.digest == ROOT_MANIFEST.digest
     except StreamloaderError as error:
         assert isinstance(error, FormatError), error
-
-
-def test_the_error_for_an_edited_manifest_has_both_digests():
-    store, manifest = dataset(5)
-    text = store.get("zarr.json").replace(b'"num_samples": 5', b'"num_samples": 4').replace(b"5500", b"4400")
-    store.put("zarr.json", text)
-    with pytest.raises(FormatError, match=f"states digest {manifest.digest}, its content gives"):
-        open_root(store)
-
-
-def test_every_kind_reads_through_every_path():
-    store, _ = dataset(77, ALL_KINDS)
-    columns = columns_of(ALL_KINDS, 77)
-    for name in ALL_KINDS:
-        assert same(read_column(store, name, 0, 77), columns[name]), name
-        assert same(read_column(store, name, 15, 33), columns[name][15:33]), name

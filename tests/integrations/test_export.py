@@ -12,6 +12,7 @@ import xarray
 import zarr
 from commands import run
 from datasets import encoded, picture
+from format_data import column_of, equal, public
 
 import streamloader as sl
 from streamloader.cli.datasets import FORMATS as CHOICES
@@ -30,25 +31,11 @@ KINDS = {
     "small": "uint8",
     "tokens": "ragged:uint16",
 }
-FIXED = [name for name, kind in KINDS.items() if sl.Field.parse(kind).fixed]
 COUNT = 50
-
-
-def value(name, i):
-    """The value of a field of sample i."""
-    rng = np.random.default_rng([i, len(name)])
-    if name.startswith("v_"):
-        return (np.arange(3) * i % 100 > 30) if name == "v_bool" else (np.arange(3) * i % 100).astype(name[2:])
-    return {
-        "big": lambda: rng.random((4, 5, 30), np.float32),
-        "boxes": lambda: rng.random(((i + 1) % 4, 4), np.float32),
-        "caption": lambda: f"caption ä {i}" if i % 7 else "",
-        "image": lambda: encoded(picture(i), "jpeg"),
-        "label": lambda: np.int64(i - 2**40),
-        "raw": lambda: bytes([i]) * (i % 5),
-        "small": lambda: np.uint8(i),
-        "tokens": lambda: np.arange(i % 6 + 1, dtype=np.uint16),
-    }[name]()
+FIELDS = {name: sl.Field.parse(kind) for name, kind in KINDS.items()}
+FIXED = [name for name, field in FIELDS.items() if field.fixed]
+COLUMNS = {name: public(field, column_of(field, COUNT)) for name, field in FIELDS.items()}
+COLUMNS["image"] = [encoded(picture(i), "jpeg") for i in range(COUNT)]
 
 
 @pytest.fixture(scope="module")
@@ -56,8 +43,7 @@ def url(tmp_path_factory):
     """A dataset of every kind of field in four shards."""
     place = tmp_path_factory.mktemp("export") / "data"
     with sl.Writer(place, KINDS, layout=sl.Layout(samples_per_shard=16, chunk_size=2048), num_samples=COUNT) as out:
-        for i in range(COUNT):
-            out.write({name: value(name, i) for name in KINDS})
+        out.write_batch(COLUMNS)
     return str(place)
 
 
@@ -65,13 +51,6 @@ def url(tmp_path_factory):
 def piecewise(monkeypatch):
     """Pieces as small as a shard."""
     monkeypatch.setattr("streamloader.maintenance.export.FEW_BYTES", 0)
-
-
-def equal(one, other):
-    if isinstance(one, np.ndarray | np.generic):
-        one, other = np.asarray(one), np.asarray(other)
-        return one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes()
-    return bool(one == other)
 
 
 def assert_same(found, source, names=None):
@@ -100,11 +79,11 @@ def test_webdataset_reads_every_sample(url, tmp_path):
             *("caption.txt", "image.jpg", "label.cls", "raw.bin"),
         }
         for name in ("big", "boxes", "tokens", "small", "v_bool", "v_float16", "v_uint64"):
-            assert equal(np.asarray(value(name, i)), sample[f"{name}.npy"])
-        assert sample["caption.txt"] == value("caption", i)
-        assert sample["label.cls"] == value("label", i)
-        assert sample["raw.bin"] == value("raw", i)
-        assert sample["image.jpg"] == value("image", i)
+            assert equal(np.asarray(COLUMNS[name][i]), sample[f"{name}.npy"])
+        assert sample["caption.txt"] == COLUMNS["caption"][i]
+        assert sample["label.cls"] == COLUMNS["label"][i]
+        assert sample["raw.bin"] == COLUMNS["raw"][i]
+        assert sample["image.jpg"] == COLUMNS["image"][i]
 
 
 def test_a_converted_tar_gives_the_same_samples(url, tmp_path):
@@ -194,7 +173,7 @@ def test_parquet_has_every_sample(url, tmp_path):
     }
     for i, row in enumerate(table.to_pylist()):
         for name, found in row.items():
-            wanted = value(name, i)
+            wanted = COLUMNS[name][i]
             assert found == (wanted.tolist() if isinstance(wanted, np.ndarray | np.generic) else wanted), (name, i)
 
 
@@ -220,7 +199,7 @@ def test_npz_has_the_fields_of_fixed_shape_and_refuses_others(url, tmp_path):
     parts = [np.load(path) for path in sorted((tmp_path / "out").iterdir())]
     assert len(parts) == 4
     for name in FIXED:
-        assert equal(np.concatenate([part[name] for part in parts]), np.stack([value(name, i) for i in range(COUNT)]))
+        assert equal(np.concatenate([part[name] for part in parts]), COLUMNS[name])
 
 
 def test_an_array_may_be_called_as_an_argument_of_numpy(tmp_path):
@@ -241,7 +220,7 @@ def test_zarr_python_and_xarray_read_a_zarr(url, tmp_path, monkeypatch):
         found = group[name][:]
         assert len(found) == COUNT
         for i in range(COUNT):
-            wanted = value(name, i)
+            wanted = COLUMNS[name][i]
             if name in ("boxes", "tokens"):
                 assert found[i] == wanted.tobytes()
                 assert dict(group[name].attrs)["streamloader"]["dtype"] == wanted.dtype.name
@@ -249,7 +228,7 @@ def test_zarr_python_and_xarray_read_a_zarr(url, tmp_path, monkeypatch):
                 assert equal(wanted, found[i]), name
     with xarray.open_zarr(tmp_path / "out") as opened:
         assert opened.sizes["sample"] == COUNT
-        assert equal(opened["big"].values, np.stack([value("big", i) for i in range(COUNT)]))
+        assert equal(opened["big"].values, COLUMNS["big"])
 
 
 @pytest.mark.parametrize("kind", ["webdataset", "parquet", "npz", "zarr"])
@@ -315,7 +294,7 @@ def test_the_command_knows_every_format():
     assert set(CHOICES) == set(FORMATS)
 
 
-def test_the_command_exports_and_says_so(url, tmp_path, capsys):
+def test_the_command_exports_and_prints_a_summary(url, tmp_path, capsys):
     place, options = tmp_path / "out", ("--format", "npz", "--fields")
     status, out, err = run(capsys, "export", url, place, *options, "label, small")
     assert (status, "export: 50 of 50 samples" in err) == (0, True)
