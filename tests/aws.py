@@ -15,7 +15,7 @@ from typing import Any
 from unittest import mock
 from urllib.parse import urlsplit
 
-from faulty import QuietHandler, QuietServer, running, signed_certificate
+from faulty import QuietHandler, QuietServer, certified, running
 
 DOMAIN = "amazonaws.com"
 HOP_BY_HOP = ("host", "expect", "transfer-encoding", "connection", "date")
@@ -36,7 +36,7 @@ class _Handler(QuietHandler):
     server: Aws
 
     def do_GET(self) -> None:
-        body = self._body()
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         host = self.headers["Host"]
         found = re.fullmatch(rf"(?:([a-z0-9-]+)\.)?s3(?:\.([a-z]+-[a-z]+-\d))?\.{DOMAIN}", host)
         assert found, host
@@ -52,16 +52,6 @@ class _Handler(QuietHandler):
             self._pass_on(path, body)
 
     do_HEAD = do_PUT = do_POST = do_DELETE = do_GET
-
-    def _body(self) -> bytes:
-        if self.headers.get("Transfer-Encoding") != "chunked":
-            return self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        parts = []
-        while size := int(self.rfile.readline(), 16):
-            parts.append(self.rfile.read(size))
-            self.rfile.readline()
-        self.rfile.readline()
-        return b"".join(parts)
 
     def _refuse(self, status: int, code: str, message: str, region: str) -> None:
         where = f"<Region>{region}</Region>" if status == 400 else ""
@@ -86,7 +76,7 @@ class _Handler(QuietHandler):
 def standing_in_for_aws(behind: str, regions: Mapping[str, str], folder: Path) -> Iterator[Aws]:
     """Run the stand-in; this process resolves AWS's names to it and trusts its certificates meanwhile."""
     hosts = [f"{bucket}s3.{region}{DOMAIN}" for bucket in ("", "*.") for region in ("", *(f"{r}." for r in REGIONS))]
-    context = signed_certificate(folder, hosts)
+    context = certified(folder, hosts)
     resolve = socket.getaddrinfo
     with running(Aws(behind, regions, context)) as server:
 

@@ -202,26 +202,19 @@ class _Handler(QuietHandler):
         self.respond_badly("expired" if self.expired else fault, self.server.content)
 
 
-def signed_certificate(folder: Path, hosts: Iterable[str], days: tuple[float, float] = (-2, 1)) -> ssl.SSLContext:
-    """Return a server's settings with a certificate for these names and addresses of a CA of its own, `ca.pem`."""
-    now, keys = datetime.now(UTC), [ec.generate_private_key(ec.SECP256R1()) for _ in range(2)]
-    names = [x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, text)]) for text in ("test CA", "test server")]
-    for number, name in enumerate(["ca", "server"]):
-        builder = (
-            x509.CertificateBuilder(names[0], names[number], keys[number].public_key(), x509.random_serial_number())
-            .not_valid_before(now + timedelta(days=days[0]))
-            .not_valid_after(now + timedelta(days=days[1] if number else 1))
-            .add_extension(x509.BasicConstraints(ca=not number, path_length=None), critical=True)
-        )
-        if number:
-            places = [x509.IPAddress(ip_address(one)) if one[0].isdigit() else x509.DNSName(one) for one in hosts]
-            builder = builder.add_extension(x509.SubjectAlternativeName(places), critical=False)
-        pem = builder.sign(keys[0], hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
-        (folder / f"{name}.pem").write_bytes(pem)
+def certified(folder: Path, hosts: Iterable[str], days: tuple[float, float] = (-2, 1)) -> ssl.SSLContext:
+    """Return a server's settings with a certificate of its own for these names and addresses, `ca.pem`."""
+    now, key = datetime.now(UTC), ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "test server")])
+    first, last = (now + timedelta(days=number) for number in days)
+    places = [x509.IPAddress(ip_address(one)) if one[0].isdigit() else x509.DNSName(one) for one in hosts]
+    builder = x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number(), first, last)
+    signed = builder.add_extension(x509.SubjectAlternativeName(places), critical=False).sign(key, hashes.SHA256())
     coding = (serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
-    (folder / "server.key").write_bytes(keys[1].private_bytes(*coding))
+    (folder / "ca.pem").write_bytes(signed.public_bytes(coding[0]))
+    (folder / "key.pem").write_bytes(key.private_bytes(*coding))
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(folder / "server.pem", folder / "server.key")
+    context.load_cert_chain(folder / "ca.pem", folder / "key.pem")
     return context
 
 

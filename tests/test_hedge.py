@@ -99,7 +99,7 @@ def test_thirty_requests_earn_one_hedge_whatever_is_asked(asks):
         assert sent <= came / REQUESTS_A_HEDGE + 1e-6
 
 
-def test_one_stalled_request_in_fifty_does_not_show(server, monkeypatch):
+def test_one_stalled_request_in_fifty_does_not_slow_the_run(server, monkeypatch):
     monkeypatch.setattr(memory, "MAX_THREADS", 64)  # each request that stalls keeps a thread
     server.behave, server.every, server.seconds = "stall", 50, STALL_SECONDS
     ds = opened(server)

@@ -1,4 +1,4 @@
-"""The law of the seam: every store keeps it, on memory, local files and real S3 servers."""
+"""All stores behave alike: memory, local files and real S3 servers."""
 
 import errno
 import os
@@ -110,7 +110,7 @@ def test_the_data_plane_reads_the_same_slices_in_place_where_it_can(reader):
             assert buffers[0][: len(DIGITS[start:stop])] == DIGITS[start:stop]
 
 
-def test_the_data_plane_says_what_it_is_and_why(store):
+def test_the_data_plane_has_a_kind_and_a_reason(store):
     reader = store.reader()
     assert reader.kind == {"memory": "fsspec", "s3": "http", "file": "file"}[store.url.split(":")[0]]
     assert reader.reason

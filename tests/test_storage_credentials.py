@@ -6,7 +6,7 @@ import time
 from datetime import UTC, datetime, timedelta
 
 import pytest
-from faulty import faulty_server, signed_certificate
+from faulty import certified, faulty_server
 from servers import STORE_CALLS
 
 from streamloader.errors import AccessError, EndpointError
@@ -15,15 +15,7 @@ from streamloader.storage.s3 import S3Client
 from streamloader.storage.url import parse_location
 
 CONTENT = b"0123456789"
-
-
-@pytest.fixture(autouse=True)
-def no_keys(monkeypatch, tmp_path):
-    """Start from an environment that knows nothing."""
-    for name in ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY", "SESSION_TOKEN", "PROFILE", "REGION", "DEFAULT_REGION"):
-        monkeypatch.delenv(f"AWS_{name}", raising=False)
-    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
-    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+pytestmark = pytest.mark.usefixtures("no_keys")
 
 
 @pytest.fixture
@@ -84,13 +76,12 @@ def write_keys(folder, key, secret, **more):
 
 @pytest.fixture
 def tls_server(tmp_path):
-    with faulty_server(CONTENT, signed_certificate(tmp_path, ["127.0.0.1"])) as server:
+    with faulty_server(CONTENT, certified(tmp_path, ["127.0.0.1"])) as server:
         yield server
 
 
-def test_a_private_certificate_is_trusted_where_an_option_or_a_variable_says_so(tls_server, tmp_path, monkeypatch):
+def test_a_private_certificate_is_trusted_where_an_option_or_a_variable_names_it(tls_server, tmp_path, monkeypatch):
     options = {"key": "k", "secret": "s", "endpoint_url": tls_server.endpoint}
-    monkeypatch.delenv("AWS_CA_BUNDLE", raising=False)
     untrusting = open_store("s3://bucket", options)
     for ask in (lambda: untrusting.get("a"), lambda: untrusting.reader().read("a", 0, 1)):
         with pytest.raises(EndpointError, match="certificate"):
@@ -108,14 +99,14 @@ ASKS = ("read", "head", "get")
 @pytest.mark.parametrize(
     ("address", "days", "trusted", "reason"),
     [
-        ("127.0.0.1", (-2, 1), False, "issuer"),
+        ("127.0.0.1", (-2, 1), False, "self.signed"),
         ("127.0.0.2", (-2, 1), True, "mismatch|NotValidForName"),
         ("127.0.0.1", (-2, -1), True, "expired"),
     ],
-    ids=["unknown CA", "other host", "expired"],
+    ids=["unknown certificate", "other host", "expired"],
 )
 def test_a_certificate_that_is_not_trusted_is_final_with_its_reason(tmp_path, ask, address, days, trusted, reason):
-    with faulty_server(CONTENT, signed_certificate(tmp_path, [address], days)) as server:
+    with faulty_server(CONTENT, certified(tmp_path, [address], days)) as server:
         client = {"region_name": "us-east-1", **({"verify": str(tmp_path / "ca.pem")} if trusted else {})}
         options = {"key": "k", "secret": "s", "endpoint_url": server.endpoint, "client_kwargs": client}
         store = open_store("s3://bucket", options)
@@ -129,7 +120,7 @@ def test_a_certificate_that_is_not_trusted_is_final_with_its_reason(tmp_path, as
 
 
 @pytest.mark.parametrize("ask", ASKS)
-def test_expired_credentials_are_fetched_anew_once(tmp_path, ask):
+def test_expired_credentials_are_renewed_once(tmp_path, ask):
     write_keys(tmp_path, "k", "s", SessionToken="old")
     with faulty_server(CONTENT) as server:
         server.token = "old"

@@ -79,12 +79,9 @@ def test_an_endpoint_that_cannot_be_reached_is_an_error_at_once(endpoint, moto, 
         assert "the endpoint cannot be reached" in message_of(store, ask, EndpointError)
 
 
+@pytest.mark.usefixtures("no_keys")
 @pytest.mark.parametrize("ask", ["get", "read"])
-def test_missing_credentials_are_an_error(monkeypatch, tmp_path, ask):
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
-    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
+def test_missing_credentials_are_an_error(ask):
     store = open_store("s3://bucket/x", {"endpoint_url": "http://127.0.0.1:9"})
     assert "credentials" in message_of(store, ask, AccessError)
     store = open_store("s3://bucket/x", {"endpoint_url": "http://127.0.0.1:9", "profile": "none-such"})
@@ -129,7 +126,7 @@ def test_builtin_exceptions_have_their_kind_and_remedy(error, kind, words):
         (b"", "another range"),
     ],
 )
-def test_headers_that_obstore_cannot_read_are_a_passing_failure(headers, words):
+def test_headers_that_obstore_cannot_read_are_a_temporary_failure(headers, words):
     class Handler(QuietHandler):
         def do_GET(self):
             self.wfile.write(b"HTTP/1.1 206 Partial Content\r\nContent-Length: 4\r\n" + headers + b"\r\nabcd")
@@ -141,12 +138,12 @@ def test_headers_that_obstore_cannot_read_are_a_passing_failure(headers, words):
             reader.read("a", 0, 4)
 
 
-def test_an_error_of_ours_stays_as_it_is():
+def test_a_storage_error_is_returned_unchanged():
     error = NotFoundError("x")
     assert storage_error(error, "s3://b/k") is error
 
 
-def test_what_the_caller_was_handling_does_not_count():
+def test_the_context_of_an_exception_is_ignored():
     try:
         raise PermissionError("another matter")
     except PermissionError:

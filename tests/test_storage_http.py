@@ -7,7 +7,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from faulty import NO_RETRY, QuietHandler, faulty_server, serving, signed_certificate
+from faulty import NO_RETRY, QuietHandler, certified, faulty_server, serving
 
 from streamloader.errors import EndpointError, ForkError, ThrottledError, TransientError, UnsupportedError
 from streamloader.storage import open_store
@@ -120,7 +120,7 @@ def copy_bytes(source, target):
 @pytest.mark.parametrize("scheme", ["http", "https"])
 @pytest.mark.parametrize("given", ["variable", "ALL_PROXY", "option"])
 def test_s3_is_read_through_a_proxy(tmp_path, monkeypatch, scheme, given):
-    tls = signed_certificate(tmp_path, ["127.0.0.1"]) if scheme == "https" else None
+    tls = certified(tmp_path, ["127.0.0.1"]) if scheme == "https" else None
     with faulty_server(CONTENT, tls) as server, serving(Proxy) as proxy:
         Proxy.there, Proxy.seen = ("127.0.0.1", server.server_port), set()
         url = f"http://us%40er:pass@127.0.0.1:{proxy.server_port}"

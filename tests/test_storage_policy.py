@@ -16,6 +16,7 @@ from streamloader.errors import (
     StorageError,
     ThrottledError,
     TransientError,
+    UnsupportedError,
     UsageError,
 )
 from streamloader.options import RetryPolicy
@@ -64,32 +65,27 @@ def test_one_passing_failure_makes_exactly_one_extra_call(kind):
     assert (len(calls), clock.slept) == (2, [0.1])
 
 
-@pytest.mark.parametrize("kind", [NotFoundError, AccessError, StorageError])
-def test_a_lasting_failure_is_not_tried_again(kind):
-    call, calls = failing(kind("no", "never"))
+@pytest.mark.parametrize(
+    ("kind", "limit", "reached", "attempts"),
+    [
+        (NotFoundError, 1, True, 1),
+        (AccessError, 1, True, 1),
+        (StorageError, 1, True, 1),
+        (UnsupportedError, 3, True, 3),
+        (EndpointError, 1, True, 1),  # a certificate
+        (EndpointError, 3, True, 3),
+        (EndpointError, None, False, 1),  # an endpoint that has never responded
+        (TransientError, None, False, 3),
+    ],
+)
+def test_attempts_are_limited_by_the_error_and_for_an_endpoint_that_never_responded(kind, limit, reached, attempts):
+    error = kind("it failed")
+    error.attempts = limit
+    call, calls = failing(*[error] * 9)
     clock = Clock()
-    with pytest.raises(kind):
-        clock.retrier().call(call)
-    assert (len(calls), clock.slept) == (1, [])
-
-
-@pytest.mark.parametrize("attempts", [1, 3])
-def test_an_error_that_limits_its_attempts_is_final_after_them(attempts):
-    errors = [EndpointError("certificate verify failed") for _ in range(9)]
-    for error in errors:
-        error.attempts = attempts
-    call, calls = failing(*errors)
-    with pytest.raises(EndpointError, match="certificate verify failed"):
-        Clock().retrier().call(call)
-    assert len(calls) == attempts
-
-
-@pytest.mark.parametrize(("kind", "attempts"), [(EndpointError, 1), (TransientError, 3)])
-def test_an_endpoint_that_never_answered_is_given_up_soon(kind, attempts):
-    call, calls = failing(*[kind("refused")] * 9)
-    with pytest.raises(kind):
-        Clock().retrier(reached=False).call(call)
-    assert len(calls) == attempts
+    with pytest.raises(kind, match="it failed"):
+        clock.retrier(reached=reached).call(call)
+    assert (len(calls), len(clock.slept)) == (attempts, attempts - 1)
 
 
 @pytest.mark.parametrize("answer", [[], [NotFoundError("no")]])

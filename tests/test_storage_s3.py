@@ -103,15 +103,11 @@ CASES = {
 
 
 @pytest.fixture(autouse=True)
-def clean_environment(monkeypatch, tmp_path):
-    for name in ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY", "SESSION_TOKEN", "PROFILE", "DEFAULT_REGION", "CA_BUNDLE"):
-        monkeypatch.delenv(f"AWS_{name}", raising=False)
+def profile(no_keys, tmp_path):
     (tmp_path / "config").write_text(
         "[profile ours]\nregion = sa-east-1\naws_access_key_id = AKIDPROFILE\naws_secret_access_key = secret\n"
         "s3 =\n  addressing_style = path\n"
     )
-    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
-    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
 
 
 @pytest.fixture(autouse=True)
@@ -123,6 +119,7 @@ def one_loader(monkeypatch):
 @pytest.fixture
 def frozen_clock(monkeypatch):
     monkeypatch.setattr(botocore.auth, "get_current_datetime", lambda *_, **__: NOW.replace(tzinfo=None))
+    monkeypatch.setattr("streamloader.storage.s3.time", SimpleNamespace(monotonic=lambda: 0.0))
 
 
 # the response to CreateSession

@@ -86,23 +86,18 @@ WAYS = {
 def test_no_failure_shows_a_secret(way, status, caplog):
     caplog.set_level(logging.INFO)
     caplog.set_level(logging.DEBUG, "streamloader")
-    with echo(way, status) as (url, options):
-        check_failures(url, options)
-    assert_clean(caplog.text + "".join(str(vars(record)) for record in caplog.records))
-
-
-def check_failures(url, options):
-    store = open_store(url, {**options, "retry": NO_RETRY})
-    location = store.location
     failed = 0
-    for name in sorted(STORE_CALLS):  # "get" before "put", which may leave a local copy
-        try:
-            STORE_CALLS[name](store)
-        except StreamloaderError as error:
-            failed += 1
-            assert_clean("".join(traceback.format_exception(error)) + repr(error) + repr(error.__cause__))
+    with echo(way, status) as (url, options):
+        store = open_store(url, {**options, "retry": NO_RETRY})
+        for name in sorted(STORE_CALLS):  # "get" before "put", which may leave a local copy
+            try:
+                STORE_CALLS[name](store)
+            except StreamloaderError as error:
+                failed += 1
+                assert_clean("".join(traceback.format_exception(error)) + repr(error) + repr(error.__cause__))
     assert failed >= 4
-    assert_clean(repr(store) + store.url + repr(location) + f"{location} {location.secrets}")
+    assert_clean(f"{store!r} {store.url} {store.location!r} {store.location} {store.location.secrets}")
+    assert_clean(caplog.text + "".join(str(vars(record)) for record in caplog.records))
 
 
 @pytest.mark.parametrize("way", ["s3 sockets", "http obstore"])
@@ -195,7 +190,7 @@ def test_a_dataset_behind_a_password_is_read_without_showing_it(tmp_path):
         f"Set-Cookie: {TOKEN}",
     ],
 )
-def test_urls_and_signatures_are_redacted_wherever_they_stand(text):
+def test_urls_and_signatures_are_redacted_wherever_they_are(text):
     assert_clean(redact(text))
 
 
@@ -211,7 +206,7 @@ def test_urls_and_signatures_are_redacted_wherever_they_stand(text):
         "give key and secret (or anon=True) in storage_options",
     ],
 )
-def test_what_is_no_secret_is_kept(text):
+def test_text_without_a_secret_is_kept(text):
     assert redact(text) == text
 
 
@@ -238,16 +233,11 @@ def test_what_is_no_secret_is_kept(text):
 )
 def test_values_of_secret_options_are_redacted_in_a_clients_text(options):
     location = parse_location("az://box/x", options)
-    inner = OSError(f"denied: {SECRET} {quote(SECRET, safe='')}")
-    try:
-        try:
-            raise inner
-        except OSError as error:
-            raise ConnectionError("without a secret") from error
-    except ConnectionError as error:
-        ours = storage_error(error, location.shown, location.secrets)
-        ours.__cause__ = cause_of(error, location.secrets)
-        assert_clean("".join(traceback.format_exception(ours)) + repr(location.secrets))
+    error = ConnectionError("without a secret")
+    error.__cause__ = OSError(f"denied: {SECRET} {quote(SECRET, safe='')}")
+    ours = storage_error(error, location.shown, location.secrets)
+    ours.__cause__ = cause_of(error, location.secrets)
+    assert_clean("".join(traceback.format_exception(ours)) + repr(location.secrets))
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,7 @@ def test_nothing_is_waited_for_unless_it_is_asked_for():
 
 
 @pytest.mark.parametrize("full", [True, False])
-def test_closing_ends_the_thread_and_whoever_waits(full):
+def test_closing_ends_the_thread_and_the_wait_for_items(full):
     waits, go = threading.Event(), threading.Event()
 
     def items() -> Iterator[int]:
@@ -88,7 +88,7 @@ def test_closing_ends_the_thread_and_whoever_waits(full):
     assert len(results[0]) <= 3
 
 
-def test_an_error_ends_what_is_taken_and_belongs_to_the_thread():
+def test_an_error_ends_the_items_and_is_raised_in_the_thread():
     def items() -> Iterator[int]:
         yield 1
         raise ValueError("no more")

@@ -23,7 +23,7 @@ def open_store(url: str | os.PathLike[str], options: Mapping[str, Any] | None = 
     """Return the store below `url`: any fsspec URL or a local path, with its fsspec `storage_options`.
 
     Their `retry` is the policy of its requests; the data plane (`reader`) does not retry by itself, `retries` does.
-    Raises `UsageError` for what is no URL and `UnsupportedError` for a protocol that is unknown or whose
+    Raises `UsageError` where `url` is not a URL and `UnsupportedError` for a protocol that is unknown or whose
     package is missing.
     """
     location = parse_location(url, options)

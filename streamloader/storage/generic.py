@@ -171,7 +171,7 @@ class LocalClient(FsspecClient):
         count = 0
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            there = min(stop, os.fstat(file).st_size)  # what is asked for may be a lie
+            there = min(stop, os.fstat(file).st_size)  # the object may end before
             body = (allocate or empty_buffer)(max(0, there - start))
             while count < len(body) and (more := os.preadv(file, [body[count:]], start + count)):
                 count += more

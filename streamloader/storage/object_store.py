@@ -1,9 +1,7 @@
-"""One table: what the storage options of gcsfs, adlfs and fsspec's HTTP mean to obstore. Pure.
+"""The data plane over obstore for gs, az and http: ranged GETs in Rust, without the GIL, without a retry of its own.
 
-An option that is not in the table has no counterpart: the data plane is then fsspec, and the reason says
-which option it was. Options that only concern writing, listing or fsspec's own caches are ignored.
-
-The data plane over obstore: ranged GETs in Rust, without the GIL, without a retry of its own.
+The storage options of gcsfs, adlfs and fsspec's HTTP are translated. An option without a counterpart is an error that
+names it, and the data plane is then fsspec; options that only concern writing, listing or fsspec's caches are ignored.
 """
 
 from __future__ import annotations

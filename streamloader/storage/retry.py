@@ -151,7 +151,7 @@ def client_errors() -> tuple[type[BaseException], ...]:
 
 
 class Facts(NamedTuple):
-    """What an exception and its causes tell: HTTP status (0: none), error code, text, names of the classes.
+    """What an exception and its causes have of a failure: HTTP status (0: none), error code, text, names of classes.
 
     The names of an error of the system are also that of its errno: "ENOSPC". `wait`: the seconds that the store
     asked to wait, 0 where it did not.
@@ -239,9 +239,9 @@ def beyond_the_end(error: BaseException) -> bool:
 
 
 def check_range(asked: str, sent: str | None) -> None:
-    """Raise `HttpError` where a response says that it is another range than `asked` for, the value of `Range`."""
+    """Raise `HttpError` where a response is for another range than `asked` for, the value of `Range`."""
     wanted, found = re.fullmatch(r"bytes=(\d*)-(\d*)", asked), re.fullmatch(r"bytes (\d+)-(\d+)/(\d+|\*)", sent or "")
-    if not wanted or not found:  # a server need not say it, and the bytes are checked
+    if not wanted or not found:  # the header is optional, and the bytes are checked
         return
     first, last, size = int(found[1]), int(found[2]), int(found[3]) if found[3] != "*" else None
     if wanted[1]:  # shorter where the object ends

@@ -214,7 +214,7 @@ class S3Client:
             with self._get(path, f"bytes={start}-{stop - 1}") as response:
                 if response.length is None:
                     return memoryview(response.read(stop - start))
-                body = (allocate or empty_buffer)(min(stop - start, response.length))  # what is asked for may be a lie
+                body = (allocate or empty_buffer)(min(stop - start, response.length))  # the object may end before
                 return body[: _fill(response, body)]
         except HttpError as error:
             if not beyond_the_end(error):
@@ -285,7 +285,7 @@ class S3Client:
                 return None
             if status not in (400, 403):
                 raise
-            self.get_range(path, 0, 1)  # the response to a HEAD has no body, so no reason: that to a GET says it
+            self.get_range(path, 0, 1)  # the response to a HEAD has no body, so no reason; that to a GET has one
             found = self.call("HeadObject", Key=path)  # with fresh credentials
         return ObjectInfo(path, found["ContentLength"], etag_of(found))
 
@@ -481,7 +481,7 @@ def _fill(response: http.client.HTTPResponse, body: memoryview) -> int:
 
 
 def _failure(response: http.client.HTTPResponse) -> HttpError:
-    """Return what a response says that is not the one that was asked for."""
+    """Return the error for a response that is not the one requested."""
     if response.status == 200:
         return HttpError(200, "RangeNotSupported", "received the whole object")
     code, message = xml_error(response.read(1 << 12).decode("utf-8", "replace"))  # enough for S3's error document

@@ -53,7 +53,7 @@ class Origin(NamedTuple):
 
 
 class Proxy(NamedTuple):
-    """The proxy before an origin, and the headers that it wants."""
+    """The proxy before an origin, and the headers that it requires."""
 
     host: str
     port: int
@@ -230,7 +230,7 @@ def _close_all(connections: deque[_Idle]) -> None:
 
 
 def _readable(sock: Any) -> bool:
-    """Return whether an idle connection has something to say: it can only be its end."""
+    """Return whether an idle connection is readable: that can only be its end."""
     poll = select.poll()
     poll.register(sock, select.POLLIN)
     return bool(poll.poll(0))

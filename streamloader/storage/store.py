@@ -321,7 +321,7 @@ def _open_client(location: Location) -> Client:
 
 
 def _wrong_option(location: Location, error: Exception) -> UsageError:
-    """Return the error for what a client does not take, with the name of the option where it says so."""
+    """Return the error for options that a client rejects, with the name of the option where it is known."""
     detail = location.secrets.redact(str(error))
     remedy = "see the parameters of the protocol's fsspec filesystem"
     name = re.search(r"unexpected keyword argument '(\w+)'", detail)
