@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -60,8 +60,16 @@ def take(batches: Iterator[dict[str, Any]], count: int = 10**6) -> list[list[int
     return [labels(batch) for batch in islice(batches, count)]
 
 
-def flat(batches: list[list[int]]) -> list[int]:
+def flat(batches: Iterable[list[int]]) -> list[int]:
     return [i for batch in batches for i in batch]
+
+
+def ranks_of(
+    url: Path, weights: dict[str, float], size: int, global_batch: int, **options: Any
+) -> list[list[list[int]]]:
+    """The batches of every rank."""
+    worlds = [(rank, size) for rank in range(size)]
+    return [take(iter(open_mixture(url, weights, global_batch // size, world=one, **options))) for one in worlds]
 
 
 def assert_once(seen: list[int], slack: int) -> None:
@@ -133,12 +141,8 @@ def test_an_epoch_ends_with_the_first_or_the_last_source(url):
 def test_the_same_global_batch_at_any_world_size_has_the_same_samples(url, weights, batches):
     runs = []
     for size in (1, 2, 4, 3):  # 3 divides neither turns nor lanes
-        ranks = [
-            take(iter(open_mixture(url, weights, 48 // size, world=(rank, size), batches=batches)))
-            for rank in range(size)
-        ]
-        assert len({len(rank) for rank in ranks}) == 1
-        runs.append([sorted(flat(list(step))) for step in zip(*ranks, strict=True)])
+        ranks = ranks_of(url, weights, size, 48, batches=batches)
+        runs.append([sorted(flat(step)) for step in zip(*ranks, strict=True)])
     assert runs == [runs[0]] * 4
     if batches == "homogeneous":
         assert all(len(set(map(source_of, step))) == 1 for step in runs[0])
@@ -271,47 +275,34 @@ def test_the_ledger_names_each_step_and_steps_can_be_left_out_and_given_again(ur
 
 def test_without_shuffle_sources_come_as_they_are_stored(url):
     for size in (1, 2):
-        ranks = [
-            take(iter(open_mixture(url, {"a": 1, "b": 1}, 16 // size, world=(rank, size), shuffle=False)))
-            for rank in range(size)
-        ]
-        rows = [i for step in zip(*ranks, strict=True) for i in sorted(flat(list(step)))]
+        ranks = ranks_of(url, {"a": 1, "b": 1}, size, 16, shuffle=False)
+        rows = [i for step in zip(*ranks, strict=True) for i in sorted(flat(step))]
         assert [i for i in rows if i < 1000] == list(range(sum(i < 1000 for i in rows)))
 
 
-@pytest.mark.filterwarnings("ignore:2 DataLoader workers")
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.filterwarnings("ignore:2 DataLoader workers", "ignore:'set_vital' is deprecated")
+@pytest.mark.parametrize("workers", [0, 1, 2])
 @pytest.mark.parametrize("batches", ["mixed", "homogeneous"])
-def test_workers_see_each_sample_once_and_go_on_from_a_state(url, workers, batches):
-    def loader(ds: Mixture) -> Any:
-        return DataLoader(ds, batch_size=None, num_workers=workers, multiprocessing_context="fork")
+def test_workers_see_each_sample_once_and_resume_from_a_state(url, workers, batches):
+    context = {"multiprocessing_context": "fork"} if workers else {}
 
     def opened() -> Mixture:
         return open_mixture(url, {"a": 2, "c": 1}, stop="last", batches=batches)
+
+    def loader(ds: Mixture, kind: type[DataLoader[Any]] = DataLoader) -> Any:
+        return kind(ds, batch_size=None, num_workers=workers, **context)
 
     whole = take(iter(loader(opened())))
     assert_once(flat(whole), 32)
     if batches == "homogeneous":
         assert all(len(set(map(source_of, batch))) == 1 for batch in whole if batch)
     other = opened()
-    other.load_state_dict(opened().state_dict(batches=5, workers=workers))
+    other.load_state_dict(opened().state_dict(batches=5, workers=max(1, workers)))
     assert take(iter(loader(other))) == whole[5:]
-
-
-@pytest.mark.filterwarnings("ignore:2 DataLoader workers", "ignore:'set_vital' is deprecated")
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("batches", ["mixed", "homogeneous"])
-def test_torchdatas_loader_goes_on_exactly(url, workers, batches):
-    def loader() -> Any:
-        ds = open_mixture(url, {"a": 2, "c": 1}, stop="last", batches=batches)
-        context = {"multiprocessing_context": "fork"} if workers else {}
-        return StatefulDataLoader(ds, batch_size=None, num_workers=workers, **context)
-
-    first, second = loader(), loader()
-    iterator = iter(first)
-    take(iterator, 5)
+    first, second = (loader(opened(), StatefulDataLoader) for _ in range(2))
+    take(iter(first), 5)
     second.load_state_dict(first.state_dict())
-    assert take(iter(second)) == take(iterator)
+    assert take(iter(second)) == whole[5:]
 
 
 def test_samples_come_singly_too(url):
@@ -341,57 +332,50 @@ BAD: list[tuple[Any, dict[str, Any], type[StreamloaderError], str]] = [
 
 
 @pytest.mark.parametrize(("sources", "arguments", "error", "shown"), BAD)
-def test_what_cannot_be_mixed_is_refused_before_anything_is_opened(sources, arguments, error, shown):
+def test_invalid_mixtures_are_errors_before_anything_is_opened(sources, arguments, error, shown):
     with pytest.raises(error) as raised:
         Mixture(sources, **{"batch_size": 16, **arguments})
     assert shown in str(raised.value)
 
 
-def test_sources_that_do_not_fit_are_refused_by_name(url, tmp_path):
-    with pytest.raises(MixtureError, match="do not both have name, tok"):
-        open_mixture(url, {"a": 1, "other": 1}, fields=None)
-    with pytest.raises(MixtureError, match=r"x is float32\[300\] .* and float32\[30\]"):
-        open_mixture(url, {"a": 1, "other": 1})
-    with pytest.raises(MixtureError, match=r"the same samples of .* twice"):
-        Mixture({str(url / "a"): 1, url / "a": 1}, batch_size=16)
-    with Writer(tmp_path / "empty", FIELDS, layout=SMALL, num_samples=0):
-        pass
-    with pytest.raises(MixtureError, match="has no samples"):
-        Mixture({tmp_path / "empty": 1, url / "a": 1}, batch_size=16)
-    with pytest.raises(BatchError, match="cuts turns of 32"):
-        iter(open_mixture(url, {"a": 1, "b": 1}, unit=32))
-    with Writer(tmp_path / "named", {"source": "int64"}, layout=SMALL, num_samples=1) as out:
-        out.write({"source": np.int64(1)})
-    with pytest.raises(FieldError, match="'source'"):
-        Mixture({tmp_path / "named": 1}, batch_size=1, with_index=True)
+def test_sources_that_do_not_fit_are_errors_that_name_them(url, tmp_path):
+    for name, specs, count in (("empty", {"label": "int64"}, 0), ("named", {"source": "int64"}, 1)):
+        with Writer(tmp_path / name, specs, num_samples=count) as out:
+            out.write_batch({field: np.arange(count) for field in specs})
+    for sources, options, error, shown in (
+        (("a", "other"), {}, MixtureError, "do not both have name, tok"),
+        (("a", "other"), {"fields": ["x"]}, MixtureError, r"x is float32\[300\] .* and float32\[30\]"),
+        ((str(url / "a"), url / "a"), {}, MixtureError, "the same samples of .* twice"),
+        ((tmp_path / "empty", "a"), {}, MixtureError, "has no samples"),
+        (("a", "b"), {"unit": 32}, BatchError, "cuts turns of 32"),
+        ((tmp_path / "named",), {"with_index": True}, FieldError, "'source'"),
+    ):
+        places = [url / one if one in ("a", "b", "other") else one for one in sources]
+        with pytest.raises(error, match=shown):
+            iter(Mixture(dict.fromkeys(places, 1), batch_size=16, **options))
 
 
-def test_a_state_of_something_else_is_refused(url):
+def test_a_state_of_another_mixture_is_an_error(url):
     ds = open_mixture(url, {"a": 3, "b": 1})
     state = ds.state_dict()
     alone = StreamingDataset(url / "a", batch_size=16)
-    with pytest.raises(StateError, match="of a single dataset"):
-        ds.load_state_dict(alone.state_dict())
-    with pytest.raises(StateError, match="of a mixture"):
-        alone.load_state_dict(state)
-    with pytest.raises(StateError, match=r"the state has a source .* none of"):
-        open_mixture(url, {"a": 3, "c": 1}).load_state_dict(state)
-    with pytest.raises(StateError, match=r"stop 'first' and not 'last', seed 0 and not 1"):
-        open_mixture(url, {"a": 3, "b": 1}, seed=1, stop="last").load_state_dict(state)
-    with pytest.raises(StateError, match="a source"):
-        open_mixture(url, {"a": 3, "b": 1}, shuffle=Shuffle(lanes=1)).load_state_dict(state)
-    for name, value in (
-        ("phases", []),
-        ("phases", [[0, 8]]),
-        ("phases", [[0, 8, [1, 1], [0, 2]]]),
-        ("anchor", [1]),
-        ("sources", [3]),
-        ("position", 10**9),
-    ):
-        with pytest.raises(StateError):
-            ds.load_state_dict({**state, name: value})
+    others: list[tuple[Any, Any, str]] = [
+        (ds, alone.state_dict(), "of a single dataset"),
+        (alone, state, "of a mixture"),
+        (open_mixture(url, {"a": 3, "c": 1}), state, "the state has a source .* none of"),
+        (
+            open_mixture(url, {"a": 3, "b": 1}, seed=1, stop="last"),
+            state,
+            "stop 'first' and not 'last', seed 0 and not 1",
+        ),
+        (open_mixture(url, {"a": 3, "b": 1}, shuffle=Shuffle(lanes=1)), state, "a source"),
+    ]
+    invalid = [("phases", []), ("phases", [[0, 8]]), ("phases", [[0, 8, [1, 1], [0, 2]]]), ("anchor", [1])]
+    invalid += [("sources", [3]), ("position", 10**9)]
+    others += [(ds, {**state, name: value}, name.removesuffix("s")) for name, value in invalid]
     forced = {**state, "sources": [{**one, "digest": "of a copy"} for one in state["sources"]]}
-    with pytest.raises(StateError):
-        ds.load_state_dict(forced)
+    for loader, given, shown in [*others, (ds, forced, "a source")]:
+        with pytest.raises(StateError, match=shown):
+            loader.load_state_dict(given)
     ds.load_state_dict(forced, force=True)
     assert ds.state_dict() == state
