@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from streamloader.conversion.sources.base import BadSample, OnBad, Source, drop_rows, take_rows
+from streamloader.conversion.sources.base import BadSample, OnBad, Part, Source, drop_rows, take_rows
 from streamloader.conversion.sources.fields import FieldSelection, SourceFormat
 from streamloader.conversion.sources.files import Listing, extension, hidden
 from streamloader.conversion.sources.ranged_io import Range, read_ranges
@@ -162,36 +162,32 @@ Files = tuple[Medium, Sequence[ObjectInfo | None]]  # of each row, None where it
 
 def cut_media(
     store: Store, media: Sequence[Files], columns: Columns, bad: Mapping[int, BadSample], rows: NDArray[np.int64]
-) -> MediaPart:
+) -> Part:
     """Return some rows of `media`, read when needed, and of `columns`, which are there; `bad` samples are by row."""
     some = rows.tolist()
     here = {position: replace(bad[row], position=position) for position, row in enumerate(some) if row in bad}
     chosen = [(medium, [infos[row] for row in some]) for medium, infos in media]
-    return MediaPart(store, chosen, take_rows(columns, some), here)
+    return partial(_read_media, store, chosen, take_rows(columns, some), here)
 
 
-@dataclass(frozen=True, eq=False)
-class MediaPart:
-    """Some rows: the files of each medium, the columns, and the bad samples by position."""
+def _read_media(
+    store: Store, media: Sequence[Files], there: Columns, bad: Mapping[int, BadSample], on_bad: OnBad
+) -> dict[str, Column]:
+    """Return the columns that are `there` and those of the files; what cannot be decoded is bad.
 
-    store: Store
-    media: Sequence[Files]
-    columns: Mapping[str, Column]
-    bad: Mapping[int, BadSample]
-
-    def __call__(self, on_bad: OnBad) -> dict[str, Column]:
-        """Return one column a field; what cannot be decoded is refused. Raises `SourceChangedError`."""
-        for bad in self.bad.values():
-            on_bad(bad)
-        rows = range(len(next(iter(self.columns.values()))))
-        good = [row for row in rows if row not in self.bad]
-        found: dict[str, dict[int, bytes]] = {}
-        for medium, infos in self.media:
-            wanted = [(row, info) for row in good if (info := infos[row]) is not None]
-            found[medium.field] = dict(medium.read(self.store, wanted, on_bad))
-            good = list(found[medium.field])
-        columns: dict[str, Column] = {name: [read[row] for row in good] for name, read in found.items()}
-        return columns | drop_rows(self.columns, set(rows).difference(good))
+    Raises `SourceChangedError`.
+    """
+    for one in bad.values():
+        on_bad(one)
+    rows = range(len(next(iter(there.values()))))
+    good = [row for row in rows if row not in bad]
+    found: dict[str, dict[int, bytes]] = {}
+    for medium, infos in media:
+        wanted = [(row, info) for row in good if (info := infos[row]) is not None]
+        found[medium.field] = dict(medium.read(store, wanted, on_bad))
+        good = list(found[medium.field])
+    columns: dict[str, Column] = {name: [read[row] for row in good] for name, read in found.items()}
+    return columns | drop_rows(there, set(rows).difference(good))
 
 
 def _class_folders(listing: Listing, medium: Medium) -> tuple[list[ObjectInfo], NDArray[np.int64], dict[str, Any]]:

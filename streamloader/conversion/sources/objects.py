@@ -8,6 +8,7 @@ import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from io import BytesIO
 from types import FunctionType
 from typing import Any
@@ -15,10 +16,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from streamloader.conversion.sources.base import BadSample, OnBad, Source, spread_rows
+from streamloader.conversion.sources.base import BadSample, OnBad, Part, Source, spread_rows
 from streamloader.conversion.sources.fields import FieldSelection, choose, flatten
 from streamloader.conversion.sources.files import field_names
-from streamloader.conversion.sources.records import PROBED, Sample, open_records
+from streamloader.conversion.sources.records import PROBED, RecordPart, Sample, open_records
 from streamloader.errors import SourceError, UsageError
 from streamloader.format.codecs import Column
 from streamloader.format.manifest import Field
@@ -121,8 +122,8 @@ def open_object(samples: Any, selection: FieldSelection, workers: int = 0) -> So
         notes = {"object": name, **({"keys": keys} if keys else {})}
         fields = {names[key]: Field("tensor", array.dtype.name, array.shape[1:]) for key, array in arrays.items()}
 
-        def part(rows: NDArray[np.int64]) -> ArraysPart:
-            return ArraysPart({names[key]: array[rows] for key, array in arrays.items()})
+        def part(rows: NDArray[np.int64]) -> Part:
+            return partial(_given, {names[key]: array[rows] for key, array in arrays.items()})
 
         source = Source(f"{NAME}:{name}", (), fields, count, notes, part)
         return choose(replace(source, files=(_identity(source, probed),)), selection)
@@ -131,25 +132,19 @@ def open_object(samples: Any, selection: FieldSelection, workers: int = 0) -> So
     packed = pack(few, name) if workers else b""  # fails now, not in the middle
     held = Held(samples, name, packed)
 
-    def cut(rows: NDArray[np.int64]) -> ObjectPart:
+    def cut(rows: NDArray[np.int64]) -> RecordPart:
         numbers = rows.tolist()
         if not by_value:
-            return ObjectPart(held, numbers, rows)
-        return ObjectPart(Held([samples[number] for number in numbers], name), range(len(rows)), rows)
+            return partial(_read_samples, held, numbers, rows)
+        own = Held([samples[number] for number in numbers], name)
+        return partial(_read_samples, own, range(len(rows)), rows)
 
     source = open_records(f"{NAME}:{name}", (), count, cut, selection, notes={"object": name})
     return replace(source, files=(_identity(source, probed),))
 
 
-@dataclass(frozen=True, eq=False)
-class ArraysPart:
-    """Some rows of all arrays."""
-
-    columns: Mapping[str, NDArray[Any]]
-
-    def __call__(self, on_bad: OnBad) -> dict[str, Column]:  # noqa: ARG002 - no row of an array is bad
-        """Return one column a field."""
-        return dict(self.columns)
+def _given(columns: dict[str, Column], _on_bad: OnBad) -> dict[str, Column]:
+    return columns
 
 
 def _as_arrays(samples: Columns) -> dict[str, NDArray[Any]]:
@@ -225,34 +220,29 @@ def pack(samples: Any, name: str) -> bytes:
     return out.getvalue()
 
 
-@dataclass(frozen=True, eq=False)
-class ObjectPart:
-    """Some samples of an object: `numbers` are theirs in `held`, `rows` in the source."""
+def _read_samples(held: Held, numbers: Sequence[int], rows: NDArray[np.int64], on_bad: OnBad) -> Iterator[Sample]:
+    """Yield each sample as a mapping: `numbers` are theirs in `held`, `rows` in the source.
 
-    held: Held
-    numbers: Sequence[int]
-    rows: NDArray[np.int64]
-
-    def __call__(self, on_bad: OnBad) -> Iterator[Sample]:
-        """Yield each sample as a mapping; one for which the object raises is refused. Raises `UsageError`."""
-        samples = self.held.get()
-        names = [f"{self.held.name}[{row}]" for row in self.rows]
-        several = getattr(samples, "__getitems__", None)
-        size = _BATCH if callable(several) else 1
-        for first in range(0, len(self.numbers), size):
-            positions = range(first, min(first + size, len(self.numbers)))
-            batch: list[Any] = []
-            if callable(several):
-                with suppress(Exception):  # the caller's code: one by one tells which sample it is
-                    batch = list(several([self.numbers[position] for position in positions]))
-            if len(batch) == len(positions):
-                yield from zip(positions, names[first : first + size], map(flatten, batch), strict=True)
-                continue
-            for position in positions:
-                try:
-                    sample = samples[self.numbers[position]]
-                except Exception as error:  # noqa: BLE001 - the caller's code
-                    problem = f"it cannot be read: {type(error).__name__}: {error}"
-                    on_bad(BadSample(position, names[position], problem, "fix the object's __getitem__"))
-                else:
-                    yield position, names[position], flatten(sample)
+    One for which the object raises is bad. Raises `UsageError` where this process cannot load the object.
+    """
+    samples = held.get()
+    names = [f"{held.name}[{row}]" for row in rows]
+    several = getattr(samples, "__getitems__", None)
+    size = _BATCH if callable(several) else 1
+    for first in range(0, len(numbers), size):
+        positions = range(first, min(first + size, len(numbers)))
+        batch: list[Any] = []
+        if callable(several):
+            with suppress(Exception):  # the caller's code: one by one tells which sample it is
+                batch = list(several([numbers[position] for position in positions]))
+        if len(batch) == len(positions):
+            yield from zip(positions, names[first : first + size], map(flatten, batch), strict=True)
+            continue
+        for position in positions:
+            try:
+                sample = samples[numbers[position]]
+            except Exception as error:  # noqa: BLE001 - the caller's code
+                problem = f"it cannot be read: {type(error).__name__}: {error}"
+                on_bad(BadSample(position, names[position], problem, "fix the object's __getitem__"))
+            else:
+                yield position, names[position], flatten(sample)

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streamloader.conversion.sources.arrays import pick
-from streamloader.conversion.sources.base import BadSample, OnBad, Source, split_rows, spread_rows
+from streamloader.conversion.sources.base import BadSample, OnBad, Part, Source, split_rows, spread_rows
 from streamloader.conversion.sources.fields import FieldSelection, Settled, infer_field, settle
 from streamloader.conversion.sources.files import field_names
 from streamloader.errors import FieldError, SourceError, StreamloaderError
@@ -68,7 +68,7 @@ def open_records(
         raise SourceError(f"{first.name or f'row {rows[first.position]}'}: {first.problem}", first.remedy)
     found = infer_fields(url, samples, selection)
     notes = {**(notes or {}), **found.notes}
-    return Source(url, files, found.fields, count, notes, lambda rows: CheckedPart(cut(rows), found, len(rows)))
+    return Source(url, files, found.fields, count, notes, lambda rows: found.part(cut(rows), len(rows)))
 
 
 def infer_fields(url: str, samples: Sequence[Sample], selection: FieldSelection) -> SampleFields:
@@ -98,7 +98,7 @@ def infer_fields(url: str, samples: Sequence[Sample], selection: FieldSelection)
 def _infer(name: str, wanted: Field | None, values: Sequence[tuple[Any, str]]) -> tuple[Field, bool]:
     """Return the `wanted` field, or that of the values, each with its name; and whether they are true and false.
 
-    A value that no field holds is left to `CheckedPart`, unless all are such.
+    A value that no field holds is a bad sample when it is read, unless all are such.
     """
     settled: list[Settled] = []
     wrong: FieldError | None = None
@@ -202,63 +202,48 @@ class SampleFields:
         try:
             self.values(sample, name)
         except FieldError as error:
-            return BadSample(position, name, error.problem, self._remedy(error))
+            remedy = error.remedy
+            for key, kind in self.fields.items():
+                if kind.fixed and kind.shape and error.problem.startswith(f"field {key!r} of sample {name} has shape"):
+                    ragged = Field("ragged", kind.dtype, kind.shape[1:])
+                    remedy = f"samples of several lengths are ragged: --fields {key}={ragged}"
+            return BadSample(position, name, error.problem, remedy)
         return None
 
-    def _remedy(self, error: FieldError) -> str:
-        fixed = next((name for name, kind in self.fields.items() if kind.shape and f"{name!r}" in error.problem), None)
-        if fixed is None or "has shape" not in error.problem or not self.fields[fixed].fixed:
-            return error.remedy
-        kind = self.fields[fixed]
-        ragged = Field("ragged", kind.dtype, kind.shape[1:])
-        return f"samples of several lengths are ragged: --fields {fixed}={ragged}"
+    def part(self, part: RecordPart, capacity: int) -> Part:
+        """Return a part whose samples become columns; one that lacks a field, or does not fit, is bad."""
+        return partial(_read_checked, part, self, capacity)
 
 
-@dataclass(frozen=True)
-class CheckedPart:
-    """Samples that become columns, each checked against the fields."""
-
-    part: RecordPart
-    found: SampleFields
-    capacity: int
-
-    def __call__(self, on_bad: OnBad) -> dict[str, Column]:
-        """Return one column a field; a sample that lacks one, or does not fit, is bad."""
-        rows = Rows(self.found.fields, self.capacity)
-        for position, name, sample in self.part(on_bad):
-            try:
-                rows.add(self.found.values(sample, name))
-            except FieldError:
-                bad = self.found.bad_sample(sample, position, name)
-                assert bad is not None
-                on_bad(bad)
-        return rows.columns()
+def _read_checked(part: RecordPart, found: SampleFields, capacity: int, on_bad: OnBad) -> dict[str, Column]:
+    rows = Rows(found.fields, capacity)
+    for position, name, sample in part(on_bad):
+        try:
+            rows.add(found.values(sample, name))
+        except FieldError:
+            bad = found.bad_sample(sample, position, name)
+            assert bad is not None
+            on_bad(bad)
+    return rows.columns()
 
 
 Named = Iterator[tuple[str, memoryview]]  # the name of each record, and its bytes
 Decode = Callable[[memoryview], Mapping[str, Any]]  # raises ValueError for what is damaged
 
 
-@dataclass(frozen=True, eq=False)
-class FilePart:
-    """Samples that are records of files, each made from its bytes by `decode`."""
-
-    pieces: Sequence[Callable[[], Named]]
-    decode: Decode
-
-    def __call__(self, on_bad: OnBad) -> Iterator[Sample]:
-        """Yield the samples; those that cannot be decoded go to `on_bad`."""
-        for position, (name, data) in enumerate(chain.from_iterable(piece() for piece in self.pieces)):
-            try:
-                sample = self.decode(data)
-            except FieldError as error:
-                on_bad(BadSample(position, name, error.problem, error.remedy, bytes(data)))
-            except StreamloaderError:
-                raise
-            except ValueError as error:
-                on_bad(BadSample(position, name, str(error), data=bytes(data)))
-            else:
-                yield position, name, sample
+def read_records(pieces: Sequence[Callable[[], Named]], decode: Decode, on_bad: OnBad) -> Iterator[Sample]:
+    """Yield samples that are records of files, each made from its bytes by `decode`; damaged ones go to `on_bad`."""
+    for position, (name, data) in enumerate(chain.from_iterable(piece() for piece in pieces)):
+        try:
+            sample = decode(data)
+        except FieldError as error:
+            on_bad(BadSample(position, name, error.problem, error.remedy, bytes(data)))
+        except StreamloaderError:
+            raise
+        except ValueError as error:
+            on_bad(BadSample(position, name, str(error), data=bytes(data)))
+        else:
+            yield position, name, sample
 
 
 @dataclass(frozen=True, eq=False)
@@ -274,9 +259,10 @@ def cut_files(files: Sequence[RecordFile], decode: Decode) -> Cut:
     """Return what cuts parts from files, one after another. A record is named by its file and its number there."""
     counts = [file.count for file in files]
 
-    def cut(rows: NDArray[np.int64]) -> FilePart:
+    def cut(rows: NDArray[np.int64]) -> RecordPart:
         pieces = [(files[number], within) for number, _, within in split_rows(counts, rows)]
-        return FilePart([partial(_numbered, file.where, some, file.cut(some)) for file, some in pieces], decode)
+        named = [partial(_numbered, file.where, some, file.cut(some)) for file, some in pieces]
+        return partial(read_records, named, decode)
 
     return cut
 

@@ -11,6 +11,7 @@ import tarfile
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain, groupby
 from operator import itemgetter
 from typing import Any
@@ -24,7 +25,7 @@ from streamloader.conversion.sources.fields import FieldSelection, SourceFormat
 from streamloader.conversion.sources.files import Listing, field_names, holding, required
 from streamloader.conversion.sources.media import IMAGE_ENCODINGS, image_bytes
 from streamloader.conversion.sources.ranged_io import Content, Range, Stream, open_content, read_each, read_range
-from streamloader.conversion.sources.records import CheckedPart, Sample, SampleFields, parse_number
+from streamloader.conversion.sources.records import RecordPart, Sample, SampleFields, parse_number
 from streamloader.errors import FieldError, SourceError
 from streamloader.format.manifest import Field
 from streamloader.storage.process import run_all
@@ -217,12 +218,12 @@ def open_source(listing: Listing, selection: FieldSelection) -> Source:
     names = field_names(list(first.suffixes), listing.url)
     counts = [len(index.spans) for index in filled]
 
-    def cut(rows: NDArray[np.int64]) -> TarPart:
+    def cut(rows: NDArray[np.int64]) -> RecordPart:
         pieces = [(filled[n].content, filled[n].spans[within]) for n, _, within in split_rows(counts, rows)]
-        return TarPart(first.suffixes, pieces)
+        return partial(read_samples, first.suffixes, pieces)
 
     fields: dict[str, Field] = {}
-    for suffix, member in zip(first.suffixes, next(cut(np.zeros(1, np.int64)).members()), strict=True):
+    for suffix, member in zip(first.suffixes, next(_members([(first.content, first.spans[:1])])), strict=True):
         name, where = names[suffix], f"{first.content.where}: {first.first_key}.{suffix}"
         try:
             fields[name] = field_of(suffix, member[_BLOCK:])
@@ -236,7 +237,7 @@ def open_source(listing: Listing, selection: FieldSelection) -> Source:
     suffixes = {name: suffix for suffix, name in names.items()}
     notes = {"members": suffixes, "passed_over": sum(index.passed_over for index in indexes)}
     found = SampleFields(suffixes, fields)
-    return Source(listing.url, tars, fields, sum(counts), notes, lambda rows: CheckedPart(cut(rows), found, len(rows)))
+    return Source(listing.url, tars, fields, sum(counts), notes, lambda rows: found.part(cut(rows), len(rows)))
 
 
 def index_tar(store: Store, info: ObjectInfo) -> TarIndex:
@@ -279,37 +280,34 @@ def _check_same(here: Iterable[str], first: Iterable[str], key: str, where: str)
         raise SourceError(problem, "give every sample the same members")
 
 
-@dataclass(frozen=True, eq=False)
-class TarPart:
-    """Some samples: of each tar, the spans of their members, as in its index."""
+Pieces = Sequence[tuple[Content, NDArray[np.int64]]]  # of each tar, the spans of some samples, as in its index
 
-    suffixes: tuple[str, ...]
-    pieces: Sequence[tuple[Content, NDArray[np.int64]]]
 
-    def __call__(self, on_bad: OnBad) -> Iterator[Sample]:
-        """Yield the samples; one with a member that is not what its suffix says is refused."""
-        wheres = chain.from_iterable([content.where] * len(spans) for content, spans in self.pieces)
-        for position, (where, members) in enumerate(zip(wheres, self.members(), strict=True)):
-            sample: dict[str, Any] = {}
-            for suffix, member in zip(self.suffixes, members, strict=True):
-                data = member[_BLOCK:]
-                try:
-                    sample[suffix] = decode(suffix, data)
-                except ValueError as error:
-                    on_bad(BadSample(position, f"{where}: {_name_in(member)}", str(error), data=data))
-                    break
-            else:
-                yield position, f"{where}: {_name_in(members[0]).removesuffix(f'.{self.suffixes[0]}')}", sample
+def read_samples(suffixes: Sequence[str], pieces: Pieces, on_bad: OnBad) -> Iterator[Sample]:
+    """Yield the samples; one with a member that is not what its suffix says is bad."""
+    wheres = chain.from_iterable([content.where] * len(spans) for content, spans in pieces)
+    for position, (where, members) in enumerate(zip(wheres, _members(pieces), strict=True)):
+        sample: dict[str, Any] = {}
+        for suffix, member in zip(suffixes, members, strict=True):
+            data = member[_BLOCK:]
+            try:
+                sample[suffix] = decode(suffix, data)
+            except ValueError as error:
+                on_bad(BadSample(position, f"{where}: {_name_in(member)}", str(error), data=data))
+                break
+        else:
+            yield position, f"{where}: {_name_in(members[0]).removesuffix(f'.{suffixes[0]}')}", sample
 
-    def members(self) -> Iterator[list[bytes]]:
-        """Yield the members of each sample, by suffix, each with its header."""
-        orders = [np.argsort(spans[:, :, 0]) for _, spans in self.pieces]  # that in which they lie in the tar
-        wanted: list[ranged_io.Spans] = []
-        for (content, spans), order in zip(self.pieces, orders, strict=True):
-            wanted.append((content, *np.take_along_axis(spans, order[:, :, None], 1).reshape(-1, 2).T))
-        samples = zip(*[read_each(wanted)] * len(self.suffixes), strict=True)
-        for order, found in zip(chain.from_iterable(orders), samples, strict=True):
-            yield [bytes(found[place]) for place in np.argsort(order).tolist()]
+
+def _members(pieces: Pieces) -> Iterator[list[bytes]]:
+    """Yield the members of each sample, by suffix, each with its header."""
+    orders = [np.argsort(spans[:, :, 0]) for _, spans in pieces]  # that in which they lie in the tar
+    wanted: list[ranged_io.Spans] = []
+    for (content, spans), order in zip(pieces, orders, strict=True):
+        wanted.append((content, *np.take_along_axis(spans, order[:, :, None], 1).reshape(-1, 2).T))
+    samples = zip(*[read_each(wanted)] * (orders[0].shape[1] if orders else 1), strict=True)
+    for order, found in zip(chain.from_iterable(orders), samples, strict=True):
+        yield [bytes(found[place]) for place in np.argsort(order).tolist()]
 
 
 def _name_in(member: bytes) -> str:

@@ -28,7 +28,7 @@ from streamloader.conversion.sources.base import BadSample, OnBad, Source, split
 from streamloader.conversion.sources.fields import FieldSelection, SourceFormat, integer_dtype, settle
 from streamloader.conversion.sources.files import Listing, field_names, holding, inner_extension, kinds_in, required
 from streamloader.conversion.sources.ranged_io import CHANGED, READ_THREADS, Content, Stream, open_content, read_each
-from streamloader.conversion.sources.records import FilePart, open_records
+from streamloader.conversion.sources.records import RecordPart, open_records, read_records
 from streamloader.errors import FieldError, SourceChangedError, SourceError
 from streamloader.format.codecs import Column
 from streamloader.format.manifest import Field
@@ -368,38 +368,32 @@ def _is_held(cell: bytes, wanted: Field) -> bool:
     return not isinf(value) or b"inf" in cell.lower()
 
 
-@dataclass(frozen=True, eq=False)
-class CsvPart:
-    """Some rows of some files, ascending."""
+def read_table(pieces: Sequence[BlockRows], table: Table, on_bad: OnBad) -> dict[str, Column]:
+    """Return one column a field; a row with other cells than the header and the fields have is a bad sample.
 
-    pieces: Sequence[BlockRows]
-    table: Table
+    Raises `SourceError`, `SourceChangedError`, or `UsageError` where the package for Arrow is missing.
+    """
+    rows = Rows(table.fields, sum(len(piece.rows) for piece in pieces))
+    position = 0
+    for records in read_blocks(pieces):
+        for columns in _good_columns(records, table, position, on_bad):
+            rows.extend(columns, 0, len(next(iter(columns.values()))))
+        position += len(records)
+    return rows.columns()
 
-    def __call__(self, on_bad: OnBad) -> dict[str, Column]:
-        """Return one column a field; a row with other cells than the header and the fields say is refused.
 
-        Raises `SourceError`, `SourceChangedError`, or `UsageError` where the package for Arrow is missing.
-        """
-        rows = Rows(self.table.fields, sum(len(piece.rows) for piece in self.pieces))
-        position = 0
-        for records in read_blocks(self.pieces):
-            for columns in self._columns(records, position, on_bad):
-                rows.extend(columns, 0, len(next(iter(columns.values()))))
-            position += len(records)
-        return rows.columns()
-
-    def _columns(self, records: Records, position: int, on_bad: OnBad) -> Iterator[dict[str, Column]]:
-        """Yield the columns of all records, or of halves and halves of those around what is wrong."""
-        try:
-            yield self.table.columns(records.runs(), records.style.delimiters, len(records))
-        except FieldError as error:
-            if len(records) == 1:
-                ((name, data),) = records
-                on_bad(BadSample(position, name, error.problem, error.remedy, bytes(data)))
-                return
-            middle = len(records) // 2
-            yield from self._columns(records[:middle], position, on_bad)
-            yield from self._columns(records[middle:], position + middle, on_bad)
+def _good_columns(records: Records, table: Table, position: int, on_bad: OnBad) -> Iterator[dict[str, Column]]:
+    """Yield the columns of all records, or of halves and halves of those around a bad one."""
+    try:
+        yield table.columns(records.runs(), records.style.delimiters, len(records))
+    except FieldError as error:
+        if len(records) == 1:
+            ((name, data),) = records
+            on_bad(BadSample(position, name, error.problem, error.remedy, bytes(data)))
+            return
+        middle = len(records) // 2
+        yield from _good_columns(records[:middle], table, position, on_bad)
+        yield from _good_columns(records[middle:], table, position + middle, on_bad)
 
 
 def open_csv(listing: Listing, selection: FieldSelection) -> Source:
@@ -421,7 +415,9 @@ def open_csv(listing: Listing, selection: FieldSelection) -> Source:
     digits = any(kind is not None and kind.dtype == "bool" for kind in selection.fields.values())
     table = Table(header, names, fields, selection.fill_values(fields, listing.url), digits)
     count, notes = sum(file.count for file in files), {"columns": names}
-    return Source(listing.url, infos, fields, count, notes, lambda rows: CsvPart(cut_rows(files, rows), table))
+    return Source(
+        listing.url, infos, fields, count, notes, lambda rows: partial(read_table, cut_rows(files, rows), table)
+    )
 
 
 def _shown(header: Sequence[str]) -> str:
@@ -476,7 +472,7 @@ def _fields(
         raise SourceError(f"{url} holds no row", "check the path")
     refused: list[BadSample] = []
     table = Table(header, names, dict.fromkeys(names, Field("bytes")))
-    cells = CsvPart(cut_rows(files, rows), table)(refused.append)
+    cells = read_table(cut_rows(files, rows), table, refused.append)
     if len(refused) == len(rows):
         raise SourceError(f"{refused[0].name}: {refused[0].problem}", refused[0].remedy)
     return {name: selection.fields.get(name) or infer_cells([bytes(cell) for cell in cells[name]]) for name in names}
@@ -516,8 +512,8 @@ def open_jsonl(listing: Listing, selection: FieldSelection) -> Source:
     infos, files = index_files(listing, _LINES, lambda stream, _: index_text(stream, style, begin_text(stream)))
     parse, count = partial(parse_line, selection), sum(file.count for file in files)
 
-    def cut(rows: NDArray[np.int64]) -> FilePart:
-        return FilePart([partial(read_lines, cut_rows(files, rows))], parse)
+    def cut(rows: NDArray[np.int64]) -> RecordPart:
+        return partial(read_records, [partial(read_lines, cut_rows(files, rows))], parse)
 
     return open_records(listing.url, infos, count, cut, selection)
 
