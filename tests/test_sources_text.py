@@ -10,9 +10,8 @@ import pickle
 import random
 import subprocess
 import sys
-import threading
 from contextlib import nullcontext
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import numpy as np
 import pytest
@@ -31,6 +30,7 @@ from streamloader.conversion.sources.ranged_io import Content, compression_of, d
 from streamloader.conversion.sources.text import Style, Table, find_all_records, infer_cells
 from streamloader.errors import FieldError, SourceChangedError, SourceError, UsageError
 from streamloader.storage import open_store
+from streamloader.storage.process import run_all
 
 PACK = {
     "": bytes,
@@ -227,9 +227,7 @@ BAD_ROWS = {
 BAD_LINES = {
     "no json": (b'{"n": 1,}\n', "it is not JSON: Expecting property name .* at character 9"),
     "cut": (b'{"n": 1, "x"\n', "it is not JSON: Expecting ':' delimiter at character 13"),
-    "two": (b"{} {}\n", "it is not JSON: Extra data at character 4"),
     "list": (b"[]\n", "it holds a list, where an object belongs"),
-    "text": (b'"n"\n', "it holds a str, where an object belongs"),
     "no utf-8": (b'{"n": "\xff"}\n', "it is not UTF-8 text: invalid start byte at byte 8"),
     "missing": (GOOD_LINE.replace(b'"n": 1, ', b""), "field 'n' of sample .* is missing"),
     "null": (GOOD_LINE.replace(b"1, ", b"null, ", 1), "field 'n' of sample .* is missing"),
@@ -237,13 +235,11 @@ BAD_LINES = {
     "twice inside": (b'{"o": {"k": 1, "k": 1}}\n', "it has the key 'k' twice"),
     "joined twice": (GOOD_LINE.replace(b"}}", b'}, "o_k": 1}'), "it has the key 'o_k' twice"),
     "nan": (b'{"n": NaN}\n', "it holds NaN, which is not a number in JSON"),
-    "infinity": (b'{"n": [-Infinity]}\n', "it holds -Infinity, which is not a number"),
     "huge": (GOOD_LINE.replace(b"1, ", b"1" + b"0" * 20 + b", ", 1), "its 'n' is a whole number that 64 bits do not"),
     "endless": (GOOD_LINE.replace(b"1, ", b"1" * 5000 + b", ", 1), "Exceeds the limit .* 5000 digits"),
     "huge in list": (GOOD_LINE.replace(b"[1", b"[1" + b"0" * 20), "'v' is a list that holds whole numbers that no int"),
     "beyond floats in a list": (GOOD_LINE.replace(b"[1", b"[1e400"), "'v' is a list that holds a number that float64"),
     "null in a list": (GOOD_LINE.replace(b"[1", b"[null"), "'v' is a list that holds other values than numbers"),
-    "text in a list": (GOOD_LINE.replace(b"[1", b'["1"'), "'v' is a list that holds other values than numbers"),
     "uneven lists": (GOOD_LINE.replace(b"[1, 2]", b"[[1], [2, 3]]"), "'v' is not an array of one shape"),
     "other shape": (GOOD_LINE.replace(b"[1, 2]", b"[1]"), r"field 'v' of sample .* has shape \(1,\), expected \(2,\)"),
     "other kind": (GOOD_LINE.replace(b'"a"', b"7"), "field 't' of sample .* is a ndarray; give a str"),
@@ -397,9 +393,6 @@ def test_a_damaged_file_is_named_with_how_far_it_got(packed, tmp_path):
     (tmp_path / "it.jsonl").write_bytes(raw)
     with pytest.raises(SourceError, match=rf"it\.jsonl is damaged, or not {packed} to its end, .* \d+ unpacked"):
         opened(tmp_path)
-    (tmp_path / "it.jsonl").write_bytes(raw[:100])
-    with pytest.raises(SourceError, match=rf"it\.jsonl is truncated: its {packed} data break off after 100 bytes"):
-        opened(tmp_path)
 
 
 def rle_bomb():
@@ -428,13 +421,6 @@ def test_a_header_that_asks_for_gigabytes_of_memory_is_refused():
     coder = lzma.LZMACompressor(lzma.FORMAT_XZ, filters=[{**filters[0], "preset": 0, "mf": lzma.MF_HC3}])
     with pytest.raises(SourceError, match=r"it is damaged, or not xz .* Memory usage limit"):
         unpack("xz", coder.compress(b"x") + coder.flush())
-
-
-def test_a_missing_package_for_zstd_is_named(tmp_path, monkeypatch):
-    (tmp_path / "it.jsonl.zst").write_bytes(PACK["zstd"](GOOD_LINE))
-    monkeypatch.setitem(sys.modules, "zstandard", None)
-    with pytest.raises(UsageError, match="zstandard is not installed here; install it with pip install zstandard"):
-        opened(tmp_path)
 
 
 def test_names_say_what_is_in_a_compressed_file():
@@ -489,23 +475,13 @@ def test_ascending_parts_unpack_a_file_once(write, name, key, requests, tmp_path
 def test_parts_in_any_order_and_in_many_threads_are_right(requests, tmp_path):
     write_lines(tmp_path / "it.jsonl.gz", 1000)
     source = opened(tmp_path)
-    draw = random.Random(0)
-    wrong = []
 
     def work(seed):
-        mine = random.Random(seed)
-        for _ in range(8):
-            first = mine.randrange(950)
-            found = read(source, range(first, first + 50))["n"]
-            if found.tolist() != list(range(first, first + 50)):
-                wrong.append((first, found))
+        firsts = random.Random(seed).sample(range(950), 8)
+        return [(first, read(source, range(first, first + 50))["n"].tolist()) for first in firsts]
 
-    threads = [threading.Thread(target=work, args=(draw.random(),)) for _ in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert wrong == []
+    for first, found in chain.from_iterable(run_all(work, range(6), 6)):
+        assert found == list(range(first, first + 50))
     assert len(ranged_io._kept.get(dict)) <= ranged_io.KEPT
 
 
@@ -520,21 +496,24 @@ def test_a_file_that_was_written_again_is_not_read_from_the_old_stream(requests,
 
 
 def run_python(code, *paths):
-    command = [sys.executable, "-c", code, *map(str, paths)]
+    command = [sys.executable, "-c", SCRIPT + code, *map(str, paths)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
-FORKED = """
-import os, sys, warnings
+SCRIPT = """
+import os, re, sys, warnings
 import numpy as np
+import pyarrow.csv, zstandard
 from streamloader.conversion.sources import ranged_io as streams
 from streamloader.conversion.sources.base import raise_bad
+from streamloader.conversion.sources.fields import parse_selection
 from streamloader.conversion.sources.formats import open_source
-from streamloader.conversion.sources.fields import FieldSelection
+"""
+FORKED = """
 warnings.simplefilter("ignore")
-source = open_source(sys.argv[1], None, {}, FieldSelection())[1]
+source = open_source(sys.argv[1], None, {}, parse_selection(None))[1]
 read = lambda first: source.part(np.arange(first, first + 50))(raise_bad)["n"].tolist()
 assert read(0) == list(range(50)) and streams._kept.get(dict)
 child = os.fork()
@@ -554,12 +533,6 @@ def test_a_forked_child_begins_anew(tmp_path):
 
 
 MEMORY = """
-import re, sys
-import numpy as np
-import pyarrow.csv, zstandard
-from streamloader.conversion.sources.base import raise_bad
-from streamloader.conversion.sources.formats import open_source
-from streamloader.conversion.sources.fields import parse_selection
 # not getrusage's, which counts what the starter held when it forked
 peak = lambda: int(re.search(r"VmHWM:\\s+(\\d+) kB", open("/proc/self/status").read())[1]) >> 10
 for path in sys.argv[1:]:

@@ -214,8 +214,9 @@ def test_text_that_utf8_cannot_write_is_escaped(tmp_path):
 def test_points_that_are_missing_are_not_labelled(tmp_path):
     png(tmp_path / "a.png")
     document = one_image(annotation={"keypoints": [1, 2, 2]})
-    document["annotations"] += [{**document["annotations"][0], "keypoints": []}, {"image_id": 1, "id": 7}]
-    document["annotations"][2] |= {"category_id": 3, "bbox": [0, 0, 1, 1]}
+    first = document["annotations"][0]
+    missing = {key: value for key, value in first.items() if key != "keypoints"}
+    document["annotations"] += [{**first, "keypoints": []}, missing]
     (found,) = rows_of(opened(coco(tmp_path, document)))
     assert found["keypoints"] == [[[1, 2, 2]], [[0, 0, 0]], [[0, 0, 0]]]
 
@@ -255,15 +256,10 @@ def test_annotations_are_parsed_in_a_few_times_their_size(tmp_path):
 # audio
 
 
-def wav_bytes(count=100):
-    out = io.BytesIO()
-    with wave.open(out, "wb") as file:
-        file.setparams((1, 2, 8000, count, "NONE", ""))
-        file.writeframes(np.arange(count, dtype="<i2").tobytes())
-    return out.getvalue()
-
-
-WAV = wav_bytes()
+with io.BytesIO() as out, wave.open(out, "wb") as file:
+    file.setparams((1, 2, 8000, 100, "NONE", ""))
+    file.writeframes(np.arange(100, dtype="<i2").tobytes())
+    WAV = out.getvalue()
 
 
 @pytest.mark.parametrize("path", CLIPS, ids=lambda path: path.name)
@@ -285,8 +281,7 @@ def test_no_bytes_break_the_test_of_a_clip(path, changes, cut):
 
 
 def clip(name):
-    (found,) = [path for path in CLIPS if path.suffix.lower() == name]
-    return found.read_bytes()
+    return next(path for path in CLIPS if path.suffix.lower() == name).read_bytes()
 
 
 @pytest.mark.parametrize("kind", [".flac", ".ogg", ".opus"])

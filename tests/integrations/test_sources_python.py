@@ -5,10 +5,9 @@ import json
 import pickle
 import subprocess
 import sys
+import weakref
 from collections import namedtuple
-from itertools import count
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -241,10 +240,6 @@ class Mine:
 def double(number):
     return 2 * number
 
-class Calling:
-    def __init__(self, function):
-        self.function = function
-
 open_object(Mine(), FieldSelection(), 0)
 for samples in (Mine(), [{"x": 1, "f": double}]):
     try:
@@ -393,18 +388,13 @@ def test_progress_of_an_iterable_counts_its_samples(tmp_path):
 def test_samples_are_taken_as_they_are_written(tmp_path):
     """An iterable may be longer than the memory: only the first samples and those of a shard are held."""
     alive, most = set[int](), 0
-    ids = count()
-
-    class Large(np.ndarray[Any, Any]):
-        def __del__(self):
-            alive.discard(self.number)
 
     def samples():
         nonlocal most
-        for _ in range(300):
-            array = np.zeros(1 << 18, np.uint8).view(Large)
-            array.number = next(ids)
-            alive.add(array.number)
+        for number in range(300):
+            array = np.zeros(1 << 18, np.uint8)
+            alive.add(number)
+            weakref.finalize(array, alive.discard, number)
             most = max(most, len(alive))
             yield {"x": array}
             del array

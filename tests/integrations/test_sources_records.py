@@ -10,7 +10,9 @@ import tempfile
 import tracemalloc
 import zlib
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,17 @@ from streamloader.storage.store import ObjectInfo
 
 def samples_in(src):
     return CASES[src].expected()["samples"]
+
+
+@contextmanager
+def peak_below(limit):
+    """Assert that the body holds less memory than this."""
+    tracemalloc.start()
+    try:
+        yield
+        assert tracemalloc.get_traced_memory()[1] < limit
+    finally:
+        tracemalloc.stop()
 
 
 # --- TFRecord ---
@@ -274,15 +287,10 @@ def test_huge_records_are_found_without_reading_them(tmp_path):
             file.write(head + masked(head))
             file.seek((1 << 30) + 4, io.SEEK_CUR)
         file.write(framed([example(n=ints(1))]))
-    tracemalloc.start()
-    try:
-        info = ObjectInfo("x.tfrecord", (tmp_path / "x.tfrecord").stat().st_size, "")
+    info = ObjectInfo("x.tfrecord", (tmp_path / "x.tfrecord").stat().st_size, "")
+    with peak_below(16 << 20):
         starts = record_starts(open_walk(open_store(tmp_path), info))
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
     assert starts[:4].tolist() == [number * ((1 << 30) + 16) for number in range(4)]
-    assert peak < 16 << 20
 
 
 # --- both formats with an index ---
@@ -303,12 +311,8 @@ Change = Callable[[Any], Any]
 
 
 def setting(*path, to):
-    def change(index):
-        for key in path[:-1]:
-            index = index[key]
-        index[path[-1]] = to
-
-    return change
+    """Change one value of the index."""
+    return lambda index: reduce(getitem, path[:-1], index).__setitem__(path[-1], to)
 
 
 def column(name, encoding, size=None):
@@ -374,12 +378,14 @@ def test_an_index_that_is_wrong_is_named_when_it_is_opened(case, tmp_path):
         opened(folder)
 
 
-@pytest.mark.parametrize("text", ["{", "[" * 100_000, '{"version": 2, "shards": [' + "9" * 5000 + "]}", "\xff", "null"])
+NOT_JSON = ["{", "[" * 100_000, '{"version": 2, "shards": [' + "9" * 5000 + "]}", "\xff", "null"]
+
+
+@pytest.mark.parametrize("text", NOT_JSON)
 def test_an_index_that_is_not_json_is_named(text, tmp_path):
-    folder = copied("mds/input/plain", tmp_path)
-    (folder / "index.json").write_bytes(text.encode("latin-1"))
+    files({"index.json": text.encode("latin-1"), "a.mds": b""})(tmp_path)
     with pytest.raises(SourceError, match=r"index\.json is not (a )?JSON"):
-        opened(folder)
+        opened(tmp_path)
 
 
 def test_folders_with_an_index_each_are_listed(tmp_path):
@@ -486,13 +492,19 @@ def mds_shard(samples):
     return struct.pack("<I", len(samples)) + offsets.tobytes() + b"".join(samples)
 
 
+def entry_of(name, shard, count, columns):
+    """What an index says of a shard; each column has an encoding and a size."""
+    encodings, sizes = zip(*columns.values(), strict=True)
+    of_columns = {"column_names": list(columns), "column_encodings": encodings, "column_sizes": sizes}
+    return {"format": "mds", "samples": count, "raw_data": {"basename": name, "bytes": len(shard)}, **of_columns}
+
+
 def write_mds(root, encoding, values, packed=None):
     """A dataset of one column `x`, by hand, in one shard; `packed` compresses it, or says it does."""
     root.mkdir(exist_ok=True)
     size = encoding_of(encoding)[1]
     shard = mds_shard([(b"" if size else struct.pack("<I", len(one))) + one for one in values])
-    entry = {"column_names": ["x"], "column_encodings": [encoding], "column_sizes": [size or None], "format": "mds"}
-    entry |= {"samples": len(values), "raw_data": {"basename": "a.mds", "bytes": len(shard)}, "version": 2}
+    entry = entry_of("a.mds", shard, len(values), {"x": (encoding, size or None)})
     name, data = "a.mds", shard
     if packed:
         name, data = "a.mds.z", packed["pack"](shard)
@@ -522,13 +534,8 @@ def test_a_bomb_is_not_unpacked(tmp_path):
     assert len(bomb) < 100_000
     packing = {"says": "zstd", "pack": lambda _: bomb}
     folder = write_mds(tmp_path / "x", "bytes", [b"a"], packing)
-    tracemalloc.start()
-    try:
-        with pytest.raises(SourceError, match="unpacks to more than the"):
-            opened(folder, name="mds")
-        assert tracemalloc.get_traced_memory()[1] < 64 << 20
-    finally:
-        tracemalloc.stop()
+    with peak_below(64 << 20), pytest.raises(SourceError, match="unpacks to more than the"):
+        opened(folder, name="mds")
 
 
 def test_an_unpacked_shard_beside_a_compressed_one_is_taken(tmp_path):
@@ -624,14 +631,9 @@ def test_shards_in_folders_below_are_found(tmp_path):
     """As streaming merges indexes."""
     folder = copied("mds/input/plain", tmp_path)
     (folder / "0").mkdir()
-    for path in list(folder.glob("*.mds")):
+    for number, path in enumerate(sorted(folder.glob("*.mds"))):
         path.rename(folder / "0" / path.name)
-
-    def move(index):
-        for shard in index["shards"]:
-            shard["raw_data"]["basename"] = f"0/{shard['raw_data']['basename']}"
-
-    change_index(folder, move)
+        change_index(folder, setting("shards", number, "raw_data", "basename", to=f"0/{path.name}"))
     assert rows_of(opened(folder)) == samples_in("mds/input/plain")
 
 
@@ -640,9 +642,7 @@ def test_many_samples_of_several_shards_are_read_by_row(tmp_path):
     for number, count in enumerate(counts):
         shard = mds_shard([struct.pack("<q", 10_000 * number + i) + bytes(900) for i in range(count)])
         (tmp_path / f"{number}.mds").write_bytes(shard)
-        entry = {"column_names": ["n", "x"], "column_encodings": ["int", "ndarray:uint8:900"], "format": "mds"}
-        raw = {"basename": f"{number}.mds", "bytes": len(shard)}
-        entries.append(entry | {"column_sizes": [8, 900], "samples": count, "raw_data": raw})
+        entries.append(entry_of(f"{number}.mds", shard, count, {"n": ("int", 8), "x": ("ndarray:uint8:900", 900)}))
     (tmp_path / "index.json").write_text(json.dumps({"version": 2, "shards": entries}))
     source = opened(tmp_path)
     rows = [0, 999, 1000, 1002, 1003, 1702]

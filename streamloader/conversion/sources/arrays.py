@@ -129,11 +129,8 @@ def stack(url: str, files: Sequence[ObjectInfo], containers: Sequence[Container]
 
 def pick(originals: Iterable[str], selection: FieldSelection, where: str) -> dict[str, str]:
     """Return the names of the arrays that are selected, by field. Raises `FieldError` for a field that is not there."""
-    there = {name: original for original, name in field_names(list(originals), where).items()}
-    missing = next((name for name in selection.fields if name not in there), None)
-    if missing is not None:
-        raise FieldError(f"{where} has no field {missing!r}", f"it has {', '.join(there) or 'no array'}")
-    return {name: there[name] for name in selection.fields} or there
+    names = field_names(list(originals), where)
+    return selection.pick({name: original for original, name in names.items()}, where)
 
 
 def one_length(lengths: Mapping[str, int], where: str) -> int:

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +22,7 @@ from streamloader.format.codecs import Column
 from streamloader.format.manifest import Field, check_name
 from streamloader.format.values import exact_in_float, from_bytes, to_column, to_value
 
+Value = TypeVar("Value")
 _BETWEEN = re.compile(r",(?![^\[]*\])")  # not the commas of a shape
 
 
@@ -57,6 +58,13 @@ class FieldSelection:
     def wanted(self, name: str) -> bool:
         """Return whether the field is to be kept."""
         return not self.fields or name in self.fields
+
+    def pick(self, there: Mapping[str, Value], where: str) -> dict[str, Value]:
+        """Return what is there for the fields to keep, in order. Raises `FieldError` for a field that is not there."""
+        missing = next((name for name in self.fields if name not in there), None)
+        if missing is not None:
+            raise FieldError(f"{where} has no field {missing!r}", f"it has {', '.join(there) or 'no array'}")
+        return {name: there[name] for name in self.fields} or dict(there)
 
     def check_fill(self, fields: Mapping[str, Field], where: str) -> None:
         """Raise `FieldError` for a fill value of a field that is not there."""
@@ -304,18 +312,14 @@ def choose(source: Source, selection: FieldSelection) -> Source:
 
     Raises `FieldError` for a field that is not there, or that cannot be cast to its type.
     """
-    there = source.fields
-    selection.check_fill(there, source.url)
-    fields = {name: kind or there.get(name) for name, kind in selection.fields.items()} or dict(there)
-    if list(fields.items()) == list(there.items()):
+    selection.check_fill(source.fields, source.url)
+    have = selection.pick(source.fields, source.url)
+    fields = {name: selection.fields.get(name) or kind for name, kind in have.items()}
+    if list(fields.items()) == list(source.fields.items()):
         return source
     for name, wanted in fields.items():
-        if wanted is None or name not in there:
-            raise FieldError(f"{source.url} has no field {name!r}", f"it has {', '.join(there)}")
-        _check(name, there[name], wanted)
-    kept = {name: kind for name, kind in fields.items() if kind}
-    cast = partial(_cast, {name: there[name] for name in kept}, kept)
-    return transform_source(source, cast, fields=kept)
+        _check(name, have[name], wanted)
+    return transform_source(source, partial(_cast, have, fields), fields=fields)
 
 
 def _check(name: str, have: Field, wanted: Field) -> None:

@@ -42,7 +42,6 @@ _DTYPES = {
 }
 _SCALARS = {"int": "int64", **{name: name for name in _DTYPES.values()}}
 _MAX_AXES = 30  # as many as a field may have
-_MAX_SIDE = (1 << 31) - 1
 _REFUSED = {
     "pkl": "pickles, which are never read",
     "str_decimal": "decimal numbers, which no dtype holds",
@@ -329,7 +328,7 @@ def _raw_image(data: bytes) -> Any:
         raise ValueError(f"the image has the mode {mode!r}, only {modes} become PNG without loss")
     pixels = data[_IMAGE_HEAD.size + length :]
     needed = height * ((width + 7) // 8 if mode == "1" else width * _PIXEL_BYTES[mode])
-    if len(pixels) != needed or not 0 < width <= _MAX_SIDE or not 0 < height <= _MAX_SIDE:
+    if len(pixels) != needed or not needed or max(width, height) >> 31:
         raise ValueError(f"the image of {width} x {height} pixels needs {needed} bytes, it has {len(pixels)}")
     from PIL import Image
 

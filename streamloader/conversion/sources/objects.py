@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from streamloader.conversion.sources.base import BadSample, OnBad, Part, Source, spread_rows
+from streamloader.conversion.sources.base import BadSample, OnBad, Source, spread_rows, take_rows
 from streamloader.conversion.sources.fields import FieldSelection, choose, flatten
 from streamloader.conversion.sources.files import field_names
-from streamloader.conversion.sources.records import PROBED, RecordPart, Sample, open_records
+from streamloader.conversion.sources.records import PROBED, RecordPart, Sample, SampleFields, open_records
 from streamloader.errors import SourceError, UsageError
 from streamloader.format.codecs import Column
 from streamloader.format.manifest import Field
@@ -117,15 +117,13 @@ def open_object(samples: Any, selection: FieldSelection, workers: int = 0) -> So
         raise SourceError(f"the {name} has no sample", "give at least one")
     probed = spread_rows(count, PROBED)
     if isinstance(samples, Columns) and (arrays := _as_arrays(samples)):
-        names = field_names(list(arrays), f"the {name}")
-        keys = {field: key for key, field in names.items() if field != key}
-        notes = {"object": name, **({"keys": keys} if keys else {})}
-        fields = {names[key]: Field("tensor", array.dtype.name, array.shape[1:]) for key, array in arrays.items()}
-
-        def part(rows: NDArray[np.int64]) -> Part:
-            return partial(_given, {names[key]: array[rows] for key, array in arrays.items()})
-
-        source = Source(f"{NAME}:{name}", (), fields, count, notes, part)
+        keys = {field: key for key, field in field_names(list(arrays), f"the {name}").items()}
+        columns = {field: arrays[key] for field, key in keys.items()}
+        fields = {field: Field("tensor", array.dtype.name, array.shape[1:]) for field, array in columns.items()}
+        notes = {"object": name, **SampleFields(keys, fields).notes}
+        source = Source(
+            f"{NAME}:{name}", (), fields, count, notes, lambda rows: partial(_given, take_rows(columns, rows))
+        )
         return choose(replace(source, files=(_identity(source, probed),)), selection)
     by_value = type(samples) in (list, tuple, Columns)
     few = [samples[row] for row in probed.tolist()] if by_value else samples
@@ -133,11 +131,8 @@ def open_object(samples: Any, selection: FieldSelection, workers: int = 0) -> So
     held = Held(samples, name, packed)
 
     def cut(rows: NDArray[np.int64]) -> RecordPart:
-        numbers = rows.tolist()
-        if not by_value:
-            return partial(_read_samples, held, numbers, rows)
-        own = Held([samples[number] for number in numbers], name)
-        return partial(_read_samples, own, range(len(rows)), rows)
+        own = Held({row: samples[row] for row in rows.tolist()}, name) if by_value else held
+        return partial(_read_samples, own, rows.tolist())
 
     source = open_records(f"{NAME}:{name}", (), count, cut, selection, notes={"object": name})
     return replace(source, files=(_identity(source, probed),))
@@ -220,29 +215,25 @@ def pack(samples: Any, name: str) -> bytes:
     return out.getvalue()
 
 
-def _read_samples(held: Held, numbers: Sequence[int], rows: NDArray[np.int64], on_bad: OnBad) -> Iterator[Sample]:
-    """Yield each sample as a mapping: `numbers` are theirs in `held`, `rows` in the source.
+def _read_samples(held: Held, rows: Sequence[int], on_bad: OnBad) -> Iterator[Sample]:
+    """Yield each sample of these rows as a mapping; one for which the object raises is bad.
 
-    One for which the object raises is bad. Raises `UsageError` where this process cannot load the object.
+    Raises `UsageError` where this process cannot load the object.
     """
     samples = held.get()
-    names = [f"{held.name}[{row}]" for row in rows]
     several = getattr(samples, "__getitems__", None)
     size = _BATCH if callable(several) else 1
-    for first in range(0, len(numbers), size):
-        positions = range(first, min(first + size, len(numbers)))
-        batch: list[Any] = []
+    for first in range(0, len(rows), size):
+        some, batch = rows[first : first + size], list[Any]()
         if callable(several):
             with suppress(Exception):  # the caller's code: one by one tells which sample it is
-                batch = list(several([numbers[position] for position in positions]))
-        if len(batch) == len(positions):
-            yield from zip(positions, names[first : first + size], map(flatten, batch), strict=True)
-            continue
-        for position in positions:
+                batch = list(several(some))
+        for position, row in enumerate(some, first):
+            name = f"{held.name}[{row}]"
             try:
-                sample = samples[numbers[position]]
+                sample = batch[position - first] if len(batch) == len(some) else samples[row]
             except Exception as error:  # noqa: BLE001 - the caller's code
                 problem = f"it cannot be read: {type(error).__name__}: {error}"
-                on_bad(BadSample(position, names[position], problem, "fix the object's __getitem__"))
+                on_bad(BadSample(position, name, problem, "fix the object's __getitem__"))
             else:
-                yield position, names[position], flatten(sample)
+                yield position, name, flatten(sample)
