@@ -152,12 +152,17 @@ def kinds_of(source: Any) -> dict[str, str]:
 BadCase = tuple[Callable[[Path], Any], str]
 
 
+def assert_error(kind: Any, message: str, src: Path | str, fields: Any = None, **how: Any) -> None:
+    """Opening the source must fail with an error of this kind and message."""
+    with pytest.raises(kind, match=message):
+        opened(src, fields, **how)
+
+
 def assert_refused(case: BadCase, folder: Path, kind: Any = SourceError, name: str = "", **how: Any) -> None:
     """Make a bad source in a folder; opening the folder, or a file in it, must fail with the case's message."""
     make, message = case
     make(folder)
-    with pytest.raises(kind, match=message):
-        opened(folder / name, **how)
+    assert_error(kind, message, folder / name, **how)
 
 
 def files(contents: Mapping[str, bytes]) -> Callable[[Path], None]:
@@ -199,6 +204,22 @@ def tar_bytes(members: Mapping[str, bytes], kind: int = tarfile.PAX_FORMAT) -> b
 def tar(path: Path, members: Mapping[str, bytes], kind: int = tarfile.PAX_FORMAT) -> None:
     """Write a tar of these members."""
     path.write_bytes(tar_bytes(members, kind))
+
+
+def write_table(folder: Path, table: Any, form: str = "parquet", rows: int | None = None) -> Path:
+    """Write a table as Parquet, or an Arrow file or stream, with so many rows in each block; return its path."""
+    import pyarrow.parquet as pq
+    from pyarrow import ipc
+
+    if form == "parquet":
+        pq.write_table(table, folder / "it.parquet", row_group_size=rows, data_page_size=64)
+        return folder / "it.parquet"
+    legacy = form == "legacy"
+    options = ipc.IpcWriteOptions(compression=None if legacy else "lz4", use_legacy_format=legacy)
+    make = ipc.new_file if form == "file" else ipc.new_stream
+    with make(folder / "it.arrow", table.schema, options=options) as writer:
+        writer.write_table(table.unify_dictionaries(), max_chunksize=rows)
+    return folder / "it.arrow"
 
 
 def npy_bytes(array: Any) -> bytes:

@@ -125,7 +125,7 @@ def test_an_iterable_without_samples_is_an_error_and_nothing_is_written(samples,
 DAMAGED = {
     **dict.fromkeys(("npy/input/folder", "npy/input/stored.npz", "npy/input/compressed.npz"), 100),
     **dict.fromkeys(("netcdf/input/classic.nc", "netcdf/input/fixed.nc", "netcdf/input/data.cdf"), 100),
-    **dict.fromkeys(("parquet/input", "arrow/input", "huggingface/input/train"), 100),
+    **dict.fromkeys(("parquet/input", "arrow/input", "huggingface/input/train"), 200),
     **dict.fromkeys(("webdataset/input", "tfrecord/input", "mds/input/plain", "mds/input/zstd"), 40),
     **dict.fromkeys(("csv/input", "jsonl/input", "coco/input::/annotations/instances_train2017.json"), 40),
     **dict.fromkeys(("zarr/input/v2.zarr", "zarr/input/v3.zarr"), 20),
@@ -136,7 +136,7 @@ def damaged(data, rng):
     """Return data that are truncated, or have other bytes or numbers: mostly where headers and footers are."""
 
     def place():
-        start, stop = rng.choice([(0, len(data)), (0, 128), (len(data) - 200, len(data))])
+        start, stop = rng.choice([(0, len(data)), (0, len(data)), (0, 128), (len(data) - 200, len(data))])
         return rng.randrange(max(0, start), min(stop, len(data)))
 
     changed, at = bytearray(data), place()
