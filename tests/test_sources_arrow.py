@@ -554,6 +554,14 @@ def test_a_folder_of_splits_is_refused_with_their_names():
         opened(FORMATS / "huggingface" / "input")
 
 
+def test_a_buffer_that_ends_within_a_number_is_read_up_to_there(tmp_path):
+    path = write_table(tmp_path, pa.table({"x": pa.array(range(77), pa.int32())}), "legacy")
+    sizes = [size.to_bytes(8, "little") for size in (4 * 77, 4 * 77 + 1)]
+    assert path.read_bytes().count(sizes[0]) == 1
+    path.write_bytes(path.read_bytes().replace(*sizes))
+    assert read(opened(path))["x"].tolist() == list(range(77))
+
+
 @pytest.mark.parametrize("form", ["parquet", "file", "stream"])
 def test_a_file_that_changes_after_it_was_opened_is_named(form, tmp_path):
     table = pa.table({"x": range(100), "y": [0.5] * 100})

@@ -200,7 +200,7 @@ class Tables:
         batches, read, size = self._read(cut), [], 0
         for first, batch in batches:
             read.append((first, batch))
-            size += batch.nbytes
+            size += batch.get_total_buffer_size()  # nbytes follows offsets, which nothing has checked yet
             if size > BEGIN_BYTES:
                 break
         return chain(read, batches)

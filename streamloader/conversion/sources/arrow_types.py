@@ -398,7 +398,8 @@ def _numbers(array: pa.Array) -> NDArray[Any]:
     if array.type.bit_width == 1:
         bits = np.unpackbits(np.frombuffer(data, np.uint8), bitorder="little").view(np.bool_)
         return bits[array.offset : array.offset + len(array)]
-    numbers: NDArray[Any] = np.frombuffer(data, array.type.to_pandas_dtype())
+    whole = len(data) * 8 // array.type.bit_width  # a damaged file may have part of a number more
+    numbers: NDArray[Any] = np.frombuffer(data, array.type.to_pandas_dtype(), whole)
     return numbers[array.offset : array.offset + len(array)]
 
 
