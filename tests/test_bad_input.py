@@ -123,7 +123,7 @@ def test_an_iterable_without_samples_is_an_error_and_nothing_is_written(samples,
 
 
 DAMAGED = {
-    **dict.fromkeys(("npy/input/folder", "npy/input/stored.npz", "npy/input/compressed.npz"), 100),
+    **dict.fromkeys(("npy/input/folder", "npy/input/stored.npz", "npy/input/compressed.npz", "parquet/input"), 100),
     **dict.fromkeys(
         ("netcdf/input/classic.nc", "netcdf/input/fixed.nc", "netcdf/input/data.cdf", "parquet/input"), 100
     ),
