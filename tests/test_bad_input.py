@@ -140,9 +140,11 @@ def damaged(data, rng):
     start, stop = rng.choice([(0, len(data)), (0, len(data)), (0, 128), (len(data) - 200, len(data))])
     places = range(max(0, start), min(stop, len(data)))
     changed, at = bytearray(data), rng.choice(places)
-    match rng.choice(["cut", "number", "bytes", "bytes"]):
+    match rng.choice(["cut", "gap", "number", "bytes", "bytes"]):
         case "cut":
             del changed[at:]
+        case "gap":
+            del changed[at : at + rng.randrange(1, 40)]
         case "number":
             size = min(rng.choice([2, 4, 8]), len(data) - at)
             changed[at : at + size] = rng.choice([b"\xff", b"\0", b"\x7f"]) * size
