@@ -94,23 +94,10 @@ def write_dataset(store: Store, columns: Mapping[str, Any], geometry: Geometry) 
 def read_column(store: Store, name: str, start: int, stop: int, max_bytes: int = 1 << 24) -> Any:
     """Read a column through `FieldReader`, as the format holds it."""
     manifest, store, _ = open_root(store)
-    reader, plane = FieldReader(store, manifest, name), store.reader()
-    field = reader.layout.field
-    runs = reader.runs(start, stop, max_bytes)
-    if field.fixed:
-        out = np.zeros((stop - start, *field.shape), field.dtype)
-        for run in runs:
-            reader.decode(run, reader.fetch(plane, run), out, start)
-        return out
-    items = []
-    for run in runs:
-        chunks = reader.decode(run, reader.fetch(plane, run))
-        assert chunks is not None
-        values = [bytes(chunk[i]) for _, chunk in chunks for i in range(len(chunk))]
-        assert len(values) == run.num_samples
-        assert [row for row, _ in chunks] == list(range(0, run.num_samples, reader.layout.chunk))
-        items += [value for i, value in enumerate(values) if start <= run.first_sample + i < stop]
-    return items
+    found = FieldReader(store, manifest, name).read(start, stop, max_bytes=max_bytes)
+    if isinstance(found, np.ndarray):
+        return found
+    return [bytes(items[i]) for number, items in found for i in range(len(items)) if start <= number + i < stop]
 
 
 def same(left: Any, right: Any) -> bool:

@@ -19,7 +19,6 @@ import streamloader as sl
 from streamloader import errors
 from streamloader.errors import StreamloaderError
 from streamloader.storage import open_store
-from streamloader.storage.process import run_all
 
 BAD = V1 / "bad"
 EXPECTED = json.loads((BAD / "expected.json").read_text())
@@ -92,16 +91,6 @@ def test_a_wrong_shard_index_alone_changes_nothing(name):
     for field in GOLD["free"]["fields"]:
         assert_same(found[field], expected_column("free", field))
     assert len(stream(url, EXPECTED[name], shuffle=False)) == GOLD["free"]["num_samples"]
-
-
-def test_missing_and_short_objects_give_the_same_errors_on_s3(moto):
-    """There a range behind an object's end is a refusal (416), and a missing object one of three."""
-    for name in ("empty_shard", "truncated_shard", "missing_shard", "missing_table", "truncated_table", "nothing_here"):
-        store = open_store(moto.url(name), moto.storage_options)
-        run_all(lambda item, store=store: store.put(*item), contents(BAD / name).items(), 8)
-        with pytest.raises(StreamloaderError) as caught:
-            sl.open(store.url, storage_options=moto.storage_options)[:]
-        assert_error_is(caught.value, EXPECTED[name])
 
 
 def test_every_error_class_of_the_format_has_a_bad_dataset():

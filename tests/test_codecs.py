@@ -180,14 +180,6 @@ def test_auto_leaves_noise_alone_and_compresses_what_pays():
     assert measure_codec("zstd", field, noise)[0] == "zstd"
 
 
-@pytest.mark.parametrize("spec", ["int64", "bytes", "text", "ragged:int32[2]", "uint8[4]"])
-def test_auto_has_an_answer_for_no_samples(spec):
-    field = Field.parse(spec)
-    column = column_of(field, 0)
-    codec, size = measure_codec("auto", field, column)
-    assert codec == "none" and size == field.item_bytes
-
-
 def test_chunks_of_fill_values_are_stored_too():
     layout = FieldLayout(Field.parse("int32"), 4, 16, "none", resident=False)
     encoded = encode_shard(layout, np.zeros(9, np.int32))

@@ -245,18 +245,24 @@ def test_broken_datasets_are_one_clear_error_on_every_store(store_url):
     shard = store.get("image/c/1/0")
     flipped = bytearray(shard)
     flipped[5000] ^= 16
-    for data, kind, said in (
-        (shard[:3000], CorruptError, "image/c/1/0"),
-        (bytes(flipped), CorruptError, r"chunk 4 of .*image/c/1/0 \(samples 20 to 20\)"),
-        (None, MissingObjectError, "image/c/1/0"),
+    page = "_streamloader/chunks/image/c/0/0/0"
+    table = store.get(page)
+    for path, data, kind, message in (
+        ("image/c/1/0", shard[:3000], CorruptError, "image/c/1/0"),
+        ("image/c/1/0", b"", CorruptError, "image/c/1/0"),
+        ("image/c/1/0", bytes(flipped), CorruptError, r"chunk 4 of .*image/c/1/0 \(samples 20 to 20\)"),
+        ("image/c/1/0", None, MissingObjectError, "image/c/1/0"),
+        *((page, data, CorruptError, page) for data in (table[:-9], b"", table + b"x")),
+        (page, None, MissingObjectError, page),
     ):
         if data is None:
-            store.delete(["image/c/1/0"])
+            store.delete([path])
         else:
-            store.put("image/c/1/0", data)
+            store.put(path, data)
         ds = open_dataset(url, storage_options=options)
-        assert ds[0]["image"].shape == (1100,)
-        for read in (lambda ds=ds: ds[20], lambda ds=ds: ds[0:64], lambda ds=ds: ds.read("image", 10, 30)):
-            with pytest.raises(kind, match=said) as caught:
+        assert path == page or ds[0]["image"].shape == (1100,)
+        reads = (lambda ds=ds: ds[20], lambda ds=ds: ds[0:64], lambda ds=ds: ds.read("image", 10, 30))
+        for read in reads[: 1 if path == page else 3]:
+            with pytest.raises(kind, match=message) as caught:
                 read()
             assert isinstance(caught.value, StreamloaderError) and "\n" not in str(caught.value)

@@ -40,7 +40,6 @@ from streamloader.format.publish import (
     Claim,
     begin,
     check_free,
-    check_receipts,
     clean,
     erase,
     finish,
@@ -173,19 +172,6 @@ def test_a_crash_at_any_write_of_finish_is_repaired_by_finishing_again(monkeypat
                 clean(store)
         assert objects_of(store) == expected
     assert 10 < crashes < 40
-
-
-def test_shards_whose_objects_are_missing_or_differ_are_found():
-    store, geometry = memory_store(), geometry_of(MIXED, None, LAYOUT)
-    write_shards(store, geometry, columns_of(MIXED, 100))
-    receipts = read_receipts(store)
-    assert sorted(receipts) == list(range(7)) and check_receipts(store, receipts) == []
-    store.delete([geometry.layouts["image"].shard_key("image", 2)])
-    store.put(geometry.layouts["name"].shard_key("name", 4), b"short")
-    store.delete(["_streamloader/parts/6"])
-    assert check_receipts(store, receipts) == [2, 4, 6]
-    store.put("_streamloader/receipts/1.json", b"{}")
-    assert 1 not in read_receipts(store)
 
 
 def test_columns_that_would_be_stored_as_something_else_are_errors():

@@ -394,20 +394,6 @@ def test_the_root_of_splits_must_be_what_they_imply(splits):
     assert not sl.verify(splits, split="train").problems
 
 
-def test_a_damaged_object_is_named_on_s3(moto):
-    kinds = {name: KINDS[name] for name in ("blob", "words")}
-    objects = written(columns_of(kinds, 64), kinds)
-    store = open_store(moto.url(), moto.storage_options)
-    for path, data in objects.items():
-        store.put(path, data)
-    assert sl.verify(store.url, storage_options=moto.storage_options).ok
-    path, gone = shards_of(objects, "words")[0], shards_of(objects, "blob")[1]
-    store.put(path, flipped(objects[path], 9))
-    store.delete([gone])
-    report = sl.verify(store.url, storage_options=moto.storage_options)
-    assert [(one.path, "missing" in one.problem) for one in report.problems] == [(gone, True), (path, False)]
-
-
 def test_a_web_server_that_does_not_list_is_verified_but_for_objects_too_many(whole, tmp_path):
     for path, data in whole.items():
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)

@@ -30,18 +30,18 @@ def threads_of_writer():
 def test_what_is_written_is_read_on_every_store(store_url):
     url, options = store_url
     fields = {name: ALL_KINDS[name] for name in ("f_bool", "image", "blob", "words", "boxes")}
-    columns = {name: public(field, column_of(field, 70)) for name, field in fields.items()}
+    columns = {name: public(field, column_of(field, 40)) for name, field in fields.items()}
     with sl.Writer(url, fields, layout=SMALL, storage_options=options, provenance={"made": "here"}) as out:
         for i in range(20):
             out.write({name: column[i] for name, column in columns.items()})
-        out.write_batch({name: column[20:69] for name, column in columns.items()})
-        out.write({name: column[69] for name, column in columns.items()})
-        assert len(out) == 70
+        out.write_batch({name: column[20:39] for name, column in columns.items()})
+        out.write({name: column[39] for name, column in columns.items()})
+        assert len(out) == 40
         with pytest.raises((IncompleteError, NotADatasetError)):
             open_dataset(url, storage_options=options)
     ds = open_dataset(url, storage_options=options)
     found = ds[:]
-    assert len(ds) == 70 and ds.manifest.provenance == {"made": "here"}
+    assert len(ds) == 40 and ds.manifest.provenance == {"made": "here"}
     for name in fields:
         assert equal(found[name], columns[name]), name
     assert not threads_of_writer()

@@ -128,6 +128,17 @@ def arrays(folder, start, stop):
 
 
 @pytest.fixture
+def grow(tmp_path):
+    """Append the rows [start, stop)."""
+
+    def add(url, start, stop, **options):
+        place = tmp_path / f"from{start}to{stop}"
+        return sl.append(url, place if place.exists() else arrays(place, start, stop), **{"workers": 0, **options})
+
+    return add
+
+
+@pytest.fixture
 def data(tmp_path):
     """A dataset of 50 rows."""
     sl.convert(arrays(tmp_path / "first", 0, 50), tmp_path / "data", layout=SMALL, workers=0)
@@ -139,14 +150,14 @@ def rows(ds):
     return ds[:]["n"].tolist()
 
 
-def test_an_append_is_seen_by_who_opens_and_not_by_who_has_opened(tmp_path, store_url):
+def test_an_append_is_seen_by_who_opens_and_not_by_who_has_opened(tmp_path, grow, store_url):
     url, options = store_url
     sl.convert(arrays(tmp_path / "a", 0, 50), url, layout=SMALL, workers=0, storage_options=options)
     before = sl.open(url, storage_options=options)
     loader = sl.StreamingDataset(url, batch_size=5, seed=3, storage_options=options)
     batches = iter(loader)
-    seen = [next(batches)["n"] for _ in range(3)]
-    report = sl.append(url, arrays(tmp_path / "b", 50, 120), workers=0, storage_options=options)
+    seen, state = [next(batches)["n"] for _ in range(3)], loader.state_dict()
+    report = grow(url, 50, 120, storage_options=options)
     assert (report.before, report.added, report.manifest.generation) == (50, 70, 2)
     seen += [batch["n"] for batch in batches]
     assert sorted(np.concatenate(seen).tolist()) == list(range(50))
@@ -156,17 +167,10 @@ def test_an_append_is_seen_by_who_opens_and_not_by_who_has_opened(tmp_path, stor
     assert after.digest == report.manifest.digest != before.digest
     left = {info.path for info in open_store(url, options).list("_streamloader")}
     assert not [path for path in left if "append" in path]
+    with pytest.raises(sl.errors.StateError):
+        sl.StreamingDataset(url, batch_size=5, seed=3, storage_options=options).load_state_dict(state)
     stream = sl.StreamingDataset(url, batch_size=8, seed=3, storage_options=options)
     assert sorted(np.concatenate([batch["n"] for batch in stream]).tolist()) == list(range(120))
-
-
-def test_a_state_of_the_version_before_is_refused(data, tmp_path):
-    loader = sl.StreamingDataset(data, batch_size=5, seed=3)
-    next(iter(loader))
-    state = loader.state_dict()
-    sl.append(data, arrays(tmp_path / "b", 50, 60), workers=0)
-    with pytest.raises(sl.errors.StateError):
-        sl.StreamingDataset(data, batch_size=5, seed=3).load_state_dict(state)
 
 
 def test_selections_read_over_stale_bytes(tmp_path):
@@ -179,16 +183,15 @@ def test_selections_read_over_stale_bytes(tmp_path):
     assert [int(batch["n"][0]) for batch in stream] == list(range(0, 47, 3))
 
 
-def test_the_new_samples_may_be_shuffled(data, tmp_path):
-    sl.append(data, arrays(tmp_path / "b", 50, 120), workers=0, shuffle=4)
+def test_the_new_samples_may_be_shuffled(data, grow):
+    grow(data, 50, 120, shuffle=4)
     found = rows(sl.open(data))
     assert found[:50] == list(range(50))
     assert sorted(found[50:]) == list(range(50, 120)) != found[50:]
 
 
-def test_an_empty_source_changes_nothing(data, tmp_path):
-    before = contents(data)
-    report = sl.append(data, arrays(tmp_path / "b", 0, 0), workers=0)
+def test_an_empty_source_changes_nothing(data, grow):
+    before, report = contents(data), grow(data, 0, 0)
     assert (report.added, report.manifest.num_samples) == (0, 50)
     assert contents(data) == before
 
@@ -207,33 +210,28 @@ def test_an_empty_dataset_is_cut_as_a_conversion_of_what_comes(tmp_path):
     naive_reader.read(tmp_path / "data")
 
 
-def test_processes_write_the_same_bytes(data, tmp_path):
+def test_processes_write_the_same_bytes(data, grow, tmp_path):
     shutil.copytree(data, tmp_path / "other")
-    source = arrays(tmp_path / "b", 50, 120)
-    sl.append(data, source, workers=0)
-    sl.append(tmp_path / "other", source, workers=2)
+    grow(data, 50, 120)
+    grow(tmp_path / "other", 50, 120, workers=2)
     assert contents(data) == contents(tmp_path / "other")
 
 
-def test_provenance_tells_of_each_append(data, tmp_path):
+def test_types_are_cast_other_fields_left_out_and_the_provenance_lists_each_append(data, grow, tmp_path):
     first = sl.open(data).manifest.provenance["source"]
-    for low, high in ((50, 60), (60, 61)):
-        sl.append(data, arrays(tmp_path / f"from{low}", low, high), workers=0)
-    told = sl.open(data).manifest.provenance
-    assert told["source"] == first
-    assert [one["num_samples"] for one in told["appended"]] == [10, 1]
-    assert told["appended"][1]["source"]["url"].endswith("from60")
+    grow(data, 50, 60)
+    source = arrays(tmp_path / "b", 60, 61)
+    np.save(source / "n.npy", np.arange(60, 61, dtype="int16"))
+    np.save(source / "other.npy", np.arange(1))
+    sl.append(data, source, workers=0)
+    assert rows(sl.open(data)) == list(range(61))
+    provenance = sl.open(data).manifest.provenance
+    assert provenance["source"] == first
+    assert [one["num_samples"] for one in provenance["appended"]] == [10, 1]
+    assert provenance["appended"][1]["source"]["url"] == f"{source}"
 
 
 # --- fields and classes
-
-
-def test_types_are_cast_and_other_fields_left_out(data, tmp_path):
-    source = arrays(tmp_path / "b", 50, 60)
-    np.save(source / "n.npy", np.arange(50, 60, dtype="int16"))
-    np.save(source / "other.npy", np.arange(10))
-    sl.append(data, source, workers=0)
-    assert rows(sl.open(data)) == list(range(60))
 
 
 def saved(name, array):
@@ -249,11 +247,11 @@ WRONG = {
 
 @pytest.mark.parametrize("case", WRONG)
 def test_fields_that_do_not_agree_are_named_and_nothing_is_written(case, data, tmp_path):
-    change, told = WRONG[case]
+    change, message = WRONG[case]
     source = arrays(tmp_path / "b", 50, 60)
     change(source)
     before = contents(data)
-    with pytest.raises((FieldError, SourceError), match=told):
+    with pytest.raises((FieldError, SourceError), match=message):
         sl.append(data, source, workers=0)
     assert {path: data for path, data in contents(data).items() if "append" not in path} == before
     assert rows(sl.open(data)) == list(range(50))
@@ -280,39 +278,34 @@ def test_images_of_another_format_are_refused_unless_they_are_encoded_alike(tmp_
         sl.append(tmp_path / "data", source, workers=0)
     sl.append(tmp_path / "data", source, workers=0, quality=90)
     assert all(one.startswith(b"\xff\xd8") for one in sl.open(tmp_path / "data")[:]["image"])
+    sl.convert(photos(photos(tmp_path / "c", "jpg", bee=2), "png", cat=2), tmp_path / "mixed", workers=0)
+    sl.append(tmp_path / "mixed", source, workers=0)  # any format joins several
+    assert sl.open(tmp_path / "mixed").manifest.fields["image"].field.encoding == "mixed"
+    assert [one[:4] for one in sl.open(tmp_path / "mixed")[4:]["image"]] == [b"\x89PNG"] * 2
 
 
-def test_images_of_any_format_join_those_of_several(tmp_path):
-    source = photos(photos(tmp_path / "a", "jpg", bee=2), "png", cat=2)
-    sl.convert(source, tmp_path / "data", workers=0)
-    sl.append(tmp_path / "data", photos(tmp_path / "b", bee=2), workers=0)
-    assert sl.open(tmp_path / "data").manifest.fields["image"].field.encoding == "mixed"
-    assert [one[:4] for one in sl.open(tmp_path / "data")[4:]["image"]] == [b"\x89PNG"] * 2
-
-
-def test_more_than_readers_hold_in_memory_is_refused(data, tmp_path, monkeypatch):
+def test_more_than_readers_hold_in_memory_is_an_error(data, grow, monkeypatch):
     monkeypatch.setattr(append_module, "RESIDENT_TOTAL", 450)
-    source = arrays(tmp_path / "b", 50, 60)
     with pytest.raises(DestinationError, match="480 bytes in small fields"):
-        sl.append(data, source, workers=0)
+        grow(data, 50, 60)
     assert not (data / CLAIM).exists()
 
 
 # --- splits
 
 
-def test_one_split_grows_and_the_others_stay(tmp_path):
+def test_one_split_grows_and_the_others_stay(tmp_path, grow):
     data = tmp_path / "data"
     sl.convert(arrays(tmp_path / "a", 0, 50), data, layout=SMALL, split="train=0.8,val=0.2", workers=0)
     before = {name: sl.open(data, split=name) for name in ("train", "val")}
-    sl.append(data, arrays(tmp_path / "b", 50, 60), split="train", workers=0)
+    grow(data, 50, 60, split="train")
     assert sl.open(data, split="train")[:]["n"].tolist()[40:] == list(range(50, 60))
     assert sl.open(data, split="val").digest == before["val"].digest
     assert len(before["train"][:]["n"]) == 40
     for name in ("train", "val"):
         naive_reader.read(data, name)
     with pytest.raises(FieldError, match="splits train, val"):
-        sl.append(data, tmp_path / "b", workers=0)
+        grow(data, 50, 60)
 
 
 # --- kills
@@ -370,14 +363,13 @@ def test_an_append_that_is_killed_at_any_change_goes_on_to_the_same_bytes(split,
     assert changes > 15
 
 
-def test_a_kill_of_the_abandoning_is_healed_by_doing_it_again(data, tmp_path, monkeypatch):
+def test_a_kill_of_the_abandoning_is_repaired_by_doing_it_again(data, grow, monkeypatch):
     first = contents(data)
-    source = arrays(tmp_path / "b", 50, 75)
     for changes in range(30):
         with monkeypatch.context() as patch:
             dying(patch, 12)
             with pytest.raises(Stop):
-                sl.append(data, source, workers=0)
+                grow(data, 50, 75)
         killed = True
         with monkeypatch.context() as patch, suppress(Stop):
             dying(patch, changes)
@@ -401,50 +393,42 @@ def meanwhile(phase, act, done=0):
     return lambda progress: progress.phase == phase and progress.done >= done and next(once, lambda: None)()
 
 
-def test_a_second_append_raises_and_does_not_disturb_the_first(data, tmp_path):
-    mine, other = arrays(tmp_path / "b", 50, 75), arrays(tmp_path / "c", 50, 60)
-
+def test_a_second_append_raises_and_does_not_disturb_the_first(data, grow):
     def second():
         with pytest.raises(DestinationError, match=r"is being appended to by another run.*--abandon"):
-            sl.append(data, other, workers=0)
+            grow(data, 50, 60)
 
-    sl.append(data, mine, workers=0, progress=meanwhile("write", second, 1))
+    grow(data, 50, 75, progress=meanwhile("write", second, 1))
     assert rows(sl.open(data)) == list(range(75))
-    sl.append(data, arrays(tmp_path / "d", 75, 85), workers=0)
+    grow(data, 75, 85)
     assert rows(sl.open(data)) == list(range(85))
 
 
 @pytest.mark.parametrize("phase", ["write", "finish"])
-def test_the_same_append_twice_at_once_is_one_append(phase, data, tmp_path):
-    source = arrays(tmp_path / "b", 50, 75)
+def test_the_same_append_twice_at_once_is_one_append(phase, data, grow):
     inner = []
-    again = meanwhile(phase, lambda: inner.append(sl.append(data, source, workers=0)))
-    report = sl.append(data, source, workers=0, progress=again)
+    report = grow(data, 50, 75, progress=meanwhile(phase, lambda: inner.append(grow(data, 50, 75))))
     assert report.manifest.digest == inner[0].manifest.digest == sl.open(data).digest
     assert (report.before, report.added) == (50, 25)
     assert rows(sl.open(data)) == list(range(75))
     assert not [path for path in contents(data) if "append" in path]
 
 
-def test_who_lost_its_claim_does_not_publish(data, tmp_path):
-    other = arrays(tmp_path / "c", 50, 60)
-
+def test_an_append_that_lost_its_claim_does_not_publish(data, grow):
     def take_over():
         assert abandon(data)
-        sl.append(data, other, workers=0)
+        grow(data, 50, 60)
 
     with pytest.raises(DestinationError, match="another run ended the append"):
-        sl.append(data, arrays(tmp_path / "b", 50, 75), workers=0, progress=meanwhile("write", take_over, 1))
+        grow(data, 50, 75, progress=meanwhile("write", take_over, 1))
     ds = sl.open(data)
     assert (len(ds), ds.manifest.generation) == (60, 2)
 
 
-def test_an_append_to_a_version_that_was_replaced_raises(data, tmp_path):
+def test_an_append_to_a_version_that_was_replaced_raises(data, grow):
     """The claim is free again, but the dataset is another one than when the append began."""
-    other = arrays(tmp_path / "c", 50, 60)
-    first = meanwhile("scan", lambda: sl.append(data, other, workers=0))
     with pytest.raises(DestinationError, match=sl.open(data).digest):
-        sl.append(data, arrays(tmp_path / "b", 50, 75), workers=0, progress=first)
+        grow(data, 50, 75, progress=meanwhile("scan", lambda: grow(data, 50, 60)))
     assert rows(sl.open(data)) == list(range(60))
     assert not (data / CLAIM).exists()
 
@@ -485,27 +469,27 @@ def test_a_damaged_last_shard_is_named_and_nothing_is_published(harm, error, tmp
     assert sl.open(url).digest == base.digest
 
 
-def test_erase_removes_all_versions_and_an_append_under_way(data, tmp_path, monkeypatch):
-    sl.append(data, arrays(tmp_path / "b", 50, 60), workers=0)
+def test_erase_removes_all_versions_and_an_append_under_way(data, grow, monkeypatch):
+    grow(data, 50, 60)
     with monkeypatch.context() as patch:
         dying(patch, 9)
         with pytest.raises(Stop):
-            sl.append(data, arrays(tmp_path / "c", 60, 90), workers=0)
+            grow(data, 60, 90)
     assert (data / CLAIM).exists()
     assert rows(sl.open(data)) == list(range(60))
     erase(open_store(data))
     assert not contents(data)
 
 
-def test_earlier_readers_refuse_an_appended_dataset(data, tmp_path, monkeypatch):
-    sl.append(data, arrays(tmp_path / "b", 50, 60), workers=0)
+def test_an_appended_dataset_is_an_error_for_earlier_readers(data, grow, monkeypatch):
+    grow(data, 50, 60)
     monkeypatch.setattr(manifest, "KNOWN_REQUIREMENTS", frozenset())
     with pytest.raises(sl.errors.VersionError, match="requires append"):
         sl.open(data)
 
 
-def test_skips_without_end_are_refused(data, tmp_path):
-    sl.append(data, arrays(tmp_path / "b", 50, 60), workers=0)
+def test_too_many_skips_are_an_error(data, grow):
+    grow(data, 50, 60)
     raw = json.loads((data / "zarr.json").read_text())["attributes"]["streamloader"]
     raw["fields"]["x"]["skips"] = [[shard, 0, 1] for shard in range(manifest.MAX_SKIPS + 1)]
     with pytest.raises(sl.errors.FormatError, match=f"{manifest.MAX_SKIPS + 1} skips of x"):
@@ -515,7 +499,7 @@ def test_skips_without_end_are_refused(data, tmp_path):
 # --- the command
 
 
-def test_the_command_appends_and_says_so(data, tmp_path, capsys):
+def test_the_command_appends_and_prints_the_new_version(data, tmp_path, capsys):
     source = arrays(tmp_path / "b", 50, 75)
     status, out, _ = run(capsys, "append", data, source, "--workers", 0)
     assert (status, "appended 25 samples" in out, "version 2 has 75" in out) == (0, True, True)
