@@ -451,16 +451,16 @@ class RunState:
 
 def _read_place(state: dict[str, Any]) -> dict[str, Any]:
     """Return the values of a state that change during a run. Raises StateError for what is missing or invalid."""
+    state = {"ranks": 0, "batch": 0, "inside": False, "skipped": [], **state}
     remainder = get(state, "remainder", str)
     if remainder not in REMAINDERS:
         raise StateError(f"the state's remainder is {remainder!r}, not one of {', '.join(REMAINDERS)}", _NEW_RUN)
-    numbers = {name: get(state, name, int) for name in ("seed", "epoch", "position", "extra", "workers")}
-    numbers |= {name: get(state, name, int) if name in state else 0 for name in ("ranks", "batch")}
+    names = ("seed", "epoch", "position", "extra", "workers", "ranks", "batch")
+    numbers = {name: get(state, name, int) for name in names}
     if min(numbers.values()) < 0 or not numbers["extra"] < numbers["workers"]:
         raise StateError(f"the state {state} is invalid", _NEW_RUN)
-    inside = get(state, "inside", bool) if "inside" in state else False
-    skipped = tuple(Gap(*one) for one in read_list(state, "skipped", [(int, int, int)])) if "skipped" in state else ()
-    return {"remainder": remainder, **numbers, "inside": inside, "skipped": skipped}
+    skipped = tuple(Gap(*one) for one in read_list(state, "skipped", [(int, int, int)]))
+    return {"remainder": remainder, **numbers, "inside": get(state, "inside", bool), "skipped": skipped}
 
 
 def read_list(state: dict[str, Any], name: str, shape: Any) -> Any:
