@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib.util
+import itertools
 import os
 import signal
 import subprocess
@@ -30,10 +31,25 @@ def module_at(path: Path) -> Any:
     return module
 
 
-def interrupted(src: Any, dst: Path | str, shards: int, **options: Any) -> None:
-    """Convert until so many shards are written, and no further."""
+def call_at(shards: int, act: Callable[[], Any], phase: str = "write") -> Callable[[Progress], None]:
+    """Return a listener that calls `act` once, when so many shards are written."""
+    seen = itertools.count()
+
+    def listen(progress: Progress) -> None:
+        if progress.phase == phase and next(seen) == shards:
+            act()
+
+    return listen
+
+
+def _stop() -> None:
+    raise KeyboardInterrupt
+
+
+def interrupted(src: Any, dst: Path | str, shards: int, phase: str = "write", **options: Any) -> None:
+    """Convert until so many shards are written, and no further, as Ctrl-C does."""
     with pytest.raises(KeyboardInterrupt):
-        sl.convert(src, dst, **{"layout": SMALL, "workers": 0, **options}, progress=interrupt_after(shards))
+        sl.convert(src, dst, **{"layout": SMALL, "workers": 0, **options}, progress=call_at(shards, _stop, phase))
 
 
 def write_photos(root: Path, classes: dict[str, int], size: Callable[[int], Any], name: str = "{:03}.png") -> Path:
@@ -66,19 +82,6 @@ class Exported:
 def contents(root: Path) -> dict[str, bytes]:
     """Return every file below a folder."""
     return {path.relative_to(root).as_posix(): path.read_bytes() for path in root.rglob("*") if path.is_file()}
-
-
-def interrupt_after(shards: int, phase: str = "write") -> Callable[[Progress], None]:
-    """Return a listener that ends the conversion as Ctrl-C does, when so many shards are written."""
-    seen = 0
-
-    def listen(progress: Progress) -> None:
-        nonlocal seen
-        seen += progress.phase == phase
-        if seen > shards:
-            raise KeyboardInterrupt
-
-    return listen
 
 
 def wait_for(happened: Callable[[], Any], seconds: float = 300.0) -> Any:

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from conversions import SMALL, contents, interrupt_after, interrupted, write_photos
+from conversions import SMALL, call_at, contents, interrupted, write_photos
 
 import streamloader as sl
 from streamloader.conversion import job as jobs
@@ -122,8 +122,7 @@ def test_a_shard_unlike_its_receipt_is_written_again(damage, photos, tmp_path, e
 def test_a_conversion_killed_in_its_last_steps_is_resumed(photos, tmp_path):
     split, out = "train=0.75,val=0.25", tmp_path / "out"
     sl.convert(photos, tmp_path / "whole", split=split, layout=SMALL, workers=0)
-    with pytest.raises(KeyboardInterrupt):
-        sl.convert(photos, out, split=split, layout=SMALL, workers=0, progress=interrupt_after(0, "finish"))
+    interrupted(photos, out, 0, "finish", split=split)
     before = contents(out)
     receipts = sum("/receipts/" in path for path in before)
     shutil.copytree(out / "val", tmp_path / "val")
@@ -232,20 +231,6 @@ def write_document(out, job):
     (out / "_streamloader" / "job.json").write_text(json.dumps(job, sort_keys=True, indent=1))
 
 
-def call_at(shards, act, phase="write"):
-    """A listener that calls `act` once, when so many shards are written."""
-    seen = 0
-
-    def listen(progress):
-        nonlocal seen
-        seen += progress.phase == phase
-        if seen == shards + 1:
-            seen += 1
-            act()
-
-    return listen
-
-
 def take_over(out):
     """Make the run at `out` look like one of another machine, which cannot be seen from here."""
     job = document(out)
@@ -277,8 +262,7 @@ def test_a_run_that_another_machine_takes_over_stops_and_changes_nothing(options
     def elsewhere():
         take_over(out)
         if phase == "write":
-            with pytest.raises(KeyboardInterrupt):
-                sl.convert(photos, out, layout=SMALL, workers=0, progress=interrupt_after(1), **options)
+            interrupted(photos, out, 1, **options)
         else:
             sl.convert(photos, out, layout=SMALL, workers=0, **options)
 

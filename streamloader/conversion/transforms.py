@@ -20,10 +20,10 @@ import sysconfig
 import types
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,8 +50,7 @@ _CODE = (
 )
 
 
-@dataclass(frozen=True)
-class FunctionDigest:
+class FunctionDigest(NamedTuple):
     """A SHA-256 in hex; empty where it is unknown, and `unknown` says why."""
 
     digest: str
@@ -224,8 +223,8 @@ class Mapper:
 
     function: Function
     name: str
-    batch: int | None = None
-    identity: FunctionDigest = field(default=FunctionDigest(""), repr=False)
+    batch: int | None
+    identity: FunctionDigest
 
     def options(self) -> dict[str, Any]:
         """Return what tells this function from another. Where that is not known, no two calls return the same."""

@@ -7,7 +7,7 @@ import fsspec
 import numpy as np
 import pytest
 from commands import run
-from conversions import contents, interrupt_after
+from conversions import contents, interrupted
 
 import streamloader as sl
 from streamloader.cli import datasets
@@ -25,16 +25,11 @@ def src(tmp_path):
     return tmp_path / "it.npz"
 
 
-def begin(src, dst, phase="write", after=5, **options):
-    with pytest.raises(KeyboardInterrupt):
-        sl.convert(src, dst, layout=SMALL, workers=0, progress=interrupt_after(after, phase), **options)
-
-
 @pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize(("phase", "after"), [("write", 0), ("write", 5), ("finish", 0)])
 def test_an_unfinished_conversion_goes_with_all_that_it_wrote(split, phase, after, src, tmp_path, capsys):
     out = tmp_path / "out"
-    begin(src, out, phase, after, split=split)
+    interrupted(src, out, after, phase, layout=SMALL, split=split)
     (out / "_streamloader" / f".{'0' * 32}.streamloader-tmp").write_bytes(b"half of it")
     (out / "NOTES.md").write_text("mine")
     there = contents(out)
@@ -93,7 +88,7 @@ def test_what_is_not_ours_is_refused_and_stays(src, tmp_path, capsys):
     (other / "photo.jpg").write_bytes(b"x")
     zarr.mkdir()
     (zarr / "zarr.json").write_text(json.dumps({"zarr_format": 3, "node_type": "group", "attributes": {}}))
-    begin(src, damaged)
+    interrupted(src, damaged, 5, layout=SMALL)
     (damaged / "_streamloader" / "job.json").write_bytes(b'{"by"')
     for folder in (other, zarr, damaged):
         before = contents(folder)
@@ -124,7 +119,7 @@ def test_a_dataset_that_is_edited_later_or_appended_to_is_refused_and_stays(src,
 
 def test_a_conversion_that_ended_meanwhile_is_not_removed(src, tmp_path):
     out = tmp_path / "out"
-    begin(src, out)
+    interrupted(src, out, 5, layout=SMALL)
     store = open_store(out)
     found = find_incomplete(store)
     sl.convert(src, out, layout=SMALL, workers=0)
@@ -135,7 +130,7 @@ def test_a_conversion_that_ended_meanwhile_is_not_removed(src, tmp_path):
 
 @pytest.mark.parametrize("answer", ["y", "n"])
 def test_it_asks_first(answer, src, tmp_path, capsys, monkeypatch):
-    begin(src, tmp_path / "out")
+    interrupted(src, tmp_path / "out", 5, layout=SMALL)
     before = contents(tmp_path / "out")
     terminal = SimpleNamespace(isatty=lambda: True, readline=lambda: f"{answer}\n")
     monkeypatch.setattr(datasets.sys, "stdin", terminal)
@@ -150,7 +145,7 @@ def test_it_asks_first(answer, src, tmp_path, capsys, monkeypatch):
 def test_without_a_terminal_it_needs_a_flag(src, tmp_path, capsys):
     status, out, err = run(capsys, "rm-incomplete", tmp_path / "out")
     assert (status, out.startswith("there is nothing at"), err) == (0, True, "")
-    begin(src, tmp_path / "out")
+    interrupted(src, tmp_path / "out", 5, layout=SMALL)
     before = contents(tmp_path / "out")
     status, _, err = run(capsys, "rm-incomplete", tmp_path / "out")
     assert (status, "--yes" in err) == (2, True)
@@ -159,7 +154,7 @@ def test_without_a_terminal_it_needs_a_flag(src, tmp_path, capsys):
 
 def test_unfinished_uploads_go_too(src, moto):
     options, url = moto.storage_options, moto.url()
-    begin(src, url, storage_options=options)
+    interrupted(src, url, 5, layout=SMALL, storage_options=options)
     bucket, _, key = url.removeprefix("s3://").partition("/")
     client = moto.client()
     for name in ("inside", "beside"):
