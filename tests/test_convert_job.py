@@ -119,17 +119,21 @@ def test_a_shard_unlike_its_receipt_is_written_again(damage, photos, tmp_path, e
     assert contents(tmp_path / "out") == expected
 
 
-def test_a_conversion_killed_in_its_last_steps_is_resumed(photos, tmp_path):
-    split, out = "train=0.75,val=0.25", tmp_path / "out"
+@pytest.mark.parametrize("split", [None, "train=0.75,val=0.25"])
+def test_a_conversion_killed_in_its_last_steps_is_resumed(split, photos, tmp_path):
+    out = tmp_path / "out"
     sl.convert(photos, tmp_path / "whole", split=split, layout=SMALL, workers=0)
     interrupted(photos, out, 0, "finish", split=split)
     before = contents(out)
     receipts = sum("/receipts/" in path for path in before)
-    shutil.copytree(out / "val", tmp_path / "val")
-    for killed in ("before the splits", "before the job file goes", "before the root", "between the splits"):
-        if killed != "before the splits":
+    steps = ["before the root", "before the job file goes"]
+    if split:
+        shutil.copytree(out / "val", tmp_path / "val")
+        steps += ["after the splits", "between the splits"]
+    for killed in steps:
+        if killed != "before the root":
             (out / "_streamloader" / "job.json").write_bytes(before["_streamloader/job.json"])
-        if killed in ("before the root", "between the splits"):
+        if killed in ("after the splits", "between the splits"):
             (out / "zarr.json").unlink()
         if killed == "between the splits":
             shutil.rmtree(out / "val")
