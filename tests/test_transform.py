@@ -13,7 +13,7 @@ from datasets import before_error, numbers
 from hypothesis import given
 from hypothesis import strategies as st
 from torchrun import environment
-from transforms import Odd, Raising, noisy, suicidal, summed, unpicklable
+from transform_tasks import Odd, Raising, kills_itself, noisy, summed, unpicklable
 
 from streamloader.engine.transform import RngKey, collate, takes_rng
 from streamloader.errors import EngineError, TransformError, UsageError
@@ -140,7 +140,9 @@ class Broken:
 
 
 def test_a_killed_transform_process_is_an_error_at_its_batch(url):
-    ds = StreamingDataset(url, batch_size=8, transform=suicidal, transform_workers=1, shuffle=False, with_index=True)
+    ds = StreamingDataset(
+        url, batch_size=8, transform=kills_itself, transform_workers=1, shuffle=False, with_index=True
+    )
     assert before_error(ds, EngineError, r"a transform process died \(exit code -9\)")[0] == list(range(56))
 
 

@@ -29,7 +29,7 @@ class Raising:
         return {"label": sample["label"]}
 
 
-def suicidal(sample: dict[str, Any]) -> dict[str, Any]:
+def kills_itself(sample: dict[str, Any]) -> dict[str, Any]:
     if sample["label"] == BAD:
         os.kill(os.getpid(), signal.SIGKILL)
     return {"label": sample["label"]}
