@@ -101,7 +101,7 @@ def test_traffic_compares_what_was_fetched_with_what_was_needed():
     assert seen.fetched_over_needed == pytest.approx(1.01)
 
 
-def test_the_page_names_every_target_that_was_measured_and_whoever_was_left_out(tmp_path):
+def test_the_page_names_every_target_that_was_measured_and_what_was_left_out(tmp_path):
     lines = a_run()
     law = {"kind": "law", "run": "1", "name": "memory", "value": 100e6, "growth": 0.5, "memory": 1, "peaks": [1, 2]}
     text = "".join(json.dumps(one) + "\n" for one in [{**lines[0], "run": "0"}, *lines, law])
@@ -223,7 +223,7 @@ def test_cpu_and_memory_of_children_count():
     assert measuring.tree_cpu_seconds() > before
 
 
-def test_a_contestant_that_fails_or_never_ends_is_an_error_with_its_last_words(tmp_path, monkeypatch):
+def test_a_contestant_that_fails_or_never_ends_is_an_error_with_its_output(tmp_path, monkeypatch):
     monkeypatch.setattr(contestants, "PEERS", tmp_path)
     (tmp_path / "bad.py").write_text("import sys; sys.exit('no such luck')")
     (tmp_path / "ever.py").write_text("import time; time.sleep(1000)")
@@ -306,7 +306,7 @@ def test_the_ratio_is_of_medians_over_the_best_of_the_others(tmp_path):
     assert (tmp_path / "conversion.png").stat().st_size > 5000
 
 
-def test_who_fails_is_named_on_the_page(tmp_path):
+def test_contestants_that_fail_are_named_on_the_page(tmp_path):
     failed = {key: value for key, value in wrote("slow", 1.0).items() if key != "seconds"}
     lines = [wrote(writing.OURS, 1.0), wrote("fast", 1.0), {**failed, "failed": "no end"}]
     text = writing.write(lines, tmp_path).read_text()

@@ -1,4 +1,4 @@
-"""A forecast tells what an epoch then takes: checked against epochs that are run."""
+"""Forecasts, checked against epochs that are run."""
 
 import json
 import re
@@ -38,49 +38,54 @@ def mixing(
     return mixings([Share(EpochOrder(num_samples, params, 0, 0, shuffle), batch, World(0, 1), remainder)])[0]
 
 
-def run_epoch(folder: Path, told: Forecast, **options: Any) -> tuple[int, int]:
+def run_epoch(folder: Path, planned: Forecast, **options: Any) -> tuple[int, int]:
     """Run an epoch on every rank; return how many requests and bytes all of them together fetched."""
-    loaders = [StreamingDataset(folder, world=(rank, told.world_size), **options) for rank in range(told.world_size)]
-    assert {sum(1 for _ in ds) for ds in loaders} == {told.steps}
+    loaders = [
+        StreamingDataset(folder, world=(rank, planned.world_size), **options) for rank in range(planned.world_size)
+    ]
+    assert {sum(1 for _ in ds) for ds in loaders} == {planned.steps}
     return sum(ds.stats().requests for ds in loaders), sum(ds.stats().bytes_fetched for ds in loaders)
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_requests_and_bytes_are_those_of_the_epoch_that_follows(folder, size, shuffle):
-    told = forecast(str(folder), ForecastOptions(world_size=size, batch_size=16, shuffle=shuffle))
-    requests, fetched = run_epoch(folder, told, batch_size=16, shuffle=shuffle)
+    planned = forecast(str(folder), ForecastOptions(world_size=size, batch_size=16, shuffle=shuffle))
+    requests, fetched = run_epoch(folder, planned, batch_size=16, shuffle=shuffle)
     # blocks that two lanes share are fetched in two parts, and blocks at the border of two ranks by both
-    assert told.requests <= requests <= told.requests + 2 * (told.lanes + told.steps * size)
-    assert told.bytes <= fetched <= 1.1 * told.bytes
-    assert told.dollars == pytest.approx(told.requests * 0.4e-6)
-    assert told.held == ("label",)
+    assert planned.requests <= requests <= planned.requests + 2 * (planned.lanes + planned.steps * size)
+    assert planned.bytes <= fetched <= 1.1 * planned.bytes
+    assert planned.dollars == pytest.approx(planned.requests * 0.4e-6)
+    assert planned.held == ("label",)
 
 
 @pytest.mark.filterwarnings("ignore:2 ranks are more than the dataset's 1 lanes")
 @pytest.mark.parametrize("shuffle", [True, False])
 @pytest.mark.parametrize("size", [1, 2])
-def test_with_a_condition_it_tells_what_the_chosen_samples_take(folder, size, shuffle):
+def test_a_forecast_with_a_condition_is_of_the_selected_samples(folder, size, shuffle):
     where = f"label < {60 - 2**40} or label >= {500 - 2**40} and label != {550 - 2**40}"
-    told = forecast(str(folder), ForecastOptions(world_size=size, batch_size=8, where=where, shuffle=shuffle))
-    assert told.num_samples == 60 + N - 501
-    requests, fetched = run_epoch(folder, told, batch_size=8, where=where, shuffle=shuffle)
+    planned = forecast(str(folder), ForecastOptions(world_size=size, batch_size=8, where=where, shuffle=shuffle))
+    assert planned.num_samples == 60 + N - 501
+    requests, fetched = run_epoch(folder, planned, batch_size=8, where=where, shuffle=shuffle)
     # how far requests reach over samples that are not chosen depends on where a block is cut
-    assert 0.9 * told.requests <= requests <= told.requests + 2 * (told.lanes + told.steps * size)
-    assert 0.9 * told.bytes <= fetched <= 1.2 * told.bytes
+    assert 0.9 * planned.requests <= requests <= planned.requests + 2 * (planned.lanes + planned.steps * size)
+    assert 0.9 * planned.bytes <= fetched <= 1.2 * planned.bytes
     assert fetched < forecast(str(folder), ForecastOptions(batch_size=8, shuffle=shuffle)).bytes
 
 
-def test_the_memory_it_names_is_what_the_loader_accepts(folder):
-    told = forecast(str(folder), ForecastOptions(batch_size=16))
-    assert len(list(StreamingDataset(folder, batch_size=16, memory=told.least_memory))) == told.steps
-    too_little = told.least_memory - 1
-    with pytest.raises(MemoryBudgetError, match=f"needs memory={told.least_memory}"):
+def test_the_least_memory_of_a_forecast_is_what_the_loader_accepts(folder):
+    planned = forecast(str(folder), ForecastOptions(batch_size=16))
+    assert len(list(StreamingDataset(folder, batch_size=16, memory=planned.least_memory))) == planned.steps
+    too_little = planned.least_memory - 1
+    with pytest.raises(MemoryBudgetError, match=f"needs memory={planned.least_memory}"):
         forecast(str(folder), ForecastOptions(batch_size=16, memory=too_little))
-    with pytest.raises(MemoryBudgetError, match=f"needs memory={told.least_memory}"):
+    with pytest.raises(MemoryBudgetError, match=f"needs memory={planned.least_memory}"):
         iter(StreamingDataset(folder, batch_size=16, memory=too_little))
-    assert told.memory > told.least_memory
-    assert forecast(str(folder), ForecastOptions(batch_size=16, memory=told.least_memory)).memory == told.least_memory
+    assert planned.memory > planned.least_memory
+    assert (
+        forecast(str(folder), ForecastOptions(batch_size=16, memory=planned.least_memory)).memory
+        == planned.least_memory
+    )
 
 
 def test_mixing_counts_the_blocks_of_a_batch():
@@ -108,12 +113,12 @@ def test_the_design_effect_is_the_variance_that_is_found():
 
 
 @pytest.mark.parametrize(("blocks", "lanes"), [(1, 1), (8, 1), (20, 2), (64, 8), (640, 64)])
-def test_few_blocks_are_no_worse_than_they_are(blocks, lanes):
+def test_the_design_effect_of_few_blocks_is_that_of_their_batches(blocks, lanes):
     """The forecast of a small dataset, or a small selection, is what its own batches have."""
     block, batch = 96, 64
     n = blocks * block
     params = OrderParams(block, lanes, 4 * block)
-    told = mixing(n, params, batch).design_effect(1.0)
+    planned = mixing(n, params, batch).design_effect(1.0)
     ratios = []
     for seed in range(60):
         values = np.repeat(np.random.default_rng(seed).standard_normal(blocks), block)
@@ -121,8 +126,8 @@ def test_few_blocks_are_no_worse_than_they_are(blocks, lanes):
         ratios.append((np.mean((rows.mean(1) - values.mean()) ** 2) * batch, values.var()))
     measured = np.sum(ratios, axis=0)
     found = float(measured[0] / measured[1]) if blocks > 1 else 1.0
-    assert told == pytest.approx(found, rel=0.3, abs=0.3)
-    assert told < 1 + batch / 4
+    assert planned == pytest.approx(found, rel=0.3, abs=0.3)
+    assert planned < 1 + batch / 4
 
 
 @pytest.fixture(scope="module")
@@ -135,18 +140,18 @@ def many_blocks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("size", [64, 256, 1024])
 def test_ranks_beyond_the_lanes_read_each_block_once(many_blocks, size, capsys):
-    told = forecast(str(many_blocks), ForecastOptions(world_size=size, batch_size=4))
-    assert (told.pinned_lanes, told.lanes, told.blocks // told.lanes >= 4) == (64, size, True)
-    assert told.read_factor <= 1.05
-    order = EpochOrder(told.num_samples, OrderParams(told.block, told.lanes, told.window), 0, 0)
+    planned = forecast(str(many_blocks), ForecastOptions(world_size=size, batch_size=4))
+    assert (planned.pinned_lanes, planned.lanes, planned.blocks // planned.lanes >= 4) == (64, size, True)
+    assert planned.read_factor <= 1.05
+    order = EpochOrder(planned.num_samples, OrderParams(planned.block, planned.lanes, planned.window), 0, 0)
     ranks = range(0, size, size // 32)
     plans = (Share(order, 4, World(rank, size), "uneven").plans(0) for rank in ranks)
     fetched = sum(ref.stop - ref.start for plan in chain.from_iterable(plans) for ref in plan.needs)
-    assert fetched <= 1.05 * told.num_samples * len(ranks) / size
+    assert fetched <= 1.05 * planned.num_samples * len(ranks) / size
     lines = run(capsys, "plan", many_blocks, "--world-size", size, "--batch-size", 4)[1].splitlines()
     more = [line for line in lines if "a single rank that resumes it needs" in line]
     assert len(more) == (size > 64)
-    assert told.memory_alone > (told.least_memory if size > 1 else 0)
+    assert planned.memory_alone > (planned.least_memory if size > 1 else 0)
 
 
 def test_a_world_that_does_not_divide_the_lanes_reads_more(folder):
@@ -155,7 +160,7 @@ def test_a_world_that_does_not_divide_the_lanes_reads_more(folder):
     assert three.bytes > one.bytes
 
 
-def test_the_command_prints_a_line_for_each_matter(folder, capsys):
+def test_the_command_prints_a_line_for_each_topic(folder, capsys):
     status, out, err = run(capsys, "plan", folder, "--world-size", 3, "--batch-size", 8)
     assert (status, err) == (0, "")
     lines = out.splitlines()
@@ -175,12 +180,12 @@ def test_ranks_that_take_parts_of_a_chunk_in_turn_all_read_it(folder, capsys):
 
 def test_the_command_prints_json(folder, capsys):
     status, out, _ = run(capsys, "plan", folder, "--batch-size", 32, "--no-shuffle", "--json", "--get-price", 1000)
-    told = json.loads(out)
+    planned = json.loads(out)
     assert status == 0
-    assert (told["num_samples"], told["steps"], told["lanes"]) == (N, 19, 1)
-    assert told["dollars"] == pytest.approx(told["requests"] / 1000)
-    assert told["rank"]["design_effect"] > 1
-    assert "drawn" not in told
+    assert (planned["num_samples"], planned["steps"], planned["lanes"]) == (N, 19, 1)
+    assert planned["dollars"] == pytest.approx(planned["requests"] / 1000)
+    assert planned["rank"]["design_effect"] > 1
+    assert "drawn" not in planned
 
 
 @pytest.mark.parametrize("name", ["plan.png", "plan.html"])
@@ -209,12 +214,12 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
 
 
 @pytest.mark.parametrize(("options", "error", "shown"), BAD)
-def test_options_that_are_invalid_raise(folder, options, error, shown):
+def test_invalid_options_are_errors(folder, options, error, shown):
     with pytest.raises(getattr(errors, error), match=shown):
         forecast(str(folder), ForecastOptions(**options))
 
 
-def test_the_command_refuses_in_one_line(folder, tmp_path, capsys):
+def test_errors_of_the_command_are_one_line(folder, tmp_path, capsys):
     for arguments, shown in (
         ((folder, "--plot", "plan.pdf"), "ends with .png or .html"),
         ((folder, "--no-shuffle", "--lanes", 4), "--no-shuffle with"),
@@ -228,12 +233,12 @@ def test_the_command_refuses_in_one_line(folder, tmp_path, capsys):
 
 def test_no_sample_is_read(folder):
     with folder_server(folder) as server:
-        told: Forecast = forecast(server.url, ForecastOptions(batch_size=16, world_size=2))
-        assert told.requests
+        planned: Forecast = forecast(server.url, ForecastOptions(batch_size=16, world_size=2))
+        assert planned.requests
         assert server.gets == 0  # of data
 
 
 def test_an_empty_dataset_takes_nothing(tmp_path):
     datasets.write(tmp_path / "empty", 0, ["x", "label"])
-    told = forecast(str(tmp_path / "empty"), ForecastOptions())
-    assert (told.steps, told.requests, told.bytes) == (0, 0, 0)
+    planned = forecast(str(tmp_path / "empty"), ForecastOptions())
+    assert (planned.steps, planned.requests, planned.bytes) == (0, 0, 0)

@@ -151,7 +151,7 @@ def test_the_same_global_batch_at_any_world_size_has_the_same_samples(url, weigh
 @pytest.mark.filterwarnings("ignore:3 consumers do not divide")
 @pytest.mark.parametrize(("size", "batch"), [(1, 16), (2, 8), (4, 12), (3, 16)])
 @pytest.mark.parametrize("batches", ["mixed", "homogeneous"])
-def test_a_run_goes_on_exactly_at_another_world_and_batch_size(url, size, batch, batches):
+def test_a_run_resumes_exactly_at_another_world_and_batch_size(url, size, batch, batches):
     options = {"stop": "last", "batches": batches, "seed": 5}
     first = open_mixture(url, {"a": 2, "b": 1}, **options)
     iterator = iter(first)
@@ -174,7 +174,7 @@ def test_a_run_goes_on_exactly_at_another_world_and_batch_size(url, size, batch,
 
 
 @pytest.mark.parametrize("batch", [1, 6, 7, 12, 30])
-def test_a_run_goes_on_exactly_with_a_batch_that_cuts_its_turns(url, batch):
+def test_a_run_resumes_exactly_with_a_batch_that_cuts_its_turns(url, batch):
     later = {20: {str(url / "a"): 1, str(url / "b"): 1}}
     first = open_mixture(url, {"a": 2, "b": 1}, stop="last", schedule=later)
     begun = take(iter(first), 9)
@@ -241,7 +241,7 @@ def test_a_source_that_is_added_on_resume_is_mixed_in_from_there_and_recorded(ur
     assert [phase[2:] for phase in recorded["phases"]] == [[[3, 1], [1, 2]], [[2, 1, 1], [0, 1, 2]]]
     again = open_mixture(url, {"c": 2, "a": 1, "b": 1}, stop="last")
     again.load_state_dict(json.loads(json.dumps(recorded)))
-    assert again.state_dict() == recorded  # the same wishes once more change nothing
+    assert again.state_dict() == recorded  # the same weights once more change nothing
     more.load_state_dict(recorded)
     assert take(iter(again)) == take(iter(more))
 
@@ -259,13 +259,13 @@ def test_sources_may_be_parts_of_datasets(url):
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_the_ledger_names_each_step_and_steps_can_be_left_out_and_given_again(url, size):
+def test_samples_names_each_step_and_steps_can_be_skipped_and_replayed(url, size):
     world = (size - 1, size)
     ds = open_mixture(url, {"a": 3, "b": 1}, world=world)
     whole = [(labels(batch), batch["source"].tolist(), batch["index"].tolist()) for batch in ds]
     for step, (_, source, index) in enumerate(whole):
-        told = ds.samples(0, step, world[0])
-        assert (told["source"].tolist(), told["index"].tolist()) == (source, index)
+        found = ds.samples(0, step, world[0])
+        assert (found["source"].tolist(), found["index"].tolist()) == (source, index)
     assert take(ds.replay(0, [2, 5])) == [whole[2][0], whole[5][0]]
     left = open_mixture(url, {"a": 3, "b": 1}, world=world, skip_steps={0: [1, 3]})
     assert take(iter(left)) == [batch for step, (batch, _, _) in enumerate(whole) if step not in (1, 3)]

@@ -36,7 +36,7 @@ def test_weights_become_whole_numbers_exactly(weights, whole):
 
 
 @given(st.lists(st.floats(0, 1e6), min_size=1, max_size=8).filter(any))
-def test_weights_that_need_many_parts_are_rounded_by_little(weights):
+def test_weights_that_need_many_parts_are_rounded(weights):
     whole = whole_weights(weights)
     assert sum(whole) <= MOST_PARTS + len(weights)
     for weight, one in zip(weights, whole, strict=True):
@@ -45,7 +45,7 @@ def test_weights_that_need_many_parts_are_rounded_by_little(weights):
 
 
 @pytest.mark.parametrize("weights", [[0, 0], [-1, 2], [float("nan")], ["many"], [float("inf"), 1]])
-def test_weights_that_cannot_be_are_refused(weights):
+def test_invalid_weights_are_errors(weights):
     with pytest.raises(MixtureError, match=r"weight"):
         whole_weights(weights)  # type: ignore[arg-type]
 
@@ -105,7 +105,7 @@ def source_orders(draw: st.DrawFn, sources: int) -> SourceOrder:
 
 
 @given(st.integers(1, 4).flatmap(source_orders), st.data())
-def test_a_blend_can_be_entered_anywhere(source_order, data):
+def test_an_order_of_sources_can_be_entered_anywhere(source_order, data):
     unit = source_order.phases[0].unit
     stop = unit * data.draw(st.integers(1, 150))
     source, place, position, size = source_order.turns(0, stop)

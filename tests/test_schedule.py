@@ -191,7 +191,7 @@ def test_an_epoch_of_many_short_rows_is_entered_anywhere_in_little_time(num_samp
         assert min(spent) < 2 * seconds  # the machine is shared
 
 
-def test_a_lane_is_entered_anywhere_as_its_whole_order_says():
+def test_a_lane_can_be_entered_anywhere():
     """Where the window fills, moves and empties, and where bounds of keys are guessed wrong."""
     for length, window in ((50_000, 4096), (5000, 4096), (4000, 4096), (70, 64), (3000, 6)):
         order = EpochOrder(length, OrderParams(2, 1, window), 5, 0)

@@ -239,7 +239,7 @@ def test_the_forecast_of_a_selection_is_that_of_its_own_order(large):
 
 
 @given(st.lists(st.binary(max_size=30), min_size=1, max_size=30), st.data())
-def test_what_is_chosen_of_a_chunk_holds_at_most_twice_its_bytes(values, data):
+def test_samples_selected_of_a_chunk_keep_at_most_twice_their_bytes(values, data):
     """A window of rare samples would else keep the chunks that they come from."""
     wanted = sorted(data.draw(st.sets(st.integers(0, len(values) - 1), min_size=1)))
     items = parse_items(memoryview(pack_items(values)), len(values))
@@ -328,7 +328,7 @@ condition = st.recursive(compared | chain | among | st.just("flag"), conditions,
 
 
 @given(condition)
-def test_a_condition_holds_where_it_does_in_python(text):
+def test_a_condition_is_true_where_it_is_in_python(text):
     try:
         parsed = Condition.parse(text)
     except SelectionError as error:

@@ -39,7 +39,7 @@ def test_a_full_permutation_is_as_good_as_independent_draws():
 
 
 @given(st.integers(1, 40), st.integers(1, 9), st.randoms(use_true_random=False))
-def test_what_is_held_is_what_a_count_step_by_step_finds(count, unit, random):
+def test_resident_samples_are_those_of_a_count_step_by_step(count, unit, random):
     ids = np.random.default_rng(random.randrange(1000)).permutation(count * unit)  # type: ignore[attr-defined]
     units = (ids // unit).tolist()
     held = [len(set(units[: at + 1]) & set(units[at:])) for at in range(len(units))]

@@ -265,7 +265,7 @@ def test_stats_since_a_snapshot_are_of_that_interval(vectors):
 # ---- each batch, as it happens
 
 
-def test_every_batch_is_reported_before_it_is_handed_out(vectors):
+def test_every_batch_is_reported_before_it_is_returned(vectors):
     reports: list[BatchReport] = []
     dataset = stream(vectors, on_batch=reports.append)
     for epoch in range(2):
@@ -300,7 +300,7 @@ def test_single_samples_are_reported_as_they_are_made(vectors):
     assert [report.step for report in reports] == list(range(0, N, 64))
 
 
-def test_a_listener_that_raises_loses_no_batch(vectors):
+def test_an_on_batch_that_raises_loses_no_batch(vectors):
     calls: list[int] = []
 
     def fails_once(report: BatchReport) -> None:
