@@ -1,4 +1,4 @@
-"""Sources: what formats/*/expected*.json says, of every format, and inputs of the first three that are bad."""
+"""Sources: formats/*/expected*.json of every format, and inputs of the first three that are bad."""
 
 import io
 import pickle
@@ -78,7 +78,7 @@ def test_a_source_is_the_same_below_every_url(store_url):
 
 
 @pytest.mark.parametrize("src", [src for src, case in CASES.items() if case.needs])
-def test_a_missing_package_is_named_with_what_to_install(src, monkeypatch):
+def test_a_missing_package_is_an_error_with_the_command_to_install_it(src, monkeypatch):
     package = CASES[src].needs
     for module in [package, *(name for name in sys.modules if name.startswith(f"{package}."))]:
         monkeypatch.setitem(sys.modules, module, None)
@@ -160,7 +160,7 @@ BAD = {
     "Fortran order": (saved(np.asfortranarray(np.zeros((3, 4)))), "Fortran order"),
     "empty axis": (saved(np.zeros((3, 0))), "empty axis"),
     "truncated npy": (saved(np.zeros(1000), -1), "has 8127 bytes, its header says 8128: it is truncated"),
-    "damaged npy": (files({"it.npy": b"\x93NUMPY, or so it says"}), "it.npy is not a readable .npy"),
+    "damaged npy": (files({"it.npy": b"\x93NUMPY, and no header"}), "it.npy is not a readable .npy"),
     "few fields": (tarred({"1.cls": b"1", "1.txt": b"", "2.cls": b""}), "'2' .* has .cls; the first .* has .cls, .txt"),
     "many fields": (
         tarred({"1.cls": b"1", "2.cls": b"", "2.txt": b""}),
@@ -178,7 +178,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_what_cannot_be_converted_is_named_when_it_is_opened(case, tmp_path):
+def test_an_invalid_source_is_an_error_when_opened(case, tmp_path):
     assert_refused(BAD[case], tmp_path, (SourceError, UsageError))
 
 
@@ -201,7 +201,7 @@ UNREADABLE = {
 
 
 @pytest.mark.parametrize("case", UNREADABLE)
-def test_a_bad_sample_is_named_when_it_is_read(case, tmp_path):
+def test_a_bad_sample_is_an_error_when_read(case, tmp_path):
     make, message = UNREADABLE[case]
     make(tmp_path)
     with pytest.raises(SourceError, match=message):
@@ -295,7 +295,7 @@ DAMAGED_HEADERS = {
 
 @pytest.mark.parametrize("kind", ["npy", "stored", "compressed", "tar"])
 @pytest.mark.parametrize("case", DAMAGED_HEADERS)
-def test_an_npy_with_a_damaged_header_is_named(case, kind, tmp_path):
+def test_an_npy_with_a_damaged_header_is_an_error(case, kind, tmp_path):
     data = headed(DAMAGED_HEADERS[case], 3 if case == "another version" else 1)
     message = r"it\.npy (is not a readable \.npy|has)"
     if kind == "npy":
@@ -312,7 +312,7 @@ def test_an_npy_with_a_damaged_header_is_named(case, kind, tmp_path):
     assert error.value.remedy
 
 
-def test_a_file_that_shrinks_after_it_was_listed_is_named(tmp_path):
+def test_a_file_that_shrinks_after_it_was_listed_is_an_error(tmp_path):
     np.save(tmp_path / "it.npy", np.zeros(1000))
     source = opened(tmp_path)
     (tmp_path / "it.npy").write_bytes((tmp_path / "it.npy").read_bytes()[:4000])
@@ -361,7 +361,7 @@ def test_a_link_that_leads_out_of_the_source_is_not_followed(name, tmp_path):
         opened(f"{root}/{name[0]}*/*/*.png" if name == "ant/deep" else f"{root}/*/*.png")
 
 
-def test_a_link_that_leads_nowhere_is_named(tmp_path):
+def test_a_broken_link_is_an_error(tmp_path):
     png(tmp_path / "a" / "x.png")
     (tmp_path / "a" / "y.png").symlink_to(tmp_path / "nowhere.png")
     with pytest.raises(SourceError, match=r"a/y\.png cannot be read: No such file"):

@@ -91,7 +91,7 @@ CELLS = st.text(st.sampled_from('ab,;"\t|\n\r é\ufeff'), max_size=6)
     st.data(),
 )
 @settings(max_examples=150)
-def test_what_the_csv_module_writes_is_read_back_whole(tmp_path_factory, rows, delimiter, end, quoting, packed, data):
+def test_output_of_the_csv_module_is_read_back(tmp_path_factory, rows, delimiter, end, quoting, packed, data):
     out = io.StringIO(newline="")
     writer = csv.writer(out, delimiter=delimiter, lineterminator=end, quoting=quoting)
     writer.writerows([("a", "b"), *rows])
@@ -203,7 +203,7 @@ BAD_TABLES = {
 
 
 @pytest.mark.parametrize("case", BAD_TABLES)
-def test_what_is_no_table_is_named_when_it_is_opened(case, tmp_path):
+def test_a_file_that_is_not_a_table_is_an_error_when_opened(case, tmp_path):
     contents, message = BAD_TABLES[case]
     assert_refused((files(contents), message), tmp_path, (SourceError, UsageError))
 
@@ -262,7 +262,7 @@ BAD_KINDS = [*(("csv", case) for case in BAD_ROWS), *(("jsonl", case) for case i
 
 @pytest.mark.parametrize("packed", ["", "gzip"])
 @pytest.mark.parametrize(("kind", "case"), BAD_KINDS)
-def test_a_bad_record_is_named_by_file_and_line_and_alone_left_out(kind, case, packed, tmp_path, monkeypatch):
+def test_a_bad_record_is_reported_by_file_and_line_and_left_out(kind, case, packed, tmp_path, monkeypatch):
     bad, message = (BAD_ROWS if kind == "csv" else BAD_LINES)[case]
     data, line = with_bad(kind, bad)
     fields = {"csv": "n=int64,x=float64,t=text,ok=bool", "jsonl": "n=int64,x=float64,t=text,v=int64[2],o_k=int64"}
@@ -323,7 +323,7 @@ def test_a_readme_or_a_hidden_file_does_not_hide_a_table(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["csv", "jsonl"])
-def test_a_record_that_is_far_too_long_is_named(kind, tmp_path, monkeypatch):
+def test_a_record_that_is_too_long_is_an_error(kind, tmp_path, monkeypatch):
     monkeypatch.setattr(text, "MAX_RECORD", 1 << 20)
     data = b"a,b\n1,2\n" + b'"' + b"x\n" * (1 << 20) if kind == "csv" else b'{"a": 1}\n"' + b"x" * (2 << 20)
     (tmp_path / f"it.{kind}").write_bytes(data)
@@ -332,7 +332,7 @@ def test_a_record_that_is_far_too_long_is_named(kind, tmp_path, monkeypatch):
         opened(tmp_path)
 
 
-def test_a_text_that_changes_after_it_was_scanned_is_named(tmp_path):
+def test_a_text_that_changes_after_the_scan_is_an_error(tmp_path):
     path = tmp_path / "it.jsonl"
     path.write_bytes(b'{"a": 1}\n' * 100)
     source = opened(path)
@@ -386,7 +386,7 @@ def test_text_that_begins_like_a_compressed_file_is_text(tmp_path):
 
 
 @pytest.mark.parametrize("packed", PACKINGS)
-def test_a_damaged_file_is_named_with_how_far_it_got(packed, tmp_path):
+def test_a_damaged_file_is_an_error_with_its_position(packed, tmp_path):
     draw = random.Random(0)
     raw = bytearray(PACK[packed](b"".join(b'{"a": "%s"}\n' % draw.randbytes(20).hex().encode() for _ in range(9000))))
     raw[len(raw) // 2] ^= 0x10
@@ -423,7 +423,7 @@ def test_a_header_that_asks_for_gigabytes_of_memory_is_refused():
         unpack("xz", coder.compress(b"x") + coder.flush())
 
 
-def test_names_say_what_is_in_a_compressed_file():
+def test_the_inner_extension_of_a_compressed_file():
     names = ["a.csv", "b/a.csv.gz", "a.TSV.ZST", "a.tgz", "a.tar.bz2", "a.txz", "a.gz", "gz", "a.b/c"]
     assert [inner_extension(name) for name in names] == ["csv", "csv", "tsv", "tar", "tar", "tar", "", "", ""]
 
@@ -606,7 +606,7 @@ BAD_TARS = {
 
 
 @pytest.mark.parametrize("case", BAD_TARS)
-def test_a_compressed_tar_that_cannot_be_read_is_named(case, tmp_path):
+def test_a_compressed_tar_that_cannot_be_read_is_an_error(case, tmp_path):
     make, message = BAD_TARS[case]
     assert_refused((files({"it.tar.gz": make(tar_bytes({"1.bin": b"x" * 9000}))}), message), tmp_path)
 

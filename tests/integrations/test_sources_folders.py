@@ -1,4 +1,4 @@
-"""COCO and audio folders: what formats/*/expected*.json says, and every input that cannot be converted."""
+"""COCO and audio folders: formats/*/expected*.json, and every input that cannot be converted."""
 
 import contextlib
 import io
@@ -26,7 +26,7 @@ PNG = image_bytes()
 CLIPS = sorted(path for path in (FORMATS / "audiofolder/input").rglob("[a-g].*") if path.suffix != ".txt")
 
 
-def test_notes_tell_names_and_what_was_passed_over():
+def test_notes_have_class_names_and_the_number_of_unused_files():
     notes = opened(f"{FORMATS}/{COCO.format('instances')}").notes
     assert notes["classes"] == {"labels": ["person", "dog", "toothbrush"]}
     assert notes["category_ids"] == [1, 18, 90]
@@ -140,7 +140,7 @@ NO_COCO = {
 
 
 @pytest.mark.parametrize("case", NO_COCO)
-def test_a_file_that_is_not_coco_is_named(case, tmp_path):
+def test_a_file_that_is_not_coco_is_an_error(case, tmp_path):
     document, message = NO_COCO[case]
     png(tmp_path / "train" / "a.png")
     with pytest.raises(SourceError, match=message):
@@ -168,7 +168,7 @@ BAD_IMAGES = {  # what is wrong with its entry, its annotation
 
 
 @pytest.mark.parametrize("case", BAD_IMAGES)
-def test_a_bad_image_is_left_out_and_named(case, tmp_path):
+def test_a_bad_image_is_reported_and_left_out(case, tmp_path):
     entry, annotation, message = BAD_IMAGES[case]
     paths = ("train/a.png", "train/good.png", "x/two.png", "y/two.png")
     files({"train/text.png": b"text", **dict.fromkeys(paths, image_bytes())})(tmp_path)
@@ -292,7 +292,7 @@ def test_soundfile_decodes_where_it_is_installed(kind):
 
 
 class _Decoder:
-    """The part of soundfile that is used: clips of 10 frames, each as `frames` says."""
+    """The part of soundfile that is used: clips of 10 frames, of which `frames` can be read."""
 
     class LibsndfileError(RuntimeError):
         def __init__(self, code):
@@ -333,7 +333,7 @@ BAD_CLIPS = {
 
 
 @pytest.mark.parametrize("case", BAD_CLIPS)
-def test_a_bad_clip_is_left_out_and_named(case, tmp_path):
+def test_a_bad_clip_is_reported_and_left_out(case, tmp_path):
     data, message = BAD_CLIPS[case]
     files({"a/good.wav": WAV, "a/bad.mp3": data})(tmp_path)
     source = opened(tmp_path)
@@ -386,7 +386,7 @@ def test_a_folder_that_does_not_hold_audio_is_an_error(case, tmp_path):
         opened(tmp_path, name=name)
 
 
-def test_what_no_sample_holds_is_not_even_read(tmp_path):
+def test_a_file_too_large_for_a_sample_is_not_read(tmp_path):
     files({"a/good.wav": WAV})(tmp_path)
     with (tmp_path / "a" / "huge.wav").open("wb") as file:
         file.truncate(3 << 30)  # a hole: it takes no room on the disk

@@ -55,7 +55,7 @@ class Several(Pictures):
 
 
 class Counting(IterableDataset[dict[str, int]]):
-    """An iterable that even says how long it is; torch lets it inherit a `__getitem__`."""
+    """An iterable with a length; torch lets it inherit a `__getitem__`."""
 
     def __len__(self):
         return 100
@@ -67,7 +67,7 @@ class Counting(IterableDataset[dict[str, int]]):
 Named = namedtuple("Named", ["x", "name"])
 
 
-def test_source_reads_what_the_format_says():
+def test_a_source_has_the_expected_samples():
     expected = json.loads((FORMATS / "python/expected.json").read_text())
     source = open_object(module_at(FORMATS / "python/make.py").Things(), ALL)
     assert kinds_of(source) == expected["fields"]
@@ -146,7 +146,7 @@ def test_parts_of_a_list_take_their_own_samples_only():
     assert len(pickle.dumps(source.part(np.array([3, 5])))) < 30_000
 
 
-def test_a_sample_that_raises_is_left_out_and_named():
+def test_a_sample_that_raises_is_reported_and_left_out():
     for samples in (Pictures(bad=(4, 9)), Several(20, bad=(4, 9))):
         source = open_object(samples, ALL)
         found, bad = bad_rows(source, [2, 4, 9, 10])
@@ -158,7 +158,7 @@ def test_a_sample_that_raises_is_left_out_and_named():
             rows_of(source)
 
 
-def test_a_sample_that_does_not_fit_is_left_out_and_named():
+def test_a_sample_that_does_not_fit_is_reported_and_left_out():
     samples = [{"x": [1.0, 2.0]} for _ in range(200)]
     samples[77] = {"x": [1.0]}
     samples[78] = {"y": [1.0]}
@@ -187,7 +187,7 @@ def test_an_object_that_gives_too_few_at_once_is_asked_one_by_one():
 
 
 def test_another_object_is_another_source():
-    """What stands for its files tells length and values; a change in between is seen where it was looked."""
+    """Its identity depends on its length and on the values of the probed samples."""
     (known,) = open_object(Pictures(), ALL).files
     assert open_object(Pictures(), ALL).files == (known,)
     assert known.size == 20
@@ -266,7 +266,7 @@ print(pickle.dumps(open_object(Data([1, 2]), FieldSelection(), 1).part(np.arange
 """
 
 
-def test_a_module_that_workers_lack_is_named(tmp_path):
+def test_a_module_that_workers_lack_is_an_error(tmp_path):
     (tmp_path / "gone.py").write_text("class Data(list):\n    pass\n")
     part = pickle.loads(bytes.fromhex(script(tmp_path, PICKLED)))
     with pytest.raises(UsageError, match=r"the gone\.Data cannot be loaded in another process: ModuleNotFoundError"):

@@ -78,7 +78,7 @@ def texts(*values):
 
 
 def example(**features):
-    """An Example by hand, as the protocol buffers' encoding says."""
+    """An Example by hand, in the encoding of protocol buffers."""
     entries = [tagged(1, 2, tagged(1, 2, key.encode()) + tagged(2, 2, one)) for key, one in features.items()]
     return tagged(1, 2, b"".join(entries))
 
@@ -133,7 +133,7 @@ def test_files_without_records_count_for_nothing(tmp_path):
 @pytest.mark.parametrize("packed", [False, True])
 @given(cut=st.integers(1, 158))
 @settings(max_examples=30)
-def test_a_truncated_file_of_records_is_named(packed, cut):
+def test_a_truncated_file_of_records_is_an_error(packed, cut):
     records = [example(n=ints(number), raw=texts(bytes(10))) for number in range(3)]
     data = framed(records)
     size = len(framed(records[:1]))
@@ -190,7 +190,7 @@ BAD_RECORDS = {
 
 
 @pytest.mark.parametrize("case", BAD_RECORDS)
-def test_records_that_cannot_be_converted_are_named_when_they_are_opened(case, tmp_path):
+def test_invalid_records_are_an_error_when_opened(case, tmp_path):
     assert_refused(BAD_RECORDS[case], tmp_path, (SourceError, FieldError))
 
 
@@ -358,8 +358,8 @@ BAD_MDS = {
         "does not list its columns .*argument 3 is shorter",
     ),
     "a negative column": (column("count", "int", -8), "does not list its columns .*-8"),
-    "a lying column": (column("count", "int", 4), "says 4 bytes of the column 'count', 'int' has 8"),
-    "a lying varying column": (column("raw", "bytes", 4), "says 4 bytes of the column 'raw', 'bytes' has varying"),
+    "a column of another size": (column("count", "int", 4), "says 4 bytes of the column 'count', 'int' has 8"),
+    "a sized varying column": (column("raw", "bytes", 4), "says 4 bytes of the column 'raw', 'bytes' has varying"),
     "pickles": (column("raw", "pkl"), "has the column 'raw' of 'pkl': pickles, which are never read"),
     "lists of images": (column("raw", "list[jpeg]"), "of 'list.jpeg.': several images a sample"),
     "decimals": (column("raw", "str_decimal"), "decimal numbers"),
@@ -370,7 +370,7 @@ BAD_MDS = {
 
 
 @pytest.mark.parametrize("case", BAD_MDS)
-def test_an_index_that_is_wrong_is_named_when_it_is_opened(case, tmp_path):
+def test_an_invalid_index_is_an_error_when_opened(case, tmp_path):
     change, message = BAD_MDS[case]
     folder = copied(f"mds/input/{'zstd' if case.endswith('(zstd)') else 'plain'}", tmp_path)
     change_index(folder, change)
@@ -382,7 +382,7 @@ NOT_JSON = ["{", "[" * 100_000, '{"version": 2, "shards": [' + "9" * 5000 + "]}"
 
 
 @pytest.mark.parametrize("text", NOT_JSON)
-def test_an_index_that_is_not_json_is_named(text, tmp_path):
+def test_an_index_that_is_not_json_is_an_error(text, tmp_path):
     files({"index.json": text.encode("latin-1"), "a.mds": b""})(tmp_path)
     with pytest.raises(SourceError, match=r"index\.json is not (a )?JSON"):
         opened(tmp_path)
@@ -441,7 +441,7 @@ for name in ("plain", "zstd"):
 
 
 @pytest.mark.parametrize("case", DAMAGED)
-def test_a_damaged_file_is_named(case, tmp_path):
+def test_a_damaged_file_is_an_error(case, tmp_path):
     src, damage, message = DAMAGED[case]
     folder = copied(src, tmp_path)
     path = first_file(folder)
@@ -467,7 +467,7 @@ def test_a_sample_of_wrong_sizes_is_the_only_bad_one(tmp_path):
 @pytest.mark.parametrize("src", ["tfrecord/input", "mds/input/plain", "mds/input/zstd"])
 @given(data=st.data())
 @settings(max_examples=30)
-def test_damage_anywhere_gives_an_error_that_is_ours_or_samples(src, data):
+def test_damage_anywhere_gives_our_error_or_samples(src, data):
     with tempfile.TemporaryDirectory() as folder:
         shutil.copytree(FORMATS / src, folder, dirs_exist_ok=True)
         files = sorted(Path(folder).iterdir())
@@ -493,14 +493,14 @@ def mds_shard(samples):
 
 
 def entry_of(name, shard, count, columns):
-    """What an index says of a shard; each column has an encoding and a size."""
+    """The entry of a shard in an index; each column has an encoding and a size."""
     encodings, sizes = zip(*columns.values(), strict=True)
     of_columns = {"column_names": list(columns), "column_encodings": encodings, "column_sizes": sizes}
     return {"format": "mds", "samples": count, "raw_data": {"basename": name, "bytes": len(shard)}, **of_columns}
 
 
 def write_mds(root, encoding, values, packed=None):
-    """A dataset of one column `x`, by hand, in one shard; `packed` compresses it, or says it does."""
+    """A dataset of one column `x`, by hand, in one shard; `packed` has how it is compressed, truly or not."""
     root.mkdir(exist_ok=True)
     size = encoding_of(encoding)[1]
     shard = mds_shard([(b"" if size else struct.pack("<I", len(one))) + one for one in values])
@@ -508,7 +508,7 @@ def write_mds(root, encoding, values, packed=None):
     name, data = "a.mds", shard
     if packed:
         name, data = "a.mds.z", packed["pack"](shard)
-        entry |= {"zip_data": {"basename": name, "bytes": len(data)}, "compression": packed["says"]}
+        entry |= {"zip_data": {"basename": name, "bytes": len(data)}, "compression": packed["codec"]}
         entry["raw_data"] = {"basename": "a.mds", "bytes": packed.get("bytes", len(shard))}
     (root / name).write_bytes(data)
     (root / "index.json").write_text(json.dumps({"version": 2, "shards": [entry]}))
@@ -518,13 +518,13 @@ def write_mds(root, encoding, values, packed=None):
 PACKED = {"gz:5": gzip.compress, "bz2": bz2.compress, "zstd:3": zstandard.ZstdCompressor().compress}
 
 
-@pytest.mark.parametrize("says", PACKED)
-def test_shards_are_unpacked_up_to_the_size_that_they_state(says, tmp_path):
+@pytest.mark.parametrize("codec", PACKED)
+def test_shards_are_unpacked_up_to_their_stated_size(codec, tmp_path):
     values = [bytes([number]) * 100_000 for number in range(30)]  # several pieces of what is unpacked
-    folder = write_mds(tmp_path / "x", "bytes", values, {"says": says, "pack": PACKED[says]})
+    folder = write_mds(tmp_path / "x", "bytes", values, {"codec": codec, "pack": PACKED[codec]})
     assert read(opened(folder, name="mds"), [0, 9, 29])["x"] == [values[0], values[9], values[29]]
     for stated, message in ((3_000_000, "more than the 3000000 bytes"), (3_000_300, "less than the 3000300 bytes")):
-        packing = {"says": says, "pack": PACKED[says], "bytes": stated}
+        packing = {"codec": codec, "pack": PACKED[codec], "bytes": stated}
         with pytest.raises(SourceError, match=rf"a\.mds\.z.*{message}"):
             opened(write_mds(tmp_path / "x", "bytes", values, packing), name="mds")
 
@@ -532,7 +532,7 @@ def test_shards_are_unpacked_up_to_the_size_that_they_state(says, tmp_path):
 def test_a_bomb_is_not_unpacked(tmp_path):
     bomb = zstandard.ZstdCompressor(level=1).compress(bytes(200 << 20))
     assert len(bomb) < 100_000
-    packing = {"says": "zstd", "pack": lambda _: bomb}
+    packing = {"codec": "zstd", "pack": lambda _: bomb}
     folder = write_mds(tmp_path / "x", "bytes", [b"a"], packing)
     with peak_below(64 << 20), pytest.raises(SourceError, match="unpacks to more than the"):
         opened(folder, name="mds")
@@ -604,7 +604,7 @@ WRONG_VALUES = {
 
 
 @pytest.mark.parametrize("case", WRONG_VALUES)
-def test_a_value_of_mds_that_is_not_what_it_should_be_is_refused(case, tmp_path):
+def test_an_invalid_value_of_mds_is_an_error(case, tmp_path):
     encoding, data, message = WRONG_VALUES[case]
     with pytest.raises(ValueError, match=message):
         encoding_of(encoding)[0](data)
@@ -653,7 +653,7 @@ def test_many_samples_of_several_shards_are_read_by_row(tmp_path):
 
 
 class LitDataSamples:
-    """The samples of a LitData dataset by number; lists as fields hold them, as formats/litdata/MAPPING.md says."""
+    """The samples of a LitData dataset by number; lists as fields hold them, see formats/litdata/MAPPING.md."""
 
     def __init__(self, dataset):
         self.dataset = dataset
@@ -677,19 +677,19 @@ def test_litdata_is_converted_through_its_own_package(variant, tmp_path):
     litdata = pytest.importorskip("litdata")
     from litdata.streaming.serializers import BytesSerializer
 
-    said = json.loads((FORMATS / "litdata/expected.json").read_text())
-    said = said[variant] if variant in ("rows", "tokens") else said
+    expected = json.loads((FORMATS / "litdata/expected.json").read_text())
+    expected = expected[variant] if variant in ("rows", "tokens") else expected
     options = {"serializers": {"jpeg": BytesSerializer()}}  # images as they are stored
-    wanted = said["samples"]
+    wanted = expected["samples"]
     if variant == "tokens":
         options = {"item_loader": litdata.TokensLoader(block_size=1)}
-        wanted = [{"data": [token]} for sample in said["samples"] for token in sample["data"]]
+        wanted = [{"data": [token]} for sample in expected["samples"] for token in sample["data"]]
     folder = copied(f"litdata/input/{variant}", tmp_path)  # LitData deletes local chunks that it has unpacked
     samples = LitDataSamples(litdata.StreamingDataset(str(folder), cache_dir=str(tmp_path / "cache"), **options))
     dataset = sl.open(sl.convert(samples, tmp_path / "out", workers=0).url)
     assert rows_of(opened(dataset.url)) == wanted
     if variant != "tokens":
-        assert {name: str(field) for name, field in dataset.fields.items()} == said["fields"]
+        assert {name: str(field) for name, field in dataset.fields.items()} == expected["fields"]
 
 
 @pytest.mark.parametrize("variant", ["plain", "frames", "samples", "chunks", "rows", "tokens"])

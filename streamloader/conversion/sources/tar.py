@@ -9,7 +9,7 @@ import io
 import re
 import tarfile
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, groupby
@@ -145,34 +145,21 @@ def _pax_path(data: bytes, where: str) -> str:
     return found
 
 
-def field_of(suffix: str, first: bytes) -> Field:
-    """Return the field of an extension (`jpg`, `seg.png`, ...); an .npy's shape and dtype are those of the `first`.
+def reader_of(suffix: str) -> tuple[Field | None, Callable[[bytes], Any]]:
+    """Return the field of an extension (`jpg`, `seg.png`, ...), and what reads a member; an array has its own field.
 
-    Raises ValueError for what is not an .npy, and `FieldError` for an array that no field holds.
+    The reader raises ValueError for a member that is not what its suffix says.
     """
     last = suffix.rpartition(".")[2]
     if last in IMAGE_ENCODINGS:
-        return Field("bytes", encoding=IMAGE_ENCODINGS[last])
+        return Field("bytes", encoding=IMAGE_ENCODINGS[last]), image_bytes
     if last in INTEGERS:
-        return Field("tensor", "int64")
+        return Field("tensor", "int64"), partial(parse_number, np.int64)
     if last in TEXTS:
-        return Field("text")
+        return Field("text"), bytes.decode
     if last == "npy":
-        found = _load_npy(first)
-        return Field("tensor", found.dtype.name, found.shape)
-    return Field("bytes", encoding=last if last.isalnum() and last.isascii() else "")
-
-
-def decode(suffix: str, data: bytes) -> Any:
-    """Return the value of a member. Raises ValueError for one that is not what its suffix says."""
-    last = suffix.rpartition(".")[2]
-    if last == "npy":
-        return _load_npy(data)
-    if last in INTEGERS:
-        return parse_number(np.int64, data)
-    if last in TEXTS:
-        return data.decode()
-    return image_bytes(data) if last in IMAGE_ENCODINGS else data
+        return None, _load_npy
+    return Field("bytes", encoding=last if last.isalnum() and last.isascii() else ""), bytes
 
 
 def _load_npy(data: bytes) -> NDArray[Any]:
@@ -225,8 +212,10 @@ def open_source(listing: Listing, selection: FieldSelection) -> Source:
     fields: dict[str, Field] = {}
     for suffix, member in zip(first.suffixes, next(_members([(first.content, first.spans[:1])])), strict=True):
         name, where = names[suffix], f"{first.content.where}: {first.first_key}.{suffix}"
+        kind, read = reader_of(suffix)
         try:
-            fields[name] = field_of(suffix, member[_BLOCK:])
+            array: Any = read(member[_BLOCK:]) if kind is None else None
+            fields[name] = kind or Field("tensor", array.dtype.name, array.shape)
         except FieldError as error:
             raise SourceError(f"{where}: {error.problem}", error.remedy) from error
         except ValueError as error:
@@ -286,12 +275,13 @@ Pieces = Sequence[tuple[Content, NDArray[np.int64]]]  # of each tar, the spans o
 def read_samples(suffixes: Sequence[str], pieces: Pieces, on_bad: OnBad) -> Iterator[Sample]:
     """Yield the samples; one with a member that is not what its suffix says is bad."""
     wheres = chain.from_iterable([content.where] * len(spans) for content, spans in pieces)
+    readers = [(suffix, reader_of(suffix)[1]) for suffix in suffixes]
     for position, (where, members) in enumerate(zip(wheres, _members(pieces), strict=True)):
         sample: dict[str, Any] = {}
-        for suffix, member in zip(suffixes, members, strict=True):
+        for (suffix, read), member in zip(readers, members, strict=True):
             data = member[_BLOCK:]
             try:
-                sample[suffix] = decode(suffix, data)
+                sample[suffix] = read(data)
             except ValueError as error:
                 on_bad(BadSample(position, f"{where}: {_name_in(member)}", str(error), data=data))
                 break
