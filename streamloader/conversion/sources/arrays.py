@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from streamloader.conversion.sources.base import BadSample, OnBad, Part, Source, damaged, drop_rows, split_rows
+from streamloader.conversion.sources.base import AGAIN, BadSample, OnBad, Part, Source, damaged, drop_rows, split_rows
 from streamloader.conversion.sources.fields import FieldSelection
 from streamloader.conversion.sources.files import field_names
 from streamloader.conversion.sources.ranged_io import read_rows
@@ -184,7 +184,7 @@ def check_claim(where: str, claimed: int, stored: int, chunk: int = 0) -> None:
     `chunk` are the bytes of its chunks, decoded; those that are too large for the memory are refused too.
     """
     if claimed > max(CLAIM_BYTES, stored * CLAIM_RATIO):
-        raise unfit(f"{where} claims {claimed} bytes of which {stored} at most are stored", "fetch or make it again")
+        raise unfit(f"{where} claims {claimed} bytes of which {stored} at most are stored", AGAIN)
     if chunk > MAX_STORED_CHUNK:
         problem = f"{where} has chunks of {chunk} bytes, each of which is decoded whole"
         raise unfit(problem, f"store it in chunks of at most {MAX_STORED_CHUNK} bytes")
