@@ -31,7 +31,7 @@ from streamloader.storage import open_store
 from streamloader.storage.store import ObjectInfo
 
 
-def test_the_notes_say_what_the_values_mean_and_what_is_left_out():
+def test_the_notes_have_the_meaning_of_values_and_what_is_left_out():
     classic, store = opened(FORMATS / "netcdf/input/classic.nc"), opened(FORMATS / "zarr/input/xarray2.zarr")
     for source in (classic, opened(FORMATS / "netcdf/input/netcdf4.nc"), store):
         assert source.notes["dimension"] == "time"
@@ -468,7 +468,7 @@ def test_a_stream_of_records_has_as_many_as_there_are(tmp_path):
     assert read(opened(tmp_path / "it.nc"))["v"].tolist()[:6] == [0, 1, 2, 3, 4, 5]
 
 
-def test_netcdf4_that_is_damaged_or_lies_elsewhere_is_named(tmp_path):
+def test_netcdf4_that_is_damaged_or_has_links_is_named(tmp_path):
     data = (FORMATS / "netcdf/input/netcdf4.nc").read_bytes()
     (tmp_path / "it.nc").write_bytes(data[:9000])
     assert_error(SourceError, r"it.nc is not an HDF5 file, or damaged", tmp_path / "it.nc")
@@ -725,7 +725,7 @@ def test_tokens_without_documents_are_cut_every_4096(tmp_path):
 
 
 @pytest.mark.parametrize("fields", [None, "t", "a=uint16[8],b=uint16[8]", "t=text", "t=bool[8]", "t=ragged:int8[2]"])
-def test_tokens_without_a_type_are_an_error_that_says_how_to_give_one(fields, tmp_path):
+def test_tokens_without_a_type_are_an_error_that_shows_how_to_give_one(fields, tmp_path):
     np.arange(100, dtype="<u2").tofile(tmp_path / "it.bin")
     assert_error(UsageError, r"it.bin does not say.*tokens=uint16\[2048\].*tokens=ragged:uint16", tmp_path, fields)
 

@@ -97,7 +97,7 @@ def test_rows_of_nested_fixed_lists_are_picked_from_the_middle_of_a_block(tmp_pa
 
 @pytest.mark.parametrize("form", ["parquet", "file", "stream", "legacy"])
 @given(data=st.data())
-@settings(max_examples=40)
+@settings(max_examples=30)
 def test_every_supported_column_has_its_values_and_rows_with_nulls_are_refused(form, data, tmp_path_factory):
     table, rows = random_table(data)
     size = data.draw(st.integers(-(-len(rows) // 8), 8), "rows of a block")  # of 8 blocks every list's length is seen
@@ -326,7 +326,7 @@ def test_files_of_other_columns_are_named_with_both_types(tmp_path):
         assert rows_of(opened(tmp_path, "y")) == [{"y": "a"}, {"y": "a"}]
 
 
-def test_columns_may_stand_in_another_order_and_layout_and_empty_files_have_no_types(tmp_path):
+def test_columns_may_be_in_another_order_and_layout_and_empty_files_have_no_types(tmp_path):
     pq.write_table(pa.table({"x": pa.nulls(0), "q": pa.nulls(0)}), tmp_path / "0.parquet")
     pq.write_table(pa.table({"x": [1, 2], "y": ["a", "b"]}), tmp_path / "1.parquet")
     pq.write_table(pa.table({"y": pa.array([], pa.float32())}), tmp_path / "2.parquet")
@@ -382,7 +382,7 @@ def test_many_small_files_are_read_in_order(tmp_path):
     ]
 
 
-def test_a_file_needs_no_extension_where_the_format_is_said(tmp_path):
+def test_a_file_needs_no_extension_where_the_format_is_named(tmp_path):
     for form, name in (("parquet", "parquet"), ("stream", "arrow")):
         write_table(tmp_path, pa.table({"x": [1]}), form).rename(tmp_path / f"{form}.x")
         assert rows_of(opened(tmp_path / f"{form}.x", name=name)) == [{"x": 1}]
@@ -526,7 +526,7 @@ BAD = {
     "file without footer": (cut("file", -10), r"it\.arrow cannot be read as Arrow: Not an Arrow file"),
     "stream cut in a body": (cut("stream", -100), r"it\.arrow is truncated: it has .* extends to"),
     "stream without end": (cut("stream", -8), r"it\.arrow is truncated: .*its writer must be closed"),
-    "length that lies": (files({"it.arrow": b"\xff" * 7 + b"\x7f" + bytes(50)}), r"it\.arrow is truncated"),
+    "length beyond the file": (files({"it.arrow": b"\xff" * 7 + b"\x7f" + bytes(50)}), r"it\.arrow is truncated"),
     "negative length": (files({"it.arrow": b"\xff" * 8 + bytes(50)}), r"it\.arrow is not an Arrow file"),
     "too many rows": (many_rows, "claims more rows than any file has"),
     "feather 1": (files({"it.feather": b"FEA1" + bytes(50)}), r"it\.feather is a Feather file of version 1"),
@@ -534,9 +534,9 @@ BAD = {
     "missing file": (saved(lambda root: (root / "data-00001-of-00002.arrow").unlink()), "lacks the file 'data-00001"),
     "climbing file": (state(_data_files=[{"filename": "../up.arrow"}]), r"lacks the file '\.\./up\.arrow'"),
     "no files": (state(_data_files=[]), r"state\.json names no files"),
-    "files of another kind": (state(_data_files=[{"filename": ["x"]}, 3]), "lacks the file"),
+    "invalid names of files": (state(_data_files=[{"filename": ["x"]}, 3]), "lacks the file"),
     "selection": (state(_indices_data_files=[{"filename": "indices.arrow"}]), "is a selection .*flatten_indices"),
-    "state that is no JSON": (saved(lambda root: (root / "state.json").write_text("{")), "not a JSON object"),
+    "state that is not JSON": (saved(lambda root: (root / "state.json").write_text("{")), "not a JSON object"),
     "state that is deep": (saved(lambda root: (root / "state.json").write_text("[" * 100_000)), "not a JSON object"),
 }
 

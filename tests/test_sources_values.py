@@ -65,7 +65,7 @@ FACTORS = st.sampled_from([0.01, 0.866, 1e-3, 276.5, 76706.0])
 
 @pytest.mark.parametrize("suffix", WRITERS)
 @given(data=st.data())
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_packed_values_are_those_that_xarray_gives(suffix, data, tmp_path_factory):
     classic = suffix == "_classic.nc"
     kinds = ["int8", "int16", "int32", "float32", "float64"] if classic else [*INTEGERS, "float32", "float64"]
@@ -289,10 +289,8 @@ def test_nulls_are_refused_or_filled(case, written, tmp_path):
 @pytest.mark.parametrize(
     ("array", "fields", "fill", "message"),
     [
-        (pa.array([1, None], pa.int8()), None, {"x": 300}, "300 of the field 'x' is not a value of int8"),
         (pa.array([1, None]), None, {"x": "nan"}, "'nan' of the field 'x' is not a value of int64"),
         (pa.array(["a", None]), None, {"x": 5}, "5 of the field 'x' is not text"),
-        (pa.array([1, None]), None, {"z": 5}, "fill names 'z', which .* lacks; its fields are x"),
         (pa.array([2**53 + 1, None]), "x=float64", {"x": "nan"}, "row 0: .* does not hold exactly"),
     ],
 )

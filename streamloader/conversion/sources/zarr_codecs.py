@@ -95,7 +95,7 @@ def _check(head: bytes, most: int) -> None:
         raise ValueError(f"a chunk of {most} items says that it has {count}")
 
 
-class Counted(Codec):  # type: ignore[misc] - numcodecs has no types
+class Counted(Codec):  # type: ignore[misc]  # numcodecs has no types
     """The check as a filter of version 2: it comes after the codec of the items, so it decodes before it."""
 
     codec_id = "streamloader-counted"
