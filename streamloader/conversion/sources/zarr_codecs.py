@@ -6,10 +6,9 @@ import asyncio
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any
+from typing import Any, ClassVar
 
 import zarr
-from numcodecs.abc import Codec
 from zarr.abc.codec import BytesBytesCodec
 from zarr.abc.store import ByteRequest, OffsetByteRequest, RangeByteRequest, SuffixByteRequest
 from zarr.codecs import ShardingCodec, VLenBytesCodec, VLenUTF8Codec
@@ -95,15 +94,14 @@ def _check(head: bytes, most: int) -> None:
         raise ValueError(f"a chunk of {most} items says that it has {count}")
 
 
-class Counted(Codec):  # type: ignore[misc]  # numcodecs has no types
-    """The check as a filter of version 2: it comes after the codec of the items, so it decodes before it."""
+@dataclass(frozen=True)
+class Counted:
+    """The check as a filter of version 2: it stands behind the codec of the items, and is asked before it."""
 
-    codec_id = "streamloader-counted"
+    most: int
+    codec_id: ClassVar[str] = "streamloader-counted"
 
-    def __init__(self, most: int) -> None:
-        self.most = most
-
-    def decode(self, buf: Any, out: Any = None) -> Any:  # noqa: ARG002 - where to put it
+    def decode(self, buf: Any, _out: Any = None) -> Any:
         """Return the bytes as they are. Raises ValueError."""
         _check(bytes(memoryview(buf).cast("B")[:4]), self.most)
         return buf
@@ -111,6 +109,15 @@ class Counted(Codec):  # type: ignore[misc]  # numcodecs has no types
     def encode(self, buf: Any) -> Any:
         """Return the bytes as they are."""
         return buf
+
+    def get_config(self) -> dict[str, Any]:
+        """Return what `from_config` takes."""
+        return {"id": self.codec_id, "most": self.most}
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> Counted:
+        """Return the check of that configuration."""
+        return cls(config["most"])
 
 
 @dataclass(frozen=True)
