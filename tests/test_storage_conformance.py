@@ -239,6 +239,9 @@ def test_a_store_pickles_as_its_url(store):
     again = pickle.loads(pickle.dumps(store.child("a")))
     assert again.url == store.child("a").url
     assert again.get("b") == bytes(again.reader().read("b", 0, 10)) == DIGITS
+    copy = pickle.loads(pickle.dumps(again))  # as each task of a worker has one
+    assert copy.get("b") == DIGITS
+    assert copy._client() is again._client()
 
 
 def test_listing_and_deleting_go_beyond_a_page(moto):

@@ -8,8 +8,10 @@ from __future__ import annotations
 import difflib
 import importlib
 import re
+import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
 import crc32c
@@ -132,6 +134,7 @@ class Store:
     _retriers: PerProcess[Retrier] = field(default_factory=PerProcess)
     _clients: PerProcess[Client] = field(default_factory=PerProcess)
     _readers: PerProcess[RangeReader] = field(default_factory=PerProcess)
+    _key: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     @property
     def url(self) -> str:
@@ -229,7 +232,7 @@ class Store:
             return self._readers.get(self._open_reader).below(self.folder)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (_restore, (self.location, self.folder, self.retries.reached))
+        return (_restore, (self.location, self.folder, self._key, self.retries.reached))
 
     def __repr__(self) -> str:
         return f"Store({self.url!r})"
@@ -281,10 +284,16 @@ class Store:
         return RangeReader(kind, reason, client.get_range, client.root, location)
 
 
-def _restore(location: Location, folder: str, reached: bool) -> Store:
-    store = Store(location, folder)
-    store.retries.reached = reached
+def _restore(location: Location, folder: str, key: str, reached: bool) -> Store:
+    store = Store(location, folder, *_shared(key), key)
+    store.retries.reached |= reached
     return store
+
+
+@lru_cache(8)
+def _shared(key: str) -> tuple[PerProcess[Retrier], PerProcess[Client], PerProcess[RangeReader]]:  # noqa: ARG001
+    """Return the clients of all copies of one store: each task of a worker has a copy, and a client takes 0.1 s."""
+    return PerProcess(), PerProcess(), PerProcess()
 
 
 def check_protocol(location: Location) -> None:
