@@ -22,7 +22,7 @@ from streamloader.storage import open_store
 
 BAD = V1 / "bad"
 EXPECTED = json.loads((BAD / "expected.json").read_text())
-WRONG = sorted(name for name, said in EXPECTED.items() if said["error"])
+WRONG = sorted(name for name, expected in EXPECTED.items() if expected["error"])
 SAME = sorted(set(EXPECTED) - set(WRONG))
 MOST_GROWTH = 32 << 20  # bytes that reading a bad dataset may add to the peak of reading a good one
 CLAIMED = 1 << 30  # bytes that it may allocate, used or not, beside those of a good one: mostly stacks of threads
@@ -36,15 +36,15 @@ def read_all(url, split=None):
     return ds[:]
 
 
-def stream(url, said, shuffle):
+def stream(url, expected, shuffle):
     """Iterate one epoch, and check what comes before an error: it must be the samples of the good dataset."""
-    decode = "pillow" if said["when"] == "decode" else None
+    decode = "pillow" if expected["when"] == "decode" else None
     loader = sl.StreamingDataset(
-        url, batch_size=1, split=said.get("split"), shuffle=shuffle, decode=decode, with_index=True
+        url, batch_size=1, split=expected.get("split"), shuffle=shuffle, decode=decode, with_index=True
     )
     got = []
     for batch in loader:
-        number, base = int(batch["index"][0]), said.get("base", "free")
+        number, base = int(batch["index"][0]), expected.get("base", "free")
         assert batch["label"].tolist() == [GOLD[base]["fields"]["label"]["values"][number]]
         assert_same(batch["wave"].numpy(), expected_column(base, "wave")[number : number + 1])
         blob = "blob" if base == "free" else "caption"
@@ -53,34 +53,34 @@ def stream(url, said, shuffle):
     return got
 
 
-def assert_error_is(error, said):
+def assert_error_is(error, expected):
     """Fail unless it is the expected error: class, code, the words, and on one line."""
-    assert (type(error).__name__, error.code) == (said["error"], said["code"])
+    assert (type(error).__name__, error.code) == (expected["error"], expected["code"])
     text = str(error)
-    assert [word for word in said["says"] if word not in text] == [], text
+    assert [word for word in expected["says"] if word not in text] == [], text
     assert "\n" not in text
     assert len(text) < 1000
 
 
 @pytest.mark.parametrize("name", WRONG)
 def test_a_bad_dataset_gives_its_error_when_it_is_opened_or_read(name):
-    said = EXPECTED[name]
+    expected = EXPECTED[name]
     url = (BAD / name).as_uri()
-    if said["when"] == "decode":  # the bytes are what the dataset holds: only decoding them fails
+    if expected["when"] == "decode":  # the bytes are what the dataset holds: only decoding them fails
         assert len(read_all(url)["icon"]) == 1
         return
     with pytest.raises(StreamloaderError) as caught:
-        sl.open(url, split=said.get("split")) if said["when"] == "open" else read_all(url, said.get("split"))
-    assert_error_is(caught.value, said)
+        (sl.open if expected["when"] == "open" else read_all)(url, split=expected.get("split"))
+    assert_error_is(caught.value, expected)
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
 @pytest.mark.parametrize("name", WRONG)
 def test_a_bad_dataset_gives_its_error_when_it_is_streamed(name, shuffle):
-    said = EXPECTED[name]
+    expected = EXPECTED[name]
     with pytest.raises(StreamloaderError) as caught:
-        stream((BAD / name).as_uri(), said, shuffle)
-    assert_error_is(caught.value, said)
+        stream((BAD / name).as_uri(), expected, shuffle)
+    assert_error_is(caught.value, expected)
 
 
 @pytest.mark.parametrize("name", SAME)
@@ -97,7 +97,7 @@ def test_every_error_class_of_the_format_has_a_bad_dataset():
     classes = {
         one.__name__ for one in vars(errors).values() if isinstance(one, type) and issubclass(one, errors.FormatError)
     }
-    assert classes <= {said["error"] for said in EXPECTED.values()}
+    assert classes <= {expected["error"] for expected in EXPECTED.values()}
 
 
 INSPECTED = [name for name in WRONG if EXPECTED[name]["when"] == "open" and "split" not in EXPECTED[name]]

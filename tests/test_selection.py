@@ -242,7 +242,7 @@ def test_the_forecast_of_a_selection_is_that_of_its_own_order(large):
 def test_samples_selected_of_a_chunk_keep_at_most_twice_their_bytes(values, data):
     """A window of rare samples would else keep the chunks that they come from."""
     wanted = sorted(data.draw(st.sets(st.integers(0, len(values) - 1), min_size=1)))
-    items = parse_items(memoryview(pack_items(values)), len(values))
+    items = parse_items(memoryview(b"".join(pack_items(values))), len(values))
     found = chosen(items, Part(len(values), 0, np.array(wanted)))
     assert [bytes(found[i]) for i in range(len(found))] == [values[i] for i in wanted]
     if len(wanted) < len(values):

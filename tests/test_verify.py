@@ -138,12 +138,12 @@ BAD = json.loads((V1 / "bad" / "expected.json").read_text())
 UNFIT = {"NotADatasetError", "IncompleteError", "VersionError"}
 
 
-@pytest.mark.parametrize("name", [name for name, said in BAD.items() if said["when"] != "decode"])
+@pytest.mark.parametrize("name", [name for name, expected in BAD.items() if expected["when"] != "decode"])
 def test_a_bad_dataset_is_named_or_refused(name):
-    """These are without Zarr's own documents, which is said too. That an image does not decode is not looked for."""
-    said = BAD[name]
-    if said["error"] in UNFIT:
-        with pytest.raises(getattr(sl.errors, said["error"])):
+    """These lack Zarr's own documents, which is reported too. Whether an image decodes is not checked."""
+    expected = BAD[name]
+    if expected["error"] in UNFIT:
+        with pytest.raises(getattr(sl.errors, expected["error"])):
             sl.verify(V1 / "bad" / name)
         return
     report = sl.verify(V1 / "bad" / name)
@@ -494,9 +494,7 @@ def test_bad_samples_that_were_left_out_are_left_out_of_the_comparison_too(tmp_p
     report = sl.verify(tmp_path / "data", against=tmp_path / "photos")
     assert (report.problems, report.compared) == ((), 37)
     (tmp_path / "photos" / "b" / "12.png").write_bytes(b"no image either")
-    said = [problem.problem for problem in sl.verify(tmp_path / "data", against=tmp_path / "photos").problems]
-    assert len(said) == 1
-    assert "has 37 samples" in said[0]
+    assert "has 37 samples" in only(sl.verify(tmp_path / "data", against=tmp_path / "photos")).problem
 
 
 def test_an_appended_dataset_is_whole_and_so_is_one_whose_append_was_broken_off(tmp_path):

@@ -310,7 +310,7 @@ def typesize(field: Field) -> int:
 def _payload(layout: FieldLayout, column: Column) -> Sequence[Buffer]:
     missing = layout.chunk - len(column)
     if not layout.field.fixed:
-        return _packed([*column, *[b""] * missing])
+        return pack_items([*column, *[b""] * missing])
     rows = np.ascontiguousarray(column, layout.field.stored_dtype)
     flat: NDArray[np.uint8] = rows.reshape(-1).view(np.uint8)
     if missing:
@@ -318,13 +318,11 @@ def _payload(layout: FieldLayout, column: Column) -> Sequence[Buffer]:
     return [flat.data]
 
 
-def pack_items(items: Sequence[bytes]) -> bytes:
-    """Return `vlen-bytes` of the items. Raises `FieldError` for an item of 2 GiB or more."""
-    return b"".join(_packed(items))
+def pack_items(items: Sequence[bytes]) -> list[bytes]:
+    """Return `vlen-bytes` of the items in pieces, end to end; an item of a piece's size is one itself.
 
-
-def _packed(items: Sequence[bytes]) -> list[bytes]:
-    """Return `vlen-bytes` of the items in pieces, end to end; an item of a piece's size is one itself."""
+    Raises `FieldError` for an item of 2 GiB or more.
+    """
     pieces: list[bytes] = []
     parts, size = [len(items).to_bytes(4, "little")], 0
     for item in items:
@@ -352,4 +350,4 @@ def _probe_pieces(field: Field, column: Column) -> tuple[int, list[bytes]]:
     count = sum(len(piece) for piece in pieces)
     if field.fixed:
         return count, [np.asarray(piece).tobytes() for piece in pieces]
-    return count, [pack_items(list(piece)) for piece in pieces]
+    return count, [b"".join(pack_items(list(piece))) for piece in pieces]

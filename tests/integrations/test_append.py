@@ -150,7 +150,7 @@ def rows(ds):
     return ds[:]["n"].tolist()
 
 
-def test_an_append_is_seen_by_who_opens_and_not_by_who_has_opened(tmp_path, grow, store_url):
+def test_an_append_is_visible_to_new_readers_only(tmp_path, grow, store_url):
     url, options = store_url
     sl.convert(arrays(tmp_path / "a", 0, 50), url, layout=SMALL, workers=0, storage_options=options)
     before = sl.open(url, storage_options=options)
@@ -271,7 +271,7 @@ def test_classes_keep_their_numbers_and_new_ones_come_behind(tmp_path):
     assert sl.open(tmp_path / "data")[8:]["label"].tolist() == [2, 0]
 
 
-def test_images_of_another_format_are_refused_unless_they_are_encoded_alike(tmp_path):
+def test_images_of_another_format_are_an_error_unless_they_are_encoded_alike(tmp_path):
     sl.convert(photos(tmp_path / "a", "jpg", bee=2), tmp_path / "data", workers=0)
     source = photos(tmp_path / "b", bee=2)
     with pytest.raises(FieldError, match=r"bytes:png .* the dataset has bytes:jpeg"):

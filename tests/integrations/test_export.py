@@ -134,7 +134,7 @@ def test_suffixes_of_members(name, kind, suffix):
     assert suffix_of(name, sl.Field.parse(kind)) == suffix
 
 
-def test_two_fields_of_one_suffix_are_refused(tmp_path):
+def test_two_fields_of_one_suffix_are_an_error(tmp_path):
     with sl.Writer(tmp_path / "data", {"a": "int64", "a_cls": "int64"}) as out:
         out.write({"a": 1, "a_cls": 2})
     with pytest.raises(sl.errors.FieldError, match=r"'a' and 'a_cls' would both have members \.a\.cls"):
@@ -247,7 +247,7 @@ def test_a_dataset_without_samples_is_exported_too(kind, tmp_path):
             assert tar.getnames() == []
 
 
-def test_a_place_that_is_not_empty_is_left_alone(url, tmp_path):
+def test_a_destination_that_is_not_empty_is_an_error(url, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine.txt").write_text("mine")
     with pytest.raises(sl.errors.DestinationError, match="not empty"):
@@ -290,7 +290,7 @@ def test_a_split_is_exported_from_a_bucket_to_a_bucket(moto, tmp_path):
     assert local.num_samples == 75
 
 
-def test_the_command_knows_every_format():
+def test_the_command_has_every_format():
     assert set(CHOICES) == set(FORMATS)
 
 

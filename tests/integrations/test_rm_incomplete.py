@@ -27,7 +27,7 @@ def src(tmp_path):
 
 @pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize(("phase", "after"), [("write", 0), ("write", 5), ("finish", 0)])
-def test_an_unfinished_conversion_goes_with_all_that_it_wrote(split, phase, after, src, tmp_path, capsys):
+def test_all_objects_of_an_unfinished_conversion_are_removed(split, phase, after, src, tmp_path, capsys):
     out = tmp_path / "out"
     interrupted(src, out, after, phase, layout=SMALL, split=split)
     (out / "_streamloader" / f".{'0' * 32}.streamloader-tmp").write_bytes(b"half of it")
@@ -37,14 +37,14 @@ def test_an_unfinished_conversion_goes_with_all_that_it_wrote(split, phase, afte
     found = find_incomplete(open_store(out))
     assert (found.kind, len(found.objects), found.bytes) == ("unfinished", len(there) - 2, size)
     assert contents(out) == there, "looking changes nothing"
-    status, told, _ = run(capsys, "rm-incomplete", out, "--yes")
+    status, printed, _ = run(capsys, "rm-incomplete", out, "--yes")
     assert status == 0
-    assert f"removed {len(there) - 2} objects" in told
-    assert told.endswith("unfinished uploads: 1\n")
+    assert f"removed {len(there) - 2} objects" in printed
+    assert printed.endswith("unfinished uploads: 1\n")
     assert contents(out) == {"NOTES.md": b"mine"}
 
 
-def test_what_a_writer_did_not_close_goes_too(tmp_path):
+def test_the_objects_of_an_unclosed_writer_are_removed(tmp_path):
     out = sl.Writer(tmp_path / "out", {"x": "int64"}, layout=sl.Layout(samples_per_shard=2))
     for i in range(10):
         out.write({"x": i})
@@ -59,7 +59,7 @@ def test_what_a_writer_did_not_close_goes_too(tmp_path):
 
 
 @pytest.mark.parametrize("split", SPLITS)
-def test_of_a_finished_dataset_only_leftovers_go(split, src, tmp_path, capsys):
+def test_of_a_finished_dataset_only_leftovers_are_removed(split, src, tmp_path, capsys):
     out = tmp_path / "out"
     sl.convert(src, out, split=split, layout=SMALL, workers=0)
     whole = contents(out)
@@ -73,15 +73,15 @@ def test_of_a_finished_dataset_only_leftovers_go(split, src, tmp_path, capsys):
     (child / "y" / f".{'0' * 32}.streamloader-tmp").write_bytes(b"half of it")
     (out / "_streamloader" / "quarantine.jsonl").write_bytes(b"kept")
     assert sl.verify(out).leftovers == len(left) + 1
-    status, told, _ = run(capsys, "rm-incomplete", out, "--yes")
-    assert (status, "is finished, and stays" in told, "removed 5 objects" in told) == (0, True, True)
+    status, printed, _ = run(capsys, "rm-incomplete", out, "--yes")
+    assert (status, "is finished, and stays" in printed, "removed 5 objects" in printed) == (0, True, True)
     assert contents(out) == {**whole, "_streamloader/quarantine.jsonl": b"kept"}
     assert sl.verify(out).ok
     assert run(capsys, "rm-incomplete", out, "--yes")[1].endswith("removed 0 objects, 0 B\n")
     assert contents(out) == {**whole, "_streamloader/quarantine.jsonl": b"kept"}
 
 
-def test_what_is_not_ours_is_refused_and_stays(src, tmp_path, capsys):
+def test_anything_but_an_unfinished_conversion_is_an_error_and_stays(src, tmp_path, capsys):
     other, zarr, damaged = (tmp_path / name for name in ("other", "zarr", "damaged"))
     (other / "_streamloader" / "receipts").mkdir(parents=True)
     (other / "_streamloader" / "receipts" / "0.json").write_text("{}")
@@ -92,13 +92,13 @@ def test_what_is_not_ours_is_refused_and_stays(src, tmp_path, capsys):
     (damaged / "_streamloader" / "job.json").write_bytes(b'{"by"')
     for folder in (other, zarr, damaged):
         before = contents(folder)
-        status, told, err = run(capsys, "rm-incomplete", folder, "--yes")
-        assert (status, told, err.count("\n")) == (2, "", 1)
+        status, printed, err = run(capsys, "rm-incomplete", folder, "--yes")
+        assert (status, printed, err.count("\n")) == (2, "", 1)
         assert err.startswith("error: ")
         assert contents(folder) == before
 
 
-def test_a_dataset_that_is_edited_later_or_appended_to_is_refused_and_stays(src, tmp_path):
+def test_an_edited_or_later_dataset_or_one_under_append_is_an_error_and_stays(src, tmp_path):
     out = tmp_path / "out"
     sl.convert(src, out, layout=SMALL, workers=0)
     claim = out / "_streamloader" / "append.json"
@@ -129,20 +129,20 @@ def test_a_conversion_that_ended_meanwhile_is_not_removed(src, tmp_path):
 
 
 @pytest.mark.parametrize("answer", ["y", "n"])
-def test_it_asks_first(answer, src, tmp_path, capsys, monkeypatch):
+def test_the_command_asks_for_confirmation(answer, src, tmp_path, capsys, monkeypatch):
     interrupted(src, tmp_path / "out", 5, layout=SMALL)
     before = contents(tmp_path / "out")
     terminal = SimpleNamespace(isatty=lambda: True, readline=lambda: f"{answer}\n")
     monkeypatch.setattr(datasets.sys, "stdin", terminal)
     monkeypatch.setattr("click.termui.visible_prompt_func", lambda _: answer)
-    status, told, _ = run(capsys, "rm-incomplete", tmp_path / "out")
+    status, printed, _ = run(capsys, "rm-incomplete", tmp_path / "out")
     assert status == 0
-    assert f"to be removed: {len(before)} objects" in told
-    assert told.count("\n  ") == 6, "five of them by name, and how many more there are"
+    assert f"to be removed: {len(before)} objects" in printed
+    assert printed.count("\n  ") == 6, "five of them by name, and how many more there are"
     assert contents(tmp_path / "out") == ({} if answer == "y" else before)
 
 
-def test_without_a_terminal_it_needs_a_flag(src, tmp_path, capsys):
+def test_without_a_terminal_the_command_needs_yes(src, tmp_path, capsys):
     status, out, err = run(capsys, "rm-incomplete", tmp_path / "out")
     assert (status, out.startswith("there is nothing at"), err) == (0, True, "")
     interrupted(src, tmp_path / "out", 5, layout=SMALL)
@@ -152,7 +152,7 @@ def test_without_a_terminal_it_needs_a_flag(src, tmp_path, capsys):
     assert contents(tmp_path / "out") == before
 
 
-def test_unfinished_uploads_go_too(src, moto):
+def test_unfinished_uploads_are_removed(src, moto):
     options, url = moto.storage_options, moto.url()
     interrupted(src, url, 5, layout=SMALL, storage_options=options)
     bucket, _, key = url.removeprefix("s3://").partition("/")
