@@ -45,15 +45,15 @@ BOUND_BY_MODES = (
     "os.execv(sys.argv[1], sys.argv[1:])\n"
 )
 HELD_DISK = 'exec unshare --user --map-root-user --mount sh -c "$HOLD" "$0"'
-HOLD = 'mount -t tmpfs -o size=1m tmpfs "$0" && echo ready && read -r _'
+HOLD = 'mount -t tmpfs -o size=512k tmpfs "$0" && echo ready && read -r _'
 
 
 @pytest.fixture(scope="module")
 def src(tmp_path_factory):
-    """A tar of 256 samples that grow: the later a shard, the larger its file. 2 MiB in all."""
+    """A tar of 64 samples that grow: the later a shard, the larger its file. 520 KiB in all."""
     path = tmp_path_factory.mktemp("source") / "it.tar"
     rng = np.random.default_rng(0)
-    tar(path, {f"{i:03}.bin": rng.bytes(64 * (i + 1)) for i in range(256)})
+    tar(path, {f"{i:03}.bin": rng.bytes(256 * (i + 1)) for i in range(64)})
     return path
 
 
@@ -130,7 +130,7 @@ def limited(folder, most=20 << 10):
 
 @contextlib.contextmanager
 def small_disk(folder):
-    """A disk of 1 MiB, where one may be mounted: for the holder's process and those that join it. Else a limit."""
+    """A disk of 512 KiB, where one may be mounted: for the holder's process and those that join it. Else a limit."""
     line = ["sh", "-c", HELD_DISK, str(folder)]
     environment = {**os.environ, "HOLD": HOLD}
     with subprocess.Popen(
