@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+import sys
 
 from commands import COMMAND
 
@@ -26,7 +27,8 @@ def test_a_failed_demo_keeps_the_log_that_it_names(tmp_path):
         "import os, sys\nif 'LOCAL_RANK' in os.environ: sys.exit('SomeError: no memory')\n"  # torchrun's children alone
     )
     (tmp_path / "temporary").mkdir()
-    done = run_demo(env={"TMPDIR": str(tmp_path / "temporary"), "PYTHONPATH": str(tmp_path)})
+    path = os.pathsep.join([str(tmp_path), *sys.path])  # workers and ranks import what this process does
+    done = run_demo(env={"TMPDIR": str(tmp_path / "temporary"), "PYTHONPATH": path})
     assert done.returncode == 2
     (log,) = (tmp_path / "temporary").glob("*/first.log")
     assert f"see {log}" in done.stderr
