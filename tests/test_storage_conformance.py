@@ -200,6 +200,14 @@ def test_list_is_recursive_relative_and_of_folders(store):
     assert list(store.list("none")) == list(store.list("f")) == []
 
 
+def test_an_object_can_replace_a_folder_whose_objects_were_deleted(store):
+    store.put("x/c/0/1", DIGITS)
+    store.put("x/c/0/2/3", DIGITS)
+    store.delete(["x/c/0/1", "x/c/0/2/3"])
+    store.put("x/c/0", DIGITS)
+    assert [entry.path for entry in store.list("x")] == ["x/c/0"]
+
+
 def test_delete_ignores_missing_objects(store):
     for path in ("a/b", "a/c"):
         store.put(path, b"1")

@@ -182,7 +182,12 @@ class LocalClient(FsspecClient):
     def put(self, path: str, data: Body) -> str:
         """Write the object and return its etag."""
         with _written_beside(path, data) as temporary:
-            temporary.replace(path)
+            try:
+                temporary.replace(path)
+            except IsADirectoryError:  # empty, where the objects in it were deleted: buckets have no such folders
+                for folder, _, _ in os.walk(path, topdown=False):
+                    Path(folder).rmdir()
+                temporary.replace(path)
         return ""
 
     def create(self, path: str, data: Buffer) -> str:

@@ -166,6 +166,7 @@ _MAGIC = (
     (b"ID3", "mp3"),
 )
 _RIFF = {b"WEBP": "webp", b"WAVE": "wav"}
+_KINDS = "give numbers, text, bytes or arrays, or leave the field out"
 
 
 def settle(value: Any, where: str) -> Settled:
@@ -185,23 +186,14 @@ def settle(value: Any, where: str) -> Settled:
         out = io.BytesIO()
         value.save(out, format="PNG")
         return out.getvalue()
-    array = _dlpack(value) if not isinstance(value, np.ndarray) and hasattr(value, "__dlpack__") else None
-    try:
-        array = np.asarray(value) if array is None else array
-    except (ValueError, TypeError) as error:
-        raise FieldError(
-            f"{where} is not an array of one shape ({error})", "give numbers, text, bytes or arrays"
-        ) from None
-    changed = _changed_by_numpy(value, array) if isinstance(value, list | tuple) else ""
-    if changed:
-        raise FieldError(f"{where} is a list that holds {changed}", "give numbers of one type, or an array")
+    array = _array(value, where)
     if array.dtype.kind in "mM":
         raise FieldError(f"{where} holds {array.dtype}", "store times as whole numbers, values.astype('int64')")
     if array.dtype.kind not in "biuf" or array.dtype.itemsize > 8:
         what = type(value).__name__ if array.dtype == object else f"{type(value).__name__} of {array.dtype}"
         what = "list that holds other values than numbers" if isinstance(value, list) else what
         what = "whole number that 64 bits do not hold" if isinstance(value, int) else what
-        raise FieldError(f"{where} is a {what}", "give numbers, text, bytes or arrays, or leave the field out")
+        raise FieldError(f"{where} is a {what}", _KINDS)
     return array.astype(array.dtype.newbyteorder("="), copy=False)
 
 
@@ -256,11 +248,33 @@ def integer_dtype(low: int, high: int) -> str:
     return next(fitting, "")
 
 
-def _changed_by_numpy(value: Iterable[Any], array: NDArray[Any]) -> str:
-    """Return what in a list of numbers, or of such lists, has another value in `array`, which numpy made of it."""
-    items = value
-    while (kinds := set(map(type, items))) <= {list, tuple} and kinds:
+def _array(value: Any, where: str) -> NDArray[Any]:
+    items, kinds = _leaves(value) if isinstance(value, list | tuple) else ([], set())
+    if any(issubclass(kind, str | bytes) for kind in kinds):  # numpy would give each the memory of the longest
+        raise FieldError(f"{where} is a list that holds other values than numbers", _KINDS)
+    array = _dlpack(value) if not isinstance(value, np.ndarray) and hasattr(value, "__dlpack__") else None
+    try:
+        array = np.asarray(value) if array is None else array
+    except (ValueError, TypeError) as error:
+        raise FieldError(
+            f"{where} is not an array of one shape ({error})", "give numbers, text, bytes or arrays"
+        ) from None
+    if changed := _changed_by_numpy(items, kinds, array):
+        raise FieldError(f"{where} is a list that holds {changed}", "give numbers of one type, or an array")
+    return array
+
+
+def _leaves(items: Sequence[Any]) -> tuple[Sequence[Any], set[type]]:
+    """Return the items of a list, or of the lists in it, and their types."""
+    for _ in range(64):  # as many dimensions as numpy has
+        if not (kinds := set(map(type, items))) or not kinds <= {list, tuple}:
+            break
         items = list(chain.from_iterable(items))
+    return items, kinds
+
+
+def _changed_by_numpy(items: Sequence[Any], kinds: set[type], array: NDArray[Any]) -> str:
+    """Return what in a list of numbers, or of such lists, has another value in `array`, which numpy made of it."""
     if kinds == {int} and array.dtype.kind in "fO":
         return "whole numbers that no integer type holds together"
     if len(kinds) <= 1 and kinds != {np.ndarray}:
