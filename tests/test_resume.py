@@ -134,7 +134,7 @@ def test_state_dict_of_k_batches_is_the_state_after_them(path):
     running = iter(fresh)
     take(running, 5)
     assert [fresh.state_dict(batches=k) for k in range(len(states))] == states
-    with pytest.raises(UsageError, match="pass the end"):
+    with pytest.raises(UsageError, match="past the end"):
         fresh.state_dict(batches=len(states))
     fresh.load_state_dict(states[4])
     assert fresh.state_dict(batches=3) == states[7]

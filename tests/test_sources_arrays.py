@@ -633,7 +633,7 @@ def test_a_damaged_count_of_strings_is_an_error_before_memory_is_allocated(how, 
     data = bytearray(chunk.read_bytes())
     data[data.index(b"\2\0\0\0\1\0\0\0a") + 3] = 0x7F
     chunk.write_bytes(data)
-    with pytest.raises(SourceError, match=r"it.zarr cannot be read: .*a chunk of 2 items says that it has 2130706434"):
+    with pytest.raises(SourceError, match=r"it.zarr cannot be read: .*a chunk of 2 items declares 2130706434"):
         read(opened(tmp_path / "it.zarr"))
 
 
@@ -727,7 +727,12 @@ def test_tokens_without_documents_are_cut_every_4096(tmp_path):
 @pytest.mark.parametrize("fields", [None, "t", "a=uint16[8],b=uint16[8]", "t=text", "t=bool[8]", "t=ragged:int8[2]"])
 def test_tokens_without_a_type_are_an_error_that_shows_how_to_give_one(fields, tmp_path):
     np.arange(100, dtype="<u2").tofile(tmp_path / "it.bin")
-    assert_error(UsageError, r"it.bin does not say.*tokens=uint16\[2048\].*tokens=ragged:uint16", tmp_path, fields)
+    assert_error(
+        UsageError,
+        r"it.bin does not describe its values.*tokens=uint16\[2048\].*tokens=ragged:uint16",
+        tmp_path,
+        fields,
+    )
 
 
 def test_token_files_that_are_no_whole_number_of_values_or_change_are_named(tmp_path):

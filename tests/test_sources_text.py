@@ -196,7 +196,7 @@ BAD_TABLES = {
     "header too long": ({"it.csv": b"a" * 600_000 + b"\n1\n"}, r"it\.csv has a first line that is far too long"),
     "two formats": ({"a.csv": b"a\n1\n", "b.jsonl": b'{"a": 1}\n'}, "fits the formats csv and jsonl"),
     "no line": ({"it.jsonl": b"\n \n"}, "holds no sample"),
-    "no object": ({"it.jsonl": b"[1]\n2\n"}, r"it\.jsonl:1: it holds a list, where an object belongs"),
+    "no object": ({"it.jsonl": b"[1]\n2\n"}, r"it\.jsonl:1: it holds a list, expected an object"),
     "utf-16 lines": ({"it.jsonl": '{"a": 1}'.encode("utf-16")}, r"it\.jsonl is text in UTF-16"),
     "objects in lists": ({"it.jsonl": b'{"a": [{"b": 1}]}\n'}, r"1: its 'a' is a list that .* numbers; .* a=text"),
 }
@@ -227,7 +227,7 @@ BAD_ROWS = {
 BAD_LINES = {
     "no json": (b'{"n": 1,}\n', "it is not JSON: Expecting property name .* at character 9"),
     "cut": (b'{"n": 1, "x"\n', "it is not JSON: Expecting ':' delimiter at character 13"),
-    "list": (b"[]\n", "it holds a list, where an object belongs"),
+    "list": (b"[]\n", "it holds a list, expected an object"),
     "no utf-8": (b'{"n": "\xff"}\n', "it is not UTF-8 text: invalid start byte at byte 8"),
     "missing": (GOOD_LINE.replace(b'"n": 1, ', b""), "field 'n' of sample .* is missing"),
     "null": (GOOD_LINE.replace(b"1, ", b"null, ", 1), "field 'n' of sample .* is missing"),

@@ -87,7 +87,7 @@ def test_advancing_step_by_step_reaches_the_next_epoch_after_the_last_step(num_s
     if steps:
         assert cursor == CURSOR.advance(steps, share) == CURSOR.next_epoch()
         assert (cursor.epoch, cursor.position) == (1, 0)
-    with pytest.raises(UsageError, match="pass the end"):
+    with pytest.raises(UsageError, match="past the end"):
         CURSOR.advance(steps + 1, share)
 
 
@@ -97,7 +97,7 @@ def test_workers_advance_in_rounds_and_another_number_repeats_the_round(num_samp
     share = share_of(num_samples, 3, World(0, 2 * workers), "pad")
     start = replace(CURSOR, workers=workers)
     batches = share.global_steps(0) * workers
-    with pytest.raises(UsageError, match="pass the end"):
+    with pytest.raises(UsageError, match="past the end"):
         start.advance(batches + 1, share)
     one, two = sorted(data.draw(st.tuples(st.integers(0, batches), st.integers(0, batches))))
     cursor = start.advance(one, share)
@@ -179,7 +179,7 @@ def test_a_state_passes_gaps_and_records_them(run):
     assert run.resumed(json.loads(json.dumps(cursor.to_dict()))) == cursor
     if left:
         assert (cursor.epoch, cursor.position, cursor.skipped) == (share.epoch + 1, 0, gaps.each)
-    with pytest.raises(UsageError, match="pass the end"):
+    with pytest.raises(UsageError, match="past the end"):
         start.advance(len(left) + 1, share, gaps)
 
 

@@ -152,7 +152,7 @@ def test_a_transform_that_processes_cannot_load_is_an_error(url):
     datasets.assert_threads_end()
 
 
-LIST = r"value.tolist\(\), which comes as a list"
+LIST = r"value.tolist\(\), which is returned as a list"
 
 
 @pytest.mark.parametrize(

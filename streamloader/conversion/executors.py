@@ -339,7 +339,9 @@ def parse_engine(text: str) -> EngineChoice:
         example = CLUSTERS["dask"].example
         raise UsageError(f"there is no engine {text!r}", f"choose local, {', '.join(CLUSTERS)}, or e.g. {example}")
     if equals and name == "local":
-        raise UsageError(f"the engine {text!r} has an address", "local is this machine; --workers says how many")
+        raise UsageError(
+            f"the engine {text!r} has an address", "local is this machine; --workers sets its number of processes"
+        )
     if address.startswith("sc://"):
         raise UsageError(f"{address} is Spark Connect, which cannot run tasks", "give the URL of the master")
     if equals and not re.match(CLUSTERS[name].pattern, address):

@@ -518,7 +518,7 @@ class Assembler:
             while self._wanted and self._wanted[0].ticket <= ref.ticket:  # needed now: whatever it weighs
                 if not self._arena.free:
                     return EngineError(
-                        f"block {ref.start}:{ref.stop} finds none of {self._budget.slots} slots free",
+                        f"block {ref.start}:{ref.stop} finds no free slot among {self._budget.slots}",
                         "report this with the dataset's manifest: the plan needs more slots than it declares",
                     )
                 self._fetcher.check(self._wanted[0])

@@ -144,7 +144,7 @@ def _check_dtype(name: str, dtype: np.dtype[Any], number: int) -> None:
     if (dtype.kind in "biuf" and dtype.itemsize <= 8) or (dtype.kind == "c" and dtype.itemsize <= 16):
         return
     kinds = {"M": "value.astype('int64')", "m": "value.astype('int64')", "f": "value.astype('float64')"}
-    remedy = f"return {kinds.get(dtype.kind, 'value.tolist(), which comes as a list')}"
+    remedy = f"return {kinds.get(dtype.kind, 'value.tolist(), which is returned as a list')}"
     problem = f"the transform returned {name!r} of sample {number} as an array of {dtype}, which tensors do not have"
     raise TransformError(problem, remedy)
 

@@ -173,7 +173,7 @@ def decode_fixed(layout: FieldLayout, data: memoryview, out: NDArray[Any]) -> No
     flat = out.reshape(-1).view(np.uint8)
     if layout.codec == "none":
         if data.nbytes != expected:
-            raise CorruptError(f"the chunk has {data.nbytes} bytes, its geometry says {expected}")
+            raise CorruptError(f"the chunk has {data.nbytes} bytes, expected {expected}")
         np.copyto(flat, np.frombuffer(data, np.uint8, flat.size))
         return
     _check_frame(layout.codec, data, expected, expected)
@@ -273,7 +273,7 @@ def _check_frame(codec: str, data: memoryview, least: int, most: int) -> int:
     if not least <= size <= most:
         wanted = str(most) if least == most else f"{least} to {most}"
         problem = f"the chunk's {codec} frame of {data.nbytes} bytes claims {size}"
-        raise CorruptError(f"{problem}, its geometry says {wanted}")
+        raise CorruptError(f"{problem}, expected {wanted}")
     return size
 
 

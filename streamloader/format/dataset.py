@@ -93,7 +93,7 @@ class Dataset:
         if isinstance(index, slice):
             start, stop, step = index.indices(len(self))
             if step != 1:
-                raise UsageError(f"a slice of step {step}", "read with step 1, and choose from what comes")
+                raise UsageError(f"a slice of step {step}", "read with step 1, and select from the result")
             names = list(self.fields)
             process, stop = self._here(), max(start, stop)
             columns = run_all(lambda name: process.read(name, start, stop), names, len(names))

@@ -775,7 +775,7 @@ def publish_split(root: Store, split: str, base: str, manifest: Manifest) -> Non
         except errors.ObjectExistsError:
             continue
         return
-    raise errors.DestinationError(f"the root of {root.url} changes again and again", "run the same append again")
+    raise errors.DestinationError(f"the root of {root.url} keeps changing", "run the same append again")
 
 
 def clean_append(store: Store) -> None:

@@ -290,7 +290,7 @@ def _computed(op: ast.operator, left: Any, right: Any) -> Any:
     if isinstance(op, ast.Add | ast.Sub | ast.Mult) and None not in sizes:
         most = operator.mul(*sizes) if isinstance(op, ast.Mult) else sum(sizes)
         if most >= 2**63:
-            raise OverflowError("its numbers may pass 64 bits")
+            raise OverflowError("its numbers may exceed 64 bits")
     return _ARITHMETIC[type(op)](left, right)
 
 

@@ -312,7 +312,7 @@ class RunState:
             gaps.walk(self.epoch, self.position, count, share.global_batch) for count in (max(0, rounds - 1), rounds)
         )
         if (rounds and not share.global_steps(last)) or (extra and not share.global_steps(position)):
-            raise UsageError(f"{batches} batches from position {self.position} pass the end", "advance less at once")
+            raise UsageError(f"{batches} batches from position {self.position} go past the end", "advance less at once")
         ranks, batch = (share.world.size // self.workers, share.batch) if extra else (0, 0)
         return replace(self.moved(position, share, gaps), extra=extra, ranks=ranks, batch=batch)
 

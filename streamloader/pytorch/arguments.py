@@ -341,7 +341,7 @@ def choose_gaps(skips: Mapping[int, Sequence[int]], start: RunState, share: Part
         offset = start.position % share.global_batch if epoch == start.epoch else 0
         count, last = share.global_steps(offset), skips[epoch][-1]
         if last >= count:
-            raise UsageError(f"skip_steps names step {last} of epoch {epoch}, which has {count}", "leave it away")
+            raise UsageError(f"skip_steps names step {last} of epoch {epoch}, which has {count}", "leave it out")
         if len(skips[epoch]) == count:
             raise UsageError(f"skip_steps leaves nothing of epoch {epoch}", f"begin with epoch {epoch + 1}: set_epoch")
         gaps += Gaps.of_steps(epoch, skips[epoch], offset, share.global_batch)

@@ -112,7 +112,7 @@ def damaged(store: Store, info: ObjectInfo, problem: str, remedy: str = AGAIN) -
     now = store.head(info.path) if root is None else file_info(root, info.path)
     where = f"{store.url}/{info.path}"
     if now is None or (now.size, now.etag or info.etag) != (info.size, info.etag or now.etag):
-        return SourceChangedError(f"{where} is another one than when the conversion began", ranged_io.CHANGED)
+        return SourceChangedError(f"{where} changed since the conversion began", ranged_io.CHANGED)
     return SourceError(f"{where} {problem}", remedy)
 
 

@@ -340,7 +340,7 @@ def _check(name: str, have: Field, wanted: Field) -> None:
     problem = f"field {name!r} is {have} in the source, which cannot become {wanted}"
     numbers = {"tensor", "ragged"}
     if (have.kind in numbers) != (wanted.kind in numbers):
-        raise FieldError(problem, "choose another type, or make it so with --map")
+        raise FieldError(problem, "choose another type, or convert it with --map")
     inner, wanted_inner = (one.shape[1:] if one.fixed else one.shape for one in (have, wanted))
     if inner != wanted_inner or (have.fixed and wanted.fixed and have.shape != wanted.shape):
         raise FieldError(problem, "keep its shape")

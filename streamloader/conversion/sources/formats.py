@@ -52,6 +52,6 @@ def _detect(listing: Listing) -> str:
         raise UsageError(f"{listing.url} fits the formats {several}", f"choose with --format {fitting[0]}")
     if not fitting:
         seen = ", ".join(info.path for info in listing.files[:3])
-        remedy = f"docs/conversion.md lists what can be converted; say which it is with --format ({', '.join(FORMATS)})"
+        remedy = f"docs/conversion.md lists what can be converted; name the format with --format ({', '.join(FORMATS)})"
         raise SourceError(f"no known format fits {listing.url} ({len(listing.files)} files: {seen}, ...)", remedy)
     return fitting[0]

@@ -354,7 +354,7 @@ def _read_file(
                 dataset = _descend(file, array.path, content.where)
                 same = isinstance(dataset, h5py.Dataset)
                 if not same or (dataset.shape, str(_dtype(dataset))) != (array.shape, array.dtype):
-                    raise SourceChangedError(f"{where} is another array than when it was listed", ranged_io.CHANGED)
+                    raise SourceChangedError(f"{where} changed since it was listed", ranged_io.CHANGED)
                 _read_dataset(dataset, rows, into[name])
 
 
@@ -385,7 +385,7 @@ def _scan_netcdf(raw: BlockFile, inner: str, selection: FieldSelection) -> array
     if raw.read(4) not in (b"CDF\x01", b"CDF\x02", b"CDF\x05"):
         return _scan_hdf5(raw, inner, selection, netcdf=True)
     if inner:
-        raise SourceError(f"{raw.name} is of a classic format, which has no groups", f"leave ::{inner} away")
+        raise SourceError(f"{raw.name} is of a classic format, which has no groups", f"leave ::{inner} out")
     with arrays.reading(f"the header of {raw.name} is damaged"):
         found, unlimited = _Header(raw).read()
     dimensions = {name: variable.dimensions for name, variable in sorted(found.items())}

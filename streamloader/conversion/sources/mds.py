@@ -220,7 +220,7 @@ class Shard:
             return
         data = memoryview(Stream(content).read(0, size + 1))
         if len(data) != size:
-            problem = f"{'more' if len(data) > size else 'less'} than the {size} bytes that its index says"
+            problem = f"{'more' if len(data) > size else 'less'} than the {size} bytes of its index"
             raise damaged(f"{content.where} unpacks to {problem}")
         for start, stop in zip(*self._spans(data, rows), strict=True):
             yield data[int(start) : int(stop)]

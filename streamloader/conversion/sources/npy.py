@@ -67,7 +67,9 @@ def _parse(head: bytes | memoryview, info: ObjectInfo, start: int, size: int, wh
     if dtype.hasobject:
         raise SourceError(f"{where} holds pickled objects, which are never read", "save it with allow_pickle=False")
     if fortran and len(shape) > 1:
-        raise SourceError(f"{where} is in Fortran order: rows are not contiguous", "save numpy.ascontiguousarray(it)")
+        raise SourceError(
+            f"{where} is in Fortran order: rows are not contiguous", "save numpy.ascontiguousarray(array)"
+        )
     field = arrays.tensor_field(dtype, tuple(shape), where)
     needed = file.tell() + field.item_bytes * shape[0]
     if needed > size:
@@ -218,7 +220,7 @@ def _token_field(listing: Listing, selection: FieldSelection) -> tuple[str, Fiel
         return name, field
     asked = ", ".join(one if kind is None else f"{one}={kind}" for one, kind in selection.fields.items())
     asked = f"; asked for {asked}" if asked else ""
-    problem = f"a .bin such as {listing.files[0].path} does not say what its bytes are{asked}"
+    problem = f"a .bin such as {listing.files[0].path} does not describe its values{asked}"
     ways = 'rows of one length with --fields "tokens=uint16[2048]", or pieces of up to 4096 values'
     raise UsageError(problem, f'name one field and the type of its values: {ways} with --fields "tokens=ragged:uint16"')
 

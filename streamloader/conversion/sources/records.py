@@ -113,12 +113,12 @@ def _infer(name: str, wanted: Field | None, values: Sequence[tuple[Any, str]]) -
         return wanted, flag
     if wrong and not settled:
         why = f"({wrong.problem}; {wrong.remedy})"
-        others = f"leave it out by naming the fields to keep with --fields, or make it so with --map {why}"
+        others = f"leave it out by naming the fields to keep with --fields, or convert it with --map {why}"
         raise FieldError(f"no field of the format holds the field {name!r}", others)
     try:
         return infer_field(name, settled), flag
     except FieldError as error:
-        kinds = "say what it is with --fields, or make it so with --map"
+        kinds = "declare it with --fields, or convert it with --map"
         raise FieldError(error.problem, f"{error.remedy}; {kinds}") from None
 
 

@@ -529,7 +529,7 @@ def parse_line(selection: FieldSelection, line: memoryview) -> dict[str, Any]:
     try:
         values: dict[str, Any] = _DECODE(str(line, "utf-8").strip(_BLANKS))
         if not isinstance(values, dict):
-            raise ValueError(f"it holds a {type(values).__name__}, where an object belongs")
+            raise ValueError(f"it holds a {type(values).__name__}, expected an object")
         for key, value in values.items():
             field = selection.fields.get(_name(key)) if selection.fields and type(value) in (dict, list) else None
             if field is not None and field.kind == "text":

@@ -91,7 +91,7 @@ def _check(head: bytes, most: int) -> None:
     """Raise ValueError unless the bytes begin with a count of at most that many items."""
     count = int.from_bytes(head, "little")
     if len(head) < 4 or count > most:
-        raise ValueError(f"a chunk of {most} items says that it has {count}")
+        raise ValueError(f"a chunk of {most} items declares {count}")
 
 
 @dataclass(frozen=True)
