@@ -15,7 +15,7 @@ from typing import Any
 from unittest import mock
 from urllib.parse import urlsplit
 
-from faulty import QuietHandler, QuietServer, certified, running
+from faulty import QuietHandler, QuietServer, certified
 
 DOMAIN = "amazonaws.com"
 HOP_BY_HOP = ("host", "expect", "transfer-encoding", "connection", "date")
@@ -78,7 +78,7 @@ def standing_in_for_aws(behind: str, regions: Mapping[str, str], folder: Path) -
     hosts = [f"{bucket}s3.{region}{DOMAIN}" for bucket in ("", "*.") for region in ("", *(f"{r}." for r in REGIONS))]
     context = certified(folder, hosts)
     resolve = socket.getaddrinfo
-    with running(Aws(behind, regions, context)) as server:
+    with Aws(behind, regions, context).running() as server:
 
         def to_loopback(host: Any, port: Any, *args: Any, **kwargs: Any) -> Any:
             name = host.decode() if isinstance(host, bytes) else host

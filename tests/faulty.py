@@ -17,7 +17,7 @@ from datetime import UTC, datetime, timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
@@ -34,8 +34,6 @@ GARBAGE = {
     + b"Content-Length: 0\r\n\r\n",
 }
 
-
-Server = TypeVar("Server", bound=ThreadingHTTPServer)
 NO_RETRY = {"outage_seconds": 0.0, "request_seconds": 0.0}  # the option `retry`
 
 
@@ -106,7 +104,10 @@ class QuietHandler(BaseHTTPRequestHandler):
 
 
 class QuietServer(ThreadingHTTPServer):
-    """A server whose clients may hang up; over TLS where `tls` is given."""
+    """A server whose clients may hang up; over TLS where `tls` is given.
+
+    It counts connections; `closed` is set when one ends. A request that waits waits until the server is `released`.
+    """
 
     request_queue_size = 128  # the loader connects with all its threads at once
 
@@ -117,35 +118,6 @@ class QuietServer(ThreadingHTTPServer):
         self.endpoint = f"{'https' if tls else 'http'}://127.0.0.1:{self.server_port}"
         if tls:
             self.socket = tls.wrap_socket(self.socket, server_side=True, do_handshake_on_connect=False)
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        if not isinstance(sys.exception(), OSError):
-            super().handle_error(request, client_address)
-
-
-@contextlib.contextmanager
-def running(server: Server) -> Iterator[Server]:
-    """Run a server in a thread until the block ends."""
-    with server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
-        thread.start()
-        try:
-            yield server
-        finally:
-            server.shutdown()
-            thread.join()
-
-
-def serving(handler: Callable[..., BaseHTTPRequestHandler]) -> AbstractContextManager[QuietServer]:
-    """Run a server with this handler on a free port until the block ends."""
-    return running(QuietServer(handler))
-
-
-class RangeServer(QuietServer):
-    """Serves bytes by range until it is `released`; counts connections; `closed` is set when one ends."""
-
-    def __init__(self, handler: type[QuietHandler], port: int = 0, tls: ssl.SSLContext | None = None) -> None:
-        super().__init__(handler, port, tls)
         self.connections = 0
         self.error_headers: dict[str, str] = {}
         self.closed, self.released = threading.Event(), threading.Event()
@@ -158,17 +130,30 @@ class RangeServer(QuietServer):
         super().shutdown_request(request)
         self.closed.set()
 
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        if not isinstance(sys.exception(), OSError):
+            super().handle_error(request, client_address)
+
     @contextlib.contextmanager
     def running(self) -> Iterator[Self]:
         """Run the server in a thread until the block ends, and let no request wait any longer then."""
-        with running(self):
+        with self:
+            thread = threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.02})
+            thread.start()
             try:
                 yield self
             finally:
                 self.released.set()
+                self.shutdown()
+                thread.join()
 
 
-class FaultyServer(RangeServer):
+def serving(handler: Callable[..., BaseHTTPRequestHandler]) -> AbstractContextManager[QuietServer]:
+    """Run a server with this handler on a free port until the block ends."""
+    return QuietServer(handler).running()
+
+
+class FaultyServer(QuietServer):
     """`faults` are used up one for each GET.
 
     A fault is a status such as "503" (sent with `error_headers`), one of `GARBAGE`, "truncate", "trickle" (a byte of

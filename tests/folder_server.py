@@ -12,10 +12,10 @@ import threading
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-from faulty import QuietHandler, RangeServer
+from faulty import QuietHandler, QuietServer
 
 
-class FolderServer(RangeServer):
+class FolderServer(QuietServer):
     """Treats the next `times` requests for data badly; `gets` counts them all, `met` is set once one was."""
 
     def __init__(self, folder: Path, port: int = 0) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import datasets
 import pytest
+from conversions import wait_for
 from datasets import numbers
 from folder_server import FolderServer, folder_server
 from servers import free_ports
@@ -140,8 +141,7 @@ def test_threads_that_wait_to_try_again_end_with_their_pass(folder, path, how, w
 
         consumer = threading.Thread(target=consume)
         consumer.start()
-        while not asked(server, path):
-            time.sleep(0.01)
+        wait_for(lambda: asked(server, path))
         time.sleep(0.8)  # now it is an outage
         waiting = [thread for thread in threading.enumerate() if thread.name.startswith("streamloader")]
         assert consumer.is_alive()
@@ -173,10 +173,7 @@ def test_ctrl_c_ends_an_opening_that_waits_for_the_end_of_an_outage(folder, path
     with folder_server(folder) as server:
         server.faults[path] = ["503"] * 10**6
         with subprocess.Popen([sys.executable, "-c", OPEN, f"{server.url}/data"]) as opening:
-            give_up = time.monotonic() + 300
-            while not asked(server, path):
-                assert time.monotonic() < give_up
-                time.sleep(0.05)
+            wait_for(lambda: asked(server, path))
             opening.send_signal(signal.SIGINT)
             assert opening.wait(300) == 77
 

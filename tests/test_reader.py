@@ -180,12 +180,6 @@ def test_shards_of_finished_and_unfinished_splits_are_counted_together():
         open_root(store)
 
 
-def test_unknown_keys_of_a_manifest_are_ignored():
-    store, manifest = dataset(5)
-    edit(store, lambda attributes: attributes.update({"later": 1}))
-    assert open_root(store).manifest == manifest
-
-
 def _field(attributes, **change):
     attributes["fields"]["image"].update(change)
 

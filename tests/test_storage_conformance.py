@@ -15,7 +15,7 @@ import pytest
 from faulty import QuietHandler, serving
 
 from streamloader.errors import NotFoundError, ObjectExistsError, UnsupportedError, UsageError
-from streamloader.storage import ObjectInfo, RangeReader, open_store
+from streamloader.storage import ObjectInfo, open_store
 
 DIGITS = b"0123456789"
 # all, parts, beyond the end, at the end, past the end, nothing
@@ -33,13 +33,10 @@ def store(root):
     return root.child(f"{uuid.uuid4().hex}/data")
 
 
-@pytest.fixture(params=["chosen", "control plane"])
-def reader(request, store):
+@pytest.fixture
+def reader(store):
     store.put("a/digits", DIGITS)
-    if request.param == "chosen":
-        return store.reader()
-    client = store._client()
-    return RangeReader("test", "", client.get_range, client.root, store.location).below(store.folder)
+    return store.reader()
 
 
 def test_an_object_has_the_content_and_size_that_were_put_last(store):
@@ -78,7 +75,7 @@ def test_empty_object_is_an_object(store):
     assert bytes(store.reader().read("empty", 0, 5)) == b""
 
 
-def test_a_range_is_a_slice(store):
+def test_a_range_is_a_slice_and_a_tail_is_the_end(store):
     store.put("digits", DIGITS)
     for start, stop in SLICES:
         assert store.get_range("digits", start, stop) == DIGITS[start:stop]
@@ -86,15 +83,14 @@ def test_a_range_is_a_slice(store):
         with pytest.raises(UsageError, match=r"not a range"):
             store.get_range("digits", start, stop)
 
-
-def test_a_tail_is_the_end(store):
-    store.put("digits", DIGITS)
     for size in (1, 4, 10, 50):
         assert store.get_tail("digits", size) == DIGITS[-size:]
     assert store.get_tail("digits", 0) == b""
 
 
-def test_the_data_plane_reads_the_same_slices_in_place_where_it_can(reader):
+def test_the_data_plane_reads_the_same_slices_in_place_where_it_can(store, reader):
+    assert reader.kind == {"memory": "fsspec", "s3": "http", "file": "file"}[store.url.split(":")[0]]
+    assert reader.reason
     for start, stop in SLICES:
         view = reader.read("a/digits", start, stop)
         assert isinstance(view, memoryview)
@@ -108,12 +104,6 @@ def test_the_data_plane_reads_the_same_slices_in_place_where_it_can(reader):
         assert bytes(reader.read("a/digits", start, stop, allocate)) == DIGITS[start:stop]
         if reader.kind in ("http", "file") and DIGITS[start:stop]:
             assert buffers[0][: len(DIGITS[start:stop])] == DIGITS[start:stop]
-
-
-def test_the_data_plane_has_a_kind_and_a_reason(store):
-    reader = store.reader()
-    assert reader.kind == {"memory": "fsspec", "s3": "http", "file": "file"}[store.url.split(":")[0]]
-    assert reader.reason
 
 
 def test_the_data_plane_reads_from_many_threads(reader, store):

@@ -19,9 +19,8 @@ QUICK = RetryPolicy(
     outage_seconds=3.0, base_seconds=0.01, probe_seconds=0.1, response_seconds=1.0, min_bytes_per_second=1e6
 )
 
-KEYS = {"key": "k", "secret": "s"}
 PLANES = {
-    "s3-http": {"config_kwargs": {"read_timeout": 0.5}},
+    "s3-http": {"key": "k", "secret": "s", "config_kwargs": {"read_timeout": 0.5}},
     "http-obstore": {},
     "http-fsspec": {"encoded": False},  # an option that obstore does not support
 }
@@ -42,19 +41,18 @@ def server(running):
 
 @pytest.fixture(scope="module", params=PLANES)
 def store(request, running):
-    protocol = request.param.split("-")[0]
-    if protocol == "http":
-        return open_store(f"{running.endpoint}/bucket", {**PLANES[request.param], "retry": QUICK})
-    options = {**KEYS, "endpoint_url": running.endpoint, "retry": QUICK, **PLANES[request.param]}
-    return open_store("s3://bucket", options)
+    protocol, kind = request.param.split("-")
+    url, more = (
+        ("s3://bucket", {"endpoint_url": running.endpoint}) if protocol == "s3" else (f"{running.endpoint}/bucket", {})
+    )
+    store = open_store(url, {**PLANES[request.param], **more, "retry": QUICK})
+    assert store.reader().kind == kind, store.reader().reason
+    return store
 
 
 @pytest.fixture
-def reader(store, request):
-    plane = request.node.callspec.params["store"]
-    reader = store.reader()
-    assert reader.kind == plane.split("-")[1], reader.reason
-    return reader
+def reader(store):
+    return store.reader()
 
 
 @pytest.mark.parametrize("fault", ["503", "500", "520", "599", "429", "truncate", "close", "stall", *GARBAGE])
@@ -167,14 +165,6 @@ def test_a_lasting_fault_ends_with_its_kind_after_the_policy(server, store, read
             with pytest.raises(ThrottledError, match=r"attempts in [34]\.\d s"):
                 future.result(300)
     assert 2 < server.gets < 160
-
-
-def test_the_control_plane_retries_by_the_same_policy(server, store):
-    server.faults.extend(["503", "close"])
-    assert store.get_range("x", 5, 9) == CONTENT[5:9]
-    assert server.gets == 3
-    assert store.get_tail("x", 7) == CONTENT[-7:]
-    assert server.gets == 4
 
 
 def test_http_is_read_only(server):

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from faulty import NO_RETRY, QuietHandler, certified, faulty_server, serving
 
-from streamloader.errors import EndpointError, ForkError, ThrottledError, TransientError, UnsupportedError
+from streamloader.errors import EndpointError, ThrottledError, UnsupportedError
 from streamloader.storage import open_store
 from streamloader.storage.s3_http import MAX_IDLE_SECONDS
 
@@ -50,23 +50,6 @@ def test_the_wait_that_a_response_asks_for_is_in_its_error(server, header, wait)
     with pytest.raises(ThrottledError) as caught:
         reader_of(server).read("x", 0, 10)
     assert caught.value.retry_after == wait
-
-
-def test_a_body_that_breaks_off_is_no_body_and_its_connection_is_not_used_again(server):
-    server.faults.append("truncate")
-    reader = reader_of(server)
-    with pytest.raises(TransientError):
-        reader.read("x", 0, 1000)
-    assert not reader.fetch.__self__._pool._idle
-    assert bytes(reader.read("x", 0, 1000)) == CONTENT[:1000]
-
-
-def test_connections_of_another_process_are_an_error(server, monkeypatch):
-    reader = reader_of(server)
-    reader.read("x", 0, 10)
-    monkeypatch.setattr("streamloader.storage.process.os.getpid", lambda: -1)
-    with pytest.raises(ForkError, match="of another process"):
-        reader.read("x", 0, 10)
 
 
 def test_a_connection_that_was_idle_for_long_is_not_used_again(server, monkeypatch):

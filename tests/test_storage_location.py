@@ -4,14 +4,12 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 import streamloader as sl
 from streamloader.errors import UnsupportedError, UsageError
 from streamloader.storage import open_store
 from streamloader.storage.object_store import open_object_plane, target_of
-from streamloader.storage.url import parse_location, redact
+from streamloader.storage.url import parse_location
 
 AZURE_CLIENT = {"client_id": "i", "client_secret": "c", "tenant_id": "t"}
 
@@ -35,14 +33,6 @@ AZURE_CLIENT = {"client_id": "i", "client_secret": "c", "tenant_id": "t"}
 def test_urls_and_what_is_below_them(url, protocol, child):
     location = parse_location(url, None)
     assert (location.protocol, location.child("a/b").shown) == (protocol, child)
-
-
-@given(st.text("abcXYZ09+/=_-", min_size=6, max_size=30).filter(lambda secret: "/" not in secret))
-def test_no_secret_is_ever_shown(secret):
-    location = parse_location(f"https://user:{secret}@host/x", {"token": secret + "!"})
-    assert location.shown == "https://host/x"
-    assert f":{secret}@" not in repr(open_store(location.target)) + redact(f"GET {location.target} failed")
-    assert secret + "!" not in repr(location)
 
 
 @pytest.mark.parametrize("url", ["s3:/bucket/x", "S3:/bucket/x", "s3:bucket/x", "gs:/b/x", "https:/h/x", "file:/x"])

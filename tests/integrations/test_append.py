@@ -366,10 +366,9 @@ def test_an_append_that_is_killed_at_any_change_goes_on_to_the_same_bytes(split,
 def test_a_kill_of_the_abandoning_is_repaired_by_doing_it_again(data, grow, monkeypatch):
     first = contents(data)
     for changes in range(30):
-        with monkeypatch.context() as patch:
+        with monkeypatch.context() as patch, pytest.raises(Stop):
             dying(patch, 12)
-            with pytest.raises(Stop):
-                grow(data, 50, 75)
+            grow(data, 50, 75)
         killed = True
         with monkeypatch.context() as patch, suppress(Stop):
             dying(patch, changes)
@@ -471,10 +470,9 @@ def test_a_damaged_last_shard_is_named_and_nothing_is_published(harm, error, tmp
 
 def test_erase_removes_all_versions_and_an_append_under_way(data, grow, monkeypatch):
     grow(data, 50, 60)
-    with monkeypatch.context() as patch:
+    with monkeypatch.context() as patch, pytest.raises(Stop):
         dying(patch, 9)
-        with pytest.raises(Stop):
-            grow(data, 60, 90)
+        grow(data, 60, 90)
     assert (data / CLAIM).exists()
     assert rows(sl.open(data)) == list(range(60))
     erase(open_store(data))

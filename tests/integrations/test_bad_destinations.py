@@ -236,7 +236,9 @@ def test_a_full_store_ends_the_conversion_in_bounded_time_and_resumes_when_there
     with seaweedfs_server(data, ["-master.volumeSizeLimitMB=1", "-volume.max=9"]) as server:
         url = server.url("out")
         interrupted(src, url, BEGUN, layout=LAYOUT, storage_options=server.storage_options)
-        fill(server)
+        with contextlib.closing(server.client()) as client, pytest.raises(botocore.exceptions.ClientError):
+            for i in range(100):  # beside the destination, until the server takes no more
+                client.put_object(Bucket=server.shared_bucket, Key=f"other/{i}", Body=bytes(512 << 10))
         before = objects(server, url)
         assert sum("/receipts/" in path for path in before) == BEGUN
         soon = ["--storage-option", 'retry={"outage_seconds": 8}']
@@ -247,10 +249,3 @@ def test_a_full_store_ends_the_conversion_in_bounded_time_and_resumes_when_there
     with seaweedfs_server(data, ["-master.volumeSizeLimitMB=1", "-volume.max=60"]) as server:
         run_ok(src, url, tmp_path, [], server.env)
         assert objects(server, url) == expected
-
-
-def fill(server):
-    """Write beside the destination until the server takes no more."""
-    with contextlib.closing(server.client()) as client, pytest.raises(botocore.exceptions.ClientError):
-        for i in range(100):
-            client.put_object(Bucket=server.shared_bucket, Key=f"other/{i}", Body=bytes(512 << 10))

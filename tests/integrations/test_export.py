@@ -11,6 +11,7 @@ import webdataset
 import xarray
 import zarr
 from commands import run
+from conversions import contents
 from datasets import encoded, picture
 from format_data import column_of, equal, public
 
@@ -146,12 +147,10 @@ def test_two_fields_of_one_suffix_are_an_error(tmp_path):
 def test_exports_are_the_same_bytes_each_time(url, tmp_path):
     for kind in ("webdataset", "npz", "parquet", "zarr"):
         names = FIXED if kind == "npz" else None
-        for place in ("one", "two"):
-            sl.export(url, tmp_path / kind / place, format=kind, fields=names)
-        files = [sorted((tmp_path / kind / place).rglob("*")) for place in ("one", "two")]
-        pairs = [(one, two) for one, two in zip(*files, strict=True) if one.is_file()]
-        assert pairs
-        assert all(one.read_bytes() == two.read_bytes() for one, two in pairs)
+        one, two = (tmp_path / kind / place for place in ("one", "two"))
+        for place in (one, two):
+            sl.export(url, place, format=kind, fields=names)
+        assert contents(one) == contents(two) != {}
     with tarfile.open(tmp_path / "webdataset" / "one" / "shard-000000.tar") as tar:
         assert {(member.mtime, member.uid, member.uname) for member in tar} == {(0, 0, "")}
 
