@@ -4,7 +4,9 @@ import gc
 import io
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+import tracemalloc
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -103,6 +105,17 @@ def planned(ds: Any, shuffle: bool = True, seed: int = 0, epoch: int = 0) -> lis
     pin, count = ds._datasets[0].manifest.order, ds.num_samples
     params = OrderParams(pin.block, pin.lanes, pin.window)
     return EpochOrder(count, params, seed, epoch, shuffle).samples_at(0, count).tolist()
+
+
+@contextmanager
+def within(limit: int) -> Iterator[None]:
+    """Fail where more than `limit` bytes are allocated at once."""
+    tracemalloc.start()
+    try:
+        yield
+        assert tracemalloc.get_traced_memory()[1] <= limit
+    finally:
+        tracemalloc.stop()
 
 
 def check_batch(batch: Mapping[str, Any], fields: Iterable[str]) -> None:

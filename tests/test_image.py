@@ -16,7 +16,7 @@ from datasets import before_error, encoded, numbers, picture, seen
 from PIL import Image
 from torchrun import run_python
 
-from streamloader.errors import DecodeError, FieldError, UsageError
+from streamloader.errors import DecodeError, UsageError
 from streamloader.images.decode import DRAWS, ImageDecoder
 from streamloader.options import Decode, RandomResizedCrop
 from streamloader.pytorch.dataset import StreamingDataset
@@ -295,17 +295,3 @@ print("left")
 def test_a_script_may_end_in_the_middle_of_a_pass(folder, work):
     done = run_python("-c", LEAVING, folder / "jpeg", work)
     assert (done.stdout, done.stderr) == ("left\n", "")
-
-
-@pytest.mark.parametrize(
-    ("decode", "kind", "shown"),
-    [
-        ("opencv", UsageError, "backend='opencv'"),
-        ({"nope": True}, FieldError, "decode names 'nope'"),
-        (3, UsageError, "3"),
-        (["image"], UsageError, "image"),
-    ],
-)
-def test_wrong_decode_choices_are_refused(folder, decode, kind, shown):
-    with pytest.raises(kind, match=shown):
-        StreamingDataset(folder / "jpeg", batch_size=4, decode=decode)

@@ -210,13 +210,7 @@ def test_a_bench_measures_every_stage_and_reports_progress(everything):
 @pytest.mark.alone
 def test_a_bench_of_a_slow_store_is_network_bound(everything):
     with folder_server(everything) as server:
-        answer = server.behaviour
-
-        def late(path: str) -> str:
-            time.sleep(0.02)  # what a request to a far store takes
-            return answer(path)
-
-        server.behaviour = late  # type: ignore[method-assign]
+        server.delay = 0.02  # what a request to a far store takes
         options = BenchOptions(seconds=1.0, batch_size=64, fields=("wide",), memory=3 << 20)
         result = bench(server.url, options)
     assert result.stats is not None

@@ -3,14 +3,12 @@
 import json
 import re
 import time
-import tracemalloc
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, suppress
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
+from datasets import within
 
 from streamloader.conversion.api import convert
 from streamloader.conversion.job import Listener, Progress, SplitPlan, SplitRun, first_change, list_files, read_files
@@ -33,15 +31,11 @@ from streamloader.storage import open_store
 from streamloader.storage.store import ObjectInfo
 
 
-@contextmanager
-def within(limit: int) -> Iterator[None]:
-    """Fail where more than `limit` bytes are allocated at once."""
-    tracemalloc.start()
-    try:
-        yield
-        assert tracemalloc.get_traced_memory()[1] <= limit
-    finally:
-        tracemalloc.stop()
+def plant(path: Path) -> None:
+    """Make a file of 4 GiB that takes no room."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("wb") as file:
+        file.truncate(4 << 30)
 
 
 @pytest.mark.parametrize("codec", ["none", "zstd"])
@@ -92,9 +86,7 @@ def test_bodies_count_what_is_in_use_and_free_what_is_not_within_their_limit():
 
 @pytest.mark.parametrize("path", ["zarr.json", "_streamloader/job.json"])
 def test_documents_that_are_too_large_are_refused_before_they_are_read(path, tmp_path):
-    (tmp_path / path).parent.mkdir(exist_ok=True)
-    with (tmp_path / path).open("wb") as file:
-        file.truncate(400 << 20)
+    plant(tmp_path / path)
     with within(200 << 20), pytest.raises(FormatError, match=rf"{path} has over 67108864 bytes"):
         open_dataset(tmp_path)
 
@@ -102,8 +94,7 @@ def test_documents_that_are_too_large_are_refused_before_they_are_read(path, tmp
 def test_a_job_file_that_is_too_large_is_not_read_whole_by_runs_that_hold_or_take_it(tmp_path):
     store = open_store(tmp_path)
     claim = begin(store, job_document("writer", ["x"]))
-    with (tmp_path / "_streamloader/job.json").open("wb") as file:
-        file.truncate(400 << 20)
+    plant(tmp_path / "_streamloader/job.json")
     with closing(claim), within(200 << 20):
         assert not claim.held()
         with pytest.raises(FormatError, match="over 67108864 bytes"):
@@ -112,82 +103,47 @@ def test_a_job_file_that_is_too_large_is_not_read_whole_by_runs_that_hold_or_tak
             begin(store, job_document("writer", ["x"]), overwrite=True)
 
 
-def plant(path: Path) -> None:
-    """Make a file of 4 GiB that takes no room."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("wb") as file:
-        file.truncate(4 << 30)
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("receipts/0.json", "has over 67108864 bytes"),
+        ("bad/0.json", "has a line of over 33554432 bytes"),
+        ("files", "has a line of over 1048576 bytes"),
+        ("parts/0", "is not what was written"),
+        ("conversion.json", "has over 67108864 bytes"),
+        ("append/receipts/0.json", "has over 67108864 bytes"),
+        ("append/parts/0", "is not what was written"),
+    ],
+)
+def test_what_a_conversion_left_is_refused_where_it_is_too_large(name, problem, tmp_path):
+    source, more, out = tmp_path / "source.jsonl", tmp_path / "more.jsonl", tmp_path / "out"
+    large = out / "_streamloader" / name
 
+    def run(progress: Listener | None = None) -> None:
+        if name.startswith("append"):
+            append(out, more, workers=0, progress=progress)
+        else:
+            convert(source, out, workers=0, progress=progress, resume=name == "conversion.json")
 
-def convert_records(root: Path, **options: Any) -> None:
-    convert(root / "source.jsonl", root / "out", workers=0, **options)
+    def at_the_end(progress: Progress) -> None:
+        if progress.phase == "finish":  # all shards are written, the small fields are about to be gathered
+            plant(large)
+            if "parts" not in name:
+                raise KeyboardInterrupt
 
-
-def append_records(root: Path, progress: Listener | None = None) -> None:
-    append(root / "out", root / "more.jsonl", workers=0, progress=progress)
-
-
-def stop(progress: Progress) -> None:
-    if progress.phase == "finish":
-        raise KeyboardInterrupt
-
-
-def other_source(root: Path) -> None:
-    (root / "source.jsonl").write_text('{"x": 8}\n' * 11)
-    convert_records(root)
-
-
-def resume_finished(root: Path) -> None:
-    convert_records(root)
-    plant(root / "out/_streamloader/conversion.json")
-    convert_records(root, resume=True)
-
-
-def resume_append(root: Path) -> None:
-    convert_records(root)
-    with suppress(KeyboardInterrupt):
-        append_records(root, stop)
-    plant(root / "out/_streamloader/append/receipts/0.json")
-    append_records(root)
-
-
-def planted_at_the_end(path: str, run: Callable[..., None]) -> Callable[[Path], None]:
-    """Run with the object planted when all shards are written and the small fields are about to be gathered."""
-
-    def act(root: Path) -> None:
-        run(root, progress=lambda progress: plant(root / "out" / path) if progress.phase == "finish" else None)
-
-    return act
-
-
-def append_with_a_large_part(root: Path) -> None:
-    convert_records(root)
-    planted_at_the_end("_streamloader/append/parts/0", append_records)(root)
-
-
-LARGE: dict[str, tuple[Callable[[Path], None], str]] = {
-    "receipts/0.json": (convert_records, "has over 67108864 bytes"),
-    "bad/0.json": (convert_records, "has a line of over 33554432 bytes"),
-    "files": (other_source, "has a line of over 1048576 bytes"),
-    "parts/0": (planted_at_the_end("_streamloader/parts/0", convert_records), "is not what was written"),
-    "conversion.json": (resume_finished, "has over 67108864 bytes"),
-    "append/receipts/0.json": (resume_append, "has over 67108864 bytes"),
-    "append/parts/0": (append_with_a_large_part, "is not what was written"),
-}
-
-
-@pytest.mark.parametrize("name", LARGE)
-def test_what_a_conversion_left_is_refused_where_it_is_too_large(name, tmp_path):
-    act, problem = LARGE[name]
-    for file in ("source", "more"):
-        (tmp_path / f"{file}.jsonl").write_text('{"x": 7}\n' * 10)
-    ours = tmp_path / "out/_streamloader"
-    if act in (convert_records, other_source):
+    for file in (source, more):
+        file.write_text('{"x": 7}\n' * 10)
+    if name.startswith(("append", "conversion")):
+        convert(source, out, workers=0)
+    if name == "conversion.json":
+        plant(large)
+    elif "parts" not in name:
         with suppress(KeyboardInterrupt):
-            convert_records(tmp_path, progress=stop)
-        plant(ours / name)
+            run(at_the_end)
+    if name == "files":
+        source.write_text('{"x": 8}\n' * 11)
     with within(200 << 20), pytest.raises(FormatError, match=rf"_streamloader/{name} {problem}"):
-        act(tmp_path)
+        run(at_the_end if "parts" in name else None)
 
 
 def test_a_file_list_is_read_only_until_it_differs(tmp_path, monkeypatch):

@@ -65,18 +65,6 @@ def test_turns_are_those_of_the_specification(weights):
         had[source] += 1
 
 
-def test_a_source_without_weight_changes_nothing_for_the_others():
-    assert Phase.of_all(0, 1, (5, 3, 0, 2)).turns(0, 30).tolist() == [
-        {0: 0, 1: 1, 2: 3}[i] for i in Phase.of_all(0, 1, (5, 3, 2)).turns(0, 30).tolist()
-    ]
-
-
-def test_turns_are_pinned():
-    """Users' runs depend on them."""
-    assert Phase.of_all(0, 1, (7, 3)).turns(0, 10).tolist() == [0, 1, 0, 0, 0, 1, 0, 0, 1, 0]
-    assert Phase.of_all(0, 1, (1, 1, 2)).turns(0, 8).tolist() == [2, 0, 1, 2, 2, 0, 1, 2]
-
-
 @given(WEIGHTS)
 def test_every_beginning_and_so_every_window_has_exact_shares(weights):
     phase, period = Phase.of_all(0, 1, tuple(weights)), sum(weights)

@@ -8,7 +8,7 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from datasets import numbers
+from datasets import numbers, seen
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
@@ -41,10 +41,6 @@ def label(i: int) -> int:
 
 def stream(url: str, where: Any, batch: int = 16, **options: Any) -> StreamingDataset:
     return StreamingDataset(url, batch_size=batch, where=where, with_index=True, **{"world": (0, 1), **options})
-
-
-def seen(ds: Any) -> list[int]:
-    return [i for batch in ds for i in numbers(batch)]
 
 
 # ---- which samples
@@ -247,19 +243,6 @@ def test_samples_selected_of_a_chunk_keep_at_most_twice_their_bytes(values, data
     assert [bytes(found[i]) for i in range(len(found))] == [values[i] for i in wanted]
     if len(wanted) < len(values):
         assert len(found.buffer) <= 2 * sum(len(values[i]) for i in wanted)
-
-
-@pytest.mark.parametrize("codec", ["none", "zstd"])
-def test_rare_samples_of_variable_size_come_out_whole(tmp_path, codec):
-    layout = Layout(shard_size=1 << 20, block_size=1 << 14, chunk_size=1 << 14, codec=codec)
-    datasets.write(tmp_path / "d", 5000, ["tok", "raw", "name"], layout)
-    chosen = list(range(0, 5000, 97))
-    ds = stream(str(tmp_path / "d"), chosen, shuffle=Shuffle(lanes=1))
-    batches = list(ds)
-    for batch in batches:
-        datasets.check_batch(batch, ["tok", "raw", "name"])
-    assert sorted(seen(batches)) == chosen
-    ds.close()
 
 
 def test_classes_are_those_of_the_conversion_and_select_samples(tmp_path):

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 import streamloader as sl
 from streamloader.errors import UsageError
-from streamloader.stats import BatchReport, Counters, Stats
+from streamloader.stats import BatchReport, Stats
 
 N = 700
 SUMS = [
@@ -155,41 +155,13 @@ def test_the_first_batch_does_not_count_as_waiting():
     assert only.wait_fraction == 1
 
 
-def test_counters_sum_note_and_snapshot():
-    counters = Counters()
-    assert counters.snapshot() == Stats()
-    counters.add(requests=1, bytes_fetched=10)
-    counters.add(requests=2, request_seconds=0.5)
-    counters.note(in_flight=8, cores=3)
-    counters.note(in_flight=6)
-    counters.client = "obstore: knows s3"
-    with counters.timed("unpack_seconds"):
-        pass
-    begin = time.perf_counter()
-    counters.delivered(4, begin)
-    counters.delivered(4, time.perf_counter())
-    stats = counters.snapshot()
-    assert (stats.requests, stats.bytes_fetched, stats.request_seconds) == (3, 10, 0.5)
-    assert (stats.in_flight, stats.cores, stats.client) == (6, 3, "obstore: knows s3")
-    assert (stats.batches, stats.samples) == (2, 8)
-    assert 0 < stats.first_batch_seconds < stats.wait_seconds <= stats.seconds
-    assert stats.unpack_seconds > 0
-    assert stats.cpu_seconds >= 0
-
-
 # ---- real runs
 
 
 @pytest.mark.alone
 def test_a_store_that_delays_every_request_is_network_bound(vectors):
     with folder_server(vectors) as server:
-        answer = server.behaviour
-
-        def late(path: str) -> str:
-            time.sleep(0.05)  # what a request to a far store takes
-            return answer(path)
-
-        server.behaviour = late  # type: ignore[method-assign]
+        server.delay = 0.05  # what a request to a far store takes
         stats = run(server.url)
     assert stats.limit == "network", stats
     assert "they are small" in stats.verdict
@@ -245,21 +217,6 @@ def test_a_slow_consumer_is_consumer_bound(vectors):
     assert stats.limit == "consumer", stats
     assert "was ahead" in stats.verdict
     assert stats.full_seconds > 0.5
-
-
-def test_stats_since_a_snapshot_are_of_that_interval(vectors):
-    dataset = stream(vectors)
-    assert sum(1 for _ in dataset) == 22
-    before = dataset.stats()
-    batches = iter(dataset)
-    for _ in range(5):
-        next(batches)
-        time.sleep(0.05)
-    interval = dataset.stats().since(before)
-    dataset.close()
-    assert (interval.batches, interval.samples) == (5, 160)
-    assert 0.2 < interval.seconds < dataset.stats().seconds
-    assert interval.first_batch_seconds == 0
 
 
 # ---- each batch, as it happens

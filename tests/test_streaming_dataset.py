@@ -2,7 +2,6 @@
 
 import gc
 import json
-import pickle
 import threading
 import time
 from contextlib import suppress
@@ -168,17 +167,6 @@ def test_shuffle_overrides_the_order_of_the_manifest_and_refuses_an_impossible_o
         StreamingDataset(url, batch_size=16, shuffle=Shuffle(window=20))
 
 
-def test_other_seeds_and_epochs_give_other_orders_of_the_same_samples(url):
-    orders = set()
-    for seed, epoch in ((0, 0), (1, 0), (0, 1), (2**64 - 1, 0)):
-        ds = StreamingDataset(url, batch_size=1, fields=["label"], seed=seed, with_index=True)
-        ds.set_epoch(epoch)
-        found = seen(ds)
-        assert sorted(found) == list(range(N))
-        orders.add(tuple(found))
-    assert len(orders) == 4
-
-
 def test_samples_come_singly_for_a_dataloader_that_batches(url):
     fields = ["x", "label", "name", "tok"]
     ds = StreamingDataset(url, batch_size=None, fields=fields, with_index=True, remainder="uneven")
@@ -330,6 +318,9 @@ BAD_ARGUMENTS: list[tuple[dict[str, Any], type[StreamloaderError], str]] = [
     ({"shuffle": "yes"}, UsageError, "shuffle='yes' is neither"),
     ({"decode": True}, FieldError, "no field holds encoded images"),
     ({"decode": {"label": True}}, FieldError, "decode names 'label'"),
+    ({"decode": 3}, UsageError, "3"),
+    ({"decode": ["image"]}, UsageError, "image"),
+    ({"decode": {"nope": True}}, FieldError, "decode names 'nope'"),
     ({"split": "val"}, FieldError, "val"),
     ({"world": (2, 2), "url": "nothing"}, WorldError, "rank 2 is invalid for world size 2"),  # before anything is read
     ({"world": (0,)}, WorldError, r"world=\(0,\)"),
@@ -370,18 +361,12 @@ def test_too_little_memory_names_the_need_and_that_much_is_enough(url):
     with pytest.raises(TooLittle, match=r"needs memory=(\d+) bytes") as caught:
         iter(StreamingDataset(url, batch_size=32, memory=1000))
     need = int(str(caught.value).split("needs memory=")[1].split()[0])
-    with pytest.raises(TooLittle):
-        iter(StreamingDataset(url, batch_size=32, memory=need - 1))
+    for less in (need - 1, "1KiB"):
+        with pytest.raises(TooLittle, match=f"but memory={1024 if less == '1KiB' else less};"):
+            iter(StreamingDataset(url, batch_size=32, memory=less))
     for remainder in ("pad", "drop", "uneven"):
         found = seen(StreamingDataset(url, batch_size=32, memory=need, with_index=True, remainder=remainder))
         assert len(found) == len(set(found)) == (N - N % 32 if remainder == "drop" else N)
-
-
-def test_memory_may_be_given_as_text(url):
-    ds = StreamingDataset(url, batch_size=32, memory="64MiB")
-    assert sum(1 for _ in ds) == 19
-    with pytest.raises(TooLittle, match="but memory=1024;"):
-        iter(StreamingDataset(url, batch_size=32, memory="1KiB"))
 
 
 def test_a_missing_shard_is_named_after_the_batches_before_it(tmp_path):
@@ -420,17 +405,6 @@ def test_a_second_pass_ends_the_first(url):
         next(first)
     assert len(list(second)) == len(ds) - 1
     assert_threads_end()
-
-
-def test_close_ends_the_pass_and_its_threads(url):
-    ds = StreamingDataset(url, batch_size=8)
-    iterator = iter(ds)
-    next(iterator)
-    ds.close()
-    assert_threads_end()
-    with pytest.raises(EngineError, match="close"):
-        next(iterator)
-    assert len(list(ds)) == len(ds)
 
 
 @pytest.mark.parametrize("waits_for", ["transform", "fetch"])
@@ -474,6 +448,8 @@ def test_a_waiting_loop_gets_an_error_when_its_pass_is_ended(url, monkeypatch, w
     go.set()
     assert not thread.is_alive()
     assert ends
+    assert len(list(ds)) == len(ds)
+    ds.close()
     assert seconds < 60  # within a second, on a machine that is not busy
     assert_threads_end()
 
@@ -519,21 +495,8 @@ def test_a_pass_is_complete_with_its_last_batch_without_another_next(data, batch
         state = ds.state_dict()
         assert (ds.epoch, state["epoch"], state["position"]) == (epoch + 1, epoch + 1, 0)
         assert state == ds.state_dict(batches=len(ds))
-        assert next(iterator, None) is None
+        assert list(iterator) == list(iterator) == []
     assert ds._engine().run.passes >= 2  # and it went on with what was loaded ahead
-
-
-def test_a_pass_after_the_end_stays_at_its_end(url):
-    iterator = iter(StreamingDataset(url, batch_size=300, fields=["label"]))
-    assert len(list(iterator)) == 3
-    assert list(iterator) == []
-    assert list(iterator) == []
-
-
-def test_a_pickled_dataset_delivers_the_same(url):
-    ds = StreamingDataset(url, batch_size=64, with_index=True, seed=3, fields=["x", "name"])
-    next(iter(ds))
-    assert seen(pickle.loads(pickle.dumps(ds))) == planned(ds, seed=3)
 
 
 def test_stats_say_what_was_done(url):
@@ -548,7 +511,8 @@ def test_stats_say_what_was_done(url):
     assert stats.retries == 0
     assert stats.bytes_decoded >= 1200 * N
     assert 0 < stats.wait_seconds <= stats.seconds < 60
-    assert 0 < stats.first_batch_seconds <= stats.wait_seconds
+    assert 0 < stats.first_batch_seconds < stats.wait_seconds
+    assert min(stats.request_seconds, stats.unpack_seconds, stats.cpu_seconds, stats.cores) > 0
     assert stats.client.startswith("file: ")
     assert "bound" in str(stats)
     assert torch.is_tensor(next(iter(ds))["x"])
