@@ -63,13 +63,8 @@ class S3Server:
     @property
     def storage_options(self) -> dict[str, Any]:
         """Return the options of s3fs for this server."""
-        options: dict[str, Any] = {
-            "key": self.key,
-            "secret": self.secret,
-            "endpoint_url": self.endpoint,
-            "client_kwargs": {"region_name": "us-east-1"},
-        }
-        return {**options, "token": self.token} if self.token else options
+        keys = {"key": self.key, "secret": self.secret, **({"token": self.token} if self.token else {})}
+        return {**keys, "endpoint_url": self.endpoint, "client_kwargs": {"region_name": "us-east-1"}}
 
     @property
     def env(self) -> dict[str, str]:
@@ -141,9 +136,9 @@ def seaweedfs_server(
     """
 
     def command(folder: Path, ports: Sequence[int]) -> list[str]:
-        names = ("s3.port", "s3.port.grpc", "master.port", "master.port.grpc")
-        names += ("volume.port", "volume.port.grpc", "filer.port", "filer.port.grpc")
-        names += ("admin.port", "admin.port.grpc")
+        names = [
+            f"{one}.{port}" for one in ("s3", "master", "volume", "filer", "admin") for port in ("port", "port.grpc")
+        ]
         return [
             *(_weed(), f"-logdir={folder}", "mini", f"-dir={data or folder}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1"),
             *(f"-{name}={port}" for name, port in zip(names, ports, strict=True)),

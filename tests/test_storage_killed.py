@@ -2,13 +2,13 @@
 
 import contextlib
 import os
-import select
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from servers import end_keeper, start_keeper
 
 from streamloader.errors import StorageError
 from streamloader.storage import open_store
@@ -80,34 +80,12 @@ def test_large_objects_go_up_in_parts_and_a_failed_one_is_aborted(seaweedfs, mon
     assert store.head("failed") is None
 
 
-# The servers of the other tests: nothing of them is left when their starter has ended.
-STARTER = """
-import sys
-from servers import moto_server
-with moto_server() as server:
-    print(server.pid, server.endpoint, flush=True)
-    sys.stdin.read()
-"""
-
-
-def test_server_and_its_folder_die_with_a_killed_starter(tmp_path):
-    starter = subprocess.Popen(
-        [sys.executable, "-c", STARTER],
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parent), "TMPDIR": str(tmp_path)},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    )
-    with starter.stdin, starter.stdout:
-        pid = int(starter.stdout.readline().split()[0])
-        server_end = os.pidfd_open(pid)
-        keeper_end = os.pidfd_open(_parent(pid))
-        starter.send_signal(signal.SIGKILL)
-        starter.wait()
-    for end in (server_end, keeper_end):
-        assert select.select([end], [], [], 300)[0], f"process {pid} or its keeper lives on"
-        os.close(end)
-    assert not list(tmp_path.iterdir())
-
-
-def _parent(pid):
-    return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
+def test_a_server_of_the_tests_and_its_folder_end_with_their_starter(tmp_path):
+    folder = tmp_path / "server"
+    folder.mkdir()
+    keeper = start_keeper(folder, [], ["sleep", "600"], {})
+    pid = int(keeper.stdout.readline())
+    assert Path(f"/proc/{pid}").exists()
+    end_keeper(keeper)  # closes its standard input, as a kill of this process would
+    assert not Path(f"/proc/{pid}").exists()
+    assert not folder.exists()

@@ -156,14 +156,11 @@ def test_an_option_without_counterpart_is_an_error(url, options):
         target_of(parse_location(url, options))
 
 
-def test_http_carries_headers_and_passwords():
+def test_http_carries_headers():
     options = {"headers": {"A": "b"}, "client_kwargs": {"headers": {"C": 1}}}
     target = target_of(parse_location("http://host/x", options))
     assert target.bucket == "http://host/x"
     assert target.http == {"default_headers": {"A": "b", "C": "1"}, "allow_http": True}
-    with_user = target_of(parse_location("https://us%40er:pass@host/x", {}))
-    assert with_user.bucket == "https://host/x"
-    assert with_user.http["default_headers"] == {"Authorization": "Basic dXNAZXI6cGFzcw=="}
 
 
 @pytest.mark.parametrize(

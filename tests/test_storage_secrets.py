@@ -259,9 +259,9 @@ def test_secrets_of_the_environment_are_redacted(name, value, monkeypatch):
 
 
 def test_a_password_with_an_at_sign_is_taken_from_the_url():
-    location = parse_location(f"http://user:p@{PASSWORD}@host/x", {})
+    location = parse_location(f"http://us%40er:p@{PASSWORD}@host/x", {})
     assert location.target == "http://host/x"
-    basic = b64encode(f"user:p@{PASSWORD}".encode()).decode()
+    basic = b64encode(f"us@er:p@{PASSWORD}".encode()).decode()
     assert location.options["headers"] == {"Authorization": f"Basic {basic}"}
 
 

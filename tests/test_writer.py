@@ -23,6 +23,11 @@ SMALL = sl.Layout(samples_per_shard=16, chunk_size=64, block_size=256)
 PAIR = {"image": "uint8[4,4]", "label": "int64"}
 
 
+@pytest.fixture
+def store():
+    return memory_store()
+
+
 def threads_of_writer():
     return [thread for thread in threading.enumerate() if thread.name.startswith("streamloader-write")]
 
@@ -113,8 +118,7 @@ BAD_VALUES = [
 ]
 
 
-def test_a_sample_that_does_not_fit_is_an_error_and_the_next_one_is_written():
-    store = memory_store()
+def test_a_sample_that_does_not_fit_is_an_error_and_the_next_one_is_written(store):
     with sl.Writer(store.url, SPECS) as out:
         out.write(GOOD)
         for sample, message in (
@@ -139,8 +143,7 @@ def test_a_sample_that_does_not_fit_is_an_error_and_the_next_one_is_written():
     assert second["rows"].shape == (0, 2)
 
 
-def test_batches_that_do_not_fit_name_field_sample_and_lengths():
-    store = memory_store()
+def test_batches_that_do_not_fit_name_field_sample_and_lengths(store):
     image = np.zeros((3, 4, 4), "u1")
     with sl.Writer(store.url, PAIR) as out:
         out.write_batch({"image": image, "label": [1, 2, 3]})
@@ -165,8 +168,7 @@ def test_the_writer_keeps_copies_of_what_it_is_given():
     assert not open_dataset(store.url)[:]["image"].any()
 
 
-def test_an_exception_in_the_block_leaves_nothing_and_no_thread():
-    store = memory_store()
+def test_an_exception_in_the_block_leaves_nothing_and_no_thread(store):
     store.put("mine.txt", b"x")
     with pytest.raises(ZeroDivisionError), sl.Writer(store.url, PAIR, layout=SMALL) as out:
         out.write_batch({"image": np.zeros((100, 4, 4), "u1"), "label": np.arange(100)})
@@ -178,8 +180,7 @@ def test_an_exception_in_the_block_leaves_nothing_and_no_thread():
         open_dataset(store.url)
 
 
-def test_a_closed_writer_is_an_error_to_write_to_but_not_to_close():
-    store = memory_store()
+def test_a_closed_writer_is_an_error_to_write_to_but_not_to_close(store):
     out = sl.Writer(store.url, PAIR)
     assert out.close() == out.close()
     with pytest.raises(UsageError, match="closed"):
@@ -189,16 +190,14 @@ def test_a_closed_writer_is_an_error_to_write_to_but_not_to_close():
 
 
 @pytest.mark.parametrize(("declared", "written"), [(5, 4), (5, 6)])
-def test_a_declared_number_of_samples_must_be_right(declared, written):
-    store = memory_store()
+def test_a_declared_number_of_samples_must_be_right(declared, written, store):
     with pytest.raises(UsageError, match="num_samples=5"), sl.Writer(store.url, PAIR, num_samples=declared) as out:
         for i in range(written):
             out.write({"image": np.zeros((4, 4), "u1"), "label": i})
     assert objects_of(store) == {}
 
 
-def test_wrong_arguments_are_errors_before_anything_is_written():
-    store = memory_store()
+def test_wrong_arguments_are_errors_before_anything_is_written(store):
     for options, message in (
         ({"fields": {}}, "without fields"),
         ({"fields": {"A": "int64"}}, "field name 'A'"),
