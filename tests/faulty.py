@@ -29,9 +29,7 @@ EXPIRED = b"<Error><Code>ExpiredToken</Code><Message>The provided token has expi
 GARBAGE = {
     "garbled": b"HTTZ/1.1 2x6 ??\r\n\r\n",
     "long-header": b"HTTP/1.1 206 Partial Content\r\nX-A: " + b"a" * 700_000 + b"\r\nContent-Length: 0\r\n\r\n",
-    "many-headers": b"HTTP/1.1 206 Partial Content\r\n"
-    + b"".join(b"X-%d: a\r\n" % number for number in range(500))
-    + b"Content-Length: 0\r\n\r\n",
+    "many-headers": b"HTTP/1.1 206 Partial Content\r\n" + b"X-A: a\r\n" * 500 + b"Content-Length: 0\r\n\r\n",
 }
 
 NO_RETRY = {"outage_seconds": 0.0, "request_seconds": 0.0}  # the option `retry`

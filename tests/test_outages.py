@@ -39,12 +39,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def process(folder: Path, port: int) -> Iterator[subprocess.Popen[bytes]]:
     """Run a server of the folder as a process of its own until the block ends."""
     program = Path(__file__).with_name("folder_server.py")
-    server = subprocess.Popen([sys.executable, str(program), str(folder), str(port)])
-    try:
-        yield server
-    finally:
-        server.kill()
-        server.wait()
+    with subprocess.Popen([sys.executable, str(program), str(folder), str(port)]) as server:
+        try:
+            yield server
+        finally:
+            server.kill()
 
 
 def location(endpoint: str, plane: str, name: str = "data") -> tuple[str, dict[str, Any]]:

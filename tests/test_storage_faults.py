@@ -167,7 +167,7 @@ def test_a_lasting_fault_ends_with_its_kind_after_the_policy(server, store, read
     assert 2 < server.gets < 160
 
 
-def test_http_is_read_only(server):
+def test_http_is_read_only_and_objects_are_missing_only_where_the_server_responds_so(server):
     store = open_store(f"{server.endpoint}/folder", {"retry": NO_RETRY})
     assert store.get("x") == CONTENT
     head = store.head("x")
@@ -175,10 +175,6 @@ def test_http_is_read_only(server):
     for ask in (lambda: store.put("x", b""), lambda: store.create("x", b""), lambda: store.delete(["x"])):
         with pytest.raises(UnsupportedError, match="read only"):
             ask()
-
-
-def test_http_objects_are_missing_only_where_the_server_responds_so(server):
-    store = open_store(f"{server.endpoint}/folder", {"retry": NO_RETRY})
     server.faults.extend(["404", "404", "500"])
     with pytest.raises(NotFoundError):
         store.get("x")

@@ -1,7 +1,6 @@
 """S3 as botocore's own client speaks it: URLs, headers and signatures equal, and a bucket's region is found."""
 
 import base64
-import contextlib
 import datetime
 import io
 import uuid
@@ -116,12 +115,6 @@ def one_loader(monkeypatch):
     monkeypatch.setattr(botocore.session, "create_loader", lambda *_: LOADER)
 
 
-@pytest.fixture
-def frozen_clock(monkeypatch):
-    monkeypatch.setattr(botocore.auth, "get_current_datetime", lambda *_, **__: NOW.replace(tzinfo=None))
-    monkeypatch.setattr("streamloader.storage.s3.time", SimpleNamespace(monotonic=lambda: 0.0))
-
-
 # the response to CreateSession
 EXPRESS_SESSION = (
     b"<CreateSessionResult><Credentials><AccessKeyId>AKIDSESSION</AccessKeyId><SecretAccessKey>s</SecretAccessKey>"
@@ -174,10 +167,11 @@ def facts(request):
     return request.url, kept
 
 
-@pytest.mark.usefixtures("frozen_clock")
 @pytest.mark.parametrize("case", CASES)
 def test_requests_equal_those_of_botocores_own_client(case, monkeypatch):
     bucket, options, env = CASES[case]
+    monkeypatch.setattr(botocore.auth, "get_current_datetime", lambda *_, **__: NOW.replace(tzinfo=None))
+    monkeypatch.setattr("streamloader.storage.s3.time", SimpleNamespace(monotonic=lambda: 0.0))
     for name, value in env.items():
         monkeypatch.setenv(name, value)
     if not ({"anon", "profile"} & options.keys() or {"AWS_PROFILE", "AWS_ACCESS_KEY_ID"} & env.keys()):
@@ -232,7 +226,6 @@ def test_a_signature_serves_one_object_for_a_minute_and_no_longer_than_its_keys(
 
 
 HOME = "eu-central-1"
-BUCKET = "streamloader-at-aws"
 # how far the configuration is from the truth, and what it is
 WRONG = {
     "no region": ({}, ""),
@@ -243,9 +236,7 @@ WRONG = {
 
 @pytest.fixture(scope="module")
 def bucket(moto):
-    with contextlib.closing(moto.client()) as client:
-        client.create_bucket(Bucket=BUCKET)
-    return BUCKET
+    return moto.new_bucket()
 
 
 @pytest.fixture

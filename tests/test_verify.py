@@ -391,8 +391,7 @@ def test_the_root_of_splits_must_be_what_they_imply(splits):
 
 def test_a_web_server_that_does_not_list_is_verified_but_for_objects_too_many(whole, tmp_path):
     for path, data in whole.items():
-        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / path).write_bytes(data)
+        open_store(tmp_path).put(path, data)
     gone, bad = shards_of(whole, "words")[0], shards_of(whole, "boxes")[0]
     (tmp_path / gone).unlink()
     damage(tmp_path / bad)
