@@ -191,7 +191,10 @@ class S3Client:
                 renewed = True
                 self._renew(client)
             elif not (again and self._learn_region(key, signed.template, failure)):
-                raise failure
+                try:
+                    raise failure
+                finally:
+                    del failure  # a cycle with its traceback would keep the callers' objects until they are collected
 
     def get(self, path: str) -> bytes:
         """Return the object."""
