@@ -14,9 +14,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from streamloader.conversion.sources import ranged_io
 from streamloader.conversion.sources.base import BadSample, Source, raise_bad
 from streamloader.conversion.sources.fields import parse_selection
 from streamloader.conversion.sources.formats import open_source
+from streamloader.conversion.sources.ranged_io import read_range
 from streamloader.errors import SourceError
 from streamloader.format.values import from_bytes
 
@@ -220,6 +222,23 @@ def write_table(folder: Path, table: Any, form: str = "parquet", rows: int | Non
     with make(folder / "it.arrow", table.schema, options=options) as writer:
         writer.write_table(table.unify_dictionaries(), max_chunksize=rows)
     return folder / "it.arrow"
+
+
+class Reads(list[Any]):
+    """The ranges that are read."""
+
+    def drain(self) -> int:
+        """Return how many bytes the ranges have, and forget them."""
+        found = sum(one.stop - one.start for one in self)
+        self.clear()
+        return found
+
+
+def recorded(patch: pytest.MonkeyPatch, module: Any = ranged_io) -> Reads:
+    """Return a list that gets every range which the module reads."""
+    seen = Reads()
+    patch.setattr(module, "read_range", lambda store, wanted: seen.append(wanted) or read_range(store, wanted))
+    return seen
 
 
 def npy_bytes(array: Any) -> bytes:

@@ -7,7 +7,6 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
-import numpy as np
 import pytest
 from conversions import SMALL, call_at, contents, interrupted, write_photos
 
@@ -63,15 +62,6 @@ def test_splits_hold_every_sample_once(photos, tmp_path):
         assert len(set(ds.read("label", 0, count).tolist())) == 3, "a split must not lack a class"
         numbers += found
     assert sorted(numbers) == list(range(48))
-
-
-@pytest.mark.parametrize("rows", [0, 1])
-def test_empty_and_single_sources_become_datasets(rows, tmp_path):
-    np.savez(tmp_path / "it.npz", x=np.arange(rows, dtype=np.int32), y=np.ones((rows, 500)))
-    sl.convert(tmp_path / "it.npz", tmp_path / "out", workers=0)
-    ds = sl.open(tmp_path / "out")
-    assert len(ds) == rows
-    assert ds.read("y", 0, rows).shape == (rows, 500)
 
 
 def test_bytes_do_not_depend_on_workers(photos, tmp_path):

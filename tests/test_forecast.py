@@ -98,20 +98,6 @@ def test_mixing_counts_the_blocks_of_a_batch():
     assert mixing(0, OrderParams(10, 1, 20), 8, "pad").blocks == 0
 
 
-def test_the_design_effect_is_the_variance_that_is_found():
-    """Values that are alike within a block: the variance of batch means against that of independent rows."""
-    n, block = 40_960, 16
-    values = np.repeat(np.random.default_rng(0).standard_normal(n // block), block)
-    params = OrderParams(block, 16, 2 * block)
-    means = [
-        values[order.samples_at(begin, begin + 64)].mean()
-        for order in (EpochOrder(n, params, seed, 0) for seed in range(12))
-        for begin in range(0, n - 64, 640)
-    ]
-    expected = mixing(n, params, 64).design_effect(1.0)
-    assert np.var(means) * 64 / values.var() == pytest.approx(expected, rel=0.2)
-
-
 @pytest.mark.parametrize(("blocks", "lanes"), [(1, 1), (8, 1), (20, 2), (64, 8), (640, 64)])
 def test_the_design_effect_of_few_blocks_is_that_of_their_batches(blocks, lanes):
     """The forecast of a small dataset, or a small selection, is what its own batches have."""

@@ -292,6 +292,7 @@ def test_nulls_are_refused_or_filled(case, written, tmp_path):
         (pa.array([1, None]), None, {"x": "nan"}, "'nan' of the field 'x' is not a value of int64"),
         (pa.array(["a", None]), None, {"x": 5}, "5 of the field 'x' is not text"),
         (pa.array([2**53 + 1, None]), "x=float64", {"x": "nan"}, "row 0: .* does not hold exactly"),
+        (pa.array([2**24, None, 2**24 + 1]), "x=float32", {"x": "nan"}, "row 2: .* that float32 does not hold exactly"),
     ],
 )
 def test_a_fill_value_that_its_column_does_not_hold_is_refused(array, fields, fill, message, written):

@@ -20,7 +20,7 @@ from streamloader.conversion.api import convert
 from streamloader.conversion.sources.fields import FieldSelection
 from streamloader.conversion.sources.formats import open_source
 from streamloader.conversion.sources.media import audio_problem
-from streamloader.errors import FieldError, SourceError, UsageError
+from streamloader.errors import SourceError, UsageError
 
 PNG = image_bytes()
 CLIPS = sorted(path for path in (FORMATS / "audiofolder/input").rglob("[a-g].*") if path.suffix != ".txt")
@@ -194,9 +194,6 @@ def test_only_selected_fields_are_read(tmp_path):
     source = opened(coco(tmp_path, document), "boxes=ragged:float64[4],labels", "coco")
     assert kinds_of(source) == {"boxes": "ragged:float64[4]", "labels": "ragged:int64"}
     assert rows_of(source) == [{"boxes": [[0, 0, 1, 1]], "labels": [0]}]
-    png(tmp_path / "a.png")
-    with pytest.raises(FieldError, match="has no field 'mask'; it has image, image_id, width, height, boxes, labels"):
-        opened(tmp_path, "boxes,mask", "coco")
 
 
 def test_text_that_utf8_cannot_write_is_escaped(tmp_path):

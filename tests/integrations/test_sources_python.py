@@ -107,14 +107,6 @@ def test_values_become_fields(case):
     assert source.num_samples == 3
 
 
-def test_images_are_kept_without_loss_beside_their_labels():
-    source = open_object(Pictures(), parse_selection("f_0,f_1=uint8"))
-    columns = read(source, [3, 7])
-    assert kinds_of(source) == {"f_0": "bytes:png", "f_1": "uint8"}
-    assert columns["f_1"].tolist() == [3, 7]
-    assert [int(np.asarray(Image.open(io.BytesIO(one))).max()) for one in columns["f_0"]] == [3, 7]
-
-
 @given(chosen=st.sets(st.integers(0, 199)))
 @settings(max_examples=10)
 def test_any_rows_are_the_same_also_in_another_process(chosen):
@@ -294,9 +286,7 @@ def test_only_what_has_numbers_and_a_length_is_taken_by_number():
     assert not any(map_style(samples) for samples in (Counting(), iter([1]), (i for i in [1]), {1, 2}))
 
 
-def test_no_sample_and_no_field_are_errors(tmp_path):
-    with pytest.raises(SourceError, match="gives no sample"):
-        sl.convert(iter([]), tmp_path / "out")
+def test_no_sample_and_no_field_are_errors():
     with pytest.raises(SourceError, match=r"the builtins\.list has no sample"):
         open_object([], ALL)
     with pytest.raises(FieldError, match="no field of the format holds the field 'x'"):

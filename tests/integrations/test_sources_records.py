@@ -9,12 +9,10 @@ import struct
 import tempfile
 import tracemalloc
 import zlib
-from collections.abc import Callable
 from contextlib import contextmanager, suppress
 from functools import reduce
 from operator import getitem
 from pathlib import Path
-from typing import Any
 
 import crc32c
 import numpy as np
@@ -29,7 +27,7 @@ import streamloader as sl
 from streamloader.conversion.sources.mds import encoding_of
 from streamloader.conversion.sources.tar import open_walk
 from streamloader.conversion.sources.tfrecord import BytesList, parse_example, record_starts
-from streamloader.errors import ConvertError, FieldError, SourceError, UsageError
+from streamloader.errors import FieldError, SourceError
 from streamloader.storage import open_store
 from streamloader.storage.store import ObjectInfo
 
@@ -243,13 +241,8 @@ def test_lists_become_the_selected_types(tmp_path):
     assert kinds_of(opened(tmp_path)) == {"a": "int64", "b": "float32"}
     assert rows_of(opened(tmp_path, "b=float32[1],a=ragged:int32")) == [{"b": [n], "a": [n]} for n in range(3)]
     assert rows_of(opened(tmp_path, "a=uint8")) == [{"a": n} for n in range(3)]
-    with pytest.raises(FieldError, match="no field 'z'; it has a, b"):
-        opened(tmp_path, "z")
-
-
-def test_features_that_no_field_holds_can_be_left_out(tmp_path):
     write_records(tmp_path / "x.tfrecord", [example(a=ints(n), b=texts(b"x", b"y")) for n in range(3)])
-    assert rows_of(opened(tmp_path, "a")) == [{"a": n} for n in range(3)]
+    assert rows_of(opened(tmp_path, "a")) == [{"a": n} for n in range(3)], "no field holds b"
 
 
 def test_numbers_are_read_packed_and_one_by_one():
@@ -305,9 +298,6 @@ def change_index(folder, change):
     index = json.loads((folder / "index.json").read_text())
     changed = change(index)
     (folder / "index.json").write_text(json.dumps(index if changed is None else changed))
-
-
-Change = Callable[[Any], Any]
 
 
 def setting(*path, to):
@@ -416,8 +406,6 @@ def test_what_is_not_read_can_be_left_out(tmp_path):
     samples = samples_in("mds/input/plain")
     wanted = [{name: sample[name] for name in ("caption", "count")} for sample in samples]
     assert rows_of(opened(folder, "caption,count")) == wanted
-    with pytest.raises(FieldError, match=r"no field 'nothing'; it has .*raw"):
-        opened(folder, "nothing")
 
 
 def first_file(folder):
@@ -462,25 +450,6 @@ def test_a_sample_of_wrong_sizes_is_the_only_bad_one(tmp_path):
     assert [bad.position for bad in refused] == [1]
     assert refused[0].name.endswith(f"{path.name}: sample 1")
     assert "bytes, its " in refused[0].problem
-
-
-@pytest.mark.parametrize("src", ["tfrecord/input", "mds/input/plain", "mds/input/zstd"])
-@given(data=st.data())
-@settings(max_examples=30)
-def test_damage_anywhere_gives_our_error_or_samples(src, data):
-    with tempfile.TemporaryDirectory() as folder:
-        shutil.copytree(FORMATS / src, folder, dirs_exist_ok=True)
-        files = sorted(Path(folder).iterdir())
-        path = files[data.draw(st.integers(0, len(files) - 1))]
-        content = bytearray(path.read_bytes())
-        at = data.draw(st.integers(0, len(content) - 1))
-        if data.draw(st.booleans()):
-            content[at] = data.draw(st.integers(0, 255))
-        else:
-            del content[at:]
-        path.write_bytes(content)
-        with suppress(ConvertError, UsageError):
-            bad_rows(opened(folder, name=CASES[src].format))
 
 
 # --- MDS ---
