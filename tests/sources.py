@@ -1,10 +1,13 @@
 """Sources for the tests: what formats/ holds, short ways to open and read one, and to write images, tars and arrays."""
 
+import gc
 import hashlib
 import io
 import json
 import tarfile
-from collections.abc import Callable, Mapping, Sequence
+import tracemalloc
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -222,6 +225,18 @@ def write_table(folder: Path, table: Any, form: str = "parquet", rows: int | Non
     with make(folder / "it.arrow", table.schema, options=options) as writer:
         writer.write_table(table.unify_dictionaries(), max_chunksize=rows)
     return folder / "it.arrow"
+
+
+@contextmanager
+def peak_below(limit: int) -> Iterator[None]:
+    """Assert that the body holds less memory than this."""
+    gc.collect()
+    tracemalloc.start()
+    try:
+        yield
+        assert tracemalloc.get_traced_memory()[1] < limit
+    finally:
+        tracemalloc.stop()
 
 
 class Reads(list[Any]):

@@ -50,20 +50,6 @@ def test_images_come_back_byte_for_byte_on_every_store(photos, store_url):
     assert all("_streamloader/chunks" in path or path.endswith("zarr.json") for path in left), left
 
 
-def test_splits_hold_every_sample_once(photos, tmp_path):
-    report = sl.convert(photos, tmp_path / "out", split="train=0.75,val=0.25", layout=SMALL, workers=0)
-    assert {name: manifest.num_samples for name, manifest in report.manifests.items()} == {"train": 36, "val": 12}
-    images, _ = columns_of(photos)
-    numbers = []
-    for name, count in (("train", 36), ("val", 12)):
-        ds = sl.open(tmp_path / "out", split=name)
-        found = [images.index(image) for image in ds.read("image", 0, count)]
-        assert found == sorted(found), "the source's order is kept within a split"
-        assert len(set(ds.read("label", 0, count).tolist())) == 3, "a split must not lack a class"
-        numbers += found
-    assert sorted(numbers) == list(range(48))
-
-
 def test_bytes_do_not_depend_on_workers(photos, tmp_path):
     for workers in (0, None):
         sl.convert(

@@ -15,13 +15,13 @@ import numpy as np
 import pandas
 import pytest
 import torch
+from commands import run
 from conversions import SMALL, Exported, contents, interrupted, write_photos
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 from sources import kinds_of
 
-from streamloader.cli.main import main
 from streamloader.conversion import job, shard_task
 from streamloader.conversion.api import convert, python_words
 from streamloader.conversion.row_order import SampleRows
@@ -369,9 +369,7 @@ def test_each_interface_names_its_own_options(tmp_path, capsys):
     convert(tmp_path / "x.npy", tmp_path / "out", workers=0)
     with pytest.raises(DestinationError, match=r"resume=True .*, overwrite=True"):
         convert(tmp_path / "x.npy", tmp_path / "out", workers=0)
-    with pytest.raises(SystemExit):
-        main(["convert", str(tmp_path / "x.npy"), str(tmp_path / "out"), "--quiet"])
-    assert "use --resume to accept" in capsys.readouterr().err
+    assert "use --resume to accept" in run(capsys, "convert", tmp_path / "x.npy", tmp_path / "out", "--quiet")[2]
 
 
 def test_columns_of_a_table_are_read_by_position(tmp_path):
@@ -408,8 +406,8 @@ def test_a_script_needs_no_guard_of_its_main_module(tmp_path):
         "try:\n    sl.convert({'x': np.arange(9)}, 'other', map=f, workers=2)\n"
         "except sl.errors.UsageError as error:\n    print(error)\n"
     )
-    run = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, check=True)
-    begun, count, message = run.stdout.splitlines()
+    command = [sys.executable, "script.py"]
+    begun, count, message = subprocess.check_output(command, cwd=tmp_path, text=True).splitlines()
     assert (begun, count) == ("begun", "9")
     assert "f is defined in the program that runs, __main__; define its" in message and "workers=0" in message
 
@@ -497,6 +495,7 @@ def test_a_shuffled_conversion_holds_every_sample_once_in_another_order(arrays, 
         convert(arrays, tmp_path / "splits", workers=0, split="a=0.7,b=0.3", shuffle=shuffle, overwrite=True)
         for name in "ab":
             found[name, shuffle] = dataset.open(tmp_path / "splits", split=name)[:]["n"].tolist()
+    assert sorted(found["a", None] + found["b", None]) == list(range(ROWS))
     for name, count in (("a", 350), ("b", 150)):
         assert sorted(found[name, 4]) == found[name, None] != found[name, 4], "a split keeps its samples"
         assert [n for n in numbers if n in set(found[name, 4])] != found[name, 4], "another seed, another order"

@@ -145,7 +145,6 @@ PNG, XS = image_bytes(), np.zeros(3)
 TWO, TEXT = tar_bytes({"1.cls": b"1", "2.cls": b"2"}), tar_bytes({"1.txt": b"1"})
 DAMAGED_TAR = TWO[:1124] + bytes([TWO[1124] ^ 1]) + TWO[1125:]
 BAD = {
-    "nothing": (lambda root: None, "nothing is at"),
     "no known format": (files({"x.doc": b"1,2"}), "no known format fits .*x.doc"),
     "two formats": (files({"a/x.png": PNG, "x.npy": npy_bytes(np.zeros(3))}), "fits the formats imagefolder and npy"),
     "split without classes": (files({"train/ant/x.png": PNG, "test/x.png": PNG}), "splits, .* but test has no class"),

@@ -209,7 +209,6 @@ def test_errors_of_the_command_are_one_line(folder, tmp_path, capsys):
     for arguments, shown in (
         ((folder, "--plot", "plan.pdf"), "ends with .png or .html"),
         ((folder, "--no-shuffle", "--lanes", 4), "--no-shuffle with"),
-        ((folder, "--world-size", 0), "SL105"),
         ((tmp_path / "nothing",), "SL301"),
     ):
         status, out, err = run(capsys, "plan", *arguments)

@@ -124,9 +124,6 @@ def test_zarr_python_and_xarray_read_from_s3(moto):
         group = zarr.open_group(f"{url}/{name}", mode="r", storage_options=moto.storage_options)
         for field in EXPECTED[name]["fields"]:
             assert_foreign(name, field, group[field][:])
-        opened = sl.open(f"{url}/{name}", storage_options=moto.storage_options)
-        for field in EXPECTED[name]["fields"]:
-            assert_same(opened[:][field], expected_column(name, field))
     with xarray.open_zarr(f"{url}/mixed", storage_options=moto.storage_options) as ds:
         assert_foreign("mixed", "signal", ds["signal"].values)
 

@@ -81,12 +81,9 @@ def random_table(data):
         rows = data.draw(st.lists(values, min_size=count, max_size=count))
         dictionary = pa.types.is_dictionary(kind)
         array = pa.array(rows, pa.string()).dictionary_encode() if dictionary else pa.array(rows, kind)
-        if data.draw(st.booleans(), "struct"):
-            columns[f"c{number}"] = pa.StructArray.from_arrays([array], ["m"])
-            values_of[f"c{number}_m"] = rows
-        else:
-            columns[f"c{number}"] = array
-            values_of[f"c{number}"] = rows
+        struct = data.draw(st.booleans(), "struct")
+        columns[f"c{number}"] = pa.StructArray.from_arrays([array], ["m"]) if struct else array
+        values_of[f"c{number}_m" if struct else f"c{number}"] = rows
     return pa.table(columns), [dict(zip(values_of, row, strict=True)) for row in zip(*values_of.values(), strict=True)]
 
 

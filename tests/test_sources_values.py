@@ -9,12 +9,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import xarray as xr
+from commands import run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sources import CASES, READABLE, assert_error, kinds_of, opened, plain, read, write_table
 
 import streamloader as sl
-from streamloader.cli.main import main
 from streamloader.conversion.sources.base import raise_bad
 from streamloader.errors import FieldError, SourceError, StreamloaderError
 
@@ -122,18 +122,11 @@ def test_raw_keeps_what_is_stored_and_the_schema_says_what_was_decoded(suffix, t
     assert str(ds.fields["v"]) == "int16[3]"
     assert ds.manifest.provenance["attributes"]["v"]["scale_factor"] == "0.25"
     assert "decoded" not in ds.manifest.provenance
-    command = ["convert", str(path), str(tmp_path / "no"), "--fields", "v", "--dry-run"]
-    assert "float64[3]  lz4   " in shown(command, capsys)
-    assert "(int16 * 0.25 + 280.0, NaN for 7)" in shown(command, capsys)
-    assert "NaN" not in shown([*command, "--raw"], capsys)
-
-
-def shown(command, capsys):
-    """Return what a command prints."""
-    with pytest.raises(SystemExit) as end:
-        main(command)
-    assert not end.value.code
-    return capsys.readouterr().out
+    command = ["convert", path, tmp_path / "no", "--fields", "v", "--dry-run"]
+    shown = run(capsys, *command)[1]
+    assert "float64[3]  lz4   " in shown and "(int16 * 0.25 + 280.0, NaN for 7)" in shown
+    status, shown, _ = run(capsys, *command, "--raw")
+    assert status == 0 and "NaN" not in shown
 
 
 def test_files_that_are_packed_in_different_ways_are_one_dataset_unless_raw(tmp_path):
@@ -328,8 +321,7 @@ def test_times_are_an_error_unless_they_are_selected_as_whole_numbers_or_mapped(
     count = array.view(pa.int64() if array.type.bit_width == 64 else pa.int32())[0].as_py()
     assert (ds[0]["when"], str(ds.fields["when"]), mapped[0]["later"]) == (count, "int64", count + 1)
     assert ds.manifest.provenance["units"] == mapped.manifest.provenance["units"] == {"when": unit}
-    command = ["convert", str(src), str(tmp_path / "no"), "--fields", "x,when=int64", "--dry-run"]
-    assert f"({unit})" in shown(command, capsys)
+    assert f"({unit})" in run(capsys, "convert", src, tmp_path / "no", "--fields", "x,when=int64", "--dry-run")[1]
     if case == "us":
         assert count == int((MOMENT - datetime(1970, 1, 1)).total_seconds() * 1_000_000)
     if case == "date":

@@ -7,9 +7,8 @@ import json
 import shutil
 import struct
 import tempfile
-import tracemalloc
 import zlib
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import reduce
 from operator import getitem
 from pathlib import Path
@@ -21,7 +20,7 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
-from sources import CASES, FORMATS, assert_refused, bad_rows, files, kinds_of, opened, read, rows_of
+from sources import CASES, FORMATS, assert_refused, bad_rows, files, kinds_of, opened, peak_below, read, rows_of
 
 import streamloader as sl
 from streamloader.conversion.sources.mds import encoding_of
@@ -34,17 +33,6 @@ from streamloader.storage.store import ObjectInfo
 
 def samples_in(src):
     return CASES[src].expected()["samples"]
-
-
-@contextmanager
-def peak_below(limit):
-    """Assert that the body holds less memory than this."""
-    tracemalloc.start()
-    try:
-        yield
-        assert tracemalloc.get_traced_memory()[1] < limit
-    finally:
-        tracemalloc.stop()
 
 
 # --- TFRecord ---
