@@ -168,6 +168,7 @@ def test_first_rows_of_anything_do_not_raise(tail):
     ("make", "shown"),
     [
         (lambda: Decode("opencv"), "backend='opencv'"),
+        (lambda: Decode(layout="NCHW"), "layout='NCHW'"),
         (lambda: Decode(size=224), "size=224"),
         (lambda: Decode(size=(0, 5)), r"size=\(0, 5\)"),
         (lambda: Decode(size=(5, 5, 3)), r"size=\(5, 5, 3\)"),

@@ -1,13 +1,13 @@
 """The state of a run: advanced by what was delivered, over steps that are left out; the other steps are as ever."""
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import datasets
 import pytest
 import torch
+from datasets import take
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_schedule import Engine, runs
@@ -135,10 +135,6 @@ def dataset(url: str, batch_size: int | None = 16, world: tuple[int, int] = (0, 
     return StreamingDataset(url, batch_size=batch_size, fields=["x"], with_index=True, world=world, **more)  # type: ignore[arg-type]
 
 
-def indexes(batches: Iterator[dict[str, torch.Tensor]]) -> list[list[int]]:
-    return [batch["index"].tolist() for batch in batches]
-
-
 @st.composite
 def gapped(draw: st.DrawFn) -> tuple[Share, int, set[int], Gaps]:
     """A run, and steps of its epoch to leave out: those that `position` is a step of."""
@@ -200,9 +196,9 @@ def test_steps_are_left_out_on_every_rank(url, size):
         plain, skipping = dataset(url, batch, (rank, size)), dataset(url, batch, (rank, size), skip_steps=skips)
         for epoch in range(3):
             assert len(skipping) == len(plain) - len(skips.get(epoch, ()))
-            every = indexes(iter(plain))
+            every = take(iter(plain))
             left = [batch for step, batch in enumerate(every) if step not in skips.get(epoch, ())]
-            assert indexes(iter(skipping)) == left
+            assert take(iter(skipping)) == left
             for step in skips.get(epoch, ()):
                 assert skipping.samples(epoch, step, rank).tolist() == every[step]
         assert skipping.state_dict()["skipped"] == [[0, 0, 64], [0, 192, 320], [1, 0, 128]]
@@ -211,7 +207,7 @@ def test_steps_are_left_out_on_every_rank(url, size):
 
 def test_a_run_resumes_over_a_gap_from_any_step_at_another_world_size(url):
     skips = {0: range(3, 6)}
-    every = indexes(iter(dataset(url, 32, skip_steps=skips)))
+    every = take(iter(dataset(url, 32, skip_steps=skips)))
     for taken in range(1, len(every)):
         before = dataset(url, 32, skip_steps=skips)
         iterator = iter(before)
@@ -223,7 +219,7 @@ def test_a_run_resumes_over_a_gap_from_any_step_at_another_world_size(url):
         ranks = [dataset(url, 16, (rank, 2), skip_steps=skips) for rank in range(2)]
         for ds in ranks:
             ds.load_state_dict(state)
-        halves = [indexes(iter(ds)) for ds in ranks]
+        halves = [take(iter(ds)) for ds in ranks]
         together = [sorted(one + two) for one, two in zip(*halves, strict=True)]
         assert together == [sorted(batch) for batch in every[taken:]]
 
@@ -234,8 +230,8 @@ def test_steps_can_be_left_out_when_a_state_is_loaded(url):
     every = [next(iterator)["index"].tolist() for _ in range(2)]
     after = dataset(url, 32, skip_steps={0: range(4, 7)})
     after.load_state_dict(before.state_dict())
-    every += indexes(iter(after))
-    assert every == [batch for step, batch in enumerate(indexes(iter(dataset(url, 32)))) if step not in (4, 5, 6)]
+    every += take(iter(after))
+    assert every == [batch for step, batch in enumerate(take(iter(dataset(url, 32)))) if step not in (4, 5, 6)]
     later = after.state_dict()
     assert (later["epoch"], later["position"], later["skipped"]) == (1, 0, [[0, 128, 224]])
 

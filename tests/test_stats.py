@@ -279,11 +279,6 @@ def test_an_on_batch_that_raises_loses_no_batch(vectors):
     again.close()
 
 
-def test_an_on_batch_that_is_not_callable_is_an_error(vectors):
-    with pytest.raises(UsageError, match="cannot be called"):
-        stream(vectors, on_batch="print")
-
-
 def note(path: Path, report: BatchReport) -> None:
     with path.open("a") as file:
         file.write(f"{os.getpid()} {report.worker} {report.step}\n")

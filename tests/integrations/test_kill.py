@@ -91,10 +91,6 @@ class Child:
             raise
         return self.process.returncode, error
 
-    def left(self) -> list[Path]:
-        """What the process left in shared memory and among temporary files."""
-        return [*shared_memory([self.process.pid]), *self.temporary.iterdir()]
-
 
 def descendants(pid: int) -> list[int]:
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
@@ -282,7 +278,7 @@ def test_a_killed_server_is_an_error_and_leaves_nothing(tmp_path):
     assert "s3://" in shown
     status, error = child.end(300)
     assert (status, error) == (0, "")
-    assert child.left() == []
+    assert [*shared_memory([child.process.pid]), *child.temporary.iterdir()] == []
 
 
 # --- a run that is killed with -9 at random moments, and goes on at random world sizes
@@ -319,14 +315,6 @@ def killed(url: Path, folder: Path, attempt: int, ranks: int, steps: int | None)
     return False
 
 
-def place_of(folder: Path) -> Place:
-    """Where the saved state stands."""
-    if not (folder / "state.json").exists():
-        return 0, 0
-    state = json.loads((folder / "state.json").read_text())
-    return state["epoch"], state["position"]
-
-
 def taken(folder: Path, attempt: int) -> dict[Place, list[int]]:
     """The samples of each step of an attempt, over all ranks, by where the run stands after it."""
     found: dict[Place, list[int]] = {}
@@ -339,9 +327,10 @@ def test_a_run_killed_again_and_again_sees_each_sample_once_in_each_epoch(tmp_pa
     datasets.write(tmp_path / "data", SAMPLES, ["x"])
     draw = random.Random(0)
     kept: dict[Place, list[int]] = {}
-    kills = 0
+    saved, kills = tmp_path / "state.json", 0
     for attempt in count():
-        begin = place_of(tmp_path)
+        state = json.loads(saved.read_text()) if saved.exists() else {"epoch": 0, "position": 0}
+        begin = state["epoch"], state["position"]
         kept = {place: samples for place, samples in kept.items() if place <= begin}  # later steps are run again
         ranks = draw.choice(WORLDS)
         steps = draw.randint(1, MOST_STEPS) if attempt < KILLS else None
