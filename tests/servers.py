@@ -139,8 +139,9 @@ def seaweedfs_server(
         names = [
             f"{one}.{port}" for one in ("s3", "master", "volume", "filer", "admin") for port in ("port", "port.grpc")
         ]
+        weed = shutil.which("weed", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}") or "weed"
         return [
-            *(_weed(), f"-logdir={folder}", "mini", f"-dir={data or folder}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1"),
+            *(weed, f"-logdir={folder}", "mini", f"-dir={data or folder}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1"),
             *(f"-{name}={port}" for name, port in zip(names, ports, strict=True)),
             *("-master.telemetry=false", "-webdav=false", "-admin.ui=false"),
             *("-s3.port.iceberg=0", "-s3.port.lance=0", *flags),
@@ -207,7 +208,9 @@ def _running(
                 yield server
                 return
             if attempt == START_ATTEMPTS - 1:
-                raise RuntimeError(f"{name} did not start: {problem}\n{_log_tail(folder)}")
+                log = folder / "server.log"  # gone with its folder where the server ended by itself
+                shown = log.read_text(errors="replace")[-4000:] if log.exists() else ""
+                raise RuntimeError(f"{name} did not start: {problem}\n{shown}")
         finally:
             end_keeper(keeper)
 
@@ -254,17 +257,6 @@ def _wait_ready(server: S3Server, keeper: subprocess.Popen[bytes]) -> str:
             problem = str(error)
         time.sleep(0.05)
     return problem
-
-
-def _log_tail(folder: Path) -> str:
-    with contextlib.suppress(OSError):
-        return (folder / "server.log").read_text(errors="replace")[-4000:]
-    return "(its folder is gone: the server ended by itself)"
-
-
-def _weed() -> str:
-    beside = Path(sys.executable).with_name("weed")
-    return str(beside) if beside.exists() else shutil.which("weed") or "weed"
 
 
 def _keep(folder: str, leftovers: list[str], command: list[str]) -> int:

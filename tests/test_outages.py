@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from folder_server import FolderServer, folder_server
 from servers import free_ports
 
 import streamloader as sl
-from streamloader.errors import EngineError, FormatError, StreamloaderError
+from streamloader.errors import EngineError, FormatError
 from streamloader.options import RetryPolicy
 from streamloader.pytorch.dataset import StreamingDataset
 
@@ -125,33 +126,24 @@ def test_a_run_continues_after_a_restart_and_reports_what_it_waits_for(folder, p
     ],
 )
 def test_threads_that_wait_to_try_again_end_with_their_pass(folder, path, how, waits):
-    with folder_server(folder) as server:
+    with folder_server(folder) as server, ThreadPoolExecutor(1) as pool:
         policy = RetryPolicy(**{"cap_seconds": 6000.0, waits: 6000.0})
         ds = dataset(server.url, "s3", policy, name="raw" if "raw" in path else "data")
         server.faults[path] = ["close", "503"] * 10**6
-        failures: list[BaseException] = []
-
-        def consume() -> None:
-            try:
-                list(ds)
-            except StreamloaderError as error:
-                failures.append(error)
-
-        consumer = threading.Thread(target=consume)
-        consumer.start()
+        consumer = pool.submit(list, ds)
         wait_for(lambda: asked(server, path))
         time.sleep(0.8)  # now it is an outage
         waiting = [thread for thread in threading.enumerate() if thread.name.startswith("streamloader")]
-        assert consumer.is_alive()
+        assert not consumer.done()
         if how == "close":
             ds.close()
         else:
             server.faults.clear()
             iter(ds)
-        for thread in [consumer, *waiting]:
+        for thread in waiting:
             thread.join(60)
             assert not thread.is_alive(), thread
-        assert isinstance(failures[0], EngineError)
+        assert isinstance(consumer.exception(60), EngineError)
 
 
 OPEN = """
