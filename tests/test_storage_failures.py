@@ -138,12 +138,8 @@ def test_headers_that_obstore_cannot_read_are_a_temporary_failure(headers, words
             reader.read("a", 0, 4)
 
 
-def test_a_storage_error_is_returned_unchanged():
-    error = NotFoundError("x")
-    assert storage_error(error, "s3://b/k") is error
-
-
-def test_the_context_of_an_exception_is_ignored():
+def test_a_storage_error_is_returned_unchanged_and_the_context_of_an_exception_is_ignored():
+    assert storage_error(known := NotFoundError("x"), "s3://b/k") is known
     error = TimeoutError("slow")
     error.__context__ = PermissionError("another matter")
     assert type(storage_error(error, "s3://b/k")) is TransientError
