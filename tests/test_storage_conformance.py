@@ -1,12 +1,15 @@
 """All stores behave alike: memory, local files and real S3 servers."""
 
 import errno
+import gc
 import os
 import pickle
 import threading
 import uuid
+import weakref
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from http.server import SimpleHTTPRequestHandler
 
@@ -16,6 +19,7 @@ from faulty import QuietHandler, serving
 
 from streamloader.errors import NotFoundError, ObjectExistsError, UnsupportedError, UsageError
 from streamloader.storage import ObjectInfo, open_store
+from streamloader.storage.process import run_all
 
 DIGITS = b"0123456789"
 # all, parts, beyond the end, at the end, past the end, nothing
@@ -184,6 +188,29 @@ def test_an_object_can_replace_a_folder_whose_objects_were_deleted(store):
     store.delete(["x/c/0/1", "x/c/0/2/3"])
     store.put("x/c/0", DIGITS)
     assert [entry.path for entry in store.list("x")] == ["x/c/0"]
+
+
+def test_an_error_keeps_nothing_of_its_caller(store):
+    """As a reference cycle of the error and its traceback would, until the next garbage collection."""
+
+    class Held:
+        pass
+
+    def ask(call):
+        held = Held()
+        with suppress(NotFoundError):
+            call("a/none")
+        return weakref.ref(held)
+
+    calls = [store.get, lambda path: store.get_range(path, 0, 1), lambda path: store.get_tail(path, 1)]
+    calls += [lambda path: store.replace(path, b"1", b"0"), lambda path: store.reader().read(path, 0, 1)]
+    calls += [lambda path: run_all(store.get, [path] * 2, 2)]
+    gc.collect()
+    gc.disable()
+    try:
+        assert [ask(call)() for call in calls] == [None] * len(calls)
+    finally:
+        gc.enable()
 
 
 def test_delete_ignores_missing_objects(store):

@@ -117,8 +117,11 @@ def run_tasks(executor: Executor, tasks: Iterator[Task], on_done: Callable[[Task
                 failures[number] = result
             else:
                 on_done(task, result)
-    if failures:
-        raise failures[min(failures)]
+    try:
+        if failures:
+            raise failures[min(failures)]
+    finally:
+        failures.clear()  # its traceback has this frame
 
 
 def _failure(executor: Executor, task: Task, error: BaseException) -> EngineError:

@@ -511,8 +511,11 @@ def take(store: Store, job: Job, found: Mapping[str, Any] | None, overwrite: boo
         if store.head(FILES) is None:  # killed right after the job file was written
             store.put(FILES, list_files(job.source.files))
         return claim
-    if problem is not None and not overwrite:
-        raise problem
+    try:
+        if problem is not None and not overwrite:
+            raise problem
+    finally:
+        del problem  # its traceback has this frame
     claim = publish.begin(store, job.document, overwrite)
     store.put(FILES, list_files(job.source.files))
     return claim

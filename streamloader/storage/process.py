@@ -163,8 +163,11 @@ def run_all(work: Callable[[Item], Result], items: Iterable[Item], threads: int)
     except BaseException as error:
         failures.append(error)  # Ctrl-C: the others stop after the item they are at
         raise
-    if failures:
-        raise failures[0]
+    try:
+        if failures:
+            raise failures[0]
+    finally:
+        failures.clear()  # its traceback has this frame
     return [results[index] for index in range(count)]
 
 

@@ -513,7 +513,10 @@ class Retrier:
 
     def _give_up(self, request: _Request, error: StorageError, now: float) -> NoReturn:
         if request.attempts == 1:
-            raise error
+            try:
+                raise error
+            finally:
+                del error  # its traceback has this frame
         problem = f"{error.problem} ({request.attempts} attempts in {now - request.begin:.1f} s)"
         raise type(error)(problem, error.remedy) from error
 

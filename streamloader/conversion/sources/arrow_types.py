@@ -152,18 +152,18 @@ def column_of(leaf: Leaf, wanted: Field | None, times: bool = False) -> ArrowCol
 
     Raises `FieldError`, with the leaf's name and type as problem, where no field of the format holds it.
     """
-    refused = FieldError(f"{leaf.name!r} ({leaf.kind})")
+    problem = f"{leaf.name!r} ({leaf.kind})"
     if leaf.extension and not leaf.shape and wanted is None:
-        raise refused
+        raise FieldError(problem)
     sizes, kind = _levels(leaf.type)
     if not sizes and (_is_text(kind) or _is_bytes(kind)):
         chosen = wanted.kind if wanted is not None and wanted.kind in ("text", "bytes") else None
         return ArrowColumn(leaf, Field(chosen or ("text" if _is_text(kind) else "bytes")))
     types, unit = pa.types, _unit_of(kind)
     if unit and not times and (wanted is None or wanted.dtype not in INTS):
-        raise FieldError(refused.problem, "store times as whole numbers")
+        raise FieldError(problem, "store times as whole numbers")
     if not (types.is_boolean(kind) or types.is_integer(kind) or types.is_floating(kind) or unit):
-        raise refused
+        raise FieldError(problem)
     dtype = f"int{kind.bit_width}" if unit else np.dtype(kind.to_pandas_dtype()).name
     shape = sizes
     asked: tuple[int, ...] = ()
@@ -175,7 +175,7 @@ def column_of(leaf: Leaf, wanted: Field | None, times: bool = False) -> ArrowCol
     elif stated and FREE not in stated and _fits(sizes, (prod(stated),)):  # one list of all values
         sizes, shape = (prod(stated),), stated
     if FREE in shape[1:]:
-        raise refused
+        raise FieldError(problem)
     try:
         field = Field("ragged", dtype, shape[1:]) if FREE in shape else Field("tensor", dtype, shape)
     except FieldError as error:

@@ -261,9 +261,12 @@ def _later(work: Callable[[], memoryview]) -> Callable[[], memoryview]:
 
     def result() -> memoryview:
         found = take(done)
-        if isinstance(found, BaseException):
-            raise found
-        return found
+        try:
+            if isinstance(found, BaseException):
+                raise found
+            return found
+        finally:
+            del found  # its traceback has this frame
 
     Thread(target=run, name="streamloader-io", daemon=True).start()
     return result
