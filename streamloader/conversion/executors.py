@@ -464,7 +464,7 @@ def _spark_context(pyspark: Any, address: str, workers: int) -> Any:
         conf.set("spark.executorEnv.PYTHONPATH", os.pathsep.join(path for path in sys.path if path))
     try:
         context = pyspark.SparkContext(conf=conf)
-    except Exception as error:
+    except Exception as error:  # py4j's and Java's, of many classes
         problem = f"Spark does not start with the master {master}: {error}"
         raise EngineError(problem, "see that the master runs, and that Java 17 or later is here") from error
     context.pythonExec = os.environ.get("PYSPARK_PYTHON", sys.executable)

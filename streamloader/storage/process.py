@@ -160,8 +160,8 @@ def run_all(work: Callable[[Item], Result], items: Iterable[Item], threads: int)
         for thread in pool:
             thread.start()
         join(pool)
-    except BaseException as error:
-        failures.append(error)  # Ctrl-C: the others stop after the item they are at
+    except BaseException:  # Ctrl-C: the threads stop after the item they are at
+        todo.clear()
         raise
     try:
         if failures:

@@ -185,7 +185,7 @@ class Held:
             return self.samples
         try:
             return pickle.loads(self.packed)
-        except Exception as error:
+        except Exception as error:  # the object's own code, and imports
             problem = f"the {self.name} cannot be loaded in another process: {type(error).__name__}: {error}"
             raise UsageError(problem, "make its module importable there, or use workers=0") from error
 
@@ -208,7 +208,7 @@ def pack(samples: Any, name: str) -> bytes:
     out = BytesIO()
     try:
         _Pickler(out, pickle.HIGHEST_PROTOCOL).dump(samples)
-    except Exception as error:
+    except Exception as error:  # the object's own code
         problem = f"the {name} cannot be given to other processes: {type(error).__name__}: {error}"
         remedy = "define its classes and functions in a module that this program imports, or use workers=0"
         raise UsageError(problem, remedy) from error
