@@ -1,16 +1,14 @@
-"""Runs the code of one page of the documentation, in order, as a reader would; a script, not a test.
-
-run_page.py page.json out.json: page.json holds [[language, line, code], ...]; out.json gets what each block printed.
-Python blocks share one namespace. One that begins with `# <name>.py` is a file: it is written, and may be imported
-by what follows. A failure is a traceback with the page's own line numbers, and exit code 1.
-"""
+"""Runs the code of one page of the documentation, in order, as a reader would, in the process that calls it."""
 
 import contextlib
 import io
 import json
+import os
 import re
 import subprocess
 import sys
+import warnings
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,14 +31,18 @@ def run(language: str, where: str, line: int, code: str, names: dict[str, Any]) 
     return printed.getvalue()
 
 
-def main() -> None:
-    """Run the page in the present folder."""
-    page, out = map(Path, sys.argv[1:])
-    sys.path.insert(0, "")
+def run_page(blocks: Sequence[tuple[str, int, str]], out: Path, folder: Path, environment: Mapping[str, str]) -> None:
+    """Run blocks (language, line, code) in a folder; `out` gets what each printed, and `out`.log standard error.
+
+    Python blocks share one namespace. One that begins with `# <name>.py` is a file: it is written, and may be imported
+    by what follows. A failure is a traceback with the page's own line numbers.
+    """
+    with out.with_suffix(".log").open("wb") as log:
+        os.dup2(log.fileno(), 2)
+    sys.stderr = io.TextIOWrapper(io.FileIO(2, "wb", closefd=False), write_through=True)
+    warnings.simplefilter("default")  # in the tests they are errors
+    os.chdir(folder)
+    os.environ.update(environment)
+    sys.path.insert(0, str(folder))
     names: dict[str, Any] = {"__name__": "page"}
-    printed = [run(language, page.stem, line, code, names) for language, line, code in json.loads(page.read_text())]
-    out.write_text(json.dumps(printed))
-
-
-if __name__ == "__main__":
-    main()
+    out.write_text(json.dumps([run(language, out.stem, line, code, names) for language, line, code in blocks]))

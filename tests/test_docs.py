@@ -1,10 +1,10 @@
 """Every statement of the documentation that is code runs as it stands, and what it prints is what the page says."""
 
 import json
+import multiprocessing
 import os
 import re
 import shutil
-import subprocess
 import sys
 import tomllib
 from dataclasses import dataclass
@@ -12,10 +12,12 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
+from run_page import run_page
 from servers import S3Server
 
 from streamloader import errors
 from streamloader.demo.story import write_photographs
+from streamloader.pytorch import dataset  # noqa: F401 - so that no page has to
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
@@ -86,19 +88,17 @@ class Reader:
         shutil.copytree(self._photos, work / "photos")
         (work / "examples").symlink_to(ROOT / "examples")
         parts = [(part.language, part.line, INSTALL.sub("true", part.code)) for part in blocks(page)]
-        code, out = self._folder / f"{page.name}.json", self._folder / f"{page.name}.out"
-        code.write_text(json.dumps(parts))
+        out = self._folder / f"{page.stem}.json"
         path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-        done = subprocess.run(
-            [sys.executable, str(ROOT / "tests" / "run_page.py"), str(code), str(out)],
-            cwd=work,
-            env={**os.environ, **self._moto.env, "PATH": path},
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=False,
+        # forked, since torch is imported here already
+        process = multiprocessing.get_context("fork").Process(
+            target=run_page, args=(parts, out, work, {**self._moto.env, "PATH": path})
         )
-        assert done.returncode == 0, done.stderr[-4000:]
+        process.start()
+        process.join(300)
+        process.kill()
+        process.join()
+        assert process.exitcode == 0, out.with_suffix(".log").read_text()[-4000:]
         printed: list[str] = json.loads(out.read_text())
         return printed
 
