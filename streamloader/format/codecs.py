@@ -42,7 +42,7 @@ PROBE_PIECES = 16
 
 def column_size(column: Column) -> int:
     """Return the decoded bytes of a column."""
-    return column.nbytes if isinstance(column, np.ndarray) else sum(len(item) for item in column)
+    return column.nbytes if isinstance(column, np.ndarray) else sum(map(len, column))
 
 
 @dataclass(frozen=True, eq=False)

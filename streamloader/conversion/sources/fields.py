@@ -166,6 +166,7 @@ _MAGIC = (
     (b"ID3", "mp3"),
 )
 _RIFF = {b"WEBP": "webp", b"WAVE": "wav"}
+_NUMBERS = frozenset({bool, int, float, np.int64, np.float64})
 _KINDS = "give numbers, text, bytes or arrays, or leave the field out"
 
 
@@ -174,6 +175,8 @@ def settle(value: Any, where: str) -> Settled:
 
     A PIL image becomes the bytes of a PNG, which lose nothing. Raises `FieldError`, which names `where`.
     """
+    if type(value) in _NUMBERS and (number := np.asarray(value)).dtype != object:  # else beyond 64 bits
+        return number
     if isinstance(value, str):
         return str(value)  # also of numpy's own str_
     if isinstance(value, bytes | bytearray | memoryview):

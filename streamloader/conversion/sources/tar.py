@@ -296,14 +296,17 @@ def _members(pieces: Pieces) -> Iterator[list[bytes]]:
     for (content, spans), order in zip(pieces, orders, strict=True):
         wanted.append((content, *np.take_along_axis(spans, order[:, :, None], 1).reshape(-1, 2).T))
     samples = zip(*[read_each(wanted)] * (orders[0].shape[1] if orders else 1), strict=True)
-    for order, found in zip(chain.from_iterable(orders), samples, strict=True):
-        yield [bytes(found[place]) for place in np.argsort(order).tolist()]
+    places = chain.from_iterable(np.argsort(order).tolist() for order in orders)
+    for there, found in zip(places, samples, strict=True):
+        yield [bytes(found[place]) for place in there]
 
 
 def _name_in(member: bytes) -> str:
     """Return the name in a header; a long one is cut at 100 bytes."""
-    prefix, name = (part.partition(b"\0")[0].decode("utf-8", "replace") for part in (member[345:500], member[:100]))
-    return f"{prefix}/{name}" if prefix and member[257:263] == b"ustar\0" else name
+    name = member[:100].partition(b"\0")[0]
+    if member[257:263] == b"ustar\0" and member[345]:
+        name = member[345:500].partition(b"\0")[0] + b"/" + name
+    return name.decode("utf-8", "replace")
 
 
 FORMATS = (SourceFormat("webdataset", matches, open_source),)

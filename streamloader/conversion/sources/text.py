@@ -84,7 +84,9 @@ def find_records(
         raise SourceError(problem, "close it; a quote in a cell is written twice, in a quoted cell")
     count = len(bounds) if last and starts[-1] < len(array) else len(bounds) - 1
     blanks = np.isin(np.arange(256), list(style.blank))
-    filled = np.logical_or.reduceat(~blanks[array[: stops[count - 1]]], starts[:count]).astype(bool)
+    filled = ~blanks[array[starts[:count]]]
+    if not filled.all():  # in most files no line begins with a blank
+        filled = np.logical_or.reduceat(~blanks[array[: stops[count - 1]]], starts[:count]).astype(bool)
     found = bounds[:count][filled]
     return found, int(bounds[-1, 1 if last else 0]), int(bounds[-1, 2]) + (count == len(bounds))
 
@@ -591,6 +593,8 @@ def _dump(key: str, value: Any) -> str:
 def _to_array(key: str, value: Any) -> NDArray[Any]:
     """Return a number, a list of numbers, or of such lists, as an array."""
     several = isinstance(value, list)
+    if not several and -(2**63) <= value < 2**64:  # as nearly all are
+        return np.asarray(value)
     try:
         array = settle(value, f"its {key!r}")
         if isinstance(array, np.ndarray) and not (array.dtype.kind == "f" and np.isinf(array).any()):
