@@ -17,7 +17,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 help:
 	@echo "make demo         the main job: convert, train with two ranks, kill, resume, evaluate (a minute or two)"
-	@echo "make test         lint, types and all tests (six to eight minutes)"
+	@echo "make test         lint, types and all tests (about six minutes)"
 	@echo "make test-integrations  engines on real clusters, training frameworks, many kills: in an environment of its own"
 	@echo "make test-long    leaks over 200 cycles, an outage of a minute: ten minutes, in the same environment"
 	@echo "make lint         ruff; 'make format' repairs what it can"
