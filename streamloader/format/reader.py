@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from itertools import pairwise
@@ -19,7 +18,7 @@ from streamloader.format.manifest import Field, Manifest
 from streamloader.format.opening import reread
 from streamloader.options import MIB
 from streamloader.storage.process import run_all
-from streamloader.storage.store import Allocate, RangeReader, Store, empty_buffer
+from streamloader.storage.store import Allocate, RangeReader, Store, cut_runs, empty_buffer
 
 Out = NDArray[Any] | None
 Placed = tuple[int, Items]  # the row of the first item, and a chunk's items
@@ -307,23 +306,6 @@ class FieldReader:
             problem = f"{self._where(run, int(short[0]))} is absent in the chunk table"
             raise MissingObjectError(problem, "convert the dataset again")
         return run
-
-
-def cut_runs(starts: NDArray[np.int64], stops: NDArray[np.int64], gap: int, longest: int) -> list[tuple[int, int]]:
-    """Return index ranges [i, j) of ascending ranges that are worth one request each.
-
-    Neighbours are joined over at most `gap`, up to `longest` from the first start to the last stop.
-    """
-    breaks = [*(np.flatnonzero(starts[1:] - stops[:-1] > gap) + 1).tolist(), len(starts)]
-    runs: list[tuple[int, int]] = []
-    first = 0
-    while first < len(starts):
-        near = breaks[bisect_right(breaks, first)]
-        short = int(stops.searchsorted(starts[first] + longest, side="right"))
-        last = max(first + 1, min(near, short))
-        runs.append((first, last))
-        first = last
-    return runs
 
 
 def read_columns(readers: Mapping[str, FieldReader], start: int, stop: int) -> dict[str, Column]:

@@ -35,11 +35,11 @@ from streamloader.format.manifest import NAME, Manifest, parse_json
 from streamloader.format.metadata import dataset_documents, split_documents
 from streamloader.format.opening import ROOT
 from streamloader.format.publish import APPEND, BAD, CLAIM, OURS, PARTS
-from streamloader.format.reader import FieldReader, Run, bad_item, cut_runs, read_columns
+from streamloader.format.reader import FieldReader, Run, bad_item, read_columns
 from streamloader.options import MIB
 from streamloader.storage import open_store
 from streamloader.storage.process import cpu_count, run_all
-from streamloader.storage.store import Store
+from streamloader.storage.store import Store, cut_runs
 
 MAX_PROBLEMS = 1000  # more would only repeat the same
 PIECE_BYTES = 8 * MIB  # of a shard that a thread reads and decodes at once, unless one chunk is more

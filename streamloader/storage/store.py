@@ -9,6 +9,7 @@ import difflib
 import importlib
 import re
 import uuid
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
 import crc32c
 import numpy as np
+from numpy.typing import NDArray
 
 from streamloader.errors import ObjectExistsError, StorageError, ThrottledError, UnsupportedError, UsageError
 from streamloader.storage.process import PerProcess
@@ -343,3 +345,20 @@ def _wrong_option(location: Location, error: Exception) -> UsageError:
         return UsageError(f"{location.shown}: {detail}", f"begin it with http:// or https://; it comes from {where}")
     options = sorted(location.options)
     return UsageError(f"{location.shown}: storage_options {options} do not fit the protocol: {detail}", remedy)
+
+
+def cut_runs(starts: NDArray[np.int64], stops: NDArray[np.int64], gap: int, longest: int) -> list[tuple[int, int]]:
+    """Return index ranges [i, j) of ascending ranges that are worth one request each.
+
+    Neighbours are joined over at most `gap`, up to `longest` from the first start to the last stop.
+    """
+    breaks = [*(np.flatnonzero(starts[1:] - stops[:-1] > gap) + 1).tolist(), len(starts)]
+    runs: list[tuple[int, int]] = []
+    first = 0
+    while first < len(starts):
+        near = breaks[bisect_right(breaks, first)]
+        short = int(stops.searchsorted(starts[first] + longest, side="right"))
+        last = max(first + 1, min(near, short))
+        runs.append((first, last))
+        first = last
+    return runs

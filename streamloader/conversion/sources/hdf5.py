@@ -30,9 +30,8 @@ from streamloader.conversion.sources.fields import FieldSelection, SourceFormat
 from streamloader.conversion.sources.files import Listing, required
 from streamloader.errors import FieldError, SourceChangedError, SourceError
 from streamloader.format.manifest import Field
-from streamloader.format.reader import cut_runs
 from streamloader.storage.process import run_all
-from streamloader.storage.store import ObjectInfo, Store
+from streamloader.storage.store import ObjectInfo, Store, cut_runs
 
 h5py: Any = Lazy("h5py")
 BLOCK_BYTES = 1 << 20

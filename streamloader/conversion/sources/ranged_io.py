@@ -29,9 +29,8 @@ from numpy.typing import NDArray
 from streamloader.conversion.optional import Lazy
 from streamloader.conversion.sources.base import damaged
 from streamloader.errors import SourceChangedError
-from streamloader.format.reader import cut_runs
 from streamloader.storage.process import PerProcess, run_all, take
-from streamloader.storage.store import ObjectInfo, Store
+from streamloader.storage.store import ObjectInfo, Store, cut_runs
 
 BLOCK = 1 << 20  # what is unpacked at once
 MAGIC_BYTES = 16
