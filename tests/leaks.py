@@ -3,7 +3,6 @@
 Imports little at the top: transform processes import this module.
 """
 
-import ctypes
 import gc
 import multiprocessing
 import os
@@ -140,8 +139,6 @@ def held() -> Held:
     end = time.monotonic() + 60
     while (our_threads() or multiprocessing.active_children()) and time.monotonic() < end:
         time.sleep(0.01)
-    if hasattr(ctypes.CDLL(None), "malloc_trim"):  # what it keeps within its heaps varies by 25 MB
-        ctypes.CDLL(None).malloc_trim(0)
     files = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
     rss = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     return Held(threading.active_count(), files, arenas(), rss)
@@ -177,7 +174,7 @@ def growth(cycle: Callable[[], None], count: int, first: int = 3) -> Held:
     return Held(*(b - a for a, b in zip(before, after, strict=True)))
 
 
-def check_flat(found: Held, rss: float = RSS_BYTES) -> None:
-    """Assert that nothing grew, resident memory by less than `rss` bytes."""
+def check_flat(found: Held) -> None:
+    """Assert that nothing grew."""
     assert max(found.threads, found.files, found.arenas) <= 0, found
-    assert found.rss < rss, found
+    assert found.rss < RSS_BYTES, found

@@ -24,7 +24,7 @@ def workers(count: int, context: str) -> dict[str, Any]:
 
 # fork comes first where the parent has read nothing yet, and last where it has
 FRESH = [workers(2, "fork"), {"name": "plain"}]
-USED = [{"name": "plain"}, workers(2, "forkserver"), workers(1, "spawn"), workers(2, "fork")]
+USED = [{"name": "plain"}, workers(2, "forkserver"), workers(2, "spawn"), workers(2, "fork")]
 PARTS = [
     {"name": "seven", "batches": 7},
     {"name": "uneven", "arguments": {"remainder": "uneven"}},

@@ -23,7 +23,5 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_hundred_cycles_leave_nothing(folder, kind):
     faulthandler.cancel_dump_traceback_later()  # two hundred processes start one after another
-    if kind == "large transform":  # malloc keeps large arrays in each heap, and not always the same number of them
-        leaks.check_flat(leaks.growth(leaks.cycles(folder)[kind], 200, first=200), 2 * leaks.RSS_BYTES)
-    else:
-        leaks.check_flat(leaks.growth(leaks.cycles(folder)[kind], 200, first=30))
+    first = 200 if kind == "large transform" else 30  # malloc keeps large arrays in each heap
+    leaks.check_flat(leaks.growth(leaks.cycles(folder)[kind], 200, first))
