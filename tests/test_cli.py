@@ -123,14 +123,20 @@ def unequal_arrays(root):
     return root
 
 
+def npz(root):
+    np.savez(root / "x.npz", x=np.zeros(3))
+    return root
+
+
 BAD_SOURCES = {
     "nothing": (lambda root: root / "nowhere", [], ["nothing is at", "nowhere"]),
     "an image that does not decode": (bad_image, [], ["a/x.png: the image cannot be decoded"]),
     "a class folder without images": (empty_class, [], ["empty holds no image"]),
     "arrays of unequal length": (unequal_arrays, [], ["'xs' has 3 rows, 'ys' 4"]),
+    "an .npz in a folder": (npz, ["--format", "npy"], ["holds no .npy;"]),
     "an unknown format": (unequal_arrays, ["--format", "nothing"], ["'nothing'", "choose one of"]),
     "splits that do not sum to 1": (unequal_arrays, ["--split", "train=0.9"], ["sum to 0.9"]),
-    "no size": (unequal_arrays, ["--shard-size", "big"], ["'big' is not a size"]),
+    "no size": (unequal_arrays, ["--shard-size", "big"], ["--shard-size 'big' is not a size"]),
     "no codec": (unequal_arrays, ["--codec", "gzip"], ["'gzip'"]),
     "no option": (unequal_arrays, ["--storage-option", "anon"], ["name=value"]),
 }
@@ -289,7 +295,7 @@ def test_bench_decodes_images_to_the_given_size(tmp_path, capsys):
         (["{data}", "--batch-size", "701"], "batch_size=701 is more than the 700 samples"),
         (["{data}", "--batch-size", "0"], "--batch-size"),
         (["{data}", "--seconds", "0"], "seconds=0"),
-        (["{data}", "--memory", "much"], "'much' is not a size"),
+        (["{data}", "--memory", "much"], "--memory 'much' is not a size"),
         (["{data}", "--memory", "1000"], "the shuffle window needs memory="),
         (["{data}", "--image-size", "big"], "--image-size 'big'"),
         (["{data}", "--trace", "{data}/no/where"], "cannot be written"),

@@ -149,7 +149,7 @@ def test_lists_of_a_selected_shape_are_read_as_blocks(tmp_path, monkeypatch):
 def test_lists_of_lists_need_a_selected_shape(tmp_path):
     kind = pa.list_(pa.list_(pa.int32()))
     lists(tmp_path, [[[1, 2], [3, 4]], [[5, 6], [7, 8]], [[9], [0, 1]], [[1, 2]]], kind)
-    assert_error(FieldError, r"holds 'x' \(list<.*--fields x=float32\[2,3\]", tmp_path)
+    assert_error(FieldError, r"holds 'x' \(list<.*, or read lists .* with --fields x=float32\[2,3\]", tmp_path)
     good, bad = bad_rows(opened(tmp_path, "x=int32[2,2]"))
     expected = [{"x": [[1, 2], [3, 4]]}, {"x": [[5, 6], [7, 8]]}]
     assert good == expected

@@ -44,7 +44,9 @@ def test_a_url_that_lacks_a_slash_is_no_local_path(url):
     assert parse_location("a:/b", None).protocol == "file"
 
 
-@pytest.mark.parametrize("endpoint", ["h:9", "ftp://me:hidden@h:9", "//me:hidden@h:9", "http:/me:hidden@h:9"])
+@pytest.mark.parametrize(
+    "endpoint", ["h:9", "ftp://me:hidden@h:9", "//me:hidden@h:9", "http:/me:hidden@h:9", "http//h:9"]
+)
 @pytest.mark.parametrize("name", ["endpoint_url", "client_kwargs"])
 @pytest.mark.parametrize(
     "opened",
@@ -93,8 +95,9 @@ def test_empty_and_signed_urls_cannot_hold_a_dataset():
 @pytest.mark.parametrize(
     ("url", "words"),
     [
-        ("gs://bucket/x", "pip install gcsfs"),
-        ("abfs://box/x", "pip install adlfs"),
+        ("gs://bucket/x", "'gs' needs a package that is not installed; .*gcsfs"),
+        ("abfs://box/x", "'abfs' needs a package that is not installed; .*adlfs"),
+        ("smb://h/x", "'smb' needs a package that is not installed; [^']*smbprotocol"),  # its module is smbclient
         ("nosuch://x/y", "fsspec has no protocol 'nosuch'"),
         ("simplecache::nosuch://x/y", "fsspec has no protocol 'nosuch'"),
     ],

@@ -76,7 +76,12 @@ def transform_options(command: Callable[..., Any]) -> Callable[..., Any]:
 @option("--raw", is_flag=True, help="Keep packed values (scale_factor, add_offset, _FillValue) as stored.")
 @option("--split", help="Assign samples to splits at random, say train=0.9,val=0.1.")
 @option("--on-error", type=Choice(ON_ERROR), default="raise", help="What to do with bad samples.")
-@option("--shard-size", default="64MiB", parse=parse_size, help="Stored bytes of one object of the largest field.")
+@option(
+    "--shard-size",
+    default="64MiB",
+    parse=lambda text: parse_size(text, "--shard-size "),
+    help="Stored bytes of one object of the largest field.",
+)
 @option("--codec", type=Choice(CODECS), default="auto", help="How chunks are compressed.")
 @option("--dry-run", is_flag=True, help="Print what would be written, from a sample of the rows; write nothing.")
 @option("--resume", is_flag=True, help="Accept a finished dataset of the same source.")

@@ -40,7 +40,7 @@ OUTPUT = click.Path(path_type=Path, dir_okay=False)
 
 def parse_memory(text: str | None) -> int | None:
     """Return the bytes of `2GiB`."""
-    return None if text is None else parse_size(text)
+    return None if text is None else parse_size(text, "--memory ")
 
 
 def parse_image_size(text: str) -> tuple[int, int] | None:

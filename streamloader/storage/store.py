@@ -308,12 +308,9 @@ def check_protocol(location: Location) -> None:
         except ValueError:
             problem = f"{location.shown}: fsspec has no protocol {protocol!r}"
             raise UnsupportedError(problem, "use one such as s3, gs, az, https, file or memory") from None
-        except ImportError as error:
-            package = getattr(error.__cause__, "name", None)
-            package = package or importlib.import_module("fsspec.registry").known_implementations[protocol]["class"]
-            package = package.split(".", maxsplit=1)[0]
-            problem = f"{location.shown}: the protocol {protocol!r} needs the package {package}"
-            raise UnsupportedError(problem, f"pip install {package}") from error
+        except ImportError as error:  # fsspec's text names the package, which may differ from the missing module
+            problem = f"{location.shown}: the protocol {protocol!r} needs a package that is not installed"
+            raise UnsupportedError(problem, str(error)) from error
 
 
 def _open_client(location: Location) -> Client:

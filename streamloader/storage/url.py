@@ -232,7 +232,7 @@ def _check_endpoint(options: Mapping[str, Any]) -> None:
     for given in (options, client if isinstance(client, Mapping) else {}):
         endpoint = given.get("endpoint_url")
         if isinstance(endpoint, str) and endpoint and not re.match(r"https?://", endpoint, re.IGNORECASE):
-            host = re.sub(r"^([a-z][a-z0-9+.-]*:)?/+", "", endpoint, flags=re.IGNORECASE)
+            host = re.sub(r"^(https?|[a-z][a-z0-9+.-]*:)?/+", "", endpoint, flags=re.IGNORECASE)
             shown = redact(f"http://{host}").removeprefix("http://")
             start = endpoint[: len(endpoint) - len(host)]
             problem = f"storage option endpoint_url={start + shown!r} does not begin with http:// or https://"

@@ -320,7 +320,7 @@ def _raise_unsupported(refused: Mapping[str, FieldError], others: list[str], url
     named = ",".join([*others[:_NAMED], *times[:_NAMED], *(["..."] if len(others) > _NAMED else [])]) or "a,b"
     if times:
         raise FieldError(problem, f"store times as whole numbers in their unit, --fields {named}, or leave them out")
-    lists = ", lists of lists of one shape be tensors with --fields x=float32[2,3]" if "list" in problem else ""
+    lists = ", or read lists of lists of one shape with --fields x=float32[2,3]" if "list" in problem else ""
     raise FieldError(problem, f"leave it out by naming the fields to keep, --fields {named}{lists}")
 
 

@@ -151,7 +151,7 @@ def open_npy(listing: Listing, _selection: FieldSelection) -> Source:
     Raises `SourceError` for arrays of unequal length, for what is not a plain array (pickled, object, complex, ...),
     and for Fortran order, whose rows are not contiguous.
     """
-    files = required(_files(listing), listing, "npy", "npz")
+    files = required(_files(listing), listing, "npy", *(() if listing.folder else ("npz",)))
     if len(files) > 1 and listing.of("npz"):
         raise SourceError(f"{listing.url} holds {len(files)} files, .npz among them", "give one .npz at a time")
     if extension(files[0].path) == "npz":
