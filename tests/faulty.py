@@ -25,6 +25,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 SLOW_DOWN = b"<Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>"
 
+EXPIRED_STATUS = 400  # AWS's; other servers send 403
 EXPIRED = b"<Error><Code>ExpiredToken</Code><Message>The provided token has expired.</Message></Error>"
 GARBAGE = {
     "garbled": b"HTTZ/1.1 2x6 ??\r\n\r\n",
@@ -82,7 +83,7 @@ class QuietHandler(BaseHTTPRequestHandler):
         if fault in GARBAGE:
             self.wfile.write(GARBAGE[fault])
         elif fault == "expired":
-            self.respond(400, EXPIRED)
+            self.respond(EXPIRED_STATUS, EXPIRED)
         elif fault.isdigit():
             self.respond(int(fault), SLOW_DOWN if fault == "503" else b"", self.server.error_headers)
         elif fault == "stall":
@@ -177,7 +178,7 @@ class _Handler(QuietHandler):
         return self.server.token not in self.headers.get("X-Amz-Security-Token", "")
 
     def do_HEAD(self) -> None:
-        self.respond((400 if self.expired else 200) if self.server.token else 501, self.server.content)
+        self.respond((EXPIRED_STATUS if self.expired else 200) if self.server.token else 501, self.server.content)
 
     def do_GET(self) -> None:
         self.server.gets += 1

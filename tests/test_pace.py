@@ -54,11 +54,17 @@ def test_after_a_503_the_rate_comes_back(seed):
     assert race.paces[0].limit == 64
     race.paces[0].throttled()
     assert race.paces[0].limit == 32
+    for _ in range(60):  # an outage
+        race.now += 1.01 * DECREASE_SECONDS
+        race.paces[0].throttled()
+    assert race.paces[0].limit == 32
+    race.paces[0].completed(SIZE, 0.1, waiting=True)
     race.now += 1.01 * DECREASE_SECONDS
     race.paces[0].throttled()
     race.paces[0].throttled()
     assert race.paces[0].limit == 16
-    while race.now < THROTTLE_MEMORY_SECONDS + 15:
+    end = race.now + THROTTLE_MEMORY_SECONDS + 15
+    while race.now < end:
         race.run(100)
     race.run(2000)
     assert race.run(400) >= 0.95 * SLOW.best(64)
@@ -103,14 +109,17 @@ def test_requests_that_nobody_waits_for_do_not_change_the_limit():
 
 @given(st.integers(1, 64), st.lists(st.sampled_from(("good", "idle", "throttled", "second", "less")), max_size=400))
 def test_the_limit_stays_between_one_and_the_most(most, events):
-    now = [0.0]
+    now, decreased, succeeded = [0.0], -DECREASE_SECONDS, True
     pace = Pace(most, clock=lambda: now[0])
     for event in events:
-        before, throttling = pace.limit, pace.throttling
+        before = pace.limit
         if event == "throttled":
             pace.throttled()
-            assert pace.limit == (max(1, before // 2) if not throttling else before)
+            halved = succeeded and now[0] - decreased >= DECREASE_SECONDS
+            assert pace.limit == (max(1, before // 2) if halved else before)
             assert pace.throttling
+            if halved:
+                decreased, succeeded = now[0], False
         elif event == "second":
             now[0] += 1.01 * DECREASE_SECONDS
             assert not pace.throttling
@@ -120,4 +129,5 @@ def test_the_limit_stays_between_one_and_the_most(most, events):
         else:
             now[0] += 0.01
             pace.completed(SIZE, 0.05, waiting=event == "good")
+            succeeded = True
         assert 1 <= pace.limit <= most

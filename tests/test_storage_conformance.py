@@ -315,6 +315,30 @@ def test_a_chained_url_is_a_store(tmp_path):
         store.get("c")
 
 
+def test_threads_read_a_file_that_a_chained_cache_is_downloading():
+    content = np.arange(1 << 18, dtype=np.uint32).tobytes()
+    part = len(content) // 8
+
+    class Slow(QuietHandler):
+        def do_GET(self):
+            self.respond(200, headers={"Content-Length": str(len(content))})
+            self.wfile.write(content[:part])
+            self.server.released.wait(0.5)
+            self.wfile.write(content[part:])
+
+    with serving(Slow) as server, ThreadPoolExecutor(8) as threads:
+        reader = open_store(f"simplecache::{server.endpoint}/folder").reader()
+        parts = threads.map(lambda i: bytes(reader.read("x", i * part, (i + 1) * part)), range(8))
+        assert b"".join(parts) == content
+
+
+def test_the_end_of_a_file_is_read_through_a_chained_cache(tmp_path):
+    open_store(tmp_path).put("x", DIGITS)
+    store = open_store(f"simplecache::file://{tmp_path}")
+    assert store.get("x") == DIGITS
+    assert (store.get_tail("x", 3), store.get_tail("x", 99)) == (b"789", DIGITS)
+
+
 def test_a_folder_that_a_web_server_lists_is_a_store(tmp_path):
     open_store(tmp_path).put("a/b/c", DIGITS)
     open_store(tmp_path).put("a/d", b"1")

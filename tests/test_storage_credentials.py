@@ -102,8 +102,21 @@ def test_a_certificate_that_is_not_trusted_is_final_with_its_reason(tmp_path, as
         assert time.monotonic() - begin < 60
 
 
+@pytest.mark.parametrize("ask", ["read", "get", "list"])
+@pytest.mark.parametrize("options", [{}, {"encoded": False}], ids=["obstore", "fsspec"])
+def test_a_certificate_that_is_not_trusted_is_final_over_https_too(tmp_path, options, ask):
+    with faulty_server(CONTENT, certified(tmp_path, ["127.0.0.1"])) as server:
+        store = open_store(f"{server.endpoint}/folder", options)
+        store.retries.reached = True
+        with pytest.raises(EndpointError, match=r"certificate is not trusted \(certificate verify failed: \w"):
+            store.retries.call(lambda: STORE_CALLS[ask](store))
+        assert server.connections == 1
+
+
+@pytest.mark.parametrize("status", [400, 403])
 @pytest.mark.parametrize("ask", ASKS)
-def test_expired_credentials_are_renewed_once(tmp_path, ask):
+def test_expired_credentials_are_renewed_once(tmp_path, monkeypatch, ask, status):
+    monkeypatch.setattr("faulty.EXPIRED_STATUS", status)
     write_keys(tmp_path, "k", "s", SessionToken="old")
     with faulty_server(CONTENT) as server:
         server.token = "old"

@@ -6,8 +6,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import fsspec
 import pytest
-from faulty import GARBAGE, NO_RETRY, faulty_server
+from faulty import GARBAGE, NO_RETRY, QuietHandler, faulty_server, serving
 from fsspec.asyn import AsyncFileSystem
+from servers import STORE_CALLS
 
 from streamloader.errors import NotFoundError, ThrottledError, TransientError, UnsupportedError
 from streamloader.options import RetryPolicy
@@ -96,6 +97,40 @@ def test_a_response_that_contradicts_its_request_is_asked_for_three_times(server
     with pytest.raises(kind, match=words):
         store.retries.call(lambda: reader.read("x", 100, 200))
     assert server.gets == 6
+
+
+LISTING = (
+    "<ListBucketResult><IsTruncated>false</IsTruncated><Contents><Key>a</Key><Size>3</Size></Contents>"
+    "</ListBucketResult>"
+)
+MALFORMED = [
+    *(("head", "Content-Length: three"), ("head", "Server: a proxy")),
+    *(("head", "Content-Length: 3\r\nLast-Modified: yesterday"), ("list", LISTING.replace("3", "three"))),
+    *(("list", text) for text in ("", "<html>Sign in</html>", LISTING.replace("<Size>3</Size>", ""))),
+]
+
+
+@pytest.mark.parametrize(("ask", "text"), MALFORMED)
+def test_a_malformed_response_of_s3_is_asked_for_three_times(ask, text):
+    responses = []
+
+    class Handler(QuietHandler):
+        def do_GET(self):
+            self.close_connection = True
+            head, body = (responses.pop(), "") if ask == "head" else ("Server: a proxy", responses.pop())
+            self.wfile.write(f"HTTP/1.1 200 OK\r\n{head}\r\n\r\n{body}".encode())
+
+        do_HEAD = do_GET
+
+    with serving(Handler) as server:
+        store = open_store("s3://bucket", {"key": "k", "secret": "s", "endpoint_url": server.endpoint, "retry": QUICK})
+        responses += [LISTING if ask == "list" else "Content-Length: 3", text, text]
+        (info,) = [store.head("a")] if ask == "head" else list(store.list())
+        assert (info.path, info.size) == ("a", 3)
+        responses += [text] * 4
+        with pytest.raises(TransientError, match="response is malformed"):
+            STORE_CALLS[ask](store)
+        assert len(responses) == 1
 
 
 def test_a_trickling_response_is_late_and_repeated_on_a_new_connection(server, store, reader):

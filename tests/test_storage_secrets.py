@@ -74,6 +74,7 @@ def s3(port, **more):
 # how a store is reached: URL and options
 WAYS = {
     "s3 sockets": s3,
+    "s3 line break": lambda port: s3(port, token=f"{TOKEN}\n"),
     "http obstore": lambda port: (f"http://{TOKEN}@127.0.0.1:{port}/folder", {}),
     "http fsspec": lambda port: (f"http://user:{PASSWORD}@127.0.0.1:{port}/folder", {"encoded": False}),
     "http headers": lambda port: (f"http://127.0.0.1:{port}/folder", {"headers": {"Authorization": f"Bearer {TOKEN}"}}),
@@ -214,6 +215,7 @@ def test_text_without_a_secret_is_kept(text):
     "options",
     [
         {"secret": SECRET},
+        {"secret": f"{SECRET}\n"},
         {"client_kwargs": {"aws_secret_access_key": SECRET}},
         {"account_key": SECRET},
         {"connection_string": f"DefaultEndpointsProtocol=https;AccountKey={SECRET};EndpointSuffix=x"},
@@ -234,7 +236,7 @@ def test_text_without_a_secret_is_kept(text):
 def test_values_of_secret_options_are_redacted_in_a_clients_text(options):
     location = parse_location("az://box/x", options)
     error = ConnectionError("without a secret")
-    error.__cause__ = OSError(f"denied: {SECRET} {quote(SECRET, safe='')}")
+    error.__cause__ = OSError(f"denied: {SECRET} {quote(SECRET, safe='')} {b64encode(SECRET.encode()).decode()}")
     ours = storage_error(error, location.shown, location.secrets)
     ours.__cause__ = cause_of(error, location.secrets)
     assert_clean("".join(traceback.format_exception(ours)) + repr(location.secrets))

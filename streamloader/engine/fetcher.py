@@ -479,6 +479,7 @@ class Pace:
         self._best_seconds = float("inf")
         self._decreased_at = self._throttled_at = -THROTTLE_MEMORY_SECONDS
         self._ceiling = most
+        self._succeeded = True  # since the last decrease
         self._new_round()
 
     @property
@@ -501,6 +502,7 @@ class Pace:
     def completed(self, size: int, seconds: float, waiting: bool) -> None:
         """A request of `size` bytes succeeded after `seconds`; `waiting`: others wait for its place."""
         with self._lock:
+            self._succeeded = True
             if not waiting:
                 self._new_round()
                 return
@@ -517,12 +519,15 @@ class Pace:
                 self._new_round()
 
     def throttled(self) -> None:
-        """The store throttled a request: allow half as many, at most once a second."""
+        """The store throttled a request: allow half as many, at most once a second.
+
+        Not again before one has succeeded: the failures of an outage do not show how many requests the store takes.
+        """
         with self._lock:
             now = self._throttled_at = self._clock()
-            if now - self._decreased_at < DECREASE_SECONDS:
+            if not self._succeeded or now - self._decreased_at < DECREASE_SECONDS:
                 return
-            self._decreased_at = now
+            self._decreased_at, self._succeeded = now, False
             self._ceiling = max(1, int(self._limit * BELOW_THROTTLE))
             self._settle(max(1, self._limit // 2))
             self._step = max(1, self._limit // 2)

@@ -56,7 +56,8 @@ def open_fsspec_client(location: Location) -> FsspecClient:
     if protocol in _HAVE_LISTINGS_CACHE:
         options["use_listings_cache"] = False
     fs, root = url_to_fs(location.target, **options)
-    kinds: dict[str, type[FsspecClient]] = {"file": LocalClient, "http": HttpClient, "memory": MemoryClient}
+    kinds: dict[str, type[FsspecClient]] = {CHAIN: ChainClient, "file": LocalClient, "http": HttpClient}
+    kinds["memory"] = MemoryClient
     return kinds.get(protocol, FsspecClient)(fs, location.retry, root)
 
 
@@ -152,6 +153,22 @@ class FsspecClient:
     def remove_leftovers(self, folder: str) -> int:  # noqa: ARG002 - most stores keep nothing unfinished
         """Remove what killed writers left below a folder; return how many."""
         return 0
+
+
+class ChainClient(FsspecClient):
+    """Chained filesystems, of which simplecache returns a file to one thread while it downloads it for another."""
+
+    def __init__(self, fs: Any, policy: RetryPolicy, root: str) -> None:
+        super().__init__(fs, policy, root)
+        self._reading: dict[str, threading.Lock] = {}
+
+    def _cat(self, path: str, start: int, stop: int | None) -> bytes:
+        with self._reading.setdefault(path, threading.Lock()):
+            if start >= 0:
+                return super()._cat(path, start, stop)
+            with self.fs.open(path, "rb") as file:  # cat_file asks for the size of a file, which some do not have
+                file.seek(max(0, file.seek(0, os.SEEK_END) + start))
+                return bytes(file.read())
 
 
 class MemoryClient(FsspecClient):

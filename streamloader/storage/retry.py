@@ -109,6 +109,7 @@ _RULES = (
     _Rule(EndpointError, "the server's certificate is not trusted", _CERTIFICATE, "CertificateVerifyFailed", 1),
     _Rule(TransientError, "the server sent another range than was requested", CHECK_SERVER, "WrongRange", 3),
     _Rule(UnsupportedError, "the server ignores ranges", "use a server with ranged reads", "RangeNotSupported", 3),
+    _Rule(TransientError, "the server's response is malformed", CHECK_SERVER, "Malformed", 3),
     _Rule(NotFoundError, "its bucket does not exist", "check its name, or create it", "NoSuchBucket ContainerNotFound"),
     _Rule(ThrottledError, "the store asks to slow down", "send fewer requests at once", _THROTTLED),
     _Rule(AccessError, "the credentials have expired", "renew them", " ".join(sorted(EXPIRED))),
@@ -140,7 +141,9 @@ class HttpError(OSError):
 
 
 # what this module and the readers call what has no code of the store
-_OWN_CODES = frozenset({"CertificateVerifyFailed", "WrongRange", "RangeNotSupported", "Unreachable", "Interrupted"})
+_OWN_CODES = frozenset(
+    {"CertificateVerifyFailed", "WrongRange", "RangeNotSupported", "Malformed", "Unreachable", "Interrupted"}
+)
 
 
 def client_errors() -> tuple[type[BaseException], ...]:

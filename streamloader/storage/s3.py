@@ -152,10 +152,14 @@ class S3Client:
             try:
                 if "Body" in known:
                     known["Body"].seek(0)
-                return getattr(client, xform_name(operation))(**known)
+                return _Reply(getattr(client, xform_name(operation))(**known))
             except ClientError as error:
                 if renewed or facts_of(error).code not in EXPIRED:
                     raise
+            except ValueError as error:
+                if type(error) is not ValueError:  # of the key
+                    raise
+                raise HttpError(200, "Malformed", str(error)) from error  # a number or a date for botocore's parser
             self._renew(client)
         raise AssertionError("unreachable")
 
@@ -298,10 +302,10 @@ class S3Client:
         found = self.call("ListObjectsV2", Prefix=f"{folder}/" if folder else "", **more)
         objects = [
             ObjectInfo(entry["Key"], entry["Size"], etag_of(entry))
-            for entry in found.get("Contents", ())
+            for entry in map(_Reply, found.get("Contents", ()))
             if not entry["Key"].endswith("/")  # consoles mark folders so
         ]
-        return objects, found.get("NextContinuationToken") if found.get("IsTruncated") else None
+        return objects, found["NextContinuationToken"] if found["IsTruncated"] else None
 
     def put(self, path: str, data: Body) -> str:
         """Write the object, and let the server compare its CRC-32C, which takes an eighth of the time of the SHA-256 in
@@ -418,6 +422,13 @@ def _skip_digest(unsigned: Config, request: AWSRequest, **_: Any) -> None:
     """Leave the digest of a body with a checksum out of the signature, unless the options say otherwise."""
     if CHECKSUM in request.headers:
         request.context["client_config"] = unsigned
+
+
+class _Reply(dict[str, Any]):
+    """What a server responded. Not everything with status 200 comes from a store: a part may be missing."""
+
+    def __missing__(self, name: str) -> Any:
+        raise HttpError(200, "Malformed", f"the response has no {name}")
 
 
 class _Upload:

@@ -107,8 +107,7 @@ class Pool:
         try:
             # a server that refuses does not wait for the body: its response is there
             with contextlib.suppress(BrokenPipeError, ConnectionResetError) if body else contextlib.nullcontext():
-                chunked = "Transfer-Encoding" in headers
-                connection.request(method, target, body, headers, encode_chunked=chunked)
+                _send(connection, method, target, body, headers)
             response = connection.getresponse()
             yield response
             keep = response.isclosed() and connection.sock is not None
@@ -170,6 +169,13 @@ class Pool:
         if parts.scheme != "http" or self._config.proxies_config:
             raise UnsupportedError(f"a proxy at {parts.scheme}://{parts.hostname}", "use one at http://, for S3")
         return Proxy(parts.hostname or "", parts.port or 80, settings.proxy_headers_for(found))
+
+
+def _send(connection: http.client.HTTPConnection, method: str, target: str, body: Any, headers: dict[str, str]) -> None:
+    try:
+        connection.request(method, target, body, headers, encode_chunked="Transfer-Encoding" in headers)
+    except ValueError as error:  # a header, such as a token with a line break
+        raise HttpError(0, "", str(error)) from error
 
 
 def _tls_context(verify: bool | str | None, certificate: Any) -> ssl.SSLContext:

@@ -110,7 +110,8 @@ def secrets_of(url: str, options: Mapping[str, Any]) -> Secrets:
         if name not in _IDS and (_SECRET_NAME.search(name) or _KEY_NAME.search(name)):
             fields = (part.partition("=")[2] for part in re.split(r"[&;]", value))
             found.update((value, value.rpartition(" ")[2], *(part for part in fields if len(part) > 2 * MIN_SECRET)))
-    forms = found | {form for value in found for form in (quote(value, safe=""), unquote(value))}
+    found.update([value.strip() for value in found])  # of files with a line break at the end
+    forms = found | {form for value in found for form in (quote(value, safe=""), unquote(value), _base64(value))}
     return Secrets(tuple(sorted((text for text in forms if len(text) >= MIN_SECRET), key=len, reverse=True)))
 
 
