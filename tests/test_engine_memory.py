@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streamloader.engine.memory import (
-    CONNECTION_BYTES,
     LIVE_BATCHES,
     MACHINE_SHARE,
     MAX_THREADS,
@@ -172,6 +171,7 @@ demands = st.builds(
     variable_bytes=st.just(0),
     resident_bytes=st.integers(0, 1 << 28),
     index_bytes=st.integers(0, 1 << 28),
+    scratch_bytes=st.integers(0, 1 << 23),
 )
 
 
@@ -185,7 +185,7 @@ def test_a_budget_never_spends_more_than_the_limit(demand, more):
     in_flight = budget.threads * (demand.thread_bytes - demand.slot_bytes)
     assert others + in_flight + budget.slots * demand.slot_bytes <= budget.bytes
     fixed = budget.slots * (demand.slot_bytes - demand.variable_bytes)
-    connections = budget.threads * CONNECTION_BYTES
+    connections = budget.threads * demand.connection_bytes
     assert budget.body_bytes + fixed + others + connections == budget.bytes
 
 

@@ -116,6 +116,15 @@ def test_the_design_effect_of_few_blocks_is_that_of_their_batches(blocks, lanes)
     assert planned < 1 + batch / 4
 
 
+def test_a_short_last_block_does_not_blur_the_design_effect():
+    """Of a full shuffle: 1 for independent rows, whatever a few batches hold of each block."""
+    params = OrderParams(4096, 1, 4 * 4096)
+    shares = [Share(EpochOrder(10_000, params, seed, 0), 1024, World(0, 1), "drop") for seed in range(20)]
+    found = [mixings([share])[0].design_effect(1.0) for share in shares]
+    assert 0.2 < min(found) <= max(found) < 2.5
+    assert np.mean(found) == pytest.approx(1 - 1024 / 10_000, abs=0.25)
+
+
 @pytest.fixture(scope="module")
 def many_blocks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("forecast") / "blocks"

@@ -87,7 +87,7 @@ def test_bodies_count_what_is_in_use_and_free_what_is_not_within_their_limit():
 @pytest.mark.parametrize("path", ["zarr.json", "_streamloader/job.json"])
 def test_documents_that_are_too_large_are_refused_before_they_are_read(path, tmp_path):
     plant(tmp_path / path)
-    with within(200 << 20), pytest.raises(FormatError, match=rf"{path} has over 67108864 bytes"):
+    with within(50 << 20), pytest.raises(FormatError, match=rf"{path} has over 67108864 bytes"):
         open_dataset(tmp_path)
 
 
@@ -95,7 +95,7 @@ def test_a_job_file_that_is_too_large_is_not_read_whole_by_runs_that_hold_or_tak
     store = open_store(tmp_path)
     claim = begin(store, job_document("writer", ["x"]))
     plant(tmp_path / "_streamloader/job.json")
-    with closing(claim), within(200 << 20):
+    with closing(claim), within(50 << 20):
         assert not claim.held()
         with pytest.raises(FormatError, match="over 67108864 bytes"):
             take_over(store, {"by": "convert"})

@@ -32,6 +32,7 @@ from streamloader.engine.memory import ITEM_BYTES, READY_BATCHES, Budget, Demand
 from streamloader.engine.stages import Batch, LoaderConfig, StageOptions, Stages, WorkerThreads
 from streamloader.engine.transform import HeldTransform
 from streamloader.errors import EngineError, ForkError, MemoryBudgetError, StreamloaderError, wrapped
+from streamloader.format.codecs import scratch_bytes
 from streamloader.format.manifest import FieldLayout
 from streamloader.format.reader import MAX_REQUEST, FieldReader
 from streamloader.options import MIB
@@ -168,6 +169,7 @@ class Engine:
         requests = [
             max(reader.layout.chunk * mean[name], min(MAX_REQUEST, block * mean[name])) for name, reader in streamed
         ]
+        scratch = [scratch_bytes(reader.layout, int(reader.layout.chunk * mean[name])) for name, reader in streamed]
         fixed = {name: reader.layout.field.fixed for name, reader in streamed}
         variable = sum(int(block * mean[name]) for name in fixed if not fixed[name])
         return Demand(
@@ -180,6 +182,7 @@ class Engine:
             resident_bytes=sum(reader.num_samples * int(mean[n]) for n in resident for reader in self._readers(n)),
             index_bytes=sum(one.index_bytes for one in self.datasets)
             + (need.held_plan_bytes if len(resident) == len(self._names) else need.plan_bytes),
+            scratch_bytes=max(scratch, default=0),
         )
 
     def _finished_bytes(self, name: str, stored: float) -> float:

@@ -298,6 +298,7 @@ class Demand(NamedTuple):
     which `variable_bytes` are the mean of the variable-size ones. `resident_bytes`: resident fields.
     `index_bytes`: cached chunk tables, numbers of selected samples, and planning. `batch_bytes`: one finished batch.
     `request_bytes`: the largest single request. `blocks`: blocks of the epoch, beyond which a slot is of no use.
+    `scratch_bytes`: what a thread decodes in, beside the slot.
     """
 
     slots: int
@@ -308,6 +309,12 @@ class Demand(NamedTuple):
     variable_bytes: int = 0
     resident_bytes: int = 0
     index_bytes: int = 0
+    scratch_bytes: int = 0
+
+    @property
+    def connection_bytes(self) -> int:
+        """What a thread holds beside a slot and a body."""
+        return CONNECTION_BYTES + self.scratch_bytes
 
     @property
     def thread_bytes(self) -> int:
@@ -315,7 +322,7 @@ class Demand(NamedTuple):
 
         The body counts half more: measured peaks were 1.0 of the bytes in flight over plain sockets, 1.4 with obstore.
         """
-        return self.slot_bytes + self.request_bytes + self.request_bytes // 2 + CONNECTION_BYTES
+        return self.slot_bytes + self.request_bytes + self.request_bytes // 2 + self.connection_bytes
 
     @property
     def least_bytes(self) -> int:
@@ -403,8 +410,8 @@ def allot(demand: Demand, memory: int | None, ranks_here: int = 1) -> Budget:
     slots = max(1, demand.slots, min(demand.slots + threads, demand.blocks + 1))
     cores = max(1, cpu_count() // ranks_here)
     threads = max(1, min(threads, slots))
-    held = demand.resident_bytes + demand.index_bytes + LIVE_BATCHES * demand.batch_bytes + threads * CONNECTION_BYTES
-    bodies = limit - held - slots * (demand.slot_bytes - demand.variable_bytes)
+    held = demand.resident_bytes + demand.index_bytes + LIVE_BATCHES * demand.batch_bytes
+    bodies = limit - held - threads * demand.connection_bytes - slots * (demand.slot_bytes - demand.variable_bytes)
     return Budget(slots, threads, limit, bodies, demand.batch_bytes, memory is not None, cores)
 
 

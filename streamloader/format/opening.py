@@ -84,14 +84,13 @@ def _open_root(store: Store, split: str | None) -> Opened:
 
 
 def get_document(store: Store, path: str) -> bytes:
-    """Return a JSON document, of which `MAX_ROOT` bytes and one more are asked for at most.
-
-    Raises `NotFoundError`, and `FormatError` for a larger one.
-    """
-    data = store.get_range(path, 0, MAX_ROOT + 1)
-    if len(data) > MAX_ROOT:
+    """Return a JSON document. Raises `NotFoundError`, and `FormatError` for one of over `MAX_ROOT` bytes."""
+    data = store.get_range(path, 0, PIECE_BYTES)
+    if len(data) < PIECE_BYTES:
+        return data
+    if store.get_range(path, MAX_ROOT, MAX_ROOT + 1):
         raise FormatError(f"{store.url}/{path} has over {MAX_ROOT} bytes, no document of a dataset has", "delete it")
-    return data
+    return store.get_range(path, 0, MAX_ROOT)  # by one request: it may be replaced between two
 
 
 def read_pieces(store: Store, path: str) -> Iterator[bytes]:

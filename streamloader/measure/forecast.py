@@ -27,13 +27,14 @@ class Mixing:
     """Of batches of `rows` rows: the mean number of distinct `blocks`, and with how many rows a row shares its own.
 
     For rows drawn evenly from n blocks `sharing` is (rows - 1) / n. `alike` is the probability that two samples drawn
-    from the whole epoch share a block.
+    from the whole epoch share a block, `met` that a row of these batches and such a sample do.
     """
 
     rows: int
     blocks: float
     sharing: float
     alike: float = 0.0
+    met: float = 0.0
 
     def design_effect(self, correlation: float) -> float:
         """Return the variance of a batch's mean, around that of the epoch, over that of as many independent rows.
@@ -44,7 +45,7 @@ class Mixing:
         """
         if self.alike >= 1:  # one block, which is shuffled whole
             return 1.0
-        spread = 1 + correlation * (self.sharing - self.rows * self.alike)
+        spread = 1 + correlation * (self.sharing - self.rows * (2 * self.met - self.alike))
         return max(0.0, spread / (1 - correlation * self.alike))
 
 
@@ -58,7 +59,8 @@ def mixings(shares: Sequence[Share]) -> list[Mixing]:
     work = min(2 * order.params.window, size) * order.lanes + first.global_batch
     count = max(2, min(STEPS, MAX_EXAMINED // max(1, work)))
     chosen = np.unique(np.linspace(0, max(0, steps - 2), count).astype(np.int64)).tolist() if steps else []
-    found = np.zeros((len(shares), 3))
+    full, last = divmod(size, order.params.block)
+    found = np.zeros((len(shares), 4))
     for position in (step * first.global_batch for step in chosen):
         blocks = order.samples_at(position, min(size, position + first.global_batch)) // order.params.block
         for number, share in enumerate(shares):
@@ -67,13 +69,14 @@ def mixings(shares: Sequence[Share]) -> list[Mixing]:
                 rows = blocks[source]
             else:  # padded rows repeat those of the step before
                 rows = share.samples(position) // order.params.block
-            counts = np.unique(rows, return_counts=True)[1]
-            found[number] += rows.size, counts.size, (counts * (counts - 1)).sum()
-    full, last = divmod(size, order.params.block)
+            blocks_met, counts = np.unique(rows, return_counts=True)
+            in_epoch = np.where(blocks_met == full, last, order.params.block)  # samples of each of these blocks
+            found[number] += rows.size, counts.size, (counts * (counts - 1)).sum(), counts @ in_epoch / max(1, size)
     alike = (full * order.params.block**2 + last**2) / max(1, size) ** 2
     pairs = zip(shares, found.tolist(), strict=True)
     return [
-        Mixing(one.batch, blocks / max(1, len(chosen)), met / max(1, rows), alike) for one, (rows, blocks, met) in pairs
+        Mixing(one.batch, blocks / max(1, len(chosen)), shared / max(1, rows), alike, met / max(1, rows))
+        for one, (rows, blocks, shared, met) in pairs
     ]
 
 

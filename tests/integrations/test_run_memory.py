@@ -139,6 +139,14 @@ def test_conditions_and_the_samples_that_they_select_count(tmp_path):
     assert needs_of(need, 2 * np.count_nonzero(np.arange(count) % 7), tmp_path, **arguments) == 0
 
 
+def test_what_threads_decode_lz4_in_counts(tmp_path):
+    count, names = 10_000_000, "abcdefgh"
+    with Writer(tmp_path / "d", dict.fromkeys(names, "int64"), num_samples=count, layout=Layout(codec="lz4")) as out:
+        out.write_batch(dict.fromkeys(names, np.arange(count) * 7919 % 1000))
+    where = "a == 7 or h == 8"  # no block of it fills a chunk of 1 MiB, and each takes a request
+    assert needs_of(80 * 10**6, 2 * 20_000, tmp_path, where=where, fields=["b"], batch_size=4096) == 0
+
+
 @pytest.mark.parametrize("lanes", [None, 1])
 def test_rare_ragged_spikes_stay_within_memory(lanes, tmp_path):
     field, layout = Field("ragged", "uint8", ()), Layout(codec="none")
