@@ -14,7 +14,7 @@ from test_schedule import Engine, spans
 
 from streamloader.errors import MixtureError
 from streamloader.order.epoch_order import EpochOrder, OrderParams
-from streamloader.order.mixture import MOST_PARTS, Mix, MixShare, Phase, SourceOrder, Stream, whole_weights
+from streamloader.order.mixture import MAX_PARTS, Mix, MixShare, Phase, SourceOrder, Stream, whole_weights
 from streamloader.order.schedule import World
 
 WEIGHTS = st.lists(st.integers(0, 12), min_size=1, max_size=5).filter(any)
@@ -38,10 +38,10 @@ def test_weights_become_whole_numbers_exactly(weights, whole):
 @given(st.lists(st.floats(0, 1e6), min_size=1, max_size=8).filter(any))
 def test_weights_that_need_many_parts_are_rounded(weights):
     whole = whole_weights(weights)
-    assert sum(whole) <= MOST_PARTS + len(weights)
+    assert sum(whole) <= MAX_PARTS + len(weights)
     for weight, one in zip(weights, whole, strict=True):
         assert bool(weight) == bool(one)
-        assert abs(one / sum(whole) - weight / sum(weights)) <= (len(weights) + 1) / MOST_PARTS
+        assert abs(one / sum(whole) - weight / sum(weights)) <= (len(weights) + 1) / MAX_PARTS
 
 
 @pytest.mark.parametrize("weights", [[0, 0], [-1, 2], [float("nan")], ["many"], [float("inf"), 1]])
@@ -73,10 +73,10 @@ def test_every_beginning_and_so_every_window_has_exact_shares(weights):
     for turn, source in enumerate(phase.turns(0, total).tolist()):
         assert phase.counts(turn, len(weights)).tolist() == counts.tolist()
         counts[source] += 1
-        assert phase.reached(source, int(counts[source])) == turn + 1
+        assert phase.end_of(source, int(counts[source])) == turn + 1
         for weight, count in zip(weights, counts.tolist(), strict=True):
             assert abs(Fraction(weight * (turn + 1), period) - count) < 1
-    assert [phase.reached(i, 1) is None for i in range(len(weights))] == [not weight for weight in weights]
+    assert [phase.end_of(i, 1) is None for i in range(len(weights))] == [not weight for weight in weights]
 
 
 @st.composite
@@ -104,7 +104,7 @@ def test_an_order_of_sources_can_be_entered_anywhere(source_order, data):
         assert source_order.places(begin).tolist() == given_
         assert at == given_[number]
         given_[number] += unit
-        assert source_order.reached(number, given_[number]) == begin + unit
+        assert source_order.end_of(number, given_[number]) == begin + unit
     start = unit * data.draw(st.integers(0, stop // unit))
     later = source_order.turns(start, stop)
     assert [part.tolist() for part in later] == [

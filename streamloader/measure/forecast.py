@@ -62,7 +62,7 @@ def mixings(shares: Sequence[Share]) -> list[Mixing]:
     for position in (step * first.global_batch for step in chosen):
         blocks = order.samples_at(position, min(size, position + first.global_batch)) // order.params.block
         for number, share in enumerate(shares):
-            source = share.source(share.positions(position)[0]) - position
+            source = share.source(share.positions(position)) - position
             if not source.size or source.min() >= 0:
                 rows = blocks[source]
             else:  # padded rows repeat those of the step before
@@ -165,7 +165,7 @@ def forecast(url: str, options: ForecastOptions) -> Forecast:
     order = EpochOrder(count, params, 0, 0, options.shuffle is not False)
     share = Share(order, options.batch_size, world, "pad", dataset.unit(params))
     engine = Engine([dataset], LoaderConfig(memory=options.memory, ranks_here=options.ranks_here))
-    params, need = share.fetched, share.need()
+    params, need = share.fetch_params, share.need()
     held, budget = engine.plan_memory(need)
     together = replace(share, batch=share.global_batch, world=World(0, 1))
     mixed = mixings((share, together))

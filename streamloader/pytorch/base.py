@@ -185,7 +185,7 @@ def warn_of_costs(share: EpochShare, workers: int, repeated: int, *, fresh: bool
     for cost in (
         f"{again}: {repeated} batches of each rank come again" if repeated else "",
         f"{workers} DataLoader workers on each rank: {order}; {remedy}" if workers > 1 else "",
-        share.costs(fresh=fresh, shuffle=shuffle),
+        share.describe_rereads(fresh=fresh, shuffle=shuffle),
     ):
         if cost:
             warnings.warn(cost, stacklevel=3)
