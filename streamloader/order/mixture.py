@@ -165,6 +165,12 @@ class SourceOrder:
     phases: tuple[Phase, ...]
     count: int
 
+    def phases_from(self, position: int) -> tuple[Phase, ...]:
+        """Return the phases from a position on. The first one starts there."""
+        later = [phase for phase in self.phases if phase.start > position]
+        current = self.phases[-1 - len(later)]
+        return replace(current, start=position), *later
+
     def places(self, position: int) -> Ints:
         """Return the place of each source at a position at which a turn begins; shape (sources,)."""
         places = np.zeros(self.count, np.int64)
