@@ -104,7 +104,8 @@ def read_ceiling(
     """
     if work not in WORKS:
         raise UsageError(f"work={work!r} is none of {', '.join(WORKS)}", "choose one of them")
-    effort, dataset = effort or Effort(), _open(url, storage_options, fields, split)
+    effort = effort or Effort()
+    dataset = open_dataset(Source(url, split, storage_options=storage_options), None, fields)
     client, retries = dataset.store.reader(), dataset.store.retries
     memory = Buffers(Counters(), keep=effort.in_flight)  # fresh pages cost more than the copy itself
     runs, lock, stop, tally = _runs(dataset, effort.passes), threading.Lock(), threading.Event(), _Tally(effort.advance)
@@ -149,7 +150,7 @@ def image_ceiling(
     Raises `FieldError` if the field does not have encoded images, and `DecodeError` for a damaged image.
     """
     decoder = ImageDecoder.choose(decode or Decode())
-    images = _load_images(_open(url, storage_options, [field], split))
+    images = _load_images(open_dataset(Source(url, split, storage_options=storage_options), None, [field]))
     numbers = decoder.draws(0, 0, np.array([sample for sample, _ in images], np.int64))
     draws: Sequence[Sequence[float] | None] = numbers or [None] * len(images)
     threads, size = cpu_count(), decoder.options.size
@@ -165,10 +166,6 @@ def image_ceiling(
 
     run_all(decode_images, range(threads) if images else (), threads)
     return tally.ceiling("image decode", 0)
-
-
-def _open(url: str, options: Mapping[str, Any] | None, fields: Sequence[str] | None, split: str | None) -> Dataset:
-    return open_dataset(Source(url, split, storage_options=options), None, fields)
 
 
 def _runs(dataset: Dataset, passes: int) -> Iterator[tuple[FieldReader, Run, int]]:

@@ -13,7 +13,7 @@ from streamloader.engine.engine import Engine
 from streamloader.engine.stages import LoaderConfig
 from streamloader.errors import UsageError
 from streamloader.options import Shuffle
-from streamloader.order.epoch_order import EpochOrder, lanes_for_world
+from streamloader.order.epoch_order import EpochOrder, params_for_world
 from streamloader.order.schedule import Share, World
 from streamloader.pytorch.arguments import Source, WhereChoice, choose_order, open_dataset, read_shuffle, read_where
 from streamloader.storage import open_store
@@ -174,7 +174,7 @@ def forecast(url: str, options: ForecastOptions) -> Forecast:
     config = read_shuffle(options.shuffle)
     params = pinned = choose_order(dataset.manifest, config, dataset.selection)
     if config.lanes is None:
-        params = replace(pinned, lanes=lanes_for_world(count, pinned, world.size))
+        params = params_for_world(count, pinned, world.size)
     order = EpochOrder(count, params, 0, 0, options.shuffle is not False)
     share = Share(order, options.batch_size, world, "pad", dataset.unit(params))
     engine = Engine([dataset], LoaderConfig(memory=options.memory, ranks_here=options.ranks_here))

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import isqrt
 from typing import NamedTuple
@@ -123,16 +123,17 @@ class OrderParams:
             raise UsageError(f"window={self.window} samples is not below 2**31", "set a smaller window=")
 
 
-def lanes_for_world(num_samples: int, params: OrderParams, world_size: int) -> int:
-    """Return the number of lanes for a new run on `world_size` ranks.
+def params_for_world(num_samples: int, params: OrderParams, world_size: int) -> OrderParams:
+    """Return the parameters with the number of lanes for a new run on `world_size` ranks.
 
-    These are `params.lanes` unless there are more ranks. Then it is the next power of two >= `world_size`, so that each
+    It changes only if there are more ranks than lanes. Then it is the next power of two >= `world_size`, so that each
     block is read by one rank, limited so that each lane keeps `MIN_BLOCKS_PER_LANE` blocks.
     """
     if world_size <= params.lanes:
-        return params.lanes
+        return params
     limit = min(MAX_LANES, -(-num_samples // params.block) // MIN_BLOCKS_PER_LANE)
-    return max(params.lanes, 1 << min((world_size - 1).bit_length(), max(1, limit).bit_length() - 1))
+    lanes = 1 << min((world_size - 1).bit_length(), max(1, limit).bit_length() - 1)
+    return replace(params, lanes=max(params.lanes, lanes))
 
 
 class Emitted(NamedTuple):

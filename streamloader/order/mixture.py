@@ -16,13 +16,13 @@ from functools import cached_property
 from itertools import pairwise
 from math import gcd, lcm
 from numbers import Rational
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
 from streamloader.errors import MixtureError
 from streamloader.options import Remainder
-from streamloader.order.epoch_order import EpochOrder, OrderParams
+from streamloader.order.epoch_order import EpochOrder
 from streamloader.order.schedule import (
     MAX_ROWS,
     BlockReads,
@@ -165,11 +165,17 @@ class SourceOrder:
     phases: tuple[Phase, ...]
     count: int
 
-    def phases_from(self, position: int) -> tuple[Phase, ...]:
-        """Return the phases from a position on. The first one starts there."""
-        later = [phase for phase in self.phases if phase.start > position]
-        current = self.phases[-1 - len(later)]
-        return replace(current, start=position), *later
+    def phases_from(self, position: int, unit: int) -> tuple[Phase, ...]:
+        """Return the phases from a position on, with turns of `unit` samples.
+
+        The first one starts at the position, later ones at the next end of a turn. If several would start together, the
+        last of them does.
+        """
+        by_start = {}
+        for phase in self.phases:
+            start = position + -(-max(0, phase.start - position) // unit) * unit
+            by_start[start] = replace(phase, start=start, unit=unit)
+        return tuple(by_start.values())
 
     def places(self, position: int) -> Ints:
         """Return the place of each source at a position at which a turn begins; shape (sources,)."""
@@ -241,11 +247,6 @@ class Stream:
         """The number of samples of an epoch."""
         return self.first.num_samples
 
-    @property
-    def fetch_params(self) -> OrderParams:
-        """Block, lanes and window of the fetches; see `EpochOrder.fetch_params`."""
-        return self.first.fetch_params(self.unit)
-
     def order(self, epoch: int) -> EpochOrder:
         """Return the order of an epoch of the source."""
         return replace(self.first, epoch=epoch)
@@ -298,8 +299,7 @@ class Mix:
         return min(endings) if self.stop == "first" else max(endings)
 
 
-@dataclass(frozen=True, eq=False)
-class Rows:
+class Rows(NamedTuple):
     """Rows of some steps in the order of the mixture: the source of each, its place, and its position in the epoch."""
 
     source: Ints
@@ -339,7 +339,8 @@ class MixShare(Part):
     @property
     def span_rows(self) -> int:
         """The maximum number of rows of this rank that are planned together; at least a batch is."""
-        window_rows = sum(2 * stream.fetch_params.window * stream.first.lanes for stream in self.mix.streams)
+        windows = [stream.first.fetch_params(stream.unit).window for stream in self.mix.streams]
+        window_rows = sum(2 * window * lanes for window, lanes in zip(windows, self._lanes, strict=True))
         return min(window_rows // self.world.size, MAX_ROWS, self.num_samples // self.world.size + self.batch)
 
     @property
@@ -409,7 +410,7 @@ class MixShare(Part):
 
     def need(self, steps_at_once: int) -> Need:
         """Return the memory that a pass needs."""
-        block = max(stream.fetch_params.block for stream in self.mix.streams)
+        block = max(stream.first.fetch_params(stream.unit).block for stream in self.mix.streams)
         plan_bytes = ahead_bytes(self) + SPAN_BYTES * self.span_rows
         return Need(block, self.slots_needed(steps_at_once), steps_at_once * self.batch, plan_bytes, plan_bytes)
 

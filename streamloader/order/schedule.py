@@ -202,11 +202,8 @@ class Share(Part):
 
         The positions of padded rows are N or more; `source` maps them to the positions that they repeat.
         """
-        count = min(self.global_batch, max(0, self.num_samples - position))
-        if self.remainder == "pad" and count:
-            count = self.global_batch
-        elif self.remainder == "drop" and count < self.global_batch:
-            count = 0
+        limit = self.num_samples - position if self.remainder == "uneven" else self.global_batch
+        count = min(self.global_batch, limit) if self.global_steps(position) else 0
         return self._strided(position, count) if self.divides else self._run(position, count)
 
     def positions_of_steps(self, position: int, steps: int) -> Ints:

@@ -131,19 +131,14 @@ class Condition:
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             reason = getattr(error, "msg", None) or str(error) or type(error).__name__
             raise SelectionError(f"where={text!r} cannot be read: {reason}", GRAMMAR) from error
-        names: set[str] = set()
-
-        def empty_column(name: str, condition: bool) -> Column:
-            names.add(name)
-            return np.zeros(0, np.bool_ if condition else np.int64)
-
-        try:
-            _evaluate(text, tree, empty_column)  # checks the types
+        try:  # no rows, to check the types
+            _evaluate(text, tree, lambda _, condition: np.zeros(0, np.bool_ if condition else np.int64))
         except RecursionError as error:
             raise SelectionError(f"where={text[:80]!r}... is nested too deeply", GRAMMAR) from error
+        names = frozenset(node.id for node in ast.walk(tree) if isinstance(node, ast.Name))
         if not names:
             raise SelectionError(f"where={text!r} names no field", "compare a field with a value")
-        return cls(text, frozenset(names), tree)
+        return cls(text, names, tree)
 
     def with_classes(self, classes: Mapping[str, Sequence[str]]) -> Condition:
         """Return the condition with class names replaced by their numbers. `classes`: the class names of each field.

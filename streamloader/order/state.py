@@ -14,11 +14,11 @@ from zlib import crc32
 
 from streamloader.errors import BatchError, StateError, UsageError
 from streamloader.options import REMAINDERS, Remainder, is_whole
-from streamloader.order.epoch_order import EpochOrder, OrderParams, lanes_for_world
+from streamloader.order.epoch_order import EpochOrder, OrderParams, params_for_world
 from streamloader.order.schedule import Part, Share, World
 
 if TYPE_CHECKING:  # imported on demand, since most runs have no mixture
-    from streamloader.order.mixture import EpochShare, Mix, Phase, SourceOrder, Stop
+    from streamloader.order.mixture import EpochShare, Mix, SourceOrder, Stop
 
 
 class Gap(NamedTuple):
@@ -266,18 +266,16 @@ class RunState:
         unit = self._unit(global_batch, workers)
         if self.source_order is None:
             return replace(settled, source_order=self._new_source_order(global_batch, workers))
-        phases = self.source_order.phases_from(self._run_position())
-        return self if phases[0].unit == unit else self._changed([replace(phase, unit=unit) for phase in phases])
+        return self if self.source_order.phases[-1].unit == unit else self._changed(self.source_order, unit)
 
     def _with_lanes(self, ranks: int) -> RunState:
         if not self.shuffle or "lanes" in self.given:
             return self._with_params(self._params)
-        lanes = (lanes_for_world(source.num_samples, source.params, ranks) for source in self.sources)
         return self._with_params(
-            [replace(params, lanes=count) for params, count in zip(self._params, lanes, strict=True)]
+            [params_for_world(source.num_samples, source.params, ranks) for source in self.sources]
         )
 
-    def _unit(self, global_batch: int, workers: int) -> int:
+    def _unit(self, global_batch: int, workers: int = 1) -> int:
         if self.batches == "homogeneous":
             return global_batch * workers  # a round of the workers, each of which takes a part of every turn
         default = DEFAULT_UNIT if self.source_order is None else self.source_order.phases[-1].unit
@@ -291,20 +289,21 @@ class RunState:
         from streamloader.order.mixture import Phase, SourceOrder
 
         unit = self._unit(global_batch, workers)
-        starts = [(-(-step * global_batch // unit) * unit, weights) for step, weights in self.weights_by_step]
-        phases = tuple(Phase.of_all(start, unit, weights) for start, weights in starts)
-        return SourceOrder(phases, len(self.sources))
+        phases = (Phase.of_all(step * global_batch, unit, weights) for step, weights in self.weights_by_step)
+        source_order = SourceOrder(tuple(phases), len(self.sources))
+        return replace(source_order, phases=source_order.phases_from(0, unit))
 
     def _run_position(self) -> int:
         """Return the position of a mixture's run, counted over all its epochs."""
         return self.mix().bounds(self.epoch)[0] + self.position
 
-    def _changed(self, phases: Sequence[Phase]) -> RunState:
-        """Return the state with these phases from its position on, where its epoch now counts from."""
+    def _changed(self, later: SourceOrder, unit: int) -> RunState:
+        """Return the state with the phases of `later`, in turns of `unit` samples, from its position on."""
         assert self.source_order is not None
         start = self._run_position()
         earlier = (phase for phase in self.source_order.phases if phase.start < start)
-        source_order, anchor = replace(self.source_order, phases=(*earlier, *phases)), (self.epoch, start)
+        source_order = replace(self.source_order, phases=(*earlier, *later.phases_from(start, unit)))
+        anchor = (self.epoch, start)
         return replace(self, source_order=source_order, anchor=anchor, position=0, extra=0, ranks=0, batch=0)
 
     def advance(self, batches: int, share: Part, gaps: Gaps = NO_GAPS) -> RunState:
@@ -431,7 +430,7 @@ class RunState:
             raise StateError(problem, "load a state that was saved with this dataset")
         if not self.stop or _read_weights(state, numbers, len(self.sources)) == self.weights_by_step:
             return resumed
-        return resumed._changed(self._new_source_order(global_batch).phases_from(resumed._run_position()))
+        return resumed._changed(self._new_source_order(global_batch), self._unit(global_batch))
 
     def _match_sources(self, sources: Sequence[SourceIdentity], *, force: bool) -> list[int]:
         """Return the number of the source of this run that equals each source of a state."""
