@@ -51,7 +51,7 @@ class BenchOptions:
         if self.fields == ():
             raise UsageError("fields=() leaves nothing to measure", "name a field, or leave fields out")
         if self.trace is not None and self.workers:
-            raise UsageError("trace= does not support workers=, which are other processes", "leave one of them out")
+            raise UsageError("trace= with workers=, whose batches are made in other processes", "leave one of them out")
 
 
 @dataclass(frozen=True)

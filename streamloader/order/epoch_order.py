@@ -47,12 +47,6 @@ def mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return z
 
 
-def order_keys(seed: int, epoch: int, num_samples: int, block: int, lanes: int) -> tuple[int, ...]:
-    """Return the keys `w[0..7]` of an epoch: SHA-512 of a label and the arguments as little-endian u64, read as u64."""
-    text = _LABEL + struct.pack("<5Q", seed, epoch, num_samples, block, lanes)
-    return struct.unpack("<8Q", hashlib.sha512(text).digest())
-
-
 @dataclass(frozen=True)
 class BlockPermutation:
     """A keyed permutation of [0, num_blocks) in O(1) memory: a balanced Feistel network with cycle walking.
@@ -183,7 +177,9 @@ class EpochOrder:
 
     @cached_property
     def _keys(self) -> tuple[int, ...]:
-        return order_keys(self.seed, self.epoch, self.num_samples, self.params.block, self.params.lanes)
+        """The keys `w[0..7]`: SHA-512 of a label and five values as little-endian u64, read as eight u64."""
+        values = (self.seed, self.epoch, self.num_samples, self.params.block, self.params.lanes)
+        return struct.unpack("<8Q", hashlib.sha512(_LABEL + struct.pack("<5Q", *values)).digest())
 
     @cached_property
     def _permutation(self) -> BlockPermutation:

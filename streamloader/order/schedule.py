@@ -69,9 +69,9 @@ class Part:
         remaining = max(0, self.num_samples - position)
         return remaining // self.global_batch if self.remainder == "drop" else -(-remaining // self.global_batch)
 
-    def num_steps(self, position: int) -> int:
-        """Return the number of steps from a position on in which this rank has a row."""
-        return self.global_steps(position)
+    def num_steps(self, position: int, stop: int | None = None) -> int:
+        """Return the number of steps from a position to `stop`, or to the end, in which this rank has a row."""
+        return self.global_steps(position) if stop is None else (stop - position) // self.global_batch
 
     @property
     def span_steps(self) -> int:
@@ -112,10 +112,9 @@ class Part:
         of a single sample. Tickets count from `ticket`, so that schedules can follow one another. `held`: every field
         is resident, so plans name samples and no blocks.
         """
-        steps = self.num_steps(position) if stop is None else (stop - position) // self.global_batch
         live: dict[Any, int] = {}
         rows = self.batch * steps_at_once
-        for span in cut_spans(self, position, steps, steps_at_once):
+        for span in cut_spans(self, position, self.num_steps(position, stop), steps_at_once):
             starts = range(span.first_step, span.first_step + span.steps, steps_at_once)
             if held:
                 labels: Labels = zip(starts, repeat(()), repeat(()), strict=False)
@@ -180,10 +179,10 @@ class Share(Part):
         """Whether the world size divides the lanes, so that every lane is read by one rank."""
         return self.order.lanes % self.world.size == 0
 
-    def num_steps(self, position: int) -> int:
-        """Return the number of steps from a position on in which this rank has a row. An "uneven" one may have none."""
-        steps = self.global_steps(position)
-        if self.remainder == "uneven" and steps:
+    def num_steps(self, position: int, stop: int | None = None) -> int:
+        """Return the number of steps as `Part` does. With "uneven", this rank may have no row in the last one."""
+        steps = super().num_steps(position, stop)
+        if stop is None and steps and self.remainder == "uneven":
             return steps - (self.positions(position + (steps - 1) * self.global_batch).size == 0)
         return steps
 

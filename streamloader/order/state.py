@@ -84,10 +84,7 @@ class Gaps:
 
     def steps(self, share: Part, epoch: int, position: int) -> int:
         """Return the number of steps from a position on in which the share's rank has a row."""
-        return sum(
-            share.num_steps(start) if stop is None else (stop - start) // share.global_batch
-            for start, stop in self.parts(epoch, position)
-        )
+        return sum(share.num_steps(start, stop) for start, stop in self.parts(epoch, position))
 
     def between(self, epoch: int, start: int, stop: int | None) -> tuple[Gap, ...]:
         """Return the gaps of an epoch from `start` to `stop`, None for the end of the epoch."""
