@@ -352,7 +352,7 @@ def test_a_state_of_another_mixture_is_an_error(url):
         (
             open_mixture(url, {"a": 3, "b": 1}, seed=1, stop="last"),
             state,
-            "stop 'first' and not 'last', seed 0 and not 1",
+            "stop 'first' instead of 'last', seed 0 instead of 1",
         ),
         (open_mixture(url, {"a": 3, "b": 1}, shuffle=Shuffle(lanes=1)), state, "a source"),
     ]

@@ -14,8 +14,9 @@ from test_schedule import Engine, spans
 
 from streamloader.errors import MixtureError
 from streamloader.order.epoch_order import EpochOrder, OrderParams
-from streamloader.order.mixture import MOST_PARTS, Mix, MixShare, Phase, SourceOrder, Stream, whole_weights
+from streamloader.order.mixture import MAX_PARTS, Mix, MixShare, Phase, SourceOrder, Stream, whole_weights
 from streamloader.order.schedule import World
+from streamloader.order.state import RunState, SourceIdentity
 
 WEIGHTS = st.lists(st.integers(0, 12), min_size=1, max_size=5).filter(any)
 
@@ -38,10 +39,10 @@ def test_weights_become_whole_numbers_exactly(weights, whole):
 @given(st.lists(st.floats(0, 1e6), min_size=1, max_size=8).filter(any))
 def test_weights_that_need_many_parts_are_rounded(weights):
     whole = whole_weights(weights)
-    assert sum(whole) <= MOST_PARTS + len(weights)
+    assert sum(whole) <= MAX_PARTS + len(weights)
     for weight, one in zip(weights, whole, strict=True):
         assert bool(weight) == bool(one)
-        assert abs(one / sum(whole) - weight / sum(weights)) <= (len(weights) + 1) / MOST_PARTS
+        assert abs(one / sum(whole) - weight / sum(weights)) <= (len(weights) + 1) / MAX_PARTS
 
 
 @pytest.mark.parametrize("weights", [[0, 0], [-1, 2], [float("nan")], ["many"], [float("inf"), 1]])
@@ -73,10 +74,10 @@ def test_every_beginning_and_so_every_window_has_exact_shares(weights):
     for turn, source in enumerate(phase.turns(0, total).tolist()):
         assert phase.counts(turn, len(weights)).tolist() == counts.tolist()
         counts[source] += 1
-        assert phase.reached(source, int(counts[source])) == turn + 1
+        assert phase.end_of(source, int(counts[source])) == turn + 1
         for weight, count in zip(weights, counts.tolist(), strict=True):
             assert abs(Fraction(weight * (turn + 1), period) - count) < 1
-    assert [phase.reached(i, 1) is None for i in range(len(weights))] == [not weight for weight in weights]
+    assert [phase.end_of(i, 1) is None for i in range(len(weights))] == [not weight for weight in weights]
 
 
 @st.composite
@@ -104,7 +105,7 @@ def test_an_order_of_sources_can_be_entered_anywhere(source_order, data):
         assert source_order.places(begin).tolist() == given_
         assert at == given_[number]
         given_[number] += unit
-        assert source_order.reached(number, given_[number]) == begin + unit
+        assert source_order.end_of(number, given_[number]) == begin + unit
     start = unit * data.draw(st.integers(0, stop // unit))
     later = source_order.turns(start, stop)
     assert [part.tolist() for part in later] == [
@@ -217,3 +218,24 @@ def test_ranks_that_divide_turns_and_lanes_read_each_block_once():
     fetched = [ref for part in parts for plan in part.plans(0) for ref in plan.needs]
     rows = sum(ref.stop - ref.start for ref in fetched)
     assert rows <= 1.05 * parts[0].num_samples  # blocks that two lanes share have two parts; the last step's padding
+
+
+@given(
+    st.integers(1, 40), st.integers(1, 40), st.integers(1, 4), st.integers(0, 5), st.sampled_from(("keep", "change"))
+)
+def test_weights_of_later_steps_start_where_a_turn_ends_at_any_batch_size(batch, other_batch, workers, taken, weights):
+    sources = tuple(SourceIdentity(name, None, None, 900, OrderParams(4, 2, 8)) for name in "ab")
+    first = RunState(sources=sources, shuffle=True, remainder="pad", seed=0, stop="first", batches="homogeneous")
+    first = replace(first, weights_by_step=((0, (1, 1)), (6, (1, 3)), (7, (1, 2))))
+    run = first.settled(batch, workers).with_workers(workers, 1, batch)[0]
+    run = run.advance(taken, run.share(batch, World(0, workers)))
+    resuming = first if weights == "keep" else replace(first, weights_by_step=((0, (2, 1)), (8, (1, 2))))
+    resumed = resuming.resumed(run.to_dict(), other_batch).with_workers(1, 1, other_batch)[0].settled(other_batch)
+    assert resumed.source_order is not None
+    assert all(
+        (after.start - before.start) % before.unit == 0 for before, after in pairwise(resumed.source_order.phases)
+    )
+    share = resumed.share(other_batch, World(0, 1))
+    positions = share.rows(0, 12).position.tolist()
+    assert positions == list(range(12 * other_batch))
+    assert resuming.resumed(resumed.to_dict(), other_batch) == resumed

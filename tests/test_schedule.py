@@ -83,7 +83,7 @@ def check_replay(share: Share, start: int, steps_at_once: int = 1) -> Engine:
     for plan in engine.run(share.plans(start, None, steps_at_once)):
         assert plan.step == steps
         places = [start + step * share.global_batch for step in range(steps, share.num_steps(start))][:steps_at_once]
-        positions = np.concatenate([share.positions(place)[0] for place in places])
+        positions = np.concatenate([share.positions(place) for place in places])
         assert positions.size
         assert plan.positions.tolist() == positions.tolist()
         assert plan.valid.tolist() == (positions < order.num_samples).tolist()
@@ -200,7 +200,8 @@ def test_a_lane_can_be_entered_anywhere():
         for start in (0, 1, 17, window // 2, length // 2, length - 40, length - 1):
             stop = min(length, start + 33)
             for margin in (None, 1):
-                found = order.examine(0, start, stop) if margin is None else order._between(0, start, stop, margin)
+                where = (0, start, stop)
+                found = order.examine(*where) if margin is None else order._examine_within(margin, *where)
                 if found is None:
                     continue
                 assert (found.offsets + found.first).tolist() == whole[start:stop].tolist()

@@ -63,7 +63,7 @@ def test_a_state_of_another_source_is_an_error_with_both_values(change, both):
 def test_position_and_epoch_are_not_compared():
     later = replace(CURSOR, epoch=5, position=9, workers=3, extra=1)
     assert later.resumed(CURSOR.to_dict()) == CURSOR
-    with pytest.raises(StateError, match="position 9, its epoch 8 samples"):
+    with pytest.raises(StateError, match="position 9, but its epoch has 8 samples"):
         changed(num_samples=8).resumed(later.to_dict())
 
 
@@ -117,7 +117,7 @@ def test_a_state_of_one_worker_is_for_the_same_round_alone():
     assert cursor.with_workers(2, 2, 8) == (cursor, 0)
     with pytest.raises(StateError, match="inside one of 2 DataLoader workers"):
         cursor.with_workers(2, 1, 16)
-    with pytest.raises(UsageError, match="0 consumers"):
+    with pytest.raises(UsageError, match="workers=0 is invalid"):
         cursor.with_workers(0, 1, 8)
 
 
@@ -174,7 +174,7 @@ def test_a_state_passes_gaps_and_records_them(run):
             assert (cursor.epoch, cursor.position) == (share.epoch, position + left[taken] * share.global_batch)
     assert run.resumed(json.loads(json.dumps(cursor.to_dict()))) == cursor
     if left:
-        assert (cursor.epoch, cursor.position, cursor.skipped) == (share.epoch + 1, 0, gaps.each)
+        assert (cursor.epoch, cursor.position, cursor.skipped) == (share.epoch + 1, 0, gaps.entries)
     with pytest.raises(UsageError, match="past the end"):
         start.advance(len(left) + 1, share, gaps)
 

@@ -30,7 +30,7 @@ remainders = st.sampled_from(("pad", "drop", "uneven"))
 def taken(share: Share, position: int) -> list[list[int]]:
     """The positions of every rank in the step from `position`."""
     size = share.world.size
-    return [replace(share, world=World(rank, size)).positions(position)[0].tolist() for rank in range(size)]
+    return [replace(share, world=World(rank, size)).positions(position).tolist() for rank in range(size)]
 
 
 def share_of(num_samples: int, lanes: int, *rest: Any) -> Share:
@@ -50,7 +50,7 @@ def shares(draw: st.DrawFn) -> Share:
 @given(shares(), st.data())
 def test_positions_equal_the_reference(share, data):
     start = data.draw(st.integers(0, share.num_samples))
-    case = reference.Case("", share.num_samples, 1, share.lanes, 2)
+    case = reference.Case("", share.num_samples, 1, share.order.lanes, 2)
     expected = reference.steps(case, share.batch, share.world.size, share.remainder, start)
     assert [taken(share, start + i * share.global_batch) for i in range(len(expected))] == expected
     assert share.global_steps(start) == len(expected)
@@ -64,16 +64,16 @@ def test_positions_equal_the_reference(share, data):
 @given(shares())
 def test_world_that_divides_the_lanes_reads_each_lane_once(share):
     read = {
-        (rank, p % share.lanes)
+        (rank, p % share.order.lanes)
         for i in range(share.global_steps(0))
         for rank, rows in enumerate(taken(share, i * share.global_batch))
         for p in rows
         if p < share.num_samples // share.global_batch * share.global_batch
     }
-    assert len(read) <= share.read_factor * share.lanes + 1e-9
+    assert len(read) <= share.read_factor * share.order.lanes + 1e-9
     if share.divides:
         assert share.read_factor == 1.0
-        assert share.lanes_read == share.lanes // share.world.size
+        assert share.lanes_read == share.order.lanes // share.world.size
         assert len(read) == len({lane for _, lane in read})
     assert max(len({lane for rank, lane in read if rank == r}) for r in range(share.world.size)) <= share.lanes_read
 

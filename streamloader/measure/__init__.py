@@ -1,1 +1,1 @@
-"""Measuring: what a dataset's endpoint and this machine can give, and how much of it the loader reaches."""
+"""Measures a dataset's endpoint, this machine and the loader; forecasts memory, requests and cost."""

@@ -1,4 +1,4 @@
-"""Forecasts what training on a dataset takes: memory, requests, cost, and how well batches mix."""
+"""Forecasts the memory, requests and cost of training on a dataset, and how well its batches mix."""
 
 from __future__ import annotations
 
@@ -13,21 +13,23 @@ from streamloader.engine.engine import Engine
 from streamloader.engine.stages import LoaderConfig
 from streamloader.errors import UsageError
 from streamloader.options import Shuffle
-from streamloader.order.epoch_order import EpochOrder, lanes_for_world
+from streamloader.order.epoch_order import EpochOrder, params_for_world
 from streamloader.order.schedule import Share, World
 from streamloader.pytorch.arguments import Source, WhereChoice, choose_order, open_dataset, read_shuffle, read_where
 from streamloader.storage import open_store
 
-STEPS = 16  # that are looked at: their spread is a few percent
-MAX_EXAMINED = 1 << 27  # arrivals, about: a second or two; of an order with long windows fewer steps are looked at
+STEPS = 16  # steps that are sampled: the error of their mean is a few percent
+MAX_EXAMINED = 1 << 27  # arrivals, which take one or two seconds: with long windows, fewer steps are sampled
 
 
 @dataclass(frozen=True)
 class Mixing:
-    """Of batches of `rows` rows: the mean number of distinct `blocks`, and with how many rows a row shares its own.
+    """How well batches of `rows` rows mix.
 
-    For rows drawn evenly from n blocks `sharing` is (rows - 1) / n. `alike` is the probability that two samples drawn
-    from the whole epoch share a block, `met` that a row of these batches and such a sample do.
+    `blocks`: the mean number of distinct blocks in a batch. `sharing`: the mean number of other rows of the batch from
+    the block of a row; (rows - 1) / n for rows drawn uniformly from n blocks. `alike`: the probability that two samples
+    drawn from the whole epoch are of one block. `met`: the probability that a row of these batches and a sample drawn
+    from the whole epoch are.
     """
 
     rows: int
@@ -37,60 +39,70 @@ class Mixing:
     met: float = 0.0
 
     def design_effect(self, correlation: float) -> float:
-        """Return the variance of a batch's mean, around that of the epoch, over that of as many independent rows.
+        """Return the variance of a batch's mean around the epoch's mean, relative to that of independent rows.
 
-        `correlation` is that of two rows of one block: 1 where all are alike (a source in class order), 0 where the
-        source was shuffled. With many blocks it is 1 + correlation * sharing: Kish, Survey Sampling (1965), for
-        clusters; few blocks are a finite population, of which a batch that has them all in proportion is the mean.
+        `correlation`: the correlation of two rows of one block. It is 1 if the rows of a block are equal, as in a
+        source that is sorted by class, and 0 if the source was shuffled. With many blocks, the result is
+        1 + correlation * sharing (Kish, Survey Sampling, 1965, for clusters). Few blocks are a finite population: the
+        mean of a batch that has all of them in proportion equals that of the epoch.
         """
-        if self.alike >= 1:  # one block, which is shuffled whole
+        if self.alike >= 1:  # one block, which is shuffled completely
             return 1.0
-        spread = 1 + correlation * (self.sharing - self.rows * (2 * self.met - self.alike))
-        return max(0.0, spread / (1 - correlation * self.alike))
+        variance = 1 + correlation * (self.sharing - self.rows * (2 * self.met - self.alike))
+        return max(0.0, variance / (1 - correlation * self.alike))
 
 
 def mixings(shares: Sequence[Share]) -> list[Mixing]:
-    """Look at whole batches of ranks, or groups of them, evenly spread over the epoch; the only one where there is one.
+    """Return how well the batches of each share mix, from steps that are spread evenly over the epoch.
 
-    The ranks take the same steps: each step's order is computed once.
+    The shares must have the same steps, so that the order of each step is computed once. The last step, which may not
+    be full, is left out unless it is the only one.
     """
     first, order, size = shares[0], shares[0].order, shares[0].num_samples
     steps = first.global_steps(0)
-    work = min(2 * order.params.window, size) * order.lanes + first.global_batch
-    count = max(2, min(STEPS, MAX_EXAMINED // max(1, work)))
-    chosen = np.unique(np.linspace(0, max(0, steps - 2), count).astype(np.int64)).tolist() if steps else []
+    examined = min(2 * order.params.window, size) * order.lanes + first.global_batch
+    count = max(2, min(STEPS, MAX_EXAMINED // max(1, examined)))
+    chosen = _spread(count, steps - 1 if steps > 1 else steps)
     full, last = divmod(size, order.params.block)
-    found = np.zeros((len(shares), 4))
+    # rows, distinct blocks, ordered pairs of rows of one block, and probabilities to meet a sample of the epoch
+    totals = np.zeros((len(shares), 4))
     for position in (step * first.global_batch for step in chosen):
         blocks = order.samples_at(position, min(size, position + first.global_batch)) // order.params.block
         for number, share in enumerate(shares):
-            source = share.source(share.positions(position)[0]) - position
+            source = share.source(share.positions(position)) - position
             if not source.size or source.min() >= 0:
                 rows = blocks[source]
-            else:  # padded rows repeat those of the step before
+            else:  # padded rows repeat those of the previous step
                 rows = share.samples(position) // order.params.block
-            blocks_met, counts = np.unique(rows, return_counts=True)
-            in_epoch = np.where(blocks_met == full, last, order.params.block)  # samples of each of these blocks
-            found[number] += rows.size, counts.size, (counts * (counts - 1)).sum(), counts @ in_epoch / max(1, size)
+            distinct, counts = np.unique(rows, return_counts=True)
+            samples = np.where(distinct == full, last, order.params.block)  # of each of these blocks
+            totals[number] += rows.size, counts.size, (counts * (counts - 1)).sum(), counts @ samples / max(1, size)
     alike = (full * order.params.block**2 + last**2) / max(1, size) ** 2
-    pairs = zip(shares, found.tolist(), strict=True)
     return [
-        Mixing(one.batch, blocks / max(1, len(chosen)), shared / max(1, rows), alike, met / max(1, rows))
-        for one, (rows, blocks, shared, met) in pairs
+        Mixing(share.batch, blocks / max(1, len(chosen)), pairs / max(1, rows), alike, met / max(1, rows))
+        for share, (rows, blocks, pairs, met) in zip(shares, totals.tolist(), strict=True)
     ]
 
 
-# S3 standard storage, us-east-1, November 2026: 0.40 USD for a million GETs; traffic within the region is free.
+def _spread(count: int, size: int) -> list[int]:
+    """Return up to `count` distinct integers that are spread evenly over [0, size), with both ends."""
+    return [int(number) for number in np.unique(np.linspace(0, size - 1, min(count, size)).astype(np.int64))]
+
+
+# S3 standard storage, us-east-1, November 2026: 0.40 USD per million GETs; traffic within the region is free.
 DOLLARS_FOR_A_GET = 0.4e-6
-# Of a larger dataset so many blocks are looked at, evenly spread, and stand for the others.
-MAX_BLOCKS = 1024
+MAX_BLOCKS = 1024  # blocks that are sampled, evenly spread, for the requests of a larger dataset
 DRAWN_STEPS = 64
 DRAWN_ROWS = 1 << 16
 
 
 @dataclass(frozen=True)
 class ForecastOptions:
-    """What is planned; `batch_size` is that of a rank, `ranks_here` how many ranks share a machine's memory."""
+    """Options of `forecast`. Raises `UsageError` for invalid numbers.
+
+    `batch_size`: the samples of a rank's batch. `memory`: bytes, as in `StreamingDataset`. `ranks_here`: the number of
+    ranks that share a machine's memory.
+    """
 
     world_size: int = 1
     batch_size: int = 256
@@ -111,12 +123,14 @@ class ForecastOptions:
 
 @dataclass(frozen=True)
 class Forecast:
-    """What `options` take on the dataset at `url`; bytes and requests are those of one epoch over all ranks.
+    """The forecast of an epoch over all ranks, on the dataset at `url`.
 
-    `memory` and `least_memory`: what the loader of a rank takes at most and at least. `held`: fields that every rank
-    keeps whole. `rank` and `together`: how the batch of a rank and the global one mix. `drawn`: for the first steps,
-    the block of each row of the global batch. `lanes` are those of a run that begins on these ranks, `pinned_lanes` the
-    dataset's; `memory_alone` is the least that a single rank takes which goes on with such a run.
+    `block`, `lanes`, `window`: the order of a new run on these ranks. `pinned_lanes`: the lanes of the dataset. `held`:
+    the fields that every rank holds in memory. `requests`, `bytes`, `dollars`: those of all ranks. `rank`, `together`:
+    how the batch of a rank and the global batch mix. `drawn`: the block of each row of the first global batches.
+
+    `memory`: the bytes that the loader of a rank may use. `least_memory`: the least that it needs. `memory_alone`: the
+    least that a single rank needs to resume such a run.
     """
 
     url: str
@@ -143,39 +157,39 @@ class Forecast:
     drawn: tuple[tuple[int, ...], ...] = field(repr=False)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return JSON-able values, without what is drawn."""
-        found = asdict(self)
-        del found["drawn"]
-        for name, one in (("rank", self.rank), ("together", self.together)):
-            found[name]["design_effect"] = one.design_effect(1.0)
-        return found
+        """Return JSON values, without `drawn`."""
+        values = asdict(self)
+        del values["drawn"]
+        for name in ("rank", "together"):
+            values[name]["design_effect"] = getattr(self, name).design_effect(1.0)
+        return values
 
 
 def forecast(url: str, options: ForecastOptions) -> Forecast:
-    """Plan an epoch without reading a sample; but a condition of `where` reads the small fields that it names.
+    """Forecast an epoch without reading samples. A condition of `where` reads the small fields that it names.
 
-    Raises as opening does; `FieldError`, `WorldError`, `BatchError`, `SelectionError` or `UsageError` for options that
-    cannot be, and `MemoryBudgetError` where the window does not fit.
+    Raises the errors of opening a dataset; `FieldError`, `WorldError`, `BatchError`, `SelectionError` or `UsageError`
+    for invalid options; and `MemoryBudgetError` if the window does not fit in the memory.
     """
-    world, condition = World(0, options.world_size), read_where(options.where)  # before anything is read
+    world, condition = World(0, options.world_size), read_where(options.where)  # checked before anything is read
     source = Source(url, options.split, storage_options=options.storage_options)
     dataset = open_dataset(source, condition, options.fields, ("valid",))
     count = dataset.num_samples
     config = read_shuffle(options.shuffle)
     params = pinned = choose_order(dataset.manifest, config, dataset.selection)
     if config.lanes is None:
-        params = replace(pinned, lanes=lanes_for_world(count, pinned, world.size))
+        params = params_for_world(count, pinned, world.size)
     order = EpochOrder(count, params, 0, 0, options.shuffle is not False)
     share = Share(order, options.batch_size, world, "pad", dataset.unit(params))
     engine = Engine([dataset], LoaderConfig(memory=options.memory, ranks_here=options.ranks_here))
-    params, need = share.fetched, share.need()
+    params, need = share.fetch_params, share.need()
     held, budget = engine.plan_memory(need)
     together = replace(share, batch=share.global_batch, world=World(0, 1))
-    mixed = mixings((share, together))
-    factor = share.read_factor if order.shuffle else _readers_of_a_unit(params.block, share)
-    streamed = _runs(dataset, [name for name in dataset.names if name not in held], params.block)
-    whole = _runs(replace(dataset, selection=None), held, max(1, dataset.manifest.num_samples))
-    requests, size = (round(many * factor + once * world.size) for many, once in zip(streamed, whole, strict=True))
+    rank_mixing, together_mixing = mixings((share, together))
+    factor = share.read_factor if order.shuffle else _ranks_per_unit(params.block, share)
+    streamed = _estimate_reads(dataset, [name for name in dataset.names if name not in held], params.block)
+    resident = _estimate_reads(replace(dataset, selection=None), held, max(1, dataset.manifest.num_samples))
+    requests, size = (round(a * factor + b * world.size) for a, b in zip(streamed, resident, strict=True))
     return Forecast(
         url=open_store(url, options.storage_options).url,
         num_samples=count,
@@ -193,36 +207,37 @@ def forecast(url: str, options: ForecastOptions) -> Forecast:
         requests=requests,
         bytes=size,
         dollars=requests * options.dollars_for_a_get,
-        rank=mixed[0],
-        together=mixed[1],
+        rank=rank_mixing,
+        together=together_mixing,
         pinned_lanes=pinned.lanes if order.shuffle else 1,
         shuffle=order.shuffle,
         memory_alone=engine.least_memory(replace(together, batch=share.batch).need()),
-        drawn=_drawn(share, params.block),
+        drawn=_first_blocks(share, params.block),
     )
 
 
-def _readers_of_a_unit(unit: int, share: Share) -> float:
-    """How many ranks read the same `unit` samples where they take runs of a batch in turn."""
+def _ranks_per_unit(unit: int, share: Share) -> float:
+    """Return the mean number of ranks that read a unit of `unit` samples, given that ranks take batches in turn."""
     if share.batch % unit == 0:
         return 1.0
     runs = unit / share.batch if unit % share.batch == 0 else 1 + (unit - 1) / share.batch
     return min(float(share.world.size), runs)
 
 
-def _runs(dataset: Dataset, names: Sequence[str], block: int) -> tuple[float, float]:
-    """Return (requests, bytes) of some fields for one pass in blocks."""
+def _estimate_reads(dataset: Dataset, names: Sequence[str], block: int) -> tuple[float, float]:
+    """Return the (requests, bytes) of these fields for one pass in blocks, from up to `MAX_BLOCKS` of them."""
     starts = range(0, dataset.num_samples, block)
-    chosen = np.unique(np.linspace(0, max(0, len(starts) - 1), MAX_BLOCKS).astype(np.int64)).tolist() if starts else []
+    chosen = _spread(MAX_BLOCKS, len(starts))
     sizes = []
     for start in (starts[number] for number in chosen):
         stop = min(start + block, dataset.num_samples)
         sizes += [run.stop - run.start for name in names for run in dataset.runs(name, start, stop)]
-    times = len(starts) / max(1, len(chosen))
-    return len(sizes) * times, sum(sizes) * times
+    scale = len(starts) / max(1, len(chosen))
+    return len(sizes) * scale, sum(sizes) * scale
 
 
-def _drawn(share: Share, block: int) -> tuple[tuple[int, ...], ...]:
+def _first_blocks(share: Share, block: int) -> tuple[tuple[int, ...], ...]:
+    """Return the block of each row of the first global batches."""
     step = share.global_batch
     stop = min(share.num_samples, DRAWN_STEPS * step, DRAWN_ROWS)
     blocks = share.order.samples_at(0, stop) // block

@@ -1,1 +1,1 @@
-"""Which samples, in which order, for which rank: pure arithmetic on numpy arrays, no input or output."""
+"""The samples of each rank, in order: pure arithmetic on numpy arrays, without I/O."""

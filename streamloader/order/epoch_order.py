@@ -1,16 +1,19 @@
-"""The order of one epoch: a pure function of (seed, epoch, N, block, lanes, window), rules 1 to 6 and 8.
+"""The order of one epoch: a pure function of (seed, epoch, N, block, lanes, window).
 
-Everything is arithmetic on unsigned 64-bit integers, so that an order never depends on a library's version.
+It implements rules 1 to 6 and 8 of section 8 of SPEC.md; the other modules of this package cite rules by number too.
 
-Words: an *arrival* is a sample's place in the stream of permuted blocks; a lane is a run of arrivals, shuffled
-with a bounded delay; a *position* is a sample's place in the epoch (lane p mod L, index p div L).
+All arithmetic is on unsigned 64-bit integers, so the order does not depend on the version of any library.
+
+Terms: an *arrival* is the index of a sample in the stream of permuted blocks. The *ordinal* of a block is its index in
+that stream. A *lane* is a run of consecutive arrivals, shuffled with a bounded delay. A *position* is the index of a
+sample in the epoch: position p is index p div L of lane p mod L.
 """
 
 from __future__ import annotations
 
 import hashlib
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import isqrt
 from typing import NamedTuple
@@ -20,10 +23,9 @@ from numpy.typing import NDArray
 
 from streamloader.errors import UsageError
 
-HASHED_AT_ONCE = 1 << 15  # arrivals: their keys stay in a core's cache
-MAX_LANES = 1 << 16  # the format's limit
-BLOCKS_OF_A_LANE = 4  # at least, where lanes are added for more ranks: a window's worth
-
+HASHED_AT_ONCE = 1 << 15  # arrivals whose keys are computed together: they fit in a core's cache
+MAX_LANES = 1 << 16  # limit of the format
+MIN_BLOCKS_PER_LANE = 4  # when lanes are added for more ranks: as many as a window has by default
 
 _LABEL = b"streamloader/order/1"
 _ROUNDS = 10
@@ -32,9 +34,9 @@ _MASK64 = 2**64 - 1
 
 
 def mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """One step of splitmix64 (Steele, Lea and Flood 2014; Vigna's constants) for every element of `x`.
+    """Return splitmix64 of each element (Steele, Lea and Flood 2014; Vigna's constants), as a new array of shape (n,).
 
-    Adds 0x9E3779B97F4A7C15 and applies the finalizer, modulo 2**64. Shape (n,); returns a new array.
+    Adds 0x9E3779B97F4A7C15 and applies the finalizer, modulo 2**64.
     """
     z = x + np.uint64(0x9E3779B97F4A7C15)
     z ^= z >> np.uint64(30)
@@ -45,18 +47,12 @@ def mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return z
 
 
-def order_keys(seed: int, epoch: int, num_samples: int, block: int, lanes: int) -> tuple[int, ...]:
-    """The keys `w[0..7]` of one epoch: SHA-512 of a label and the five u64 little-endian, read as eight u64."""
-    text = _LABEL + struct.pack("<5Q", seed, epoch, num_samples, block, lanes)
-    return struct.unpack("<8Q", hashlib.sha512(text).digest())
-
-
 @dataclass(frozen=True)
 class BlockPermutation:
-    """A keyed permutation of [0, num_blocks) in O(1) memory: a balanced Feistel network, cycle-walked.
+    """A keyed permutation of [0, num_blocks) in O(1) memory: a balanced Feistel network with cycle walking.
 
-    The network permutes [0, 4**h), at most four times `num_blocks`; a value outside [0, num_blocks) is permuted again
-    until it falls inside (Black and Rogaway 2002).
+    The network permutes [0, 4**h), which is at most four times `num_blocks`. Values outside [0, num_blocks) are
+    permuted again until they fall inside (Black and Rogaway 2002).
     """
 
     num_blocks: int
@@ -71,13 +67,13 @@ class BlockPermutation:
         raw = [(self.key + i * _ROUND_STRIDE) & _MASK64 for i in range(_ROUNDS)]
         return mix(np.array(raw, np.uint64))
 
-    def forward(self, arrival: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The number of the block that is the `arrival`-th to arrive; shape (n,), each in [0, num_blocks)."""
-        return self._walk(arrival, inverse=False)
+    def forward(self, ordinals: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the block number at each ordinal; shape (n,), each in [0, num_blocks)."""
+        return self._walk(ordinals, inverse=False)
 
-    def inverse(self, block: NDArray[np.int64]) -> NDArray[np.int64]:
-        """When the block with number `block` arrives; shape (n,), each in [0, num_blocks)."""
-        return self._walk(block, inverse=True)
+    def inverse(self, blocks: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the ordinal of each block number; shape (n,), each in [0, num_blocks)."""
+        return self._walk(blocks, inverse=True)
 
     def _walk(self, values: NDArray[np.int64], *, inverse: bool) -> NDArray[np.int64]:
         x = self._network(values.astype(np.uint64), inverse=inverse)
@@ -88,21 +84,21 @@ class BlockPermutation:
         return x.astype(np.int64)
 
     def _network(self, x: NDArray[np.uint64], *, inverse: bool) -> NDArray[np.uint64]:
-        """All rounds. The inverse is the same with the halves exchanged and the keys in reverse."""
+        """Apply all rounds. The inverse exchanges the halves and reverses the keys."""
         half, mask = np.uint64(self._half_bits), np.uint64(2**self._half_bits - 1)
-        one, other = (x & mask, x >> half) if inverse else (x >> half, x & mask)
+        left, right = (x & mask, x >> half) if inverse else (x >> half, x & mask)
         for key in self._round_keys[:: -1 if inverse else 1]:
-            one, other = other, one ^ (mix(other ^ key) & mask)
-        return (other << half) | one if inverse else (one << half) | other
+            left, right = right, left ^ (mix(right ^ key) & mask)
+        return (right << half) | left if inverse else (left << half) | right
 
 
 @dataclass(frozen=True)
 class OrderParams:
-    """What pins an order besides seed and epoch; all in samples but `lanes`.
+    """The parameters of an order besides seed and epoch.
 
-    `block` is what is fetched at once. More `lanes` mix more distant blocks into a batch and let more ranks share
-    the dataset without reading twice. A wider `window` (per lane) mixes better and costs memory in proportion.
-    Raises UsageError for values that rule 1 does not allow.
+    `block`: samples that are fetched together. `lanes`: more of them mix more distant blocks into a batch, and let more
+    ranks share the dataset without reading a block twice. `window`: samples within which a lane is shuffled; a wider
+    one mixes better and needs proportionally more memory. Raises `UsageError` for values that rule 1 does not allow.
     """
 
     block: int
@@ -113,31 +109,32 @@ class OrderParams:
         for name in ("block", "lanes", "window"):
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
-                raise UsageError(f"{name}={value!r} is not a whole number of 1 or more", f"set {name}= to one")
+                raise UsageError(f"{name}={value!r} is not a positive integer", f"set {name}= to 1 or more")
         if self.window % self.block or self.window < 2 * self.block:
-            problem = f"window={self.window} is not a multiple of block={self.block} that is at least twice it"
+            problem = f"window={self.window} with block={self.block} is not a whole number of blocks, at least 2"
             raise UsageError(problem, f"set window={max(2, -(-self.window // self.block)) * self.block}")
         if self.window >= 2**31:
             raise UsageError(f"window={self.window} samples is not below 2**31", "set a smaller window=")
 
 
-def lanes_for_world(num_samples: int, params: OrderParams, world_size: int) -> int:
-    """Return the lanes of a run that begins on so many ranks.
+def params_for_world(num_samples: int, params: OrderParams, world_size: int) -> OrderParams:
+    """Return the parameters with the number of lanes for a new run on `world_size` ranks.
 
-    Those of `params`; where there are more ranks than these, the next power of two >= `world_size`, so that each block
-    is read by one rank, or as many as leave `BLOCKS_OF_A_LANE` blocks to each lane.
+    It changes only if there are more ranks than lanes. Then it is the next power of two >= `world_size`, so that each
+    block is read by one rank, limited so that each lane keeps `MIN_BLOCKS_PER_LANE` blocks.
     """
     if world_size <= params.lanes:
-        return params.lanes
-    allowed = min(MAX_LANES, -(-num_samples // params.block) // BLOCKS_OF_A_LANE)
-    return max(params.lanes, 1 << min((world_size - 1).bit_length(), max(1, allowed).bit_length() - 1))
+        return params
+    limit = min(MAX_LANES, -(-num_samples // params.block) // MIN_BLOCKS_PER_LANE)
+    lanes = 1 << min((world_size - 1).bit_length(), max(1, limit).bit_length() - 1)
+    return replace(params, lanes=max(params.lanes, lanes))
 
 
 class Emitted(NamedTuple):
-    """What a lane emits at some indexes: `offsets` count from the `first` arrival of the lane that was examined.
+    """The arrivals that a lane emits at a range of indexes, as `offsets` from `first`, the first examined arrival.
 
-    `later` has an entry for each examined arrival: whether it is emitted behind these indexes. Arrivals before them
-    were emitted earlier or at these indexes, those behind them come later.
+    `first` counts from the start of the lane. `later[i]` is whether arrival `first + i` is emitted after the range. All
+    arrivals before the examined ones are emitted by the end of the range, all arrivals after them later.
     """
 
     first: int
@@ -147,9 +144,9 @@ class Emitted(NamedTuple):
 
 @dataclass(frozen=True)
 class EpochOrder:
-    """The order of one epoch; a value: nothing is computed before it is asked for, nothing is kept but the keys.
+    """The order of one epoch, computed on demand: only the keys are kept.
 
-    Raises UsageError where a number does not fit an unsigned 64-bit integer.
+    Raises `UsageError` if `seed` or `epoch` is not in [0, 2**64), or `num_samples` not in [0, 2**62).
     """
 
     num_samples: int
@@ -162,25 +159,27 @@ class EpochOrder:
         for name, limit in (("seed", 2**64), ("epoch", 2**64), ("num_samples", 2**62)):
             value = getattr(self, name)
             if not 0 <= value < limit:
-                raise UsageError(f"{name}={value} is not in [0, {limit})", f"set {name}= inside that range")
+                raise UsageError(f"{name}={value} is not in [0, {limit})", f"set {name}= in that range")
 
     @property
     def lanes(self) -> int:
-        """The lanes that positions go round: 1 without shuffle."""
+        """The number of lanes that positions take turns in: 1 without shuffle."""
         return self.params.lanes if self.shuffle else 1
 
-    def fetched(self, unit: int) -> OrderParams:
-        """Block, lanes and window of what is fetched; without shuffle `unit` samples at once, in one lane."""
+    def fetch_params(self, unit: int) -> OrderParams:
+        """Return block, lanes and window of the fetches. Without shuffle, fetches are `unit` samples, in one lane."""
         return self.params if self.shuffle else OrderParams(unit, 1, 2 * unit)
 
     @property
     def num_blocks(self) -> int:
-        """ceil(N / B): the last block may be short."""
+        """The number of blocks, ceil(N / B). The last one may be short."""
         return -(-self.num_samples // self.params.block)
 
     @cached_property
     def _keys(self) -> tuple[int, ...]:
-        return order_keys(self.seed, self.epoch, self.num_samples, self.params.block, self.params.lanes)
+        """The keys `w[0..7]`: SHA-512 of a label and five values as little-endian u64, read as eight u64."""
+        values = (self.seed, self.epoch, self.num_samples, self.params.block, self.params.lanes)
+        return struct.unpack("<8Q", hashlib.sha512(_LABEL + struct.pack("<5Q", *values)).digest())
 
     @cached_property
     def _permutation(self) -> BlockPermutation:
@@ -188,105 +187,104 @@ class EpochOrder:
 
     @cached_property
     def _short(self) -> tuple[int, int]:
-        """(j, m): the j-th block to arrive lacks m samples of a full block; (num_blocks, 0) if none does."""
+        """(ordinal, m) of the block that is m samples short of a full one; (num_blocks, 0) if all are full."""
         missing = self.num_blocks * self.params.block - self.num_samples
         if not missing or not self.shuffle:
             return self.num_blocks, 0
         return int(self._permutation.inverse(np.array([self.num_blocks - 1]))[0]), missing
 
     def lane_bounds(self, lane: int) -> tuple[int, int]:
-        """(first arrival, number of arrivals) of a lane: the first N mod L lanes have one more."""
-        each, longer = divmod(self.num_samples, self.lanes)
-        return lane * each + min(lane, longer), each + (lane < longer)
+        """Return (first arrival, number of arrivals) of a lane. The first N mod L lanes have one more."""
+        length, longer = divmod(self.num_samples, self.lanes)
+        return lane * length + min(lane, longer), length + (lane < longer)
 
     def examine(self, lane: int, start: int, stop: int) -> Emitted:
-        """Return what a lane emits at the indexes [start, stop), and which of the arrivals around them come later.
+        """Return the arrivals that a lane emits at the indexes [start, stop), in O(stop - start + W).
 
-        Keys are uniform, so the key at an index is known to within a few standard deviations: arrivals are hashed
-        where their key may fall between two such bounds, counted below them, and sorted between them. The counts show
-        whether the bounds hold; if not, they are set further apart. O(stop - start + W), and at the beginning of a
-        lane less. A sample whose key lies in [a', a' + W) leaves less than W away from index a'.
+        Keys are uniform, so the key at an index is known to within a few standard deviations. Arrivals are hashed if
+        their key may lie between two such bounds; the keys below the bounds are counted, those between them sorted. The
+        counts show whether the bounds hold; if they do not, they are widened. A sample whose key lies in [a', a' + W)
+        is emitted less than W indexes away from a'.
         """
-        length, spread = self.lane_bounds(lane)[1], min(self.params.window, self.lane_bounds(lane)[1])
-        margin = 64 + 8 * isqrt(spread // 4)
-        while True:
-            found = self._between(lane, start, stop, margin)
-            if found is not None:
-                return found
-            margin = min(4 * margin, length)  # at the length, the bounds are the ends of the lane
+        length = self.lane_bounds(lane)[1]
+        margin = 64 + 8 * isqrt(min(self.params.window, length) // 4)
+        while (emitted := self._examine_within(margin, lane, start, stop)) is None:
+            margin = min(4 * margin, length)  # with a margin of the length, the bounds are the ends of the lane
+        return emitted
 
-    def _between(self, lane: int, start: int, stop: int, margin: int) -> Emitted | None:
-        """The same, if these indexes lie between the keys expected `margin` indexes before and after them."""
+    def _examine_within(self, margin: int, lane: int, start: int, stop: int) -> Emitted | None:
+        """Examine with the keys expected `margin` indexes before and after as bounds; None if they do not hold."""
         begin, length = self.lane_bounds(lane)
-        window, whole = self.params.window, length <= self.params.window
-        lowest, highest = (_expected(index, length, window) for index in (start - margin, stop + margin))
-        first, last = (0, length) if whole else (max(0, lowest - window), min(length, highest))
+        window, short_lane = self.params.window, length <= self.params.window
+        lowest, highest = (_expected_key(index, length, window) for index in (start - margin, stop + margin))
+        first, last = (0, length) if short_lane else (max(0, lowest - window), min(length, highest))
         if last - first + window > 2**32:
             problem = f"{last - first} arrivals with window={window} do not fit 64-bit keys"
             raise UsageError(problem, "ask for fewer indexes at once, or set a smaller window=")
-        low, high = ((key - (0 if whole else first)) << 32 for key in (lowest, highest))
-        low, high = max(0, low), min(high, 2**64 - 1)
+        key_base = 0 if short_lane else first
+        low, high = max(0, (lowest - key_base) << 32), min((highest - key_base) << 32, 2**64 - 1)
         before, later = first, np.empty(last - first, np.bool_)
-        offsets, keys = [], []
-        for at in range(0, last - first, HASHED_AT_ONCE):
-            arrival = np.arange(at, min(last - first, at + HASHED_AT_ONCE), dtype=np.uint64)
-            noise = mix(mix(arrival + np.uint64(begin + first)) ^ np.uint64(self._keys[1])) >> np.uint64(32)
-            key = (
-                (noise << np.uint64(32)) | arrival if whole else (arrival << np.uint64(32)) + noise * np.uint64(window)
-            )
-            later[at : at + arrival.size] = beyond = key > np.uint64(high)
-            reached = key >= np.uint64(low)
-            near = np.flatnonzero(reached & ~beyond)
-            before += int(arrival.size - np.count_nonzero(reached))
-            offsets.append(near + at)
-            keys.append(key[near])
-        offset = np.concatenate(offsets) if offsets else np.zeros(0, np.int64)
-        if before > start or before + offset.size < stop:
+        offset_parts, key_parts = [np.zeros(0, np.int64)], [np.zeros(0, np.uint64)]
+        for part in range(0, last - first, HASHED_AT_ONCE):
+            arrivals = np.arange(part, min(last - first, part + HASHED_AT_ONCE), dtype=np.uint64)
+            noise = mix(mix(arrivals + np.uint64(begin + first)) ^ np.uint64(self._keys[1])) >> np.uint64(32)
+            if short_lane:
+                keys = (noise << np.uint64(32)) | arrivals
+            else:
+                keys = (arrivals << np.uint64(32)) + noise * np.uint64(window)
+            later[part : part + arrivals.size] = above = keys > np.uint64(high)
+            not_below = keys >= np.uint64(low)
+            between = np.flatnonzero(not_below & ~above)
+            before += int(arrivals.size - np.count_nonzero(not_below))
+            offset_parts.append(between + part)
+            key_parts.append(keys[between])
+        offsets = np.concatenate(offset_parts)
+        if before > start or before + offsets.size < stop:
             return None
-        ordered = offset[_stable_argsort(np.concatenate(keys))] if offset.size else offset
+        ordered = offsets[_stable_argsort(np.concatenate(key_parts))]
         later[ordered[: stop - before]] = False
         later[ordered[stop - before :]] = True
         return Emitted(first, ordered[start - before : stop - before], later)
 
     def emit(self, lane: int, start: int, stop: int) -> NDArray[np.int64]:
-        """The arrivals that a lane emits at the indexes [start, stop), in O(stop - start + W)."""
+        """Return the arrivals, numbered in the epoch, that a lane emits at the indexes [start, stop)."""
         begin = self.lane_bounds(lane)[0]
         if not self.shuffle:
             return np.arange(begin + start, begin + stop, dtype=np.int64)
-        found = self.examine(lane, start, stop)
-        return found.offsets + (begin + found.first)
+        emitted = self.examine(lane, start, stop)
+        return emitted.offsets + (begin + emitted.first)
 
     def locate(self, arrivals: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """(j, row): each arrival is row `row` of the j-th block to arrive."""
+        """Return (ordinal, row) of each arrival: the ordinal of its block, and its row in that block."""
         block = self.params.block
         short, missing = self._short
-        full = np.where(arrivals < (short + 1) * block - missing, arrivals, arrivals + missing)
-        arrived = full // block
-        return arrived, full - arrived * block
+        padded = np.where(arrivals < (short + 1) * block - missing, arrivals, arrivals + missing)
+        ordinals = padded // block
+        return ordinals, padded - ordinals * block
 
-    def first_arrivals(self, arrived: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The first arrival of the j-th block to arrive, for each j in `arrived`; N for j = num_blocks."""
+    def first_arrivals(self, ordinals: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the first arrival of the block at each ordinal; N for ordinal num_blocks."""
         short, missing = self._short
-        return np.minimum(arrived * self.params.block - np.where(arrived > short, missing, 0), self.num_samples)
+        return np.minimum(ordinals * self.params.block - np.where(ordinals > short, missing, 0), self.num_samples)
 
-    def block_numbers(self, arrived: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The number of the j-th block to arrive, for each j in `arrived`; block n starts at sample n * block."""
-        return self._permutation.forward(arrived) if self.shuffle else arrived
+    def block_numbers(self, ordinals: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the number of the block at each ordinal. Block n starts at sample n * block."""
+        return self._permutation.forward(ordinals) if self.shuffle else ordinals
 
     def samples(self, arrivals: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The sample number of each arrival."""
-        arrived, row = self.locate(arrivals)
-        if not arrived.size:
-            return arrived
-        low, high = int(arrived.min()), int(arrived.max()) + 1
-        if high - low <= arrived.size:  # one permutation step for a block, not for each of its samples
-            number = self.block_numbers(np.arange(low, high))[arrived - low]
+        """Return the sample number of each arrival."""
+        ordinals, rows = self.locate(arrivals)
+        if not ordinals.size:
+            return ordinals
+        low, high = int(ordinals.min()), int(ordinals.max()) + 1
+        if high - low <= ordinals.size:  # permute each block once, rather than for each of its samples
+            numbers = self.block_numbers(np.arange(low, high))[ordinals - low]
         else:
-            number = self.block_numbers(arrived)
-        return number * self.params.block + row
+            numbers = self.block_numbers(ordinals)
+        return numbers * self.params.block + rows
 
     def samples_at(self, start: int, stop: int) -> NDArray[np.int64]:
-        """The sample number at each global position of [start, stop), in O(stop - start + W * lanes)."""
+        """Return the sample number at each position of [start, stop), in O(stop - start + W * lanes)."""
         arrivals = np.empty(stop - start, np.int64)
         for lane in range(self.lanes):
             first = (lane - start) % self.lanes
@@ -297,23 +295,23 @@ class EpochOrder:
         return self.samples(arrivals)
 
 
-def _expected(index: int, length: int, window: int) -> int:
-    """The key, in units of 2**32, that so many of a lane's keys are expected to be below; at the ends, all or none."""
+def _expected_key(index: int, length: int, window: int) -> int:
+    """Return the expected key at an index of a lane, in units of 2**32; a bound of all keys for an index outside it."""
     if index <= 0 or not length:
         return 0
-    if length <= window:  # keys spread evenly over [0, 2**32)
+    if length <= window:  # keys are uniform in [0, 2**32)
         return min(index, length) * 2**32 // length
     if index >= length:
         return length + window
     if 2 * index <= window:  # the window fills: index = key**2 / (2 W)
         return isqrt(2 * window * index)
-    if 2 * (length - index) <= window:  # and empties
+    if 2 * (length - index) <= window:  # the window empties
         return length + window - isqrt(2 * window * (length - index))
     return index + window // 2
 
 
 def _stable_argsort(keys: NDArray[np.uint64]) -> NDArray[np.int64]:
-    """numpy's vectorised quicksort, then ties put right: several times faster than its stable sort."""
+    """Sort by numpy's vectorised quicksort and reorder ties: several times faster than numpy's stable sort."""
     order = np.argsort(keys)
     ranked = keys[order]
     equal = ranked[1:] == ranked[:-1]

@@ -1,8 +1,10 @@
-"""The order of a mixture: turns of sources in given proportions, one rank's part of it, and its schedule.
+"""The order of a mixture: turns of sources in given proportions, the part of a rank, and its schedule (rule 10).
 
-Sources take turns, spread evenly, in phases whose weights differ. Each turn of a source is of its next samples: of its
-stream, epoch after epoch, each in an order of its own. Pure and vectorised, as `schedule` is for one dataset; whole
-numbers only, and any place of the order is computed directly.
+Sources take turns that are spread evenly, in phases with different weights. A turn takes the next samples of the
+source's stream, which has one epoch after the other, each in its own order. Like `schedule`, this is vectorised integer
+arithmetic without I/O, and can start anywhere in the order.
+
+A *position* counts the samples of the mixture; a *place* counts those of one source's stream.
 """
 
 from __future__ import annotations
@@ -14,13 +16,13 @@ from functools import cached_property
 from itertools import pairwise
 from math import gcd, lcm
 from numbers import Rational
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
 from streamloader.errors import MixtureError
 from streamloader.options import Remainder
-from streamloader.order.epoch_order import EpochOrder, OrderParams
+from streamloader.order.epoch_order import EpochOrder
 from streamloader.order.schedule import (
     MAX_ROWS,
     BlockReads,
@@ -37,60 +39,59 @@ from streamloader.order.schedule import (
     read_units,
 )
 
-# Turns after which the order of sources repeats, at most: weights that need more are rounded to so many parts.
-MOST_PARTS = 4096
-SPAN_BYTES = 140  # of a row that is planned, as `schedule.SPAN_BYTES`
+# Maximum sum of whole weights, and so of the turns after which the order of sources repeats. Weights that need more are
+# rounded.
+MAX_PARTS = 4096
+SPAN_BYTES = 140  # per row of a span that is being planned, like `schedule.SPAN_BYTES`
 
 
 def whole_weights(weights: Sequence[float | Rational]) -> tuple[int, ...]:
-    """Return whole numbers in the proportions of `weights`, without a common divisor, whose sum is at most MOST_PARTS.
+    """Return integers in the proportions of `weights`, without a common divisor.
 
-    0.7 means 7/10. What needs more parts is rounded by the largest remainder, to at least one part for each that is
-    above 0, so that shares are off by about 1/MOST_PARTS. Raises `MixtureError` for a weight that is negative or no
-    number, and where all are 0.
+    0.7 means 7/10. Weights whose integers would have a sum above `MAX_PARTS` are rounded by the largest remainder, to
+    at least one part for each weight above 0, so that shares are off by about 1/MAX_PARTS. Raises `MixtureError` for a
+    weight that is negative or not a number, and if all weights are 0.
     """
-    exact = exact_shares(weights)
-    parts = lcm(*(share.denominator for share in exact))
-    if parts > MOST_PARTS:
-        shares = [share * MOST_PARTS for share in exact]
-        whole = [max(int(share), int(share > 0)) for share in shares]
-        by_rest = sorted(range(len(shares)), key=lambda i: whole[i] - shares[i])
-        for i in by_rest[: max(0, MOST_PARTS - sum(whole))]:
-            whole[i] += 1
-    else:
-        whole = [int(share * parts) for share in exact]
+    shares = exact_shares(weights)
+    parts = min(MAX_PARTS, lcm(*(share.denominator for share in shares)))
+    exact = [share * parts for share in shares]
+    whole = [max(int(part), int(part > 0)) for part in exact]
+    by_remainder = sorted(range(len(exact)), key=lambda i: whole[i] - exact[i])
+    for i in by_remainder[: max(0, parts - sum(whole))]:
+        whole[i] += 1
     divisor = gcd(*whole)
-    return tuple(one // divisor for one in whole)
+    return tuple(weight // divisor for weight in whole)
 
 
 def exact_shares(weights: Sequence[float | Rational]) -> list[Fraction]:
-    """Return the share of each weight, together 1. Raises as `whole_weights`."""
+    """Return each weight divided by their sum. Raises `MixtureError` as `whole_weights` does."""
     exact = [_fraction(weight) for weight in weights]
     total = sum(exact)
     if not total:
-        raise MixtureError(f"the weights {list(weights)} are all 0", "give one that is above 0")
-    return [one / total for one in exact]
+        raise MixtureError(f"the weights {list(weights)} are all 0", "give at least one weight above 0")
+    return [weight / total for weight in exact]
 
 
 def _fraction(weight: float | Rational) -> Fraction:
     try:
-        found = Fraction(str(weight)) if isinstance(weight, float) else Fraction(weight)
+        fraction = Fraction(str(weight)) if isinstance(weight, float) else Fraction(weight)
     except (TypeError, ValueError, OverflowError) as error:
         raise MixtureError(f"the weight {weight!r} is not a number", "give a number of at least 0") from error
-    if found < 0:
+    if fraction < 0:
         raise MixtureError(f"the weight {weight!r} is negative", "give a number of at least 0")
-    return found
+    return fraction
 
 
 @dataclass(frozen=True)
 class Phase:
-    """From the position `start` of the mixture on: turns of `unit` samples each, in proportion to `weights`.
+    """Turns of `unit` samples from the position `start` of the mixture on, in proportion to `weights`.
 
-    `weights[i]` is that of the source `sources[i]`: in the order in which they were first mixed, on which turns depend.
+    `weights[i]` is the weight of the source `sources[i]`. Turns depend on the order of the sources, which is that in
+    which they were first mixed.
 
-    Of every sum(weights) turns, weights[i] are of source i. Of any first n turns, it has had n * weights[i] /
-    sum(weights), less or more by less than one: Tijdeman's solution of the chairman assignment problem (Discrete
-    Mathematics 32, 1980). So in any window the shares are exact to less than two turns.
+    Of every sum(weights) turns, source i has weights[i]. Of the first n turns, it has n * weights[i] / sum(weights),
+    give or take less than one: Tijdeman's solution of the chairman assignment problem (Discrete Mathematics 32, 1980).
+    So in any window the shares are exact to less than two turns.
     """
 
     start: int
@@ -100,125 +101,132 @@ class Phase:
 
     @classmethod
     def of_all(cls, start: int, unit: int, weights: tuple[int, ...]) -> Phase:
-        """Return a phase with a weight for every source."""
+        """Return a phase with a weight for every source, in the order of the sources."""
         return cls(start, unit, weights, tuple(range(len(weights))))
 
     def weight(self, source: int) -> int:
-        """Return the weight of a source, 0 for one that was not there yet."""
+        """Return the weight of a source, 0 if the phase does not have it."""
         return self.weights[self.sources.index(source)] if source in self.sources else 0
 
     @cached_property
     def _table(self) -> Ints:
-        """The source of each turn of a period, after which the sequence repeats; an index into `sources`."""
+        """The source of each turn of a period, as an index into `sources`. Then the sequence repeats."""
         count, period = len(self.weights), sum(self.weights)
-        had = [0] * count
+        taken = [0] * count
         slack = max(1, 2 * sum(map(bool, self.weights)) - 2)
-        out = np.empty(period, np.int64)
+        table = np.empty(period, np.int64)
         for turn in range(period):
-            # all in units of 1 / (slack * period); a source is due if it is behind by a turn less the bound, and of
-            # those that are due the one is next that would be the first to be late
-            behind = [
-                slack * (weight * (turn + 1) - period * one) for weight, one in zip(self.weights, had, strict=True)
-            ]
+            # In units of 1 / (slack * period). A source is due if it is behind by one turn minus the bound. Of the
+            # sources that are due, the next turn goes to the one that would be late first.
+            behind = [slack * (weight * (turn + 1) - period * taken[i]) for i, weight in enumerate(self.weights)]
             due = [i for i in range(count) if self.weights[i] and behind[i] >= period]
-            late = [((slack - 1) * period - behind[i] << 40) // self.weights[i] for i in due]
-            chosen = due[late.index(min(late))]
-            had[chosen] += 1
-            out[turn] = chosen
-        return out
+            deadlines = [((slack - 1) * period - behind[i] << 40) // self.weights[i] for i in due]
+            table[turn] = source = due[deadlines.index(min(deadlines))]
+            taken[source] += 1
+        return table
 
     @cached_property
-    def _before(self) -> Ints:
-        """How often each source had a turn before each turn of a period; shape (period + 1, sources)."""
+    def _turns_before(self) -> Ints:
+        """The number of turns of each source before each turn of a period; shape (period + 1, sources)."""
         one_hot = self._table[:, None] == np.arange(len(self.weights))
         return np.concatenate([np.zeros((1, len(self.weights)), np.int64), np.cumsum(one_hot, axis=0)])
 
     def counts(self, stop: int, count: int) -> Ints:
-        """Return how many samples each of `count` sources gave from the phase's start to a position."""
-        periods, rest = divmod((stop - self.start) // self.unit, len(self._table))
-        found = np.zeros(count, np.int64)
-        found[list(self.sources)] = (periods * np.array(self.weights, np.int64) + self._before[rest]) * self.unit
-        return found
+        """Return how many samples each of `count` sources has from the start of the phase to `stop`; shape (count,)."""
+        periods, turn = divmod((stop - self.start) // self.unit, len(self._table))
+        counts = np.zeros(count, np.int64)
+        counts[list(self.sources)] = (periods * np.array(self.weights, np.int64) + self._turns_before[turn]) * self.unit
+        return counts
 
     def turns(self, start: int, stop: int) -> Ints:
         """Return the source of each turn between two positions."""
         first, last = (start - self.start) // self.unit, (stop - self.start) // self.unit
         return np.array(self.sources)[self._table[np.arange(first, last) % len(self._table)]]
 
-    def reached(self, source: int, samples: int) -> int | None:
-        """Return the first position before which a source gave so many samples of the phase; None if it never does."""
-        if samples <= 0:
-            return self.start
+    def end_of(self, source: int, samples: int) -> int | None:
+        """Return the end of the turn in which a source reaches `samples` (> 0) samples of the phase.
+
+        None if the source has no weight.
+        """
         if not self.weight(source):
             return None
-        periods, rest = divmod(-(-samples // self.unit) - 1, self.weight(source))
-        turns = periods * len(self._table) + int(np.flatnonzero(self._table == self.sources.index(source))[rest]) + 1
+        periods, turn = divmod(-(-samples // self.unit) - 1, self.weight(source))
+        turns = periods * len(self._table) + int(np.flatnonzero(self._table == self.sources.index(source))[turn]) + 1
         return self.start + turns * self.unit
 
 
 @dataclass(frozen=True)
 class SourceOrder:
-    """Phases one after the other, the first from position 0, the last without end; each ends where a turn does.
+    """Consecutive phases of `count` sources. The first starts at position 0, the last has no end.
 
-    A position counts the samples of the mixture, a place those of one of its `count` sources: its epochs one after the
-    other.
+    Each phase ends where a turn ends.
     """
 
     phases: tuple[Phase, ...]
     count: int
 
+    def phases_from(self, position: int, unit: int) -> tuple[Phase, ...]:
+        """Return the phases from a position on, with turns of `unit` samples.
+
+        The first one starts at the position, later ones at the next end of a turn. If several would start together, the
+        last of them does.
+        """
+        by_start = {}
+        for phase in self.phases:
+            start = position + -(-max(0, phase.start - position) // unit) * unit
+            by_start[start] = replace(phase, start=start, unit=unit)
+        return tuple(by_start.values())
+
     def places(self, position: int) -> Ints:
-        """Return how many samples each source gave before a position, at which a turn begins; shape (sources,)."""
-        found = np.zeros(self.count, np.int64)
+        """Return the place of each source at a position at which a turn begins; shape (sources,)."""
+        places = np.zeros(self.count, np.int64)
         for phase, stop in self._until(position):
-            found += phase.counts(stop, self.count)
-        return found
+            places += phase.counts(stop, self.count)
+        return places
 
     def turns(self, start: int, stop: int) -> tuple[Ints, Ints, Ints, Ints]:
         """Return (source, place, position, size) of each turn between two positions at which turns begin."""
         places = self.places(start)
-        parts: list[tuple[Ints, Ints, Ints, Ints]] = []
+        parts = [(np.zeros(0, np.int64),) * 4]
         for phase, end in self._until(stop):
             begin = max(start, phase.start)
             if begin >= end:
                 continue
             source = phase.turns(begin, end)
             place = np.empty(source.size, np.int64)
-            for number in range(len(places)):
-                mine = np.flatnonzero(source == number)
-                place[mine] = places[number] + np.arange(mine.size) * phase.unit
-                places[number] += mine.size * phase.unit
+            for number in range(self.count):
+                turns = np.flatnonzero(source == number)
+                place[turns] = places[number] + np.arange(turns.size) * phase.unit
+                places[number] += turns.size * phase.unit
             position = begin + np.arange(source.size) * phase.unit
             parts.append((source, place, position, np.full(source.size, phase.unit)))
-        empty = np.zeros(0, np.int64)
-        return tuple(map(np.concatenate, zip(*parts, strict=True))) if parts else (empty,) * 4  # type: ignore[return-value]
+        sources, starts, positions, sizes = map(np.concatenate, zip(*parts, strict=True))
+        return sources, starts, positions, sizes
 
-    def reached(self, source: int, place: int) -> int | None:
-        """Return the first position before which a source has given `place` samples; None if it never does."""
+    def end_of(self, source: int, place: int) -> int | None:
+        """Return the end of the turn in which a source reaches `place` (> 0).
+
+        None if the source has no weight in the last phase.
+        """
         if not self.phases[-1].weight(source):
             return None
-        given = 0
-        for phase, stop in self._ends:
-            found = phase.reached(source, place - given) if phase.weight(source) else None
-            if found is not None and (stop is None or found <= stop):
-                return found
-            if stop is not None:
-                given += int(phase.counts(stop, self.count)[source])
-        return None
-
-    @cached_property
-    def _ends(self) -> tuple[tuple[Phase, int | None], ...]:
-        ends = [after.start for _, after in pairwise(self.phases)]
-        return tuple(zip(self.phases, [*ends, None], strict=True))
+        earlier = 0
+        for phase, after in pairwise(self.phases):
+            end = phase.end_of(source, place - earlier)
+            if end is not None and end <= after.start:
+                return end
+            earlier += int(phase.counts(after.start, self.count)[source])
+        return self.phases[-1].end_of(source, place - earlier)
 
     def _until(self, position: int) -> Iterator[tuple[Phase, int]]:
-        """Yield the phases that begin before a position, each with where it ends, that position at most."""
-        for phase, end in self._ends:
+        """Yield the phases that begin before a position, with the end of each, or that position if it is earlier."""
+        ends = (phase.start for phase in self.phases[1:])
+        for phase, end in zip(self.phases, [*ends, position], strict=True):
             if phase.start < position:
-                yield phase, position if end is None else min(end, position)
+                yield phase, min(end, position)
 
 
-MixKey = tuple[int, int, int, int]  # (source, its epoch, lane, j)
+MixKey = tuple[int, int, int, int]  # (source, epoch of the source, lane, ordinal of the block)
 Stop = Literal["first", "last"]
 
 
@@ -226,50 +234,42 @@ Stop = Literal["first", "last"]
 class Stream:
     """The epochs of one source, one after the other: place p is position p mod N of epoch p div N.
 
-    `base` is the number that its first sample has in the mixture; `unit`: samples fetched at once without shuffle.
+    `first`: the order of epoch 0. `base`: the number of its first sample in the mixture. `unit`: samples per fetch
+    without shuffle.
     """
 
-    first: EpochOrder  # the order of epoch 0
+    first: EpochOrder
     base: int
     unit: int
 
     @property
     def num_samples(self) -> int:
-        """The samples of an epoch."""
+        """The number of samples of an epoch."""
         return self.first.num_samples
 
-    @property
-    def lanes(self) -> int:
-        """The lanes that positions go round: 1 without shuffle."""
-        return self.first.lanes
-
-    @property
-    def fetched(self) -> OrderParams:
-        """Block, lanes and window of what is fetched."""
-        return self.first.fetched(self.unit)
-
     def order(self, epoch: int) -> EpochOrder:
-        """Return the order of an epoch of its own."""
+        """Return the order of an epoch of the source."""
         return replace(self.first, epoch=epoch)
 
     def samples(self, places: Ints) -> Ints:
-        """Return the sample at each place, by its number in the mixture; places ascend."""
-        found = np.empty(places.size, np.int64)
+        """Return the sample at each of some ascending places, numbered in the mixture."""
+        samples = np.empty(places.size, np.int64)
         epochs = places // self.num_samples
         for epoch in np.unique(epochs).tolist():
-            here = epochs == epoch
-            positions = places[here] - epoch * self.num_samples
+            rows = epochs == epoch
+            positions = places[rows] - epoch * self.num_samples
             low = int(positions[0])
-            found[here] = self.order(epoch).samples_at(low, int(positions[-1]) + 1)[positions - low]
-        return found + self.base
+            samples[rows] = self.order(epoch).samples_at(low, int(positions[-1]) + 1)[positions - low]
+        return samples + self.base
 
 
 @dataclass(frozen=True)
 class Mix:
-    """Streams, and how they are mixed. An epoch of the mixture is over when the first, or the last, of its sources is
-    through with one more epoch of its own; the others continue.
+    """Streams in the order of their turns.
 
-    `anchor`: (epoch, position) where epochs begin to be counted so: 0, or where sources or weights were changed.
+    An epoch of the mixture ends when the first, or the last, of its sources completes another epoch of its own; the
+    other sources continue. `anchor`: (epoch, position) from which these epochs count: 0, or where sources or weights
+    were changed.
     """
 
     streams: tuple[Stream, ...]
@@ -278,26 +278,29 @@ class Mix:
     anchor: tuple[int, int] = (0, 0)
 
     def bounds(self, epoch: int) -> tuple[int, int]:
-        """Return the positions [begin, end) of the whole run that an epoch has."""
+        """Return (begin, end) of an epoch, in positions of the whole run.
+
+        Raises `MixtureError` for an epoch before the mixture was last changed.
+        """
         first, position = self.anchor
         if epoch < first:
-            raise MixtureError(f"epoch {epoch} of a mixture that was changed in epoch {first}", "resume from there")
+            problem = f"epoch {epoch} is before epoch {first}, in which the mixture was changed"
+            raise MixtureError(problem, f"resume from epoch {first} or later")
         return position if epoch == first else self._end(epoch - first), self._end(epoch - first + 1)
 
     def _end(self, epochs: int) -> int:
-        """Where so many epochs from the anchor on are over; of the sources that have a weight to the end."""
-        begun = self.source_order.places(self.anchor[1]).tolist()
+        """Return the end of the last of `epochs` epochs from the anchor on."""
+        places = self.source_order.places(self.anchor[1]).tolist()
         ends = [
-            self.source_order.reached(i, (begun[i] // stream.num_samples + epochs) * stream.num_samples)
+            self.source_order.end_of(i, (places[i] // stream.num_samples + epochs) * stream.num_samples)
             for i, stream in enumerate(self.streams)
         ]
-        found = [end for end in ends if end is not None]  # not so where the last phase has no weight for it
-        return min(found) if self.stop == "first" else max(found)
+        endings = [end for end in ends if end is not None]
+        return min(endings) if self.stop == "first" else max(endings)
 
 
-@dataclass(frozen=True, eq=False)
-class Rows:
-    """Rows of some steps, in the order of the mixture: whose, at which place of its stream, at which position."""
+class Rows(NamedTuple):
+    """Rows of some steps in the order of the mixture: the source of each, its place, and its position in the epoch."""
 
     source: Ints
     place: Ints
@@ -306,10 +309,10 @@ class Rows:
 
 @dataclass(frozen=True)
 class MixShare(Part):
-    """One rank's part of an epoch of a mixture, in batches of `batch` rows.
+    """The part of an epoch of a mixture that one rank reads. Positions count from the start of the epoch.
 
-    Positions count from the epoch's begin. The last step is filled up with the samples that come next, which are not
-    valid and come again in the next epoch; with "drop" it is left out, and "uneven" is not for mixtures.
+    "pad" fills the last step with the next samples, which are not valid and come again in the next epoch. Mixtures do
+    not support the remainder "uneven".
     """
 
     mix: Mix
@@ -320,125 +323,125 @@ class MixShare(Part):
 
     @cached_property
     def bounds(self) -> tuple[int, int]:
-        """The epoch's positions in the whole run."""
+        """(begin, end) of the epoch, in positions of the whole run."""
         return self.mix.bounds(self.epoch)
 
     @property
     def num_samples(self) -> int:  # type: ignore[override]
-        """The samples of the epoch."""
+        """The number of samples of the epoch."""
         return self.bounds[1] - self.bounds[0]
 
     @property
+    def _lanes(self) -> list[int]:
+        """The number of lanes of each stream."""
+        return [stream.first.lanes for stream in self.mix.streams]
+
+    @property
     def span_rows(self) -> int:
-        """How many rows of this rank are planned together at most, where that is more than a batch."""
-        together = sum(2 * stream.fetched.window * stream.lanes for stream in self.mix.streams)
-        return min(together // self.world.size, MAX_ROWS, self.num_samples // self.world.size + self.batch)
+        """The maximum number of rows of this rank that are planned together; at least a batch is."""
+        windows = [stream.first.fetch_params(stream.unit).window for stream in self.mix.streams]
+        window_rows = sum(2 * window * lanes for window, lanes in zip(windows, self._lanes, strict=True))
+        return min(window_rows // self.world.size, MAX_ROWS, self.num_samples // self.world.size + self.batch)
 
     @property
     def span_steps(self) -> int:
-        """How many steps are planned together, at most."""
+        """The maximum number of steps that are planned together."""
         return self.span_rows // self.batch
 
     @cached_property
     def divides(self) -> bool:
         """Whether the world size divides turns and lanes, so that every lane is read by one rank in an epoch."""
-        sizes = [phase.unit for phase in self.mix.source_order.phases] + [stream.lanes for stream in self.mix.streams]
-        return not any(size % self.world.size for size in sizes)
+        units = [phase.unit for phase in self.mix.source_order.phases]
+        return not any(size % self.world.size for size in units + self._lanes)
 
-    def costs(self, *, fresh: bool, shuffle: bool) -> str:
-        """Say that blocks are read by several ranks, where they are. `fresh`: turns and lanes may be chosen."""
-        size, lanes = self.world.size, sorted({stream.lanes for stream in self.mix.streams})
+    def describe_rereads(self, *, fresh: bool, shuffle: bool) -> str:
+        """Return a warning if several ranks read a block, else "". `fresh`: turns and lanes can still be chosen."""
         if self.divides or not shuffle:
             return ""
+        size, unit = self.world.size, self.mix.source_order.phases[-1].unit
         remedy = f"; set unit= and shuffle=Shuffle(lanes=) to multiples of {size}" if fresh else ""
-        unit = self.mix.source_order.phases[-1].unit
-        return (
-            f"{size} consumers do not divide turns of {unit} samples and {lanes} lanes: blocks are read again{remedy}"
-        )
+        sizes = f"turns of {unit} samples and {sorted(set(self._lanes))} lanes"
+        return f"{size} consumers do not divide {sizes}: blocks are read more than once{remedy}"
 
     def rows(self, position: int, steps: int) -> Rows:
-        """Return this rank's rows of some steps, `batch` for each.
+        """Return this rank's rows of `steps` steps from `position` on, `batch` rows for each step.
 
-        Where the world size divides the turns, rank r takes the places = r (mod size) of each turn. Otherwise the
-        positions of a step are sorted by lane, and the rank takes a run of them, as for one dataset.
+        If the world size divides the turns, rank r takes the places that are r modulo the size of each turn. Otherwise
+        the positions of a step are sorted by lane, and the rank takes a run of them, as in a dataset.
         """
         begin = self.bounds[0] + position
-        source, place, at, size = self.mix.source_order.turns(begin, begin + steps * self.global_batch)
+        source, place, start, size = self.mix.source_order.turns(begin, begin + steps * self.global_batch)
         ranks, rank = self.world.size, self.world.rank
         shared = bool((size % ranks).any())
-        each = size if shared else size // ranks
-        turn = np.repeat(np.arange(source.size), each)
-        nth = np.arange(turn.size) - np.repeat(np.cumsum(each) - each, each)
-        offset = nth if shared else ((rank - place) % ranks)[turn] + nth * ranks
-        found = Rows(source[turn], place[turn] + offset, at[turn] + offset - self.bounds[0])
-        return self._run(found, position, steps) if shared else found
+        counts = size if shared else size // ranks
+        turn = np.repeat(np.arange(source.size), counts)
+        row = np.arange(turn.size) - np.repeat(np.cumsum(counts) - counts, counts)
+        offset = row if shared else ((rank - place) % ranks)[turn] + row * ranks
+        rows = Rows(source[turn], place[turn] + offset, start[turn] + offset - self.bounds[0])
+        return self._run(rows, position, steps) if shared else rows
 
     def _run(self, rows: Rows, position: int, steps: int) -> Rows:
-        """This rank's run of each step, of rows that are all ranks'; the lanes of all streams side by side."""
-        lanes = np.array([stream.lanes for stream in self.mix.streams])[rows.source]
+        """Return this rank's run of each step: `rows` has those of all ranks, which are sorted by lane / lanes."""
+        lanes = np.array(self._lanes)[rows.source]
         lane = (rows.place % np.array([stream.num_samples for stream in self.mix.streams])[rows.source]) % lanes
-        part = lane * (lcm(*(stream.lanes for stream in self.mix.streams)) // lanes)
+        relative_lane = lane * (lcm(*self._lanes) // lanes)
         step = (rows.position - position) // self.global_batch
-        ordered = np.lexsort((rows.position, rows.source, part, step)).reshape(steps, self.global_batch)
-        mine = np.sort(ordered[:, self.world.rank * self.batch : (self.world.rank + 1) * self.batch], axis=1).ravel()
-        return Rows(rows.source[mine], rows.place[mine], rows.position[mine])
-
-    def numbers(self, rows: Rows) -> Ints:
-        """Return the samples of some rows, by their numbers in the mixture."""
-        found = np.empty(rows.source.size, np.int64)
-        for number, stream in enumerate(self.mix.streams):
-            mine = rows.source == number
-            found[mine] = stream.samples(rows.place[mine])
-        return found
+        ordered = np.lexsort((rows.position, rows.source, relative_lane, step)).reshape(steps, self.global_batch)
+        run = np.sort(ordered[:, self.world.rank * self.batch : (self.world.rank + 1) * self.batch], axis=1).ravel()
+        return Rows(rows.source[run], rows.place[run], rows.position[run])
 
     def slots_needed(self, steps_at_once: int = 1) -> int:
-        """How many blocks a schedule holds at once at most; the same on every rank.
+        """Return the maximum number of blocks that a schedule holds at once, the same on every rank.
 
-        Those of each stream alone, as `Share.slots_needed` says, and as many again for each of its epochs that
-        may begin within a plan, while the one before it ends: but not more than the plan has rows.
+        It is the sum over the streams of `Share.slots_needed`, and as much again for each epoch of the stream that may
+        begin within a plan while the previous one ends, but at most the rows of the plan.
         """
         rows, total = steps_at_once * self.batch, 0
         for stream in self.mix.streams:
             size = self.world.size if self.divides else 1
-            alone = Share(stream.first, rows, World(0, size), "pad", stream.unit).slots_needed()
-            begun = 1 + self.world.size * rows // stream.num_samples
-            total += alone + min(rows, begun * alone)
+            slots = Share(stream.first, rows, World(0, size), "pad", stream.unit).slots_needed()
+            epochs_begun = 1 + self.world.size * rows // stream.num_samples
+            total += slots + min(rows, epochs_begun * slots)
         return total
 
     def at_epoch(self, epoch: int) -> MixShare:
-        """Return the part of another epoch."""
+        """Return the rank's part of another epoch."""
         return replace(self, epoch=epoch)
 
     def need(self, steps_at_once: int) -> Need:
-        """Return what a pass needs of memory."""
-        block = max(stream.fetched.block for stream in self.mix.streams)
-        plans = ahead_bytes(self) + SPAN_BYTES * self.span_rows
-        return Need(block, self.slots_needed(steps_at_once), steps_at_once * self.batch, plans, plans)
+        """Return the memory that a pass needs."""
+        block = max(stream.first.fetch_params(stream.unit).block for stream in self.mix.streams)
+        plan_bytes = ahead_bytes(self) + SPAN_BYTES * self.span_rows
+        return Need(block, self.slots_needed(steps_at_once), steps_at_once * self.batch, plan_bytes, plan_bytes)
 
     def read_held(self, span: Span) -> list[tuple[Ints, Ints]]:
-        """Return the positions of a span's rows, and the samples by their numbers in the mixture."""
+        """Return (positions, samples) of a span's rows, with samples numbered in the mixture."""
         rows = self.rows(span.begin, span.steps)
-        return [(rows.position, self.numbers(rows))]
+        samples = np.empty(rows.source.size, np.int64)
+        for number, stream in enumerate(self.mix.streams):
+            of_stream = rows.source == number
+            samples[of_stream] = stream.samples(rows.place[of_stream])
+        return [(rows.position, samples)]
 
     def read(self, span: Span, live: Mapping[MixKey, int]) -> tuple[BlockReads, list[Ints]]:
-        """Return the blocks of a span over all streams, those of `live` included, and the positions of its rows."""
+        """Return the blocks of a span over all streams and the `live` ones, and the positions of the span's rows."""
         rows = self.rows(span.begin, span.steps)
         before, after = (self.mix.source_order.places(self.bounds[0] + at).tolist() for at in (span.begin, span.end))
         parts: list[BlockReads] = []
         keys: list[MixKey] = []
         block, row = np.empty(rows.source.size, np.int64), np.empty(rows.source.size, np.int64)
         for number, stream in enumerate(self.mix.streams):
-            mine = np.flatnonzero(rows.source == number)
-            epochs = rows.place[mine] // stream.num_samples
-            held = {key[1] for key in live if key[0] == number}
-            for epoch in sorted(held | set(np.unique(epochs).tolist())):
-                here = mine[epochs == epoch]
+            of_stream = np.flatnonzero(rows.source == number)
+            epochs = rows.place[of_stream] // stream.num_samples
+            live_epochs = {key[1] for key in live if key[0] == number}
+            for epoch in sorted(live_epochs | set(np.unique(epochs).tolist())):
+                of_epoch = of_stream[epochs == epoch]
                 first = epoch * stream.num_samples
                 begin, end = max(0, before[number] - first), min(stream.num_samples, after[number] - first)
                 part = span._replace(begin=begin, end=end, last=span.last or end == stream.num_samples)
-                kept = [(key[2], key[3]) for key in live if key[:2] == (number, epoch)]
-                reads = _read_stream(stream, epoch, rows.place[here] - first, part, kept)
-                block[here], row[here] = reads.block + len(keys), reads.row
+                live_keys = [(key[2], key[3]) for key in live if key[:2] == (number, epoch)]
+                reads = _read_stream(stream, epoch, rows.place[of_epoch] - first, part, live_keys)
+                block[of_epoch], row[of_epoch] = reads.block + len(keys), reads.row
                 keys += [(number, epoch, *key) for key in reads.keys]
                 parts.append(reads._replace(start=reads.start + stream.base, stop=reads.stop + stream.base))
         return BlockReads(keys, *join_blocks(parts), block, row), [rows.position]
@@ -447,10 +450,10 @@ class MixShare(Part):
 EpochShare = Share | MixShare
 
 
-def _read_stream(stream: Stream, epoch: int, positions: Ints, span: Span, kept: list[Key]) -> BlockReads:
-    if span.begin >= span.end:  # no turn is this stream's, but blocks of it are held
-        nowhere, nothing = np.zeros(len(kept), np.int64), np.zeros(0, np.int64)
-        return BlockReads(kept, nowhere, nowhere, np.full(len(kept), span.last), nothing, nothing)
+def _read_stream(stream: Stream, epoch: int, positions: Ints, span: Span, live: list[Key]) -> BlockReads:
+    if span.begin >= span.end:  # the span has no turn of this stream, only live blocks
+        no_samples, no_rows = np.zeros(len(live), np.int64), np.zeros(0, np.int64)
+        return BlockReads(live, no_samples, no_samples, np.full(len(live), span.last), no_rows, no_rows)
     if stream.first.shuffle:
-        return read_lanes(stream.order(epoch), lambda: iter([positions]), span, kept)
-    return read_units(stream.num_samples, stream.unit, positions, span.end, last=span.last, live=kept)
+        return read_lanes(stream.order(epoch), lambda: iter([positions]), span, live)
+    return read_units(stream.num_samples, stream.unit, positions, span.end, last=span.last, live=live)

@@ -1,9 +1,9 @@
-"""Sample selection (`where=`): the order runs over the selected samples as if they were the dataset. Pure.
+"""Sample selection (`where=`): the order covers the selected samples as if they were the whole dataset. No I/O.
 
-A condition is text such as `label in (1, 2) and width >= 256`. It is parsed, never run as Python. The grammar is a part
-of Python's: field names, numbers, `True`, `False`, `+ - * / // %`, comparisons (also chained), `in` and `not in` with
-numbers in brackets, `and`, `or`, `not`, parentheses. A class name in quotes means its number where it is compared with
-a field by `==`, `!=`, `in` or `not in`. Calls, attributes, indexes and powers are errors.
+A condition is text such as `label in (1, 2) and width >= 256`. It is parsed, and never run as Python. The grammar is a
+subset of Python's: field names, numbers, `True`, `False`, `+ - * / // %`, comparisons (also chained), `in` and `not in`
+with a list of numbers, `and`, `or`, `not`, parentheses. A class name in quotes stands for its number if it is compared
+with a field by `==`, `!=`, `in` or `not in`. Calls, attributes, indexes and powers are errors.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ from streamloader.errors import SelectionError
 
 @dataclass(frozen=True, eq=False)
 class Selection:
-    """The selected `samples` of a dataset of `num_samples`: their numbers, ascending, each once; never empty.
+    """The numbers of the selected `samples`, ascending and distinct, of a dataset of `num_samples` samples.
 
-    An order, the blocks of a plan and a state's position count the selected samples: the i-th of them is number i.
+    Orders, plans and states count the selected samples: sample i of an order is sample `samples[i]` of the dataset.
+    Raises `SelectionError` if no sample is selected.
     """
 
     samples: NDArray[np.int64]
@@ -35,35 +36,34 @@ class Selection:
 
     @classmethod
     def of(cls, choice: Any, num_samples: int) -> Selection:
-        """Return what a slice, a mask (num_samples,) of bools, or an array of sample numbers selects.
+        """Return the selection of a slice, a mask of bools with shape (num_samples,), or an array of sample numbers.
 
-        Numbers may come in any order: they say which samples, not when. Raises `SelectionError` for anything else, a
-        number out of range or given twice, and an empty selection.
+        Numbers may be in any order, which does not change the order of the epoch. Raises `SelectionError` for other
+        values, a number that is out of range or given twice, and an empty selection.
         """
         if isinstance(choice, slice):
             try:
-                found = np.sort(np.arange(*choice.indices(num_samples), dtype=np.int64))
+                samples = np.sort(np.arange(*choice.indices(num_samples), dtype=np.int64))
             except (TypeError, ValueError) as error:
                 raise SelectionError(f"where={choice} is invalid: {error}", "give slice(start, stop, step)") from error
-            return cls(found, num_samples)
+            return cls(samples, num_samples)
         try:
             values = np.asarray(choice)
-        except (TypeError, ValueError) as error:  # rows of different lengths, a tensor of a GPU
-            raise SelectionError(
-                f"where= is not an array: {error}", "give a slice, bools, or sample numbers"
-            ) from error
+        except (TypeError, ValueError) as error:  # rows of different lengths, a tensor on a GPU
+            problem = f"where= is not an array: {error}"
+            raise SelectionError(problem, "give a slice, bools, or sample numbers") from error
         if values.ndim != 1:
             problem = f"where= has the shape {values.shape}"
-            raise SelectionError(problem, "give one bool for each sample, or the samples' numbers")
+            raise SelectionError(problem, "give one bool for each sample, or sample numbers")
         if values.dtype.kind not in "biu" and values.size:
             problem = f"where= has the dtype {values.dtype}"
             raise SelectionError(problem, "give a condition as text, a slice, bools, or whole numbers")
-        if values.dtype == np.bool_ and values.size != num_samples:
+        if values.dtype != np.bool_:
+            return cls(_sort_numbers(values, num_samples), num_samples)
+        if values.size != num_samples:
             problem = f"where= is a mask of {values.size} bools, the dataset has {num_samples} samples"
-            raise SelectionError(problem, "give one for each sample")
-        return cls(
-            np.flatnonzero(values) if values.dtype == np.bool_ else _of_numbers(values, num_samples), num_samples
-        )
+            raise SelectionError(problem, "give one bool for each sample")
+        return cls(np.flatnonzero(values), num_samples)
 
     def __post_init__(self) -> None:
         if not self.samples.size:
@@ -74,25 +74,25 @@ class Selection:
 
     @cached_property
     def digest(self) -> str:
-        """The SHA-256 that a saved state is checked against: the same for the same samples, however chosen."""
+        """The SHA-256 of the sample numbers, which a saved state has. It does not depend on how they were selected."""
         return hashlib.sha256(self.samples.astype("<i8", copy=False).data).hexdigest()
 
 
-def _of_numbers(numbers: NDArray[Any], num_samples: int) -> NDArray[np.int64]:
+def _sort_numbers(numbers: NDArray[Any], num_samples: int) -> NDArray[np.int64]:
     if numbers.size and not 0 <= int(numbers.min()) <= int(numbers.max()) < num_samples:
-        problem = f"where= names the samples {numbers.min()} to {numbers.max()}, the dataset has {num_samples}"
-        raise SelectionError(problem, f"give numbers of [0, {num_samples})")
-    found = np.sort(numbers.astype(np.int64))
-    twice = np.flatnonzero(found[1:] == found[:-1])
-    if twice.size:
-        raise SelectionError(f"where= names sample {found[twice[0]]} more than once", "name each sample once")
-    return found
+        problem = f"where= has sample numbers from {numbers.min()} to {numbers.max()}, the dataset has {num_samples}"
+        raise SelectionError(problem, f"give numbers in [0, {num_samples})")
+    samples = np.sort(numbers.astype(np.int64))
+    repeated = samples[1:][samples[1:] == samples[:-1]]
+    if repeated.size:
+        raise SelectionError(f"where= has sample {repeated[0]} more than once", "give each sample once")
+    return samples
 
 
 Column = NDArray[Any]
 
 MAX_CHARACTERS = 10_000
-WORDS = "use fields, numbers, class names in quotes, comparisons, in (...), and, or, not, + - * / // %"
+GRAMMAR = "use fields, numbers, class names in quotes, comparisons, in (...), and, or, not, + - * / // %"
 
 _ARITHMETIC: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
@@ -114,7 +114,7 @@ _COMPARISONS: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
 
 @dataclass(frozen=True, eq=False)
 class Condition:
-    """A parsed condition; `fields` are the names that it uses."""
+    """A parsed condition. `fields`: the names of the fields that it uses."""
 
     text: str
     fields: frozenset[str]
@@ -122,36 +122,31 @@ class Condition:
 
     @classmethod
     def parse(cls, text: str) -> Condition:
-        """Return the condition. Raises `SelectionError`, which names the part that is invalid."""
+        """Parse a condition. Raises `SelectionError`, which names the invalid part."""
         if len(text) > MAX_CHARACTERS:
             problem = f"where= has {len(text)} characters"
-            raise SelectionError(problem, f"write at most {MAX_CHARACTERS}, or give a mask or indexes")
+            raise SelectionError(problem, f"write at most {MAX_CHARACTERS}, or give a mask or sample numbers")
         try:
             tree = ast.parse(text.strip(), mode="eval").body
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             reason = getattr(error, "msg", None) or str(error) or type(error).__name__
-            raise SelectionError(f"where={text!r} cannot be read: {reason}", WORDS) from error
-        names: set[str] = set()
-
-        def empty(name: str, condition: bool) -> Column:
-            names.add(name)
-            return np.zeros(0, np.bool_ if condition else np.int64)
-
-        try:
-            _evaluate(text, tree, empty)  # of no rows: what is checked are the types
+            raise SelectionError(f"where={text!r} cannot be read: {reason}", GRAMMAR) from error
+        try:  # no rows, to check the types
+            _evaluate(text, tree, lambda _, condition: np.zeros(0, np.bool_ if condition else np.int64))
         except RecursionError as error:
-            raise SelectionError(f"where={text[:80]!r}... is nested too deeply", WORDS) from error
+            raise SelectionError(f"where={text[:80]!r}... is nested too deeply", GRAMMAR) from error
+        names = frozenset(node.id for node in ast.walk(tree) if isinstance(node, ast.Name))
         if not names:
-            raise SelectionError(f"where={text!r} names no field", "compare a field with something")
-        return cls(text, frozenset(names), tree)
+            raise SelectionError(f"where={text!r} names no field", "compare a field with a value")
+        return cls(text, names, tree)
 
     def with_classes(self, classes: Mapping[str, Sequence[str]]) -> Condition:
-        """Return the condition with the numbers of its class names, given the names by field.
+        """Return the condition with class names replaced by their numbers. `classes`: the class names of each field.
 
-        Raises `SelectionError` for a field without class names, and for an unknown one, with similar names.
+        Raises `SelectionError` if the field has no class names, and for an unknown name, with similar names.
         """
         tree = ast.parse(self.text.strip(), mode="eval").body
-        for node in (one for one in ast.walk(tree) if isinstance(one, ast.Compare)):
+        for node in (child for child in ast.walk(tree) if isinstance(child, ast.Compare)):
             for name in _class_names(node):
                 field = _compared_field(node, self.text)
                 problem = f"where={self.text!r} compares {field!r} with {name.value!r}"
@@ -159,12 +154,13 @@ class Condition:
         return replace(self, _tree=tree)
 
     def mask(self, columns: Mapping[str, Column]) -> NDArray[np.bool_]:
-        """Return where the condition holds, given each of `fields` as an array of one number per sample.
+        """Return whether the condition is true for each sample; shape (samples,).
 
-        Integers are compared as int64 (uint64 stays), so that sums do not wrap at 255; floats as float64. Raises
-        `SelectionError` for a number in place of a condition, a division by 0, and for what may exceed 64 bits.
+        `columns` has an array of one number per sample for each of `fields`. Integers are compared as int64 (uint64
+        stays), so that sums do not wrap at 255; floats as float64. Raises `SelectionError` for a number in place of a
+        condition, a division by 0, and for integers that may exceed 64 bits.
         """
-        wide = {name: _widened(columns[name]) for name in self.fields}
+        wide = {name: _widen(columns[name]) for name in self.fields}
         return np.ascontiguousarray(_evaluate(self.text, self._tree, lambda name, _: wide[name]))
 
 
@@ -178,79 +174,78 @@ def _evaluate(text: str, tree: ast.expr, column: Callable[[str, bool], Column]) 
 
 @dataclass(frozen=True)
 class _Evaluation:
-    """Computes the parts of a condition. `column(name, condition)` returns a field, as bools or as numbers."""
+    """Computes a condition. `column(name, condition)` returns a field, as bools for a condition or as numbers."""
 
     text: str
     column: Callable[[str, bool], Column]
 
     def condition(self, node: ast.expr) -> Any:
-        """Return bools. Raises `SelectionError` for numbers."""
+        """Return a node's bools. Raises `SelectionError` for numbers."""
         value = self.column(node.id, True) if isinstance(node, ast.Name) else self.value(node)
         if np.asarray(value).dtype != np.bool_:
-            problem = f"{_shown(node, self.text)!r} in where= is a number, not a condition"
-            raise SelectionError(problem, "compare it with something")
+            raise self.error(node, "is a number, not a condition", "compare it with a value")
         return value
 
     def number(self, node: ast.expr) -> Any:
-        """Return numbers: a field of bools counts as 0 and 1. Raises `SelectionError` for a condition."""
+        """Return a node's numbers; bools of a field count as 0 and 1. Raises `SelectionError` for a condition."""
         value = self.column(node.id, False) if isinstance(node, ast.Name) else self.value(node)
         if np.asarray(value).dtype != np.bool_:
             return value
         if not isinstance(node, ast.Name | ast.Constant):
-            problem = f"{_shown(node, self.text)!r} in where= is a condition, not a number"
-            raise SelectionError(problem, "join conditions by and, or, not")
+            raise self.error(node, "is a condition, not a number", "join conditions with and, or, not")
         return value.astype(np.int64) if isinstance(value, np.ndarray) else value
 
     def value(self, node: ast.expr) -> Any:
-        """Return what a node other than a name is: bools or numbers."""
-        found: Any
+        """Return the bools or numbers of a node other than a name."""
+        result: Any
         match node:
             case ast.BoolOp(op=op, values=values):
-                found = reduce(
-                    np.logical_and if isinstance(op, ast.And) else np.logical_or, map(self.condition, values)
-                )
+                join = np.logical_and if isinstance(op, ast.And) else np.logical_or
+                result = reduce(join, map(self.condition, values))
             case ast.UnaryOp(op=ast.Not(), operand=operand):
-                found = np.logical_not(self.condition(operand))
+                result = np.logical_not(self.condition(operand))
             case ast.UnaryOp(op=ast.USub(), operand=operand):
-                found = -self.number(operand)
+                result = -self.number(operand)
             case ast.UnaryOp(op=ast.UAdd(), operand=operand):
-                found = +self.number(operand)
+                result = +self.number(operand)
             case ast.BinOp(op=op, left=left, right=right) if type(op) in _ARITHMETIC:
-                found = _computed(op, self.number(left), self.number(right))
+                result = _compute(op, self.number(left), self.number(right))
             case ast.Compare() if any(_class_names(node)):  # only while parsing, before `with_classes`
-                found = self.column(_compared_field(node, self.text), False) == 0
+                result = self.column(_compared_field(node, self.text), False) == 0
             case ast.Compare():
-                found = self.compared(node)
-            case ast.Constant(value=bool() | int() | float() as found):
+                result = self.compare(node)
+            case ast.Constant(value=bool() | int() | float() as result):
                 pass
             case _:
-                raise SelectionError(f"{_shown(node, self.text)!r} in where= is not understood", WORDS)
-        return found
+                raise self.error(node, "is not understood", GRAMMAR)
+        return result
 
-    def compared(self, node: ast.Compare) -> Any:
-        """Return where each comparison of a chain holds."""
-        holds: Any = True
-        value = self.number(node.left)
+    def compare(self, node: ast.Compare) -> Any:
+        """Return whether all comparisons of a chain are true."""
+        result: Any = True
+        left = self.number(node.left)
         for op, right in zip(node.ops, node.comparators, strict=True):
             if type(op) in _COMPARISONS:
-                other = self.number(right)
-                holds = np.logical_and(holds, _COMPARISONS[type(op)](value, other))
-                value = other
+                value = self.number(right)
+                result = np.logical_and(result, _COMPARISONS[type(op)](left, value))
+                left = value
                 continue
             if not isinstance(op, ast.In | ast.NotIn) or not isinstance(right, ast.Tuple | ast.List | ast.Set):
-                problem = f"{_shown(right, self.text)!r} in where= is not a list of numbers"
-                raise SelectionError(problem, "write in (1, 2, 3)")
+                raise self.error(right, "is not a list of numbers", "write in (1, 2, 3)")
             if any(isinstance(part, ast.Name) for part in ast.walk(right)):
-                problem = f"{_shown(right, self.text)!r} in where= has a field inside a list"
-                raise SelectionError(problem, "compare the fields with ==")
-            equal = [value == self.number(element) for element in right.elts]
-            among = reduce(np.logical_or, equal, np.zeros(np.shape(value), np.bool_))
-            holds = np.logical_and(holds, np.logical_not(among) if isinstance(op, ast.NotIn) else among)
-        return holds
+                raise self.error(right, "has a field inside a list", "compare the fields with ==")
+            equal = [left == self.number(element) for element in right.elts]
+            contained = reduce(np.logical_or, equal, np.zeros(np.shape(left), np.bool_))
+            result = np.logical_and(result, np.logical_not(contained) if isinstance(op, ast.NotIn) else contained)
+        return result
+
+    def error(self, node: ast.expr, problem: str, remedy: str) -> SelectionError:
+        """Return an error that quotes a node."""
+        return SelectionError(f"{_source(node, self.text)!r} in where= {problem}", remedy)
 
 
 def _class_names(node: ast.Compare) -> Iterator[ast.Constant]:
-    """Yield the texts that are compared."""
+    """Yield the strings of a comparison."""
     for side in (node.left, *node.comparators):
         for part in side.elts if isinstance(side, ast.Tuple | ast.List | ast.Set) else (side,):
             if isinstance(part, ast.Constant) and isinstance(part.value, str):
@@ -260,15 +255,17 @@ def _class_names(node: ast.Compare) -> Iterator[ast.Constant]:
 def _compared_field(node: ast.Compare, text: str) -> str:
     """Return the field that is compared with class names."""
     match node.left, node.ops, node.comparators:
-        case (ast.Name(id=field), [ast.Eq() | ast.NotEq()], [ast.Constant()]):
+        case (ast.Name(id=field), [ast.Eq() | ast.NotEq()], [ast.Constant()]) | (
+            ast.Constant(),
+            [ast.Eq() | ast.NotEq()],
+            [ast.Name(id=field)],
+        ):
             return field
-        case (ast.Constant(), [ast.Eq() | ast.NotEq()], [ast.Name(id=field)]):
-            return field
-        case (ast.Name(id=field), [ast.In() | ast.NotIn()], [ast.Tuple() | ast.List() | ast.Set() as among]):
-            if all(isinstance(one, ast.Constant) and isinstance(one.value, str | int) for one in among.elts):
+        case (ast.Name(id=field), [ast.In() | ast.NotIn()], [ast.Tuple() | ast.List() | ast.Set() as names]):
+            if all(isinstance(name, ast.Constant) and isinstance(name.value, str | int) for name in names.elts):
                 return field
     raise SelectionError(
-        f"{_shown(node, text)!r} in where= compares a class name otherwise than with one field",
+        f"{_source(node, text)!r} in where= compares a class name with something other than one field",
         "write label == 'cat', label != 'cat', label in ('cat', 'dog') or label not in ('cat', 'dog')",
     )
 
@@ -278,24 +275,25 @@ def _class_number(name: str, names: Sequence[str], problem: str) -> int:
         return names.index(name)
     if not names:
         raise SelectionError(f"{problem}, and the dataset has no class names for it", "compare it with numbers")
-    close = get_close_matches(name, names, 5)
-    shown = ", ".join(map(repr, close or names[:5]))
-    classes = f"its {len(names)} classes are {shown}{', ...' * (len(names) > 5)}"
-    raise SelectionError(f"{problem}, which is none of its classes", f"similar names are {shown}" if close else classes)
+    similar = get_close_matches(name, names, 5)
+    listed = ", ".join(map(repr, similar or names[:5]))
+    classes = f"its {len(names)} classes are {listed}{', ...' * (len(names) > 5)}"
+    remedy = f"similar names are {listed}" if similar else classes
+    raise SelectionError(f"{problem}, which is none of its classes", remedy)
 
 
-def _computed(op: ast.operator, left: Any, right: Any) -> Any:
-    """Return the result. numpy lets sums and products of integers wrap silently, so what may wrap is an error."""
+def _compute(op: ast.operator, left: Any, right: Any) -> Any:
+    """Apply an operator. Raises `OverflowError` if integers may exceed 64 bits, which numpy would wrap silently."""
     sizes = [_magnitude(left), _magnitude(right)]
     if isinstance(op, ast.Add | ast.Sub | ast.Mult) and None not in sizes:
-        most = operator.mul(*sizes) if isinstance(op, ast.Mult) else sum(sizes)
-        if most >= 2**63:
+        largest = operator.mul(*sizes) if isinstance(op, ast.Mult) else sum(sizes)
+        if largest >= 2**63:
             raise OverflowError("its numbers may exceed 64 bits")
     return _ARITHMETIC[type(op)](left, right)
 
 
 def _magnitude(value: Any) -> Any:
-    """Return the largest absolute value of integers; None of other numbers."""
+    """Return the largest absolute value of integers, None for other numbers."""
     if isinstance(value, int):
         return abs(value)
     if not isinstance(value, np.ndarray) or value.dtype.kind not in "iu":
@@ -303,11 +301,11 @@ def _magnitude(value: Any) -> Any:
     return max(abs(int(value.min())), abs(int(value.max()))) if value.size else 0
 
 
-def _widened(column: Column) -> Column:
+def _widen(column: Column) -> Column:
     if column.dtype.kind in "iu" and column.dtype != np.uint64:
         return column.astype(np.int64)
     return column.astype(np.float64) if column.dtype.kind == "f" else column
 
 
-def _shown(node: ast.expr, text: str) -> str:
+def _source(node: ast.expr, text: str) -> str:
     return ast.get_source_segment(text.strip(), node) or ast.unparse(node)

@@ -25,7 +25,7 @@ from streamloader.format.manifest import Field
 from streamloader.options import Shuffle, is_whole, parse_size
 from streamloader.order.epoch_order import EpochOrder
 from streamloader.order.schedule import World
-from streamloader.order.state import NO_GAPS, ORDER_NAMES, Gaps, RunState, SourceIdentity, get
+from streamloader.order.state import NO_GAPS, ORDER_NAMES, Gaps, RunState, SourceIdentity, read_value
 from streamloader.pytorch import arguments, distributed
 from streamloader.pytorch.arguments import Arguments, Source
 from streamloader.pytorch.distributed import SharedEpochs, WorldChoice, in_worker, resolve_world, worker
@@ -185,7 +185,7 @@ def warn_of_costs(share: EpochShare, workers: int, repeated: int, *, fresh: bool
     for cost in (
         f"{again}: {repeated} batches of each rank come again" if repeated else "",
         f"{workers} DataLoader workers on each rank: {order}; {remedy}" if workers > 1 else "",
-        share.costs(fresh=fresh, shuffle=shuffle),
+        share.describe_rereads(fresh=fresh, shuffle=shuffle),
     ):
         if cost:
             warnings.warn(cost, stacklevel=3)
@@ -429,7 +429,7 @@ class Streamed(IterableDataset[dict[str, Any]]):
         found = self._first.resumed(state, size, force=force)
         for dataset, source in zip(self._datasets, found.sources, strict=True):
             arguments.check_block(dataset.manifest, source.params.block, dataset.selection)
-        steps = get(state, "steps", int) if "steps" in state else 0
+        steps = read_value(state, "steps", int) if "steps" in state else 0
         self._end_pass()
         self._choose(found)
         self._now = self._start

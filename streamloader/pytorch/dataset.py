@@ -12,7 +12,7 @@ import torch
 from streamloader.engine.dataset import Dataset
 from streamloader.errors import BatchError, FieldError, MixtureError
 from streamloader.options import Remainder, Shuffle, is_whole
-from streamloader.order.state import Batches, check_shape
+from streamloader.order.state import Batches, check_mixture_options
 from streamloader.pytorch.arguments import Arguments, DecodeChoice, PackChoice, Source, StepChoice, WhereChoice
 from streamloader.pytorch.base import Streamed
 from streamloader.pytorch.distributed import WorldChoice
@@ -215,7 +215,7 @@ class Mixture(Streamed):
         )
         if remainder == "uneven":
             raise MixtureError('remainder="uneven" of a mixture', 'choose "pad" or "drop": a mixture has no end')
-        check_shape(stop, batches, unit)
+        check_mixture_options(stop, batches, unit)
         self._spec: MixtureSpec = choose_sources(sources, schedule)
         mixture = {"stop": stop, "batches": batches, "unit": unit, "weights_by_step": self._spec.whole}
         super().__init__(self.sources, given, shuffle=shuffle, seed=seed, world=world, **mixture)
