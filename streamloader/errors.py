@@ -204,7 +204,7 @@ class ForkError(EngineError, code="SL601"):
     """A client of the parent process was used after a fork."""
 
 
-def message(error: BaseException) -> str:
+def message(error: BaseException | None) -> str:
     """Return `str(error)`; where that raises, say so: an error without text is reported all the same."""
     try:
         return str(error)

@@ -118,7 +118,8 @@ def test_a_trickling_response_is_late_and_repeated_on_a_new_connection(server, s
 
 @pytest.mark.parametrize("plane", PLANES)
 def test_a_large_response_that_trickles_is_late_long_before_its_deadline(server, plane):
-    store = opened(plane, server.endpoint, replace(QUICK, outage_seconds=60.0, response_seconds=3.0, min_bytes_per_second=100.0))
+    policy = replace(QUICK, outage_seconds=60.0, response_seconds=3.0, min_bytes_per_second=100.0)
+    store = opened(plane, server.endpoint, policy)
     server.faults.append("trickle")
     begin = time.monotonic()
     assert bytes(store.retries.call(lambda: store.reader().read("x", 0, len(CONTENT)))) == CONTENT
