@@ -204,6 +204,14 @@ class ForkError(EngineError, code="SL601"):
     """A client of the parent process was used after a fork."""
 
 
+def message(error: BaseException | None) -> str:
+    """Return `str(error)`; where that raises, say so: an error without text is reported all the same."""
+    try:
+        return str(error)
+    except BaseException as problem:  # noqa: BLE001 - a class of the user's may raise anything
+        return f"its message raises {type(problem).__name__}"
+
+
 def wrapped(error: BaseException, what: str) -> StreamloaderError:
     """Return `error` if it is a `StreamloaderError`, else an `EngineError` with `error` as its cause.
 
@@ -214,7 +222,7 @@ def wrapped(error: BaseException, what: str) -> StreamloaderError:
     remedy = "the original error is this one's __cause__: fix what raised it, or report it"
     if isinstance(error, MemoryError):
         remedy = "lower memory= or batch_size, or free memory elsewhere"
-    ours = EngineError(f"{what} failed with {type(error).__name__}: {error}", remedy)
+    ours = EngineError(f"{what} failed with {type(error).__name__}: {message(error)}", remedy)
     ours.__cause__ = error
     return ours
 

@@ -15,6 +15,7 @@ from folder_server import folder_server
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torchrun import run_python
+from transform_tasks import NoMessage
 
 from streamloader.errors import (
     EndpointError,
@@ -132,7 +133,7 @@ def test_a_store_that_fails_for_good_is_an_error_after_the_batches_before_it(fol
         ("streamloader.engine.memory.Arena.take", "(gathering field 'x'|making the batch of samples .*) failed with"),
     ],
 )
-@pytest.mark.parametrize("error", [struct.error, MemoryError, SystemExit])
+@pytest.mark.parametrize("error", [struct.error, MemoryError, SystemExit, NoMessage])
 def test_whatever_a_thread_of_ours_raises_comes_at_its_batch(folder, monkeypatch, where, shown, error):
     plain = pkgutil.resolve_name(where.replace("reader.", "reader:").replace("arena.", "arena:"))
     calls = iter(range(1000))
@@ -144,7 +145,8 @@ def test_whatever_a_thread_of_ours_raises_comes_at_its_batch(folder, monkeypatch
 
     ds = StreamingDataset(folder, batch_size=16, fields=["x"], with_index=True, shuffle=False, memory=1 << 24)
     monkeypatch.setattr(where, method)
-    found, raised = before_error(ds, EngineError, f"{shown} {error.__name__}: out of order")
+    text = "its message raises" if error is NoMessage else "out of order"
+    found, raised = before_error(ds, EngineError, f"{shown} {error.__name__}: {text}")
     assert isinstance(raised.__cause__, error)
     assert found == list(range(len(found)))
     assert_threads_end()

@@ -3,6 +3,7 @@
 import asyncio
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import fsspec
 import pytest
@@ -40,15 +41,17 @@ def server(running):
     return running
 
 
-@pytest.fixture(scope="module", params=PLANES)
-def store(request, running):
-    protocol, kind = request.param.split("-")
-    url, more = (
-        ("s3://bucket", {"endpoint_url": running.endpoint}) if protocol == "s3" else (f"{running.endpoint}/bucket", {})
-    )
-    store = open_store(url, {**PLANES[request.param], **more, "retry": QUICK})
+def opened(plane, endpoint, policy):
+    protocol, kind = plane.split("-")
+    url, more = ("s3://bucket", {"endpoint_url": endpoint}) if protocol == "s3" else (f"{endpoint}/bucket", {})
+    store = open_store(url, {**PLANES[plane], **more, "retry": policy})
     assert store.reader().kind == kind, store.reader().reason
     return store
+
+
+@pytest.fixture(scope="module", params=PLANES)
+def store(request, running):
+    return opened(request.param, running.endpoint, QUICK)
 
 
 @pytest.fixture
@@ -146,6 +149,17 @@ def test_a_trickling_response_is_late_and_repeated_on_a_new_connection(server, s
     assert time.monotonic() - begin < 60  # each would take at least 99 s
     assert server.connections > connections
     assert server.gets == 9
+
+
+@pytest.mark.parametrize("plane", PLANES)
+def test_a_large_response_that_trickles_is_late_long_before_its_deadline(server, plane):
+    policy = replace(QUICK, outage_seconds=60.0, response_seconds=3.0, min_bytes_per_second=100.0)
+    store = opened(plane, server.endpoint, policy)
+    server.faults.append("trickle")
+    begin = time.monotonic()
+    assert bytes(store.retries.call(lambda: store.reader().read("x", 0, len(CONTENT)))) == CONTENT
+    assert time.monotonic() - begin < 60  # 16 KB may take 167 s
+    assert server.gets == 2
 
 
 @pytest.mark.parametrize("fault", ["stall", "trickle", "trickle-status", "503", "close"])

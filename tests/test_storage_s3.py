@@ -19,6 +19,7 @@ from aws import standing_in_for_aws
 from botocore.awsrequest import AWSResponse
 from botocore.config import Config
 from botocore.credentials import ReadOnlyCredentials
+from datasets import within
 from faulty import NO_RETRY, QuietHandler, serving
 from servers import STORE_CALLS
 
@@ -204,6 +205,13 @@ def test_requests_equal_those_of_botocores_own_client(case, monkeypatch):
     ours._compares = False
     expected = theirs("put_object", own_client(options, checksums="when_required"), **put)
     assert requested(lambda: ours.put(KEY, [BODY[:3], BODY[3:]])) == expected
+
+
+def test_a_further_client_takes_little_memory(monkeypatch):
+    monkeypatch.undo()  # of one_loader
+    first = S3Client(parse_location("s3://bucket", KEYS))
+    with within(4 << 20):
+        assert S3Client(parse_location("s3://other", KEYS)).keys() == first.keys()
 
 
 def test_a_signature_serves_one_object_for_a_minute_and_no_longer_than_its_keys(monkeypatch):

@@ -13,7 +13,7 @@ from datasets import before_error, numbers
 from hypothesis import given
 from hypothesis import strategies as st
 from torchrun import environment
-from transform_tasks import Odd, Raising, kills_itself, noisy, summed, unpicklable
+from transform_tasks import NoMessage, Odd, Raising, kills_itself, noisy, summed, unpicklable
 
 from streamloader.engine.transform import RngKey, collate, takes_rng
 from streamloader.errors import EngineError, TransformError, UsageError
@@ -87,6 +87,8 @@ def test_samples_come_as_arrays_bytes_and_str_and_lists_stay_lists(url):
         (Raising(KeyboardInterrupt), 0, KeyboardInterrupt, "the transform raised KeyboardInterrupt on sample 57"),
         (Raising(Odd, 1, 2), 0, Odd, "the transform raised Odd on sample 57: 1 and 2"),
         (Raising(Odd, 1, 2), 1, RuntimeError, "the transform raised Odd on sample 57: 1 and 2"),
+        (Raising(NoMessage), 0, NoMessage, "the transform raised NoMessage on sample 57: its message raises Zero"),
+        (Raising(NoMessage), 1, NoMessage, "the transform raised NoMessage on sample 57: its message raises Zero"),
         (unpicklable, 1, Exception, r"the transform returned for one of \[56, 57, 58, 59\]... cannot be sent"),
     ],
 )

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from typing import Any
 
 import numpy as np
@@ -40,6 +41,18 @@ class Odd(BaseException):
 
     def __init__(self, first: int, second: int) -> None:
         super().__init__(f"{first} and {second}")
+
+
+class NoMessage(Exception):
+    """An error whose message cannot be formatted."""
+
+    def __str__(self) -> str:
+        raise ZeroDivisionError
+
+
+def slow(sample: dict[str, Any]) -> dict[str, Any]:
+    time.sleep(0.01)
+    return {"label": sample["label"]}
 
 
 def unpicklable(sample: dict[str, Any]) -> dict[str, Any]:

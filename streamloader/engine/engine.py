@@ -345,16 +345,17 @@ class Pipeline:
 
     def _finish(self, batch: Batch) -> None:
         """Wait for the batch, and raise its error."""
+        core = self._run.core
         if not batch.finished.is_set():
-            core = self._run.core
             name = "transform_wait_seconds" if core.stages.transforms else "decode_wait_seconds"
-            with self._run.core.counters.timed(name):
+            with core.counters.timed(name):
                 while not batch.finished.wait(SIGNAL_SECONDS):
                     core.check_open()
         # the frames of its traceback hold the batch, and a cycle would keep its memory
         error, batch.error = batch.error, None
         if error is not None:
             try:
+                core.check_open()  # a process of the transform that ends with the pass fails its batch
                 raise error
             finally:
                 del error  # its traceback has this frame

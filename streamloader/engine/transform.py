@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from streamloader.errors import EngineError, TransformError, UsageError
+from streamloader.errors import EngineError, TransformError, UsageError, message
 
 Transform = Callable[..., Any]
 Sample = dict[str, Any]
@@ -84,7 +84,7 @@ def apply(
         try:
             result = transform(sample, key.rng()) if with_rng else transform(sample)
         except BaseException as error:
-            problem = f"the transform raised {type(error).__name__} on sample {number}: {error}"
+            problem = f"the transform raised {type(error).__name__} on sample {number}: {message(error)}"
             raise TransformError(problem, "fix it, or have it return a default for such samples") from error
         if not isinstance(result, dict):
             problem = f"the transform returned {type(result).__name__} for sample {number}"
@@ -115,9 +115,8 @@ def _column(name: str, values: list[Any], numbers: Sequence[int], tensors: Tenso
     except TransformError:
         raise
     except BaseException as error:
-        problem = (
-            f"field {name!r} of samples {numbers[0]}, ... cannot be stacked ({type(error).__name__}: {error!s:.200})"
-        )
+        problem = f"field {name!r} of samples {numbers[0]}, ... cannot be stacked"
+        problem += f" ({type(error).__name__}: {message(error):.200})"
         raise TransformError(problem, "return arrays or numbers of one shape and dtype, or a list") from error
 
 
@@ -130,7 +129,8 @@ def _stack(name: str, values: list[Any], numbers: Sequence[int]) -> Any:
             problem = (
                 f"the transform returned {type(value).__name__} as {name!r} of sample {number}, which is not an array"
             )
-            raise TransformError(f"{problem} ({error!r})", "return arrays, tensors or numbers, or a list") from error
+            problem += f" ({type(error).__name__}: {message(error)})"
+            raise TransformError(problem, "return arrays, tensors or numbers, or a list") from error
     if arrays[0].dtype == object and not isinstance(values[0], np.ndarray):
         return values
     for array, number in zip(arrays, numbers, strict=True):
@@ -223,7 +223,8 @@ def _serve(pipe: Connection, transform: Transform, tensors: tuple[str, str]) -> 
         except BaseException as error:  # noqa: BLE001 - whatever pickling raises, the parent gets it
             problem = f"what the transform returned for one of {list(numbers)[:4]}... cannot be sent between processes"
             remedy = "return arrays, tensors, numbers, bytes, str and lists of them, or use transform_workers=0"
-            response = _dump(TransformError(f"{problem} ({type(error).__name__}: {error})", remedy), _portable(error))
+            problem += f" ({type(error).__name__}: {message(error)})"
+            response = _dump(TransformError(problem, remedy), _portable(error))
         try:
             pipe.send_bytes(response)
         except OSError:
@@ -250,6 +251,6 @@ def _portable(cause: BaseException | None) -> BaseException:
     try:
         found: BaseException = pickle.loads(pickle.dumps(cause))
     except Exception:  # noqa: BLE001 - whatever a class of the user's does when it is pickled
-        found = RuntimeError(f"{type(cause).__name__}: {cause}")
+        found = RuntimeError(f"{type(cause).__name__}: {message(cause)}")
     found.add_note(f"in the transform process:\n{text}")
     return found

@@ -210,17 +210,18 @@ class Steps(SharedIterator):
         self._dataset = dataset
         self._pass = first
         self._left = steps
+        self._failed = False
 
     def _take(self) -> dict[str, Any]:
         if not self._left:
             raise StopIteration
         try:
             batch = next(self._pass, None)
-            if batch is None:
+            if batch is None and not self._failed:
                 self._pass = self._dataset._begin_pass()
                 batch = next(self._pass, None)
         except Exception:
-            self._left = 0
+            self._failed = True
             raise
         self._left = self._left - 1 if batch is not None else 0
         if batch is None:

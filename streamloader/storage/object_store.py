@@ -10,14 +10,13 @@ import json
 import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 from streamloader.errors import UnsupportedError
 from streamloader.storage import process
-from streamloader.storage.retry import beyond_the_end, cause_of, client_errors
-from streamloader.storage.store import Allocate, Buffer
+from streamloader.storage.retry import HttpError, Progress, beyond_the_end, cause_of, client_errors
+from streamloader.storage.store import Allocate, Buffer, empty_buffer
 from streamloader.storage.url import FSSPEC_OPTIONS, Location
 
 CONNECT_SECONDS = 5.0
@@ -96,36 +95,42 @@ def refuse_unknown(what: str, options: Mapping[str, Any], known: Collection[str]
         raise UnsupportedError(f"obstore has no counterpart of {what} option {', '.join(map(repr, unknown))}")
 
 
-# obstore limits the time of a request by client: there is one for requests of up to so many bytes, 4 times more, ...
-SMALLEST_CLASS = 64 << 10
-
-
 class ObjectPlane:
-    """The obstore clients of one location, by how long their responses may take; made when first used."""
+    """The obstore client of one location."""
 
     def __init__(self, target: Target, location: Location) -> None:
         import obstore
 
-        self._get_range = obstore.get_range
-        self._client = cache(partial(_client, target, location))
+        self._get = obstore.get
+        self._client = _client(target, location)
+        self._policy = location.retry
         self._owner = process.Owner("clients")
-        self._client(SMALLEST_CLASS)
 
-    def read(self, path: str, start: int, stop: int, allocate: Allocate | None = None) -> Buffer:  # noqa: ARG002 - the client makes bodies of its own
-        """Return bytes [start, stop) of an object, fewer where it ends before."""
+    def read(self, path: str, start: int, stop: int, allocate: Allocate | None = None) -> Buffer:
+        """Return bytes [start, stop) of an object, fewer where it ends before; in `allocate(size)` where given.
+
+        Raises `TimeoutError` where they come slower than the policy allows.
+        """
         self._owner.check()
         process.note_obstore_use()
-        limit = SMALLEST_CLASS
-        while limit < stop - start:
-            limit *= 4
+        progress, count = Progress(self._policy), 0
         try:
-            return memoryview(self._get_range(self._client(limit), path, start=start, end=stop))
+            response = self._get(self._client, path, options={"range": (start, stop)})
         except client_errors() as error:
             if not beyond_the_end(error):
                 raise
             return b""
         except ValueError as error:
             raise OSError(f"obstore cannot parse the name: {error}") from error
+        body = (allocate or empty_buffer)(response.range[1] - response.range[0])
+        for part in response.stream(min_chunk_size=1):  # as it arrives: some 300 KB at a time
+            if count + len(part) > len(body):
+                raise HttpError(206, "WrongRange", f"received more than the {len(body)} bytes of the range")
+            body[count : count + len(part)] = part
+            count += len(part)
+            progress.received(len(part))
+            progress.seconds_left()
+        return body[:count]
 
 
 def open_object_plane(location: Location) -> tuple[ObjectPlane, str]:
@@ -141,14 +146,14 @@ def open_object_plane(location: Location) -> tuple[ObjectPlane, str]:
     return ObjectPlane(target, location), target.prefix
 
 
-def _client(target: Target, location: Location, size: int) -> Any:
-    """Return a client for requests of up to `size` bytes. Raises `UnsupportedError` for options that it refuses."""
+def _client(target: Target, location: Location) -> Any:
+    """Return the client. Raises `UnsupportedError` for options that it refuses."""
     from obstore import store
     from obstore.exceptions import BaseError
 
     policy, secrets = location.retry, location.secrets
     limits = {
-        "timeout": f"{round(policy.deadline(size) * 1000)}ms",
+        "timeout": "1d",  # of a whole response: `ObjectPlane.read` has the deadline
         "connect_timeout": f"{round(CONNECT_SECONDS * 1000)}ms",
         "read_timeout": f"{round(policy.response_seconds * 1000)}ms",
     }

@@ -23,6 +23,7 @@ from functools import lru_cache, partial
 from types import SimpleNamespace
 from typing import Any
 
+import botocore.loaders
 import botocore.session
 from botocore import UNSIGNED, xform_name
 from botocore.awsrequest import AWSPreparedRequest, AWSRequest, AWSResponse
@@ -509,6 +510,10 @@ def split_bucket(path: str) -> tuple[str, str]:
     return bucket, path[len(bucket) + 1 :]
 
 
+# What botocore reads to make a client: 0.2 s and 12 MB, kept in cycles. Sessions share it, as clients of one do.
+_service_models = lru_cache(botocore.loaders.create_loader)
+
+
 def _botocore_client(location: Location) -> tuple[Any, bool | str | None]:
     """Return the client that s3fs makes of its options, and its `verify`."""
     options = location.options
@@ -534,6 +539,7 @@ def _botocore_client(location: Location) -> tuple[Any, bool | str | None]:
         config["signature_version"] = UNSIGNED
         given = {name: value for name, value in given.items() if name not in _KEYS}
     session = botocore.session.Session(profile=options.get("profile"))
+    session.register_component("data_loader", _service_models(session.get_config_variable("data_path")))
     verify = given.get("verify")
     if verify is None:
         verify = session.get_config_variable("ca_bundle") or os.environ.get("REQUESTS_CA_BUNDLE")
