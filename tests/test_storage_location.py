@@ -35,13 +35,25 @@ def test_urls_and_what_is_below_them(url, protocol, child):
     assert (location.protocol, location.child("a/b").shown) == (protocol, child)
 
 
-@pytest.mark.parametrize("url", ["s3:/bucket/x", "S3:/bucket/x", "s3:bucket/x", "gs:/b/x", "https:/h/x", "file:/x"])
-def test_a_url_that_lacks_a_slash_is_no_local_path(url):
-    scheme, rest = url.lower().split(":")
-    with pytest.raises(UsageError, match=f"a // is missing .*; write {scheme}://{rest.lstrip('/')}, or ./{url} for"):
-        open_store(Path(url))
+@pytest.mark.parametrize(
+    ("url", "meant"),
+    [
+        ("s3:/bucket/x", "s3://bucket/x"),
+        ("S3:/bucket/x", "s3://bucket/x"),
+        ("s3:bucket/x", "s3://bucket/x"),
+        ("s3//bucket/x", "s3://bucket/x"),
+        ("gs:/b/x", "gs://b/x"),
+        ("https:/h/x", "https://h/x"),
+        ("file:/x", "file:///x"),
+        ("file:x", "file://x"),
+    ],
+)
+def test_a_url_that_lacks_a_slash_or_the_colon_is_no_local_path(url, meant):
+    missing = "a // is missing" if ":" in url else "a : is missing"
+    with pytest.raises(UsageError, match=f"{missing} behind .*; write {meant}, or ./{url} for a local path"):
+        open_store(Path(url) if ":" in url else url)
     assert parse_location(f"./{url}", None).protocol == "file"
-    assert parse_location("a:/b", None).protocol == "file"
+    assert parse_location("a:/b", None).protocol == parse_location("s3/b", None).protocol == "file"
 
 
 @pytest.mark.parametrize("endpoint", ["h:9", "ftp://me:hidden@h:9", "//me:hidden@h:9", "http:/me:hidden@h:9"])

@@ -302,4 +302,5 @@ def _joined(data: Body) -> bytes | bytearray:
 
 
 def _object_info(path: str, info: dict[str, Any]) -> ObjectInfo:
-    return ObjectInfo(path, int(info["size"] or 0), etag_of(info))
+    etag = etag_of(info) or str(info.get("Last-Modified", ""))  # some web servers send no etag
+    return ObjectInfo(path, int(info["size"] or 0), etag)
