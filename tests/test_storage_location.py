@@ -93,6 +93,12 @@ def test_a_mistyped_storage_option_is_named_and_nothing_is_advised_to_be_overwri
         assert "overwrite" not in str(raised.value) and "damaged" not in str(raised.value)
 
 
+def test_a_mistyped_storage_option_of_a_web_server_is_named():
+    with pytest.raises(UsageError, match="there is no storage option 'heders'; see the parameters of"):
+        sl.open("http://127.0.0.1:9/x", storage_options={"heders": {"X-Key": "1"}})
+    open_store("http://127.0.0.1:9/x", {"headers": {"X-Key": "1"}, "proxy": "http://127.0.0.1:9"})
+
+
 def test_empty_and_signed_urls_cannot_hold_a_dataset():
     for url in ("", "   "):
         with pytest.raises(UsageError):
