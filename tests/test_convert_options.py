@@ -6,9 +6,11 @@ import io
 import json
 import operator
 import os
+import re
 import subprocess
 import sys
 import threading
+import types
 from dataclasses import replace
 
 import numpy as np
@@ -213,6 +215,59 @@ class Scale:
         return {"n": sample["n"] * self.table["by"][0], "x": sample["x"]}
 
 
+def helpers(text):
+    """A module of the user's own, which `using` and imports find."""
+    module = sys.modules["helpers_of_a_user"] = types.ModuleType("helpers_of_a_user")
+    exec(f"import sys\nhere = sys.modules[__name__]\ndef g(n): {text}", vars(module))
+    return module
+
+
+def using(module):
+    return lambda sample: {"n": module.g(sample["n"])}
+
+
+def imports(text):
+    helpers(text)
+
+    def function(sample):
+        import helpers_of_a_user
+
+        return {"n": helpers_of_a_user.here.g(sample["n"])}
+
+    return function
+
+
+def imports_a_name(text):
+    helpers(text)
+
+    def function(samples):
+        def one(sample):
+            from helpers_of_a_user import g
+
+            return g(sample["n"])
+
+        return {"n": [one(sample) for sample in samples]}
+
+    return function
+
+
+def given_a_package(text):
+    package = types.ModuleType("package_of_a_user")
+    package.inner = helpers(text)
+    return lambda sample, *, package=package: {"n": package.inner.g(sample["n"])}
+
+
+def made_by(factor):
+    class Meta(type):
+        def __call__(cls, n):
+            return n * factor
+
+    class Made(metaclass=Meta):
+        pass
+
+    return lambda sample: {"n": Made(sample["n"])}
+
+
 # what makes one function of each of two values
 FUNCTIONS = {
     "the value of a partial": (lambda by: functools.partial(scaled, by=by), 2, 3),
@@ -224,6 +279,12 @@ FUNCTIONS = {
     "a default": (lambda by: source_of(factor=by), 2, 3),
     "a global": (lambda by: source_of(constant=by), 2, 3),
     "a helper": (lambda text: source_of(helper=text), "return n", "return n + 1"),
+    "a module": (lambda text: using(helpers(text)), "return n", "return n + 1"),
+    "an import": (imports, "return n", "return n + 1"),
+    "an import of a name": (imports_a_name, "return n", "return n + 1"),
+    "a module in a package": (given_a_package, "return n", "return n + 1"),
+    "a metaclass": (made_by, 2, 3),
+    "a tensor": (lambda by: closed_over([torch.tensor([by])]), 2, 3),
     "state": (Scale, 2, 3),
     "a bound method": (lambda by: Scale(by).__call__, 2, 3),
     "another function": (lambda found: found, doubled, first_of_x),
@@ -233,11 +294,19 @@ FUNCTIONS = {
 
 
 @pytest.mark.parametrize("case", FUNCTIONS)
-def test_a_function_that_does_something_else_is_another_one(case):
+def test_a_function_that_does_something_else_is_another_one(case, monkeypatch):
+    monkeypatch.setitem(sys.modules, "helpers_of_a_user", None)
     make, one, other = FUNCTIONS[case]
-    assert function_digest(make(one)) == function_digest(make(one)), "made anew, it is the same"
-    assert function_digest(make(one)).digest != function_digest(make(other)).digest
-    assert not function_digest(make(one)).unknown
+    function = make(one)
+    first = function_digest(function)
+    assert first == function_digest(make(one)), "made anew, it is the same"
+    assert first.digest != function_digest(make(other)).digest
+    assert not first.unknown
+
+
+def test_a_module_of_which_anything_may_be_used_has_no_known_state():
+    unknown = function_digest(closed_over([types.ModuleType("helpers_of_a_user")])).unknown
+    assert re.search(r"'by' in the closure of .* is the module helpers_of_a_user", unknown)
 
 
 def test_a_function_is_the_same_in_every_process(tmp_path):

@@ -121,6 +121,16 @@ def test_flags_become_numbers_by_name(tmp_path):
     assert values_of(ds) == [1, 0]
     ds = converted(write_lines(tmp_path / "it.jsonl", [[], [True]]), tmp_path / "lists", fields="x=ragged:uint8")
     assert values_of(ds) == [[], [1]]
+    src = write_lines(tmp_path / "it.jsonl", [True, None])
+    ds = converted(src, tmp_path / "nulls", fields="x=int8", fill={"x": -1})
+    assert values_of(ds) == [1, -1]
+
+
+@pytest.mark.parametrize("values", [[True, 2], [2, True], [[True], [2, 3]], [True] * 500 + [2] + [True] * 500])
+def test_flags_among_numbers_are_refused_though_a_type_is_named(values, tmp_path):
+    kind = "ragged:int64" if isinstance(values[0], list) else "int64"
+    with pytest.raises(SourceError, match="give all samples one kind of value"):
+        converted(write_lines(tmp_path / "it.jsonl", values), tmp_path, fields=f"x={kind}")
 
 
 def test_json_that_is_kept_as_text_stays_json(tmp_path):

@@ -212,6 +212,8 @@ BAD_ROWS = {
     "large": (b"9999999999999999999,2.5,x,true\n", "its column 'N' holds '9999999999999999999', which is not int64"),
     "empty int": (b",2.5,x,true\n", "its column 'N' is empty; give .* --fill n=VALUE, or .* n=text in"),
     "rounded": (b"1,9007199254740993,x,true\n", "'x' holds 9007199254740993, which float64 does not hold exactly"),
+    "rounded, with a sign": (b"1,+9007199254740993,x,true\n", r"'x' holds \+9007199254740993, which float64 does not"),
+    "rounded, with zeros": (b"1,-009007199254740993,x,true\n", "'x' holds -009007199254740993, which float64 does"),
     "infinite": (b"1,-1e400,x,true\n", "'x' holds -1e400, which float64 does not hold exactly"),
     "blank float": (b'1,"  ",x,true\n', "its column 'x' is empty"),
     "no float": (b'1,"2,5",x,true\n', "its column 'x' holds '2,5', which is not float64"),

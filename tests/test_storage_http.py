@@ -52,6 +52,22 @@ def test_the_wait_that_a_response_asks_for_is_in_its_error(server, header, wait)
     assert caught.value.retry_after == wait
 
 
+def test_a_time_stands_in_for_an_etag_that_a_server_does_not_send():
+    """By it a conversion knows that its source changed."""
+
+    class Handler(QuietHandler):
+        def do_HEAD(self):
+            self.respond(200, b"data", {"ETag": "", "Last-Modified": next(times)})
+
+        do_GET = do_HEAD
+
+    times = iter(["Fri, 20 Nov 2026 12:00:00 GMT", "Fri, 20 Nov 2026 12:00:01 GMT"])
+    with serving(Handler) as server:
+        found = [open_store(f"{server.endpoint}/folder").head("x") for _ in range(2)]
+    assert [info.size for info in found] == [4, 4]
+    assert found[0].etag != found[1].etag
+
+
 def test_a_connection_that_was_idle_for_long_is_not_used_again(server, monkeypatch):
     reader = reader_of(server)
     reader.read("x", 0, 10)

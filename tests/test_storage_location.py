@@ -35,13 +35,25 @@ def test_urls_and_what_is_below_them(url, protocol, child):
     assert (location.protocol, location.child("a/b").shown) == (protocol, child)
 
 
-@pytest.mark.parametrize("url", ["s3:/bucket/x", "S3:/bucket/x", "s3:bucket/x", "gs:/b/x", "https:/h/x", "file:/x"])
-def test_a_url_that_lacks_a_slash_is_no_local_path(url):
-    scheme, rest = url.lower().split(":")
-    with pytest.raises(UsageError, match=f"a // is missing .*; write {scheme}://{rest.lstrip('/')}, or ./{url} for"):
-        open_store(Path(url))
+@pytest.mark.parametrize(
+    ("url", "meant"),
+    [
+        ("s3:/bucket/x", "s3://bucket/x"),
+        ("S3:/bucket/x", "s3://bucket/x"),
+        ("s3:bucket/x", "s3://bucket/x"),
+        ("s3//bucket/x", "s3://bucket/x"),
+        ("gs:/b/x", "gs://b/x"),
+        ("https:/h/x", "https://h/x"),
+        ("file:/x", "file:///x"),
+        ("file:x", "file://x"),
+    ],
+)
+def test_a_url_that_lacks_a_slash_or_the_colon_is_no_local_path(url, meant):
+    missing = "a // is missing" if ":" in url else "a : is missing"
+    with pytest.raises(UsageError, match=f"{missing} behind .*; write {meant}, or ./{url} for a local path"):
+        open_store(Path(url) if ":" in url else url)
     assert parse_location(f"./{url}", None).protocol == "file"
-    assert parse_location("a:/b", None).protocol == "file"
+    assert parse_location("a:/b", None).protocol == parse_location("s3/b", None).protocol == "file"
 
 
 @pytest.mark.parametrize(
@@ -81,6 +93,12 @@ def test_a_mistyped_storage_option_is_named_and_nothing_is_advised_to_be_overwri
         with pytest.raises(UsageError, match=message) as raised:
             call("s3://bucket/x", storage_options={"key": "k", "secret": "s", **options})
         assert "overwrite" not in str(raised.value) and "damaged" not in str(raised.value)
+
+
+def test_a_mistyped_storage_option_of_a_web_server_is_named():
+    with pytest.raises(UsageError, match="there is no storage option 'heders'; see the parameters of"):
+        sl.open("http://127.0.0.1:9/x", storage_options={"heders": {"X-Key": "1"}})
+    open_store("http://127.0.0.1:9/x", {"headers": {"X-Key": "1"}, "proxy": "http://127.0.0.1:9"})
 
 
 def test_empty_and_signed_urls_cannot_hold_a_dataset():

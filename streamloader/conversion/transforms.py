@@ -1,10 +1,10 @@
 """What happens to samples between the source and the dataset: the user's map function, and images encoded again.
 
 A map function is known by a digest of everything that its results depend on, as far as that is known: for a function
-of the user's own its compiled code, its defaults, the values of its closure, and the globals that the code reads; other
-functions and classes among these count in the same way. What an installed package defines counts by its name and the
-package's version. Other objects count by their class and state, as they are copied. What gives no state, such as a lock
-or an open file, leaves the digest unknown.
+of the user's own its compiled code, its defaults, the values of its closure, the globals that the code reads, and what
+it imports; other functions and classes among these count in the same way, and of a user's module what the code names.
+What an installed package defines counts by its name and the package's version. Other objects count by their class and
+state, as they are copied. What gives no state, such as a lock or an open file, leaves the digest unknown.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import copyreg
 import dis
 import hashlib
+import importlib.util
 import io
 import pkgutil
 import re
@@ -20,6 +21,7 @@ import sysconfig
 import types
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -29,7 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streamloader.conversion.sources.base import BadSample, OnBad, Part, Source, read_kept
-from streamloader.conversion.sources.fields import FieldSelection, flatten, settle, transform_source
+from streamloader.conversion.sources.fields import FieldSelection, flatten, from_dlpack, settle, transform_source
 from streamloader.conversion.sources.media import IMAGE_ENCODINGS
 from streamloader.conversion.sources.records import Sample, open_records
 from streamloader.errors import UsageError
@@ -132,6 +134,12 @@ def _parts(value: Any, where: str) -> Iterable[tuple[str, Any]]:
 def _state(value: Any, where: str) -> Sequence[Any]:
     """Return the class of an object, and what it is copied from. Raises `_UnknownStateError`."""
     kind = type(value)
+    if isinstance(value, types.ModuleType) and _installed(value.__name__):
+        return [value.__name__, getattr(value, "__version__", "")]
+    if isinstance(value, types.ModuleType):
+        raise _UnknownStateError(f"{where} is the module {value.__name__}, of which anything may be used")
+    if hasattr(kind, "__dlpack__") and (array := from_dlpack(value)) is not None:
+        return [kind, array]  # a tensor is copied by way of addresses
     wrapped = getattr(value, "__wrapped__", None)
     if callable(wrapped):  # functools.cache and its like are copied by name
         return [kind, wrapped]
@@ -150,7 +158,6 @@ def _state(value: Any, where: str) -> Sequence[Any]:
 _PARTS: Mapping[type, Callable[[Any], Iterable[Any]]] = {
     list: list,
     tuple: list,
-    types.ModuleType: lambda module: [module.__name__, getattr(module, "__version__", "")],
     types.MethodType: lambda method: [method.__func__, method.__self__],
     staticmethod: lambda method: [method.__func__],
     classmethod: lambda method: [method.__func__],
@@ -160,43 +167,69 @@ _PARTS: Mapping[type, Callable[[Any], Iterable[Any]]] = {
 
 
 def _function_parts(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    code, name = function.__code__, f"the function {function.__qualname__}"
-    yield name, (function.__qualname__, code)
-    yield f"a default of {name}", (function.__defaults__, function.__kwdefaults__)
+    name, codes, defaults = f"the function {function.__qualname__}", _codes(function.__code__), function.__kwdefaults__
+    yield name, (function.__qualname__, function.__code__, list(defaults or ()))
     yield f"an attribute of {name}", function.__dict__
-    for variable, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+    names = {named for code in codes for named in code.co_names}
+    for value in (*(function.__defaults__ or ()), *(defaults or {}).values()):
+        yield from _used_parts(f"a default of {name}", value, names)
+    for variable, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         if cell != types.CellType():  # it is not empty
-            yield f"{variable!r} in the closure of {name}", (variable, cell.cell_contents)
-    for read, attributes in sorted(_globals_read(code).items()):
-        if read not in function.__globals__:
-            continue  # a builtin, or nothing
-        value = function.__globals__[read]
-        yield f"the global {read!r} of {name}", value
-        if isinstance(value, types.ModuleType) and not _installed(value.__name__):
-            for attribute in sorted(attributes & vars(value).keys()):
-                yield f"{read}.{attribute}", getattr(value, attribute)
+            yield name, variable
+            yield from _used_parts(f"{variable!r} in the closure of {name}", cell.cell_contents, names)
+    for read, value in sorted(_globals_read(function, codes).items()):
+        yield from _used_parts(f"the global {read!r} of {name}", value, names)
+    for module in _imported(function, codes):
+        yield from _used_parts(f"the module {module.__name__} in {name}", module, names)
+
+
+def _used_parts(
+    where: str, value: Any, names: set[str], within: tuple[types.ModuleType, ...] = ()
+) -> Iterator[tuple[str, Any]]:
+    """Yield a value that a function uses; of a user's module what has one of the names in the function's code."""
+    if not isinstance(value, types.ModuleType) or _installed(value.__name__):
+        yield where, value
+    elif value not in within:  # modules may hold each other
+        yield where, value.__name__
+        for attribute in sorted(names & vars(value).keys()):
+            yield from _used_parts(f"{where}, {attribute!r}", vars(value)[attribute], names, (*within, value))
+
+
+def _codes(code: types.CodeType) -> list[types.CodeType]:
+    """Return the code, and all code within it."""
+    return [code, *(one for inner in code.co_consts if isinstance(inner, types.CodeType) for one in _codes(inner))]
+
+
+def _globals_read(function: types.FunctionType, codes: Iterable[types.CodeType]) -> dict[str, Any]:
+    """Return the globals that the code reads; builtins are none."""
+    reads = {
+        instruction.argval
+        for code in codes
+        for instruction in dis.get_instructions(code)
+        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME")
+    }
+    return {name: function.__globals__[name] for name in reads & function.__globals__.keys()}
+
+
+def _imported(function: types.FunctionType, codes: Iterable[types.CodeType]) -> Iterator[types.ModuleType]:
+    """Yield the user's modules that the code imports when it runs; one that cannot be imported here is left out."""
+    for code in codes:
+        found = [one for one in dis.get_instructions(code) if one.opname != "EXTENDED_ARG"]
+        for level, fromlist, instruction in zip(found, found[1:], found[2:], strict=False):
+            name = instruction.argval
+            if instruction.opname != "IMPORT_NAME" or (not level.argval and _installed(name)):
+                continue
+            with suppress(Exception):  # the module's own code may raise anything
+                yield __import__(name, function.__globals__, None, fromlist.argval, level.argval)
 
 
 def _class_parts(kind: type) -> Iterator[tuple[str, Any]]:
     name = f"the class {kind.__qualname__}"
-    yield name, (kind.__qualname__, kind.__bases__)
+    yield name, (kind.__qualname__, type(kind), kind.__bases__)
     for member, value in sorted(vars(kind).items()):
         slot = isinstance(value, types.GetSetDescriptorType | types.MemberDescriptorType)
         if member not in _CLASS_EXTRAS and not slot:
             yield f"{member!r} of {name}", (member, value)
-
-
-def _globals_read(code: types.CodeType) -> dict[str, set[str]]:
-    """Return the globals that the code reads, each with all names of attributes in the code."""
-    found: dict[str, set[str]] = {}
-    for instruction in dis.get_instructions(code):
-        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
-            found.setdefault(instruction.argval, set()).update(code.co_names)
-    for inner in code.co_consts:
-        if isinstance(inner, types.CodeType):
-            for name, attributes in _globals_read(inner).items():
-                found.setdefault(name, set()).update(attributes)
-    return found
 
 
 def _installed(module: str | None) -> bool:
@@ -206,7 +239,8 @@ def _installed(module: str | None) -> bool:
         return False
     if top in sys.stdlib_module_names or top == __name__.partition(".")[0]:
         return True
-    file = getattr(sys.modules.get(top), "__file__", None)
+    found = sys.modules.get(top) or importlib.util.find_spec(top)  # which imports nothing
+    file = getattr(found, "__file__", None) or getattr(found, "origin", None)
     folders = {sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib")}
     return file is not None and any(Path(file).is_relative_to(folder) for folder in folders)
 

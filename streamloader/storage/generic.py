@@ -16,6 +16,7 @@ import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from html import unescape
+from inspect import signature
 from pathlib import Path
 from typing import Any
 from urllib.parse import urljoin
@@ -254,6 +255,13 @@ def _written_beside(path: str, data: Body) -> Iterator[Path]:
 class HttpClient(FsspecClient):
     """Plain HTTP servers: they are read only, a range that they ignore is noticed, and so is a late response."""
 
+    def __init__(self, fs: Any, policy: RetryPolicy, root: str) -> None:
+        """Raise TypeError for an option that a request does not have."""
+        from aiohttp import ClientSession
+
+        signature(ClientSession._request).bind(None, "GET", "", **fs.kwargs)
+        super().__init__(fs, policy, root)
+
     def get(self, path: str) -> bytes:
         """Return the object."""
         return bytes(sync(self.fs.loop, self._read, path, ""))
@@ -319,4 +327,5 @@ def _joined(data: Body) -> bytes | bytearray:
 
 
 def _object_info(path: str, info: dict[str, Any]) -> ObjectInfo:
-    return ObjectInfo(path, int(info["size"] or 0), etag_of(info))
+    etag = etag_of(info) or str(info.get("Last-Modified", ""))  # some web servers send no etag
+    return ObjectInfo(path, int(info["size"] or 0), etag)

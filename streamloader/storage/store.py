@@ -334,7 +334,8 @@ def _wrong_option(location: Location, error: Exception) -> UsageError:
     remedy = "see the parameters of the protocol's fsspec filesystem"
     name = re.search(r"unexpected keyword argument '(\w+)'", detail)
     if name is not None:
-        alike = difflib.get_close_matches(name[1], [*S3_OPTIONS, *S3_CLIENT_OPTIONS], 1)
+        known = (*S3_OPTIONS, *S3_CLIENT_OPTIONS) if location.protocol == "s3" else ()
+        alike = difflib.get_close_matches(name[1], known, 1)
         meant = f"did you mean {alike[0]!r}? Or " if alike else ""
         return UsageError(f"{location.shown}: there is no storage option {name[1]!r}", f"{meant}{remedy}")
     if detail.startswith("Invalid endpoint"):

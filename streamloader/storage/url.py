@@ -20,8 +20,9 @@ _ALIASES = {"s3a": "s3", "gcs": "gs", "abfs": "az", "abfss": "az", "adl": "adl",
 # what begins like a URL of these without its // is a slip, and no local path
 _PROTOCOLS = {
     *(*_ALIASES, *_ALIASES.values(), "memory"),
-    *("wasb", "wasbs", "oss", "oci", "hdfs", "webhdfs", "ftp", "sftp", "hf"),
+    *("wasb", "wasbs", "oss", "oci", "hdfs", "webhdfs", "ftp", "sftp", "ssh", "hf"),
 }
+_NO_SLASHES = re.compile(r"(\w+)(:/*|//+)(.*)", re.DOTALL)
 _AZURE = {"az", "abfs", "abfss", "wasb", "wasbs", "adl"}  # what stands before their @ is a container
 # an AWS secret may hold slashes; elsewhere the host ends at the first
 _S3_USER = re.compile(r"\b(s3a?)://(?!arn:)[^/\s:@]+:[^\s@]+@")
@@ -217,14 +218,16 @@ def _base64(text: str) -> str:
 
 
 def _check_slashes(target: str) -> None:
-    """Raise `UsageError` for a URL that lacks one or both of its slashes: it is no local path."""
-    scheme, colon, rest = target.partition(":")
-    if colon and scheme.lower() in _PROTOCOLS:
-        path = rest.lstrip("/")
-        meant = redact(f"{scheme.lower()}://{path}")
-        shown = scheme + meant[len(scheme) :].replace("://", f":{rest[: len(rest) - len(path)]}", 1)
+    """Raise `UsageError` for a URL that lacks its colon or a slash: it is no local path."""
+    found = _NO_SLASHES.match(target)
+    if found and found[1].lower() in _PROTOCOLS:
+        scheme, marks, path = found.groups()
+        root = "/" if "/" in marks and _ALIASES.get(scheme.lower(), scheme.lower()) == "file" else ""
+        meant = redact(f"{scheme.lower()}://{root}{path}")
+        shown = scheme + meant[len(scheme) :].replace(f"://{root}", marks, 1)
+        missing = f"a // is missing behind {scheme}:" if ":" in marks else f"a : is missing behind {scheme}"
         remedy = f"write {meant}, or ./{shown} for a local path of that name"
-        raise UsageError(f"{shown!r} is not a URL: a // is missing behind {scheme}:", remedy)
+        raise UsageError(f"{shown!r} is not a URL: {missing}", remedy)
 
 
 def _check_endpoint(options: Mapping[str, Any]) -> None:

@@ -255,7 +255,7 @@ def _array(value: Any, where: str) -> NDArray[Any]:
     items, kinds = _leaves(value) if isinstance(value, list | tuple) else ([], set())
     if any(issubclass(kind, str | bytes) for kind in kinds):  # numpy would give each the memory of the longest
         raise FieldError(f"{where} is a list that holds other values than numbers", _KINDS)
-    array = _dlpack(value) if not isinstance(value, np.ndarray) and hasattr(value, "__dlpack__") else None
+    array = from_dlpack(value) if not isinstance(value, np.ndarray) and hasattr(value, "__dlpack__") else None
     try:
         array = np.asarray(value) if array is None else array
     except (ValueError, TypeError) as error:
@@ -315,7 +315,7 @@ def flatten(sample: Any) -> dict[str, Any]:
     return out
 
 
-def _dlpack(value: Any) -> NDArray[Any] | None:
+def from_dlpack(value: Any) -> NDArray[Any] | None:
     """Return what any array library holds, also on a device; torch's own way where its tensor needs a gradient."""
     value = value.detach() if hasattr(value, "detach") else value
     try:

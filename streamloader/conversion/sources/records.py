@@ -96,7 +96,7 @@ def infer_fields(url: str, samples: Sequence[Sample], selection: FieldSelection)
 
 
 def _infer(name: str, wanted: Field | None, values: Sequence[tuple[Any, str]]) -> tuple[Field, bool]:
-    """Return the `wanted` field, or that of the values, each with its name; and whether they are true and false.
+    """Return the `wanted` field, or that of the values, each with its name; and whether its numbers are made of bools.
 
     A value that no field holds is a bad sample when it is read, unless all are such.
     """
@@ -108,15 +108,15 @@ def _infer(name: str, wanted: Field | None, values: Sequence[tuple[Any, str]]) -
         except FieldError as error:
             wrong = wrong or error
     filled = [value for value in settled if not isinstance(value, np.ndarray) or value.size]  # [] has no dtype
-    flag = bool(filled) and isinstance(filled[0], np.ndarray) and filled[0].dtype == np.bool_
     if wanted:
-        return wanted, flag
+        flags = [isinstance(value, np.ndarray) and value.dtype == np.bool_ for value in filled]
+        return wanted, wanted.dtype != "bool" and bool(flags) and all(flags)
     if wrong and not settled:
         why = f"({wrong.problem}; {wrong.remedy})"
         others = f"leave it out by naming the fields to keep with --fields, or convert it with --map {why}"
         raise FieldError(f"no field of the format holds the field {name!r}", others)
     try:
-        return infer_field(name, settled), flag
+        return infer_field(name, settled), False
     except FieldError as error:
         kinds = "declare it with --fields, or convert it with --map"
         raise FieldError(error.problem, f"{error.remedy}; {kinds}") from None
@@ -126,9 +126,9 @@ def _infer(name: str, wanted: Field | None, values: Sequence[tuple[Any, str]]) -
 class SampleFields:
     """The fields of samples. `originals` gives each the key that it has in them.
 
-    The user has named the types of the `typed` fields: floats are rounded to them. The samples hold bools in those that
-    are `flags`. `fill` has what replaces a missing value. Where the fields are `complete`, a sample with
-    another key does not fit.
+    The user has named the types of the `typed` fields: floats are rounded to them. `flags` are those that hold only
+    bools, of which numbers are made. `fill` has what replaces a missing value. Where the fields are `complete`, a
+    sample with another key does not fit.
     """
 
     originals: Mapping[str, str]
@@ -160,10 +160,11 @@ class SampleFields:
         for field_name, key in self.originals.items():
             value = sample.get(key)
             if value is None and field_name in self.fill:
-                value = self.fill[field_name]
+                out[field_name] = self.fill[field_name]
+                continue
             if not isinstance(value, bytes | str | np.ndarray):
                 value = settle(value, f"field {field_name!r} of sample {name}")
-            if isinstance(value, np.ndarray) and value.dtype != self._dtypes[field_name]:
+            if isinstance(value, np.ndarray) and (value.dtype != self._dtypes[field_name] or field_name in self.flags):
                 self._check_dtype(field_name, value, name)
             out[field_name] = value
         return out
@@ -184,7 +185,7 @@ class SampleFields:
         if not wanted or not value.size:
             return
         problem = f"field {name!r} of sample {sample} is {value.dtype}, expected {wanted}"
-        if wanted != "bool" and (value.dtype.kind == "b") != (name in self.flags):
+        if (value.dtype.kind == "b") != (name in self.flags):
             raise FieldError(problem, "give all samples one kind of value")
         if value.dtype.kind == "f" and wanted.startswith("float") and name not in self.typed:
             with np.errstate(over="ignore"):

@@ -365,8 +365,9 @@ def _is_held(cell: bytes, wanted: Field) -> bool:
         return True
     with np.errstate(over="ignore"):
         value = float(np.dtype(wanted.dtype).type(number))
-    if _WHOLE.match(cell.strip()):
-        return isfinite(value) and int(value) == int(cell)
+    digits = cell.strip().lstrip(b"+-0")
+    if digits.isdigit():
+        return isfinite(value) and abs(int(value)) == int(digits)
     return not isinf(value) or b"inf" in cell.lower()
 
 
