@@ -174,7 +174,7 @@ def test_a_chunk_of_2_gib_is_refused(tmp_path):
         file.write((1).to_bytes(4, "little") + (2**31 - 8).to_bytes(4, "little"))
         file.truncate(2**31)  # sparse: the places of its items do not fit into 31 bits
     body = memoryview(np.memmap(tmp_path / "chunk", np.uint8, "r"))
-    with pytest.raises(CorruptError, match="has 2147483648 bytes decoded, the format holds at most 2147483584"):
+    with pytest.raises(CorruptError, match="has 2147483648 decoded bytes, the format allows at most 2147483584"):
         decode_items(layout, body)
 
 

@@ -567,7 +567,7 @@ class FieldCheck:
     def _check_run(self, shard: _Shard, low: int, high: int, silent: bool) -> int:
         """Read and decode chunks [low, high), where that fails one by one; return how many are bad."""
         crcs = np.zeros(high - low, np.uint32) if shard.crcs is None else shard.crcs[low:high]
-        run = self._reader.run(shard.number, low, shard.starts[low:high], shard.stops[low:high], crcs)
+        run = self._reader.plan_run(shard.number, low, shard.starts[low:high], shard.stops[low:high], crcs)
         try:
             self._read(run, shard.crcs is None)
         except errors.MissingObjectError as error:  # it was there when the store was listed
