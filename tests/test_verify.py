@@ -513,5 +513,5 @@ def test_the_rows_of_a_split_are_found_again(splits):
 
 @pytest.mark.parametrize("split", [{"of": "a=0.5,b=0.5", "seed": 0, "name": "c"}, {"of": "a=0.5,b=0.5", "seed": 0}, 3])
 def test_a_provenance_that_does_not_say_the_rows_is_an_error(split, manifest):
-    with pytest.raises(sl.errors.UsageError, match="does not say which rows its samples come from"):
+    with pytest.raises(sl.errors.UsageError, match="does not record the source rows of its samples"):
         rows_of(replace(manifest, provenance={"split": split}), 40)

@@ -170,7 +170,9 @@ class Manifest:
 
         That is version, num_samples, order, fields, the SHA-256 of each table, and the generation if it is not 1.
         """
-        return hashlib.sha256(canonical_json(self._identity())).hexdigest()
+        # RFC 8785: there are no floats, and keys are ASCII, so sorting by code point is correct
+        data = json.dumps(self._identity(), sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+        return hashlib.sha256(data.encode()).hexdigest()
 
     @property
     def classes(self) -> dict[str, tuple[str, ...]]:
@@ -206,11 +208,6 @@ def class_names(notes: Mapping[str, Any]) -> dict[str, list[str]]:
     classes = notes.get("classes")
     items = classes.items() if isinstance(classes, Mapping) else ()
     return {name: list(names) for name, names in items if isinstance(names, Sequence) and not isinstance(names, str)}
-
-
-def canonical_json(value: Any) -> bytes:
-    """Return the RFC 8785 JSON of a value without floats. Keys are ASCII, so sorting by code point is correct."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
 
 
 def check_name(name: str) -> None:

@@ -105,9 +105,7 @@ def _data_type(layout: FieldLayout) -> tuple[str, Any]:
         return "string", ""
     if kind != "tensor":
         return "variable_length_bytes", ""
-    if dtype == "bool":
-        return dtype, False
-    return dtype, 0.0 if dtype.startswith("float") else 0
+    return dtype, np.zeros((), dtype).item()
 
 
 def _array_codec(layout: FieldLayout) -> Document:
