@@ -93,13 +93,11 @@ class ChunkTable:
 
     def __init__(self, store: Store, manifest: Manifest, name: str) -> None:
         layout, num_samples = manifest.fields[name], manifest.num_samples
-        self._store, self._name, self._layout = store, name, layout
-        self._generation = manifest.generation
+        self._store, self._manifest, self._name, self._layout = store, manifest, name, layout
         self._shards = layout.num_shards(num_samples)
         self._page_shape = rows_per_page(layout, num_samples), layout.chunks_per_shard, 2
         self._rows, self._page_bytes = self._page_shape[0], 4 * math.prod(self._page_shape)
         self._num_pages = -(-self._shards // self._rows)
-        self._sha256 = manifest.tables.get(name, "")
         self._skips: dict[int, list[tuple[int, int]]] = {}
         for shard, chunk, size in layout.skips:
             self._skips.setdefault(shard, []).append((chunk, size))
@@ -150,7 +148,7 @@ class ChunkTable:
         """Return the whole table, uint32 (shards, chunks, 2), and check its SHA-256. Raises as `shard`."""
         pages = [reread(partial(self._load, number)) for number in range(self._num_pages)]
         table = np.concatenate([np.zeros((0, *self._page_shape[1:]), np.uint32), *pages])[: self._shards]
-        self._check_digest(table, f"{self._store.url}/{table_path(self._name, self._generation)}")
+        self._check_digest(table, f"{self._store.url}/{table_path(self._name, self._manifest.generation)}")
         return table
 
     def _page(self, number: int) -> NDArray[np.uint32]:
@@ -183,7 +181,7 @@ class ChunkTable:
         page.loads += 1
 
     def _load(self, number: int) -> NDArray[np.uint32]:
-        url, path = self._url(number), page_path(self._name, number, self._generation)
+        url, path = self._url(number), page_path(self._name, number, self._manifest.generation)
         size = self._page_bytes
         try:
             data = self._store.get_range(path, 0, size + CRC_BYTES + 1)  # the extra byte detects a longer object
@@ -201,9 +199,9 @@ class ChunkTable:
         return page
 
     def _check_digest(self, table: NDArray[np.uint32], url: str) -> None:
-        if self._sha256 and table_digest(table) != self._sha256:
+        if self._manifest.tables.get(self._name) not in (None, table_digest(table)):
             problem = f"the chunk table {url} is intact, but does not match the manifest"
             raise errors.ModifiedError(problem, "restore it, or convert the dataset again")
 
     def _url(self, number: int) -> str:
-        return f"{self._store.url}/{page_path(self._name, number, self._generation)}"
+        return f"{self._store.url}/{page_path(self._name, number, self._manifest.generation)}"

@@ -67,12 +67,12 @@ def choose_layouts(
     every target gives chunk = block = 1. No shard, block or chunk decodes to more than four times its target, however
     well it compresses. Raises `FieldError` for a sample of 2 GiB or more.
     """
-    for name, field_type in fields.items():
-        if field_type.fixed and field_type.item_bytes > MAX_CHUNK_BYTES:
-            problem = f"a sample of field {name!r} has {field_type.item_bytes} bytes"
-            raise FieldError(problem, "the format holds up to 2 GiB")
+    fixed = {name: field.item_bytes for name, field in fields.items() if field.fixed}
+    for name, size in fixed.items():
+        if size > MAX_CHUNK_BYTES:
+            raise FieldError(f"a sample of field {name!r} has {size} bytes", "the format holds up to 2 GiB")
     small = resident_fields(fields, num_samples)
-    known = {**(decoded or {}), **{name: float(kind.item_bytes) for name, kind in fields.items() if kind.fixed}}
+    known = {**(decoded or {}), **fixed}
     minimum = {name: known.get(name, 0.0) / EXPANSION for name in fields}
     bulk = {name: max(sizes[name], 1.0) for name in fields if name not in small}
     resident = sum(fields[name].item_bytes for name in small)
@@ -87,7 +87,7 @@ def choose_layouts(
     block = _block(mean, num_samples, shard, options)
     layouts = {}
     for name in sorted(fields):
-        unit = fields[name].item_bytes if fields[name].fixed else max(sizes[name], minimum[name], 1.0)
+        unit = fixed.get(name) or max(sizes[name], minimum[name], 1.0)
         chunk = min(max(nearest_power(options.chunk_size / unit), shard // CHUNKS_PER_SHARD), block)
         layouts[name] = FieldLayout(fields[name], chunk, shard, codecs[name], resident=name in small)
     return Geometry(shard, order_pin(num_samples, block), layouts, options)
@@ -120,8 +120,8 @@ def settle(geometry: Geometry, num_samples: int, stored: Mapping[str, int], deco
     if decoded is not None:
         decoded += sum(kind.item_bytes for kind in small.values()) * num_samples
     layouts = bulk | {name: _resident_layout(geometry.layouts[name], num_samples) for name in resident}
-    layouts = {name: layouts[name] for name in sorted(layouts)}
-    return Geometry(geometry.samples_per_shard, order_pin(num_samples, block, decoded), layouts, geometry.options)
+    order = order_pin(num_samples, block, decoded)
+    return replace(geometry, order=order, layouts=dict(sorted(layouts.items())))
 
 
 def resident_fields(fields: Mapping[str, Field], num_samples: int | None) -> tuple[str, ...]:
@@ -129,13 +129,10 @@ def resident_fields(fields: Mapping[str, Field], num_samples: int | None) -> tup
 
     They have a fixed shape and at most 1 KiB per sample, and together at most 256 MB.
     """
-    small = [
-        (field.item_bytes, name) for name, field in fields.items() if field.fixed and field.item_bytes <= RESIDENT_ITEM
-    ]
     total, names = 0, []
-    for size, name in sorted(small):
+    for size, name in sorted((kind.item_bytes, name) for name, kind in fields.items() if kind.fixed):
         total += size * (num_samples or 0)
-        if total > RESIDENT_TOTAL:
+        if size > RESIDENT_ITEM or total > RESIDENT_TOTAL:
             break
         names.append(name)
     return tuple(names)

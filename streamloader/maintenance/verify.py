@@ -335,15 +335,14 @@ def check_documents(view: DatasetView) -> None:
 
     def check(node: str) -> None:
         path = f"{node}/{ROOT}" if node else ROOT
-        url, size, name = f"{view.store.url}/{path}", view.size(path), node.rpartition("/")[2]
-        if size is None or size > opening.MAX_ROOT:
-            problem = f"{url} {'is missing' if size is None else f'has {size} bytes'}; Zarr readers need it"
-        else:
-            try:
-                mismatch = difference(documents[node], parse_json(opening.get_document(view.store, path)))
-                problem = f"{url} does not match the manifest: {mismatch}" if mismatch else ""
-            except (NotFoundError, FormatError, ValueError, RecursionError) as error:
-                problem = f"{url} is damaged ({error})"
+        url, name = f"{view.store.url}/{path}", node.rpartition("/")[2]
+        try:
+            mismatch = difference(documents[node], parse_json(opening.get_document(view.store, path)))
+            problem = f"{url} does not match the manifest: {mismatch}" if mismatch else ""
+        except NotFoundError:
+            problem = f"{url} is missing; Zarr readers need it"
+        except (FormatError, ValueError, RecursionError) as error:
+            problem = f"{url} is damaged ({error})"
         if problem:
             view.add(problem, path, name if name in view.manifest.fields else "")
 
