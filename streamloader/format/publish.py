@@ -587,11 +587,7 @@ def finish(
     final = settle(geometry, num_samples, stored, decoded)
     empty = Manifest(0, final.samples_per_shard, final.layouts, final.order, provenance=provenance, generation=0)
     manifest = _assemble(store, Extension(empty, num_samples), receipts)
-    root = _put_documents(store, manifest)
-    if claim is not None:
-        claim.check()
-    store.put(ROOT, root)
-    clean(store, claim)
+    _publish_root(store, _put_documents(store, manifest), claim)
     return manifest
 
 
@@ -643,22 +639,22 @@ def _gather(store: Store, extension: Extension, receipts: Receipts) -> dict[str,
     """
     before, bulk = extension.base.num_samples, {name for receipt in receipts.values() for name in receipt.fields}
     layouts = {name: layout for name, layout in sorted(extension.base.fields.items()) if name not in bulk}
-    out: dict[str, dict[int, FieldReceipt]] = {name: {} for name in layouts}
+    written: dict[str, dict[int, FieldReceipt]] = {name: {} for name in layouts}
     small = {name: layout.field for name, layout in layouts.items() if layout.resident}
     resident = {name: np.empty((extension.added, *kind.shape), kind.stored_dtype) for name, kind in small.items()}
 
     def write(name: str, shard: int, rows: NDArray[Any]) -> None:
         encoded = _encode(store, layouts[name], rows, extension.tail(name, shard))
         info = store.put(layouts[name].shard_key(name, shard), encoded.parts)
-        out[name][shard] = FieldReceipt(rows.nbytes, info.size, encoded.entries)
+        written[name][shard] = FieldReceipt(rows.nbytes, info.size, encoded.entries)
 
-    def take(receipt: Receipt) -> None:
+    def unpack(receipt: Receipt) -> None:
         data = _read_part(store, _part_path(receipt.shard, extension.folder), receipt, layouts.values())
-        at, (start, stop) = 0, extension.samples(receipt.shard)
+        offset, (start, stop) = 0, extension.samples(receipt.shard)
         for name, layout in layouts.items():
             count = (stop - start) * layout.field.item_bytes // layout.field.stored_dtype.itemsize
-            rows = np.frombuffer(data, layout.field.stored_dtype, count, at).reshape(-1, *layout.field.shape)
-            at += rows.nbytes
+            rows = np.frombuffer(data, layout.field.stored_dtype, count, offset).reshape(-1, *layout.field.shape)
+            offset += rows.nbytes
             if name in resident:
                 resident[name][start:stop] = rows
             else:  # it became a bulk field in `settle`
@@ -670,12 +666,12 @@ def _gather(store: Store, extension: Extension, receipts: Receipts) -> dict[str,
         write(name, shard, resident[name][max(0, shard * size - before) : (shard + 1) * size - before])
 
     if layouts:
-        run_all(take, receipts.values(), FINISH_THREADS)
+        run_all(unpack, receipts.values(), FINISH_THREADS)
     shards = {
         name: range(before // layouts[name].shard, layouts[name].num_shards(extension.num_samples)) for name in resident
     }
     run_all(write_resident, [(name, shard) for name, numbers in shards.items() for shard in numbers], FINISH_THREADS)
-    return out
+    return written
 
 
 def _read_part(store: Store, path: str, receipt: Receipt, layouts: Iterable[FieldLayout]) -> bytes:
@@ -737,9 +733,14 @@ def write_split_root(store: Store, manifests: Mapping[str, Manifest], claim: Cla
 
     Raises `DestinationError` if the `claim` is lost.
     """
+    _publish_root(store, to_bytes(split_documents(manifests)), claim)
+
+
+def _publish_root(store: Store, root: bytes, claim: Claim | None) -> None:
+    """Write the root document of a new dataset, then remove the temporary objects."""
     if claim is not None:
         claim.check()
-    store.put(ROOT, to_bytes(split_documents(manifests)))
+    store.put(ROOT, root)
     clean(store, claim)
 
 

@@ -136,9 +136,7 @@ def abandon(
 
 def merged_classes(dataset: Classes, source: Classes) -> dict[str, list[str]]:
     """Return the class names of the dataset by field, each list followed by the new names of the source."""
-    return {
-        key: [*names, *(name for name in source.get(key, ()) if name not in names)] for key, names in dataset.items()
-    }
+    return {key: [*names, *(new for new in source.get(key, ()) if new not in names)] for key, names in dataset.items()}
 
 
 def relabel(source: Source, classes: Classes) -> Source:
