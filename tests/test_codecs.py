@@ -16,6 +16,7 @@ from streamloader.format.codecs import (
     JOINED_BYTES,
     decode_fixed,
     decode_items,
+    encode_buffers,
     encode_chunk,
     encode_shard,
     index_size,
@@ -23,7 +24,6 @@ from streamloader.format.codecs import (
     pack_items,
     parse_index,
     parse_items,
-    seal_chunk,
 )
 from streamloader.format.manifest import Field, FieldLayout
 
@@ -64,7 +64,7 @@ def test_items_of_any_size_are_packed_end_to_end_and_large_ones_are_not_copied(e
     expected = b"".join([len(items).to_bytes(4, "little"), *(len(one).to_bytes(4, "little") + one for one in items)])
     assert b"".join(pack_items(items)) == expected
     layout = FieldLayout(Field("bytes"), chunk=len(items), shard=len(items), codec="none", resident=False)
-    body, seal = seal_chunk(layout, items)
+    body, seal = encode_buffers(layout, items)
     assert b"".join(body) == expected
     assert int.from_bytes(seal, "little") == crc32c.crc32c(expected)
     assert any(part is items[5] for part in body)

@@ -184,7 +184,7 @@ def test_a_destination_with_other_objects_is_left_alone(photos, tmp_path):
         sl.convert(photos, tmp_path / "out", workers=0)
     (tmp_path / "out" / "zarr.json").write_text('{"zarr_format": 3, "node_type": "group", "attributes": {}}')
     for overwrite in (False, True):
-        with pytest.raises(DestinationError, match="Zarr that streamloader did not write"):
+        with pytest.raises(DestinationError, match="Zarr data that streamloader did not write"):
             sl.convert(photos, tmp_path / "out", workers=0, overwrite=overwrite)
     with pytest.raises(DestinationError, match="is inside the source"):
         sl.convert(photos, photos / "out", workers=0)

@@ -227,9 +227,9 @@ def test_splits_open_by_name(store_url):
     assert ds.splits == ("train", "val") and len(ds) == 5 and ds.url.endswith("/val")
     assert equal(ds[:]["x"], column_of(fields["x"], 5, 1))
     for wrong, split, message in (
-        (url, None, "splits train, val; none was asked for"),
+        (url, None, "splits train, val; no split was given"),
         (url, "test", "'test' is not one of them"),
-        (f"{url}/train", "train", "has no splits, asked for 'train'"),
+        (f"{url}/train", "train", "has no splits, but split='train' was given"),
     ):
         with pytest.raises(FieldError, match=message):
             open_dataset(wrong, split=split, storage_options=options)

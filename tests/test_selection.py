@@ -17,7 +17,7 @@ import streamloader as sl
 from bench.shuffles.quality import _variance_ratio
 from streamloader.errors import SelectionError, StateError
 from streamloader.format.codecs import pack_items, parse_items
-from streamloader.format.reader import Part, chosen
+from streamloader.format.reader import ChunkRows, select_items
 from streamloader.measure.forecast import ForecastOptions, forecast
 from streamloader.options import Layout, Shuffle
 from streamloader.order.selection import MAX_CHARACTERS, Condition, Selection
@@ -239,7 +239,7 @@ def test_samples_selected_of_a_chunk_keep_at_most_twice_their_bytes(values, data
     """A window of rare samples would else keep the chunks that they come from."""
     wanted = sorted(data.draw(st.sets(st.integers(0, len(values) - 1), min_size=1)))
     items = parse_items(memoryview(b"".join(pack_items(values))), len(values))
-    found = chosen(items, Part(len(values), 0, np.array(wanted)))
+    found = select_items(items, ChunkRows(len(values), 0, np.array(wanted)))
     assert [bytes(found[i]) for i in range(len(found))] == [values[i] for i in wanted]
     if len(wanted) < len(values):
         assert len(found.buffer) <= 2 * sum(len(values[i]) for i in wanted)

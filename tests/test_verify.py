@@ -199,7 +199,7 @@ TABLE = "_streamloader/chunks/blob/c/0/0/0"
 REPLACED = {
     "longer": ("blob/c/1", lambda whole, _: whole["blob/c/1"] + b"more", "something was appended"),
     "another index": ("words/c/0", with_another_index, "does not match its chunks"),
-    "another table": (TABLE, lambda _, other: other[TABLE], "not the one that the manifest was written for"),
+    "another table": (TABLE, lambda _, other: other[TABLE], "is intact, but does not match the manifest"),
     **{
         path: (path, lambda *_: b"x", "is orphaned")
         for path in ("blob/c/99", "blob/c/01", "image/c/9/0/0", "image/c/7/0", "words/x", TABLE.replace("0", "1", 1))
@@ -513,5 +513,5 @@ def test_the_rows_of_a_split_are_found_again(splits):
 
 @pytest.mark.parametrize("split", [{"of": "a=0.5,b=0.5", "seed": 0, "name": "c"}, {"of": "a=0.5,b=0.5", "seed": 0}, 3])
 def test_a_provenance_that_does_not_say_the_rows_is_an_error(split, manifest):
-    with pytest.raises(sl.errors.UsageError, match="does not say which rows its samples come from"):
+    with pytest.raises(sl.errors.UsageError, match="does not record the source rows of its samples"):
         rows_of(replace(manifest, provenance={"split": split}), 40)

@@ -199,7 +199,7 @@ def test_a_declared_number_of_samples_must_be_right(declared, written, store):
 
 def test_wrong_arguments_are_errors_before_anything_is_written(store):
     for options, message in (
-        ({"fields": {}}, "without fields"),
+        ({"fields": {}}, "at least one field"),
         ({"fields": {"A": "int64"}}, "field name 'A'"),
         ({"fields": {"a": "object"}}, "dtype 'object'"),
         ({"workers": 0}, "workers=0"),

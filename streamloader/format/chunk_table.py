@@ -1,7 +1,8 @@
-"""The chunk table of a field: what each inner chunk's stored size and checksum are, read page by page.
+"""The chunk table of a field: the stored size and checksum of each inner chunk, read page by page.
 
-`_streamloader/chunks/<field>` is a Zarr v3 array, u4 (shards, chunks, 2), in pages: regular chunks along the
-shards, codecs `bytes` and `crc32c`. A reader plans exact ranges from it, without one index request a shard.
+`_streamloader/chunks/<field>` is a Zarr v3 array, u4 (shards, chunks, 2), with the codecs `bytes` and `crc32c`. Its
+Zarr chunks are the pages: a page covers several whole shards. Readers plan exact ranges from the table, so they need no
+index request for each shard.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streamloader import errors
-from streamloader.format.codecs import CRC_BYTES
+from streamloader.format.codecs import CRC_BYTES, with_checksum
 from streamloader.format.manifest import FieldLayout, Manifest
 from streamloader.format.opening import reread
 from streamloader.storage.process import wait_for
@@ -27,48 +28,50 @@ from streamloader.storage.store import Store
 
 PAGE_BYTES = 1 << 20
 CACHE_BYTES = 64 << 20
-DAMAGED_SECONDS = 60.0  # long enough to end a run, short enough to wait for after the page is restored
+DAMAGED_SECONDS = 60.0  # how long a damaged page is not read again: long enough to end a run, short enough to wait for
 TABLES = "_streamloader/chunks"
 
 
 def tables_path(generation: int = 1) -> str:
-    """Return the path of the group of all tables; those of a later generation have one of their own."""
+    """Return the path of the group of all tables of a generation."""
     return TABLES if generation == 1 else f"{TABLES}.{generation}"
 
 
 def table_path(name: str, generation: int = 1) -> str:
-    """Return the path of the table's array below the dataset."""
+    """Return the path of a table's array, relative to the dataset."""
     return f"{tables_path(generation)}/{name}"
 
 
 def page_path(name: str, page: int, generation: int = 1) -> str:
-    """Return the path of a page of the table."""
+    """Return the path of a page, relative to the dataset."""
     return f"{table_path(name, generation)}/c/{page}/0/0"
 
 
 def rows_per_page(layout: FieldLayout, num_samples: int) -> int:
-    """Return the shards of one page: 1 MiB at most, no more than the dataset has, and at least one."""
+    """Return the number of shards in one page: as many as fit 1 MiB, at least 1, at most the shards of the dataset."""
     rows = max(1, PAGE_BYTES // (8 * layout.chunks_per_shard))
     return max(1, min(rows, layout.num_shards(num_samples)))
 
 
 def encode_pages(entries: NDArray[np.uint32], rows: int) -> Iterator[bytes]:
-    """Yield the stored pages of `rows` shards each; `entries` is uint32 (shards, chunks, 2). 0 pads the last one."""
+    """Yield the encoded pages of `rows` shards each. Zeros pad the last page.
+
+    `entries` is the table, uint32 (shards, chunks, 2).
+    """
     for start in range(0, len(entries), rows):
         page = np.zeros((rows, *entries.shape[1:]), "<u4")
-        part = entries[start : start + rows]
-        page[: len(part)] = part
-        data = page.tobytes()
-        yield data + crc32c.crc32c(data).to_bytes(CRC_BYTES, "little")
+        shards = entries[start : start + rows]
+        page[: len(shards)] = shards
+        yield with_checksum(page.tobytes())
 
 
 def table_digest(entries: NDArray[np.uint32]) -> str:
-    """Return the SHA-256 of the table's little-endian C-order bytes, without the padding of its last page."""
+    """Return the SHA-256 of the table's little-endian C-order bytes, in hexadecimal, without padding."""
     return hashlib.sha256(entries.astype("<u4").tobytes()).hexdigest()
 
 
 class _Page:
-    """A page of the table, or why it could not be loaded; after `expires` one thread at a time loads it again."""
+    """A cached page, or the error that loading it raised. After `expires` the next thread loads it again."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -77,65 +80,64 @@ class _Page:
         self.expires = 0.0
 
 
-def _without_frames(error: errors.StreamloaderError) -> errors.StreamloaderError:
-    """Return a copy of an error for another thread: a traceback holds what its frames held."""
+def _without_traceback(error: errors.StreamloaderError) -> errors.StreamloaderError:
+    """Return a copy of an error without its traceback, which would keep the variables of its frames alive."""
     return type(error)(error.problem, error.remedy)
 
 
 class ChunkTable:
-    """The table of one field of the dataset below `store`, read lazily; thread-safe. Holds up to 64 MB of pages.
+    """The chunk table of one field, read lazily; thread-safe. Caches up to 64 MiB of pages.
 
-    The manifest's SHA-256 of the whole table is compared where the table is one page, as most are.
+    Most tables have a single page; such a page is also compared with the table's SHA-256 in the manifest.
     """
 
     def __init__(self, store: Store, manifest: Manifest, name: str) -> None:
         layout, num_samples = manifest.fields[name], manifest.num_samples
-        self._store = store
-        self._name = name
-        self._generation = manifest.generation
-        self._chunk, self._chunks = layout.chunk, layout.chunks_per_shard
+        self._store, self._manifest, self._name, self._layout = store, manifest, name, layout
         self._shards = layout.num_shards(num_samples)
-        self._rows = rows_per_page(layout, num_samples)
-        self._limit = layout.stored
-        self._sha256 = manifest.tables.get(name, "")
+        self._page_shape = rows_per_page(layout, num_samples), layout.chunks_per_shard, 2
+        self._rows, self._page_bytes = self._page_shape[0], 4 * math.prod(self._page_shape)
+        self._num_pages = -(-self._shards // self._rows)
         self._skips: dict[int, list[tuple[int, int]]] = {}
         for shard, chunk, size in layout.skips:
             self._skips.setdefault(shard, []).append((chunk, size))
         self._pages: OrderedDict[int, _Page] = OrderedDict()
-        self._keep = max(2, CACHE_BYTES // (8 * self._rows * self._chunks))
+        self._max_pages = max(2, CACHE_BYTES // self._page_bytes)
         self._lock = threading.Lock()
 
     @property
     def kept_bytes(self) -> int:
-        """The most bytes of pages that are kept: the whole table where it is small."""
-        return min(self._keep, -(-self._shards // self._rows)) * 8 * self._rows * self._chunks
+        """The maximum size of the cached pages, in bytes: the whole table if it is small."""
+        return min(self._max_pages, self._num_pages) * self._page_bytes
 
     def shard(self, index: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.uint32]]:
-        """Return where each inner chunk of a shard begins and ends in the object (int64), and its crc (uint32).
+        """Return the byte range of each inner chunk of a shard, and its checksum.
 
-        Raises `MissingObjectError`, `CorruptError`, `ModifiedError` or `FormatError`, which name the table's page.
+        The arrays are starts and stops within the shard object (int64), and the CRC-32C (uint32). Raises `IndexError`;
+        and `MissingObjectError`, `CorruptError`, `ModifiedError` or `FormatError`, which name the page.
         """
         if not 0 <= index < self._shards:
-            raise IndexError(f"shard {index} of {self._shards}")
+            raise IndexError(f"shard {index} is out of range: the field has {self._shards}")
         page = self._page(index // self._rows)
         row = page[index % self._rows]
         sizes = row[:, 0].astype(np.int64)
         stops = sizes.cumsum()
         for chunk, size in self._skips.get(index, ()):
             stops[chunk:] += size
-        if stops[-1] > self._limit:
-            problem = f"the chunk table of {self._url(index // self._rows)} gives shard {index} {stops[-1]} bytes"
-            raise errors.FormatError(f"{problem}, the whole field has {self._limit}", "convert the dataset again")
+        if stops[-1] > self._layout.stored:
+            problem = f"the chunk table {self._url(index // self._rows)} gives shard {index} {stops[-1]} bytes"
+            problem = f"{problem}, the whole field has {self._layout.stored}"
+            raise errors.FormatError(problem, "convert the dataset again")
         return stops - sizes, stops, row[:, 1]
 
     def entries(self, index: int, samples: int) -> NDArray[np.uint32]:
-        """Return the rows of the table, uint32 (chunks, 2), of a shard that holds so many samples.
+        """Return the table's entries for a shard that holds `samples` samples: uint32 (chunks, 2), size and checksum.
 
-        Raises as `shard`, and `FormatError` for sizes that no writer writes.
+        Raises as `shard`, and `FormatError` if a size is invalid.
         """
         starts, stops, crcs = self.shard(index)
         entries = np.stack([stops - starts, crcs], axis=1).astype(np.uint32)
-        used = -(-samples // self._chunk)
+        used = -(-samples // self._layout.chunk)
         if np.any(entries[:used, 0] <= CRC_BYTES) or np.any(entries[used:]):
             url = self._url(index // self._rows)
             problem = f"the chunk table {url} has an invalid size for a chunk of shard {index}"
@@ -143,19 +145,18 @@ class ChunkTable:
         return entries
 
     def read(self) -> NDArray[np.uint32]:
-        """Return the whole table, uint32 (shards, chunks, 2), compared with its SHA-256. Raises as `shard`."""
-        pages = [reread(partial(self._load, number)) for number in range(-(-self._shards // self._rows))]
-        empty = np.zeros((0, self._chunks, 2), np.uint32)
-        table = np.concatenate(pages)[: self._shards] if pages else empty
-        self._check_digest(table, f"{self._store.url}/{table_path(self._name, self._generation)}")
+        """Return the whole table, uint32 (shards, chunks, 2), and check its SHA-256. Raises as `shard`."""
+        pages = [reread(partial(self._load, number)) for number in range(self._num_pages)]
+        table = np.concatenate([np.zeros((0, *self._page_shape[1:]), np.uint32), *pages])[: self._shards]
+        self._check_digest(table, f"{self._store.url}/{table_path(self._name, self._manifest.generation)}")
         return table
 
     def _page(self, number: int) -> NDArray[np.uint32]:
-        """Return a page. One thread loads it while others wait, so that a damaged one is read three times in all."""
+        """Return a page. One thread loads it while others wait, so a damaged page is read three times in total."""
         with self._lock:
             page = self._pages.setdefault(number, _Page())
             self._pages.move_to_end(number)
-            while len(self._pages) > self._keep:
+            while len(self._pages) > self._max_pages:
                 self._pages.popitem(last=False)
         loads = page.loads
         wait_for(lambda seconds: page.lock.acquire(timeout=seconds))
@@ -166,24 +167,24 @@ class ChunkTable:
         finally:
             page.lock.release()
         if isinstance(outcome, errors.StreamloaderError):
-            raise _without_frames(outcome)
+            raise _without_traceback(outcome)
         assert outcome is not None
         return outcome
 
     def _fill(self, number: int, page: _Page) -> None:
-        """Load a page, or note why that fails. A thread that is to end notes nothing: another one tries."""
+        """Load a page, or record the error. Other exceptions are not recorded, so another thread loads the page."""
         try:
             page.outcome, page.expires = reread(partial(self._load, number)), math.inf
         except (errors.FormatError, errors.StorageError) as error:
-            page.outcome = _without_frames(error)
+            page.outcome = _without_traceback(error)
             page.expires = time.monotonic() + DAMAGED_SECONDS if isinstance(error, errors.FormatError) else 0.0
         page.loads += 1
 
     def _load(self, number: int) -> NDArray[np.uint32]:
-        url, path = self._url(number), page_path(self._name, number, self._generation)
-        size = 8 * self._rows * self._chunks
+        url, path = self._url(number), page_path(self._name, number, self._manifest.generation)
+        size = self._page_bytes
         try:
-            data = self._store.get_range(path, 0, size + CRC_BYTES + 1)  # one byte more shows a longer object
+            data = self._store.get_range(path, 0, size + CRC_BYTES + 1)  # the extra byte detects a longer object
         except errors.NotFoundError as error:
             raise errors.MissingObjectError(f"the chunk table {url} is missing", "convert the dataset again") from error
         if len(data) != size + CRC_BYTES:
@@ -191,16 +192,16 @@ class ChunkTable:
             raise errors.CorruptError(problem, "copy or convert the dataset again")
         if crc32c.crc32c(data[:size]) != int.from_bytes(data[size:], "little"):
             problem = f"the checksum of the chunk table {url} does not match"
-            raise errors.CorruptError(problem, "copy or convert it again")
-        page = np.frombuffer(data, "<u4", size // 4).astype(np.uint32).reshape(self._rows, self._chunks, 2)
-        if self._shards <= self._rows:
+            raise errors.CorruptError(problem, "copy or convert the dataset again")
+        page = np.frombuffer(data, "<u4", size // 4).astype(np.uint32).reshape(self._page_shape)
+        if self._num_pages == 1:
             self._check_digest(page[: self._shards], url)
         return page
 
     def _check_digest(self, table: NDArray[np.uint32], url: str) -> None:
-        if self._sha256 and table_digest(table) != self._sha256:
-            problem = f"the chunk table {url} is intact, but not the one that the manifest was written for"
+        if self._manifest.tables.get(self._name) not in (None, table_digest(table)):
+            problem = f"the chunk table {url} is intact, but does not match the manifest"
             raise errors.ModifiedError(problem, "restore it, or convert the dataset again")
 
     def _url(self, number: int) -> str:
-        return f"{self._store.url}/{page_path(self._name, number, self._generation)}"
+        return f"{self._store.url}/{page_path(self._name, number, self._manifest.generation)}"

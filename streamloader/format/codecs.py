@@ -1,10 +1,10 @@
-"""One chunk of one field: payload -> codec -> crc32c, and back; and a shard of them.
+"""Encodes and decodes chunks (payload -> codec -> CRC-32C) and shards of chunks.
 
-A shard object is its inner chunks, ascending and without gaps from 0, then Zarr's shard index.
+A shard object is its inner chunks in ascending order, from byte 0 without gaps, followed by Zarr's shard index.
 
-Fixed-shape payloads are the samples' little-endian C-order bytes. The others are Zarr's `vlen-bytes`: a u32
-count, then a u32 length and that many bytes for each item. "lz4" is LZ4 inside a blosc frame, "zstd" a plain
-frame. Every function here releases the GIL where the work is: in the compressor, the checksum and the copy.
+The payload of a fixed-shape field is the little-endian C-order bytes of its samples. Other payloads are Zarr's
+`vlen-bytes`: a u32 count, then for each item a u32 length and that many bytes. "lz4" is LZ4 in a blosc frame, "zstd" a
+plain Zstandard frame. Compression, checksums and copies release the GIL.
 """
 
 from __future__ import annotations
@@ -32,23 +32,22 @@ ZSTD_LEVEL = 3
 BLOSC_LEVEL = 5
 BLOSC_BLOCK = 1 << 17  # bytes, for each byte of a number: what blosc chooses at that level
 
-# Seconds to decode a GB of samples, as a share of the second that a GB takes over a 10 Gbit/s line: one core
-# decodes about 2.5 GB/s of lz4 and 0.8 GB/s of zstd, and four cores share the work.
+# Time to decode 1 GB of samples, relative to the time to transfer 1 GB at 10 Gbit/s: one core decodes about 2.5 GB/s of
+# lz4 and 0.8 GB/s of zstd, and four cores share the work.
 DECODE_COST = {"none": 0.0, "lz4": 0.1, "zstd": 0.3}
-# Small items are joined to pieces of this: whole chunks would not fit into the holes that their items leave behind them
-JOINED_BYTES = 64 << 10
-PROBE_PIECE = 1 << 20
+JOINED_BYTES = 64 << 10  # size of joined small items: the memory that freed items leave has no holes for whole chunks
+PROBE_PIECE_BYTES = 1 << 20
 PROBE_PIECES = 16
 
 
 def column_size(column: Column) -> int:
-    """Return the decoded bytes of a column."""
+    """Return the decoded size of a column, in bytes."""
     return column.nbytes if isinstance(column, np.ndarray) else sum(map(len, column))
 
 
 @dataclass(frozen=True, eq=False)
 class Items:
-    """The items of one variable-size chunk, as slices of one buffer; `starts` and `stops` in bytes."""
+    """The items of one variable-size chunk: item i is `buffer[starts[i]:stops[i]]`."""
 
     buffer: memoryview
     starts: NDArray[np.int64]
@@ -61,36 +60,40 @@ class Items:
         return self.buffer[int(self.starts[index]) : int(self.stops[index])]
 
 
-def seal_chunk(layout: FieldLayout, column: Column) -> tuple[Sequence[Buffer], bytes]:
-    """Return one chunk: its buffers end to end, which may be memory of the column, and its checksum.
+def with_checksum(data: bytes) -> bytes:
+    """Return `data` followed by its CRC-32C."""
+    return data + crc32c.crc32c(data).to_bytes(CRC_BYTES, "little")
 
-    `column` holds at most `layout.chunk` samples; fill pads the rest. The same column gives the same bytes. Raises
-    `FieldError` for a chunk of 2 GiB or more.
+
+def encode_buffers(layout: FieldLayout, column: Column) -> tuple[Sequence[Buffer], bytes]:
+    """Return the encoded chunk as consecutive buffers, which may share the column's memory, and its checksum.
+
+    `column` holds at most `layout.chunk` samples; a shorter one is padded with the fill value. The same column gives
+    the same bytes. Raises `FieldError` for a chunk of 2 GiB or more.
     """
     body = _payload(layout, column)
     size = body_bytes(body)
     if size > MAX_CHUNK_BYTES:
-        problem = f"a chunk of {layout.chunk} samples has {size} bytes, the format holds less than {MAX_CHUNK_BYTES}"
-        raise FieldError(problem, "make samples smaller, or cut each in several")
+        problem = f"a chunk of {layout.chunk} samples has {size} bytes, the format allows {MAX_CHUNK_BYTES}"
+        raise FieldError(problem, "make samples smaller, or split them")
     if layout.codec != "none":
-        whole = body[0] if len(body) == 1 else b"".join(body)
-        body = [compress(layout.codec, whole, typesize(layout.field))]
+        payload = body[0] if len(body) == 1 else b"".join(body)
+        body = [compress(layout.codec, payload, typesize(layout.field))]
     return body, body_crc32c(body).to_bytes(CRC_BYTES, "little")
 
 
 def encode_chunk(layout: FieldLayout, column: Column) -> bytes:
-    """Return the stored bytes of one chunk; see `seal_chunk`."""
-    body, seal = seal_chunk(layout, column)
-    return b"".join([*body, seal])
+    """Return the stored bytes of one chunk, checksum included. Arguments and errors are those of `encode_buffers`."""
+    body, checksum = encode_buffers(layout, column)
+    return b"".join([*body, checksum])
 
 
 @dataclass(frozen=True, eq=False)
 class EncodedShard:
-    """A shard object's bytes, and its rows of the chunk table.
+    """The bytes of a shard object, and its entries of the chunk table.
 
-    `parts`: buffers that stand end to end; those of a field that is not compressed are memory of its column. `entries`:
-    uint32 (chunks_per_shard, 2): the encoded bytes of each inner chunk with its checksum (0: absent), and the crc32c
-    that stands at the chunk's end.
+    `parts` are consecutive buffers; those of an uncompressed field share the memory of its column. `entries` is uint32
+    (chunks_per_shard, 2): for each inner chunk its encoded size with the checksum (0 if absent), and its CRC-32C.
     """
 
     parts: Sequence[Buffer]
@@ -98,7 +101,7 @@ class EncodedShard:
 
     @property
     def size(self) -> int:
-        """The number of bytes."""
+        """The size of the object, in bytes."""
         return body_bytes(self.parts)
 
 
@@ -111,49 +114,48 @@ def encode_shard(
     first: int = 0,
     skips: Mapping[int, int] | None = None,
 ) -> EncodedShard:
-    """Encode up to `layout.shard` samples. Every chunk that holds a sample is stored, also one of fill values.
+    """Encode up to `layout.shard` samples. Every chunk that holds a sample is stored, even one of fill values only.
 
-    A list is emptied on the way: its items and what is encoded are then not held both. To add to a shard: `old` are its
-    bytes before the new chunks, `entries` its rows of the chunk table, `first` the number of the first
-    new chunk, and `skips` as for `encode_index`.
+    If `column` is a list, its items are replaced by empty ones as they are encoded, to free their memory. To extend a
+    shard, pass its bytes before the new chunks (`old`), its `entries` of the chunk table, the number of the `first` new
+    chunk, and `skips` as for `encode_index`.
     """
     entries = np.zeros((layout.chunks_per_shard, 2), np.uint32) if entries is None else entries.copy()
     parts: list[Buffer] = [old] if old else []
     for chunk, start in enumerate(range(0, len(column), layout.chunk), first):
         piece = column[start : start + layout.chunk]
-        body, seal = seal_chunk(layout, piece)
-        parts += [*body, seal]
-        entries[chunk] = body_bytes(body) + CRC_BYTES, int.from_bytes(seal, "little")
+        body, checksum = encode_buffers(layout, piece)
+        parts += [*body, checksum]
+        entries[chunk] = body_bytes(body) + CRC_BYTES, int.from_bytes(checksum, "little")
         if isinstance(column, list):
             column[start : start + layout.chunk] = [b""] * len(piece)
     return EncodedShard([*parts, encode_index(entries, skips)], entries)
 
 
 def encode_index(entries: NDArray[np.uint32], skips: Mapping[int, int] | None = None) -> bytes:
-    """Return the sealed index of a shard with these rows of the chunk table.
+    """Return the index of a shard with these entries of the chunk table, checksum included.
 
-    `skips` has by chunk how many bytes of earlier versions stand before it.
+    `skips` maps a chunk to the number of stale bytes of earlier versions before it.
     """
     sizes = entries[:, 0].astype(np.uint64)
     index = np.full((len(entries), 2), ABSENT, "<u8")
-    held = sizes > 0
-    index[held, 0] = (np.cumsum(sizes) - sizes)[held]
-    index[held, 1] = sizes[held]
+    present = sizes > 0
+    index[present, 0] = (np.cumsum(sizes) - sizes)[present]
+    index[present, 1] = sizes[present]
     for chunk, size in (skips or {}).items():
-        index[chunk:, 0][held[chunk:]] += np.uint64(size)
-    data = index.tobytes()
-    return data + crc32c.crc32c(data).to_bytes(CRC_BYTES, "little")
+        index[chunk:, 0][present[chunk:]] += np.uint64(size)
+    return with_checksum(index.tobytes())
 
 
 def index_size(chunks: int) -> int:
-    """Return the bytes of a shard index of `chunks` inner chunks."""
+    """Return the size in bytes of the index of a shard of `chunks` inner chunks."""
     return 16 * chunks + CRC_BYTES
 
 
 def parse_index(tail: bytes, chunks: int) -> NDArray[np.uint64]:
-    """Return the index at the end of `tail`: uint64 (chunks, 2) of offset and nbytes, 2^64-1 for absent chunks.
+    """Return the index at the end of `tail`: uint64 (chunks, 2), offset and nbytes, both 2^64-1 for absent chunks.
 
-    Raises `CorruptError` where `tail` is too short or the index' own checksum does not match.
+    Raises `CorruptError` if `tail` is too short or the checksum of the index does not match.
     """
     size = index_size(chunks)
     if len(tail) < size:
@@ -167,8 +169,8 @@ def parse_index(tail: bytes, chunks: int) -> NDArray[np.uint64]:
 def decode_fixed(layout: FieldLayout, data: memoryview, out: NDArray[Any]) -> None:
     """Decode the chunk's body `data`, without its checksum, into `out`: C-contiguous (rows, *shape).
 
-    The chunk holds `layout.chunk` rows; those that do not fit `out` are dropped.
-    Raises `CorruptError` where the body does not hold exactly one chunk.
+    The chunk holds `layout.chunk` rows; those beyond the end of `out` are dropped. Raises `CorruptError` unless the
+    body holds exactly one chunk.
     """
     expected = layout.chunk * layout.field.item_bytes
     flat = out.reshape(-1).view(np.uint8)
@@ -187,28 +189,28 @@ def decode_fixed(layout: FieldLayout, data: memoryview, out: NDArray[Any]) -> No
 
 
 def decode_items(layout: FieldLayout, data: memoryview, allocate: Allocate = empty_buffer) -> Items:
-    """Return the `layout.chunk` items of the chunk's body `data`, without its checksum; nothing is copied.
+    """Return the `layout.chunk` items of the chunk's body `data`, without its checksum; items are not copied.
 
-    A compressed body is unpacked into `allocate(size)`. Raises `CorruptError` where lengths and bytes do not agree, or
-    a frame claims more than the whole field has.
+    A compressed body is decompressed into `allocate(size)`. Raises `CorruptError` if lengths and bytes do not agree, or
+    if the frame's header claims more bytes than the whole field has.
     """
     if layout.codec != "none":
-        size = _check_frame(layout.codec, data, 4, min(MAX_CHUNK_BYTES, layout.nbytes + 4 * layout.chunk + 4))
-        whole = allocate(size)
-        _decompress(layout.codec, data, whole)
-        data = whole
+        frame = data
+        size = _check_frame(layout.codec, frame, 4, min(MAX_CHUNK_BYTES, layout.nbytes + 4 * layout.chunk + 4))
+        data = allocate(size)
+        _decompress(layout.codec, frame, data)
     return parse_items(data, layout.chunk)
 
 
 def parse_items(data: memoryview, count: int) -> Items:
     """Parse `vlen-bytes` of exactly `count` items.
 
-    Raises `CorruptError` for any length that does not add up, and for a payload of 2 GiB, which no chunk may have: its
-    places are kept in 32 bits.
+    Raises `CorruptError` if the lengths do not add up to the payload, or for a payload over `MAX_CHUNK_BYTES`, whose
+    offsets would not fit 32 bits.
     """
     size = data.nbytes
     if size > MAX_CHUNK_BYTES:
-        raise CorruptError(f"the chunk has {size} bytes decoded, the format holds at most {MAX_CHUNK_BYTES}")
+        raise CorruptError(f"the chunk has {size} decoded bytes, the format allows at most {MAX_CHUNK_BYTES}")
     if size < 4 + 4 * count or int.from_bytes(data[:4], "little") != count:
         raise CorruptError(f"the chunk of {size} bytes does not hold {count} items")
     length_at = struct.Struct("<I").unpack_from
@@ -227,11 +229,11 @@ def parse_items(data: memoryview, count: int) -> Items:
 
 
 def measure_codec(choice: CodecChoice, field: Field, column: Column) -> tuple[str, float]:
-    """Return the codec for a field, and the mean stored bytes of a sample, given a sample of its data.
+    """Return the codec for a field and the mean stored bytes per sample, measured on the first samples `column`.
 
-    "auto" compresses up to 16 pieces of about 1 MiB and takes the least of `stored / decoded + DECODE_COST`:
-    the time to move a GB plus the time to decode it. So lz4 must save a tenth, and zstd a fifth more than lz4.
-    Speeds are constants, not timed: a resumed conversion must choose the same.
+    "auto" compresses up to 16 pieces of about 1 MiB and minimises `stored / decoded + DECODE_COST`, the time to
+    transfer a GB plus the time to decode it. So lz4 must save 10 %, and zstd another 20 % over lz4. Speeds are
+    constants and not measured, because a resumed conversion must make the same choice.
     """
     rows, pieces = _probe_pieces(field, column)
     total = sum(len(piece) for piece in pieces)
@@ -243,15 +245,18 @@ def measure_codec(choice: CodecChoice, field: Field, column: Column) -> tuple[st
     return best, stored[best] / rows
 
 
-def compress(codec: str, payload: Buffer, number_bytes: int) -> Buffer:
-    """Return `payload` as the codec's one frame; "none" gives the payload itself."""
+def compress(codec: str, payload: Buffer, itemsize: int) -> Buffer:
+    """Return `payload` compressed into one frame of the codec; "none" returns the payload itself.
+
+    LZ4 shuffles the bytes of numbers that have more than one.
+    """
     if codec == "none":
         return payload
     if codec == "zstd":
         return bytes(zstd.compress(payload, ZSTD_LEVEL))
     _use_one_blosc_thread()
-    shuffle = blosc.SHUFFLE if number_bytes > 1 else blosc.NOSHUFFLE
-    return bytes(blosc.compress(payload, b"lz4", BLOSC_LEVEL, shuffle, 0, typesize=number_bytes))
+    shuffle = blosc.SHUFFLE if itemsize > 1 else blosc.NOSHUFFLE
+    return bytes(blosc.compress(payload, b"lz4", BLOSC_LEVEL, shuffle, 0, typesize=itemsize))
 
 
 def scratch_bytes(layout: FieldLayout, chunk_bytes: int) -> int:
@@ -264,8 +269,8 @@ def scratch_bytes(layout: FieldLayout, chunk_bytes: int) -> int:
 
 
 def _use_one_blosc_thread() -> None:
-    # numcodecs' own switch for the process. With threads of its own blosc takes a lock that all callers share,
-    # and writes blocks in the order in which they finish: the same data would give different bytes.
+    # A setting of numcodecs for the whole process. With several threads, blosc takes a lock that all callers share, and
+    # writes blocks in the order in which they finish, so the same data would give different bytes.
     blosc.use_threads = False
 
 
@@ -278,17 +283,16 @@ def _decompress(codec: str, data: memoryview, out: NDArray[np.uint8] | memoryvie
 
 
 def _check_frame(codec: str, data: memoryview, least: int, most: int) -> int:
-    """Return the decoded size that the frame's header claims; `CorruptError` unless it lies in [least, most]."""
+    """Return the decoded size in the frame's header. Raises `CorruptError` unless it is in [least, most]."""
     size = _zstd_size(data) if codec == "zstd" else _blosc_size(data)
     if not least <= size <= most:
-        wanted = str(most) if least == most else f"{least} to {most}"
-        problem = f"the chunk's {codec} frame of {data.nbytes} bytes claims {size}"
-        raise CorruptError(f"{problem}, expected {wanted}")
+        expected = str(most) if least == most else f"{least} to {most}"
+        raise CorruptError(f"the chunk's {codec} frame of {data.nbytes} bytes claims {size}, expected {expected}")
     return size
 
 
 def _blosc_size(data: memoryview) -> int:
-    # blosc trusts `cbytes` of its header, so a wrong one would make it read beyond the buffer
+    # blosc trusts the `cbytes` in the header, so a wrong value would make it read beyond the buffer
     if data.nbytes < 16:
         return -1
     nbytes, blocksize, cbytes = struct.unpack_from("<III", data, 4)
@@ -296,8 +300,8 @@ def _blosc_size(data: memoryview) -> int:
 
 
 def _zstd_size(data: memoryview) -> int:
-    # RFC 8878, 3.1.1: magic, descriptor, [window], [dictionary], content size. Without a size numcodecs would
-    # grow its output as long as the frame goes on.
+    # RFC 8878, 3.1.1: magic, descriptor, [window], [dictionary], content size. Frames without a size are refused,
+    # because numcodecs would then grow its output without a limit.
     if data.nbytes < 6 or bytes(data[:4]) != b"\x28\xb5\x2f\xfd":
         return -1
     descriptor = data[4]
@@ -310,9 +314,9 @@ def _zstd_size(data: memoryview) -> int:
 
 
 def typesize(field: Field) -> int:
-    """Return the bytes of a number, whose bytes are shuffled before LZ4; 1 where the field holds no numbers.
+    """Return the bytes of one number of the field, or 1 for bytes and text. LZ4 shuffles by this size.
 
-    The lengths between ragged items keep numbers of up to 4 bytes aligned, and larger ones within an item.
+    The u32 lengths between ragged items keep numbers of up to 4 bytes aligned, and larger ones within an item.
     """
     return np.dtype(field.dtype).itemsize if field.fixed or field.kind == "ragged" else 1
 
@@ -329,7 +333,7 @@ def _payload(layout: FieldLayout, column: Column) -> Sequence[Buffer]:
 
 
 def pack_items(items: Sequence[bytes]) -> list[bytes]:
-    """Return `vlen-bytes` of the items in pieces, end to end; an item of a piece's size is one itself.
+    """Return `vlen-bytes` of the items as consecutive buffers; items of `JOINED_BYTES` or more are not copied.
 
     Raises `FieldError` for an item of 2 GiB or more.
     """
@@ -337,7 +341,7 @@ def pack_items(items: Sequence[bytes]) -> list[bytes]:
     parts, size = [len(items).to_bytes(4, "little")], 0
     for item in items:
         if len(item) > MAX_CHUNK_BYTES:
-            raise FieldError(f"an item of {len(item)} bytes", f"the format holds less than {MAX_CHUNK_BYTES} bytes")
+            raise FieldError(f"an item has {len(item)} bytes", f"the format allows at most {MAX_CHUNK_BYTES}")
         parts.append(len(item).to_bytes(4, "little"))
         size += len(item)
         if size < JOINED_BYTES:
@@ -349,14 +353,14 @@ def pack_items(items: Sequence[bytes]) -> list[bytes]:
 
 
 def _probe_pieces(field: Field, column: Column) -> tuple[int, list[bytes]]:
-    """Return up to 16 pieces of about 1 MiB, spread evenly over the column, and the number of their samples."""
+    """Return the number of samples in up to 16 pieces of about 1 MiB, spread evenly over the column, and the pieces."""
     if len(column) == 0:
         return 0, []
     mean = field.item_bytes if field.fixed else column_size(column) / len(column) + 4
-    rows = max(1, int(PROBE_PIECE // mean))
+    rows = max(1, int(PROBE_PIECE_BYTES // mean))
     starts = range(0, len(column), rows)
-    every = -(-len(starts) // PROBE_PIECES)
-    pieces = [column[start : start + rows] for start in starts[::every]]
+    step = -(-len(starts) // PROBE_PIECES)
+    pieces = [column[start : start + rows] for start in starts[::step]]
     count = sum(len(piece) for piece in pieces)
     if field.fixed:
         return count, [np.asarray(piece).tobytes() for piece in pieces]

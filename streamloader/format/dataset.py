@@ -1,4 +1,4 @@
-"""`open` and `Dataset`: random access to samples, without torch."""
+"""Random access to samples, without torch: `sl.open` and `Dataset`."""
 
 from __future__ import annotations
 
@@ -23,33 +23,34 @@ from streamloader.storage import open_store
 from streamloader.storage.process import PerProcess, run_all
 from streamloader.storage.store import Store
 
-THREADS = 16  # requests at once: they wait for the network, not for a core
-CACHE_BYTES = 64 << 20  # decoded chunks that are kept for the next `ds[i]`
+THREADS = 16  # concurrent requests: they wait for the network, not for a core
+CACHE_BYTES = 64 << 20  # decoded chunks that are cached for the next `ds[i]`
 
 Chunk = NDArray[Any] | Items
 
 
-def open(  # noqa: A001 - `sl.open(url)` reads as the builtin does
+def open(  # noqa: A001 - `sl.open(url)` is named after the builtin
     url: str | os.PathLike[str], *, split: str | None = None, storage_options: Mapping[str, Any] | None = None
 ) -> Dataset:
     """Open a dataset for random access, by one request.
 
-    Raises `NotADatasetError`, `IncompleteError`, `VersionError` or `FormatError` for what is not a finished
-    dataset, `FieldError` for a wrong or missing `split`, and `StorageError`.
+    Raises `NotADatasetError`, `IncompleteError`, `VersionError` or `FormatError` if `url` is not a finished dataset,
+    `FieldError` for an unknown or missing `split`, and `StorageError`.
     """
     return Dataset(open_root(open_store(url, storage_options), split))
 
 
 class Dataset:
-    """Samples by number. `ds[i]` is a dict of one sample, `ds[a:b]` a dict of columns, `len(ds)` their number.
+    """A sequence of samples: `ds[i]` is a dict of one sample, `ds[a:b]` a dict of columns, `len(ds)` their number.
 
-    Tensors come as numpy scalars or arrays, bytes as bytes, text as str, ragged as arrays (k, *shape); columns
-    of tensors as one array (b - a, *shape), of the others as lists. Thread-safe; may be pickled and forked.
+    A tensor is a numpy scalar or array, a ragged value an array (k, *shape); bytes and text are `bytes` and `str`. The
+    column of a tensor field is one array (b - a, *shape), that of any other field a list. Thread-safe, and can be
+    pickled and used after a fork.
     """
 
     def __init__(self, opened: Opened) -> None:
         self._opened = opened
-        self._process = PerProcess[_Process]()
+        self._readers = PerProcess[_Readers]()
 
     def __len__(self) -> int:
         return self.manifest.num_samples
@@ -70,7 +71,7 @@ class Dataset:
 
     @property
     def digest(self) -> str:
-        """The SHA-256 that names these samples in this order, in hexadecimal."""
+        """The SHA-256 that identifies the content and the order of the dataset, in hexadecimal."""
         return self.manifest.digest
 
     @property
@@ -80,12 +81,12 @@ class Dataset:
 
     @property
     def classes(self) -> dict[str, tuple[str, ...]]:
-        """Class names by field: `classes["label"][3]` is the name of label 3. Empty where none were recorded."""
+        """The class names by field: `classes["label"][3]` is the name of label 3. Empty if none were recorded."""
         return self.manifest.classes
 
     @property
     def splits(self) -> tuple[str, ...]:
-        """The names of all splits at the URL that was opened; empty where there are none."""
+        """The names of all splits at the URL that was opened; empty for a dataset without splits."""
         return self._opened.splits
 
     def __getitem__(self, index: int | slice) -> dict[str, Any]:
@@ -93,53 +94,56 @@ class Dataset:
         if isinstance(index, slice):
             start, stop, step = index.indices(len(self))
             if step != 1:
-                raise UsageError(f"a slice of step {step}", "read with step 1, and select from the result")
+                raise UsageError(f"the slice has step {step}", "use step 1, and select from the result")
             names = list(self.fields)
-            process, stop = self._here(), max(start, stop)
-            columns = run_all(lambda name: process.read(name, start, stop), names, len(names))
+            readers, stop = self._local_readers(), max(start, stop)
+            columns = run_all(lambda name: readers.read(name, start, stop), names, len(names))
             return dict(zip(names, columns, strict=True))
         number = operator.index(index)
         if not -len(self) <= number < len(self):
-            raise IndexError(f"sample {number} of {len(self)}")
-        return self._here().sample(number % len(self))
+            raise IndexError(f"sample {number} is out of range: the dataset has {len(self)}")
+        return self._local_readers().sample(number % len(self))
 
     def read(self, field: str, start: int, stop: int) -> Any:
-        """Return the column of one field's samples [start, stop). Raises `FieldError`, `IndexError` and as `[]`."""
+        """Return the column of one field for the samples [start, stop).
+
+        Raises `FieldError` for an unknown field, `IndexError`, `FormatError` and `StorageError`.
+        """
         if field not in self.fields:
             raise FieldError(f"{self.url} has no field {field!r}", f"its fields are {', '.join(self.fields)}")
-        return self._here().read(field, start, stop)
+        return self._local_readers().read(field, start, stop)
 
-    def _here(self) -> _Process:
-        """Return this process' readers and cache: a fork's child must not use its parent's locks and clients."""
-        return self._process.get(lambda: _Process(self._opened.store, self._opened.manifest))
+    def _local_readers(self) -> _Readers:
+        """Return the readers of this process: a forked child must not use the locks and clients of its parent."""
+        return self._readers.get(lambda: _Readers(self._opened.store, self._opened.manifest))
 
 
-class _Process:
-    """What a dataset holds in one process: the data plane, a reader for each field, the latest decoded chunks."""
+class _Readers:
+    """The readers of all fields in one process, with a cache of decoded chunks."""
 
     def __init__(self, store: Store, manifest: Manifest) -> None:
         self._fields = {name: FieldReader(store, manifest, name) for name in manifest.fields}
         self._chunks: OrderedDict[tuple[str, int], tuple[Chunk, int]] = OrderedDict()
-        self._cached = 0
+        self._cached_bytes = 0
         self._lock = threading.Lock()
 
     def read(self, name: str, start: int, stop: int) -> Any:
-        """Return a column, by parallel requests; the cache is neither read nor filled."""
+        """Return a column, read by concurrent requests without the cache."""
         field = self._fields[name]
-        found = field.read(start, stop, threads=THREADS)
-        if isinstance(found, np.ndarray):
-            return found
+        column = field.read(start, stop, threads=THREADS)
+        if isinstance(column, np.ndarray):
+            return column
         return [
             from_bytes(name, field.layout.field, items[i], number + i)
-            for number, items in found
+            for number, items in column
             for i in range(max(start - number, 0), min(stop - number, len(items)))
         ]
 
     def sample(self, number: int) -> dict[str, Any]:
-        """Return one sample; its chunks are kept for its neighbours."""
-        chunks = {name: self._kept((name, number // field.layout.chunk)) for name, field in self._fields.items()}
+        """Return one sample; its chunks are cached for its neighbours."""
+        chunks = {name: self._cached((name, number // field.layout.chunk)) for name, field in self._fields.items()}
         missing = [name for name, chunk in chunks.items() if chunk is None]
-        chunks |= zip(missing, run_all(partial(self._chunk, number), missing, THREADS), strict=True)
+        chunks |= zip(missing, run_all(partial(self._load, number), missing, THREADS), strict=True)
         sample: dict[str, Any] = {}
         for name, chunk in chunks.items():
             layout = self._fields[name].layout
@@ -151,23 +155,23 @@ class _Process:
                 sample[name] = chunk[row].copy()
         return sample
 
-    def _chunk(self, number: int, name: str) -> Chunk:
-        """Load the chunk that holds a sample, and keep it."""
+    def _load(self, number: int, name: str) -> Chunk:
+        """Read the chunk that holds sample `number`, and cache it."""
         field = self._fields[name]
         index = number // field.layout.chunk
         first = index * field.layout.chunk
-        found = field.read(first, min(first + field.layout.chunk, field.num_samples))
-        chunk = found if isinstance(found, np.ndarray) else found[0][1]
+        column = field.read(first, min(first + field.layout.chunk, field.num_samples))
+        chunk = column if isinstance(column, np.ndarray) else column[0][1]
         size = chunk.nbytes if isinstance(chunk, np.ndarray) else chunk.buffer.nbytes
         with self._lock:
-            if (name, index) not in self._chunks:  # else another thread was here first
+            if (name, index) not in self._chunks:  # another thread may have cached it already
                 self._chunks[name, index] = chunk, size
-                self._cached += size
-            while self._cached > CACHE_BYTES and len(self._chunks) > 1:
-                self._cached -= self._chunks.popitem(last=False)[1][1]
+                self._cached_bytes += size
+            while self._cached_bytes > CACHE_BYTES and len(self._chunks) > 1:
+                self._cached_bytes -= self._chunks.popitem(last=False)[1][1]
         return chunk
 
-    def _kept(self, key: tuple[str, int]) -> Chunk | None:
+    def _cached(self, key: tuple[str, int]) -> Chunk | None:
         with self._lock:
             if key not in self._chunks:
                 return None

@@ -1,9 +1,7 @@
-"""What a dataset is, as frozen values: fields, their layout, the pinned order; and their JSON form.
+"""The description of a dataset as frozen values (fields, layouts, pinned order) and as JSON.
 
-The manifest is the group attribute `streamloader` of the root `zarr.json`; `formats/streamloader/v1/SPEC.md`
-says what each key means.
-
-Parsing checks and bounds untrusted JSON, so that no later code has to.
+The manifest is the group attribute `streamloader` of the root `zarr.json`. `formats/streamloader/v1/SPEC.md` defines
+each key. Parsing checks untrusted JSON and bounds every number, so later code can rely on them.
 """
 
 from __future__ import annotations
@@ -23,15 +21,15 @@ from streamloader.options import CODECS as CODEC_CHOICES
 
 FORMAT = "streamloader"
 VERSION = 1
-APPEND = "append"  # the requirement of a dataset that was appended to
+APPEND = "append"  # in `requires` of a dataset that was appended to
 
 Kind = Literal["tensor", "bytes", "text", "ragged"]
 CODECS = tuple(codec for codec in CODEC_CHOICES if codec != "auto")
 INTS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 DTYPES = ("bool", *INTS, "float16", "float32", "float64")
-MAX_CHUNK_BYTES = 2**31 - 64  # blosc's own bound is 2^31 - 17; lengths of items and table entries are u32
-RESIDENT_TOTAL = 256 * 10**6  # bytes, decoded: what every reader may hold for the small fields
-MAX_AXES = 30  # of a sample: numpy before version 2 has 32, a batch adds one
+MAX_CHUNK_BYTES = 2**31 - 64  # the bound of blosc is 2^31 - 17; item lengths and table entries are u32
+RESIDENT_TOTAL = 256 * 10**6  # decoded bytes of all resident fields, which every reader holds in memory
+MAX_AXES = 30  # of a sample: numpy 1 allows 32, and a batch adds one
 NAME = re.compile(r"[a-z][a-z0-9_]*\Z")
 _OF = r"(?P<kind>bytes|text|ragged)(?::(?P<of>[a-z0-9+.-]+))?"
 _SPEC = re.compile(rf"(?:{_OF}|(?P<dtype>[a-z0-9]+))(?:\[(?P<shape>[0-9, ]*)\])?\Z")
@@ -40,10 +38,11 @@ _ENCODING = re.compile(r"[a-z0-9+.-]*\Z")
 
 @dataclass(frozen=True)
 class Field:
-    """One field of a sample.
+    """The type of one field of a sample.
 
-    `kind` "tensor" has a `dtype` and a fixed `shape` a sample; "ragged" a `dtype` and the fixed inner
-    `shape` behind its variable first dimension; "bytes" an optional `encoding` (jpeg, png, flac, ...).
+    A "tensor" has a `dtype` and a fixed `shape` per sample. A "ragged" field has a `dtype`, a variable first dimension
+    and a fixed inner `shape`. "bytes" and "text" have an optional `encoding` (jpeg, png, flac, ...). Raises
+    `FieldError` for invalid combinations.
     """
 
     kind: Kind
@@ -53,33 +52,36 @@ class Field:
 
     def __post_init__(self) -> None:
         numbers, encoded = self.kind in ("tensor", "ragged"), self.kind in ("bytes", "text")
-        named = bool(_ENCODING.match(self.encoding)) and (encoded or not self.encoding)
-        for fine, problem, remedy in (
+        encoding_ok = bool(_ENCODING.match(self.encoding)) and (encoded or not self.encoding)
+        for valid, problem, remedy in (
             (numbers or encoded, f"field kind {self.kind!r}", "choose tensor, bytes, text or ragged"),
             (not numbers or self.dtype in DTYPES, f"dtype {self.dtype!r}", f"choose one of {', '.join(DTYPES)}"),
             (all(n >= 1 for n in self.shape), f"shape {self.shape} has an empty axis", "give every axis at least 1"),
-            (len(self.shape) <= MAX_AXES, f"a shape of {len(self.shape)} axes", f"the format holds up to {MAX_AXES}"),
+            (len(self.shape) <= MAX_AXES, f"a shape of {len(self.shape)} axes", f"the format allows {MAX_AXES}"),
             (numbers or not (self.dtype or self.shape), f"a {self.kind} field with dtype or shape", "leave them out"),
-            (named, f"encoding {self.encoding!r} of a {self.kind} field", "name it like bytes:jpeg"),
+            (encoding_ok, f"encoding {self.encoding!r} of a {self.kind} field", "name it like bytes:jpeg"),
         ):
-            if not fine:
+            if not valid:
                 raise FieldError(problem, remedy)
 
     @classmethod
     def parse(cls, spec: str | Field) -> Field:
-        """Return the field that `int64`, `float32[64]`, `bytes`, `bytes:jpeg`, `text` or `ragged:int32[2]` names."""
+        """Return the field of a specification: `int64`, `float32[64]`, `bytes:jpeg`, `text`, `ragged:int32[2]` etc.
+
+        Raises `FieldError` for an invalid specification.
+        """
         if isinstance(spec, Field):
             return spec
-        found = _SPEC.match(spec)
-        if found is None:
+        match = _SPEC.match(spec)
+        if match is None:
             examples = "int64, float32[3,224,224], bytes:jpeg, text or ragged:int32"
-            raise FieldError(f"{spec!r} names no field", f"write it like {examples}")
-        shape = tuple(int(n) for n in (found["shape"] or "").replace(" ", "").split(",") if n)
-        if found["kind"] == "ragged":
-            return cls("ragged", found["of"] or "", shape)
-        if found["kind"]:
-            return cls("bytes" if found["kind"] == "bytes" else "text", shape=shape, encoding=found["of"] or "")
-        return cls("tensor", found["dtype"], shape)
+            raise FieldError(f"{spec!r} is not a field type", f"write it like {examples}")
+        shape = tuple(int(n) for n in (match["shape"] or "").replace(" ", "").split(",") if n)
+        if match["kind"] == "ragged":
+            return cls("ragged", match["of"] or "", shape)
+        if match["kind"]:
+            return cls("bytes" if match["kind"] == "bytes" else "text", shape=shape, encoding=match["of"] or "")
+        return cls("tensor", match["dtype"], shape)
 
     def __str__(self) -> str:
         shape = f"[{','.join(map(str, self.shape))}]" if self.shape else ""
@@ -90,7 +92,7 @@ class Field:
 
     @property
     def stored_dtype(self) -> np.dtype[Any]:
-        """The dtype of tensors and ragged rows as they are stored: little-endian."""
+        """The stored dtype of tensors and ragged rows: `dtype`, little-endian."""
         return np.dtype(self.dtype).newbyteorder("<")
 
     @property
@@ -100,7 +102,7 @@ class Field:
 
     @property
     def item_bytes(self) -> int:
-        """Bytes of one sample of a tensor field, or of one row of a ragged one; 1 for bytes and text."""
+        """The bytes of one sample of a tensor field, or of one row of a ragged field; 1 for bytes and text."""
         if self.kind in ("bytes", "text"):
             return 1
         return np.dtype(self.dtype).itemsize * prod(self.shape)
@@ -108,11 +110,11 @@ class Field:
 
 @dataclass(frozen=True)
 class FieldLayout:
-    """How one field is stored. `chunk` and `shard` in samples; `nbytes` decoded and `stored` encoded, in bytes.
+    """The storage layout of one field. `chunk` and `shard` in samples; `nbytes` decoded and `stored` encoded, in bytes.
 
-    `codec` is "none", "lz4" (blosc) or "zstd". A `resident` field is held in memory by readers; its geometry
-    is its own, where that of the others is aligned: chunk divides block divides shard. `skips` are (shard, chunk,
-    bytes), ascending: so many bytes of earlier versions stand before that chunk of the shard.
+    `codec` is "none", "lz4" (blosc) or "zstd". Readers hold a `resident` field in memory, and it has its own chunk and
+    shard sizes; those of other fields are aligned: chunk divides block divides shard. `skips` lists, in ascending
+    order, (shard, chunk, bytes): the number of stale bytes of earlier versions before that chunk of the shard.
     """
 
     field: Field
@@ -130,17 +132,17 @@ class FieldLayout:
 
     @property
     def chunks_per_shard(self) -> int:
-        """The inner chunks of every shard, also of the last, shorter one."""
+        """The number of inner chunks in the index of every shard, even if the last shard has fewer samples."""
         return self.shard // self.chunk
 
     def shard_key(self, name: str, shard: int) -> str:
-        """Return the path of a shard object below the dataset (Zarr's default chunk key encoding)."""
+        """Return the path of a shard object, relative to the dataset (Zarr's default chunk key encoding)."""
         return "/".join([name, "c", str(shard), *("0" for _ in (self.field.shape if self.field.fixed else ()))])
 
 
 @dataclass(frozen=True)
 class OrderPin:
-    """The order parameters that the manifest pins, in samples (rule 1 of the order contract)."""
+    """The order parameters of the manifest: `block` and `window` in samples (rule 1 of the order contract)."""
 
     block: int
     lanes: int
@@ -149,8 +151,9 @@ class OrderPin:
 
 @dataclass(frozen=True)
 class Manifest:
-    """One dataset. `tables` has the SHA-256 of each field's chunk table, by field name; each append adds 1 to
-    `generation`.
+    """The description of one dataset.
+
+    `tables` has the SHA-256 of each field's chunk table, by field name. Each append adds 1 to `generation`.
     """
 
     num_samples: int
@@ -163,19 +166,22 @@ class Manifest:
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the canonical JSON of version, num_samples, order, fields and each table's SHA-256; and of the
-        generation, where that is not the first.
+        """The SHA-256, in hexadecimal, of the canonical JSON of the dataset's identity.
+
+        That is version, num_samples, order, fields, the SHA-256 of each table, and the generation if it is not 1.
         """
-        return hashlib.sha256(canonical_json(self._identity())).hexdigest()
+        # RFC 8785: there are no floats, and keys are ASCII, so sorting by code point is correct
+        data = json.dumps(self._identity(), sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+        return hashlib.sha256(data.encode()).hexdigest()
 
     @property
     def classes(self) -> dict[str, tuple[str, ...]]:
-        """Class names by field, as the conversion recorded them: name i is that of the value i."""
-        found = class_names(self.provenance)
-        return {name: tuple(map(str, names)) for name, names in found.items() if name in self.fields}
+        """The class names recorded by the conversion, by field: name i belongs to value i."""
+        recorded = class_names(self.provenance)
+        return {name: tuple(map(str, names)) for name, names in recorded.items() if name in self.fields}
 
     def to_json(self) -> dict[str, Any]:
-        """Return the manifest as it stands in the group attribute."""
+        """Return the JSON value of the group attribute."""
         return {
             **self._identity(),
             "format": FORMAT,
@@ -186,7 +192,7 @@ class Manifest:
         }
 
     def _identity(self) -> dict[str, Any]:
-        """Return what the digest covers."""
+        """Return the part of the manifest that the digest covers."""
         return {
             "version": VERSION,
             "num_samples": self.num_samples,
@@ -199,31 +205,26 @@ class Manifest:
 
 def class_names(notes: Mapping[str, Any]) -> dict[str, list[str]]:
     """Return the class names by field, from a source's notes or a manifest's provenance."""
-    found = notes.get("classes")
-    listed = found.items() if isinstance(found, Mapping) else ()
-    return {name: list(names) for name, names in listed if isinstance(names, Sequence) and not isinstance(names, str)}
-
-
-def canonical_json(value: Any) -> bytes:
-    """Return RFC 8785 JSON of a value without floats: our keys are ASCII, so code point order is its order."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
+    classes = notes.get("classes")
+    items = classes.items() if isinstance(classes, Mapping) else ()
+    return {name: list(names) for name, names in items if isinstance(names, Sequence) and not isinstance(names, str)}
 
 
 def check_name(name: str) -> None:
-    """Raise `FieldError` unless `name` can name a field."""
+    """Raise `FieldError` unless `name` is a valid field name."""
     if not NAME.match(name):
-        raise FieldError(f"field name {name!r}", "start with a-z and go on with a-z, 0-9 and _")
+        raise FieldError(f"field name {name!r} is invalid", "start with a-z and continue with a-z, 0-9 and _")
 
 
 def natural(value: Any, least: int = 0) -> int:
-    """Return `value`. Raises ValueError unless it is a whole number of at least `least`."""
+    """Return `value`. Raises `ValueError` unless it is an integer of at least `least`."""
     if type(value) is not int or value < least:
         raise ValueError(f"{value!r} where a whole number of at least {least} is required")
     return value
 
 
 def layout_json(layout: FieldLayout) -> dict[str, Any]:
-    """Return a field's layout as it stands in the manifest."""
+    """Return the JSON value of a field's layout in the manifest."""
     out: dict[str, Any] = {"kind": layout.field.kind}
     if layout.field.dtype:
         out["dtype"] = layout.field.dtype
@@ -236,7 +237,10 @@ def layout_json(layout: FieldLayout) -> dict[str, Any]:
 
 
 def layout_from_json(raw: Mapping[str, Any]) -> FieldLayout:
-    """Return the layout that `layout_json` wrote. Raises KeyError, TypeError or ValueError for anything else."""
+    """Return the layout that `layout_json` wrote.
+
+    Raises `KeyError`, `TypeError`, `ValueError` or `FieldError` for other input.
+    """
     shape = tuple(natural(n, 1) for n in raw.get("shape", ()))
     field = Field(raw["kind"], raw.get("dtype", ""), shape, raw.get("encoding", ""))
     sizes = {"chunk": natural(raw["chunk"], 1), "shard": natural(raw["shard"], 1)}
@@ -251,31 +255,34 @@ def layout_from_json(raw: Mapping[str, Any]) -> FieldLayout:
 
 
 KNOWN_REQUIREMENTS = frozenset({APPEND})
-MAX_SAMPLES = 1 << 62  # positions of an epoch, padding included, stay below 2^63
-MAX_CHUNKS = 1 << 20  # of a shard: its index has 16 MiB then
-MAX_LANES = 1 << 16  # readers loop over the lanes
+MAX_SAMPLES = 1 << 62  # keeps the positions of an epoch, with padding, below 2^63
+MAX_CHUNKS = 1 << 20  # per shard: its index then has 16 MiB
+MAX_LANES = 1 << 16  # readers loop over lanes
 MAX_WINDOW = 1 << 31
-MAX_SKIPS = 1 << 16  # of a field: each append adds one at most
+MAX_SKIPS = 1 << 16  # per field: each append adds at most one
 _SHA256 = re.compile(r"[0-9a-f]{64}\Z")
 
 
 def parse_json(data: bytes) -> Any:
-    """Return a JSON document. Raises ValueError, also for a duplicate key, or RecursionError."""
-    return json.loads(data, object_pairs_hook=_once)
+    """Return the value of a JSON document. Raises `ValueError`, even for a duplicate key, or `RecursionError`."""
+    return json.loads(data, object_pairs_hook=_unique_keys)
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    keys = [key for key, _ in pairs]
-    if len(set(keys)) < len(keys):  # readers would differ in which of the values they take
-        raise ValueError(f"a key appears twice in {keys!r:.200}")
-    return dict(pairs)
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    document = dict(pairs)
+    if len(document) < len(pairs):  # JSON parsers disagree on which value to use
+        raise ValueError(f"a key appears twice in {[key for key, _ in pairs]!r:.200}")
+    return document
 
 
 def check_version(attributes: Mapping[str, Any], url: str) -> None:
-    """Raise `VersionError` for a later version, or for a requirement that this version does not know."""
+    """Check that this version of streamloader can read the dataset at `url`.
+
+    Raises `VersionError` for a later format version or an unknown requirement, `FormatError` for invalid values.
+    """
     version, requires = attributes.get("version"), attributes.get("requires", [])
-    listed = isinstance(requires, list) and all(isinstance(one, str) for one in requires)
-    if type(version) is not int or version < 1 or not listed:
+    names = isinstance(requires, list) and all(isinstance(name, str) for name in requires)
+    if type(version) is not int or version < 1 or not names:
         problem = f"{url} has format version {version!r}, requires {requires!r}"
         raise FormatError(problem, "its manifest is damaged: convert it again")
     if version > VERSION:
@@ -287,7 +294,7 @@ def check_version(attributes: Mapping[str, Any], url: str) -> None:
 
 
 def manifest_from_json(attributes: Mapping[str, Any], url: str) -> Manifest:
-    """Return the manifest of one dataset. Raises `VersionError` or `FormatError`, which name `url`."""
+    """Return the manifest in an attribute `streamloader`. Raises `VersionError` or `FormatError`, which name `url`."""
     check_version(attributes, url)
     try:
         order = attributes["order"]
@@ -304,21 +311,24 @@ def manifest_from_json(attributes: Mapping[str, Any], url: str) -> Manifest:
         )
         if (APPEND in attributes.get("requires", [])) != (manifest.generation > 1):
             raise ValueError(f"generation {manifest.generation} requires {attributes.get('requires', [])}")
-        stated = attributes["digest"]
-        problem = next((problem for wrong, problem in _problems(manifest) if wrong), None)
-        if problem is not None:
-            raise ValueError(problem)
+        digest = attributes["digest"]
+        for invalid, problem in _checks(manifest):
+            if invalid:
+                raise ValueError(problem)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         problem = f"the manifest of {url} is damaged ({type(error).__name__}: {error})"
         raise FormatError(problem, "convert it again") from error
-    if stated != manifest.digest:
-        problem = f"the manifest of {url} states digest {stated}, its content gives {manifest.digest}"
+    if digest != manifest.digest:
+        problem = f"the manifest of {url} states digest {digest}, its content gives {manifest.digest}"
         raise FormatError(problem, "it was edited: convert it again")
     return manifest
 
 
-def _problems(manifest: Manifest) -> Iterator[tuple[bool, str]]:
-    """Yield what streamloader never writes, and whether it is so: nothing later allocates or computes by it."""
+def _checks(manifest: Manifest) -> Iterator[tuple[bool, str]]:
+    """Yield for each check whether it fails, and its message.
+
+    The checks reject manifests that streamloader never writes, before anything is allocated by their numbers.
+    """
     fields, order, samples = manifest.fields, manifest.order, manifest.num_samples
     yield not fields, "no field"
     yield set(manifest.tables) != set(fields), f"fields {sorted(fields)} have tables {sorted(manifest.tables)}"
@@ -333,24 +343,24 @@ def _problems(manifest: Manifest) -> Iterator[tuple[bool, str]]:
         yield layout.resident and not fixed, f"{layout.field} field {name} is resident"
         if not layout.resident:
             shard = manifest.samples_per_shard
-            yield layout.shard != shard, f"shard {layout.shard} of {name} where the dataset has {shard}"
-            yield order.block % layout.chunk > 0, f"block {order.block} cuts chunks of {layout.chunk} of {name}"
-        yield from _skip_problems(name, layout, manifest)
+            yield layout.shard != shard, f"shard {layout.shard} of {name} differs from the dataset's {shard}"
+            yield order.block % layout.chunk > 0, f"chunk {layout.chunk} of {name} does not divide block {order.block}"
+        yield from _skip_checks(name, layout, manifest)
     resident = sum(layout.nbytes for layout in fields.values() if layout.resident)
-    yield resident > RESIDENT_TOTAL, f"resident fields of {resident} bytes, at most {RESIDENT_TOTAL} are held"
-    yield order.lanes > MAX_LANES, f"order of {order.lanes} lanes, at most {MAX_LANES}"
+    yield resident > RESIDENT_TOTAL, f"resident fields of {resident} bytes, the limit is {RESIDENT_TOTAL}"
+    yield order.lanes > MAX_LANES, f"order of {order.lanes} lanes, the limit is {MAX_LANES}"
     window = order.window % order.block == 0 and 2 * order.block <= order.window < MAX_WINDOW
     yield not window, f"order window {order.window} is not a multiple of block {order.block} in [2 blocks, 2^31)"
 
 
-def _skip_problems(name: str, layout: FieldLayout, manifest: Manifest) -> Iterator[tuple[bool, str]]:
-    places = [(shard, chunk) for shard, chunk, _ in layout.skips]
+def _skip_checks(name: str, layout: FieldLayout, manifest: Manifest) -> Iterator[tuple[bool, str]]:
+    chunks = [(shard, chunk) for shard, chunk, _ in layout.skips]
     total, generation = sum(size for _, _, size in layout.skips), manifest.generation
-    many = len(places) > (MAX_SKIPS if generation > 1 else 0)
-    yield many, f"{len(places)} skips of {name} in generation {generation}"
-    yield places != sorted(set(places)), f"the skips of {name} do not ascend"
+    too_many = len(chunks) > (MAX_SKIPS if generation > 1 else 0)
+    yield too_many, f"{len(chunks)} skips of {name} in generation {generation}"
+    yield chunks != sorted(set(chunks)), f"the skips of {name} do not ascend"
     yield total > layout.stored or total >= MAX_SAMPLES, f"{name} skips {total} of {layout.stored} bytes"
-    for shard, chunk in places:
+    for shard, chunk in chunks:
         outside = chunk >= layout.chunks_per_shard
         outside |= shard * layout.shard + chunk * layout.chunk >= manifest.num_samples
         yield outside, f"{name} skips bytes before chunk {chunk} of shard {shard}, which does not exist"

@@ -1,4 +1,4 @@
-"""The `zarr.json` documents of a dataset, as bytes. Pure, and the same for the same manifest."""
+"""Makes the `zarr.json` documents of a dataset from its manifest. Pure: the same manifest gives the same bytes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Document = dict[str, Any]
 
 
 def dataset_documents(manifest: Manifest) -> dict[str, Document]:
-    """Return the documents of a dataset by path of their node; "" is the root, with all others consolidated."""
+    """Return the documents of a dataset by node path; "" is the root, which consolidates all others."""
     nodes: dict[str, Document] = {}
     for name, layout in manifest.fields.items():
         nodes[name] = field_document(name, layout, manifest.num_samples)
@@ -27,24 +27,24 @@ def dataset_documents(manifest: Manifest) -> dict[str, Document]:
 
 
 def split_documents(manifests: Mapping[str, Manifest]) -> Document:
-    """Return the root document that lists the splits, each a dataset in the child group of that name."""
+    """Return the root document that lists the splits. Each split is a dataset in the child group of that name."""
     nodes: dict[str, Document] = {}
     for split, manifest in manifests.items():
         for path, document in dataset_documents(manifest).items():
             node = {key: value for key, value in document.items() if key != "consolidated_metadata"}
             nodes[f"{split}/{path}" if path else split] = node
-    listed = {split: {"num_samples": one.num_samples, "digest": one.digest} for split, one in manifests.items()}
-    attributes = {"format": FORMAT, "version": VERSION, "requires": [], "splits": listed}
+    splits = {name: {"num_samples": split.num_samples, "digest": split.digest} for name, split in manifests.items()}
+    attributes = {"format": FORMAT, "version": VERSION, "requires": [], "splits": splits}
     return group_document({FORMAT: attributes}, nodes)
 
 
 def to_bytes(document: Document) -> bytes:
-    """Return a document as it is stored: keys sorted, so that the same dataset gives the same bytes."""
+    """Return the stored form of a document. Keys are sorted, so the same dataset gives the same bytes."""
     return json.dumps(document, sort_keys=True, indent=1, allow_nan=False).encode()
 
 
 def group_document(attributes: Mapping[str, Any], nodes: Mapping[str, Document] | None = None) -> Document:
-    """Return a group's document, with `nodes` as inline consolidated metadata."""
+    """Return the document of a group, with `nodes` as inline consolidated metadata if given."""
     document: Document = {"zarr_format": 3, "node_type": "group", "attributes": dict(attributes)}
     if nodes is not None:
         consolidated = {"kind": "inline", "must_understand": False, "metadata": dict(sorted(nodes.items()))}
@@ -53,7 +53,7 @@ def group_document(attributes: Mapping[str, Any], nodes: Mapping[str, Document] 
 
 
 def field_document(name: str, layout: FieldLayout, num_samples: int) -> Document:
-    """Return the document of a field's array: `sharding_indexed`, the index at the end, one axis of samples."""
+    """Return the document of a field's array: `sharding_indexed` along the sample axis, with the index at the end."""
     field = layout.field
     inner = list(field.shape) if field.fixed else []
     data_type, fill = _data_type(layout)
@@ -77,7 +77,7 @@ def field_document(name: str, layout: FieldLayout, num_samples: int) -> Document
 
 
 def table_document(layout: FieldLayout, num_samples: int) -> Document:
-    """Return the document of a field's chunk table: u4 (shards, chunks, 2) in pages along the shards."""
+    """Return the document of a field's chunk table: u4 (shards, chunks, 2), chunked into pages along the shard axis."""
     shape = [layout.num_shards(num_samples), layout.chunks_per_shard, 2]
     document = _array_document(shape, [rows_per_page(layout, num_samples), *shape[1:]], "uint32", 0)
     document["codecs"] = [_bytes_codec(4), {"name": "crc32c"}]
@@ -105,9 +105,7 @@ def _data_type(layout: FieldLayout) -> tuple[str, Any]:
         return "string", ""
     if kind != "tensor":
         return "variable_length_bytes", ""
-    if dtype == "bool":
-        return dtype, False
-    return dtype, 0.0 if dtype.startswith("float") else 0
+    return dtype, np.zeros((), dtype).item()
 
 
 def _array_codec(layout: FieldLayout) -> Document:

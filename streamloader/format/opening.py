@@ -1,4 +1,4 @@
-"""From a URL's root document to a manifest: one request, and a clear error for everything that can be there."""
+"""Reads the manifest of a URL by one request, and explains anything else at the URL by a clear error."""
 
 from __future__ import annotations
 
@@ -15,14 +15,13 @@ Result = TypeVar("Result")
 ROOT = "zarr.json"
 JOB = "_streamloader/job.json"
 RECEIPTS = "_streamloader/receipts"
-# A damaged body is mostly a damaged transfer: fetched again this often before it counts as damaged at rest.
-BODY_ATTEMPTS = 3
-PIECE_BYTES = 4 << 20  # of what may be longer, and is read in pieces
-MAX_ROOT = 64 << 20  # bytes of a root document, or of any other JSON document of a dataset
+BODY_ATTEMPTS = 3  # reads of damaged data before the object counts as damaged: most damage occurs in transfer
+PIECE_BYTES = 4 << 20  # per request for an object of unbounded size
+MAX_ROOT = 64 << 20  # bytes of any JSON document of a dataset
 
 
 class Opened(NamedTuple):
-    """An opened dataset: its manifest, the store below which its objects lie, and the names of the root's splits."""
+    """An opened dataset or split: its manifest, the store of its objects, and the names of all splits at the URL."""
 
     manifest: Manifest
     store: Store
@@ -30,10 +29,10 @@ class Opened(NamedTuple):
 
 
 def reread(read: Callable[[], Result], on_damage: Callable[[], None] | None = None) -> Result:
-    """Return what `read` returns, in up to three attempts: damaged data is mostly a damaged transfer.
+    """Return the result of `read`, which is repeated after a `FormatError`, up to `BODY_ATTEMPTS` calls in total.
 
-    `on_damage` is called before each further attempt. Raises the last `FormatError`, and at once one that says that an
-    object is missing.
+    `on_damage` is called before each further attempt. Raises the last `FormatError`. The error of a missing object is
+    raised at once.
     """
     for _ in range(BODY_ATTEMPTS - 1):
         try:
@@ -49,52 +48,53 @@ def reread(read: Callable[[], Result], on_damage: Callable[[], None] | None = No
 def open_root(store: Store, split: str | None = None) -> Opened:
     """Open a dataset, or one split of it, by one request.
 
-    Raises `NotADatasetError`, `IncompleteError`, `VersionError`, `FormatError`; `FieldError` where the split is
-    not one of the root's, or where there are splits and none is asked for.
+    Raises `NotADatasetError`, `IncompleteError`, `VersionError` or `FormatError`; and `FieldError` for an unknown
+    split, or if the dataset has splits and `split` is None.
     """
     return reread(lambda: _open_root(store, split))
 
 
 def _open_root(store: Store, split: str | None) -> Opened:
     document = read_root(store)
-    attributes = _streamloader(document, store.url)
+    attributes = _dataset_attributes(document, store.url)
     check_version(attributes, store.url)
-    listed = attributes.get("splits")
-    if listed is None:
+    splits = attributes.get("splits")
+    if splits is None:
         if split is not None:
-            raise FieldError(f"{store.url} has no splits, asked for {split!r}", "leave split out")
+            raise FieldError(f"{store.url} has no splits, but split={split!r} was given", "leave split out")
         return Opened(manifest_from_json(attributes, store.url), store, ())
-    if not isinstance(listed, Mapping) or not all(NAME.match(name) for name in listed):
+    if not isinstance(splits, Mapping) or not all(NAME.match(name) for name in splits):
         raise FormatError(f"the splits of {store.url} are damaged", "convert it again")
-    names = tuple(listed)
-    if split is None or split not in listed:
-        asked = "none was asked for" if split is None else f"{split!r} is not one of them"
-        raise FieldError(f"{store.url} has the splits {', '.join(names)}; {asked}", f"open it with split={names[0]!r}")
+    names = tuple(splits)
+    if split is None or split not in splits:
+        reason = "no split was given" if split is None else f"{split!r} is not one of them"
+        raise FieldError(f"{store.url} has the splits {', '.join(names)}; {reason}", f"open it with split={names[0]!r}")
     child = store.child(split)
     try:
         node = document["consolidated_metadata"]["metadata"][split]
-        stated = listed[split]["digest"]
+        digest = splits[split]["digest"]
     except (KeyError, TypeError) as error:
         raise FormatError(f"the root of {store.url} does not hold its split {split!r}", "convert it again") from error
-    manifest = manifest_from_json(_streamloader(node, child.url), child.url)
-    if manifest.digest != stated:
-        problem = f"{store.url} states digest {stated} for split {split!r}, its manifest gives {manifest.digest}"
+    manifest = manifest_from_json(_dataset_attributes(node, child.url), child.url)
+    if manifest.digest != digest:
+        problem = f"{store.url} states digest {digest} for split {split!r}, its manifest gives {manifest.digest}"
         raise FormatError(problem, "convert it again")
     return Opened(manifest, child, names)
 
 
 def get_document(store: Store, path: str) -> bytes:
-    """Return a JSON document. Raises `NotFoundError`, and `FormatError` for one of over `MAX_ROOT` bytes."""
+    """Return the bytes of a JSON document. Raises `NotFoundError`, and `FormatError` for over `MAX_ROOT` bytes."""
     data = store.get_range(path, 0, PIECE_BYTES)
     if len(data) < PIECE_BYTES:
         return data
     if store.get_range(path, MAX_ROOT, MAX_ROOT + 1):
-        raise FormatError(f"{store.url}/{path} has over {MAX_ROOT} bytes, no document of a dataset has", "delete it")
+        problem = f"{store.url}/{path} has over {MAX_ROOT} bytes, the limit for documents of a dataset"
+        raise FormatError(problem, "delete it")
     return store.get_range(path, 0, MAX_ROOT)  # by one request: it may be replaced between two
 
 
 def read_pieces(store: Store, path: str) -> Iterator[bytes]:
-    """Yield an object that may have any size, `PIECE_BYTES` at a time. Raises `NotFoundError`."""
+    """Yield the bytes of an object of any size, `PIECE_BYTES` at a time. Raises `NotFoundError`."""
     for start in itertools.count(0, PIECE_BYTES):
         piece = store.get_range(path, start, start + PIECE_BYTES)
         yield piece
@@ -103,27 +103,27 @@ def read_pieces(store: Store, path: str) -> Iterator[bytes]:
 
 
 def read_lines(pieces: Iterable[bytes], limit: int, url: str) -> Iterator[bytes]:
-    """Yield the lines of the pieces of the object `url`, without line ends.
+    """Yield the lines of the object `url`, given as `pieces`, without line ends.
 
-    Raises `FormatError` for a line that is longer than `limit` bytes and a piece.
+    Raises `FormatError` for a line that exceeds `limit` by more than one piece. Memory is bounded by the same size.
     """
-    rest = b""
+    partial = b""
     for piece in pieces:
-        *lines, rest = (rest + piece).split(b"\n")
+        *lines, partial = (partial + piece).split(b"\n")
         yield from lines
-        if len(rest) > limit:
+        if len(partial) > limit:
             raise FormatError(f"{url} has a line of over {limit} bytes, which streamloader does not write", "delete it")
-    if rest:
-        yield rest
+    if partial:
+        yield partial
 
 
 def read_object(store: Store, path: str, remedy: str = "copy or convert the dataset again") -> dict[str, Any]:
-    """Return a JSON document that is an object. Raises `NotFoundError`, and `FormatError` for a damaged one."""
+    """Return the JSON object at `path`. Raises `NotFoundError`, and `FormatError` if the document is damaged."""
     return parse_object(get_document(store, path), f"{store.url}/{path}", remedy)
 
 
 def parse_object(data: bytes, url: str, remedy: str = "copy or convert the dataset again") -> dict[str, Any]:
-    """Return the JSON object of the document `url`. Raises `FormatError`."""
+    """Return the JSON object in `data`, the document at `url`. Raises `FormatError`."""
     try:
         document = parse_json(data)
     except (ValueError, RecursionError) as error:
@@ -138,24 +138,24 @@ def read_root(store: Store) -> dict[str, Any]:
     try:
         return read_object(store, ROOT)
     except NotFoundError as error:
-        raise _absent(store, error) from error
+        raise _missing_root_error(store, error) from error
 
 
 def manifest_json(document: Any) -> dict[str, Any] | None:
-    """Return the attribute `streamloader` of a root document, or None where there is none."""
+    """Return the attribute `streamloader` of a root document, or None if the document does not have it."""
     attributes = document.get("attributes") if isinstance(document, dict) else None
-    ours = attributes.get(FORMAT) if isinstance(attributes, dict) else None
-    return ours if isinstance(ours, dict) else None
+    manifest = attributes.get(FORMAT) if isinstance(attributes, dict) else None
+    return manifest if isinstance(manifest, dict) else None
 
 
 def split_names(document: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the names of the splits that a root document lists; none for a dataset without splits."""
-    listed = (manifest_json(document) or {}).get("splits")
-    return tuple(listed) if isinstance(listed, dict) else ()
+    """Return the names of the splits in a root document; empty for a dataset without splits."""
+    splits = (manifest_json(document) or {}).get("splits")
+    return tuple(splits) if isinstance(splits, dict) else ()
 
 
 def read_job(store: Store) -> dict[str, Any] | None:
-    """Return the job of an unfinished conversion, or None where there is none. Raises `FormatError`."""
+    """Return the job file of an unfinished dataset, or None if there is none. Raises `FormatError`."""
     remedy = "convert again with overwrite"
     try:
         job = read_object(store, JOB, remedy)
@@ -167,16 +167,16 @@ def read_job(store: Store) -> dict[str, Any] | None:
     return job
 
 
-def _streamloader(document: Any, url: str) -> dict[str, Any]:
-    found = manifest_json(document)
-    if found is None:
+def _dataset_attributes(document: Any, url: str) -> dict[str, Any]:
+    attributes = manifest_json(document)
+    if attributes is None:
         remedy = "give the URL of a dataset that streamloader wrote"
         raise NotADatasetError(f"{url} is Zarr or JSON, but not a streamloader dataset", remedy)
-    return found
+    return attributes
 
 
-def _absent(store: Store, error: NotFoundError) -> NotADatasetError | IncompleteError:
-    """Say why there is no root document: nothing at all, a conversion in its middle, or something else."""
+def _missing_root_error(store: Store, error: NotFoundError) -> NotADatasetError | IncompleteError:
+    """Return the error for a URL without a root document: there is no dataset, or an unfinished one."""
     job = read_job(store)
     if job is None:
         remedy = "check the URL and the storage_options, or convert something to it"
@@ -185,14 +185,14 @@ def _absent(store: Store, error: NotFoundError) -> NotADatasetError | Incomplete
     total = job.get("shards")
     done = f"{finished} of {total} shards" if isinstance(total, int) else f"{finished} shards"
     if job.get("by") == "writer":
-        problem = f"writing of {store.url} was not closed: it has {done}"
-        return IncompleteError(problem, "write it again with overwrite=True; what is there cannot be resumed")
+        problem = f"the Writer of {store.url} was not closed: it has {done}"
+        return IncompleteError(problem, "write it again with overwrite=True; it cannot be resumed")
     problem = f"the conversion of {store.url} is unfinished: it has {done}"
     return IncompleteError(problem, "run the same convert command again to resume it")
 
 
 def _finished_shards(store: Store, job: Mapping[str, Any]) -> int:
-    """Count the shards of an unfinished conversion: by receipts, which a split that is finished has no longer."""
+    """Count the finished shards of an unfinished conversion, by receipts; those of a finished split are removed."""
     count = sum(1 for _ in store.list(RECEIPTS))
     for split in job.get("splits") or ():
         child = store.child(split)

@@ -1,16 +1,16 @@
-"""From encoded shards to a dataset, new or appended to: shards, receipts, tables, documents, and the root last.
+"""Writes and publishes a dataset or an append: shards and receipts, then tables and documents, and the root last.
 
-Anyone may write a shard, as often as they like: the same samples give the same bytes. `finish` gathers the small fields
-and publishes; nothing can be opened before its last step. After a crash at any moment, write the missing shards and
-call `finish` again.
+Any process can write a shard, even several times: the same samples give the same bytes. `finish` gathers the small
+fields and publishes the dataset, which cannot be opened before the last step. After a crash at any point, write the
+missing shards and call `finish` again.
 
-An append (`Extension`) adds samples on the grid of a dataset. New shards are new objects. The last shard, where it is
-not full, is written again so that everything that an earlier version reads of it stays in place: first the bytes of its
-chunks, then its last chunk once more where that was not full, then further chunks, then the index. A reader of an
-earlier version uses its own table; a reader of the new one skips the stale chunk (`FieldLayout.skips`). The new object
-is a function of the old table, the bytes that it covers and the new samples: writing it twice, also after a kill, gives
-the same bytes. Until the root document is replaced everybody reads the version before; who opened that one can read it
-afterwards too, since nothing that its manifest and tables name has changed. A new dataset is an append to an empty one.
+An append (`Extension`) adds samples with the layout of the dataset. New shards are new objects. If the last shard is
+not full, it is rewritten so that everything an earlier version reads stays in place: first the bytes of its chunks,
+then its last chunk again if that was not full, then new chunks, then the index. Readers of an earlier version use their
+own table; readers of the new version skip the stale chunk (`FieldLayout.skips`). The new object depends only on the old
+table, the bytes that it covers and the new samples, so writing it again, even after a kill, gives the same bytes.
+Readers see the earlier version until the root document is replaced. Those that opened it can still read it afterwards,
+because nothing that its manifest and tables refer to has changed. A new dataset is an append to an empty one.
 """
 
 from __future__ import annotations
@@ -35,39 +35,29 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streamloader import errors
-from streamloader.format import chunk_table, codecs
+from streamloader.format import chunk_table, codecs, opening
 from streamloader.format.geometry import Geometry, order_pin, settle
 from streamloader.format.manifest import FORMAT, NAME, FieldLayout, Manifest, manifest_from_json, parse_json
 from streamloader.format.metadata import dataset_documents, split_documents, to_bytes
-from streamloader.format.opening import (
-    JOB,
-    RECEIPTS,
-    ROOT,
-    get_document,
-    manifest_json,
-    parse_object,
-    read_job,
-    read_object,
-    reread,
-)
+from streamloader.format.opening import JOB, RECEIPTS, ROOT, get_document
 from streamloader.format.reader import FieldReader
 from streamloader.storage.process import run_all
 from streamloader.storage.store import Buffer, Store, body_crc32c
 
-THREADS = 16  # receipts are small: each is a round trip
-FINISH_THREADS = 8  # as documents and pages of tables are; each may hold a part
-OURS = "_streamloader"
-PARTS = f"{OURS}/parts"
-BAD = f"{OURS}/bad"  # what shards with bad samples leave in place of a receipt
-APPEND = f"{OURS}/append"  # what an append leaves until it is published
-CLAIM = f"{OURS}/append.json"  # who appends: there is one at a time
-ROUNDS = 5  # other splits of one root may be appended to at the same time
+THREADS = 16  # for receipts: they are small, so reading one takes a round trip
+FINISH_THREADS = 8  # for documents, pages and parts: each thread may hold a part in memory
+INTERNAL = "_streamloader"
+PARTS = f"{INTERNAL}/parts"
+BAD = f"{INTERNAL}/bad"  # lists of bad samples, which tasks write instead of a receipt
+APPEND = f"{INTERNAL}/append"  # receipts and parts of an append until it is published
+CLAIM = f"{INTERNAL}/append.json"  # the claim of the append that is in progress: there is at most one
+ATTEMPTS = 5  # to replace a root document, which appends to other splits may change at the same time
 _WAIT = "wait for the other run, or run this command again when it has ended"
 _ARRAY_OBJECT = re.compile(r"zarr\.json|c/[0-9]+(/0)*")
 
 
 class StoredObject(NamedTuple):
-    """An object as it was written: size in bytes, etag (empty where unknown), crc32c of the whole."""
+    """A written object: size in bytes, etag (empty if unknown), and the CRC-32C of all its bytes."""
 
     size: int
     etag: str
@@ -76,7 +66,7 @@ class StoredObject(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class FieldReceipt:
-    """A bulk field's part of one shard: decoded and encoded bytes, and the shard's rows of the chunk table."""
+    """One shard of one field: decoded and encoded bytes, and its entries of the chunk table."""
 
     nbytes: int
     stored: int
@@ -85,9 +75,9 @@ class FieldReceipt:
 
 @dataclass(frozen=True, eq=False)
 class Receipt:
-    """One finished shard of all fields: its objects by path, and what the tables need of its bulk fields.
+    """The record that one shard is complete in all fields: its objects by path, and its bulk fields by name.
 
-    `job` is the id of the conversion that it belongs to; empty where it does not matter.
+    `job` is the id of the conversion that wrote it, or empty.
     """
 
     shard: int
@@ -97,10 +87,11 @@ class Receipt:
     job: str = ""
 
     def to_json(self) -> bytes:
-        """Return the receipt as it is stored."""
+        """Return the stored form of the receipt."""
         fields = {}
-        for name, one in self.fields.items():
-            fields[name] = {**vars(one), "entries": base64.b64encode(one.entries.astype("<u4").tobytes()).decode()}
+        for name, written in self.fields.items():
+            entries = base64.b64encode(written.entries.astype("<u4").tobytes()).decode()
+            fields[name] = {**vars(written), "entries": entries}
         document = {**vars(self), "objects": dict(self.objects), "fields": fields}
         if not self.job:
             del document["job"]
@@ -108,13 +99,13 @@ class Receipt:
 
     @classmethod
     def from_json(cls, data: bytes) -> Receipt | None:
-        """Return the receipt that `to_json` wrote, None for anything else."""
+        """Return the receipt that `to_json` wrote, or None for other data."""
         fields, objects = dict[str, FieldReceipt](), dict[str, StoredObject]()
         try:
             raw = json.loads(data)
-            for name, one in raw["fields"].items():
-                entries = np.frombuffer(base64.b64decode(one["entries"]), "<u4").astype(np.uint32).reshape(-1, 2)
-                fields[name] = FieldReceipt(int(one["nbytes"]), int(one["stored"]), entries)
+            for name, written in raw["fields"].items():
+                entries = np.frombuffer(base64.b64decode(written["entries"]), "<u4").astype(np.uint32).reshape(-1, 2)
+                fields[name] = FieldReceipt(int(written["nbytes"]), int(written["stored"]), entries)
             for path, (size, etag, crc) in raw["objects"].items():
                 objects[path] = StoredObject(int(size), str(etag), int(crc))
             return cls(int(raw["shard"]), int(raw["num_samples"]), objects, fields, str(raw.get("job", "")))
@@ -126,51 +117,50 @@ Receipts = Mapping[int, Receipt]
 Columns = dict[str, codecs.Column]
 
 
-def receipt_path(shard: int, folder: str = OURS) -> str:
+def receipt_path(shard: int, folder: str = INTERNAL) -> str:
     """Return the path of a shard's receipt."""
     return f"{folder}/receipts/{shard}.json"
 
 
 def read_receipts(store: Store, folder: str = RECEIPTS, job: str = "") -> dict[int, Receipt]:
-    """Return the receipts of all finished shards by shard number, without those that do not parse.
+    """Return the receipts of all finished shards by shard number.
 
-    With `job` only receipts of that job count. A shard without a receipt that counts is then done again, as if it had
-    never been written. Raises `FormatError` for one that is larger than any document.
+    Receipts that do not parse, or belong to another `job` if one is given, are ignored: their shards are written again.
+    Raises `FormatError` for a receipt that is larger than any document.
     """
     paths = [info.path for info in store.list(folder) if info.path.endswith(".json")]
-    found = run_all(lambda path: Receipt.from_json(get_document(store, path)), paths, THREADS)
-    return {receipt.shard: receipt for receipt in found if receipt is not None and job in ("", receipt.job)}
+    receipts = run_all(lambda path: Receipt.from_json(get_document(store, path)), paths, THREADS)
+    return {receipt.shard: receipt for receipt in receipts if receipt is not None and job in ("", receipt.job)}
 
 
 def check_receipts(store: Store, receipts: Receipts) -> list[int]:
-    """Return the shards of which an object is missing or differs in size or etag, by one listing."""
+    """Return the shards with an object that is missing or differs in size or etag. Lists the store once."""
     listed = {info.path: info for info in store.list()}
 
-    def is_there(path: str, stored: StoredObject) -> bool:
+    def exists(path: str, stored: StoredObject) -> bool:
         info = listed.get(path)
-        etags = {info.etag, stored.etag, ""} if info is not None else set()
-        return info is not None and info.size == stored.size and len(etags) <= 2
+        return info is not None and info.size == stored.size and len({info.etag, stored.etag, ""}) <= 2
 
-    return [shard for shard, one in sorted(receipts.items()) if not all(starmap(is_there, one.objects.items()))]
+    return [shard for shard, receipt in sorted(receipts.items()) if not all(starmap(exists, receipt.objects.items()))]
 
 
 class Claim:
-    """The right of one run to write at a destination: the key `run` of the job file names the run that has it.
+    """The exclusive right of one run to write to a destination: the key `run` of the job file identifies the run.
 
-    Whoever replaces the job file takes the right over; the run that had it stops at its next `check`. On Linux a run
-    that is alive also holds a socket of its name, which the kernel closes with the process: that tells a running one
-    on this machine from one that was killed.
+    A run that replaces the job file takes the claim over, and the earlier run stops at its next `check`. On Linux, a
+    run also holds a socket with its id, which the kernel closes with the process. This distinguishes a run that is
+    alive on this machine from one that was killed.
     """
 
     def __init__(self, store: Store, job: Mapping[str, Any], before: bytes | None) -> None:
-        """Write the job file, in place of the bytes `before`, or where there must be none.
+        """Write the job file: replace the content `before`, or create the file if that is None.
 
-        Raises `DestinationError` where another run wrote it meanwhile.
+        Raises `DestinationError` if another run wrote it in the meantime.
         """
         self._store, self._run, self._data = store, uuid.uuid4().hex, before
         self._checked = 0.0
-        held = _hold(self._run)
-        self._release = None if held is None else weakref.finalize(self, held.close)
+        lock = _lock_run(self._run)
+        self._release = None if lock is None else weakref.finalize(self, lock.close)
         try:
             self.renew(job)
         except BaseException:
@@ -178,7 +168,7 @@ class Claim:
             raise
 
     def renew(self, job: Mapping[str, Any]) -> None:
-        """Write another job into the job file. Raises `DestinationError` where it is another run's now."""
+        """Write another job to the job file. Raises `DestinationError` if another run took over."""
         run = {"id": self._run, "host": socket.gethostname(), "pid": os.getpid()}
         data = json.dumps({**job, "run": run}, sort_keys=True, indent=1).encode()
         try:
@@ -192,11 +182,11 @@ class Claim:
         self._data = data
 
     def check(self, seconds: float = 0.0) -> None:
-        """Raise `DestinationError` where another run took over, unless that was checked in the last `seconds`."""
+        """Raise `DestinationError` if another run took over. Skipped if the last check was less than `seconds` ago."""
         if self._checked and time.monotonic() - self._checked < seconds:
             return
         if not self.held():
-            problem = f"another run writes to {self._store.url} now, or removed what this one wrote: this one stops"
+            problem = f"another run writes to {self._store.url} now, or removed what was written: this one stops"
             raise errors.DestinationError(problem, _WAIT)
         self._checked = time.monotonic()
 
@@ -208,66 +198,65 @@ class Claim:
             return False
 
     def close(self) -> None:
-        """End the run's life. The job file stays."""
+        """Close the run's socket. The job file stays."""
         if self._release is not None:
             self._release()
 
 
 def check_not_running(store: Store, job: Mapping[str, Any] | None) -> None:
-    """Raise `DestinationError` where the run that the job names is alive on this machine."""
+    """Raise `DestinationError` if the run of the job is alive on this machine."""
     run = job.get("run") if job else None
     if not isinstance(run, dict) or not isinstance(run.get("id"), str) or not sys.platform.startswith("linux"):
         return
-    held = _hold(run["id"])
-    if held is not None:
-        held.close()
+    lock = _lock_run(run["id"])
+    if lock is not None:
+        lock.close()
         return
     problem = f"{store.url} is being written by another run, process {run.get('pid')} of this machine"
     raise errors.DestinationError(problem, "wait until it ends, or end it; then run this command again")
 
 
-def _hold(run: str) -> socket.socket | None:
-    """Return a socket that only one holder has until it is closed; None where there is a holder, or no such sockets."""
+def _lock_run(run: str) -> socket.socket | None:
+    """Return a socket that locks the run until it is closed; None if it is locked, or on systems other than Linux."""
     if not sys.platform.startswith("linux"):
         return None
-    held = socket.socket(socket.AF_UNIX)
+    lock = socket.socket(socket.AF_UNIX)
     try:
-        held.bind(f"\0streamloader-run-{run[:64]}")  # an abstract name, in no file system
+        lock.bind(f"\0streamloader-run-{run[:64]}")  # an abstract name, not in the file system
     except OSError as error:
-        if error.errno != errno.EADDRINUSE:
-            return held  # this system does not say who holds it
-        held.close()
-        return None
-    return held
+        if error.errno == errno.EADDRINUSE:
+            lock.close()
+            return None
+    return lock  # even if this system refuses to bind it for another reason: then runs are not distinguished
 
 
 def check_free(store: Store, remedy: str = "choose another destination, or overwrite it") -> None:
-    """Raise `DestinationError` for a dataset, finished or not; `remedy` is the advice for a finished one."""
+    """Raise `DestinationError` if there is a dataset, finished or not; `remedy` is for a finished one."""
     if _root(store) is not None:
         raise errors.DestinationError(f"{store.url} holds a dataset", remedy)
-    job = read_job(store)
+    job = opening.read_job(store)
     if job is not None:
         check_not_running(store, job)
-        raise errors.DestinationError(f"{store.url} holds an unfinished dataset", "finish it, or overwrite it")
+        raise errors.DestinationError(f"{store.url} holds an unfinished dataset", "finish or overwrite it")
 
 
 def begin(store: Store, job: Mapping[str, Any], overwrite: bool = False) -> Claim:
-    """Write the job file of a new dataset: until it is published, there is an unfinished one. Return the claim.
+    """Write the job file of a new dataset, which marks it as unfinished until it is published. Return the claim.
 
-    `job` has the keys of `job_document`, and the writer's own. `overwrite` removes the dataset that is here, finished
-    or not, while the job file names what is being removed. Raises `DestinationError` for a dataset without `overwrite`,
-    for one that another run is writing, and for a Zarr that streamloader did not write in any case.
+    `job` has the keys of `job_document` and any others of the caller. `overwrite` first removes an existing dataset,
+    finished or not; meanwhile the job file names its fields and splits. Raises `DestinationError` if there is a dataset
+    and `overwrite` is False, if another run is writing it, or if there is Zarr data that streamloader did not write.
     """
     if not overwrite:
         check_free(store)
         return Claim(store, job, None)
-    document, found = _root(store), _job(store)
+    document, old_job = _root(store), _job(store)
     try:
         before: bytes | None = get_document(store, JOB)
     except errors.NotFoundError:
         before = None
-    check_not_running(store, found)
-    fields, splits = _contents(document, found)
+    check_not_running(store, old_job)
+    fields, splits = _contents(document, old_job)
     claim = Claim(store, job_document("writer", fields, splits), before)
     try:
         for paths in _objects(store, fields, splits):
@@ -282,26 +271,26 @@ def begin(store: Store, job: Mapping[str, Any], overwrite: bool = False) -> Clai
 def job_document(
     by: str, fields: Iterable[str], splits: Iterable[str] = (), shards: int | None = None
 ) -> dict[str, Any]:
-    """Return what every job file has. `by` "convert" can be resumed, "writer" cannot.
+    """Return the common keys of job files. A job `by` "convert" can be resumed, one by "writer" cannot.
 
-    `shards` is the total over all splits, where it is known.
+    `shards` is the total over all splits, or None if unknown.
     """
     return {"by": by, "fields": sorted(fields), "splits": sorted(splits), "shards": shards}
 
 
 def take_over(store: Store, job: Mapping[str, Any]) -> Claim:
-    """Resume the job that is here, which another run began. Raises `DestinationError` where that is alive."""
+    """Claim a destination to resume the `job` of another run. Raises `DestinationError` if that run is alive."""
     before = get_document(store, JOB)
-    next(iter(store.list(RECEIPTS)), None)  # without permission to list this raises before anything is changed
+    next(iter(store.list(RECEIPTS)), None)  # without permission to list, this raises before anything is changed
     check_not_running(store, parse_json(before))
     return Claim(store, {key: value for key, value in job.items() if key != "run"}, before)
 
 
 def erase(store: Store) -> None:
-    """Delete the dataset that is here, finished or not, and nothing else: its manifest first, its job last.
+    """Delete a dataset, finished or not: its manifest first, its job file last.
 
-    What belongs to it stands in its manifest or its job, so that other things below the same URL stay. A crash
-    in the middle leaves a job, from which the next call resumes.
+    Only objects of the fields and splits in its manifest or job file are deleted; other objects below the URL stay. A
+    crash leaves the job file, from which the next call continues.
     """
     document = _root(store)
     names = _contents(document, _job(store))
@@ -313,28 +302,28 @@ def erase(store: Store) -> None:
 
 
 def erasable(store: Store) -> set[str]:
-    """Return the paths of what `erase` deletes."""
+    """Return the paths that `erase` deletes."""
     names = _contents(_root(store), _job(store))
     return {JOB}.union(*_objects(store, *names))
 
 
 def _objects(store: Store, fields: Iterable[str], splits: Iterable[str]) -> Iterator[list[str]]:
-    """Yield the objects of these fields and splits, the manifest first, and our own objects but the job file."""
+    """Yield the paths to delete, in order: the root document, those of splits, fields, and our own but the job file."""
     yield [ROOT]
     groups = ["", *(f"{split}/" for split in splits)]
     yield [f"{group}{ROOT}" for group in groups]
     for group in groups:
         for name in fields:
-            below = f"{group}{name}"
-            found = [info.path for info in store.list(below)]
-            yield [path for path in found if _ARRAY_OBJECT.fullmatch(path, len(below) + 1)]
-        yield [info.path for info in store.list(f"{group}{OURS}") if info.path != JOB]
+            array = f"{group}{name}"
+            paths = [info.path for info in store.list(array)]
+            yield [path for path in paths if _ARRAY_OBJECT.fullmatch(path, len(array) + 1)]
+        yield [info.path for info in store.list(f"{group}{INTERNAL}") if info.path != JOB]
 
 
 def clean(store: Store, claim: Claim | None = None) -> None:
-    """Remove what only an unfinished dataset needs. Safe to repeat, also after a crash.
+    """Remove the temporary objects of an unfinished dataset, and its job file. Safe to repeat, even after a crash.
 
-    Raises `DestinationError` where the `claim` is lost: what is there is another run's.
+    Raises `DestinationError` if the `claim` is lost: the objects then belong to another run.
     """
     if claim is not None:
         claim.check()
@@ -343,33 +332,33 @@ def clean(store: Store, claim: Claim | None = None) -> None:
 
 
 def temporary(store: Store) -> list[str]:
-    """Return the paths of what only an unfinished dataset needs, besides its job file."""
+    """Return the paths of the temporary objects of an unfinished dataset, without its job file."""
     return [info.path for folder in (PARTS, RECEIPTS, BAD) for info in store.list(folder)]
 
 
 def _root(store: Store) -> dict[str, Any] | None:
     try:
-        document = read_object(store, ROOT)
+        document = opening.read_object(store, ROOT)
     except errors.NotFoundError:
         return None
     except errors.FormatError as error:
         problem = f"{store.url}/{ROOT} is damaged, so its fields are unknown"
         raise errors.DestinationError(problem, "delete it yourself") from error
-    if manifest_json(document) is None:
-        problem = f"{store.url} holds a Zarr that streamloader did not write"
+    if opening.manifest_json(document) is None:
+        problem = f"{store.url} holds Zarr data that streamloader did not write"
         raise errors.DestinationError(problem, "choose another destination")
     return document
 
 
 def _job(store: Store) -> dict[str, Any]:
     try:
-        return read_job(store) or {}
+        return opening.read_job(store) or {}
     except errors.FormatError:
         return {}
 
 
 def _contents(document: Mapping[str, Any] | None, job: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-    """Return the names of fields and splits in the manifest or the job."""
+    """Return the names of the fields and of the splits in the root document or the job."""
     fields, splits = set(job.get("fields") or ()), set(job.get("splits") or ())
     if document is not None:
         try:
@@ -377,7 +366,7 @@ def _contents(document: Mapping[str, Any] | None, job: Mapping[str, Any]) -> tup
             splits |= set(document["attributes"][FORMAT].get("splits") or ())
             fields |= {path.rpartition("/")[2] for path, node in nodes.items() if node["node_type"] == "array"}
         except (KeyError, TypeError, AttributeError) as error:
-            problem = "the manifest here does not list its contents"
+            problem = "the manifest does not list its contents"
             raise errors.NotADatasetError(problem, "delete it yourself") from error
     return _names(fields), _names(splits)
 
@@ -387,7 +376,7 @@ def _names(raw: Iterable[Any]) -> list[str]:
 
 
 def write_shard(store: Store, geometry: Geometry, index: int, columns: Mapping[str, codecs.Column]) -> Receipt:
-    """Write one shard of all fields and then its receipt; `columns` are its samples, in order.
+    """Write shard `index` of all fields, then its receipt. `columns` are its samples, in order.
 
     Raises `FieldError` or `StorageError`.
     """
@@ -397,13 +386,13 @@ def write_shard(store: Store, geometry: Geometry, index: int, columns: Mapping[s
 def prepare_shard(
     store: Store, geometry: Geometry, index: int, columns: Columns, *, job: str = "", extension: Extension | None = None
 ) -> Callable[[], Receipt]:
-    """Encode one shard of all fields; return what writes it, and then its receipt, which names the job.
+    """Encode shard `index` of all fields; return a function that writes it, then its receipt with the id `job`.
 
-    Takes the columns out of `columns`, so that what is encoded can be freed. One object for each bulk field, behind
-    what it holds already with an `extension`; and one part with the rows of all small fields, field after field in the
-    order of their names. Raises `FieldError`; the writing raises `StorageError`.
+    Removes the columns from `columns`, to free their memory as they are encoded. Each bulk field becomes one object;
+    with an `extension`, the samples are added to the existing shard. The rows of all small fields become one part,
+    field after field in the order of their names. Raises `FieldError`; the returned function raises `StorageError`.
     """
-    num_samples, folder = check_columns(geometry, columns), APPEND if extension else OURS
+    num_samples, folder = check_columns(geometry, columns), APPEND if extension else INTERNAL
     objects: dict[str, Sequence[Buffer]] = {}
     fields: dict[str, FieldReceipt] = {}
     part: list[Buffer] = []
@@ -414,7 +403,7 @@ def prepare_shard(
             continue
         nbytes = codecs.column_size(column)
         if isinstance(column, list):
-            column = column.copy()  # others may hold the list, and then its items too
+            column = column.copy()  # encoding empties the list, and the caller may still use it
         encoded = _encode(store, layout, column, extension.tail(name, index) if extension else None)
         objects[layout.shard_key(name, index)] = encoded.parts
         fields[name] = FieldReceipt(nbytes, encoded.size, encoded.entries)
@@ -434,15 +423,15 @@ def prepare_shard(
 
 
 def check_columns(geometry: Geometry, columns: Mapping[str, codecs.Column]) -> int:
-    """Return the number of samples; `FieldError` where a column would be stored as something else."""
+    """Return the number of samples of a shard. Raises `FieldError` if a column does not have its field's type."""
     if set(columns) != set(geometry.layouts):
         remedy = f"give exactly {', '.join(geometry.layouts)}"
-        raise errors.FieldError(f"the columns {sorted(columns)} of a shard", remedy)
+        raise errors.FieldError(f"a shard has the columns {sorted(columns)}", remedy)
     lengths = {name: len(column) for name, column in columns.items()}
     num_samples = next(iter(lengths.values()))
     if set(lengths.values()) != {num_samples} or not 0 < num_samples <= geometry.samples_per_shard:
         problem = f"the columns of a shard of {geometry.samples_per_shard} samples have lengths {lengths}"
-        raise errors.FieldError(problem, "give as many values for each field, and no more than a shard has")
+        raise errors.FieldError(problem, "give the same number of values for each field, at most one shard")
     for name, column in columns.items():
         field = geometry.layouts[name].field
         if field.fixed and (np.dtype(field.dtype), field.shape) != (np.asarray(column).dtype, np.shape(column)[1:]):
@@ -453,7 +442,7 @@ def check_columns(geometry: Geometry, columns: Mapping[str, codecs.Column]) -> i
 
 @dataclass(frozen=True, eq=False)
 class Tail:
-    """A field's last shard where it is not full, in the version `base`, and its rows of the chunk table."""
+    """The last shard of a field in the version `base`, if it is not full, with its entries of the chunk table."""
 
     base: Manifest
     name: str
@@ -471,33 +460,34 @@ class Tail:
 
     @property
     def samples(self) -> int:
-        """How many samples the shard holds."""
+        """The number of samples in the shard."""
         return self.base.num_samples % self.layout.shard
 
     @property
     def skips(self) -> dict[int, int]:
-        """By chunk, ascending, the bytes of earlier versions that stand before it."""
+        """The number of stale bytes before each chunk that has any, in ascending order."""
         return {chunk: size for shard, chunk, size in self.layout.skips if shard == self.shard}
 
     @property
     def size(self) -> int:
-        """The bytes of the object."""
+        """The size of the object, in bytes."""
         index = codecs.index_size(self.layout.chunks_per_shard)
         return int(self.entries[:, 0].sum(dtype=np.int64)) + sum(self.skips.values()) + index
 
     @property
     def next_skips(self) -> dict[int, int]:
-        """The skips of the shard when samples were added: a last chunk that was not full is stale then."""
-        (chunk, rest), skips = divmod(self.samples, self.layout.chunk), self.skips
-        if rest:
-            skips[chunk] = skips.get(chunk, 0) + int(self.entries[chunk, 0])  # the last chunk comes last
+        """The skips of the shard once samples are added: its last chunk is stale if it is not full."""
+        (chunk, partial), skips = divmod(self.samples, self.layout.chunk), self.skips
+        if partial:
+            skips[chunk] = skips.get(chunk, 0) + int(self.entries[chunk, 0])  # the last chunk stays last in the dict
         return skips
 
 
 @dataclass(frozen=True, eq=False)
 class Extension:
-    """An append, before it is done: the dataset as it is (of its manifest all but the provenance), how many samples
-    come behind it, and the last shards that are not full, by field.
+    """A planned append of `added` samples to the version `base`, a manifest without provenance.
+
+    `tails` has the last shards that are not full, by field.
     """
 
     base: Manifest
@@ -506,38 +496,38 @@ class Extension:
 
     @property
     def num_samples(self) -> int:
-        """The samples of the dataset that is being made."""
+        """The number of samples after the append."""
         return self.base.num_samples + self.added
 
     @property
     def folder(self) -> str:
-        """Where receipts and parts are."""
-        return APPEND if self.base.generation else OURS
+        """The folder of receipts and parts."""
+        return APPEND if self.base.generation else INTERNAL
 
     @property
     def geometry(self) -> Geometry:
-        """How the dataset is cut."""
+        """The sizes with which shards are written."""
         return Geometry(self.base.samples_per_shard, self.base.order, self.base.fields)
 
     @property
     def shards(self) -> range:
-        """The shards of the bulk fields that samples are added to, the first of them perhaps to what it holds."""
+        """The shards of the bulk fields that get samples; the first one may exist already."""
         size = self.base.samples_per_shard
         return range(self.base.num_samples // size, -(-self.num_samples // size)) if self.added else range(0)
 
     def samples(self, shard: int) -> tuple[int, int]:
-        """Return [start, stop) of the new samples of a shard, counted from the first new one."""
+        """Return the new samples of a shard as [start, stop), counted from the first new sample."""
         size, before = self.base.samples_per_shard, self.base.num_samples
         return max(0, shard * size - before), min(self.added, (shard + 1) * size - before)
 
     def tail(self, name: str, shard: int) -> Tail | None:
-        """Return what the field's shard holds already; None where it is new."""
+        """Return the existing part of the field's shard, or None if the shard is new."""
         tail = self.tails.get(name)
         return tail if tail is not None and tail.shard == shard else None
 
 
 def plan_extension(store: Store, base: Manifest, added: int) -> Extension:
-    """Return the append of so many samples. Reads the last pages of the chunk tables. Raises what they raise."""
+    """Plan an append of `added` samples. Reads the last pages of the chunk tables; raises as `ChunkTable.entries`."""
     base, tails = replace(base, provenance={}), dict[str, Tail]()
     for name, layout in base.fields.items():
         shard, samples = divmod(base.num_samples, layout.shard)
@@ -551,20 +541,20 @@ def _part_path(shard: int, folder: str) -> str:
 
 
 def _encode(store: Store, layout: FieldLayout, column: codecs.Column, tail: Tail | None) -> codecs.EncodedShard:
-    """Encode one shard object of one field: the samples that it holds already, if any, and the new ones."""
+    """Encode one shard object of one field: the samples of `column`, after those of `tail` if the shard exists."""
     if tail is None:
         return codecs.encode_shard(layout, column)
     old, last = read_tail(store, tail)
-    full, rest = divmod(tail.samples, layout.chunk)
-    if rest:
+    first, partial = divmod(tail.samples, layout.chunk)
+    if partial:
         column = np.concatenate([last, column]) if isinstance(last, np.ndarray) else [*last, *column]
-    return codecs.encode_shard(layout, column, old=old, entries=tail.entries, first=full, skips=tail.next_skips)
+    return codecs.encode_shard(layout, column, old=old, entries=tail.entries, first=first, skips=tail.next_skips)
 
 
 def read_tail(store: Store, tail: Tail) -> tuple[memoryview, codecs.Column]:
-    """Return the bytes of the shard up to the end of its last chunk, and the samples of that chunk.
+    """Return the bytes of the shard up to the end of its last chunk, and the column of that chunk.
 
-    Every chunk is checked. Raises as `FieldReader.read`.
+    Checks every chunk. Raises as `FieldReader.read`.
     """
     reader, field, stop = FieldReader(store, tail.base, tail.name), tail.layout.field, tail.base.num_samples
     runs, last = reader.runs(stop - tail.samples, stop, 1), list[codecs.Column]()
@@ -578,18 +568,17 @@ def read_tail(store: Store, tail: Tail) -> tuple[memoryview, codecs.Column]:
             last[:] = [[bytes(items[i]) for i in range(len(items))] for _, items in placed] if out is None else [out]
         return data
 
-    return reread(read), last[0]
+    return opening.reread(read), last[0]
 
 
 def finish(
     store: Store, geometry: Geometry, receipts: Receipts, provenance: Mapping[str, Any], claim: Claim | None = None
 ) -> Manifest:
-    """Gather the small fields, write tables, array documents and last the root; then remove parts and receipts.
+    """Publish a dataset: write the small fields, tables, array documents, then the root; remove parts and receipts.
 
-    A lost `claim` ends it before the root is written, with a `DestinationError`.
-
-    Holds the resident fields (256 MB at most) and a part for each thread. Raises `IncompleteError` where a
-    shard is missing, `MissingObjectError` or `FormatError` where a part is not what was written.
+    Holds the resident fields (at most 256 MB) and one part per thread in memory. Raises `IncompleteError` if a shard is
+    missing, `MissingObjectError` or `FormatError` if a part differs from its receipt, and `DestinationError`, before
+    the root is written, if the `claim` is lost.
     """
     num_samples = sum(receipt.num_samples for receipt in receipts.values())
     bulk = [name for name, layout in geometry.layouts.items() if not layout.resident]
@@ -598,31 +587,27 @@ def finish(
     final = settle(geometry, num_samples, stored, decoded)
     empty = Manifest(0, final.samples_per_shard, final.layouts, final.order, provenance=provenance, generation=0)
     manifest = _assemble(store, Extension(empty, num_samples), receipts)
-    root = _put_documents(store, manifest)
-    if claim is not None:
-        claim.check()
-    store.put(ROOT, root)
-    clean(store, claim)
+    _publish_root(store, _put_documents(store, manifest), claim)
     return manifest
 
 
 def finish_extension(store: Store, extension: Extension, receipts: Receipts, provenance: Mapping[str, Any]) -> Manifest:
-    """Write the small fields' shards and the tables; return the new manifest, which is not published yet.
+    """Write the shards of the small fields and the tables of an append; return its manifest, to be published.
 
-    Holds the new rows of the resident fields (256 MB at most) and whole tables. Raises as `finish`, and `FormatError`
-    for more than a reader would open.
+    Holds the new rows of the resident fields (at most 256 MB) and whole tables in memory. Raises as `finish`, and
+    `FormatError` if readers would refuse the new manifest.
     """
     base = extension.base
     manifest = _assemble(store, extension, receipts)
-    wide = base.order.window > 4 * base.order.block  # a small dataset, whose windows are whole lanes
-    decoded = sum(layout.nbytes for layout in manifest.fields.values()) if wide else None
+    small = base.order.window > 4 * base.order.block  # the windows are whole lanes
+    decoded = sum(layout.nbytes for layout in manifest.fields.values()) if small else None
     order = order_pin(extension.num_samples, base.order.block, decoded)
     manifest = replace(manifest, order=order, provenance=provenance)
-    return manifest_from_json(manifest.to_json(), store.url)  # what readers would refuse is never published
+    return manifest_from_json(manifest.to_json(), store.url)  # the checks of readers
 
 
 def _assemble(store: Store, extension: Extension, receipts: Receipts) -> Manifest:
-    """Write the shards of the small fields, whose rows are in parts, and all tables; return the new manifest."""
+    """Write the shards of the small fields, from the parts, and all tables; return the new manifest."""
     counts = {shard: stop - start for shard in extension.shards for start, stop in [extension.samples(shard)]}
     if {shard: receipt.num_samples for shard, receipt in receipts.items()} != counts:
         problem = f"{store.url} has the shards {sorted(receipts)[:20]} of {extension.shards}, or shards that are short"
@@ -636,43 +621,43 @@ def _assemble(store: Store, extension: Extension, receipts: Receipts) -> Manifes
         entries = np.zeros((layout.num_shards(extension.num_samples), layout.chunks_per_shard, 2), np.uint32)
         before = chunk_table.ChunkTable(store, base, name).read()
         entries[: len(before)] = before
-        for shard, one in written[name].items():
-            entries[shard] = one.entries
+        for shard, receipt in written[name].items():
+            entries[shard] = receipt.entries
         rows = chunk_table.rows_per_page(layout, extension.num_samples)
         pages = enumerate(chunk_table.encode_pages(entries, rows))
         objects = [(chunk_table.page_path(name, number, generation), page) for number, page in pages]
-        run_all(lambda one: store.put(*one), objects, FINISH_THREADS)
+        run_all(lambda page: store.put(*page), objects, FINISH_THREADS)
         tables[name] = chunk_table.table_digest(entries)
-    layouts = {name: _grown(extension, name, written[name]) for name in base.fields}
+    layouts = {name: _extended_layout(extension, name, written[name]) for name in base.fields}
     return replace(base, num_samples=extension.num_samples, fields=layouts, tables=tables, generation=generation)
 
 
 def _gather(store: Store, extension: Extension, receipts: Receipts) -> dict[str, dict[int, FieldReceipt]]:
-    """Turn the parts into shards of the small fields; return their rows of the tables by field and shard.
+    """Write the shards of the small fields, which are those without receipts, from the parts.
 
-    Small fields are those that no receipt has.
+    Returns their receipts by field and shard.
     """
     before, bulk = extension.base.num_samples, {name for receipt in receipts.values() for name in receipt.fields}
     layouts = {name: layout for name, layout in sorted(extension.base.fields.items()) if name not in bulk}
-    out: dict[str, dict[int, FieldReceipt]] = {name: {} for name in layouts}
+    written: dict[str, dict[int, FieldReceipt]] = {name: {} for name in layouts}
     small = {name: layout.field for name, layout in layouts.items() if layout.resident}
     resident = {name: np.empty((extension.added, *kind.shape), kind.stored_dtype) for name, kind in small.items()}
 
     def write(name: str, shard: int, rows: NDArray[Any]) -> None:
         encoded = _encode(store, layouts[name], rows, extension.tail(name, shard))
         info = store.put(layouts[name].shard_key(name, shard), encoded.parts)
-        out[name][shard] = FieldReceipt(rows.nbytes, info.size, encoded.entries)
+        written[name][shard] = FieldReceipt(rows.nbytes, info.size, encoded.entries)
 
-    def take(receipt: Receipt) -> None:
+    def unpack(receipt: Receipt) -> None:
         data = _read_part(store, _part_path(receipt.shard, extension.folder), receipt, layouts.values())
-        at, (start, stop) = 0, extension.samples(receipt.shard)
+        offset, (start, stop) = 0, extension.samples(receipt.shard)
         for name, layout in layouts.items():
             count = (stop - start) * layout.field.item_bytes // layout.field.stored_dtype.itemsize
-            rows = np.frombuffer(data, layout.field.stored_dtype, count, at).reshape(-1, *layout.field.shape)
-            at += rows.nbytes
+            rows = np.frombuffer(data, layout.field.stored_dtype, count, offset).reshape(-1, *layout.field.shape)
+            offset += rows.nbytes
             if name in resident:
                 resident[name][start:stop] = rows
-            else:  # too large to be resident after all
+            else:  # it became a bulk field in `settle`
                 write(name, receipt.shard, rows)
 
     def write_resident(task: tuple[str, int]) -> None:
@@ -681,18 +666,18 @@ def _gather(store: Store, extension: Extension, receipts: Receipts) -> dict[str,
         write(name, shard, resident[name][max(0, shard * size - before) : (shard + 1) * size - before])
 
     if layouts:
-        run_all(take, receipts.values(), FINISH_THREADS)
+        run_all(unpack, receipts.values(), FINISH_THREADS)
     shards = {
         name: range(before // layouts[name].shard, layouts[name].num_shards(extension.num_samples)) for name in resident
     }
-    run_all(write_resident, [(name, shard) for name, some in shards.items() for shard in some], FINISH_THREADS)
-    return out
+    run_all(write_resident, [(name, shard) for name, numbers in shards.items() for shard in numbers], FINISH_THREADS)
+    return written
 
 
 def _read_part(store: Store, path: str, receipt: Receipt, layouts: Iterable[FieldLayout]) -> bytes:
-    """Return the rows of a shard's small fields, whose size the layouts give: no more than that is read.
+    """Return the part of a shard: the rows of its small fields. At most the size given by the layouts is read.
 
-    Raises `MissingObjectError` or `FormatError` where the object is not what the receipt says.
+    Raises `MissingObjectError`, or `FormatError` if the object differs from the receipt.
     """
     remedy = "run the same command again"
     size = receipt.num_samples * sum(layout.field.item_bytes for layout in layouts)
@@ -702,15 +687,15 @@ def _read_part(store: Store, path: str, receipt: Receipt, layouts: Iterable[Fiel
         raise errors.MissingObjectError(f"{store.url}/{path} is missing", remedy) from error
     written = receipt.objects.get(path)
     if written is None or not size == len(data) == written.size or crc32c.crc32c(data) != written.crc32c:
-        raise errors.FormatError(f"{store.url}/{path} is not what was written", remedy)
+        raise errors.FormatError(f"{store.url}/{path} differs from its receipt", remedy)
     return data
 
 
-def _grown(extension: Extension, name: str, written: Mapping[int, FieldReceipt]) -> FieldLayout:
-    """Return the layout of a field with its new sizes and skips."""
+def _extended_layout(extension: Extension, name: str, written: Mapping[int, FieldReceipt]) -> FieldLayout:
+    """Return the layout of a field with the sizes and skips after the append."""
     layout, tail = extension.base.fields[name], extension.tails.get(name)
-    nbytes = layout.nbytes + sum(one.nbytes for one in written.values())
-    stored = layout.stored + sum(one.stored for one in written.values())
+    nbytes = layout.nbytes + sum(receipt.nbytes for receipt in written.values())
+    stored = layout.stored + sum(receipt.stored for receipt in written.values())
     if tail is None:
         return replace(layout, nbytes=nbytes, stored=stored)
     skips = tuple(skip for skip in layout.skips if skip[0] != tail.shard)
@@ -719,7 +704,7 @@ def _grown(extension: Extension, name: str, written: Mapping[int, FieldReceipt])
 
 
 def _put_documents(store: Store, manifest: Manifest) -> bytes:
-    """Write all documents of a dataset but the root, and return that."""
+    """Write all documents of a dataset except the root document; return the bytes of that."""
     documents = dataset_documents(manifest)
     root = documents.pop("")
     run_all(lambda path: store.put(f"{path}/{ROOT}", to_bytes(documents[path])), documents, FINISH_THREADS)
@@ -727,49 +712,55 @@ def _put_documents(store: Store, manifest: Manifest) -> bytes:
 
 
 def publish(store: Store, base: str, manifest: Manifest) -> None:
-    """Write the documents of the new version, and last its root in place of that with the digest `base`.
+    """Write the documents of the new version, then replace the root document, which must have the digest `base`.
 
-    Safe to repeat. Raises `DestinationError` where another version was published meanwhile.
+    Safe to repeat. Raises `DestinationError` if another version was published in the meantime.
     """
     before = get_document(store, ROOT)
-    there = _ours(store, before)[1].get("digest")
-    if there not in (base, manifest.digest):
-        raise _lost(store, there, base)
+    digest = _parse_root(store, before)[1].get("digest")
+    if digest not in (base, manifest.digest):
+        raise _changed_error(store, digest, base)
     root = _put_documents(store, manifest)
     try:
         store.replace(ROOT, root, before)
     except errors.ObjectExistsError:
-        raise _lost(store, _ours(store, get_document(store, ROOT))[1].get("digest"), base) from None
+        digest = _parse_root(store, get_document(store, ROOT))[1].get("digest")
+        raise _changed_error(store, digest, base) from None
 
 
 def write_split_root(store: Store, manifests: Mapping[str, Manifest], claim: Claim | None = None) -> None:
-    """Publish the finished datasets of the child groups as splits; then remove the job file.
+    """Publish the finished datasets of the child groups as splits, then remove the job file.
 
-    Raises `DestinationError` where the `claim` is lost.
+    Raises `DestinationError` if the `claim` is lost.
     """
+    _publish_root(store, to_bytes(split_documents(manifests)), claim)
+
+
+def _publish_root(store: Store, root: bytes, claim: Claim | None) -> None:
+    """Write the root document of a new dataset, then remove the temporary objects."""
     if claim is not None:
         claim.check()
-    store.put(ROOT, to_bytes(split_documents(manifests)))
+    store.put(ROOT, root)
     clean(store, claim)
 
 
 def publish_split(root: Store, split: str, base: str, manifest: Manifest) -> None:
-    """Let the root of splits list the new version of a split, in place of that with the digest `base`.
+    """List the new version of a split in the root document of all splits, which must list the digest `base`.
 
-    Safe to repeat, and safe beside appends to other splits. Raises `DestinationError` as `publish`.
+    Safe to repeat, and safe during appends to other splits. Raises `DestinationError` as `publish`.
     """
-    fresh = split_documents({split: manifest})
-    for _ in range(ROUNDS):
+    new = split_documents({split: manifest})
+    for _ in range(ATTEMPTS):
         before = get_document(root, ROOT)
-        document, ours = _ours(root, before)
-        there = ours.get("splits", {}).get(split, {}).get("digest")
-        if there not in (base, manifest.digest):
-            raise _lost(root, there, base)
+        document, attributes = _parse_root(root, before)
+        digest = attributes.get("splits", {}).get(split, {}).get("digest")
+        if digest not in (base, manifest.digest):
+            raise _changed_error(root, digest, base)
         nodes = document["consolidated_metadata"]["metadata"]
-        others = {path: node for path, node in nodes.items() if path.partition("/")[0] != split}
-        nodes = others | fresh["consolidated_metadata"]["metadata"]
+        nodes = {path: node for path, node in nodes.items() if path.partition("/")[0] != split}
+        nodes |= new["consolidated_metadata"]["metadata"]
         document["consolidated_metadata"]["metadata"] = dict(sorted(nodes.items()))
-        ours["splits"] |= fresh["attributes"][FORMAT]["splits"]
+        attributes["splits"] |= new["attributes"][FORMAT]["splits"]
         try:
             root.replace(ROOT, to_bytes(document), before)
         except errors.ObjectExistsError:
@@ -779,23 +770,22 @@ def publish_split(root: Store, split: str, base: str, manifest: Manifest) -> Non
 
 
 def clean_append(store: Store) -> None:
-    """Remove what only an append under way needs. Safe to repeat: the claim goes last."""
+    """Remove the temporary objects of an append, and last its claim. Safe to repeat."""
     store.delete([info.path for info in store.list(APPEND)])
     store.delete([CLAIM])
 
 
 def undo_extension(store: Store, base: Manifest, split: bool) -> None:
-    """Put everything back as it was before an append that was not published, to the byte; `clean_append` comes next.
+    """Restore the version `base` to the byte after an append that was not published; call `clean_append` afterwards.
 
-    `base` is the version that is to stay; the root document of a `split` may have been replaced already. Only while no
-    append is running.
+    The root document of a `split` may have been replaced already. Call it only while no append is running.
     """
     tails = plan_extension(store, base, 0).tails
     for name, layout in base.fields.items():
         if tail := tails.get(name):
             path = layout.shard_key(name, tail.shard)
             info = store.head(path)
-            if info is None or info.size != tail.size:  # it only ever grows
+            if info is None or info.size != tail.size:  # an append always makes it larger
                 store.put(path, [read_tail(store, tail)[0], codecs.encode_index(tail.entries, tail.skips)])
         keep = {layout.shard_key(name, shard) for shard in range(layout.num_shards(base.num_samples))}
         store.delete([info.path for info in store.list(f"{name}/c") if info.path not in keep])
@@ -807,12 +797,12 @@ def undo_extension(store: Store, base: Manifest, split: bool) -> None:
     store.delete([info.path for info in store.list(chunk_table.tables_path(base.generation + 1))])
 
 
-def _ours(store: Store, root: bytes) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return a root document and our attribute in it. Raises `FormatError`."""
-    document = parse_object(root, f"{store.url}/{ROOT}")
-    return document, manifest_json(document) or {}
+def _parse_root(store: Store, root: bytes) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return a root document, and its attribute `streamloader`. Raises `FormatError`."""
+    document = opening.parse_object(root, f"{store.url}/{ROOT}")
+    return document, opening.manifest_json(document) or {}
 
 
-def _lost(store: Store, there: Any, base: str) -> errors.DestinationError:
-    problem = f"{store.url} was changed by another run: it has the digest {there}, the append was made for {base}"
+def _changed_error(store: Store, digest: Any, base: str) -> errors.DestinationError:
+    problem = f"{store.url} was changed by another run: it has the digest {digest}, the append was made for {base}"
     return errors.DestinationError(problem, "run the append again")

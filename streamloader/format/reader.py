@@ -1,10 +1,10 @@
-"""From samples to ranged requests, and from their bytes to samples."""
+"""Plans the ranged requests for samples of a field, and decodes the responses."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
 import crc32c
@@ -21,15 +21,15 @@ from streamloader.storage.process import run_all
 from streamloader.storage.store import Allocate, RangeReader, Store, cut_runs, empty_buffer
 
 Out = NDArray[Any] | None
-Placed = tuple[int, Items]  # the row of the first item, and a chunk's items
+Placed = tuple[int, Items]  # the row of the first item, and the items of a chunk
 
 
 class Run(NamedTuple):
-    """Whole, neighbouring chunks of one shard: one ranged request of bytes [start, stop) of the object `path`.
+    """Consecutive chunks of one shard, read by one request for the bytes [start, stop) of the object `path`.
 
-    `chunk` is the first of them within the shard, `sizes` (bytes, with checksum) and `crcs` are per chunk.
-    `num_samples` counts those that exist: the dataset's last chunk may be partly padding. Where only some of them are
-    wanted, `picks` has their numbers, ascending, and `place` counts those that were asked for before them.
+    `chunk` is the number of the first chunk within the shard; `sizes` (bytes, with checksum) and `crcs` are per chunk.
+    `num_samples` excludes the padding of the dataset's last chunk. If only some of the samples are selected, `picks`
+    has their numbers in ascending order, and `place` is the number of selected samples before them.
     """
 
     path: str
@@ -46,62 +46,67 @@ class Run(NamedTuple):
 
     @property
     def share(self) -> float:
-        """The part of the samples that is wanted."""
+        """The fraction of the samples that is selected."""
         return 1.0 if self.picks is None else len(self.picks) / self.num_samples
 
 
-class Part(NamedTuple):
-    """What is wanted of a chunk of so many `rows`: all, or the rows `wanted`; `row` is where the first of them goes."""
+class ChunkRows(NamedTuple):
+    """The rows to take from a chunk of `rows` samples: all, or those in `selected`.
+
+    `row` is the output row of the first of them.
+    """
 
     rows: int
     row: int
-    wanted: NDArray[np.int64] | None = None
+    selected: NDArray[np.int64] | None = None
 
     @property
     def size(self) -> int:
-        """How many rows are wanted."""
-        return self.rows if self.wanted is None else len(self.wanted)
+        """The number of rows to take."""
+        return self.rows if self.selected is None else len(self.selected)
 
 
-def chosen(items: Items, part: Part) -> Items:
-    """Return what is wanted of a chunk's items; where that is less than half of it, in memory of its own."""
-    if part.wanted is None:
-        few = part.rows < len(items)
-        return Items(items.buffer, items.starts[: part.rows], items.stops[: part.rows]) if few else items
-    starts, stops = items.starts[part.wanted], items.stops[part.wanted]
+def select_items(items: Items, part: ChunkRows) -> Items:
+    """Return the selected items of a chunk; they are copied if they are less than half of its bytes."""
+    if part.selected is None:
+        padded = part.rows < len(items)
+        return Items(items.buffer, items.starts[: part.rows], items.stops[: part.rows]) if padded else items
+    starts, stops = items.starts[part.selected], items.stops[part.selected]
     edges = np.concatenate([[0], np.cumsum(stops - starts)])
     if 2 * edges[-1] >= len(items.buffer):
         return Items(items.buffer, starts, stops)
-    joined = b"".join(items[i] for i in part.wanted.tolist())
+    joined = b"".join(items[i] for i in part.selected.tolist())
     return Items(memoryview(joined), edges[:-1], edges[1:])
 
 
-def parts_of(run: Run, chunk: int, first: int | None) -> Iterator[Part]:
-    """Yield what is wanted of each chunk of `chunk` samples; row 0 is `first`, by default the run's first."""
+def chunk_rows(run: Run, chunk: int, first: int | None) -> Iterator[ChunkRows]:
+    """Yield the rows to take from each chunk of the run.
+
+    `chunk` is the number of samples in a chunk; output row 0 is sample `first`, by default the first of the run.
+    """
     stop = run.first_sample + run.num_samples
     starts = range(run.first_sample, stop, chunk)
     if run.picks is None:
         base = run.first_sample if first is None else first
-        yield from (Part(min(chunk, stop - start), start - base) for start in starts)
+        yield from (ChunkRows(min(chunk, stop - start), start - base) for start in starts)
         return
     base = run.place if first is None else first
     edges = np.searchsorted(run.picks, [*starts, stop]).tolist()
     for start, (low, high) in zip(starts, pairwise(edges), strict=True):
         rows = min(chunk, stop - start)
-        yield Part(rows, run.place + low - base, None if high - low == rows else run.picks[low:high] - start)
+        yield ChunkRows(rows, run.place + low - base, None if high - low == rows else run.picks[low:high] - start)
 
 
-COLUMN_THREADS = 4  # requests of one column at once
+COLUMN_THREADS = 4  # concurrent requests for one column
 COLUMN_REQUEST = 8 * MIB
-MAX_REQUEST = 16 * MIB  # one request of a cloud store moves 50-90 MB/s: larger ones only add latency
-# Unwanted chunks are read along where they are at most this many bytes: a further request costs as much time.
-GAP_BYTES = MIB // 2
+MAX_REQUEST = 16 * MIB  # one request to a cloud store transfers 50-90 MB/s: larger requests only add latency
+GAP_BYTES = MIB // 2  # up to this size, reading unneeded chunks between others takes no longer than another request
 
 
 class FieldReader:
-    """Reads one field of the dataset below `store`: plans, fetches and decodes; thread-safe.
+    """Plans, fetches and decodes the chunks of one field; thread-safe.
 
-    Raises `FieldError` for an unknown field.
+    `store` has the objects of the dataset. Raises `FieldError` for an unknown field.
     """
 
     def __init__(self, store: Store, manifest: Manifest, name: str) -> None:
@@ -117,11 +122,12 @@ class FieldReader:
     def runs(self, start: int, stop: int, max_bytes: int = MAX_REQUEST) -> list[Run]:
         """Return the requests that cover the samples [start, stop), in order.
 
-        They are cut at shard borders and so that none exceeds `max_bytes`, but never inside a chunk. Reads
-        pages of the chunk table and nothing else. Raises `MissingObjectError` for an absent chunk.
+        Each request is for whole chunks of one shard, and has at most `max_bytes` unless one chunk is larger. Reads
+        only pages of the chunk table. Raises `IndexError`, `MissingObjectError` for an absent chunk, and as
+        `ChunkTable.shard`.
         """
         if not 0 <= start <= stop <= self.num_samples:
-            raise IndexError(f"samples [{start}, {stop}) of {self.num_samples}")
+            raise IndexError(f"samples [{start}, {stop}) are out of range: the dataset has {self.num_samples}")
         layout = self.layout
         runs: list[Run] = []
         for shard in range(start // layout.shard, -(-stop // layout.shard) if stop > start else 0):
@@ -130,34 +136,34 @@ class FieldReader:
             last = -(-(min(stop, base + layout.shard) - base) // layout.chunk)
             starts, stops, crcs = self.table.shard(shard)
             starts, stops, crcs = starts[first:last], stops[first:last], crcs[first:last]
-            for low, high in cut_runs(starts, stops, 0, max_bytes):  # what earlier versions left is never read
-                runs.append(self.run(shard, first + low, starts[low:high], stops[low:high], crcs[low:high]))
+            for low, high in cut_runs(starts, stops, 0, max_bytes):  # without the stale bytes of earlier versions
+                runs.append(self.plan_run(shard, first + low, starts[low:high], stops[low:high], crcs[low:high]))
         return runs
 
     def runs_of(self, samples: NDArray[np.int64], place: int = 0) -> list[Run]:
-        """Return the requests for these samples, numbers in ascending order, with what to pick from each.
+        """Return the requests for selected samples, given by number in ascending order, with the `picks` of each.
 
-        Chunks without one of them are not read, except between others where they are small. `place` counts on for
-        the first of the samples. Raises as `runs`.
+        Chunks without a selected sample are read only in gaps of up to `GAP_BYTES`. `place` is the output row of the
+        first sample. Raises as `runs`.
         """
         sample_bytes = self.layout.stored / max(1, self.num_samples)
         chunk_bytes = max(1.0, self.layout.chunk * sample_bytes)
-        most = min(MAX_REQUEST, int(len(samples) * sample_bytes))  # gaps included: no more in flight than without
+        max_bytes = min(MAX_REQUEST, int(len(samples) * sample_bytes))  # gaps must not add to the bytes in flight
         chunks = samples // self.layout.chunk
-        apart = np.flatnonzero((np.diff(chunks) - 1) * chunk_bytes > GAP_BYTES) + 1
-        edges = [0, *apart.tolist(), len(samples)]
-        found: list[Run] = []
+        gaps = np.flatnonzero((np.diff(chunks) - 1) * chunk_bytes > GAP_BYTES) + 1
+        edges = [0, *gaps.tolist(), len(samples)]
+        runs: list[Run] = []
         for low, high in pairwise(edges if len(samples) else []):
-            for run in self.runs(int(samples[low]), int(samples[high - 1]) + 1, most):
+            for run in self.runs(int(samples[low]), int(samples[high - 1]) + 1, max_bytes):
                 first, last = np.searchsorted(samples, [run.first_sample, run.first_sample + run.num_samples]).tolist()
-                if last > first:  # else a gap that a request's size has cut off
-                    found.append(run._replace(picks=samples[first:last], place=place + first))
-        return found
+                if last > first:  # otherwise `max_bytes` cut off a gap
+                    runs.append(run._replace(picks=samples[first:last], place=place + first))
+        return runs
 
     def fetch(self, reader: RangeReader, run: Run, allocate: Allocate | None = None) -> memoryview:
-        """Return the run's bytes by one request without a retry, in `allocate(size)` where the client reads in place.
+        """Return the bytes of a run by one request, without retries.
 
-        Raises `MissingObjectError` or `StorageError`.
+        Clients that read in place use the memory of `allocate(size)`. Raises `MissingObjectError` or `StorageError`.
         """
         try:
             return reader.read(run.path, run.start, run.stop, allocate)
@@ -166,16 +172,16 @@ class FieldReader:
             raise MissingObjectError(problem, "restore the object, or convert the dataset again") from error
 
     def request(self, run: Run) -> Callable[[], memoryview]:
-        """Return what fetches the run's bytes from the store, with its retries. Raises as `fetch`."""
+        """Return a function that fetches the bytes of a run with the store's retries. It raises as `fetch`."""
         return partial(self._store.retries.call, partial(self.fetch, self._store.reader(), run))
 
     def read(
         self, start: int, stop: int, *, threads: int = 1, max_bytes: int = MAX_REQUEST
     ) -> NDArray[Any] | list[Placed]:
-        """Return the samples [start, stop), read by up to `threads` requests at once, with retries.
+        """Return the samples [start, stop), read by up to `threads` concurrent requests, with retries.
 
-        Fixed shape: an array (stop - start, *shape). Variable size: the items of each chunk that holds one of the
-        samples, with the number of the chunk's first sample.
+        The result is an array (stop - start, *shape) for a fixed shape. For a variable size, it is the items of each
+        chunk that holds one of the samples, with the number of the chunk's first sample. Raises as `runs` and `load`.
         """
         field, runs = self.layout.field, self.runs(start, stop, max_bytes)
         out = np.empty((stop - start, *field.shape), field.dtype) if field.fixed else None
@@ -184,7 +190,7 @@ class FieldReader:
             return self.load(run, self.request(run), out, start if field.fixed else 0) or []
 
         placed = run_all(load, runs, threads)
-        return [one for some in placed for one in some] if out is None else out
+        return list(chain.from_iterable(placed)) if out is None else out
 
     def load(
         self,
@@ -196,85 +202,84 @@ class FieldReader:
         allocate: Allocate = empty_buffer,
         on_damage: Callable[[], None] | None = None,
     ) -> list[Placed] | None:
-        """Return what `decode` does of the body that `fetch` returns; a damaged one is fetched again, twice at most.
+        """Fetch and decode a run; return as `decode`. Damaged bytes are fetched again, at most twice.
 
-        `on_damage` is called before each further attempt. Raises what `fetch` raises, and at last what `decode` does.
+        `on_damage` is called before each further attempt. Raises the errors of `fetch`, and the last error of `decode`.
         """
         return reread(lambda: self.decode(run, fetch(), out, first, allocate), on_damage)
 
     def decode(
         self, run: Run, data: memoryview, out: Out = None, first: int | None = None, allocate: Allocate = empty_buffer
     ) -> list[Placed] | None:
-        """Check length and checksum of every chunk of the run that is wanted, and decode it.
+        """Check the length and the checksum of every chunk with a selected sample, and decode it.
 
-        Row 0 is sample `first` (default: the run's first), or of picked samples their place among all that are picked.
-        Fixed shape: into `out`, C-contiguous (rows, *shape) of the field's dtype; samples outside of it are dropped.
-        Variable size: returns the items of each chunk with the row of the first, without the padding of the last chunk;
-        compressed ones are unpacked into `allocate(size)`. Raises `CorruptError` or `ModifiedError`, which name the
-        object, the chunk and its samples.
+        Row 0 is sample `first`, by default the first of the run; if samples are picked, rows count selected samples.
+        A fixed shape is decoded into `out`, C-contiguous (rows, *shape) of the field's dtype; samples outside of it are
+        dropped. For a variable size, returns the items of each chunk with the row of the first, without padding;
+        compressed chunks are decompressed into `allocate(size)`. Raises `CorruptError` or `ModifiedError`, which name
+        the object, the chunk and its samples.
         """
         if self.layout.field.fixed == (out is None):
-            raise TypeError(f"field {self.name!r}: `out` is for fields of fixed shape, and they need it")
+            raise TypeError(f"field {self.name!r}: pass `out` if and only if the field has a fixed shape")
         if len(data) != run.stop - run.start:
             raise self._damage(run, 0, f"{len(data)} of {run.stop - run.start} bytes were received")
-        found: list[Placed] = []
-        at = 0
-        for i, (part, size) in enumerate(zip(parts_of(run, self.layout.chunk, first), run.sizes.tolist(), strict=True)):
-            at += size
+        placed: list[Placed] = []
+        end = 0
+        parts = chunk_rows(run, self.layout.chunk, first)
+        for i, (part, size) in enumerate(zip(parts, run.sizes.tolist(), strict=True)):
+            end += size
             if not part.size:
                 continue
-            body = self._verified(run, i, data[at - size : at])
+            body = self._verified_body(run, i, data[end - size : end])
             try:
                 if out is not None:
                     self._decode_rows(body, out, part)
                 else:
-                    found.append((part.row, chosen(decode_items(self.layout, body, allocate), part)))
+                    placed.append((part.row, select_items(decode_items(self.layout, body, allocate), part)))
             except CorruptError as error:
                 raise self._damage(run, i, error.problem) from error
-        return found if out is None else None
+        return placed if out is None else None
 
-    def _decode_rows(self, body: memoryview, out: NDArray[Any], part: Part) -> None:
+    def _decode_rows(self, body: memoryview, out: NDArray[Any], part: ChunkRows) -> None:
         low, high = max(part.row, 0), min(part.row + part.size, len(out))
         if low >= high:
             return
-        if low == part.row and part.wanted is None:
+        if low == part.row and part.selected is None:
             decode_fixed(self.layout, body, out[low:high])
             return
-        whole = np.empty((part.rows, *self.layout.field.shape), out.dtype)
-        decode_fixed(self.layout, body, whole)
+        decoded = np.empty((part.rows, *self.layout.field.shape), out.dtype)
+        decode_fixed(self.layout, body, decoded)
         rows = slice(low - part.row, high - part.row)
-        if part.wanted is None:
-            np.copyto(out[low:high], whole[rows])
+        if part.selected is None:
+            np.copyto(out[low:high], decoded[rows])
         else:
-            np.take(whole, part.wanted[rows], axis=0, out=out[low:high], mode="clip")
+            np.take(decoded, part.selected[rows], axis=0, out=out[low:high], mode="clip")
 
-    def _verified(self, run: Run, i: int, data: memoryview) -> memoryview:
+    def _verified_body(self, run: Run, i: int, data: memoryview) -> memoryview:
         body = data[:-CRC_BYTES]
         stored = int.from_bytes(data[-CRC_BYTES:], "little")
         computed = crc32c.crc32c(body)
         if computed != stored:
             raise self._damage(run, i, f"its crc32c is {computed:08x}, stored is {stored:08x}")
         if stored != run.crcs[i]:
-            (others,) = np.nonzero(self.table.shard(run.shard)[2] == stored)
-            if len(others):
-                problem = f"{self._where(run, i)}: the store sent the bytes of chunk {others[0]} instead"
-                raise CorruptError(problem, "look at the server, and at a proxy or cache before it")
-            raise self._modified(run, i, f"its crc32c is {stored:08x}, the manifest's table has {run.crcs[i]:08x}")
+            (chunks,) = np.nonzero(self.table.shard(run.shard)[2] == stored)
+            if len(chunks):
+                problem = f"{self._where(run, i)}: the store sent the bytes of chunk {chunks[0]} instead"
+                raise CorruptError(problem, "check the server, and any proxy or cache in front of it")
+            raise self._modified(run, i, f"its crc32c is {stored:08x}, the chunk table has {run.crcs[i]:08x}")
         return body
 
     def _damage(self, run: Run, i: int, detail: str) -> CorruptError | ModifiedError:
-        """Say what is wrong with a chunk, after asking the shard's own index whether the object is another one."""
+        """Return the error for a damaged chunk: `ModifiedError` if the shard's index belongs to another object."""
         layout = self.layout
-        expected = np.empty((len(run.sizes), 2), np.uint64)
-        expected[:, 1] = run.sizes
-        expected[:, 0] = run.start + np.cumsum(run.sizes) - run.sizes
+        expected = np.stack([run.start + np.cumsum(run.sizes) - run.sizes, run.sizes], axis=1).astype(np.uint64)
         try:
             tail = self._store.get_tail(run.path, index_size(layout.chunks_per_shard))
             index = parse_index(tail, layout.chunks_per_shard)
         except (CorruptError, NotFoundError):
-            index = None  # truncated, or gone since
+            index = None  # truncated or deleted
         if index is not None and not np.array_equal(index[run.chunk : run.chunk + len(run.sizes)], expected):
-            return self._modified(run, i, "its index is intact, but not the one that the manifest was written for")
+            return self._modified(run, i, "its index is intact, but does not match the manifest")
         problem = f"{self._where(run, i)} is damaged: {detail}"
         return CorruptError(problem, "restore the object, or convert the dataset again")
 
@@ -290,12 +295,12 @@ class FieldReader:
     def _url(self, run: Run) -> str:
         return f"{self._store.url}/{run.path}"
 
-    def run(
+    def plan_run(
         self, shard: int, chunk: int, starts: NDArray[np.int64], stops: NDArray[np.int64], crcs: NDArray[np.uint32]
     ) -> Run:
-        """Return the request for contiguous chunks of a shard, from `chunk` on: where each begins and ends, its crc.
+        """Return the request for consecutive chunks of a shard, the first of which has the number `chunk`.
 
-        Raises `MissingObjectError` for an absent chunk.
+        `starts`, `stops` and `crcs` are those of `ChunkTable.shard`. Raises `MissingObjectError` for an absent chunk.
         """
         layout, sizes, start, stop = self.layout, stops - starts, int(starts[0]), int(stops[-1])
         sample = shard * layout.shard + chunk * layout.chunk
@@ -309,29 +314,29 @@ class FieldReader:
 
 
 def read_columns(readers: Mapping[str, FieldReader], start: int, stop: int) -> dict[str, Column]:
-    """Return the samples [start, stop) of each field as they are stored: arrays, or lists of bytes.
+    """Return the samples [start, stop) of each field as columns: arrays, or lists of bytes.
 
-    Raises a `FormatError` or `DecodeError`, which name the object or the sample, or a `StorageError`.
+    Raises `FormatError` or `DecodeError`, which name the object or the sample, or `StorageError`.
     """
     return {name: _column(reader, start, stop) for name, reader in readers.items()}
 
 
 def _column(reader: FieldReader, start: int, stop: int) -> Column:
-    found = reader.read(start, stop, threads=COLUMN_THREADS, max_bytes=COLUMN_REQUEST)
-    if isinstance(found, np.ndarray):
-        return found
+    values = reader.read(start, stop, threads=COLUMN_THREADS, max_bytes=COLUMN_REQUEST)
+    if isinstance(values, np.ndarray):
+        return values
     field, column = reader.layout.field, []
-    for number, items in found:
+    for number, items in values:
         bad = bad_item(field, items)
         if bad is not None:
             problem = f"field {reader.name!r} of sample {number + bad[0]} is not {field}: {bad[1]}"
-            raise DecodeError(problem, "look at the dataset with streamloader verify")
+            raise DecodeError(problem, "check the dataset with streamloader verify")
         column += [bytes(items[i]) for i in range(max(start - number, 0), min(stop - number, len(items)))]
     return column
 
 
 def bad_item(field: Field, items: Items) -> tuple[int, str] | None:
-    """Return the first item that is no value of a variable-size field, and why; None where all are."""
+    """Return the index of the first invalid item of a variable-size field and the reason, or None."""
     if field.kind == "ragged":
         sizes = items.stops - items.starts
         for row in np.flatnonzero(sizes % field.item_bytes)[:1].tolist():

@@ -1,4 +1,4 @@
-"""What people write, checked and turned into columns: arrays of the field's dtype, or lists of bytes."""
+"""Checks written values and converts them to columns: arrays of the field's dtype, or lists of bytes."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from streamloader.format.codecs import Column
 from streamloader.format.manifest import Field
 
 
-def check_names(fields: Mapping[str, Field], given: Mapping[str, Any], what: str) -> None:
-    """Raise `FieldError` unless `given` has exactly the fields."""
-    missing = sorted(set(fields) - set(given))
-    unknown = sorted(str(name) for name in set(given) - set(fields))
+def check_names(fields: Mapping[str, Field], values: Mapping[str, Any], owner: str) -> None:
+    """Raise `FieldError` unless `values` has exactly the fields. `owner` names the sample or batch in the message."""
+    missing = sorted(set(fields) - set(values))
+    unknown = sorted(str(name) for name in set(values) - set(fields))
     if missing or unknown:
-        problem = f"{what} has no field {missing[0]!r}" if missing else f"{what} has an unknown field {unknown[0]!r}"
+        problem = f"{owner} has no field {missing[0]!r}" if missing else f"{owner} has an unknown field {unknown[0]!r}"
         raise FieldError(problem, f"give exactly the fields {', '.join(fields)}")
 
 
 def to_columns(fields: Mapping[str, Field], batch: Mapping[str, Any], first: int) -> tuple[int, dict[str, Column]]:
-    """Return the number of samples of a batch and its columns, checked; `first` is the number of its first sample.
+    """Return the number of samples of a batch and its checked columns; `first` is the number of its first sample.
 
-    Raises `FieldError` for missing or unknown fields, unequal lengths, and values that do not fit.
+    Raises `FieldError` for missing or unknown fields, unequal lengths, and values that do not fit their field.
     """
     check_names(fields, batch, f"the batch from sample {first} on")
     lengths: dict[str, int] = {}
@@ -42,7 +42,7 @@ def to_columns(fields: Mapping[str, Field], batch: Mapping[str, Any], first: int
 
 
 def to_column(name: str, field: Field, values: Any, first: int) -> Column:
-    """Return one field's column of a batch. Raises `FieldError`, which names the first sample that does not fit."""
+    """Return one field's column of a batch. Raises `FieldError`, which names the first sample with an invalid value."""
     if field.fixed:
         array = _as_array(values)
         if array is not None and array.shape[1:] == field.shape:
@@ -55,7 +55,7 @@ def to_column(name: str, field: Field, values: Any, first: int) -> Column:
 def to_value(name: str, field: Field, value: Any, sample: int | str) -> NDArray[Any] | bytes:
     """Return one value as an array of the field's shape and dtype, or as bytes.
 
-    `sample` is the number or name that messages call it by. Raises `FieldError`.
+    `sample` is its number or name for messages. Raises `FieldError`.
     """
     where = f"field {name!r} of sample {sample}"
     if field.kind == "bytes":
@@ -71,8 +71,8 @@ def to_value(name: str, field: Field, value: Any, sample: int | str) -> NDArray[
         if array.size == 0:
             return b""
         if array.ndim == 0 or array.shape[1:] != field.shape:
-            wanted = ", ".join(["any", *map(str, field.shape)])
-            raise FieldError(f"{where} has shape {array.shape}, expected ({wanted})", f"give {field}")
+            expected = ", ".join(["any", *map(str, field.shape)])
+            raise FieldError(f"{where} has shape {array.shape}, expected ({expected})", f"give {field}")
         return _cast(array, np.dtype(field.dtype), where).astype(field.stored_dtype, copy=False).tobytes()
     if array.shape != field.shape:
         raise FieldError(f"{where} has shape {array.shape}, expected {field.shape}", f"give {field}")
@@ -80,9 +80,9 @@ def to_value(name: str, field: Field, value: Any, sample: int | str) -> NDArray[
 
 
 def from_bytes(name: str, field: Field, item: memoryview, sample: int) -> Any:
-    """Return a variable-size value as people read it: bytes, str, or an array (k, *shape) of its own memory.
+    """Return a variable-size value as bytes, str, or an array (k, *shape) that owns its memory.
 
-    Raises `DecodeError`, which names the field and the sample, for bytes that streamloader never writes.
+    Raises `DecodeError`, which names the field and the sample, for bytes that are not valid for the field.
     """
     if field.kind == "bytes":
         return bytes(item)
@@ -101,7 +101,7 @@ def _encode(value: Any, where: str) -> bytes:
     try:
         return value.encode()
     except UnicodeEncodeError as error:
-        raise FieldError(f"{where} is not valid text ({error.reason})", "give a str that UTF-8 can write") from error
+        raise FieldError(f"{where} is not valid text ({error.reason})", "give a str that UTF-8 can encode") from error
 
 
 def _as_array(value: Any) -> NDArray[Any] | None:
@@ -112,9 +112,10 @@ def _as_array(value: Any) -> NDArray[Any] | None:
 
 
 def _cast(array: NDArray[Any], dtype: np.dtype[Any], where: str) -> NDArray[Any]:
-    """Cast within a kind, or to a wider one; whole numbers also to any type that holds each of them exactly.
+    """Return the array as `dtype`. Raises `FieldError` for a cast that loses information.
 
-    Only floats are rounded, and only to a declared float of fewer bits.
+    Casts within a kind or to a wider kind are allowed, and those of integers to any dtype that holds every value
+    exactly. Only floats are rounded, and only if the declared float is narrower.
     """
     if array.dtype == dtype or array.size == 0:
         return array.astype(dtype, copy=False)
@@ -138,19 +139,20 @@ def _cast(array: NDArray[Any], dtype: np.dtype[Any], where: str) -> NDArray[Any]
 
 
 def exact_in_float(array: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[np.bool_]:
-    """Return, for each whole number of an integer array, whether the float `dtype` holds it exactly."""
-    bound = 1 << (np.finfo(dtype).nmant + 1)  # every whole number up to here has a float of its own
+    """Return a mask of the elements of an integer array that the float `dtype` represents exactly."""
+    bound = 1 << (np.finfo(dtype).nmant + 1)  # the float represents every integer up to here
     if -bound <= int(array.min(initial=0)) and int(array.max(initial=0)) <= bound:
         return np.ones(array.shape, np.bool_)
     with np.errstate(over="ignore", invalid="ignore"):
         floats = array.astype(dtype).astype(np.float64)
-        held = np.isfinite(floats) & (floats < float(np.iinfo(array.dtype).max))  # the limit itself rounds up to 2^k
-        exact: NDArray[np.bool_] = held & (floats.astype(array.dtype) == array)
+        # `<`, because the largest integer rounds up to 2^k
+        in_range = np.isfinite(floats) & (floats < float(np.iinfo(array.dtype).max))
+        exact: NDArray[np.bool_] = in_range & (floats.astype(array.dtype) == array)
     return exact
 
 
 def row_bytes(fields: Mapping[str, Field], columns: Mapping[str, Column | Sequence[bytes]]) -> NDArray[np.int64]:
-    """Return the decoded bytes of each sample of the columns."""
+    """Return the decoded size of each sample of the columns in bytes: int64 (samples,)."""
     count = len(next(iter(columns.values())))
     sizes = np.full(count, sum(field.item_bytes for field in fields.values() if field.fixed), np.int64)
     for name, field in fields.items():

@@ -1,4 +1,4 @@
-"""`Writer`: samples in, a dataset out, in parallel and with bounded memory."""
+"""Writes samples as a dataset, with parallel uploads and bounded memory: `Writer`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from streamloader.storage.store import Store
 
 
 class Rows:
-    """Samples that wait to become a shard. Memory is taken when rows are written, not when it is reserved."""
+    """Collects the samples of a shard. The operating system provides the reserved memory only as rows are written."""
 
     def __init__(self, fields: Mapping[str, Field], capacity: int) -> None:
         self._capacity = capacity
@@ -61,22 +61,22 @@ class Rows:
         columns: dict[str, Column] = {name: array[: self._count] for name, array in self._arrays.items()}
         return columns | self._lists
 
-    def _reserve(self, more: int) -> None:
-        if self._count + more <= self._capacity:
+    def _reserve(self, rows: int) -> None:
+        if self._count + rows <= self._capacity:
             return
-        self._capacity = max(2 * self._capacity, self._count + more)
+        self._capacity = max(2 * self._capacity, self._count + rows)
         for name, old in self._arrays.items():
             self._arrays[name] = np.empty((self._capacity, *old.shape[1:]), old.dtype)
             self._arrays[name][: self._count] = old[: self._count]
 
 
 class Uploads:
-    """Threads that encode and upload shards; at most `workers` shards are with them at once."""
+    """Encodes and uploads shards in threads; at most `workers` shards are in progress."""
 
     def __init__(self, store: Store, workers: int) -> None:
         self.workers = workers
         self._store = store
-        self._todo: SimpleQueue[tuple[Geometry, int, dict[str, Column]] | None] = SimpleQueue()
+        self._tasks: SimpleQueue[tuple[Geometry, int, dict[str, Column]] | None] = SimpleQueue()
         self._free = threading.Semaphore(workers)
         self._receipts: dict[int, Receipt] = {}
         self._failure: BaseException | None = None
@@ -84,58 +84,62 @@ class Uploads:
         self._next = 0
 
     def check(self) -> None:
-        """Raise what a shard's upload raised."""
+        """Raise the error of a failed upload."""
         if self._failure is not None:
             raise self._failure
 
     def submit(self, geometry: Geometry, columns: dict[str, Column]) -> None:
-        """Hand over the next shard, once there is a free worker."""
+        """Submit the next shard. Waits until a worker is free."""
         wait_for(lambda seconds: self._free.acquire(timeout=seconds))
         self.check()
         if len(self._threads) < self.workers:
             thread = threading.Thread(target=self._work, name=f"streamloader-write-{self._next}", daemon=True)
             self._threads.append(thread)
             thread.start()
-        self._todo.put((geometry, self._next, columns))
+        self._tasks.put((geometry, self._next, columns))
         self._next += 1
 
     def join(self, drop: bool = False) -> dict[int, Receipt]:
-        """Wait for all shards and return their receipts; `drop` those that have not begun. Call `check` afterwards."""
+        """Wait for all shards and return their receipts; with `drop`, shards that have not begun are discarded.
+
+        Call `check` afterwards.
+        """
         with suppress(Empty):
             while drop:
-                self._todo.get_nowait()
+                self._tasks.get_nowait()
         for _ in self._threads:
-            self._todo.put(None)
+            self._tasks.put(None)
         join(self._threads)
         return self._receipts
 
     def _work(self) -> None:
-        while (task := self._todo.get()) is not None:
+        while (task := self._tasks.get()) is not None:
             geometry, index, columns = task
             try:
                 if self._failure is None:
                     self._receipts[index] = write_shard(self._store, geometry, index, columns)
-            except BaseException as error:  # noqa: BLE001 - raised by the next write or close, whatever it is
+            except BaseException as error:  # noqa: BLE001 - the next write or close raises it
                 self._failure = self._failure or error
-            del task, columns  # a waiting thread must not keep its last shard alive
+            del task, columns  # frees the shard while the thread waits for the next one
             self._free.release()
 
 
-PROBE_BYTES = 16 * MIB  # decoded bytes of the first samples, from which codecs and sizes are chosen
+PROBE_BYTES = 16 * MIB  # decoded bytes of the first samples, which determine codecs and sizes
 
 
 class Writer:
-    """Writes a dataset; nothing can be opened until it is closed cleanly.
+    """Writes samples as a dataset, which can be opened once the writer is closed.
 
         with Writer("s3://bucket/data", {"image": "bytes:jpeg", "label": "int64"}) as out:
             out.write({"image": data, "label": 3})
 
-    `workers` threads encode and upload; at most `workers + 1` shards are in memory, and `write` waits when they
-    are all busy. An exception in the `with` block removes what was written. `num_samples`, where it is known,
-    must be right: it lets a small dataset be cut finer. Not thread-safe: one writer, one thread.
+    `workers` threads (default: one per CPU core) encode and upload shards. At most `workers + 1` shards are in memory;
+    `write` waits while all workers are busy. An exception in the `with` block removes what was written. If you know the
+    number of samples, pass `num_samples`: a small dataset then gets smaller shards and blocks. `provenance` are JSON
+    values that are stored in the manifest. Not thread-safe.
 
-    Raises `FieldError` for fields or values that do not fit, `DestinationError` where there is a dataset and
-    not `overwrite`, `StorageError` (also of an earlier shard's upload) from `write` and `close`.
+    Raises `UsageError` and `FieldError` for invalid arguments, `DestinationError` if there is a dataset and `overwrite`
+    is False, and `StorageError`. `write` and `close` also raise the errors of earlier uploads.
     """
 
     def __init__(
@@ -151,13 +155,13 @@ class Writer:
         provenance: Mapping[str, Any] | None = None,
     ) -> None:
         if not fields:
-            raise FieldError("a dataset without fields", "name at least one")
+            raise FieldError("a dataset needs at least one field", "name at least one")
         for name in fields:
             check_name(name)
         if (workers is not None and workers < 1) or (num_samples is not None and num_samples < 0):
             raise UsageError(f"workers={workers}, num_samples={num_samples}", "give at least 1 worker and 0 samples")
         try:
-            json.dumps(dict(provenance or {}), allow_nan=False)  # an error now, not when everything is written
+            json.dumps(dict(provenance or {}), allow_nan=False)  # fail now, not after everything is written
         except (TypeError, ValueError) as error:
             raise UsageError(f"provenance is not JSON ({error})", "give text, finite numbers, lists, dicts") from error
         self._fields = {name: Field.parse(spec) for name, spec in fields.items()}
@@ -180,11 +184,11 @@ class Writer:
         return dict(self._fields)
 
     def __len__(self) -> int:
-        """Return the number of samples that were written so far."""
+        """Return the number of samples written so far."""
         return self._count
 
     def write(self, sample: Mapping[str, Any]) -> None:
-        """Add one sample. One that does not fit raises `FieldError` and is not added."""
+        """Add one sample, with a value for each field. An invalid sample raises `FieldError` and is not added."""
         self._check_open(1)
         check_names(self._fields, sample, f"sample {self._count}")
         values = {name: to_value(name, field, sample[name], self._count) for name, field in self._fields.items()}
@@ -194,30 +198,33 @@ class Writer:
             sizes = (value.nbytes if isinstance(value, np.ndarray) else len(value) for value in values.values())
             self._probed += sum(sizes)
             if self._probed >= PROBE_BYTES:
-                self._decide()
+                self._choose_geometry()
         elif len(self._rows) == self._geometry.samples_per_shard:
-            self._cut()
+            self._submit_shard()
 
     def write_batch(self, columns: Mapping[str, Any]) -> None:
-        """Add a batch: for each field one array (samples, *shape), or one list of values."""
+        """Add a batch of samples: for each field an array (samples, *shape) or a list of values.
+
+        An invalid batch raises `FieldError`, and none of its samples is added.
+        """
         count, checked = to_columns(self._fields, columns, self._count)
         self._check_open(count)
-        at = 0
+        start = 0
         if self._geometry is None:
             sums = self._probed + np.cumsum(row_bytes(self._fields, checked))
-            at = min(int(np.searchsorted(sums, PROBE_BYTES)) + 1, count)
-            self._rows.extend(checked, 0, at)
-            self._probed = int(sums[at - 1]) if at else self._probed
+            start = min(int(np.searchsorted(sums, PROBE_BYTES)) + 1, count)
+            self._rows.extend(checked, 0, start)
+            self._probed = int(sums[start - 1]) if start else self._probed
             if self._probed >= PROBE_BYTES:
-                self._decide()
+                self._choose_geometry()
         if self._geometry is not None:
-            self._fill(self._geometry, checked, at, count)
+            self._fill(self._geometry, checked, start, count)
         self._count += count
 
     def close(self) -> Manifest:
-        """Write the last shard and publish the dataset; a second call returns the same manifest.
+        """Write the last shard, publish the dataset and return its manifest, also when called again.
 
-        A failure removes what was written, as `abort` does.
+        An error removes what was written, as `abort` does.
         """
         if self._manifest is not None:
             return self._manifest
@@ -225,10 +232,10 @@ class Writer:
         try:
             if self._declared not in (None, self._count):
                 problem = f"{self._count} samples were written, num_samples={self._declared}"
-                raise UsageError(problem, "give the number that is written, or none")
-            geometry = self._decide() if self._geometry is None else self._geometry
+                raise UsageError(problem, "give the number of samples that you write, or none")
+            geometry = self._geometry or self._choose_geometry()
             if len(self._rows):
-                self._cut()
+                self._submit_shard()
             self._closed = True
             receipts = self._uploads.join()
             self._uploads.check()
@@ -240,8 +247,9 @@ class Writer:
         return self._manifest
 
     def abort(self) -> None:
-        """End the threads and remove what was written. Does nothing to a dataset that is closed already, or that
-        another writer took over.
+        """End the threads and remove what was written.
+
+        Does nothing after `close`, and removes nothing if another run took over the destination.
         """
         if self._manifest is not None:
             return
@@ -260,19 +268,20 @@ class Writer:
             return
         try:
             self.abort()
-        except StorageError as problem:  # the first error is the one to raise
+        except StorageError as problem:  # the first error is raised
             error.add_note(f"what was written could not be removed: {problem}")
 
-    def _check_open(self, more: int) -> None:
+    def _check_open(self, count: int) -> None:
+        """Raise `UsageError` if `count` more samples cannot be written, or the error of an earlier upload."""
         if self._closed:
             raise UsageError(f"the writer of {self._store.url} is closed", "make a new one")
-        if self._declared is not None and self._count + more > self._declared:
-            problem = f"sample {self._declared} of num_samples={self._declared}"
-            raise UsageError(problem, "give the right number, or none")
+        if self._declared is not None and self._count + count > self._declared:
+            problem = f"sample {self._declared} exceeds num_samples={self._declared}"
+            raise UsageError(problem, "give the number of samples that you write, or none")
         self._uploads.check()
 
-    def _decide(self) -> Geometry:
-        """Choose codecs and geometry from the first samples, and continue in shards."""
+    def _choose_geometry(self) -> Geometry:
+        """Choose codecs and geometry from the first samples, and move them into shards."""
         probe = self._rows.columns()
         codecs, sizes = {}, {}
         for name, field in self._fields.items():
@@ -285,15 +294,15 @@ class Writer:
         return self._geometry
 
     def _fill(self, geometry: Geometry, columns: Mapping[str, Column], start: int, stop: int) -> None:
-        """Add the samples [start, stop) of the columns, and submit each shard that is full."""
+        """Add the samples [start, stop) of the columns, and submit each full shard."""
         while start < stop:
             end = min(stop, start + geometry.samples_per_shard - len(self._rows))
             self._rows.extend(columns, start, end)
             start = end
             if len(self._rows) == geometry.samples_per_shard:
-                self._cut()
+                self._submit_shard()
 
-    def _cut(self) -> None:
+    def _submit_shard(self) -> None:
         assert self._geometry is not None
         self._uploads.submit(self._geometry, self._rows.columns())
         self._rows = Rows(self._fields, self._geometry.samples_per_shard)

@@ -1,1 +1,1 @@
-"""Maintenance of datasets: verify, append, export, cleanup."""
+"""Maintains finished datasets: verify, append, export, cleanup."""

@@ -1,6 +1,6 @@
-"""Adds the samples of a source behind those of a finished dataset: scan, check, write, publish.
+"""Appends the samples of a source to a finished dataset: scan, check, write, publish.
 
-A claim, one object beside the dataset, keeps two appends apart: only its holder writes.
+A claim, one object in the dataset, excludes other appends: only its holder writes.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ from streamloader.storage import open_store
 from streamloader.storage.store import Store
 from streamloader.storage.url import redact
 
-ROUNDS = 5  # shards that others delete or overwrite meanwhile are written again, but not for ever
-MIXED = "mixed"  # the encoding of a field whose images have several: any other may join them
+ROUNDS = 5  # of writing again the shards that something else deletes or overwrites
+MIXED = "mixed"  # the encoding of a field whose images have several: images of any encoding can be appended
 
 Classes = Mapping[str, Sequence[str]]
 
 
 @dataclass(frozen=True)
 class AppendReport:
-    """What an append made: the new manifest, of the split that was asked for.
+    """The result of an append: the new manifest of the dataset or split.
 
-    `added` samples follow the `before` that were there; `added` is 0 where the source is empty. An earlier, interrupted
-    run wrote `shards_kept` of the `shards`.
+    `added` samples follow the earlier `before` samples; it is 0 if the source is empty. `shards` is the number of
+    shards of the appended samples, of which an earlier, interrupted run wrote `shards_kept`.
     """
 
     url: str
@@ -64,8 +64,8 @@ def append(
     src: str | os.PathLike[str],
     *,
     split: str | None = None,
-    format: str | None = None,  # noqa: A002 - as `convert` calls it
-    map: str | Callable[[dict[str, Any]], Any] | None = None,  # noqa: A002 - likewise
+    format: str | None = None,  # noqa: A002 - the name in `convert`
+    map: str | Callable[[dict[str, Any]], Any] | None = None,  # noqa: A002 - the name in `convert`
     map_batch: int | None = None,
     resize: str | int | tuple[int, int] | None = None,
     quality: int | None = None,
@@ -76,16 +76,16 @@ def append(
     source_options: Mapping[str, Any] | None = None,
     progress: Listener | None = None,
 ) -> AppendReport:
-    """Add the samples of `src` behind those of the finished dataset at `url`, or of one `split` of it.
+    """Append the samples of `src` to the finished dataset at `url`, or to one `split` of it.
 
     `format`, `map`, `map_batch`, `resize`, `quality`, `shuffle`, `engine`, `workers` and the options of the stores are
-    those of `convert`. The source must have every field of the dataset, in a type that can be cast without loss; other
-    fields are left out. Class numbers become those of the dataset, new classes follow. A bad sample ends the append.
-    Readers see the earlier version until the append is published; those who opened it keep reading it. Call it again
-    in the same way to resume an interrupted append: it writes the same bytes.
+    those of `convert`. The source must have every field of the dataset, with a type that can be cast without loss;
+    other fields are left out. Class numbers are changed to those of the dataset, and new classes get the next numbers.
+    A bad sample ends the append. Readers see the earlier version until the append is published, and those that opened
+    it keep reading it. To resume an interrupted append, repeat the call: it writes the same bytes.
 
-    Raises `FieldError` where the fields differ, `SourceError` for the source, `DestinationError` while another append
-    is under way or was published meanwhile, what opening the dataset raises, and `StorageError`.
+    Raises `FieldError` if the fields differ, `SourceError` for the source, `DestinationError` if another append is in
+    progress or was published in the meantime, the errors of `open` for the dataset, and `StorageError`.
     """
     run_options = RunOptions(workers, "raise", progress or ignore, parse_engine(engine))
     root = open_store(url, storage_options)
@@ -93,16 +93,15 @@ def append(
     run_options.listener(Progress("scan", detail=f"looking at {redact(os.fspath(src))}"))
     if source_options is None and protocol_of(src) == protocol_of(url):
         source_options = storage_options
-    # bytes of any encoding: what they are is checked at the end, when images are re-encoded
-    fields = {name: one.field for name, one in opened.manifest.fields.items()}
-    kinds = {name: None if field.kind == "bytes" else field for name, field in fields.items()}
-    selection = FieldSelection.again(kinds, opened.manifest.provenance)
+    # bytes fields of any encoding are selected: `_matching` checks the encoding after images are re-encoded
+    fields = {name: layout.field for name, layout in opened.manifest.fields.items()}
+    types = {name: None if field.kind == "bytes" else field for name, field in fields.items()}
+    selection = FieldSelection.again(types, opened.manifest.provenance)
     recode, mapper = parse_recode(resize, quality), parse_map(map, map_batch)
     transforms = TransformOptions(selection, recode, mapper, shuffle=shuffle)
     name, source = open_source(src, format, source_options or {}, transforms.opening)
-    own = source.notes.get("splits")
-    if own:
-        problem = f"{source.url} has the splits {', '.join(own)} of its own"
+    if splits := source.notes.get("splits"):
+        problem = f"{source.url} has the splits {', '.join(splits)} of its own"
         raise UsageError(problem, "append each of its folders to the split that it belongs to")
     run_options.check(transforms, source.url, opened.store.url)
     source = relabel(source, class_names(opened.manifest.provenance))
@@ -115,9 +114,10 @@ def append(
 def abandon(
     url: str | os.PathLike[str], *, split: str | None = None, storage_options: Mapping[str, Any] | None = None
 ) -> bool:
-    """End an interrupted append: the dataset is again what it was, to the byte. Returns False where there is none.
+    """End an interrupted append and restore the dataset to the byte. Returns False if there is no append to end.
 
-    Call it only while no append runs. Raises what opening raises, and what is wrong with shards that it restores.
+    Call it only while no append is running. Raises the errors of `open`, and `FormatError` if a shard to be restored is
+    damaged.
     """
     root = open_store(url, storage_options)
     opened = open_root(root, split)
@@ -134,54 +134,52 @@ def abandon(
     return True
 
 
-def merged_classes(there: Classes, new: Classes) -> dict[str, list[str]]:
-    """Return the class names of the dataset, each list followed by the new ones."""
-    return {name: [*names, *(one for one in new.get(name, ()) if one not in names)] for name, names in there.items()}
+def merged_classes(dataset: Classes, source: Classes) -> dict[str, list[str]]:
+    """Return the class names of the dataset by field, each list followed by the new names of the source."""
+    return {key: [*names, *(new for new in source.get(key, ()) if new not in names)] for key, names in dataset.items()}
 
 
-def relabel(source: Source, there: Classes) -> Source:
-    """Return the source with the class numbers of a dataset that has the classes `there`; new classes follow them.
+def relabel(source: Source, classes: Classes) -> Source:
+    """Return the source with the class numbers of a dataset that has the `classes`; new classes get the next numbers.
 
-    Raises `FieldError` for a field that cannot hold so many classes.
+    Raises `FieldError` for a field that is not a class number, or cannot hold the number of classes.
     """
-    here = class_names(source.notes)
-    merged = merged_classes(there, here)
-    numbers: dict[str, NDArray[Any]] = {}
-    for name, names in here.items():
-        if name not in there or name not in source.fields or names == list(merged[name][: len(names)]):
+    source_classes = class_names(source.notes)
+    merged = merged_classes(classes, source_classes)
+    tables: dict[str, NDArray[Any]] = {}
+    for name, names in source_classes.items():
+        if name not in classes or name not in source.fields or names == list(merged[name][: len(names)]):
             continue
         field = source.fields[name]
         if field.dtype not in INTS or (not field.fixed and field.shape):
             raise FieldError(f"the classes of {name!r} differ and {field} is not a class number", "use --map")
-        found = [merged[name].index(one) for one in names]
-        if max(found, default=0) > np.iinfo(field.dtype).max:
+        numbers = [merged[name].index(class_name) for class_name in names]
+        if max(numbers, default=0) > np.iinfo(field.dtype).max:
             raise FieldError(f"{len(merged[name])} classes of {name!r} do not fit {field}", "convert all samples again")
-        numbers[name] = np.array(found, field.stored_dtype)
-    if not numbers:
-        return source
-    return transform_source(source, partial(_relabel, numbers))
+        tables[name] = np.array(numbers, field.stored_dtype)
+    return transform_source(source, partial(_relabel, tables)) if tables else source
 
 
 def _relabel(
-    numbers: Mapping[str, NDArray[Any]], columns: dict[str, Column], _: dict[int, BadSample]
+    tables: Mapping[str, NDArray[Any]], columns: dict[str, Column], _: dict[int, BadSample]
 ) -> dict[str, Column]:
-    """Return the columns with new numbers of classes; numbers that are no class, such as -1, stay as they are."""
-    for name, table in numbers.items():
+    """Return the columns with new class numbers; other numbers, such as -1, are kept."""
+    for name, table in tables.items():
         column = columns[name]
         if isinstance(column, np.ndarray):
-            columns[name] = _replaced(column, table)
+            columns[name] = _look_up(column, table)
         else:
-            columns[name] = [_replaced(np.frombuffer(item, table.dtype), table).tobytes() for item in column]
+            columns[name] = [_look_up(np.frombuffer(item, table.dtype), table).tobytes() for item in column]
     return columns
 
 
-def _replaced(values: NDArray[Any], table: NDArray[Any]) -> NDArray[Any]:
+def _look_up(values: NDArray[Any], table: NDArray[Any]) -> NDArray[Any]:
     known = (values >= 0) & (values < len(table))
     return np.where(known, table[np.where(known, values, 0)], values).astype(values.dtype)
 
 
 def read_claim(store: Store) -> dict[str, Any] | None:
-    """Return what is being appended, or None where nothing is. Raises `FormatError`."""
+    """Return the claim of the append in progress, or None. Raises `FormatError` if it is damaged."""
     remedy = "end the append: streamloader append --abandon"
     try:
         claim = read_object(store, publish.CLAIM, remedy)
@@ -193,20 +191,20 @@ def read_claim(store: Store) -> dict[str, Any] | None:
 
 
 def check_claim(store: Store, claim: Mapping[str, Any]) -> None:
-    """Raise `DestinationError` unless the claim is still there: a run that lost it must not write."""
+    """Raise `DestinationError` if the claim was removed or replaced: a run that lost it must not write."""
     if read_claim(store) != claim:
         raise DestinationError(f"another run ended the append to {store.url}", "check the dataset, then append again")
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class AppendTask(Task):
-    """New rows fill, or go into, one shard of all fields. The same bytes every time, as of any task."""
+    """Writes new rows to one shard of all fields, which may exist already. Gives the same bytes each time."""
 
     extension: publish.Extension
     claim: Mapping[str, Any]
 
     def encode(self, columns: Mapping[str, Column]) -> Callable[[], Outcome]:
-        """Return what encodes and writes the columns: what is there already is read when they are written."""
+        """Return a function that encodes and writes the columns; it also reads the existing samples of the shard."""
         return partial(self._write, columns)
 
     def _write(self, columns: Mapping[str, Column]) -> Outcome:
@@ -216,7 +214,7 @@ class AppendTask(Task):
 
 @dataclass(frozen=True, eq=False)
 class _Append:
-    """One append: a dataset, and the source of the samples that are added."""
+    """An append of the samples of a source to a dataset."""
 
     root: Store
     opened: Opened
@@ -227,49 +225,49 @@ class _Append:
     run_options: RunOptions
 
     @cached_property
-    def about(self) -> dict[str, Any]:
-        """The source, as the provenance describes it."""
+    def source_info(self) -> dict[str, Any]:
+        """The description of the source for claim and provenance."""
         files = self.source.files
         return {"format": self.format, "url": self.source.url, "files": len(files), "digest": files_digest(files)}
 
     @cached_property
     def claim(self) -> dict[str, Any]:
-        """The claim: what is appended to which version."""
+        """The claim: the version, the source and the options of the append."""
         base, options = self.opened.manifest, self.transforms.options()
         claim = {
             "by": "append",
             "base": base.digest,
             "generation": base.generation + 1,
-            "source": {**self.about, "samples": self.source.num_samples},
+            "source": {**self.source_info, "samples": self.source.num_samples},
             "options": {key: options[key] for key in ("recode", "map", "shuffle")},
         }
-        return dict(json.loads(json.dumps(claim)))  # as it is read again
+        return dict(json.loads(json.dumps(claim)))  # equal to the value that `read_claim` returns
 
     @cached_property
     def provenance(self) -> dict[str, Any]:
-        """The provenance of the new manifest: that of the old one, the new classes, and the source of the samples."""
+        """The provenance of the new manifest: that of the old manifest, with the source and its new classes."""
         old = self.opened.manifest.provenance
         classes = merged_classes(class_names(old), class_names(self.source.notes))
-        added = {"source": self.about, "num_samples": self.source.num_samples}
+        added = {"source": self.source_info, "num_samples": self.source.num_samples}
         if self.transforms.shuffle is not None:
             added["shuffle"] = {"seed": self.transforms.shuffle}
-        before = old.get("appended")
-        appended = [*(before if isinstance(before, list) else []), added]
+        earlier = old.get("appended")
+        appended = [*(earlier if isinstance(earlier, list) else []), added]
         return {**old, "appended": appended, **({"classes": classes} if classes else {})}
 
     def run(self) -> AppendReport:
-        """Write, publish and clean up, unless there is nothing to add or an earlier run has published it.
+        """Write, publish and clean up, unless the source is empty or an earlier run has published the same append.
 
-        A run with the same claim may work beside this one: both write the same bytes.
+        Another run may have the same claim at the same time: both write the same bytes.
         """
         base, store = self.opened.manifest, self.opened.store
         if not self.source.num_samples:
             return AppendReport(store.url, self.format, base, base.num_samples, 0, 0, 0)
-        found = read_claim(store)
-        if found is not None and found["generation"] <= base.generation:  # killed after publishing
+        claim = read_claim(store)
+        if claim is not None and claim["generation"] <= base.generation:  # killed after publishing
             publish.clean_append(store)
-            if all(found.get(key) == self.claim[key] for key in ("source", "options")):
-                return self._published(base)
+            if all(claim.get(key) == self.claim[key] for key in ("source", "options")):
+                return self._report(base)
         target = _target(base, self.source)
         self._take_claim()
         try:
@@ -283,26 +281,26 @@ class _Append:
             if self.split is not None:
                 publish.publish_split(self.root, self.split, base.digest, manifest)
         except (DestinationError, FormatError):
-            twin = open_root(self.root, self.split).manifest
-            if twin.generation != base.generation + 1 or twin.provenance != self.provenance:
+            current = open_root(self.root, self.split).manifest
+            if current.generation != base.generation + 1 or current.provenance != self.provenance:
                 raise
-            return self._published(twin)
+            return self._report(current)  # another run with the same claim published it
         publish.clean_append(store)
-        return replace(self._published(manifest), shards_kept=kept)
+        return replace(self._report(manifest), shards_kept=kept)
 
     def _take_claim(self) -> None:
-        """Take the claim, or resume the same append. Raises `DestinationError` while another append is under way."""
+        """Take the claim, or resume the same append. Raises `DestinationError` if another append has the claim."""
         store = self.opened.store
         try:
             store.create(publish.CLAIM, json.dumps(self.claim, sort_keys=True, indent=1).encode())
         except ObjectExistsError as error:
             if read_claim(store) != self.claim:
-                problem = f"{store.url} is being appended to by another run, or one was interrupted"
+                problem = f"another append to {store.url} is in progress, or was interrupted"
                 remedy = "run the same append again to resume it, or end it with streamloader append --abandon"
                 raise DestinationError(problem, remedy) from error
 
     def _check_base(self) -> None:
-        """Raise `DestinationError` where another append was published before this one took the claim."""
+        """Raise `DestinationError` if another append was published before this one took the claim."""
         base, now = self.opened.manifest, open_root(self.root, self.split).manifest
         if now.digest == base.digest:
             return
@@ -311,53 +309,53 @@ class _Append:
         problem = f"{self.opened.store.url} was changed by another run: {base.digest} became {now.digest}"
         raise DestinationError(problem, "run the append again")
 
-    def _published(self, manifest: Manifest) -> AppendReport:
+    def _report(self, manifest: Manifest) -> AppendReport:
         added, size = self.source.num_samples, manifest.samples_per_shard
         before = manifest.num_samples - added
         shards = -(-manifest.num_samples // size) - before // size
         return AppendReport(self.opened.store.url, self.format, manifest, before, added, shards, shards)
 
     def _write(self, extension: publish.Extension) -> tuple[dict[int, publish.Receipt], int]:
-        """Write the missing shards until none is missing; return the receipts, and how many an earlier run left."""
+        """Write shards until none is missing; return the receipts, and the number that an earlier run left."""
         store, options = self.opened.store, self.run_options
         rows = SampleRows.of(range(self.source.num_samples), self.transforms.shuffle)
-        found = publish.read_receipts(store, f"{publish.APPEND}/receipts")
-        receipts = {shard: one for shard, one in found.items() if shard in extension.shards}
+        stored = publish.read_receipts(store, f"{publish.APPEND}/receipts")
+        receipts = {shard: receipt for shard, receipt in stored.items() if shard in extension.shards}
         progress, kept = Progress("write", 0, extension.added), 0
 
         def note(task: Task, outcome: Outcome) -> None:
             nonlocal progress
             assert isinstance(outcome, publish.Receipt)
             receipts[task.shard] = outcome
-            stored = progress.bytes + sum(one.size for one in outcome.objects.values())
-            progress = replace(progress, done=progress.done + outcome.num_samples, bytes=stored)
+            size = progress.bytes + sum(written.size for written in outcome.objects.values())
+            progress = replace(progress, done=progress.done + outcome.num_samples, bytes=size)
             options.listener(progress)
 
         def task(shard: int) -> Task:
-            new, more = rows.read(*extension.samples(shard)), {"extension": extension, "claim": self.claim}
-            return AppendTask.of(self.source, new, store, extension.geometry, shard, **more)
+            new, fields = rows.read(*extension.samples(shard)), {"extension": extension, "claim": self.claim}
+            return AppendTask.of(self.source, new, store, extension.geometry, shard, **fields)
 
         for attempt in range(ROUNDS):
             for shard in publish.check_receipts(store, receipts):
                 del receipts[shard]
-            progress = replace(progress, done=sum(one.num_samples for one in receipts.values()))
+            progress = replace(progress, done=sum(receipt.num_samples for receipt in receipts.values()))
             if not attempt:
                 kept, progress = len(receipts), replace(progress, kept=progress.done)
                 options.listener(progress)
-            todo = [shard for shard in extension.shards if shard not in receipts]
-            if not todo:
+            missing = [shard for shard in extension.shards if shard not in receipts]
+            if not missing:
                 return receipts, kept
-            workers = min(options.processes(self.source.url, store.url), len(todo))
+            workers = min(options.processes(self.source.url, store.url), len(missing))
             with open_executor(options.engine, workers) as executor:
-                run_tasks(executor, (task(shard) for shard in todo), note)
-        problem = f"objects at {store.url} change while it is written"
-        raise DestinationError(problem, "let nothing else write there, and run again")
+                run_tasks(executor, (task(shard) for shard in missing), note)
+        problem = f"objects at {store.url} change while they are written"
+        raise DestinationError(problem, "stop other writers, and run the append again")
 
 
 def _target(base: Manifest, source: Source) -> Manifest:
-    """Return the manifest whose grid takes the samples: an empty dataset has no object yet, and gets a new grid.
+    """Return the manifest whose layout the new samples get: a new layout if the dataset is empty, else that of `base`.
 
-    Raises `DestinationError` where the resident fields would be more than readers hold.
+    Raises `DestinationError` if the resident fields would exceed the limit of readers.
     """
     total = base.num_samples + source.num_samples
     if not base.num_samples:
@@ -366,21 +364,21 @@ def _target(base: Manifest, source: Source) -> Manifest:
         sizes = {name: round(size * total) for name, size in schema.sizes.items()}
         geometry = schema.geometry(total, options)
         bulk = [name for name, layout in geometry.layouts.items() if not layout.resident]
-        cut = settle(geometry, total, sizes, round(sum(schema.decoded[name] for name in bulk) * total))
-        return replace(base, samples_per_shard=cut.samples_per_shard, fields=cut.layouts, order=cut.order)
-    held = sum(layout.field.item_bytes * total for layout in base.fields.values() if layout.resident)
-    if held > RESIDENT_TOTAL:
-        problem = f"{total} samples have {held} bytes in small fields, readers hold at most {RESIDENT_TOTAL}"
+        final = settle(geometry, total, sizes, round(sum(schema.decoded[name] for name in bulk) * total))
+        return replace(base, samples_per_shard=final.samples_per_shard, fields=final.layouts, order=final.order)
+    resident = sum(layout.field.item_bytes * total for layout in base.fields.values() if layout.resident)
+    if resident > RESIDENT_TOTAL:
+        problem = f"{total} samples have {resident} bytes in small fields, readers hold at most {RESIDENT_TOTAL}"
         raise DestinationError(problem, "convert all samples again: these fields are then streamed")
     return base
 
 
 def _matching(source: Source, base: Manifest) -> Source:
-    """Return the source with exactly the dataset's fields. Raises `FieldError`, which names the first difference."""
-    wanted = {name: layout.field for name, layout in base.fields.items()}
-    for name, field in wanted.items():
-        have = source.fields[name]
-        if field.encoding not in ("", have.encoding) and not (field.encoding == MIXED and have.encoding):
-            problem = f"field {name!r} is {have} in {source.url}, the dataset has {field}"
-            raise FieldError(problem, "encode it alike (--quality makes JPEGs), or convert all samples again")
-    return choose(source, FieldSelection(wanted))
+    """Return the source with exactly the dataset's fields. Raises `FieldError` if an encoding differs."""
+    fields = {name: layout.field for name, layout in base.fields.items()}
+    for name, field in fields.items():
+        encoding = source.fields[name].encoding
+        if field.encoding not in ("", encoding) and not (field.encoding == MIXED and encoding):
+            problem = f"field {name!r} is {source.fields[name]} in {source.url}, the dataset has {field}"
+            raise FieldError(problem, "use the same encoding (--quality makes JPEGs), or convert all samples again")
+    return choose(source, FieldSelection(fields))

@@ -1,4 +1,4 @@
-"""Removes what unfinished conversions left: never a finished dataset."""
+"""Removes the objects of unfinished conversions, never a finished dataset."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from streamloader.storage.store import ObjectInfo, Store
 
 @dataclass(frozen=True)
 class Incomplete:
-    """What is at a URL: nothing, an unfinished dataset, or a finished one with what killed writers left beside it.
+    """The state of a URL: nothing, an unfinished dataset, or a finished one with leftovers of killed writers.
 
-    `objects` are those that are to be removed. Half-written files and unfinished uploads cannot be seen before.
+    `objects` are those to be removed. Unfinished uploads and temporary files are not listed; they are found on removal.
     """
 
     url: str
@@ -27,51 +27,52 @@ class Incomplete:
 
     @property
     def bytes(self) -> int:
-        """The bytes of the objects."""
+        """The total size of the objects, in bytes."""
         return sum(info.size for info in self.objects)
 
 
 def find_incomplete(store: Store) -> Incomplete:
-    """Look at what is there; nothing is changed.
+    """Find the objects of unfinished writes at a URL. Changes nothing.
 
-    Raises `NotADatasetError` for what streamloader did not write, `FormatError` for a job or manifest that is damaged,
-    `VersionError` for a later version's, `DestinationError` where something is being appended.
+    Raises `NotADatasetError` if streamloader did not write the objects at the URL, `FormatError` for a damaged job or
+    manifest, `VersionError` for a later version, and `DestinationError` if an append has not finished.
     """
     try:
         root = read_root(store)
     except IncompleteError as error:
         return Incomplete(store.url, "unfinished", error.problem, _infos(store, erasable(store)))
     except NotADatasetError:
-        other = next(iter(store.list()), None)
-        if other is None:
+        existing = next(iter(store.list()), None)
+        if existing is None:
             return Incomplete(store.url, "nothing", f"there is nothing at {store.url}", ())
-        problem = f"nothing that streamloader wrote is at {store.url} ({other.path} is there)"
-        raise NotADatasetError(problem, "check the URL; nothing was touched") from None
+        problem = f"{store.url} holds objects that streamloader did not write, such as {existing.path}"
+        raise NotADatasetError(problem, "check the URL; nothing was changed") from None
     names = split_names(root)
     for name in names or (None,):
-        below = open_root(store, name).store
-        if below.head(CLAIM) is not None:
-            problem = f"an append to {below.url} is under way, or was interrupted"
+        dataset = open_root(store, name).store
+        if dataset.head(CLAIM) is not None:
+            problem = f"an append to {dataset.url} is in progress, or was interrupted"
             raise DestinationError(problem, "resume it, or end it with streamloader append --abandon")
     message = f"the dataset at {store.url} is finished, and stays"
     return Incomplete(store.url, "finished", message, _infos(store, _leftovers(store, names)))
 
 
 def remove_incomplete(store: Store, found: Incomplete) -> int:
-    """Remove what was found, and the half-written files and unfinished uploads below; return how many those were.
+    """Remove the objects of `found`, and temporary files and unfinished uploads; return the number of the latter.
 
-    Only while nobody writes there. Raises `DestinationError` where it is no longer what was found.
+    Call it only while nothing writes to the URL. Raises `DestinationError` if a run writes to it on this machine, or
+    if the URL's state has changed.
     """
     now = find_incomplete(store)
     check_not_running(store, read_job(store))
     if now.kind != found.kind:
-        raise DestinationError(f"what is at {store.url} changed meanwhile: {now.message}", "look at it again")
+        raise DestinationError(f"{store.url} changed in the meantime: {now.message}", "run the command again")
     if now.kind == "nothing":
         return 0
     try:
         leftovers = store.remove_leftovers()
     except AccessError:
-        leftovers = 0  # some keys may write but not list uploads: then the bucket's lifecycle rule removes them
+        leftovers = 0  # credentials may lack permission to list uploads: a lifecycle rule of the bucket can remove them
     if now.kind == "unfinished":
         erase(store)
     else:
@@ -80,9 +81,9 @@ def remove_incomplete(store: Store, found: Incomplete) -> int:
 
 
 def _leftovers(store: Store, names: Iterable[str]) -> set[str]:
-    """Return the paths of what only a conversion needs, in a dataset and in its splits."""
-    below = {f"{name}/{path}" for name in names for path in (*temporary(store.child(name)), JOB)}
-    return {*below, *temporary(store), FILES, JOB}
+    """Return the paths of temporary objects in a finished dataset and in its splits."""
+    of_splits = {f"{name}/{path}" for name in names for path in (*temporary(store.child(name)), JOB)}
+    return {*of_splits, *temporary(store), FILES, JOB}
 
 
 def _infos(store: Store, paths: Container[str]) -> tuple[ObjectInfo, ...]:

@@ -1,8 +1,8 @@
-"""Exports a dataset to files of another format: sample for sample, in order, piece by piece.
+"""Exports a dataset to files of another format, with the same samples in the same order.
 
-A format is a function that plans an export: it checks the fields, and returns a function from pieces to complete files.
-A piece has a number, the number of its first sample, and the columns of consecutive samples. Pieces come in any order
-and from any thread.
+The dataset is divided into pieces of consecutive samples. Each format has a function that plans an export: it checks
+the fields, and returns a function that makes the complete files of a piece from its number, the number of its first
+sample, and its columns. That function is called for pieces in any order and from any thread.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ from streamloader.storage import open_store
 from streamloader.storage.process import run_all
 from streamloader.storage.store import Buffer, Store
 
-THREADS = 2  # one piece is read while another is written: both are in memory, and the file of one
-# bytes of a file: shards are mostly between the two
-FEW_BYTES = 64 * MIB
-MOST_BYTES = 128 * MIB
-GROUP_BYTES = 32 * MIB  # of a Parquet row group, decoded: what a reader holds to read any of its rows
-CHUNK_BYTES = 16 * MIB  # of a Zarr chunk, decoded: what a reader loads to see one sample
+THREADS = 2  # one piece is read while another is written: memory holds both, and the file of one
+# size of a file; most shards are in this range
+MIN_BYTES = 64 * MIB
+MAX_BYTES = 128 * MIB
+GROUP_BYTES = 32 * MIB  # decoded size of a Parquet row group, which readers hold to read any of its rows
+CHUNK_BYTES = 16 * MIB  # decoded size of a Zarr chunk, which readers load for a single sample
 _KEY_DIGITS = 9
 
-File = tuple[str, Buffer]  # its path below the destination, and its bytes
+File = tuple[str, Buffer]  # the path below the destination, and the bytes
 
 
 @dataclass(frozen=True)
 class Task:
-    """What is to be exported: fields by name, each with its layout in the dataset, and the samples of a piece."""
+    """The fields to export, with their layouts in the dataset; the number of samples, and the samples per piece."""
 
     layouts: Mapping[str, FieldLayout]
     num_samples: int
@@ -62,9 +62,9 @@ Files = Callable[[int, int, Columns], Iterator[File]]
 
 @dataclass(frozen=True)
 class ExportFormat:
-    """`plan` checks the fields, and returns what makes the files of a piece; `last` makes those that come at the end.
+    """A format of files: `plan` checks the fields and returns the function that makes the files of a piece.
 
-    `overhead` are the bytes of a value beside its data.
+    `last` makes the files to write after all pieces. `overhead` is the size of a value in bytes, without its data.
     """
 
     plan: Callable[[Task], Files]
@@ -73,32 +73,32 @@ class ExportFormat:
 
 
 def plan_npz(task: Task) -> Files:
-    """Plan an .npz for each piece. Raises `FieldError` for a field without a fixed shape: it would be pickled."""
+    """Plan an .npz file for each piece. Raises `FieldError` for a field without a fixed shape: it would be pickled."""
     fixed = ",".join(name for name, layout in task.layouts.items() if layout.field.fixed)
     choose = f"leave it out with --fields {fixed}, or " if fixed else ""
     for name, layout in task.layouts.items():
         if not layout.field.fixed:
             problem = f"field {name!r} is {layout.field}, an .npz holds arrays of fixed shape"
-            raise FieldError(problem, f"{choose}take parquet")
+            raise FieldError(problem, f"{choose}use parquet")
     return _npz_files
 
 
 def _npz_files(number: int, _: int, columns: Columns) -> Iterator[File]:
-    """Yield one .npz, not compressed; the same samples give the same bytes."""
+    """Yield one uncompressed .npz file; the same samples give the same bytes."""
     out = io.BytesIO()
     with zipfile.ZipFile(out, "w", zipfile.ZIP_STORED) as archive:
         for name, column in sorted(columns.items()):
-            # a ZipInfo of its own has no time; np.savez knows no array called `file`
+            # not np.savez, which writes the time of day and refuses an array named `file`
             with archive.open(zipfile.ZipInfo(f"{name}.npy"), "w", force_zip64=True) as member:
                 np.lib.format.write_array(member, np.ascontiguousarray(column), allow_pickle=False)
     yield f"part-{number:05}.npz", out.getbuffer()
 
 
 def plan_parquet(task: Task) -> Files:
-    """Plan a Parquet file for each piece, in row groups. Raises `UsageError` where pyarrow is missing."""
+    """Plan a Parquet file for each piece, in row groups. Raises `UsageError` if pyarrow is missing."""
     arrow, parquet = need("pyarrow"), need("pyarrow.parquet")
-    row = sum(layout.nbytes for layout in task.layouts.values()) / max(1, task.num_samples)
-    rows = max(1, int(GROUP_BYTES / max(1.0, row)))
+    decoded = sum(layout.nbytes for layout in task.layouts.values()) / max(1, task.num_samples)
+    rows = max(1, int(GROUP_BYTES / max(1.0, decoded)))
 
     def files(number: int, _: int, columns: Columns) -> Iterator[File]:
         table = {name: _arrow_column(arrow, task.layouts[name].field, column) for name, column in columns.items()}
@@ -110,7 +110,7 @@ def plan_parquet(task: Task) -> Files:
 
 
 def _arrow_column(arrow: Any, field: Field, column: Column) -> Any:
-    """Return a column as Arrow has it: numbers, fixed-size lists in lists, lists, binary or string."""
+    """Return a column as an Arrow array: numbers, nested fixed-size lists, lists, binary or string."""
 
     def shaped(values: Any) -> Any:
         for axis in reversed(field.shape):
@@ -120,7 +120,7 @@ def _arrow_column(arrow: Any, field: Field, column: Column) -> Any:
     if field.fixed:
         return shaped(arrow.array(np.ascontiguousarray(column).reshape(-1)))
     if field.kind in ("bytes", "text"):
-        binary = arrow.array(column, arrow.binary())  # chunked where it has 2 GiB or more
+        binary = arrow.array(column, arrow.binary())  # chunked if it has 2 GiB or more
         return binary.cast(arrow.string()) if field.kind == "text" else binary
     stops = np.cumsum([0, *(len(item) // field.item_bytes for item in column)], dtype=np.int64)
     values = shaped(arrow.array(np.frombuffer(b"".join(column), field.stored_dtype)))
@@ -130,22 +130,22 @@ def _arrow_column(arrow: Any, field: Field, column: Column) -> Any:
 
 
 def plan_webdataset(task: Task) -> Files:
-    """Plan a tar for each piece: a member for each field of each sample, whose key is the sample's number.
+    """Plan a tar file for each piece, with a member for each field of each sample; the key is the sample's number.
 
-    Raises `FieldError` for two fields whose members would have one name.
+    Raises `FieldError` if the members of two fields would have the same name.
     """
     members: dict[str, str] = {}
     for name, layout in sorted(task.layouts.items()):
         suffix = suffix_of(name, layout.field)
         if suffix in members:
-            problem = f"the fields {members[suffix]!r} and {name!r} would both have members .{suffix}"
+            problem = f"the fields {members[suffix]!r} and {name!r} would both have members named .{suffix}"
             raise FieldError(problem, "export one of them at a time, with --fields")
         members[suffix] = name
     return partial(_tar_files, task, sorted(members.items()))
 
 
 def _tar_files(task: Task, members: list[tuple[str, str]], number: int, first: int, columns: Columns) -> Iterator[File]:
-    """Yield one tar; the same samples give the same bytes."""
+    """Yield one tar file; the same samples give the same bytes."""
     digits, out = max(_KEY_DIGITS, len(str(task.num_samples))), io.BytesIO()
     with tarfile.open(fileobj=out, mode="w", format=tarfile.GNU_FORMAT) as tar:
         for row in range(len(next(iter(columns.values())))):
@@ -158,21 +158,21 @@ def _tar_files(task: Task, members: list[tuple[str, str]], number: int, first: i
 
 
 def suffix_of(name: str, field: Field) -> str:
-    """Return the suffix of a field's members.
+    """Return the suffix of a field's members in a tar file.
 
-    It is one that names the field again when the tar is converted: `jpg`, `seg.png` for `seg_png`. Where there is none,
-    `label.cls` for `label`, which then becomes `label_cls`.
+    If possible, converting the tar file gives the field its name again: `jpg`, or `seg.png` for `seg_png`. Otherwise
+    the suffix has an extension, such as `label.cls` for `label`, which is converted to `label_cls`.
     """
     head, _, tail = name.rpartition("_")
     for suffix in (name, f"{head}.{tail}" if head else ""):
         last = suffix.rpartition(".")[2]
-        if suffix and _holds(last, field) and field_names([suffix], "")[suffix] == name:
+        if suffix and _can_hold(last, field) and field_names([suffix], "")[suffix] == name:
             return suffix
     return f"{name}.{_extension(field)}"
 
 
-def _holds(extension: str, field: Field) -> bool:
-    """Return whether members of this extension are read as such a field again."""
+def _can_hold(extension: str, field: Field) -> bool:
+    """Return whether a conversion reads members with this extension as such a field."""
     if extension in INTEGERS:
         return field == Field("tensor", "int64")
     if extension in TEXTS:
@@ -188,11 +188,11 @@ def _extension(field: Field) -> str:
     if field.kind == "text":
         return "txt"
     encoding = "jpg" if field.encoding == "jpeg" else field.encoding
-    return encoding if encoding.isalnum() and _holds(encoding, field) else "bin"
+    return encoding if encoding.isalnum() and _can_hold(encoding, field) else "bin"
 
 
 def _member(field: Field, value: Any) -> bytes:
-    """Return the bytes of a member: of a number its digits, of an array an .npy, else the value."""
+    """Return the bytes of a member: decimal digits for an int64, an .npy file for other arrays, else the value."""
     if field == Field("tensor", "int64"):
         return str(int(value)).encode()
     if field.kind not in ("tensor", "ragged"):
@@ -205,7 +205,7 @@ def _member(field: Field, value: Any) -> bytes:
 
 
 def _zarr_layouts(task: Task) -> dict[str, FieldLayout]:
-    """Return layouts with chunks of about `CHUNK_BYTES`, of which each piece has a whole number."""
+    """Return layouts with chunks of about `CHUNK_BYTES` that divide a piece, and without shards."""
     layouts: dict[str, FieldLayout] = {}
     for name, layout in task.layouts.items():
         chunk = task.piece
@@ -216,7 +216,7 @@ def _zarr_layouts(task: Task) -> dict[str, FieldLayout]:
 
 
 def plan_zarr(task: Task) -> Files:
-    """Plan a plain Zarr v3 group: an array for each field, chunked by samples, without shards."""
+    """Plan a plain Zarr v3 group: an array for each field, in chunks of samples, without shards."""
     layouts = _zarr_layouts(task)
 
     def files(_: int, first: int, columns: Columns) -> Iterator[File]:
@@ -229,16 +229,16 @@ def plan_zarr(task: Task) -> Files:
 
 
 def _zarr_documents(task: Task) -> Iterator[File]:
-    """Yield the documents, the group's last: without it nothing opens."""
+    """Yield the documents of the arrays, then that of the group, without which the group does not open."""
     nodes = {name: field_document(name, layout, task.num_samples) for name, layout in _zarr_layouts(task).items()}
-    for name, document in nodes.items():  # those of a streamloader dataset, without shards around the chunks
+    for name, document in nodes.items():  # replace the sharding codec by the codecs of its chunks
         document["codecs"] = document["codecs"][0]["configuration"]["codecs"]
         yield f"{name}/{ROOT}", to_bytes(document)
     yield ROOT, to_bytes(group_document({}, nodes))
 
 
 FORMATS: Mapping[str, ExportFormat] = {
-    "webdataset": ExportFormat(plan_webdataset, 1024),  # a member's header and padding
+    "webdataset": ExportFormat(plan_webdataset, 1024),  # header and padding of a tar member
     "parquet": ExportFormat(plan_parquet, 16),
     "npz": ExportFormat(plan_npz, 0),
     "zarr": ExportFormat(plan_zarr, 16, _zarr_documents),
@@ -247,7 +247,7 @@ FORMATS: Mapping[str, ExportFormat] = {
 
 @dataclass(frozen=True)
 class ExportReport:
-    """What an export wrote: `num_samples` samples, `bytes` in `files`."""
+    """The result of an export to `url`: the number of samples and of files, and the total size of the files."""
 
     url: str
     num_samples: int
@@ -260,21 +260,22 @@ def export(
     url: str | os.PathLike[str],
     dst: str | os.PathLike[str],
     *,
-    format: str,  # noqa: A002 - as the command's option is called
+    format: str,  # noqa: A002 - the name of the command's option
     fields: str | Iterable[str] | None = None,
     split: str | None = None,
     storage_options: Mapping[str, Any] | None = None,
     target_options: Mapping[str, Any] | None = None,
     progress: Listener | None = None,
 ) -> ExportReport:
-    """Write the samples of the dataset at `url`, or of one split of it, into the empty folder or URL `dst`.
+    """Export the samples of the dataset at `url`, or of one split of it, to the empty folder or URL `dst`.
 
-    `format` is webdataset, parquet, npz or zarr; `fields` selects some. Each piece of the dataset, about a shard,
-    becomes files that appear only when they are complete; remove what a killed export left yourself. `target_options`
-    default to `storage_options` where both URLs have one protocol.
+    `format` is "webdataset", "parquet", "npz" or "zarr". `fields` selects fields by name, as an iterable or separated
+    by commas. Each piece of the dataset, about one shard, becomes files that appear only when they are complete; after
+    a killed export, remove its files yourself. `target_options` are the storage options of `dst`, by default
+    `storage_options` if both URLs have the same protocol.
 
-    Raises `UsageError`, `FieldError` for fields that the format does not hold, `DestinationError` where `dst` is not
-    empty, `FormatError` or `DecodeError` for a damaged dataset, and what the stores refuse.
+    Raises `UsageError`, `FieldError` for fields that the format cannot hold, `DestinationError` if `dst` is not empty,
+    `FormatError` or `DecodeError` for a damaged dataset, and `StorageError`.
     """
     if format not in FORMATS:
         raise UsageError(f"format {format!r}", f"choose one of {', '.join(FORMATS)}")
@@ -285,15 +286,15 @@ def export(
         raise FieldError("no field is selected", f"the dataset has {', '.join(manifest.fields)}")
     layouts, total = {name: reader.layout for name, reader in readers.items()}, manifest.num_samples
     task = Task(layouts, total, _piece_size(manifest, layouts, kind.overhead))
-    files = kind.plan(task)
+    make_files = kind.plan(task)
     if target_options is None and protocol_of(url) == protocol_of(dst):
         target_options = storage_options
-    target = _empty(dst, target_options, store.url)
+    target = _open_empty(dst, target_options, store.url)
     report, lock, listener = ExportReport(target.url, 0, 0, 0), threading.Lock(), progress or ignore
 
-    def put(made: Iterator[File], samples: int) -> None:
+    def put(files: Iterator[File], samples: int) -> None:
         nonlocal report
-        sizes = [target.put(path, data).size for path, data in made]
+        sizes = [target.put(path, data).size for path, data in files]
         with lock:
             done, size = report.num_samples + samples, report.bytes + sum(sizes)
             report = ExportReport(target.url, done, report.files + len(sizes), size)
@@ -302,31 +303,31 @@ def export(
     def write(number: int) -> None:
         start = number * task.piece
         stop = min(start + task.piece, total)
-        put(files(number, start, read_columns(readers, start, stop)), stop - start)
+        put(make_files(number, start, read_columns(readers, start, stop)), stop - start)
 
-    run_all(write, range(max(1, -(-total // task.piece))), THREADS)  # one piece too of a dataset without samples
+    run_all(write, range(max(1, -(-total // task.piece))), THREADS)  # an empty dataset has one piece
     put(kind.last(task) if kind.last else iter(()), 0)
     return report
 
 
 def _piece_size(manifest: Manifest, layouts: Mapping[str, FieldLayout], overhead: int) -> int:
-    """Return the samples of a piece: a shard, halved where that would make too large a file, or doubled too small."""
+    """Return the samples per piece: those of a shard, halved or doubled until files have a suitable size."""
     decoded = sum(layout.nbytes for layout in layouts.values()) / max(1, manifest.num_samples)
     size, piece = decoded + overhead * len(layouts), manifest.samples_per_shard
-    while piece % 2 == 0 and piece * size > MOST_BYTES:
+    while piece % 2 == 0 and piece * size > MAX_BYTES:
         piece //= 2
-    while piece < manifest.num_samples and 2 * piece * size <= FEW_BYTES:
+    while piece < manifest.num_samples and 2 * piece * size <= MIN_BYTES:
         piece *= 2
     return piece
 
 
-def _empty(dst: str | os.PathLike[str], options: Mapping[str, Any] | None, source: str) -> Store:
-    """Return the store below `dst`. Raises `DestinationError` where anything is there, or it is inside the dataset."""
+def _open_empty(dst: str | os.PathLike[str], options: Mapping[str, Any] | None, source: str) -> Store:
+    """Return the store of `dst`. Raises `DestinationError` if it is not empty, or inside the dataset at `source`."""
     target = open_store(dst, options)
     if f"{target.url}/".removeprefix("file://").startswith(f"{source}/".removeprefix("file://")):
         raise DestinationError(f"{target.url} is inside the dataset {source}", "choose another destination")
-    other = next(iter(target.list()), None)
-    if other is not None:
-        problem = f"{target.url} is not empty ({other.path} is there)"
-        raise DestinationError(problem, "choose another destination; remove it if an export was interrupted there")
+    existing = next(iter(target.list()), None)
+    if existing is not None:
+        problem = f"{target.url} is not empty: it has {existing.path}"
+        raise DestinationError(problem, "choose another destination, or remove the files of an interrupted export")
     return target

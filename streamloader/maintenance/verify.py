@@ -1,6 +1,6 @@
-"""Verifies a finished dataset: documents, chunk tables, every shard, chunk and item; on request against its source.
+"""Verifies a finished dataset: documents, chunk tables, and every shard, chunk and item; optionally also its source.
 
-A shard is read by the chunk table; where a page of the table is damaged, by the shard's own index.
+The chunks of a shard are located by the chunk table, or by the shard's own index if the page of the table is damaged.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ from streamloader.format.codecs import ABSENT, CRC_BYTES, Column, index_size, pa
 from streamloader.format.manifest import NAME, Manifest, parse_json
 from streamloader.format.metadata import dataset_documents, split_documents
 from streamloader.format.opening import ROOT
-from streamloader.format.publish import APPEND, BAD, CLAIM, OURS, PARTS
+from streamloader.format.publish import APPEND, BAD, CLAIM, INTERNAL, PARTS
 from streamloader.format.reader import FieldReader, Run, bad_item, read_columns
 from streamloader.options import MIB
 from streamloader.storage import open_store
 from streamloader.storage.process import cpu_count, run_all
 from streamloader.storage.store import Store, cut_runs
 
-MAX_PROBLEMS = 1000  # more would only repeat the same
-PIECE_BYTES = 8 * MIB  # of a shard that a thread reads and decodes at once, unless one chunk is more
+MAX_PROBLEMS = 1000  # further problems are usually of the same kind
+PIECE_BYTES = 8 * MIB  # of a shard that a thread reads and decodes at once, unless one chunk is larger
 THREADS = 16  # each waits for the network, checks and decodes; together they hold about 300 MB
-COMPARE_THREADS = 4  # each holds a shard twice: as it is stored, and as the source has it
-TASKS = 10_000  # shards that are planned at once: a hostile manifest may promise more than memory holds
+COMPARE_THREADS = 4  # each holds the samples of a shard twice: from the dataset and from the source
+TASKS = 10_000  # shards planned at once: a hostile manifest may list more shards than fit in memory
 LEFTOVERS = (opening.JOB, FILES, CLAIM, *(f"{folder}/" for folder in (PARTS, opening.RECEIPTS, BAD, APPEND)))
-# these errors say that there is nothing to verify; other errors of the format say what is wrong with a dataset
-_NOT_OURS = (errors.NotADatasetError, errors.IncompleteError, errors.VersionError)
-# settings of a compressor that a writer is free to choose: what it writes says how to read it
-_FREE = {"zstd": ("level", "checksum"), "blosc": ("clevel", "shuffle", "typesize", "blocksize")}
+# these errors are raised, because there is nothing to verify; other format errors are problems of the dataset
+_NOT_VERIFIABLE = (errors.NotADatasetError, errors.IncompleteError, errors.VersionError)
+# compressor settings that may differ: a decoder does not need them
+_FREE_SETTINGS = {"zstd": ("level", "checksum"), "blosc": ("clevel", "shuffle", "typesize", "blocksize")}
 _TABLES = re.compile(rf"{re.escape(TABLES)}(\.(?P<generation>[1-9][0-9]{{0,18}}))?/")
 _NUMBERED = re.compile(r"(?P<name>[a-z][a-z0-9_]*)/c/(?P<number>0|[1-9][0-9]{0,18})(/0)*")
 
@@ -59,10 +59,10 @@ Samples = tuple[int, int]  # [first, stop)
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong; `problem` is a sentence that names object, chunk and samples.
+    """One problem of a dataset; `problem` describes it in a sentence that names object, chunk and samples.
 
-    `path` is the object below the URL, where it is one; `chunk` counts the inner chunks of that object; `samples` are
-    the numbers [first, stop) of those that it holds.
+    `path` is the affected object, relative to the URL, or empty; `chunk` is the number of the inner chunk in that
+    object, and `samples` are the numbers [first, stop) of the affected samples.
     """
 
     problem: str
@@ -75,12 +75,14 @@ class Problem:
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """What was found. `samples` by split ("" where there are none); `objects` and `bytes` of shards that were read.
+    """The result of a verification.
 
-    `compared` samples were compared with a source. `leftovers` of killed writers and `others`, objects that are not the
-    dataset's, lie below the same URL: they are no problem. `listed` is False where the store does not list its objects,
-    so that orphaned ones are not seen. `appending`: an append is under way or was interrupted, so documents and the
-    ends of shards were not checked. The search ends after 1000 `problems`.
+    `samples` is the number of samples by split ("" for a dataset without splits); `objects` and `bytes` are the number
+    and size of the shards that were read; `compared` is the number of samples compared with the source. `leftovers` of
+    killed writers and `others`, objects that do not belong to the dataset, are counted but are not problems. If
+    `listed` is False, the store does not list its objects and orphaned ones were not detected. If `appending`, an
+    append is in progress or was interrupted, and documents and the ends of shards were not checked. Verification stops
+    after 1000 `problems`.
     """
 
     url: str
@@ -96,7 +98,7 @@ class VerifyReport:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is wrong."""
+        """Whether there are no problems."""
         return not self.problems
 
     def to_dict(self) -> dict[str, Any]:
@@ -110,53 +112,53 @@ def verify(
     *,
     split: str | None = None,
     against: str | os.PathLike[str] | None = None,
-    format: str | None = None,  # noqa: A002 - as `convert` calls it
+    format: str | None = None,  # noqa: A002 - the name in `convert`
     storage_options: Mapping[str, Any] | None = None,
     source_options: Mapping[str, Any] | None = None,
     progress: Listener | None = None,
 ) -> VerifyReport:
-    """Read all of the dataset at `url`, or of one split of it, and report everything that is wrong.
+    """Read the whole dataset at `url`, or one split of it, and report all problems.
 
-    `against` is the source that it was converted from: every sample is compared with it. `format` and `source_options`
-    are those of the source, as for `convert`. `progress` counts bytes of shards in the phase "verify" and samples in
-    the phase "compare".
+    `against` is the source of the conversion, with which every sample is compared; `format` and `source_options` are
+    those of the source, as for `convert`. `progress` counts bytes of shards in the phase "verify", and samples in the
+    phase "compare".
 
-    Raises `NotADatasetError`, `IncompleteError`, `VersionError`, `FieldError` for an unknown split, and what store and
-    source raise.
+    Raises `NotADatasetError`, `IncompleteError`, `VersionError`, `FieldError` for an unknown split, `StorageError`, and
+    the errors of the source.
     """
     if against is None and (format or source_options):
-        raise UsageError("a format or options of a source, but no source", "name the source with --against")
+        raise UsageError("format and source_options need a source", "give the source with --against")
     store, problems, listener = open_store(url, storage_options), Problems(), progress or ignore
     datasets, names = _open(store, split, problems)
     sizes = _list(store)
-    views = [DatasetView(name, one.manifest, one.store, sizes, problems) for name, one in datasets.items()]
+    views = [DatasetView(name, opened.manifest, opened.store, sizes, problems) for name, opened in datasets.items()]
     for view in views:
         if not view.appending:
             check_documents(view)
     leftovers, others = _check_paths(store, views, names, sizes or {}, problems)
-    objects, found_bytes = _check_fields(views, problems, listener)
+    objects, size = _check_fields(views, problems, listener)
     compared, samples = 0, {view.split: view.manifest.num_samples for view in views}
     if against is not None:
         if source_options is None and protocol_of(against) == protocol_of(url):
             source_options = storage_options
         count = _counter("compare", sum(samples.values()), listener)
         compared = sum(_compare(view, (against, format, source_options or {}), count) for view in views)
-    rest = compared, leftovers, others, sizes is not None, any(view.appending for view in views)
-    return VerifyReport(store.url, samples, objects, found_bytes, *rest, problems.found())
+    flags = sizes is not None, any(view.appending for view in views)
+    return VerifyReport(store.url, samples, objects, size, compared, leftovers, others, *flags, problems.sorted())
 
 
 def _open(store: Store, split: str | None, problems: Problems) -> tuple[dict[str, opening.Opened], tuple[str, ...]]:
-    """Return what can be opened, by split, and the names of all splits; what cannot be opened is a problem."""
+    """Return the datasets that can be opened, by split, and the names of all splits; report the others."""
     try:
         root = opening.read_root(store)
         names = opening.split_names(root)
-    except _NOT_OURS:
+    except _NOT_VERIFIABLE:
         raise
     except FormatError as error:
         problems.add(Problem(error.problem, ROOT))
         return {}, ()
     datasets: dict[str, opening.Opened] = {}
-    fatal = errors.VersionError if names else _NOT_OURS  # a split that is not ours is a damaged root
+    fatal = errors.VersionError if names else _NOT_VERIFIABLE  # a split that is no dataset means a damaged root
     for name in names if split is None and names else (split or "",):
         try:
             datasets[name] = opening.open_root(store, name or None)
@@ -164,30 +166,31 @@ def _open(store: Store, split: str | None, problems: Problems) -> tuple[dict[str
             raise
         except FormatError as error:
             problems.add(Problem(error.problem, ROOT, name))
-            with suppress(FormatError):  # by its own manifest
+            with suppress(FormatError):  # the split has a manifest, too
                 if NAME.match(name):
                     datasets[name] = opening.open_root(store.child(name))
-    wrong = check_split_root(root, {name: one.manifest for name, one in datasets.items()}, names) if names else ""
-    if wrong and not problems.found():
-        problems.add(Problem(f"{store.url}/{ROOT} does not match its splits: {wrong}", ROOT))
+    manifests = {name: opened.manifest for name, opened in datasets.items()}
+    mismatch = check_split_root(root, manifests, names) if names else ""
+    if mismatch and not problems.sorted():
+        problems.add(Problem(f"{store.url}/{ROOT} does not match its splits: {mismatch}", ROOT))
     return datasets, names
 
 
 def _list(store: Store) -> dict[str, int] | None:
-    """Return the sizes of all objects by path; None where they are not listed: by many web servers, for some keys."""
+    """Return the sizes of all objects by path, or None if the store or the credentials do not allow to list them."""
     try:
-        found = {info.path: info.size for info in store.list()}
+        sizes = {info.path: info.size for info in store.list()}
     except (errors.AccessError, NotFoundError, errors.UnsupportedError):
         return None
-    return found if ROOT in found else None
+    return sizes if ROOT in sizes else None
 
 
 def _check_paths(
     store: Store, views: Sequence[DatasetView], names: Sequence[str], sizes: Iterable[str], problems: Problems
 ) -> tuple[int, int]:
-    """Report orphaned objects: those among the dataset's own that no manifest lists.
+    """Report orphaned objects: those in the dataset's folders that no manifest lists.
 
-    Returns how many leftovers of writers and how many others there are. Splits that are not verified are left out.
+    Returns the numbers of leftovers of writers and of other objects. Splits that are not verified are skipped.
     """
     by_split = {view.split: view for view in views}
     leftovers = others = 0
@@ -199,10 +202,10 @@ def _check_paths(
             continue
         if view and view.owns(inner):
             continue
-        own = inner.partition("/")[0] in {OURS, *(view.manifest.fields if view else ())}
-        if inner.startswith(LEFTOVERS) or (view and view.appending and own):
+        in_dataset = inner.partition("/")[0] in {INTERNAL, *(view.manifest.fields if view else ())}
+        if inner.startswith(LEFTOVERS) or (view and view.appending and in_dataset):
             leftovers += 1
-        elif own:
+        elif in_dataset:
             problems.add(Problem(f"{store.url}/{path} is orphaned: no manifest of the dataset lists it", path))
         else:
             others += 1
@@ -210,71 +213,71 @@ def _check_paths(
 
 
 def _check_fields(views: Sequence[DatasetView], problems: Problems, listener: Listener) -> tuple[int, int]:
-    """Check tables, shards and totals of all fields; return the number and the bytes of the shards that were read."""
+    """Check tables, shards and totals of all fields; return the number and the total size of the shards read."""
     checks = [FieldCheck(view, name) for view in views for name in view.manifest.fields]
     run_all(FieldCheck.check_table, checks, THREADS)
-    count = _counter("verify", sum(one.layout.stored for one in checks), listener)
+    count = _counter("verify", sum(field.layout.stored for field in checks), listener)
     tasks = ((field, shard) for field in checks for shard in range(field.num_shards))
 
     def check(task: tuple[FieldCheck, int]) -> int:
         field, shard = task
         return count(0 if problems.full else field.check_shard(shard))
 
-    objects = read = 0
-    while not problems.full and (some := list(islice(tasks, TASKS))):
-        sizes = run_all(check, some, THREADS)
-        objects, read = objects + sum(size > 0 for size in sizes), read + sum(sizes)
-    wrong = {(problem.split, problem.field) for problem in problems.found()}
-    for one in checks:
-        if (one.view.split, one.name) not in wrong:
-            one.check_totals()
-    return objects, read
+    objects = total = 0
+    while not problems.full and (batch := list(islice(tasks, TASKS))):
+        sizes = run_all(check, batch, THREADS)
+        objects, total = objects + sum(size > 0 for size in sizes), total + sum(sizes)
+    damaged = {(problem.split, problem.field) for problem in problems.sorted()}
+    for field in checks:
+        if (field.view.split, field.name) not in damaged:
+            field.check_totals()
+    return objects, total
 
 
 def _counter(phase: Phase, total: int, listener: Listener) -> Callable[[int], int]:
-    """Return a function that adds to what is done, reports it from any thread, and returns what was added."""
+    """Return a thread-safe function that adds to the progress, reports it, and returns its argument."""
     lock, done = threading.Lock(), 0
 
-    def add(more: int) -> int:
+    def add(count: int) -> int:
         nonlocal done
         with lock:
-            done += more
+            done += count
             listener(Progress(phase, done, total))
-        return more
+        return count
 
     return add
 
 
 class Problems:
-    """Up to `MAX_PROBLEMS` problems; thread-safe."""
+    """Collects up to `MAX_PROBLEMS` problems; thread-safe."""
 
     def __init__(self) -> None:
-        self._found: dict[str, Problem] = {}
+        self._by_text: dict[str, Problem] = {}
         self._lock = threading.Lock()
 
     @property
     def full(self) -> bool:
-        """Whether there are so many that looking for more is of no use."""
-        return len(self._found) >= MAX_PROBLEMS
+        """Whether the limit is reached."""
+        return len(self._by_text) >= MAX_PROBLEMS
 
     def add(self, problem: Problem) -> None:
-        """Keep a problem, unless it is known, or there are too many."""
+        """Add a problem, unless one with the same text was added or the limit is reached."""
         with self._lock:
             if not self.full:
-                self._found.setdefault(problem.problem, problem)
+                self._by_text.setdefault(problem.problem, problem)
 
-    def found(self) -> tuple[Problem, ...]:
-        """Return the problems by split, field and sample, whichever thread found them first."""
+    def sorted(self) -> tuple[Problem, ...]:
+        """Return the problems by split, field and sample, independent of the order of threads."""
         with self._lock:
-            found = list(self._found.values())
-        return tuple(sorted(found, key=lambda one: (one.split, one.field, *(one.samples or (-1, -1)), one.path)))
+            problems = list(self._by_text.values())
+        return tuple(sorted(problems, key=lambda p: (p.split, p.field, *(p.samples or (-1, -1)), p.path)))
 
 
 @dataclass(frozen=True, eq=False)
 class DatasetView:
-    """A dataset, or the split `split` of a root, that is verified.
+    """A dataset, or the split `split` of one, to verify.
 
-    `sizes` has the bytes of every object below the root, by path; None where the store does not list its objects.
+    `sizes` has the size in bytes of every object below the root, by path; None if the store does not list its objects.
     """
 
     split: str
@@ -285,15 +288,15 @@ class DatasetView:
 
     @property
     def appending(self) -> bool:
-        """Whether an append is under way or was interrupted: shards and documents may be ahead of the manifest."""
+        """Whether an append is in progress or was interrupted: shards and documents may be ahead of the manifest."""
         return self.size(CLAIM) is not None
 
     def below_root(self, path: str) -> str:
-        """Return a path of the dataset as one below the root."""
+        """Return a path of the dataset relative to the root."""
         return f"{self.split}/{path}" if self.split else path
 
     def size(self, path: str) -> int | None:
-        """Return the bytes of an object, None where it is missing."""
+        """Return the size of an object in bytes, or None if it is missing."""
         if self.sizes is not None:
             return self.sizes.get(self.below_root(path))
         info = self.store.head(path)
@@ -302,52 +305,55 @@ class DatasetView:
     def add(
         self, problem: str, path: str, field: str = "", *, chunk: int | None = None, samples: Samples | None = None
     ) -> None:
-        """Add a problem with one of the dataset's objects."""
+        """Report a problem of the object at `path`."""
         self.problems.add(Problem(problem, self.below_root(path), self.split, field, chunk, samples))
 
     def owns(self, path: str) -> bool:
-        """Return whether the manifest lists an object at this path, or an earlier version has its table there."""
+        """Return whether the manifest lists the object at `path`, or it belongs to the table of an earlier version."""
         manifest, tables = self.manifest, tables_path(self.manifest.generation)
         earlier = _TABLES.match(path)
         if earlier is not None and int(earlier["generation"] or 1) < manifest.generation:
             return True
         folder, _, name = path.rpartition("/")
         if name == ROOT:
-            return folder in ("", OURS, tables) or folder.removeprefix(f"{tables}/") in manifest.fields
-        found = _NUMBERED.fullmatch(path.removeprefix(f"{tables}/"))
-        if found is None or found["name"] not in manifest.fields:
+            return folder in ("", INTERNAL, tables) or folder.removeprefix(f"{tables}/") in manifest.fields
+        match = _NUMBERED.fullmatch(path.removeprefix(f"{tables}/"))
+        if match is None or match["name"] not in manifest.fields:
             return False
-        layout, number = manifest.fields[found["name"]], int(found["number"])
+        field, number = match["name"], int(match["number"])
+        layout = manifest.fields[field]
         shards = layout.num_shards(manifest.num_samples)
         pages = -(-shards // rows_per_page(layout, manifest.num_samples))
-        if path == layout.shard_key(found["name"], number):
+        if path == layout.shard_key(field, number):
             return number < shards
-        return number < pages and path == page_path(found["name"], number, manifest.generation)
+        return number < pages and path == page_path(field, number, manifest.generation)
 
 
 def check_documents(view: DatasetView) -> None:
-    """Compare every Zarr document of a dataset or split with what the manifest implies."""
+    """Compare every Zarr document of a dataset or split with the one that the manifest determines."""
     documents = dataset_documents(view.manifest)
 
-    def check(path: str) -> None:
-        place = f"{path}/{ROOT}" if path else ROOT
-        url, size, name = f"{view.store.url}/{place}", view.size(place), path.rpartition("/")[2]
-        if size is None or size > opening.MAX_ROOT:
-            problem = f"{url} {'is missing' if size is None else f'has {size} bytes'}; Zarr readers need it"
-        else:
-            try:
-                wrong = difference(documents[path], parse_json(opening.get_document(view.store, place)))
-                problem = f"{url} does not match the manifest: {wrong}" if wrong else ""
-            except (NotFoundError, FormatError, ValueError, RecursionError) as error:
-                problem = f"{url} is damaged ({error})"
+    def check(node: str) -> None:
+        path = f"{node}/{ROOT}" if node else ROOT
+        url, name = f"{view.store.url}/{path}", node.rpartition("/")[2]
+        try:
+            mismatch = difference(documents[node], parse_json(opening.get_document(view.store, path)))
+            problem = f"{url} does not match the manifest: {mismatch}" if mismatch else ""
+        except NotFoundError:
+            problem = f"{url} is missing; Zarr readers need it"
+        except (FormatError, ValueError, RecursionError) as error:
+            problem = f"{url} is damaged ({error})"
         if problem:
-            view.add(problem, place, name if name in view.manifest.fields else "")
+            view.add(problem, path, name if name in view.manifest.fields else "")
 
     run_all(check, documents, THREADS)
 
 
 def check_split_root(root: Mapping[str, Any], manifests: Mapping[str, Manifest], names: Sequence[str]) -> str:
-    """Return what is wrong with the root document of the splits `names`, as far as `manifests` are known."""
+    """Return how the root document of the splits `names` differs from their `manifests`; empty if it matches.
+
+    Splits without a manifest are not compared.
+    """
     consolidated = root.get("consolidated_metadata")
     nodes = consolidated.get("metadata") if isinstance(consolidated, dict) else None
     if isinstance(consolidated, dict) and isinstance(nodes, dict):
@@ -358,20 +364,20 @@ def check_split_root(root: Mapping[str, Any], manifests: Mapping[str, Manifest],
 
 
 def difference(expected: Mapping[str, Any], found: Mapping[str, Any]) -> str:
-    """Return the first difference of two documents in words; empty where they agree.
+    """Return a description of the first difference of two documents; empty if they are equivalent.
 
-    Below `attributes` there may be more than is expected: readers of the manifest ignore keys that they do not know.
+    Below `attributes`, additional keys are ignored, as readers of the manifest do.
     """
-    ours, theirs = (json.loads(json.dumps(one), object_hook=_plain) for one in (expected, found))
-    return _difference(ours, theirs, "", strict=True)
+    expected, found = (json.loads(json.dumps(document), object_hook=_normalise) for document in (expected, found))
+    return _difference(expected, found, "", strict=True)
 
 
-def _plain(node: dict[str, Any]) -> dict[str, Any]:
-    """Return a part of a document without what a writer is free to choose."""
-    free, configuration = _FREE.get(str(node.get("name")), ()), node.get("configuration")
+def _normalise(node: dict[str, Any]) -> dict[str, Any]:
+    """Return an object of a document without settings that may differ."""
+    free, configuration = _FREE_SETTINGS.get(str(node.get("name")), ()), node.get("configuration")
     if isinstance(configuration, dict):
         node["configuration"] = {key: value for key, value in configuration.items() if key not in free}
-    if node.get("data_type") == "bytes":  # two names of one type
+    if node.get("data_type") == "bytes":  # another name of the same type
         node["data_type"] = "variable_length_bytes"
     return node
 
@@ -384,20 +390,20 @@ def _difference(expected: Any, found: Any, where: str, strict: bool) -> str:
         texts = [text if len(text) <= 60 else f"{text[:60]}..." for text in (repr(found), repr(expected))]
         return "" if expected == found else f"{where} is {texts[0]}, expected {texts[1]}"
     for key, value in expected.items():
-        place = f"{where}.{key}".lstrip(".")
-        inner = strict and key != "attributes"
-        wrong = _difference(value, found[key], place, inner) if key in found else f"{place} is missing"
-        if wrong:
-            return wrong
-    more = next((key for key in found if key not in expected), None)
-    return f"{where}.{more}".lstrip(".") + " is unexpected" if more is not None and strict else ""
+        path = f"{where}.{key}".lstrip(".")
+        if key not in found:
+            return f"{path} is missing"
+        if mismatch := _difference(value, found[key], path, strict and key != "attributes"):
+            return mismatch
+    unexpected = next((key for key in found if key not in expected), None)
+    return f"{where}.{unexpected}".lstrip(".") + " is unexpected" if unexpected is not None and strict else ""
 
 
 @dataclass(frozen=True, eq=False)
 class _Shard:
-    """A shard object with its samples, and of its chunks where each begins and ends, and its checksum.
+    """A shard object, its samples, and the byte ranges and checksums of its chunks.
 
-    `crcs` is None where the table is damaged and only the shard's own index says where its chunks are.
+    `crcs` is None if the table is damaged and the chunks are located by the shard's own index.
     """
 
     number: int
@@ -407,15 +413,15 @@ class _Shard:
     stops: NDArray[np.int64]
     crcs: NDArray[np.uint32] | None
 
-    def has_index(self, index: NDArray[np.uint64]) -> bool:
-        """Return whether this is the index of the shard."""
+    def matches(self, index: NDArray[np.uint64]) -> bool:
+        """Return whether `index` has the same byte ranges."""
         expected = np.full_like(index, ABSENT)
         expected[: len(self.starts)] = np.stack([self.starts, self.stops - self.starts], axis=1)
         return np.array_equal(index, expected)
 
 
 class FieldCheck:
-    """Checks one field: first its table, then its shards in any order and from any thread, at last the totals."""
+    """Checks one field: first its table, then its shards, in any order and from any thread, and last the totals."""
 
     def __init__(self, view: DatasetView, name: str) -> None:
         self.view, self.name = view, name
@@ -429,7 +435,7 @@ class FieldCheck:
         self._stored = self._decoded = 0
 
     def check_table(self) -> None:
-        """Read every page of the chunk table, and compare the hash of the whole table with the manifest's."""
+        """Read every page of the chunk table, and compare the SHA-256 of the table with the manifest."""
         manifest, digest = self.view.manifest, hashlib.sha256()
         pages = range(-(-self.num_shards // self._rows))
         for page in pages:
@@ -446,15 +452,15 @@ class FieldCheck:
                 self._damaged.add(page)
         if not self._damaged and digest.hexdigest() != manifest.tables[self.name]:
             path = table_path(self.name, manifest.generation)
-            problem = f"the chunk table {self._url(path)} is intact, but not the one that the manifest was written for"
+            problem = f"the chunk table {self._url(path)} is intact, but does not match the manifest"
             self.view.add(f"{problem}: its SHA-256 is {digest.hexdigest()}", path, self.name)
             self._damaged.update(pages)
 
     def check_shard(self, number: int) -> int:
-        """Check one shard object, and return its bytes; 0 where it is missing."""
+        """Check one shard object, and return its size in bytes; 0 if it is missing."""
         path, samples = self.layout.shard_key(self.name, number), self._samples(number, number + 1)
-        size = counted = self.view.size(path)
-        if size is None or counted is None:
+        size = self.view.size(path)
+        if size is None:
             self._add(f"{self._url(path)} is missing, but the manifest lists it", path, samples)
             return 0
         try:
@@ -462,6 +468,7 @@ class FieldCheck:
             index = parse_index(tail, self.layout.chunks_per_shard)
         except (CorruptError, NotFoundError):
             index = None
+        counted = size
         shard = self._by_table(number, path, samples) or self._by_index(number, path, samples, size, index)
         if shard is None:
             problem = f"the index of {self._url(path)} and the chunk table are damaged: its chunks cannot be located"
@@ -469,7 +476,7 @@ class FieldCheck:
         else:
             expected = int(shard.stops.max(initial=0)) + index_size(self.layout.chunks_per_shard)
             if number == self.num_shards - 1 and self.view.appending and size > expected:
-                self._check_chunks(shard, len(shard.starts))  # an append has added to it, behind what was there
+                self._check_chunks(shard, len(shard.starts))  # an append has added chunks after these
                 counted = expected
             else:
                 self._check(shard, size, expected, index)
@@ -478,13 +485,13 @@ class FieldCheck:
         return size
 
     def check_totals(self) -> None:
-        """Compare the bytes of all shards with those of the manifest, for a field without another problem."""
+        """Compare the total size of all shards with the manifest, for a field without other problems."""
         decoded = self.layout.nbytes if self.layout.field.fixed else self._decoded
         totals = ("stored", self.layout.stored, self._stored), ("nbytes", self.layout.nbytes, decoded)
-        for key, promised, there in totals:
-            if promised != there:
-                problem = f"the manifest of {self.view.store.url} has {key} {promised} of {self.name!r}"
-                self.view.add(f"{problem}, its shards have {there}", ROOT, self.name)
+        for key, expected, actual in totals:
+            if expected != actual:
+                problem = f"the manifest of {self.view.store.url} has {key} {expected} of {self.name!r}"
+                self.view.add(f"{problem}, its shards have {actual}", ROOT, self.name)
 
     def _url(self, path: str) -> str:
         return f"{self.view.store.url}/{path}"
@@ -494,7 +501,7 @@ class FieldCheck:
         return first * self.layout.shard, min(stop * self.layout.shard, self._num_samples)
 
     def _used(self, samples: Samples) -> int:
-        """Return how many inner chunks of a shard with these samples hold one."""
+        """Return the number of inner chunks that these samples of a shard fill."""
         return -(-(samples[1] - samples[0]) // self.layout.chunk)
 
     def _add(self, problem: str, path: str, samples: Samples, chunk: int | None = None) -> None:
@@ -503,7 +510,7 @@ class FieldCheck:
         self.view.add(f"{problem} ({text})", path, self.name, chunk=chunk, samples=samples)
 
     def _by_table(self, number: int, path: str, samples: Samples) -> _Shard | None:
-        """Return a shard as the table has it; None where its page is damaged."""
+        """Return a shard located by the chunk table; None if the page is damaged."""
         if number // self._rows in self._damaged:
             return None
         (starts, stops, crcs), used = self._table.shard(number), self._used(samples)
@@ -512,50 +519,50 @@ class FieldCheck:
     def _by_index(
         self, number: int, path: str, samples: Samples, size: int, index: NDArray[np.uint64] | None
     ) -> _Shard | None:
-        """Return a shard as its own index has it; None where that is damaged too."""
+        """Return a shard located by its own index; None if that is damaged, too."""
         used = self._used(samples)
         if index is None or np.any(index[:used] > size) or np.any(index[:used, 1] <= CRC_BYTES):
             return None
         starts, sizes = index[:used].astype(np.int64).T
         shard = _Shard(number, path, samples, starts, starts + sizes, None)
-        return shard if np.all(shard.starts[1:] >= shard.stops[:-1]) and shard.has_index(index) else None
+        return shard if np.all(shard.starts[1:] >= shard.stops[:-1]) and shard.matches(index) else None
 
     def _check(self, shard: _Shard, size: int, expected: int, index: NDArray[np.uint64] | None) -> None:
-        """Check an object of `size` bytes; `index` is its own, None where that is damaged."""
+        """Check a shard object of `size` bytes; `index` is its own index, or None if that is damaged."""
         url, count = self._url(shard.path), len(shard.starts)
-        other = index is not None and not shard.has_index(index)
-        if size != expected and not other:
+        replaced = index is not None and not shard.matches(index)
+        if size != expected and not replaced:
             self._check_chunks(shard, self._wrong_size(shard, size, expected))
             return
         if size != expected:
             problem = f"{url} was modified after the conversion: its index is intact, but of another object"
         else:
-            bad = self._check_chunks(shard, count, silent=other)
+            bad = self._check_chunks(shard, count, silent=replaced)
             if index is None:
                 problem = f"the index of {url} is damaged: its checksum does not match"
             elif bad:
                 problem = f"{url} was modified after the conversion: its index and {bad} of its {count} chunks differ"
             else:
                 problem = f"the index of {url} is intact, but does not match its chunks"
-        if index is None or other:
+        if index is None or replaced:
             self._add(problem, shard.path, shard.samples)
 
     def _wrong_size(self, shard: _Shard, size: int, expected: int) -> int:
-        """Report an object that is too short or too long, and return how many of its chunks are there."""
-        there, count = int(np.searchsorted(shard.stops, size, side="right")), len(shard.starts)
+        """Report an object that is too short or too long, and return the number of chunks that it holds."""
+        complete, count = int(np.searchsorted(shard.stops, size, side="right")), len(shard.starts)
         problem = f"{self._url(shard.path)} has {size} bytes, its chunks and index have {expected}"
-        if there < count:
-            samples = shard.samples[0] + there * self.layout.chunk, shard.samples[1]
-            self._add(f"{problem}: the chunks {there} to {count - 1} are cut off", shard.path, samples, there)
+        if complete < count:
+            samples = shard.samples[0] + complete * self.layout.chunk, shard.samples[1]
+            self._add(f"{problem}: the chunks {complete} to {count - 1} are cut off", shard.path, samples, complete)
         else:
-            what = "its index is cut off" if size < expected else "something was appended"
-            self._add(f"{problem}: {what}", shard.path, shard.samples)
-        return there
+            reason = "its index is cut off" if size < expected else "something was appended"
+            self._add(f"{problem}: {reason}", shard.path, shard.samples)
+        return complete
 
     def _check_chunks(self, shard: _Shard, count: int, silent: bool = False) -> int:
-        """Check the first `count` chunks, in runs of about `PIECE_BYTES` at most, encoded and decoded.
+        """Check the first `count` chunks, in runs of at most about `PIECE_BYTES`, both encoded and decoded.
 
-        Reports each that is bad, unless `silent`, and returns how many are.
+        Reports bad chunks unless `silent`, and returns their number.
         """
         mean = self.layout.nbytes / max(1, self._num_samples)
         most, bad = max(1, int(PIECE_BYTES // max(1.0, mean * self.layout.chunk))), 0
@@ -565,12 +572,12 @@ class FieldCheck:
         return bad
 
     def _check_run(self, shard: _Shard, low: int, high: int, silent: bool) -> int:
-        """Read and decode chunks [low, high), where that fails one by one; return how many are bad."""
+        """Read and decode the chunks [low, high), one by one if that fails; return the number of bad chunks."""
         crcs = np.zeros(high - low, np.uint32) if shard.crcs is None else shard.crcs[low:high]
-        run = self._reader.run(shard.number, low, shard.starts[low:high], shard.stops[low:high], crcs)
+        run = self._reader.plan_run(shard.number, low, shard.starts[low:high], shard.stops[low:high], crcs)
         try:
             self._read(run, shard.crcs is None)
-        except errors.MissingObjectError as error:  # it was there when the store was listed
+        except errors.MissingObjectError as error:  # deleted since the store was listed
             self._add(error.problem, shard.path, shard.samples)
             return 1
         except FormatError as error:
@@ -583,77 +590,78 @@ class FieldCheck:
         return 0
 
     def _read(self, run: Run, by_index: bool) -> None:
-        """Fetch and decode a run, and check its items. Raises `FormatError` where a chunk is damaged."""
+        """Fetch and decode a run, and report invalid items. Raises `FormatError` if a chunk is damaged."""
         field, fetch = self.layout.field, self._reader.request(run)
-        if by_index:  # what each chunk ends with is the only checksum; 0 for one that the data do not reach
+        if by_index:  # the only checksum is the one at the end of each chunk; 0 if the data end before it
             data, stops = fetch(), np.cumsum(run.sizes).tolist()
             crcs = [int.from_bytes(data[stop - CRC_BYTES : stop], "little") for stop in stops]
             run = run._replace(crcs=np.array(crcs, np.uint32))
         out = np.empty((run.num_samples, *field.shape), field.dtype) if field.fixed else None
         placed = self._reader.load(run, fetch, out) or []
-        bad = [(row + wrong[0], wrong[1]) for row, items in placed if (wrong := bad_item(field, items))]
+        bad = [(row + item[0], item[1]) for row, items in placed if (item := bad_item(field, items))]
         if out is not None and field.dtype == "bool":
-            wrong_rows = np.flatnonzero(out.view(np.uint8).reshape(run.num_samples, -1).max(axis=1) > 1)
-            bad += [(int(row), "it is neither 0 nor 1") for row in wrong_rows[:1]]
-        for row, why in bad:
+            bad_rows = np.flatnonzero(out.view(np.uint8).reshape(run.num_samples, -1).max(axis=1) > 1)
+            bad += [(int(row), "it is neither 0 nor 1") for row in bad_rows[:1]]
+        for row, reason in bad:
             sample, chunk = run.first_sample + row, run.chunk + row // self.layout.chunk
             where = f"sample {sample}, in chunk {chunk} of {self._url(run.path)}"
-            problem = f"field {self.name!r} of {where}, is not {field}: {why}"
+            problem = f"field {self.name!r} of {where}, is not {field}: {reason}"
             self.view.add(problem, run.path, self.name, chunk=chunk, samples=(sample, sample + 1))
         with self._lock:
             self._decoded += sum(int((items.stops - items.starts).sum()) for _, items in placed)
 
 
 def rows_of(manifest: Manifest, num_samples: int) -> SampleRows:
-    """Return the row of a source of `num_samples` rows for each sample, as if none had been skipped.
+    """Return for each sample its row in a source of `num_samples` rows, as if no row had been skipped.
 
-    It follows from the manifest's provenance. Raises `UsageError` where that is not enough.
+    The rows follow from the manifest's provenance. Raises `UsageError` if that is incomplete.
     """
     rows: NDArray[np.int64] | range = range(num_samples)
-    split, shuffle, own = (manifest.provenance.get(key) for key in ("split", "shuffle", "splits"))
-    if isinstance(own, Mapping) and isinstance(split, Mapping) and split.get("name") in own:
-        if sum(own.values()) == num_samples:
-            rows = own_rows(own, split["name"])
+    split, shuffle, source_splits = (manifest.provenance.get(key) for key in ("split", "shuffle", "splits"))
+    if isinstance(source_splits, Mapping) and isinstance(split, Mapping) and split.get("name") in source_splits:
+        if sum(source_splits.values()) == num_samples:
+            rows = own_rows(source_splits, split["name"])
     elif split is not None:
         splits, seed = parse_splits(_provenance(split, "of", str)), _provenance(split, "seed", int)
         rows = _provenance(assign(num_samples, splits, seed), _provenance(split, "name", str), np.ndarray)
     return SampleRows.of(rows, None if shuffle is None else _provenance(shuffle, "seed", int))
 
 
-def _provenance(found: Any, key: str, kind: type) -> Any:
-    value = found.get(key) if isinstance(found, Mapping) else None
+def _provenance(values: Any, key: str, kind: type) -> Any:
+    value = values.get(key) if isinstance(values, Mapping) else None
     if not isinstance(value, kind):
-        problem = f"the manifest does not say which rows its samples come from: its provenance has no {key!r}"
-        raise UsageError(problem, "compare datasets that streamloader convert made")
+        problem = f"the manifest does not record the source rows of its samples: its provenance has no {key!r}"
+        raise UsageError(problem, "compare only datasets that streamloader convert made")
     return value
 
 
 def _compare(view: DatasetView, against: tuple[Any, str | None, Mapping[str, Any]], count: Callable[[int], int]) -> int:
-    """Report every sample that differs from its row of the source, and return how many were compared.
+    """Report every sample that differs from its row of the source, and return the number of compared samples.
 
-    Samples in damaged chunks are skipped: they have a problem of their own. `count` gets how many are done.
+    Samples in damaged chunks are skipped, because these chunks are reported. `count` is called with numbers of samples.
     """
-    manifest, here = view.manifest, view.store.url
+    manifest, url = view.manifest, view.store.url
     fields = {name: layout.field for name, layout in manifest.fields.items()}
     transforms = TransformOptions(FieldSelection.again(fields, manifest.provenance))
     try:
         source = transforms.apply(open_source(*against, transforms.opening)[1])
     except FieldError as error:
-        view.add(f"{here} differs from {against[0]}: {error.problem}", "")
+        view.add(f"{url} differs from {against[0]}: {error.problem}", "")
         return 0
     for name, field in list(fields.items()):
-        there = source.fields.get(name)
-        if there is None or replace(there, encoding="") != replace(field, encoding=""):  # an encoding is only a hint
-            view.add(f"field {name!r} is {field} in {here}, and {there} in {source.url}", "", name)
+        source_field = source.fields.get(name)
+        # an encoding is only a hint
+        if source_field is None or replace(source_field, encoding="") != replace(field, encoding=""):
+            view.add(f"field {name!r} is {field} in {url}, and {source_field} in {source.url}", "", name)
             del fields[name]
     rows, size = rows_of(manifest, source.num_samples), manifest.samples_per_shard
     if manifest.provenance.get("left_out"):
         rows = rows.without(_bad_rows(source, rows, size))
     if rows.count != manifest.num_samples:
-        of = f" for the split {view.split!r}" if view.split else ""
-        view.add(f"{here} has {manifest.num_samples} samples, {source.url} has {rows.count}{of}", "")
+        split = f" for the split {view.split!r}" if view.split else ""
+        view.add(f"{url} has {manifest.num_samples} samples, {source.url} has {rows.count}{split}", "")
         if {"split", "shuffle"} & set(manifest.provenance):
-            return 0  # the samples come from other rows then: every one would differ
+            return 0  # the samples come from other rows, so every one would differ
     readers = {name: FieldReader(view.store, manifest, name) for name in fields}
     stop = min(rows.count, manifest.num_samples)
 
@@ -666,44 +674,45 @@ def _compare(view: DatasetView, against: tuple[Any, str | None, Mapping[str, Any
 
 
 def _bad_rows(source: Source, rows: SampleRows, size: int) -> set[int]:
-    """Return the rows that cannot be converted, by reading all of them."""
-    found: set[int] = set()
+    """Return the rows that cannot be converted. Reads all rows, `size` at a time."""
+    bad_rows: set[int] = set()
     for start in range(0, rows.count, size):
-        here, bad = np.sort(rows.read(start, start + size)), list[BadSample]()
-        source.part(here)(bad.append)
-        found.update(int(here[one.position]) for one in bad)
-    return found
+        numbers, bad = np.sort(rows.read(start, start + size)), list[BadSample]()
+        source.part(numbers)(bad.append)
+        bad_rows.update(int(numbers[sample.position]) for sample in bad)
+    return bad_rows
 
 
 def _compare_samples(
     view: DatasetView, source: Source, rows: SampleRows, readers: Mapping[str, FieldReader], *, samples: Samples
 ) -> int:
-    """Report which of the samples [start, stop) differ from their rows of the source; return how many were compared."""
-    numbers, here, bad = rows.read(*samples), view.store.url, list[BadSample]()
+    """Report which of the samples [start, stop) differ from their source rows; return the number that was compared."""
+    numbers, url, bad = rows.read(*samples), view.store.url, list[BadSample]()
     ascending = np.sort(numbers)
     columns = source.part(ascending)(bad.append)
-    for one in bad:
-        row = int(ascending[one.position])
+    for bad_sample in bad:
+        row = int(ascending[bad_sample.position])
         sample = samples[0] + int(np.flatnonzero(numbers == row)[0])
-        problem = f"sample {sample} of {here}: row {row} of {source.url} is bad ({one.problem})"
+        problem = f"sample {sample} of {url}: row {row} of {source.url} is bad ({bad_sample.problem})"
         view.add(problem, "", samples=(sample, sample + 1))
-    good = np.delete(ascending, [one.position for one in bad])
-    there = np.flatnonzero(np.isin(numbers, good))
+    good = np.delete(ascending, [bad_sample.position for bad_sample in bad])
+    indexes = np.flatnonzero(np.isin(numbers, good))
+    source_indexes = np.searchsorted(good, numbers[indexes])
     try:
         stored = read_columns(readers, *samples)
     except (FormatError, errors.SampleError):
-        return 0  # a damaged chunk: it has a problem of its own
+        return 0  # a damaged chunk, which is already reported
     for name, column in stored.items():
-        pairs = zip(_items(column, there), _items(columns[name], np.searchsorted(good, numbers[there])), strict=True)
-        for i in [i for i, (ours, theirs) in enumerate(pairs) if ours != theirs]:
-            sample, row = samples[0] + int(there[i]), int(numbers[there[i]])
-            problem = f"field {name!r} of sample {sample} of {here} differs from row {row} of {source.url}"
+        pairs = zip(_items(column, indexes), _items(columns[name], source_indexes), strict=True)
+        for i in [i for i, (value, source_value) in enumerate(pairs) if value != source_value]:
+            sample, row = samples[0] + int(indexes[i]), int(numbers[indexes[i]])
+            problem = f"field {name!r} of sample {sample} of {url} differs from row {row} of {source.url}"
             view.add(problem, "", name, samples=(sample, sample + 1))
-    return len(there)
+    return len(indexes)
 
 
 def _items(column: Column, rows: NDArray[np.int64]) -> Iterator[bytes]:
-    """Yield the bytes of these rows, as they are stored."""
+    """Return an iterator over the stored bytes of these rows."""
     if isinstance(column, np.ndarray):
         return (row.tobytes() for row in column[rows].astype(column.dtype.newbyteorder("<"), copy=False))
     return (column[row] for row in rows.tolist())

@@ -394,7 +394,7 @@ def meanwhile(phase, act, done=0):
 
 def test_a_second_append_raises_and_does_not_disturb_the_first(data, grow):
     def second():
-        with pytest.raises(DestinationError, match=r"is being appended to by another run.*--abandon"):
+        with pytest.raises(DestinationError, match=r"another append to .* is in progress.*--abandon"):
             grow(data, 50, 60)
 
     grow(data, 50, 75, progress=meanwhile("write", second, 1))

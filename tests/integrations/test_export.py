@@ -51,7 +51,7 @@ def url(tmp_path_factory):
 @pytest.fixture
 def piecewise(monkeypatch):
     """Pieces as small as a shard."""
-    monkeypatch.setattr("streamloader.maintenance.export.FEW_BYTES", 0)
+    monkeypatch.setattr("streamloader.maintenance.export.MIN_BYTES", 0)
 
 
 def assert_same(found, source, names=None):
@@ -136,7 +136,7 @@ def test_suffixes_of_members(name, kind, suffix):
 def test_two_fields_of_one_suffix_are_an_error(tmp_path):
     with sl.Writer(tmp_path / "data", {"a": "int64", "a_cls": "int64"}) as out:
         out.write({"a": 1, "a_cls": 2})
-    with pytest.raises(sl.errors.FieldError, match=r"'a' and 'a_cls' would both have members \.a\.cls"):
+    with pytest.raises(sl.errors.FieldError, match=r"'a' and 'a_cls' would both have members named \.a\.cls"):
         sl.export(tmp_path / "data", tmp_path / "tars", format="webdataset")
     assert not (tmp_path / "tars").exists()
     assert sl.export(tmp_path / "data", tmp_path / "tars", format="webdataset", fields="a").num_samples == 1

@@ -123,7 +123,7 @@ def test_a_conversion_that_ended_meanwhile_is_not_removed(src, tmp_path):
     store = open_store(out)
     found = find_incomplete(store)
     sl.convert(src, out, layout=SMALL, workers=0)
-    with pytest.raises(sl.errors.DestinationError, match="changed meanwhile"):
+    with pytest.raises(sl.errors.DestinationError, match="changed in the meantime"):
         remove_incomplete(store, found)
     assert len(sl.open(out)) == 100
 
