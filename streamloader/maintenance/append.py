@@ -96,7 +96,7 @@ def append(
     # bytes of any encoding: what they are is checked at the end, when images are re-encoded
     fields = {name: one.field for name, one in opened.manifest.fields.items()}
     kinds = {name: None if field.kind == "bytes" else field for name, field in fields.items()}
-    selection = FieldSelection.again(kinds, opened.manifest.provenance)
+    selection = FieldSelection.from_provenance(kinds, opened.manifest.provenance)
     recode, mapper = parse_recode(resize, quality), parse_map(map, map_batch)
     transforms = TransformOptions(selection, recode, mapper, shuffle=shuffle)
     name, source = open_source(src, format, source_options or {}, transforms.opening)

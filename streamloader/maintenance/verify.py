@@ -635,7 +635,7 @@ def _compare(view: DatasetView, against: tuple[Any, str | None, Mapping[str, Any
     """
     manifest, here = view.manifest, view.store.url
     fields = {name: layout.field for name, layout in manifest.fields.items()}
-    transforms = TransformOptions(FieldSelection.again(fields, manifest.provenance))
+    transforms = TransformOptions(FieldSelection.from_provenance(fields, manifest.provenance))
     try:
         source = transforms.apply(open_source(*against, transforms.opening)[1])
     except FieldError as error:
@@ -670,7 +670,7 @@ def _bad_rows(source: Source, rows: SampleRows, size: int) -> set[int]:
     found: set[int] = set()
     for start in range(0, rows.count, size):
         here, bad = np.sort(rows.read(start, start + size)), list[BadSample]()
-        source.part(here)(bad.append)
+        source.fragment(here)(bad.append)
         found.update(int(here[one.position]) for one in bad)
     return found
 
@@ -681,7 +681,7 @@ def _compare_samples(
     """Report which of the samples [start, stop) differ from their rows of the source; return how many were compared."""
     numbers, here, bad = rows.read(*samples), view.store.url, list[BadSample]()
     ascending = np.sort(numbers)
-    columns = source.part(ascending)(bad.append)
+    columns = source.fragment(ascending)(bad.append)
     for one in bad:
         row = int(ascending[one.position])
         sample = samples[0] + int(np.flatnonzero(numbers == row)[0])
