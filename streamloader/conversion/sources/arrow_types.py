@@ -258,9 +258,9 @@ def read_columns(
     Arrays are validated, so that no offset points outside of its buffer. Raises an `ArrowException`.
     """
     first, positions = int(rows[0]), rows - rows[0]
-    count, found = int(positions[-1]) + 1, BadRows()
-    arrays = {name: _checked(batch, column, (first, count), found) for name, column in columns.items()}
-    bad = {index: found[position] for index, position in enumerate(positions.tolist()) if position in found}
+    count, bad_rows = int(positions[-1]) + 1, BadRows()
+    arrays = {name: _checked(batch, column, (first, count), bad_rows) for name, column in columns.items()}
+    bad = {index: bad_rows[position] for index, position in enumerate(positions.tolist()) if position in bad_rows}
     kept = np.delete(positions, list(bad))
     return {name: _to_rows(array, columns[name], kept) for name, array in arrays.items()}, bad
 

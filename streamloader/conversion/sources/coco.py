@@ -157,12 +157,9 @@ def read_annotations(
     table = Table(np.sort(ids), selected, unnamed, {"image_id": Field("tensor", "int64")}, {"image_id": np.sort(ids)})
     for key in ("width", "height"):
         table.add(key, Field("tensor", "int64"), key, _whole, list(enumerate(images)))
-    rows: dict[Any, int] = {image: row for row, image in enumerate(table.ids.tolist())}
-    known: list[tuple[int, Item]] = []
-    for annotation in annotations:
-        image = annotation.get("image_id")
-        if type(image) is int and image in rows:
-            known.append((rows[image], annotation))
+    rows = {image: row for row, image in enumerate(table.ids.tolist())}
+    of_images = [item for item in annotations if type(item.get("image_id")) is int and item["image_id"] in rows]
+    known = [(rows[item["image_id"]], item) for item in of_images]
     notes: dict[str, Any] = {"unknown_images": len(annotations) - len(known)}
     if known:
         notes |= _add_annotations(table, known, categories, where)
