@@ -21,7 +21,7 @@ BAD_INPUT = 2  # the exit status of every foreseen error, as click's own
 @click.option("--keep", type=click.Path(path_type=Path, file_okay=False), help="Run in this new folder and keep it.")
 def demo(keep: Path | None) -> None:
     """Convert images to a bucket, train from it, kill the ranks, resume and evaluate."""
-    from streamloader.demo.story import run_demo
+    from streamloader.demo.run import run_demo
 
     run_demo(keep)
 

@@ -17,7 +17,7 @@ from torchrun import TESTS, environment
 
 import streamloader as sl
 from streamloader.cli.main import main as streamloader
-from streamloader.demo.story import write_photographs
+from streamloader.demo.run import write_photographs
 
 EXAMPLES = TESTS.parent / "examples"
 FRAMEWORKS = ["accelerate", "lightning", "transformers"]
