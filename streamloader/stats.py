@@ -125,10 +125,8 @@ class Stats:
     @property
     def wait_fraction(self) -> float:
         """The share of the time after the first batch for which the training loop waited for data, from 0 to 1."""
-        steady = self.seconds - self.first_batch_seconds
-        if steady <= 0:
-            return min(1.0, quotient(self.wait_seconds, self.seconds))
-        return min(1.0, quotient(self.wait_seconds - self.first_batch_seconds, steady))
+        first = self.first_batch_seconds if self.first_batch_seconds < self.seconds else 0.0  # a single batch counts
+        return min(1.0, quotient(self.wait_seconds - first, self.seconds - first))
 
     @property
     def requests_in_flight(self) -> float:
@@ -210,14 +208,12 @@ class Stats:
         return f"one thread gathers {throughput}, {busy:.0%} busy; train with more ranks, or {change}"
 
     def _decode(self) -> str:
-        work = self.unpack_seconds + self.decode_seconds
+        unpack = quotient(self.unpack_seconds, self.unpack_seconds + self.decode_seconds)
         cores = f"{_count(self.cores, 'core')} {min(1.0, self.decode_busy):.0%} busy"
         if self.unpack_seconds >= self.decode_seconds:
-            share = quotient(self.unpack_seconds, work)
-            return f"{cores}, {share:.0%} of it unpacking chunks; convert with codec lz4 or none, or give more cores"
-        share = quotient(self.decode_seconds, work)
+            return f"{cores}, {unpack:.0%} of it unpacking chunks; convert with codec lz4 or none, or give more cores"
         change = "choose fewer pixels (Decode(size=)), simplejpeg and OpenCV, or more cores"
-        return f"{cores}, {share:.0%} of it decoding images; {change}"
+        return f"{cores}, {1 - unpack:.0%} of it decoding images; {change}"
 
     def _transform(self) -> str:
         busy = f"{_count(self.transformers, 'transformer')} {min(1.0, self.transform_busy):.0%} busy"
@@ -245,9 +241,7 @@ class Counters:
         self._sums: dict[str, float] = {}
         self.client = ""  # the data plane, and why it was chosen
         self.outages: Callable[[], Iterable[str]] = tuple  # a text for each store, empty without an outage
-        self._begin: float | None = None
-        self._end = 0.0
-        self._cpu_begin = self._cpu_end = 0.0
+        self._begin = self._end = self._cpu_begin = self._cpu_end = 0.0
 
     def add(self, **amounts: float) -> None:
         """Add to the named sums."""
@@ -272,7 +266,7 @@ class Counters:
     def delivered(self, samples: int, requested: float) -> None:
         """Count a batch that is returned now and was requested at `requested` (`time.perf_counter`)."""
         now, cpu = time.perf_counter(), time.process_time()
-        if self._begin is None:
+        if not self._end:
             self._begin, self._cpu_begin = requested, cpu
             self.add(first_batch_seconds=now - requested)
         self._end, self._cpu_end = now, cpu
@@ -282,6 +276,5 @@ class Counters:
         """Return the sums so far."""
         with self._lock:
             values: dict[str, Any] = dict(self._sums)
-        seconds = self._end - self._begin if self._begin is not None else 0.0
         values |= {"client": self.client, "waiting_for": "; ".join(filter(None, self.outages()))}
-        return Stats(**values, seconds=seconds, cpu_seconds=self._cpu_end - self._cpu_begin)
+        return Stats(**values, seconds=self._end - self._begin, cpu_seconds=self._cpu_end - self._cpu_begin)

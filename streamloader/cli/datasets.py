@@ -48,9 +48,9 @@ PROBLEMS = 1  # the exit status of a verification that found problems
 SKIPPED = 3  # the exit status if bad samples were skipped: the dataset is complete without them
 ON_ERROR = ("raise", "skip", "quarantine")
 FORMATS = ("webdataset", "parquet", "npz", "zarr")
-BAD_SHOWN = 10  # skipped samples
-PATHS_SHOWN = 5
-VALUE_SHOWN = 60  # characters of a text
+BAD_SHOWN = 10  # skipped samples that are named
+PATHS_SHOWN = 5  # objects to remove that are named
+VALUE_SHOWN = 60  # characters of a text value
 TRANSFORMS = (
     option("--format", metavar="NAME", help="Format of SRC; detected by default."),
     option("--map", metavar="MODULE:FUNCTION", help="Function that maps a sample, a dict of its values, to another."),
@@ -58,9 +58,7 @@ TRANSFORMS = (
     option("--resize", metavar="SIDE|HxW", help="Resize images: the shorter side, or height x width, in pixels."),
     option("--quality", type=IntRange(1, 100), help="Encode every image as JPEG of this quality."),
     option("--shuffle", type=IntRange(min=0), metavar="SEED", help="Write the samples in a random order."),
-    option(
-        "--engine", default="local", metavar="NAME[=ADDRESS]", help="What runs the tasks: local, dask, ray or spark."
-    ),
+    option("--engine", default="local", metavar="NAME[=ADDRESS]", help="Executor: local, dask, ray or spark."),
     option("--workers", type=IntRange(min=0), help="Number of processes; default: one per core. 0: this process."),
 )
 
