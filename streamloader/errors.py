@@ -211,7 +211,7 @@ def wrapped(error: BaseException, operation: str) -> StreamloaderError:
     """
     if isinstance(error, StreamloaderError):
         return error
-    remedy = "the original error is this one's __cause__: fix what raised it, or report it"
+    remedy = "its __cause__ is the original error: fix the code that raised it, or report it"
     if isinstance(error, MemoryError):
         remedy = "lower memory= or batch_size, or free memory elsewhere"
     wrapper = EngineError(f"{operation} failed with {type(error).__name__}: {error}", remedy)

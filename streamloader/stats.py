@@ -195,7 +195,7 @@ class Stats:
         if self.cpu_seconds > 0.85 * self.cores * (self.seconds - self.first_batch_seconds):
             return f"{rate}; the process keeps its {_count(self.cores, 'core')} busy: give it more"
         if flight < self.in_flight / 2:
-            return f"{rate}, where {self.in_flight} are allowed; more memory= lets the loader fetch more blocks ahead"
+            return f"{rate}; {self.in_flight} are allowed: more memory= lets the loader fetch more blocks ahead"
         return f"{rate}; `streamloader bench` shows whether the endpoint is faster"
 
     def _gather(self) -> str:

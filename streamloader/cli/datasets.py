@@ -230,7 +230,7 @@ def verify(*, url: str, as_json: bool, quiet: bool, **options: Any) -> None:
 
 
 def _findings(report: VerifyReport) -> Iterator[str]:
-    yield from (f"problem: {found.problem}" for found in report.problems)
+    yield from (f"problem: {finding.problem}" for finding in report.problems)
     if not report.listed:
         yield "the store cannot list objects: orphaned objects were not checked"
     if report.appending:
