@@ -1,10 +1,10 @@
-"""Trains with Hugging Face Accelerate, which prepares model and optimizer and checkpoints the dataset with them.
+"""Trains with Hugging Face Accelerate, which prepares model and optimizer, and checkpoints them and the dataset.
 
     torchrun --nproc-per-node=2 examples/accelerate_train.py s3://my-bucket/photos --epochs 3
 
 Do not pass the dataset or a DataLoader of it to `accelerator.prepare`, which would split the batches between ranks
 again and lose samples. You can stop the script at any time and start it again, with any number of ranks that
-divides the batch: it resumes at the next sample.
+divides the batch: it resumes after the last checkpoint.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from ddp_train import DECODE, GLOBAL_BATCH, SAVE_STEPS, leave, network, pixels
-from taken import note
+from step_log import log_step
 from torch import nn
 
 import streamloader as sl
 
 
 class Progress:
-    """Counts the steps that were trained."""
+    """The number of trained steps, for the checkpoint."""
 
     def __init__(self) -> None:
         self.step = 0
@@ -44,7 +44,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--steps", type=int, help="stop after this number of steps in total")
     parser.add_argument("--checkpoints", type=Path, default=Path("checkpoints/accelerate"))
-    parser.add_argument("--taken", type=Path, help="folder for lists of the samples that were trained")
+    parser.add_argument("--step-log", type=Path, help="folder for a log of the samples of each step")
     arguments = parser.parse_args()
 
     accelerator = Accelerator(cpu=not torch.cuda.is_available())
@@ -59,7 +59,7 @@ def main() -> None:
     saved = sorted(arguments.checkpoints.glob("step-*[0-9]"))
     if saved:
         accelerator.load_state(str(saved[-1]))
-    accelerator.print(f"begin at step {progress.step}, epoch {data.epoch}, with {ranks} ranks")
+    accelerator.print(f"begin at step {progress.step}, epoch {data.epoch}, world size {ranks}")
     while data.epoch < arguments.epochs and progress.step != arguments.steps:
         for batch in data:
             labels = batch["label"].to(device)
@@ -68,7 +68,7 @@ def main() -> None:
             accelerator.backward((loss * batch["valid"].to(device)).mean())
             optimizer.step()
             progress.step += 1
-            note(arguments.taken, progress.step, data.epoch, batch)
+            log_step(arguments.step_log, progress.step, data.epoch, batch)
             if progress.step % SAVE_STEPS == 0:
                 save(accelerator, arguments.checkpoints / f"step-{progress.step:08d}")
             if progress.step == arguments.steps:
@@ -77,7 +77,7 @@ def main() -> None:
 
 
 def save(accelerator: Accelerator, folder: Path) -> None:
-    """Write a checkpoint under a temporary name and rename it, so that a kill never leaves a partial one."""
+    """Write a checkpoint to a temporary folder and rename that, so that a kill never leaves a partial checkpoint."""
     unfinished = folder.with_name(f"{folder.name}-unfinished")
     accelerator.save_state(str(unfinished), safe_serialization=False)
     accelerator.wait_for_everyone()

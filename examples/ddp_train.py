@@ -1,11 +1,11 @@
-"""Trains a small classifier on an image dataset in a bucket, with as many ranks as torchrun starts.
+"""Trains a small classifier on an image dataset in a bucket, on all ranks that torchrun starts.
 
     torchrun --nproc-per-node=2 examples/ddp_train.py s3://my-bucket/photos --epochs 3
 
-The dataset has the fields `image` (encoded images) and `label`, and the splits train and val, as `streamloader
-convert FOLDER URL --split train=0.9,val=0.1` makes them. You can stop the script at any time and start it again,
-with any number of ranks that divides the batch: it resumes at the next sample. Only rank 0 reads and writes the
-checkpoint.
+The dataset needs the fields `image` (encoded images) and `label`, and the splits train and val. This makes it from
+a folder with a subfolder for each class: `streamloader convert FOLDER URL --split train=0.9,val=0.1`. You can stop
+the script at any time and start it again, with any number of ranks that divides the batch: it resumes after the last
+checkpoint. Only rank 0 reads and writes the checkpoint.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def main() -> None:
     optimizer = torch.optim.Adam(model.parameters())
     step = load(arguments.checkpoint, model, optimizer, train)
     if dist.get_rank() == 0:
-        print(f"begin at step {step}, epoch {train.epoch}, with {dist.get_world_size()} ranks", flush=True)
+        print(f"begin at step {step}, epoch {train.epoch}, world size {dist.get_world_size()}", flush=True)
     while train.epoch < arguments.epochs and step != arguments.steps:
         for batch in train:
             loss = nn.functional.cross_entropy(
@@ -82,7 +82,7 @@ def pixels(batch: dict[str, Tensor], device: torch.device) -> Tensor:
 def save(
     path: Path, model: DistributedDataParallel, optimizer: torch.optim.Optimizer, data: sl.StreamingDataset, step: int
 ) -> None:
-    """Write a checkpoint under a temporary name and rename it: a kill leaves the old one or the new one."""
+    """Write a checkpoint to a temporary file and rename that: a kill leaves the old checkpoint or the new one."""
     saved = {
         "model": model.module.state_dict(),
         "optimizer": optimizer.state_dict(),
@@ -97,7 +97,7 @@ def save(
 def load(
     path: Path, model: DistributedDataParallel, optimizer: torch.optim.Optimizer, data: sl.StreamingDataset
 ) -> int:
-    """Load the checkpoint if there is one, and return its step.
+    """Load the checkpoint, if it exists, and return its step, or 0.
 
     Rank 0 reads it for all ranks: on several nodes the others may not have access to the file.
     """

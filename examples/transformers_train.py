@@ -1,11 +1,10 @@
-"""Trains with the Trainer of Hugging Face transformers: the dataset is its loader, and a callback saves the state.
+"""Trains with the Trainer of Hugging Face transformers: the dataset is its loader, and a callback saves its state.
 
     torchrun --nproc-per-node=2 examples/transformers_train.py s3://my-bucket/photos --epochs 3
 
 By default the Trainer wraps a dataset in its own loader, lets Accelerate split the samples between ranks again, and
-after a resume reads and discards every batch that was trained. Here `get_train_dataloader` returns the dataset
-itself, and with `ignore_data_skip` the position comes from the dataset's own state, which is saved in each
-checkpoint folder.
+after a resume reads and discards every trained batch. Here `get_train_dataloader` returns the dataset itself, and
+with `ignore_data_skip` the position comes from the dataset's own state, which each checkpoint folder contains.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from typing import Any
 
 import torch
 from ddp_train import DECODE, GLOBAL_BATCH, SAVE_STEPS, leave, network, pixels
-from taken import note
+from step_log import log_step
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
@@ -35,7 +34,7 @@ class Classifier(nn.Module):
         self.network = network()
 
     def forward(self, image: Tensor, label: Tensor, valid: Tensor, **_: Any) -> dict[str, Tensor]:
-        """Return the loss of a batch, without padding."""
+        """Return the mean loss of a batch; padding counts as 0."""
         loss = nn.functional.cross_entropy(
             self.network(pixels({"image": image}, image.device)), label, reduction="none"
         )
@@ -51,10 +50,10 @@ class StreamingTrainer(Trainer):
         """Return the dataset, which yields the batches of this rank."""
         return self.train_dataset
 
-    def training_step(self, model: nn.Module, inputs: dict[str, Any], *more: Any) -> Tensor:
-        """Train on a batch."""
-        note(self.log_folder, self.state.global_step + 1, self.train_dataset.epoch, inputs)
-        return super().training_step(model, inputs, *more)
+    def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any) -> Tensor:
+        """Train on a batch, and log its samples."""
+        log_step(self.log_folder, self.state.global_step + 1, self.train_dataset.epoch, inputs)
+        return super().training_step(model, inputs, *args)
 
 
 class SaveState(TrainerCallback):
@@ -64,7 +63,7 @@ class SaveState(TrainerCallback):
         self.data = data
 
     def on_save(self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:
-        """Write it on one rank, since it is the same on all."""
+        """Write the state on rank 0; it is the same on all ranks."""
         if state.is_world_process_zero:
             folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
             (folder / STATE).write_text(json.dumps(self.data.state_dict()))
@@ -77,7 +76,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--steps", type=int, default=-1, help="stop after this number of steps in total")
     parser.add_argument("--checkpoints", type=Path, default=Path("checkpoints/transformers"))
-    parser.add_argument("--taken", type=Path, help="folder for lists of the samples that were trained")
+    parser.add_argument("--step-log", type=Path, help="folder for a log of the samples of each step")
     arguments = parser.parse_args()
 
     options = TrainingArguments(
@@ -99,7 +98,7 @@ def main() -> None:
     if last:
         data.load_state_dict(json.loads((Path(last) / STATE).read_text()))
     trainer = StreamingTrainer(Classifier(), options, train_dataset=data, callbacks=[SaveState(data)])
-    trainer.log_folder = arguments.taken
+    trainer.log_folder = arguments.step_log
     trainer.train(resume_from_checkpoint=last)
     if trainer.is_world_process_zero():
         print(f"end at step {trainer.state.global_step}, epoch {data.epoch}")

@@ -6,8 +6,8 @@
     for batch in sl.StreamingDataset("s3://bucket/photos", split="train", batch_size=256, decode="auto"):
         ...
 
-Names are loaded when they are first used: importing this package starts no thread, no event loop and no
-client, and imports torch only with `StreamingDataset`.
+Names are imported on first use: importing this package starts no thread, event loop or client, and only
+`StreamingDataset` and `Mixture` import torch.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# no module of this package has the name of a function here: importing a submodule sets an attribute of its name
-_HOMES = {
+# The names of each module. No submodule may have one of them: importing it would replace the name here.
+_PUBLIC = {
     "conversion.api": "convert",
     "format.dataset": "Dataset open",
     "format.manifest": "Field",
@@ -51,11 +51,11 @@ _HOMES = {
     "pytorch.dataset": "Mixture StreamingDataset",
     "stats": "Stats",
 }
-__all__ = ["__version__", "errors", *" ".join(_HOMES.values()).split()]  # noqa: PLE0604 - strings
+__all__ = ["__version__", "errors", *" ".join(_PUBLIC.values()).split()]  # noqa: PLE0604 - strings
 
 
 def __getattr__(name: str) -> Any:
-    for module, names in _HOMES.items():
+    for module, names in _PUBLIC.items():
         if name in names.split():
             return getattr(import_module(f"streamloader.{module}"), name)
     raise AttributeError(f"module 'streamloader' has no attribute {name!r}")

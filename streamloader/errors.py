@@ -1,4 +1,4 @@
-"""Every error that streamloader raises on purpose: one tree, each with a stable code.
+"""The errors that streamloader raises on purpose, in one tree; each has a stable code.
 
 StreamloaderError
 |-- UsageError                SL100  an argument is wrong (also a ValueError)
@@ -6,9 +6,9 @@ StreamloaderError
 |   |-- BatchError            SL102  the batch size is invalid, or larger than the dataset
 |   |-- MemoryBudgetError     SL103  the shuffle window does not fit `memory`
 |   |-- StateError            SL104  a saved state belongs to another dataset, order or split
-|   |-- WorldError            SL105  a rank or world size that is invalid
-|   |-- SelectionError        SL106  a selection of samples that cannot be parsed, does not fit the dataset, or is empty
-|   `-- MixtureError          SL107  sources or weights that cannot be mixed
+|   |-- WorldError            SL105  the rank or world size is invalid
+|   |-- SelectionError        SL106  the selection of samples cannot be parsed, does not fit the dataset, or is empty
+|   `-- MixtureError          SL107  the sources or weights cannot be mixed
 |-- StorageError              SL200  the store returned an error
 |   |-- NotFoundError         SL201  no such object, bucket or folder
 |   |-- AccessError           SL202  credentials are missing, wrong, or lack permission
@@ -19,11 +19,11 @@ StreamloaderError
 |   `-- UnsupportedError      SL207  the protocol or option is not supported
 |-- FormatError               SL300  the bytes do not match the format
 |   |-- NotADatasetError      SL301  there is no streamloader dataset at this URL
-|   |-- IncompleteError       SL302  a conversion that has not finished
+|   |-- IncompleteError       SL302  the conversion has not finished
 |   |-- VersionError          SL303  written by a later version, or requires a feature that this version lacks
 |   |-- MissingObjectError    SL304  a shard, chunk or table that the manifest lists is missing
 |   |-- CorruptError          SL305  truncated, or a checksum does not match
-|   `-- ModifiedError         SL306  intact bytes, but of another dataset than the manifest's
+|   `-- ModifiedError         SL306  the bytes are intact, but belong to another dataset than the manifest
 |-- SampleError               SL400  one sample cannot be used
 |   |-- DecodeError           SL401  an encoded sample does not decode
 |   `-- TransformError        SL402  your transform raised, or returned values that cannot be batched
@@ -43,8 +43,8 @@ from typing import Any, ClassVar
 class StreamloaderError(Exception):
     """The base class.
 
-    `problem` says what is wrong and names the values; `remedy` says what to do. `str()` gives both and
-    the code, on one line: what the command line prints.
+    `problem` says what is wrong and names the values; `remedy` says what to do. `str()` returns both and the code in
+    one line, as the commands print it.
     """
 
     code: ClassVar[str] = "SL000"
@@ -60,7 +60,7 @@ class StreamloaderError(Exception):
 
     def __str__(self) -> str:
         if not self.remedy and f"[{self.code}]" in self.problem:
-            return self.problem  # a DataLoader worker's error, which torch recreates from its text and traceback
+            return self.problem  # an error of a DataLoader worker, which torch recreates from its text and traceback
         text = f"{self.problem}; {self.remedy}" if self.remedy else self.problem
         return f"{' '.join(text.split())} [{self.code}]"
 
@@ -86,22 +86,22 @@ class StateError(UsageError, code="SL104"):
 
 
 class WorldError(UsageError, code="SL105"):
-    """A rank or world size that is invalid."""
+    """The rank or world size is invalid."""
 
 
 class SelectionError(UsageError, code="SL106"):
-    """A selection of samples that cannot be parsed, does not fit the dataset, or is empty."""
+    """The selection of samples cannot be parsed, does not fit the dataset, or is empty."""
 
 
 class MixtureError(UsageError, code="SL107"):
-    """Sources or weights that cannot be mixed."""
+    """The sources or weights cannot be mixed."""
 
 
 class StorageError(StreamloaderError, code="SL200"):
     """The store returned an error.
 
-    `retry_after`: the seconds that it asked to wait (Retry-After); 0 where it did not. `attempts`: how often the
-    request is sent at most; None leaves that to the retry policy.
+    `retry_after`: the seconds to wait that the store asked for (Retry-After), or 0. `attempts`: the maximum number of
+    times that the request is sent; None: as the retry policy says.
     """
 
     retry_after = 0.0
@@ -149,7 +149,7 @@ class NotADatasetError(FormatError, code="SL301"):
 
 
 class IncompleteError(FormatError, code="SL302"):
-    """A conversion that has not finished."""
+    """The conversion has not finished."""
 
 
 class VersionError(FormatError, code="SL303"):
@@ -165,7 +165,7 @@ class CorruptError(FormatError, code="SL305"):
 
 
 class ModifiedError(FormatError, code="SL306"):
-    """Intact bytes, but of another dataset than the manifest's."""
+    """The bytes are intact, but belong to another dataset than the manifest."""
 
 
 class SampleError(StreamloaderError, code="SL400"):
@@ -205,27 +205,26 @@ class ForkError(EngineError, code="SL601"):
 
 
 def message(error: BaseException | None) -> str:
-    """Return `str(error)`; where that raises, say so: an error without text is reported all the same."""
+    """Return `str(error)`, or say that it raises: an error without a message is reported all the same."""
     try:
         return str(error)
     except BaseException as problem:  # noqa: BLE001 - a class of the user's may raise anything
         return f"its message raises {type(problem).__name__}"
 
 
-def wrapped(error: BaseException, what: str) -> StreamloaderError:
-    """Return `error` if it is a `StreamloaderError`, else an `EngineError` with `error` as its cause.
+def wrapped(error: BaseException, operation: str) -> StreamloaderError:
+    """Return `error` if it is a `StreamloaderError`, else an `EngineError` whose cause is `error`.
 
-    `what` names the operation that failed.
+    `operation` names the operation that failed.
     """
     if isinstance(error, StreamloaderError):
         return error
-    remedy = "the original error is this one's __cause__: fix what raised it, or report it"
+    remedy = "its __cause__ is the original error: fix the code that raised it, or report it"
     if isinstance(error, MemoryError):
         remedy = "lower memory= or batch_size, or free memory elsewhere"
-    ours = EngineError(f"{what} failed with {type(error).__name__}: {message(error)}", remedy)
-    ours.__cause__ = error
-    return ours
+    wrapper = EngineError(f"{operation} failed with {type(error).__name__}: {message(error)}", remedy)
+    wrapper.__cause__ = error
+    return wrapper
 
 
-_KINDS = [kind for kind in vars().values() if isinstance(kind, type) and issubclass(kind, StreamloaderError)]
-__all__ = [kind.__name__ for kind in _KINDS]
+__all__ = [name for name, value in vars().items() if isinstance(value, type) and issubclass(value, StreamloaderError)]

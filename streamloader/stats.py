@@ -1,4 +1,4 @@
-"""Counting: every stage adds to one `Counters`; `Stats` is a frozen snapshot with a verdict in words."""
+"""Counters of the loader: every stage adds to one `Counters`; `Stats` is a snapshot of it, with a verdict in words."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from typing import Any
 
 from streamloader.errors import UsageError
 
-# Bytes: a cloud store's first byte takes as long as a MiB of the rest, so that shorter requests mostly wait.
+# Bytes. A cloud store needs as long for the first byte as for a further MiB: shorter requests mostly wait.
 SMALL_REQUEST = 1 << 20
-# Below this share of waiting, a faster loader would not be noticed.
+# If training waits for less than this share of the time, a faster loader makes no difference.
 KEEPS_UP = 0.05
-# A stage that works this share of its time is the limit: its threads also wait for each other and for the GIL.
+# A stage that is busy for this share of the time is the limit: its threads also wait for each other and for the GIL.
 BUSY = 0.6
-# Retries in this share of the requests mean that the store throttles or fails, whatever else is slow.
+# More retries per request than this mean that the store throttles or fails, whatever else is slow.
 MANY_RETRIES = 0.05
-# Bytes: a larger sample takes longer to copy than to find.
+# Bytes. Copying a larger sample takes longer than finding it.
 SMALL_SAMPLE = 4096
-# What is so at the time of a snapshot, and no sum.
-_PRESENT = frozenset(["in_flight", "cores", "transformers"])
+# Fields that hold the value at the time of the snapshot; all others are sums.
+_CURRENT = frozenset(["in_flight", "cores", "transformers", "client", "waiting_for"])
 
 
 @dataclass(frozen=True)
 class BatchReport:
     """The argument of `on_batch`, which is called in the consuming thread just before a batch is returned.
 
-    `step` counts this consumer's batches from the start of epoch 0, and continues after a resume. `wait_seconds`: the
-    training loop waited for this batch; `seconds`: wall time since the one before was handed out, or since the pass
-    began. `worker` is the DataLoader worker's number, 0 without workers. With `batch_size=None` a report is about
-    the up to 64 samples that are made at once, and comes with the first of them.
+    `step` counts this consumer's batches from the start of epoch 0, and continues after a resume. `wait_seconds` is how
+    long the training loop waited for this batch, and `seconds` the wall time since the previous batch was returned, or
+    since the pass began. `worker` is the number of the DataLoader worker, 0 without workers. With `batch_size=None`
+    one report covers up to 64 samples, which are made together, and comes with the first of them.
     """
 
     epoch: int
@@ -44,31 +44,33 @@ class BatchReport:
 
     @property
     def wait_fraction(self) -> float:
-        """The share of this step that the training loop stood still for data, from 0 to 1."""
-        return min(1.0, self.wait_seconds / self.seconds) if self.seconds else 0.0
+        """The share of this step for which the training loop waited for data, from 0 to 1."""
+        return min(1.0, quotient(self.wait_seconds, self.seconds))
 
     @property
     def samples_per_second(self) -> float:
-        """The samples of the batch for each second of this step."""
-        return self.samples / self.seconds if self.seconds else 0.0
+        """The samples of the batch per second of this step."""
+        return quotient(self.samples, self.seconds)
 
 
 @dataclass(frozen=True)
 class Stats:
-    """What one rank's loader did since it was made. Seconds are wall time, bytes are as stored.
+    """Statistics of one rank's loader since it was created. Seconds are wall time, and bytes are as stored.
 
-    `seconds` from the first batch asked for to the last handed out. `wait_seconds`: the training loop waited for a
-    batch; `first_batch_seconds` of them for the first. `fetch_wait_seconds`, `decode_wait_seconds` and
-    `transform_wait_seconds` are what the loader itself waited for; they overlap with training. `gather_seconds`: the
-    thread that gathers batches was at work, or waited for their plan.
-    `request_seconds` and `transform_seconds` are summed over all threads: requests in flight, the caller's transform;
-    `unpack_seconds` and `decode_seconds` are processor time: checking and unpacking chunks, decoding images.
-    `full_seconds`: the loader was
-    ahead and waited for the training loop. `cpu_seconds`: of this whole process, since the first batch. `hedges` are
-    second requests for a slow first one. `in_flight` is how many requests may be under way at once now, `cores` how
-    many this rank decodes with, `transformers` how many threads or processes run the transform. `client` names the
-    data plane and why it was chosen. `waiting_for` is empty, or in an outage of the store says which endpoint the
-    loader is waiting for, since when, and the last error.
+    `seconds` runs from the request for the first batch to the return of the last. `wait_seconds`: the training loop
+    waited for a batch; `first_batch_seconds` of them for the first. `fetch_wait_seconds`, `decode_wait_seconds` and
+    `transform_wait_seconds`: the loader itself waited for these stages; they overlap with training. `gather_seconds`:
+    the thread that gathers batches was busy, or waited for their plan. `full_seconds`: the loader was ahead and waited
+    for the training loop.
+
+    `request_seconds` (requests in flight) and `transform_seconds` (your transform) are sums over all threads.
+    `unpack_seconds` (checking and decompressing chunks), `decode_seconds` (decoding images) and `cpu_seconds` (this
+    whole process, since the first batch) are CPU time. `hedges` counts second requests for a slow first one.
+
+    `in_flight` is the current limit of concurrent requests, `cores` the number of cores that this rank decodes with,
+    and `transformers` the number of threads or processes that run the transform. `client` names the data plane and why
+    it was chosen. `waiting_for` is empty except during an outage of the store; then it names the endpoint, how long the
+    loader has waited for it, and the last error.
     """
 
     batches: int = 0
@@ -99,59 +101,53 @@ class Stats:
     waiting_for: str = ""
 
     def since(self, earlier: Stats) -> Stats:
-        """Return what was done after the snapshot `earlier` of the same dataset: for a line of the last interval.
+        """Return the statistics of the interval since `earlier`, a snapshot of the same dataset.
 
-        Raises `UsageError` where `earlier` is not earlier.
+        Raises `UsageError` if `earlier` is later than this snapshot.
         """
         if earlier.batches > self.batches or earlier.seconds > self.seconds:
-            found, here = (f"{one.batches} batches in {one.seconds:.1f} s" for one in (earlier, self))
-            problem = f"since() got stats of {found}, these are of {here}"
+            before, now = (f"{stats.batches} batches in {stats.seconds:.1f} s" for stats in (earlier, self))
+            problem = f"since() got stats of {before}, these are of {now}"
             raise UsageError(problem, "take both from the same dataset: later.since(earlier)")
-        changes: dict[str, Any] = {
-            item.name: getattr(self, item.name) - getattr(earlier, item.name)
-            for item in fields(self)
-            if item.name not in _PRESENT and item.type != "str"
-        }
-        return replace(self, **changes)
+        sums = (item.name for item in fields(self) if item.name not in _CURRENT)
+        return replace(self, **{name: getattr(self, name) - getattr(earlier, name) for name in sums})
 
     @property
     def samples_per_second(self) -> float:
-        """Samples handed out per second between the first and the last batch asked for."""
-        return self.samples / self.seconds if self.seconds else 0.0
+        """Samples returned per second, from the request for the first batch to the return of the last."""
+        return quotient(self.samples, self.seconds)
 
     @property
     def megabytes_per_second(self) -> float:
-        """10^6 bytes fetched per second, while the loader was not ahead of the training loop."""
+        """Megabytes (10^6 bytes) fetched per second while the loader was not ahead of the training loop."""
         return quotient(self.bytes_fetched / 1e6, self._active)
 
     @property
     def wait_fraction(self) -> float:
-        """The share of time that the training loop stood still for data, from 0 to 1; after the first batch."""
-        steady = self.seconds - self.first_batch_seconds
-        if steady <= 0:
-            return min(1.0, quotient(self.wait_seconds, self.seconds))
-        return min(1.0, quotient(self.wait_seconds - self.first_batch_seconds, steady))
+        """The share of the time after the first batch for which the training loop waited for data, from 0 to 1."""
+        first = self.first_batch_seconds if self.first_batch_seconds < self.seconds else 0.0  # a single batch counts
+        return min(1.0, quotient(self.wait_seconds - first, self.seconds - first))
 
     @property
     def requests_in_flight(self) -> float:
-        """How many requests were under way at once on average, while the loader was not ahead."""
+        """The mean number of concurrent requests while the loader was not ahead."""
         return quotient(self.request_seconds, self._active)
 
     @property
     def decode_busy(self) -> float:
-        """The share of the cores' time that went into unpacking chunks and decoding images, while not ahead."""
+        """The share of the cores' time spent on unpacking chunks and decoding images while the loader was not ahead."""
         return quotient(self.unpack_seconds + self.decode_seconds, self.cores * self._active)
 
     @property
     def transform_busy(self) -> float:
-        """The share of their time that the threads or processes of the transform were in it, while not ahead."""
+        """The share of time that the transform's threads or processes were busy while the loader was not ahead."""
         return quotient(self.transform_seconds, self.transformers * self._active)
 
     @property
     def limit(self) -> str:
-        """Which stage is the limit: "network", "gather", "decode", "transform", "consumer"; "" before the first batch.
+        """The limiting stage: "network", "gather", "decode", "transform" or "consumer"; "" before the first batch.
 
-        A stage that is busy nearly all the time; where none is, the one that batches waited for.
+        It is the stage that is busy nearly all the time, or, if none is, the one that batches waited for.
         """
         if not self.batches:
             return ""
@@ -166,7 +162,7 @@ class Stats:
 
     @property
     def verdict(self) -> str:
-        """Which stage is the limit, by how much, and what to change."""
+        """The limiting stage, how long training waited, and what to change, as text."""
         limit = self.limit
         if not limit:
             return "no batch yet"
@@ -182,56 +178,54 @@ class Stats:
 
     @property
     def _active(self) -> float:
-        """Seconds in which the loader was not ahead: what it did is measured against these."""
+        """Seconds in which the loader was not ahead: the denominator of its rates."""
         return max(self.seconds - self.full_seconds, self.wait_seconds)
 
     def _network(self) -> str:
         size = self.bytes_fetched / max(1, self.requests)
         flight = self.requests_in_flight
-        each = f"{size / 1e6:.3g} MB" if size >= 1e6 else f"{size / 1e3:.3g} kB"
-        what = f"{self.megabytes_per_second:.4g} MB/s in {flight:.3g} requests in flight of {each}"
+        mean_size = f"{size / 1e6:.3g} MB" if size >= 1e6 else f"{size / 1e3:.3g} kB"
+        rate = f"{self.megabytes_per_second:.4g} MB/s in {flight:.3g} requests in flight of {mean_size}"
         if self.retries > MANY_RETRIES * self.requests:
-            return f"{what}; {self.retries} retries in {self.requests} requests: the store throttles or fails"
+            return f"{rate}; {self.retries} retries in {self.requests} requests: the store throttles or fails"
         if size < SMALL_REQUEST:
-            return f"{what}; they are small: a larger shuffle=Shuffle(block=) makes fewer and longer ones"
+            return f"{rate}; they are small: a larger shuffle=Shuffle(block=) makes fewer and longer ones"
         if self.client.startswith("fsspec"):
-            return f"{what}; they go through fsspec, the slowest client; stats().client says why"
+            return f"{rate}; they go through fsspec, the slowest client; stats().client says why"
         if self.cpu_seconds > 0.85 * self.cores * (self.seconds - self.first_batch_seconds):
-            return f"{what}; the process keeps its {_count(self.cores, 'core')} busy: give it more"
+            return f"{rate}; the process keeps its {_count(self.cores, 'core')} busy: give it more"
         if flight < self.in_flight / 2:
-            return f"{what} where {self.in_flight} are allowed; more memory= lets more blocks wait for their turn"
-        return f"{what}; `streamloader bench` tells whether the endpoint gives more"
+            return f"{rate}; {self.in_flight} are allowed: more memory= lets the loader fetch more blocks ahead"
+        return f"{rate}; `streamloader bench` shows whether the endpoint is faster"
 
     def _gather(self) -> str:
         busy = quotient(self.gather_seconds, self._active)
         size = max(self.bytes_decoded, self.bytes_fetched) / max(1, self.samples)
         small = size < SMALL_SAMPLE
         rate = self.samples_per_second
-        what = f"{rate:.3g} samples/s" if small else f"{size * rate / 1e6:.4g} MB/s"
-        change = "store several of these small samples as one" if small else "ask for fewer or smaller fields"
-        return f"one thread gathers {what}, {busy:.0%} busy; train with more ranks, or {change}"
+        throughput = f"{rate:.3g} samples/s" if small else f"{size * rate / 1e6:.4g} MB/s"
+        change = "store several of these small samples as one" if small else "read fewer or smaller fields"
+        return f"one thread gathers {throughput}, {busy:.0%} busy; train with more ranks, or {change}"
 
     def _decode(self) -> str:
-        work = self.unpack_seconds + self.decode_seconds
+        unpack = quotient(self.unpack_seconds, self.unpack_seconds + self.decode_seconds)
         cores = f"{_count(self.cores, 'core')} {min(1.0, self.decode_busy):.0%} busy"
         if self.unpack_seconds >= self.decode_seconds:
-            part = quotient(self.unpack_seconds, work)
-            return f"{cores}, {part:.0%} of it unpacking chunks; convert with codec lz4 or none, or give more cores"
-        part = quotient(self.decode_seconds, work)
+            return f"{cores}, {unpack:.0%} of it unpacking chunks; convert with codec lz4 or none, or give more cores"
         change = "choose fewer pixels (Decode(size=)), simplejpeg and OpenCV, or more cores"
-        return f"{cores}, {part:.0%} of it decoding images; {change}"
+        return f"{cores}, {1 - unpack:.0%} of it decoding images; {change}"
 
     def _transform(self) -> str:
-        who = f"{_count(self.transformers, 'transformer')} {min(1.0, self.transform_busy):.0%} busy"
-        return f"{who}; set transform_workers= higher, or move work out of the transform"
+        busy = f"{_count(self.transformers, 'transformer')} {min(1.0, self.transform_busy):.0%} busy"
+        return f"{busy}; increase transform_workers=, or move work out of the transform"
 
     def _consumer(self) -> str:
-        idle = min(1.0, quotient(self.full_seconds, self.seconds))
-        return f"the loader keeps up and was ahead {idle:.0%} of the time"
+        ahead = min(1.0, quotient(self.full_seconds, self.seconds))
+        return f"the loader keeps up and was ahead {ahead:.0%} of the time"
 
 
 def quotient(part: float, total: float) -> float:
-    """Return `part` / `total`, 0 of nothing."""
+    """Return `part` / `total`, or 0 if `total` is 0 or less."""
     return part / total if total > 0 else 0.0
 
 
@@ -240,16 +234,14 @@ def _count(number: int, name: str) -> str:
 
 
 class Counters:
-    """Thread-safe sums behind `Stats`; the names are those of its fields."""
+    """Thread-safe sums behind `Stats`, named like its fields."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._sums: dict[str, float] = {}
-        self.client = ""  # which data plane serves, and why
-        self.outages: Callable[[], Iterable[str]] = tuple  # of the stores, as text; empty texts stand for none
-        self._begin: float | None = None
-        self._end = 0.0
-        self._cpu_begin = self._cpu_end = 0.0
+        self.client = ""  # the data plane, and why it was chosen
+        self.outages: Callable[[], Iterable[str]] = tuple  # a text for each store, empty without an outage
+        self._begin = self._end = self._cpu_begin = self._cpu_end = 0.0
 
     def add(self, **amounts: float) -> None:
         """Add to the named sums."""
@@ -258,36 +250,31 @@ class Counters:
                 self._sums[name] = self._sums.get(name, 0) + amount
 
     def note(self, **values: float) -> None:
-        """Set the named fields: what is so now, such as `in_flight`, not what adds up."""
+        """Set fields that hold a current value, such as `in_flight`."""
         with self._lock:
             self._sums.update(values)
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
-        """Add the wall seconds of the block to the named sum."""
+        """Add the wall time of the `with` block to the named sum."""
         begin = time.perf_counter()
         try:
             yield
         finally:
             self.add(**{name: time.perf_counter() - begin})
 
-    def delivered(self, samples: int, asked: float) -> None:
-        """Count a batch that was asked for at `asked` (`time.perf_counter`) and is handed out now."""
+    def delivered(self, samples: int, requested: float) -> None:
+        """Count a batch that is returned now and was requested at `requested` (`time.perf_counter`)."""
         now, cpu = time.perf_counter(), time.process_time()
-        if self._begin is None:
-            self._begin, self._cpu_begin = asked, cpu
-            self.add(first_batch_seconds=now - asked)
+        if not self._end:
+            self._begin, self._cpu_begin = requested, cpu
+            self.add(first_batch_seconds=now - requested)
         self._end, self._cpu_end = now, cpu
-        self.add(batches=1, samples=samples, wait_seconds=now - asked)
+        self.add(batches=1, samples=samples, wait_seconds=now - requested)
 
     def snapshot(self) -> Stats:
         """Return the sums so far."""
         with self._lock:
-            known: dict[str, Any] = {
-                item.name: round(self._sums[item.name]) if item.type == "int" else self._sums[item.name]
-                for item in fields(Stats)
-                if item.name in self._sums
-            }
-        seconds = self._end - self._begin if self._begin is not None else 0.0
-        known |= {"client": self.client, "waiting_for": "; ".join(filter(None, self.outages()))}
-        return Stats(**known, seconds=seconds, cpu_seconds=self._cpu_end - self._cpu_begin)
+            values: dict[str, Any] = dict(self._sums)
+        values |= {"client": self.client, "waiting_for": "; ".join(filter(None, self.outages()))}
+        return Stats(**values, seconds=self._end - self._begin, cpu_seconds=self._cpu_end - self._cpu_begin)

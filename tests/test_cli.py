@@ -67,6 +67,15 @@ def test_quiet_prints_nothing(photos, tmp_path, capsys):
     assert "has no splits" in fails(capsys, "inspect", tmp_path / "out", "--split", "test")
 
 
+def test_an_append_with_reversed_arguments_names_the_order(numbers, photos, tmp_path, capsys):
+    sl.convert(photos, tmp_path / "split", split="train=0.5,val=0.5", workers=0)
+    for dataset in (numbers, tmp_path / "split"):
+        line = fails(capsys, "append", photos, dataset)
+        assert line.startswith("error: there is no dataset at")
+        assert f"; {dataset} is a dataset: to append to it, give it before the source [SL301]" in line
+    assert "convert something to it [SL301]" in fails(capsys, "append", tmp_path / "nothing", photos)
+
+
 def storage(options):
     """Return the arguments that give these storage options."""
     texts = {name: value if isinstance(value, str) else json.dumps(value) for name, value in options.items()}
@@ -296,7 +305,8 @@ def test_bench_decodes_images_to_the_given_size(tmp_path, capsys):
         (["{data}", "--batch-size", "0"], "--batch-size"),
         (["{data}", "--seconds", "0"], "seconds=0"),
         (["{data}", "--memory", "much"], "--memory 'much' is not a size"),
-        (["{data}", "--memory", "1000"], "the shuffle window needs memory="),
+        (["{data}", "--memory", "1000"], "but --memory 1000; give --memory "),
+        (["{data}", "--memory", "1000"], " or more [SL103]"),
         (["{data}", "--image-size", "big"], "--image-size 'big'"),
         (["{data}", "--trace", "{data}/no/where"], "cannot be written"),
         (["{data}", "--storage-option", "x"], "name=value"),
@@ -324,7 +334,7 @@ def test_ctrl_c_ends_a_bench_at_once(numbers, capsys, monkeypatch):
 
 
 def test_progress_of_a_conversion_is_lines_in_a_pipe_or_ci_and_a_bar_on_a_terminal(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("streamloader.cli.options.SURE_SECONDS", 0.0)
+    monkeypatch.setattr("streamloader.cli.options.MIN_ESTIMATE_SECONDS", 0.0)
     np.save(tmp_path / "rows.npy", np.random.default_rng(0).integers(0, 256, (640, 1024), np.uint8))
     (tmp_path / "slowly.py").write_text("import time\ndef same(batch):\n    time.sleep(0.02)\n    return batch\n")
     monkeypatch.chdir(tmp_path)

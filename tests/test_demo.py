@@ -13,21 +13,21 @@ from commands import run
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamloader.demo.story import Taken, check_exactly_once, read_log, reason, repeated_steps
+from streamloader.demo.run import RankStep, check_exactly_once, read_log, reason, repeated_steps
 from streamloader.errors import EngineError
 
 STARTER = """
 import sys
-from streamloader.demo.story import s3_server
+from streamloader.demo.run import s3_server
 with s3_server("bucket") as endpoint:
     print(endpoint, flush=True)
     sys.stdin.read()
 """
 
 
-def epoch_of(numbers: list[int], epoch: int = 0, batch: int = 4) -> list[Taken]:
+def epoch_of(numbers: list[int], epoch: int = 0, batch: int = 4) -> list[RankStep]:
     starts = range(0, len(numbers), batch)
-    return [Taken(epoch, step, tuple(numbers[start : start + batch])) for step, start in enumerate(starts)]
+    return [RankStep(epoch, step, tuple(numbers[start : start + batch])) for step, start in enumerate(starts)]
 
 
 @given(st.permutations(range(23)))
@@ -41,12 +41,12 @@ def test_a_missed_and_a_repeated_sample_are_found(numbers, place, other):
         numbers = [*numbers, numbers[place]]
     else:
         numbers = [numbers[other] if number == numbers[place] else number for number in numbers]
-    with pytest.raises(EngineError, match=r"epoch 0 took [12] of 23 samples not exactly once .* \d+: [02]"):
+    with pytest.raises(EngineError, match=r"epoch 0 has [12] of 23 samples not exactly once .* \d+: [02]"):
         check_exactly_once(epoch_of(numbers), 23, epochs=1)
 
 
 @pytest.mark.parametrize(
-    ("taken", "epochs", "message"), [(8, 2, "epoch 1 took 8 of 8 samples .* 0: 0, 1: 0"), (9, 1, "took 1 of 8 .* 8: 1")]
+    ("taken", "epochs", "message"), [(8, 2, "epoch 1 has 8 of 8 samples .* 0: 0, 1: 0"), (9, 1, "has 1 of 8 .* 8: 1")]
 )
 def test_a_missing_epoch_and_an_unknown_sample_are_found(taken, epochs, message):
     with pytest.raises(EngineError, match=message):
@@ -56,14 +56,14 @@ def test_a_missing_epoch_and_an_unknown_sample_are_found(taken, epochs, message)
 def test_steps_after_the_checkpoint_must_be_the_same_batches():
     before = epoch_of(list(range(12)))
     assert repeated_steps(before, before, resumed_at=1) == 2
-    with pytest.raises(EngineError, match="step 2 was another batch"):
+    with pytest.raises(EngineError, match="step 2 has another batch"):
         repeated_steps(before, epoch_of(list(range(12))[::-1]), resumed_at=1)
 
 
 def test_a_line_that_a_kill_cut_short_is_left_out(tmp_path):
     line = json.dumps({"epoch": 0, "step": 0, "index": [1, 2]})
     (tmp_path / "first-rank0.jsonl").write_text(f"{line}\n{line[:20]}")
-    assert read_log(tmp_path, "first") == [Taken(0, 0, (1, 2))]
+    assert read_log(tmp_path, "first") == [RankStep(0, 0, (1, 2))]
 
 
 def test_the_server_ends_with_its_starter_even_if_that_is_killed():

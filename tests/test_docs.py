@@ -16,7 +16,7 @@ from run_page import run_page
 from servers import S3Server
 
 from streamloader import errors
-from streamloader.demo.story import write_photographs
+from streamloader.demo.run import write_photographs
 from streamloader.pytorch import dataset  # noqa: F401 - so that no page has to
 
 ROOT = Path(__file__).parent.parent

@@ -107,7 +107,7 @@ def changed(stats: Stats, **values: Any) -> str:
 def test_the_network_is_the_limit_where_no_stage_is_busy():
     assert NETWORK.verdict == (
         "network-bound: training waited 50% of the time; 412 MB/s in 41 requests in flight of 4.2 MB; "
-        "`streamloader bench` tells whether the endpoint gives more"
+        "`streamloader bench` shows whether the endpoint is faster"
     )
     assert "they are small: a larger shuffle=Shuffle(block=)" in changed(NETWORK, requests=981_000)
     assert "1000 retries in 9810 requests: the store throttles or fails" in changed(NETWORK, retries=1000)
@@ -134,7 +134,7 @@ def test_what_to_change_about_gathering_depends_on_the_size_of_a_sample():
         "gather-bound: training waited 50% of the time; one thread gathers 32 samples/s, 80% busy; "
         "train with more ranks, or store several of these small samples as one"
     )
-    assert "gathers 48 MB/s, 80% busy; train with more ranks, or ask for fewer or smaller fields" in changed(
+    assert "gathers 48 MB/s, 80% busy; train with more ranks, or read fewer or smaller fields" in changed(
         gather, bytes_decoded=4_800_000_000
     )
 
@@ -231,6 +231,7 @@ def test_every_batch_is_reported_before_it_is_returned(vectors):
             assert (reports[-1].epoch, reports[-1].samples) == (epoch, len(batch["x"]))
     stats = dataset.stats()
     dataset.close()
+    assert all(type(value) is type(getattr(Stats, name)) for name, value in dataclasses.asdict(stats).items())
     assert [report.step for report in reports] == list(range(44))
     assert all(0 <= report.wait_seconds <= report.seconds for report in reports)
     assert sum(report.wait_seconds for report in reports) >= stats.wait_seconds

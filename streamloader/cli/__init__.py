@@ -1,1 +1,1 @@
-"""The command line: a thin face over the public API, one file for each command."""
+"""The command line, a thin layer over the public API."""

@@ -6,6 +6,7 @@ import io
 import json
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import asdict
 from inspect import unwrap
 from typing import TYPE_CHECKING, Any
@@ -26,13 +27,15 @@ from streamloader.cli.options import (
     print_table,
     quiet_option,
     show_bytes,
+    show_classes,
+    size_option,
     source_option,
     split_option,
     storage_option,
     target_option,
 )
-from streamloader.errors import UsageError
-from streamloader.options import CODECS, CodecChoice, Layout, parse_size
+from streamloader.errors import NotADatasetError, StreamloaderError, UsageError
+from streamloader.options import CODECS, CodecChoice, Layout
 
 if TYPE_CHECKING:
     from streamloader.conversion.job import Report
@@ -41,29 +44,29 @@ if TYPE_CHECKING:
     from streamloader.maintenance.cleanup import Incomplete
     from streamloader.maintenance.verify import VerifyReport
 
-PROBLEMS = 1  # the exit status of a verification that found some
-SKIPPED = 3  # the exit status where bad samples were skipped: the dataset is complete, but look at them
+PROBLEMS = 1  # the exit status of a verification that found problems
+SKIPPED = 3  # the exit status if bad samples were skipped: the dataset is complete without them
 ON_ERROR = ("raise", "skip", "quarantine")
 FORMATS = ("webdataset", "parquet", "npz", "zarr")
-BAD_SHOWN = 10  # bad samples that are named on the terminal
-PATHS_SHOWN = 5
-VALUE_SHOWN = 60  # characters of a value
+BAD_SHOWN = 10  # skipped samples that are named
+PATHS_SHOWN = 5  # objects to remove that are named
+VALUE_SHOWN = 60  # characters of a text value
 TRANSFORMS = (
-    option("--format", metavar="NAME", help="The source's format; detected by default."),
-    option("--map", metavar="MODULE:FUNCTION", help="A function of each sample, a dict of its values."),
-    option("--map-batch", type=IntRange(min=1), help="Call it with so many samples at once, as columns."),
-    option("--resize", metavar="SIDE|HxW", help="Resize images: their shorter side, or height x width, in pixels."),
-    option("--quality", type=IntRange(1, 100), help="Encode every image as a JPEG of this quality."),
+    option("--format", metavar="NAME", help="Format of SRC; detected by default."),
+    option("--map", metavar="MODULE:FUNCTION", help="Function that maps a sample, a dict of its values, to another."),
+    option("--map-batch", type=IntRange(min=1), help="Call the function with this many samples at once, as columns."),
+    option("--resize", metavar="SIDE|HxW", help="Resize images: the shorter side, or height x width, in pixels."),
+    option("--quality", type=IntRange(1, 100), help="Encode every image as JPEG of this quality."),
     option("--shuffle", type=IntRange(min=0), metavar="SEED", help="Write the samples in a random order."),
-    option("--engine", default="local", metavar="NAME[=ADDRESS]", help="local, dask, ray or spark."),
-    option("--workers", type=IntRange(min=0), help="Processes; default: one per core. 0: this process."),
+    option("--engine", default="local", metavar="NAME[=ADDRESS]", help="Executor: local, dask, ray or spark."),
+    option("--workers", type=IntRange(min=0), help="Number of processes; default: one per core. 0: this process."),
 )
 
 
 def transform_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options that `convert` and `append` share."""
-    for add in reversed(TRANSFORMS):
-        command = add(command)
+    """Add the options that `convert` and `append` share to a command."""
+    for decorate in reversed(TRANSFORMS):
+        command = decorate(command)
     return command
 
 
@@ -71,21 +74,16 @@ def transform_options(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.argument("src")
 @click.argument("dst")
 @transform_options
-@option("--fields", multiple=True, metavar="NAME[=TYPE],...", help="Fields to keep, with their types.")
-@option("--fill", parse=parse_fill, help="What replaces a missing value. May be repeated.", **PAIRS)
+@option("--fields", multiple=True, metavar="NAME[=TYPE],...", help="Fields to keep, optionally with types.")
+@option("--fill", parse=parse_fill, help="Value that replaces missing ones of a field. May be repeated.", **PAIRS)
 @option("--raw", is_flag=True, help="Keep packed values (scale_factor, add_offset, _FillValue) as stored.")
 @option("--split", help="Assign samples to splits at random, say train=0.9,val=0.1.")
-@option("--on-error", type=Choice(ON_ERROR), default="raise", help="What to do with bad samples.")
-@option(
-    "--shard-size",
-    default="64MiB",
-    parse=lambda text: parse_size(text, "--shard-size "),
-    help="Stored bytes of one object of the largest field.",
-)
-@option("--codec", type=Choice(CODECS), default="auto", help="How chunks are compressed.")
-@option("--dry-run", is_flag=True, help="Print what would be written, from a sample of the rows; write nothing.")
-@option("--resume", is_flag=True, help="Accept a finished dataset of the same source.")
-@option("--overwrite", is_flag=True, help="Replace the dataset that is there, or begin again.")
+@option("--on-error", type=Choice(ON_ERROR), default="raise", help="How to handle bad samples.")
+@size_option("--shard-size", default="64MiB", help="Stored size of a shard of the largest field.")
+@option("--codec", type=Choice(CODECS), default="auto", help="Compression of chunks.")
+@option("--dry-run", is_flag=True, help="Print what would be written, estimated from some rows; write nothing.")
+@option("--resume", is_flag=True, help="Succeed if DST is a finished dataset of the same source.")
+@option("--overwrite", is_flag=True, help="Replace an existing dataset, or discard an unfinished one.")
 @storage_option
 @source_option
 @quiet_option
@@ -93,7 +91,7 @@ def convert(*, src: str, dst: str, shard_size: int, codec: CodecChoice, quiet: b
     """Convert SRC into a dataset at the URL DST.
 
     SRC is a local path or a URL of any store: docs/conversion.md lists the formats. Run the same command again to
-    resume an interrupted conversion. Exits with 3 where bad samples were skipped.
+    resume an interrupted conversion. Exits with 3 if bad samples were skipped.
     """
     from streamloader.conversion.api import convert as run
 
@@ -111,25 +109,25 @@ def convert(*, src: str, dst: str, shard_size: int, codec: CodecChoice, quiet: b
 
 
 def _skipped(report: Report, on_error: str) -> Iterator[str]:
-    """Yield the lines that name the samples that are not in the dataset."""
+    """Yield lines that name the samples that are not in the dataset."""
     from streamloader.conversion.shard_task import QUARANTINE
 
     yield f"{report.num_left_out:,} of {counted(report.num_left_out + report.num_samples, 'sample')} skipped:"
-    bad = [(split, one) for split, some in report.left_out.items() for one in some]
-    for split, one in bad[:BAD_SHOWN]:
-        yield f"  {f'{split}: ' if split else ''}{one.name}: {one.problem}"
+    bad = [(split, sample) for split, samples in report.left_out.items() for sample in samples]
+    for split, sample in bad[:BAD_SHOWN]:
+        yield f"  {f'{split}: ' if split else ''}{sample.name}: {sample.problem}"
     if len(bad) > BAD_SHOWN:
         yield f"  and {len(bad) - BAD_SHOWN:,} more"
     if on_error == "quarantine" and bad:
-        yield f"they are kept in {report.url}/{QUARANTINE}"
+        yield f"they are saved in {report.url}/{QUARANTINE}"
 
 
 def _converted(report: Report) -> str:
     splits = by_split({name: manifest.num_samples for name, manifest in report.manifests.items()})
     layouts = [layout for manifest in report.manifests.values() for layout in manifest.fields.values()]
     stored = show_bytes(sum(layout.stored for layout in layouts))
-    what = f"converted {counted(report.num_samples, 'sample')}{splits} to {report.url}"
-    return f"{what}: {stored} in {counted(report.shards, 'shard')}{_kept(report.shards_kept)}"
+    converted = f"converted {counted(report.num_samples, 'sample')}{splits} to {report.url}"
+    return f"{converted}: {stored} in {counted(report.shards, 'shard')}{_kept(report.shards_kept)}"
 
 
 def _kept(shards: int) -> str:
@@ -141,31 +139,41 @@ def _kept(shards: int) -> str:
 @click.argument("src", required=False)
 @split_option
 @transform_options
-@option("--abandon", is_flag=True, help="End an interrupted append; the dataset stays as it was.")
+@option("--abandon", is_flag=True, help="Discard an interrupted append; the dataset stays as it was.")
 @storage_option
 @source_option
 @quiet_option
 def append(*, url: str, src: str | None, abandon: bool, quiet: bool, **options: Any) -> None:
-    """Add the samples of SRC behind those of the finished dataset at URL.
+    """Append the samples of SRC to the finished dataset at URL.
 
-    Readers see the new samples once all of them are there; those who opened the dataset earlier keep reading what it
-    had then. Run the same command again to resume an interrupted append.
+    Readers see the new samples when the append is complete; those that opened the dataset before keep reading the
+    earlier version. Run the same command again to resume an interrupted append.
     """
-    from streamloader.maintenance import append as commands
+    from streamloader.format.opening import manifest_json, read_root
+    from streamloader.maintenance.append import abandon as abandon_append
+    from streamloader.maintenance.append import append as run
+    from streamloader.storage import open_store
 
     if abandon == (src is not None):
         raise UsageError("append takes SRC, or --abandon", "give one of them")
     if src is None:
-        ended = commands.abandon(url, split=options["split"], storage_options=options["storage_options"])
-        text = "ended the append, the dataset is as it was" if ended else "no append is under way"
+        discarded = abandon_append(url, split=options["split"], storage_options=options["storage_options"])
+        text = "ended the append, the dataset is as it was" if discarded else "no append is under way"
     else:
         with display(quiet, "interrupted: the dataset is as it was, run the same command again to resume") as shown:
-            report = unwrap(commands.append)(url, src, progress=shown.update, **options)
-        manifest, written = report.manifest, f"{counted(report.shards, 'shard')} written{_kept(report.shards_kept)}"
-        text = f"appended {counted(report.added, 'sample')} to {report.url}: version {manifest.generation} has"
-        text = f"{text} {manifest.num_samples:,}, {written}, {shown.seconds}"
-        if not report.added:
-            text = f"the source has no samples: {report.url} stays as it is"
+            try:
+                report = unwrap(run)(url, src, progress=shown.update, **options)
+            except NotADatasetError as error:
+                with suppress(StreamloaderError):
+                    root = read_root(open_store(src, options["source_options"] or options["storage_options"]))
+                    if manifest_json(root):
+                        error.remedy = f"{src} is a dataset: to append to it, give it before the source"
+                raise
+        text = f"the source has no samples: {report.url} is unchanged"
+        if report.added:
+            version = f"version {report.manifest.generation} has {report.manifest.num_samples:,}"
+            shards = f"{counted(report.shards, 'shard')} written{_kept(report.shards_kept)}"
+            text = f"appended {counted(report.added, 'sample')} to {report.url}: {version}, {shards}, {shown.seconds}"
     if not quiet:
         click.echo(text)
 
@@ -173,16 +181,16 @@ def append(*, url: str, src: str | None, abandon: bool, quiet: bool, **options: 
 @click.command()
 @click.argument("url")
 @click.argument("dst")
-@option("--format", type=Choice(FORMATS), required=True, help="What to write.")
+@option("--format", type=Choice(FORMATS), required=True, help="Format to write.")
 @fields_option
 @split_option
 @storage_option
 @target_option
 @quiet_option
 def export(*, url: str, dst: str, quiet: bool, **options: Any) -> None:
-    """Write the samples of the dataset at URL, in order, as files of another format to the empty folder or URL DST.
+    """Export the samples of the dataset at URL, in order, to files of another format at DST, an empty folder or URL.
 
-    webdataset: tars. parquet: needs pyarrow. npz: fields of fixed shape only. zarr: a plain Zarr v3 group.
+    webdataset: tar files. parquet: needs pyarrow. npz: fields of fixed shape only. zarr: a plain Zarr v3 group.
     """
     from streamloader.maintenance.export import export as run
     from streamloader.storage.url import redact
@@ -190,24 +198,24 @@ def export(*, url: str, dst: str, quiet: bool, **options: Any) -> None:
     with display(quiet, f"interrupted: {redact(dst)} is incomplete, remove it") as shown:
         report = unwrap(run)(url, dst, progress=shown.update, **options)
     if not quiet:
-        written = f"{show_bytes(report.bytes)} in {counted(report.files, 'file')}, {shown.seconds}"
-        click.echo(f"exported {counted(report.num_samples, 'sample')} to {report.url}: {written}")
+        size = f"{show_bytes(report.bytes)} in {counted(report.files, 'file')}"
+        click.echo(f"exported {counted(report.num_samples, 'sample')} to {report.url}: {size}, {shown.seconds}")
 
 
 @click.command()
 @click.argument("url")
-@option("--split", help="One split only; all of them by default.")
-@option("--against", metavar="SRC", help="The source to compare every sample with.")
-@option("--format", metavar="NAME", help="The format of SRC; detected by default.")
+@option("--split", help="One split; default: all.")
+@option("--against", metavar="SRC", help="Source to compare every sample with.")
+@option("--format", metavar="NAME", help="Format of SRC; detected by default.")
 @storage_option
 @source_option
 @json_option
 @option("--quiet", is_flag=True, help="Show no progress.")
 def verify(*, url: str, as_json: bool, quiet: bool, **options: Any) -> None:
-    """Read all of the dataset at URL, and report everything that is wrong with it.
+    """Check the whole dataset at URL, and report every problem.
 
-    Sizes, indexes, checksums, tables, documents, every item; with --against the source too. Nothing is written. The
-    exit status is 0 where the dataset is OK, 1 where it is not.
+    Reads all objects and checks sizes, indexes, checksums, tables, documents and values; with --against, compares
+    every sample with the source. Nothing is written. Exits with 0 if the dataset is OK, else with 1.
     """
     from streamloader.maintenance.verify import verify as run
 
@@ -222,64 +230,65 @@ def verify(*, url: str, as_json: bool, quiet: bool, **options: Any) -> None:
 
 
 def _findings(report: VerifyReport) -> Iterator[str]:
-    yield from (f"problem: {one.problem}" for one in report.problems)
+    yield from (f"problem: {finding.problem}" for finding in report.problems)
     if not report.listed:
-        yield "the store does not list its objects: orphaned objects were not looked for"
+        yield "the store cannot list objects: orphaned objects were not checked"
     if report.appending:
         yield "an append is not finished: documents and the ends of shards were not checked"
     elif report.leftovers:
         yield f"{counted(report.leftovers, 'leftover')} of earlier writers: streamloader rm-incomplete {report.url}"
     if report.others:
         yield f"{counted(report.others, 'other object')} below the same URL, not part of the dataset"
-    what = f"{counted(sum(report.samples.values()), 'sample')}{by_split(report.samples)}"
+    verdict = "OK" if report.ok else counted(len(report.problems), "problem")
+    samples = f"{counted(sum(report.samples.values()), 'sample')}{by_split(report.samples)}"
     compared = f", {report.compared:,} compared with the source" if report.compared else ""
     read = f"{show_bytes(report.bytes)} in {counted(report.objects, 'object')}"
-    yield f"{report.url}: {'OK' if report.ok else counted(len(report.problems), 'problem')}; {what}{compared}, {read}"
+    yield f"{report.url}: {verdict}; {samples}{compared}, {read}"
 
 
 @click.command("rm-incomplete")
 @click.argument("url")
-@option("--yes", is_flag=True, help="Do not ask.")
+@option("--yes", is_flag=True, help="Do not ask for confirmation.")
 @storage_option
 def rm_incomplete(*, url: str, yes: bool, storage_options: dict[str, Any]) -> None:
-    """Remove the unfinished dataset at URL, or what killed writers left next to a finished one, which stays.
+    """Remove the unfinished dataset at URL, or the leftovers of killed writers beside a finished one.
 
-    Only while nothing writes there.
+    Finished datasets are kept. Run it only while nothing writes to URL.
     """
     from streamloader.maintenance.cleanup import find_incomplete, remove_incomplete
     from streamloader.storage import open_store
 
     store = open_store(url, storage_options)
-    found = find_incomplete(store)
-    click.echo(found.message)
-    if found.kind == "nothing":
+    incomplete = find_incomplete(store)
+    click.echo(incomplete.message)
+    if incomplete.kind == "nothing":
         return
-    amount = f"{counted(len(found.objects), 'object')}, {show_bytes(found.bytes)}"
-    click.echo("\n".join(_to_remove(found, amount)))
+    size = f"{counted(len(incomplete.objects), 'object')}, {show_bytes(incomplete.bytes)}"
+    click.echo("\n".join(_to_remove(incomplete, size)))
     if not yes:
         if not sys.stdin.isatty():
             raise UsageError("there is no terminal to ask for confirmation", "give --yes")
-        if not click.confirm("Has everything stopped writing there, and shall this be removed?"):
+        if not click.confirm("Has every writer to this URL stopped, and do you want to remove this?"):
             click.echo("nothing was removed")
             return
-    leftovers = remove_incomplete(store, found)
-    more = f"; half-written files and unfinished uploads: {leftovers}" if leftovers else ""
-    click.echo(f"removed {amount}{more}")
+    unlisted = remove_incomplete(store, incomplete)
+    more = f"; half-written files and unfinished uploads: {unlisted}" if unlisted else ""
+    click.echo(f"removed {size}{more}")
 
 
-def _to_remove(found: Incomplete, amount: str) -> Iterator[str]:
-    if not found.objects:
+def _to_remove(incomplete: Incomplete, size: str) -> Iterator[str]:
+    if not incomplete.objects:
         yield "no leftovers are listed; half-written files and unfinished uploads will be removed if there are any"
         return
-    yield f"to be removed: {amount}"
-    yield from (f"  {info.path}, {show_bytes(info.size)}" for info in found.objects[:PATHS_SHOWN])
-    if len(found.objects) > PATHS_SHOWN:
-        yield f"  ... and {len(found.objects) - PATHS_SHOWN} more"
+    yield f"to be removed: {size}"
+    yield from (f"  {info.path}, {show_bytes(info.size)}" for info in incomplete.objects[:PATHS_SHOWN])
+    if len(incomplete.objects) > PATHS_SHOWN:
+        yield f"  ... and {len(incomplete.objects) - PATHS_SHOWN} more"
 
 
 @click.command()
 @click.argument("url")
-@option("--split", help="One split only; all of them by default.")
+@option("--split", help="One split; default: all.")
 @storage_option
 @json_option
 def inspect(*, url: str, split: str | None, storage_options: dict[str, Any], as_json: bool) -> None:
@@ -290,17 +299,16 @@ def inspect(*, url: str, split: str | None, storage_options: dict[str, Any], as_
 
     store = open_store(url, storage_options)
     names = [split] if split is not None else split_names(read_root(store)) or [None]
-    found = [_facts(name, open_dataset(url, split=name, storage_options=storage_options)) for name in names]
+    datasets = [_facts(name, open_dataset(url, split=name, storage_options=storage_options)) for name in names]
     if as_json:
-        click.echo(json.dumps({"url": store.url, "datasets": found}, indent=1))
+        click.echo(json.dumps({"url": store.url, "datasets": datasets}, indent=1))
         return
-    for facts in found:
+    for facts in datasets:
         click.echo(f"{store.url}{' split ' + facts['split'] if facts['split'] else ''}\n{_headline(facts)}")
         _print_fields(facts)
         classes = facts["provenance"].get("classes")
-        for name, listed in classes.items() if isinstance(classes, dict) else ():
-            more = f", ... ({len(listed)})" if len(listed) > 10 else ""
-            click.echo(f"classes of {name}: {', '.join(map(str, listed[:10]))}{more}")
+        for name, class_names in classes.items() if isinstance(classes, dict) else ():
+            click.echo(show_classes(name, class_names))
 
 
 def _facts(split: str | None, dataset: Dataset) -> dict[str, Any]:
@@ -315,7 +323,7 @@ def _facts(split: str | None, dataset: Dataset) -> dict[str, Any]:
         "order": {key: getattr(manifest.order, key) for key in ("block", "lanes", "window")},
         "fields": {name: _field_facts(layout, manifest.num_samples) for name, layout in manifest.fields.items()},
         "provenance": dict(manifest.provenance),
-        "sample": {name: _show(value, manifest.fields[name]) for name, value in sample.items()},
+        "sample": {name: _show_value(value, manifest.fields[name]) for name, value in sample.items()},
     }
 
 
@@ -333,15 +341,15 @@ def _field_facts(layout: FieldLayout, num_samples: int) -> dict[str, Any]:
     }
 
 
-def _show(value: Any, layout: FieldLayout) -> str:
-    """Return a short text of a value: an image by its format and size, an array by its shape and first values."""
+def _show_value(value: Any, layout: FieldLayout) -> str:
+    """Format a value briefly: an image by its format and size, an array by its shape and first elements."""
     if isinstance(value, bytes):
         return _show_image(value) or f"{len(value)} bytes"
     if isinstance(value, str):
         return value if len(value) <= VALUE_SHOWN else f"{value[:VALUE_SHOWN]}... ({len(value)} characters)"
     if not layout.field.shape and layout.field.kind == "tensor":
         return str(value)
-    first = ", ".join(str(one) for one in value.ravel()[:4])
+    first = ", ".join(map(str, value.ravel()[:4]))
     more = ", ..." if value.size > 4 else ""
     return f"{value.dtype}{list(value.shape)} [{first}{more}]"
 

@@ -1,4 +1,4 @@
-"""`streamloader`: the commands, and how errors are printed. Imports stay light, so that `--help` is quick."""
+"""The command `streamloader`: its subcommands and the printing of errors. Imports stay light, so `--help` is fast."""
 
 from __future__ import annotations
 
@@ -14,23 +14,22 @@ from streamloader.cli.measure import bench, plan
 from streamloader.cli.options import INTERRUPTED
 from streamloader.errors import StreamloaderError
 
+BAD_INPUT = 2  # the exit status of every foreseen error, as click's own
+
 
 @click.command()
-@click.option("--keep", type=click.Path(path_type=Path, file_okay=False), help="Work in this new folder and keep it.")
+@click.option("--keep", type=click.Path(path_type=Path, file_okay=False), help="Run in this new folder and keep it.")
 def demo(keep: Path | None) -> None:
-    """Convert real images to a bucket, train from it, kill, resume, evaluate."""
-    from streamloader.demo.story import run_demo
+    """Convert images to a bucket, train from it, kill the ranks, resume and evaluate."""
+    from streamloader.demo.run import run_demo
 
     run_demo(keep)
-
-
-BAD_INPUT = 2
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
 @click.version_option(__version__, prog_name="streamloader")
 def cli() -> None:
-    """Make datasets for streaming from object storage into PyTorch, inspect and measure them."""
+    """Make, inspect and measure datasets that stream from object storage into PyTorch."""
 
 
 for _command in (convert, append, inspect, verify, export, rm_incomplete, plan, bench, demo):
@@ -38,26 +37,22 @@ for _command in (convert, append, inspect, verify, export, rm_incomplete, plan, 
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run a command and exit: 2 with one line on stderr for bad input, 130 after Ctrl-C."""
+    """Run a command and exit. A foreseen error is one line on stderr, without secrets, and status 2; Ctrl-C is 130."""
     try:
         status = cli.main(args=arguments, prog_name="streamloader", standalone_mode=False)
     except click.exceptions.NoArgsIsHelpError as error:
         error.show()
         status = BAD_INPUT
     except (StreamloaderError, click.ClickException) as error:
-        _say(error.format_message() if isinstance(error, click.ClickException) else str(error))
+        from streamloader.storage.url import redact  # takes 0.1 s to import, which --help does not need
+
+        problem = error.format_message() if isinstance(error, click.ClickException) else str(error)
+        click.echo(f"error: {' '.join(redact(problem).split())}", err=True)
         status = BAD_INPUT
     except click.Abort:
         click.echo("interrupted", err=True)
         status = INTERRUPTED
     sys.exit(status)
-
-
-def _say(problem: str) -> None:
-    """Print an error in one line, without what may be secret in its URLs."""
-    from streamloader.storage.url import redact  # 0.1 s to import, which help does not need
-
-    click.echo(f"error: {' '.join(redact(problem).split())}", err=True)
 
 
 if __name__ == "__main__":

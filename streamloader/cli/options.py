@@ -1,4 +1,4 @@
-"""What the commands share: options, numbers and tables as people read them, and progress on stderr."""
+"""Shared by the commands: options, the formatting of numbers and tables, and progress on stderr."""
 
 from __future__ import annotations
 
@@ -9,29 +9,31 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from streamloader.errors import UsageError
+from streamloader.options import parse_size
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
 
     from streamloader.conversion.job import Preview, Progress
 
-INTERRUPTED = 130  # the exit status after Ctrl-C: 128 + SIGINT, as shells have it
+INTERRUPTED = 130  # the exit status after Ctrl-C: 128 + SIGINT, as in shells
 CLASSES_SHOWN = 12
-LINE_SECONDS = 5.0  # how often a line is printed where there is no terminal
-SURE_SECONDS = 0.5  # before this, an estimate of the time left would only jump about
+LINE_SECONDS = 5.0  # between two lines of progress, if stderr is not a terminal
+MIN_ESTIMATE_SECONDS = 0.5  # an estimate of the time left is unreliable before this
 
 
 def parse_options(pairs: Iterable[str]) -> dict[str, Any]:
-    """Return the options of `name=value` texts; a value that is JSON is read as such. Raises `UsageError`."""
+    """Parse storage options from `name=value` texts; values that are valid JSON are decoded. Raises `UsageError`."""
     options: dict[str, Any] = {}
     for pair in pairs:
         name, equals, value = pair.partition("=")
-        if not name or not equals:  # the text may be secret
+        if not name or not equals:  # the message does not quote the text, which may be a secret
             remedy = "write it as name=value, say endpoint_url=http://host or anon=true"
             raise UsageError("a storage option without a name or '='", remedy)
         try:
@@ -42,7 +44,7 @@ def parse_options(pairs: Iterable[str]) -> dict[str, Any]:
 
 
 def parse_fill(pairs: Iterable[str]) -> Mapping[str, str]:
-    """Return the fill values of `field=value` texts. Raises `UsageError`."""
+    """Parse fill values from `field=value` texts. Raises `UsageError`."""
     values: dict[str, str] = {}
     for pair in pairs:
         name, equals, value = pair.partition("=")
@@ -52,49 +54,55 @@ def parse_fill(pairs: Iterable[str]) -> Mapping[str, str]:
     return values
 
 
-def parse_names(text: str | None) -> tuple[str, ...] | None:
-    """Return the field names of `image,label`."""
-    return None if text is None else tuple(name.strip() for name in text.split(","))
+def parse_names(text: str) -> tuple[str, ...]:
+    """Parse field names from `image,label`."""
+    return tuple(name.strip() for name in text.split(","))
 
 
 def option(*names: str, parse: Callable[[Any], Any] | None = None, **settings: Any) -> Callable[[Any], Any]:
-    """Return an option of a command, whose value goes through `parse`."""
-    callback = None if parse is None else lambda _context, _option, value: parse(value)
-    return click.option(*names, callback=callback, **settings)
+    """Return the decorator of a command's option; `parse` converts its value unless that is None."""
+    if parse is not None:
+        settings["callback"] = lambda _context, _option, value: None if value is None else parse(value)
+    return click.option(*names, **settings)
+
+
+def size_option(name: str, **settings: Any) -> Callable[[Any], Any]:
+    """Return an option whose value, such as 64MiB, is converted to bytes."""
+    return option(name, parse=partial(parse_size, name=f"{name} "), **settings)
 
 
 PAIRS: Mapping[str, Any] = {"multiple": True, "metavar": "NAME=VALUE"}
 
 
-def store_option(kind: str, text: str, none: Mapping[str, Any] | None = None) -> Callable[[Any], Any]:
-    """Return what reads the options of a store; their value is `none` where none is given."""
+def store_option(kind: str, text: str, default: Mapping[str, Any] | None = None) -> Callable[[Any], Any]:
+    """Return `--KIND-option`, whose pairs become the argument `KIND_options`; `default` if there are none."""
     name = f"{kind}_options"
-    return option(f"--{kind}-option", name, parse=lambda pairs: parse_options(pairs) or none, help=text, **PAIRS)
+    return option(f"--{kind}-option", name, parse=lambda pairs: parse_options(pairs) or default, help=text, **PAIRS)
 
 
 _STORE = "An option of the store, by its fsspec name; the value may be JSON. May be repeated."
 storage_option = store_option("storage", _STORE, {})
-source_option = store_option("source", "The same for SRC, where it differs.")
-target_option = store_option("target", "The same for DST, where it differs.")
+source_option = store_option("source", "The same for the store of SRC, if its options differ.")
+target_option = store_option("target", "The same for the store of DST, if its options differ.")
 quiet_option = option("--quiet", is_flag=True, help="Print errors only.")
 json_option = option("--json", "as_json", is_flag=True, help="Print JSON.")
-split_option = option("--split", help="The split, where the dataset has splits.")
+split_option = option("--split", help="The split, if the dataset has splits.")
 fields_option = option("--fields", parse=parse_names, help="Fields to read, say image,label; default: all.")
 
 
 def counted(count: int, noun: str) -> str:
-    """Return a number of things like `1 shard`, `1,024 shards`."""
+    """Format a number of things as `1 shard`, `1,024 shards`."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def by_split(counts: Mapping[str, int]) -> str:
-    """Return the samples of each split like ` (train 90, val 10)`; nothing where there are no splits."""
+    """Format the samples of each split as ` (train 90, val 10)`; empty for a dataset without splits."""
     named = ", ".join(f"{name} {count:,}" for name, count in counts.items() if name)
     return f" ({named})" if named else ""
 
 
 def show_bytes(size: float) -> str:
-    """Return a number of bytes like `1.5 GiB`."""
+    """Format a number of bytes as `1.5 GiB`."""
     if size < 1000:
         return f"{size:.0f} B"
     for unit in ("KiB", "MiB", "GiB"):
@@ -102,6 +110,14 @@ def show_bytes(size: float) -> str:
         if size < 1000:
             return f"{size:.1f} {unit}"
     return f"{size / 1024:,.1f} TiB"
+
+
+def show_classes(name: str, classes: Sequence[object]) -> str:
+    """Format the classes of a field as `label: 12 classes: ant, bee, ..., wasp`."""
+    shown = [str(class_name) for class_name in classes]
+    if len(shown) > CLASSES_SHOWN:
+        shown = [*shown[: CLASSES_SHOWN - 2], "...", shown[-1]]
+    return f"{name}: {len(classes):,} {'class' if len(classes) == 1 else 'classes'}: {', '.join(shown)}"
 
 
 def print_table(titles: Sequence[str], rows: Iterable[Sequence[object]], right: Collection[str]) -> None:
@@ -121,29 +137,24 @@ def print_table(titles: Sequence[str], rows: Iterable[Sequence[object]], right: 
 
 
 def preview_lines(preview: Preview) -> Iterator[str]:
-    """Yield the lines that describe what a conversion is going to write."""
-    what = f"{counted(preview.num_samples, 'sample')} in {counted(preview.files, 'file')}"
-    yield f"{preview.format}: {what} at {preview.url}"
-    names = max(map(len, preview.fields))
-    types = max(len(str(field)) for field in preview.fields.values())
+    """Yield lines that describe what a conversion will write."""
+    size = f"{counted(preview.num_samples, 'sample')} in {counted(preview.files, 'file')}"
+    yield f"{preview.format}: {size} at {preview.url}"
+    name_width = max(map(len, preview.fields))
+    type_width = max(len(str(field)) for field in preview.fields.values())
     for name, field in preview.fields.items():
         detail = f"  ({preview.details[name]})" if name in preview.details else ""
         size = f"{show_bytes(preview.sizes[name])} per sample{detail}"
-        yield f"  {name:{names}}  {field!s:{types}}  {preview.codecs[name]:4}  {size}"
-    for name, classes in preview.classes.items():
-        noun = "class" if len(classes) == 1 else "classes"
-        some: Sequence[str] = classes
-        if len(classes) > CLASSES_SHOWN:
-            some = [*classes[: CLASSES_SHOWN - 2], "...", classes[-1]]
-        yield f"  {name}: {len(classes):,} {noun}: {', '.join(some)}"
+        yield f"  {name:{name_width}}  {field!s:{type_width}}  {preview.codecs[name]:4}  {size}"
+    yield from (f"  {show_classes(name, classes)}" for name, classes in preview.classes.items())
     yield f"about {show_bytes(preview.stored)} in {counted(preview.shards, 'shard')}{by_split(preview.splits)}"
 
 
 @dataclass(frozen=True)
 class Step:
-    """What is shown: `done` of `total` in `unit`, of which `kept` were done before the clock started; `rate` as text.
+    """Progress at one moment: `done` of `total`, both in `unit`.
 
-    A new `label` is a new phase.
+    `label` names the phase, `rate` is text, and `kept` of `done` were finished by an earlier run.
     """
 
     label: str
@@ -154,33 +165,34 @@ class Step:
     kept: float = 0
 
     def left(self, elapsed: float) -> str:
-        """Return the time left at the rate of the `elapsed` seconds, as `h:mm:ss left`; empty where unknown."""
-        if elapsed < SURE_SECONDS or not self.kept < self.done < self.total:
+        """Return the time left as `h:mm:ss left`, at the rate of the `elapsed` seconds; empty if unknown."""
+        if elapsed < MIN_ESTIMATE_SECONDS or not self.kept < self.done < self.total:
             return ""
         seconds = round(elapsed * (self.total - self.done) / (self.done - self.kept))
         return f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02} left"
 
 
 class Display:
-    """Progress on stderr: a bar on a terminal, else a line at the start of a phase, every few seconds, and at its end.
+    """Shows progress on stderr: a bar on a terminal, else a line at the start and the end of a phase and between them.
 
-    It may be called from any thread, by one at a time.
+    Any thread may call it, but only one at a time.
     """
 
     def __init__(self, bar: Bar | None = None, quiet: bool = False) -> None:
         self._bar, self._quiet = bar, quiet
-        self._row = bar.add_task("", total=None, amount="", rate="", left="") if bar else None
-        self._started = time.monotonic()
-        self._begin = self._printed = 0.0
+        if bar is not None:
+            bar.add_task("", total=None, amount="", rate="", left="")
+        self._created = time.monotonic()
+        self._begin = self._printed = 0.0  # when the rate began to count, and when the last line was printed
         self._last: Step | None = None
 
     @property
     def seconds(self) -> str:
         """The time since the command began, as text."""
-        return f"{time.monotonic() - self._started:.1f} s"
+        return f"{time.monotonic() - self._created:.1f} s"
 
-    def say(self, line: str) -> None:
-        """Print a line that stays."""
+    def print_line(self, line: str) -> None:
+        """Print a line, above the bar if there is one."""
         if self._bar is not None:
             self._bar.console.print(line, markup=False, highlight=False, soft_wrap=True)
         elif not self._quiet:
@@ -190,10 +202,10 @@ class Display:
         """Show the progress of a conversion, append, export or verification, with its rate."""
         if progress.phase == "scan":
             for line in preview_lines(progress.preview) if progress.preview else [progress.detail]:
-                self.say(f"scan: {line}")
+                self.print_line(f"scan: {line}")
             return
         if progress.phase == "compare" and self._last is not None and self._last.label == "verify":
-            self._begin = 0.0  # samples are counted now, not bytes
+            self._begin = 0.0  # the unit changes from bytes to samples
         in_bytes, now = progress.phase == "verify", time.monotonic()
         elapsed = max(now - (self._begin or now), 1e-3)
         rates = [] if in_bytes else [f"{(progress.done - progress.kept) / elapsed:,.0f} samples/s"]
@@ -206,28 +218,29 @@ class Display:
         self.show(Step(progress.phase, done, total, unit, ", ".join(rates), progress.kept))
 
     def show(self, step: Step) -> None:
-        """Show a step; a line is left out where one was printed just before."""
+        """Show a step; without a terminal, at most every `LINE_SECONDS` within a phase."""
         now, last, self._last = time.monotonic(), self._last, step
         self._begin = self._begin or now
         left = step.left(now - self._begin)
-        if self._bar is not None and self._row is not None:
+        if self._bar is not None:
+            (task,) = self._bar.task_ids
             amount = f"{step.done:.0f}/{step.total:.0f} {step.unit}"
-            place: dict[str, Any] = {"description": step.label, "completed": step.done, "total": step.total}
-            self._bar.update(self._row, **place, amount=amount, rate=step.rate, left=left)
+            position: dict[str, Any] = {"description": step.label, "completed": step.done, "total": step.total}
+            self._bar.update(task, **position, amount=amount, rate=step.rate, left=left)
             return
         ends = step.done >= step.total and (last is None or last.done < step.total)
         if last is not None and last.label == step.label and now - self._printed < LINE_SECONDS and not ends:
             return
         self._printed = now
         parts = [f"{step.done:.0f} of {step.total:.0f} {step.unit}", step.rate, left]
-        self.say(f"{step.label}: {', '.join(part for part in parts if part)}")
+        self.print_line(f"{step.label}: {', '.join(part for part in parts if part)}")
 
 
 @contextmanager
 def display(quiet: bool = False, interrupted: str = "interrupted") -> Iterator[Display]:
-    """Give what shows progress, or nothing where it is `quiet`. Ctrl-C prints `interrupted` and exits with 130."""
+    """Yield a `Display`, which shows nothing if `quiet`. Ctrl-C prints `interrupted` and exits with 130."""
     try:
-        # CI systems may pretend to be a terminal: they set CI
+        # some CI systems provide a terminal, and all set CI
         if quiet or not sys.stderr.isatty() or os.environ.get("CI") or os.environ.get("TERM") == "dumb":
             yield Display(quiet=quiet)
             return

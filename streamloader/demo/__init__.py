@@ -1,1 +1,1 @@
-"""The main job from end to end on one machine, with nothing faked: `streamloader demo`."""
+"""`streamloader demo`: conversion, training, a kill and a resume, for real, on one machine."""

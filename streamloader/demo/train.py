@@ -1,7 +1,7 @@
-"""One rank of the demo's training; torchrun starts them. Only the public API is used here.
+"""One rank of the demo's training, started by torchrun. It uses only the public API.
 
-Each rank writes the numbers of the samples it takes to a log of its own, and says what happens as JSON lines on
-standard output. The run goes on from `checkpoint.pt` where there is one.
+Each rank logs the numbers of the samples that it trains on to a file of its own, and reports events as JSON lines on
+standard output. The run resumes from `checkpoint.pt` if that exists.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import streamloader as sl
-from streamloader.demo.story import DIGIT_SCALE
+from streamloader.demo.run import DIGIT_SCALE
 
 GLOBAL_BATCH = 96
 CHECKPOINT_STEPS = 7
@@ -29,7 +29,7 @@ IMAGES = sl.Decode(mode="L")
 def main() -> None:
     """Train, then evaluate on the val split; the arguments are URL, folder, name of the run, and epochs."""
     url, folder, run, epochs = sys.argv[1:]
-    threading.Thread(target=end_with_starter, daemon=True).start()
+    threading.Thread(target=exit_with_starter, daemon=True).start()
     torch.set_num_threads(1)
     torch.manual_seed(0)
     dist.init_process_group("gloo")
@@ -38,22 +38,22 @@ def main() -> None:
         trainer.train(int(epochs), log)
     right, count = evaluate(trainer.model.module, url)
     if dist.get_rank() == 0:
-        say("evaluated", right=right, count=count)
+        report("evaluated", right=right, count=count)
     dist.destroy_process_group()
-    # Not through the interpreter: a thread of gloo that still holds the tensors of its last collective when that ends
-    # aborts the process (torch 2.13, "terminate called without an active exception").
+    # This skips the interpreter's shutdown, in which a thread of gloo that still holds the tensors of its last
+    # collective aborts the process (torch 2.13, "terminate called without an active exception").
     os._exit(0)
 
 
-def end_with_starter() -> None:
-    """Block until standard input is closed, which the end of its other side does however it came; then end at once."""
-    while os.read(0, 4096):  # not sys.stdin: its lock, held at exit, would abort the interpreter
+def exit_with_starter() -> None:
+    """Exit as soon as standard input is closed, as it is when the starter ends in any way."""
+    while os.read(0, 4096):  # not sys.stdin, whose lock would abort the interpreter if it is held at exit
         pass
     os._exit(1)
 
 
-def say(event: str, **values: Any) -> None:
-    """Write one event for the starter: at once, so that the lines of two ranks do not mix."""
+def report(event: str, **values: Any) -> None:
+    """Report an event to the starter, in one write, so that the lines of two ranks do not mix."""
     os.write(1, f"{json.dumps({'event': event, **values})}\n".encode())
 
 
@@ -68,7 +68,7 @@ def network() -> nn.Sequential:
 
 
 class Trainer:
-    """The model, its optimizer and the stream of batches: what a checkpoint holds."""
+    """The model, the optimizer and the dataset, which a checkpoint saves together."""
 
     def __init__(self, url: str, folder: Path) -> None:
         self.rank = dist.get_rank()
@@ -78,7 +78,7 @@ class Trainer:
         self.data = sl.StreamingDataset(url, split="train", batch_size=batch_size, decode=IMAGES, with_index=True)
         self.step = 0
         self.checkpoint = folder / "checkpoint.pt"
-        say("started", rank=self.rank, pid=os.getpid())
+        report("started", rank=self.rank, pid=os.getpid())
         if self.checkpoint.exists():
             saved = torch.load(self.checkpoint, weights_only=True)
             self.model.module.load_state_dict(saved["model"])
@@ -87,12 +87,12 @@ class Trainer:
             self.step = saved["step"]
 
     def train(self, epochs: int, log: TextIO) -> None:
-        """Train up to the given epoch; rank 0 writes a checkpoint every few steps."""
-        first = self.data.state_dict()
-        say("begun", rank=self.rank, step=self.step, epoch=first["epoch"], position=first["position"])
-        for epoch in range(first["epoch"], epochs):
+        """Train until `epochs` epochs are complete; rank 0 writes a checkpoint every few steps."""
+        begin = self.data.state_dict()
+        report("begun", rank=self.rank, step=self.step, epoch=begin["epoch"], position=begin["position"])
+        for epoch in range(begin["epoch"], epochs):
             for batch in self.data:
-                # written before the gradients meet: a checkpoint implies that every rank wrote the steps before it
+                # logged before gradients are reduced: at a checkpoint, every rank has logged all steps before it
                 index = batch["index"][batch["valid"]].tolist()
                 log.write(json.dumps({"epoch": epoch, "step": self.step, "index": index}) + "\n")
                 loss = nn.functional.cross_entropy(self.model(pixels(batch)), batch["label"], reduction="none")
@@ -104,7 +104,7 @@ class Trainer:
                     self._save()
         stats = self.data.stats()
         measured = {"rate": stats.samples_per_second, "waited": stats.wait_fraction}
-        say("trained", rank=self.rank, verdict=stats.verdict, client=stats.client, **measured)
+        report("trained", rank=self.rank, verdict=stats.verdict, client=stats.client, **measured)
 
     def _save(self) -> None:
         state = self.data.state_dict()
@@ -112,26 +112,26 @@ class Trainer:
         unfinished = self.checkpoint.with_suffix(".unfinished")
         torch.save({**saved, "data": state, "step": self.step}, unfinished)
         unfinished.replace(self.checkpoint)
-        say("checkpoint", step=self.step, epoch=state["epoch"], position=state["position"])
+        report("checkpoint", step=self.step, epoch=state["epoch"], position=state["position"])
 
 
 def pixels(batch: dict[str, Tensor]) -> Tensor:
-    """Return the images of a batch as the network takes them: uint8 (b, h, w, 1) -> float32 (b, 1, h, w)."""
+    """Return the images of a batch: uint8 (b, h, w, 1) -> float32 (b, 1, h, w) in [0, 1]."""
     return batch["image"].permute(0, 3, 1, 2).float() / 255
 
 
 @torch.no_grad()
 def evaluate(model: nn.Module, url: str) -> tuple[int, int]:
-    """Return how many samples of the val split, over all ranks, the model gets right, and how many there are."""
+    """Return the number of correct samples and of all samples of the val split, over all ranks."""
     model.eval()
     batch_size = GLOBAL_BATCH // dist.get_world_size()
     data = sl.StreamingDataset(url, split="val", batch_size=batch_size, shuffle=False, decode=IMAGES)
-    right_and_count = torch.zeros(2, dtype=torch.int64)
+    totals = torch.zeros(2, dtype=torch.int64)
     for batch in data:
         right = (model(pixels(batch)).argmax(1) == batch["label"]) & batch["valid"]
-        right_and_count += torch.stack([right.sum(), batch["valid"].sum()])
-    dist.all_reduce(right_and_count)
-    return int(right_and_count[0]), int(right_and_count[1])
+        totals += torch.stack([right.sum(), batch["valid"].sum()])
+    dist.all_reduce(totals)
+    return int(totals[0]), int(totals[1])
 
 
 if __name__ == "__main__":

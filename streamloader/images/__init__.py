@@ -1,1 +1,1 @@
-"""Encoded samples into arrays."""
+"""Decoding of images."""

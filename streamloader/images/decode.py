@@ -1,10 +1,10 @@
-"""Encoded images into arrays of height x width x channels: uint8, or float32 where they are normalised.
+"""Decodes images into arrays of shape (height, width, channels): uint8, or float32 if they are normalised.
 
-JPEGs are decoded by simplejpeg, pixels resized, mirrored and normalised by OpenCV, where these are installed; else
-Pillow and numpy do it. OpenCV's own threads stay out of it: below 2^16 target pixels it resizes in the calling thread,
-and its number of threads, which belongs to the whole process, is never changed here.
+If they are installed, simplejpeg decodes JPEGs, and OpenCV resizes, flips and normalises; otherwise Pillow and numpy
+do. OpenCV resizes to less than 2^16 pixels in the calling thread. Its number of threads is a setting of the whole
+process and is never changed here.
 
-First: which part of an image is taken, and the random numbers that choose it.
+The first half chooses the crop of an image, and makes the random numbers for that.
 """
 
 from __future__ import annotations
@@ -35,24 +35,23 @@ Words = NDArray[np.uint64]
 
 
 def draws(seed: int, epoch: int, positions: NDArray[np.int64], count: int) -> NDArray[np.float64]:
-    """Return random numbers in [0, 1), shape (positions, count), each sample's keyed by (seed, epoch, position) alone.
+    """Return random numbers in [0, 1) of shape (positions, count), a pure function of seed, epoch and position.
 
-    Row i is, bit for bit,
+    Row i has exactly the bits of
 
         key = np.array([seed, epoch], np.uint64)
         counter = np.array([0, 0, 1, positions[i]], np.uint64)
         np.random.Generator(np.random.Philox(key=key, counter=counter)).random(count)
 
-    computed for all rows together, since making a generator for each sample costs more than a small image's crop. A
-    transform's generator starts at counter [0, 0, 0, position], 2^128 blocks away: the two never share a number.
+    All rows are computed together, since creating a generator for each sample costs more than cropping a small image.
+    The generator of a transform starts at counter [0, 0, 0, position], 2^128 blocks away: they never share a number.
     """
     blocks = -(-count // 4)
     rows = np.repeat(positions.astype(np.uint64), blocks)
-    number = np.tile(np.arange(1, blocks + 1, dtype=np.uint64), len(positions))  # numpy counts before it draws
-    words = [number, np.zeros_like(rows), np.ones_like(rows), rows]
-    key = (seed, epoch)
+    counter = np.tile(np.arange(1, blocks + 1, dtype=np.uint64), len(positions))  # numpy increments before it draws
+    words = [counter, np.zeros_like(rows), np.ones_like(rows), rows]
     for step in range(_ROUNDS):
-        keys = [np.uint64((part + step * weyl) & _MASK) for part, weyl in zip(key, _WEYL, strict=True)]
+        keys = [np.uint64((part + step * weyl) & _MASK) for part, weyl in zip((seed, epoch), _WEYL, strict=True)]
         high0, low0 = _multiply(words[0], _MULTIPLIERS[0])
         high1, low1 = _multiply(words[2], _MULTIPLIERS[1])
         words = [high1 ^ words[1] ^ keys[0], low1, high0 ^ words[3] ^ keys[1], low0]
@@ -60,25 +59,25 @@ def draws(seed: int, epoch: int, positions: NDArray[np.int64], count: int) -> ND
     return (raw >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
-def _multiply(words: Words, by: int) -> tuple[Words, Words]:
-    """Return the high and low 64 bits of each product of 128 bits."""
+def _multiply(words: Words, factor: int) -> tuple[Words, Words]:
+    """Return the high and the low 64 bits of each 128-bit product."""
     half, low_mask = np.uint64(32), np.uint64(0xFFFFFFFF)
     a, b = words >> half, words & low_mask
-    c, d = np.uint64(by >> 32), np.uint64(by & 0xFFFFFFFF)
-    middle = a * d + (b * d >> half)  # each fits: (2^32 - 1)^2 + 2^32 - 1 < 2^64
-    other = b * c + (middle & low_mask)
-    return a * c + (middle >> half) + (other >> half), words * np.uint64(by)
+    c, d = np.uint64(factor >> 32), np.uint64(factor & 0xFFFFFFFF)
+    middle = a * d + (b * d >> half)  # no overflow: (2^32 - 1)^2 + 2^32 - 1 < 2^64
+    carry = b * c + (middle & low_mask)
+    return a * c + (middle >> half) + (carry >> half), words * np.uint64(factor)
 
 
 ATTEMPTS = 10
-# one number for the mirror, two for the place, two for each attempt at a size and shape
+# random numbers of a crop: one for the flip, two for the position, two for each attempt at an area and a ratio
 DRAWS = 3 + 2 * ATTEMPTS
-# libjpeg reduces by any n/8, but only these are cheaper than the whole image (measured: 7/8 takes 1.5 times as long)
+# libjpeg scales by any n/8, but only these are faster than full size (measured: 7/8 takes 1.5 times as long)
 _REDUCTIONS = (8, 4, 2)
 
 
 class Box(NamedTuple):
-    """A part of an image in pixels: rows [top, top + height), columns [left, left + width)."""
+    """A rectangle of an image in pixels: rows [top, top + height), columns [left, left + width)."""
 
     top: int
     left: int
@@ -87,43 +86,40 @@ class Box(NamedTuple):
 
 
 def random_box(height: int, width: int, crop: RandomResizedCrop, draws: Sequence[float]) -> Box:
-    """Return the box for an image, from `DRAWS` numbers in [0, 1): the rule of torchvision's RandomResizedCrop.
+    """Choose the box in an image from `DRAWS` numbers in [0, 1), by the rule of torchvision's `RandomResizedCrop`.
 
-    Attempt k has the area `scale` says by number 3 + 2k, and the ratio by number 4 + 2k; the first that lies within the
-    image is taken, its top by number 1, its left by number 2. If none does, the largest box in the middle whose ratio
-    is within the bounds. (Number 0 is for the mirror.)
+    Number 3 + 2k is for the area of attempt k, and number 4 + 2k for its ratio. The first box that fits in the image is
+    taken; number 1 is for its top, and number 2 for its left. If none fits, it is the largest centered box whose ratio
+    is within the bounds. (Number 0 is for the flip.)
     """
-    (least, most), bounds = crop.scale, crop.ratio
+    (least, greatest), bounds = crop.scale, crop.ratio
     low, high = math.log(bounds[0]), math.log(bounds[1])
     for k in range(3, DRAWS, 2):
-        area = height * width * (least + (most - least) * draws[k])
+        area = height * width * (least + (greatest - least) * draws[k])
         ratio = math.exp(low + (high - low) * draws[k + 1])
         h, w = round(math.sqrt(area / ratio)), round(math.sqrt(area * ratio))
         if 0 < h <= height and 0 < w <= width:
             return Box(int(draws[1] * (height - h + 1)), int(draws[2] * (width - w + 1)), h, w)
-    return _middle(height, width, min(max(width / height, bounds[0]), bounds[1]), 1.0)
+    return _centered(height, width, min(max(width / height, bounds[0]), bounds[1]), 1.0)
 
 
 def center_box(height: int, width: int, crop: CenterCrop, size: tuple[int, int]) -> Box:
-    """Return `crop.part` of the largest box in the middle that has the shape of `size`, (height, width)."""
-    return _middle(height, width, size[1] / size[0], crop.part)
+    """Return `crop.part` of the largest centered box with the aspect ratio of `size`, (height, width)."""
+    return _centered(height, width, size[1] / size[0], crop.part)
 
 
 def reduction(box: Box, size: tuple[int, int]) -> int:
-    """Return by how much a JPEG may be reduced while it is decoded: 1, 2, 4 or 8.
+    """Return the factor, 1, 2, 4 or 8, by which a JPEG may be scaled down while it is decoded.
 
-    The greatest for which the box still has at least the pixels of `size`, (height, width), in both directions.
+    It is the greatest for which the box still has at least `size`, (height, width), pixels in both directions.
     """
-    for k in _REDUCTIONS:
-        if box.height >= k * size[0] and box.width >= k * size[1]:
-            return k
-    return 1
+    return next((k for k in _REDUCTIONS if box.height >= k * size[0] and box.width >= k * size[1]), 1)
 
 
 def snapped(box: Box, k: int, height: int, width: int) -> Box:
-    """Return the box with its edges moved to whole pixels of the image reduced by `k`: by half of one at most.
+    """Return the box with its edges rounded to whole pixels of the image scaled down by `k`.
 
-    Whatever decodes and resizes an image then takes the same pixels of it.
+    So all backends resize the same pixels of an image.
     """
     top, left, bottom, right = (
         (2 * edge + k) // (2 * k) * k for edge in (box.top, box.left, box.top + box.height, box.left + box.width)
@@ -131,23 +127,23 @@ def snapped(box: Box, k: int, height: int, width: int) -> Box:
     return Box(top, left, min(height, bottom) - top, min(width, right) - left)
 
 
-def _middle(height: int, width: int, ratio: float, part: float) -> Box:
+def _centered(height: int, width: int, ratio: float, part: float) -> Box:
     h = max(1, min(height, round(part * min(height, width / ratio))))
     w = max(1, min(width, round(part * min(width, height * ratio))))
     return Box((height - h) // 2, (width - w) // 2, h, w)
 
 
-_SOF = (0xC0, 0xC1)  # one pass over the image, Huffman coded; others may need the whole file for any row
+_SOF = (0xC0, 0xC1)  # sequential, Huffman coded; other kinds may need the whole file for any row
 _OTHER_SOF = frozenset({0xC2, 0xC3, 0xC5, 0xC6, 0xC7, 0xC9, 0xCA, 0xCB, 0xCD, 0xCE, 0xCF})
 _SOS = 0xDA
 _EOI = b"\xff\xd9"
 
 
 def first_rows(data: memoryview, rows: int) -> bytearray | None:
-    """Return a copy whose header says that the image ends after `rows` rows: a decoder then stops there.
+    """Return a copy of a JPEG whose header states a height of `rows`, so that a decoder stops there.
 
-    None where the rows are not stored one after another, or the file does not end as a complete one does. A
-    decoder of the result reports that bytes are left over. Pixels near the new end may differ: chroma is interpolated.
+    Return None if rows are not stored in order, or if the file is incomplete. A decoder warns about the extra bytes.
+    Pixels near the new end may differ, since chroma is interpolated.
     """
     frame, at = 0, 2
     while at + 10 <= len(data) and data[at] == 0xFF:
@@ -157,8 +153,8 @@ def first_rows(data: memoryview, rows: int) -> bytearray | None:
         if marker in _SOF:
             frame = at
         elif marker == _SOS:
-            one_scan = frame and data[at + 4] == data[frame + 9]  # it holds all components
-            if not one_scan or data[-2:] != _EOI:
+            is_only_scan = frame and data[at + 4] == data[frame + 9]  # it has all components
+            if not is_only_scan or data[-2:] != _EOI:
                 return None
             copy = bytearray(data)
             copy[frame + 5 : frame + 7] = rows.to_bytes(2, "big")
@@ -167,21 +163,21 @@ def first_rows(data: memoryview, rows: int) -> bytearray | None:
     return None
 
 
-# "mixed" is what an image folder has whose extensions name several of the others
+# "mixed" is for an image folder with several of the others
 ENCODINGS = frozenset(["jpeg", "jpg", "png", "webp", "gif", "bmp", "tiff", "ppm", "pgm", "jp2", "image", "mixed"])
 _JPEG_MAGIC = b"\xff\xd8\xff"
-# Above this an image is refused before it is decoded: a bomb, not a sample (Pillow's own limit is of this size).
+# A larger image is an error before it is decoded: a decompression bomb (Pillow's own limit is about the same).
 MAX_PIXELS = 180_000_000
-# Rows below a box that are decoded too: those whose chroma is interpolated into the box, at most four rows a sample.
+# Rows below a box that are decoded too, since their chroma is interpolated into it: at most four for each chroma row.
 CHROMA_ROWS = 8
 
 Pixels = NDArray[np.uint8]
 
 
 class Scratch(threading.local):
-    """Memory for images on their way, each thread's own and used again: fresh pages cost as much as a resize.
+    """Reusable memory for intermediate images, separate for each thread: touching new pages costs as much as a resize.
 
-    Pickles without them.
+    It is pickled without its content.
     """
 
     def __init__(self) -> None:
@@ -191,7 +187,7 @@ class Scratch(threading.local):
         return (Scratch, ())
 
     def array(self, name: str, *shape: int) -> Pixels:
-        """Return an array of that shape; its content is whatever was there, good until the next of that name."""
+        """Return an uninitialised uint8 array, which is valid until the next call with the same name."""
         size = math.prod(shape)
         if name not in self._arrays or self._arrays[name].size < size:
             self._arrays[name] = np.empty(size, np.uint8)
@@ -199,11 +195,12 @@ class Scratch(threading.local):
 
 
 def resample(source: Pixels, k: int, box: Box, out: Pixels, *, opencv: bool) -> None:
-    """Resize a box of an image into `out`, bilinear; both of shape (height, width, channels).
+    """Resize a box of an image into `out`, bilinear; images have the shape (height, width, channels).
 
-    `box` is in the pixels of the whole image, of which `source` is reduced by `k`; its edges are `snapped` to that.
-    Where the box is shrunk to less than half, every one of its pixels counts. Between half and whole OpenCV takes the
-    four nearest, Pillow all: photographs of much detail differ by 2 to 5 of 255 on average.
+    `box` is in pixels of the full-size image, and `source` is that image scaled down by `k`; the edges of the box are
+    `snapped` to it. When shrinking to less than half, all pixels are averaged. Between half and full size, OpenCV
+    interpolates the four nearest pixels and Pillow averages all: detailed photographs differ by 2 to 5 of 255 on
+    average.
     """
     top, left = box.top // k, box.left // k
     bottom, right = -(-(box.top + box.height) // k), -(-(box.left + box.width) // k)
@@ -216,14 +213,14 @@ def resample(source: Pixels, k: int, box: Box, out: Pixels, *, opencv: bool) -> 
     import cv2
 
     part, target = source[top:bottom, left:right], out
-    if out.shape[2] == 1:  # OpenCV drops an axis of one channel
+    if out.shape[2] == 1:  # OpenCV drops the channel axis of length 1
         part, target = part[:, :, 0], out[:, :, 0]
     shrink = max(part.shape[0] / out.shape[0], part.shape[1] / out.shape[1])
     cv2.resize(part, size, dst=target, interpolation=cv2.INTER_AREA if shrink > 2 else cv2.INTER_LINEAR)
 
 
 def mirror(pixels: Pixels, *, opencv: bool) -> None:
-    """Exchange left and right in place."""
+    """Flip the image horizontally, in place."""
     if opencv:
         import cv2
 
@@ -233,14 +230,13 @@ def mirror(pixels: Pixels, *, opencv: bool) -> None:
 
 
 def normalized_values(normalization: Normalization) -> NDArray[np.float32]:
-    """Return (x / 255 - mean) / std for each of the 256 values of x, shape (256, 1, channels); channels from 0 to 1."""
+    """Return (x / 255 - mean) / std for the 256 values of x, of shape (256, 1, channels)."""
     mean, std = np.asarray(normalization, np.float64)
-    values: NDArray[np.float32] = ((np.arange(256)[:, None, None] / 255 - mean) / std).astype(np.float32)
-    return values
+    return np.asarray((np.arange(256)[:, None, None] / 255 - mean) / std, np.float32)
 
 
 def normalize(pixels: Pixels, values: NDArray[np.float32], out: NDArray[Any], *, opencv: bool) -> None:
-    """Write the `normalized_values` of pixels to `out`, float32 of the same shape: the same bits either way."""
+    """Write the `normalized_values` of pixels to `out`, float32 of the same shape. Both ways give the same bits."""
     if opencv:
         import cv2
 
@@ -252,9 +248,10 @@ def normalize(pixels: Pixels, values: NDArray[np.float32], out: NDArray[Any], *,
 
 @dataclass(frozen=True, eq=False)
 class ImageDecoder:
-    """Decodes as `Decode` says; `fast` is whether simplejpeg takes the JPEGs, `opencv` whether OpenCV resizes.
+    """Decodes the images of the field `name` according to `options`.
 
-    `values` are those of normalised pixels, if they are to be normalised.
+    `fast`: simplejpeg decodes JPEGs. `opencv`: OpenCV resizes. `values`: the `normalized_values`, None without
+    normalisation.
     """
 
     options: Decode
@@ -267,11 +264,10 @@ class ImageDecoder:
 
     @classmethod
     def choose(cls, options: Decode, name: str = "") -> ImageDecoder:
-        """Return the decoder of the field `name`. Raises `UsageError` where simplejpeg is needed and missing."""
+        """Return the decoder of the field `name`. Raises `UsageError` if simplejpeg is required and not installed."""
         installed = importlib.util.find_spec("simplejpeg") is not None
         if options.backend == "simplejpeg" and not installed:
-            remedy = "pip install simplejpeg, or decode='pillow'"
-            raise UsageError("decode with simplejpeg, which is not installed", remedy)
+            raise UsageError("simplejpeg is not installed", "pip install simplejpeg, or give decode='pillow'")
         fast = installed and options.backend != "pillow"
         opencv = fast and importlib.util.find_spec("cv2") is not None
         values = None if options.normalization is None else normalized_values(options.normalization)
@@ -279,32 +275,32 @@ class ImageDecoder:
 
     @property
     def dtype(self) -> str:
-        """What a decoded image is made of: "float32" where it is normalised, else "uint8"."""
+        """The dtype of decoded images: "float32" with normalisation, else "uint8"."""
         return "uint8" if self.values is None else "float32"
 
     def draws(self, seed: int, epoch: int, positions: NDArray[np.int64]) -> list[list[float]] | None:
-        """Return the random numbers of each position for `decode`, None where no crop needs them."""
+        """Return the random numbers that `decode` needs, a list for each position; None without a random crop."""
         if not isinstance(self.crop, RandomResizedCrop):
             return None
         numbers: list[list[float]] = draws(seed, epoch, positions, DRAWS).tolist()
         return numbers
 
     def shape(self, data: memoryview, sample: int) -> tuple[int, int, int]:
-        """Return (height, width, channels) after decoding, from the header alone. Raises `DecodeError`."""
+        """Return (height, width, channels) of the decoded image, from the header alone. Raises `DecodeError`."""
         if self.options.size is not None:
             return (*self.options.size, self.options.channels)
         try:
             return (*self._measure(data), self.options.channels)
         except Exception as error:
-            raise self._bad(sample, data, error) from error
+            raise self._error(sample, data, error) from error
 
     def decode(
         self, data: memoryview, sample: int, out: NDArray[Any] | None = None, numbers: Sequence[float] | None = None
     ) -> NDArray[Any]:
-        """Return the image, in `out` of its very shape and `dtype` where given.
+        """Return the decoded image, written to `out` if given, an array of its shape and `dtype`.
 
-        `numbers`: what `draws` gives for this sample, for a random crop; by default that of its number in epoch 0 of
-        seed 0. Raises `DecodeError`, naming the sample.
+        `numbers`: the `draws` of this sample, for a random crop; by default those of position `sample` with seed 0 and
+        epoch 0. Raises `DecodeError`, which names the sample.
         """
         if numbers is None:
             numbers = (self.draws(0, 0, np.array([sample])) or [[]])[0]
@@ -314,24 +310,24 @@ class ImageDecoder:
             if out is None or shape == out.shape:
                 return self._decode(data, size, np.empty(shape, self.dtype) if out is None else out, numbers)
         except Exception as error:
-            raise self._bad(sample, data, error) from error
-        remedy = "give decode=Decode(size=(height, width)), or a transform that makes them alike"
+            raise self._error(sample, data, error) from error
+        remedy = "give decode=Decode(size=(height, width)), or a transform that returns one shape"
         raise DecodeError(f"sample {sample} decodes to shape {shape}, others of its batch to {out.shape}", remedy)
 
-    def _bad(self, sample: int, data: memoryview, error: Exception) -> DecodeError:
-        """Return why an image does not decode. Each codec raises errors of its own."""
-        why = "no known format" if isinstance(error, UnidentifiedImageError) else f"{type(error).__name__}: {error}"
+    def _error(self, sample: int, data: memoryview, error: Exception) -> DecodeError:
+        """Return the error of an image for which a codec raised `error`, which may be of any class."""
+        reason = "no known format" if isinstance(error, UnidentifiedImageError) else f"{type(error).__name__}: {error}"
         begin = f" beginning {bytes(data[:4]).hex()}" if data else ""
-        where = f"sample {sample} of field {self.name!r}" if self.name else f"sample {sample}"
-        remedy = "repair or drop it in the source and convert again, or take the field without decode="
+        image = f"sample {sample} of field {self.name!r}" if self.name else f"sample {sample}"
+        remedy = "repair or remove it in the source and convert again, or read the field without decode="
         if isinstance(error, MemoryError):
             remedy = "lower memory= or batch_size, or free memory elsewhere"
-        return DecodeError(f"{where} does not decode as an image ({len(data)} bytes{begin}: {why})", remedy)
+        return DecodeError(f"{image} does not decode as an image ({len(data)} bytes{begin}: {reason})", remedy)
 
     def _decode(
         self, data: memoryview, size: tuple[int, int], out: NDArray[Any], numbers: Sequence[float]
     ) -> NDArray[Any]:
-        """Return the image, which has that size before it is cropped, in `out`."""
+        """Decode into `out` and return it; `size` is the (height, width) before cropping."""
         pixels = out if self.values is None else self.scratch.array("small", *out.shape)
         if self.options.size is None:
             self._read(data, 1, size, pixels)
@@ -356,7 +352,7 @@ class ImageDecoder:
         return Box(0, 0, height, width)
 
     def _measure(self, data: memoryview) -> tuple[int, int]:
-        """Return height and width from the header; raises ValueError where they are too much to decode."""
+        """Return (height, width) from the header. Raises `ValueError` if the image is too large."""
         size: tuple[int, int] | None = None
         if self.fast and data[:3] == _JPEG_MAGIC:
             import simplejpeg
@@ -371,21 +367,20 @@ class ImageDecoder:
         return size
 
     def _read_box(self, data: memoryview, k: int, box: Box, size: tuple[int, int]) -> tuple[Pixels, int]:
-        """Return the image, at least the rows of `box`, and by how much it is reduced; see `_read`."""
+        """Decode at least the rows of `box`; return the image and its scale as `_read` does."""
         height, width = size
         rows = box.top + box.height + CHROMA_ROWS * k
         head = first_rows(data, rows) if self.fast and data[:3] == _JPEG_MAGIC and rows < height else None
-        out = self.scratch.array(
-            "source", -(-(height if head is None else rows) // k), -(-width // k), self.options.channels
-        )
+        decoded_rows = height if head is None else rows
+        out = self.scratch.array("source", -(-decoded_rows // k), -(-width // k), self.options.channels)
         return self._read(data, k, size, out, head)
 
     def _read(
         self, data: memoryview, k: int, size: tuple[int, int], out: Pixels, head: bytearray | None = None
     ) -> tuple[Pixels, int]:
-        """Return the image and by how much it is reduced: a JPEG by `k`, in `out`; other formats by 1.
+        """Return the image and the factor by which it is scaled down: `k` for a JPEG, in `out`; 1 for other formats.
 
-        `size` is that of the image, and `head` what `first_rows` made of the data, if only those are to be decoded.
+        `size`: the (height, width) of the image. `head`: the result of `first_rows`, to decode only those.
         """
         if self.fast and data[:3] == _JPEG_MAGIC:
             import simplejpeg
@@ -393,13 +388,13 @@ class ImageDecoder:
             height, width, channels = out.shape
             colorspace = "RGB" if channels == 3 else "GRAY"
             options = {"min_height": height, "min_width": width, "buffer": out, "strict": head is None}
-            with suppress(ValueError):  # for what libjpeg only warns of: whether an image is good, Pillow decides
+            with suppress(ValueError):  # also raised for warnings of libjpeg: Pillow decides if the image is valid
                 return simplejpeg.decode_jpeg(head or data, colorspace, **options), k
         with Image.open(io.BytesIO(data)) as image:
             if (image.height, image.width) != size:
-                raise ValueError(f"it has {image.width} x {image.height} pixels, or {size[1]} x {size[0]}")
+                raise ValueError(f"headers disagree: {image.width} x {image.height} or {size[1]} x {size[0]} pixels")
             if k > 1:
-                image.draft(self.options.mode, (image.width // k, image.height // k))  # of a JPEG, the same reduction
+                image.draft(self.options.mode, (image.width // k, image.height // k))  # scales a JPEG by k
             k = k if (image.height, image.width) != size else 1
             array = np.asarray(image.convert(self.options.mode), np.uint8)
         array = array if array.ndim == 3 else array[:, :, None]

@@ -17,7 +17,7 @@ from torchrun import TESTS, environment
 
 import streamloader as sl
 from streamloader.cli.main import main as streamloader
-from streamloader.demo.story import write_photographs
+from streamloader.demo.run import write_photographs
 
 EXAMPLES = TESTS.parent / "examples"
 FRAMEWORKS = ["accelerate", "lightning", "transformers"]
@@ -47,8 +47,8 @@ class Runs:
     def start(self, ranks: int, *more: str) -> subprocess.Popen[str]:
         """Start a run with so many ranks."""
         self._count += 1
-        taken = self.folder / f"taken-{self._count}"
-        options = ["--checkpoints", str(self.folder / "checkpoints"), "--taken", str(taken), "--epochs", str(EPOCHS)]
+        log = self.folder / f"log-{self._count}"
+        options = ["--checkpoints", str(self.folder / "checkpoints"), "--step-log", str(log), "--epochs", str(EPOCHS)]
         script = str(EXAMPLES / f"{self._framework}_train.py")
         with (self.folder / f"stderr-{self._count}").open("w") as errors:
             return subprocess.Popen(
@@ -67,10 +67,10 @@ class Runs:
         assert process.returncode == 0, (self.folder / f"stderr-{self._count}").read_text()[-6000:]
         return output
 
-    def taken(self, number: int) -> dict[int, list[int]]:
-        """Return the sample numbers of each step of a run, over all ranks; of steps that every rank has noted."""
+    def logged(self, number: int) -> dict[int, list[int]]:
+        """Return the sample numbers of each step of a run, over all ranks; of steps that every rank has logged."""
         found: dict[int, list[int]] = {}
-        for entry in entries(sorted((self.folder / f"taken-{number}").glob("*.jsonl"))):
+        for entry in entries(sorted((self.folder / f"log-{number}").glob("*.jsonl"))):
             found.setdefault(entry["step"], []).extend(entry["index"])
         return found
 
@@ -95,7 +95,7 @@ def test_a_run_that_ends_between_checkpoints_goes_on_at_another_world_size(frame
     runs = Runs(framework, url, tmp_path)
     assert "end at step 9, epoch 1" in runs.run(2, "--steps", "9")
     assert f"epoch {EPOCHS}" in runs.run(1)
-    first, second = runs.taken(1), runs.taken(2)
+    first, second = runs.logged(1), runs.logged(2)
     assert set(first) == set(range(1, 10))
     assert min(second) in (9, 10)  # a framework may save once more when it ends
     assert_exactly_once([first, second], url)
@@ -112,9 +112,9 @@ def test_a_run_that_is_killed_goes_on_from_its_last_checkpoint(framework, url, t
         for pid in [process.pid, *descendants(process.pid)]:
             os.kill(pid, signal.SIGKILL)
     assert f"epoch {EPOCHS}" in runs.run(2)
-    second = runs.taken(2)
+    second = runs.logged(2)
     assert min(second) > 1
-    assert_exactly_once([runs.taken(1), second], url)
+    assert_exactly_once([runs.logged(1), second], url)
 
 
 def test_ranks_that_share_no_folder_go_on_from_the_checkpoint_of_rank_0(url, tmp_path):
@@ -134,11 +134,11 @@ def test_ranks_that_share_no_folder_go_on_from_the_checkpoint_of_rank_0(url, tmp
         assert done.returncode == 0, done.stderr[-6000:]
         return done.stdout.split(";")[0]
 
-    assert "begin at step 0, epoch 0, with 2 ranks" in train("nodes", 4)
+    assert "begin at step 0, epoch 0, world size 2" in train("nodes", 4)
     assert (tmp_path / "nodes/0/checkpoint.pt").exists()
     assert not (tmp_path / "nodes/1/checkpoint.pt").exists()
     begun, ended = train("nodes", 8).splitlines()
-    assert begun == "begin at step 4, epoch 0, with 2 ranks"
+    assert begun == "begin at step 4, epoch 0, world size 2"
     assert ended == train("whole", 8).splitlines()[-1]
 
 

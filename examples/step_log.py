@@ -1,4 +1,4 @@
-"""Prints the progress of training, and records the samples that a rank trained on, for tests."""
+"""Prints the steps of training and logs their samples, for tests."""
 
 from __future__ import annotations
 
@@ -8,11 +8,8 @@ from pathlib import Path
 from typing import Any
 
 
-def note(folder: Path | None, step: int, epoch: int, batch: dict[str, Any]) -> None:
-    """Print the step on rank 0, and append the sample numbers of the batch to a file of this process in the folder.
-
-    Padding is not included.
-    """
+def log_step(folder: Path | None, step: int, epoch: int, batch: dict[str, Any]) -> None:
+    """Print the step on rank 0, and append the sample numbers of the batch, without padding, to a log in `folder`."""
     if os.environ.get("RANK", "0") == "0":
         print(f"step {step}", flush=True)
     if folder is None:

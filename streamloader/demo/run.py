@@ -1,6 +1,6 @@
-"""The demo: real images become datasets in a bucket, ranks train on them, are killed, and resume exactly.
+"""Runs the demo: converts real images to datasets in a bucket, trains on them, kills the ranks and resumes exactly.
 
-Any step that fails ends it with one error.
+The first step that fails raises an error.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import time
 import urllib.request
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -33,9 +33,9 @@ import streamloader as sl
 from streamloader.errors import DestinationError, EngineError, StreamloaderError
 
 DIGIT_SCALE = 4
-CROP = 160
-CROP_STEP = 40
-RUN_SECONDS = 240.0
+CROP = 160  # pixels
+CROP_STEP = 40  # pixels
+RUN_SECONDS = 240.0  # a training run that takes longer is killed
 TIMEOUT_SECONDS = 20.0
 BUCKET = "demo"
 DIGITS = f"s3://{BUCKET}/digits"
@@ -43,7 +43,7 @@ PHOTOGRAPHS = f"s3://{BUCKET}/photographs"
 EPOCHS = 12
 KILLED_IN_EPOCH = 3
 RANKS_BEFORE, RANKS_AFTER = 2, 3
-GOAL = 0.95
+MIN_ACCURACY = 0.95
 CREDENTIALS = {"AWS_ACCESS_KEY_ID": "demo", "AWS_SECRET_ACCESS_KEY": "demo", "AWS_DEFAULT_REGION": "us-east-1"}
 
 _ERROR = re.compile(r"Error|^(Fatal Python error|what\(\):|terminate called|FATAL)")
@@ -52,9 +52,9 @@ Event = dict[str, Any]
 
 
 def write_digits(folder: Path) -> int:
-    """Write the 1797 digits of scikit-learn as `<folder>/<digit>/<number>.png`, grey, 32 x 32; return how many.
+    """Write scikit-learn's 1797 digits as grey 32 x 32 images `<folder>/<digit>/<number>.png`; return their number.
 
-    They are 8 x 8 with values 0-16 as they ship.
+    The originals are 8 x 8 with values from 0 to 16.
     """
     from sklearn.datasets import load_digits
 
@@ -66,7 +66,7 @@ def write_digits(folder: Path) -> int:
 
 
 def write_photographs(folder: Path) -> int:
-    """Write crops of scikit-learn's photographs as `<folder>/<photograph>/<y>-<x>.jpg`, 160 x 160; return how many."""
+    """Write crops of scikit-learn's photographs as `<folder>/<photograph>/<y>-<x>.jpg`; return their number."""
     from sklearn.datasets import load_sample_images
 
     data = load_sample_images()
@@ -83,53 +83,53 @@ def _save(pixels: Any, path: Path) -> None:
 
 
 @dataclass(frozen=True)
-class Taken:
-    """What one rank took for one step: sample numbers, without those that only fill up a batch."""
+class RankStep:
+    """The numbers of the samples that one rank trained on in one step, without padding."""
 
     epoch: int
     step: int
     index: tuple[int, ...]
 
 
-def read_log(folder: Path, run: str) -> list[Taken]:
-    """Return the lines of every rank of a run; one that a kill cut short is left out."""
+def read_log(folder: Path, run: str) -> list[RankStep]:
+    """Return the logged steps of all ranks of a run, without a last line that a kill truncated."""
     paths = sorted(folder.glob(f"{run}-rank*.jsonl"))
     lines = [line for path in paths for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
-    return [Taken(one["epoch"], one["step"], tuple(one["index"])) for one in map(json.loads, lines)]
+    return [RankStep(entry["epoch"], entry["step"], tuple(entry["index"])) for entry in map(json.loads, lines)]
 
 
-def check_exactly_once(taken: Iterable[Taken], num_samples: int, epochs: int) -> None:
-    """Raise `EngineError` unless each of the epochs took each sample number below `num_samples` once."""
+def check_exactly_once(steps: Iterable[RankStep], num_samples: int, epochs: int) -> None:
+    """Raise `EngineError` unless each epoch has each sample number below `num_samples` exactly once."""
     counts = {epoch: Counter[int]() for epoch in range(epochs)}
-    for part in taken:
-        counts.setdefault(part.epoch, Counter()).update(part.index)
+    for step in steps:
+        counts.setdefault(step.epoch, Counter()).update(step.index)
     for epoch, count in counts.items():
         expected = Counter(range(num_samples if epoch < epochs else 0))
         wrong = [number for number in expected | count if count[number] != expected[number]]
         if wrong:
             shown = ", ".join(f"{number}: {count[number]}" for number in sorted(wrong)[:4])
-            problem = f"epoch {epoch} took {len(wrong)} of {num_samples} samples not exactly once (number: times)"
+            problem = f"epoch {epoch} has {len(wrong)} of {num_samples} samples not exactly once (number: times)"
             raise EngineError(f"{problem} {shown}", "report this")
 
 
-def repeated_steps(before: Iterable[Taken], after: Iterable[Taken], resumed_at: int) -> int:
-    """Return how many steps after the checkpoint the killed run had taken.
+def repeated_steps(before: Iterable[RankStep], after: Iterable[RankStep], resumed_at: int) -> int:
+    """Return how many steps after its last checkpoint the killed run had trained.
 
-    Raises `EngineError` where one of its ranks took samples that the resumed run assigns to another step: the global
-    batches must not depend on the number of ranks.
+    Raises `EngineError` if the resumed run has other samples in one of them: global batches must not depend on the
+    number of ranks.
     """
-    again = defaultdict[int, set[int]](set)
-    for part in after:
-        again[part.step].update(part.index)
-    lost = [part for part in before if part.step >= resumed_at]
-    for part in lost:
-        if not again[part.step].issuperset(part.index):
-            raise EngineError(f"step {part.step} was another batch after the resume", "report this")
-    return len({part.step for part in lost})
+    batches = defaultdict[int, set[int]](set)
+    for step in after:
+        batches[step.step].update(step.index)
+    lost = [step for step in before if step.step >= resumed_at]
+    for step in lost:
+        if not batches[step.step].issuperset(step.index):
+            raise EngineError(f"step {step.step} has another batch after the resume", "report this")
+    return len({step.step for step in lost})
 
 
 class Ranks:
-    """A training run of `count` ranks, over the loopback device only: iterate over the events that they report.
+    """A training run of `count` ranks on the loopback device; iterating over it yields the events that they report.
 
     The ranks end with the `with` block, or with this process.
     """
@@ -141,16 +141,17 @@ class Ranks:
         self.pids: list[int] = []
         command = [sys.executable, "-m", *torchrun, f"--nproc-per-node={count}", "-m", *script]
         options: dict[str, Any] = {"env": demo.env, "text": True, "start_new_session": True}
-        pipe = subprocess.PIPE  # the end of their input tells the ranks that this process has ended
+        pipe = subprocess.PIPE  # the ranks exit at the end of their standard input, which this process holds open
         with self.log.open("w") as errors:
             self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=errors, **options)
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self._stdin, self._stdout = self.process.stdin, self.process.stdout
         self._watchdog = threading.Timer(RUN_SECONDS, self._end)
         self._watchdog.daemon = True
         self._watchdog.start()
 
     def __iter__(self) -> Iterator[Event]:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
+        for line in self._stdout:
             if line.startswith("{"):
                 event: Event = json.loads(line)
                 if event["event"] == "started":
@@ -174,10 +175,9 @@ class Ranks:
         return events
 
     def _end(self) -> None:
-        """Kill torchrun; its ranks end when their standard input does."""
+        """Kill torchrun; its ranks exit at the end of their standard input."""
         self.process.kill()
-        assert self.process.stdin is not None
-        self.process.stdin.close()
+        self._stdin.close()
 
     def __enter__(self) -> Ranks:
         return self
@@ -186,35 +186,34 @@ class Ranks:
         self._watchdog.cancel()
         self._end()
         self.process.wait()
-        assert self.process.stdout is not None
-        self.process.stdout.close()
+        self._stdout.close()
 
 
 def reason(log: Path) -> str:
-    """Return the most telling line of the log, and how the rank ended that failed first.
+    """Return the most informative line of the log, and the exit code of the rank that failed first.
 
-    That line is a rank's own error, or another process's, or the last one; torchrun's own error only says that a rank
-    failed, and its summary ends with the first.
+    That line is the error of a rank, else that of another process, else the last line. torchrun's own error says only
+    that a rank failed, and its summary ends with the first one.
     """
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
     errors = [line for line in lines if _ERROR.search(line) and "ChildFailedError" not in line]
-    own = [line for line in errors if line.startswith("[rank")]
-    ends = [line for line in lines if line.startswith("exitcode")]
-    return "; ".join((own or errors)[:1] + ends[-1:]) or (lines or ["the log is empty"])[-1]
+    of_ranks = [line for line in errors if line.startswith("[rank")]
+    exit_codes = [line for line in lines if line.startswith("exitcode")]
+    return "; ".join((of_ranks or errors)[:1] + exit_codes[-1:]) or (lines or ["the log is empty"])[-1]
 
 
 @contextmanager
 def s3_server(bucket: str) -> Iterator[str]:
-    """Run a server on a free port of this machine with one empty bucket, and give its URL.
+    """Run an S3 server with one empty bucket on a free port of this machine, and yield its URL.
 
-    Raises `EngineError` where moto is missing.
+    Raises `EngineError` if moto is not installed.
     """
     try:
         from moto.server import ThreadedMotoServer
     except ImportError as error:
         problem = f"the S3 server did not start: {error}"
         raise EngineError(problem, "pip install 'moto[s3]' flask flask-cors") from error
-    logging.getLogger("werkzeug").setLevel(logging.ERROR)  # else it prints every request
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)  # else it logs every request
     server = ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
     server.start()
     try:
@@ -229,39 +228,39 @@ def s3_server(bucket: str) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Demo:
-    """Where the demo runs: a folder, and a server."""
+    """The folder and the S3 server of a demo."""
 
     folder: Path
     endpoint: str
 
     @property
     def env(self) -> dict[str, str]:
-        """The environment in which a process finds this server, and no other keys than its own."""
+        """The environment of a process that uses this server, without other AWS settings."""
         env = {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}
         env |= CREDENTIALS | {"AWS_ENDPOINT_URL": self.endpoint, "TMPDIR": str(self.folder / "tmp")}
         env |= {"NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
         env |= {"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}
-        return env | {"OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}  # a rank that dies of a signal says where
+        return env | {"OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}  # a rank killed by a signal prints its stack
 
     @property
     def storage_options(self) -> dict[str, Any]:
-        """The same as options of the S3 filesystem."""
+        """The same settings as storage options."""
         return {"key": "demo", "secret": "demo", "endpoint_url": self.endpoint}
 
-    def streamloader(self, *arguments: str) -> None:
-        """Run the command line tool as a user would. Raises `EngineError` where it fails."""
+    def run_command(self, *arguments: str) -> None:
+        """Run the command `streamloader` in a process. Raises `EngineError` if it fails."""
         _title(f"$ streamloader {' '.join(arguments)}")
         code = "from streamloader.cli.main import main; main()"
         done = subprocess.run([sys.executable, "-c", code, *arguments], env=self.env, check=False)
         if done.returncode:
             problem = f"streamloader {arguments[0]} ended with exit code {done.returncode}"
-            raise EngineError(problem, "see its line above")
+            raise EngineError(problem, "see its error above")
 
 
 def run_demo(keep: Path | None) -> None:
     """Run the demo in a temporary folder, or in the new folder `keep`.
 
-    Raises a `StreamloaderError` if a step fails; then the temporary folder is kept too, since the error names its logs.
+    Raises a `StreamloaderError` if a step fails. The temporary folder is then kept, since the error names its logs.
     """
     begin = time.perf_counter()
     with _folder(keep) as folder, s3_server(BUCKET) as endpoint:
@@ -270,8 +269,8 @@ def run_demo(keep: Path | None) -> None:
         _make_datasets(demo)
         _stream_photographs(demo)
         _train(demo)
-    where = "its folder is removed" if keep is None else f"everything is in {keep}"
-    _title(f"done in {time.perf_counter() - begin:.0f} s; {where}")
+    location = "its folder is removed" if keep is None else f"everything is in {keep}"
+    _title(f"done in {time.perf_counter() - begin:.0f} s; {location}")
 
 
 def _title(text: str) -> None:
@@ -284,21 +283,21 @@ def _make_datasets(demo: Demo) -> None:
     click.echo(f"wrote {write_digits(digits)} handwritten digits as PNG into {digits}/0 ... 9")
     click.echo(f"wrote {write_photographs(photographs)} crops of two photographs as JPEG into {photographs}")
     click.echo(f"an S3 server (moto, in this process) listens on {demo.endpoint}; its bucket is s3://{BUCKET}")
-    demo.streamloader("convert", str(digits), DIGITS, "--split", "train=0.8,val=0.2")
-    demo.streamloader("convert", str(photographs), PHOTOGRAPHS)
-    demo.streamloader("inspect", DIGITS, "--split", "train")
-    demo.streamloader("inspect", PHOTOGRAPHS)
+    demo.run_command("convert", str(digits), DIGITS, "--split", "train=0.8,val=0.2")
+    demo.run_command("convert", str(photographs), PHOTOGRAPHS)
+    demo.run_command("inspect", DIGITS, "--split", "train")
+    demo.run_command("inspect", PHOTOGRAPHS)
 
 
 def _stream_photographs(demo: Demo) -> None:
     _title("2. one process streams the photographs")
     options: dict[str, Any] = {"world": (0, 1), "storage_options": demo.storage_options}
     dataset = sl.StreamingDataset(PHOTOGRAPHS, batch_size=32, decode="auto", with_index=True, **options)
-    taken = []
+    steps = []
     for step, batch in enumerate(dataset):
-        taken.append(Taken(0, step, tuple(batch["index"][batch["valid"]].tolist())))
-    check_exactly_once(taken, dataset.num_samples, epochs=1)
-    click.echo(f"each of {dataset.num_samples} samples once, decoded to {tuple(batch['image'].shape)} batches")
+        steps.append(RankStep(0, step, tuple(batch["index"][batch["valid"]].tolist())))
+    check_exactly_once(steps, dataset.num_samples, epochs=1)
+    click.echo(f"each of {dataset.num_samples} samples once, decoded to batches of shape {tuple(batch['image'].shape)}")
     click.echo(f"{dataset.stats()}")
     dataset.close()
 
@@ -306,33 +305,34 @@ def _stream_photographs(demo: Demo) -> None:
 def _train(demo: Demo) -> None:
     _title(f"3. {RANKS_BEFORE} processes train on the digits, straight from the bucket, and are killed")
     with Ranks(demo, "first", RANKS_BEFORE) as running:
-        events = (event for event in running if event["event"] == "checkpoint")
-        event = next((one for one in events if one["epoch"] >= KILLED_IN_EPOCH and one["position"] > 0), None)
-        if event is None:
+        checkpoints = (event for event in running if event["event"] == "checkpoint")
+        late = (event for event in checkpoints if event["epoch"] >= KILLED_IN_EPOCH and event["position"] > 0)
+        checkpoint = next(late, None)
+        if checkpoint is None:
             running.finish()
         running.kill()
-        if event is None or running.process.returncode == 0:
+        if checkpoint is None or running.process.returncode == 0:
             raise EngineError("the training ended before it was killed", "run the demo again")
-    where = f"after step {event['step']}, in the middle of epoch {event['epoch']} of {EPOCHS}"
-    click.echo(f"kill -9 of {len(running.pids)} ranks {where}")
+    position = f"step {checkpoint['step']}, in the middle of epoch {checkpoint['epoch']} of {EPOCHS}"
+    click.echo(f"kill -9 of {len(running.pids)} ranks after {position}")
 
     _title(f"4. {RANKS_AFTER} processes resume from the checkpoint")
     with Ranks(demo, "second", RANKS_AFTER) as running:
-        reported = running.finish()
-    begun = next(event for event in reported if event["event"] == "begun")
-    at = f"step {begun['step']}, epoch {begun['epoch']}, {begun['position']} samples into it"
-    click.echo(f"resumed with {RANKS_AFTER} ranks at {at}")
+        events = running.finish()
+    begun = next(event for event in events if event["event"] == "begun")
+    position = f"step {begun['step']}, {begun['position']} samples into epoch {begun['epoch']}"
+    click.echo(f"resumed with {RANKS_AFTER} ranks at {position}")
     num_samples = len(sl.open(DIGITS, split="train", storage_options=demo.storage_options))
     before, after = read_log(demo.folder, "first"), read_log(demo.folder, "second")
-    check_exactly_once([part for part in before if part.step < begun["step"]] + after, num_samples, EPOCHS)
-    again = repeated_steps(before, after, begun["step"])
-    click.echo(f"all {EPOCHS} epochs had each of the {num_samples} samples exactly once, the one with the kill too")
-    click.echo(f"the killed run was {again} step(s) past its checkpoint: the same batches were trained again")
-    _report(reported)
+    check_exactly_once([step for step in before if step.step < begun["step"]] + after, num_samples, EPOCHS)
+    repeated = repeated_steps(before, after, begun["step"])
+    click.echo(f"all {EPOCHS} epochs have each of the {num_samples} samples exactly once, also the one with the kill")
+    click.echo(f"the killed run was {repeated} step(s) past its checkpoint: the same batches were trained again")
+    _report(events)
 
 
 def _report(events: list[Event]) -> None:
-    _title("5. how well, how fast, and how long training waited for data")
+    _title("5. accuracy, speed, and how long training waited for data")
     trained = sorted((event for event in events if event["event"] == "trained"), key=lambda event: int(event["rank"]))
     (evaluated,) = (event for event in events if event["event"] == "evaluated")
     accuracy = evaluated["right"] / evaluated["count"]
@@ -340,14 +340,14 @@ def _report(events: list[Event]) -> None:
     click.echo(f"speed {sum(event['rate'] for event in trained):.0f} samples/s over {len(trained)} ranks")
     for event in trained:
         click.echo(f"rank {event['rank']} waited {event['waited']:.1%} of the time for data")
-    click.echo(f"rank {trained[0]['rank']} says: {trained[0]['verdict']} (data plane: {trained[0]['client']})")
-    if accuracy < GOAL:
-        raise EngineError(f"val accuracy is {accuracy:.1%}, below {GOAL:.0%}", "report this")
+    click.echo(f"rank {trained[0]['rank']} is {trained[0]['verdict']} (data plane: {trained[0]['client']})")
+    if accuracy < MIN_ACCURACY:
+        raise EngineError(f"val accuracy is {accuracy:.1%}, below {MIN_ACCURACY:.0%}", "report this")
 
 
 @contextmanager
 def _folder(keep: Path | None) -> Iterator[Path]:
-    """Give `keep`, which must be empty, or a temporary folder, which stays where a step fails: the error names it."""
+    """Yield `keep`, which must be empty, or a temporary folder, which is kept if a step fails: the error names it."""
     if keep is not None:
         if keep.exists() and any(keep.iterdir()):
             raise DestinationError(f"{keep} is not empty", "give --keep a new folder")
@@ -355,10 +355,8 @@ def _folder(keep: Path | None) -> Iterator[Path]:
         yield keep.resolve()
         return
     folder = Path(tempfile.mkdtemp(prefix="streamloader-demo-"))
-    with ExitStack() as cleanup:
-        cleanup.callback(shutil.rmtree, folder)
-        try:
-            yield folder
-        except StreamloaderError:
-            cleanup.pop_all()
-            raise
+    try:
+        yield folder
+    finally:
+        if not isinstance(sys.exception(), StreamloaderError):
+            shutil.rmtree(folder)
