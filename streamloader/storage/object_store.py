@@ -1,7 +1,7 @@
-"""The data plane over obstore for gs, az and http: ranged GETs in Rust, without the GIL, without a retry of its own.
+"""Ranged reads of gs, az and http by obstore: in Rust, without the GIL and without retries.
 
-The storage options of gcsfs, adlfs and fsspec's HTTP are translated. An option without a counterpart is an error that
-names it, and the data plane is then fsspec; options that only concern writing, listing or fsspec's caches are ignored.
+The storage options of gcsfs, adlfs and fsspec's HTTP are translated to obstore's. An option without a counterpart is an
+error that names it, and the URL is then read by fsspec. Options of writing, listing and fsspec's caches are ignored.
 """
 
 from __future__ import annotations
@@ -22,12 +22,14 @@ from streamloader.storage.url import FSSPEC_OPTIONS, Location
 CONNECT_SECONDS = 5.0
 
 _GCS_IGNORED = {*FSSPEC_OPTIONS, "project", "access", "consistency", "cache_timeout", "default_location", "timeout"}
+# Options of adlfs and obstore, which adlfs also reads from the environment
+_AZURE_OPTIONS = ("account_name", "account_key", "sas_token", "client_id", "client_secret", "tenant_id")
 _AZURE_IGNORED = {*FSSPEC_OPTIONS, "max_concurrency", "blocksize", "assume_container_exists", "location_mode"}
 
 
 @dataclass(frozen=True)
 class Target:
-    """What a client is made of. `bucket` may be a container or a base URL, `prefix` is a key, `http` HTTP options."""
+    """obstore's arguments for a location. `bucket` is a bucket, container or base URL, `prefix` a path in it."""
 
     bucket: str
     prefix: str
@@ -55,21 +57,18 @@ def _gcs_target(location: Location) -> Target:
 
 def _azure_target(location: Location) -> Target:
     options = location.options
-    names = {"account_name": "account_name", "account_key": "account_key", "sas_token": "sas_key"}
-    names |= {"client_id": "client_id", "client_secret": "client_secret", "tenant_id": "tenant_id"}
-    refuse_unknown("adlfs", options, _AZURE_IGNORED | set(names) | {"anon"})
+    refuse_unknown("adlfs", options, _AZURE_IGNORED | {*_AZURE_OPTIONS, "anon"})
     if os.environ.get("AZURE_STORAGE_CONNECTION_STRING"):
         raise UnsupportedError("obstore has no counterpart of AZURE_STORAGE_CONNECTION_STRING")
-    place, _, prefix = location.path.partition("/")
-    container, _, host = place.partition("@")
-    # adlfs reads the same variables
-    given = {theirs: options.get(theirs) or os.environ.get(f"AZURE_STORAGE_{theirs.upper()}") for theirs in names}
-    config = {ours: given[theirs] for theirs, ours in names.items() if given[theirs]}
+    netloc, _, prefix = location.path.partition("/")
+    container, _, host = netloc.partition("@")
+    values = {name: options.get(name) or os.environ.get(f"AZURE_STORAGE_{name.upper()}") for name in _AZURE_OPTIONS}
+    config = {name: value for name, value in values.items() if value}
     if host:
         config["account_name"] = host.split(".", maxsplit=1)[0]
     if "account_name" not in config:
         raise UnsupportedError("obstore needs the option account_name for Azure")
-    if not config.keys() & {"account_key", "sas_key", "client_secret"}:
+    if not config.keys() & {"account_key", "sas_token", "client_secret"}:
         if options.get("anon") is False:
             raise UnsupportedError("obstore has no counterpart of Azure's default credential chain")
         config["skip_signature"] = True
@@ -88,15 +87,15 @@ def _http_target(location: Location) -> Target:
     return Target(location.target, "", {}, http)
 
 
-def refuse_unknown(what: str, options: Mapping[str, Any], known: Collection[str]) -> None:
-    """Raise `UnsupportedError` that names the options which are set and not `known`."""
+def refuse_unknown(filesystem: str, options: Mapping[str, Any], known: Collection[str]) -> None:
+    """Raise `UnsupportedError` with the names of the options that are set and not `known`."""
     unknown = sorted(name for name, value in options.items() if name not in known and value is not None)
     if unknown:
-        raise UnsupportedError(f"obstore has no counterpart of {what} option {', '.join(map(repr, unknown))}")
+        raise UnsupportedError(f"obstore has no counterpart of {filesystem} option {', '.join(map(repr, unknown))}")
 
 
-class ObjectPlane:
-    """The obstore client of one location."""
+class ObstoreClient:
+    """The obstore client of one location. Thread-safe; for one process."""
 
     def __init__(self, target: Target, location: Location) -> None:
         import obstore
@@ -107,9 +106,9 @@ class ObjectPlane:
         self._owner = process.Owner("clients")
 
     def read(self, path: str, start: int, stop: int, allocate: Allocate | None = None) -> Buffer:
-        """Return bytes [start, stop) of an object, fewer where it ends before; in `allocate(size)` where given.
+        """Return bytes [start, stop) of an object, fewer if it ends before `stop`; in `allocate(size)` if given.
 
-        Raises `TimeoutError` where they come slower than the policy allows.
+        Raises `TimeoutError` if they arrive more slowly than the policy allows.
         """
         self._owner.check()
         process.note_obstore_use()
@@ -123,7 +122,7 @@ class ObjectPlane:
         except ValueError as error:
             raise OSError(f"obstore cannot parse the name: {error}") from error
         body = (allocate or empty_buffer)(response.range[1] - response.range[0])
-        for part in response.stream(min_chunk_size=1):  # as it arrives: some 300 KB at a time
+        for part in response.stream(min_chunk_size=1):  # as they arrive, about 300 KB each
             if count + len(part) > len(body):
                 raise HttpError(206, "WrongRange", f"received more than the {len(body)} bytes of the range")
             body[count : count + len(part)] = part
@@ -133,36 +132,36 @@ class ObjectPlane:
         return body[:count]
 
 
-def open_object_plane(location: Location) -> tuple[ObjectPlane, str]:
-    """Return the obstore reader for a URL, and the URL's key.
+def open_obstore_client(location: Location) -> tuple[ObstoreClient, str]:
+    """Return the obstore client of a location, and the path of the location's URL in its bucket.
 
-    Raises `UnsupportedError` with the reason where obstore cannot stand in for the fsspec filesystem.
+    Raises `UnsupportedError` with the reason if obstore cannot replace the fsspec filesystem.
     """
     if location.protocol not in _TARGETS:
         raise UnsupportedError(f"obstore does not support the protocol {location.protocol!r}")
     if process.forked_after_obstore():
         raise UnsupportedError(process.FORKED_REASON)
     target = target_of(location)
-    return ObjectPlane(target, location), target.prefix
+    return ObstoreClient(target, location), target.prefix
 
 
 def _client(target: Target, location: Location) -> Any:
-    """Return the client. Raises `UnsupportedError` for options that it refuses."""
+    """Return obstore's own client. Raises `UnsupportedError` for options that it rejects."""
     from obstore import store
     from obstore.exceptions import BaseError
 
     policy, secrets = location.retry, location.secrets
     limits = {
-        "timeout": "1d",  # of a whole response: `ObjectPlane.read` has the deadline
+        "timeout": "1d",  # of a complete response, whose deadline `ObstoreClient.read` checks
         "connect_timeout": f"{round(CONNECT_SECONDS * 1000)}ms",
         "read_timeout": f"{round(policy.response_seconds * 1000)}ms",
     }
     options: dict[str, Any] = {"client_options": {**limits, **target.http}, "retry_config": {"max_retries": 0}}
-    kinds: dict[str, Any] = {"gs": store.GCSStore, "az": store.AzureStore, "http": store.HTTPStore}
+    classes: dict[str, Any] = {"gs": store.GCSStore, "az": store.AzureStore, "http": store.HTTPStore}
     if location.protocol != "http":
         options["config"] = dict(target.config)
     try:
-        return kinds[location.protocol](target.bucket, **options)
+        return classes[location.protocol](target.bucket, **options)
     except (ValueError, TypeError, BaseError) as error:
         detail = " ".join(secrets.redact(str(error)).split())[:200]
         raise UnsupportedError(f"obstore rejects the options: {detail}") from cause_of(error, secrets)
@@ -172,5 +171,5 @@ _TARGETS = {"gs": _gcs_target, "az": _azure_target, "http": _http_target}
 
 
 def target_of(location: Location) -> Target:
-    """Translate options and environment. Raises `UnsupportedError` that names what has no counterpart in obstore."""
+    """Translate options and environment. Raises `UnsupportedError` for an option without a counterpart in obstore."""
     return _TARGETS[location.protocol](location)

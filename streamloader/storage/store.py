@@ -275,11 +275,11 @@ class Store:
         if direct:
             kind, reason = direct[0], f"{direct[1]}: bodies are read straight into place"
         else:
-            from streamloader.storage.object_store import open_object_plane
+            from streamloader.storage.object_store import open_obstore_client
 
             try:
-                plane, root = open_object_plane(location)
-                return RangeReader("obstore", f"obstore supports {location.protocol}", plane.read, root, location)
+                obstore, root = open_obstore_client(location)
+                return RangeReader("obstore", f"obstore supports {location.protocol}", obstore.read, root, location)
             except UnsupportedError as error:
                 kind, reason = "fsspec", error.problem
         client = self._client()
