@@ -39,7 +39,6 @@ from streamloader.storage.store import (
     buffers_of,
     empty_buffer,
     etag_of,
-    larger_than,
 )
 from streamloader.storage.url import CHAIN, Location, redact
 
@@ -136,7 +135,7 @@ class FsspecClient:
     def replace(self, path: str, data: Buffer, before: Buffer) -> str | None:
         """Write the object if its content is `before`."""
         with self._lock(path):
-            current = self.get_range(path, 0, larger_than(data, before))
+            current = self.get_range(path, 0, max(body_bytes(data), body_bytes(before)) + 1)  # notices a longer object
             if current == data:  # a retry after a lost response
                 return ""
             return self.put(path, data) if current == before else None

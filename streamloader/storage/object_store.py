@@ -101,7 +101,7 @@ class ObstoreClient:
         import obstore
 
         self._get = obstore.get
-        self._client = _client(target, location)
+        self._store = _new_store(target, location)
         self._policy = location.retry
         self._owner = process.Owner("clients")
 
@@ -114,7 +114,7 @@ class ObstoreClient:
         process.note_obstore_use()
         progress, count = Progress(self._policy), 0
         try:
-            response = self._get(self._client, path, options={"range": (start, stop)})
+            response = self._get(self._store, path, options={"range": (start, stop)})
         except client_errors() as error:
             if not beyond_the_end(error):
                 raise
@@ -145,8 +145,8 @@ def open_obstore_client(location: Location) -> tuple[ObstoreClient, str]:
     return ObstoreClient(target, location), target.prefix
 
 
-def _client(target: Target, location: Location) -> Any:
-    """Return obstore's own client. Raises `UnsupportedError` for options that it rejects."""
+def _new_store(target: Target, location: Location) -> Any:
+    """Return obstore's store. Raises `UnsupportedError` for options that it rejects."""
     from obstore import store
     from obstore.exceptions import BaseError
 
@@ -158,10 +158,8 @@ def _client(target: Target, location: Location) -> Any:
     }
     options: dict[str, Any] = {"client_options": {**limits, **target.http}, "retry_config": {"max_retries": 0}}
     classes: dict[str, Any] = {"gs": store.GCSStore, "az": store.AzureStore, "http": store.HTTPStore}
-    if location.protocol != "http":
-        options["config"] = dict(target.config)
     try:
-        return classes[location.protocol](target.bucket, **options)
+        return classes[location.protocol](target.bucket, **options, **target.config)
     except (ValueError, TypeError, BaseError) as error:
         detail = " ".join(secrets.redact(str(error)).split())[:200]
         raise UnsupportedError(f"obstore rejects the options: {detail}") from cause_of(error, secrets)
