@@ -103,7 +103,7 @@ def opened(src: Path | str, fields: Any = None, name: str | None = None, storage
 
 def read(source: Source, rows: Any = None, on_bad: Callable[[BadSample], None] = raise_bad) -> dict[str, Any]:
     """Read the columns of some rows, or of all."""
-    return source.part(np.arange(source.num_samples) if rows is None else np.array(rows, np.int64))(on_bad)
+    return source.fragment(np.arange(source.num_samples) if rows is None else np.array(rows, np.int64))(on_bad)
 
 
 def plain(value: Any) -> Any:

@@ -52,7 +52,7 @@ def placed(make, folder):
 
 
 REFUSED = {
-    "an empty folder": (lambda root: None, "nothing is at .*src"),
+    "an empty folder": (lambda root: None, "nothing exists at .*src"),
     "an empty tar": (tarred({}), "src hold no sample"),
     "an npy of nothing": (files({"it.npy": b""}), r"it\.npy is not a readable \.npy"),
     "a cell is empty": (files({"it.csv": b"a,b\n1,2\n3,\n"}), r"it\.csv:3: its column 'b' is empty"),
@@ -156,7 +156,7 @@ def test_damage_to_any_file_of_a_source_is_at_most_an_error_that_names_it(src, t
         file.write_bytes(damaged(data, rng))
         try:
             source = opened(f"{copy}{mark}{inner}", CASES[src].fields)
-            source.part(np.arange(min(source.num_samples, 1000)))(lambda _: None)
+            source.fragment(np.arange(min(source.num_samples, 1000)))(lambda _: None)
         except StreamloaderError as error:
             assert str(copy) in str(error) or isinstance(error, FieldError)  # which names the field
             assert error.remedy

@@ -129,7 +129,7 @@ def npz(root):
 
 
 BAD_SOURCES = {
-    "nothing": (lambda root: root / "nowhere", [], ["nothing is at", "nowhere"]),
+    "nothing": (lambda root: root / "nowhere", [], ["nothing exists at", "nowhere"]),
     "an image that does not decode": (bad_image, [], ["a/x.png: the image cannot be decoded"]),
     "a class folder without images": (empty_class, [], ["empty holds no image"]),
     "arrays of unequal length": (unequal_arrays, [], ["'xs' has 3 rows, 'ys' 4"]),

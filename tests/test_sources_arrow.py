@@ -383,7 +383,7 @@ def test_only_headers_are_read_at_first_and_then_only_what_is_asked_for(form, tm
 
 @pytest.mark.parametrize("form", ["parquet", "file", "stream"])
 def test_memory_is_one_block_beside_the_columns(form, tmp_path):
-    part = opened(write_table(tmp_path, big_table(), form, PIECE), "blob=bytes:bin").part(np.arange(0, BIG, 7))
+    part = opened(write_table(tmp_path, big_table(), form, PIECE), "blob=bytes:bin").fragment(np.arange(0, BIG, 7))
     before = pa.default_memory_pool()  # asked again later, it would return the pool that was set
     pool = pa.proxy_memory_pool(before)
     POOLS.append(pool)
@@ -518,7 +518,7 @@ def test_a_file_that_changes_after_it_was_opened_is_named(form, tmp_path):
         table.set_column(0, "x", [["a"] * 100]),
     ):
         path = write_table(tmp_path, table, form, 50)
-        part = opened(path).part(np.arange(100))
+        part = opened(path).fragment(np.arange(100))
         write_table(tmp_path, other, form, 50)
         with pytest.raises(SourceChangedError, match=path.name):
             part(raise_bad)

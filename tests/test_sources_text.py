@@ -25,7 +25,7 @@ from streamloader.conversion.sources.base import raise_bad
 from streamloader.conversion.sources.fields import FieldSelection
 from streamloader.conversion.sources.files import inner_extension, list_source
 from streamloader.conversion.sources.formats import open_source
-from streamloader.conversion.sources.ranged_io import Content, compression_of, decompressed, read_each
+from streamloader.conversion.sources.ranged_io import Content, compression_of, decompressed, read_spans
 from streamloader.conversion.sources.text import Style, Table, find_all_records, infer_cells
 from streamloader.errors import FieldError, SourceChangedError, SourceError, UsageError
 from streamloader.storage import open_store
@@ -346,7 +346,7 @@ def test_a_text_that_changes_after_the_scan_is_an_error(tmp_path):
     path.write_bytes(PACK["gzip"](random.Random(0).randbytes(500).hex().encode()))
     source = Content(open_store(tmp_path), list_source(path, {}).files[0], "gzip", 2000)
     with pytest.raises(SourceChangedError, match=r"it\.jsonl ends at byte 1000 unpacked, .* it had 2000"):
-        list(read_each([(source, np.array([900]), np.array([2000]))]))
+        list(read_spans([(source, np.array([900]), np.array([2000]))]))
 
 
 # compressed files
@@ -369,7 +369,7 @@ def test_all_members_are_unpacked_whatever_the_pieces_and_padding(packed, member
     assert unpack(packed, raw + bytes(padding), size) == b"".join(members)
     whole = PACK[packed](b"".join(members))
     cut = data.draw(st.integers(1, len(whole) - 1))
-    with pytest.raises(SourceError, match=f"it is truncated: its {packed} data break off after {cut} bytes"):
+    with pytest.raises(SourceError, match=f"it is truncated: its {packed} data end early, after {cut} bytes"):
         unpack(packed, whole[:cut], size)
     with pytest.raises(SourceError, match=f"it is (damaged, or not {packed} to its end|truncated)"):
         unpack(packed, whole + b"garbage", size)
@@ -462,7 +462,7 @@ def test_ascending_parts_unpack_a_file_once(write, name, key, requests, tmp_path
     requests.clear()
     ranged_io._kept.get(dict).clear()
     for first in range(0, 3000, 100):
-        part = pickle.loads(pickle.dumps(source.part(np.arange(first, first + 100))))
+        part = pickle.loads(pickle.dumps(source.fragment(np.arange(first, first + 100))))
         assert part(raise_bad)[key].tolist() == list(range(first, first + 100))
     assert requests.drain() == (tmp_path / name).stat().st_size
     (kept,) = ranged_io._kept.get(dict).values()
@@ -479,7 +479,7 @@ def test_parts_in_any_order_and_in_many_threads_are_right(requests, tmp_path):
 
     for first, found in chain.from_iterable(run_all(work, range(6), 6)):
         assert found == list(range(first, first + 50))
-    assert len(ranged_io._kept.get(dict)) <= ranged_io.KEPT
+    assert len(ranged_io._kept.get(dict)) <= ranged_io.KEPT_STREAMS
 
 
 def test_a_file_that_was_written_again_is_not_read_from_the_old_stream(requests, tmp_path):
@@ -511,7 +511,7 @@ from streamloader.conversion.sources.formats import open_source
 FORKED = """
 warnings.simplefilter("ignore")
 source = open_source(sys.argv[1], None, {}, parse_selection(None))[1]
-read = lambda first: source.part(np.arange(first, first + 50))(raise_bad)["n"].tolist()
+read = lambda first: source.fragment(np.arange(first, first + 50))(raise_bad)["n"].tolist()
 assert read(0) == list(range(50)) and streams._kept.get(dict)
 child = os.fork()
 if not child:
@@ -537,7 +537,7 @@ for path in sys.argv[1:]:
     total = 0
     for first in range(0, source.num_samples, 5000):
         rows = np.arange(first, min(first + 5000, source.num_samples))
-        total += int(source.part(rows)(raise_bad)["n"].sum())
+        total += int(source.fragment(rows)(raise_bad)["n"].sum())
     print(source.num_samples, total, peak())
 """
 
@@ -594,7 +594,7 @@ def test_bad_samples_of_a_compressed_tar_are_named_by_their_members(requests, tm
 BAD_TARS = {
     "tar cut in a member": (lambda raw: PACK["gzip"](raw[:5000]), "its member 1.bin extends to byte 9512, .* at 5000"),
     "tar cut between": (lambda raw: PACK["zstd"](raw[:9728]), "is truncated: it ends at byte 9728 without the end"),
-    "gzip cut": (lambda raw: PACK["gzip"](raw)[:-20], "is truncated: its gzip data break off"),
+    "gzip cut": (lambda raw: PACK["gzip"](raw)[:-20], "is truncated: its gzip data end early"),
     "check sum": (lambda raw: PACK["gzip"](raw)[:-8] + bytes(8), "is damaged, or not gzip to its end"),
     "no tar": (lambda raw: PACK["xz"](b"hello" * 200), "is not a tar, or damaged, at byte 0"),
     "nothing": (lambda raw: b"", "is truncated: it ends at byte 0"),

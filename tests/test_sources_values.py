@@ -224,7 +224,7 @@ def test_a_list_of_another_length_is_a_bad_sample(late, written):
     source = opened(written(x=lists))
     assert str(source.fields["x"]) == "int64[3]"
     bad = []
-    found = source.part(np.arange(1000))(bad.append)["x"]
+    found = source.fragment(np.arange(1000))(bad.append)["x"]
     assert np.array_equal(found, lists[:135] + lists[136:])
     assert [one.position for one in bad] == [135]
     assert bad[0].problem == "the column 'x' is not a list of the shape [3]"
@@ -235,7 +235,7 @@ def test_a_shorter_last_list_keeps_lists_ragged(written):
     for last in ([1], []):
         source = opened(written(x=[[1, 2, 3]] * 1000 + [last]))
         assert str(source.fields["x"]) == "ragged:int64"
-        assert source.part(np.array([1000]))(raise_bad)["x"] == [np.array(last, "<i8").tobytes()]
+        assert source.fragment(np.array([1000]))(raise_bad)["x"] == [np.array(last, "<i8").tobytes()]
 
 
 NULLS = {

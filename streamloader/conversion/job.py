@@ -257,7 +257,7 @@ def probe(source: Source, options: Layout, keep_bad: bool) -> Schema:
     """
 
     def read(rows: NDArray[np.int64]) -> dict[str, Column]:
-        return source.part(rows)((lambda _: None) if keep_bad else raise_bad_rows(rows))
+        return source.fragment(rows)((lambda _: None) if keep_bad else raise_bad_rows(rows))
 
     few = spread_rows(source.num_samples, PROBE_RUNS)
     columns = read(few)

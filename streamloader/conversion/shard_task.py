@@ -17,7 +17,7 @@ from typing import Any, Literal, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from streamloader.conversion.sources.base import BadSample, Part, Source, raise_bad_rows, take_rows
+from streamloader.conversion.sources.base import BadSample, Fragment, Source, raise_bad_rows, take_rows
 from streamloader.format.codecs import Column
 from streamloader.format.geometry import Geometry
 from streamloader.format.opening import read_lines, read_pieces
@@ -137,12 +137,12 @@ Outcome = Receipt | tuple[SkippedSample, ...]  # the bad samples of a shard, whi
 class Task:
     """What a worker needs, picklable. Doing it twice writes the same bytes. `store` is the split's.
 
-    `part` holds the `rows`, ascending; the samples of the shard, in order, are its rows `order`, or all as they come.
+    `fragment` holds the ascending `rows`; the samples of the shard, in order, are its rows `order`, or all of them.
     With `keep_bad` a shard that holds bad samples is not written, but says which; else the first of them is an error.
     What is left of the shard names the `job`.
     """
 
-    part: Part
+    fragment: Fragment
     store: Store
     geometry: Geometry
     shard: int
@@ -158,7 +158,7 @@ class Task:
         """Return the task that writes these rows of the source, in their order, as one shard."""
         order = None if bool(np.all(rows[1:] > rows[:-1])) else np.argsort(np.argsort(rows))
         rows = np.sort(rows)
-        return cls(source.part(rows), store, geometry, shard, rows, order, **more)
+        return cls(source.fragment(rows), store, geometry, shard, rows, order, **more)
 
     def __str__(self) -> str:
         return f"shard {self.shard} of {self.store.url}"
@@ -173,7 +173,7 @@ class Task:
         Raises what the source raises.
         """
         bad: list[BadSample] = []
-        columns = self.part(bad.append if self.keep_bad else raise_bad_rows(self.rows))
+        columns = self.fragment(bad.append if self.keep_bad else raise_bad_rows(self.rows))
         if bad:
             skipped = [self._skipped(one) for one in bad]
             return partial(write_skipped, self.store, self.job, self.shard, skipped)

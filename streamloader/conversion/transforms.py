@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from streamloader.conversion.sources.base import BadSample, OnBad, Part, Source, read_kept
+from streamloader.conversion.sources.base import BadSample, Fragment, OnBad, Source, read_kept
 from streamloader.conversion.sources.fields import FieldSelection, flatten, from_dlpack, settle, transform_source
 from streamloader.conversion.sources.media import IMAGE_ENCODINGS
 from streamloader.conversion.sources.records import Sample, open_records
@@ -296,24 +296,24 @@ def parse_map(given: str | Function | None, batch: int | None) -> Mapper | None:
 def map_source(source: Source, mapper: Mapper, selection: FieldSelection) -> Source:
     """Return the source of what the function makes of each sample. Raises what `open_records` raises."""
 
-    def cut(rows: NDArray[np.int64]) -> MappedPart:
-        return MappedPart(source.part(rows), dict(source.fields), mapper)
+    def cut(rows: NDArray[np.int64]) -> MappedFragment:
+        return MappedFragment(source.fragment(rows), dict(source.fields), mapper)
 
     notes = {**source.notes, "map": mapper.name}
     return open_records(source.url, source.files, source.num_samples, cut, selection, notes=notes)
 
 
 @dataclass(frozen=True)
-class MappedPart:
+class MappedFragment:
     """Some samples, each as the function makes it."""
 
-    part: Part
+    fragment: Fragment
     fields: Mapping[str, Field]
     mapper: Mapper
 
     def __call__(self, on_bad: OnBad) -> Iterator[Sample]:
         """Yield what the function returns; a sample for which it raises is refused, alone of its batch."""
-        columns, kept = read_kept(self.part, on_bad)
+        columns, kept = read_kept(self.fragment, on_bad)
         count, size = len(kept), self.mapper.batch or 1
         todo = [range(first, min(first + size, count)) for first in range(0, count, size)][::-1]
         while todo:

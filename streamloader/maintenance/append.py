@@ -96,7 +96,7 @@ def append(
     # bytes fields of any encoding are selected: `_matching` checks the encoding after images are re-encoded
     fields = {name: layout.field for name, layout in opened.manifest.fields.items()}
     types = {name: None if field.kind == "bytes" else field for name, field in fields.items()}
-    selection = FieldSelection.again(types, opened.manifest.provenance)
+    selection = FieldSelection.from_provenance(types, opened.manifest.provenance)
     recode, mapper = parse_recode(resize, quality), parse_map(map, map_batch)
     transforms = TransformOptions(selection, recode, mapper, shuffle=shuffle)
     name, source = open_source(src, format, source_options or {}, transforms.opening)

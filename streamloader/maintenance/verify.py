@@ -642,7 +642,7 @@ def _compare(view: DatasetView, against: tuple[Any, str | None, Mapping[str, Any
     """
     manifest, url = view.manifest, view.store.url
     fields = {name: layout.field for name, layout in manifest.fields.items()}
-    transforms = TransformOptions(FieldSelection.again(fields, manifest.provenance))
+    transforms = TransformOptions(FieldSelection.from_provenance(fields, manifest.provenance))
     try:
         source = transforms.apply(open_source(*against, transforms.opening)[1])
     except FieldError as error:
@@ -678,7 +678,7 @@ def _bad_rows(source: Source, rows: SampleRows, size: int) -> set[int]:
     bad_rows: set[int] = set()
     for start in range(0, rows.count, size):
         numbers, bad = np.sort(rows.read(start, start + size)), list[BadSample]()
-        source.part(numbers)(bad.append)
+        source.fragment(numbers)(bad.append)
         bad_rows.update(int(numbers[sample.position]) for sample in bad)
     return bad_rows
 
@@ -689,7 +689,7 @@ def _compare_samples(
     """Report which of the samples [start, stop) differ from their source rows; return the number that was compared."""
     numbers, url, bad = rows.read(*samples), view.store.url, list[BadSample]()
     ascending = np.sort(numbers)
-    columns = source.part(ascending)(bad.append)
+    columns = source.fragment(ascending)(bad.append)
     for bad_sample in bad:
         row = int(ascending[bad_sample.position])
         sample = samples[0] + int(np.flatnonzero(numbers == row)[0])

@@ -116,7 +116,7 @@ from streamloader.conversion.sources.base import raise_bad
 from streamloader.conversion.sources.formats import open_source
 from streamloader.conversion.sources.fields import FieldSelection
 _, source = open_source(sys.argv[1], None, {}, FieldSelection())
-columns = source.part(np.arange(0, source.num_samples, 20))(raise_bad)
+columns = source.fragment(np.arange(0, source.num_samples, 20))(raise_bad)
 assert (columns["y"] == np.arange(0, source.num_samples, 20)).all()
 assert all(item == b"%02d" % (20 * i % 7) * (5000 if i % 1000 < 500 else 5) for i, item in enumerate(columns["s"]))
 print(pa.default_memory_pool().max_memory())

@@ -79,7 +79,7 @@ def test_several_annotations_ask_for_a_choice():
     message = "holds 3 files of annotations: annotations/captions_.*choose one, like .*input::/annotations/captions_"
     with pytest.raises(SourceError, match=message):
         opened(FORMATS / "coco/input")
-    with pytest.raises(SourceError, match=r"no file is .*input/annotations/other\.json"):
+    with pytest.raises(SourceError, match=r"no file exists at .*input/annotations/other\.json"):
         opened(f"{FORMATS}/coco/input::/annotations/other.json")
 
 
@@ -141,7 +141,7 @@ def test_a_file_that_is_not_coco_is_an_error(case, tmp_path):
 
 
 BAD_IMAGES = {  # what is wrong with its entry, its annotation
-    "missing": ({"file_name": "b.png"}, {}, "its file is nowhere below"),
+    "missing": ({"file_name": "b.png"}, {}, "its file does not exist"),
     "ambiguous": ({"file_name": "two.png"}, {}, "its file could be x/two.png or y/two.png"),
     "no image": ({"file_name": "text.png"}, {}, "the image cannot be decoded: its 4 bytes have no known image header"),
     "no name": ({"file_name": None}, {}, "its entry has no file_name"),
@@ -217,7 +217,7 @@ def test_a_part_holds_the_annotations_of_its_rows_only(tmp_path):
     images = [{"id": number, "file_name": f"{number}.png"} for number in range(count)]
     boxes = [{"id": i, "image_id": i % count, "bbox": [i, 0, 1, 1], "segmentation": [[i] * 50]} for i in range(3000)]
     source = opened(coco(tmp_path, {"images": images, "annotations": boxes}))
-    assert len(pickle.dumps(source.part(np.arange(3)))) < len(pickle.dumps(source.part(np.arange(count)))) / 30
+    assert len(pickle.dumps(source.fragment(np.arange(3)))) < len(pickle.dumps(source.fragment(np.arange(count)))) / 30
     (found,) = rows_of(source, [7])
     assert [box[0] for box in found["boxes"]] == list(range(7, 3000, count))
 

@@ -115,7 +115,7 @@ def test_any_rows_are_the_same_also_in_another_process(chosen):
         source = open_object(samples, ALL, workers=1)
         wanted = [rows_of(source)[row] for row in rows]
         assert rows_of(source, rows) == wanted
-        part = pickle.loads(pickle.dumps(source.part(np.array(rows, np.int64))))
+        part = pickle.loads(pickle.dumps(source.fragment(np.array(rows, np.int64))))
         for one in (part, pickle.loads(pickle.dumps(part))):
             assert rows_of(source, rows, part=one) == wanted
 
@@ -135,7 +135,7 @@ def test_workers_load_datasets_with_tensors(samples, workers, tmp_path):
 
 def test_parts_of_a_list_take_their_own_samples_only():
     source = open_object([{"x": np.zeros(1000)} for _ in range(200)], ALL, workers=2)
-    assert len(pickle.dumps(source.part(np.array([3, 5])))) < 30_000
+    assert len(pickle.dumps(source.fragment(np.array([3, 5])))) < 30_000
 
 
 def test_a_sample_that_raises_is_reported_and_left_out():
@@ -254,7 +254,7 @@ import pickle, numpy as np
 from gone import Data
 from streamloader.conversion.sources.objects import open_object
 from streamloader.conversion.sources.fields import FieldSelection
-print(pickle.dumps(open_object(Data([1, 2]), FieldSelection(), 1).part(np.arange(2))).hex())
+print(pickle.dumps(open_object(Data([1, 2]), FieldSelection(), 1).fragment(np.arange(2))).hex())
 """
 
 

@@ -24,7 +24,7 @@ from sources import CASES, FORMATS, assert_refused, bad_rows, files, kinds_of, o
 
 import streamloader as sl
 from streamloader.conversion.sources.mds import encoding_of
-from streamloader.conversion.sources.tar import open_walk
+from streamloader.conversion.sources.tar import open_reader
 from streamloader.conversion.sources.tfrecord import BytesList, parse_example, record_starts
 from streamloader.errors import FieldError, SourceError
 from streamloader.storage import open_store
@@ -270,7 +270,7 @@ def test_huge_records_are_found_without_reading_them(tmp_path):
         file.write(framed([example(n=ints(1))]))
     info = ObjectInfo("x.tfrecord", (tmp_path / "x.tfrecord").stat().st_size, "")
     with peak_below(16 << 20):
-        starts = record_starts(open_walk(open_store(tmp_path), info))
+        starts = record_starts(open_reader(open_store(tmp_path), info))
     assert starts[:4].tolist() == [number * ((1 << 30) + 16) for number in range(4)]
 
 
@@ -310,7 +310,7 @@ BAD_MDS = {
     "no shards": (setting("shards", to=[]), "index.json lists no shard"),
     "no list": (setting("shards", to={"a": 1}), "index.json lists no shard"),
     "JSON shards": (setting(*SHARD, "format", to="json"), "shards of the format 'json'"),
-    "no name": (setting(*SHARD, "raw_data", to=None), "does not say what shard 0 is"),
+    "no name": (setting(*SHARD, "raw_data", to=None), "does not describe shard 0"),
     "an odd name": (setting(*SHARD, "raw_data", "basename", to=["x"]), r"names the file \['x'\]"),
     "a climbing name": (
         setting(*SHARD, "raw_data", "basename", to="../data/shard.00000.mds"),
@@ -322,9 +322,9 @@ BAD_MDS = {
     "a file twice": (lambda i: {**i, "shards": [i["shards"][0]] * 2}, "names the file 'shard.00000.mds' twice"),
     "the index as a shard": (setting(*SHARD, "raw_data", "basename", to="index.json"), "has 1110 bytes, it has"),
     "another size": (setting(*SHARD, "raw_data", "bytes", to=99), r"shard.00000.mds has 99 bytes, it has 1110"),
-    "a negative size": (setting(*SHARD, "raw_data", "bytes", to=-1), "does not say what shard 0 is .*-1"),
-    "a size that is not a number": (setting(*SHARD, "raw_data", "bytes", to="9"), "does not say what shard 0 is"),
-    "negative samples": (setting(*SHARD, "samples", to=-1), "does not say what shard 0 is"),
+    "a negative size": (setting(*SHARD, "raw_data", "bytes", to=-1), "does not describe shard 0 .*-1"),
+    "a size that is not a number": (setting(*SHARD, "raw_data", "bytes", to="9"), "does not describe shard 0"),
+    "negative samples": (setting(*SHARD, "samples", to=-1), "does not describe shard 0"),
     "too many samples": (setting(*SHARD, "samples", to=10**12), "says that .*has 1000000000000 samples in 1110 bytes"),
     "brotli (zstd)": (setting(*SHARD, "compression", to="br:11"), "the compression 'br', only zstd"),
     "a huge shard (zstd)": (setting(*SHARD, "raw_data", "bytes", to=2**31), "2147483648 bytes unpacked, at most"),

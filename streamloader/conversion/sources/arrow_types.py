@@ -1,6 +1,6 @@
-"""Arrow's columns as fields: which field a column becomes, and its values, many rows at a time.
+"""Arrow's columns as fields: the type of a column's field, and its values, many rows at a time.
 
-Each member of a struct becomes a field of its own.
+Each member of a struct becomes a separate field.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 else:
     pa, pc = Lazy("pyarrow"), Lazy("pyarrow.compute")
 
-FREE = -1  # a list level whose length differs from row to row
-_JSON = "arrow.json"  # text by another name
+FREE = -1  # the length of a list level that differs from row to row
+_JSON = "arrow.json"  # stored as text
 _TENSOR = "arrow.fixed_shape_tensor"
-_ARRAYS = (  # those of Hugging Face and of Ray, which state their shape in JSON
+_ARRAYS = (  # extension types of Hugging Face and Ray, which describe their shape in JSON
     *(f"datasets.features.features.Array{axes}DExtensionType" for axes in range(2, 6)),
     "ray.data.arrow_tensor",
     "ray.data.arrow_tensor_v2",
@@ -40,10 +40,10 @@ _SHOWN = 80  # characters of a type in a message: a struct's may be pages
 
 @dataclass(frozen=True)
 class Leaf:
-    """A column, or a member of a struct: `path` leads there, from the column down.
+    """A column, or a member of a struct: `path` are the names from the column down.
 
-    `extension` names its extension type, and `shape` is what that type says of the shape (`FREE` for an axis of any
-    length). `media` is the member `bytes` of Hugging Face's images and sounds, which represents the struct.
+    `extension` is the name of its extension type, `shape` the shape that this type gives (`FREE` for an axis of any
+    length). `media` marks the member `bytes` of Hugging Face's images and audio, which represents the struct.
     """
 
     path: tuple[str, ...]
@@ -54,12 +54,12 @@ class Leaf:
 
     @property
     def name(self) -> str:
-        """The name that a person knows it by."""
+        """The name for messages and fields."""
         return ".".join(self.path[:-1] if self.media else self.path)
 
     @property
     def kind(self) -> str:
-        """Its type, for messages."""
+        """The type for messages."""
         shape = str(list(self.shape)) if self.shape else ""
         text = f"extension {self.extension}{shape}" if self.extension else str(self.type)
         return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
@@ -67,10 +67,10 @@ class Leaf:
 
 @dataclass(frozen=True)
 class ArrowColumn:
-    """The column of a field, and the length that each list level has around its numbers (or `FREE`).
+    """The column of a field. `sizes` are the lengths of the list levels around its numbers (or `FREE`).
 
-    `unit` says what the whole numbers of a time count. `fill` replaces a null; None refuses it. The integers of a
-    column that is `widened` become floats, so that `fill` can be one, such as NaN.
+    `unit` is that of times stored as whole numbers. `fill` replaces nulls; if it is None, nulls are bad. The integers
+    of a `widened` column become floats, so that `fill` can be a float, such as NaN.
     """
 
     leaf: Leaf
@@ -82,12 +82,12 @@ class ArrowColumn:
 
 
 def leaves(schema: pa.Schema) -> list[Leaf]:
-    """Return what can become a field, in the order of the schema."""
+    """Return the columns and members that can become fields, in the order of the schema."""
     return [leaf for field in schema for leaf in _walk(field, ())]
 
 
-def _walk(field: pa.Field, above: tuple[str, ...]) -> Iterator[Leaf]:
-    path = (*above, field.name)
+def _walk(field: pa.Field, parent: tuple[str, ...]) -> Iterator[Leaf]:
+    path = (*parent, field.name)
     kind, extension, shape = _extension(field)
     if not pa.types.is_struct(kind) or not kind.num_fields or extension:
         yield Leaf(path, kind, extension, shape)
@@ -102,9 +102,9 @@ def _walk(field: pa.Field, above: tuple[str, ...]) -> Iterator[Leaf]:
 
 
 def _extension(field: pa.Field) -> tuple[pa.DataType, str, tuple[int, ...]]:
-    """Return the storage type of a field, its extension's name, and the shape that this states.
+    """Return the storage type of a field, the name of its extension, and the shape that the extension gives.
 
-    An extension that this process does not know is in the field's metadata only.
+    An extension that is not registered in this process is in the field's metadata only.
     """
     kind, metadata = field.type, field.metadata or {}
     name = metadata.get(b"ARROW:extension:name", b"").decode("utf-8", "replace")
@@ -121,16 +121,16 @@ def _extension(field: pa.Field) -> tuple[pa.DataType, str, tuple[int, ...]]:
 
 
 def _array_shape(detail: bytes) -> tuple[int, ...]:
-    """Return the shape in `[[2, 3], "float32"]`, as Hugging Face describes it, or in Ray's `[2, 3]`, if it is there."""
-    found = read_json(detail)
-    shape = found[0] if isinstance(found, list) and found and isinstance(found[0], list) else found
-    if not isinstance(shape, list) or not all(one is None or type(one) is int for one in shape):
+    """Return the shape in Hugging Face's `[[2, 3], "float32"]` or in Ray's `[2, 3]`; empty for anything else."""
+    document = read_json(detail)
+    shape = document[0] if isinstance(document, list) and document and isinstance(document[0], list) else document
+    if not isinstance(shape, list) or not all(size is None or type(size) is int for size in shape):
         return ()
-    return tuple(FREE if one is None else one for one in shape)
+    return tuple(FREE if size is None else size for size in shape)
 
 
 def read_json(data: bytes) -> Any:
-    """Return what JSON of unknown origin says, or None where it is none."""
+    """Return the value of an untrusted JSON document, None if it is invalid."""
     try:
         return json.loads(data)
     except (ValueError, RecursionError):
@@ -145,31 +145,30 @@ def _is_bytes(kind: pa.DataType) -> bool:
     return re.match(r"((large_)?binary|binary_view|fixed_size_binary\[\d+\])\Z", str(kind)) is not None
 
 
-def column_of(leaf: Leaf, wanted: Field | None, times: bool = False) -> ArrowColumn:
-    """Return how a leaf becomes a field. `wanted` has the lengths of lists that have one, whether strings are text or
-    bytes, and that the storage of an unknown extension type is what is wanted. With `times`, times are always whole
-    numbers.
+def column_of(leaf: Leaf, selected: Field | None, times: bool = False) -> ArrowColumn:
+    """Return the column for a leaf. The `selected` field, if any, gives the lengths of lists, whether strings are text
+    or bytes, and that an unknown extension type is read as its storage type. With `times`, times become whole numbers
+    in any case.
 
-    Raises `FieldError`, with the leaf's name and type as problem, where no field of the format holds it.
+    Raises `FieldError`, with the leaf's name and type as problem, if no field of the format holds it.
     """
     problem = f"{leaf.name!r} ({leaf.kind})"
-    if leaf.extension and not leaf.shape and wanted is None:
+    if leaf.extension and not leaf.shape and selected is None:
         raise FieldError(problem)
     sizes, kind = _levels(leaf.type)
     if not sizes and (_is_text(kind) or _is_bytes(kind)):
-        chosen = wanted.kind if wanted is not None and wanted.kind in ("text", "bytes") else None
-        return ArrowColumn(leaf, Field(chosen or ("text" if _is_text(kind) else "bytes")))
+        field = Field("text" if _is_text(kind) else "bytes")
+        return ArrowColumn(leaf, Field(selected.kind) if selected and not selected.dtype else field)
     types, unit = pa.types, _unit_of(kind)
-    if unit and not times and (wanted is None or wanted.dtype not in INTS):
+    if unit and not times and (selected is None or selected.dtype not in INTS):
         raise FieldError(problem, "store times as whole numbers")
     if not (types.is_boolean(kind) or types.is_integer(kind) or types.is_floating(kind) or unit):
         raise FieldError(problem)
     dtype = f"int{kind.bit_width}" if unit else np.dtype(kind.to_pandas_dtype()).name
-    shape = sizes
     asked: tuple[int, ...] = ()
-    if wanted is not None and wanted.kind in ("tensor", "ragged"):
-        asked = wanted.shape if wanted.fixed else (FREE, *wanted.shape)
-    stated = leaf.shape
+    if selected is not None and selected.kind in ("tensor", "ragged"):
+        asked = selected.shape if selected.fixed else (FREE, *selected.shape)
+    shape, stated = sizes, leaf.shape
     if _fits(sizes, asked) or _fits(sizes, stated):
         sizes = shape = asked if _fits(sizes, asked) else stated
     elif stated and FREE not in stated and _fits(sizes, (prod(stated),)):  # one list of all values
@@ -189,11 +188,11 @@ _SINCE = {"date": " since 1970-01-01", "time": " since midnight", "duration": ""
 
 
 def _unit_of(kind: pa.DataType) -> str:
-    """Return what the whole numbers count that times of this type are stored as; nothing for other types."""
-    found = _TIME.match(str(kind))
-    if found is None:
+    """Return the unit of the whole numbers that represent times of a type; "" for other types."""
+    time = _TIME.match(str(kind))
+    if time is None:
         return ""
-    name, unit, zone = found.groups()
+    name, unit, zone = time.groups()
     zoned = f" since 1970-01-01 00:00{' UTC' if zone else ', without a time zone'}"
     return _UNITS[unit] + _SINCE.get(name, zoned)
 
@@ -213,22 +212,22 @@ def _levels(kind: pa.DataType) -> tuple[tuple[int, ...], pa.DataType]:
 
 
 def _fits(sizes: Sequence[int], shape: Sequence[int]) -> bool:
-    """Return whether lists of these lengths may have that shape."""
-    return len(sizes) == len(shape) > 0 and all(have in (FREE, want) for have, want in zip(sizes, shape, strict=True))
+    """Return whether lists of these lengths can have a shape."""
+    return len(sizes) == len(shape) > 0 and all(a in (FREE, b) for a, b in zip(sizes, shape, strict=True))
 
 
 def same_column(leaf: Leaf, column: ArrowColumn) -> bool:
-    """Return whether a leaf of another file has the values that the column has in the first."""
+    """Return whether a leaf of another file is read in the same way as the column of the first file."""
     try:
-        found = column_of(leaf, column.field)
+        other = column_of(leaf, column.field)
     except FieldError:
         return False
-    plain = replace(column.field, encoding="", dtype=found.field.dtype if column.widened else column.field.dtype)
-    return found.field == plain and found.sizes == column.sizes and found.unit == column.unit
+    expected = replace(column.field, encoding="", dtype=other.field.dtype if column.widened else column.field.dtype)
+    return (other.field, other.sizes, other.unit) == (expected, column.sizes, column.unit)
 
 
 def class_names(features: Any, path: Sequence[str]) -> list[str]:
-    """Return the class names that Hugging Face's description of the features has for a column, or nothing."""
+    """Return the class names of a column from Hugging Face's description of the features, empty if it has none."""
     for member in path:
         features = features.get(member) if isinstance(features, dict) else None
     while isinstance(features, dict) and "feature" in features:  # a list of labels
@@ -242,11 +241,11 @@ def class_names(features: Any, path: Sequence[str]) -> list[str]:
 _FILL = "give nulls a value with --fill NAME=VALUE, or leave the column out by naming the fields to keep with --fields"
 
 
-class Troubles(dict[int, tuple[str, str]]):
-    """What is wrong with rows, and what to do: by row, for each the first that is found."""
+class BadRows(dict[int, tuple[str, str]]):
+    """The first problem of each bad row, and its remedy."""
 
-    def note(self, rows: NDArray[np.int64], column: ArrowColumn, problem: str, remedy: str) -> None:
-        """Note the same for several rows."""
+    def add(self, rows: NDArray[np.int64], column: ArrowColumn, problem: str, remedy: str) -> None:
+        """Add a problem of several rows."""
         for row in rows.tolist():
             self.setdefault(row, (f"the column {column.leaf.name!r} {problem}", remedy))
 
@@ -254,20 +253,20 @@ class Troubles(dict[int, tuple[str, str]]):
 def read_columns(
     batch: pa.RecordBatch, columns: Mapping[str, ArrowColumn], rows: NDArray[np.int64]
 ) -> tuple[dict[str, Column], dict[int, tuple[str, str]]]:
-    """Return the columns of some rows of a batch, and problem and remedy of those that are left out, by their index.
+    """Return the columns of some rows of a batch, without bad rows; and the problem and remedy of bad rows, by index.
 
-    Everything is checked so far that nothing points outside of its buffers. Raises an `ArrowException`.
+    Arrays are validated, so that no offset points outside of its buffer. Raises an `ArrowException`.
     """
-    first, places = int(rows[0]), rows - rows[0]
-    count, troubles = int(places[-1]) + 1, Troubles()
-    arrays = {name: _examined(batch, column, (first, count), troubles) for name, column in columns.items()}
-    bad = {index: troubles[place] for index, place in enumerate(places.tolist()) if place in troubles}
-    kept = np.delete(places, list(bad))
+    first, positions = int(rows[0]), rows - rows[0]
+    count, bad_rows = int(positions[-1]) + 1, BadRows()
+    arrays = {name: _checked(batch, column, (first, count), bad_rows) for name, column in columns.items()}
+    bad = {index: bad_rows[position] for index, position in enumerate(positions.tolist()) if position in bad_rows}
+    kept = np.delete(positions, list(bad))
     return {name: _to_rows(array, columns[name], kept) for name, array in arrays.items()}, bad
 
 
-def _examined(batch: pa.RecordBatch, column: ArrowColumn, rows: tuple[int, int], troubles: Troubles) -> pa.Array:
-    """Return a column of some rows, first and count, with fill values for nulls, as `_plain` does; note bad rows."""
+def _checked(batch: pa.RecordBatch, column: ArrowColumn, rows: tuple[int, int], bad: BadRows) -> pa.Array:
+    """Return a column of some rows, first and count, as `_plain` does, with fill values for nulls; add bad rows."""
     array = batch.column(column.leaf.path[0])
     array.validate()
     array = array.slice(*rows)
@@ -278,48 +277,49 @@ def _examined(batch: pa.RecordBatch, column: ArrowColumn, rows: tuple[int, int],
         dtype = np.dtype(column.field.dtype)
         numbers, nulls = _numbers(array.fill_null(0)), _nulls(array)
         problem = f"is a whole number that {dtype} does not hold exactly"
-        troubles.note(np.flatnonzero(~exact_in_float(numbers, dtype)), column, problem, "choose another type")
+        bad.add(np.flatnonzero(~exact_in_float(numbers, dtype)), column, problem, "choose another type")
         floats = numbers.astype(dtype)
         floats[nulls] = column.fill
         return _from_numpy(floats)
-    array = _filled(array, column, 0)
+    array = _with_fill(array, column, 0)
     problem, remedy = "is null", _FILL
     if column.leaf.media:
         problem = "has no bytes: the file itself is not in the dataset, at most its path"
         remedy = "embed the files when the dataset is saved, as save_to_disk does"
-    troubles.note(_nulls(array), column, problem, remedy)
+    bad.add(_nulls(array), column, problem, remedy)
     if column.field.kind == "text":
-        _note_no_text(array, column, troubles)
+        _check_text(array, column, bad)
     edges = np.arange(len(array) + 1)
     for (inner, lengths, next_edges), size in zip(_inner_values(array, column), column.sizes, strict=True):
         if size != FREE:
-            remedy = _other_shape(column.field)
-            wrong = _rows_of(np.flatnonzero(lengths != size), edges)
-            troubles.note(wrong, column, f"is not a list of the shape {list(column.field.shape)}", remedy)
-        troubles.note(_rows_of(_nulls(inner), next_edges), column, "holds a null", _FILL)
+            remedy = _shape_remedy(column.field)
+            rows_of_wrong = _rows_of(np.flatnonzero(lengths != size), edges)
+            bad.add(rows_of_wrong, column, f"is not a list of the shape {list(column.field.shape)}", remedy)
+        bad.add(_rows_of(_nulls(inner), next_edges), column, "holds a null", _FILL)
         edges = next_edges
     return array
 
 
 def _plain(array: pa.Array) -> pa.Array:
-    """Return the values without extension, dictionary and view, strings as the bytes that they may not be UTF-8 of."""
+    """Return the values without extension, dictionary and view; strings as bytes, since they may not be UTF-8."""
     kind = array.type
     if isinstance(kind, pa.BaseExtensionType):
         return _plain(array.storage)
     if pa.types.is_dictionary(kind):
         return pa.DictionaryArray.from_arrays(array.indices, _plain(array.dictionary)).dictionary_decode()
     if _is_text(kind):
-        bytes_of = {"string": pa.binary(), "large_string": pa.large_binary()}
-        array = array.view(bytes_of.get(str(kind)) or pa.binary_view())
+        binary = {"string": pa.binary(), "large_string": pa.large_binary()}
+        array = array.view(binary.get(str(kind)) or pa.binary_view())
     array.validate(full=True)
     if _unit_of(kind):
         return array.view(pa.int64() if kind.bit_width == 64 else pa.int32())
     return array.cast(pa.large_binary()) if pa.types.is_binary_view(array.type) else array
 
 
-def _filled(array: pa.Array, column: ArrowColumn, level: int) -> pa.Array:
-    """Return an array, which lies within so many lists, with the column's fill value for nulls: as a list where lists
-    have one length, else as an empty one.
+def _with_fill(array: pa.Array, column: ArrowColumn, level: int) -> pa.Array:
+    """Return the array of a list level with the column's fill value for nulls.
+
+    A null list is filled with values if its level has a fixed length, else it becomes empty.
     """
     if column.fill is None or not array.null_count:
         return array
@@ -333,19 +333,20 @@ def _filled(array: pa.Array, column: ArrowColumn, level: int) -> pa.Array:
 def _inner_values(
     array: pa.Array, column: ArrowColumn
 ) -> Iterator[tuple[pa.Array, NDArray[np.int64], NDArray[np.int64]]]:
-    """Yield, for each list level from the outer one on: the values within, the lengths of its lists, and where in the
-    values those of each row begin, and those of the last one end.
+    """Yield, for each list level, outermost first: the inner values, the lengths of the lists, and the edges of rows.
+
+    The inner values of row r are those from `edges[r]` to `edges[r + 1]`.
     """
     edges = np.arange(len(array) + 1)
     for level in range(1, len(column.sizes) + 1):
         lengths = _numbers(pc.list_value_length(array).fill_null(0)).astype(np.int64, copy=False)
         edges = np.concatenate(([0], np.cumsum(lengths)))[edges]
-        array = _filled(_plain(array.flatten()), column, level)  # flatten leaves out what a null hides
+        array = _with_fill(_plain(array.flatten()), column, level)  # flatten omits the values of null lists
         yield array, lengths, edges
 
 
-def _rows_of(places: NDArray[np.int64], edges: NDArray[np.int64]) -> NDArray[np.int64]:
-    return np.unique(np.searchsorted(edges, places, side="right") - 1)
+def _rows_of(positions: NDArray[np.int64], edges: NDArray[np.int64]) -> NDArray[np.int64]:
+    return np.unique(np.searchsorted(edges, positions, side="right") - 1)
 
 
 def _nulls(array: pa.Array) -> NDArray[np.int64]:
@@ -353,24 +354,24 @@ def _nulls(array: pa.Array) -> NDArray[np.int64]:
     return np.flatnonzero(_numbers(array.is_null())) if array.null_count else np.zeros(0, np.int64)
 
 
-def _note_no_text(array: pa.Array, column: ArrowColumn, troubles: Troubles) -> None:
+def _check_text(array: pa.Array, column: ArrowColumn, bad: BadRows) -> None:
     try:
         array.cast(pa.large_string() if pa.types.is_large_binary(array.type) else pa.string())
     except pa.ArrowInvalid:
         values = [value or b"" for value in array.to_pylist()]
-        bad = [row for row, value in enumerate(values) if value.decode(errors="ignore").encode() != value]
+        rows = [row for row, value in enumerate(values) if value.decode(errors="ignore").encode() != value]
         remedy = "repair it, or read the column as bytes with --fields"
-        troubles.note(np.array(bad, np.int64), column, "is not UTF-8 text", remedy)
+        bad.add(np.array(rows, np.int64), column, "is not UTF-8 text", remedy)
 
 
-def _other_shape(field: Field) -> str:
+def _shape_remedy(field: Field) -> str:
     ragged = Field("ragged", field.dtype, field.shape[1:])
-    differ = f", or say that they differ in length, {ragged}, with --fields" if field.fixed else ""
-    return f"give all rows that shape{differ}"
+    remedy = "give all rows that shape"
+    return f"{remedy}, or declare rows of any length, {ragged}, with --fields" if field.fixed else remedy
 
 
 def _to_rows(array: pa.Array, column: ArrowColumn, kept: NDArray[np.int64]) -> Column:
-    """Return the values at the positions that are `kept`, none of which is bad, as a column of the field."""
+    """Return the values at the positions `kept`, which are not bad, as a column of the field."""
     if column.field.kind in ("bytes", "text"):
         items: list[bytes] = (array.take(_from_numpy(kept)) if len(kept) < len(array) else array).to_pylist()
         return items
@@ -383,23 +384,23 @@ def _to_rows(array: pa.Array, column: ArrowColumn, kept: NDArray[np.int64]) -> C
         data, size = numbers.view(np.uint8).data, numbers.itemsize
         pairs = zip((edges[kept] * size).tolist(), (edges[kept + 1] * size).tolist(), strict=True)
         return [bytes(data[start:stop]) for start, stop in pairs]
-    if len(kept) < len(array):  # pyarrow 26 takes wrong rows of a part of an array of lists of lists
+    if len(kept) < len(array):  # not `take`: pyarrow 26 takes wrong rows from a slice of an array of lists of lists
         windows = np.lib.stride_tricks.sliding_window_view
         numbers = windows(numbers, prod(column.field.shape))[edges[kept]] if len(kept) else numbers[:0]
     return numbers.reshape(-1, *column.field.shape)
 
 
 def _numbers(array: pa.Array) -> NDArray[Any]:
-    """Return the values of an array of numbers or bools, any for a null; of numbers a view.
+    """Return the values of an array of numbers or bools; numbers as a view. The value of a null is arbitrary.
 
-    pyarrow's own conversions import pandas where that is installed: 0.4 s and 50 MB.
+    pyarrow's own conversions import pandas if it is installed, which takes 0.4 s and 50 MB.
     """
     data = array.buffers()[1] or b""
     if array.type.bit_width == 1:
         bits = np.unpackbits(np.frombuffer(data, np.uint8), bitorder="little").view(np.bool_)
         return bits[array.offset : array.offset + len(array)]
-    whole = len(data) * 8 // array.type.bit_width  # a damaged file may have part of a number more
-    numbers: NDArray[Any] = np.frombuffer(data, array.type.to_pandas_dtype(), whole)
+    count = len(data) * 8 // array.type.bit_width  # the buffer of a damaged file may end within a number
+    numbers: NDArray[Any] = np.frombuffer(data, array.type.to_pandas_dtype(), count)
     return numbers[array.offset : array.offset + len(array)]
 
 

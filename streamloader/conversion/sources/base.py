@@ -1,4 +1,4 @@
-"""The seam between a conversion and what it reads: numbered rows of one schema, read in parts."""
+"""A source of a conversion: numbered rows with one schema, read in fragments."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ AGAIN = "fetch or make it again"
 
 @dataclass(frozen=True)
 class BadSample:
-    """One sample that cannot be converted. `position` counts the rows of its part; `name` says which sample it is,
-    where its adapter knows more than its row; `problem` is what is wrong; `data` what was stored, if that is at hand.
+    """A sample that cannot be converted.
+
+    `position` is its row within the fragment. `name` identifies it in messages, if the source knows more than its row
+    number. `data` are its stored bytes, if they are available.
     """
 
     position: int
@@ -44,7 +46,7 @@ def raise_bad(bad: BadSample) -> None:
 
 
 def raise_bad_rows(rows: Sequence[int] | NDArray[np.int64]) -> OnBad:
-    """Return a function that raises `SourceError` for a bad sample of a part with these rows."""
+    """Return a function that raises `SourceError` for a bad sample of a fragment with these rows."""
 
     def on_bad(bad: BadSample) -> None:
         raise_bad(bad if bad.name else replace(bad, name=f"row {rows[bad.position]} of the source"))
@@ -53,7 +55,7 @@ def raise_bad_rows(rows: Sequence[int] | NDArray[np.int64]) -> OnBad:
 
 
 def take_rows(columns: Mapping[str, Column], rows: Sequence[int] | NDArray[np.int64]) -> dict[str, Column]:
-    """Return these rows of the columns."""
+    """Return the given rows of the columns."""
     return {
         name: column[rows] if isinstance(column, np.ndarray) else [column[row] for row in rows]
         for name, column in columns.items()
@@ -65,29 +67,29 @@ def drop_rows(columns: Mapping[str, Column], bad: Container[int]) -> dict[str, C
     return take_rows(columns, [row for row in range(len(next(iter(columns.values())))) if row not in bad])
 
 
-# Some rows of a source: small, picklable, and the same columns at every call. Returns one column a field, without the
-# bad samples, each of which is given to `on_bad`. Raises `SourceError` for what is wrong with a file as such,
-# `SourceChangedError`, and what `on_bad` raises.
-Part = Callable[[OnBad], dict[str, Column]]
+# Reads some rows of a source: small, picklable, and with the same result at every call. It passes each bad sample to
+# its argument, and returns one column for each field, without the bad samples. It raises `SourceError` for a damaged
+# file, `SourceChangedError`, and whatever its argument raises.
+Fragment = Callable[[OnBad], dict[str, Column]]
 
 
-def read_kept(part: Part, on_bad: OnBad) -> tuple[dict[str, Column], list[int]]:
-    """Return the columns of a part, and the position of each of their rows; bad samples are passed on."""
+def read_kept(fragment: Fragment, on_bad: OnBad) -> tuple[dict[str, Column], list[int]]:
+    """Return the columns of a fragment, and the position of each of their rows in it; pass bad samples to `on_bad`."""
     bad: list[BadSample] = []
-    columns = part(bad.append)
-    for one in bad:
-        on_bad(one)
+    columns = fragment(bad.append)
+    for sample in bad:
+        on_bad(sample)
     positions = np.arange(len(next(iter(columns.values()))) + len(bad))
-    return columns, np.delete(positions, [one.position for one in bad]).tolist()
+    return columns, np.delete(positions, [sample.position for sample in bad]).tolist()
 
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """What is converted: rows of one schema. Opening it costs a listing and the headers; rows are read part by part.
+    """The rows to convert, all with one schema. Opening a source reads a listing and headers only.
 
-    `files` are all that it is made of, sorted by path, with size and etag or modification time: the conversion's
-    identity. `notes` go into the manifest's provenance, without floats. `url` has no credentials. `part(rows)` returns
-    the part that holds these rows, which ascend.
+    `url` has no credentials. `files` are all files of the source, sorted by path, with size and etag or modification
+    time; they identify the conversion. `notes` are written to the manifest's provenance and contain no floats.
+    `fragment(rows)` returns the fragment of the given ascending rows.
     """
 
     url: str
@@ -95,24 +97,24 @@ class Source:
     fields: Mapping[str, Field]
     num_samples: int
     notes: Mapping[str, Any]
-    part: Callable[[NDArray[np.int64]], Part]
+    fragment: Callable[[NDArray[np.int64]], Fragment]
 
 
 def split_rows(
     counts: Sequence[int] | NDArray[np.int64], rows: NDArray[np.int64]
 ) -> list[tuple[int, int, NDArray[np.int64]]]:
-    """Return number, first row, and the rows within, of each file or block that has some of the `rows`, which ascend.
+    """Return the number, the first row and the selected rows, counted from it, of each file with any of the `rows`.
 
-    `counts` has the rows of each.
+    `counts` are the numbers of rows of the files; `rows` ascend.
     """
     edges = np.concatenate(([0], np.cumsum(counts)))
-    places = np.searchsorted(rows, edges)
-    used = np.flatnonzero(np.diff(places)).tolist()
-    return [(one, int(edges[one]), rows[places[one] : places[one + 1]] - edges[one]) for one in used]
+    bounds = np.searchsorted(rows, edges)
+    used = np.flatnonzero(np.diff(bounds)).tolist()
+    return [(file, int(edges[file]), rows[bounds[file] : bounds[file + 1]] - edges[file]) for file in used]
 
 
 def spread_rows(num_samples: int, count: int, runs: int = 16) -> NDArray[np.int64]:
-    """Return about `count` rows, at least `runs` where there are so many: in runs that are spread evenly, ascending."""
+    """Return about `count` rows, at least `runs` if there are so many: evenly spread runs of rows, ascending."""
     count = max(count, runs)
     if num_samples <= count:
         return np.arange(num_samples, dtype=np.int64)

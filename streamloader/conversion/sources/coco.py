@@ -1,7 +1,7 @@
 """COCO: a JSON file of annotations, and the images that it names. See formats/coco/MAPPING.md.
 
-The file is parsed in one go, since JSON has no index. Its annotations become columns, one row for each image by
-ascending id; each value is checked: a wrong one is a problem of its image, not of the file.
+The file is parsed at once, since JSON has no index. Its annotations become columns with one row for each image, by
+ascending id. Each value is checked; an invalid one makes a bad sample of its image.
 """
 
 from __future__ import annotations
@@ -33,55 +33,54 @@ MAX_JSON = 8 << 30  # bytes: parsing takes several times as much memory
 _NAMED = re.compile(r"(?:instances|captions|person_keypoints)_(.*)\.json\Z", re.IGNORECASE)
 _MARK = "_annotations.coco.json"
 _REPAIR = "repair the file, or make it again"
-_MAX_POINTS = 1000  # keypoints of one annotation: those that have none take as much memory
+_MAX_POINTS = 1000  # keypoints of an annotation; annotations without keypoints take as much memory
 _LARGEST = float(np.finfo(np.float32).max)
 _INT64 = np.iinfo(np.int64)
-_SHOWN = 60  # characters of a wrong value
+_SHOWN = 60  # characters of an invalid value
 _ASCII = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
 _UNICODE = json.JSONEncoder(separators=(",", ":"), allow_nan=False, ensure_ascii=False)
 
 Item = dict[str, Any]
-Parse = Callable[[Any], float | Sequence[float] | str]  # raises ValueError, which says what was expected
+Parse = Callable[[Any], float | Sequence[float] | str]  # raises ValueError, which names the expected value
 
 
 @dataclass(frozen=True, eq=False)
 class Table:
     """The columns of the images of a file, by ascending id, and the `problems` of their rows.
 
-    Columns that are not `wanted`, and those of keys that no entry has, are left out.
+    Columns that are not `selected`, and columns for keys that no entry has, are left out.
     """
 
     ids: NDArray[np.int64]
-    wanted: Callable[[str], bool]
+    selected: Callable[[str], bool]
     problems: dict[int, str]
     fields: dict[str, Field] = field(default_factory=dict)
     columns: dict[str, Column] = field(default_factory=dict)
 
     def add(self, name: str, kind: Field, key: str, parse: Parse, entries: Sequence[tuple[int, Item]]) -> None:
-        """Add what entries have under a key, each with the row of its image; rows ascend.
+        """Add a column with the values of a key of the entries, each with the row of its image; rows ascend.
 
-        A tensor has one entry for each image, a ragged field or a text, which is a JSON list, any number.
+        A tensor has one entry for each image; a ragged field, or a text with a JSON list, has any number.
         """
-        if not (self.wanted(name) and any(key in item for _, item in entries)):
+        if not (self.selected(name) and any(key in item for _, item in entries)):
             return
         width = int(np.prod(kind.shape, dtype=np.int64))
-        blank = "null" if kind.kind == "text" else (0,) * width if kind.shape else 0  # of what is wrong
-        found: list[Any] = []
+        blank = "null" if kind.kind == "text" else (0,) * width if kind.shape else 0  # replaces an invalid value
+        parsed: list[Any] = []
         for row, item in entries:
-            value = item.get(key)
             try:
-                found.append(parse(value))
+                parsed.append(parse(item.get(key)))
             except ValueError as error:
-                noun, problem = "entry" if kind.fixed else "annotation", f"has {key} {_shown(value)}"
-                problem = problem if key in item else f"has no {key}"
+                noun = "entry" if kind.fixed else "annotation"
+                problem = f"has {key} {_shown(item[key])}" if key in item else f"has no {key}"
                 self.problems.setdefault(row, f"its {noun} {_shown(item.get('id'))} {problem}: {error}")
-                found.append(blank)
+                parsed.append(blank)
         self.fields[name] = kind
         edges = np.searchsorted([row for row, _ in entries], np.arange(len(self.ids) + 1))
         if kind.kind == "text":
-            self.columns[name] = [f"[{','.join(found[a:b])}]".encode() for a, b in pairwise(edges.tolist())]
+            self.columns[name] = [f"[{','.join(parsed[a:b])}]".encode() for a, b in pairwise(edges.tolist())]
             return
-        values = np.array(found).reshape(len(found), width).astype(np.dtype(kind.dtype).newbyteorder("<"))
+        values = np.array(parsed).reshape(len(parsed), width).astype(np.dtype(kind.dtype).newbyteorder("<"))
         data = values.tobytes()
         cuts = pairwise((edges * kind.item_bytes).tolist())
         self.columns[name] = values[:, 0] if kind.fixed else [data[a:b] for a, b in cuts]
@@ -100,37 +99,37 @@ def _flag(value: Any) -> int:
 
 
 def _number(value: Any) -> float:
-    if type(value) not in (int, float) or not abs(value) <= _LARGEST:  # NaN is not less
+    if type(value) not in (int, float) or not abs(value) <= _LARGEST:  # false for NaN too
         raise ValueError("expected a number that float32 holds")
     return float(value)
 
 
 def _numbers(count: int, *, optional: bool = False) -> Parse:
-    """Return the parser of a list of `count` numbers; zeros for a list that is optional and missing or empty."""
+    """Return the parser of a list of `count` numbers; an `optional` list that is missing or empty becomes zeros."""
 
     def parse(value: Any) -> Sequence[float]:
         if optional and (value is None or value == []):
             return (0.0,) * count
         if type(value) is not list or len(value) != count:
             raise ValueError(f"expected {count} numbers")
-        return [_number(one) for one in value]
+        return [_number(number) for number in value]
 
     return parse
 
 
 def _segmentation(value: Any) -> str:
-    """Return the JSON that `_parse` made of polygons. Raises ValueError for what it left as it was."""
+    """Return the JSON text into which `_parse` turned polygons. Raises ValueError if they were not valid."""
     if value is not None and not isinstance(value, str):
         raise ValueError("expected numbers that are finite")
     return value or "null"
 
 
 def _text(value: Any) -> str:
-    """Return a value as JSON for people to read. Raises ValueError for NaN, which only some programs take for JSON."""
+    """Return a value as readable JSON. Raises ValueError for NaN, which is not valid JSON."""
     text = _UNICODE.encode(value)
     try:
         text.encode()
-    except UnicodeEncodeError:  # half of a surrogate pair, which JSON can write and UTF-8 cannot
+    except UnicodeEncodeError:  # half of a surrogate pair, which JSON can represent and UTF-8 cannot
         return _ASCII.encode(value)
     return text
 
@@ -141,26 +140,26 @@ def _shown(value: Any) -> str:
 
 
 def read_annotations(
-    data: bytes, where: str, wanted: Callable[[str], bool]
+    data: bytes, where: str, selected: Callable[[str], bool]
 ) -> tuple[Table, list[str | None], dict[str, Any]]:
-    """Return what a COCO file holds: a table, and the names of its images and notes.
+    """Return the table of a COCO file, the names of its images, and the notes.
 
-    An image whose entry or annotations do not have what the others have is a problem of its row. Raises `SourceError`
-    for what is not a COCO file, and for two images, or categories, of one id.
+    An image whose entry or annotations lack a key that others have is bad. Raises `SourceError` if the file is not a
+    COCO file, and for two images or categories with one id.
     """
-    document = _parse(data, where, wanted("segmentation"))
+    document = _parse(data, where, selected("segmentation"))
     images, annotations, categories = (_items(document, key, where) for key in ("images", "annotations", "categories"))
-    _distinct(where, "images", "file_name", [_name(one) for one in images])
+    _check_distinct(where, "images", "file_name", [_name(image) for image in images])
     ids = np.array(_ids(images, "images", where), np.int64)
     images = [images[i] for i in np.argsort(ids).tolist()]
-    names = [_name(one) for one in images]
-    no_name = {row: "its entry has no file_name" for row, name in enumerate(names) if name is None}
-    table = Table(np.sort(ids), wanted, no_name, {"image_id": Field("tensor", "int64")}, {"image_id": np.sort(ids)})
+    names = [_name(image) for image in images]
+    unnamed = {row: "its entry has no file_name" for row, name in enumerate(names) if name is None}
+    table = Table(np.sort(ids), selected, unnamed, {"image_id": Field("tensor", "int64")}, {"image_id": np.sort(ids)})
     for key in ("width", "height"):
         table.add(key, Field("tensor", "int64"), key, _whole, list(enumerate(images)))
     rows = {image: row for row, image in enumerate(table.ids.tolist())}
-    of_images = [one["image_id"] if type(one.get("image_id")) is int else None for one in annotations]
-    known = [(rows[image], one) for image, one in zip(of_images, annotations, strict=True) if image in rows]
+    of_images = [item for item in annotations if type(item.get("image_id")) is int and item["image_id"] in rows]
+    known = [(rows[item["image_id"]], item) for item in of_images]
     notes: dict[str, Any] = {"unknown_images": len(annotations) - len(known)}
     if known:
         notes |= _add_annotations(table, known, categories, where)
@@ -168,12 +167,12 @@ def read_annotations(
 
 
 def _parse(data: bytes, where: str, segmented: bool) -> Any:
-    def shrink(found: Item) -> Item:
-        """Keep polygons as text, if they are finite: as Python's own numbers they take most of the memory."""
-        if "segmentation" in found:
+    def shrink(item: Item) -> Item:
+        """Replace finite polygons by their text: as Python numbers they would take most of the memory."""
+        if "segmentation" in item:
             with suppress(ValueError):
-                found["segmentation"] = _ASCII.encode(found["segmentation"]) if segmented else None
-        return found
+                item["segmentation"] = _ASCII.encode(item["segmentation"]) if segmented else None
+        return item
 
     try:
         return json.loads(data, object_hook=shrink)
@@ -182,13 +181,13 @@ def _parse(data: bytes, where: str, segmented: bool) -> Any:
 
 
 def _items(document: Any, key: str, where: str) -> list[Item]:
-    found = document.get(key, [] if key == "categories" else None) if isinstance(document, dict) else None
-    if not isinstance(found, list) or (key == "images" and not found):
+    items = document.get(key, [] if key == "categories" else None) if isinstance(document, dict) else None
+    if not isinstance(items, list) or (key == "images" and not items):
         raise SourceError(f"{where} is not a COCO file: it has no list {key!r}", "name one with images and annotations")
-    wrong = next((at for at, one in enumerate(found) if type(one) is not dict), None)
-    if wrong is not None:
-        raise SourceError(f"{where}: {key}[{wrong}] is a {type(found[wrong]).__name__}", _REPAIR)
-    return found
+    for i, item in enumerate(items):
+        if type(item) is not dict:
+            raise SourceError(f"{where}: {key}[{i}] is a {type(item).__name__}", _REPAIR)
+    return items
 
 
 def _name(image: Item) -> str | None:
@@ -197,23 +196,23 @@ def _name(image: Item) -> str | None:
 
 
 def _ids(items: Sequence[Item], key: str, where: str) -> list[int]:
-    """Return the ids of all items. Raises `SourceError` for one that is not an int64, or that two of them have."""
+    """Return the ids of all items. Raises `SourceError` for an id that is not an int64, and for equal ids."""
     ids: list[int] = []
-    for at, one in enumerate(items):
+    for i, item in enumerate(items):
         try:
-            ids.append(_whole(one.get("id")))
+            ids.append(_whole(item.get("id")))
         except ValueError as error:
-            raise SourceError(f"{where}: {key}[{at}] has id {_shown(one.get('id'))}: {error}", _REPAIR) from None
-    _distinct(where, key, "id", ids)
+            raise SourceError(f"{where}: {key}[{i}] has id {_shown(item.get('id'))}: {error}", _REPAIR) from None
+    _check_distinct(where, key, "id", ids)
     return ids
 
 
-def _distinct(where: str, key: str, what: str, values: Sequence[int | str | None]) -> None:
+def _check_distinct(where: str, key: str, noun: str, values: Sequence[int | str | None]) -> None:
     first: dict[int | str, int] = {}
-    for at, value in enumerate(values):
-        if value is not None and first.setdefault(value, at) != at:
-            both = f"{key}[{first[value]}] and {key}[{at}]"
-            raise SourceError(f"{where}: {both} have one {what}, {_shown(value)}", "give each its own")
+    for i, value in enumerate(values):
+        if value is not None and first.setdefault(value, i) != i:
+            both = f"{key}[{first[value]}] and {key}[{i}]"
+            raise SourceError(f"{where}: {both} have one {noun}, {_shown(value)}", "give each its own")
 
 
 def _add_annotations(
@@ -222,18 +221,18 @@ def _add_annotations(
     """Add the columns of annotations, each with its row; return the notes on their classes and keypoints."""
     notes: dict[str, Any] = {}
     labels: dict[Any, int] = {}
-    if any("category_id" in one for _, one in known):
+    if any("category_id" in item for _, item in known):
         ids = sorted(_ids(categories, "categories", where))
         labels = {category: label for label, category in enumerate(ids)}
-        named = {one["id"]: _printable(one.get("name", one["id"])) for one in categories}
-        notes = {"classes": {"labels": [named[category] for category in ids]}, "category_ids": ids}
+        names = {item["id"]: _printable(item.get("name", item["id"])) for item in categories}
+        notes = {"classes": {"labels": [names[category] for category in ids]}, "category_ids": ids}
 
     def label(value: Any) -> int:
         if type(value) is not int or value not in labels:
             raise ValueError("no category has this id")
         return labels[value]
 
-    points = next((len(one["keypoints"]) // 3 for _, one in known if _filled(one.get("keypoints"))), 0)
+    points = next((len(item["keypoints"]) // 3 for _, item in known if _filled(item.get("keypoints"))), 0)
     columns: list[tuple[str, str, str, Parse]] = [
         ("boxes", "ragged:float32[4]", "bbox", _numbers(4)),
         ("labels", "ragged:int64", "category_id", label),
@@ -243,13 +242,13 @@ def _add_annotations(
         ("segmentation", "text", "segmentation", _segmentation),
         ("captions", "text", "caption", _text),
     ]
-    if points and table.wanted("keypoints"):
+    if points and table.selected("keypoints"):
         if points > _MAX_POINTS:
             raise SourceError(f"{where}: an annotation has {points} keypoints, up to {_MAX_POINTS} are read", _REPAIR)
-        parse = _numbers(3 * points, optional=True)  # COCO's own zeros: a point that is not labelled
+        parse = _numbers(3 * points, optional=True)  # zeros are COCO's value for a point that is not labelled
         columns.insert(5, ("keypoints", f"ragged:float32[{points},3]", "keypoints", parse))
-        pairs = [(one.get("name"), one["keypoints"]) for one in categories if _filled(one.get("keypoints"))]
-        notes["keypoints"] = {_printable(name): list(map(_printable, some)) for name, some in pairs}
+        skeletons = [item for item in categories if _filled(item.get("keypoints"))]
+        notes["keypoints"] = {_printable(s.get("name")): list(map(_printable, s["keypoints"])) for s in skeletons}
     ordered = sorted(known, key=itemgetter(0))
     for name, kind, key, parse in columns:
         table.add(name, Field.parse(kind), key, parse, ordered)
@@ -265,34 +264,34 @@ def _filled(value: Any) -> bool:
 
 
 def matches(listing: Listing) -> bool:
-    """Return whether there are images, and a JSON file that is called or lies as COCO's annotations do."""
+    """Return whether there are images, and a JSON file whose name or folder is that of COCO's annotations."""
     if not listing.folder or not any(_is_annotations(info.path) for info in listing.of("json")):
         return False
     return bool(IMAGES.files(listing))
 
 
 def open_source(listing: Listing, selection: FieldSelection) -> Source:
-    """Return the source: a row for each image, by ascending id. The annotations file is read whole.
+    """Return the source: a row for each image, by ascending id. The annotations file is read at once.
 
-    Raises `SourceError` where there is not one annotations file to choose, where it is not a COCO file, or where none
-    of its images is there.
+    Raises `SourceError` if there is none or more than one annotations file, if it is not a COCO file, or if none of
+    its images exists.
     """
     info = _annotations(listing)
     where = f"{listing.store.url}/{info.path}"
     if info.size > MAX_JSON:
         raise SourceError(f"{where} has {info.size} bytes, up to {MAX_JSON} are read", "cut it in several")
     stream = Stream(Content(listing.store, info, "", info.size), READ_THREADS)
-    table, names, notes = read_annotations(stream.read(0, info.size), where, selection.wanted)
+    table, names, notes = read_annotations(stream.read(0, info.size), where, selection.includes)
     used, media, fields = {info.path: info}, list[Files](), table.fields
-    if selection.wanted("image"):
-        images = [_image(found, table.problems, row) for row, found in enumerate(find_images(names, listing, info))]
-        there = {image.path: image for image in images if image is not None}
-        if not there:
+    if selection.includes("image"):
+        images = [_image(files, table.problems, row) for row, files in enumerate(find_images(names, listing, info))]
+        existing = {image.path: image for image in images if image is not None}
+        if not existing:
             problem = f"none of the {len(names)} images of {where} is below {listing.url}, such as {names[0]!r}"
             raise SourceError(problem, "give the folder that holds the images and the annotations")
-        used, media, fields = used | there, [(IMAGES, images)], {"image": IMAGES.field_of(there), **fields}
+        used, media, fields = used | existing, [(IMAGES, images)], {"image": IMAGES.field_of(existing), **fields}
     if any(name not in fields for name in selection.fields):
-        return open_source(listing, FieldSelection())  # with all fields, to be named in an error
+        return open_source(listing, FieldSelection())  # with all fields, which the error about a missing one lists
     bad = {}
     for row, problem in sorted(table.problems.items()):
         bad[row] = BadSample(row, f"image {table.ids[row]} ({names[row]!r}) of {listing.store.url}", problem)
@@ -302,12 +301,12 @@ def open_source(listing: Listing, selection: FieldSelection) -> Source:
     return Source(listing.url, files, fields, len(names), notes, cut)
 
 
-def _image(found: Sequence[ObjectInfo], problems: dict[int, str], row: int) -> ObjectInfo | None:
-    """Return the file of an image, where just one was found; else add to the problems."""
-    if len(found) == 1:
-        return found[0]
-    several = " or ".join(info.path for info in found[:3])
-    problems.setdefault(row, f"its file could be {several}" if several else "its file is nowhere below")
+def _image(files: Sequence[ObjectInfo], problems: dict[int, str], row: int) -> ObjectInfo | None:
+    """Return the file of an image if there is exactly one, else None, with a problem of its row."""
+    if len(files) == 1:
+        return files[0]
+    paths = " or ".join(info.path for info in files[:3])
+    problems.setdefault(row, f"its file could be {paths}" if paths else "its file does not exist")
     return None
 
 
@@ -317,23 +316,24 @@ def _is_annotations(path: str) -> bool:
 
 
 def _annotations(listing: Listing) -> ObjectInfo:
-    """Return the annotations file that the user names, or the one that is there."""
+    """Return the annotations file that the user names, or the only one."""
     if listing.inner:
         path = listing.inner.strip("/")
-        found = [info for info in listing.files if info.path == path]
-        if not found:
-            raise SourceError(f"no file is {listing.store.url}/{path}", "name one behind ::/, from the folder on")
-        return found[0]
+        named = next((info for info in listing.files if info.path == path), None)
+        if named is None:
+            problem = f"no file exists at {listing.store.url}/{path}"
+            raise SourceError(problem, "name one behind ::/, from the folder on")
+        return named
     documents = listing.of("json")
-    found = [info for info in documents if _is_annotations(info.path)] or [*documents]
-    if not found:
+    candidates = [info for info in documents if _is_annotations(info.path)] or [*documents]
+    if not candidates:
         remedy = "give the folder that holds annotations, such as instances_train2017.json, and the images"
         raise SourceError(f"{listing.url} holds no JSON file of annotations", remedy)
-    if len(found) > 1:
-        some = ", ".join(info.path for info in found[:4]) + (", ..." if len(found) > 4 else "")
-        remedy = f"choose one, like {listing.url}::/{found[0].path}, or choose another --format"
-        raise SourceError(f"{listing.url} holds {len(found)} files of annotations: {some}", remedy)
-    return found[0]
+    if len(candidates) > 1:
+        paths = ", ".join(info.path for info in candidates[:4]) + (", ..." if len(candidates) > 4 else "")
+        remedy = f"choose one, like {listing.url}::/{candidates[0].path}, or choose another --format"
+        raise SourceError(f"{listing.url} holds {len(candidates)} files of annotations: {paths}", remedy)
+    return candidates[0]
 
 
 def find_images(
@@ -341,21 +341,21 @@ def find_images(
 ) -> Iterator[Sequence[ObjectInfo]]:
     """Yield the files that each image can have: one, unless it is missing or ambiguous.
 
-    A file fits that is called so from some folder on. Of several the one is taken that lies right in the folder of the
-    split (`train2017` for instances_train2017.json), beside the annotations, in the root, or in a folder `images`: the
-    first of these that holds one.
+    A file matches if its path ends with the image's name. Of several, one is preferred in the folder of the split
+    (`train2017` for instances_train2017.json), beside the annotations, in the root, or in a folder `images`, in this
+    order.
     """
     paths = [(name or "").replace("\\", "/").removeprefix("./") for name in names]
     by_name: dict[str, list[ObjectInfo]] = {path.rpartition("/")[2]: [] for path in paths}
     for info in listing.visible:
         by_name.get(info.path.rpartition("/")[2], []).append(info)
-    beside, _, own = annotations.path.rpartition("/")
-    named = _NAMED.match(own)
-    split = named[1] if named else own.removesuffix(".json")
+    beside, _, document = annotations.path.rpartition("/")
+    named = _NAMED.match(document)
+    split = named[1] if named else document.removesuffix(".json")
     for path in paths:
-        fitting = [info for info in by_name[path.rpartition("/")[2]] if f"/{info.path}".endswith(f"/{path}")]
-        ranks = [_rank(info.path[: -len(path)].rstrip("/"), split, beside) for info in fitting]
-        yield [info for info, rank in zip(fitting, ranks, strict=True) if rank == min(ranks)]
+        matching = [info for info in by_name[path.rpartition("/")[2]] if f"/{info.path}".endswith(f"/{path}")]
+        ranks = [_rank(info.path[: -len(path)].rstrip("/"), split, beside) for info in matching]
+        yield [info for info, rank in zip(matching, ranks, strict=True) if rank == min(ranks)]
 
 
 def _rank(folder: str, split: str, beside: str) -> int:

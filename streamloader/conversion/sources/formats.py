@@ -1,4 +1,4 @@
-"""The formats that can be converted, and which one a source is in. A new one is a module, listed here."""
+"""The registry of source formats, and the detection of a source's format. A new format is a module listed here."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from streamloader.conversion.sources.mds import has_index
 from streamloader.errors import SourceError, UsageError
 
 FORMATS: Mapping[str, SourceFormat] = {
-    each.name: each
+    source_format.name: source_format
     for module in (media, tar, npy, arrow, coco, tfrecord, mds, hdf5, zarr, text)
-    for each in module.FORMATS
+    for source_format in module.FORMATS
 }
 _LITDATA_CHUNK = re.compile(r"\Achunk-.*\.bin\Z")
 
@@ -25,10 +25,10 @@ _LITDATA_CHUNK = re.compile(r"\Achunk-.*\.bin\Z")
 def open_source(
     src: str | os.PathLike[str], format_name: str | None, options: Mapping[str, Any], selection: FieldSelection
 ) -> tuple[str, Source]:
-    """Return the format's name and the source at `src`, opened, with the selected fields.
+    """Open the source at `src`; return the name of its format, and the source with the selected fields.
 
-    Raises `UsageError` for an unknown format, or where several fit; `SourceError` where none does; `FieldError` for a
-    field that it has not.
+    Raises `UsageError` for an unknown format or if several fit, `SourceError` if none fits, `FieldError` for a field
+    that the source lacks.
     """
     known = ", ".join(FORMATS)
     if format_name is not None and format_name not in FORMATS:
@@ -36,8 +36,8 @@ def open_source(
     listing = list_source(src, options)
     chosen = format_name or _detect(listing)
     if selection.fill and not FORMATS[chosen].nullable:
-        able = ", ".join(name for name, each in FORMATS.items() if each.nullable)
-        raise UsageError(f"fill, for {chosen}, in which no value is missing", f"use map; fill works for {able}")
+        nullable = ", ".join(name for name, source_format in FORMATS.items() if source_format.nullable)
+        raise UsageError(f"fill, for {chosen}, in which no value is missing", f"use map; fill works for {nullable}")
     return chosen, choose(FORMATS[chosen].open(listing, selection), selection)
 
 
@@ -45,13 +45,13 @@ def _detect(listing: Listing) -> str:
     if has_index(listing, _LITDATA_CHUNK):
         remedy = "its own package reads it: sl.convert(DATASET, DST), see formats/litdata/MAPPING.md"
         raise SourceError(f"{listing.url} is a LitData dataset, which is not read from its files", remedy)
-    fitting = [name for name, each in FORMATS.items() if each.matches(listing)]
-    fitting = [name for name in fitting if FORMATS[name].marked] or fitting
-    if len(fitting) > 1:
-        several = " and ".join(fitting)
-        raise UsageError(f"{listing.url} fits the formats {several}", f"choose with --format {fitting[0]}")
-    if not fitting:
-        seen = ", ".join(info.path for info in listing.files[:3])
-        remedy = f"docs/conversion.md lists what can be converted; name the format with --format ({', '.join(FORMATS)})"
-        raise SourceError(f"no known format fits {listing.url} ({len(listing.files)} files: {seen}, ...)", remedy)
-    return fitting[0]
+    matching = [name for name, source_format in FORMATS.items() if source_format.matches(listing)]
+    matching = [name for name in matching if FORMATS[name].marked] or matching
+    if len(matching) > 1:
+        names = " and ".join(matching)
+        raise UsageError(f"{listing.url} fits the formats {names}", f"choose with --format {matching[0]}")
+    if not matching:
+        paths = ", ".join(info.path for info in listing.files[:3])
+        remedy = f"docs/conversion.md lists all formats; name the format with --format ({', '.join(FORMATS)})"
+        raise SourceError(f"no known format fits {listing.url} ({len(listing.files)} files: {paths}, ...)", remedy)
+    return matching[0]

@@ -1,11 +1,10 @@
-"""HDF5 and netCDF files: the datasets of a group are the fields, their first axis the samples.
+"""HDF5 and netCDF files: the datasets of a group are the fields, their first axis is the samples.
 
-See formats/hdf5/MAPPING.md and formats/netcdf/MAPPING.md. No link is followed, so that only what lies in the file
-itself is ever opened: h5py's own `in`, `get` and `[]` open the file that an external link names, and a dataset too may
-lie in any file.
+See formats/hdf5/MAPPING.md and formats/netcdf/MAPPING.md. No link is followed, so that no other file is opened:
+h5py's `in`, `get` and `[]` open the file that an external link names, and a dataset may be stored in any file.
 
-NetCDF 4 is HDF5. Files of its classic formats (CDF-1, CDF-2, CDF-5) need no library: their header says which bytes are
-which rows, at a distance of each other, those of records interleaved.
+NetCDF 4 is HDF5. The classic formats (CDF-1, CDF-2, CDF-5) are read without a library: the header gives the first byte
+and the stride of the rows of each variable. The rows of record variables are interleaved.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from streamloader.conversion.optional import Lazy
 from streamloader.conversion.sources import arrays, ranged_io
 from streamloader.conversion.sources.base import Source, damaged
 from streamloader.conversion.sources.fields import FieldSelection, SourceFormat
-from streamloader.conversion.sources.files import Listing, required
+from streamloader.conversion.sources.files import Listing, require
 from streamloader.errors import FieldError, SourceChangedError, SourceError
 from streamloader.format.manifest import Field
 from streamloader.storage.process import run_all
@@ -35,13 +34,13 @@ from streamloader.storage.store import ObjectInfo, Store, cut_runs
 
 h5py: Any = Lazy("h5py")
 BLOCK_BYTES = 1 << 20
-BLOCKS = 3 * ranged_io.READ_THREADS  # kept: those that are read ahead, and some for a library's own tables
-PIECE_BYTES = 16 << 20  # what is read of a dataset at once, unless a chunk is larger
-PIECE_ITEMS = 256  # the same for items whose size is not known before
-# how the netCDF library marks a dimension that has no values of its own
+BLOCKS = 3 * ranged_io.READ_THREADS  # kept: the blocks read ahead, and some with the HDF5 library's tables
+PIECE_BYTES = 16 << 20  # read from a dataset at once, unless a chunk is larger
+PIECE_ITEMS = 256  # items of variable length that are read at once
+# the netCDF library's mark of a dimension without values
 _NO_VALUES = b"This is a netCDF dimension but not a netCDF variable"
 MAX_HEADER = 64 << 20
-RECORDS_BYTES = 32 << 20  # of records that are read together at once
+RECORDS_BYTES = 32 << 20  # of records that are read at once
 _CHAR = 2
 _TYPES = {
     **{1: ">i1", _CHAR: "S1", 3: ">i2", 4: ">i4", 5: ">f4", 6: ">f8"},
@@ -51,11 +50,11 @@ _DIMENSIONS, _VARIABLES, _ATTRIBUTES = 10, 11, 12
 
 
 class BlockFile(ranged_io.RangeFile):
-    """One object as a seekable file in memory of at most 24 MiB; the first MiB, which mostly holds all that describes
-    the file, is read at once.
+    """An object as a seekable file that caches up to 24 blocks of 1 MiB.
 
-    Small reads come from blocks of 1 MiB; where the block before is there too, eight are fetched at once. Large reads
-    go past the blocks. Its reads raise `SourceChangedError` and `StorageError`.
+    The constructor reads the first block, which usually has all metadata of the file. Small reads use the blocks;
+    after a read of the preceding block, eight are fetched at once. Large reads bypass the blocks. Reads raise
+    `SourceChangedError` or a `StorageError`.
     """
 
     def __init__(self, store: Store, info: ObjectInfo) -> None:
@@ -66,7 +65,7 @@ class BlockFile(ranged_io.RangeFile):
             self._block(0)
 
     def readinto(self, buffer: Any) -> int:
-        """Fill the buffer; return how many bytes were left to do so."""
+        """Fill the buffer; return the number of bytes written to it."""
         start, stop = self.at, min(self.at + len(buffer), self.info.size)
         with _no_collection():
             if stop - start >= BLOCK_BYTES:
@@ -84,8 +83,8 @@ class BlockFile(ranged_io.RangeFile):
         if start not in self._blocks:
             ahead = ranged_io.READ_THREADS if start - BLOCK_BYTES in self._blocks else 1
             stop = min(start + ahead * BLOCK_BYTES, self.info.size)
-            starts = [one for one in range(start, stop, BLOCK_BYTES) if one not in self._blocks]
-            ranges = [ranged_io.Range(self.info.path, one, min(one + BLOCK_BYTES, stop)) for one in starts]
+            starts = [at for at in range(start, stop, BLOCK_BYTES) if at not in self._blocks]
+            ranges = [ranged_io.Range(self.info.path, at, min(at + BLOCK_BYTES, stop)) for at in starts]
             self._blocks.update(zip(starts, ranged_io.read_ranges(self.store, ranges), strict=True))
             while len(self._blocks) > BLOCKS:
                 self._blocks.popitem(last=False)
@@ -95,16 +94,17 @@ class BlockFile(ranged_io.RangeFile):
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Keep other threads from collecting garbage: h5py calls us with its lock held, and takes it to free its objects.
+    """Disable garbage collection in all threads, to avoid a deadlock.
 
-    A thread of the request that we wait for would wait for us.
+    h5py calls `readinto` with its lock held, and takes the lock to free its objects: a thread of the request that we
+    wait for would wait for us.
     """
-    was = gc.isenabled()
+    enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        if was:
+        if enabled:
             gc.enable()
 
 
@@ -112,56 +112,54 @@ Scan = Callable[[BlockFile, str, FieldSelection], arrays.Container]
 
 
 def _open_files(listing: Listing, selection: FieldSelection, extensions: tuple[str, ...], scan: Scan) -> Source:
-    """Return the source of all files with these extensions, sorted by path; `scan(file, inner, selection)` reads what
-    describes each.
+    """Return the source of all files with the extensions, sorted by path; `scan` reads the metadata of each.
 
     Raises `SourceError` for a file, group or array that cannot be read or that no field holds, for arrays of unequal
     lengths, and for files that differ; `FieldError` for a selected field that does not exist; `UsageError` without
     h5py.
     """
-    files, threads = required(listing.of(*extensions), listing, *extensions), ranged_io.READ_THREADS
+    files, threads = require(listing.of(*extensions), listing, *extensions), ranged_io.READ_THREADS
     containers: list[arrays.Container] = []
     for first in range(0, len(files), threads):
-        some = run_all(partial(BlockFile, listing.store), files[first : first + threads], threads)
-        containers += [scan(raw, listing.inner, selection) for raw in some]
+        group = run_all(partial(BlockFile, listing.store), files[first : first + threads], threads)
+        containers += [scan(raw, listing.inner, selection) for raw in group]
     return arrays.stack(listing.url, files, containers, selection.raw)
 
 
 def _format(name: str, extensions: tuple[str, ...], scan: Scan) -> SourceFormat:
-    """Return the format of files with these extensions; see `_open_files`."""
     opener = partial(_open_files, extensions=extensions, scan=scan)
     return SourceFormat(name, lambda listing: bool(listing.of(*extensions)), opener)
 
 
 def _scan_hdf5(raw: BlockFile, inner: str, selection: FieldSelection, netcdf: bool = False) -> arrays.Container:
-    """Return the datasets right in a group of a file, or the one at `inner`. Raises as `_open_files`.
+    """Return the datasets of a group of a file, or the dataset at `inner`. Raises as `_open_files`.
 
-    Of `netcdf` they are those along the samples' dimension. Packed values of files that a netCDF library wrote are
-    decoded, unless the user wants them as stored.
+    For `netcdf`, only the datasets along the samples' dimension are returned. Packed values of files that a netCDF
+    library wrote are decoded, unless the selection is `raw`.
     """
     with _opened(raw) as file:
         node = _descend(file, inner, raw.name)
         where = f"{raw.name}::{node.name}" if inner else raw.name
-        alone = isinstance(node, h5py.Dataset)
-        if alone and netcdf:
+        single = isinstance(node, h5py.Dataset)
+        if single and netcdf:
             raise SourceError(f"{where} is a variable", "give its group, and name it with --fields")
-        names, groups = ([node.name.rpartition("/")[2]], []) if alone else _names_in(node)
-        named = arrays.pick(names, selection, where)
-        datasets = {field: node if alone else _child(node, name, where) for field, name in named.items()}
+        names, groups = ([node.name.rpartition("/")[2]], []) if single else _names_in(node)
+        originals = arrays.pick(names, selection, where)
+        datasets = {field: node if single else _child(node, name, where) for field, name in originals.items()}
         notes: dict[str, Any] = {"passed_over": groups} if groups else {}
         if netcdf:
-            named = {field: named[field] for field, dataset in datasets.items() if not _lacks_values(dataset)}
-            dimensions = {name: _dimensions(datasets[field]) for field, name in named.items()}
-            axes = ((dimensions[name], datasets[field].maxshape) for field, name in named.items())
-            unlimited = {own[i] for own, longest in axes for i, most in enumerate(longest) if most is None}
-            named, notes = arrays.along_samples(named, dimensions, bool(selection.fields), where, unlimited)
+            originals = {field: name for field, name in originals.items() if not _lacks_values(datasets[field])}
+            dimensions = {name: _dimensions(datasets[field]) for field, name in originals.items()}
+            axes = (zip(dimensions[name], datasets[field].maxshape, strict=True) for field, name in originals.items())
+            unlimited = {dimension for pairs in axes for dimension, longest in pairs if longest is None}
+            originals, notes = arrays.along_samples(originals, dimensions, bool(selection.fields), where, unlimited)
             notes["passed_over"] += groups
-            datasets = {field: datasets[field] for field in named}
+            datasets = {field: datasets[field] for field in originals}
         if not datasets:
-            held = f"no dataset, but the groups {', '.join(groups[:10])}" if groups else "no dataset"
-            raise SourceError(f"{where} holds {held}", "name the group that holds them, as in file.h5::/group")
+            content = f"no dataset, but the groups {', '.join(groups[:10])}" if groups else "no dataset"
+            raise SourceError(f"{where} holds {content}", "name the group that holds them, as in file.h5::/group")
         netcdf = netcdf or _is_netcdf(file, datasets)
-        return _container(raw, datasets, selection, {**notes, "arrays": named}, netcdf)
+        return _container(raw, datasets, selection, {**notes, "arrays": originals}, netcdf)
 
 
 def _container(
@@ -171,9 +169,9 @@ def _container(
     attributes: dict[str, dict[str, Any]] = {}
     for name, dataset in datasets.items():
         stored[name] = _describe(dataset, f"{raw.name}::{dataset.name}", raw.info.size, selection.fields.get(name))
-        present = set(dataset.attrs)  # these only: others may be of types that nothing reads
+        present = set(dataset.attrs)  # other attributes may have types that h5py cannot read
         attributes[name] = {key: dataset.attrs[key] for key in arrays.ATTRIBUTES if key in present}
-    length = arrays.one_length({array.path: array.shape[0] for array in stored.values()}, raw.name)
+    length = arrays.common_length({array.path: array.shape[0] for array in stored.values()}, raw.name)
     fields = {name: array.field for name, array in stored.items()}
     read = partial(_read_file, ranged_io.Content(raw.store, raw.info), stored)
     container = arrays.Container(raw.name, length, fields, read, notes)
@@ -181,11 +179,9 @@ def _container(
 
 
 def _is_netcdf(file: Any, datasets: Mapping[str, Any]) -> bool:
-    """Return whether a netCDF library wrote the file: only there do attributes such as `scale_factor` have a meaning
-    that everybody shares.
-    """
+    """Return whether a netCDF library wrote the file: only then is the meaning of `scale_factor` and others defined."""
     scales = {"DIMENSION_LIST", "CLASS", "_Netcdf4Dimid"}
-    return "_NCProperties" in file.attrs or any(not scales.isdisjoint(one.attrs) for one in datasets.values())
+    return "_NCProperties" in file.attrs or any(not scales.isdisjoint(dataset.attrs) for dataset in datasets.values())
 
 
 def _is_scale(variable: Any) -> bool:
@@ -198,24 +194,24 @@ def _lacks_values(variable: Any) -> bool:
 
 
 def _dimensions(variable: Any) -> tuple[str, ...]:
-    """Return the paths of a variable's dimensions; a coordinate is its own."""
+    """Return the paths of a variable's dimensions; a coordinate is its own dimension."""
     name = str(variable.name).removeprefix("/")
-    own = [f"{name}[{axis}]" for axis in range(variable.ndim)]
+    unnamed = [f"{name}[{axis}]" for axis in range(variable.ndim)]
     if _is_scale(variable):
-        return (name, *own[1:])
-    named = [str(scales[0].name).removeprefix("/") if len(scales) else "" for scales in variable.dims]
-    return tuple(path or alone for path, alone in zip(named, own, strict=True))
+        return (name, *unnamed[1:])
+    paths = [str(scales[0].name).removeprefix("/") if len(scales) else "" for scales in variable.dims]
+    return tuple(path or default for path, default in zip(paths, unnamed, strict=True))
 
 
 @contextmanager
 def _opened(raw: BlockFile) -> Iterator[Any]:
-    """Open a file with h5py, and close it. Raises `SourceError` for what is not HDF5."""
+    """Open a file with h5py, and close it. Raises `SourceError` if it is not HDF5."""
     with arrays.reading(f"{raw.name} is not an HDF5 file, or damaged"), h5py.File(raw, "r") as file:
         yield file
 
 
 def _names_in(group: Any) -> tuple[list[str], list[str]]:
-    """Return the names of the datasets and links right in an h5py group, and those of groups and types, sorted."""
+    """Return the names of the datasets and links in an h5py group, and of its groups and types, both sorted."""
 
     def is_dataset(name: str) -> bool:
         key = name.encode("utf-8", "surrogateescape")
@@ -228,7 +224,7 @@ def _names_in(group: Any) -> tuple[list[str], list[str]]:
 
 
 def _child(group: Any, name: str, where: str) -> Any:
-    """Return the members of a group. Raises `SourceError` for a link, and for a dataset stored in other files."""
+    """Return a member of a group. Raises `SourceError` for a link, and for a dataset stored in other files."""
     links, key = group.id.links, name.encode("utf-8", "surrogateescape")
     if links.get_info(key).type != h5py.h5l.TYPE_HARD:
         target = links.get_val(key)
@@ -243,21 +239,22 @@ def _child(group: Any, name: str, where: str) -> Any:
 
 
 def _descend(file: Any, inner: str, where: str) -> Any:
-    """Return the group or dataset at the path `inner`. Raises `SourceError` where there is none, or a link leads."""
-    node, group = file, h5py.Group
+    """Return the group or dataset at the path `inner`. Raises `SourceError` if it does not exist, or for a link."""
+    node = file
     for name in filter(None, inner.split("/")):
-        names = sorted(node) if isinstance(node, group) else []
+        names = sorted(node) if isinstance(node, h5py.Group) else []
         if name not in names:
-            held = ", ".join(names[:10]) or "nothing"
-            raise SourceError(f"{where} has no {inner}", f"its {node.name} holds {held}")
+            content = ", ".join(names[:10]) or "nothing"
+            raise SourceError(f"{where} has no {inner}", f"its {node.name} holds {content}")
         node = _child(node, name, where)
     return node
 
 
 @dataclass(frozen=True)
 class H5Array:
-    """One dataset. Rows that lie in the file as they are in memory, from byte `start` on, need no library; others, of
-    which it has none, are read by it. `dtype` is that of the stored values, or of the items of a row.
+    """A dataset. `dtype` is that of the stored values, or of the items of a row.
+
+    If the file holds the rows as they are in memory, `start` is their first byte, and they are read without h5py.
     """
 
     path: str
@@ -268,23 +265,23 @@ class H5Array:
 
 
 def _dtype(dataset: Any) -> Any:
-    """Return the dtype of the items of a dataset of variable length, else its own."""
+    """Return the dtype of a dataset, that of its items for a dataset of variable length."""
     items = h5py.check_vlen_dtype(dataset.dtype)
     return dataset.dtype if items is None else items
 
 
 def _describe(dataset: Any, where: str, size: int, selected: Field | None) -> H5Array:
-    """Return what an h5py dataset is; `selected` is the field that the user asks for, if any.
+    """Return the description of an h5py dataset; `selected` is the field that the user gives for it, if any.
 
-    `where` names it, `size` is that of its file. Raises `SourceError` for what no field holds, and for what is
-    compressed with a filter that is not installed.
+    `where` names it, `size` is that of its file in bytes. Raises `SourceError` for values that no field holds, and for
+    a compression filter that is not installed.
     """
     created = dataset.id.get_create_plist()
     for number in range(created.get_nfilters()):
         code, _, _, name = created.get_filter(number)
         if not h5py.h5z.filter_avail(code):
-            called = f"{code} ({name.decode(errors='replace')})" if name else str(code)
-            problem = f"{where} is packed with the HDF5 filter {called}, which is not installed here"
+            label = f"{code} ({name.decode(errors='replace')})" if name else str(code)
+            problem = f"{where} is packed with the HDF5 filter {label}, which is not installed here"
             raise arrays.unfit(problem, "install its plugin (hdf5plugin has many), repack the file")
     if dataset.shape is None:
         raise arrays.unfit(f"{where} is empty, without a shape")
@@ -301,13 +298,13 @@ def _describe(dataset: Any, where: str, size: int, selected: Field | None) -> H5
         chars = len(shape) == 2 and dtype.kind == "S" and dtype.itemsize == 1
         if len(shape) != 1 and not chars:
             raise arrays.unfit(f"{where} holds texts in the shape {shape}, a field has one for each sample")
-        arrays.tensor_field(np.dtype(np.uint8), shape if chars else (*shape, dtype.itemsize), where)  # for its sizes
+        arrays.tensor_field(np.dtype(np.uint8), shape if chars else (*shape, dtype.itemsize), where)  # checks sizes
     elif h5py.check_vlen_dtype(dtype) is not None:
         field = _ragged(items, shape, where, selected)
     else:
         if dtype.kind not in "biuf" or dtype.subdtype is not None:
-            what = "references" if dtype.kind == "O" else "compound values" if dtype.names else f"values of {dtype}"
-            raise arrays.unfit(f"{where} holds {what}, which no field holds")
+            values = "references" if dtype.kind == "O" else "compound values" if dtype.names else f"values of {dtype}"
+            raise arrays.unfit(f"{where} holds {values}, which no field holds")
         field = arrays.tensor_field(dtype, shape, where)
         start = _start(dataset, size, field.item_bytes * shape[0], where)
     return H5Array(dataset.name, field, shape, str(items), start)
@@ -317,7 +314,7 @@ def _ragged(items: Any, shape: tuple[int, ...], where: str, selected: Field | No
     if len(shape) != 1:
         raise arrays.unfit(f"{where} holds arrays in the shape {shape}, a field has one for each sample")
     if selected is not None and selected.kind == "bytes" and np.dtype(items).itemsize == 1:
-        return selected  # encoded images are often stored as numbers of one byte
+        return selected  # encoded images are often stored as numbers of 1 byte
     try:
         return Field("ragged", np.dtype(items).newbyteorder("=").name)
     except (FieldError, TypeError):
@@ -325,9 +322,9 @@ def _ragged(items: Any, shape: tuple[int, ...], where: str, selected: Field | No
 
 
 def _start(dataset: Any, size: int, nbytes: int, where: str) -> int | None:
-    """Return the byte where the rows begin, if they lie in the file as they are in memory, else None."""
+    """Return the first byte of the rows if the file holds them as they are in memory, else None."""
     start = dataset.id.get_offset()
-    same = h5py.h5t.py_create(dataset.dtype).equal(dataset.id.get_type())  # else e.g. 12 bits of 16
+    same = h5py.h5t.py_create(dataset.dtype).equal(dataset.id.get_type())  # False for 12 bits of 16, for example
     if start is None or dataset.chunks or not same:
         return None
     if start + nbytes > size:
@@ -338,16 +335,16 @@ def _start(dataset: Any, size: int, nbytes: int, where: str) -> int | None:
 def _read_file(
     content: ranged_io.Content, stored: Mapping[str, H5Array], rows: NDArray[np.int64], into: arrays.Into
 ) -> None:
-    """Read rows of the arrays of a file, those that need the library with the file opened once."""
+    """Read rows of the arrays of a file, which is opened with h5py once if an array needs it."""
     for name, array in stored.items():
         if array.start is not None:
             starts = array.start + rows * array.field.item_bytes
             arrays.read_column(content.store, content.info.path, starts, np.dtype(array.dtype), into[name])
-    inside = {name: array for name, array in stored.items() if array.start is None}
-    if not inside:
+    in_library = {name: array for name, array in stored.items() if array.start is None}
+    if not in_library:
         return
     with _opened(BlockFile(content.store, content.info)) as file:
-        for name, array in inside.items():
+        for name, array in in_library.items():
             where = f"{content.where}::{array.path}"
             with arrays.reading(f"{where} cannot be read"):
                 dataset = _descend(file, array.path, content.where)
@@ -359,12 +356,12 @@ def _read_file(
 
 def _read_dataset(dataset: Any, rows: NDArray[np.int64], column: NDArray[Any] | list[bytes]) -> None:
     text = h5py.check_string_dtype(dataset.dtype) is not None
-    step, most = 1, PIECE_ITEMS  # of items of variable length a few neighbours at once
+    step, longest = 1, PIECE_ITEMS
     if dataset.dtype.kind != "O":
         step = int(dataset.chunks[0]) if dataset.chunks else 1
-        most = max(step, PIECE_BYTES // (dataset.dtype.itemsize * prod(dataset.shape[1:])))
+        longest = max(step, PIECE_BYTES // (dataset.dtype.itemsize * prod(dataset.shape[1:])))
     first = rows // step * step
-    for i, j in cut_runs(first, first + step, 0, most):  # no complete chunk between them is read for nothing
+    for i, j in cut_runs(first, first + step, 0, longest):  # a run spans no chunk without a selected row
         block = dataset[int(rows[i]) : int(rows[j - 1]) + 1]
         if len(block) != j - i:
             block = block[rows[i:j] - rows[i]]
@@ -379,29 +376,32 @@ def _read_dataset(dataset: Any, rows: NDArray[np.int64], column: NDArray[Any] | 
 
 
 def _scan_netcdf(raw: BlockFile, inner: str, selection: FieldSelection) -> arrays.Container:
-    """Return the variables of a netCDF file; its first bytes say of which format it is."""
+    """Return the variables of a netCDF file; its first bytes tell whether it is a classic one."""
     raw.seek(0)
     if raw.read(4) not in (b"CDF\x01", b"CDF\x02", b"CDF\x05"):
         return _scan_hdf5(raw, inner, selection, netcdf=True)
     if inner:
         raise SourceError(f"{raw.name} is of a classic format, which has no groups", f"leave ::{inner} out")
     with arrays.reading(f"the header of {raw.name} is damaged"):
-        found, unlimited = _Header(raw).read()
-    dimensions = {name: variable.dimensions for name, variable in sorted(found.items())}
-    named = arrays.pick(dimensions, selection, raw.name)
-    named, notes = arrays.along_samples(named, dimensions, bool(selection.fields), raw.name, {unlimited})
-    variables = {field: found[name] for field, name in named.items()}
-    fields = {field: _field(found[name], f"{raw.name}::/{name}") for field, name in named.items()}
+        stored, unlimited = _Header(raw).read()
+    dimensions = {name: variable.dimensions for name, variable in sorted(stored.items())}
+    originals = arrays.pick(dimensions, selection, raw.name)
+    originals, notes = arrays.along_samples(originals, dimensions, bool(selection.fields), raw.name, {unlimited})
+    variables = {field: stored[name] for field, name in originals.items()}
+    fields = {field: _field(stored[name], f"{raw.name}::/{name}") for field, name in originals.items()}
     length = next(iter(variables.values())).shape[0]
     read = partial(_read_classic, ranged_io.Content(raw.store, raw.info), variables)
     attributes = {field: variable.attributes for field, variable in variables.items()}
-    container = arrays.Container(raw.name, length, fields, read, {**notes, "arrays": named})
+    container = arrays.Container(raw.name, length, fields, read, {**notes, "arrays": originals})
     return arrays.decoded(container, attributes, selection.raw)
 
 
 @dataclass(frozen=True)
 class Variable:
-    """One variable: row r begins at byte `start` + r * `stride` of the file; `shape` with the length of the records."""
+    """A variable of a classic file. Row r begins at byte `start` + r * `stride`; `shape` includes the rows.
+
+    `record` tells whether its rows are in records.
+    """
 
     dimensions: tuple[str, ...]
     dtype: np.dtype[Any]
@@ -413,13 +413,13 @@ class Variable:
 
     @property
     def row_dtype(self) -> np.dtype[Any]:
-        """The dtype of one row; characters are one text."""
+        """The dtype of one row; the characters of a row are one text."""
         shape = self.shape[1:]
         return np.dtype(f"S{prod(shape)}") if self.dtype.kind == "S" else np.dtype((self.dtype, shape))
 
 
 class _Header:
-    """Reads a header from its first byte on; counts are 4 or 8 bytes, offsets too, by the version."""
+    """Parses the header of a classic file. Counts and offsets have 4 or 8 bytes, depending on the version."""
 
     def __init__(self, raw: BlockFile) -> None:
         self._raw, self._size = raw, raw.info.size
@@ -428,59 +428,59 @@ class _Header:
         self._count, self._offset = (">q" if version == 5 else ">i"), (">i" if version == 1 else ">q")
 
     def read(self) -> tuple[dict[str, Variable], str]:
-        """Return the variables by name, and the dimension of the records, "" where there is none.
+        """Return the variables by name, and the dimension of the records, "" if there is none.
 
-        Raises `SourceError` where the file is truncated; ValueError and others for a damaged header.
+        Raises `SourceError` if the file is truncated; ValueError and others for a damaged header.
         """
-        records = self._unpack(self._count)  # -1 where it was written as a stream
+        records = self._unpack(self._count)  # -1 if it was written as a stream
         dimensions = [(self._name(), self._natural()) for _ in range(self._list(_DIMENSIONS))]
         self._attributes()
-        found: dict[str, Variable] = {}
+        variables: dict[str, Variable] = {}
         for _ in range(self._list(_VARIABLES)):
             name = self._name()
-            if name in found:
+            if name in variables:
                 raise ValueError(f"the variable {name!r} is there twice")
-            found[name] = self._variable(name, dimensions)
+            variables[name] = self._variable(name, dimensions)
         unlimited = next((name for name, length in dimensions if length == 0), "")
         if records < -1:
             raise ValueError(f"it has {records} records")
-        return self._placed(found, records), unlimited
+        return self._with_records(variables, records), unlimited
 
     def _variable(self, name: str, dimensions: list[tuple[str, int]]) -> Variable:
-        own = [dimensions[self._natural()] for _ in range(self._natural())]
+        axes = [dimensions[self._natural()] for _ in range(self._natural())]
         attributes = self._attributes()
         code = self._unpack(">i")
         if code not in _TYPES:
             raise ValueError(f"{name!r} has the unknown type {code}")
-        self._unpack(self._count)  # its size, which a large variable's does not fit: computed instead
-        lengths = tuple(length for _, length in own)
+        self._unpack(self._count)  # the stored size is wrong for large variables; it is computed instead
+        lengths = tuple(length for _, length in axes)
         if 0 in lengths[1:]:
             raise ValueError(f"{name!r} has the dimension of the records behind another")
         dtype, start = np.dtype(_TYPES[code]), self._natural(self._offset)
-        stride, names = dtype.itemsize * prod(lengths[1:]), tuple(dimension for dimension, _ in own)
+        stride, names = dtype.itemsize * prod(lengths[1:]), tuple(dimension for dimension, _ in axes)
         return Variable(names, dtype, lengths, start, stride, attributes, lengths[:1] == (0,))
 
-    def _placed(self, found: dict[str, Variable], records: int) -> dict[str, Variable]:
-        """Return the variables with the records' length and distance; each must end within the file."""
-        recorded = [variable for variable in found.values() if variable.record]
-        # every variable's share of a record is padded to 4 bytes, unless it is the only one
+    def _with_records(self, variables: dict[str, Variable], records: int) -> dict[str, Variable]:
+        """Return the variables with the number and stride of the records; each must end within the file."""
+        recorded = [variable for variable in variables.values() if variable.record]
+        # each variable of a record is padded to 4 bytes, unless it is the only one
         step = sum(-(-variable.stride // 4) * 4 for variable in recorded)
         step = recorded[0].stride if len(recorded) == 1 else step
-        if records < 0:  # as many as there are
+        if records < 0:  # as many as the file holds
             first = min((variable.start for variable in recorded), default=self._size)
             records = max(0, self._size - first) // max(step, 1)
-        for name, variable in found.items():
+        for name, variable in variables.items():
             if variable.record:
-                found[name] = replace(variable, shape=(records, *variable.shape[1:]), stride=step)
-            length = found[name].shape[0] if variable.shape else 1
-            end = variable.start + (length - 1) * found[name].stride + variable.stride if length else 0
+                variables[name] = replace(variable, shape=(records, *variable.shape[1:]), stride=step)
+            length = variables[name].shape[0] if variable.shape else 1
+            end = variable.start + (length - 1) * variables[name].stride + variable.stride if length else 0
             if end > self._size:
-                ends = f"its variable {name!r} ends at byte {end}, the file has {self._size}"
-                raise damaged(f"{self._raw.name} is truncated: {ends}")
-        return found
+                problem = f"its variable {name!r} ends at byte {end}, the file has {self._size}"
+                raise damaged(f"{self._raw.name} is truncated: {problem}")
+        return variables
 
     def _attributes(self) -> dict[str, Any]:
-        """Return those of the attributes that say what values mean."""
+        """Return the attributes that describe values."""
         out: dict[str, Any] = {}
         for _ in range(self._list(_ATTRIBUTES)):
             name, code, count = self._name(), self._unpack(">i"), self._natural()
@@ -491,10 +491,10 @@ class _Header:
         return out
 
     def _list(self, tag: int) -> int:
-        """Return the length of a list; an absent one is two zeros."""
-        found, count = self._unpack(">i"), self._natural()
-        if found != tag and (found, count) != (0, 0):
-            raise ValueError(f"the tag {found} where {tag} belongs")
+        """Return the length of a list; an absent list is two zeros."""
+        actual, count = self._unpack(">i"), self._natural()
+        if actual != tag and (actual, count) != (0, 0):
+            raise ValueError(f"the tag {actual} where {tag} belongs")
         return count
 
     def _name(self) -> str:
@@ -519,22 +519,22 @@ class _Header:
 
 
 def _field(variable: Variable, where: str) -> Field:
-    """Return the field of a variable's rows. Raises `SourceError`, which names `where`, for what no field holds."""
+    """Return the field of a variable's rows. Raises `SourceError`, which names `where`, if no field holds them."""
     if variable.dtype.kind != "S":
         return arrays.tensor_field(variable.dtype, variable.shape, where)
     if len(variable.shape) > 2:
         raise arrays.unfit(f"{where} holds characters in the shape {variable.shape}, a field has one text a sample")
-    arrays.tensor_field(np.dtype(np.uint8), variable.shape, where)  # for its sizes
+    arrays.tensor_field(np.dtype(np.uint8), variable.shape, where)  # checks sizes
     return Field("text")
 
 
 def _read_classic(
     content: ranged_io.Content, variables: Mapping[str, Variable], rows: NDArray[np.int64], into: arrays.Into
 ) -> None:
-    """Read rows of variables: those of records together, where most of the bytes of a record are wanted."""
+    """Read rows of variables: of record variables together, if most of the bytes of a record are selected."""
     records = {name: variable for name, variable in variables.items() if variable.record}
-    wanted = sum(variable.row_dtype.itemsize for variable in records.values())
-    if _extent(records) > min(RECORDS_BYTES, 2 * wanted, *(variable.stride for variable in records.values())):
+    selected = sum(variable.row_dtype.itemsize for variable in records.values())
+    if _extent(records) > min(RECORDS_BYTES, 2 * selected, *(variable.stride for variable in records.values())):
         records = {}
     groups = [{name: variable} for name, variable in variables.items() if name not in records]
     for group in [*groups, records] if records else groups:
@@ -542,21 +542,22 @@ def _read_classic(
         offsets = [variable.start - start for variable in group.values()]
         formats = [variable.row_dtype for variable in group.values()]
         layout: Any = {"names": list(group), "formats": formats, "offsets": offsets, "itemsize": _extent(group)}
-        some = max(1, RECORDS_BYTES // _extent(group))
-        for first in range(0, len(rows), some):
-            raw = np.empty((len(rows[first : first + some]), _extent(group)), np.uint8)
-            ranged_io.read_rows(content.store, content.info.path, start + rows[first : first + some] * stride, raw)
+        step = max(1, RECORDS_BYTES // _extent(group))
+        for first in range(0, len(rows), step):
+            piece = rows[first : first + step]
+            raw = np.empty((len(piece), _extent(group)), np.uint8)
+            ranged_io.read_rows(content.store, content.info.path, start + piece * stride, raw)
             values = raw.view(np.dtype(layout)).reshape(-1)
             for name in group:
                 column = into[name]
                 if isinstance(column, list):
                     column.extend(values[name].tolist())
                 else:
-                    column[first : first + some] = values[name]
+                    column[first : first + step] = values[name]
 
 
 def _extent(variables: Mapping[str, Variable]) -> int:
-    """Return the bytes from where the first row of the first variable begins to where that of the last one ends."""
+    """Return the bytes from the start of the first variable's first row to the end of the last variable's first row."""
     stop = max((variable.start + variable.row_dtype.itemsize for variable in variables.values()), default=0)
     return stop - min((variable.start for variable in variables.values()), default=0)
 

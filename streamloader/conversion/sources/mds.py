@@ -9,7 +9,7 @@ import re
 import struct
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from operator import attrgetter
@@ -22,7 +22,7 @@ from streamloader.conversion.sources.base import AGAIN, Source, damaged
 from streamloader.conversion.sources.fields import FieldSelection, SourceFormat
 from streamloader.conversion.sources.files import Listing, field_names
 from streamloader.conversion.sources.media import image_bytes
-from streamloader.conversion.sources.ranged_io import Content, Range, Stream, read_document, read_each, read_range
+from streamloader.conversion.sources.ranged_io import Content, Range, Stream, read_document, read_range, read_spans
 from streamloader.conversion.sources.records import RecordFile, cut_files, open_records, parse_number
 from streamloader.errors import SourceError
 from streamloader.format.manifest import natural
@@ -32,87 +32,82 @@ NAME = "mds"
 VERSION = 2
 INDEX = "index.json"
 MAX_INDEX_BYTES = 256 << 20  # some 300,000 shards
-MAX_UNPACKED = 1 << 30  # a compressed shard is unpacked into memory
-_PACKINGS = {"zstd": "zstd", "gz": "gzip", "bz2": "bzip2"}
+MAX_UNPACKED = 1 << 30  # bytes: a compressed shard is decompressed into memory
+_CODECS = {"zstd": "zstd", "gz": "gzip", "bz2": "bzip2"}
 _SHARD = re.compile(r"\.mds(\.\w+)?\Z")
-# by the number that stands for each in an array whose dtype is not in the column's encoding
+# by the code that an array has if its dtype is not in the column's encoding
 _DTYPES = {
     **{8: "uint8", 9: "int8", 16: "uint16", 17: "int16", 18: "float16", 32: "uint32", 33: "int32", 34: "float32"},
     **{64: "uint64", 65: "int64", 66: "float64"},
 }
 _SCALARS = {"int": "int64", **{name: name for name in _DTYPES.values()}}
-_MAX_AXES = 30  # as many as a field may have
+_MAX_AXES = 30  # of a field
 _REFUSED = {
     "pkl": "pickles, which are never read",
     "str_decimal": "decimal numbers, which no dtype holds",
     **dict.fromkeys(("jpeg_array", "jpegarray", "list[jpeg]", "list[png]", "list[pil]"), "several images a sample"),
 }
 _IMAGE_HEAD = struct.Struct("<III")  # width, height, length of the mode's name
-_PIXEL_BYTES = {"L": 1, "LA": 2, "RGB": 3, "RGBA": 4, "I;16": 2}  # of the modes that a PNG keeps as they are
+_PIXEL_BYTES = {"L": 1, "LA": 2, "RGB": 3, "RGBA": 4, "I;16": 2}  # of the modes that PNG stores without loss
 
-Read = Callable[[bytes], Any]  # raises ValueError for what is not such a value
+Read = Callable[[bytes], Any]  # raises ValueError for an invalid value
 
 
-def has_index(listing: Listing, named: re.Pattern[str]) -> bool:
-    """Return whether there is an index.json, and a file of such a name; both may lie in folders below."""
+def has_index(listing: Listing, shard_name: re.Pattern[str]) -> bool:
+    """Return whether there are an index.json and a file with such a name, in any folder."""
     if all(info.path.rpartition("/")[2] != INDEX for info in listing.of("json")):
         return False
-    return any(named.search(info.path.rpartition("/")[2]) for info in listing.visible)
-
-
-def matches(listing: Listing) -> bool:
-    """Return whether the listing holds an index.json and shards."""
-    return has_index(listing, _SHARD)
+    return any(shard_name.search(info.path.rpartition("/")[2]) for info in listing.visible)
 
 
 def open_source(listing: Listing, selection: FieldSelection) -> Source:
     """Return the source: the samples of all shards, in the order of the index.
 
-    Raises `SourceError` for an index that does not fit its files, for shards of different columns, and for a selected
-    column whose encoding is not read (pickles, lists of images, ...).
+    Raises `SourceError` for an index that does not match its files, for shards of different columns, and for a selected
+    column with an unsupported encoding (pickles, lists of images, ...).
     """
     index = read_index(listing)
     columns = _columns(index)
     names = field_names([column.key for column in columns], index.where)
-    read = {column.key: _reader(column, index) for column in columns if selection.wanted(names[column.key])}
-    decode = partial(decode_sample, columns, read)
+    read = {column.key: _reader(column, index) for column in columns if selection.includes(names[column.key])}
     shards = [_shard(listing.store, index, entry, f"shard {number}") for number, entry in enumerate(index.entries)]
     infos = [index.files[INDEX], *(shard.content.info for shard in shards)]
     path, times = Counter(info.path for info in infos).most_common(1)[0]
     if times > 1:
-        raise index.wrong(f"names the file {path!r} twice")
+        raise index.error(f"names the file {path!r} twice")
     notes = {"encodings": {names[column.key]: column.encoding for column in columns}}
     files = tuple(sorted(infos, key=attrgetter("path")))
-    cut = cut_files([RecordFile(one.content.where, one.count, partial(partial, one.samples)) for one in shards], decode)
-    return open_records(listing.url, files, sum(one.count for one in shards), cut, selection, notes=notes)
+    records = [RecordFile(shard.content.where, shard.count, partial(partial, shard.samples)) for shard in shards]
+    cut, count = cut_files(records, partial(decode_sample, columns, read)), sum(shard.count for shard in shards)
+    return open_records(listing.url, files, count, cut, selection, notes=notes)
 
 
-FORMATS = (SourceFormat(NAME, matches, open_source, marked=True),)
+FORMATS = (SourceFormat(NAME, partial(has_index, shard_name=_SHARD), open_source, marked=True),)
 
 
 @dataclass(frozen=True)
 class Index:
-    """An index.json: what it says of each shard, and the files in its folder, by path."""
+    """An index.json: its URL, the files in its folder by path, and its entries, one for each shard."""
 
     where: str
     files: Mapping[str, ObjectInfo]
     entries: Sequence[Mapping[str, Any]] = ()
 
     def file(self, name: Any) -> ObjectInfo:
-        """Return the file of that name. Raises `SourceError` where it is not there, or not in the index's folder."""
+        """Return the file of a name. Raises `SourceError` if it does not exist, or is not in the index's folder."""
         if not isinstance(name, str) or name.startswith("/") or "\\" in name or ".." in name.split("/"):
-            raise self.wrong(f"names the file {name!r}: only files in its own folder are read")
+            raise self.error(f"names the file {name!r}: only files in its own folder are read")
         if name not in self.files:
-            raise self.wrong(f"names the file {name!r}, which does not exist")
+            raise self.error(f"names the file {name!r}, which does not exist")
         return self.files[name]
 
-    def wrong(self, what: str, remedy: str = "fetch or make the dataset again") -> SourceError:
-        """Return the error that says what is wrong with the index."""
-        return SourceError(f"{self.where} {what}", remedy)
+    def error(self, problem: str, remedy: str = "fetch or make the dataset again") -> SourceError:
+        """Return the error for a problem of the index."""
+        return SourceError(f"{self.where} {problem}", remedy)
 
 
 def read_index(listing: Listing) -> Index:
-    """Return the index right in the folder. Raises `SourceError` where there is none, or for one that lists no MDS."""
+    """Return the index of the folder. Raises `SourceError` if there is none, or if it does not list MDS shards."""
     if not listing.folder:
         raise SourceError(f"{listing.url} is not a folder", f"name the folder that holds {INDEX}")
     index = Index(f"{listing.store.url}/{INDEX}", {info.path: info for info in listing.files})
@@ -120,26 +115,26 @@ def read_index(listing: Listing) -> Index:
         folders = [info.path[: -len(INDEX) - 1] for info in listing.files if info.path.endswith(f"/{INDEX}")]
         if not folders:
             raise SourceError(f"{listing.url} holds no {INDEX}", "check the path, and that its writer was closed")
-        named = ", ".join(folders[:5]) + (", ..." if len(folders) > 5 else "")
+        names = ", ".join(folders[:5]) + (", ..." if len(folders) > 5 else "")
         remedy = f"convert each: {listing.url}/{folders[0]}"
-        raise SourceError(f"{listing.url} holds no {INDEX}, its folders {named} do", remedy)
+        raise SourceError(f"{listing.url} holds no {INDEX}, its folders {names} do", remedy)
     _, document = read_document(listing.store, index.files[INDEX], MAX_INDEX_BYTES)
     version, entries = document.get("version"), document.get("shards")
     if version != VERSION:
         remedy = "write the dataset again with a current streaming package"
-        raise index.wrong(f"is of version {version!r}, only {VERSION} is known", remedy)
+        raise index.error(f"is of version {version!r}, only {VERSION} is known", remedy)
     if not isinstance(entries, list) or not entries or not all(isinstance(entry, dict) for entry in entries):
-        raise index.wrong("lists no shard")
-    other = next((entry.get("format") for entry in entries if entry.get("format") != NAME), NAME)
-    if other != NAME:
-        problem = f"lists shards of the format {other!r}, only 'mds' is read"
-        raise index.wrong(problem, "convert the JSON or CSV files themselves, or write MDS")
-    return Index(index.where, index.files, entries)
+        raise index.error("lists no shard")
+    for entry in entries:
+        if entry.get("format") != NAME:
+            problem = f"lists shards of the format {entry.get('format')!r}, only 'mds' is read"
+            raise index.error(problem, "convert the JSON or CSV files themselves, or write MDS")
+    return replace(index, entries=entries)
 
 
 @dataclass(frozen=True)
 class Column:
-    """A column of every sample. `size` is the number of bytes of its values, 0 where each states its own."""
+    """A column of all samples. `size` is the number of bytes of its values, 0 if it varies."""
 
     key: str
     encoding: str
@@ -151,39 +146,40 @@ def _columns(index: Index) -> list[Column]:
     keys = ("column_names", "column_encodings", "column_sizes")
     first = index.entries[0]
     for number, entry in enumerate(index.entries):
-        other = next((key for key in keys if entry.get(key) != first.get(key)), None)
-        if other:
-            problem = f"shard {number} of {index.where} has other {other} than the first"
-            raise SourceError(problem, "give all shards the same columns, or convert them apart")
+        differing = next((key for key in keys if entry.get(key) != first.get(key)), None)
+        if differing:
+            problem = f"shard {number} of {index.where} has other {differing} than the first"
+            raise SourceError(problem, "give all shards the same columns, or convert them separately")
     try:
         rows = zip(*(first[key] for key in keys), strict=True)
         columns = [Column(name, encoding, natural(size or 0)) for name, encoding, size in rows]
-        if not all(isinstance(one, str) for column in columns for one in (column.key, column.encoding)):
+        if not all(isinstance(column.key, str) and isinstance(column.encoding, str) for column in columns):
             raise ValueError("names and encodings are text")
         if not columns or len({column.key for column in columns}) < len(columns):
             raise ValueError("each column has its own name")
     except (KeyError, TypeError, ValueError) as error:
-        raise index.wrong(f"does not list its columns ({type(error).__name__}: {error})") from None
+        raise index.error(f"does not list its columns ({type(error).__name__}: {error})") from None
     return columns
 
 
 def _reader(column: Column, index: Index) -> Read:
-    """Return what reads the values of a column. Raises `SourceError` for one whose encoding is not read."""
+    """Return the function that reads the values of a column. Raises `SourceError` for an unsupported encoding."""
     try:
         read, size = encoding_of(column.encoding)
     except ValueError as error:
         remedy = "leave it out by naming the fields to keep with --fields"
-        raise index.wrong(f"has the column {column.key!r} of {column.encoding!r}: {error}", remedy) from None
+        raise index.error(f"has the column {column.key!r} of {column.encoding!r}: {error}", remedy) from None
     if size != column.size:
-        said = f"says {column.size or 'varying'} bytes of the column {column.key!r}"
-        raise index.wrong(f"{said}, {column.encoding!r} has {size or 'varying'}")
+        declared = f"says {column.size or 'varying'} bytes of the column {column.key!r}"
+        raise index.error(f"{declared}, {column.encoding!r} has {size or 'varying'}")
     return read
 
 
 def decode_sample(columns: Sequence[Column], read: Mapping[str, Read], data: memoryview) -> Mapping[str, Any]:
-    """Return the values of a sample by column, None for one without a reader. Raises ValueError for a damaged one.
+    """Return the values of a sample by column, None for a column without a reader.
 
-    A sample is the u32 size of each value of a column without a fixed one, then the values.
+    A sample consists of the u32 sizes of its values in columns of varying size, and the values. Raises ValueError if
+    it is damaged.
     """
     sizes = [column.size for column in columns]
     varying = [i for i, size in enumerate(sizes) if not size]
@@ -206,17 +202,17 @@ def decode_sample(columns: Sequence[Column], read: Mapping[str, Read], data: mem
 
 @dataclass(frozen=True)
 class Shard:
-    """A file of `count` samples; its content has the size that the index states."""
+    """A file of `count` samples; the size of its content is that of the index."""
 
     content: Content
     count: int
 
     def samples(self, rows: NDArray[np.int64]) -> Iterator[memoryview]:
-        """Yield the bytes of the samples of these rows, which ascend. Raises `SourceError` that names the file."""
+        """Yield the bytes of the samples of ascending rows. Raises `SourceError`, which names the file."""
         content, size = self.content, self.content.size
         if not content.compression:
             table = read_range(content.store, Range(content.info.path, 0, min(4 * (int(rows[-1]) + 3), size)))
-            yield from read_each([(content, *self._spans(table, rows))])
+            yield from read_spans([(content, *self._spans(table, rows))])
             return
         data = memoryview(Stream(content).read(0, size + 1))
         if len(data) != size:
@@ -226,24 +222,24 @@ class Shard:
             yield data[int(start) : int(stop)]
 
     def _spans(self, table: memoryview, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return where the samples of these rows start and stop, from a table that may end after the last of them.
+        """Return the starts and stops of the samples of rows, from a table that may end after the last of them.
 
-        Raises `SourceError` unless it lists `count` samples that lie one after another within the shard.
+        Raises `SourceError` unless the table lists `count` consecutive samples within the shard.
         """
         last, where = int(rows[-1]) + 1, self.content.where
         if len(table) < 4 * (last + 2):
             raise damaged(f"{where} is truncated: it ends within its table of offsets")
-        found = np.frombuffer(table, "<u4", last + 2)
-        if found[0] != self.count:
-            raise damaged(f"{where} holds {found[0]} samples, its index says {self.count}")
-        offsets = found[1:].astype(np.int64)
+        count, *_ = entries = np.frombuffer(table, "<u4", last + 2)
+        if count != self.count:
+            raise damaged(f"{where} holds {count} samples, its index says {self.count}")
+        offsets = entries[1:].astype(np.int64)
         if offsets[0] < 4 * (self.count + 2) or offsets[-1] > self.content.size or (np.diff(offsets) < 0).any():
             raise damaged(f"{where} is damaged: its offsets are not ascending within its size")
         return offsets[rows], offsets[rows + 1]
 
 
-def _shard(store: Store, index: Index, entry: Mapping[str, Any], which: str) -> Shard:
-    """Return a shard: the unpacked file where it is there, else the compressed one."""
+def _shard(store: Store, index: Index, entry: Mapping[str, Any], name: str) -> Shard:
+    """Return a shard: the plain file if it exists, else the compressed one."""
     try:
         count, raw, packed = natural(entry["samples"]), entry["raw_data"], entry.get("zip_data")
         size, compression = natural(raw["bytes"]), entry.get("compression")
@@ -252,24 +248,24 @@ def _shard(store: Store, index: Index, entry: Mapping[str, Any], which: str) -> 
             file, codec = packed, str(compression).partition(":")[0]
         info, stored = index.file(file["basename"]), natural(file["bytes"])
     except (KeyError, TypeError, ValueError) as error:
-        raise index.wrong(f"does not say what {which} is ({type(error).__name__}: {error})") from None
+        raise index.error(f"does not describe {name} ({type(error).__name__}: {error})") from None
     smaller = "write smaller shards, or unpack it"
     checks = (
         (info.size == stored, f"{stored} bytes, it has {info.size}", AGAIN),
         (4 * (count + 2) <= size, f"{count} samples in {size} bytes", AGAIN),
-        (codec in ("", *_PACKINGS), f"the compression {codec!r}, only {', '.join(_PACKINGS)} are read", smaller),
+        (codec in ("", *_CODECS), f"the compression {codec!r}, only {', '.join(_CODECS)} are read", smaller),
         (not codec or size <= MAX_UNPACKED, f"{size} bytes unpacked, at most {MAX_UNPACKED} are unpacked", smaller),
     )
     for good, problem, remedy in checks:
         if not good:
-            raise index.wrong(f"says that {info.path} has {problem}", remedy)
-    return Shard(Content(store, info, _PACKINGS.get(codec, ""), size), count)
+            raise index.error(f"says that {info.path} has {problem}", remedy)
+    return Shard(Content(store, info, _CODECS.get(codec, ""), size), count)
 
 
 def encoding_of(name: str) -> tuple[Read, int]:
-    """Return what reads the values of an encoding, and their number of bytes, 0 where it differs.
+    """Return the function that reads the values of an encoding, and their size in bytes, 0 if it varies.
 
-    Raises ValueError, which says why, for an encoding that is not read.
+    Raises ValueError, with the reason, for an unsupported encoding.
     """
     if name in _REFUSED:
         raise ValueError(_REFUSED[name])
@@ -293,8 +289,9 @@ def encoding_of(name: str) -> tuple[Read, int]:
 
 
 def _array(dtype: str, shape: tuple[int, ...] | None, data: bytes) -> Any:
-    """Return an array: u8 dtype unless the column says it; u8 axes * 4 + log2 of the bytes of a size and the sizes
-    unless the column says them; the values.
+    """Return an array from its bytes: u8 dtype, u8 axes * 4 + log2 of the bytes of a size, the sizes, the values.
+
+    The dtype, or the axes and sizes, are absent if the column's encoding has them.
     """
     at = 0
     if not dtype:
@@ -315,9 +312,9 @@ def _array(dtype: str, shape: tuple[int, ...] | None, data: bytes) -> Any:
 
 
 def _raw_image(data: bytes) -> Any:
-    """Return a Pillow image from u32 width, height and length of the mode, the mode, and its pixels.
+    """Return a Pillow image from u32 width, height and length of the mode, the mode, and the pixels.
 
-    Raises ValueError for a damaged one, and for a mode that no PNG holds without loss.
+    Raises ValueError if it is damaged, and for a mode that PNG cannot store without loss.
     """
     if len(data) < _IMAGE_HEAD.size:
         raise ValueError(f"the image has {len(data)} bytes, too few for its header")

@@ -1,7 +1,7 @@
-"""Folders in which every file of one medium is a sample: `root/[split/]<class>/**/x.jpg`, or all files in one folder.
+"""Folders of images or audio clips, each of which is a sample: `root/[split/]<class>/**/x.jpg`, or one flat folder.
 
-See formats/imagefolder/MAPPING.md and formats/audiofolder/MAPPING.md. Files stay encoded; a cheap test finds those
-that do not decode.
+See formats/imagefolder/MAPPING.md and formats/audiofolder/MAPPING.md. Files stay encoded; a cheap test finds files that
+cannot be decoded.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from streamloader.conversion.sources.base import BadSample, OnBad, Part, Source, drop_rows, take_rows
+from streamloader.conversion.sources.base import BadSample, Fragment, OnBad, Source, drop_rows, take_rows
 from streamloader.conversion.sources.fields import FieldSelection, SourceFormat
 from streamloader.conversion.sources.files import Listing, extension, hidden
 from streamloader.conversion.sources.ranged_io import Range, read_ranges
@@ -39,10 +39,10 @@ AUDIO_ENCODINGS = {
 
 
 def image_problem(data: bytes) -> str:
-    """Return why `data` cannot be an image that decodes, or nothing.
+    """Return the reason why an image cannot be decoded, "" if there is none.
 
-    Headers and PNG checksums are read, pixels are not: some ten microseconds an image. The extension may lie
-    about the encoding: ImageNet has such files, and decoders look at the bytes.
+    Only headers and PNG checksums are read, not pixels, which takes some 10 microseconds. The extension is ignored, as
+    by decoders: ImageNet has files with the extension of another encoding.
     """
     from PIL import Image, UnidentifiedImageError
 
@@ -53,13 +53,13 @@ def image_problem(data: bytes) -> str:
         return f"its {len(data)} bytes have no known image header"
     except (OSError, SyntaxError, ValueError, EOFError, struct.error, Image.DecompressionBombError) as error:
         return str(error)
-    if data[:2] == b"\xff\xd8" and data.rfind(b"\xff\xd9") < 0:  # Pillow's verify() does not look so far
+    if data[:2] == b"\xff\xd8" and data.rfind(b"\xff\xd9") < 0:  # Pillow's verify() does not check this
         return f"its {len(data)} bytes lack the end marker of a JPEG: it is truncated"
     return ""
 
 
 def image_bytes(data: bytes) -> bytes:
-    """Return an encoded image. Raises ValueError for one that cannot be decoded."""
+    """Return an encoded image. Raises ValueError if it cannot be decoded."""
     problem = image_problem(data)
     if problem:
         raise ValueError(f"the image cannot be decoded: {problem}")
@@ -69,15 +69,15 @@ def image_bytes(data: bytes) -> bytes:
 _AUDIO_HEADER = re.compile(
     rb"(?:RIFF|RIFX|RF64)....WAVE|FORM....AIF[FC]|....ftyp|fLaC|OggS|ID3|\0*\xff[\xe2\xe3\xf2\xf3\xfa\xfb]", re.DOTALL
 )  # the last are MPEG frames of layer III
-_UNKNOWN = (1, 4)  # libsndfile's codes for a format, or an encoding, that it does not read
+_UNSUPPORTED = (1, 4)  # libsndfile's codes for an unsupported format and an unsupported encoding
 _FRAMES = 1 << 16  # decoded at a time
 
 
 def audio_problem(data: bytes) -> str:
-    """Return why `data` is not an audio clip, or nothing.
+    """Return the reason why an audio clip cannot be decoded, "" if there is none.
 
-    Only the first bytes are looked at: a truncated clip is not found. Where the package soundfile is installed, FLAC
-    and Ogg are decoded to their end: of other kinds it reads a truncated clip without an error.
+    Only the first bytes are checked, so truncated clips are not found. If the package soundfile is installed, FLAC and
+    Ogg are decoded to their end; it reads truncated clips of other kinds without an error.
     """
     if not _AUDIO_HEADER.match(data):
         return f"its {len(data)} bytes have no known audio header"
@@ -92,17 +92,17 @@ def audio_problem(data: bytes) -> str:
             frames = sum(len(block) for block in file.blocks(_FRAMES, dtype="int16"))
             return f"it ends after {frames} of {file.frames} frames: it is truncated" if frames < file.frames else ""
     except soundfile.LibsndfileError as error:
-        return "" if error.code in _UNKNOWN else str(error)
+        return "" if error.code in _UNSUPPORTED else str(error)
     except RuntimeError as error:
         return str(error)
 
 
-MAX_TEXT = 1 << 20  # bytes of a transcript: what is longer is something else
+MAX_TEXT = 1 << 20  # bytes of a transcript
 SPLIT_NAMES = frozenset({"train", "training", "val", "valid", "validation", "dev", "test", "testing"})
 
 
 def text_problem(data: bytes) -> str:
-    """Return why `data` is not a text, or nothing."""
+    """Return the reason why `data` is not text, "" if there is none."""
     try:
         data.decode()
     except UnicodeDecodeError as error:
@@ -112,9 +112,10 @@ def text_problem(data: bytes) -> str:
 
 @dataclass(frozen=True)
 class Medium:
-    """A kind of file. `field` holds its bytes, messages call it `noun`; `encodings` go by lower-case extension.
+    """A kind of file: its field, its noun for messages, and its encodings by lower-case extension.
 
-    `problem(data)` says why the bytes of a file cannot be decoded, or nothing; there may be up to `limit` of them.
+    `problem(data)` returns the reason why a file cannot be decoded, "" if there is none. `limit` is the largest size
+    of a file in bytes.
     """
 
     field: str
@@ -128,15 +129,12 @@ class Medium:
         return listing.of(*self.encodings)
 
     def field_of(self, paths: Iterable[str]) -> Field:
-        """Return the field of these files: its encoding is "mixed" where the extensions do not name one."""
+        """Return the field of the files at `paths`: its encoding is "mixed" unless all extensions have the same one."""
         encodings = {self.encodings.get(extension(path), "mixed") for path in paths}
         return Field("bytes", encoding=encodings.pop() if len(encodings) == 1 else "mixed")
 
     def read(self, store: Store, files: Sequence[tuple[int, ObjectInfo]], on_bad: OnBad) -> Iterator[tuple[int, bytes]]:
-        """Yield position and bytes of each file, byte for byte; one that cannot be decoded is refused.
-
-        Raises `SourceChangedError`.
-        """
+        """Yield position and bytes of each file; one that cannot be decoded is bad. Raises `SourceChangedError`."""
         small = [(position, info) for position, info in files if info.size <= self.limit]
         for position, info in files:
             if info.size > self.limit:
@@ -145,57 +143,56 @@ class Medium:
         ranges = [Range(info.path, 0, info.size) for _, info in small]
         for (position, info), view in zip(small, read_ranges(store, ranges), strict=True):
             data = bytes(view)
-            problem = self.problem(data)
-            if problem:
+            if problem := self.problem(data):
                 problem = f"the {self.noun} cannot be decoded: {problem}"
                 on_bad(BadSample(position, f"{store.url}/{info.path}", problem, data=data))
-                continue
-            yield position, data
+            else:
+                yield position, data
 
 
 IMAGES = Medium("image", "image", IMAGE_ENCODINGS, image_problem)
 AUDIO = Medium("audio", "clip", AUDIO_ENCODINGS, audio_problem)
 TRANSCRIPTS = Medium("text", "transcript", {"txt": "text"}, text_problem, MAX_TEXT)
 Columns = Mapping[str, Column]
-Files = tuple[Medium, Sequence[ObjectInfo | None]]  # of each row, None where its sample is bad
+Files = tuple[Medium, Sequence[ObjectInfo | None]]  # the file of each row, None for a bad sample
 
 
 def cut_media(
     store: Store, media: Sequence[Files], columns: Columns, bad: Mapping[int, BadSample], rows: NDArray[np.int64]
-) -> Part:
-    """Return some rows of `media`, read when needed, and of `columns`, which are there; `bad` samples are by row."""
-    some = rows.tolist()
-    here = {position: replace(bad[row], position=position) for position, row in enumerate(some) if row in bad}
-    chosen = [(medium, [infos[row] for row in some]) for medium, infos in media]
-    return partial(_read_media, store, chosen, take_rows(columns, some), here)
+) -> Fragment:
+    """Return a fragment of the `media`, which are read later, and the `columns`, without the `bad` samples, by row."""
+    numbers = rows.tolist()
+    bad_here = {position: replace(bad[row], position=position) for position, row in enumerate(numbers) if row in bad}
+    chosen = [(medium, [infos[row] for row in numbers]) for medium, infos in media]
+    return partial(_read_media, store, chosen, take_rows(columns, numbers), bad_here)
 
 
 def _read_media(
-    store: Store, media: Sequence[Files], there: Columns, bad: Mapping[int, BadSample], on_bad: OnBad
+    store: Store, media: Sequence[Files], columns: Columns, bad: Mapping[int, BadSample], on_bad: OnBad
 ) -> dict[str, Column]:
-    """Return the columns that are `there` and those of the files; what cannot be decoded is bad.
+    """Return the columns of the files and the given columns; a file that cannot be decoded is bad.
 
     Raises `SourceChangedError`.
     """
-    for one in bad.values():
-        on_bad(one)
-    rows = range(len(next(iter(there.values()))))
+    for sample in bad.values():
+        on_bad(sample)
+    rows = range(len(next(iter(columns.values()))))
     good = [row for row in rows if row not in bad]
-    found: dict[str, dict[int, bytes]] = {}
+    data: dict[str, dict[int, bytes]] = {}
     for medium, infos in media:
-        wanted = [(row, info) for row in good if (info := infos[row]) is not None]
-        found[medium.field] = dict(medium.read(store, wanted, on_bad))
-        good = list(found[medium.field])
-    columns: dict[str, Column] = {name: [read[row] for row in good] for name, read in found.items()}
-    return columns | drop_rows(there, set(rows).difference(good))
+        files = [(row, info) for row in good if (info := infos[row]) is not None]
+        data[medium.field] = dict(medium.read(store, files, on_bad))
+        good = list(data[medium.field])
+    encoded: dict[str, Column] = {name: [by_row[row] for row in good] for name, by_row in data.items()}
+    return encoded | drop_rows(columns, set(rows).difference(good))
 
 
 def _class_folders(listing: Listing, medium: Medium) -> tuple[list[ObjectInfo], NDArray[np.int64], dict[str, Any]]:
     """Return the files of class folders, the label of each, and the notes: names of classes, sizes of splits.
 
-    Rows are sorted by split, then by class, then by path. Where all top folders have names of splits and hold class
-    folders, they are splits, and the classes are those of all of them. A file in no class folder has the label behind
-    the last. Raises `SourceError` for a class folder or a split without such files, or where there is none.
+    Rows are sorted by split, class and path. If all top folders have names of splits and contain class folders, they
+    are splits, with the classes of all of them. A file outside of class folders has a label after the last class.
+    Raises `SourceError` for a class folder or a split without files, or if there is none.
     """
     noun, files = medium.noun, medium.files(listing)
     top = [name for name in listing.top_folders() if not hidden(name)]
@@ -204,8 +201,9 @@ def _class_folders(listing: Listing, medium: Medium) -> tuple[list[ObjectInfo], 
     inside = [info.path.split("/") for info in files if info.path.count("/") > depth]
     empty = sorted(set(top).difference(parts[0] for parts in inside))
     if empty:
-        named = f"{empty[0]} and {len(empty) - 1} more" if len(empty) > 1 else empty[0]
-        raise SourceError(f"the class folder {listing.url}/{named} holds no {noun}", f"add {noun}s to it, or remove it")
+        more = f" and {len(empty) - 1} more" if len(empty) > 1 else ""
+        problem = f"the class folder {listing.url}/{empty[0]}{more} holds no {noun}"
+        raise SourceError(problem, f"add {noun}s to it, or remove it")
     if not inside:
         problem = f"{listing.url} holds no class folder with {noun}s"
         raise SourceError(problem, f"put every {noun} into a folder named after its class: root/<class>/<{noun}>")
@@ -225,7 +223,7 @@ def _class_folders(listing: Listing, medium: Medium) -> tuple[list[ObjectInfo], 
 
 
 def _splits(url: str, medium: Medium, files: Sequence[ObjectInfo], top: Sequence[str]) -> dict[str, str]:
-    """Return the split of each top folder, by its name; nothing where the top folders are classes."""
+    """Return the split of each top folder by its name; empty if the top folders are classes."""
     splits = {name: name.lower() for name in top}
     deep = {info.path.split("/", 1)[0] for info in files if info.path.count("/") > 1}
     if not deep or not SPLIT_NAMES.issuperset(splits.values()) or len(set(splits.values())) < len(splits):
@@ -238,11 +236,11 @@ def _splits(url: str, medium: Medium, files: Sequence[ObjectInfo], top: Sequence
 
 
 def _source(listing: Listing, selection: FieldSelection, medium: Medium) -> Source:
-    """Return the source; its rows are sorted by class, then by path. Clips right in the folder have no classes.
+    """Return the source; its rows are sorted by class and path. Clips in a flat folder have no classes.
 
-    Fields are the medium's own, `label` (`path` where there are no classes), and `text` where clips have transcripts:
-    a .txt of its name beside one, which then all must have. Raises `SourceError` for a class folder or a split without
-    such files, or where there is none.
+    Fields are the medium's, `label` (`path` without classes), and `text` if a clip has a transcript: a .txt with its
+    name beside it, which all clips then need. Raises `SourceError` for a class folder or a split without files, or if
+    there is none.
     """
     bad: dict[int, BadSample] = {}
 
@@ -254,7 +252,7 @@ def _source(listing: Listing, selection: FieldSelection, medium: Medium) -> Sour
     files = list(medium.files(listing))
     flat = medium is AUDIO and bool(files) and all("/" not in info.path for info in files)
     if flat:
-        columns["path"] = [info.path.encode(errors="backslashreplace") for info in files]  # need not be UTF-8
+        columns["path"] = [info.path.encode(errors="backslashreplace") for info in files]  # may not be UTF-8
     else:
         files, labels, notes = _class_folders(listing, medium)
         columns["label"] = labels
@@ -263,7 +261,7 @@ def _source(listing: Listing, selection: FieldSelection, medium: Medium) -> Sour
     fields = {medium.field: medium.field_of(info.path for row, info in enumerate(files) if row not in bad)}
     fields |= {"path": Field("text")} if flat else {"label": Field("tensor", "int64")}
     media: list[Files] = [(medium, files)]
-    transcripts = listing.of("txt") if medium is AUDIO and selection.wanted("text") else ()
+    transcripts = listing.of("txt") if medium is AUDIO and selection.includes("text") else ()
     beside = {info.path[:-4]: info for info in transcripts}
     texts = [beside.get(info.path.rpartition(".")[0]) for info in files]
     if any(texts):

@@ -1,4 +1,4 @@
-"""NumPy files (.npy, .npz, or a folder of .npy; nothing is unpickled), and binary files of tokens.
+"""NumPy files (.npy, .npz, or a folder of .npy; never unpickled), and binary files of tokens.
 
 See formats/npy/MAPPING.md and formats/tokens/MAPPING.md.
 """
@@ -21,23 +21,21 @@ from numpy.typing import NDArray
 from streamloader.conversion.sources import arrays
 from streamloader.conversion.sources.base import Source, damaged
 from streamloader.conversion.sources.fields import FieldSelection, SourceFormat
-from streamloader.conversion.sources.files import Listing, extension, field_names, required
-from streamloader.conversion.sources.ranged_io import READ_THREADS, Content, Range, open_file, read_each, read_range
+from streamloader.conversion.sources.files import Listing, extension, field_names, require
+from streamloader.conversion.sources.ranged_io import READ_THREADS, Content, Range, open_file, read_range, read_spans
 from streamloader.errors import SourceError, UsageError
 from streamloader.format.manifest import Field
 from streamloader.storage.process import run_all
 from streamloader.storage.store import ObjectInfo, Store
 
-_HEADER_BYTES = 16 << 10  # numpy refuses to evaluate a longer header too
-_PIECE = 4 << 20
-_LOCAL_HEADER = 30  # bytes before the name of a zip's member; the last four are the lengths of name and extra
+_HEADER_BYTES = 16 << 10  # longer headers are refused, as numpy does
+_PIECE_BYTES = 4 << 20  # decompressed at once
+_LOCAL_HEADER = 30  # bytes before the name of a zip member; the last four are the lengths of name and extra field
 
 
 @dataclass(frozen=True)
 class NpyArray:
-    """An array whose rows are contiguous in a file, from byte `start` on: of its compressed `member` in an .npz where
-    one is named, else of the file itself.
-    """
+    """An array whose rows are contiguous from byte `start` of a file, or of its compressed `member` if that is set."""
 
     info: ObjectInfo
     start: int
@@ -48,9 +46,9 @@ class NpyArray:
 
 
 def _parse(head: bytes | memoryview, info: ObjectInfo, start: int, size: int, where: str) -> NpyArray:
-    """Return the array in the `size` bytes from `start` on, which begin with `head`; `where` is how messages call it.
+    """Return the array in the `size` bytes from `start` on, which begin with `head`; `where` names it in messages.
 
-    Raises `SourceError` unless it is a complete, plain array of a known dtype, in C order.
+    Raises `SourceError` unless it is a complete, plain array of a supported dtype, in C order.
     """
     file = io.BytesIO(head)
     readers: dict[tuple[int, int], Callable[..., Any]] = {
@@ -67,9 +65,8 @@ def _parse(head: bytes | memoryview, info: ObjectInfo, start: int, size: int, wh
     if dtype.hasobject:
         raise SourceError(f"{where} holds pickled objects, which are never read", "save it with allow_pickle=False")
     if fortran and len(shape) > 1:
-        raise SourceError(
-            f"{where} is in Fortran order: rows are not contiguous", "save numpy.ascontiguousarray(array)"
-        )
+        problem = f"{where} is in Fortran order: rows are not contiguous"
+        raise SourceError(problem, "save numpy.ascontiguousarray(array)")
     field = arrays.tensor_field(dtype, tuple(shape), where)
     needed = file.tell() + field.item_bytes * shape[0]
     if needed > size:
@@ -83,23 +80,23 @@ def _npy_array(store: Store, info: ObjectInfo) -> NpyArray:
 
 
 def _npz_arrays(store: Store, info: ObjectInfo) -> dict[str, NpyArray]:
-    """Return the arrays of an .npz by name. Raises `SourceError` for what is not a zip of plain arrays."""
+    """Return the arrays of an .npz by name. Raises `SourceError` if it is not a zip of plain arrays."""
     stored: dict[str, NpyArray] = {}
     with _opened(store, info) as archive:
         for entry in archive.infolist():
-            name, where = entry.filename.removesuffix(".npy"), f"{store.url}/{info.path}"
+            name = entry.filename.removesuffix(".npy")
             if name == entry.filename:
-                raise SourceError(f"{where} holds {name!r}", "an .npz holds .npy members only")
+                raise SourceError(f"{store.url}/{info.path} holds {name!r}", "an .npz holds .npy members only")
+            where = f"{store.url}/{info.path}:{name}"
             with archive.open(entry) as file:
                 head = file.read(_HEADER_BYTES)
             if entry.compress_type == zipfile.ZIP_STORED:
                 start = entry.header_offset + _LOCAL_HEADER
                 start += sum(struct.unpack("<HH", read_range(store, Range(info.path, start - 4, start))))
-                size = min(entry.file_size, info.size - start)
-                stored[name] = _parse(head, info, start, size, f"{where}:{name}")
+                stored[name] = _parse(head, info, start, min(entry.file_size, info.size - start), where)
             else:
-                array = _parse(head, info, 0, entry.file_size, f"{where}:{name}")
-                arrays.check_claim(f"{where}:{name}", array.field.item_bytes * array.count, entry.compress_size)
+                array = _parse(head, info, 0, entry.file_size, where)
+                arrays.check_claim(where, array.field.item_bytes * array.count, entry.compress_size)
                 stored[name] = replace(array, member=entry.filename)
     return stored
 
@@ -111,13 +108,13 @@ def _opened(store: Store, info: ObjectInfo) -> Iterator[zipfile.ZipFile]:
         yield archive
 
 
-def _unpack_rows(store: Store, array: NpyArray, rows: NDArray[np.int64], out: NDArray[Any]) -> None:
-    """Fill `out` with rows, which ascend, of a compressed member.
+def _decompress_rows(store: Store, array: NpyArray, rows: NDArray[np.int64], out: NDArray[Any]) -> None:
+    """Fill `out` with ascending rows of a compressed member, which is decompressed from its beginning, 4 MiB at a time.
 
-    It is unpacked from its beginning, a few MiB at a time. Raises `SourceError` for a damaged or truncated member.
+    Raises `SourceError` for a damaged or truncated member.
     """
     size = array.field.item_bytes
-    per_piece = max(1, _PIECE // size)
+    per_piece = max(1, _PIECE_BYTES // size)
     with _opened(store, array.info) as archive, archive.open(array.member) as file:
         file.read(array.start)
         last = int(rows[-1]) + 1 if len(rows) else 0
@@ -133,37 +130,32 @@ def _unpack_rows(store: Store, array: NpyArray, rows: NDArray[np.int64], out: ND
 def _read(store: Store, stored: Mapping[str, NpyArray], rows: NDArray[np.int64], into: arrays.Into) -> None:
     for name, array in stored.items():
         if array.member:
-            _unpack_rows(store, array, rows, into[name])
+            _decompress_rows(store, array, rows, into[name])
         else:
             starts = array.start + rows * array.field.item_bytes
             arrays.read_column(store, array.info.path, starts, array.dtype, into[name])
 
 
-def _container(store: Store, where: str, stored: Mapping[str, NpyArray], notes: Mapping[str, Any]) -> arrays.Container:
-    count = next(iter(stored.values())).count
-    fields = {name: one.field for name, one in stored.items()}
-    return arrays.Container(where, count, fields, partial(_read, store, stored), notes)
-
-
 def open_npy(listing: Listing, _selection: FieldSelection) -> Source:
     """Return the source; row n of every array is sample n.
 
-    Raises `SourceError` for arrays of unequal length, for what is not a plain array (pickled, object, complex, ...),
-    and for Fortran order, whose rows are not contiguous.
+    Raises `SourceError` for arrays of unequal length, for arrays that are not plain (pickled, object, complex, ...),
+    and for Fortran order, in which rows are not contiguous.
     """
-    files = required(_files(listing), listing, "npy", *(() if listing.folder else ("npz",)))
+    files = require(_files(listing), listing, "npy", *(() if listing.folder else ("npz",)))
     if len(files) > 1 and listing.of("npz"):
         raise SourceError(f"{listing.url} holds {len(files)} files, .npz among them", "give one .npz at a time")
     if extension(files[0].path) == "npz":
-        found = _npz_arrays(listing.store, files[0])
+        by_name = _npz_arrays(listing.store, files[0])
     else:
-        found = {info.path.removesuffix(".npy"): _npy_array(listing.store, info) for info in files}
-    if not found:
+        by_name = {info.path.removesuffix(".npy"): _npy_array(listing.store, info) for info in files}
+    if not by_name:
         raise SourceError(f"{listing.url} holds no array", "add arrays to it")
-    names = field_names(list(found), listing.url)
-    arrays.one_length({name: array.count for name, array in found.items()}, listing.url)
-    stored = {names[name]: array for name, array in found.items()}
-    container = _container(listing.store, listing.url, stored, {"arrays": {names[name]: name for name in found}})
+    originals = {field: name for name, field in field_names(list(by_name), listing.url).items()}
+    count = arrays.common_length({name: array.count for name, array in by_name.items()}, listing.url)
+    stored = {field: by_name[name] for field, name in originals.items()}
+    fields, read = {name: array.field for name, array in stored.items()}, partial(_read, listing.store, stored)
+    container = arrays.Container(listing.url, count, fields, read, {"arrays": originals})
     return arrays.stack(listing.url, files, [container])
 
 
@@ -173,60 +165,60 @@ def _files(listing: Listing) -> tuple[ObjectInfo, ...]:
     return tuple(info for info in listing.of("npy") if "/" not in info.path)
 
 
-CUT = 4096  # values of a sample where no document is known
+CUT = 4096  # values of a ragged sample: the files do not tell where documents begin
 
-# llm.c and what follows it write 256 int32 in front: one of these, a version, and the number of tokens
+# the header of llm.c: 256 int32 that begin with a magic number, a version, and the number of tokens
 _TOKENS_AT = 1024
-_TOKEN_MAGIC = {20240520: 2, 20240801: 4}  # and the bytes of a token
+_TOKEN_MAGIC = {20240520: 2, 20240801: 4}  # with the bytes of a token
 
 
 def open_tokens(listing: Listing, selection: FieldSelection) -> Source:
-    """Return the source: the values of each .bin, cut on their own, file after file, sorted by path.
+    """Return the source: samples cut from the values of each .bin, file by file, sorted by path.
 
-    Raises `UsageError` unless one field is selected, with the type of the values; `SourceError` for a file that is not
-    a whole number of them, or where no file holds a sample.
+    Raises `UsageError` unless one field is selected, with the type of the values; `SourceError` for a file that does
+    not hold a whole number of values, or if no file holds a sample.
     """
-    files, store = required(listing.of("bin"), listing, "bin"), listing.store
+    files, store = require(listing.of("bin"), listing, "bin"), listing.store
     name, field = _token_field(listing, selection)
     dtype = np.dtype(field.dtype).newbyteorder("<")
     starts = run_all(lambda info: _tokens_at(store, info, dtype.itemsize), files, READ_THREADS)
     containers: list[arrays.Container] = []
-    left = 0
+    unused = 0
     for info, start in zip(files, starts, strict=True):
         where = f"{store.url}/{info.path}"
-        values, rest = divmod(info.size - start, dtype.itemsize)
-        if rest:
+        values, remainder = divmod(info.size - start, dtype.itemsize)
+        if remainder:
             problem = f"{where} has {info.size} bytes, which is not a whole number of {field.dtype} values"
             raise SourceError(problem, "check the type of --fields, or fetch the file again")
+        count = -(-values // CUT)
         if field.fixed:
-            count, over = divmod(values, field.item_bytes // dtype.itemsize)
-            left += over
-            containers.append(_container(store, where, {name: NpyArray(info, start, dtype, count, field)}, {}))
-        else:
-            array = NpyArray(info, start, dtype, -(-values // CUT), field)
-            containers.append(arrays.Container(where, array.count, {name: field}, partial(_read_cuts, store, array)))
-    if not any(one.num_samples for one in containers):
+            count, remainder = divmod(values, field.item_bytes // dtype.itemsize)
+            unused += remainder
+        array = NpyArray(info, start, dtype, count, field)
+        read = partial(_read, store, {name: array}) if field.fixed else partial(_read_cuts, store, array)
+        containers.append(arrays.Container(where, count, {name: field}, read))
+    if not any(container.num_samples for container in containers):
         raise SourceError(f"no file of {listing.url} holds a row of {field}", "give shorter rows with --fields")
     headers = sum(start > 0 for start in starts)
-    notes = {"passed_over_values": left, **({"headers": headers} if headers else {})}
+    notes = {"passed_over_values": unused, **({"headers": headers} if headers else {})}
     return replace(arrays.stack(listing.url, files, containers), notes=notes)
 
 
 def _token_field(listing: Listing, selection: FieldSelection) -> tuple[str, Field]:
-    """Return the one field that is selected. Raises `UsageError`, which shows how."""
+    """Return the name and the type of the one selected field. Raises `UsageError` with examples."""
     name, field = next(iter(selection.fields.items()), ("", None))
-    numbers = len(selection.fields) == 1 and field is not None and field.dtype not in ("", "bool")
-    if numbers and field is not None and (field.fixed or not field.shape):
+    if len(selection.fields) == 1 and field and field.dtype not in ("", "bool") and (field.fixed or not field.shape):
         return name, field
-    asked = ", ".join(one if kind is None else f"{one}={kind}" for one, kind in selection.fields.items())
-    asked = f"; asked for {asked}" if asked else ""
-    problem = f"a .bin such as {listing.files[0].path} does not describe its values{asked}"
-    ways = 'rows of one length with --fields "tokens=uint16[2048]", or pieces of up to 4096 values'
-    raise UsageError(problem, f'name one field and the type of its values: {ways} with --fields "tokens=ragged:uint16"')
+    selected = ", ".join(name if field is None else f"{name}={field}" for name, field in selection.fields.items())
+    selected = f"; asked for {selected}" if selected else ""
+    problem = f"a .bin such as {listing.files[0].path} does not describe its values{selected}"
+    examples = 'rows of one length with --fields "tokens=uint16[2048]", or pieces of up to 4096 values'
+    remedy = f'name one field and the type of its values: {examples} with --fields "tokens=ragged:uint16"'
+    raise UsageError(problem, remedy)
 
 
 def _tokens_at(store: Store, info: ObjectInfo, item: int) -> int:
-    """Return the byte where the values begin: the first, unless a header says how many follow it."""
+    """Return the byte where the values begin: the first, unless the file begins with a header that fits its size."""
     if info.size < _TOKENS_AT:
         return 0
     magic, _, count = np.frombuffer(read_range(store, Range(info.path, 0, 12)), "<i4").tolist()
@@ -235,16 +227,16 @@ def _tokens_at(store: Store, info: ObjectInfo, item: int) -> int:
 
 
 def _read_cuts(store: Store, array: NpyArray, rows: NDArray[np.int64], into: arrays.Into) -> None:
-    """Read ragged samples of `CUT` values, the last one less."""
+    """Read ragged samples of `CUT` values; the last one may have fewer."""
     (column,) = into.values()
     size = CUT * array.dtype.itemsize
     starts = array.start + rows * size
     spans = Content(store, array.info), starts, np.minimum(starts + size, array.info.size)
-    column.extend(map(bytes, read_each([spans])))
+    column.extend(map(bytes, read_spans([spans])))
 
 
 FORMATS = (
     SourceFormat("npy", lambda listing: bool(_files(listing)), open_npy),
-    # other files beside the .bin, such as an index, say more than the bytes do
+    # a folder with other files, such as an index, is another format
     SourceFormat("tokens", lambda listing: list(listing.by_extension) == ["bin"], open_tokens),
 )

@@ -1,4 +1,4 @@
-"""Python objects with a length and samples by number: torch datasets, lists of dicts. See formats/python/MAPPING.md."""
+"""Python objects with a length and indexed samples: torch datasets, lists of dicts. See formats/python/MAPPING.md."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from streamloader.conversion.sources.base import BadSample, OnBad, Source, spread_rows, take_rows
 from streamloader.conversion.sources.fields import FieldSelection, choose, flatten
 from streamloader.conversion.sources.files import field_names
-from streamloader.conversion.sources.records import PROBED, RecordPart, Sample, SampleFields, open_records
+from streamloader.conversion.sources.records import PROBED, RecordFragment, Sample, SampleFields, open_records
 from streamloader.errors import SourceError, UsageError
 from streamloader.format.codecs import Column
 from streamloader.format.manifest import Field
@@ -27,14 +27,14 @@ from streamloader.storage.store import ObjectInfo
 
 NAME = "python"
 
-_BATCH = 64  # samples that are asked for at once, and so held, where an object gives several
+_BATCH = 64  # samples that one call of `__getitems__` returns, and that are held in memory
 _ITERABLE = "torch.utils.data.dataset.IterableDataset"
 _LOADER = "torch.utils.data.dataloader.DataLoader"
 
 
 @dataclass(frozen=True, eq=False)
 class Columns:
-    """A dict of columns, each with one value a sample, as samples by number."""
+    """A dict of columns, as a sequence of samples."""
 
     columns: Mapping[str, Any]
 
@@ -46,21 +46,21 @@ class Columns:
 
 
 def as_samples(given: Any) -> Any:
-    """Return what to convert of a Python object: the columns of a dict, what a generator function yields, or itself.
+    """Return the samples to convert: the columns of a dict, the result of a generator function, else the object itself.
 
-    Raises `UsageError` for a dict of something else, for columns of different lengths, and for a generator function
+    Raises `UsageError` for a dict of other values, for columns of different lengths, and for a generator function
     that cannot be called without arguments.
     """
     if type(given) is dict and given:
-        for name, one in given.items():
-            if not isinstance(name, str) or not _is_column(one):
-                problem = f"the dict's entry {name!r} is a value of type {type(one).__name__}"
+        for name, column in given.items():
+            if not isinstance(name, str) or not _is_column(column):
+                problem = f"the dict's entry {name!r} is a value of type {type(column).__name__}"
                 raise UsageError(problem, "give names as text, and for each an array or list with one value a sample")
-        given = {name: one.to_numpy() if hasattr(one, "to_numpy") else one for name, one in given.items()}
-        lengths = {name: len(column) for name, column in given.items()}
+        columns = {name: column.to_numpy() if hasattr(column, "to_numpy") else column for name, column in given.items()}
+        lengths = {name: len(column) for name, column in columns.items()}
         if len(set(lengths.values())) > 1:
             raise UsageError(f"the columns have different lengths: {lengths}", "give one value of each for each sample")
-        return Columns(given)
+        return Columns(columns)
     if inspect.isgeneratorfunction(given):
         try:
             return given()
@@ -74,27 +74,27 @@ def as_samples(given: Any) -> Any:
 def _is_column(value: Any) -> bool:
     if isinstance(value, list | tuple):
         return True
-    arrays = any(hasattr(value, one) for one in ("__array__", "__dlpack__"))
-    return arrays and hasattr(value, "__len__") and getattr(value, "shape", None) != ()
+    array = hasattr(value, "__array__") or hasattr(value, "__dlpack__")
+    return array and hasattr(value, "__len__") and getattr(value, "shape", None) != ()
 
 
 def map_style(samples: Any) -> bool:
-    """Return whether an object has a length and samples by number; False for one that can only be iterated.
+    """Return whether an object has a length and indexed samples; False if it can only be iterated.
 
-    A torch `IterableDataset` inherits a `__getitem__` that does not work. Raises `UsageError` for what is neither, and
-    for what people give by mistake: text, a mapping, a torch `DataLoader`.
+    A torch `IterableDataset` inherits a `__getitem__` that does not work. Raises `UsageError` for an object that is
+    neither, and for common mistakes: text, a mapping, a torch `DataLoader`.
     """
-    kinds = {f"{kind.__module__}.{kind.__qualname__}" for kind in type(samples).__mro__}
-    if _LOADER in kinds:
+    classes = {f"{cls.__module__}.{cls.__qualname__}" for cls in type(samples).__mro__}
+    if _LOADER in classes:
         raise UsageError(f"{qualified_name(samples)} gives batches, not samples", "give its dataset")
-    numbered, iterated = (hasattr(type(samples), name) for name in ("__getitem__", "__iter__"))
-    if isinstance(samples, Mapping | str | bytes) or not (numbered or iterated):
+    indexed, iterable = (hasattr(type(samples), name) for name in ("__getitem__", "__iter__"))
+    if isinstance(samples, Mapping | str | bytes) or not (indexed or iterable):
         remedy = "give a dataset, a list, an iterable or a generator function of samples, or a dict of arrays or lists"
         raise UsageError(f"a {qualified_name(samples)} has no samples to convert", remedy)
-    if all(hasattr(samples, name) for name in ("columns", "to_dict")):  # of pandas or polars
+    if hasattr(samples, "columns") and hasattr(samples, "to_dict"):  # a frame of pandas or polars
         remedy = "give {name: frame[name] for name in frame.columns}"
         raise UsageError(f"a {qualified_name(samples)} has columns, not samples", remedy)
-    return numbered and hasattr(type(samples), "__len__") and _ITERABLE not in kinds
+    return indexed and hasattr(type(samples), "__len__") and _ITERABLE not in classes
 
 
 def qualified_name(samples: Any) -> str:
@@ -105,12 +105,12 @@ def qualified_name(samples: Any) -> str:
 
 
 def open_object(samples: Any, selection: FieldSelection, workers: int = 0) -> Source:
-    """Return the source of a map-style object; the fields of some of its samples are inferred, as for records.
+    """Return the source of a map-style object; fields are inferred from some of its samples, as for records.
 
-    An object has no files: `files` is one entry that stands for its length and the values of some samples, so that an
-    interrupted conversion is not resumed with another object. It must give the same sample for a number each time.
-    With `workers` it is pickled, once, for other processes; parts of a list or tuple take only their own samples.
-    Raises `UsageError` where it cannot be pickled, `SourceError` where it is empty, and what `open_records` raises.
+    An object has no files: `files` has one entry with its length and a digest of some samples, so that an interrupted
+    conversion is not resumed with another object. The object must return the same sample for an index each time. With
+    `workers` it is pickled once for other processes; fragments of a list or tuple contain only their own samples.
+    Raises `UsageError` if it cannot be pickled, `SourceError` if it is empty, and what `open_records` raises.
     """
     name, count = qualified_name(samples), len(samples)
     if not count:
@@ -122,33 +122,33 @@ def open_object(samples: Any, selection: FieldSelection, workers: int = 0) -> So
         fields = {field: Field("tensor", array.dtype.name, array.shape[1:]) for field, array in columns.items()}
         notes = {"object": name, **SampleFields(keys, fields).notes}
         source = Source(
-            f"{NAME}:{name}", (), fields, count, notes, lambda rows: partial(_given, take_rows(columns, rows))
+            f"{NAME}:{name}", (), fields, count, notes, lambda rows: partial(_keep, take_rows(columns, rows))
         )
         return choose(replace(source, files=(_identity(source, probed),)), selection)
     by_value = type(samples) in (list, tuple, Columns)
-    few = [samples[row] for row in probed.tolist()] if by_value else samples
-    packed = pack(few, name) if workers else b""  # fails now, not in the middle
-    held = Held(samples, name, packed)
+    probe = [samples[row] for row in probed.tolist()] if by_value else samples
+    pickled = pack(probe, name) if workers else b""  # raises now rather than during the conversion
+    shared = Held(samples, name, pickled)
 
-    def cut(rows: NDArray[np.int64]) -> RecordPart:
-        own = Held({row: samples[row] for row in rows.tolist()}, name) if by_value else held
-        return partial(_read_samples, own, rows.tolist())
+    def cut(rows: NDArray[np.int64]) -> RecordFragment:
+        held = Held({row: samples[row] for row in rows.tolist()}, name) if by_value else shared
+        return partial(_read_samples, held, rows.tolist())
 
     source = open_records(f"{NAME}:{name}", (), count, cut, selection, notes={"object": name})
     return replace(source, files=(_identity(source, probed),))
 
 
-def _given(columns: dict[str, Column], _on_bad: OnBad) -> dict[str, Column]:
+def _keep(columns: dict[str, Column], _on_bad: OnBad) -> dict[str, Column]:
     return columns
 
 
 def _as_arrays(samples: Columns) -> dict[str, NDArray[Any]]:
-    """Return all columns as arrays that fields hold as they are; nothing where one of them is something else."""
+    """Return all columns as arrays that fields can hold; nothing if any of them is not such an array."""
     arrays: dict[str, NDArray[Any]] = {}
     for name, column in samples.columns.items():
         try:
             array = np.asarray(column) if hasattr(column, "__array__") else None
-        except Exception:  # noqa: BLE001 - of another library: its samples are asked for one by one
+        except Exception:  # noqa: BLE001 - another library's; its values are then read one by one
             array = None
         if array is None or array.dtype.kind not in "biuf" or array.itemsize > 8 or 0 in array.shape[1:]:
             return {}
@@ -157,9 +157,9 @@ def _as_arrays(samples: Columns) -> dict[str, NDArray[Any]]:
 
 
 def _identity(source: Source, rows: NDArray[np.int64]) -> ObjectInfo:
-    """Return what stands for files: the number of samples as its size, a digest of some of them as its etag."""
+    """Return the entry for `files`: its size is the number of samples, its etag a digest of the samples `rows`."""
     digest = hashlib.sha256()
-    for name, column in source.part(rows)(lambda _: None).items():
+    for name, column in source.fragment(rows)(lambda _: None).items():
         digest.update(f"{name} {source.fields[name]} {len(column)}\n".encode())
         for item in [column.tobytes()] if isinstance(column, np.ndarray) else column:
             digest.update(len(item).to_bytes(8, "little"))
@@ -169,46 +169,46 @@ def _identity(source: Source, rows: NDArray[np.int64]) -> ObjectInfo:
 
 @dataclass(frozen=True, eq=False)
 class Held:
-    """The caller's object, of the class `name`; in another process None, and `packed` is its pickle.
+    """The user's object, of the class `name`; in another process `samples` is None, and `pickled` is the object.
 
-    Plain pickle, by value: multiprocessing's own would hand torch's tensors over as shared memory, which our workers
-    cannot open, being no children of it; and an object that cannot be loaded there is an error of the part.
+    It is pickled here, since multiprocessing's pickler passes torch tensors in shared memory, which workers that are
+    not its children cannot open; and so that the fragment reports an object that cannot be loaded.
     """
 
     samples: Any
     name: str
-    packed: bytes = b""
+    pickled: bytes = b""
 
     def get(self) -> Any:
-        """Return the object. Raises `UsageError` where this process cannot load it."""
+        """Return the object. Raises `UsageError` if this process cannot load it."""
         if self.samples is not None:
             return self.samples
         try:
-            return pickle.loads(self.packed)
-        except Exception as error:  # the object's own code, and imports
+            return pickle.loads(self.pickled)
+        except Exception as error:  # raised by the object's code, or by imports
             problem = f"the {self.name} cannot be loaded in another process: {type(error).__name__}: {error}"
             raise UsageError(problem, "make its module importable there, or use workers=0") from error
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Held, (None, self.name, self.packed or pack(self.samples, self.name))
+        return Held, (None, self.name, self.pickled or pack(self.samples, self.name))
 
 
 class _Pickler(pickle.Pickler):
-    """Rejects what a worker cannot load: the main module of this program is another one there."""
+    """A pickler that rejects objects of `__main__`, which is another module in a worker."""
 
-    def reducer_override(self, found: Any) -> Any:
-        """Leave everything else to pickle."""
-        if isinstance(found, type | FunctionType) and found.__module__ == "__main__":
-            raise pickle.PicklingError(f"{found.__qualname__} is defined in the program that runs, __main__")
+    def reducer_override(self, value: Any) -> Any:
+        """Raise for a class or function of `__main__`; leave all other values to pickle."""
+        if isinstance(value, type | FunctionType) and value.__module__ == "__main__":
+            raise pickle.PicklingError(f"{value.__qualname__} is defined in the program that runs, __main__")
         return NotImplemented
 
 
 def pack(samples: Any, name: str) -> bytes:
-    """Return the pickle of an object of the class `name`. Raises `UsageError` where other processes cannot load it."""
+    """Return the pickle of an object of the class `name`. Raises `UsageError` if other processes cannot load it."""
     out = BytesIO()
     try:
         _Pickler(out, pickle.HIGHEST_PROTOCOL).dump(samples)
-    except Exception as error:  # the object's own code
+    except Exception as error:  # raised by the object's code
         problem = f"the {name} cannot be given to other processes: {type(error).__name__}: {error}"
         remedy = "define its classes and functions in a module that this program imports, or use workers=0"
         raise UsageError(problem, remedy) from error
@@ -216,23 +216,23 @@ def pack(samples: Any, name: str) -> bytes:
 
 
 def _read_samples(held: Held, rows: Sequence[int], on_bad: OnBad) -> Iterator[Sample]:
-    """Yield each sample of these rows as a mapping; one for which the object raises is bad.
+    """Yield each sample of the rows as a mapping; a sample for which the object raises is bad.
 
-    Raises `UsageError` where this process cannot load the object.
+    Raises `UsageError` if this process cannot load the object.
     """
     samples = held.get()
-    several = getattr(samples, "__getitems__", None)
-    size = _BATCH if callable(several) else 1
+    get_batch = getattr(samples, "__getitems__", None)
+    size = _BATCH if callable(get_batch) else 1
     for first in range(0, len(rows), size):
-        some, batch = rows[first : first + size], list[Any]()
-        if callable(several):
-            with suppress(Exception):  # the caller's code: one by one tells which sample it is
-                batch = list(several(some))
-        for position, row in enumerate(some, first):
+        numbers, batch = rows[first : first + size], list[Any]()
+        if callable(get_batch):
+            with suppress(Exception):  # raised by the object's code: indexing below finds the bad sample
+                batch = list(get_batch(numbers))
+        for position, row in enumerate(numbers, first):
             name = f"{held.name}[{row}]"
             try:
-                sample = batch[position - first] if len(batch) == len(some) else samples[row]
-            except Exception as error:  # noqa: BLE001 - the caller's code
+                sample = batch[position - first] if len(batch) == len(numbers) else samples[row]
+            except Exception as error:  # noqa: BLE001 - raised by the object's code
                 problem = f"it cannot be read: {type(error).__name__}: {error}"
                 on_bad(BadSample(position, name, problem, "fix the object's __getitem__"))
             else:

@@ -1,6 +1,6 @@
-"""WebDataset tars: files that share a name up to its first dot are one sample. See formats/webdataset/MAPPING.md.
+"""WebDataset tars: files with the same name up to its first dot are one sample. See formats/webdataset/MAPPING.md.
 
-Headers alone are read to find the members: nothing is extracted, links and paths are only text.
+Only headers are read to find the members. Nothing is extracted; links and paths are only text.
 """
 
 from __future__ import annotations
@@ -22,33 +22,33 @@ from numpy.typing import NDArray
 from streamloader.conversion.sources import ranged_io
 from streamloader.conversion.sources.base import BadSample, OnBad, Source, damaged, split_rows
 from streamloader.conversion.sources.fields import FieldSelection, SourceFormat
-from streamloader.conversion.sources.files import Listing, field_names, holding, required
+from streamloader.conversion.sources.files import Listing, field_names, require
 from streamloader.conversion.sources.media import IMAGE_ENCODINGS, image_bytes
-from streamloader.conversion.sources.ranged_io import Content, Range, Stream, open_content, read_each, read_range
-from streamloader.conversion.sources.records import RecordPart, Sample, SampleFields, parse_number
+from streamloader.conversion.sources.ranged_io import Content, Range, Stream, open_content, read_range, read_spans
+from streamloader.conversion.sources.records import RecordFragment, Sample, SampleFields, parse_number
 from streamloader.errors import FieldError, SourceError
 from streamloader.format.manifest import Field
 from streamloader.storage.process import run_all
 from streamloader.storage.store import ObjectInfo, Store
 
 _BLOCK = tarfile.BLOCKSIZE
-_MAX_NAME = 1 << 20  # a hostile header must not make us read gigabytes for a name
+_MAX_NAME = 1 << 20  # bytes: a hostile header could declare a name of gigabytes
 _NAMING = (tarfile.GNUTYPE_LONGNAME, tarfile.XHDTYPE)
-# links, folders and devices: whatever size their header states, no data follow
+# links, folders and devices: no data follow, whatever size their header declares
 _WITHOUT_DATA = (tarfile.LNKTYPE, tarfile.SYMTYPE, tarfile.CHRTYPE, tarfile.BLKTYPE, tarfile.DIRTYPE, tarfile.FIFOTYPE)
 _PAX_RECORD = re.compile(rb"(\d{1,11}) ([^=]*)=")  # <length> <key>=<value>\n
-_NEAR = 512 << 10  # where headers are nearer than this, reading what lies between is cheaper than a request each
-_WIDE, _NARROW = 4 << 20, 16 << 10
+_NEAR = 512 << 10  # headers that are closer share a request, which is cheaper than a request for each
+_WIDE, _NARROW = 4 << 20, 16 << 10  # bytes of a request
 
-INTEGERS = frozenset({"cls", "cls2", "class", "count", "index", "inx", "id"})  # as webdataset's own decoder reads them
+INTEGERS = frozenset({"cls", "cls2", "class", "count", "index", "inx", "id"})  # as in webdataset's decoder
 TEXTS = frozenset({"txt", "text", "transcript", "json", "jsn"})
-# webdataset's own rules: folders belong to the key, names like __this__ are its metadata
+# webdataset's rules: folders belong to the key, names like __this__ are metadata
 _KEY = re.compile(r"((?:.*/)?[^./]+)\.([^/]*)\Z", re.DOTALL)
 _META = re.compile(r"__[^/]*__($|/)")
 
 
 class HeaderReader:
-    """Reads ascending, short ranges of a file: its requests are wide while these are near each other, else narrow."""
+    """Reads short ascending ranges of a file: by 4 MiB while they are close to each other, else by 16 KiB."""
 
     def __init__(self, content: Content) -> None:
         self.content, self.size = content, content.info.size
@@ -61,47 +61,46 @@ class HeaderReader:
         if stop <= start:
             return b""
         if not self.first <= start or stop > self.first + len(self.data):
-            near = self.count and (start - self.walked) / self.count < _NEAR
-            wanted = max(size, _WIDE if near else _NARROW)
-            self.first, self.walked, self.count = start, start, 0
-            one = Range(self.content.info.path, start, min(start + wanted, self.size))
-            self.data = read_range(self.content.store, one)
+            near = self.count and (start - self.first) / self.count < _NEAR
+            end = start + max(size, _WIDE if near else _NARROW)
+            self.first, self.count = start, 0
+            self.data = read_range(self.content.store, Range(self.content.info.path, start, min(end, self.size)))
         self.count += 1
         return bytes(self.data[start - self.first : stop - self.first])
 
     def finish(self) -> int:
-        """Return the file's size; what lies behind the tar is not read."""
+        """Return the file's size in bytes; data after the last range are not read."""
         return self.size
 
 
-Walk = HeaderReader | Stream  # Stream, where the file is compressed, for what it unpacks to
+Reader = HeaderReader | Stream  # a Stream for the decompressed bytes of a compressed file
 
 
-def open_walk(store: Store, info: ObjectInfo) -> Walk:
-    """Return a walk through what the file holds, unpacked."""
+def open_reader(store: Store, info: ObjectInfo) -> Reader:
+    """Return a reader of short ascending ranges of a file, decompressed."""
     content = open_content(store, info)
     return Stream(content) if content.compression else HeaderReader(content)
 
 
-def members(walk: Walk) -> Iterator[tuple[str, int, int]]:
+def members(reader: Reader) -> Iterator[tuple[str, int, int]]:
     """Yield name, start and stop of the regular files of a tar in order; links, folders and devices are skipped.
 
-    Raises `SourceError` that names the tar where it is truncated (also where its end marker is missing) or damaged.
+    Raises `SourceError`, which names the tar, if it is damaged or truncated, or lacks its end marker.
     """
     offset = stop = 0
     name = renamed = ""
-    where = walk.content.where
+    where = reader.content.where
     while True:
-        block = walk.read(offset, offset + _BLOCK)
-        if 0 <= walk.size < stop:
-            raise damaged(f"{where} is truncated: its member {name} extends to byte {stop}, it ends at {walk.size}")
+        block = reader.read(offset, offset + _BLOCK)
+        if 0 <= reader.size < stop:
+            raise damaged(f"{where} is truncated: its member {name} extends to byte {stop}, it ends at {reader.size}")
         header = _header(block, offset, where)
         if header is None:
             return
         name, start, stop = header.name, offset + _BLOCK, offset + _BLOCK + header.size
         offset = start + -(-header.size // _BLOCK) * _BLOCK
         if header.type in _NAMING:
-            data = walk.read(start, stop)
+            data = reader.read(start, stop)
             pax = header.type == tarfile.XHDTYPE
             renamed = (_pax_path(data, where) if pax else data.rstrip(b"\0").decode("utf-8", "replace")) or renamed
             continue
@@ -113,7 +112,7 @@ def members(walk: Walk) -> Iterator[tuple[str, int, int]]:
 
 
 def _header(block: bytes, offset: int, where: str) -> tarfile.TarInfo | None:
-    """Return the header, or None for the end marker."""
+    """Return the header, None for the end marker."""
     if len(block) < _BLOCK:
         raise damaged(f"{where} is truncated: it ends at byte {offset + len(block)} without the end mark")
     if not any(block):
@@ -130,8 +129,8 @@ def _header(block: bytes, offset: int, where: str) -> tarfile.TarInfo | None:
 
 
 def _pax_path(data: bytes, where: str) -> str:
-    """Return the `path` of a pax header, or nothing."""
-    found, at = "", 0
+    """Return the `path` of a pax header, "" if it has none."""
+    path, at = "", 0
     while at < len(data):
         record = _PAX_RECORD.match(data, at)
         stop = at + int(record[1]) if record else 0
@@ -140,15 +139,15 @@ def _pax_path(data: bytes, where: str) -> str:
         if record[2] in (b"size", b"GNU.sparse.major"):
             raise SourceError(f"{where} holds a file of 8 GiB or more, or a sparse one", "make a tar without such")
         if record[2] == b"path":
-            found = data[record.end() : stop - 1].decode("utf-8", "replace")
+            path = data[record.end() : stop - 1].decode("utf-8", "replace")
         at = stop
-    return found
+    return path
 
 
-def reader_of(suffix: str) -> tuple[Field | None, Callable[[bytes], Any]]:
-    """Return the field of an extension (`jpg`, `seg.png`, ...), and what reads a member; an array has its own field.
+def decoder_of(suffix: str) -> tuple[Field | None, Callable[[bytes], Any]]:
+    """Return the field of a suffix (`jpg`, `seg.png`, ...), None for arrays, and the function that decodes a member.
 
-    The reader raises ValueError for a member that is not what its suffix says.
+    The function raises ValueError for a member whose content does not match its suffix.
     """
     last = suffix.rpartition(".")[2]
     if last in IMAGE_ENCODINGS:
@@ -163,19 +162,17 @@ def reader_of(suffix: str) -> tuple[Field | None, Callable[[bytes], Any]]:
 
 
 def _load_npy(data: bytes) -> NDArray[Any]:
-    """Return the array. Raises ValueError for what is not a plain .npy."""
+    """Return the array of an .npy. Raises ValueError for any other data, and for pickled objects."""
     try:
         array: NDArray[Any] = np.load(io.BytesIO(data), allow_pickle=False)
         return array.astype(array.dtype.newbyteorder("="), copy=False)
-    except Exception as error:  # numpy parses the header as Python: damaged, it raises whatever that does
+    except Exception as error:  # numpy parses the header as Python, which may raise any error
         raise ValueError(f"it is not an .npy that can be read: {str(error) or type(error).__name__}") from error
 
 
 @dataclass(frozen=True, eq=False)
 class TarIndex:
-    """The samples of one tar: `spans[n, s]` are the (start, stop) of sample n's member with the s-th suffix, each with
-    its header.
-    """
+    """The samples of a tar: `spans[n, s]` are (start, stop) of the header and data of sample n's s-th suffix."""
 
     content: Content
     suffixes: tuple[str, ...]
@@ -184,17 +181,12 @@ class TarIndex:
     passed_over: int
 
 
-def matches(listing: Listing) -> bool:
-    """Return whether the listing holds a tar."""
-    return bool(holding(listing, "tar"))
-
-
 def open_source(listing: Listing, selection: FieldSelection) -> Source:
-    """Return the source, with every tar's headers read once; samples keep the order of the sorted tars.
+    """Return the source, with the headers of all tars read; samples are in the order of the sorted tars.
 
-    Raises `SourceError` for a truncated tar, samples of different suffixes, or a key that a tar has twice.
+    Raises `SourceError` for a truncated tar, for samples with different suffixes, and for a key that a tar has twice.
     """
-    tars = required(holding(listing, "tar"), listing, "tar")
+    tars = require(listing.of_inner("tar"), listing, "tar")
     indexes = run_all(lambda info: index_tar(listing.store, info), tars, ranged_io.READ_THREADS)
     filled = [index for index in indexes if len(index.spans)]
     if not filled:
@@ -205,83 +197,81 @@ def open_source(listing: Listing, selection: FieldSelection) -> Source:
     names = field_names(list(first.suffixes), listing.url)
     counts = [len(index.spans) for index in filled]
 
-    def cut(rows: NDArray[np.int64]) -> RecordPart:
+    def cut(rows: NDArray[np.int64]) -> RecordFragment:
         pieces = [(filled[n].content, filled[n].spans[within]) for n, _, within in split_rows(counts, rows)]
         return partial(read_samples, first.suffixes, pieces)
 
     fields: dict[str, Field] = {}
     for suffix, member in zip(first.suffixes, next(_members([(first.content, first.spans[:1])])), strict=True):
         name, where = names[suffix], f"{first.content.where}: {first.first_key}.{suffix}"
-        kind, read = reader_of(suffix)
+        field, decode = decoder_of(suffix)
         try:
-            array: Any = read(member[_BLOCK:]) if kind is None else None
-            fields[name] = kind or Field("tensor", array.dtype.name, array.shape)
+            array: Any = decode(member[_BLOCK:]) if field is None else None
+            fields[name] = field or Field("tensor", array.dtype.name, array.shape)
         except FieldError as error:
             raise SourceError(f"{where}: {error.problem}", error.remedy) from error
         except ValueError as error:
             raise SourceError(f"{where}: {error}", "pickled arrays are refused; write it again") from None
-        wanted = selection.fields.get(name)
-        if wanted and wanted.kind == "ragged" and fields[name].fixed:
-            fields[name] = wanted  # arrays of several lengths: the first sample alone does not tell
+        selected = selection.fields.get(name)
+        if selected and selected.kind == "ragged" and fields[name].fixed:
+            fields[name] = selected  # the first sample cannot tell that arrays differ in length
     suffixes = {name: suffix for suffix, name in names.items()}
     notes = {"members": suffixes, "passed_over": sum(index.passed_over for index in indexes)}
-    found = SampleFields(suffixes, fields)
-    return Source(listing.url, tars, fields, sum(counts), notes, lambda rows: found.part(cut(rows), len(rows)))
+    samples = SampleFields(suffixes, fields)
+    return Source(listing.url, tars, fields, sum(counts), notes, lambda rows: samples.fragment(cut(rows), len(rows)))
 
 
 def index_tar(store: Store, info: ObjectInfo) -> TarIndex:
-    """Return where the samples of one tar lie. Raises `SourceError`, which names the key."""
-    walk = open_walk(store, info)
-    where = walk.content.where
+    """Return the index of a tar. Raises `SourceError`, which names the key."""
+    reader = open_reader(store, info)
+    where = reader.content.where
     suffixes: tuple[str, ...] = ()
     flat, keys, passed_over = array("q"), dict[str, None](), 0
 
     def keyed() -> Iterator[tuple[str, str, int, int]]:
         nonlocal passed_over
-        for name, start, stop in members(walk):
-            found = _KEY.match(name)
-            if found is None or _META.match(name):
+        for name, start, stop in members(reader):
+            parts = _KEY.match(name)
+            if parts is None or _META.match(name):
                 passed_over += 1
             else:
-                yield found[1], found[2].lower(), start - _BLOCK, stop
+                yield parts[1], parts[2].lower(), start - _BLOCK, stop
 
     for key, group in groupby(keyed(), key=itemgetter(0)):
         sample: dict[str, tuple[int, int]] = {}
         for _, suffix, start, stop in group:
             if suffix in sample or key in keys:
-                twice = (
-                    f"has two members .{suffix}" if suffix in sample else "occurs twice, with other samples between,"
-                )
-                raise SourceError(f"the key {key!r} {twice} in {where}", "give each sample its own key")
+                problem = f"has two members .{suffix}" if suffix in sample else "occurs again after other samples"
+                raise SourceError(f"the key {key!r} {problem} in {where}", "give each sample its own key")
             sample[suffix] = start, stop
         keys[key] = None
         suffixes = suffixes or tuple(sorted(sample))
         _check_same(sample, suffixes, key, where)
         flat.extend(chain.from_iterable(sample[suffix] for suffix in suffixes))
     spans = np.frombuffer(flat, np.int64).reshape(-1, max(len(suffixes), 1), 2)
-    return TarIndex(replace(walk.content, size=walk.finish()), suffixes, spans, next(iter(keys), ""), passed_over)
+    return TarIndex(replace(reader.content, size=reader.finish()), suffixes, spans, next(iter(keys), ""), passed_over)
 
 
-def _check_same(here: Iterable[str], first: Iterable[str], key: str, where: str) -> None:
-    if set(here) != set(first):
-        have, expected = (", ".join(f".{suffix}" for suffix in sorted(some)) for some in (here, first))
-        problem = f"the sample {key!r} of {where} has {have}; the first sample has {expected}"
+def _check_same(suffixes: Iterable[str], first: Iterable[str], key: str, where: str) -> None:
+    if set(suffixes) != set(first):
+        actual, expected = (", ".join(f".{suffix}" for suffix in sorted(group)) for group in (suffixes, first))
+        problem = f"the sample {key!r} of {where} has {actual}; the first sample has {expected}"
         raise SourceError(problem, "give every sample the same members")
 
 
-Pieces = Sequence[tuple[Content, NDArray[np.int64]]]  # of each tar, the spans of some samples, as in its index
+Pieces = Sequence[tuple[Content, NDArray[np.int64]]]  # the spans of some samples of each tar, as in `TarIndex`
 
 
 def read_samples(suffixes: Sequence[str], pieces: Pieces, on_bad: OnBad) -> Iterator[Sample]:
-    """Yield the samples; one with a member that is not what its suffix says is bad."""
+    """Yield the samples; a sample with a member that does not match its suffix is bad."""
     wheres = chain.from_iterable([content.where] * len(spans) for content, spans in pieces)
-    readers = [(suffix, reader_of(suffix)[1]) for suffix in suffixes]
+    decoders = [(suffix, decoder_of(suffix)[1]) for suffix in suffixes]
     for position, (where, members) in enumerate(zip(wheres, _members(pieces), strict=True)):
         sample: dict[str, Any] = {}
-        for (suffix, read), member in zip(readers, members, strict=True):
+        for (suffix, decode), member in zip(decoders, members, strict=True):
             data = member[_BLOCK:]
             try:
-                sample[suffix] = read(data)
+                sample[suffix] = decode(data)
             except ValueError as error:
                 on_bad(BadSample(position, f"{where}: {_name_in(member)}", str(error), data=data))
                 break
@@ -290,23 +280,23 @@ def read_samples(suffixes: Sequence[str], pieces: Pieces, on_bad: OnBad) -> Iter
 
 
 def _members(pieces: Pieces) -> Iterator[list[bytes]]:
-    """Yield the members of each sample, by suffix, each with its header."""
-    orders = [np.argsort(spans[:, :, 0]) for _, spans in pieces]  # that in which they lie in the tar
-    wanted: list[ranged_io.Spans] = []
+    """Yield the members of each sample with their headers, in the order of the suffixes."""
+    orders = [np.argsort(spans[:, :, 0]) for _, spans in pieces]  # the order of members in the tar
+    files: list[ranged_io.Spans] = []
     for (content, spans), order in zip(pieces, orders, strict=True):
-        wanted.append((content, *np.take_along_axis(spans, order[:, :, None], 1).reshape(-1, 2).T))
-    samples = zip(*[read_each(wanted)] * (orders[0].shape[1] if orders else 1), strict=True)
-    places = chain.from_iterable(np.argsort(order).tolist() for order in orders)
-    for there, found in zip(places, samples, strict=True):
-        yield [bytes(found[place]) for place in there]
+        files.append((content, *np.take_along_axis(spans, order[:, :, None], 1).reshape(-1, 2).T))
+    samples = zip(*[read_spans(files)] * (orders[0].shape[1] if orders else 1), strict=True)
+    positions = chain.from_iterable(np.argsort(order).tolist() for order in orders)
+    for by_suffix, stored in zip(positions, samples, strict=True):
+        yield [bytes(stored[position]) for position in by_suffix]
 
 
 def _name_in(member: bytes) -> str:
-    """Return the name in a header; a long one is cut at 100 bytes."""
+    """Return the name in a header, of a long name its first 100 bytes."""
     name = member[:100].partition(b"\0")[0]
     if member[257:263] == b"ustar\0" and member[345]:
         name = member[345:500].partition(b"\0")[0] + b"/" + name
     return name.decode("utf-8", "replace")
 
 
-FORMATS = (SourceFormat("webdataset", matches, open_source),)
+FORMATS = (SourceFormat("webdataset", lambda listing: bool(listing.of_inner("tar")), open_source),)

@@ -16,16 +16,16 @@ from numpy.typing import NDArray
 from streamloader.conversion.optional import need
 from streamloader.conversion.sources.base import AGAIN, Source, damaged, spread_rows
 from streamloader.conversion.sources.fields import FieldSelection, SourceFormat
-from streamloader.conversion.sources.files import Listing, field_names, required
-from streamloader.conversion.sources.ranged_io import READ_THREADS, read_each
-from streamloader.conversion.sources.records import PROBED, RecordFile, RecordPart, cut_files, open_records
-from streamloader.conversion.sources.tar import Walk, open_walk
+from streamloader.conversion.sources.files import Listing, field_names, require
+from streamloader.conversion.sources.ranged_io import READ_THREADS, read_spans
+from streamloader.conversion.sources.records import PROBED, RecordFile, RecordFragment, cut_files, open_records
+from streamloader.conversion.sources.tar import Reader, open_reader
 from streamloader.errors import SourceError
 from streamloader.storage.process import run_all
 from streamloader.storage.store import ObjectInfo, Store
 
 _PACKAGE = "streamloader"
-# TensorFlow's example.proto: each message with its fields, numbered from 1. A map is a list of entries.
+# TensorFlow's example.proto: messages and their fields, numbered from 1. A map is a list of entries.
 _MESSAGES = {
     "BytesList": {"value": "*bytes"},
     "FloatList": {"value": "*float"},
@@ -57,13 +57,13 @@ def _example_class() -> Any:
         message = file.message_type.add(name=name)
         for number, (key, kind) in enumerate(fields.items(), 1):
             label = field.LABEL_REPEATED if kind.startswith("*") else field.LABEL_OPTIONAL
-            one = message.field.add(name=key, number=number, label=label)
+            added = message.field.add(name=key, number=number, label=label)
             if kind.lstrip("*") in _MESSAGES:
-                one.type, one.type_name = field.TYPE_MESSAGE, f".{_PACKAGE}.{kind.lstrip('*')}"
+                added.type, added.type_name = field.TYPE_MESSAGE, f".{_PACKAGE}.{kind.lstrip('*')}"
             else:
-                one.type = field.Type.Value(f"TYPE_{kind.lstrip('*').upper()}")
+                added.type = field.Type.Value(f"TYPE_{kind.lstrip('*').upper()}")
             if name == "Feature":
-                one.oneof_index = 0
+                added.oneof_index = 0
         if name == "Feature":
             message.oneof_decl.add(name="kind")
     pool = need("google.protobuf.descriptor_pool").DescriptorPool()
@@ -73,9 +73,9 @@ def _example_class() -> Any:
 
 
 def parse_example(data: memoryview) -> dict[str, Feature]:
-    """Return the features by name: int64 and float32 arrays of one axis, bytes, or None for one without a value.
+    """Return the features by name: int64 and float32 arrays of one axis, bytes, or None for a feature without a value.
 
-    Raises ValueError for data that is not a tf.train.Example, `UsageError` without protobuf.
+    Raises ValueError if the data are not a tf.train.Example, `UsageError` without protobuf.
     """
     try:
         example = _example_class().FromString(data)
@@ -83,7 +83,7 @@ def parse_example(data: memoryview) -> dict[str, Feature]:
         raise ValueError(f"it is not a tf.train.Example, or damaged: {error}") from None
     if example.feature_lists:
         raise ValueError("it is a tf.train.SequenceExample, which is not read")
-    return {entry.key: _feature(entry.value) for entry in example.features.feature}  # the last of equal keys counts
+    return {entry.key: _feature(entry.value) for entry in example.features.feature}  # the last of equal keys wins
 
 
 def _feature(feature: Any) -> Feature:
@@ -98,7 +98,7 @@ def _feature(feature: Any) -> Feature:
     return values[0] if values else None
 
 
-# x.tfrecord, x.tfrecords, x.tfrec, x.tfrecord-00000-of-00010, any of them compressed
+# x.tfrecord, x.tfrecords, x.tfrec, x.tfrecord-00000-of-00010, compressed or not
 _NAMED = re.compile(r"\.tfrec(ords?)?(-\d+-of-\d+)?(\.(gz|gzip|zlib|z))?\Z", re.IGNORECASE)
 _NUMBERED = re.compile(r"-\d+-of-\d+\Z")
 
@@ -106,53 +106,52 @@ _HEAD, _TAIL = 12, 4  # u64 length, u32 checksum of it; data; u32 checksum of th
 _MAX_RECORD = (1 << 31) - 1  # the longest protocol buffer
 
 
-def matches(listing: Listing) -> bool:
-    """Return whether the listing holds a file with such a name."""
-    return any(_NAMED.search(info.path) for info in listing.visible)
-
-
 def open_source(listing: Listing, selection: FieldSelection) -> Source:
-    """Return the source, with the head of every record read once; records keep the order of the sorted files.
+    """Return the source, with the lengths of all records read; records are in the order of the sorted files.
 
     Raises `SourceError` for a truncated or damaged file.
     """
-    files = required(_files(listing), listing, "tfrecord")
+    files = require(_files(listing), listing, "tfrecord")
     indexed = run_all(lambda info: _index(listing.store, info), files, READ_THREADS)
     count = sum(file.count for file in indexed)
-    some = cut_files(indexed, decode_record)(spread_rows(count, PROBED))
-    scalars, texts = _kinds(some, selection, listing.url)
+    probe = cut_files(indexed, decode_record)(spread_rows(count, PROBED))
+    scalars, texts = _kinds(probe, selection, listing.url)
     decode = partial(decode_record, scalars=scalars, texts=texts)
     return open_records(listing.url, files, count, cut_files(indexed, decode), selection)
 
 
+def _matches(listing: Listing) -> bool:
+    return any(_NAMED.search(info.path) for info in listing.visible)
+
+
 def _files(listing: Listing) -> tuple[ObjectInfo, ...]:
-    """Return the files that are called TFRecords; where none is, those that are numbered like them, or the only one."""
-    there = listing.visible
-    named = [info for info in there if _NAMED.search(info.path)]
-    named = named or [info for info in there if _NUMBERED.search(info.path)]
-    return tuple(named or (() if listing.folder else there))
+    """Return the files with names of TFRecords, else with numbers like theirs, else the file that the user names."""
+    files = listing.visible
+    named = [info for info in files if _NAMED.search(info.path)]
+    named = named or [info for info in files if _NUMBERED.search(info.path)]
+    return tuple(named or (() if listing.folder else files))
 
 
 def _index(store: Store, info: ObjectInfo) -> RecordFile:
-    """Return the records of a file; one that is compressed is unpacked for it."""
-    walk = open_walk(store, info)
-    starts = record_starts(walk)
-    content = replace(walk.content, size=int(starts[-1]))
+    """Return the records of a file, which is decompressed if necessary."""
+    reader = open_reader(store, info)
+    starts = record_starts(reader)
+    content = replace(reader.content, size=int(starts[-1]))
 
     def cut(rows: NDArray[np.int64]) -> Callable[[], Iterator[memoryview]]:
-        return partial(read_each, [(content, starts[rows], starts[rows + 1])])
+        return partial(read_spans, [(content, starts[rows], starts[rows + 1])])
 
     return RecordFile(content.where, len(starts) - 1, cut)
 
 
-def record_starts(walk: Walk) -> NDArray[np.int64]:
-    """Return where each record of a file begins, and where the last one ends; only their heads are looked at.
+def record_starts(reader: Reader) -> NDArray[np.int64]:
+    """Return the starts of the records of a file, and the end of the last one, from the lengths of the records.
 
     Raises `SourceError` for a truncated or damaged file.
     """
-    where = walk.content.where
+    where = reader.content.where
     starts, at = array("q"), 0
-    while head := walk.read(at, at + _HEAD):
+    while head := reader.read(at, at + _HEAD):
         starts.append(at)
         length = int.from_bytes(head[:8], "little") if len(head) == _HEAD else 0
         if len(head) == _HEAD and _masked_crc(head[:8]) != int.from_bytes(head[8:], "little"):
@@ -162,22 +161,22 @@ def record_starts(walk: Walk) -> NDArray[np.int64]:
             raise SourceError(f"{where} has a record of {length} bytes at byte {at}", "an Example ends at 2 GiB")
         at += _HEAD + length + _TAIL
     starts.append(at)
-    size = walk.finish()
+    size = reader.finish()
     if size != at:
         raise damaged(f"{where} is truncated: it ends at byte {size}, within the record at byte {starts[-2]}")
     return np.frombuffer(starts, np.int64)
 
 
 def _masked_crc(data: bytes | memoryview) -> int:
-    """Return the checksum as TFRecord stores it: CRC-32C, rotated right by 15 bits, plus a constant."""
+    """Return the checksum that TFRecord stores: CRC-32C, rotated right by 15 bits, plus a constant."""
     crc = crc32c.crc32c(data)
     return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
 
 def decode_record(record: memoryview, scalars: Collection[str] = (), texts: Collection[str] = ()) -> dict[str, Any]:
-    """Return the values of a record by key: `scalars` are lists of one number, `texts` are UTF-8.
+    """Return the values of a record by key; lists of one number in `scalars` become numbers, bytes in `texts` text.
 
-    Raises ValueError for a wrong checksum, no Example, or no text.
+    Raises ValueError for a wrong checksum, for data that are not an Example, and for text that is not UTF-8.
     """
     data = record[_HEAD:-_TAIL]
     if _masked_crc(data) != int.from_bytes(record[-_TAIL:], "little"):
@@ -194,10 +193,10 @@ def decode_record(record: memoryview, scalars: Collection[str] = (), texts: Coll
     return values
 
 
-def _kinds(part: RecordPart, selection: FieldSelection, url: str) -> tuple[frozenset[str], frozenset[str]]:
-    """Return which features are scalars, and which are texts: as the user says, else as in the samples of the part."""
+def _kinds(probe: RecordFragment, selection: FieldSelection, url: str) -> tuple[frozenset[str], frozenset[str]]:
+    """Return the features that are scalars, and those that are texts, by the selected types, else by the samples."""
     seen: dict[str, set[bool]] = {}
-    for _, _, sample in part(lambda _: None):
+    for _, _, sample in probe(lambda _: None):
         for key, value in sample.items():
             seen.setdefault(key, set()).add(isinstance(value, np.ndarray) and value.size == 1)
     selected = {key: selection.fields.get(name) for key, name in field_names(list(seen), url).items()}
@@ -207,4 +206,4 @@ def _kinds(part: RecordPart, selection: FieldSelection, url: str) -> tuple[froze
     return frozenset(scalars), frozenset(key for key, kind in selected.items() if kind and kind.kind == "text")
 
 
-FORMATS = (SourceFormat("tfrecord", matches, open_source, nullable=True),)
+FORMATS = (SourceFormat("tfrecord", _matches, open_source, nullable=True),)

@@ -1,7 +1,7 @@
-"""Zarr stores, version 2 and 3: the arrays right in a group are the fields. See formats/zarr/MAPPING.md.
+"""Zarr stores, version 2 and 3: the arrays of a group are the fields. See formats/zarr/MAPPING.md.
 
-Groups and arrays are found by their documents in the listing; zarr-python decodes chunks. A dataset of streamloader is
-read as a dataset: to cut, split, choose or encode it again.
+Groups and arrays are found by their metadata documents in the listing; zarr-python decodes chunks. A streamloader
+dataset is read as a dataset, to change its layout, splits, fields or codec.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from streamloader.format.reader import FieldReader, Placed, Run
 from streamloader.storage.process import run_all
 from streamloader.storage.store import ObjectInfo, Store
 
-PIECE_BYTES = 64 << 20  # decoded, of the chunks that are read at once, unless one is larger
-DOCUMENTS = ("zarr.json", ".zarray", ".zgroup")  # the third version's goes first where there are both
+PIECE_BYTES = 64 << 20  # decoded bytes of the chunks that are read at once, unless one is larger
+DOCUMENTS = ("zarr.json", ".zarray", ".zgroup")  # version 3 takes precedence
 _PICKLE = re.compile(r'"(id|name)": "([^"]*\.)?pickle"', re.IGNORECASE)
 
 Files = Mapping[str, ObjectInfo]
@@ -41,7 +41,7 @@ Files = Mapping[str, ObjectInfo]
 
 @dataclass(frozen=True)
 class Node:
-    """A group or array at `path`: its document with its key and as it is stored, and its attributes."""
+    """A group or array at `path`: its document, parsed and as `stored` at `key`, and its attributes."""
 
     path: str
     key: str
@@ -51,17 +51,17 @@ class Node:
 
     @property
     def is_array(self) -> bool:
-        """Whether it is an array."""
+        """Whether the node is an array."""
         return self.key.endswith(".zarray") or self.document.get("node_type") == "array"
 
     @property
     def is_dataset(self) -> bool:
-        """Whether it is a dataset of streamloader, or a root of its splits."""
+        """Whether the node is a streamloader dataset, or the root of its splits."""
         return not self.is_array and isinstance(self.attributes.get(FORMAT), Mapping)
 
     @property
     def dimensions(self) -> tuple[str, ...] | None:
-        """The names of an array's dimensions, as xarray writes them; None where it has none."""
+        """The names of an array's dimensions, as xarray writes them; None if it has no names."""
         names = self.document.get("dimension_names") or self.attributes.get("_ARRAY_DIMENSIONS")
         shape = self.document.get("shape")
         if shape == []:
@@ -72,8 +72,9 @@ class Node:
 
     @property
     def netcdf_attributes(self) -> Mapping[str, Any]:
-        """Its attributes as netCDF knows them: in version 2 xarray writes `_FillValue` as Zarr's own, in version 3 that
-        of floats in base64.
+        """The attributes with netCDF's `_FillValue`.
+
+        In version 2, xarray writes it as Zarr's fill value; in version 3, it encodes that of floats in base64.
         """
         fill = self.attributes.get("_FillValue")
         if self.key.endswith(".zarray"):
@@ -87,10 +88,8 @@ class Node:
 
     @property
     def kind(self) -> Literal["tensor", "text", "bytes"]:
-        """Whether values are "text", "bytes", or else a "tensor": by its document, for the dtypes of zarr-python change
-        names.
-        """
-        filters = {one.get("id") for one in self.document.get("filters") or () if isinstance(one, Mapping)}
+        """The kind of values, from the document: zarr-python has renamed its dtypes."""
+        filters = {item.get("id") for item in self.document.get("filters") or () if isinstance(item, Mapping)}
         dtype = self.document.get("data_type", self.document.get("dtype"))
         if dtype == "string" or (dtype == "|O" and "vlen-utf8" in filters):
             return "text"
@@ -99,24 +98,24 @@ class Node:
 
 
 def _below(path: str, name: str) -> str:
-    """Return the path of what is called `name` right in the group at `path`; the root's is empty."""
+    """Return the path of the member `name` of the group at `path`; the root's path is empty."""
     return f"{path}/{name}" if path else name
 
 
 def _files_of(files: Files, path: str) -> tuple[ObjectInfo, ...]:
-    """Return the files below a node: what it is made of."""
+    """Return the files of a node."""
     return tuple(info for name, info in files.items() if not path or name.startswith(f"{path}/"))
 
 
 def _children(files: Files, path: str) -> list[str]:
-    """Return the names of the nodes right in a group, ascending."""
+    """Return the sorted names of the members of a group."""
     start = len(path) + 1 if path else 0
-    parts = (info.path[start:].split("/") for info in _files_of(files, path))
-    return sorted({some[0] for some in parts if len(some) == 2 and some[1] in DOCUMENTS})
+    names = (info.path[start:].split("/") for info in _files_of(files, path))
+    return sorted({parts[0] for parts in names if len(parts) == 2 and parts[1] in DOCUMENTS})
 
 
 def _node_at(store: Store, files: Files, path: str) -> Node | None:
-    """Return what is at a path, None for nothing. Raises `SourceError` for a document that cannot be read."""
+    """Return the node at a path, None if there is none. Raises `SourceError` for a document that cannot be read."""
     key = next((key for name in DOCUMENTS if (key := _below(path, name)) in files), None)
     if key is None:
         return None
@@ -128,16 +127,16 @@ def _node_at(store: Store, files: Files, path: str) -> Node | None:
 
 
 def _open_array(store: Store, documents: Mapping[str, bytes], path: str) -> Any:
-    """Return zarr-python's array at `path`, which reads from the store. Raises what zarr-python does."""
+    """Return zarr-python's array at `path`, which reads from the store. Raises zarr-python's errors."""
     from streamloader.conversion.sources import zarr_codecs
 
     return zarr_codecs.open_array(store, documents, path)
 
 
 def _describe(opened: Any, node: Node, where: str, stored: int) -> Field:
-    """Return the field of an array of zarr-python; `stored` are the bytes of its store.
+    """Return the field of an array of zarr-python; `stored` is the size of its store in bytes.
 
-    Raises `SourceError`, which names `where`, for what no field holds.
+    Raises `SourceError`, which names `where`, if no field holds its values.
     """
     dtype, shape = np.dtype(opened.dtype), tuple(int(n) for n in opened.shape)
     if not shape:
@@ -163,7 +162,7 @@ def _read_arrays(
 
 
 def _read_array(array: Any, rows: NDArray[np.int64], column: NDArray[Any] | list[bytes]) -> None:
-    """Read rows in complete chunks, as many at once as `PIECE_BYTES` allows."""
+    """Read rows by complete chunks, as many at once as `PIECE_BYTES` allows."""
     chunk = array.chunks[0]
     chunk_bytes = chunk * prod(array.shape[1:]) * np.dtype(array.dtype).itemsize
     new = np.diff(rows // chunk, prepend=rows[:1] // chunk) > 0
@@ -171,65 +170,66 @@ def _read_array(array: Any, rows: NDArray[np.int64], column: NDArray[Any] | list
     edges = [0, *(np.flatnonzero(np.diff(piece)) + 1).tolist(), len(rows)]
     for i, j in pairwise(edges if len(rows) else []):
         first, stop = int(rows[i]), int(rows[j - 1]) + 1
-        # either way many requests at once, and each chunk decoded once
+        # both send many requests at once, and decode each chunk once
         values = array[first:stop] if stop - first == j - i else array.oindex[rows[i:j]]
         if isinstance(column, np.ndarray):
             column[i:j] = values
         else:
             items = np.asarray(values).tolist()
-            column.extend(one.encode("utf-8", "surrogatepass") if isinstance(one, str) else bytes(one) for one in items)
+            column.extend(x.encode("utf-8", "surrogatepass") if isinstance(x, str) else bytes(x) for x in items)
 
 
 def _matches(listing: Listing) -> bool:
-    """Return whether a document of Zarr lies right in the folder, or where `::/` leads."""
-    wanted = {_below(place, name) for place in (listing.inner.strip("/"), "") for name in DOCUMENTS}
-    return listing.folder and any(info.path in wanted for info in listing.files)
+    """Return whether the folder, or the group at `::/`, has a Zarr document."""
+    paths = {_below(group, name) for group in (listing.inner.strip("/"), "") for name in DOCUMENTS}
+    return listing.folder and any(info.path in paths for info in listing.files)
 
 
 def open_source(listing: Listing, selection: FieldSelection) -> Source:
-    """Return the source: the arrays of a group, one array, or a dataset of streamloader.
+    """Return the source: the arrays of a group, one array, or a streamloader dataset.
 
-    Raises `SourceError` for documents that are damaged, arrays that no field holds, and arrays of unequal lengths;
-    `FieldError` for a selected field that does not exist; a `FormatError` for a damaged dataset of streamloader.
+    Raises `SourceError` for damaged documents, arrays that no field holds, and arrays of unequal lengths; `FieldError`
+    for a selected field that does not exist; a `FormatError` for a damaged streamloader dataset.
     """
     store, files = listing.store, {info.path: info for info in listing.files}
     inner = listing.inner.strip("/")
     node = _node_at(store, files, inner)
     if node is None:
         raise SourceError(f"{listing.url} is not a Zarr group or array", "name a folder with a zarr.json or .zgroup")
-    head, _, name = inner.rpartition("/")
-    above = _node_at(store, files, head) if inner and node.is_array else None
-    if above is not None and above.is_dataset:  # one field of it
-        return _open_dataset(listing, files, head, FieldSelection(selection.fields or {name: None}))
+    parent_path, _, name = inner.rpartition("/")
+    parent = _node_at(store, files, parent_path) if inner and node.is_array else None
+    if parent is not None and parent.is_dataset:  # the node is one of its fields
+        return _open_dataset(listing, files, parent_path, FieldSelection(selection.fields or {name: None}))
     if node.is_dataset:
         return _open_dataset(listing, files, inner, selection)
-    own = name or store.url.rpartition("/")[2].removesuffix(".zarr")
-    members = {own: inner} if node.is_array else {child: _below(inner, child) for child in _children(files, inner)}
-    named = arrays.pick(members, selection, listing.url)
-    nodes = run_all(lambda field: _node_at(store, files, members[named[field]]), named, READ_THREADS)
-    found = {field: one for field, one in zip(named, nodes, strict=True) if one is not None and one.is_array}
-    groups = [original for field, original in named.items() if field not in found]
-    if not found or (groups and selection.fields):
-        held = f"the groups {', '.join(groups[:10])}" if groups else "no array"
-        raise SourceError(f"{listing.url} holds {held}", "name the group that holds arrays, as in store.zarr::/group")
+    name = name or store.url.rpartition("/")[2].removesuffix(".zarr")
+    members = {name: inner} if node.is_array else {child: _below(inner, child) for child in _children(files, inner)}
+    originals = arrays.pick(members, selection, listing.url)
+    paths = [members[original] for original in originals.values()]
+    nodes = dict(zip(originals, run_all(partial(_node_at, store, files), paths, READ_THREADS), strict=True))
+    stored = {field: node for field, node in nodes.items() if node is not None and node.is_array}
+    groups = [original for field, original in originals.items() if field not in stored]
+    if not stored or (groups and selection.fields):
+        problem = f"{listing.url} holds " + (f"the groups {', '.join(groups[:10])}" if groups else "no array")
+        raise SourceError(problem, "name the group that holds arrays, as in store.zarr::/group")
     notes: dict[str, Any] = {}
-    named = {field: named[field] for field in found}
-    dimensions = {named[field]: one.dimensions or () for field, one in found.items()}
-    by_xarray = all(one.dimensions is not None for one in found.values())
+    originals = {field: originals[field] for field in stored}
+    dimensions = {originals[field]: node.dimensions or () for field, node in stored.items()}
+    by_xarray = all(node.dimensions is not None for node in stored.values())
     if by_xarray and any(dimensions.values()):
-        named, notes = arrays.along_samples(named, dimensions, bool(selection.fields), listing.url)
+        originals, notes = arrays.along_samples(originals, dimensions, bool(selection.fields), listing.url)
     passed_over = [*notes.pop("passed_over", ()), *groups]
-    notes |= {"arrays": named, **({"passed_over": passed_over} if passed_over else {})}
-    mine = _files_of(files, inner)
-    container = _container(listing, {field: found[field] for field in named}, notes, mine)
-    attributes = {field: found[field].netcdf_attributes for field in named}
-    return arrays.stack(listing.url, mine, [arrays.decoded(container, attributes, selection.raw or not by_xarray)])
+    notes |= {"arrays": originals, **({"passed_over": passed_over} if passed_over else {})}
+    used = _files_of(files, inner)
+    container = _container(listing, {field: stored[field] for field in originals}, notes, used)
+    attributes = {field: stored[field].netcdf_attributes for field in originals}
+    return arrays.stack(listing.url, used, [arrays.decoded(container, attributes, selection.raw or not by_xarray)])
 
 
 def _container(
     listing: Listing, nodes: Mapping[str, Node], notes: Mapping[str, Any], files: Sequence[ObjectInfo]
 ) -> arrays.Container:
-    """Return the arrays as they are stored in these files."""
+    """Return the container of arrays, as stored in the given files."""
     store, stored = listing.store, sum(info.size for info in files)
     documents = {node.key: node.stored for node in nodes.values()}
     fields: dict[str, Field] = {}
@@ -237,21 +237,21 @@ def _container(
     for name, node in nodes.items():
         where = f"{store.url}/{node.path}".rstrip("/")
         with arrays.reading(f"the array {where} cannot be opened"):
-            if _PICKLE.search(json.dumps(node.document)):  # the name of a codec
+            if _PICKLE.search(json.dumps(node.document)):  # as the name of a codec
                 raise SourceError(f"{where} holds pickled objects, which are never read", "store plain values")
             opened = _open_array(store, documents, node.path)
             fields[name] = _describe(opened, node, where, stored)
             lengths[notes["arrays"][name]] = opened.shape[0]
     read = partial(_read_arrays, store, documents, {name: node.path for name, node in nodes.items()})
-    return arrays.Container(store.url, arrays.one_length(lengths, listing.url), fields, read, notes)
+    return arrays.Container(store.url, arrays.common_length(lengths, listing.url), fields, read, notes)
 
 
 def _open_dataset(listing: Listing, files: Files, path: str, selection: FieldSelection) -> Source:
-    """Return the samples of a dataset of streamloader, with its own fields."""
+    """Return the source of a streamloader dataset, with its fields."""
     store = listing.store.child(path) if path else listing.store
     try:
         manifest, store, _ = open_root(store)
-    except FieldError as error:  # a root of splits
+    except FieldError as error:  # the root of splits
         raise SourceError(error.problem.partition(";")[0], f"name one of them, as in {store.url}::/NAME") from error
     fields = {name: manifest.fields[name].field for name in arrays.pick(manifest.fields, selection, store.url)}
     classes = {key: value for key, value in manifest.provenance.items() if key == "classes"}
@@ -262,7 +262,7 @@ def _open_dataset(listing: Listing, files: Files, path: str, selection: FieldSel
 
 
 def _read_dataset(store: Store, manifest: Manifest, rows: NDArray[np.int64], into: arrays.Into) -> None:
-    """Read rows, checked as when they are streamed: nothing missing becomes a fill value. Raises a `FormatError`."""
+    """Read rows with all checks of streaming: a missing shard is an error, not a fill value. Raises a `FormatError`."""
     for name, column in into.items():
         reader = FieldReader(store, manifest, name)
         runs = reader.runs_of(rows)

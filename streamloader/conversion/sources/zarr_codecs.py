@@ -1,4 +1,4 @@
-"""What zarr-python needs to read a streamloader store. Imported only where a Zarr is read: zarr is heavy."""
+"""The store and codecs with which zarr-python reads from a `Store`. Imported only to read Zarr, since zarr is large."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _DOCUMENTS = ("zarr.json", ".zarray", ".zattrs", ".zgroup", ".zmetadata")
 
 
 def open_array(store: Store, documents: Mapping[str, bytes], path: str) -> Any:
-    """Return zarr-python's array at `path`, which reads chunks from the store. Raises what zarr-python does."""
+    """Return zarr-python's array at `path`, which reads chunks from the store. Raises zarr-python's errors."""
     return _guarded(zarr.open_array(StoreView(store, documents), path=path, mode="r"))
 
 
 class StoreView(MemoryStore):
-    """The objects of a store, to read. `documents` are its metadata by key: others do not exist.
+    """A read-only view of a store. `documents` are its metadata by key; other documents are hidden.
 
-    An object that is absent is a chunk that was never written, as Zarr has it.
+    As Zarr defines it, an object that does not exist is a chunk that was never written.
     """
 
     def __init__(self, store: Store, documents: Mapping[str, bytes]) -> None:
@@ -42,16 +42,16 @@ class StoreView(MemoryStore):
     async def get(
         self, key: str, prototype: BufferPrototype | None = None, byte_range: ByteRequest | None = None
     ) -> Buffer | None:
-        """Return the bytes of an object, or of a range of it; None where there is none."""
+        """Return the bytes of an object, or of a range of it; None if it does not exist."""
         if key.rpartition("/")[2] in _DOCUMENTS:
             return await super().get(key, prototype, byte_range)
         data = await asyncio.to_thread(self._read, key, byte_range)
         buffer = (prototype or default_buffer_prototype()).buffer
         return None if data is None else buffer.from_bytes(data)
 
-    def _read(self, key: str, wanted: ByteRequest | None) -> bytes | None:
+    def _read(self, key: str, byte_range: ByteRequest | None) -> bytes | None:
         try:
-            match wanted:
+            match byte_range:
                 case RangeByteRequest(start, end):
                     return self._objects.get_range(key, start, end)
                 case SuffixByteRequest(suffix):
@@ -65,14 +65,15 @@ class StoreView(MemoryStore):
 
 
 def _guarded(array: Any) -> Any:
-    """Return the array with a check in its codecs, where they need it: items of variable size are counted before
-    numcodecs makes room for them, where a damaged count would have it reserve 32 GiB.
+    """Return the array with a check added to codecs of items of variable size.
+
+    It checks the stored number of items before numcodecs allocates memory: a damaged one would allocate 32 GiB.
     """
     metadata = array.metadata
     if metadata.zarr_format == 2:
         filters: list[Any] = []
-        for one in metadata.filters or ():
-            filters += [one, Counted(prod(array.chunks))] if one.codec_id.startswith("vlen") else [one]
+        for item in metadata.filters or ():
+            filters += [item, Counted(prod(array.chunks))] if item.codec_id.startswith("vlen") else [item]
         changed = replace(metadata, filters=tuple(filters) or None)
     else:
         changed = replace(metadata, codecs=tuple(_checked(metadata.codecs)))
@@ -87,37 +88,37 @@ def _checked(codecs: Iterable[Any]) -> Iterable[Any]:
             yield CountedItems()
 
 
-def _check(head: bytes, most: int) -> None:
-    """Raise ValueError unless the bytes begin with a count of at most that many items."""
+def _check(head: bytes, limit: int) -> None:
+    """Raise ValueError unless the bytes begin with a count of at most `limit` items."""
     count = int.from_bytes(head, "little")
-    if len(head) < 4 or count > most:
-        raise ValueError(f"a chunk of {most} items declares {count}")
+    if len(head) < 4 or count > limit:
+        raise ValueError(f"a chunk of {limit} items declares {count}")
 
 
 @dataclass(frozen=True)
 class Counted:
-    """The check as a filter of version 2: it stands behind the codec of the items, and is asked before it."""
+    """The check as a filter of version 2, which is after the codec of the items, and so decodes before it."""
 
-    most: int
+    limit: int
     codec_id: ClassVar[str] = "streamloader-counted"
 
     def decode(self, buf: Any, _out: Any = None) -> Any:
-        """Return the bytes as they are. Raises ValueError."""
-        _check(bytes(memoryview(buf).cast("B")[:4]), self.most)
+        """Return the bytes unchanged. Raises ValueError if they declare too many items."""
+        _check(bytes(memoryview(buf).cast("B")[:4]), self.limit)
         return buf
 
     def encode(self, buf: Any) -> Any:
-        """Return the bytes as they are."""
+        """Return the bytes unchanged."""
         return buf
 
     def get_config(self) -> dict[str, Any]:
-        """Return what `from_config` takes."""
-        return {"id": self.codec_id, "most": self.most}
+        """Return the configuration for `from_config`."""
+        return {"id": self.codec_id, "limit": self.limit}
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Counted:
-        """Return the check of that configuration."""
-        return cls(config["most"])
+        """Return the filter of a configuration."""
+        return cls(config["limit"])
 
 
 @dataclass(frozen=True)
@@ -131,5 +132,5 @@ class CountedItems(BytesBytesCodec):
         return chunk_bytes
 
     def compute_encoded_size(self, input_byte_length: int, _chunk_spec: ArraySpec) -> int:
-        """Return the size as it is."""
+        """Return the size unchanged."""
         return input_byte_length
