@@ -8,7 +8,7 @@ import pytest
 import streamloader as sl
 from streamloader.errors import UnsupportedError, UsageError
 from streamloader.storage import open_store
-from streamloader.storage.object_store import open_obstore_client, target_of
+from streamloader.storage.object_store import ObstoreClient, target_of
 from streamloader.storage.url import parse_location
 
 AZURE_CLIENT = {"client_id": "i", "client_secret": "c", "tenant_id": "t"}
@@ -193,4 +193,4 @@ def test_http_carries_headers():
     ],
 )
 def test_obstore_accepts_what_the_table_gives(url, options):
-    assert open_obstore_client(parse_location(url, options))[1] == ("" if url.startswith("https") else "a")
+    assert ObstoreClient(parse_location(url, options)).root == ("" if url.startswith("https") else "a")

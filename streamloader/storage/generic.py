@@ -27,25 +27,14 @@ from fsspec.core import url_to_fs
 
 from streamloader.errors import UnsupportedError
 from streamloader.options import RetryPolicy
-from streamloader.storage.retry import HttpError, Progress, beyond_the_end, check_range, client_errors, facts_of
-from streamloader.storage.store import (
-    TEMPORARY_SUFFIX,
-    Allocate,
-    Body,
-    Buffer,
-    ObjectInfo,
-    Page,
-    body_bytes,
-    buffers_of,
-    empty_buffer,
-    etag_of,
-)
+from streamloader.storage.buffers import Allocate, Body, Buffer, body_bytes, buffers_of, empty_buffer
+from streamloader.storage.retry import HttpError, Progress, check_range, client_errors, facts_of, is_past_end
+from streamloader.storage.store import TEMPORARY_SUFFIX, ObjectInfo, Page, etag_of
 from streamloader.storage.url import CHAIN, Location, redact
 
 UNKNOWN_BYTES = 64 << 20  # the assumed size of an object or a listing of unknown size
 SMALL_BYTES = 1 << 20  # most manifests and receipts are smaller
 _LINK = re.compile(r"""<a\b[^>]*?\bhref\s*=\s*(?:"([^"]*)"|'([^']*)'|([^\s>"']+))""", re.IGNORECASE)
-_HAVE_LISTINGS_CACHE = {"gs", "az", "http"}
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS)  # exFAT, SMB and some FUSE have no hard links
 
 
@@ -54,7 +43,7 @@ def open_fsspec_client(location: Location) -> FsspecClient:
     protocol, options = location.protocol, dict(location.options)
     if protocol != CHAIN:
         options["skip_instance_cache"] = True
-    if protocol in _HAVE_LISTINGS_CACHE:
+    if protocol in ("gs", "az", "http"):  # others have no listings cache
         options["use_listings_cache"] = False
     fs, root = url_to_fs(location.target, **options)
     return _CLIENTS.get(protocol, FsspecClient)(fs, location.retry, root)
@@ -97,7 +86,7 @@ class FsspecClient:
         try:
             return self._cat(path, start, stop)
         except client_errors() as error:
-            if not beyond_the_end(error):
+            if not is_past_end(error):
                 raise
             return b""
 

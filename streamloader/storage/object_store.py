@@ -15,11 +15,9 @@ from typing import Any
 
 from streamloader.errors import UnsupportedError
 from streamloader.storage import process
-from streamloader.storage.retry import HttpError, Progress, beyond_the_end, cause_of, client_errors
-from streamloader.storage.store import Allocate, Buffer, empty_buffer
+from streamloader.storage.buffers import Allocate, Buffer, empty_buffer
+from streamloader.storage.retry import HttpError, Progress, cause_of, client_errors, is_past_end
 from streamloader.storage.url import FSSPEC_OPTIONS, Location
-
-CONNECT_SECONDS = 5.0
 
 _GCS_IGNORED = {*FSSPEC_OPTIONS, "project", "access", "consistency", "cache_timeout", "default_location", "timeout"}
 # Options of adlfs and obstore, which adlfs also reads from the environment
@@ -39,7 +37,7 @@ class Target:
 
 def _gcs_target(location: Location) -> Target:
     options = location.options
-    refuse_unknown("gcsfs", options, _GCS_IGNORED | {"token", "endpoint_url"})
+    _refuse_unknown("gcsfs", options, _GCS_IGNORED | {"token", "endpoint_url"})
     endpoint = options.get("endpoint_url") or os.environ.get("STORAGE_EMULATOR_HOST")
     token = options.get("token")
     config: dict[str, Any] = {"base_url": endpoint} if endpoint else {}
@@ -57,7 +55,7 @@ def _gcs_target(location: Location) -> Target:
 
 def _azure_target(location: Location) -> Target:
     options = location.options
-    refuse_unknown("adlfs", options, _AZURE_IGNORED | {*_AZURE_OPTIONS, "anon"})
+    _refuse_unknown("adlfs", options, _AZURE_IGNORED | {*_AZURE_OPTIONS, "anon"})
     if os.environ.get("AZURE_STORAGE_CONNECTION_STRING"):
         raise UnsupportedError("obstore has no counterpart of AZURE_STORAGE_CONNECTION_STRING")
     netloc, _, prefix = location.path.partition("/")
@@ -77,9 +75,9 @@ def _azure_target(location: Location) -> Target:
 
 def _http_target(location: Location) -> Target:
     options = location.options
-    refuse_unknown("fsspec's http", options, {*FSSPEC_OPTIONS, "headers", "client_kwargs"})
+    _refuse_unknown("fsspec's http", options, {*FSSPEC_OPTIONS, "headers", "client_kwargs"})
     client = dict(options.get("client_kwargs") or {})
-    refuse_unknown("fsspec's http client_kwargs", client, {"headers"})
+    _refuse_unknown("fsspec's http client_kwargs", client, {"headers"})
     http: dict[str, Any] = {"allow_http": location.target.startswith("http://")}
     headers = {**dict(options.get("headers") or {}), **dict(client.get("headers") or {})}
     if headers:
@@ -87,7 +85,7 @@ def _http_target(location: Location) -> Target:
     return Target(location.target, "", {}, http)
 
 
-def refuse_unknown(filesystem: str, options: Mapping[str, Any], known: Collection[str]) -> None:
+def _refuse_unknown(filesystem: str, options: Mapping[str, Any], known: Collection[str]) -> None:
     """Raise `UnsupportedError` with the names of the options that are set and not `known`."""
     unknown = sorted(name for name, value in options.items() if name not in known and value is not None)
     if unknown:
@@ -95,17 +93,25 @@ def refuse_unknown(filesystem: str, options: Mapping[str, Any], known: Collectio
 
 
 class ObstoreClient:
-    """The obstore client of one location. Thread-safe; for one process."""
+    """Ranged reads of one location by obstore; `root` is the path of the location's URL. Thread-safe; for one process.
 
-    def __init__(self, target: Target, location: Location) -> None:
+    The constructor raises `UnsupportedError` with the reason if obstore cannot replace the fsspec filesystem.
+    """
+
+    def __init__(self, location: Location) -> None:
+        if location.protocol not in _TARGETS:
+            raise UnsupportedError(f"obstore does not support the protocol {location.protocol!r}")
+        if process.forked_after_obstore():
+            raise UnsupportedError("forked after obstore was used; use forkserver or spawn")
         import obstore
 
-        self._get = obstore.get
-        self._store = _new_store(target, location)
+        target = target_of(location)
+        self.root = target.prefix
+        self._get, self._store = obstore.get, _new_store(target, location)
         self._policy = location.retry
         self._owner = process.Owner("clients")
 
-    def read(self, path: str, start: int, stop: int, allocate: Allocate | None = None) -> Buffer:
+    def get_range(self, path: str, start: int, stop: int, allocate: Allocate | None = None) -> Buffer:
         """Return bytes [start, stop) of an object, fewer if it ends before `stop`; in `allocate(size)` if given.
 
         Raises `TimeoutError` if they arrive more slowly than the policy allows.
@@ -116,7 +122,7 @@ class ObstoreClient:
         try:
             response = self._get(self._store, path, options={"range": (start, stop)})
         except client_errors() as error:
-            if not beyond_the_end(error):
+            if not is_past_end(error):
                 raise
             return b""
         except ValueError as error:
@@ -132,37 +138,23 @@ class ObstoreClient:
         return body[:count]
 
 
-def open_obstore_client(location: Location) -> tuple[ObstoreClient, str]:
-    """Return the obstore client of a location, and the path of the location's URL in its bucket.
-
-    Raises `UnsupportedError` with the reason if obstore cannot replace the fsspec filesystem.
-    """
-    if location.protocol not in _TARGETS:
-        raise UnsupportedError(f"obstore does not support the protocol {location.protocol!r}")
-    if process.forked_after_obstore():
-        raise UnsupportedError(process.FORKED_REASON)
-    target = target_of(location)
-    return ObstoreClient(target, location), target.prefix
-
-
 def _new_store(target: Target, location: Location) -> Any:
     """Return obstore's store. Raises `UnsupportedError` for options that it rejects."""
     from obstore import store
     from obstore.exceptions import BaseError
 
-    policy, secrets = location.retry, location.secrets
-    limits = {
-        "timeout": "1d",  # of a complete response, whose deadline `ObstoreClient.read` checks
-        "connect_timeout": f"{round(CONNECT_SECONDS * 1000)}ms",
-        "read_timeout": f"{round(policy.response_seconds * 1000)}ms",
+    timeouts = {
+        "timeout": "1d",  # of a complete response, whose deadline `ObstoreClient.get_range` checks
+        "connect_timeout": "5s",
+        "read_timeout": f"{round(location.retry.response_seconds * 1000)}ms",
     }
-    options: dict[str, Any] = {"client_options": {**limits, **target.http}, "retry_config": {"max_retries": 0}}
+    options: dict[str, Any] = {"client_options": {**timeouts, **target.http}, "retry_config": {"max_retries": 0}}
     classes: dict[str, Any] = {"gs": store.GCSStore, "az": store.AzureStore, "http": store.HTTPStore}
     try:
         return classes[location.protocol](target.bucket, **options, **target.config)
     except (ValueError, TypeError, BaseError) as error:
-        detail = " ".join(secrets.redact(str(error)).split())[:200]
-        raise UnsupportedError(f"obstore rejects the options: {detail}") from cause_of(error, secrets)
+        detail = " ".join(location.secrets.redact(str(error)).split())[:200]
+        raise UnsupportedError(f"obstore rejects the options: {detail}") from cause_of(error, location.secrets)
 
 
 _TARGETS = {"gs": _gcs_target, "az": _azure_target, "http": _http_target}

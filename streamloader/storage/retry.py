@@ -216,10 +216,9 @@ def _facts_of_link(error: BaseException) -> tuple[int, str, str, float]:
 # Patterns in obstore's text for failures without an error code
 _OBSTORE_CODES = (
     (r"kind: Connect\b|tcp connect|dns error", "Unreachable"),
-    (r"kind: (Timeout|Interrupted|Request|Decode|Body|Unknown)\b", "Interrupted"),
+    (r"kind: (Timeout|Interrupted|Request|Decode|Body|Unknown)\b|source: Header \{", "Interrupted"),
     (r"InvalidRange", "InvalidRange"),
     (r"source: (UnexpectedRange|\w+ContentRange)\b", "WrongRange"),
-    (r"source: Header \{", "Interrupted"),
     (r"NotPartial|RangeNotSupported", "RangeNotSupported"),
 )
 
@@ -238,8 +237,8 @@ def _obstore_facts(text: str) -> tuple[int, str, str]:
     return int(status[1]) if status else 0, code, message or summary
 
 
-def beyond_the_end(error: BaseException) -> bool:
-    """Return whether the store refused a range because the object ends before it."""
+def is_past_end(error: BaseException) -> bool:
+    """Return whether the store rejected a range because it begins after the end of the object."""
     facts = facts_of(error)
     return facts.status == 416 or facts.code == "InvalidRange"
 

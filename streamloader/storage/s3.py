@@ -33,28 +33,10 @@ from botocore.utils import percent_encode
 from urllib3 import HTTPResponse
 
 from streamloader.errors import AccessError
-from streamloader.storage.retry import (
-    EXPIRED,
-    HttpError,
-    beyond_the_end,
-    check_range,
-    client_errors,
-    facts_of,
-    xml_error,
-)
+from streamloader.storage.buffers import Allocate, Body, Buffer, body_bytes, body_crc32c, buffers_of, empty_buffer
+from streamloader.storage.retry import EXPIRED, HttpError, check_range, client_errors, facts_of, is_past_end, xml_error
 from streamloader.storage.s3_http import PIECE_BYTES, Pool
-from streamloader.storage.store import (
-    Allocate,
-    Body,
-    Buffer,
-    ObjectInfo,
-    Page,
-    body_bytes,
-    body_crc32c,
-    buffers_of,
-    empty_buffer,
-    etag_of,
-)
+from streamloader.storage.store import ObjectInfo, Page, etag_of
 from streamloader.storage.url import FSSPEC_OPTIONS, S3_OPTIONS, Location
 
 CONNECT_SECONDS = 5.0  # s3fs's own default
@@ -120,10 +102,8 @@ class S3Client:
         # whether the server checks the CRC-32C of bodies; None until the first PUT
         self._checks_crc: bool | None = None
         if self.client.meta.config.signature_version is not UNSIGNED and self.keys() is None:
-            raise AccessError(
-                f"{location.shown}: no credentials found",
-                "give key and secret (or anon=True) in storage_options, or set AWS_PROFILE or AWS_ACCESS_KEY_ID",
-            )
+            remedy = "give key and secret (or anon=True) in storage_options, or set AWS_PROFILE or AWS_ACCESS_KEY_ID"
+            raise AccessError(f"{location.shown}: no credentials found", remedy)
 
     def _connect(self) -> None:
         """Create botocore's client, which looks up the credentials again."""
@@ -223,7 +203,7 @@ class S3Client:
                 body = (allocate or empty_buffer)(min(size, response.length))  # the object may end before
                 return body[: _read_into(response, body)]
         except HttpError as error:
-            if not beyond_the_end(error):
+            if not is_past_end(error):
                 raise
             return empty_buffer(0)
 
@@ -308,7 +288,7 @@ class S3Client:
 
         If the server rejects the checksum, or does not confirm it without TLS, the signature covers the body instead.
         """
-        body = _Upload(buffers_of(data))
+        body = _Upload(data)
         if len(body) >= 2 * PART_BYTES:
             return self._put_in_parts(path, body)
         if self._checks_crc is not False:
@@ -341,7 +321,7 @@ class S3Client:
 
     def create(self, path: str, data: Buffer) -> str:
         """Write the object; an error of status 412 if it exists."""
-        return etag_of(self.call("PutObject", Key=path, Body=_Upload(buffers_of(data)), IfNoneMatch="*"))
+        return etag_of(self.call("PutObject", Key=path, Body=_Upload(data), IfNoneMatch="*"))
 
     def replace(self, path: str, data: Buffer, before: Buffer) -> str | None:
         """Write the object if its content is `before`."""
@@ -353,7 +333,7 @@ class S3Client:
         if current != before:
             return None
         try:
-            return etag_of(self.call("PutObject", Key=path, Body=_Upload(buffers_of(data)), IfMatch=etag))
+            return etag_of(self.call("PutObject", Key=path, Body=_Upload(data), IfMatch=etag))
         except ClientError as error:
             status = facts_of(error).status
             if status == 501:  # a server without conditional writes: the comparison has to suffice
@@ -429,11 +409,11 @@ class _Response(dict[str, Any]):
 
 
 class _Upload:
-    """A file-like object that reads several buffers."""
+    """A body as a file-like object, which reads its buffers without joining them."""
 
-    def __init__(self, parts: Sequence[memoryview]) -> None:
-        self._parts = parts
-        self._next = _pieces(parts)
+    def __init__(self, body: Body) -> None:
+        self._parts = buffers_of(body)
+        self._next = _pieces(self._parts)
 
     def __len__(self) -> int:
         return sum(part.nbytes for part in self._parts)

@@ -29,9 +29,9 @@ from botocore.utils import get_environ_proxies
 
 from streamloader.errors import AccessError, UnsupportedError
 from streamloader.options import RetryPolicy
+from streamloader.storage.buffers import Buffer
 from streamloader.storage.process import Owner
 from streamloader.storage.retry import HttpError, Progress
-from streamloader.storage.store import Buffer
 
 MAX_IDLE = 128
 MAX_IDLE_SECONDS = 20.0  # servers and load balancers close idle connections after 60 s, some after 30 s

@@ -15,11 +15,11 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
-import crc32c
 import numpy as np
 from numpy.typing import NDArray
 
 from streamloader.errors import ObjectExistsError, StorageError, ThrottledError, UnsupportedError, UsageError
+from streamloader.storage.buffers import Allocate, Body, Buffer, body_bytes, empty_buffer
 from streamloader.storage.process import PerProcess
 from streamloader.storage.retry import Retrier, cause_of, translated
 from streamloader.storage.url import S3_CLIENT_OPTIONS, S3_OPTIONS, Location, checked_path, object_path, redact
@@ -31,10 +31,6 @@ if TYPE_CHECKING:
     Client: TypeAlias = FsspecClient | S3Client
 
 Result = TypeVar("Result")
-Buffer = bytes | bytearray | memoryview
-Body = Buffer | Sequence[Buffer]  # the content of an object; several buffers are concatenated
-Allocate = Callable[[int], memoryview]  # returns writable memory of a size in bytes
-
 TEMPORARY_SUFFIX = ".streamloader-tmp"
 _IN_PLACE = {"s3": ("http", "S3"), "file": ("file", "local files")}  # kind and name of clients that read into buffers
 _ALWAYS_INSTALLED = {"s3", "file", "memory"}  # protocols whose packages are required by this one
@@ -49,30 +45,6 @@ class ObjectInfo(NamedTuple):
 
 
 Page = tuple[Sequence[ObjectInfo], str | None]  # objects of a listing, and the token of its next page
-
-
-def empty_buffer(size: int) -> memoryview:
-    """Return `size` bytes of writable memory, uninitialized; no bytes for a negative size."""
-    return memoryview(np.empty(max(0, size), np.uint8))  # type: ignore[arg-type]
-
-
-def buffers_of(body: Body) -> list[memoryview]:
-    """Return the buffers of a body that are not empty, as views of bytes."""
-    parts = [body] if isinstance(body, Buffer) else body
-    return [memoryview(part).cast("B") for part in parts if memoryview(part).nbytes]
-
-
-def body_bytes(body: Body) -> int:
-    """Return the size of a body in bytes."""
-    return sum(part.nbytes for part in buffers_of(body))
-
-
-def body_crc32c(body: Body) -> int:
-    """Return the CRC-32C of a body."""
-    crc = 0
-    for part in buffers_of(body):
-        crc = crc32c.crc32c(part, crc)
-    return crc
 
 
 def etag_of(response: Any) -> str:
@@ -213,9 +185,9 @@ class Store:
 
     def delete(self, paths: Iterable[str]) -> None:
         """Delete the objects, and ignore those that do not exist."""
-        full = [self._below(object_path(path)) for path in paths]
-        if full:
-            self._ask("", lambda client, _: client.delete([join_path(client.root, path) for path in full]))
+        below = [self._below(object_path(path)) for path in paths]
+        if below:
+            self._ask("", lambda client, _: client.delete([join_path(client.root, path) for path in below]))
 
     def remove_leftovers(self) -> int:
         """Remove unfinished uploads and temporary files of killed writers, and return their number.
@@ -271,11 +243,11 @@ class Store:
             kind, name = _IN_PLACE[location.protocol]
             reason = f"{name}: bodies are read into their final buffers"
         else:
-            from streamloader.storage.object_store import open_obstore_client
+            from streamloader.storage.object_store import ObstoreClient
 
             try:
-                obstore, root = open_obstore_client(location)
-                return RangeReader("obstore", f"obstore supports {location.protocol}", obstore.read, root, location)
+                obstore, reason = ObstoreClient(location), f"obstore supports {location.protocol}"
+                return RangeReader("obstore", reason, obstore.get_range, obstore.root, location)
             except UnsupportedError as error:
                 kind, reason = "fsspec", error.problem
         client = self._client()

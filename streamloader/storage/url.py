@@ -166,9 +166,14 @@ class Location:
         return self.target.split("://", 1)[-1]
 
     def child(self, path: str) -> Location:
-        """Return the location of `path` below this one."""
+        """Return the location of `path` below this one; in a chained URL, below its first link with a path."""
         path = checked_path(path)
-        return replace(self, target=_join(self.target, path)) if path else self
+        if not path:
+            return self
+        links = self.target.split("::")
+        index = next((index for index, link in enumerate(links) if "://" in link), 0)
+        links[index] += path if links[index].endswith("/") else "/" + path
+        return replace(self, target="::".join(links))
 
 
 def parse_location(url: str | os.PathLike[str], options: Mapping[str, Any] | None) -> Location:
@@ -183,13 +188,11 @@ def parse_location(url: str | os.PathLike[str], options: Mapping[str, Any] | Non
 
 
 def _retry_policy(value: RetryPolicy | Mapping[str, Any] | None) -> RetryPolicy:
-    if isinstance(value, RetryPolicy):
-        return value
-    value = value or {}
-    known = [option.name for option in fields(RetryPolicy)]
-    if not isinstance(value, Mapping) or not set(value) <= set(known):
-        raise UsageError(f"invalid storage option retry={value!r:.200}", f"give a RetryPolicy, with {', '.join(known)}")
-    return RetryPolicy(**value)
+    try:
+        return value if isinstance(value, RetryPolicy) else RetryPolicy(**(value or {}))
+    except TypeError:
+        remedy = f"give a RetryPolicy, with {', '.join(option.name for option in fields(RetryPolicy))}"
+        raise UsageError(f"invalid storage option retry={value!r:.200}", remedy) from None
 
 
 def _parse(url: str | os.PathLike[str], options: dict[str, Any]) -> Location:
@@ -291,11 +294,3 @@ def object_path(path: str) -> str:
 
 def _absolute(path: str) -> str:
     return os.path.normpath(Path(path).expanduser().absolute())
-
-
-def _join(url: str, path: str) -> str:
-    """Append the path to a URL; in a chained URL, to its first link with a path."""
-    links = url.split("::")
-    index = next((index for index, link in enumerate(links) if "://" in link), 0)
-    links[index] += path if links[index].endswith("/") else "/" + path
-    return "::".join(links)
