@@ -254,9 +254,9 @@ def check_range(requested: str, content_range: str | None) -> None:
     if not asked or not sent:  # the header is optional, and the bytes are checked
         return
     first, last = int(sent[1]), int(sent[2])
-    end = int(sent[3]) - 1 if sent[3] != "*" else None  # of the object, before which a range may end
-    if asked[1]:
-        matches = first == int(asked[1]) and last <= int(asked[2]) and (last == int(asked[2]) or end in (None, last))
+    end = int(sent[3]) - 1 if sent[3] != "*" else None  # the last byte of the object
+    if asked[1]:  # a range may end before the requested last byte, at the end of the object
+        matches = first == int(asked[1]) and (last == int(asked[2]) or (last < int(asked[2]) and end in (None, last)))
     else:
         matches = end is None or (last == end and first == max(0, end + 1 - int(asked[2])))
     if not matches:

@@ -41,7 +41,7 @@ from streamloader.storage.url import FSSPEC_OPTIONS, S3_OPTIONS, Location
 
 CONNECT_SECONDS = 5.0  # s3fs's own default
 CHECKSUM = "x-amz-checksum-crc32c"
-# S3 accepts a signature for 15 minutes, from which the error of the clock is subtracted
+# S3 accepts a signature for 15 minutes, which include the error of this machine's clock
 SIGNATURE_SECONDS = 60.0
 MAX_SIGNATURES = 4096
 MAX_RESENDS = 3  # of one GET: for two changes of region and new credentials
@@ -402,7 +402,7 @@ def _skip_digest(unsigned: Config, request: AWSRequest, **_: Any) -> None:
 
 
 class _Response(dict[str, Any]):
-    """A response of botocore's client, in which an expected key may be missing: other servers send status 200 too."""
+    """A response of botocore's client. A missing key is an error: not every response of status 200 is by a store."""
 
     def __missing__(self, name: str) -> Any:
         raise HttpError(200, "Malformed", f"the response has no {name}")
@@ -419,7 +419,7 @@ class _Upload:
         return sum(part.nbytes for part in self._parts)
 
     def tell(self) -> int:
-        """Return 0, since every read starts there."""
+        """Return 0: botocore calls it before a read from the start, to seek back afterwards."""
         return 0
 
     def seek(self, *_: int) -> None:

@@ -171,6 +171,7 @@ class Pool:
 
 
 def _send(connection: http.client.HTTPConnection, method: str, target: str, body: Any, headers: dict[str, str]) -> None:
+    """Send a request. Raises `HttpError` for an invalid header."""
     try:
         connection.request(method, target, body, headers, encode_chunked="Transfer-Encoding" in headers)
     except (BrokenPipeError, ConnectionResetError):
