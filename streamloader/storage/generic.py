@@ -43,7 +43,7 @@ def open_fsspec_client(location: Location) -> FsspecClient:
     protocol, options = location.protocol, dict(location.options)
     if protocol != CHAIN:
         options["skip_instance_cache"] = True
-    if protocol in ("gs", "az", "http"):  # others have no listings cache
+    if protocol in ("gs", "az", "http"):  # the filesystems with a listings cache
         options["use_listings_cache"] = False
     fs, root = url_to_fs(location.target, **options)
     return _CLIENTS.get(protocol, FsspecClient)(fs, location.retry, root)
