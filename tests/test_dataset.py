@@ -38,7 +38,8 @@ from streamloader.format.opening import Opened, open_root
 from streamloader.format.publish import write_split_root
 from streamloader.options import Layout
 from streamloader.storage import open_store
-from streamloader.storage.store import Allocate, Store
+from streamloader.storage.buffers import Allocate
+from streamloader.storage.store import Store
 
 LAYOUT = Layout(samples_per_shard=16, chunk_size=256, block_size=512)
 COUNT = 77

@@ -8,6 +8,7 @@ from datetime import UTC, datetime, timedelta
 import pytest
 from faulty import certified, faulty_server
 from servers import STORE_CALLS
+from torchrun import run_python
 
 from streamloader.errors import AccessError, EndpointError
 from streamloader.storage import open_store
@@ -108,9 +109,27 @@ def test_a_certificate_that_is_not_trusted_is_final_over_https_too(tmp_path, opt
     with faulty_server(CONTENT, certified(tmp_path, ["127.0.0.1"])) as server:
         store = open_store(f"{server.endpoint}/folder", options)
         store.retries.reached = True
-        with pytest.raises(EndpointError, match=r"certificate is not trusted \(certificate verify failed: \w"):
+        with pytest.raises(EndpointError, match=r"not trusted \(certificate verify failed: \w.*SSL_CERT_FILE \(https"):
             store.retries.call(lambda: STORE_CALLS[ask](store))
         assert server.connections == 1
+
+
+READ_OVER_HTTPS = """
+import sys
+from streamloader.storage import open_store
+
+for options in ({}, {"encoded": False}):
+    store = open_store(sys.argv[1], options)
+    print(store.reader().kind, *map(len, (store.read("a", 0, 2), store.get("a"))))
+"""
+
+
+def test_the_variable_in_the_remedy_makes_https_trust_a_private_certificate(tmp_path):
+    """In a process of its own, since aiohttp reads it once."""
+    with faulty_server(CONTENT, certified(tmp_path, ["127.0.0.1"])) as server:
+        certificate = str(tmp_path / "ca.pem")
+        done = run_python("-c", READ_OVER_HTTPS, f"{server.endpoint}/folder", SSL_CERT_FILE=certificate)
+    assert done.stdout.splitlines() == [f"{kind} 2 {len(CONTENT)}" for kind in ("obstore", "fsspec")]
 
 
 @pytest.mark.parametrize("status", [400, 403])

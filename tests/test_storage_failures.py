@@ -97,17 +97,17 @@ def test_a_local_folder_without_permission_is_an_error(tmp_path):
 @pytest.mark.parametrize(
     ("error", "kind", "words"),
     [
-        (OSError(errno.ENOSPC, "No space left"), StorageError, "no space is left .*; make room"),
-        (OSError(errno.EDQUOT, "Quota exceeded"), StorageError, "no space is left .*; make room"),
+        (OSError(errno.ENOSPC, "No space left"), StorageError, "no space is left .*; free some space"),
+        (OSError(errno.EDQUOT, "Quota exceeded"), StorageError, "no space is left .*; free some space"),
         (OSError(errno.EFBIG, "Too large"), StorageError, "the file is larger .*; raise the limit"),
-        (OSError(errno.EACCES, "Denied"), AccessError, "no permission .*; check who may write"),
-        (OSError(errno.EROFS, "Read-only"), AccessError, "no permission .*; check who may write"),
+        (OSError(errno.EACCES, "Denied"), AccessError, "no permission .*; check its permissions"),
+        (OSError(errno.EROFS, "Read-only"), AccessError, "no permission .*; check its permissions"),
         (PermissionError("no"), AccessError, "no permission .*; check the credentials"),
         (TimeoutError("slow"), TransientError, "the store failed or the transfer broke off"),
         (ConnectionResetError("gone"), TransientError, "the store failed or the transfer broke off"),
         (ConnectionRefusedError("no"), EndpointError, "the endpoint cannot be reached"),
         (socket.gaierror("no name"), EndpointError, "the endpoint cannot be reached"),
-        (NotImplementedError("cannot"), UnsupportedError, "the server cannot do that"),
+        (NotImplementedError("cannot"), UnsupportedError, "the server does not support this request"),
     ],
 )
 def test_builtin_exceptions_have_their_kind_and_remedy(error, kind, words):

@@ -88,7 +88,7 @@ def test_a_reader_asks_once_and_raises_the_kind_of_failure(server, reader, store
 @pytest.mark.parametrize(
     ("fault", "kind", "words"),
     [
-        ("wrong-range", TransientError, "the server sent another range than was requested"),
+        ("wrong-range", TransientError, "the server sent another range than the requested one"),
         ("ignore-range", UnsupportedError, "the server ignores ranges"),
     ],
 )

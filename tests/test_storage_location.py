@@ -8,7 +8,7 @@ import pytest
 import streamloader as sl
 from streamloader.errors import UnsupportedError, UsageError
 from streamloader.storage import open_store
-from streamloader.storage.object_store import open_object_plane, target_of
+from streamloader.storage.object_store import ObstoreClient, target_of
 from streamloader.storage.url import parse_location
 
 AZURE_CLIENT = {"client_id": "i", "client_secret": "c", "tenant_id": "t"}
@@ -50,7 +50,7 @@ def test_urls_and_what_is_below_them(url, protocol, child):
 )
 def test_a_url_that_lacks_a_slash_or_the_colon_is_no_local_path(url, meant):
     missing = "a // is missing" if ":" in url else "a : is missing"
-    with pytest.raises(UsageError, match=f"{missing} behind .*; write {meant}, or ./{url} for a local path"):
+    with pytest.raises(UsageError, match=f"{missing} after .*; write {meant}, or ./{url} for a local path"):
         open_store(Path(url) if ":" in url else url)
     assert parse_location(f"./{url}", None).protocol == "file"
     assert parse_location("a:/b", None).protocol == parse_location("s3/b", None).protocol == "file"
@@ -66,7 +66,7 @@ def test_a_url_that_lacks_a_slash_or_the_colon_is_no_local_path(url, meant):
     ids=["open", "stream", "convert"],
 )
 def test_an_endpoint_that_is_no_http_url_is_an_error(opened, name, endpoint):
-    message = "endpoint_url='.*h:9' does not begin with http:// or https://; write http://h:9, or https://h:9 where"
+    message = "endpoint_url='.*h:9' does not begin with http:// or https://; write http://h:9, or https://h:9 if"
     options = {"endpoint_url": endpoint}
     with pytest.raises(UsageError, match=message) as caught:
         opened("s3://bucket/x", storage_options=options if name == "endpoint_url" else {name: options})
@@ -138,7 +138,7 @@ def test_an_unknown_protocol_or_missing_package_is_named(url, words):
         ("gs://b/k/x", {"token": {"type": "service_account"}}, {"service_account_key": '{"type": "service_account"}'}),
         ("gs://b/k/x", {"endpoint_url": "https://gcs.example"}, {"base_url": "https://gcs.example"}),
         ("az://b/k/x", {"account_name": "n", "account_key": "k"}, {"account_name": "n", "account_key": "k"}),
-        ("abfs://b/k/x", {"account_name": "n", "sas_token": "s"}, {"account_name": "n", "sas_key": "s"}),
+        ("abfs://b/k/x", {"account_name": "n", "sas_token": "s"}, {"account_name": "n", "sas_token": "s"}),
         ("az://b/k/x", {"account_name": "n", "anon": True}, {"account_name": "n", "skip_signature": True}),
         ("abfss://b@n.dfs.core.windows.net/k/x", {"account_key": "k"}, {"account_name": "n", "account_key": "k"}),
         ("az://b/k/x", {"account_name": "n", **AZURE_CLIENT}, {"account_name": "n", **AZURE_CLIENT}),
@@ -193,4 +193,4 @@ def test_http_carries_headers():
     ],
 )
 def test_obstore_accepts_what_the_table_gives(url, options):
-    assert open_object_plane(parse_location(url, options))[1] == ("" if url.startswith("https") else "a")
+    assert ObstoreClient(parse_location(url, options)).root == ("" if url.startswith("https") else "a")

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from streamloader.errors import CorruptError, FieldError
 from streamloader.format.manifest import MAX_CHUNK_BYTES, Field, FieldLayout
 from streamloader.options import MIB, CodecChoice
-from streamloader.storage.store import Allocate, Buffer, body_bytes, body_crc32c, empty_buffer
+from streamloader.storage.buffers import Allocate, Buffer, body_bytes, body_crc32c, empty_buffer
 
 Column = NDArray[Any] | Sequence[bytes]
 

@@ -41,8 +41,9 @@ from streamloader.format.manifest import FORMAT, NAME, FieldLayout, Manifest, ma
 from streamloader.format.metadata import dataset_documents, split_documents, to_bytes
 from streamloader.format.opening import JOB, RECEIPTS, ROOT, get_document
 from streamloader.format.reader import FieldReader
+from streamloader.storage.buffers import Buffer, body_crc32c
 from streamloader.storage.process import run_all
-from streamloader.storage.store import Buffer, Store, body_crc32c
+from streamloader.storage.store import Store
 
 THREADS = 16  # for receipts: they are small, so reading one takes a round trip
 FINISH_THREADS = 8  # for documents, pages and parts: each thread may hold a part in memory

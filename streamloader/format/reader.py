@@ -17,8 +17,9 @@ from streamloader.format.codecs import CRC_BYTES, Column, Items, decode_fixed, d
 from streamloader.format.manifest import Field, Manifest
 from streamloader.format.opening import reread
 from streamloader.options import MIB
+from streamloader.storage.buffers import Allocate, empty_buffer
 from streamloader.storage.process import run_all
-from streamloader.storage.store import Allocate, RangeReader, Store, cut_runs, empty_buffer
+from streamloader.storage.store import RangeReader, Store, cut_runs
 
 Out = NDArray[Any] | None
 Placed = tuple[int, Items]  # the row of the first item, and the items of a chunk

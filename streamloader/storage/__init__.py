@@ -1,4 +1,4 @@
-"""Storage: objects by path and bytes by range, below any fsspec URL.
+"""Storage: objects and byte ranges below any fsspec URL.
 
     store = open_store("s3://bucket/folder", {"endpoint_url": "http://127.0.0.1:9000"})
     store.put("a/b", b"abc")
@@ -20,11 +20,11 @@ __all__ = ["ObjectInfo", "RangeReader", "Store", "open_store"]
 
 
 def open_store(url: str | os.PathLike[str], options: Mapping[str, Any] | None = None) -> Store:
-    """Return the store below `url`: any fsspec URL or a local path, with its fsspec `storage_options`.
+    """Return the store of `url`, an fsspec URL or a local path, with the `storage_options` of its fsspec filesystem.
 
-    Their `retry` is the policy of its requests; the data plane (`reader`) does not retry by itself, `retries` does.
-    Raises `UsageError` where `url` is not a URL and `UnsupportedError` for a protocol that is unknown or whose
-    package is missing.
+    The option `retry` is the `RetryPolicy` of all requests. The data plane (`Store.reader`) does not retry; call it
+    through `Store.retries`. Raises `UsageError` if `url` is not a URL, and `UnsupportedError` for a protocol that is
+    unknown or whose package is not installed.
     """
     location = parse_location(url, options)
     check_protocol(location)

@@ -1,7 +1,7 @@
-"""Clients of fsspec's filesystems, which raise what the filesystem raises. Paths are the filesystem's own.
+"""Clients over fsspec's filesystems. They take the filesystem's own paths and do not translate its exceptions.
 
-`FsspecClient` works with every filesystem; the others replace what a protocol does better or not at all. S3 needs none:
-see `s3.py`.
+`FsspecClient` works with every filesystem; its subclasses replace methods for one protocol. S3 has a client of its own
+in `s3.py`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from html import unescape
 from inspect import signature
+from itertools import starmap
 from pathlib import Path
 from typing import Any
 from urllib.parse import urljoin
@@ -26,26 +27,14 @@ from fsspec.core import url_to_fs
 
 from streamloader.errors import UnsupportedError
 from streamloader.options import RetryPolicy
-from streamloader.storage.retry import HttpError, Progress, beyond_the_end, check_range, client_errors, facts_of
-from streamloader.storage.store import (
-    TEMPORARY_SUFFIX,
-    Allocate,
-    Body,
-    Buffer,
-    ObjectInfo,
-    Page,
-    body_bytes,
-    buffers_of,
-    empty_buffer,
-    etag_of,
-    larger_than,
-)
+from streamloader.storage.buffers import Allocate, Body, Buffer, body_bytes, buffers_of, empty_buffer
+from streamloader.storage.retry import HttpError, Progress, check_range, client_errors, facts_of, is_past_end
+from streamloader.storage.store import TEMPORARY_SUFFIX, ObjectInfo, Page, etag_of
 from streamloader.storage.url import CHAIN, Location, redact
 
-UNKNOWN_BYTES = 64 << 20  # what an object or a listing is taken for where its size is not known
+UNKNOWN_BYTES = 64 << 20  # the assumed size of an object or a listing of unknown size
 SMALL_BYTES = 1 << 20  # most manifests and receipts are smaller
 _LINK = re.compile(r"""<a\b[^>]*?\bhref\s*=\s*(?:"([^"]*)"|'([^']*)'|([^\s>"']+))""", re.IGNORECASE)
-_HAVE_LISTINGS_CACHE = {"gs", "az", "http"}
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS)  # exFAT, SMB and some FUSE have no hard links
 
 
@@ -54,18 +43,17 @@ def open_fsspec_client(location: Location) -> FsspecClient:
     protocol, options = location.protocol, dict(location.options)
     if protocol != CHAIN:
         options["skip_instance_cache"] = True
-    if protocol in _HAVE_LISTINGS_CACHE:
+    if protocol in ("gs", "az", "http"):  # the filesystems with a listings cache
         options["use_listings_cache"] = False
     fs, root = url_to_fs(location.target, **options)
-    kinds: dict[str, type[FsspecClient]] = {CHAIN: ChainClient, "file": LocalClient, "http": HttpClient}
-    kinds["memory"] = MemoryClient
-    return kinds.get(protocol, FsspecClient)(fs, location.retry, root)
+    return _CLIENTS.get(protocol, FsspecClient)(fs, location.retry, root)
 
 
 class FsspecClient:
-    """Any filesystem, by the interface that all share; `root` is its path of the store's URL.
+    """A client of any filesystem; `root` is the path of the store's URL.
 
-    `put` and `create` return the etag or nothing; `replace` None where the object is another one than it should be.
+    `put`, `create` and `replace` return the etag, or "" if it is unknown; `replace` returns None if the object was
+    changed by another writer.
     """
 
     def __init__(self, fs: Any, policy: RetryPolicy, root: str) -> None:
@@ -73,32 +61,32 @@ class FsspecClient:
 
     def get(self, path: str) -> bytes:
         """Return the object."""
-        data = self._ranged(path, 0, SMALL_BYTES)  # which has an early deadline
+        data = self._read_range(path, 0, SMALL_BYTES)  # most objects, with a short deadline
         return data if len(data) != SMALL_BYTES else bytes(self._timed("cat_file", path, UNKNOWN_BYTES))
 
     def _timed(self, method: str, path: str, size: int, **options: Any) -> Any:
-        """Ask within the time that a response of `size` bytes may take, where the filesystem takes a timeout."""
-        if method not in vars(self.fs):  # the twin that fsspec makes of an asynchronous method
+        """Call a method with the deadline of a response of `size` bytes, if the filesystem is asynchronous."""
+        if method not in vars(self.fs):  # fsspec sets a blocking copy of each asynchronous method
             return getattr(self.fs, method)(path, **options)
-        asked = getattr(self.fs, f"_{method}")
-        return sync(self.fs.loop, asked, path, timeout=self.policy.deadline(size), **options)
+        coroutine = getattr(self.fs, f"_{method}")
+        return sync(self.fs.loop, coroutine, path, timeout=self.policy.deadline(size), **options)
 
-    def get_range(self, path: str, start: int, stop: int, allocate: Allocate | None = None) -> Buffer:  # noqa: ARG002 - the client makes bodies of its own
-        """Return bytes [start, stop), fewer where the object ends before."""
-        data = self._ranged(path, start, stop)
+    def get_range(self, path: str, start: int, stop: int, allocate: Allocate | None = None) -> Buffer:  # noqa: ARG002 - filesystems allocate the bytes themselves
+        """Return bytes [start, stop), fewer if the object ends before `stop`."""
+        data = self._read_range(path, start, stop)
         if len(data) > stop - start:
             raise HttpError(200, "RangeNotSupported", f"received {len(data)} bytes for a range of {stop - start}")
         return data
 
     def get_tail(self, path: str, size: int) -> bytes:
-        """Return the last bytes."""
-        return self._ranged(path, -size, None)
+        """Return the last `size` bytes, fewer if the object is smaller."""
+        return self._read_range(path, -size, None)
 
-    def _ranged(self, path: str, start: int, stop: int | None) -> bytes:
+    def _read_range(self, path: str, start: int, stop: int | None) -> bytes:
         try:
             return self._cat(path, start, stop)
         except client_errors() as error:
-            if not beyond_the_end(error):
+            if not is_past_end(error):
                 raise
             return b""
 
@@ -106,58 +94,58 @@ class FsspecClient:
         return self._timed("cat_file", path, (stop or 0) - start, start=start, end=stop)  # type: ignore[no-any-return]
 
     def info(self, path: str) -> ObjectInfo | None:
-        """Return size and etag of an object, None where there is none."""
+        """Return size and etag of an object, or None if it does not exist."""
         self.fs.invalidate_cache()
         try:
-            found = self._timed("info", path, 0)
+            info = self._timed("info", path, 0)
         except (FileNotFoundError, NotADirectoryError) as error:
-            # fsspec's HTTP raises it whatever went wrong
+            # fsspec's HTTP raises it for every failure
             if error.__cause__ is not None and facts_of(error).status != 404:
                 raise error.__cause__ from None
             return None
-        return _object_info(path, found) if found["type"] == "file" else None
+        return _object_info(path, info) if info["type"] == "file" else None
 
-    def list_page(self, folder: str, token: str | None) -> Page:  # noqa: ARG002 - S3 needs it
-        """Return objects below a folder, and the token of the next page."""
+    def list_page(self, folder: str, token: str | None) -> Page:  # noqa: ARG002 - only S3 has pages
+        """Return the objects below a folder, and no token of another page."""
         self.fs.invalidate_cache()
-        found = self._timed("find", folder, UNKNOWN_BYTES, detail=True)
-        objects = [_object_info(path, info) for path, info in found.items() if info["type"] == "file"]
-        return [entry for entry in objects if entry.path.startswith(folder.rstrip("/") + "/")], None
+        infos, prefix = self._timed("find", folder, UNKNOWN_BYTES, detail=True), folder.rstrip("/") + "/"
+        files = {path: info for path, info in infos.items() if info["type"] == "file" and path.startswith(prefix)}
+        return list(starmap(_object_info, files.items())), None
 
     def put(self, path: str, data: Body) -> str:
         """Write the object and return its etag."""
         return etag_of(self._timed("pipe_file", path, body_bytes(data), value=_joined(data)))
 
     def create(self, path: str, data: Buffer) -> str:
-        """Write the object where there is none."""
+        """Write the object; raises FileExistsError if it exists."""
         with self._lock(path):
             return etag_of(self._timed("pipe_file", path, body_bytes(data), value=_joined(data), mode="create"))
 
     def replace(self, path: str, data: Buffer, before: Buffer) -> str | None:
-        """Write the object where it is `before`."""
+        """Write the object if its content is `before`."""
         with self._lock(path):
-            there = self.get_range(path, 0, larger_than(data, before))
-            if there == data:  # a second try after a lost response
+            current = self.get_range(path, 0, max(body_bytes(data), body_bytes(before)) + 1)  # notices a longer object
+            if current == data:  # a retry after a lost response
                 return ""
-            return self.put(path, data) if there == before else None
+            return self.put(path, data) if current == before else None
 
-    def _lock(self, path: str) -> AbstractContextManager[Any]:  # noqa: ARG002 - most stores have none
-        """Return what only one writer at a time can enter."""
+    def _lock(self, path: str) -> AbstractContextManager[Any]:  # noqa: ARG002 - most stores have no locks
+        """Return a lock for one writer of the object at a time."""
         return nullcontext()
 
     def delete(self, paths: Sequence[str]) -> None:
-        """Delete the objects, and ignore those that are not there."""
+        """Delete the objects, and ignore those that do not exist."""
         for path in paths:
             with suppress(FileNotFoundError):
                 self._timed("rm_file", path, 0)
 
-    def remove_leftovers(self, folder: str) -> int:  # noqa: ARG002 - most stores keep nothing unfinished
-        """Remove what killed writers left below a folder; return how many."""
+    def remove_leftovers(self, folder: str) -> int:  # noqa: ARG002 - most stores keep no partial writes
+        """Remove the temporary files of killed writers below a folder, and return their number."""
         return 0
 
 
 class ChainClient(FsspecClient):
-    """Chained filesystems, of which simplecache returns a file to one thread while it downloads it for another."""
+    """Chained filesystems. Reads of a file are serial: simplecache opens one that another thread still downloads."""
 
     def __init__(self, fs: Any, policy: RetryPolicy, root: str) -> None:
         super().__init__(fs, policy, root)
@@ -167,13 +155,13 @@ class ChainClient(FsspecClient):
         with self._reading.setdefault(path, threading.Lock()):
             if start >= 0:
                 return super()._cat(path, start, stop)
-            with self.fs.open(path, "rb") as file:  # cat_file asks for the size of a file, which some do not have
+            with self.fs.open(path, "rb") as file:  # cat_file needs the attribute size of a file, which some lack
                 file.seek(max(0, file.seek(0, os.SEEK_END) + start))
                 return bytes(file.read())
 
 
 class MemoryClient(FsspecClient):
-    """fsspec's memory filesystem, whose check for an existing file is not atomic by itself."""
+    """fsspec's memory filesystem, whose check for an existing file is not atomic."""
 
     _writing = threading.Lock()
 
@@ -182,37 +170,36 @@ class MemoryClient(FsspecClient):
 
 
 class LocalClient(FsspecClient):
-    """Local files: written beside their place under a temporary name, then renamed or linked into it."""
+    """Local files, which are written under a temporary name in the same folder, then renamed or linked."""
 
     def get_range(self, path: str, start: int, stop: int, allocate: Allocate | None = None) -> memoryview:
-        """Return bytes [start, stop), fewer where the object ends before."""
+        """Return bytes [start, stop), fewer if the file ends before `stop`; in `allocate(size)` if given."""
         count = 0
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            there = min(stop, os.fstat(file).st_size)  # the object may end before
-            body = (allocate or empty_buffer)(max(0, there - start))
-            while count < len(body) and (more := os.preadv(file, [body[count:]], start + count)):
-                count += more
+            body = (allocate or empty_buffer)(max(0, min(stop, os.fstat(file).st_size) - start))
+            while count < len(body) and (size := os.preadv(file, [body[count:]], start + count)):
+                count += size
         finally:
             os.close(file)
         return body[:count]
 
     def put(self, path: str, data: Body) -> str:
-        """Write the object and return its etag."""
+        """Write the file."""
         with _written_beside(path, data) as temporary:
             try:
                 temporary.replace(path)
-            except IsADirectoryError:  # empty, where the objects in it were deleted: buckets have no such folders
+            except IsADirectoryError:  # left empty by deleted objects: buckets have no folders
                 for folder, _, _ in os.walk(path, topdown=False):
                     Path(folder).rmdir()
                 temporary.replace(path)
         return ""
 
     def create(self, path: str, data: Buffer) -> str:
-        """Write the object where there is none."""
+        """Write the object; raises FileExistsError if it exists."""
         with _written_beside(path, data) as temporary:
             try:
-                os.link(temporary, path)  # fails where there is a file, at once for all who try
+                os.link(temporary, path)  # atomic, and fails if the file exists
             except OSError as error:
                 if error.errno not in _NO_LINKS:
                     raise
@@ -225,13 +212,13 @@ class LocalClient(FsspecClient):
         folder = os.open(Path(path).parent, os.O_RDONLY)
         try:
             with suppress(OSError):  # some network filesystems have no locks
-                fcntl.flock(folder, fcntl.LOCK_EX)  # on the folder: no file of a lock is left by a kill
+                fcntl.flock(folder, fcntl.LOCK_EX)  # on the folder, so that a kill leaves no lock file
             yield
         finally:
             os.close(folder)
 
     def remove_leftovers(self, folder: str) -> int:
-        """Remove what killed writers left below a folder; return how many."""
+        """Remove the temporary files of killed writers below a folder, and return their number."""
         leftovers = list(Path(folder).rglob(f"*{TEMPORARY_SUFFIX}"))
         for path in leftovers:
             path.unlink(missing_ok=True)
@@ -240,7 +227,7 @@ class LocalClient(FsspecClient):
 
 @contextmanager
 def _written_beside(path: str, data: Body) -> Iterator[Path]:
-    """Write the data to a temporary file in the folder of `path`, which is removed at the end if it is still there."""
+    """Write the data to a temporary file in the folder of `path`, which is removed unless the block moves it."""
     folder = Path(path).parent
     folder.mkdir(parents=True, exist_ok=True)
     temporary = folder / f".{uuid.uuid4().hex}{TEMPORARY_SUFFIX}"
@@ -253,10 +240,10 @@ def _written_beside(path: str, data: Body) -> Iterator[Path]:
 
 
 class HttpClient(FsspecClient):
-    """Plain HTTP servers: they are read only, a range that they ignore is noticed, and so is a late response."""
+    """Plain HTTP servers, which are read only. An ignored range and a late response are errors."""
 
     def __init__(self, fs: Any, policy: RetryPolicy, root: str) -> None:
-        """Raise TypeError for an option that a request does not have."""
+        """Raise TypeError for an option that is not an argument of a request."""
         from aiohttp import ClientSession
 
         signature(ClientSession._request).bind(None, "GET", "", **fs.kwargs)
@@ -267,24 +254,24 @@ class HttpClient(FsspecClient):
         return bytes(sync(self.fs.loop, self._read, path, ""))
 
     def _cat(self, path: str, start: int, stop: int | None) -> bytes:
-        wanted = f"bytes={start}" if stop is None else f"bytes={start}-{stop - 1}"
-        return bytes(sync(self.fs.loop, self._read, path, wanted))
+        byte_range = f"bytes={start}" if stop is None else f"bytes={start}-{stop - 1}"
+        return bytes(sync(self.fs.loop, self._read, path, byte_range))
 
-    async def _read(self, path: str, wanted: str) -> bytes:
-        """Return the bytes of a `Range`, or all where `wanted` is empty, as long as they come in time."""
+    async def _read(self, path: str, byte_range: str) -> bytes:
+        """Return the bytes of a `Range`, or the object if `byte_range` is empty. Raises `TimeoutError`."""
         options = dict(self.fs.kwargs)
-        ranged = {"Range": wanted} if wanted else {}
-        options["headers"] = {**options.get("headers", {}), "Accept-Encoding": "identity", **ranged}
+        headers = {"Accept-Encoding": "identity", **({"Range": byte_range} if byte_range else {})}
+        options["headers"] = {**options.get("headers", {}), **headers}
         session, progress, parts = await self.fs.set_session(), Progress(self.policy), []
         async with (
             asyncio.timeout(progress.seconds_left()) as limit,
             session.get(self.fs.encode_url(path), **options) as response,
         ):
             self.fs._raise_not_found_for_status(response, path)
-            if wanted and response.status != 206:
-                raise HttpError(200, "RangeNotSupported", f"HTTP status {response.status} for {wanted}")
-            if wanted:
-                check_range(wanted, response.headers.get("Content-Range"))
+            if byte_range and response.status != 206:
+                raise HttpError(200, "RangeNotSupported", f"HTTP status {response.status} for {byte_range}")
+            if byte_range:
+                check_range(byte_range, response.headers.get("Content-Range"))
             while part := await response.content.readany():
                 progress.received(len(part))
                 limit.reschedule(asyncio.get_running_loop().time() + progress.seconds_left())
@@ -292,17 +279,17 @@ class HttpClient(FsspecClient):
             return b"".join(parts)
 
     def list_page(self, folder: str, token: str | None) -> Page:  # noqa: ARG002
-        """Return what the index pages of a folder link to, by a request for each page and each file.
+        """Return the files that the index pages of a folder link to, with a request for each page and each file.
 
-        fsspec's own listing has no deadline, and leaves out folders that fail.
+        fsspec's own listing has no deadline, and omits folders whose requests fail.
         """
         pages, files = [folder + "/"], list[str]()
         while pages:
             page = pages.pop()
             with suppress(FileNotFoundError):
-                for url in links_below(page, self.get(page)):
+                for url in _links_below(page, self.get(page)):
                     (pages if url.endswith("/") else files).append(url)
-        return [entry for entry in map(self.info, files) if entry is not None], None
+        return [info for info in map(self.info, files) if info is not None], None
 
     def put(self, path: str, data: Body) -> str:  # noqa: ARG002
         """Raise `UnsupportedError`."""
@@ -311,12 +298,15 @@ class HttpClient(FsspecClient):
     create = put
 
     def delete(self, paths: Sequence[str]) -> None:
-        """Delete the objects, and ignore those that are not there."""
+        """Raise `UnsupportedError`."""
         self.put(paths[0], b"")
 
 
-def links_below(page: str, html: bytes) -> list[str]:
-    """Return the URLs below an index page that it links to, sorted; those with a query or fragment are not objects."""
+_CLIENTS = {CHAIN: ChainClient, "file": LocalClient, "http": HttpClient, "memory": MemoryClient}
+
+
+def _links_below(page: str, html: bytes) -> list[str]:
+    """Return the linked URLs below an index page, sorted, without those that have a query or a fragment."""
     links = _LINK.findall(html.decode("utf-8", "replace"))
     urls = {urljoin(page, unescape("".join(link))) for link in links}
     return sorted(url for url in urls if url.startswith(page) and url != page and not set("?#") & set(url))

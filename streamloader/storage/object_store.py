@@ -1,7 +1,7 @@
-"""The data plane over obstore for gs, az and http: ranged GETs in Rust, without the GIL, without a retry of its own.
+"""Ranged reads of gs, az and http by obstore: in Rust, without the GIL and without retries.
 
-The storage options of gcsfs, adlfs and fsspec's HTTP are translated. An option without a counterpart is an error that
-names it, and the data plane is then fsspec; options that only concern writing, listing or fsspec's caches are ignored.
+The storage options of gcsfs, adlfs and fsspec's HTTP are translated to obstore's. An option without a counterpart is an
+error that names it, and the URL is then read by fsspec. Options of writing, listing and fsspec's caches are ignored.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from typing import Any
 
 from streamloader.errors import UnsupportedError
 from streamloader.storage import process
-from streamloader.storage.retry import HttpError, Progress, beyond_the_end, cause_of, client_errors
-from streamloader.storage.store import Allocate, Buffer, empty_buffer
+from streamloader.storage.buffers import Allocate, Buffer, empty_buffer
+from streamloader.storage.retry import HttpError, Progress, cause_of, client_errors, is_past_end
 from streamloader.storage.url import FSSPEC_OPTIONS, Location
 
-CONNECT_SECONDS = 5.0
-
 _GCS_IGNORED = {*FSSPEC_OPTIONS, "project", "access", "consistency", "cache_timeout", "default_location", "timeout"}
+# Options of adlfs and obstore, which adlfs also reads from the environment
+_AZURE_OPTIONS = ("account_name", "account_key", "sas_token", "client_id", "client_secret", "tenant_id")
 _AZURE_IGNORED = {*FSSPEC_OPTIONS, "max_concurrency", "blocksize", "assume_container_exists", "location_mode"}
 
 
 @dataclass(frozen=True)
 class Target:
-    """What a client is made of. `bucket` may be a container or a base URL, `prefix` is a key, `http` HTTP options."""
+    """obstore's arguments for a location. `bucket` is a bucket, container or base URL, `prefix` a path in it."""
 
     bucket: str
     prefix: str
@@ -37,7 +37,7 @@ class Target:
 
 def _gcs_target(location: Location) -> Target:
     options = location.options
-    refuse_unknown("gcsfs", options, _GCS_IGNORED | {"token", "endpoint_url"})
+    _refuse_unknown("gcsfs", options, _GCS_IGNORED | {"token", "endpoint_url"})
     endpoint = options.get("endpoint_url") or os.environ.get("STORAGE_EMULATOR_HOST")
     token = options.get("token")
     config: dict[str, Any] = {"base_url": endpoint} if endpoint else {}
@@ -55,21 +55,18 @@ def _gcs_target(location: Location) -> Target:
 
 def _azure_target(location: Location) -> Target:
     options = location.options
-    names = {"account_name": "account_name", "account_key": "account_key", "sas_token": "sas_key"}
-    names |= {"client_id": "client_id", "client_secret": "client_secret", "tenant_id": "tenant_id"}
-    refuse_unknown("adlfs", options, _AZURE_IGNORED | set(names) | {"anon"})
+    _refuse_unknown("adlfs", options, _AZURE_IGNORED | {*_AZURE_OPTIONS, "anon"})
     if os.environ.get("AZURE_STORAGE_CONNECTION_STRING"):
         raise UnsupportedError("obstore has no counterpart of AZURE_STORAGE_CONNECTION_STRING")
-    place, _, prefix = location.path.partition("/")
-    container, _, host = place.partition("@")
-    # adlfs reads the same variables
-    given = {theirs: options.get(theirs) or os.environ.get(f"AZURE_STORAGE_{theirs.upper()}") for theirs in names}
-    config = {ours: given[theirs] for theirs, ours in names.items() if given[theirs]}
+    netloc, _, prefix = location.path.partition("/")
+    container, _, host = netloc.partition("@")
+    values = {name: options.get(name) or os.environ.get(f"AZURE_STORAGE_{name.upper()}") for name in _AZURE_OPTIONS}
+    config = {name: value for name, value in values.items() if value}
     if host:
         config["account_name"] = host.split(".", maxsplit=1)[0]
     if "account_name" not in config:
         raise UnsupportedError("obstore needs the option account_name for Azure")
-    if not config.keys() & {"account_key", "sas_key", "client_secret"}:
+    if not config.keys() & {"account_key", "sas_token", "client_secret"}:
         if options.get("anon") is False:
             raise UnsupportedError("obstore has no counterpart of Azure's default credential chain")
         config["skip_signature"] = True
@@ -78,9 +75,9 @@ def _azure_target(location: Location) -> Target:
 
 def _http_target(location: Location) -> Target:
     options = location.options
-    refuse_unknown("fsspec's http", options, {*FSSPEC_OPTIONS, "headers", "client_kwargs"})
+    _refuse_unknown("fsspec's http", options, {*FSSPEC_OPTIONS, "headers", "client_kwargs"})
     client = dict(options.get("client_kwargs") or {})
-    refuse_unknown("fsspec's http client_kwargs", client, {"headers"})
+    _refuse_unknown("fsspec's http client_kwargs", client, {"headers"})
     http: dict[str, Any] = {"allow_http": location.target.startswith("http://")}
     headers = {**dict(options.get("headers") or {}), **dict(client.get("headers") or {})}
     if headers:
@@ -88,42 +85,50 @@ def _http_target(location: Location) -> Target:
     return Target(location.target, "", {}, http)
 
 
-def refuse_unknown(what: str, options: Mapping[str, Any], known: Collection[str]) -> None:
-    """Raise `UnsupportedError` that names the options which are set and not `known`."""
+def _refuse_unknown(filesystem: str, options: Mapping[str, Any], known: Collection[str]) -> None:
+    """Raise `UnsupportedError` with the names of the options that are set and not `known`."""
     unknown = sorted(name for name, value in options.items() if name not in known and value is not None)
     if unknown:
-        raise UnsupportedError(f"obstore has no counterpart of {what} option {', '.join(map(repr, unknown))}")
+        raise UnsupportedError(f"obstore has no counterpart of {filesystem} option {', '.join(map(repr, unknown))}")
 
 
-class ObjectPlane:
-    """The obstore client of one location."""
+class ObstoreClient:
+    """Ranged reads of one location by obstore; `root` is the path of the location's URL. Thread-safe; for one process.
 
-    def __init__(self, target: Target, location: Location) -> None:
+    The constructor raises `UnsupportedError` with the reason if obstore cannot replace the fsspec filesystem.
+    """
+
+    def __init__(self, location: Location) -> None:
+        if location.protocol not in _TARGETS:
+            raise UnsupportedError(f"obstore does not support the protocol {location.protocol!r}")
+        if process.forked_after_obstore():
+            raise UnsupportedError("forked after obstore was used; use forkserver or spawn")
         import obstore
 
-        self._get = obstore.get
-        self._client = _client(target, location)
+        target = target_of(location)
+        self.root = target.prefix
+        self._get, self._store = obstore.get, _new_store(target, location)
         self._policy = location.retry
         self._owner = process.Owner("clients")
 
-    def read(self, path: str, start: int, stop: int, allocate: Allocate | None = None) -> Buffer:
-        """Return bytes [start, stop) of an object, fewer where it ends before; in `allocate(size)` where given.
+    def get_range(self, path: str, start: int, stop: int, allocate: Allocate | None = None) -> Buffer:
+        """Return bytes [start, stop) of an object, fewer if it ends before `stop`; in `allocate(size)` if given.
 
-        Raises `TimeoutError` where they come slower than the policy allows.
+        Raises `TimeoutError` if they arrive more slowly than the policy allows.
         """
         self._owner.check()
         process.note_obstore_use()
         progress, count = Progress(self._policy), 0
         try:
-            response = self._get(self._client, path, options={"range": (start, stop)})
+            response = self._get(self._store, path, options={"range": (start, stop)})
         except client_errors() as error:
-            if not beyond_the_end(error):
+            if not is_past_end(error):
                 raise
             return b""
         except ValueError as error:
             raise OSError(f"obstore cannot parse the name: {error}") from error
         body = (allocate or empty_buffer)(response.range[1] - response.range[0])
-        for part in response.stream(min_chunk_size=1):  # as it arrives: some 300 KB at a time
+        for part in response.stream(min_chunk_size=1):  # as they arrive, about 300 KB each
             if count + len(part) > len(body):
                 raise HttpError(206, "WrongRange", f"received more than the {len(body)} bytes of the range")
             body[count : count + len(part)] = part
@@ -133,44 +138,28 @@ class ObjectPlane:
         return body[:count]
 
 
-def open_object_plane(location: Location) -> tuple[ObjectPlane, str]:
-    """Return the obstore reader for a URL, and the URL's key.
-
-    Raises `UnsupportedError` with the reason where obstore cannot stand in for the fsspec filesystem.
-    """
-    if location.protocol not in _TARGETS:
-        raise UnsupportedError(f"obstore does not support the protocol {location.protocol!r}")
-    if process.forked_after_obstore():
-        raise UnsupportedError(process.FORKED_REASON)
-    target = target_of(location)
-    return ObjectPlane(target, location), target.prefix
-
-
-def _client(target: Target, location: Location) -> Any:
-    """Return the client. Raises `UnsupportedError` for options that it refuses."""
+def _new_store(target: Target, location: Location) -> Any:
+    """Return obstore's store. Raises `UnsupportedError` for options that it rejects."""
     from obstore import store
     from obstore.exceptions import BaseError
 
-    policy, secrets = location.retry, location.secrets
-    limits = {
-        "timeout": "1d",  # of a whole response: `ObjectPlane.read` has the deadline
-        "connect_timeout": f"{round(CONNECT_SECONDS * 1000)}ms",
-        "read_timeout": f"{round(policy.response_seconds * 1000)}ms",
+    timeouts = {
+        "timeout": "1d",  # of a complete response, whose deadline `ObstoreClient.get_range` checks
+        "connect_timeout": "5s",
+        "read_timeout": f"{round(location.retry.response_seconds * 1000)}ms",
     }
-    options: dict[str, Any] = {"client_options": {**limits, **target.http}, "retry_config": {"max_retries": 0}}
-    kinds: dict[str, Any] = {"gs": store.GCSStore, "az": store.AzureStore, "http": store.HTTPStore}
-    if location.protocol != "http":
-        options["config"] = dict(target.config)
+    options: dict[str, Any] = {"client_options": {**timeouts, **target.http}, "retry_config": {"max_retries": 0}}
+    classes: dict[str, Any] = {"gs": store.GCSStore, "az": store.AzureStore, "http": store.HTTPStore}
     try:
-        return kinds[location.protocol](target.bucket, **options)
+        return classes[location.protocol](target.bucket, **options, **target.config)
     except (ValueError, TypeError, BaseError) as error:
-        detail = " ".join(secrets.redact(str(error)).split())[:200]
-        raise UnsupportedError(f"obstore rejects the options: {detail}") from cause_of(error, secrets)
+        detail = " ".join(location.secrets.redact(str(error)).split())[:200]
+        raise UnsupportedError(f"obstore rejects the options: {detail}") from cause_of(error, location.secrets)
 
 
 _TARGETS = {"gs": _gcs_target, "az": _azure_target, "http": _http_target}
 
 
 def target_of(location: Location) -> Target:
-    """Translate options and environment. Raises `UnsupportedError` that names what has no counterpart in obstore."""
+    """Translate options and environment. Raises `UnsupportedError` for an option without a counterpart in obstore."""
     return _TARGETS[location.protocol](location)

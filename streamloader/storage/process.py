@@ -1,10 +1,11 @@
-"""What belongs to one process: after a fork, nothing that a child inherits is used by it.
+"""State of one process, its threads and its number of cores.
 
-`PerProcess` keeps a value for each process, `Owner` refuses another process. One fact is global: whether obstore was
-used. Its runtime hangs in a child that was forked after it had been used, even with a new store. The process that first
-uses it notes its id; a process with another id has inherited the note by a fork.
+After a fork, the child does not use clients that it inherits: `PerProcess` keeps a value for each process, and `Owner`
+raises in another process. One fact is global: whether obstore was used. Its runtime hangs in a child that is forked
+afterwards, even with a new store. A process that uses it records its id; an id of another process was inherited by a
+fork.
 
-Then its plain threads: the same work on many items (`run_all`), and waits that a signal ends; and its cores.
+Threads: `run_all` does the same work on many items, and `wait_for`, `take` and `join` are waits that Ctrl-C ends.
 """
 
 from __future__ import annotations
@@ -21,20 +22,18 @@ from typing import Any, Generic, TypeVar
 
 from streamloader.errors import ForkError
 
-FORKED_REASON = "forked after obstore was used; use forkserver or spawn"
-
 Made = TypeVar("Made")
 
 
 class PerProcess(Generic[Made]):
-    """A value that each process makes for itself, once. Thread-safe; pickles without values."""
+    """A value that each process creates once for itself. Thread-safe; pickled without values."""
 
     def __init__(self) -> None:
         self._made: dict[int, Made] = {}
-        self._locks: dict[int, threading.RLock] = {}  # a child may inherit one that was held
+        self._locks: dict[int, threading.RLock] = {}  # per process, since a child may inherit a locked one
 
     def get(self, make: Callable[[], Made]) -> Made:
-        """Return this process's value, made at the first call."""
+        """Return the value of this process, which the first call creates by `make()`."""
         pid = os.getpid()
         if pid not in self._made:
             with self._locks.setdefault(pid, threading.RLock()):
@@ -46,29 +45,29 @@ class PerProcess(Generic[Made]):
         return (PerProcess, ())
 
     def all(self) -> Iterable[Made]:
-        """Return the values of this process and those that it inherited, which are only to be looked at."""
+        """Return the values of this process and the inherited ones, which may only be inspected."""
         return list(self._made.values())
 
 
 class Owner:
-    """The process in which this was made."""
+    """The process that created this object."""
 
     def __init__(self, what: str) -> None:
         self._what, self._pid = what, os.getpid()
 
     @property
     def here(self) -> bool:
-        """Whether that is this process."""
+        """Whether it is the current process."""
         return os.getpid() == self._pid
 
     def check(self) -> None:
         """Raise `ForkError` in another process."""
         if not self.here:
-            raise ForkError(f"the {self._what} are of another process", "ask the store for a reader in this process")
+            raise ForkError(f"the {self._what} belong to another process", "call Store.reader in this process")
 
 
 def finalize(watched: object, call: Callable[..., None], *held: Any) -> weakref.finalize[..., Any]:
-    """As `weakref.finalize`, but not in a child that is forked: it has no such threads, and perhaps held locks."""
+    """Like `weakref.finalize`, but does nothing in a forked child, which has no threads and may have locked locks."""
     return weakref.finalize(watched, _call_here, Owner("objects"), call, *held)
 
 
@@ -77,17 +76,17 @@ def _call_here(owner: Owner, call: Callable[..., None], *held: Any) -> None:
         call(*held)
 
 
-_OBSTORE_USERS: set[int] = set()  # processes: this one, or one that it was forked from
+_OBSTORE_USERS: set[int] = set()  # ids of this process and of those that it was forked from
 _WARNED: set[int] = set()
 
 
 def note_obstore_use() -> None:
-    """Remember that this process uses obstore from now on."""
+    """Record that this process has used obstore."""
     _OBSTORE_USERS.add(os.getpid())
 
 
 def forked_after_obstore() -> bool:
-    """Return whether a process that had used obstore forked this one; warn once, with a better start method."""
+    """Return whether this process was forked after obstore was used. If so, warn once and name better start methods."""
     if not _OBSTORE_USERS - {os.getpid()}:
         return False
     if os.getpid() not in _WARNED:
@@ -104,19 +103,19 @@ def forked_after_obstore() -> bool:
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
-# The interpreter looks for signals before it begins to wait, and then gives its lock away, which takes long where other
-# threads want it. A signal that comes in between wakes nobody: so a wait is of short waits, with a look between them.
+# The interpreter checks for signals before a wait, and then releases the GIL, which takes long if other threads compete
+# for it. A signal in between does not end the wait, so a long wait consists of short ones.
 SIGNAL_SECONDS = 0.5
 
 
 def wait_for(wait: Callable[[float], bool]) -> None:
-    """Call `wait(seconds)` until it returns True, so that Ctrl-C ends the wait whenever it comes."""
+    """Call `wait(seconds)` until it returns True; Ctrl-C ends the wait."""
     while not wait(SIGNAL_SECONDS):
         pass
 
 
 def take(queue: SimpleQueue[Item]) -> Item:
-    """Return the next item of a queue once there is one; Ctrl-C ends the wait."""
+    """Wait for the next item of a queue and return it; Ctrl-C ends the wait."""
     while True:
         with suppress(Empty):
             return queue.get(timeout=SIGNAL_SECONDS)
@@ -130,11 +129,11 @@ def join(threads: Iterable[threading.Thread]) -> None:
 
 
 def run_all(work: Callable[[Item], Result], items: Iterable[Item], threads: int) -> list[Result]:
-    """Return `[work(item) for item in items]`, done by up to `threads` threads.
+    """Return `[work(item) for item in items]`, computed by up to `threads` threads.
 
-    The first failure is raised when the items in work have ended; no further ones are begun. The threads are
-    daemons: an executor's would keep the interpreter from leaving while a request stalls. A single item gets one
-    too, since Ctrl-C waits for a client's call on the main thread.
+    After a failure no further item is started; the first failure is raised when the started ones have ended. The
+    threads are daemons, since an executor's would keep the interpreter from exiting while a request stalls. A single
+    item gets a thread too, since Ctrl-C cannot interrupt a client's call on the main thread.
     """
     todo = list(enumerate(items))
     if threads <= 1 or not todo:
@@ -151,7 +150,7 @@ def run_all(work: Callable[[Item], Result], items: Iterable[Item], threads: int)
                 return
             try:
                 results[index] = work(item)
-            except BaseException as error:  # noqa: BLE001 - handed to the caller, whatever it is
+            except BaseException as error:  # noqa: BLE001 - raised by the caller
                 failures.append(error)
 
     count = len(todo)
@@ -160,19 +159,19 @@ def run_all(work: Callable[[Item], Result], items: Iterable[Item], threads: int)
         for thread in pool:
             thread.start()
         join(pool)
-    except BaseException:  # Ctrl-C: the threads stop after the item they are at
+    except BaseException:  # Ctrl-C: the threads end after their current items
         todo.clear()
         raise
     try:
         if failures:
             raise failures[0]
     finally:
-        failures.clear()  # its traceback has this frame
+        failures.clear()  # a cycle: the traceback of the failure has this frame
     return [results[index] for index in range(count)]
 
 
 def cpu_count() -> int:
-    """Return the cores that this process may use: its affinity, or the control group's quota if less."""
+    """Return the number of cores that this process may use: its affinity, or its cgroup quota if that is less."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()

@@ -1,11 +1,11 @@
-"""When a failed request is sent again, and how long to wait first. No I/O, no client.
+"""Maps exceptions of storage clients to our errors, and retries failed requests. No I/O, no client.
 
-Failures are errors of our own first. fsspec's backends keep the HTTP status and the store's error code in the exception
-or in its cause; obstore keeps them only in its text. Both are read here and nowhere else (`storage_error`).
+fsspec's backends keep the HTTP status and the store's error code in the exception or in its cause; obstore keeps them
+only in its text. Only this module reads them (`storage_error`).
 
-Only failures that may pass are retried: those whose `attempts` are not limited, `TransientError` (with
-`ThrottledError`) and, once the endpoint has responded, `EndpointError`; others up to their `attempts`, which is mostly
-one. A wrong endpoint thus fails at once, and a server that restarts does not.
+Only temporary failures are retried: `TransientError` (with `ThrottledError`) and, once the endpoint has responded,
+`EndpointError`. An error whose `attempts` is a number is retried up to that number, which is mostly one. A wrong
+endpoint thus fails at once, while a server that restarts is waited for.
 """
 
 from __future__ import annotations
@@ -35,13 +35,12 @@ from streamloader.errors import (
 from streamloader.options import RetryPolicy
 from streamloader.storage.url import NO_SECRETS, Location, Secrets
 
-MAX_CHAIN = 20  # causes of an exception that are searched for secrets
+MAX_CHAIN = 20  # exceptions of a chain of causes that are searched for secrets
 
-CHECK_SERVER = "look at the server, and at a proxy or cache before it"
-# S3's error codes for credentials that were valid once
+# S3's error codes for credentials that have expired
 EXPIRED = frozenset({"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "RequestExpired"})
 
-# module, class: the roots of the exceptions that clients raise besides OSError
+# Module and class: the base classes of the exceptions that clients raise besides OSError
 _CLIENT_ROOTS = (
     ("http.client", "HTTPException"),
     ("botocore.exceptions", "BotoCoreError"),
@@ -58,9 +57,9 @@ _CLIENT_ROOTS = (
 
 
 class _Rule(NamedTuple):
-    """One of our errors, and the codes, HTTP statuses and names of exception classes that it is raised for.
+    """One of our errors, and its `signs`: the error codes, HTTP statuses and exception classes that it is raised for.
 
-    `attempts` limits how often a request is sent; None: as the error's class has it.
+    `attempts` limits how often a request is sent; None leaves the limit of the error's class.
     """
 
     kind: type[StorageError]
@@ -73,7 +72,7 @@ class _Rule(NamedTuple):
 _THROTTLED = (
     "429 503 SlowDown ServiceUnavailable Throttling ThrottlingException RequestLimitExceeded TooManyRequests ServerBusy"
 )
-_ELSEWHERE = "301 307 308 PermanentRedirect TemporaryRedirect Redirect AuthorizationHeaderMalformed RecursionError"
+_OTHER_REGION = "301 307 308 PermanentRedirect TemporaryRedirect Redirect AuthorizationHeaderMalformed RecursionError"
 _FULL = "507 QuotaExceeded XMinioStorageFull XMinioAdminBucketQuotaExceeded ENOSPC EDQUOT"
 _DENIED = (
     "401 403 InvalidToken InvalidAccessKeyId SignatureDoesNotMatch AccessDenied PermissionError NoCredentialsError "
@@ -88,47 +87,52 @@ _UNREACHABLE = (
 _EXISTS = "412 PreconditionFailed BlobAlreadyExists FileExistsError AlreadyExistsError"
 _MISSING = "404 NoSuchKey NoSuchUpload BlobNotFound FileNotFoundError IsADirectoryError NotADirectoryError"
 _UNSUPPORTED = "405 501 NotImplementedError NotSupportedError"
-_PASSING = (
+_TEMPORARY = (
     "408 409 5xx Interrupted InternalError RequestTimeout OperationAborted ConditionalRequestConflict BadDigest "
     "XAmzContentSHA256Mismatch HTTPClientError ResponseParserError ClientPayloadError ClientConnectionError "
     "FSTimeoutError TimeoutError IncompleteRead ConnectionError TransportError ServiceResponseError JoinError "
     "HTTPException HttpProcessingError"
 )
 
-_CERTIFICATE = "check the certificate, the clocks and endpoint_url; set AWS_CA_BUNDLE or verify= for a CA of your own"
+# botocore reads AWS_CA_BUNDLE; OpenSSL (fsspec, gcsfs, adlfs) and rustls (obstore) read SSL_CERT_FILE
+_CERTIFICATE = (
+    "check the certificate, the clocks and the URL or endpoint_url; for your own CA, set AWS_CA_BUNDLE or verify= (S3) "
+    "or SSL_CERT_FILE (https, gs, az)"
+)
 _REGION = "set client_kwargs={'region_name': ...} or endpoint_url in storage_options"
-_WRITABLE = "check who may write or read there (owner, mode, mount), or choose another place"
-_CREDENTIALS = "check the credentials (storage_options, AWS_PROFILE or the environment) and what they may do"
-_NETWORK = "check endpoint_url, the network and, for https, the certificate (verify or AWS_CA_BUNDLE)"
-_HEALTH = "try again; look at the store's health, its free space and the network"
+_PERMISSIONS = "check its permissions (owner, mode, mount), or choose another location"
+_CREDENTIALS = "check the credentials (storage_options, AWS_PROFILE or the environment) and their permissions"
+_NETWORK = "check the URL or endpoint_url, the network and, for https, the server's certificate"
+_HEALTH = "try again; check the store's health, its free space and the network"
+_SERVER = "check the server, and any proxy or cache in front of it"
 
-# The first rule that fits wins. A response that contradicts its request is mostly a fault of one transfer: 3 attempts.
-# What the store responded counts before the names of exceptions, which are names so that no client needs to be imported
-# to recognise another's.
+# The first rule that matches is used. A response that contradicts its request is mostly a fault of one transfer: 3
+# attempts. Codes and statuses in the response are matched before the names of exception classes, which are strings so
+# that no client has to be imported.
 _RULES = (
     _Rule(EndpointError, "the server's certificate is not trusted", _CERTIFICATE, "CertificateVerifyFailed", 1),
-    _Rule(TransientError, "the server sent another range than was requested", CHECK_SERVER, "WrongRange", 3),
+    _Rule(TransientError, "the server sent another range than the requested one", _SERVER, "WrongRange", 3),
     _Rule(UnsupportedError, "the server ignores ranges", "use a server with ranged reads", "RangeNotSupported", 3),
-    _Rule(TransientError, "the server's response is malformed", CHECK_SERVER, "Malformed", 3),
+    _Rule(TransientError, "the server's response is malformed", _SERVER, "Malformed", 3),
     _Rule(NotFoundError, "its bucket does not exist", "check its name, or create it", "NoSuchBucket ContainerNotFound"),
     _Rule(ThrottledError, "the store asks to slow down", "send fewer requests at once", _THROTTLED),
     _Rule(AccessError, "the credentials have expired", "renew them", " ".join(sorted(EXPIRED))),
     _Rule(AccessError, "this machine's clock is wrong", "set the clock", "RequestTimeTooSkewed"),
-    _Rule(EndpointError, "the bucket is in another region or at another endpoint", _REGION, _ELSEWHERE, 1),
-    _Rule(StorageError, "no space is left", "make room there, or choose another place", _FULL),
-    _Rule(StorageError, "the file is larger than it may be there", "raise the limit (ulimit -f)", "EFBIG"),
-    _Rule(AccessError, "no permission", _WRITABLE, "EACCES EPERM EROFS"),
+    _Rule(EndpointError, "the bucket is in another region or at another endpoint", _REGION, _OTHER_REGION, 1),
+    _Rule(StorageError, "no space is left", "free some space, or choose another location", _FULL),
+    _Rule(StorageError, "the file is larger than the limit", "raise the limit (ulimit -f)", "EFBIG"),
+    _Rule(AccessError, "no permission", _PERMISSIONS, "EACCES EPERM EROFS"),
     _Rule(AccessError, "no permission", _CREDENTIALS, _DENIED),
     _Rule(EndpointError, "the endpoint cannot be reached", _NETWORK, _UNREACHABLE),
     _Rule(ObjectExistsError, "the object exists already", "choose another name or delete it", _EXISTS),
     _Rule(NotFoundError, "it does not exist", "check the URL", _MISSING),
-    _Rule(UnsupportedError, "the server cannot do that", "use another server", _UNSUPPORTED),
-    _Rule(TransientError, "the store failed or the transfer broke off", _HEALTH, _PASSING),
+    _Rule(UnsupportedError, "the server does not support this request", "use another server", _UNSUPPORTED),
+    _Rule(TransientError, "the store failed or the transfer broke off", _HEALTH, _TEMPORARY),
 )
 
 
 class HttpError(OSError):
-    """What went wrong: HTTP status (0 without a response), the store's own code where it has one, and its message.
+    """A failed request: HTTP status (0 without a response), the error code (the store's or ours) and a message.
 
     `headers` are those of the response.
     """
@@ -140,24 +144,22 @@ class HttpError(OSError):
         self.headers = headers or {}
 
 
-# what this module and the readers call what has no code of the store
-_OWN_CODES = frozenset(
-    {"CertificateVerifyFailed", "WrongRange", "RangeNotSupported", "Malformed", "Unreachable", "Interrupted"}
-)
+# Our codes for failures without an error code of the store
+_OUR_CODES = {"CertificateVerifyFailed", "WrongRange", "RangeNotSupported", "Malformed", "Unreachable", "Interrupted"}
 
 
 def client_errors() -> tuple[type[BaseException], ...]:
     """Return the exceptions that the clients loaded so far can raise, for an `except` clause."""
     roots = [getattr(sys.modules.get(module), name, None) for module, name in _CLIENT_ROOTS]
-    # RecursionError: botocore asks an endpoint that redirects everything for the bucket's region, again and again
+    # RecursionError: botocore follows an endpoint that redirects every request, while it looks for the bucket's region
     return (OSError, NotImplementedError, RecursionError, *(root for root in roots if root is not None))
 
 
 class Facts(NamedTuple):
-    """What an exception and its causes have of a failure: HTTP status (0: none), error code, text, names of classes.
+    """The facts about a failure in an exception and its causes.
 
-    The names of an error of the system are also that of its errno: "ENOSPC". `wait`: the seconds that the store
-    asked to wait, 0 where it did not.
+    `status` is the HTTP status, or 0; `names` are those of the exception classes and of an operating system's errno,
+    such as "ENOSPC"; `wait` is the seconds of the header Retry-After, or 0.
     """
 
     status: int
@@ -168,23 +170,23 @@ class Facts(NamedTuple):
 
 
 def facts_of(error: BaseException) -> Facts:
-    """Collect the facts from an exception and the chain of its causes; what comes first counts."""
+    """Collect the facts from an exception and the chain of its causes; the first value of each kind is used."""
     names, links = set[str](), list[tuple[int, str, str, float]]()
     link: BaseException | None = error
     while link is not None and len(links) < 8:
         names.update(kind.__name__ for kind in type(link).__mro__)
-        if isinstance(link, OSError) and type(link).__module__ == "builtins":  # a client's own may be of a socket
+        if isinstance(link, OSError) and type(link).__module__ == "builtins":  # in a client's class, errno may differ
             names.add(errno.errorcode.get(link.errno or 0, ""))
-        links.append(_facts_of_one(link))
-        link = link.__cause__  # not its context: that may be what the caller was handling
-    status, code, text, wait = (next(filter(None, found), found[0]) for found in zip(*links, strict=True))
+        links.append(_facts_of_link(link))
+        link = link.__cause__  # not its __context__, which may be an unrelated exception that the caller handles
+    status, code, text, wait = (next(filter(None, values), values[0]) for values in zip(*links, strict=True))
     if untrusted := _certificate_problem(error):
         code, text = "CertificateVerifyFailed", untrusted
     return Facts(status, code, text or str(error), frozenset(names), wait)
 
 
 def _certificate_problem(error: BaseException) -> str:
-    """Return why a certificate is refused, as OpenSSL or rustls has it; empty where that is not what happened."""
+    """Return the reason of OpenSSL or rustls for rejecting a certificate; empty for any other failure."""
     text = f"{error} {error.__cause__ or ''}"
     openssl = re.search(r"certificate verify failed:? *([^(\])\n]*)", text)
     rustls = re.search(r"InvalidCertificate\(\s*(?:Other\(\s*OtherError\(\s*)?(\w+)", text)
@@ -192,12 +194,13 @@ def _certificate_problem(error: BaseException) -> str:
     return f"certificate verify failed: {reason}" if reason else ""
 
 
-def _facts_of_one(error: BaseException) -> tuple[int, str, str, float]:
-    """Return HTTP status, error code, text and the wait that the store asked for, as far as this exception has them."""
-    if type(error).__module__.startswith("obstore") or "Server returned non-2xx" in str(error):  # or a builtin one
+def _facts_of_link(error: BaseException) -> tuple[int, str, str, float]:
+    """Return the HTTP status, error code, text and requested wait of one exception, without its causes."""
+    # obstore raises builtin exceptions too
+    if type(error).__module__.startswith("obstore") or "Server returned non-2xx" in str(error):
         return (*_obstore_facts(str(error)), 0.0)
     response, headers = getattr(error, "response", None), getattr(error, "headers", None)
-    # aiohttp, azure and gcsfs; aiohttp warns of its `code`
+    # aiohttp, azure and gcsfs, in this order: `code` is deprecated in aiohttp
     values = (getattr(error, name, None) for name in ("status", "status_code", "code"))
     status = next((value for value in values if isinstance(value, int)), 0)
     code, text = str(getattr(error, "error_code", None) or ""), ""
@@ -206,23 +209,22 @@ def _facts_of_one(error: BaseException) -> tuple[int, str, str, float]:
         code, text = str(details.get("Code", "")), str(details.get("Message", ""))
         status, headers = metadata.get("HTTPStatusCode", 0), metadata.get("HTTPHeaders")
     wait = (headers.get("retry-after") or headers.get("Retry-After")) if isinstance(headers, Mapping) else None
-    seconds = re.fullmatch(r"\d{1,6}(\.\d+)?", str(wait))  # stores send no dates
+    seconds = re.fullmatch(r"\d{1,6}(\.\d+)?", str(wait))  # stores do not send dates
     return status, code, text, float(seconds[0]) if seconds else 0.0
 
 
-# what obstore's text shows of a failure without a response
+# Patterns in obstore's text for failures without an error code
 _OBSTORE_CODES = (
     (r"kind: Connect\b|tcp connect|dns error", "Unreachable"),
-    (r"kind: (Timeout|Interrupted|Request|Decode|Body|Unknown)\b", "Interrupted"),
+    (r"kind: (Timeout|Interrupted|Request|Decode|Body|Unknown)\b|source: Header \{", "Interrupted"),
     (r"InvalidRange", "InvalidRange"),
     (r"source: (UnexpectedRange|\w+ContentRange)\b", "WrongRange"),
-    (r"source: Header \{", "Interrupted"),
     (r"NotPartial|RangeNotSupported", "RangeNotSupported"),
 )
 
 
 def xml_error(text: str) -> tuple[str, str]:
-    """Return the code and the message in an error document of S3; empty where it has none."""
+    """Return the code and the message of an error document of S3; each is empty if it is missing."""
     code, message = (re.search(f"<{name}>(.*?)</{name}>", text) for name in ("Code", "Message"))
     return code[1] if code else "", message[1] if message else ""
 
@@ -235,30 +237,34 @@ def _obstore_facts(text: str) -> tuple[int, str, str]:
     return int(status[1]) if status else 0, code, message or summary
 
 
-def beyond_the_end(error: BaseException) -> bool:
-    """Return whether the store refused a range because the object ends before it."""
+def is_past_end(error: BaseException) -> bool:
+    """Return whether the store rejected a range because it begins after the end of the object."""
     facts = facts_of(error)
     return facts.status == 416 or facts.code == "InvalidRange"
 
 
-def check_range(asked: str, sent: str | None) -> None:
-    """Raise `HttpError` where a response is for another range than `asked` for, the value of `Range`."""
-    wanted, found = re.fullmatch(r"bytes=(\d*)-(\d*)", asked), re.fullmatch(r"bytes (\d+)-(\d+)/(\d+|\*)", sent or "")
-    if not wanted or not found:  # the header is optional, and the bytes are checked
+def check_range(requested: str, content_range: str | None) -> None:
+    """Raise `HttpError` if a response has another range than the requested one.
+
+    `requested` is the request's header Range, `bytes=first-last` or `bytes=-size`, and `content_range` the response's
+    header Content-Range.
+    """
+    asked = re.fullmatch(r"bytes=(\d*)-(\d+)", requested)
+    sent = re.fullmatch(r"bytes (\d+)-(\d+)/(\d+|\*)", content_range or "")
+    if not asked or not sent:  # the header is optional, and the bytes are checked
         return
-    first, last, size = int(found[1]), int(found[2]), int(found[3]) if found[3] != "*" else None
-    if wanted[1]:  # shorter where the object ends
-        right = first == int(wanted[1]) and (
-            last == int(wanted[2]) or (last < int(wanted[2]) and size in (None, last + 1))
-        )
+    first, last = int(sent[1]), int(sent[2])
+    end = int(sent[3]) - 1 if sent[3] != "*" else None  # the last byte of the object
+    if asked[1]:  # a range may end before the requested last byte, at the end of the object
+        matches = first == int(asked[1]) and (last == int(asked[2]) or (last < int(asked[2]) and end in (None, last)))
     else:
-        right = size is None or (last == size - 1 and first == max(0, size - int(wanted[2])))
-    if not right:
-        raise HttpError(206, "WrongRange", f"requested {asked}, the response has {sent}")
+        matches = end is None or (last == end and first == max(0, end + 1 - int(asked[2])))
+    if not matches:
+        raise HttpError(206, "WrongRange", f"requested {requested}, the response has {content_range}")
 
 
 def storage_error(error: BaseException, url: str, secrets: Secrets = NO_SECRETS) -> StorageError:
-    """Return our error for an exception of a client that worked on `url` (redacted).
+    """Return our error for a client's exception at `url`, which is redacted.
 
     Raise it `from cause_of(error, secrets)`.
     """
@@ -266,24 +272,24 @@ def storage_error(error: BaseException, url: str, secrets: Secrets = NO_SECRETS)
         return error
     facts = facts_of(error)
     detail = " ".join(secrets.redact(facts.text).split())[:200]
-    if not facts.code.isdigit() and facts.code not in _OWN_CODES and facts.code not in detail:
+    if not facts.code.isdigit() and facts.code not in _OUR_CODES and facts.code not in detail:
         detail = f"{facts.code}: {detail}"
     detail = detail or type(error).__name__
     responded = {facts.code, str(facts.status), f"{facts.status // 100}xx"}
-    rules = (rule for found in (responded, facts.names) for rule in _RULES if found & set(rule.signs.split()))
+    rules = (rule for signs in (responded, facts.names) for rule in _RULES if signs & set(rule.signs.split()))
     rule = next(rules, None)
     if rule is None:
-        return StorageError(f"{url}: {detail}", "look at the store and at storage_options")
-    found = rule.kind(f"{url}: {rule.problem} ({detail})", rule.remedy)
-    found.retry_after = facts.wait
+        return StorageError(f"{url}: {detail}", "check the store and storage_options")
+    ours = rule.kind(f"{url}: {rule.problem} ({detail})", rule.remedy)
+    ours.retry_after = facts.wait
     if rule.attempts is not None:
-        found.attempts = rule.attempts
-    return found
+        ours.attempts = rule.attempts
+    return ours
 
 
 def cause_of(error: BaseException, secrets: Secrets = NO_SECRETS) -> BaseException | None:
-    """Return what to chain to one of our errors: `error` itself, or its redacted text where it or a cause of it has
-    a secret in its message.
+    """Return the cause to chain to our error: `error`, or a `ClientError` with its redacted text if a message in its
+    chain contains a secret.
     """
     if isinstance(error, StorageError):
         return error.__cause__
@@ -300,7 +306,7 @@ def cause_of(error: BaseException, secrets: Secrets = NO_SECRETS) -> BaseExcepti
 
 @contextmanager
 def translated(location: Location, path: str = "") -> Iterator[None]:
-    """Raise exceptions of clients in the block as our errors, which name the path below `location`."""
+    """Raise the exceptions of clients in the block as our errors, which name `path` below `location`."""
     try:
         yield
     except client_errors() as error:
@@ -314,16 +320,16 @@ class ClientError(Exception):
 
 Result = TypeVar("Result")
 
-# An outage begins when no request has succeeded for so long: until then each request retries by itself.
+# An outage is declared after this time without a success; until then, each request retries independently
 OUTAGE_AFTER_SECONDS = 0.5
-# How often a request that waits for another's probe looks whether the outage is over.
+# How often a waiting request checks whether another's probe has ended the outage
 POLL_SECONDS = 0.1
 
 _LOG = logging.getLogger("streamloader")
 
 
 class Timing(NamedTuple):
-    """The clock, sleep (both in seconds) and jitter in [0, 1) that a retry uses; tests give their own."""
+    """The clock, sleep (both in seconds) and jitter in [0, 1) that retries use; tests replace them."""
 
     clock: Callable[[], float] = time.monotonic
     sleep: Callable[[float], None] = time.sleep
@@ -331,10 +337,10 @@ class Timing(NamedTuple):
 
 
 class Outage:
-    """The failures of one endpoint since its last success, and which request may test it. No threads, no clock.
+    """The failures of one endpoint since its last success, and when a request may probe it. No threads, no clock.
 
-    Requests that are sent while others fail do not form a storm: as long as none succeeds, one request at a time is
-    admitted as a probe, at random intervals of 0.5 to 1 times `probe_seconds`, whether or not the one before has ended.
+    The retries of many requests do not add up to a flood: as long as none succeeds, one request at a time is admitted
+    as a probe, at random intervals of 0.5 to 1 times `probe_seconds`, whether or not the previous one has ended.
     """
 
     def __init__(self, policy: RetryPolicy) -> None:
@@ -342,15 +348,15 @@ class Outage:
         self._since: float | None = None
         self._succeeded_at = self.ended_at = float("-inf")
         self._probe_at = 0.0
-        self.declared = False
+        self.declared = self.reported = False
         self.error = ""
 
     def seconds(self, now: float) -> float:
-        """Return for how long no request has succeeded; 0 where the last one did."""
+        """Return for how long no request has succeeded; 0 if the last one succeeded."""
         return 0.0 if self._since is None else now - self._since
 
     def failed(self, sent: float, now: float, jitter: float, error: str) -> None:
-        """A request sent at `sent` has failed."""
+        """Record the failure of a request that was sent at `sent`."""
         if self._since is None:
             self._since = max(sent, self._succeeded_at)
         self.error = error
@@ -359,17 +365,18 @@ class Outage:
             self._next_probe(now, jitter)
 
     def succeeded(self, now: float) -> None:
-        """A request has succeeded: the outage is over."""
+        """Record a success, which ends the outage."""
         if self.declared:
             self.ended_at = now
-        self._since, self._succeeded_at, self.declared = None, now, False
+        self._succeeded_at = now
+        self.forget()
 
     def forget(self) -> None:
-        """No request waits for the end of the outage any more."""
-        self._since, self.declared = None, False
+        """Discard the outage; the next failure begins another one."""
+        self._since, self.declared, self.reported = None, False, False
 
     def wait(self, now: float, jitter: float) -> float:
-        """Return how long the next request waits before it asks again; 0: it is sent now."""
+        """Return how long the next request has to wait, in seconds, before it calls this again; 0 admits it."""
         if not self.declared or self.seconds(now) >= self._policy.outage_seconds:
             return 0.0
         if now < self._probe_at:
@@ -382,10 +389,11 @@ class Outage:
 
 
 class Progress:
-    """How far a response is ahead of the slowest one that the policy allows.
+    """The deadline of a response, which its bytes move.
 
-    It begins `response_seconds` ahead; each byte earns 1 / `min_bytes_per_second`, up to `response_seconds`. A response
-    of n bytes thus takes `policy.deadline(n)` at most, and one that nearly stops is late `response_seconds` after that.
+    It begins `response_seconds` from now. Each byte adds 1 / `min_bytes_per_second`, up to `response_seconds` from its
+    arrival. A response of n bytes thus takes at most `policy.deadline(n)`, and one that nearly stops is late
+    `response_seconds` afterwards.
     """
 
     def __init__(self, policy: RetryPolicy, clock: Callable[[], float] = time.monotonic) -> None:
@@ -398,7 +406,7 @@ class Progress:
         self._late_at = min(latest, self._late_at + size / self._policy.min_bytes_per_second)
 
     def seconds_left(self) -> float:
-        """Return how long the next bytes may take. Raises `TimeoutError` where the response is late already."""
+        """Return how many seconds the next bytes may take. Raises `TimeoutError` if the response is late already."""
         left = self._late_at - self._clock()
         if left <= 0:
             rate, seconds = self._policy.min_bytes_per_second, self._policy.response_seconds
@@ -407,25 +415,24 @@ class Progress:
 
 
 class Retrier:
-    """Sends the requests of one process to one endpoint, again where they fail; shared by all of them. Thread-safe.
+    """Retries the requests of one process to one endpoint. Thread-safe; not for use after a fork.
 
-    `name` is what messages call the endpoint. Not for use across a fork.
+    `name` is the endpoint's name in messages. `reached` is whether it has ever responded.
     """
 
-    def __init__(self, policy: RetryPolicy, name: str = "the store", timing: Timing | None = None) -> None:
+    def __init__(self, policy: RetryPolicy, name: str, timing: Timing | None = None) -> None:
         self.policy = policy
         self._name = name
         self._timing = timing or Timing()
         self._lock = threading.Lock()
         self._outage = Outage(policy)
-        self._reported = False
-        self._waiting = 0  # requests that have failed and not ended
+        self._failing = 0  # requests that have failed at least once and have not ended
         self._thread = threading.local()
         self.reached = False
 
     @contextmanager
     def waits_by(self, sleep: Callable[[float], None]) -> Iterator[None]:
-        """Let the calls of this thread wait by `sleep(seconds)` until the block ends; what it raises ends them."""
+        """Make the calls of this thread in the block wait by `sleep(seconds)`; what it raises ends the call."""
         self._thread.sleep = sleep
         try:
             yield
@@ -439,10 +446,10 @@ class Retrier:
         on_retry: Callable[[StorageError, float], None] | None = None,
         retryable: type[StorageError] = StorageError,
     ) -> Result:
-        """Return what `call` returns, calling it again after a failure of a `retryable` kind.
+        """Return the result of `call`, which is repeated after temporary failures of the class `retryable`.
 
-        `on_retry` is called with the failure and the wait in seconds before each retry. Raises the last failure, of its
-        own type, with the number of attempts and the time.
+        `on_retry(error, seconds)` is called before the wait for each retry. Raises an error of the last failure's type,
+        with the number of attempts and the total time.
         """
         request = _Request(self._timing.clock())
         sleep = getattr(self._thread, "sleep", self._timing.sleep)
@@ -453,7 +460,7 @@ class Retrier:
                 try:
                     result = call()
                 except (NotFoundError, ObjectExistsError):
-                    self._succeeded()  # it responded
+                    self._succeeded()  # the endpoint has responded
                     raise
                 except retryable as error:
                     delay = self._delay(request, sent, error)
@@ -465,11 +472,11 @@ class Retrier:
                     return result
         finally:
             if request.attempts:
-                self._leave()
+                self._end_failing()
 
     @property
     def waiting_for(self) -> str:
-        """The endpoint, for how long and why requests wait for it; empty where no outage has lasted long enough."""
+        """The endpoint, duration and last error of an outage; empty before it has lasted for `report_seconds`."""
         with self._lock:
             seconds = self._outage.seconds(self._timing.clock())
             if not self._outage.declared or seconds < self.policy.report_seconds:
@@ -477,13 +484,13 @@ class Retrier:
             return f"no request to {self._name} has succeeded for {seconds:.0f} s; last error: {self._outage.error}"
 
     def _delay(self, request: _Request, sent: float, error: StorageError) -> float:
-        """Count a failure and return how long its request waits. Raises the error where it is not sent again."""
+        """Record a failure, and return the seconds to wait before the retry. Raises the error if there is none."""
         timing, policy = self._timing, self.policy
         now, jitter = timing.clock(), timing.jitter()
         request.attempts += 1
         if request.attempts == 1:
             with self._lock:
-                self._waiting += 1
+                self._failing += 1
         request.failed_at = min(request.failed_at, sent)
         if error.attempts is not None:
             request.limited += 1
@@ -496,23 +503,22 @@ class Retrier:
             over = outage.seconds(now) >= policy.outage_seconds
             over |= not outage.declared and alone >= policy.request_seconds
             over |= now - request.failed_at >= policy.outage_seconds + policy.request_seconds
-            asked = min(policy.cap_seconds, error.retry_after)
-            delay = asked if outage.declared else asked + policy.delay(request.backoffs, jitter)
+            requested = min(policy.cap_seconds, error.retry_after)
+            delay = requested if outage.declared else requested + policy.delay(request.backoffs, jitter)
             request.backoffs += not outage.declared
-        may_pass = self.reached or isinstance(error, ThrottledError) or error.attempts is not None
-        may_pass |= isinstance(error, TransientError) and request.attempts < policy.first_contact_attempts
-        if over or not may_pass:
+        temporary = self.reached or isinstance(error, ThrottledError) or error.attempts is not None
+        temporary |= isinstance(error, TransientError) and request.attempts < policy.first_contact_attempts
+        if over or not temporary:
             self._give_up(request, error, now)
         self._report()
         return delay
 
-    def _leave(self) -> None:
-        """End a request that has failed; an outage that no request waits for is forgotten."""
+    def _end_failing(self) -> None:
+        """End a request that has failed, and forget the outage if no other request waits for its end."""
         with self._lock:
-            self._waiting -= 1
-            if not self._waiting:
+            self._failing -= 1
+            if not self._failing:
                 self._outage.forget()
-                self._reported = False
 
     def _give_up(self, request: _Request, error: StorageError, now: float) -> NoReturn:
         if request.attempts == 1:
@@ -536,28 +542,27 @@ class Retrier:
         now = self._timing.clock()
         with self._lock:
             self.reached = True
-            seconds, reported = self._outage.seconds(now), self._reported
+            seconds, reported = self._outage.seconds(now), self._outage.reported
             self._outage.succeeded(now)
-            self._reported = False
         if reported:
             _LOG.warning("streamloader resumes: requests to %s succeed again after %.0f s", self._name, seconds)
 
     def _report(self) -> None:
-        """Log an outage once, when it has lasted for `report_seconds`."""
-        if self._reported or not (text := self.waiting_for):
+        """Log an outage once, after it has lasted for `report_seconds`."""
+        if self._outage.reported or not (text := self.waiting_for):
             return
         with self._lock:
-            first, self._reported = not self._reported, True
+            first, self._outage.reported = not self._outage.reported, True
         if first:
             _LOG.warning("streamloader retries for up to %.0f s: %s", self.policy.outage_seconds, text)
 
 
 @dataclass(slots=True)
 class _Request:
-    """One request: when it began and first failed, its failures, and how many of them are limited in number."""
+    """One request to the store, with the times of its first attempt and of its first failed one."""
 
     begin: float
     attempts: int = 0
-    limited: int = 0
-    backoffs: int = 0
+    limited: int = 0  # failures whose error limits the attempts
+    backoffs: int = 0  # retries outside of a declared outage
     failed_at: float = float("inf")

@@ -1,9 +1,9 @@
-"""S3 through botocore's client, whose requests go over our own sockets.
+"""S3 through botocore's client, whose requests are sent over our own connections.
 
-botocore decides endpoint, region, addressing style, headers, credentials and signature; nothing of that is decided
-here. Ranged GETs are many: their client builds one request without sending it, and the others differ in the key alone,
-reuse its URL and headers, and are signed by the client's signer, which takes 0.1 ms where its client takes 0.3. A
-range needs no signature, so that of a GET serves all ranges of the object for a minute.
+botocore decides endpoint, region, addressing style, headers, credentials and signature. Only the many ranged GETs do
+not call its client: it builds one request, without sending it, whose URL and headers are reused with other keys. The
+client's signer signs them, which takes 0.1 ms instead of the client's 0.3 ms. A signature does not cover the header
+Range, so it is reused for all ranges of the object for a minute.
 """
 
 from __future__ import annotations
@@ -33,54 +33,36 @@ from botocore.utils import percent_encode
 from urllib3 import HTTPResponse
 
 from streamloader.errors import AccessError
-from streamloader.storage.retry import (
-    EXPIRED,
-    HttpError,
-    beyond_the_end,
-    check_range,
-    client_errors,
-    facts_of,
-    xml_error,
-)
+from streamloader.storage.buffers import Allocate, Body, Buffer, body_bytes, body_crc32c, buffers_of, empty_buffer
+from streamloader.storage.retry import EXPIRED, HttpError, check_range, client_errors, facts_of, is_past_end, xml_error
 from streamloader.storage.s3_http import PIECE_BYTES, Pool
-from streamloader.storage.store import (
-    Allocate,
-    Body,
-    Buffer,
-    ObjectInfo,
-    Page,
-    body_crc32c,
-    buffers_of,
-    empty_buffer,
-    etag_of,
-    larger_than,
-)
+from streamloader.storage.store import ObjectInfo, Page, etag_of
 from streamloader.storage.url import FSSPEC_OPTIONS, S3_OPTIONS, Location
 
 CONNECT_SECONDS = 5.0  # s3fs's own default
 CHECKSUM = "x-amz-checksum-crc32c"
-# S3 takes a signature for 15 minutes; a clock may be wrong by some of them
+# S3 accepts a signature for 15 minutes, which include the error of this machine's clock
 SIGNATURE_SECONDS = 60.0
 MAX_SIGNATURES = 4096
-MAX_RESENDS = 3  # of one request: two changes of region, and fresh credentials
+MAX_RESENDS = 3  # of one GET: for two changes of region and new credentials
 EXPRESS = "v4-s3express"
 _ANY_KEY = "key"
 _KEYS = ("aws_access_key_id", "aws_secret_access_key", "aws_session_token")
 
-# the bucket of a path may be an access point's ARN, whose name is behind a slash
+# A bucket may be the ARN of an access point, which contains a slash
 _ARN = re.compile(r"arn:[^/]+?:(?:outpost[/:][^/:]+[/:])?(?:accesspoint|bucket)[/:][^/:]+")
 _IGNORED = {*FSSPEC_OPTIONS, "cache_regions", "max_concurrency", "fixed_upload_size", "local_expiry_check"}
-# the responses that botocore's client takes for another region's
+# Errors that botocore's client takes for a bucket in another region
 _OTHER_REGION = {"AuthorizationHeaderMalformed", "PermanentRedirect", "IllegalLocationConstraintException"}
 _REDIRECTS = (301, 302, 307)
-PART_BYTES = 512 << 20  # from two parts on, an object goes up in parts (S3 takes 5 GiB, but a failed PUT starts again)
-SMALL_BYTES = 64 << 10  # smaller buffers are joined: each would be a packet
+PART_BYTES = 512 << 20  # from two parts on, uploads are multipart: S3 accepts PUTs of 5 GiB, but retries start again
+SMALL_BYTES = 64 << 10  # smaller buffers are joined, as each would be a packet
 KEYS_PER_DELETE = 1000  # S3's limit
 
 
 @dataclass(frozen=True, eq=False)
 class _Template:
-    """A GET for `_ANY_KEY`, before its signature: `url` and `auth_path` end where the key begins."""
+    """An unsigned GET without its key: `url` and `auth_path` end before it."""
 
     url: str
     auth_path: str | None
@@ -90,13 +72,13 @@ class _Template:
 
     @property
     def scope(self) -> tuple[str, Any]:
-        """Return what another region would change."""
+        """Return the parts that depend on the region of the bucket."""
         return self.url, self.context.get("signing")
 
 
 @dataclass(frozen=True)
 class SignedGet:
-    """A GET to be sent now."""
+    """A GET that is ready to be sent."""
 
     url: str
     headers: dict[str, str] = field(repr=False)
@@ -104,11 +86,11 @@ class SignedGet:
 
 
 class S3Client:
-    """One bucket of S3. Thread-safe; for one process. Paths are keys, `root` is that of the store's URL.
+    """A client of one S3 bucket. Thread-safe; for one process. Paths are keys, `root` is the key in the store's URL.
 
-    `put` and `create` return the etag; `replace` None where the object is another one than it should be.
-    Making it makes no request. Raises `AccessError`, `UsageError` or what botocore raises where options, credentials,
-    certificates or the endpoint are missing or wrong.
+    `put`, `create` and `replace` return the etag; `replace` returns None if the object was changed by another writer.
+    The constructor makes no request. It raises `AccessError`, `UsageError` or botocore's exceptions if options,
+    credentials, certificates or the endpoint are missing or wrong.
     """
 
     def __init__(self, location: Location) -> None:
@@ -117,21 +99,19 @@ class S3Client:
         self._lock = threading.RLock()
         self._signed = lru_cache(MAX_SIGNATURES)(_sign)
         self._connect()
-        # whether the server compares the checksums of bodies; None until it is known
-        self._compares: bool | None = None
+        # whether the server checks the CRC-32C of bodies; None until the first PUT
+        self._checks_crc: bool | None = None
         if self.client.meta.config.signature_version is not UNSIGNED and self.keys() is None:
-            raise AccessError(
-                f"{location.shown}: no credentials found",
-                "give key and secret (or anon=True) in storage_options, or set AWS_PROFILE or AWS_ACCESS_KEY_ID",
-            )
+            remedy = "give key and secret (or anon=True) in storage_options, or set AWS_PROFILE or AWS_ACCESS_KEY_ID"
+            raise AccessError(f"{location.shown}: no credentials found", remedy)
 
     def _connect(self) -> None:
-        """Make the client, which looks for credentials from the beginning."""
+        """Create botocore's client, which looks up the credentials again."""
         self.client, verify = _botocore_client(self._location)
         self._template: _Template | None = None
         config, events = self.client.meta.config, self.client.meta.events
         self._pool = Pool(self._location.retry, config, verify)
-        # the client is part of a cycle: connections must not wait for its collection
+        # weak, since the client is in a reference cycle, which would keep the connections open until it is collected
         events.register("before-send.s3", partial(_send, weakref.ref(self._pool)))
         unsigned = config.merge(Config(s3={"payload_signing_enabled": False, **(config.s3 or {})}))
         events.register("before-sign.s3", partial(_skip_digest, unsigned))
@@ -140,8 +120,9 @@ class S3Client:
     # requests
 
     def call(self, operation: str, **parameters: Any) -> Any:
-        """Return what botocore's client returns for an operation on the bucket, with fresh credentials where they have
-        expired.
+        """Return the response of botocore's client for an operation on the bucket.
+
+        Repeated once with new credentials if they have expired.
         """
         members = self.client.meta.service_model.operation_model(operation).input_shape.members
         options = self._location.options
@@ -153,19 +134,19 @@ class S3Client:
             try:
                 if "Body" in known:
                     known["Body"].seek(0)
-                return _Reply(getattr(client, xform_name(operation))(**known))
+                return _Response(getattr(client, xform_name(operation))(**known))
             except ClientError as error:
                 if renewed or facts_of(error).code not in EXPIRED:
                     raise
             except ValueError as error:
-                if type(error) is not ValueError:  # of the key
+                if type(error) is not ValueError:  # a subclass is raised for the key
                     raise
-                raise HttpError(200, "Malformed", str(error)) from error  # a number or a date for botocore's parser
+                raise HttpError(200, "Malformed", str(error)) from error  # botocore cannot parse a number or a date
             self._renew(client)
         raise AssertionError("unreachable")
 
     def _renew(self, used: Any) -> None:
-        """Replace the client `used`, whose credentials have expired. Another thread may have done so already."""
+        """Replace the client `used`, whose credentials have expired, unless another thread has replaced it already."""
         with self._lock:
             if used is self.client:
                 self._connect()
@@ -173,33 +154,33 @@ class S3Client:
     # ranged reads
 
     @contextlib.contextmanager
-    def _get(self, key: str, wanted: str) -> Iterator[http.client.HTTPResponse]:
-        """Ask for the `Range` that is wanted, or for the object where that is empty.
+    def _get(self, key: str, byte_range: str) -> Iterator[http.client.HTTPResponse]:
+        """Request the `Range`, or the object if `byte_range` is empty.
 
-        Sent again where the response shows that the bucket is in another region, and once with fresh credentials where
-        they have expired. Raises `HttpError`, also for another range than was asked for.
+        Repeated if the response shows that the bucket is in another region, and once with new credentials if they have
+        expired. Raises `HttpError`, also for another range than the requested one.
         """
         renewed = False
         for attempt in range(MAX_RESENDS + 1):
             client, signed = self.client, self.sign(key)
-            headers = {**signed.headers, "Range": wanted} if wanted else signed.headers
+            headers = {**signed.headers, "Range": byte_range} if byte_range else signed.headers
             with self._pool.request("GET", signed.url, headers) as response:
-                # some servers say 200 to a range of an empty object
-                if response.status == (206 if wanted else 200) or (response.status == 200 and response.length == 0):
-                    if wanted:
-                        check_range(wanted, response.headers.get("Content-Range"))
+                # some servers respond to a range of an empty object with 200
+                if response.status == (206 if byte_range else 200) or (response.status == 200 and response.length == 0):
+                    if byte_range:
+                        check_range(byte_range, response.headers.get("Content-Range"))
                     yield response
                     return
                 failure = _failure(response)
-            again = attempt < MAX_RESENDS
-            if again and failure.error_code in EXPIRED and not renewed:
+            can_resend = attempt < MAX_RESENDS
+            if can_resend and failure.error_code in EXPIRED and not renewed:
                 renewed = True
                 self._renew(client)
-            elif not (again and self._learn_region(key, signed.template, failure)):
+            elif not (can_resend and self._learn_region(key, signed.template, failure)):
                 try:
                     raise failure
                 finally:
-                    del failure  # a cycle with its traceback would keep the callers' objects until they are collected
+                    del failure  # its traceback has this frame: a cycle that would keep the callers' objects
 
     def get(self, path: str) -> bytes:
         """Return the object."""
@@ -207,51 +188,50 @@ class S3Client:
             return response.read()
 
     def get_tail(self, path: str, size: int) -> bytes:
-        """Return the last `size` bytes, fewer where the object is smaller."""
-        try:
-            with self._get(path, f"bytes=-{size}") as response:
-                return response.read()
-        except HttpError as error:
-            if not beyond_the_end(error):
-                raise
-            return b""
+        """Return the last `size` bytes, fewer if the object is smaller."""
+        return bytes(self._read_range(path, f"bytes=-{size}", size))
 
     def get_range(self, path: str, start: int, stop: int, allocate: Allocate | None = None) -> memoryview:
-        """Return bytes [start, stop) of the object, fewer where it ends before; in `allocate(size)` where given."""
+        """Return bytes [start, stop) of the object, fewer if it ends before `stop`; in `allocate(size)` if given."""
+        return self._read_range(path, f"bytes={start}-{stop - 1}", stop - start, allocate)
+
+    def _read_range(self, path: str, byte_range: str, size: int, allocate: Allocate | None = None) -> memoryview:
         try:
-            with self._get(path, f"bytes={start}-{stop - 1}") as response:
+            with self._get(path, byte_range) as response:
                 if response.length is None:
-                    return memoryview(response.read(stop - start))
-                body = (allocate or empty_buffer)(min(stop - start, response.length))  # the object may end before
-                return body[: _fill(response, body)]
+                    return memoryview(response.read(size))
+                body = (allocate or empty_buffer)(min(size, response.length))  # the object may end before
+                return body[: _read_into(response, body)]
         except HttpError as error:
-            if not beyond_the_end(error):
+            if not is_past_end(error):
                 raise
             return empty_buffer(0)
 
     def sign(self, key: str) -> SignedGet:
         """Return a signed GET of an object, for any range.
 
-        A signature is used again for up to a minute, as long as credentials and region are the same.
+        A signature is reused for up to a minute, as long as credentials and region do not change.
         """
         template = self.template()
-        if template.context["auth_type"] == EXPRESS:  # its sessions are botocore's to renew
+        if template.context["auth_type"] == EXPRESS:  # botocore renews its sessions when it signs
             return _sign(key, template)
         return self._signed(key, template, self.keys(), time.monotonic() // SIGNATURE_SECONDS)
 
     def keys(self) -> Any:
-        """Return the credentials valid now (`access_key`, `secret_key`, `token`); None where none are found."""
+        """Return the current credentials (`access_key`, `secret_key`, `token`), or None if none are found."""
         return self.template().signer.get_auth_instance("s3", "us-east-1", "s3v4").credentials
 
     def template(self) -> _Template:
-        """Return the GET of any key, which the client builds at the first call, and which is not sent."""
+        """Return the GET without its key, which the client builds at the first call and does not send."""
         if self._template is not None:
             return self._template
-        built: dict[str, Any] = {}
+        built: list[_Template] = []
 
         def take(params: Mapping[str, Any], context: Mapping[str, Any], request_signer: Any, **_: Any) -> Any:
-            built.update(params=params, context=context, signer=request_signer)
-            return SimpleNamespace(status_code=200), {}  # a response, without a request
+            url, auth_path = params["url"].removesuffix(_ANY_KEY), params.get("auth_path") or None
+            auth_path = auth_path and auth_path.removesuffix(_ANY_KEY)
+            built.append(_Template(url, auth_path, params["headers"], context, request_signer))
+            return SimpleNamespace(status_code=200), {}  # a response, so that no request is sent
 
         with self._lock:
             self.client.meta.events.register_last("before-call.s3.GetObject", take)
@@ -259,18 +239,13 @@ class S3Client:
                 self.call("GetObject", Key=_ANY_KEY)
             finally:
                 self.client.meta.events.unregister("before-call.s3.GetObject", take)
-            params, end = built["params"], -len(_ANY_KEY)
-            auth_path = params.get("auth_path")
-            auth_path = auth_path[:end] if auth_path else None
-            self._template = _Template(
-                params["url"][:end], auth_path, params["headers"], built["context"], built["signer"]
-            )
+            self._template = built[-1]
             return self._template
 
     def _learn_region(self, key: str, used: _Template, failure: HttpError) -> bool:
-        """Return whether a refused request should be sent again, since the region of the bucket is known now.
+        """Return whether a failed GET should be repeated, because botocore now knows the region of the bucket.
 
-        botocore's client asks for the object itself, follows the response to the region and remembers it.
+        botocore's client requests the object, follows the redirect and remembers the region.
         """
         if failure.status not in _REDIRECTS and failure.error_code not in _OTHER_REGION:
             return False
@@ -281,54 +256,55 @@ class S3Client:
                 self._template = None
             return self.template().scope != used.scope
 
-    # everything else
+    # other operations
 
     def info(self, path: str) -> ObjectInfo | None:
-        """Return size and etag of an object, None where there is none."""
+        """Return size and etag of an object, or None if it does not exist."""
         try:
-            found = self.call("HeadObject", Key=path)
+            head = self.call("HeadObject", Key=path)
         except ClientError as error:
             status = facts_of(error).status
             if status == 404:
                 return None
             if status not in (400, 403):
                 raise
-            self.get_range(path, 0, 1)  # the response to a HEAD has no body, so no reason; that to a GET has one
-            found = self.call("HeadObject", Key=path)  # with fresh credentials
-        return ObjectInfo(path, found["ContentLength"], etag_of(found))
+            self.get_range(path, 0, 1)  # raises the reason, which a response to HEAD lacks, or renews the credentials
+            head = self.call("HeadObject", Key=path)
+        return ObjectInfo(path, head["ContentLength"], etag_of(head))
 
     def list_page(self, folder: str, token: str | None) -> Page:
         """Return objects below a folder, and the token of the next page."""
-        more = {"ContinuationToken": token} if token else {}
-        found = self.call("ListObjectsV2", Prefix=f"{folder}/" if folder else "", **more)
+        options = {"ContinuationToken": token} if token else {}
+        page = self.call("ListObjectsV2", Prefix=f"{folder}/" if folder else "", **options)
         objects = [
             ObjectInfo(entry["Key"], entry["Size"], etag_of(entry))
-            for entry in map(_Reply, found.get("Contents", ()))
-            if not entry["Key"].endswith("/")  # consoles mark folders so
+            for entry in map(_Response, page.get("Contents", ()))
+            if not entry["Key"].endswith("/")  # a console's marker of a folder
         ]
-        return objects, found["NextContinuationToken"] if found["IsTruncated"] else None
+        return objects, page["NextContinuationToken"] if page["IsTruncated"] else None
 
     def put(self, path: str, data: Body) -> str:
-        """Write the object, and let the server compare its CRC-32C, which takes an eighth of the time of the SHA-256 in
-        a signature. A server that refuses it, or without TLS does not confirm it, gets signatures of bodies.
+        """Write the object, with its CRC-32C for the server to check, which takes an eighth of the time of SHA-256.
+
+        If the server rejects the checksum, or does not confirm it without TLS, the signature covers the body instead.
         """
-        body = _Upload(buffers_of(data))
+        body = _Upload(data)
         if len(body) >= 2 * PART_BYTES:
             return self._put_in_parts(path, body)
-        if self._compares is not False:
+        if self._checks_crc is not False:
             crc = base64.b64encode(body_crc32c(data).to_bytes(4, "big")).decode()
             try:
-                sent = self.call("PutObject", Key=path, Body=body, ChecksumCRC32C=crc)
+                response = self.call("PutObject", Key=path, Body=body, ChecksumCRC32C=crc)
             except ClientError as error:
                 facts = facts_of(error)
-                if self._compares or facts.status not in (400, 403, 501) or facts.code in EXPIRED:
+                if self._checks_crc or facts.status not in (400, 403, 501) or facts.code in EXPIRED:
                     raise
-                self._compares = False  # it may not know the header: then it refuses or ignores it
+                self._checks_crc = False  # a server that does not support the header rejects or ignores it
             else:
                 secure = self.template().url.startswith("https:")
-                self._compares = secure or CHECKSUM in sent["ResponseMetadata"]["HTTPHeaders"]
-                if self._compares:
-                    return etag_of(sent)
+                self._checks_crc = secure or CHECKSUM in response["ResponseMetadata"]["HTTPHeaders"]
+                if self._checks_crc:
+                    return etag_of(response)
         return etag_of(self.call("PutObject", Key=path, Body=body))
 
     def _put_in_parts(self, path: str, body: _Upload) -> str:
@@ -336,55 +312,55 @@ class S3Client:
         try:
             parts = []
             for number, part in enumerate(body.split(PART_BYTES), 1):
-                sent = self.call("UploadPart", **upload, PartNumber=number, Body=part)
-                parts.append({"PartNumber": number, "ETag": sent["ETag"]})
+                response = self.call("UploadPart", **upload, PartNumber=number, Body=part)
+                parts.append({"PartNumber": number, "ETag": response["ETag"]})
             return etag_of(self.call("CompleteMultipartUpload", **upload, MultipartUpload={"Parts": parts}))
         except BaseException:
             self.call("AbortMultipartUpload", **upload)
             raise
 
     def create(self, path: str, data: Buffer) -> str:
-        """Write the object where there is none."""
-        return etag_of(self.call("PutObject", Key=path, Body=_Upload(buffers_of(data)), IfNoneMatch="*"))
+        """Write the object; an error of status 412 if it exists."""
+        return etag_of(self.call("PutObject", Key=path, Body=_Upload(data), IfNoneMatch="*"))
 
     def replace(self, path: str, data: Buffer, before: Buffer) -> str | None:
-        """Write the object where it is `before`."""
-        size = larger_than(data, before)
+        """Write the object if its content is `before`."""
+        size = max(body_bytes(data), body_bytes(before)) + 1  # notices a longer object
         with self._get(path, "") as response:
-            there, etag = response.read(size), response.headers["ETag"]
-        if there == data:
+            current, etag = response.read(size), response.headers["ETag"]
+        if current == data:
             return ""
-        if there != before:
+        if current != before:
             return None
         try:
-            return etag_of(self.call("PutObject", Key=path, Body=_Upload(buffers_of(data)), IfMatch=etag))
+            return etag_of(self.call("PutObject", Key=path, Body=_Upload(data), IfMatch=etag))
         except ClientError as error:
             status = facts_of(error).status
-            if status == 501:  # a server without conditional writes: the look just before has to do
+            if status == 501:  # a server without conditional writes: the comparison has to suffice
                 return self.put(path, data)
             if status not in (404, 412):
                 raise
         return "" if self.get_range(path, 0, size) == data else None
 
     def delete(self, paths: Sequence[str]) -> None:
-        """Delete the objects, and ignore those that are not there."""
+        """Delete the objects, and ignore those that do not exist."""
         for first in range(0, len(paths), KEYS_PER_DELETE):
             keys = [{"Key": key} for key in paths[first : first + KEYS_PER_DELETE]]
-            done = self.call("DeleteObjects", Delete={"Objects": keys, "Quiet": True})
-            for problem in done.get("Errors", ()):
-                if problem.get("Code") != "NoSuchKey":
-                    raise ClientError({"Error": problem}, "DeleteObjects")
+            response = self.call("DeleteObjects", Delete={"Objects": keys, "Quiet": True})
+            for failure in response.get("Errors", ()):
+                if failure.get("Code") != "NoSuchKey":
+                    raise ClientError({"Error": failure}, "DeleteObjects")
 
     def remove_leftovers(self, folder: str) -> int:
-        """Abort the unfinished uploads below a folder; return how many there were."""
+        """Abort the unfinished uploads below a folder, and return their number."""
         removed = 0
-        while True:  # each round removes what it has seen, so the next page comes to the front
-            found = self.call("ListMultipartUploads", Prefix=f"{folder}/" if folder else "")
-            uploads = found.get("Uploads", ())
+        while True:  # the uploads of a page are removed, so the next page becomes the first
+            page = self.call("ListMultipartUploads", Prefix=f"{folder}/" if folder else "")
+            uploads = page.get("Uploads", ())
             for upload in uploads:
                 self.call("AbortMultipartUpload", Key=upload["Key"], UploadId=upload["UploadId"])
             removed += len(uploads)
-            if not uploads or not found.get("IsTruncated"):
+            if not uploads or not page.get("IsTruncated"):
                 return removed
 
 
@@ -398,12 +374,12 @@ def _sign(key: str, template: _Template, *_: Any) -> SignedGet:
 
 
 def _end_redirects(params: dict[str, Any], **_: Any) -> None:
-    """Keep botocore, which asks for the region of a redirected bucket by this request, from following its redirect."""
+    """Keep botocore from following the redirect of the HEAD by which it looks up the region of a bucket."""
     params["context"].setdefault("s3_redirect", {})["redirected"] = True
 
 
 def _send(pool: weakref.ref[Pool], request: AWSPreparedRequest, **_: Any) -> AWSResponse:
-    """Send a request of botocore's client, whose own connections have no deadline for a response."""
+    """Send a request of botocore's client over our connections, as its own have no deadline for a response."""
     headers = {
         name: value.decode() if isinstance(value, bytes) else str(value)
         for name, value in request.headers.items()
@@ -412,7 +388,7 @@ def _send(pool: weakref.ref[Pool], request: AWSPreparedRequest, **_: Any) -> AWS
     body = io.BytesIO(request.body) if isinstance(request.body, bytes | bytearray) else request.body
     pieces = iter(partial(body.read, PIECE_BYTES), b"") if request.body else None
     connections = pool()
-    assert connections is not None  # its owner made the call
+    assert connections is not None  # held by the caller
     with connections.request(request.method, request.url, headers, pieces) as response:
         content = io.BytesIO(response.read())
     raw = HTTPResponse(content, preload_content=False)
@@ -420,42 +396,42 @@ def _send(pool: weakref.ref[Pool], request: AWSPreparedRequest, **_: Any) -> AWS
 
 
 def _skip_digest(unsigned: Config, request: AWSRequest, **_: Any) -> None:
-    """Leave the digest of a body with a checksum out of the signature, unless the options say otherwise."""
+    """Sign a body that has a checksum without its SHA-256, unless the options require it."""
     if CHECKSUM in request.headers:
         request.context["client_config"] = unsigned
 
 
-class _Reply(dict[str, Any]):
-    """What a server responded. Not everything with status 200 comes from a store: a part may be missing."""
+class _Response(dict[str, Any]):
+    """A response of botocore's client. A missing key is an error: not every response of status 200 is by a store."""
 
     def __missing__(self, name: str) -> Any:
         raise HttpError(200, "Malformed", f"the response has no {name}")
 
 
 class _Upload:
-    """A body of several buffers as a file."""
+    """A body as a file-like object, which reads its buffers without joining them."""
 
-    def __init__(self, parts: Sequence[memoryview]) -> None:
-        self._parts = parts
-        self._next = _pieces(parts)
+    def __init__(self, body: Body) -> None:
+        self._parts = buffers_of(body)
+        self._next = _pieces(self._parts)
 
     def __len__(self) -> int:
         return sum(part.nbytes for part in self._parts)
 
     def tell(self) -> int:
-        """Return 0: it is read from the start."""
+        """Return 0: botocore calls it before a read from the start, to seek back afterwards."""
         return 0
 
     def seek(self, *_: int) -> None:
         """Go back to the start."""
         self._next = _pieces(self._parts)
 
-    def read(self, *_: int) -> memoryview | bytes:
-        """Return the next bytes."""
+    def read(self, *_: int) -> Buffer:
+        """Return the next piece, whatever its size; empty at the end."""
         return next(self._next, b"")
 
     def split(self, size: int) -> Iterator[_Upload]:
-        """Return bodies of `size` bytes that are this one."""
+        """Yield the body in parts of `size` bytes, without copies."""
         for start in range(0, len(self), size):
             parts, at = [], 0
             for part in self._parts:
@@ -464,47 +440,42 @@ class _Upload:
             yield _Upload(parts)
 
 
-def _pieces(body: Sequence[memoryview]) -> Iterator[bytes | memoryview]:
-    """Yield the body in pieces of up to a MiB; small buffers go together."""
-    waiting: list[memoryview] = []
-    size = 0
+def _pieces(body: Sequence[memoryview]) -> Iterator[Buffer]:
+    """Yield the body in pieces of up to 1 MiB; small buffers are joined."""
+    joined = bytearray()
     for part in body:
-        small = part.nbytes < SMALL_BYTES
-        if small:
-            waiting.append(part)
-            size += part.nbytes
-        if waiting and (size >= SMALL_BYTES or not small):
-            yield b"".join(waiting)
-            waiting, size = [], 0
-        if not small:
+        is_small = part.nbytes < SMALL_BYTES
+        if is_small:
+            joined += part
+        if joined and (len(joined) >= SMALL_BYTES or not is_small):
+            yield joined
+            joined = bytearray()
+        if not is_small:
             yield from (part[at : at + PIECE_BYTES] for at in range(0, part.nbytes, PIECE_BYTES))
-    if waiting:
-        yield b"".join(waiting)
+    if joined:
+        yield joined
 
 
-def _fill(response: http.client.HTTPResponse, body: memoryview) -> int:
-    """Read the response into `body`; fewer bytes where the object ends before. Raises IncompleteRead."""
+def _read_into(response: http.client.HTTPResponse, body: memoryview) -> int:
+    """Read the response into `body`, and return the number of bytes. Raises IncompleteRead if the connection ends."""
     expected, count = response.length, 0
-    while count < len(body):
-        more = response.readinto(body[count:])
-        if not more:
-            if expected is not None and count < expected:
-                raise http.client.IncompleteRead(b"", expected - count)
-            break
-        count += more
+    while count < len(body) and (size := response.readinto(body[count:])):
+        count += size
+    if count < len(body) and expected is not None and count < expected:
+        raise http.client.IncompleteRead(b"", expected - count)
     return count
 
 
 def _failure(response: http.client.HTTPResponse) -> HttpError:
-    """Return the error for a response that is not the one requested."""
+    """Return the error for a response without the requested bytes."""
     if response.status == 200:
         return HttpError(200, "RangeNotSupported", "received the whole object")
-    code, message = xml_error(response.read(1 << 12).decode("utf-8", "replace"))  # enough for S3's error document
+    code, message = xml_error(response.read(1 << 12).decode("utf-8", "replace"))  # S3's error documents are shorter
     return HttpError(response.status, code, message or f"HTTP status {response.status}", dict(response.headers))
 
 
 def split_bucket(path: str) -> tuple[str, str]:
-    """Return bucket, which may be an ARN, and key of what follows `s3://`."""
+    """Return the bucket, which may be an ARN, and the key in the part of a URL after `s3://`."""
     arn = _ARN.match(path)
     bucket = arn[0] if arn else path.partition("/")[0]
     return bucket, path[len(bucket) + 1 :]

@@ -1,13 +1,12 @@
-"""HTTP over sockets of our own, for S3: bodies go from the kernel straight to where they belong.
+"""HTTP connections for S3, which read a body from the socket into its final buffer.
 
-A client that returns a body allocates it, touches its pages, and has it copied once more. Read in place, the same
-ranges took half of the processor time of obstore (0.4 s/GB against 0.8 to 1.0, with the copy into a slot) and no
-memory. The standard library speaks HTTP (`http.client`, whose `readinto` releases the GIL) and botocore signs.
+A client that returns bodies allocates memory for each, which is then copied once more. Read in place, the same ranges
+took half of the processor time of obstore (0.4 s/GB against 0.8 to 1.0, with the copy into a slot) and no memory. HTTP
+is the standard library's `http.client`, whose `readinto` releases the GIL; botocore signs.
 """
 
 from __future__ import annotations
 
-import contextlib
 import http.client
 import io
 import select
@@ -18,7 +17,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -30,19 +29,20 @@ from botocore.utils import get_environ_proxies
 
 from streamloader.errors import AccessError, UnsupportedError
 from streamloader.options import RetryPolicy
+from streamloader.storage.buffers import Buffer
 from streamloader.storage.process import Owner
 from streamloader.storage.retry import HttpError, Progress
 
 MAX_IDLE = 128
 MAX_IDLE_SECONDS = 20.0  # servers and load balancers close idle connections after 60 s, some after 30 s
-# A peer that is gone, or a NAT that forgot the connection, is noticed after 20 s + 3 * 10 s
+# A dead peer, or a NAT that dropped the connection, is detected after 20 s + 3 * 10 s
 KEEPALIVE = (("TCP_KEEPIDLE", 20), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3))
-# A socket's timeout is for all of one call: a large body goes piece by piece, so that it is for each
+# Bodies are sent in pieces, as a socket's timeout is for one call
 PIECE_BYTES = 1 << 20
 
 
 class Origin(NamedTuple):
-    """Where requests go to."""
+    """The scheme, host and port of a server."""
 
     scheme: str
     host: str
@@ -53,7 +53,7 @@ class Origin(NamedTuple):
 
 
 class Proxy(NamedTuple):
-    """The proxy before an origin, and the headers that it requires."""
+    """The proxy of an origin, and the headers that it requires."""
 
     host: str
     port: int
@@ -61,7 +61,7 @@ class Proxy(NamedTuple):
 
 
 class _Idle(NamedTuple):
-    """A connection that waits for its next request, and since when."""
+    """An open connection without a request, since a time of the monotonic clock."""
 
     origin: Origin
     connection: http.client.HTTPConnection
@@ -69,16 +69,16 @@ class _Idle(NamedTuple):
 
 
 class Pool:
-    """Open connections to a server; thread-safe, for one process.
+    """A pool of connections. Thread-safe; for one process.
 
-    `verify` and `config` are those of botocore's client: timeouts, proxies (else those of the environment) and the
-    client's certificate.
+    `verify` and `config` are those of botocore's client. The config has timeouts, the client's certificate and
+    proxies; without proxies, those of the environment are used.
     """
 
     def __init__(self, policy: RetryPolicy, config: Config, verify: bool | str | None) -> None:
         self._policy, self._config = replace(policy, response_seconds=float(config.read_timeout)), config
         self._tls = _tls_context(verify, config.client_cert)
-        self._idle: deque[_Idle] = deque(maxlen=MAX_IDLE)
+        self._idle: deque[_Idle] = deque()
         self._lock = threading.Lock()
         self._owner = Owner("connections")
         self._proxies: dict[Origin, Proxy | None] = {}
@@ -86,12 +86,12 @@ class Pool:
 
     @contextmanager
     def request(
-        self, method: str, url: str, headers: Mapping[str, str], body: Iterator[bytes | memoryview] | None = None
+        self, method: str, url: str, headers: Mapping[str, str], body: Iterator[Buffer] | None = None
     ) -> Iterator[http.client.HTTPResponse]:
-        """Send one request; `body` are the pieces of its body.
+        """Send a request, whose `body` is an iterator of pieces, and yield the response.
 
-        The connection is used again if the response was read to its end without an error. Raises `ForkError` in a
-        forked child: its parent still uses the same sockets.
+        The connection is reused if the block reads the response to its end. Raises `ForkError` in a forked child, which
+        shares the sockets with its parent.
         """
         self._owner.check()
         parts = urlsplit(url)
@@ -105,9 +105,7 @@ class Pool:
         connection = self._take(origin, proxy)
         keep = False
         try:
-            # a server that refuses does not wait for the body: its response is there
-            with contextlib.suppress(BrokenPipeError, ConnectionResetError) if body else contextlib.nullcontext():
-                _send(connection, method, target, body, headers)
+            _send(connection, method, target, body, headers)
             response = connection.getresponse()
             yield response
             keep = response.isclosed() and connection.sock is not None
@@ -123,20 +121,21 @@ class Pool:
                 connection.close()
 
     def _take(self, origin: Origin, proxy: Proxy | None) -> http.client.HTTPConnection:
-        """Return an open connection to `origin`: the one used last, unless it is old or the server has closed it."""
+        """Return a connection to `origin`: the last used one, unless it is old or the server has closed it."""
         while True:
             with self._lock:
                 idle = self._idle.pop() if self._idle else None
             if idle is None:
                 return self._connect(origin, proxy)
             young = time.monotonic() - idle.since < MAX_IDLE_SECONDS
-            if young and idle.origin == origin and not _readable(idle.connection.sock):  # a bucket's region is learnt
+            # the origin changes when the bucket is found in another region
+            if young and idle.origin == origin and not _is_readable(idle.connection.sock):
                 idle.connection.sock.settimeout(self._policy.response_seconds)
                 return idle.connection
             idle.connection.close()
 
     def _connect(self, origin: Origin, proxy: Proxy | None) -> http.client.HTTPConnection:
-        """Return a connection with its socket open."""
+        """Return a new connection. Raises `HttpError` if the server cannot be reached."""
         host, port = (proxy.host, proxy.port) if proxy else (origin.host, origin.port)
         seconds = float(self._config.connect_timeout)
         if origin.scheme == "http":
@@ -147,48 +146,52 @@ class Pool:
                 connection.set_tunnel(origin.host, origin.port, proxy.headers)
         try:
             connection.connect()
-        except OSError as error:  # that of a request is another matter: the server was there
+        except OSError as error:  # differs from a failure of a request, whose server was reachable
             raise HttpError(0, "Unreachable", f"{origin}: {error}") from error
         connection.sock.settimeout(self._policy.response_seconds)
         connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for name, value in KEEPALIVE:
-            if hasattr(socket, name):  # Linux, and most others
+            if hasattr(socket, name):  # not on all platforms
                 connection.sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
         connection.response_class = partial(_response, self._policy)  # type: ignore[assignment]
         return connection
 
     def _proxy(self, url: str) -> Proxy | None:
-        given = self._config.proxies
-        proxies = get_environ_proxies(url) if given is None else given
-        scheme = urlsplit(url).scheme
+        proxies, scheme = self._config.proxies, urlsplit(url).scheme
+        if proxies is None:
+            proxies = get_environ_proxies(url)
         settings = ProxyConfiguration({scheme: proxies.get(scheme) or proxies.get("all")})
-        found = settings.proxy_url_for(url)
-        if not found:
+        proxy_url = settings.proxy_url_for(url)
+        if not proxy_url:
             return None
-        parts = urlsplit(found)
+        parts = urlsplit(proxy_url)
         if parts.scheme != "http" or self._config.proxies_config:
-            raise UnsupportedError(f"a proxy at {parts.scheme}://{parts.hostname}", "use one at http://, for S3")
-        return Proxy(parts.hostname or "", parts.port or 80, settings.proxy_headers_for(found))
+            raise UnsupportedError(f"unsupported proxy {parts.scheme}://{parts.hostname}", "use one at http://, for S3")
+        return Proxy(parts.hostname or "", parts.port or 80, settings.proxy_headers_for(proxy_url))
 
 
 def _send(connection: http.client.HTTPConnection, method: str, target: str, body: Any, headers: dict[str, str]) -> None:
+    """Send a request. Raises `HttpError` for an invalid header."""
     try:
         connection.request(method, target, body, headers, encode_chunked="Transfer-Encoding" in headers)
-    except ValueError as error:  # a header, such as a token with a line break
+    except (BrokenPipeError, ConnectionResetError):
+        if not body:  # else the server may have rejected the request before it read the body, and responded
+            raise
+    except ValueError as error:  # an invalid header, such as a token with a line break
         raise HttpError(0, "", str(error)) from error
 
 
 def _tls_context(verify: bool | str | None, certificate: Any) -> ssl.SSLContext:
-    """Return the TLS settings for botocore's `verify` (False, a file of certificates, or None for botocore's own) and
-    its `client_cert` (a file, or two with certificate and key).
+    """Return the TLS settings for botocore's `verify` (False, a file of certificates, or None for botocore's default)
+    and its `client_cert` (one file, or a certificate and its key).
     """
-    trusted = verify if isinstance(verify, str) else str(get_cert_path(True))
+    ca_file = verify if isinstance(verify, str) else str(get_cert_path(True))
     try:
-        context = ssl.create_default_context(cafile=trusted)
+        context = ssl.create_default_context(cafile=ca_file)
         if certificate:
             context.load_cert_chain(*([certificate] if isinstance(certificate, str) else certificate))
     except OSError as error:
-        problem = f"the certificates of {trusted} cannot be read: {error}"
+        problem = f"the certificates of {ca_file} cannot be read: {error}"
         raise AccessError(problem, "check verify= or AWS_CA_BUNDLE") from error
     if verify is False:
         context.check_hostname = False
@@ -197,7 +200,7 @@ def _tls_context(verify: bool | str | None, certificate: Any) -> ssl.SSLContext:
 
 
 def _response(policy: RetryPolicy, sock: socket.socket, *args: Any, **options: Any) -> http.client.HTTPResponse:
-    """Return a response with one deadline: a socket's timeout is for each `recv`, which one byte a second satisfies."""
+    """Return a response with a deadline: the socket's timeout is for one `recv`, so a byte per second prevents it."""
     response = http.client.HTTPResponse(sock, *args, **options)
     response.fp.close()
     response.fp = io.BufferedReader(_TimedReader(sock, policy))
@@ -205,7 +208,7 @@ def _response(policy: RetryPolicy, sock: socket.socket, *args: Any, **options: A
 
 
 class _TimedReader(io.RawIOBase):
-    """Reads a socket; raises `TimeoutError` where the bytes come slower than the policy allows."""
+    """Reads a socket. Raises `TimeoutError` if the bytes arrive more slowly than the policy allows."""
 
     def __init__(self, sock: socket.socket, policy: RetryPolicy) -> None:
         self._sock, self._timeout = sock, policy.response_seconds
@@ -217,7 +220,7 @@ class _TimedReader(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int | None:
         timeout = self._progress.seconds_left()
-        if not timeout <= self._timeout <= 1.1 * timeout:  # a system call: not for each part that comes in time
+        if not timeout <= self._timeout <= 1.1 * timeout:  # avoids a system call for each part
             self._sock.settimeout(timeout)
             self._timeout = timeout
         count = self._file.readinto(buffer)
@@ -230,13 +233,13 @@ class _TimedReader(io.RawIOBase):
 
 
 def _close_all(connections: deque[_Idle]) -> None:
-    with contextlib.suppress(IndexError):
-        while True:  # at exit, threads may still come to return theirs
+    with suppress(IndexError):
+        while True:  # at exit, other threads may still return connections
             connections.pop().connection.close()
 
 
-def _readable(sock: Any) -> bool:
-    """Return whether an idle connection is readable: that can only be its end."""
+def _is_readable(sock: Any) -> bool:
+    """Return whether a socket is readable, which means for an idle connection that the server has closed it."""
     poll = select.poll()
     poll.register(sock, select.POLLIN)
     return bool(poll.poll(0))

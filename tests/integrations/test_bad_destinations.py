@@ -124,7 +124,7 @@ def resumes(src, place, expected, tmp_path):
 def limited(folder, most=20 << 10):
     """A place where no file may have more than `most` bytes."""
     prefix = [sys.executable, "-c", LIMITED, str(most)]
-    message = ("the file is larger than it may be there", "SL200")
+    message = ("the file is larger than the limit", "SL200")
     yield Place(folder / "out", folder / "out", message, prefix, prefix.clear)
 
 
