@@ -96,8 +96,6 @@ def convert(
     """
     src = as_samples(src)
     path = os.fspath(src) if isinstance(src, str | os.PathLike) else ""
-    if source_options is None and path and protocol_of(path) == protocol_of(dst):
-        source_options = storage_options
     selection, splits = parse_selection(fields, fill, raw), parse_splits(split)
     recode, mapper = parse_recode(resize, quality), parse_map(map, map_batch)
     transforms = TransformOptions(selection, recode, mapper, splits, shuffle, layout or Layout())
@@ -108,7 +106,8 @@ def convert(
         writer = partial(Writer, dst, layout=layout, overwrite=overwrite, storage_options=storage_options)
         return _write_iterable(src, store, writer, transforms, options)
     options.check(transforms, path, store.url)
-    conversion = Conversion(src, path, format, source_options or {}, store, transforms, options)
+    source_options = default_options(source_options, path, storage_options, dst)
+    conversion = Conversion(src, path, format, source_options, store, transforms, options)
     return conversion.convert(overwrite, resume, dry_run)
 
 
@@ -169,7 +168,21 @@ def _check_iterable(transforms: TransformOptions, options: RunOptions, looks_ahe
             raise errors.UsageError(f"{name} of an iterable, which has no samples by number", remedy)
 
 
-def protocol_of(url: str | os.PathLike[str]) -> str:
-    """Return the protocol of a URL: two stores of one protocol share their options."""
-    text = os.fspath(url)
-    return text.partition("://")[0] if "://" in text else "file"
+def default_options(
+    options: Mapping[str, Any] | None,
+    url: str | os.PathLike[str],
+    dataset_options: Mapping[str, Any] | None,
+    dataset: str | os.PathLike[str],
+) -> Mapping[str, Any]:
+    """Return the storage options of `url`: the given ones, by default those of a `dataset` with the same protocol.
+
+    Raises `UsageError` if `url` is neither a path nor a URL.
+    """
+    if not isinstance(url, str | os.PathLike):
+        problem = f"a {qualified_name(url)} is given, but a path or a URL is required"
+        raise errors.UsageError(problem, "convert can write Python objects to a dataset of their own")
+    if options is None:
+        protocols = (os.fspath(one).partition("://") for one in (url, dataset))
+        first, second = (protocol if separator else "file" for protocol, separator, _ in protocols)
+        options = dataset_options if first == second else None
+    return options or {}

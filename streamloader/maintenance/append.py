@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from streamloader.conversion.api import for_python, protocol_of
+from streamloader.conversion.api import default_options, for_python
 from streamloader.conversion.executors import open_executor, parse_engine, run_tasks
 from streamloader.conversion.job import Listener, Progress, RunOptions, TransformOptions, files_digest, ignore, probe
 from streamloader.conversion.row_order import SampleRows
@@ -87,19 +87,18 @@ def append(
     Raises `FieldError` if the fields differ, `SourceError` for the source, `DestinationError` if another append is in
     progress or was published in the meantime, the errors of `open` for the dataset, and `StorageError`.
     """
+    source_options = default_options(source_options, src, storage_options, url)
     run_options = RunOptions(workers, "raise", progress or ignore, parse_engine(engine))
     root = open_store(url, storage_options)
     opened = open_root(root, split)
     run_options.listener(Progress("scan", detail=f"looking at {redact(os.fspath(src))}"))
-    if source_options is None and protocol_of(src) == protocol_of(url):
-        source_options = storage_options
     # bytes fields of any encoding are selected: `_matching` checks the encoding after images are re-encoded
     fields = {name: layout.field for name, layout in opened.manifest.fields.items()}
     types = {name: None if field.kind == "bytes" else field for name, field in fields.items()}
     selection = FieldSelection.from_provenance(types, opened.manifest.provenance)
     recode, mapper = parse_recode(resize, quality), parse_map(map, map_batch)
     transforms = TransformOptions(selection, recode, mapper, shuffle=shuffle)
-    name, source = open_source(src, format, source_options or {}, transforms.opening)
+    name, source = open_source(src, format, source_options, transforms.opening)
     if splits := source.notes.get("splits"):
         problem = f"{source.url} has the splits {', '.join(splits)} of its own"
         raise UsageError(problem, "append each of its folders to the split that it belongs to")

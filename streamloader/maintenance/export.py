@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from streamloader.conversion.api import for_python, protocol_of
+from streamloader.conversion.api import default_options, for_python
 from streamloader.conversion.job import Listener, Progress, ignore
 from streamloader.conversion.optional import need
 from streamloader.conversion.sources.files import field_names
@@ -287,9 +287,7 @@ def export(
     layouts, total = {name: reader.layout for name, reader in readers.items()}, manifest.num_samples
     task = Task(layouts, total, _piece_size(manifest, layouts, kind.overhead))
     make_files = kind.plan(task)
-    if target_options is None and protocol_of(url) == protocol_of(dst):
-        target_options = storage_options
-    target = _open_empty(dst, target_options, store.url)
+    target = _open_empty(dst, default_options(target_options, dst, storage_options, url), store.url)
     report, lock, listener = ExportReport(target.url, 0, 0, 0), threading.Lock(), progress or ignore
 
     def put(files: Iterator[File], samples: int) -> None:

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streamloader import errors
-from streamloader.conversion.api import for_python, protocol_of
+from streamloader.conversion.api import default_options, for_python
 from streamloader.conversion.job import FILES, RECORD, Listener, Phase, Progress, TransformOptions, ignore
 from streamloader.conversion.row_order import SampleRows, assign, own_rows, parse_splits
 from streamloader.conversion.shard_task import QUARANTINE
@@ -128,6 +128,9 @@ def verify(
     """
     if against is None and (format or source_options):
         raise UsageError("format and source_options need a source", "give the source with --against")
+    source = None
+    if against is not None:
+        source = against, format, default_options(source_options, against, storage_options, url)
     store, problems, listener = open_store(url, storage_options), Problems(), progress or ignore
     datasets, names = _open(store, split, problems)
     sizes = _list(store)
@@ -138,11 +141,9 @@ def verify(
     leftovers, others = _check_paths(store, views, names, sizes or {}, problems)
     objects, size = _check_fields(views, problems, listener)
     compared, samples = 0, {view.split: view.manifest.num_samples for view in views}
-    if against is not None:
-        if source_options is None and protocol_of(against) == protocol_of(url):
-            source_options = storage_options
+    if source is not None:
         count = _counter("compare", sum(samples.values()), listener)
-        compared = sum(_compare(view, (against, format, source_options or {}), count) for view in views)
+        compared = sum(_compare(view, source, count) for view in views)
     flags = sizes is not None, any(view.appending for view in views)
     return VerifyReport(store.url, samples, objects, size, compared, leftovers, others, *flags, problems.sorted())
 

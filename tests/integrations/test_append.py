@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import streamloader as sl
-from streamloader.errors import DestinationError, FieldError, SourceError
+from streamloader.errors import DestinationError, FieldError, SourceError, UsageError
 from streamloader.format import manifest
 from streamloader.format.codecs import index_size
 from streamloader.format.publish import (
@@ -255,6 +255,18 @@ def test_fields_that_do_not_agree_are_named_and_nothing_is_written(case, data, t
         sl.append(data, source, workers=0)
     assert {path: data for path, data in contents(data).items() if "append" not in path} == before
     assert rows(sl.open(data)) == list(range(50))
+
+
+def test_a_source_that_is_not_a_url_is_an_error_with_its_type(data, tmp_path):
+    samples = ({"n": i} for i in range(3))
+    calls = (
+        lambda: sl.append(data, samples),
+        lambda: sl.verify(data, against=samples),
+        lambda: sl.export(data, samples, format="npz"),
+    )
+    for call in calls:
+        with pytest.raises(UsageError, match=r"builtins\.generator .* path or a URL .* dataset of their own"):
+            call()
 
 
 def photos(root, kind="png", **classes):
