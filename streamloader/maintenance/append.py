@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -141,7 +142,8 @@ def merged_classes(dataset: Classes, source: Classes) -> dict[str, list[str]]:
 def relabel(source: Source, classes: Classes) -> Source:
     """Return the source with the class numbers of a dataset that has the `classes`; new classes get the next numbers.
 
-    Raises `FieldError` for a field that is not a class number, or cannot hold the number of classes.
+    Raises `FieldError` for a field that is not a class number, or cannot hold the number of classes, and for a class
+    that shares its name with another one, because its number in the dataset is then unknown.
     """
     source_classes = class_names(source.notes)
     merged = merged_classes(classes, source_classes)
@@ -152,6 +154,11 @@ def relabel(source: Source, classes: Classes) -> Source:
         field = source.fields[name]
         if field.dtype not in INTS or (not field.fixed and field.shape):
             raise FieldError(f"the classes of {name!r} differ and {field} is not a class number", "use --map")
+        counts = Counter(names) | Counter(merged[name])
+        ambiguous = next((class_name for class_name in names if counts[class_name] > 1), None)
+        if ambiguous is not None:
+            problem = f"the classes of {name!r} differ, and several of them are called {ambiguous!r}"
+            raise FieldError(problem, "give them different names in the source, or convert all samples again")
         numbers = [merged[name].index(class_name) for class_name in names]
         if max(numbers, default=0) > np.iinfo(field.dtype).max:
             raise FieldError(f"{len(merged[name])} classes of {name!r} do not fit {field}", "convert all samples again")

@@ -283,6 +283,31 @@ def test_classes_keep_their_numbers_and_new_ones_come_behind(tmp_path):
     assert sl.open(tmp_path / "data")[8:]["label"].tolist() == [2, 0]
 
 
+@pytest.mark.parametrize(
+    ("dataset", "source", "numbers"),
+    [
+        (["crane", "boat", "crane"], ["crane", "boat", "crane"], [0, 1, 2]),
+        (["crane", "boat", "crane"], ["boat", "ant"], [1, 3]),
+        (["crane", "boat", "crane"], ["boat", "crane", "crane"], None),
+        (["crane", "boat", "crane"], ["boat", "crane"], None),
+        (["boat", "crane"], ["crane", "boat", "crane"], None),
+        (["boat"], ["crane", "boat", "crane"], None),
+        (["boat"], ["boat", "crane", "crane"], [0, 1, 2]),
+    ],
+)
+def test_classes_that_share_a_name_are_an_error_unless_their_numbers_are_equal(dataset, source, numbers, tmp_path):
+    for name, classes in (("data", dataset), ("source", source)):
+        with sl.Writer(tmp_path / name, {"label": "int64"}, provenance={"classes": {"label": classes}}) as out:
+            out.write_batch({"label": np.arange(len(classes))})
+    if numbers is None:
+        with pytest.raises(FieldError, match=r"'label' differ, and several of them are called 'crane'"):
+            sl.append(tmp_path / "data", tmp_path / "source", workers=0)
+        assert len(sl.open(tmp_path / "data")) == len(dataset)
+    else:
+        sl.append(tmp_path / "data", tmp_path / "source", workers=0)
+        assert sl.open(tmp_path / "data")[len(dataset) :]["label"].tolist() == numbers
+
+
 def test_images_of_another_format_are_an_error_unless_they_are_encoded_alike(tmp_path):
     sl.convert(photos(tmp_path / "a", "jpg", bee=2), tmp_path / "data", workers=0)
     source = photos(tmp_path / "b", bee=2)
