@@ -28,7 +28,7 @@ from streamloader.conversion.transforms import parse_map, parse_recode
 from streamloader.errors import DestinationError, FieldError, FormatError, NotFoundError, ObjectExistsError, UsageError
 from streamloader.format import publish
 from streamloader.format.codecs import Column
-from streamloader.format.geometry import settle
+from streamloader.format.geometry import EXPANSION, settle
 from streamloader.format.manifest import INTS, RESIDENT_TOTAL, Manifest, class_names
 from streamloader.format.opening import Opened, open_root, read_object
 from streamloader.options import Layout
@@ -37,6 +37,9 @@ from streamloader.storage.store import Store
 from streamloader.storage.url import redact
 
 ROUNDS = 5  # of writing again the shards that something else deletes or overwrites
+# A shard of new samples decodes to at most so many times the bytes that a conversion allows, or that the dataset's own
+# shards have: conversions round to a power of two, which is a factor of up to 1.4, and sizes of samples vary.
+GROWTH = 2
 MIXED = "mixed"  # the encoding of a field whose images have several: images of any encoding can be appended
 
 Classes = Mapping[str, Sequence[str]]
@@ -86,7 +89,8 @@ def append(
     it keep reading it. To resume an interrupted append, repeat the call: it writes the same bytes.
 
     Raises `FieldError` if the fields differ, `SourceError` for the source, `DestinationError` if another append is in
-    progress or was published in the meantime, the errors of `open` for the dataset, and `StorageError`.
+    progress or was published in the meantime, `UsageError` for other arguments and for samples that are too large for
+    the shards of the dataset, the errors of `open` for the dataset, and `StorageError`.
     """
     source_options = default_options(source_options, src, storage_options, url)
     run_options = RunOptions(workers, "raise", progress or ignore, parse_engine(engine))
@@ -361,7 +365,8 @@ class _Append:
 def _target(base: Manifest, source: Source) -> Manifest:
     """Return the manifest whose layout the new samples get: a new layout if the dataset is empty, else that of `base`.
 
-    Raises `DestinationError` if the resident fields would exceed the limit of readers.
+    Raises `DestinationError` if the resident fields would exceed the limit of readers, and `UsageError` if the new
+    samples are too large for the dataset's shards.
     """
     total = base.num_samples + source.num_samples
     if not base.num_samples:
@@ -376,7 +381,25 @@ def _target(base: Manifest, source: Source) -> Manifest:
     if resident > RESIDENT_TOTAL:
         problem = f"{total} samples have {resident} bytes in small fields, readers hold at most {RESIDENT_TOTAL}"
         raise DestinationError(problem, "convert all samples again: these fields are then streamed")
+    if not all(layout.field.fixed for layout in base.fields.values()):
+        _check_decoded(base, source)
     return base
+
+
+def _check_decoded(base: Manifest, source: Source) -> None:
+    """Raise `UsageError` if a shard of new samples decodes to too many bytes, because a worker holds it in memory.
+
+    Measures some of the samples, as a conversion does before it chooses its samples per shard.
+    """
+    layout, count = Layout(), min(base.samples_per_shard, source.num_samples)
+    for name, size in probe(source, layout, False).decoded.items():
+        base_size = base.fields[name].nbytes / base.num_samples
+        limit = GROWTH * max(EXPANSION * layout.shard_size, base_size * base.samples_per_shard)
+        if size * count > limit:
+            sizes = f"{size:.0f} bytes per sample in {source.url}, and {base_size:.0f} in the dataset"
+            problem = f"a shard of {count} samples would decode to {size * count:.0f} bytes, the limit is {limit:.0f}"
+            remedy = "convert them to a dataset of their own and use a Mixture of both, or convert all samples again"
+            raise UsageError(f"field {name!r} has {sizes}: {problem}", remedy)
 
 
 def _matching(source: Source, base: Manifest) -> Source:

@@ -3,6 +3,7 @@
 import json
 import shutil
 from contextlib import suppress
+from dataclasses import replace
 
 import naive_reader
 import numpy as np
@@ -326,6 +327,22 @@ def test_more_than_readers_hold_in_memory_is_an_error(data, grow, monkeypatch):
     with pytest.raises(DestinationError, match="480 bytes in small fields"):
         grow(data, 50, 60)
     assert not (data / CLAIM).exists()
+
+
+def test_samples_that_are_too_large_for_the_shards_are_an_error_before_anything_is_written(tmp_path, monkeypatch):
+    for name, count, size in (("small", 4096, 50), ("large", 128, 2000), ("larger", 128, 8000)):
+        (tmp_path / name).mkdir()
+        with (tmp_path / name / "x.jsonl").open("w") as file:
+            file.writelines(f'{{"t": "{"ab" * (size // 2)}"}}\n' for _ in range(count))
+    data = tmp_path / "data"
+    sl.convert(tmp_path / "small", data, layout=sl.Layout(samples_per_shard=4096), workers=0)
+    before = contents(data)
+    monkeypatch.setattr(append_module, "Layout", lambda: replace(sl.Layout(), shard_size=1 << 16))
+    message = r"8000 bytes per sample .*, and 50 in the dataset: .* 128 samples would decode to 1024000 bytes, the"
+    with pytest.raises(UsageError, match=rf"{message} limit is 524288; .*Mixture"):
+        sl.append(data, tmp_path / "larger", workers=0)
+    assert contents(data) == before
+    assert sl.append(data, tmp_path / "large", workers=0).added == 128
 
 
 # --- splits
