@@ -96,14 +96,14 @@ def append(
     run_options = RunOptions(workers, "raise", progress or ignore, parse_engine(engine))
     root = open_store(url, storage_options)
     opened = open_root(root, split)
-    run_options.listener(Progress("scan", detail=f"looking at {redact(os.fspath(src))}"))
+    run_options.listener(Progress("scan", detail=f"reading {redact(os.fspath(src))}"))
     # bytes fields of any encoding are selected: `_matching` checks the encoding after images are re-encoded
     fields = {name: layout.field for name, layout in opened.manifest.fields.items()}
     types = {name: None if field.kind == "bytes" else field for name, field in fields.items()}
     selection = FieldSelection.from_provenance(types, opened.manifest.provenance)
     recode, mapper = parse_recode(resize, quality), parse_map(map, map_batch)
     transforms = TransformOptions(selection, recode, mapper, shuffle=shuffle)
-    name, source = open_source(src, format, source_options, transforms.opening)
+    name, source = open_source(src, format, source_options, transforms.source_selection)
     if splits := source.notes.get("splits"):
         problem = f"{source.url} has the splits {', '.join(splits)} of its own"
         raise UsageError(problem, "append each of its folders to the split that it belongs to")
@@ -355,7 +355,7 @@ class _Append:
             missing = [shard for shard in extension.shards if shard not in receipts]
             if not missing:
                 return receipts, kept
-            workers = min(options.processes(self.source.url, store.url), len(missing))
+            workers = min(options.num_processes(self.source.url, store.url), len(missing))
             with open_executor(options.engine, workers) as executor:
                 run_tasks(executor, (task(shard) for shard in missing), note)
         problem = f"objects at {store.url} change while they are written"

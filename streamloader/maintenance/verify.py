@@ -645,7 +645,7 @@ def _compare(view: DatasetView, against: tuple[Any, str | None, Mapping[str, Any
     fields = {name: layout.field for name, layout in manifest.fields.items()}
     transforms = TransformOptions(FieldSelection.from_provenance(fields, manifest.provenance))
     try:
-        source = transforms.apply(open_source(*against, transforms.opening)[1])
+        source = transforms.apply(open_source(*against, transforms.source_selection)[1])
     except FieldError as error:
         view.add(f"{url} differs from {against[0]}: {error.problem}", "")
         return 0
