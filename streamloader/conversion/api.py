@@ -6,7 +6,6 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from itertools import chain, islice
 from typing import Any
@@ -15,7 +14,7 @@ from streamloader import errors
 from streamloader.conversion.executors import parse_engine
 from streamloader.conversion.job import Conversion, Listener, Progress, Report, RunOptions, TransformOptions, ignore
 from streamloader.conversion.row_order import parse_splits
-from streamloader.conversion.shard_task import OnError, Quarantine, SkippedSample, packed
+from streamloader.conversion.shard_task import OnError, Quarantine, SkippedSample
 from streamloader.conversion.sources.base import raise_bad
 from streamloader.conversion.sources.fields import flatten, parse_selection
 from streamloader.conversion.sources.objects import NAME as PYTHON
@@ -124,8 +123,8 @@ def _write_iterable(
     The fields are inferred from the first 64 samples, as in `open_records`. An interrupted run cannot be resumed: after
     Ctrl-C or an exception of the iterable, the objects written so far are removed.
     """
-    name, url = qualified_name(src), f"{PYTHON}:{qualified_name(src)}"
-    samples = map(flatten, src)
+    name, samples = qualified_name(src), map(flatten, src)
+    url = f"{PYTHON}:{name}"
     first = list(islice(samples, PROBED))
     if not first:
         raise errors.SourceError(f"the {name} has no samples", "give at least one")
@@ -147,9 +146,10 @@ def _write_iterable(
                     raise  # this sample is good: an earlier shard could not be encoded
                 if not options.keep_bad:
                     raise_bad(bad_sample)
-                bad.append(SkippedSample(number, bad_sample.name, bad_sample.problem).without_data())
+                skipped = SkippedSample.of(bad_sample, number)
+                bad.append(skipped.without_data())
                 if options.on_error == "quarantine":
-                    quarantine.add(replace(bad[-1], data=packed(bad_sample.data)))
+                    quarantine.add(skipped)
         if not len(out):
             problem = f"all {len(bad)} samples of the {name} are bad; {bad[0].name}: {bad[0].problem}"
             raise errors.SourceError(problem, "fix the samples, or give other fields")
@@ -175,10 +175,7 @@ def _check_iterable(transforms: TransformOptions, options: RunOptions, resume_or
 
 
 def default_options(
-    options: Mapping[str, Any] | None,
-    url: str | os.PathLike[str],
-    dataset_options: Mapping[str, Any] | None,
-    dataset: str | os.PathLike[str],
+    options: Mapping[str, Any] | None, url: Any, dataset_options: Mapping[str, Any] | None, dataset: Any
 ) -> Mapping[str, Any]:
     """Return the storage options of `url`: the given ones, by default those of a `dataset` with the same protocol.
 
@@ -188,7 +185,7 @@ def default_options(
         problem = f"a {qualified_name(url)} is given, but a path or a URL is required"
         raise errors.UsageError(problem, "convert can write Python objects to a dataset of their own")
     if options is None:
-        protocols = (os.fspath(location).partition("://") for location in (url, dataset))
-        first, second = (protocol if separator else "file" for protocol, separator, _ in protocols)
-        options = dataset_options if first == second else None
+        parts = (os.fspath(location).partition("://") for location in (url, dataset))
+        protocols = {protocol if separator else "file" for protocol, separator, _ in parts}
+        options = dataset_options if len(protocols) == 1 else None
     return options or {}

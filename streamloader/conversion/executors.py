@@ -35,7 +35,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, suppre
 from dataclasses import dataclass
 from multiprocessing import Pipe, connection
 from queue import SimpleQueue
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from streamloader.conversion.optional import need
 from streamloader.conversion.shard_task import Outcome, Task
@@ -118,11 +118,8 @@ def run_tasks(executor: Executor, tasks: Iterator[Task], on_done: Callable[[Task
                 failures[number] = result
             else:
                 on_done(task, result)
-    try:
-        if failures:
-            raise failures[min(failures)]
-    finally:
-        failures.clear()  # the traceback of the error refers to this frame
+    if failures:
+        raise failures.pop(min(failures))  # not kept here: its traceback refers to this frame
 
 
 def _failure(executor: Executor, task: Task, error: BaseException) -> EngineError:
@@ -296,14 +293,12 @@ def main(descriptor: int) -> None:
     writing: Future[None] | None = None
     with connection.Connection(descriptor) as channel, ThreadPoolExecutor(1) as writer:
         threading.Thread(target=_receive_tasks, args=(channel, tasks), daemon=True).start()
-        send_lock = threading.Lock()  # the writer sends too
-
-        def send(message: Result | None) -> None:
-            with send_lock:
-                channel.send(message)
+        send_lock = threading.Lock()
 
         def write(task: Task, prepared: Callable[[], Outcome] | StreamloaderError) -> None:
-            send(prepared if isinstance(prepared, StreamloaderError) else attempt(task, prepared))
+            result = prepared if isinstance(prepared, StreamloaderError) else attempt(task, prepared)
+            with send_lock:
+                channel.send(result)
 
         def read(task: Task) -> Future[None]:
             """Read a task, and start to write it. As a function, so that only the writer refers to the shard."""
@@ -314,7 +309,8 @@ def main(descriptor: int) -> None:
 
         while True:
             writing = read(tasks.get())
-            send(None)
+            with send_lock:
+                channel.send(None)
 
 
 def _receive_tasks(channel: connection.Connection, tasks: SimpleQueue[Task]) -> None:
@@ -328,8 +324,7 @@ def _receive_tasks(channel: connection.Connection, tasks: SimpleQueue[Task]) -> 
     os._exit(1)
 
 
-@dataclass(frozen=True)
-class EngineChoice:
+class EngineChoice(NamedTuple):
     """The name of an engine, and the address of its cluster; an empty address is the engine's local mode."""
 
     name: str = "local"
@@ -385,8 +380,7 @@ def _open_dask(address: str, workers: int) -> Iterator[Executor]:
         try:
             # no memory limit: tasks are bounded already, and Dask would pause or restart workers
             size = {"n_workers": workers or cpu_count(), "threads_per_worker": 1, "memory_limit": 0}
-            local = distributed.LocalCluster
-            cluster = address or stack.enter_context(local(**size, dashboard_address=None))
+            cluster = address or stack.enter_context(distributed.LocalCluster(**size, dashboard_address=None))
             client = stack.enter_context(distributed.Client(cluster, set_as_default=False))
         except (OSError, ValueError) as error:
             raise EngineError(f"no Dask scheduler at {address or 'this machine'}: {error}", "see its log") from error
@@ -475,8 +469,7 @@ def _spark_context(pyspark: Any, address: str, workers: int) -> Any:
     return context
 
 
-@dataclass(frozen=True)
-class _Cluster:
+class _Cluster(NamedTuple):
     """A function that opens an engine, the pattern of its addresses, and an example."""
 
     open: Callable[[str, int], AbstractContextManager[Executor]]

@@ -333,10 +333,9 @@ def make_job(source: Source, format_name: str, transforms: TransformOptions, kee
 
     Raises `UsageError` for a split without samples, and as `probe`.
     """
-    schema = probe(source, transforms.layout, keep_bad)
-    digest, files = files_digest(source.files), len(source.files)
+    schema, described = probe(source, transforms.layout, keep_bad), describe_source(source, format_name)
     provenance = {
-        "source": {"format": format_name, "url": source.url, "files": files, "digest": digest},
+        "source": described,
         **source.notes,
         **transforms.selection.notes,
         **({} if transforms.shuffle is None else {"shuffle": {"seed": transforms.shuffle}}),
@@ -351,14 +350,14 @@ def make_job(source: Source, format_name: str, transforms: TransformOptions, kee
         **publish.job_document("convert", schema.fields, [plan.name for plan in plans if plan.name], shards),
         "version": VERSION,
         "options": {"source": source.url, "format": format_name, **transforms.options()},
-        "source": {"files": files, "samples": source.num_samples, "digest": digest},
+        "source": {"files": described["files"], "samples": source.num_samples, "digest": described["digest"]},
         "plans": {plan.name: {"num_samples": plan.rows.count, **plan.geometry.to_json()} for plan in plans},
     }
     details = {} if "map" in source.notes else {**source.notes.get("decoded", {}), **source.notes.get("units", {})}
     classes = {name: names for name, names in class_names(source.notes).items() if name in schema.fields}
     splits = {plan.name: plan.rows.count for plan in plans}
     measured = schema.fields, schema.codecs, schema.sizes
-    preview = Preview(source.url, format_name, files, *measured, splits, shards, details, classes)
+    preview = Preview(source.url, format_name, len(source.files), *measured, splits, shards, details, classes)
     return Job(source, preview, tuple(plans), json.loads(json.dumps(document)))  # equal to the document when read
 
 
@@ -382,9 +381,10 @@ def _split_rows(
         yield "", range(source.num_samples), None
 
 
-def files_digest(files: Sequence[ObjectInfo]) -> str:
-    """Return the SHA-256 of the files' paths, sizes and etags, in order."""
-    return hashlib.sha256(list_files(files)).hexdigest()
+def describe_source(source: Source, format_name: str) -> dict[str, Any]:
+    """Return the entry of a source in the provenance, with the SHA-256 of its files' paths, sizes and etags."""
+    digest = hashlib.sha256(list_files(source.files)).hexdigest()
+    return {"format": format_name, "url": source.url, "files": len(source.files), "digest": digest}
 
 
 def list_files(files: Sequence[ObjectInfo]) -> bytes:

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, Literal, Self
 
 import numpy as np
@@ -46,14 +46,15 @@ class SkippedSample:
     problem: str
     data: str = ""
 
+    @classmethod
+    def of(cls, bad: BadSample, row: int) -> SkippedSample:
+        """Return a bad sample at this row of the source."""
+        data = base64.b64encode(bad.data).decode() if len(bad.data) <= MAX_DATA else ""
+        return cls(row, bad.name or f"row {row}", bad.problem, data)
+
     def without_data(self) -> SkippedSample:
         """Return the sample without data, as kept in memory; equal problems share one string."""
         return SkippedSample(self.row, self.name, sys.intern(self.problem))
-
-
-def packed(data: bytes) -> str:
-    """Return the `data` of a `SkippedSample`."""
-    return base64.b64encode(data).decode() if len(data) <= MAX_DATA else ""
 
 
 def write_skipped(store: Store, job: str, shard: int, samples: Sequence[SkippedSample]) -> tuple[SkippedSample, ...]:
@@ -115,13 +116,11 @@ class Quarantine:
 
     def add_all(self, split: str, store: Store, skipped: Mapping[int, SkippedSample]) -> None:
         """Add the samples of a split; those in the lists in its `store` have data."""
+        listed = chain.from_iterable(_samples(store, path, self._job) for path in _paths(store))
         remaining = dict(skipped)
-        for path in _paths(store):
-            for sample in _samples(store, path, self._job):
-                if remaining.pop(sample.row, None) is not None:
-                    self.add(sample, split)
-        for _, sample in sorted(remaining.items()):
-            self.add(sample, split)
+        for sample in chain(listed, (skipped[row] for row in sorted(skipped))):
+            if remaining.pop(sample.row, None) is not None:
+                self.add(sample, split)
 
     def flush(self) -> None:
         """Write the samples added since the last file."""
@@ -176,7 +175,7 @@ class Task:
         bad: list[BadSample] = []
         columns = self.fragment(bad.append if self.keep_bad else raise_bad_rows(self.rows))
         if bad:
-            skipped = [self._skipped(sample) for sample in bad]
+            skipped = [SkippedSample.of(sample, int(self.rows[sample.position])) for sample in bad]
             return partial(write_skipped, self.store, self.job, self.shard, skipped)
         if self.order is not None:
             for name in columns:  # one after another, so that only one field is held twice
@@ -186,7 +185,3 @@ class Task:
     def encode(self, columns: dict[str, Column]) -> Callable[[], Outcome]:
         """Encode the columns of the shard; return a function that writes it."""
         return prepare_shard(self.store, self.geometry, self.shard, columns, job=self.job)
-
-    def _skipped(self, bad: BadSample) -> SkippedSample:
-        row = int(self.rows[bad.position])
-        return SkippedSample(row, bad.name or f"row {row}", bad.problem, packed(bad.data))

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from streamloader.conversion.api import default_options, for_python
 from streamloader.conversion.executors import open_executor, parse_engine, run_tasks
-from streamloader.conversion.job import Listener, Progress, RunOptions, TransformOptions, files_digest, ignore, probe
+from streamloader.conversion.job import Listener, Progress, RunOptions, TransformOptions, describe_source, ignore, probe
 from streamloader.conversion.row_order import SampleRows
 from streamloader.conversion.shard_task import Outcome, Task
 from streamloader.conversion.sources.base import BadSample, Source
@@ -237,8 +237,7 @@ class _Append:
     @cached_property
     def source_info(self) -> dict[str, Any]:
         """The description of the source for claim and provenance."""
-        files = self.source.files
-        return {"format": self.format, "url": self.source.url, "files": len(files), "digest": files_digest(files)}
+        return describe_source(self.source, self.format)
 
     @cached_property
     def claim(self) -> dict[str, Any]:
@@ -329,9 +328,11 @@ class _Append:
         """Write shards until none is missing; return the receipts, and the number that an earlier run left."""
         store, options = self.opened.store, self.run_options
         rows = SampleRows.of(range(self.source.num_samples), self.transforms.shuffle)
-        stored = publish.read_receipts(store, f"{publish.APPEND}/receipts")
-        receipts = {shard: receipt for shard, receipt in stored.items() if shard in extension.shards}
-        progress, kept = Progress("write", 0, extension.added), 0
+        receipts = publish.read_receipts(store, f"{publish.APPEND}/receipts")
+        for shard in {*receipts} - {*extension.shards} | {*publish.check_receipts(store, receipts)}:
+            del receipts[shard]
+        kept, done = len(receipts), sum(receipt.num_samples for receipt in receipts.values())
+        progress = Progress("write", done, extension.added, kept=done)
 
         def note(task: Task, outcome: Outcome) -> None:
             nonlocal progress
@@ -345,19 +346,16 @@ class _Append:
             new, fields = rows.read(*extension.samples(shard)), {"extension": extension, "claim": self.claim}
             return AppendTask.of(self.source, new, store, extension.geometry, shard, **fields)
 
-        for attempt in range(ROUNDS):
-            for shard in publish.check_receipts(store, receipts):
-                del receipts[shard]
-            progress = replace(progress, done=sum(receipt.num_samples for receipt in receipts.values()))
-            if not attempt:
-                kept, progress = len(receipts), replace(progress, kept=progress.done)
-                options.listener(progress)
+        options.listener(progress)
+        for _ in range(ROUNDS):
             missing = [shard for shard in extension.shards if shard not in receipts]
             if not missing:
                 return receipts, kept
             workers = min(options.num_processes(self.source.url, store.url), len(missing))
             with open_executor(options.engine, workers) as executor:
                 run_tasks(executor, (task(shard) for shard in missing), note)
+            for shard in publish.check_receipts(store, receipts):
+                progress = replace(progress, done=progress.done - receipts.pop(shard).num_samples)
         problem = f"objects at {store.url} change while they are written"
         raise DestinationError(problem, "stop other writers, and run the append again")
 

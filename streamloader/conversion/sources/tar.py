@@ -53,7 +53,7 @@ class HeaderReader:
     def __init__(self, content: Content) -> None:
         self.content, self.size = content, content.info.size
         self.first, self.data = 0, memoryview(b"")
-        self.walked = self.count = 0
+        self.count = 0  # of the reads from `data`
 
     def read(self, start: int, stop: int) -> bytes:
         """Return bytes [start, stop), fewer at the tar's end."""
