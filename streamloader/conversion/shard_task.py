@@ -63,8 +63,7 @@ def write_skipped(store: Store, job: str, shard: int, samples: Sequence[SkippedS
     The same samples give the same bytes.
     """
     documents = ({"shard": shard, "job": job}, *map(asdict, samples))
-    lines = [json.dumps(document, sort_keys=True).encode() + b"\n" for document in documents]
-    store.put(f"{BAD}/{shard}.json", lines)
+    store.put(f"{BAD}/{shard}.json", [json.dumps(entry, sort_keys=True).encode() + b"\n" for entry in documents])
     return tuple(sample.without_data() for sample in samples)
 
 

@@ -199,18 +199,14 @@ def _used_parts(
 
 def _codes(code: types.CodeType) -> list[types.CodeType]:
     """Return the code object, and all code objects within it."""
-    inner = [_codes(constant) for constant in code.co_consts if isinstance(constant, types.CodeType)]
-    return [code, *chain.from_iterable(inner)]
+    inner = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
+    return [code, *chain.from_iterable(map(_codes, inner))]
 
 
 def _globals_read(function: types.FunctionType, codes: Iterable[types.CodeType]) -> dict[str, Any]:
     """Return the globals that the code reads, without builtins."""
-    reads = {
-        instruction.argval
-        for code in codes
-        for instruction in dis.get_instructions(code)
-        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME")
-    }
+    steps = chain.from_iterable(map(dis.get_instructions, codes))
+    reads = {step.argval for step in steps if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
     return {name: function.__globals__[name] for name in reads & function.__globals__.keys()}
 
 
@@ -339,16 +335,14 @@ class MappedFragment:
         batch = {name: _values(name, kind, columns[name], rows) for name, kind in self.fields.items()}
         if self.mapper.batch is None:
             return [flatten(self.mapper.function({name: values[0] for name, values in batch.items()}))]
-        mapped = self.mapper.function(batch)
-        lengths = {name: len(column) for name, column in mapped.items()} if isinstance(mapped, Mapping) else None
-        if lengths is None or {*lengths.values()} != {len(rows)}:
-            problem = f"it returned {type(mapped) if lengths is None else lengths} for {len(rows)} samples"
-            raise UsageError(problem, "return a column of as many values")
-        mapped = {  # arrays of other libraries, which may be on a device, become numpy arrays
-            name: settle(column, f"the column {name!r}") if hasattr(column, "__dlpack__") else column
-            for name, column in mapped.items()
-        }
-        return [flatten({name: column[i] for name, column in mapped.items()}) for i in range(len(rows))]
+        out = self.mapper.function(batch)
+        if not isinstance(out, Mapping) or {len(column) for column in out.values()} != {len(rows)}:
+            lengths = {name: len(column) for name, column in out.items()} if isinstance(out, Mapping) else type(out)
+            raise UsageError(f"it returned {lengths} for {len(rows)} samples", "return a column of as many values")
+        # arrays of other libraries, which may be on a device, become numpy arrays
+        arrays = {name: settle(c, f"the column {name!r}") for name, c in out.items() if hasattr(c, "__dlpack__")}
+        out = {**out, **arrays}
+        return [flatten({name: column[i] for name, column in out.items()}) for i in range(len(rows))]
 
 
 def _values(name: str, kind: Field, column: Column, rows: range) -> Any:

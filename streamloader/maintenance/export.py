@@ -183,12 +183,9 @@ def _can_hold(extension: str, field: Field) -> bool:
 
 
 def _extension(field: Field) -> str:
-    if field.kind in ("tensor", "ragged"):
-        return "cls" if field == Field("tensor", "int64") else "npy"
-    if field.kind == "text":
-        return "txt"
     encoding = "jpg" if field.encoding == "jpeg" else field.encoding
-    return encoding if encoding.isalnum() and _can_hold(encoding, field) else "bin"
+    candidates = ("cls", "npy", "txt", *([encoding] if encoding.isalnum() else []))
+    return next((extension for extension in candidates if _can_hold(extension, field)), "bin")
 
 
 def _member(field: Field, value: Any) -> bytes:
