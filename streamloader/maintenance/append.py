@@ -393,7 +393,7 @@ def _check_decoded(base: Manifest, source: Source) -> None:
     for name, size in probe(source, layout, False).decoded.items():
         base_size = base.fields[name].nbytes / base.num_samples
         limit = GROWTH * max(EXPANSION * layout.shard_size, base_size * base.samples_per_shard)
-        if size * count > limit:
+        if count > 1 and size * count > limit:  # any layout has to hold a single sample
             sizes = f"{size:.0f} bytes per sample in {source.url}, and {base_size:.0f} in the dataset"
             problem = f"a shard of {count} samples would decode to {size * count:.0f} bytes, the limit is {limit:.0f}"
             remedy = "convert them to a dataset of their own and use a Mixture of both, or convert all samples again"

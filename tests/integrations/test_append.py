@@ -330,7 +330,7 @@ def test_more_than_readers_hold_in_memory_is_an_error(data, grow, monkeypatch):
 
 
 def test_samples_that_are_too_large_for_the_shards_are_an_error_before_anything_is_written(tmp_path, monkeypatch):
-    for name, count, size in (("small", 4096, 50), ("large", 128, 2000), ("larger", 128, 8000)):
+    for name, count, size in (("small", 4096, 50), ("large", 128, 2000), ("larger", 128, 8000), ("one", 1, 600_000)):
         (tmp_path / name).mkdir()
         with (tmp_path / name / "x.jsonl").open("w") as file:
             file.writelines(f'{{"t": "{"ab" * (size // 2)}"}}\n' for _ in range(count))
@@ -343,6 +343,7 @@ def test_samples_that_are_too_large_for_the_shards_are_an_error_before_anything_
         sl.append(data, tmp_path / "larger", workers=0)
     assert contents(data) == before
     assert sl.append(data, tmp_path / "large", workers=0).added == 128
+    assert sl.append(data, tmp_path / "one", workers=0).added == 1
 
 
 # --- splits
