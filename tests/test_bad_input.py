@@ -106,7 +106,7 @@ def test_what_can_be_converted_is_there_and_nothing_else_is_written(case, tmp_pa
 
 @pytest.mark.parametrize("samples", [[], iter(())], ids=["list", "iterator"])
 def test_an_iterable_without_samples_is_an_error_and_nothing_is_written(samples, tmp_path):
-    with pytest.raises(StreamloaderError, match=r"(has|gives) no sample; give at least one"):
+    with pytest.raises(StreamloaderError, match=r"has no samples?; give at least one"):
         sl.convert(samples, tmp_path / "out", workers=0)
     assert not list(tmp_path.iterdir())
 

@@ -180,7 +180,7 @@ def test_a_finished_dataset_is_replaced_by_overwrite_only(photos, tmp_path, expe
 def test_a_destination_with_other_objects_is_left_alone(photos, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.txt").write_text("years of work")
-    with pytest.raises(DestinationError, match=r"is not empty \(thesis.txt is there\)"):
+    with pytest.raises(DestinationError, match=r"is not empty: it has thesis.txt"):
         sl.convert(photos, tmp_path / "out", workers=0)
     (tmp_path / "out" / "zarr.json").write_text('{"zarr_format": 3, "node_type": "group", "attributes": {}}')
     for overwrite in (False, True):

@@ -135,6 +135,13 @@ def tarred(members, cut=None):
     return files({"it.tar": tar_bytes(members)[:cut]})
 
 
+def pax_member(name, size, **records):
+    """Return the headers of a member: its pax records, and a header with the size 0."""
+    info = tarfile.TarInfo(name)
+    info.pax_headers = {"size": str(size), **{key.replace("_", "."): value for key, value in records.items()}}
+    return info.tobuf(tarfile.PAX_FORMAT)
+
+
 def zipped(damage):
     file = io.BytesIO()
     np.savez_compressed(file, x=np.random.default_rng(0).random(1000))
@@ -174,6 +181,9 @@ BAD = {
     "cut between members": (files({"it.tar": TWO[:1024]}), "it.tar is truncated: it ends at byte 1024"),
     "cut in a header": (files({"it.tar": TWO[:1100]}), "it.tar is truncated: it ends at byte 1100"),
     "damaged tar": (files({"it.tar": DAMAGED_TAR}), "it.tar is not a tar, or damaged, at byte 1024"),
+    "size in pax": (files({"it.tar": pax_member("1.cls", "two")}), "it.tar is not a tar, or damaged, at byte 1024"),
+    "negative size": (files({"it.tar": pax_member("1.cls", -1)}), "it.tar has a member of -1 bytes at byte 1024"),
+    "sparse file": (files({"it.tar": pax_member("1.cls", 0, GNU_sparse_map="0,1")}), "holds 1.cls as a sparse file"),
 }
 
 
@@ -226,6 +236,16 @@ def test_long_and_foreign_names_are_read_in_every_tar_dialect(kind, tmp_path):
     folder = "d" * 90 if kind == tarfile.USTAR_FORMAT else "ü" * 150
     tar(tmp_path / "it.tar", {f"{folder}/{i}.{ext}": b"%d" % i for i in range(3) for ext in ("cls", "txt")}, kind)
     assert rows_of(opened(tmp_path), [0, 1, 2]) == [{"cls": i, "txt": str(i)} for i in range(3)]
+
+
+def test_the_size_in_pax_records_is_that_of_the_member(tmp_path):
+    with (tmp_path / "it.tar").open("wb") as file:
+        file.write(pax_member("no_sample", 9 << 30))  # 9 GiB, which a ustar header does not hold
+        file.seek(9 << 30, 1)
+        file.write(pax_member("1.cls", 2) + b"42".ljust(tarfile.BLOCKSIZE, b"\0") + tar_bytes({"2.cls": b"7"}))
+    source = opened(tmp_path)
+    assert rows_of(source, [0, 1]) == [{"cls": 42}, {"cls": 7}]
+    assert source.notes["passed_over"] == 1
 
 
 def test_a_tar_of_large_and_small_members_is_scanned_once_by_its_headers(tmp_path, monkeypatch):

@@ -202,7 +202,7 @@ def test_many_bad_samples_take_linear_time_and_little_memory(tmp_path):
         for shard in range(count // size):
             rows = job.shard_rows(shard)
             bad = (SkippedSample(row, f"file {row}", "is empty", "data" * 8000) for row in rows[: size // 10].tolist())
-            run.note(shard, tuple(one.without_data() for one in bad))
+            run.record(shard, tuple(one.without_data() for one in bad))
         todo = run.missing()
         kept = [row for shard in todo for row in run.plan.shard_rows(shard).tolist()]
         assert time.process_time() - begin < 10  # seconds under tracemalloc; quadratic took minutes

@@ -1,4 +1,4 @@
-"""`sl.convert`: a conversion from its beginning to its end."""
+"""`sl.convert`, and what the functions of `maintenance` share with it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from itertools import chain, islice
 from typing import Any
@@ -15,7 +14,7 @@ from streamloader import errors
 from streamloader.conversion.executors import parse_engine
 from streamloader.conversion.job import Conversion, Listener, Progress, Report, RunOptions, TransformOptions, ignore
 from streamloader.conversion.row_order import parse_splits
-from streamloader.conversion.shard_task import OnError, Quarantine, SkippedSample, packed
+from streamloader.conversion.shard_task import OnError, Quarantine, SkippedSample
 from streamloader.conversion.sources.base import raise_bad
 from streamloader.conversion.sources.fields import flatten, parse_selection
 from streamloader.conversion.sources.objects import NAME as PYTHON
@@ -27,7 +26,7 @@ from streamloader.format.writer import Writer
 from streamloader.options import Layout
 from streamloader.storage import Store, open_store
 
-# options of the command in remedies, and the arguments of `convert` that they are
+# options of the command, as remedies name them, and the arguments of `convert` that replace them
 _ARGUMENTS = (
     (r"--(overwrite|raw|resume)\b", r"\1=True"),
     (r"--fill (\w+)=(\w+)", r'fill={"\1": \2}'),
@@ -38,7 +37,7 @@ _ARGUMENTS = (
 
 
 def python_words(remedy: str) -> str:
-    """Return the remedy with arguments of `convert` in place of options: `on_error="skip"` for `--on-error skip`."""
+    """Return a remedy with options replaced by arguments: `--on-error skip` becomes `on_error="skip"`."""
     for option, argument in _ARGUMENTS:
         remedy = re.sub(option, argument, remedy)
     return remedy
@@ -46,7 +45,10 @@ def python_words(remedy: str) -> str:
 
 @contextmanager
 def for_python() -> Iterator[None]:
-    """Raise errors with remedies in the words of Python; the command calls the function that this decorates."""
+    """Replace options of the command by arguments in the remedies of errors, for callers from Python.
+
+    The command calls the undecorated function.
+    """
     try:
         yield
     except errors.StreamloaderError as error:
@@ -59,11 +61,11 @@ def convert(
     src: str | os.PathLike[str] | Any,
     dst: str | os.PathLike[str],
     *,
-    format: str | None = None,  # noqa: A002 - as the command's option is called
+    format: str | None = None,  # noqa: A002 - the name of the command's option
     fields: str | Iterable[str] | Mapping[str, str | Field | None] | None = None,
     fill: Mapping[str, Any] | None = None,
     raw: bool = False,
-    map: str | Callable[[dict[str, Any]], Any] | None = None,  # noqa: A002 - likewise
+    map: str | Callable[[dict[str, Any]], Any] | None = None,  # noqa: A002 - the name of the command's option
     map_batch: int | None = None,
     resize: str | int | tuple[int, int] | None = None,
     quality: int | None = None,
@@ -80,24 +82,24 @@ def convert(
     source_options: Mapping[str, Any] | None = None,
     progress: Listener | None = None,
 ) -> Report:
-    """Convert what lies at `src` into a dataset at the URL `dst`; docs/conversion.md says more of each argument.
+    """Convert the source `src` to a dataset at the URL `dst`; docs/conversion.md describes each argument.
 
     `src` is a path, a URL, a map-style dataset, a dict with an array or list for each field, an iterable of samples, or
-    a generator function. `fields` chooses fields and types; `fill` maps fields to what replaces a missing value; `raw`
-    keeps packed values (`scale_factor`, ...) as stored. `map` is a function of a sample, or with `map_batch` of so many
-    at once; `resize` and `quality` re-encode images. `split` is `"train=0.9,val=0.1"` or a mapping: each becomes a
-    dataset, with samples assigned at random. `shuffle` is the seed of a random order. `on_error` says what becomes of
-    bad samples. `engine` is local, dask, ray or spark, with `=ADDRESS` if wanted. `workers` are processes, by default
-    one a core; 0 works in this process. Called again in the same way, it resumes; `overwrite` replaces what is there,
-    `resume` takes a finished dataset of the same source as done, `dry_run` writes nothing. `source_options` default to
-    `storage_options` where both URLs have one protocol.
+    a generator function. `fields` selects fields and their types; `fill` maps fields to the values that replace missing
+    ones; `raw` keeps packed values (`scale_factor`, ...) as stored. `map` is a function of a sample, or with
+    `map_batch` of that many samples. `resize` and `quality` re-encode images. `split` is `"train=0.9,val=0.1"` or a
+    mapping: each split becomes a dataset, with samples assigned at random. `shuffle` is the seed of a random order.
 
-    Raises `UsageError`, `SourceError`, `SourceChangedError`, `DestinationError`, or a `StorageError`.
+    `on_error` is "raise", "skip" or "quarantine" for bad samples. `engine` is "local", "dask", "ray" or "spark",
+    optionally with `=ADDRESS`. `workers` is the number of processes, by default one per core; 0 works in this process.
+    To resume an interrupted conversion, repeat the call; `resume` also accepts a finished dataset of the same source
+    and options. `overwrite` replaces an existing dataset, and `dry_run` writes nothing. `source_options` are the
+    storage options of `src`, by default `storage_options` if both URLs have the same protocol.
+
+    Raises `UsageError`, `SourceError`, `SourceChangedError`, `DestinationError`, `EngineError`, or a `StorageError`.
     """
     src = as_samples(src)
     path = os.fspath(src) if isinstance(src, str | os.PathLike) else ""
-    if source_options is None and path and protocol_of(path) == protocol_of(dst):
-        source_options = storage_options
     selection, splits = parse_selection(fields, fill, raw), parse_splits(split)
     recode, mapper = parse_recode(resize, quality), parse_map(map, map_batch)
     transforms = TransformOptions(selection, recode, mapper, splits, shuffle, layout or Layout())
@@ -108,25 +110,26 @@ def convert(
         writer = partial(Writer, dst, layout=layout, overwrite=overwrite, storage_options=storage_options)
         return _write_iterable(src, store, writer, transforms, options)
     options.check(transforms, path, store.url)
-    conversion = Conversion(src, path, format, source_options or {}, store, transforms, options)
+    source_options = default_options(source_options, path, storage_options, dst)
+    conversion = Conversion(src, path, format, source_options, store, transforms, options)
     return conversion.convert(overwrite, resume, dry_run)
 
 
 def _write_iterable(
     src: Any, store: Store, writer: Callable[..., Writer], transforms: TransformOptions, options: RunOptions
 ) -> Report:
-    """Write samples that come one after another, in their order, with a `writer` of fields and provenance.
+    """Write the samples of an iterable in their order; `writer` takes the fields and the provenance.
 
-    The fields are inferred from the first 64 samples, as `open_records` does. This cannot be resumed: Ctrl-C, and
-    whatever the iterable raises, end it, and what was written is removed.
+    The fields are inferred from the first 64 samples, as in `open_records`. An interrupted run cannot be resumed: after
+    Ctrl-C or an exception of the iterable, the objects written so far are removed.
     """
-    name, url = qualified_name(src), f"{PYTHON}:{qualified_name(src)}"
-    samples = map(flatten, src)
+    name, samples = qualified_name(src), map(flatten, src)
+    url = f"{PYTHON}:{name}"
     first = list(islice(samples, PROBED))
     if not first:
-        raise errors.SourceError(f"the {name} gives no sample", "give at least one")
-    named = [(i, f"sample {i} of the {name}", sample) for i, sample in enumerate(first)]
-    fields = infer_fields(url, named, transforms.selection)
+        raise errors.SourceError(f"the {name} has no samples", "give at least one")
+    probed = [(i, f"sample {i} of the {name}", sample) for i, sample in enumerate(first)]
+    fields = infer_fields(url, probed, transforms.selection)
     notes = {"source": {"format": PYTHON, "url": url}, "object": name, **fields.notes, **transforms.selection.notes}
     bad: list[SkippedSample] = []
     quarantine = Quarantine(store)
@@ -138,25 +141,27 @@ def _write_iterable(
             try:
                 out.write(fields.settled(sample, str(number)))
             except errors.FieldError:
-                unfit = fields.bad_sample(sample, number, f"sample {number} of the {name}")
-                if unfit is None:
-                    raise  # not of this sample: an earlier shard could not be encoded
+                bad_sample = fields.bad_sample(sample, number, f"sample {number} of the {name}")
+                if bad_sample is None:
+                    raise  # this sample is good: an earlier shard could not be encoded
                 if not options.keep_bad:
-                    raise_bad(unfit)
-                bad.append(SkippedSample(number, unfit.name, unfit.problem).without_data())
+                    raise_bad(bad_sample)
+                skipped = SkippedSample.of(bad_sample, number)
+                bad.append(skipped.without_data())
                 if options.on_error == "quarantine":
-                    quarantine.add(replace(bad[-1], data=packed(unfit.data)))
+                    quarantine.add(skipped)
         if not len(out):
-            raise errors.SourceError(f"all samples of the {name} are bad", "look at the reasons")
+            problem = f"all {len(bad)} samples of the {name} are bad; {bad[0].name}: {bad[0].problem}"
+            raise errors.SourceError(problem, "fix the samples, or give other fields")
         options.listener(Progress("finish", len(out), len(out)))
     quarantine.flush()
     return Report.of_iterable(store.url, url, out.close(), tuple(bad))
 
 
-def _check_iterable(transforms: TransformOptions, options: RunOptions, looks_ahead: bool) -> None:
-    """Raise `UsageError` for what needs samples by number."""
+def _check_iterable(transforms: TransformOptions, options: RunOptions, resume_or_dry_run: bool) -> None:
+    """Raise `UsageError` for options that need samples by number."""
     given = {
-        "resume or dry_run": looks_ahead,
+        "resume or dry_run": resume_or_dry_run,
         "split": transforms.splits,
         "shuffle": transforms.shuffle is not None,
         "map": transforms.mapper,
@@ -165,11 +170,22 @@ def _check_iterable(transforms: TransformOptions, options: RunOptions, looks_ahe
     }
     for name, value in given.items():
         if value:
-            remedy = "do it in the iterable, or give a map-style dataset"
-            raise errors.UsageError(f"{name} of an iterable, which has no samples by number", remedy)
+            problem = f"{name} needs samples by number, which an iterable does not have"
+            raise errors.UsageError(problem, "do it in the iterable, or give a map-style dataset")
 
 
-def protocol_of(url: str | os.PathLike[str]) -> str:
-    """Return the protocol of a URL: two stores of one protocol share their options."""
-    text = os.fspath(url)
-    return text.partition("://")[0] if "://" in text else "file"
+def default_options(
+    options: Mapping[str, Any] | None, url: Any, dataset_options: Mapping[str, Any] | None, dataset: Any
+) -> Mapping[str, Any]:
+    """Return the storage options of `url`: the given ones, by default those of a `dataset` with the same protocol.
+
+    Raises `UsageError` if `url` is neither a path nor a URL.
+    """
+    if not isinstance(url, str | os.PathLike):
+        problem = f"a {qualified_name(url)} is given, but a path or a URL is required"
+        raise errors.UsageError(problem, "convert can write Python objects to a dataset of their own")
+    if options is None:
+        parts = (os.fspath(location).partition("://") for location in (url, dataset))
+        protocols = {protocol if separator else "file" for protocol, separator, _ in parts}
+        options = dataset_options if len(protocols) == 1 else None
+    return options or {}

@@ -1,19 +1,20 @@
-"""Where the tasks of a conversion run: in processes of this machine, or on a Dask, Ray or Spark cluster.
+"""Runs the tasks of a conversion: in processes of this machine, or on a Dask, Ray or Spark cluster.
 
-- Tasks are made as they are needed: the first of them runs before the last is made, and few are held at any time.
+- Tasks are made when they are needed: few exist at any time, and the first runs before the last is made.
 - `on_done` is called in the thread that called `run_tasks`, in the order in which tasks end.
-- After a failure no further task is submitted, those that were are finished, and the failure of the earliest task is
-  raised, as the error that it was where it happened. A bug, any exception but a `StreamloaderError`, is an
-  `EngineError` with its traceback as a note.
-- A task whose worker dies is retried, `ATTEMPTS` times in all; then it is an `EngineError` that names the shard. Dask
+- After a failure, no further task is submitted, the submitted ones are finished, and the error of the earliest failed
+  task is raised. Any exception except a `StreamloaderError` is a bug; it becomes an `EngineError` with the traceback as
+  a note.
+- A task whose worker dies is attempted up to `ATTEMPTS` times; then it is an `EngineError` that names the shard. Dask
   and Spark retry such tasks themselves.
-- Ctrl-C, or whatever else `on_done` raises, ends the run at once.
+- Ctrl-C and exceptions of `on_done` end the run at once.
 
-Local workers are programs of their own, `python -m streamloader.conversion.executors FD`, not forked: an object client
-that was used before a fork hangs. They inherit a socket, nothing with a name: so a kill -9 of any process leaves no
-semaphore, no shared memory and, since the socket then closes, no process.
+Local workers are not forked, since a storage client that was used before a fork hangs. Each is a program of its own,
+`python -m streamloader.conversion.executors FD`, and inherits a socket, which has no name. After a kill -9 of any
+process, no semaphore and no shared memory is left, and no process either, because the socket closes.
 
-A connection to Ray or Spark that this process has already is used, and stays open: it can have but one.
+If this process is already connected to Ray or Spark, that connection is used and stays open: a process can have only
+one.
 """
 
 from __future__ import annotations
@@ -34,22 +35,22 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, suppre
 from dataclasses import dataclass
 from multiprocessing import Pipe, connection
 from queue import SimpleQueue
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from streamloader.conversion.optional import need
 from streamloader.conversion.shard_task import Outcome, Task
 from streamloader.errors import EngineError, StreamloaderError, UsageError
 from streamloader.storage.process import SIGNAL_SECONDS, cpu_count
 
-ATTEMPTS = 3  # a worker that is killed three times at one shard will be killed a fourth time
-FRAMES = 6  # the innermost ones of a bug's traceback, enough to find it
-EXCERPT = 400  # characters of a message that may hold tracebacks of several programs
-ENDING_SECONDS = 10.0  # for printing a traceback and leaving the interpreter
+ATTEMPTS = 3  # a shard whose worker died three times would fail a fourth time too
+FRAMES = 6  # innermost frames of a traceback that a message shows
+EXCERPT = 400  # characters from the start and the end of a message, which may contain tracebacks of several programs
+ENDING_SECONDS = 10.0  # for a worker to print a traceback and exit
 
-# glibc gives every large array back to the system at once, and the next shard's pages are cleared again: 1.7 times as
-# fast without (bench/NOTES.md). One arena, also for Arrow: what one thread or library lets go another takes. A worker
-# holds its peak until it ends; other C libraries ignore these.
-KEPT_MEMORY = {
+# By default, glibc returns every large array to the system, which clears the pages again for the next shard; without
+# this, a conversion is 1.7 times as fast (bench/NOTES.md). With a single arena, also for Arrow, threads and libraries
+# reuse each other's memory. A worker holds its peak until it ends; other C libraries ignore these variables.
+MALLOC_SETTINGS = {
     "MALLOC_MMAP_MAX_": "0",
     "MALLOC_TRIM_THRESHOLD_": str(1 << 34),
     "MALLOC_ARENA_MAX": "1",
@@ -63,21 +64,21 @@ Result = Outcome | StreamloaderError
 
 
 class WorkerDiedError(Exception):
-    """The worker died at the task, which may be retried."""
+    """The worker died while it ran the task, which may be retried."""
 
 
 def _wait(futures: Collection[Future[Result]]) -> Collection[Future[Result]]:
-    return wait(futures, SIGNAL_SECONDS, FIRST_COMPLETED).done  # a short wait, so that Ctrl-C ends it
+    return wait(futures, SIGNAL_SECONDS, FIRST_COMPLETED).done  # briefly, so that Ctrl-C ends it
 
 
 @dataclass(frozen=True)
 class Executor:
-    """Runs tasks elsewhere. `name` is for messages.
+    """Runs tasks. `name` is for messages.
 
-    `submit(task, retry)` begins a task. Its future ends with the result, with `WorkerDiedError`, or with an exception
-    of the executor's own. `slots` is how many tasks it runs at a time, now; `ahead` how many it is given for each slot,
-    so that none waits for us; `limit` how many at most, 0 for no limit. `wait` waits a moment, and returns the futures
-    that have ended.
+    `submit(task, retry)` starts a task. Its future ends with the result, with `WorkerDiedError`, or with an exception
+    of the engine. `slots()` is the number of tasks that run at the same time now; `ahead` tasks per slot are submitted,
+    so that no slot is idle, and at most `limit` in total (0: no limit). `wait(futures)` waits briefly, and returns the
+    futures that have ended.
     """
 
     name: str
@@ -88,26 +89,26 @@ class Executor:
     wait: Callable[[Collection[Future[Result]]], Collection[Future[Result]]] = _wait
 
     def capacity(self) -> int:
-        """Return how many tasks may be under way now. At least one: clusters that grow begin with no worker."""
+        """Return the number of tasks that may be submitted now, at least 1: adaptive clusters start without workers."""
         capacity = max(1, self.slots()) * self.ahead
         return min(capacity, self.limit) if self.limit else capacity
 
 
 def run_tasks(executor: Executor, tasks: Iterator[Task], on_done: Callable[[Task, Outcome], None]) -> None:
-    """Run all tasks, as the module says. Raises what the earliest failed task raised."""
-    todo = ((number, task, 0) for number, task in enumerate(tasks))
-    retries: list[tuple[int, Task, int]] = []  # with how many workers died at it
-    under_way: dict[Future[Result], tuple[int, Task, int]] = {}
+    """Run all tasks, as the module's docstring describes. Raises the error of the earliest failed task."""
+    pending = ((number, task, 0) for number, task in enumerate(tasks))
+    retries: list[tuple[int, Task, int]] = []  # each with the number of workers that died
+    submitted: dict[Future[Result], tuple[int, Task, int]] = {}
     failures: dict[int, StreamloaderError] = {}
     while True:
-        free = 0 if failures else executor.capacity() - len(under_way)
-        while free > 0 and (following := retries.pop() if retries else next(todo, None)):
-            under_way[executor.submit(following[1], following[2] > 0)] = following
+        free = 0 if failures else executor.capacity() - len(submitted)
+        while free > 0 and (numbered := retries.pop() if retries else next(pending, None)):
+            submitted[executor.submit(numbered[1], numbered[2] > 0)] = numbered
             free -= 1
-        if not under_way:
+        if not submitted:
             break
-        for future in executor.wait(under_way.keys()):
-            number, task, deaths = under_way.pop(future)
+        for future in executor.wait(submitted.keys()):
+            number, task, deaths = submitted.pop(future)
             error = future.exception()
             if isinstance(error, WorkerDiedError) and deaths + 1 < ATTEMPTS:
                 retries.append((number, task, deaths + 1))
@@ -117,11 +118,8 @@ def run_tasks(executor: Executor, tasks: Iterator[Task], on_done: Callable[[Task
                 failures[number] = result
             else:
                 on_done(task, result)
-    try:
-        if failures:
-            raise failures[min(failures)]
-    finally:
-        failures.clear()  # its traceback has this frame
+    if failures:
+        raise failures.pop(min(failures))  # not kept here: its traceback refers to this frame
 
 
 def _failure(executor: Executor, task: Task, error: BaseException) -> EngineError:
@@ -135,12 +133,12 @@ def _failure(executor: Executor, task: Task, error: BaseException) -> EngineErro
 
 
 def attempt(task: Task, work: Callable[[], T]) -> T | StreamloaderError:
-    """Do work of a task in a worker. An error is a result too: clusters wrap, print or retry those that are raised."""
+    """Call `work` in a worker, and return its errors: clusters wrap, print or retry errors that are raised."""
     try:
         return work()
     except StreamloaderError as error:
         return error
-    except Exception as error:  # noqa: BLE001 - handed to the caller, whatever it is
+    except Exception as error:  # noqa: BLE001 - returned to the caller
         frames = traceback.extract_tb(error.__traceback__)[-FRAMES:]
         where = ", ".join(f"{frame.filename}:{frame.lineno} in {frame.name}" for frame in reversed(frames))
         problem = f"the worker that wrote {task} failed: {type(error).__name__}: {error} (at {where})"
@@ -156,7 +154,7 @@ def attempt_task(task: Task) -> Result:
 
 @contextmanager
 def open_local(workers: int) -> Iterator[Executor]:
-    """Start `workers` processes, each of which reads one task while it writes another; 0 runs tasks in this process."""
+    """Start `workers` processes, each of which reads a task while it writes another; 0 runs tasks in this process."""
     if not workers:
         yield Executor("local", _run_here, lambda: 1, ahead=1)
         return
@@ -176,9 +174,9 @@ def _run_here(task: Task, _: bool) -> Future[Result]:
 
 
 def _in_threads(run: Callable[[Task], Result]) -> Callable[[Task, bool], Future[Result]]:
-    """Return a `submit` for a function that waits for the result of a task on a cluster, in a thread for each task.
+    """Return a `submit` that calls `run`, which waits for the result of a cluster, in a thread for each task.
 
-    Nobody waits for these threads: at Ctrl-C a cluster may not answer any more.
+    These threads are not joined: after Ctrl-C, a cluster may no longer respond.
     """
 
     def submit(task: Task, _: bool) -> Future[Result]:
@@ -187,7 +185,7 @@ def _in_threads(run: Callable[[Task], Result]) -> Callable[[Task, bool], Future[
         def work() -> None:
             try:
                 future.set_result(run(task))
-            except BaseException as error:  # noqa: BLE001 - handed to the caller, whatever it is
+            except BaseException as error:  # noqa: BLE001 - passed to the caller
                 future.set_exception(error)
 
         threading.Thread(target=work, name="streamloader-task", daemon=True).start()
@@ -197,17 +195,17 @@ def _in_threads(run: Callable[[Task], Result]) -> Callable[[Task, bool], Future[
 
 
 class Worker:
-    """One process with the tasks that it is at: the future of each, and whether it is a retry."""
+    """A process and its tasks: the future of each, and whether it is a retry."""
 
     def __init__(self) -> None:
         self.channel, theirs = Pipe()
-        # Ctrl-C in a terminal reaches the whole process group: the starter decides. SIGINT is blocked from the first
-        # instruction on, since an interpreter that is still importing would print a traceback.
+        # Ctrl-C in a terminal reaches the whole process group, but the parent decides what happens. SIGINT is blocked
+        # from the start, because an interpreter that is still importing would print a traceback.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             end, null = theirs.fileno(), subprocess.DEVNULL
             command = [sys.executable, "-P", "-m", "streamloader.conversion.executors", str(end)]
-            env = {**KEPT_MEMORY, **os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+            env = {**MALLOC_SETTINGS, **os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
             self.process = subprocess.Popen(command, stdin=null, stdout=null, pass_fds=(end,), env=env)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -215,25 +213,25 @@ class Worker:
         self.assigned: deque[tuple[Future[Result], bool]] = deque()
         self.ready = True  # for another task
 
-    def takes(self, retry: bool) -> bool:
-        """Return whether it can take a task now. A retry runs alone: so it is known at which task workers die."""
-        return self.ready and not (self.assigned and (retry or any(other for _, other in self.assigned)))
+    def accepts(self, retry: bool) -> bool:
+        """Return whether it can take a task now. A retry runs alone, so that the task at which workers die is known."""
+        return self.ready and not (self.assigned and (retry or any(is_retry for _, is_retry in self.assigned)))
 
-    def begin(self, task: Task, future: Future[Result], retry: bool) -> None:
-        """Give it a task."""
+    def assign(self, task: Task, future: Future[Result], retry: bool) -> None:
+        """Send a task to the process."""
         self.assigned.append((future, retry))
         self.ready = False
-        with suppress(ConnectionError):  # it has died: its closed channel is noticed in any case
+        with suppress(ConnectionError):  # the process has died: `WorkerPool.wait` finds the closed channel
             self.channel.send(task)
 
     def close(self) -> int:
-        """End the process, at once where it still runs, and return its status."""
-        self.process.kill()  # does nothing to one that has ended
+        """Kill the process if it still runs, and return its status."""
+        self.process.kill()
         self.channel.close()
         return self.process.wait()
 
     def fail(self) -> list[Future[Result]]:
-        """End the futures of the worker, which closed its channel, and return them."""
+        """Fail the futures of the worker, which closed its channel, and return them."""
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(ENDING_SECONDS)
         status = self.close()
@@ -244,7 +242,7 @@ class Worker:
 
 
 class WorkerPool:
-    """Processes of this machine. Only the thread that waits starts tasks and receives results."""
+    """Worker processes on this machine. Only the thread that calls `wait` sends tasks and receives results."""
 
     def __init__(self, count: int) -> None:
         self.workers: list[Worker] = []
@@ -252,21 +250,21 @@ class WorkerPool:
         self._queue: deque[tuple[Task, Future[Result], bool]] = deque()
 
     def start(self) -> None:
-        """Start the workers that are missing."""
+        """Start missing workers."""
         while len(self.workers) < self._count:
             self.workers.append(Worker())
 
     def submit(self, task: Task, retry: bool) -> Future[Result]:
-        """Add a task to those that wait for a worker."""
+        """Add a task to the queue."""
         future: Future[Result] = Future()
         self._queue.append((task, future, retry))
         return future
 
     def wait(self, _: Collection[Future[Result]]) -> list[Future[Result]]:
-        """Give tasks to workers, wait a moment for what they send, and return the futures that ended."""
+        """Assign tasks to workers, wait briefly for messages, and return the futures that have ended."""
         self.start()
-        while self._queue and (worker := next((one for one in self.workers if one.takes(self._queue[0][2])), None)):
-            worker.begin(*self._queue.popleft())
+        while self._queue and (free := [worker for worker in self.workers if worker.accepts(self._queue[0][2])]):
+            free[0].assign(*self._queue.popleft())
         busy: dict[object, Worker] = {w.channel: w for w in self.workers if w.assigned or not w.ready}
         done = [self._receive(busy[channel]) for channel in connection.wait(list(busy), SIGNAL_SECONDS)]  # type: ignore[arg-type]
         return [future for futures in done for future in futures]
@@ -274,7 +272,7 @@ class WorkerPool:
     def _receive(self, worker: Worker) -> list[Future[Result]]:
         try:
             message: Result | None = worker.channel.recv()
-        except (EOFError, OSError):  # OSError: killed in the middle of a message
+        except (EOFError, OSError):  # OSError: it was killed in the middle of a message
             self.workers.remove(worker)
             return worker.fail()
         if message is None:
@@ -286,34 +284,33 @@ class WorkerPool:
 
 
 def main(descriptor: int) -> None:
-    """Run tasks from the socket `descriptor` until the other end is closed, which a kill -9 of the starter does too.
+    """Run tasks from the socket `descriptor` until the other end is closed, which also a kill -9 of the parent does.
 
-    One shard is read while the one before is written, for the processor has little to do with a write. The worker sends
-    None when it can take another task, and a result for each task, in the order of the tasks.
+    A shard is read while the previous one is written, because a write needs little CPU time. The worker sends None when
+    it can take another task, and a result for each task, in their order.
     """
     tasks: SimpleQueue[Task] = SimpleQueue()
     writing: Future[None] | None = None
     with connection.Connection(descriptor) as channel, ThreadPoolExecutor(1) as writer:
         threading.Thread(target=_receive_tasks, args=(channel, tasks), daemon=True).start()
-        send_lock = threading.Lock()  # the writer sends too
-
-        def send(message: Result | None) -> None:
-            with send_lock:
-                channel.send(message)
+        send_lock = threading.Lock()
 
         def write(task: Task, prepared: Callable[[], Outcome] | StreamloaderError) -> None:
-            send(prepared if isinstance(prepared, StreamloaderError) else attempt(task, prepared))
+            result = prepared if isinstance(prepared, StreamloaderError) else attempt(task, prepared)
+            with send_lock:
+                channel.send(result)
 
         def read(task: Task) -> Future[None]:
-            """Read a task, and begin to write it. A function, so that the writer alone holds the shard."""
+            """Read a task, and start to write it. As a function, so that only the writer refers to the shard."""
             prepared = attempt(task, task.prepare)
             if writing is not None:
-                writing.result()  # two shards are held, not more
+                writing.result()  # so that at most two shards are in memory
             return writer.submit(write, task, prepared)
 
         while True:
             writing = read(tasks.get())
-            send(None)
+            with send_lock:
+                channel.send(None)
 
 
 def _receive_tasks(channel: connection.Connection, tasks: SimpleQueue[Task]) -> None:
@@ -321,30 +318,31 @@ def _receive_tasks(channel: connection.Connection, tasks: SimpleQueue[Task]) -> 
         while True:
             tasks.put(channel.recv())
     except (EOFError, OSError):
-        pass  # the starter is gone
-    except Exception:  # noqa: BLE001 - a task that cannot be loaded here
+        pass  # the parent has ended
+    except Exception:  # noqa: BLE001 - a task that cannot be unpickled
         traceback.print_exc()
     os._exit(1)
 
 
-@dataclass(frozen=True)
-class EngineChoice:
-    """An engine's name, and the address of the cluster; empty: the engine's local mode."""
+class EngineChoice(NamedTuple):
+    """The name of an engine, and the address of its cluster; an empty address is the engine's local mode."""
 
     name: str = "local"
     address: str = ""
 
 
 def parse_engine(text: str) -> EngineChoice:
-    """Return the engine that `text` names: `local`, or `dask`, `ray`, `spark`, each with `=ADDRESS` if wanted."""
+    """Return the engine that `text` names: `local`, or `dask`, `ray` or `spark`, optionally with `=ADDRESS`.
+
+    Raises `UsageError`.
+    """
     name, equals, address = (part.strip() for part in text.partition("="))
     if name not in ("local", *CLUSTERS):
         example = CLUSTERS["dask"].example
         raise UsageError(f"there is no engine {text!r}", f"choose local, {', '.join(CLUSTERS)}, or e.g. {example}")
     if equals and name == "local":
-        raise UsageError(
-            f"the engine {text!r} has an address", "local is this machine; --workers sets its number of processes"
-        )
+        remedy = "local is this machine; --workers sets its number of processes"
+        raise UsageError(f"the engine {text!r} has an address", remedy)
     if address.startswith("sc://"):
         raise UsageError(f"{address} is Spark Connect, which cannot run tasks", "give the URL of the master")
     if equals and not re.match(CLUSTERS[name].pattern, address):
@@ -353,16 +351,16 @@ def parse_engine(text: str) -> EngineChoice:
 
 
 def open_executor(choice: EngineChoice, workers: int) -> AbstractContextManager[Executor]:
-    """Start or connect to the chosen executor, for as long as the block.
+    """Return a context manager that starts or connects to an engine.
 
-    `workers` are processes on this machine; 0 is, for `local`, this process itself, and for the others all cores. On a
-    cluster with an address they are the most tasks at a time; 0 is as many as it has slots.
-    Raises `EngineError` where the engine fails, `UsageError` where its package is missing.
+    `workers` is the number of processes on this machine; 0 is this process for `local`, and all cores for the others.
+    On a cluster with an address it is the maximum number of tasks at a time; 0 is the number of its slots. Raises
+    `EngineError` if the engine fails, and `UsageError` if its package is missing.
     """
     if choice.name == "local":
         return open_local(workers)
     failures = []
-    for bracketed, plain, port in re.findall(HOST_AND_PORT, choice.address):  # clusters take minutes to say that
+    for bracketed, plain, port in re.findall(HOST_AND_PORT, choice.address):  # clients take minutes to fail
         try:
             socket.create_connection((bracketed or plain, int(port)), CONNECT_SECONDS).close()
         except (OSError, OverflowError) as error:  # a port above 65535
@@ -371,7 +369,7 @@ def open_executor(choice: EngineChoice, workers: int) -> AbstractContextManager[
             failures.clear()
             break
     if failures:
-        raise EngineError(f"no connection to {choice.address}: {failures[0]}", f"see that {choice.name} runs there")
+        raise EngineError(f"no connection to {choice.address}: {failures[0]}", f"check that {choice.name} runs there")
     return CLUSTERS[choice.name].open(choice.address, workers)
 
 
@@ -380,10 +378,9 @@ def _open_dask(address: str, workers: int) -> Iterator[Executor]:
     distributed: Any = need("distributed")
     with ExitStack() as stack:
         try:
-            # no memory limit: parts are bounded, and the machine's is the limit
+            # no memory limit: tasks are bounded already, and Dask would pause or restart workers
             size = {"n_workers": workers or cpu_count(), "threads_per_worker": 1, "memory_limit": 0}
-            local = distributed.LocalCluster
-            cluster = address or stack.enter_context(local(**size, dashboard_address=None))
+            cluster = address or stack.enter_context(distributed.LocalCluster(**size, dashboard_address=None))
             client = stack.enter_context(distributed.Client(cluster, set_as_default=False))
         except (OSError, ValueError) as error:
             raise EngineError(f"no Dask scheduler at {address or 'this machine'}: {error}", "see its log") from error
@@ -395,9 +392,9 @@ def _open_dask(address: str, workers: int) -> Iterator[Executor]:
             try:
                 return sum(client.nthreads().values())
             except OSError as error:
-                raise EngineError(f"the Dask scheduler at {address} is gone: {error}", "see its log") from error
+                raise EngineError(f"the Dask scheduler at {address} has ended: {error}", "see its log") from error
 
-        # One for each slot: Dask gives a killed worker's waiting tasks the same blame as the one that it was at.
+        # one task per slot: if a worker is killed, Dask counts the failure for its waiting tasks, too
         yield Executor("Dask", _in_threads(run), slots, 1, workers if address else 0)
 
 
@@ -413,8 +410,9 @@ def _open_ray(address: str, workers: int) -> Iterator[Executor]:
             except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
                 raise EngineError(f"no Ray cluster at {address or 'this machine'}: {error}", "see its log") from error
         elif address not in ("", "auto"):
-            raise UsageError(f"this process is connected to Ray, so not to {address}", "write ray, without an address")
-        # no retry of Ray's own: it has no limit where memory runs out
+            problem = f"this process is already connected to Ray, and cannot connect to {address}"
+            raise UsageError(problem, "write ray, without an address")
+        # no retries by Ray: they are unlimited if memory runs out
         remote = ray.remote(attempt_task).options(max_retries=0, num_cpus=1)
         died = (ray.exceptions.WorkerCrashedError, ray.exceptions.NodeDiedError, ray.exceptions.OutOfMemoryError)
 
@@ -442,11 +440,11 @@ def _open_spark(address: str, workers: int) -> Iterator[Executor]:
         elif address in ("", context.master):
             stack.callback(context.cancelJobGroup, group)
         else:
-            problem = f"this process has a Spark context at {context.master}, so none at {address}"
+            problem = f"this process already has a Spark context at {context.master}, and cannot have one at {address}"
             raise UsageError(problem, "write spark, without an address")
         slots = [int(context.defaultParallelism)]
 
-        def run(task: Task) -> Any:  # a call to Java that Ctrl-C cuts breaks its thread's connection
+        def run(task: Task) -> Any:  # not in the main thread: Ctrl-C during a call to Java breaks the connection
             context.setJobGroup(group, "a conversion of streamloader")
             (result,) = context.parallelize([task], 1).map(attempt_task).collect()
             slots[0] = int(context.defaultParallelism)
@@ -466,14 +464,13 @@ def _spark_context(pyspark: Any, address: str, workers: int) -> Any:
         context = pyspark.SparkContext(conf=conf)
     except Exception as error:  # py4j's and Java's, of many classes
         problem = f"Spark does not start with the master {master}: {error}"
-        raise EngineError(problem, "see that the master runs, and that Java 17 or later is here") from error
+        raise EngineError(problem, "check that the master runs, and that Java 17 or later is installed") from error
     context.pythonExec = os.environ.get("PYSPARK_PYTHON", sys.executable)
     return context
 
 
-@dataclass(frozen=True)
-class _Cluster:
-    """How to open an engine, how an address of it begins, and an example of one."""
+class _Cluster(NamedTuple):
+    """A function that opens an engine, the pattern of its addresses, and an example."""
 
     open: Callable[[str, int], AbstractContextManager[Executor]]
     pattern: str

@@ -1,7 +1,7 @@
-"""A conversion as a value, and its run: what is decided before a byte is written, what is missing, and the finish.
+"""Plans, runs and resumes conversions.
 
-A job is a function of the source and the options. Its file at the destination tells an interrupted conversion that is
-resumed from another one; the receipts there tell which of its shards are done.
+A `Job` is a function of the source and the options. The job file at the destination identifies the conversion that is
+to be resumed, and receipts list its finished shards.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from streamloader.storage.store import ObjectInfo, Store
 from streamloader.storage.url import redact
 
 FILES = "_streamloader/files"
-RECORD = "_streamloader/conversion.json"  # of a finished dataset: how it was made, where the manifest does not say it
-SETTLED = f"{publish.BAD}/settled"  # every sample was looked at: the bad ones are known
-MAX_LINE = 1 << 20  # bytes of a file list's line: a path has 4 KiB, a signed URL some more
-PROBE_BYTES = 16 << 20  # what choosing codecs reads at most, unless 16 samples are more
-PROBE_RUNS = 16  # places in the source: it is often sorted, and neighbours compress together
+RECORD = "_streamloader/conversion.json"  # options of a finished conversion that the manifest does not have
+SETTLED = f"{publish.BAD}/settled"  # exists once every sample was read, so that all bad samples are known
+MAX_LINE = 1 << 20  # bytes per line of a file list: a path has up to 4 KiB, a signed URL more
+PROBE_BYTES = 16 << 20  # maximum to read for choosing codecs, unless 16 samples are larger
+PROBE_RUNS = 16  # places in the source: it is often sorted, and similar samples compress better together
 PROBE_ROWS = 1 << 20
-CLAIM_SECONDS = 1.0  # how often the claim is checked while tasks are handed out
-ROUNDS = 5  # what others delete or overwrite while we write is done again, but not for ever; bad samples take two
+CLAIM_SECONDS = 1.0  # interval of checking the claim while tasks are submitted
+ROUNDS = 5  # of writing again what others delete or overwrite; bad samples take two
 _REMEDY = "choose another destination, or give --overwrite"
 _DONE = "it is finished: use --resume to accept it if this conversion made it, --overwrite, or another destination"
 
@@ -55,11 +55,11 @@ Phase = Literal["scan", "write", "finish", "verify", "compare", "export"]
 
 @dataclass(frozen=True)
 class Preview:
-    """What a conversion is going to write, from a sample of its rows.
+    """What a conversion will write, estimated from some of its rows.
 
-    `sizes` are the stored bytes of a sample, `codecs` how they are compressed, by field; `splits` the samples of each
-    split ("" where there is none) and `shards` the number of shards of all of them. `details` are how the values of a
-    field were decoded, or their unit, where there is something to say; `classes` the names of the classes, by field.
+    By field, `codecs` are the codecs, `sizes` the mean stored bytes per sample, `details` the decoding or the unit of
+    values, if any, and `classes` the class names. `splits` is the number of samples by split ("" for a dataset without
+    splits), `shards` the number of shards of all splits, and `files` that of the source's files.
     """
 
     url: str
@@ -75,22 +75,21 @@ class Preview:
 
     @property
     def num_samples(self) -> int:
-        """The samples of all splits."""
+        """The number of samples in all splits."""
         return sum(self.splits.values())
 
     @property
     def stored(self) -> float:
-        """The bytes of all samples, as they will be stored."""
+        """The estimated stored size of all samples, in bytes."""
         return self.num_samples * sum(self.sizes.values())
 
 
 @dataclass(frozen=True)
 class Progress:
-    """How far the work is, in samples; in the phase "verify" in bytes. An earlier run wrote `kept` of the `done`; this
-    one stored `bytes`.
+    """The progress of a command: `done` of `total` samples, in the phase "verify" bytes.
 
-    In the phase "scan" `total` is 0, since it is not known yet; its last report has the `preview`. `detail` is one line
-    of text.
+    An earlier run wrote `kept` of the `done` samples, and this one has stored `bytes`. In the phase "scan", `total` is
+    0 because it is unknown, and the last report has the `preview`. `detail` is a line of text.
     """
 
     phase: Phase
@@ -106,15 +105,15 @@ Listener = Callable[[Progress], None]
 
 
 def ignore(_: Progress) -> None:
-    """Listen to nothing."""
+    """Do nothing: the default listener."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """What a conversion made. `manifests` by split; without splits the one name is "".
+    """The result of a conversion: the `manifests` by split ("" for a dataset without splits), and the plan, `preview`.
 
-    `shards_kept` of the `shards` were finished by an earlier, interrupted run. `left_out` are the bad samples that this
-    run found or met again, `num_left_out` all. `preview` is what was planned: after a dry run there is nothing else.
+    An earlier, interrupted run wrote `shards_kept` of the `shards`. `left_out` are the bad samples, by split, that this
+    run skipped or read from an earlier run; `num_left_out` counts all. After a dry run there are no manifests.
     """
 
     url: str
@@ -128,7 +127,7 @@ class Report:
 
     @classmethod
     def of_iterable(cls, url: str, source: str, manifest: Manifest, bad: tuple[SkippedSample, ...]) -> Report:
-        """Return what the iterable `source` became, for which nothing can be planned."""
+        """Return the report for an iterable, which cannot be planned; its preview is made from the manifest."""
         layouts, count = manifest.fields, manifest.num_samples
         fields = {name: layout.field for name, layout in layouts.items()}
         codecs = {name: layout.codec for name, layout in layouts.items()}
@@ -139,13 +138,13 @@ class Report:
 
     @property
     def num_samples(self) -> int:
-        """The samples of all splits."""
+        """The number of samples in all splits."""
         return sum(manifest.num_samples for manifest in self.manifests.values())
 
 
 @dataclass(frozen=True)
 class TransformOptions:
-    """What decides which bytes are written. `shuffle` is the seed of a random order, None keeps the source's."""
+    """The options that determine the written bytes. `shuffle` is the seed of a random order, or None."""
 
     selection: FieldSelection = field(default_factory=FieldSelection)
     recode: Recode | None = None
@@ -159,32 +158,32 @@ class TransformOptions:
             raise errors.UsageError(f"shuffle={self.shuffle}", "give a seed from 0 to 2^63 - 1")
 
     @property
-    def opening(self) -> FieldSelection:
-        """What the source itself is asked for: with a function behind it, all of its fields."""
+    def source_selection(self) -> FieldSelection:
+        """The selection with which to open the source: all fields if a map function gets them."""
         return replace(self.selection, fields={}, mapped=True) if self.mapper else self.selection
 
     @property
-    def shares(self) -> str:
-        """All splits with their shares, in the order that decides which rows are whose: `train=9/10,val=1/10`."""
+    def split_text(self) -> str:
+        """The splits as text, `train=9/10,val=1/10`. Their order determines the assignment of rows."""
         return ",".join(f"{name}={share}" for name, share in self.splits.items())
 
     def apply(self, source: Source) -> Source:
-        """Return the source with images re-encoded, mapped, and with the selected fields. Reads some rows."""
+        """Return the source with images re-encoded, mapped, and with the selected fields. A map reads some rows."""
         if self.recode is not None:
             source = recode_source(source, self.recode)
         if self.mapper is not None:
-            selection = FieldSelection(self.selection.fields)  # missing values were filled before
+            selection = FieldSelection(self.selection.fields)  # the source has filled missing values
             return choose(map_source(source, self.mapper, selection), selection)
         return source
 
     def options(self) -> Mapping[str, Any]:
-        """Return the options as JSON values: an interrupted conversion is resumed with the same ones only."""
+        """Return the options as JSON values; only equal options resume an interrupted conversion."""
         return {
             "fields": {name: str(kind) if kind else None for name, kind in self.selection.fields.items()},
             **self.selection.notes,
             "recode": self.recode.options() if self.recode else None,
             "map": self.mapper.options() if self.mapper else None,
-            "split": self.shares,
+            "split": self.split_text,
             "shuffle": self.shuffle,
             **asdict(self.layout),
         }
@@ -192,9 +191,9 @@ class TransformOptions:
 
 @dataclass(frozen=True)
 class RunOptions:
-    """How a job is run: nothing here changes a byte of what is written.
+    """The options that do not change the written bytes.
 
-    `workers` None is a process for each core, on a cluster as many as it has slots.
+    `workers` is the number of processes; None is one per core, or all slots of a cluster.
     """
 
     workers: int | None
@@ -206,38 +205,38 @@ class RunOptions:
         if self.on_error not in ON_ERROR:
             raise errors.UsageError(f"on_error={self.on_error!r}", f"choose one of {', '.join(ON_ERROR)}")
         if self.workers is not None and self.workers < 0:
-            raise errors.UsageError(f"workers={self.workers}", "give the number of processes; 0 works in this one")
+            raise errors.UsageError(f"workers={self.workers}", "give the number of processes; 0 works in this process")
 
     @property
     def keep_bad(self) -> bool:
-        """Whether bad samples are left out; else the first ends the conversion."""
+        """Whether bad samples are skipped; otherwise the first one ends the conversion."""
         return self.on_error != "raise"
 
-    def processes(self, *urls: str) -> int:
-        """Return the number of processes; 0 works in this one, as it must where a store lives in its memory."""
+    def num_processes(self, *urls: str) -> int:
+        """Return the number of processes; 0 for this process, in which stores at memory:// URLs are."""
         if self.engine.name == "local" and any(url.startswith("memory:") for url in urls):
             return 0
         if self.workers is None:
             return 0 if self.engine.address else cpu_count()
         return self.workers
 
-    def apart(self, *urls: str) -> bool:
-        """Return whether tasks are done in other processes."""
-        return self.engine.name != "local" or self.processes(*urls) > 0
+    def uses_processes(self, *urls: str) -> bool:
+        """Return whether other processes run the tasks."""
+        return self.engine.name != "local" or self.num_processes(*urls) > 0
 
     def check(self, transforms: TransformOptions, *urls: str) -> None:
-        """Raise `UsageError` for what other processes cannot reach or load."""
+        """Raise `UsageError` for URLs and functions that the workers cannot reach or load."""
         for url in urls:
             if self.engine.name != "local" and url.startswith("memory:"):
-                problem = f"{url} is in the memory of this process, where the workers of {self.engine.name} cannot"
-                raise errors.UsageError(f"{problem} reach it", "use the local engine, or another store")
-        if transforms.mapper is not None and self.apart(*urls):
+                problem = f"{url} is in the memory of this process: workers of {self.engine.name} cannot reach it"
+                raise errors.UsageError(problem, "use the local engine, or another store")
+        if transforms.mapper is not None and self.uses_processes(*urls):
             pack(transforms.mapper.function, f"function {transforms.mapper.name}")
 
 
 @dataclass(frozen=True)
 class Schema:
-    """What the sampled rows say: each field's codec, and its mean stored and decoded bytes a sample."""
+    """The fields of a source, with codec and mean stored and decoded bytes per sample, measured on some rows."""
 
     fields: Mapping[str, Field]
     codecs: Mapping[str, str]
@@ -245,15 +244,15 @@ class Schema:
     decoded: Mapping[str, float]
 
     def geometry(self, num_samples: int, options: Layout) -> Geometry:
-        """Return how a dataset of so many of these samples is cut."""
+        """Return the geometry of a dataset with that many of these samples."""
         return choose_layouts(self.fields, self.sizes, self.codecs, num_samples, options, decoded=self.decoded)
 
 
 def probe(source: Source, options: Layout, keep_bad: bool) -> Schema:
-    """Read some rows and choose; the same source gives the same schema.
+    """Read some rows, and choose the codecs; the same source gives the same schema.
 
-    With `keep_bad` bad samples are left to the shards that they belong to; else the first is a `SourceError`, now.
-    Raises what reading raises.
+    `keep_bad` ignores bad samples, which the tasks of their shards will find; otherwise the first is a `SourceError`.
+    Raises the errors of the source.
     """
 
     def read(rows: NDArray[np.int64]) -> dict[str, Column]:
@@ -277,7 +276,7 @@ def probe(source: Source, options: Layout, keep_bad: bool) -> Schema:
 
 @dataclass(frozen=True, eq=False)
 class SplitPlan:
-    """One dataset of the job: the source row of each of its samples, and how it is cut. `name` "" is the root."""
+    """The plan of a split, or of a dataset without splits, whose `name` is "": source rows of samples, and geometry."""
 
     name: str
     rows: SampleRows
@@ -286,7 +285,7 @@ class SplitPlan:
 
     @property
     def num_shards(self) -> int:
-        """The number of shards, and so of tasks."""
+        """The number of shards, which is also that of tasks."""
         return -(-self.rows.count // self.geometry.samples_per_shard)
 
     def shard_rows(self, shard: int) -> NDArray[np.int64]:
@@ -295,14 +294,14 @@ class SplitPlan:
         return self.rows.read(shard * size, (shard + 1) * size)
 
     def without(self, bad_rows: Collection[int]) -> SplitPlan:
-        """Return the plan that leaves out these rows of the source, and says how many."""
+        """Return the plan without these rows of the source; their number goes to the provenance."""
         left_out = {"left_out": len(bad_rows)} if bad_rows else {}
         return replace(self, rows=self.rows.without(bad_rows), provenance={**self.provenance, **left_out})
 
 
 @dataclass(frozen=True, eq=False)
 class Job:
-    """A conversion: its source, what it makes of it, and its datasets. `document` is the job file."""
+    """A planned conversion. `document` is the content of the job file."""
 
     source: Source
     preview: Preview
@@ -311,18 +310,18 @@ class Job:
 
     @cached_property
     def id(self) -> str:
-        """The SHA-256 of the document: the source, the options and the geometry, and so every byte that is written."""
+        """The SHA-256 of the document: of source, options and geometry, which determine all written bytes."""
         return hashlib.sha256(json.dumps(self.document, sort_keys=True).encode()).hexdigest()
 
     @property
     def record(self) -> Mapping[str, Any]:
-        """The options that decide which bytes are written, and of which the manifest does not tell."""
+        """The options that determine the written bytes and are not in the manifest."""
         options = self.document["options"]
         return {key: options[key] for key in ("map", "fill", "raw") if options.get(key)}
 
     @property
     def unknown(self) -> str:
-        """Why it is unknown whether the map function is the same in another run; empty where it is known."""
+        """Why it is unknown whether the map function is the same as in another run; "" if it is known."""
         function = self.document["options"]["map"] or {}
         if "unknown" not in function:
             return ""
@@ -330,14 +329,13 @@ class Job:
 
 
 def make_job(source: Source, format_name: str, transforms: TransformOptions, keep_bad: bool) -> Job:
-    """Decide everything; the same source and options give the same job.
+    """Plan a conversion; the same source and options give the same job. Reads some rows.
 
-    Raises `UsageError` for a split without samples, and what reading some rows raises; `keep_bad` skips bad ones.
+    Raises `UsageError` for a split without samples, and as `probe`.
     """
-    schema = probe(source, transforms.layout, keep_bad)
-    digest, files = files_digest(source.files), len(source.files)
+    schema, described = probe(source, transforms.layout, keep_bad), describe_source(source, format_name)
     provenance = {
-        "source": {"format": format_name, "url": source.url, "files": files, "digest": digest},
+        "source": described,
         **source.notes,
         **transforms.selection.notes,
         **({} if transforms.shuffle is None else {"shuffle": {"seed": transforms.shuffle}}),
@@ -352,30 +350,30 @@ def make_job(source: Source, format_name: str, transforms: TransformOptions, kee
         **publish.job_document("convert", schema.fields, [plan.name for plan in plans if plan.name], shards),
         "version": VERSION,
         "options": {"source": source.url, "format": format_name, **transforms.options()},
-        "source": {"files": files, "samples": source.num_samples, "digest": digest},
+        "source": {"files": described["files"], "samples": source.num_samples, "digest": described["digest"]},
         "plans": {plan.name: {"num_samples": plan.rows.count, **plan.geometry.to_json()} for plan in plans},
     }
     details = {} if "map" in source.notes else {**source.notes.get("decoded", {}), **source.notes.get("units", {})}
-    named = class_names(source.notes)
-    classes = {name: named[name] for name in schema.fields if name in named}
+    classes = {name: names for name, names in class_names(source.notes).items() if name in schema.fields}
     splits = {plan.name: plan.rows.count for plan in plans}
-    about = (source.url, format_name, files, schema.fields, schema.codecs, schema.sizes, splits, shards)
-    preview = Preview(*about, details, classes)
-    return Job(source, preview, tuple(plans), json.loads(json.dumps(document)))  # as when it is read back
+    measured = schema.fields, schema.codecs, schema.sizes
+    preview = Preview(source.url, format_name, len(source.files), *measured, splits, shards, details, classes)
+    return Job(source, preview, tuple(plans), json.loads(json.dumps(document)))  # equal to the document when read
 
 
 def _split_rows(
     source: Source, transforms: TransformOptions
 ) -> Iterator[tuple[str, NDArray[np.int64] | range, Mapping[str, Any] | None]]:
-    """Yield the name, the rows and the provenance of each split: those that are asked for, or the source's own."""
+    """Yield the name, the rows and the provenance of each split: of the given splits, or else of the source's own."""
     own = source.notes.get("splits") or {}
     if transforms.splits and own:
-        problem = f"{source.url} has the splits {', '.join(own)} of its own, and split={transforms.shares!r} is given"
+        given = f"split={transforms.split_text!r} is given"
+        problem = f"{source.url} has the splits {', '.join(own)} of its own, and {given}"
         raise errors.UsageError(problem, "leave split out, or convert one of its folders")
     if transforms.splits:
         for name, rows in assign(source.num_samples, transforms.splits).items():
             share = str(transforms.splits[name])
-            yield name, rows, {"name": name, "share": share, "of": transforms.shares, "seed": SEED}
+            yield name, rows, {"name": name, "share": share, "of": transforms.split_text, "seed": SEED}
     elif own:
         for name in own:
             yield name, own_rows(own, name), {"name": name}
@@ -383,20 +381,21 @@ def _split_rows(
         yield "", range(source.num_samples), None
 
 
-def files_digest(files: Sequence[ObjectInfo]) -> str:
-    """Return the SHA-256 of the files' paths, sizes and etags, in order."""
-    return hashlib.sha256(list_files(files)).hexdigest()
+def describe_source(source: Source, format_name: str) -> dict[str, Any]:
+    """Return the entry of a source in the provenance, with the SHA-256 of its files' paths, sizes and etags."""
+    digest = hashlib.sha256(list_files(source.files)).hexdigest()
+    return {"format": format_name, "url": source.url, "files": len(source.files), "digest": digest}
 
 
 def list_files(files: Sequence[ObjectInfo]) -> bytes:
-    """Return the file list, a line for each file: by its digest a change is known, by the lines the file is named."""
+    """Return the file list, with one line of JSON per file: it tells which file of a source has changed."""
     return b"".join(json.dumps([info.path, info.size, info.etag]).encode() + b"\n" for info in files)
 
 
 def read_files(store: Store, path: str) -> Iterator[ObjectInfo]:
-    """Yield the files of a stored list, which may be of any length: it is read a piece at a time.
+    """Yield the files of a stored list of any length, which is read in pieces.
 
-    Raises `NotFoundError`, and `FormatError` for what `list_files` does not write.
+    Raises `NotFoundError`, and `FormatError` if `list_files` did not write it.
     """
     try:
         for line in read_lines(read_pieces(store, path), MAX_LINE, f"{store.url}/{path}"):
@@ -407,27 +406,28 @@ def read_files(store: Store, path: str) -> Iterator[ObjectInfo]:
 
 
 def first_change(before: Iterable[ObjectInfo], files: Sequence[ObjectInfo]) -> str:
-    """Return what differs first from an earlier list, in words; nothing where nothing does.
+    """Describe the first difference between `files` and an earlier list; "" if there is none.
 
-    Of the earlier list nothing is kept.
+    The earlier list is not kept in memory.
     """
-    now = {info.path: info for info in files}
+    current = {info.path: info for info in files}
     for info in before:
-        found = now.pop(info.path, None)
-        if found is None:
+        file = current.pop(info.path, None)
+        if file is None:
             return f"{info.path} is gone"
-        if found.size != info.size:
-            return f"{info.path} had {info.size} bytes and has {found.size}"
-        if found.etag != info.etag:
+        if file.size != info.size:
+            return f"{info.path} had {info.size} bytes and has {file.size}"
+        if file.etag != info.etag:
             return f"{info.path} was written again (its size is still {info.size} bytes)"
-    return next((f"{new} is new" for new in now), "")
+    return next((f"{path} is new" for path in current), "")
 
 
 def find_job(store: Store, overwrite: bool, resume: bool) -> Mapping[str, Any] | None:
-    """Return the job of the unfinished conversion at the destination, or None where a new one may begin.
+    """Return the job of the unfinished conversion at the destination, or None if a new one may begin.
 
-    Without `overwrite` that is an empty place only; `resume` also passes a finished dataset, see `finished`. Raises
-    `DestinationError`, also where another run is at work here; nothing is changed.
+    A new one may begin at an empty destination, with `overwrite` at any, and with `resume` also if there is a finished
+    dataset, which `read_finished` checks. Changes nothing. Raises `DestinationError` otherwise, and if another run is
+    writing to the destination.
     """
     if overwrite and resume:
         raise errors.UsageError("overwrite and resume together", "give one of them")
@@ -443,18 +443,18 @@ def find_job(store: Store, overwrite: bool, resume: bool) -> Mapping[str, Any] |
     if overwrite or (resume and store.head(ROOT) is not None):
         return None
     publish.check_free(store, _DONE)
-    other = next(iter(store.list()), None)
-    if other is None:
+    existing = next(iter(store.list()), None)
+    if existing is None:
         return None
-    if read_job(store) is not None or store.head(ROOT) is not None:  # of another run, which began meanwhile
+    if read_job(store) is not None or store.head(ROOT) is not None:  # another run has begun in the meantime
         return find_job(store, overwrite, resume)
-    raise errors.DestinationError(f"{store.url} is not empty ({other.path} is there)", _REMEDY)
+    raise errors.DestinationError(f"{store.url} is not empty: it has {existing.path}", _REMEDY)
 
 
-def finished(store: Store, job: Job) -> dict[str, Manifest] | None:
-    """Return the manifests by split of the dataset that is here, if this job made it; None where there is none.
+def read_finished(store: Store, job: Job) -> dict[str, Manifest] | None:
+    """Return the manifests, by split, of the finished dataset at the destination; None if there is no dataset.
 
-    Raises `DestinationError` for a dataset of another source, or made in another way, which it names.
+    Raises `DestinationError` if the dataset has another source or other options than the job, and names them.
     """
     if store.head(ROOT) is None:
         return None
@@ -463,93 +463,87 @@ def finished(store: Store, job: Job) -> dict[str, Manifest] | None:
     try:
         record = parse_json(get_document(store, RECORD))
     except (errors.NotFoundError, ValueError, RecursionError):
-        record = {}  # its options are not known
-    found: dict[str, Manifest] = {}
+        record = {}  # its options are unknown
+    manifests: dict[str, Manifest] = {}
     for plan in job.splits:
-        found[plan.name] = manifest = open_root(store, plan.name or None).manifest
+        manifests[plan.name] = manifest = open_root(store, plan.name or None).manifest
         provenance = {key: value for key, value in manifest.provenance.items() if key != "left_out"}
         fields = {name: layout.field for name, layout in manifest.fields.items()}
-        there = {**provenance, "options": record, "fields": fields}
-        here = {**plan.provenance, "options": job.record, "fields": dict(job.preview.fields)}
-        differing = _differing(there, here)
-        if not differing:  # how would the plan cut a dataset with the samples and the stored bytes of this one?
+        stored = {**provenance, "options": record, "fields": fields}
+        differences = _differences(stored, {**plan.provenance, "options": job.record, "fields": job.preview.fields})
+        if not differences:  # compare with the layout that the plan gives to as many samples and stored bytes
             bulk = [name for name, layout in plan.geometry.layouts.items() if not layout.resident]
-            stored = {name: manifest.fields[name].stored for name in bulk}
-            wanted = settle(plan.geometry, manifest.num_samples, stored)
-            differing = _differing(_cut(manifest, manifest.fields), _cut(wanted, wanted.layouts))
-        if differing:
+            sizes = {name: manifest.fields[name].stored for name in bulk}
+            planned = settle(plan.geometry, manifest.num_samples, sizes)
+            differences = _differences(_sizes(manifest, manifest.fields), _sizes(planned, planned.layouts))
+        if differences:
             problem = f"{store.url} holds a finished dataset of another source, or made with other options"
-            raise errors.DestinationError(f"{problem}: {', '.join(differing)} differ", _REMEDY)
-    return found
+            raise errors.DestinationError(f"{problem}: {', '.join(differences)} differ", _REMEDY)
+    return manifests
 
 
-def _cut(dataset: Manifest | Geometry, layouts: Mapping[str, FieldLayout]) -> dict[str, Any]:
+def _sizes(dataset: Manifest | Geometry, layouts: Mapping[str, FieldLayout]) -> dict[str, Any]:
     keys = ("chunk", "shard", "codec", "resident")
-    cuts = {name: {key: getattr(layout, key) for key in keys} for name, layout in layouts.items()}
-    return {"samples_per_shard": dataset.samples_per_shard, "block": dataset.order.block, **cuts}
+    fields = {name: {key: getattr(layout, key) for key in keys} for name, layout in layouts.items()}
+    return {"samples_per_shard": dataset.samples_per_shard, "block": dataset.order.block, **fields}
 
 
-def _differing(there: Any, here: Any, name: str = "") -> dict[str, tuple[Any, Any]]:
-    """Return the values that differ between two nested documents, by key with the keys above it."""
-    if not isinstance(there, Mapping) and not isinstance(here, Mapping):
-        return {} if there == here else {name: (there, here)}
-    one, other = (each if isinstance(each, Mapping) else {"": each} for each in (there, here))
-    found: dict[str, tuple[Any, Any]] = {}
-    for key in sorted({*one, *other}):
-        found |= _differing(one.get(key), other.get(key), f"{name}.{key}".strip("."))
-    return found
+def _differences(stored: Any, expected: Any, name: str = "") -> dict[str, tuple[Any, Any]]:
+    """Return the pairs of values that differ between two nested documents, by keys joined with dots."""
+    if not isinstance(stored, Mapping) and not isinstance(expected, Mapping):
+        return {} if stored == expected else {name: (stored, expected)}
+    first, second = (value if isinstance(value, Mapping) else {"": value} for value in (stored, expected))
+    differences: dict[str, tuple[Any, Any]] = {}
+    for key in sorted({*first, *second}):
+        differences |= _differences(first.get(key), second.get(key), f"{name}.{key}".strip("."))
+    return differences
 
 
-def take(store: Store, job: Job, found: Mapping[str, Any] | None, overwrite: bool) -> publish.Claim:
-    """Begin the job here, or resume it; another job is erased with `overwrite` only.
+def claim_destination(store: Store, job: Job, existing: Mapping[str, Any] | None, overwrite: bool) -> publish.Claim:
+    """Resume the job if it is the `existing` one at the destination, otherwise begin it. Return the claim.
 
-    Raises `DestinationError` for other options and `SourceChangedError`, which names the file.
+    `overwrite` erases another job. Raises `DestinationError` if the existing job has other options, and
+    `SourceChangedError`, which names the file.
     """
-    problem = None if found is None else _difference(store, job, found)
-    if found is not None and problem is None:
-        claim = publish.take_over(store, found)
-        if store.head(FILES) is None:  # killed right after the job file was written
-            store.put(FILES, list_files(job.source.files))
-        return claim
-    try:
-        if problem is not None and not overwrite:
-            raise problem
-    finally:
-        del problem  # its traceback has this frame
-    claim = publish.begin(store, job.document, overwrite)
+    stored = {key: value for key, value in (existing or {}).items() if key != "run"}
+    if stored == job.document:
+        claim = publish.take_over(store, stored)
+        if store.head(FILES) is not None:  # it is missing after a kill right after the job file was written
+            return claim
+    elif stored and not overwrite:
+        raise _other_job_error(store, job, stored)
+    else:
+        claim = publish.begin(store, job.document, overwrite)
     store.put(FILES, list_files(job.source.files))
     return claim
 
 
-def _difference(store: Store, job: Job, found: Mapping[str, Any]) -> errors.StreamloaderError | None:
-    wanted = job.document
-    found = {key: value for key, value in found.items() if key != "run"}
-    if found == wanted:
-        return None
+def _other_job_error(store: Store, job: Job, stored: Mapping[str, Any]) -> errors.StreamloaderError:
+    """Return the error for a destination with the unfinished job `stored`, which is not `job`."""
     if job.unknown:
         problem = f"the unfinished conversion at {store.url} cannot be resumed: {job.unknown}"
         remedy = "make it a function without such state, or start again with --overwrite"
         return errors.DestinationError(problem, remedy)
-    differing = _differing(found.get("options"), wanted["options"])
-    if not differing and found.get("source") != wanted["source"]:
+    differences = _differences(stored.get("options"), job.document["options"])
+    if not differences and stored.get("source") != job.document["source"]:
         try:
             change = first_change(read_files(store, FILES), job.source.files) or "its files are in another order"
         except errors.NotFoundError:
-            change = "its files are others"
+            change = "it has other files"
         problem = f"the source {job.source.url} changed since the conversion to {store.url} began: {change}"
-        return errors.SourceChangedError(problem, "put it back as it was, or start again with --overwrite")
-    differing = differing or _differing(found, wanted)  # the same options, but another version decides otherwise
-    some = [f"{name} is {there!r} there and {here!r} here" for name, (there, here) in list(differing.items())[:3]]
-    problem = f"{store.url} holds the unfinished conversion of another job ({'; '.join(some)})"
+        return errors.SourceChangedError(problem, "restore the source, or start again with --overwrite")
+    differences = differences or _differences(stored, job.document)  # another version plans other sizes
+    texts = [f"{name} is {there!r} there and {here!r} here" for name, (there, here) in list(differences.items())[:3]]
+    problem = f"{store.url} holds the unfinished conversion of another job ({'; '.join(texts)})"
     return errors.DestinationError(problem, "give the same options to resume it, or --overwrite to start again")
 
 
 class SplitRun:
-    """One dataset while it is written: the receipts of its shards, and its bad samples.
+    """A split while it is written: the receipts of its shards, and its bad samples.
 
-    First every shard is done as if no sample were bad; one that has bad samples leaves a list of them instead of a
-    receipt. Only when all are known do the last rows move into the holes, so that what each shard holds is a function
-    of the source alone. Then the shards with holes, and the last ones, are done again.
+    At first every shard is written as if no sample were bad; the task of a shard with bad samples writes a list of them
+    instead. When all bad samples are known, the plan is settled: rows from the end replace them, so that the content of
+    a shard depends on the source only. Then the shards that had bad samples, and the last ones, are written again.
     """
 
     def __init__(self, plan: SplitPlan, store: Store, keep_bad: bool, job: str) -> None:
@@ -558,16 +552,17 @@ class SplitRun:
         if self.skipped and not keep_bad:
             first = self.skipped[min(self.skipped)]
             problem = f"{first.name}: {first.problem} (an earlier run left out {len(self.skipped)} such samples)"
-            raise errors.SourceError(problem, "resume with --on-error skip or quarantine, or repair it and --overwrite")
-        self.plan = self._base = plan  # without the bad samples, as soon as all of them are known: it is settled
+            remedy = "resume with --on-error skip or quarantine, or repair the source and use --overwrite"
+            raise errors.SourceError(problem, remedy)
+        self.plan = self._base = plan  # `plan` has no bad samples once it is settled
         if self.skipped and store.head(SETTLED) is not None:
             self._settle()
         self.receipts = publish.read_receipts(store, job=job)
-        self.drop_wrong()
+        self.drop_stale()
         self._prune()
 
     def missing(self) -> list[int]:
-        """Return the shards that are to be done now; none when the split is written. May settle the bad samples."""
+        """Return the shards to write now; none if the split is complete. May settle the plan."""
         holes = self._prune()
         if self.plan is self._base and self.skipped and len(holes | self.receipts.keys()) == self._base.num_shards:
             self.store.put(SETTLED, b"")
@@ -575,26 +570,27 @@ class SplitRun:
             holes = self._prune()
         return [shard for shard in range(self.plan.num_shards) if shard not in self.receipts and shard not in holes]
 
-    def note(self, shard: int, outcome: Outcome) -> None:
-        """Take the outcome of a shard's task."""
+    def record(self, shard: int, outcome: Outcome) -> None:
+        """Record the outcome of a shard's task."""
         if isinstance(outcome, publish.Receipt):
             self.receipts[shard] = outcome
             return
-        if self.plan is not self._base:  # a row that was good before: its source is not steady, so look at all again
+        if self.plan is not self._base:  # this row was good before: the source is not stable, so read all rows again
             self.plan = self._base
             self.store.delete([SETTLED])
-        self.skipped |= {one.row: one for one in outcome}
+        self.skipped |= {sample.row: sample for sample in outcome}
 
-    def drop_wrong(self) -> int:
-        """Forget the receipts of shards whose objects are not as they say; return how many samples that were."""
-        found = [self.receipts.pop(shard) for shard in publish.check_receipts(self.store, self.receipts)]
-        return sum(receipt.num_samples for receipt in found)
+    def drop_stale(self) -> int:
+        """Drop the receipts of shards whose objects are missing or differ; return their number of samples."""
+        stale = publish.check_receipts(self.store, self.receipts)
+        return sum(self.receipts.pop(shard).num_samples for shard in stale)
 
     def remove_surplus(self) -> None:
-        """Delete the shards at the end that bad samples made superfluous."""
-        for i in range(self.plan.num_shards, self._base.num_shards):
-            paths = [one.shard_key(name, i) for name, one in self._base.geometry.layouts.items() if not one.resident]
-            self.store.delete([*paths, f"{publish.PARTS}/{i}", publish.receipt_path(i)])
+        """Delete the shards at the end that are no longer needed without the bad samples."""
+        bulk = {name: layout for name, layout in self._base.geometry.layouts.items() if not layout.resident}
+        for shard in range(self.plan.num_shards, self._base.num_shards):
+            paths = [layout.shard_key(name, shard) for name, layout in bulk.items()]
+            self.store.delete([*paths, f"{publish.PARTS}/{shard}", publish.receipt_path(shard)])
 
     def _settle(self) -> None:
         self.plan = self._base.without(self.skipped)
@@ -604,26 +600,26 @@ class SplitRun:
             raise errors.SourceError(problem, "repair the source, or choose another format")
 
     def _prune(self) -> set[int]:
-        """Forget receipts of shards that the present plan cuts otherwise; return the shards that hold bad samples."""
+        """Drop the receipts of shards that the current plan changes; return the shards that have bad samples."""
         holes: set[int] = set()
         if self.skipped and self.plan is self._base:
             holes = set(np.unique(self._base.rows.find(self.skipped) // self._base.geometry.samples_per_shard).tolist())
         for shard, receipt in list(self.receipts.items()):
-            wanted = shard in range(self.plan.num_shards) and shard not in holes
-            if not wanted or receipt.num_samples != len(self.plan.shard_rows(shard)):
+            planned = shard in range(self.plan.num_shards) and shard not in holes
+            if not planned or receipt.num_samples != len(self.plan.shard_rows(shard)):
                 del self.receipts[shard]
         return holes
 
 
 class Run:
-    """Does what is missing of a job, as long as it holds the claim."""
+    """Writes the missing shards of a job and publishes its datasets, while it holds the claim."""
 
     def __init__(self, job: Job, claim: publish.Claim, store: Store, options: RunOptions) -> None:
         self._job, self._claim, self._store, self._options = job, claim, store, options
         stores = {plan.name: store.child(plan.name) if plan.name else store for plan in job.splits}
-        self._manifests = {name: open_root(below).manifest for name, below in stores.items() if below.head(ROOT)}
-        todo = [plan for plan in job.splits if plan.name not in self._manifests]
-        self._splits = [SplitRun(plan, stores[plan.name], options.keep_bad, job.id) for plan in todo]
+        self._manifests = {name: open_root(split).manifest for name, split in stores.items() if split.head(ROOT)}
+        unpublished = [plan for plan in job.splits if plan.name not in self._manifests]
+        self._splits = [SplitRun(plan, stores[plan.name], options.keep_bad, job.id) for plan in unpublished]
         kept = [receipt.num_samples for split in self._splits for receipt in split.receipts.values()]
         shards = [plan.num_shards for plan in job.splits if plan.name in self._manifests]
         self._kept_shards = len(kept) + sum(shards)
@@ -631,19 +627,19 @@ class Run:
         self._stored = 0
 
     def complete(self, executor: Executor, check_source: Callable[[], None]) -> Report:
-        """Write what is missing, publish every dataset, and return the report.
+        """Write the missing shards, publish every dataset, and return the report.
 
-        `check_source` raises `SourceChangedError` where the source is not what it was when the job was made.
+        `check_source` raises `SourceChangedError` if the source changed since the job was made.
         """
         job, store, splits, manifests = self._job, self._store, self._splits, self._manifests
         self._write(executor)
-        self._tell("finish")
+        self._report_progress("finish")
         check_source()
         self._claim.check()
-        with suppress(errors.AccessError):  # who may write may not always list uploads: then a lifecycle rule acts
-            store.remove_leftovers()  # of killed runs and workers: nothing writes here now
-        store.delete([FILES])  # before the job file goes, so that nothing of it can stay
-        left_out = {split.plan.name: tuple(one for _, one in sorted(split.skipped.items())) for split in splits}
+        with suppress(errors.AccessError):  # credentials may lack permission to list uploads
+            store.remove_leftovers()  # of killed runs and workers: nothing else writes to the destination now
+        store.delete([FILES])  # before the job file is deleted, so that a kill leaves no file list behind
+        left_out = {split.plan.name: tuple(sample for _, sample in sorted(split.skipped.items())) for split in splits}
         if self._options.on_error == "quarantine":
             quarantine = Quarantine(store, job.id)
             for split in splits:
@@ -654,53 +650,53 @@ class Run:
         for split in splits:
             split.remove_surplus()
             plan = split.plan
-            done = publish.finish(split.store, plan.geometry, split.receipts, plan.provenance, self._claim)
-            manifests[plan.name] = done
+            manifest = publish.finish(split.store, plan.geometry, split.receipts, plan.provenance, self._claim)
+            manifests[plan.name] = manifest
         manifests = {plan.name: manifests[plan.name] for plan in job.splits}
         if "" not in manifests:
             publish.write_split_root(store, manifests, self._claim)
-        elif not splits:  # a run that was killed after its last step but one
+        elif not splits:  # an earlier run was killed after publishing the dataset, before its last step
             publish.clean(store, self._claim)
         bad = sum(int(manifest.provenance.get("left_out", 0)) for manifest in manifests.values())
         shards = job.preview.shards
         return Report(store.url, job.preview.format, job.preview, manifests, shards, self._kept_shards, left_out, bad)
 
     def _write(self, executor: Executor) -> None:
-        """Do the tasks that are missing, until none is."""
+        """Run the tasks of missing shards until none is missing."""
         by_url = {split.store.url: split for split in self._splits}
 
-        def note(task: Task, outcome: Outcome) -> None:
-            by_url[task.store.url].note(task.shard, outcome)
+        def on_done(task: Task, outcome: Outcome) -> None:
+            by_url[task.store.url].record(task.shard, outcome)
             if isinstance(outcome, publish.Receipt):
                 self._done += outcome.num_samples
-                self._stored += sum(one.size for one in outcome.objects.values())
-            self._tell("write")
+                self._stored += sum(written.size for written in outcome.objects.values())
+            self._report_progress("write")
 
-        self._tell("write")
+        self._report_progress("write")
         for _ in range(ROUNDS):
-            todo = [(split, split.plan, shard) for split in self._splits for shard in split.missing()]
-            if not todo:
+            missing = [(split, split.plan, shard) for split in self._splits for shard in split.missing()]
+            if not missing:
                 return
-            run_tasks(executor, self._tasks(todo), note)
-            self._done -= sum(split.drop_wrong() for split in self._splits)
-        problem = f"objects at {self._store.url} change while it is written"
-        raise errors.DestinationError(problem, "let nothing else write there, and run again")
+            run_tasks(executor, self._tasks(missing), on_done)
+            self._done -= sum(split.drop_stale() for split in self._splits)
+        problem = f"objects at {self._store.url} change while they are written"
+        raise errors.DestinationError(problem, "stop other writers, and run the same command again")
 
-    def _tasks(self, todo: list[tuple[SplitRun, SplitPlan, int]]) -> Iterator[Task]:
-        job, keep_bad = self._job, self._options.keep_bad
-        for split, plan, shard in todo:  # one at a time: a part of an image folder holds its paths
+    def _tasks(self, shards: list[tuple[SplitRun, SplitPlan, int]]) -> Iterator[Task]:
+        options = {"keep_bad": self._options.keep_bad, "job": self._job.id}
+        for split, plan, shard in shards:  # one at a time: a fragment of an image folder holds its paths
             self._claim.check(CLAIM_SECONDS)
-            rows, more = plan.shard_rows(shard), {"keep_bad": keep_bad, "job": job.id}
-            yield Task.of(job.source, rows, split.store, plan.geometry, shard, **more)
+            rows = plan.shard_rows(shard)
+            yield Task.of(self._job.source, rows, split.store, plan.geometry, shard, **options)
 
-    def _tell(self, phase: Phase) -> None:
+    def _report_progress(self, phase: Phase) -> None:
         total = self._job.preview.num_samples
         self._options.listener(Progress(phase, min(self._done, total), total, self._kept, self._stored))
 
 
 @dataclass(frozen=True)
 class Conversion:
-    """One call of `convert` with samples that have numbers. `path` is that of the source; empty for a Python object."""
+    """A call of `convert` with samples that have numbers. `path` is the URL of the source; "" for a Python object."""
 
     src: Any
     path: str
@@ -711,30 +707,30 @@ class Conversion:
     options: RunOptions
 
     def convert(self, overwrite: bool, resume: bool, dry_run: bool) -> Report:
-        """Write what is missing at the destination; nothing with `dry_run`."""
+        """Convert, or resume; write nothing with `dry_run`."""
         store, options = self.store, self.options
         if dry_run:
             preview = self.plan().preview
             return Report(store.url, preview.format, preview, {}, preview.shards, 0)
-        found = find_job(store, overwrite, resume)
-        with open_executor(options.engine, options.processes(self.path, store.url)) as executor:
-            job = self.plan()  # the workers start meanwhile
-            done = finished(store, job) if resume and found is None else None
-            if done is not None:
+        existing = find_job(store, overwrite, resume)
+        with open_executor(options.engine, options.num_processes(self.path, store.url)) as executor:
+            job = self.plan()  # while the workers start
+            manifests = read_finished(store, job) if resume and existing is None else None
+            if manifests is not None:
                 preview = job.preview
-                return Report(store.url, preview.format, preview, done, preview.shards, preview.shards)
-            with closing(take(store, job, found, overwrite)) as claim:
+                return Report(store.url, preview.format, preview, manifests, preview.shards, preview.shards)
+            with closing(claim_destination(store, job, existing, overwrite)) as claim:
                 return Run(job, claim, store, options).complete(executor, partial(self._check_source, job))
 
     def plan(self) -> Job:
-        """Open the source, and decide everything."""
-        what = redact(self.path) if self.path else f"a {qualified_name(self.src)}"
-        self.options.listener(Progress("scan", detail=f"looking at {what}"))
-        selection = self.transforms.opening
+        """Open the source and plan the job."""
+        shown = redact(self.path) if self.path else f"a {qualified_name(self.src)}"
+        self.options.listener(Progress("scan", detail=f"reading {shown}"))
+        selection = self.transforms.source_selection
         if self.path:
             name, source = open_source(self.src, self.format, self.source_options, selection)
         else:
-            name, source = PYTHON, open_object(self.src, selection, self.options.apart(self.store.url))
+            name, source = PYTHON, open_object(self.src, selection, self.options.uses_processes(self.store.url))
         if f"{self.store.url}/".removeprefix("file://").startswith(f"{source.url}/".removeprefix("file://")):
             problem = f"the destination {self.store.url} is inside the source {source.url}"
             raise errors.DestinationError(problem, "choose another destination")
@@ -743,13 +739,13 @@ class Conversion:
         return job
 
     def _check_source(self, job: Job) -> None:
-        """Raise `SourceChangedError` where a file of the source is not what it was when the job was made."""
+        """Raise `SourceChangedError` if a file of the source changed since the job was made."""
         if not self.path:
             return
-        known = {info.path for info in job.source.files}
-        now = [info for info in list_source(self.src, self.source_options).files if info.path in known]
-        change = first_change(job.source.files, now)
+        paths = {info.path for info in job.source.files}
+        files = [info for info in list_source(self.src, self.source_options).files if info.path in paths]
+        change = first_change(job.source.files, files)
         if change:
             problem = f"the source {job.source.url} changed while it was converted: {change}"
-            remedy = "leave it alone while it is converted, and start again with --overwrite"
+            remedy = "do not change it during the conversion, and start again with --overwrite"
             raise errors.SourceChangedError(problem, remedy)

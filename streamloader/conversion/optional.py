@@ -1,4 +1,4 @@
-"""Packages that only some sources and engines need: imported when one is used, and named where they are missing."""
+"""Imports packages that only some sources and engines need, when they are used."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from streamloader.errors import UsageError
 
 
 def need(module: str) -> ModuleType:
-    """Return the module. Raises `UsageError`, which says what to install, where its package is not there."""
+    """Return the module. Raises `UsageError` with the package to install if it is missing."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
-            raise  # the package is there, and lacks something itself
+            raise  # the package is installed, but one that it needs is missing
         name = module.partition(".")[0]
         remedy = f"install it with pip install {'protobuf' if name == 'google' else name}"
         raise UsageError(f"the package {name} is not installed here", remedy) from None
 
 
 class Lazy:
-    """A module that is imported when it is first used. Its attributes raise what `need` raises."""
+    """A module that is imported when an attribute is first used, which raises as `need`."""
 
     def __init__(self, module: str) -> None:
         self._module = module

@@ -1,6 +1,6 @@
-"""Which row of the source each sample of a dataset comes from: in order, in splits, shuffled, without bad ones.
+"""Maps the samples of a dataset to rows of the source: in order, in splits, shuffled, without bad samples.
 
-Splits are random, exact in number, and a pure function of (seed, row number).
+Splits are random, have exact sizes, and are a pure function of (seed, row number).
 """
 
 from __future__ import annotations
@@ -16,42 +16,42 @@ from streamloader.errors import UsageError
 from streamloader.format.manifest import NAME
 
 SEED = 0
-_TOLERANCE = Fraction(1, 10**6)  # so that 0.333, 0.333, 0.334 and floats are taken
+_TOLERANCE = Fraction(1, 10**6)  # for floats such as 1 / 3
 
 Splits = Mapping[str, Fraction]
 
 
 def parse_splits(split: str | Mapping[str, float] | None) -> Splits:
-    """Return the fractions of `"train=0.9,val=0.1"` or `{"train": 0.9, "val": 0.1}`; none for None.
+    """Return the fractions of `"train=0.9,val=0.1"` or `{"train": 0.9, "val": 0.1}`; an empty mapping for None.
 
-    Raises `UsageError` unless the names can be folders, the fractions are positive and their sum is 1.
+    Raises `UsageError` unless the names are valid, the fractions are positive, and their sum is 1.
     """
     if split is None:
         return {}
     pairs = [part.partition("=")[::2] for part in split.split(",")] if isinstance(split, str) else list(split.items())
-    found: dict[str, Fraction] = {}
+    fractions: dict[str, Fraction] = {}
     remedy = "write it like train=0.9,val=0.1"
-    for written, value in pairs:
-        name = written.strip()
-        if not NAME.match(name) or name in found:
-            problem = "is a duplicate" if name in found else "is not a valid name"
+    for text, value in pairs:
+        name = text.strip()
+        if not NAME.match(name) or name in fractions:
+            problem = "is a duplicate" if name in fractions else "is not a valid name"
             raise UsageError(f"split {name!r} of {split!r} {problem}", remedy)
         try:
-            found[name] = Fraction(str(value).strip())
+            fractions[name] = Fraction(str(value).strip())
         except (ValueError, ZeroDivisionError):
             raise UsageError(f"split {name}={value!r} is not a fraction", remedy) from None
-        if found[name] <= 0:
-            raise UsageError(f"split {name}={value!r}", "give every split more than 0")
-    total = sum(found.values(), Fraction(0))
+        if fractions[name] <= 0:
+            raise UsageError(f"split {name}={value!r} is not positive", "give every split more than 0")
+    total = sum(fractions.values(), Fraction(0))
     if abs(total - 1) > _TOLERANCE:
-        raise UsageError(f"the splits of {split!r} sum to {float(total):g}", "let them sum to 1")
-    return found
+        raise UsageError(f"the splits of {split!r} sum to {float(total):g}", "give fractions that sum to 1")
+    return fractions
 
 
 def split_sizes(num_samples: int, splits: Splits) -> dict[str, int]:
-    """Return how many samples each split gets: largest remainder, the earlier name at a tie.
+    """Return the number of samples of each split, by the largest remainder method; the earlier split wins a tie.
 
-    Raises `UsageError` where a split of a source with samples would be empty.
+    Raises `UsageError` if a split would be empty, unless the source is.
     """
     total = sum(splits.values(), Fraction(0))
     exact = {name: num_samples * fraction / total for name, fraction in splits.items()}
@@ -67,16 +67,16 @@ def split_sizes(num_samples: int, splits: Splits) -> dict[str, int]:
 
 
 def own_rows(sizes: Mapping[str, int], name: str) -> range:
-    """Return the rows of a split of a source that has splits of its own: they follow each other in order of name."""
-    start = sum(size for other, size in sizes.items() if other < name)
+    """Return the rows of one of the source's own splits, which follow each other in the order of their names."""
+    start = sum(size for split, size in sizes.items() if split < name)
     return range(start, start + sizes[name])
 
 
 def assign(num_samples: int, splits: Splits, seed: int = SEED) -> dict[str, NDArray[np.int64]]:
-    """Return the rows of each split, ascending, by a keyed hash; 17 bytes of memory a row.
+    """Return the ascending rows of each split, assigned by a keyed hash; takes 17 bytes of memory per row.
 
-    The hash is a bijection of 64 bits, so no two rows tie and the thresholds give exact counts. A source is
-    often sorted by class: the first 90 % would lack whole classes.
+    The hash is a bijection of 64 bits, so rows have different hashes, and the thresholds give exact sizes. Consecutive
+    rows would not do, because a source is often sorted: its first 90 % may lack whole classes.
     """
     sizes = split_sizes(num_samples, splits)
     keys, last = row_keys(0, num_samples, seed), np.cumsum(list(sizes.values()))[:-1] - 1
@@ -99,15 +99,15 @@ def _splitmix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return x ^ (x >> np.uint64(31))
 
 
-_SHUFFLE = 1 << 63  # the keys of the shuffle differ from those that assign rows to splits
+_SHUFFLE = 1 << 63  # so that a shuffle has other keys than the splits
 
 
 @dataclass(frozen=True, eq=False)
 class SampleRows:
-    """The source row of each sample: `base[sample]`, unless `moved` says otherwise.
+    """The source rows of `count` samples: `base[sample]`, except for the samples `moved`.
 
-    `count` samples are left. `moved` are those whose own row was bad, ascending, and `moved_rows` what took its place:
-    rows from the end, so that no other sample changes and no other shard is written again.
+    `moved`, ascending, are the samples whose row in `base` is bad. `moved_rows` replace these rows; they are from the
+    end of `base`, so that no other sample changes and no other shard has to be written again.
     """
 
     base: NDArray[np.int64] | range
@@ -117,9 +117,9 @@ class SampleRows:
 
     @classmethod
     def of(cls, rows: NDArray[np.int64] | range, shuffle: int | None) -> SampleRows:
-        """Return the rows in their order, or in a random one that is a function of the seed and their numbers alone.
+        """Return the rows in their order; with `shuffle` in a random order that depends on this seed and the rows only.
 
-        Takes 24 bytes a row while it shuffles, and 8 afterwards.
+        A shuffle takes 24 bytes per row, its result 8.
         """
         if shuffle is None:
             return cls(rows, len(rows))
@@ -130,9 +130,9 @@ class SampleRows:
         return cls(rows[np.argsort(keys, kind="stable")], len(rows))
 
     def without(self, bad_rows: Collection[int]) -> SampleRows:
-        """Return all rows of `base` but the bad ones.
+        """Return all rows of `base` except the bad ones.
 
-        A pure function of the set: the holes, ascending, are filled with the last good ones, descending.
+        A pure function of the set: the samples of bad rows, ascending, get the last good rows, descending.
         """
         bad = self.find(bad_rows)
         count = len(self.base) - len(bad)
@@ -143,16 +143,16 @@ class SampleRows:
 
     def find(self, rows: Collection[int]) -> NDArray[np.int64]:
         """Return the samples of `base` that come from these rows, ascending."""
-        wanted = np.fromiter(rows, np.int64, len(rows))
+        numbers = np.fromiter(rows, np.int64, len(rows))
         if isinstance(self.base, range):
-            return np.unique(wanted[(wanted >= self.base.start) & (wanted < self.base.stop)]) - self.base.start
-        return np.flatnonzero(np.isin(self.base, wanted))
+            return np.unique(numbers[(numbers >= self.base.start) & (numbers < self.base.stop)]) - self.base.start
+        return np.flatnonzero(np.isin(self.base, numbers))
 
     def read(self, start: int, stop: int) -> NDArray[np.int64]:
         """Return the rows of the samples [start, stop)."""
         stop = max(start, min(stop, self.count))
-        rows = self.base[start:stop]
-        found = np.arange(rows.start, rows.stop, dtype=np.int64) if isinstance(rows, range) else rows.copy()
+        base = self.base[start:stop]
+        rows = np.arange(base.start, base.stop, dtype=np.int64) if isinstance(base, range) else base.copy()
         low, high = np.searchsorted(self.moved, (start, stop))
-        found[self.moved[low:high] - start] = self.moved_rows[low:high]
-        return found
+        rows[self.moved[low:high] - start] = self.moved_rows[low:high]
+        return rows

@@ -1,10 +1,11 @@
-"""What happens to samples between the source and the dataset: the user's map function, and images encoded again.
+"""Transforms samples between the source and the dataset: the user's map function, and re-encoding of images.
 
-A map function is known by a digest of everything that its results depend on, as far as that is known: for a function
-of the user's own its compiled code, its defaults, the values of its closure, the globals that the code reads, and what
-it imports; other functions and classes among these count in the same way, and of a user's module what the code names.
-What an installed package defines counts by its name and the package's version. Other objects count by their class and
-state, as they are copied. What gives no state, such as a lock or an open file, leaves the digest unknown.
+A map function is identified by a digest of everything that its results depend on, as far as that can be found: for a
+user's function its compiled code, defaults, closure, the globals that the code reads, and the modules that it imports.
+Functions and classes among these are included in the same way, and attributes of a user's module if the code names
+them. Objects of installed packages are identified by name and version of the package, other objects by their class and
+the state from which they are copied. The digest is unknown if an object has no such state, such as a lock or an open
+file.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,7 +42,7 @@ from streamloader.format.manifest import Field
 from streamloader.format.values import from_bytes
 
 _PLAIN = (bool, int, float, complex, str, bytes, bytearray, type(None), type(...), type(NotImplemented))
-# what the interpreter and copyreg add to a class, some of it late; what a dataclass generates are members of their own
+# attributes that the interpreter and copyreg add to a class, some of them late; methods of dataclasses are included
 _CLASS_EXTRAS = (
     *("__dict__", "__weakref__", "__doc__", "__module__", "__abstractmethods__", "_abc_impl", "__firstlineno__"),
     *("__dataclass_fields__", "__dataclass_params__", "__static_attributes__"),
@@ -53,7 +55,7 @@ _CODE = (
 
 
 class FunctionDigest(NamedTuple):
-    """A SHA-256 in hex; empty where it is unknown, and `unknown` says why."""
+    """A SHA-256 in hex; if it cannot be computed, it is empty and `unknown` is the reason."""
 
     digest: str
     unknown: str = ""
@@ -70,32 +72,32 @@ def function_digest(function: Callable[..., Any]) -> FunctionDigest:
 
 
 class _UnknownStateError(Exception):
-    """A value gives no state."""
+    """The state of a value is unknown."""
 
 
 def _digest(value: Any, where: str) -> str:
-    found = _Digest()
-    found.add(value, where)
-    return found.hash.hexdigest()
+    digest = _Digest()
+    digest.add(value, where)
+    return digest.hash.hexdigest()
 
 
 class _Digest:
-    """A hash of Python values, each with its type and its length, so that no two sequences of values read alike."""
+    """A hash of Python values, each with its type and length, so that different sequences of values differ."""
 
     def __init__(self) -> None:
         self.hash = hashlib.sha256()
         self._seen: dict[int, tuple[int, Any]] = {}  # by id, which is unique only while its object lives
 
     def add(self, value: Any, where: str) -> None:
-        """Add a value; `where` names it in the reason for which something is unknown."""
+        """Add a value; `where` names it in the message of `_UnknownStateError`."""
         kind = type(value)
         if kind in _PLAIN:
             self._write(kind.__name__, repr(value).encode(errors="surrogatepass"))
-        elif kind in (set, frozenset):  # their order differs from process to process
+        elif kind in (set, frozenset):  # their order differs between processes
             self._write(kind.__name__, "".join(sorted(_digest(item, where) for item in value)).encode())
         elif kind is np.ndarray and not value.dtype.hasobject:
             self._write(f"array {value.dtype.str} {value.shape}", value.tobytes())
-        elif kind in (tuple, types.CodeType) or not self._again(value):
+        elif kind in (tuple, types.CodeType) or not self._add_reference(value):
             parts = list(_parts(value, where))
             self._write(kind.__name__, str(len(parts)).encode())
             for name, part in parts:
@@ -104,8 +106,8 @@ class _Digest:
     def _write(self, tag: str, data: bytes) -> None:
         self.hash.update(f"{tag} {len(data)} ".encode() + data)
 
-    def _again(self, value: Any) -> bool:
-        """Return whether the value was added before; then a reference to it is."""
+    def _add_reference(self, value: Any) -> bool:
+        """Add a reference if the value was added before; return whether it was."""
         count = len(self._seen)
         number, _ = self._seen.setdefault(id(value), (count, value))
         if number < count:
@@ -114,12 +116,12 @@ class _Digest:
 
 
 def _parts(value: Any, where: str) -> Iterable[tuple[str, Any]]:
-    """Return what a value consists of, each part with its `where`."""
+    """Return the parts of a value, each with its `where`."""
     kind = type(value)
     if kind in _PARTS:
         return ((where, part) for part in _PARTS[kind](value))
     if kind in (dict, types.MappingProxyType):
-        return (pair for key, one in value.items() for pair in ((where, key), (f"{where}[{key!r}]", one)))
+        return (pair for key, item in value.items() for pair in ((where, key), (f"{where}[{key!r}]", item)))
     if kind is types.BuiltinFunctionType and not isinstance(value.__self__, types.ModuleType | None):
         return (where, value.__name__), (where, value.__self__)
     if isinstance(value, types.FunctionType | types.BuiltinFunctionType | type) and _installed(value.__module__):
@@ -132,19 +134,19 @@ def _parts(value: Any, where: str) -> Iterable[tuple[str, Any]]:
 
 
 def _state(value: Any, where: str) -> Sequence[Any]:
-    """Return the class of an object, and what it is copied from. Raises `_UnknownStateError`."""
+    """Return the class of an object, and the state from which it is copied. Raises `_UnknownStateError`."""
     kind = type(value)
     if isinstance(value, types.ModuleType) and _installed(value.__name__):
         return [value.__name__, getattr(value, "__version__", "")]
     if isinstance(value, types.ModuleType):
-        raise _UnknownStateError(f"{where} is the module {value.__name__}, of which anything may be used")
+        raise _UnknownStateError(f"{where} is the module {value.__name__}, of which any attribute may be used")
     if hasattr(kind, "__dlpack__") and (array := from_dlpack(value)) is not None:
-        return [kind, array]  # a tensor is copied by way of addresses
+        return [kind, array]  # the state of a tensor has addresses
     wrapped = getattr(value, "__wrapped__", None)
-    if callable(wrapped):  # functools.cache and its like are copied by name
+    if callable(wrapped):  # functools.cache and similar objects are copied by name
         return [kind, wrapped]
     try:
-        reduced = copyreg.dispatch_table.get(kind, lambda one: one.__reduce_ex__(4))(value)  # type: ignore[no-untyped-call]
+        reduced = copyreg.dispatch_table.get(kind, lambda copied: copied.__reduce_ex__(4))(value)  # type: ignore[no-untyped-call]
     except Exception:  # noqa: BLE001 - the object's own code may raise anything
         reduced = None
     if isinstance(reduced, tuple):
@@ -161,7 +163,7 @@ _PARTS: Mapping[type, Callable[[Any], Iterable[Any]]] = {
     types.MethodType: lambda method: [method.__func__, method.__self__],
     staticmethod: lambda method: [method.__func__],
     classmethod: lambda method: [method.__func__],
-    property: lambda found: [found.fget, found.fset, found.fdel],
+    property: lambda member: [member.fget, member.fset, member.fdel],
     types.CodeType: lambda code: [getattr(code, name, b"") for name in _CODE],
 }
 
@@ -170,11 +172,11 @@ def _function_parts(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
     name, codes, defaults = f"the function {function.__qualname__}", _codes(function.__code__), function.__kwdefaults__
     yield name, (function.__qualname__, function.__code__, list(defaults or ()))
     yield f"an attribute of {name}", function.__dict__
-    names = {named for code in codes for named in code.co_names}
+    names = {used for code in codes for used in code.co_names}
     for value in (*(function.__defaults__ or ()), *(defaults or {}).values()):
         yield from _used_parts(f"a default of {name}", value, names)
     for variable, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        if cell != types.CellType():  # it is not empty
+        if cell != types.CellType():  # not empty
             yield name, variable
             yield from _used_parts(f"{variable!r} in the closure of {name}", cell.cell_contents, names)
     for read, value in sorted(_globals_read(function, codes).items()):
@@ -186,36 +188,33 @@ def _function_parts(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
 def _used_parts(
     where: str, value: Any, names: set[str], within: tuple[types.ModuleType, ...] = ()
 ) -> Iterator[tuple[str, Any]]:
-    """Yield a value that a function uses; of a user's module what has one of the names in the function's code."""
+    """Yield a value that a function uses; for a user's module the attributes with names in the function's code."""
     if not isinstance(value, types.ModuleType) or _installed(value.__name__):
         yield where, value
-    elif value not in within:  # modules may hold each other
+    elif value not in within:  # modules may refer to each other
         yield where, value.__name__
         for attribute in sorted(names & vars(value).keys()):
             yield from _used_parts(f"{where}, {attribute!r}", vars(value)[attribute], names, (*within, value))
 
 
 def _codes(code: types.CodeType) -> list[types.CodeType]:
-    """Return the code, and all code within it."""
-    return [code, *(one for inner in code.co_consts if isinstance(inner, types.CodeType) for one in _codes(inner))]
+    """Return the code object, and all code objects within it."""
+    inner = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
+    return [code, *chain.from_iterable(map(_codes, inner))]
 
 
 def _globals_read(function: types.FunctionType, codes: Iterable[types.CodeType]) -> dict[str, Any]:
-    """Return the globals that the code reads; builtins are none."""
-    reads = {
-        instruction.argval
-        for code in codes
-        for instruction in dis.get_instructions(code)
-        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME")
-    }
+    """Return the globals that the code reads, without builtins."""
+    steps = chain.from_iterable(map(dis.get_instructions, codes))
+    reads = {step.argval for step in steps if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
     return {name: function.__globals__[name] for name in reads & function.__globals__.keys()}
 
 
 def _imported(function: types.FunctionType, codes: Iterable[types.CodeType]) -> Iterator[types.ModuleType]:
-    """Yield the user's modules that the code imports when it runs; one that cannot be imported here is left out."""
+    """Yield the user's modules that the code imports when it runs, unless they cannot be imported."""
     for code in codes:
-        found = [one for one in dis.get_instructions(code) if one.opname != "EXTENDED_ARG"]
-        for level, fromlist, instruction in zip(found, found[1:], found[2:], strict=False):
+        steps = [step for step in dis.get_instructions(code) if step.opname != "EXTENDED_ARG"]
+        for level, fromlist, instruction in zip(steps, steps[1:], steps[2:], strict=False):
             name = instruction.argval
             if instruction.opname != "IMPORT_NAME" or (not level.argval and _installed(name)):
                 continue
@@ -233,14 +232,14 @@ def _class_parts(kind: type) -> Iterator[tuple[str, Any]]:
 
 
 def _installed(module: str | None) -> bool:
-    """Return whether a module is the interpreter's or lies where packages are installed: then its version tells it."""
+    """Return whether a module belongs to the interpreter or an installed package, which its version identifies."""
     top = str(module or "builtins").partition(".")[0]
     if top == "__main__":
         return False
     if top in sys.stdlib_module_names or top == __name__.partition(".")[0]:
         return True
-    found = sys.modules.get(top) or importlib.util.find_spec(top)  # which imports nothing
-    file = getattr(found, "__file__", None) or getattr(found, "origin", None)
+    module_or_spec = sys.modules.get(top) or importlib.util.find_spec(top)  # which imports nothing
+    file = getattr(module_or_spec, "__file__", None) or getattr(module_or_spec, "origin", None)
     folders = {sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib")}
     return file is not None and any(Path(file).is_relative_to(folder) for folder in folders)
 
@@ -250,9 +249,11 @@ Function = Callable[[dict[str, Any]], Any]
 
 @dataclass(frozen=True)
 class Mapper:
-    """A function from samples to samples. `batch` None gives it one sample at a time, as a mapping of values; a number
-    gives it so many at once, as a mapping of columns, and as many must come back. `identity` is made before the
-    function is first called, which may change its state.
+    """A function from samples to samples.
+
+    If `batch` is None, the function gets one sample, as a mapping of values. Otherwise it gets that many samples, as a
+    mapping of columns, and returns as many. `identity` is computed before the first call, which may change the
+    function's state.
     """
 
     function: Function
@@ -261,7 +262,7 @@ class Mapper:
     identity: FunctionDigest
 
     def options(self) -> dict[str, Any]:
-        """Return what tells this function from another. Where that is not known, no two calls return the same."""
+        """Return JSON values that identify the function; they differ at each call if its digest is unknown."""
         options = {"function": self.name, "source": self.identity.digest, "batch": self.batch}
         if self.identity.unknown:
             options |= {"unknown": self.identity.unknown, "call": uuid.uuid4().hex}
@@ -269,9 +270,9 @@ class Mapper:
 
 
 def parse_map(given: str | Function | None, batch: int | None) -> Mapper | None:
-    """Return the function that `module:function` names, or that is given. The working directory is searched too.
+    """Return the given function, or the one that `module:function` names; also searches the working directory.
 
-    Raises `UsageError` where there is none.
+    Raises `UsageError` if it cannot be imported or called, and for an invalid `batch`.
     """
     if batch is not None and (batch < 1 or given is None):
         raise UsageError(f"map_batch={batch} with map={given!r}", "give a function and at least 1 sample")
@@ -281,9 +282,9 @@ def parse_map(given: str | Function | None, batch: int | None) -> Mapper | None:
         name = f"{getattr(given, '__module__', '')}:{getattr(given, '__qualname__', type(given).__qualname__)}"
         return Mapper(given, name, batch, function_digest(given))
     if not all(given.partition(":")):
-        raise UsageError(f"map={given!r}", "write it as module:function")
+        raise UsageError(f"map={given!r} names no function", "write it as module:function")
     if str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))  # where `python -m` looks, and a console script does not
+        sys.path.insert(0, str(Path.cwd()))  # as for `python -m`, but not for a console script
     try:
         function: Any = pkgutil.resolve_name(given)
     except (ImportError, AttributeError, ValueError) as error:
@@ -294,7 +295,7 @@ def parse_map(given: str | Function | None, batch: int | None) -> Mapper | None:
 
 
 def map_source(source: Source, mapper: Mapper, selection: FieldSelection) -> Source:
-    """Return the source of what the function makes of each sample. Raises what `open_records` raises."""
+    """Return a source of the samples that the function returns. Raises as `open_records`."""
 
     def cut(rows: NDArray[np.int64]) -> MappedFragment:
         return MappedFragment(source.fragment(rows), dict(source.fields), mapper)
@@ -305,24 +306,24 @@ def map_source(source: Source, mapper: Mapper, selection: FieldSelection) -> Sou
 
 @dataclass(frozen=True)
 class MappedFragment:
-    """Some samples, each as the function makes it."""
+    """The fragment of a mapped source."""
 
     fragment: Fragment
     fields: Mapping[str, Field]
     mapper: Mapper
 
     def __call__(self, on_bad: OnBad) -> Iterator[Sample]:
-        """Yield what the function returns; a sample for which it raises is refused, alone of its batch."""
+        """Yield the samples that the function returns; a sample is bad if the function raises for it alone."""
         columns, kept = read_kept(self.fragment, on_bad)
         count, size = len(kept), self.mapper.batch or 1
-        todo = [range(first, min(first + size, count)) for first in range(0, count, size)][::-1]
-        while todo:
-            rows = todo.pop()
+        pending = [range(first, min(first + size, count)) for first in range(0, count, size)][::-1]
+        while pending:
+            rows = pending.pop()
             try:
                 samples = self._call(columns, rows)
-            except Exception as error:  # noqa: BLE001 - the caller's code
-                if len(rows) > 1:  # one by one, to find out which
-                    todo += [range(row, row + 1) for row in reversed(rows)]
+            except Exception as error:  # noqa: BLE001 - the user's code
+                if len(rows) > 1:  # one by one, to find the bad samples
+                    pending += [range(row, row + 1) for row in reversed(rows)]
                     continue
                 problem = f"the map function failed: {type(error).__name__}: {error}"
                 on_bad(BadSample(kept[rows[0]], "", problem, "fix the function"))
@@ -330,19 +331,18 @@ class MappedFragment:
                 yield from ((kept[row], "", sample) for row, sample in zip(rows, samples, strict=True))
 
     def _call(self, columns: Mapping[str, Column], rows: range) -> list[dict[str, Any]]:
-        """Return the samples that the function makes of those of these rows."""
+        """Return the samples that the function returns for these rows."""
         batch = {name: _values(name, kind, columns[name], rows) for name, kind in self.fields.items()}
         if self.mapper.batch is None:
             return [flatten(self.mapper.function({name: values[0] for name, values in batch.items()}))]
-        made = self.mapper.function(batch)
-        if not isinstance(made, Mapping) or {len(column) for column in made.values()} != {len(rows)}:
-            found = {name: len(column) for name, column in made.items()} if isinstance(made, Mapping) else type(made)
-            raise UsageError(f"it returned {found} for {len(rows)} samples", "return a column of as many values")
-        here = {  # columns of another array library, which may be on a device, become numpy's
-            name: settle(column, f"the column {name!r}") if hasattr(column, "__dlpack__") else column
-            for name, column in made.items()
-        }
-        return [flatten({name: column[i] for name, column in here.items()}) for i in range(len(rows))]
+        out = self.mapper.function(batch)
+        if not isinstance(out, Mapping) or {len(column) for column in out.values()} != {len(rows)}:
+            lengths = {name: len(column) for name, column in out.items()} if isinstance(out, Mapping) else type(out)
+            raise UsageError(f"it returned {lengths} for {len(rows)} samples", "return a column of as many values")
+        # arrays of other libraries, which may be on a device, become numpy arrays
+        arrays = {name: settle(c, f"the column {name!r}") for name, c in out.items() if hasattr(c, "__dlpack__")}
+        out = {**out, **arrays}
+        return [flatten({name: column[i] for name, column in out.items()}) for i in range(len(rows))]
 
 
 def _values(name: str, kind: Field, column: Column, rows: range) -> Any:
@@ -351,15 +351,17 @@ def _values(name: str, kind: Field, column: Column, rows: range) -> Any:
     return [from_bytes(name, kind, memoryview(column[row]), row) for row in rows]
 
 
-QUALITY = 95  # of a JPEG that is resized only: above it files grow without a visible difference
+QUALITY = 95  # of resized JPEGs: with a higher quality, files grow without a visible difference
 _SIZE = re.compile(r"(\d{1,5})(?:x(\d{1,5}))?\Z")
 _IMAGES = frozenset({*IMAGE_ENCODINGS.values(), "mixed"})
 
 
 @dataclass(frozen=True)
 class Recode:
-    """How images are re-encoded. `size` is the shorter side in pixels, or (height, width); a shorter side is never
-    enlarged. `quality` from 1 to 100 makes every image a JPEG; None keeps JPEGs, and others become PNGs.
+    """How images are re-encoded.
+
+    `size` is the shorter side in pixels, which is never enlarged, or (height, width). `quality` from 1 to 100 makes
+    every image a JPEG; None keeps JPEGs, and makes other images PNGs.
     """
 
     size: int | tuple[int, int] | None = None
@@ -371,7 +373,7 @@ class Recode:
         return {"resize": size, "quality": self.quality}
 
     def field(self, field: Field) -> Field:
-        """Return what a field of images becomes; any other stays as it is."""
+        """Return the re-encoded field of a field of images, and any other field unchanged."""
         if field.kind != "bytes" or field.encoding not in _IMAGES:
             return field
         if self.quality is not None:
@@ -379,10 +381,10 @@ class Recode:
         return field if field.encoding in ("jpeg", "mixed") else replace(field, encoding="png")
 
     def image(self, data: bytes) -> bytes:
-        """Return the re-encoded image. Raises what Pillow raises for one that does not decode.
+        """Return the re-encoded image. Raises Pillow's error if it does not decode.
 
-        The EXIF orientation is applied, since nothing else of the EXIF data is kept; 16-bit and palette images become
-        8-bit RGB or grey where they become a JPEG.
+        The EXIF orientation is applied, because EXIF data are not kept. JPEGs are 8-bit RGB or grey, also of 16-bit and
+        palette images.
         """
         from PIL import Image, ImageOps
 
@@ -405,7 +407,7 @@ class Recode:
         return out.getvalue()
 
     def _target(self, size: tuple[int, int]) -> tuple[int, int]:
-        """Return the (width, height) that an image of this (width, height) gets."""
+        """Return the new (width, height) of an image of this (width, height)."""
         if self.size is None:
             return size
         if isinstance(self.size, tuple):
@@ -415,30 +417,32 @@ class Recode:
 
 
 def parse_recode(resize: str | int | tuple[int, int] | None, quality: int | None) -> Recode | None:
-    """Return the recoding of `resize="256"` (shorter side), `"256x384"` (height, width) and a quality; None for none.
+    """Return how to re-encode images for `resize="256"` (shorter side) or `"256x384"` (height, width), and a quality.
 
-    Raises `UsageError`.
+    Returns None if both are None. Raises `UsageError`.
     """
     if quality is not None and not 1 <= quality <= 100:
-        raise UsageError(f"quality={quality}", "give the quality of JPEGs from 1 to 100")
+        raise UsageError(f"quality={quality} is invalid", "give the quality of JPEGs from 1 to 100")
     if resize is None:
         return None if quality is None else Recode(None, quality)
-    found = _SIZE.match("x".join(map(str, resize)) if isinstance(resize, tuple) else str(resize))
-    sides = [int(side) for side in found.groups() if side] if found else [0]
+    match = _SIZE.match("x".join(map(str, resize)) if isinstance(resize, tuple) else str(resize))
+    sides = [int(side) for side in match.groups() if side] if match else [0]
     if min(sides) < 1:
-        raise UsageError(f"resize={resize!r}", "give the shorter side in pixels, like 256, or height x width, 256x384")
+        raise UsageError(
+            f"resize={resize!r} is invalid", "give the shorter side in pixels, like 256, or height x width, 256x384"
+        )
     return Recode(sides[0] if len(sides) == 1 else (sides[0], sides[1]), quality)
 
 
 def recode_source(source: Source, recode: Recode) -> Source:
-    """Return the source with its images re-encoded. Raises `UsageError` where it has no field of images."""
+    """Return the source with its images re-encoded. Raises `UsageError` if it has no field of images."""
     images = tuple(name for name, f in source.fields.items() if f.kind == "bytes" and f.encoding in _IMAGES)
     if not images:
-        found = ", ".join(f"{name}: {field}" for name, field in source.fields.items())
-        raise UsageError(f"{source.url} has no images to re-encode ({found})", "leave --resize and --quality out")
-    fields = {name: recode.field(field) for name, field in source.fields.items()}
+        fields = ", ".join(f"{name}: {field}" for name, field in source.fields.items())
+        raise UsageError(f"{source.url} has no images to re-encode ({fields})", "leave --resize and --quality out")
+    recoded = {name: recode.field(field) for name, field in source.fields.items()}
     notes, change = {**source.notes, "images": recode.options()}, partial(_recode, recode, images)
-    return transform_source(source, change, fields=fields, notes=notes)
+    return transform_source(source, change, fields=recoded, notes=notes)
 
 
 def _recode(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -15,9 +16,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from streamloader.conversion.api import for_python, protocol_of
+from streamloader.conversion.api import default_options, for_python
 from streamloader.conversion.executors import open_executor, parse_engine, run_tasks
-from streamloader.conversion.job import Listener, Progress, RunOptions, TransformOptions, files_digest, ignore, probe
+from streamloader.conversion.job import Listener, Progress, RunOptions, TransformOptions, describe_source, ignore, probe
 from streamloader.conversion.row_order import SampleRows
 from streamloader.conversion.shard_task import Outcome, Task
 from streamloader.conversion.sources.base import BadSample, Source
@@ -27,7 +28,7 @@ from streamloader.conversion.transforms import parse_map, parse_recode
 from streamloader.errors import DestinationError, FieldError, FormatError, NotFoundError, ObjectExistsError, UsageError
 from streamloader.format import publish
 from streamloader.format.codecs import Column
-from streamloader.format.geometry import settle
+from streamloader.format.geometry import EXPANSION, settle
 from streamloader.format.manifest import INTS, RESIDENT_TOTAL, Manifest, class_names
 from streamloader.format.opening import Opened, open_root, read_object
 from streamloader.options import Layout
@@ -36,6 +37,9 @@ from streamloader.storage.store import Store
 from streamloader.storage.url import redact
 
 ROUNDS = 5  # of writing again the shards that something else deletes or overwrites
+# A shard of new samples decodes to at most so many times the bytes that a conversion allows, or that the dataset's own
+# shards have: conversions round to a power of two, which is a factor of up to 1.4, and sizes of samples vary.
+GROWTH = 2
 MIXED = "mixed"  # the encoding of a field whose images have several: images of any encoding can be appended
 
 Classes = Mapping[str, Sequence[str]]
@@ -85,21 +89,21 @@ def append(
     it keep reading it. To resume an interrupted append, repeat the call: it writes the same bytes.
 
     Raises `FieldError` if the fields differ, `SourceError` for the source, `DestinationError` if another append is in
-    progress or was published in the meantime, the errors of `open` for the dataset, and `StorageError`.
+    progress or was published in the meantime, `UsageError` for other arguments and for samples that are too large for
+    the shards of the dataset, the errors of `open` for the dataset, and `StorageError`.
     """
+    source_options = default_options(source_options, src, storage_options, url)
     run_options = RunOptions(workers, "raise", progress or ignore, parse_engine(engine))
     root = open_store(url, storage_options)
     opened = open_root(root, split)
-    run_options.listener(Progress("scan", detail=f"looking at {redact(os.fspath(src))}"))
-    if source_options is None and protocol_of(src) == protocol_of(url):
-        source_options = storage_options
+    run_options.listener(Progress("scan", detail=f"reading {redact(os.fspath(src))}"))
     # bytes fields of any encoding are selected: `_matching` checks the encoding after images are re-encoded
     fields = {name: layout.field for name, layout in opened.manifest.fields.items()}
     types = {name: None if field.kind == "bytes" else field for name, field in fields.items()}
     selection = FieldSelection.from_provenance(types, opened.manifest.provenance)
     recode, mapper = parse_recode(resize, quality), parse_map(map, map_batch)
     transforms = TransformOptions(selection, recode, mapper, shuffle=shuffle)
-    name, source = open_source(src, format, source_options or {}, transforms.opening)
+    name, source = open_source(src, format, source_options, transforms.source_selection)
     if splits := source.notes.get("splits"):
         problem = f"{source.url} has the splits {', '.join(splits)} of its own"
         raise UsageError(problem, "append each of its folders to the split that it belongs to")
@@ -142,7 +146,8 @@ def merged_classes(dataset: Classes, source: Classes) -> dict[str, list[str]]:
 def relabel(source: Source, classes: Classes) -> Source:
     """Return the source with the class numbers of a dataset that has the `classes`; new classes get the next numbers.
 
-    Raises `FieldError` for a field that is not a class number, or cannot hold the number of classes.
+    Raises `FieldError` for a field that is not a class number, or cannot hold the number of classes, and for a class
+    that shares its name with another one, because its number in the dataset is then unknown.
     """
     source_classes = class_names(source.notes)
     merged = merged_classes(classes, source_classes)
@@ -153,6 +158,11 @@ def relabel(source: Source, classes: Classes) -> Source:
         field = source.fields[name]
         if field.dtype not in INTS or (not field.fixed and field.shape):
             raise FieldError(f"the classes of {name!r} differ and {field} is not a class number", "use --map")
+        counts = Counter(names) | Counter(merged[name])
+        ambiguous = next((class_name for class_name in names if counts[class_name] > 1), None)
+        if ambiguous is not None:
+            problem = f"the classes of {name!r} differ, and several of them are called {ambiguous!r}"
+            raise FieldError(problem, "give them different names in the source, or convert all samples again")
         numbers = [merged[name].index(class_name) for class_name in names]
         if max(numbers, default=0) > np.iinfo(field.dtype).max:
             raise FieldError(f"{len(merged[name])} classes of {name!r} do not fit {field}", "convert all samples again")
@@ -227,8 +237,7 @@ class _Append:
     @cached_property
     def source_info(self) -> dict[str, Any]:
         """The description of the source for claim and provenance."""
-        files = self.source.files
-        return {"format": self.format, "url": self.source.url, "files": len(files), "digest": files_digest(files)}
+        return describe_source(self.source, self.format)
 
     @cached_property
     def claim(self) -> dict[str, Any]:
@@ -319,9 +328,11 @@ class _Append:
         """Write shards until none is missing; return the receipts, and the number that an earlier run left."""
         store, options = self.opened.store, self.run_options
         rows = SampleRows.of(range(self.source.num_samples), self.transforms.shuffle)
-        stored = publish.read_receipts(store, f"{publish.APPEND}/receipts")
-        receipts = {shard: receipt for shard, receipt in stored.items() if shard in extension.shards}
-        progress, kept = Progress("write", 0, extension.added), 0
+        receipts = publish.read_receipts(store, f"{publish.APPEND}/receipts")
+        for shard in {*receipts} - {*extension.shards} | {*publish.check_receipts(store, receipts)}:
+            del receipts[shard]
+        kept, done = len(receipts), sum(receipt.num_samples for receipt in receipts.values())
+        progress = Progress("write", done, extension.added, kept=done)
 
         def note(task: Task, outcome: Outcome) -> None:
             nonlocal progress
@@ -335,19 +346,16 @@ class _Append:
             new, fields = rows.read(*extension.samples(shard)), {"extension": extension, "claim": self.claim}
             return AppendTask.of(self.source, new, store, extension.geometry, shard, **fields)
 
-        for attempt in range(ROUNDS):
-            for shard in publish.check_receipts(store, receipts):
-                del receipts[shard]
-            progress = replace(progress, done=sum(receipt.num_samples for receipt in receipts.values()))
-            if not attempt:
-                kept, progress = len(receipts), replace(progress, kept=progress.done)
-                options.listener(progress)
+        options.listener(progress)
+        for _ in range(ROUNDS):
             missing = [shard for shard in extension.shards if shard not in receipts]
             if not missing:
                 return receipts, kept
-            workers = min(options.processes(self.source.url, store.url), len(missing))
+            workers = min(options.num_processes(self.source.url, store.url), len(missing))
             with open_executor(options.engine, workers) as executor:
                 run_tasks(executor, (task(shard) for shard in missing), note)
+            for shard in publish.check_receipts(store, receipts):
+                progress = replace(progress, done=progress.done - receipts.pop(shard).num_samples)
         problem = f"objects at {store.url} change while they are written"
         raise DestinationError(problem, "stop other writers, and run the append again")
 
@@ -355,7 +363,8 @@ class _Append:
 def _target(base: Manifest, source: Source) -> Manifest:
     """Return the manifest whose layout the new samples get: a new layout if the dataset is empty, else that of `base`.
 
-    Raises `DestinationError` if the resident fields would exceed the limit of readers.
+    Raises `DestinationError` if the resident fields would exceed the limit of readers, and `UsageError` if the new
+    samples are too large for the dataset's shards.
     """
     total = base.num_samples + source.num_samples
     if not base.num_samples:
@@ -370,7 +379,25 @@ def _target(base: Manifest, source: Source) -> Manifest:
     if resident > RESIDENT_TOTAL:
         problem = f"{total} samples have {resident} bytes in small fields, readers hold at most {RESIDENT_TOTAL}"
         raise DestinationError(problem, "convert all samples again: these fields are then streamed")
+    if not all(layout.field.fixed for layout in base.fields.values()):
+        _check_decoded(base, source)
     return base
+
+
+def _check_decoded(base: Manifest, source: Source) -> None:
+    """Raise `UsageError` if a shard of new samples decodes to too many bytes, because a worker holds it in memory.
+
+    Measures some of the samples, as a conversion does before it chooses its samples per shard.
+    """
+    layout, count = Layout(), min(base.samples_per_shard, source.num_samples)
+    for name, size in probe(source, layout, False).decoded.items():
+        base_size = base.fields[name].nbytes / base.num_samples
+        limit = GROWTH * max(EXPANSION * layout.shard_size, base_size * base.samples_per_shard)
+        if count > 1 and size * count > limit:  # any layout has to hold a single sample
+            sizes = f"{size:.0f} bytes per sample in {source.url}, and {base_size:.0f} in the dataset"
+            problem = f"a shard of {count} samples would decode to {size * count:.0f} bytes, the limit is {limit:.0f}"
+            remedy = "convert them to a dataset of their own and use a Mixture of both, or convert all samples again"
+            raise UsageError(f"field {name!r} has {sizes}: {problem}", remedy)
 
 
 def _matching(source: Source, base: Manifest) -> Source:

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from streamloader.conversion.api import for_python, protocol_of
+from streamloader.conversion.api import default_options, for_python
 from streamloader.conversion.job import Listener, Progress, ignore
 from streamloader.conversion.optional import need
 from streamloader.conversion.sources.files import field_names
@@ -184,12 +184,9 @@ def _can_hold(extension: str, field: Field) -> bool:
 
 
 def _extension(field: Field) -> str:
-    if field.kind in ("tensor", "ragged"):
-        return "cls" if field == Field("tensor", "int64") else "npy"
-    if field.kind == "text":
-        return "txt"
     encoding = "jpg" if field.encoding == "jpeg" else field.encoding
-    return encoding if encoding.isalnum() and _can_hold(encoding, field) else "bin"
+    candidates = ("cls", "npy", "txt", *([encoding] if encoding.isalnum() else []))
+    return next((extension for extension in candidates if _can_hold(extension, field)), "bin")
 
 
 def _member(field: Field, value: Any) -> bytes:
@@ -288,9 +285,7 @@ def export(
     layouts, total = {name: reader.layout for name, reader in readers.items()}, manifest.num_samples
     task = Task(layouts, total, _piece_size(manifest, layouts, kind.overhead))
     make_files = kind.plan(task)
-    if target_options is None and protocol_of(url) == protocol_of(dst):
-        target_options = storage_options
-    target = _open_empty(dst, target_options, store.url)
+    target = _open_empty(dst, default_options(target_options, dst, storage_options, url), store.url)
     report, lock, listener = ExportReport(target.url, 0, 0, 0), threading.Lock(), progress or ignore
 
     def put(files: Iterator[File], samples: int) -> None:

@@ -20,8 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streamloader import errors
-from streamloader.conversion.api import for_python, protocol_of
-from streamloader.conversion.job import FILES, RECORD, Listener, Phase, Progress, TransformOptions, ignore
+from streamloader.conversion.api import default_options, for_python
+from streamloader.conversion.job import FILES, RECORD, Listener, Phase, Progress, ignore
 from streamloader.conversion.row_order import SampleRows, assign, own_rows, parse_splits
 from streamloader.conversion.shard_task import QUARANTINE
 from streamloader.conversion.sources.base import BadSample, Source
@@ -128,6 +128,7 @@ def verify(
     """
     if against is None and (format or source_options):
         raise UsageError("format and source_options need a source", "give the source with --against")
+    options = {} if against is None else default_options(source_options, against, storage_options, url)
     store, problems, listener = open_store(url, storage_options), Problems(), progress or ignore
     datasets, names = _open(store, split, problems)
     sizes = _list(store)
@@ -139,10 +140,8 @@ def verify(
     objects, size = _check_fields(views, problems, listener)
     compared, samples = 0, {view.split: view.manifest.num_samples for view in views}
     if against is not None:
-        if source_options is None and protocol_of(against) == protocol_of(url):
-            source_options = storage_options
         count = _counter("compare", sum(samples.values()), listener)
-        compared = sum(_compare(view, (against, format, source_options or {}), count) for view in views)
+        compared = sum(_compare(view, (against, format, options), count) for view in views)
     flags = sizes is not None, any(view.appending for view in views)
     return VerifyReport(store.url, samples, objects, size, compared, leftovers, others, *flags, problems.sorted())
 
@@ -198,9 +197,8 @@ def _check_paths(
         first, _, below = path.partition("/")
         split, inner = (first, below) if first in names else ("", path)
         view = by_split.get(split)
-        if inner in (ROOT, RECORD) or inner.startswith(QUARANTINE.removesuffix(".jsonl")) or (split and not view):
-            continue
-        if view and view.owns(inner):
+        known = inner in (ROOT, RECORD) or inner.startswith(QUARANTINE.removesuffix(".jsonl"))
+        if known or (view.owns(inner) if view else split):
             continue
         in_dataset = inner.partition("/")[0] in {INTERNAL, *(view.manifest.fields if view else ())}
         if inner.startswith(LEFTOVERS) or (view and view.appending and in_dataset):
@@ -642,9 +640,8 @@ def _compare(view: DatasetView, against: tuple[Any, str | None, Mapping[str, Any
     """
     manifest, url = view.manifest, view.store.url
     fields = {name: layout.field for name, layout in manifest.fields.items()}
-    transforms = TransformOptions(FieldSelection.from_provenance(fields, manifest.provenance))
     try:
-        source = transforms.apply(open_source(*against, transforms.opening)[1])
+        source = open_source(*against, FieldSelection.from_provenance(fields, manifest.provenance))[1]
     except FieldError as error:
         view.add(f"{url} differs from {against[0]}: {error.problem}", "")
         return 0

@@ -3,6 +3,7 @@
 import json
 import shutil
 from contextlib import suppress
+from dataclasses import replace
 
 import naive_reader
 import numpy as np
@@ -14,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import streamloader as sl
-from streamloader.errors import DestinationError, FieldError, SourceError
+from streamloader.errors import DestinationError, FieldError, SourceError, UsageError
 from streamloader.format import manifest
 from streamloader.format.codecs import index_size
 from streamloader.format.publish import (
@@ -257,6 +258,18 @@ def test_fields_that_do_not_agree_are_named_and_nothing_is_written(case, data, t
     assert rows(sl.open(data)) == list(range(50))
 
 
+def test_a_source_that_is_not_a_url_is_an_error_with_its_type(data, tmp_path):
+    samples = ({"n": i} for i in range(3))
+    calls = (
+        lambda: sl.append(data, samples),
+        lambda: sl.verify(data, against=samples),
+        lambda: sl.export(data, samples, format="npz"),
+    )
+    for call in calls:
+        with pytest.raises(UsageError, match=r"builtins\.generator .* path or a URL .* dataset of their own"):
+            call()
+
+
 def photos(root, kind="png", **classes):
     return write_photos(root, classes, lambda i: (8, 8 + i), f"{{}}.{kind}")
 
@@ -269,6 +282,31 @@ def test_classes_keep_their_numbers_and_new_ones_come_behind(tmp_path):
     assert ds.manifest.provenance["classes"] == {"label": ["bee", "cat", "ant"]}
     sl.append(tmp_path / "data", photos(tmp_path / "c", ant=1, bee=1), workers=0)
     assert sl.open(tmp_path / "data")[8:]["label"].tolist() == [2, 0]
+
+
+@pytest.mark.parametrize(
+    ("dataset", "source", "numbers"),
+    [
+        (["crane", "boat", "crane"], ["crane", "boat", "crane"], [0, 1, 2]),
+        (["crane", "boat", "crane"], ["boat", "ant"], [1, 3]),
+        (["crane", "boat", "crane"], ["boat", "crane", "crane"], None),
+        (["crane", "boat", "crane"], ["boat", "crane"], None),
+        (["boat", "crane"], ["crane", "boat", "crane"], None),
+        (["boat"], ["crane", "boat", "crane"], None),
+        (["boat"], ["boat", "crane", "crane"], [0, 1, 2]),
+    ],
+)
+def test_classes_that_share_a_name_are_an_error_unless_their_numbers_are_equal(dataset, source, numbers, tmp_path):
+    for name, classes in (("data", dataset), ("source", source)):
+        with sl.Writer(tmp_path / name, {"label": "int64"}, provenance={"classes": {"label": classes}}) as out:
+            out.write_batch({"label": np.arange(len(classes))})
+    if numbers is None:
+        with pytest.raises(FieldError, match=r"'label' differ, and several of them are called 'crane'"):
+            sl.append(tmp_path / "data", tmp_path / "source", workers=0)
+        assert len(sl.open(tmp_path / "data")) == len(dataset)
+    else:
+        sl.append(tmp_path / "data", tmp_path / "source", workers=0)
+        assert sl.open(tmp_path / "data")[len(dataset) :]["label"].tolist() == numbers
 
 
 def test_images_of_another_format_are_an_error_unless_they_are_encoded_alike(tmp_path):
@@ -289,6 +327,23 @@ def test_more_than_readers_hold_in_memory_is_an_error(data, grow, monkeypatch):
     with pytest.raises(DestinationError, match="480 bytes in small fields"):
         grow(data, 50, 60)
     assert not (data / CLAIM).exists()
+
+
+def test_samples_that_are_too_large_for_the_shards_are_an_error_before_anything_is_written(tmp_path, monkeypatch):
+    for name, count, size in (("small", 4096, 50), ("large", 128, 2000), ("larger", 128, 8000), ("one", 1, 600_000)):
+        (tmp_path / name).mkdir()
+        with (tmp_path / name / "x.jsonl").open("w") as file:
+            file.writelines(f'{{"t": "{"ab" * (size // 2)}"}}\n' for _ in range(count))
+    data = tmp_path / "data"
+    sl.convert(tmp_path / "small", data, layout=sl.Layout(samples_per_shard=4096), workers=0)
+    before = contents(data)
+    monkeypatch.setattr(append_module, "Layout", lambda: replace(sl.Layout(), shard_size=1 << 16))
+    message = r"8000 bytes per sample .*, and 50 in the dataset: .* 128 samples would decode to 1024000 bytes, the"
+    with pytest.raises(UsageError, match=rf"{message} limit is 524288; .*Mixture"):
+        sl.append(data, tmp_path / "larger", workers=0)
+    assert contents(data) == before
+    assert sl.append(data, tmp_path / "large", workers=0).added == 128
+    assert sl.append(data, tmp_path / "one", workers=0).added == 1
 
 
 # --- splits

@@ -262,7 +262,7 @@ def test_workers_of_clusters_do_not_reach_the_memory_of_this_process(engine, tmp
 @pytest.mark.parametrize("engine", ["dask=tcp://", "ray=", "ray=ray://", "spark=spark://"])
 def test_an_address_where_nothing_listens_is_named_at_once(engine, tmp_path):
     address = f"127.0.0.1:{free_ports(1)[0]}"
-    with pytest.raises(EngineError, match=rf"no connection to .*{address}: .*refused; see that {engine[:3]}.* runs"):
+    with pytest.raises(EngineError, match=rf"no connection to .*{address}: .*refused; check that {engine[:3]}.* runs"):
         Run(tmp_path).run(f"{engine}{address}")
 
 

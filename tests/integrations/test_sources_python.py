@@ -352,7 +352,7 @@ def test_a_bad_sample_of_an_iterable_is_an_error_or_left_out(at, tmp_path):
     report = sl.convert(samples(), tmp_path / "out", fields="x=int64[2]", on_error="skip")
     assert report.num_samples == 299
     assert [one.row for one in report.left_out[""]] == [at]
-    with pytest.raises(SourceError, match=r"all samples of the builtins\.list_iterator are bad"):
+    with pytest.raises(SourceError, match=r"all \d+ samples of the builtins\.list_iterator are bad"):
         sl.convert(iter([[1], [2]]), tmp_path / "none", fields="f_0=text", on_error="skip")
 
 

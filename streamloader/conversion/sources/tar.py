@@ -9,7 +9,7 @@ import io
 import re
 import tarfile
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, groupby
@@ -53,7 +53,7 @@ class HeaderReader:
     def __init__(self, content: Content) -> None:
         self.content, self.size = content, content.info.size
         self.first, self.data = 0, memoryview(b"")
-        self.walked = self.count = 0
+        self.count = 0  # of the reads from `data`
 
     def read(self, start: int, stop: int) -> bytes:
         """Return bytes [start, stop), fewer at the tar's end."""
@@ -87,39 +87,40 @@ def members(reader: Reader) -> Iterator[tuple[str, int, int]]:
 
     Raises `SourceError`, which names the tar, if it is damaged or truncated, or lacks its end marker.
     """
-    offset = stop = 0
-    name = renamed = ""
-    where = reader.content.where
+    offset, stop, name, where = 0, 0, "", reader.content.where
+    pax: dict[bytes, bytes] = {}  # the records that precede a member's header
     while True:
         block = reader.read(offset, offset + _BLOCK)
         if 0 <= reader.size < stop:
             raise damaged(f"{where} is truncated: its member {name} extends to byte {stop}, it ends at {reader.size}")
-        header = _header(block, offset, where)
+        header = _header(block, offset, where, pax)
         if header is None:
             return
         name, start, stop = header.name, offset + _BLOCK, offset + _BLOCK + header.size
         offset = start + -(-header.size // _BLOCK) * _BLOCK
-        if header.type in _NAMING:
-            data = reader.read(start, stop)
-            pax = header.type == tarfile.XHDTYPE
-            renamed = (_pax_path(data, where) if pax else data.rstrip(b"\0").decode("utf-8", "replace")) or renamed
-            continue
-        if header.isreg():
-            if header.type == tarfile.GNUTYPE_SPARSE:
-                raise SourceError(f"{where} holds {name} as a sparse file", "make the tar without --sparse")
-            yield renamed or name, start, stop
-        renamed = ""
+        if header.type == tarfile.XHDTYPE:
+            pax = {b"path": pax.get(b"path", b""), **dict(_pax_records(reader.read(start, stop), where))}
+        elif header.type == tarfile.GNUTYPE_LONGNAME:
+            pax[b"path"] = reader.read(start, stop).rstrip(b"\0")
+        else:
+            if header.isreg():
+                if header.type == tarfile.GNUTYPE_SPARSE or any(key.startswith(b"GNU.sparse.") for key in pax):
+                    raise SourceError(f"{where} holds {name} as a sparse file", "make the tar without --sparse")
+                yield pax.get(b"path", b"").decode("utf-8", "replace") or name, start, stop
+            pax = {}
 
 
-def _header(block: bytes, offset: int, where: str) -> tarfile.TarInfo | None:
-    """Return the header, None for the end marker."""
+def _header(block: bytes, offset: int, where: str, pax: Mapping[bytes, bytes]) -> tarfile.TarInfo | None:
+    """Return the header, None for the end marker. A size in the `pax` records replaces the size of a member."""
     if len(block) < _BLOCK:
         raise damaged(f"{where} is truncated: it ends at byte {offset + len(block)} without the end mark")
     if not any(block):
         return None
     try:
         header = tarfile.TarInfo.frombuf(block, "utf-8", "replace")
-    except tarfile.HeaderError as error:
+        if header.type not in _NAMING:
+            header.size = int(pax.get(b"size", header.size))
+    except (tarfile.HeaderError, ValueError) as error:
         raise damaged(f"{where} is not a tar, or damaged, at byte {offset} ({error})") from None
     if header.size < 0 or (header.type in _NAMING and header.size > _MAX_NAME):
         raise damaged(f"{where} has a member of {header.size} bytes at byte {offset}")
@@ -128,20 +129,16 @@ def _header(block: bytes, offset: int, where: str) -> tarfile.TarInfo | None:
     return header
 
 
-def _pax_path(data: bytes, where: str) -> str:
-    """Return the `path` of a pax header, "" if it has none."""
-    path, at = "", 0
+def _pax_records(data: bytes, where: str) -> Iterator[tuple[bytes, bytes]]:
+    """Yield the key and the value of each record of a pax header."""
+    at = 0
     while at < len(data):
         record = _PAX_RECORD.match(data, at)
         stop = at + int(record[1]) if record else 0
         if record is None or not record.end() < stop <= len(data):
             raise damaged(f"{where} has a damaged pax header")
-        if record[2] in (b"size", b"GNU.sparse.major"):
-            raise SourceError(f"{where} holds a file of 8 GiB or more, or a sparse one", "make a tar without such")
-        if record[2] == b"path":
-            path = data[record.end() : stop - 1].decode("utf-8", "replace")
+        yield record[2], data[record.end() : stop - 1]
         at = stop
-    return path
 
 
 def decoder_of(suffix: str) -> tuple[Field | None, Callable[[bytes], Any]]:
