@@ -157,7 +157,9 @@ def relabel(source: Source, classes: Classes) -> Source:
             continue
         field = source.fields[name]
         if field.dtype not in INTS or (not field.fixed and field.shape):
-            raise FieldError(f"the classes of {name!r} differ and {field} is not a class number", "use --map")
+            raise FieldError(
+                f"the classes of {name!r} differ and {field} is not a class number", "convert all samples again"
+            )
         counts = Counter(names) | Counter(merged[name])
         ambiguous = next((class_name for class_name in names if counts[class_name] > 1), None)
         if ambiguous is not None:
