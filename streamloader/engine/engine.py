@@ -31,7 +31,7 @@ from streamloader.engine.fetcher import FIRST, Fetcher, Hedging, Pace, sleeper
 from streamloader.engine.memory import ITEM_BYTES, READY_BATCHES, Budget, Demand, Memory, allot, allowance
 from streamloader.engine.stages import Batch, LoaderConfig, StageOptions, Stages, WorkerThreads
 from streamloader.engine.transform import HeldTransform
-from streamloader.errors import EngineError, ForkError, MemoryBudgetError, StreamloaderError, wrapped
+from streamloader.errors import EngineError, ForkError, StreamloaderError, wrapped
 from streamloader.format.codecs import scratch_bytes
 from streamloader.format.manifest import FieldLayout
 from streamloader.format.reader import MAX_REQUEST, FieldReader
@@ -382,6 +382,8 @@ class Assembler:
         self._arena = memory.arena
         # Blocks of a variable-size field differ: slots bound their number, the fetcher their bytes.
         self._budget = budget
+        # Images without `Decode(size=)` are measured by their headers.
+        self._measures_images = budget.exact and bool(stages.unsized)
         self._last_bytes = 0  # of the variable-size columns of the batch before
         self._ahead = 0  # blocks that were admitted and that no batch has waited for yet
         self._planned: deque[BatchPlan | None] = deque()  # None: a pass ends here
@@ -425,7 +427,7 @@ class Assembler:
             error = self._load(plan)
             if error is None and not self._closed and self._budget.exact:
                 self._take_places(batch)
-        except MemoryBudgetError as problem:
+        except StreamloaderError as problem:
             error = problem
         if error is None:
             self._gather(batch)
@@ -506,7 +508,7 @@ class Assembler:
         """
         most_ahead = AHEAD * self._fetcher.limit
         while self._wanted and self._arena.free and self._ahead < most_ahead:
-            if not self._fetcher.fits(self._wanted[0]):
+            if not self._fetcher.fits(self._wanted[0], batches_grow=self._measures_images):
                 return
             self._admit_next()
 
@@ -542,8 +544,12 @@ class Assembler:
 
         Raises `MemoryBudgetError` where it does not fit at all.
         """
-        size = self.stages.variable_bytes(batch.plan)
-        self._budget.check(self._fetcher.needed, size + self._last_bytes)
+        size, scratch = self.stages.variable_bytes(batch.plan)
+        batches, blocks = size + self._last_bytes, self._fetcher.needed
+        if self._measures_images:
+            batches = size + (self._last_bytes or size) + scratch  # a first batch has successors of about its size
+            blocks = self._fetcher.reserve_for_batches(self._budget.unplanned(batches))
+        self._budget.check(blocks, batches)
         self._last_bytes = size
         while batch.places < min(READY_BATCHES, -(-size // self._budget.usual_bytes)) and self._place():
             batch.places += 1

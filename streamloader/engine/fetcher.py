@@ -162,9 +162,20 @@ class Fetcher:
         self._weighed = ref.ticket, weight
         return weight
 
-    def fits(self, ref: BlockRef) -> bool:
-        """Return whether there is memory for a block, by what is expected of its size."""
-        return self._bodies.used + self._expected + self._weight(ref) <= self._budget.body_bytes
+    def fits(self, ref: BlockRef, *, batches_grow: bool) -> bool:
+        """Return whether a block of the expected size fits into memory.
+
+        `batches_grow`: the size of later batches is unknown, so blocks ahead get a part of the memory only.
+        """
+        most = self._bodies.most
+        if batches_grow:
+            most = min(most, self.needed + ahead_bytes(most))
+        return self._bodies.used + self._expected + self._weight(ref) <= most
+
+    def reserve_for_batches(self, size: int) -> int:
+        """Leave `size` bytes to finished batches from now on; return the bytes of all blocks, loading ones included."""
+        self._bodies.limit(min(self._bodies.most, self._budget.body_bytes - size))
+        return max(self.needed, self._bodies.used + self._expected)
 
     def check(self, ref: BlockRef) -> None:
         """Raise `MemoryBudgetError` where a block does not fit beside those in use."""
@@ -361,12 +372,11 @@ class Fetcher:
 
         How much an earlier block decodes to is unknown until its body arrives: most of the memory is left for it.
         """
-        if self._bodies.used + size > self._budget.body_bytes:
+        if self._bodies.used + size > self._bodies.most:
             return False
         oldest = min((number for number, block in self._blocks.items() if block.left), default=ticket)
-        most = max(TOLERANCE_BYTES, self._budget.body_bytes // 4)
         later = sum(block.held for number, block in self._blocks.items() if number > oldest)
-        return not self._budget.exact or ticket <= oldest or later + size <= most
+        return not self._budget.exact or ticket <= oldest or later + size <= ahead_bytes(self._bodies.most)
 
     def _damaged(self, piece: Piece) -> None:
         with self._changed:
@@ -437,6 +447,11 @@ class Fetcher:
             piece.hedges += 1
             self._hedges.append(partial(self._load_piece, piece, piece.hedges))
         self._dispatch()
+
+
+def ahead_bytes(most: float) -> float:
+    """Return the bytes of `most` that blocks ahead may take if an earlier block or batch may be larger than planned."""
+    return max(TOLERANCE_BYTES, most // 4)
 
 
 # In flight at first: saturates a server on the same machine; three rounds later it may be 64.

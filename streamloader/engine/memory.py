@@ -182,7 +182,7 @@ class Buffers:
         self._counters = counters
         self._recycle = recycle
         self._keep = keep
-        self._most = most
+        self.most = most
         self._allocated = 0
         self._freed: deque[int] = deque()  # sizes; finalizers append, which needs no lock
         self._lock = threading.RLock()
@@ -226,6 +226,12 @@ class Buffers:
         self._counters.add(buffers_allocated=1)
         return self._count(_pages(capacity)), self._free[capacity, dtype]
 
+    def limit(self, most: float) -> None:
+        """Set the bytes within which unused buffers are kept."""
+        with self._lock:
+            self.most = most
+            self._trim(0)
+
     def allocate(self, size: int) -> memoryview:
         """Lease writable memory of so many bytes."""
         return memoryview(self.lease((size,), "uint8"))  # type: ignore[arg-type]
@@ -251,7 +257,7 @@ class Buffers:
     def _trim(self, more: int) -> None:
         """Free unused buffers, the largest first, until `more` bytes fit."""
         for _, free in sorted(self._free.items(), key=lambda entry: entry[0], reverse=True):
-            while free and self._alive() + more > self._most:
+            while free and self._alive() + more > self.most:
                 free.popleft()
 
 
@@ -351,19 +357,23 @@ class Budget(NamedTuple):
         """The bytes of a batch that is not much larger than the mean."""
         return self.batch_bytes + TOLERANCE_BYTES // LIVE_BATCHES
 
+    def unplanned(self, batches: int) -> int:
+        """Return by how much `batches` bytes of finished batches exceed those planned for."""
+        return max(0, batches - LIVE_BATCHES * self.batch_bytes)
+
     def check(self, blocks: int, batches: int = 0) -> None:
-        """Raise `MemoryBudgetError` where `memory=` is too little for blocks of `blocks` bytes, needed at once.
+        """Raise `MemoryBudgetError` if `memory=` is too little for blocks of `blocks` bytes, needed at once.
 
         `batches`: bytes of variable-size columns of the batches that exist then, of which some are counted already.
         """
-        excess = blocks + max(0, batches - LIVE_BATCHES * self.batch_bytes) - self.body_bytes
+        excess = blocks + self.unplanned(batches) - self.body_bytes
         if self.exact and excess > TOLERANCE_BYTES:
             need = self.bytes + excess
-            needed = f"needs memory={need} bytes (blocks of {blocks}, batches of {batches}), but memory={self.bytes}"
-            more = f"give memory={need + need // 4} or more, since later samples may need more, or leave memory= out"
             raise MemoryBudgetError(
-                f"the samples are uneven: here the shuffle window {needed}",
-                f"{more}, or use a smaller shuffle=Shuffle(window=, lanes=)",
+                f"the samples need more memory than planned: memory={need} bytes for blocks of {blocks} and batches of "
+                f"{batches}, but memory={self.bytes}",
+                f"give memory={need + need // 4} or more, since later samples may need more, or leave memory= out, "
+                "or use a smaller batch_size or shuffle=Shuffle(window=, lanes=)",
             )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 import weakref
@@ -247,6 +248,8 @@ class Stages:
         self._variable = [
             name for name, of in options.streamed.items() if not of.field.fixed and name not in options.config.decoders
         ]
+        decoders = options.config.decoders.items()
+        self.unsized = {name: decoder for name, decoder in decoders if decoder.options.size is None}
         self._processes: list[TransformProcess] = []
         if options.transform is not None:
             transform = self._held_transform()
@@ -265,9 +268,20 @@ class Stages:
         here = [self._decode] if self._processes else [self._decode, *self._transform]
         finalize(self, _leave, here)
 
-    def variable_bytes(self, plan: BatchPlan) -> int:
-        """Return the bytes of a batch's variable-size columns, once its blocks are there."""
-        return sum(self._arena.item_bytes(name, plan.tickets, plan.rows) for name in self._variable)
+    def variable_bytes(self, plan: BatchPlan) -> tuple[int, int]:
+        """Return the bytes of a batch's variable-size columns, and those that decoding its images takes meanwhile.
+
+        Its blocks must be loaded. Raises `DecodeError` for an image without a valid header.
+        """
+        size, scratch = sum(self._arena.item_bytes(name, plan.tickets, plan.rows) for name in self._variable), 0
+        for name, decoder in self.unsized.items():
+            items = self._arena.items(name, plan.tickets, plan.rows)
+            headers = items[:1] if self._options.alike else items
+            shapes = list(map(decoder.shape, headers, plan.samples.tolist()))
+            pixels = sum(map(math.prod, shapes)) * (len(items) // max(1, len(headers)))
+            size += pixels * np.dtype(decoder.dtype).itemsize
+            scratch = max(scratch, self._threads * max(map(decoder.scratch_bytes, headers, shapes), default=0))
+        return size, scratch
 
     def start(self, batch: Batch) -> None:
         """Gather the batch now, and hand it to the later stages, the last of which finishes it.
