@@ -92,7 +92,7 @@ class Engine:
             names=self._names,
             streamed=streamed,
             resident={name: self._resident[name] for name in resident},
-            alike=plan.steps_at_once == 1 and self._transform is None,
+            stack_images=plan.steps_at_once == 1 and self._transform is None,
             transform=None if self._transform is None else weakref.ref(self._transform),
             seed=plan.seed,
         )
