@@ -1,5 +1,6 @@
 """`memory=` holds for uneven samples too: what is in use is counted, and a need beyond it is an error that names it."""
 
+import io
 import json
 import re
 import time
@@ -9,13 +10,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 from datasets import within
+from PIL import Image
 
 from streamloader.conversion.api import convert
 from streamloader.conversion.job import Listener, Progress, SplitPlan, SplitRun, first_change, list_files, read_files
 from streamloader.conversion.row_order import SampleRows
 from streamloader.conversion.shard_task import QUARANTINE_BYTES, Quarantine, SkippedSample, read_skipped, write_skipped
 from streamloader.engine.memory import Buffers
-from streamloader.errors import CorruptError, FormatError, MemoryBudgetError, ObjectExistsError
+from streamloader.errors import CorruptError, DecodeError, FormatError, MemoryBudgetError, ObjectExistsError
 from streamloader.format import opening
 from streamloader.format.codecs import decode_items
 from streamloader.format.dataset import open as open_dataset
@@ -56,15 +58,30 @@ def test_blocks_that_do_not_fit_at_once_are_an_error_that_names_the_need(codec, 
         return given
 
     monkeypatch.setattr(Buffers, "allocate", counted)
-    with pytest.raises(
-        MemoryBudgetError, match=r"samples are uneven: .* needs memory=\d+ .*, but memory=24000000;"
-    ) as e:
+    with pytest.raises(MemoryBudgetError, match=r"more memory than planned: memory=\d+ .*, but memory=24000000;") as e:
         for batch in StreamingDataset(tmp_path / "d", memory=24 * 10**6, **arguments):
             del batch
     assert max(used) <= 56 * 10**6, "the chunks of one request count one by one"
     need = int(re.search(r"give memory=(\d+)", str(e.value))[1])
     assert need > 40 * 10**6
     assert sum(len(b["x"]) for b in StreamingDataset(tmp_path / "d", memory=4 * need, **arguments)) == 1008
+
+
+def test_images_that_do_not_fit_decoded_are_an_error_that_names_the_need(tmp_path):
+    file = io.BytesIO()
+    Image.new("RGB", (2000, 2000)).save(file, "png")
+    with Writer(tmp_path / "d", {"x": Field("bytes", encoding="png")}, num_samples=64) as out:
+        for i in range(64):
+            out.write({"x": file.getvalue() if i < 60 else b"no image"})
+    arguments = {"batch_size": 4, "decode": True, "shuffle": False}
+    with pytest.raises(MemoryBudgetError, match=r"more memory than planned: .* batches of \d{9},") as e:
+        next(iter(StreamingDataset(tmp_path / "d", memory=40 * 10**6, **arguments)))
+    need = int(re.search(r"give memory=(\d+)", str(e.value))[1])
+    dataset = StreamingDataset(tmp_path / "d", memory=need, **arguments)
+    batches = iter(dataset)
+    assert sum(len(next(batches)["x"]) for _ in range(15)) == 60
+    with pytest.raises(DecodeError, match="sample 60 of field 'x' does not decode"):
+        next(batches)
 
 
 def test_bodies_count_what_is_in_use_and_free_what_is_not_within_their_limit():

@@ -124,7 +124,8 @@ def test_datasets_smaller_than_a_step_come_out_whole(tmp_path, num_samples, size
             return
         ds = StreamingDataset(tmp_path, batch_size=batch, remainder=remainder, world=(rank, size), with_index=True)
         if remainder == "drop" and 0 < num_samples < size * batch:
-            with pytest.raises(BatchError, match=f"take {size * batch} samples at once, the dataset has {num_samples}"):
+            problem = f"take {size * batch} samples per step, the dataset has {num_samples}"
+            with pytest.raises(BatchError, match=problem):
                 iter(ds)
             return
         batches = list(ds)
@@ -166,7 +167,7 @@ def test_shuffle_overrides_the_order_of_the_manifest_and_refuses_an_impossible_o
     assert seen(ds) == order.samples_at(0, N).tolist()
     with pytest.raises(UsageError, match=r"Shuffle\(block=6\) cuts chunks of 8 samples; give a multiple of 8"):
         StreamingDataset(url, batch_size=16, shuffle=Shuffle(block=6))
-    with pytest.raises(UsageError, match="window=20 is not a multiple of block=8"):
+    with pytest.raises(UsageError, match="window=20 with block=8 is not a whole number of blocks"):
         StreamingDataset(url, batch_size=16, shuffle=Shuffle(window=20))
 
 

@@ -15,14 +15,14 @@ from streamloader.engine.stages import WorkerThreads
 SECONDS = 300.0
 
 
-def started(items: Iterator[int], most: int) -> tuple[Prefetcher[int], threading.Thread]:
+def started(items: Iterator[int], most: int) -> tuple[Prefetcher, threading.Thread]:
     ahead = Prefetcher(items, most)
     thread = threading.Thread(target=ahead.run, daemon=True)
     thread.start()
     return ahead, thread
 
 
-def taken(ahead: Prefetcher[int]) -> Iterator[int]:
+def taken(ahead: Prefetcher) -> Iterator[int]:
     while ahead.has_next(wait=True):
         yield ahead.take()
 

@@ -89,7 +89,7 @@ def test_samples_come_as_arrays_bytes_and_str_and_lists_stay_lists(url):
         (Raising(Odd, 1, 2), 1, RuntimeError, "the transform raised Odd on sample 57: 1 and 2"),
         (Raising(NoMessage), 0, NoMessage, "the transform raised NoMessage on sample 57: its message raises Zero"),
         (Raising(NoMessage), 1, NoMessage, "the transform raised NoMessage on sample 57: its message raises Zero"),
-        (unpicklable, 1, Exception, r"the transform returned for one of \[56, 57, 58, 59\]... cannot be sent"),
+        (unpicklable, 1, Exception, r"the result of the transform for one of \[56, 57, 58, 59\]... cannot be sent"),
     ],
 )
 def test_whatever_a_transform_raises_comes_at_its_batch_with_its_cause(url, transform, workers, cause, shown):
@@ -219,7 +219,7 @@ def test_a_script_without_a_main_guard_gets_an_error_that_names_it(url, tmp_path
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 1
     first, *_, last = [line for line in done.stderr.splitlines() if line.startswith("streamloader.errors.")]
-    assert "iterates a dataset when imported; put the code that trains below `if __name__ == '__main__':`" in first
+    assert "iterates a dataset on import; put the training code below `if __name__ == '__main__':`" in first
     assert "EngineError: a process of transform_workers= ended before it ran the transform; see its own error" in last
 
 

@@ -165,7 +165,7 @@ def test_states_of_workers_resume_exactly(shown):
     assert sorted(flat(shown["lasting next"])) == list(range(N))
     # without workers the run goes on from the last complete pair: one batch comes again
     assert sorted(flat(whole[:6]) + flat(shown["other"])) == list(range(N))
-    assert any("1 batches of each rank come again" in text for text in shown["warned"])
+    assert any("1 batches of each rank are repeated" in text for text in shown["warned"])
     for workers in (0, 2):
         begin, ahead, rest, following = shown[f"stateful {workers}"]
         assert len(begin) == 7

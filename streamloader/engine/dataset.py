@@ -1,4 +1,4 @@
-"""The handle of a dataset that is read, the plan of a pass over datasets, and fields that are loaded completely."""
+"""An opened dataset, the plan of a pass over datasets, and loading of resident fields."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ THREADS = 8
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """A dataset to read: its store and manifest, the fields `names`, and which samples take part (None: all).
+    """An opened dataset: its store, manifest, names of the fields to read, and selection (None: all samples).
 
-    Readers are made at the first use. They belong to a process: after a fork, use a copy (`dataclasses.replace`).
+    `readers` are created on first use. They belong to a process: after a fork, use a copy (`dataclasses.replace`).
     """
 
     store: Store
@@ -56,25 +56,25 @@ class Dataset:
 
     @property
     def num_samples(self) -> int:
-        """The samples that take part."""
+        """The number of selected samples."""
         return self.manifest.num_samples if self.selection is None else len(self.selection)
 
     @property
     def index_bytes(self) -> int:
-        """The bytes of the pages of chunk tables that are kept, and of the numbers of selected samples."""
+        """The bytes of cached chunk tables and of the numbers of selected samples."""
         selected = 0 if self.selection is None else self.selection.samples.nbytes
         return selected + sum(reader.table.kept_bytes for reader in self.readers.values())
 
     def unit(self, params: OrderParams) -> int:
-        """Return the samples that are fetched at once without shuffle: those of the largest chunk.
+        """Return the number of samples that are fetched together without shuffle: those of the largest chunk.
 
-        Selected samples begin anywhere in a chunk, which is then read for both units that it belongs to.
+        With a selection at least a block: selected samples begin anywhere in a chunk, so two units may read one chunk.
         """
         chunk = max((layout.chunk for layout in self.layouts.values() if not layout.resident), default=1024)
         return chunk if self.selection is None else max(chunk, params.block)
 
     def runs(self, name: str, start: int, stop: int) -> list[Run]:
-        """Return the requests for a field of the samples [start, stop), counted among those that take part."""
+        """Return the requests for a field of the samples [start, stop), numbered among the selected samples."""
         if self.selection is None:
             return self.readers[name].runs(start, stop)
         return self.readers[name].runs_of(self.selection.samples[start:stop], start)
@@ -86,9 +86,9 @@ class Dataset:
 
 @dataclass(frozen=True)
 class SampleNumbers:
-    """The samples of datasets, end to end: `selections` of them, and the first number of each dataset.
+    """The sample numbers of concatenated datasets.
 
-    `selected_from` counts the samples that take part, `all_from` all samples.
+    `selected_from` and `all_from`: the first number of each dataset, among the selected samples and among all samples.
     """
 
     selections: tuple[Selection | None, ...] = (None,)
@@ -97,31 +97,31 @@ class SampleNumbers:
 
     @classmethod
     def of(cls, datasets: Sequence[Dataset]) -> SampleNumbers:
-        """Return the numbers of the samples of some datasets."""
-        selected = accumulate((one.num_samples for one in datasets[:-1]), initial=0)
-        every = accumulate((one.manifest.num_samples for one in datasets[:-1]), initial=0)
-        return cls(tuple(one.selection for one in datasets), tuple(selected), tuple(every))
+        """Return the sample numbers of these datasets."""
+        selected = accumulate((dataset.num_samples for dataset in datasets[:-1]), initial=0)
+        every = accumulate((dataset.manifest.num_samples for dataset in datasets[:-1]), initial=0)
+        return cls(tuple(dataset.selection for dataset in datasets), tuple(selected), tuple(every))
 
     def among_all(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the numbers among all samples of numbers among those that take part."""
+        """Convert numbers among the selected samples to numbers among all samples."""
         if not any(self.selections):
             return samples
         if len(self.selections) == 1 and self.selections[0] is not None:
             return self.selections[0].samples[samples]
         source = np.searchsorted(self.selected_from, samples, side="right") - 1
-        found = samples - np.array(self.selected_from)[source]
-        for number, selection in enumerate(self.selections):
+        numbers = samples - np.array(self.selected_from)[source]
+        for index, selection in enumerate(self.selections):
             if selection is not None:
-                mine = source == number
-                found[mine] = selection.samples[found[mine]]
-        return np.asarray(found + np.array(self.all_from)[source], np.int64)
+                rows = source == index
+                numbers[rows] = selection.samples[numbers[rows]]
+        return np.asarray(numbers + np.array(self.all_from)[source], np.int64)
 
 
 class EpochPlan(NamedTuple):
-    """One rank's pass over an epoch from some position on, `steps_at_once` steps in each plan.
+    """One rank's pass over an epoch from `position` on, `steps_at_once` steps in each plan.
 
-    `gaps` are the steps that are left out, of this epoch and of later ones. `seed` keys the random numbers of crops and
-    transforms, with epoch and position. `held`: every field is resident, so plans name samples and no blocks.
+    `gaps`: the skipped steps of this epoch and later ones. `seed` keys the random numbers of crops and transforms,
+    with epoch and position. `held`: every field is resident, so plans contain no blocks.
     """
 
     share: EpochShare
@@ -134,18 +134,18 @@ class EpochPlan(NamedTuple):
 
     @property
     def need(self) -> Need:
-        """What the pass needs of memory."""
+        """The memory that the pass needs."""
         return self.share.need(self.steps_at_once)
 
     def following(self) -> EpochPlan:
-        """Return the pass over the epoch after this one, from its beginning."""
+        """Return the pass over the next epoch."""
         epoch = self.share.epoch
         return self._replace(share=self.share.at_epoch(epoch + 1), position=0, gaps=self.gaps.after(epoch))
 
     def batches(self, first_ticket: int = 0) -> Iterator[BatchPlan]:
-        """Plan the pass, with tickets from `first_ticket` on; `samples` are numbered through all samples.
+        """Yield the plans of the pass, with tickets from `first_ticket` on; `samples` are numbers among all samples.
 
-        Each part between gaps has a schedule of its own: blocks on both sides of a gap are read for both.
+        Each part between gaps has its own schedule, so a block on both sides of a gap is read twice.
         """
         ticket = first_ticket
         for start, stop in self.gaps.parts(self.share.epoch, self.position):
@@ -157,23 +157,23 @@ class EpochPlan(NamedTuple):
 
 
 def plans(first: EpochPlan, *, endless: bool) -> Iterator[BatchPlan | None]:
-    """Yield the plans of a pass, then None; where `endless`, those of the next epoch, then None, and so on."""
+    """Yield the plans of a pass, then None. If `endless`, continue with the next epoch, and so on."""
     tickets = 0
-    now = first
+    epoch = first
     while True:
-        for plan in now.batches(tickets):
+        for plan in epoch.batches(tickets):
             tickets += len(plan.needs)
             yield plan
         yield None
         if not endless:
             return
-        now = now.following()
+        epoch = epoch.following()
 
 
 def load_field(field: FieldReader, store: Store, counters: Counters, sleep: Callable[[float], None]) -> NDArray[Any]:
     """Return all samples of a fixed-shape field, shape (samples, *shape).
 
-    Waits before retries by `sleep`. Raises storage and format errors, and what `sleep` raises.
+    Calls `sleep` to wait before a retry. Raises storage and format errors, and exceptions of `sleep`.
     """
     out = np.empty((field.num_samples, *field.layout.field.shape), field.layout.field.dtype)
     reader = store.reader()

@@ -1,13 +1,13 @@
-"""The engine of a process: plans ahead, admits blocks in the order of first need, gathers batches, keeps a few ready.
+"""The engine of a process: plans ahead, admits blocks in the order of first need, and keeps a few batches ready.
 
     [planner thread] -> [assembler thread: admit -> wait for blocks -> gather -> release] -> stages -> ready -> consumer
                     |                        ^
                     v                        |
               [fetch threads: ranged read -> verify -> decode into the slot]
 
-Only the assembler admits and releases, so bytes need no lock. The threads hold `Assembler`; its owners hold `Run`, and
-dropping that ends them. A consumer iterates over one pass, a `Pipeline`; one that it drops halfway ends the run, one
-that it completes leaves it to the next pass, if the run was made for more than one.
+Only the assembler admits and releases blocks, so memory accounting needs no lock. Threads hold the `Assembler`; its
+owners hold the `Run`, and deleting the run ends the threads. A consumer iterates over one pass, a `Pipeline`. Deleting
+an incomplete pipeline ends its run; after a complete one, an endless run continues with the next pass.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,7 +31,7 @@ from streamloader.engine.fetcher import FIRST, Fetcher, Hedging, Pace, sleeper
 from streamloader.engine.memory import ITEM_BYTES, READY_BATCHES, Budget, Demand, Memory, allot, allowance
 from streamloader.engine.stages import Batch, LoaderConfig, StageOptions, Stages, WorkerThreads
 from streamloader.engine.transform import HeldTransform
-from streamloader.errors import EngineError, ForkError, MemoryBudgetError, StreamloaderError, wrapped
+from streamloader.errors import EngineError, ForkError, StreamloaderError, wrapped
 from streamloader.format.codecs import scratch_bytes
 from streamloader.format.manifest import FieldLayout
 from streamloader.format.reader import MAX_REQUEST, FieldReader
@@ -40,20 +40,18 @@ from streamloader.order.schedule import LOOK_AHEAD_ROWS, PLANNED_ROWS, BatchPlan
 from streamloader.stats import Counters
 from streamloader.storage.process import SIGNAL_SECONDS, Owner, finalize, take
 
-T = TypeVar("T")
-
-# How many times its encoded size a photograph takes decoded: a JPEG of usual quality spends 2 to 3 bits a pixel.
+# The ratio of decoded to encoded size of a photograph: a JPEG of usual quality has 2 to 3 bits per pixel.
 IMAGE_EXPANSION = 10
-# How long a new pass waits for the threads of the one before it; then it leaves them their memory and takes its own.
+# How long a new pass waits for the threads of the previous pass before it allocates its own memory.
 JOIN_SECONDS = 0.2
-# Blocks ahead of the batch that is assembled, for each request that may be in flight: one on its way, one there.
+# Blocks that are admitted ahead for each request that may be in flight: one is loading, one is complete.
 AHEAD = 2
-# Batches that are planned ahead: plans are made in spans, the next one while the batches of the last are gathered.
+# The maximum number of batches planned ahead: plans are made in spans, each while the batches of the last are gathered.
 PLANNED = 256
 
 
 class Engine:
-    """Reads datasets of the same fields in the process that made it. Loads resident fields once, at the first start."""
+    """Reads datasets with the same fields, in the process that created it. Loads resident fields once, in `start`."""
 
     def __init__(self, datasets: Sequence[Dataset], config: LoaderConfig) -> None:
         self.datasets = tuple(datasets)
@@ -61,23 +59,23 @@ class Engine:
         self.counters = Counters()
         self.run: Run | None = None
         self._names = datasets[0].names
-        # Threads hold the options of their stages, and may not keep the transform's owner alive.
+        # Threads hold the options of their stages, which must not keep the owner of the transform alive.
         self._config = replace(config, transform=None)
         self._transform = None if config.transform is None else HeldTransform(config.transform)
         self._resident: dict[str, NDArray[Any]] = {}
         self._closed = threading.Event()  # ends the reads of `start`
         self._pace, self._hedging = Pace(FIRST), Hedging()  # kept, so that the next pass starts at full speed
-        retriers = [one.store.retries for one in datasets]
+        retriers = [dataset.store.retries for dataset in datasets]
         for retrier in retriers:
-            retrier.reached = True  # the manifest came from there, maybe in another process
+            retrier.reached = True  # the manifest was read from this store, maybe in another process
         self.counters.outages = lambda: [retrier.waiting_for for retrier in retriers]
 
     def start(self, plan: EpochPlan) -> Pipeline:
-        """Return the running pipeline of a pass. Raises `MemoryBudgetError` before any sample is read."""
+        """Start a pass and return its pipeline. Raises `MemoryBudgetError` before any sample is read."""
         run = self.run
         if run is not None and run.expects(plan):
             return run.next_pass()
-        # After a second pass more are likely: from then on the next is loaded while the present one drains.
+        # After a second pass more are likely: from then on the next pass is loaded while the current one drains.
         endless = run is not None and run.passes > 0
         if run is not None:
             run.close()
@@ -92,24 +90,24 @@ class Engine:
             names=self._names,
             streamed=streamed,
             resident={name: self._resident[name] for name in resident},
-            alike=plan.steps_at_once == 1 and self._transform is None,
+            stack_images=plan.steps_at_once == 1 and self._transform is None,
             transform=None if self._transform is None else weakref.ref(self._transform),
             seed=plan.seed,
         )
-        # first, since it may refuse the transform: no thread may be left then
+        # before other threads start, since it raises for an invalid transform
         stages = Stages(options, memory, budget.cores, self.counters)
         limits = self._pace, self._hedging
         fetcher = Fetcher(self.datasets, tuple(streamed), limits, memory, budget=budget, counters=self.counters)
         planned = plans(plan._replace(held=not streamed), endless=endless)
-        most = min(PLANNED, max(2, PLANNED_ROWS // plan.need.rows))
-        core = Assembler(Prefetcher(planned, most), fetcher, stages, memory, budget=budget, counters=self.counters)
+        prefetcher = Prefetcher(planned, most=min(PLANNED, max(2, PLANNED_ROWS // plan.need.rows)))
+        core = Assembler(prefetcher, fetcher, stages, memory, budget=budget, counters=self.counters)
         self.run = Run(core, plan, self._transform, endless=endless)
         return self.run.next_pass()
 
     def close(self) -> None:
-        """End the threads of the last pass, and of one that is loaded ahead, and give their memory back.
+        """End the threads of the last pass and of a pass that is loaded ahead, and free their memory.
 
-        A thread that is in `start` and waits for the store gets an `EngineError`.
+        A thread that waits for the store in `start` gets an `EngineError`.
         """
         self._closed.set()
         run, self.run = self.run, None
@@ -121,25 +119,25 @@ class Engine:
         sleep = sleeper(self._closed)
         for name in names:
             if name not in self._resident:
-                parts = [load_field(one.readers[name], one.store, self.counters, sleep) for one in self.datasets]
+                parts = [load_field(data.readers[name], data.store, self.counters, sleep) for data in self.datasets]
                 self._resident[name] = parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def _memory(self, layouts: Mapping[str, FieldLayout], budget: Budget, block: int) -> Memory:
-        """Return the last run's memory if it fits and no thread of that run can still write to it, else new."""
+        """Return the memory of the last run if it fits and no thread can still write to it, else new memory."""
         run, self.run = self.run, None
         if run is not None:
             memory = run.core.memory
             if memory.arena.shape == (layouts, budget.slots, block) and run.core.join(JOIN_SECONDS):
                 memory.arena.clear()
                 return memory
-        # A transform may keep slices of what it was given; only memory without other references is recycled.
+        # A transform may keep slices of its samples, so its buffers are not recycled.
         return Memory.of(layouts, block, budget, self.counters, recycle=self._transform is None)
 
     def plan_memory(self, need: Need) -> tuple[list[str], Budget]:
-        """Return the resident fields, and the budget.
+        """Return the fields to hold in memory, and the budget.
 
-        Of the manifest's resident fields, smallest first, as many are held as leave memory for the window; the
-        others are streamed. Raises `MemoryBudgetError`, with the least need of all, where no choice fits.
+        Holds as many of the manifest's resident fields, smallest first, as leave memory for the window, and streams the
+        others. Raises `MemoryBudgetError`, which states the smallest need, if no choice fits.
         """
         choices, allowed = self._choices(need), allowance(self._config.memory, self._config.ranks_here)
         fitting = [choice for choice in choices if choice[1].least_bytes <= allowed]
@@ -147,22 +145,25 @@ class Engine:
         return resident, allot(demand, self._config.memory, self._config.ranks_here)
 
     def least_memory(self, need: Need) -> int:
-        """Return the least `memory`, in bytes, that `plan_memory` accepts."""
+        """Return the minimum `memory`, in bytes, that `plan_memory` accepts."""
         return min(demand.least_bytes for _, demand in self._choices(need))
 
     def _choices(self, need: Need) -> list[tuple[list[str], Demand]]:
-        """The fields that may be held, small ones in every dataset, most of them first, and what is needed then."""
+        """Return sets of fields to hold, the largest set first, each with its demand.
+
+        Fields are held only if they are resident in every dataset.
+        """
         small = [name for name in self._names if all(reader.layout.resident for reader in self._readers(name))]
         small.sort(key=lambda name: sum(reader.layout.nbytes for reader in self._readers(name)))
-        # chunks of many blocks are no unit to stream in: a dataset in blocks of one sample is resident
+        # if blocks have one sample, a chunk has many blocks, so streaming would fetch each chunk many times
         least = len(small) if need.block == 1 and len(small) == len(self._names) else 0
         return [(small[:count], self._demand(small[:count], need)) for count in range(len(small), least - 1, -1)]
 
     def _readers(self, name: str) -> list[FieldReader]:
-        return [one.readers[name] for one in self.datasets]
+        return [dataset.readers[name] for dataset in self.datasets]
 
     def _demand(self, resident: list[str], need: Need) -> Demand:
-        """What is needed with these fields resident."""
+        """Return the demand with these fields resident."""
         block = need.block
         mean = {name: max(map(_mean_bytes, self._readers(name))) for name in self._names}
         streamed = [(name, reader) for name in self._names if name not in resident for reader in self._readers(name)]
@@ -177,16 +178,16 @@ class Engine:
             slot_bytes=variable + sum(block * (int(mean[name]) if fixed[name] else ITEM_BYTES) for name in fixed),
             batch_bytes=int(need.rows * sum(self._finished_bytes(name, size) for name, size in mean.items())),
             request_bytes=int(max(requests, default=MIB)),
-            blocks=sum(-(-one.num_samples // block) for one in self.datasets),
+            blocks=sum(-(-dataset.num_samples // block) for dataset in self.datasets),
             variable_bytes=variable,
             resident_bytes=sum(reader.num_samples * int(mean[n]) for n in resident for reader in self._readers(n)),
-            index_bytes=sum(one.index_bytes for one in self.datasets)
+            index_bytes=sum(dataset.index_bytes for dataset in self.datasets)
             + (need.held_plan_bytes if len(resident) == len(self._names) else need.plan_bytes),
             scratch_bytes=max(scratch, default=0),
         )
 
     def _finished_bytes(self, name: str, stored: float) -> float:
-        """The bytes of one sample in a finished batch."""
+        """Return the estimated bytes of one sample in a finished batch."""
         decoder = self._config.decoders.get(name)
         if decoder is None:
             return stored
@@ -203,71 +204,68 @@ def _mean_bytes(reader: FieldReader) -> float:
 
 
 def pass_ended() -> EngineError:
-    """Return the error for a request of a batch from a pass that was ended."""
+    """Return the error of a pass that was ended."""
     return EngineError(
         "this pass was ended by a later iter(), load_state_dict() or close()", "iterate one pass at a time"
     )
 
 
-class Prefetcher(Generic[T]):
-    """The items of an iterator, up to `most` of them made ahead. One thread runs it, one takes, any may close."""
+class Prefetcher:
+    """Makes up to `most` plans ahead. One thread runs it, another one takes plans, and any thread may close it."""
 
-    def __init__(self, items: Iterator[T], most: int) -> None:
-        self._items = items
+    def __init__(self, plans: Iterator[BatchPlan | None], most: int) -> None:
+        self._plans = plans
         self._most = most
-        self._made: deque[T] = deque()
-        self._over = False
+        self._ready: deque[BatchPlan | None] = deque()
+        self._ended = False
         self._changed = threading.Condition()
 
     def run(self) -> None:
-        """Make items until there is no more, or until closed. Raises what the iterator raises."""
+        """Make plans until the iterator ends or this is closed. Raises the iterator's exceptions."""
         try:
-            for item in self._items:
+            for plan in self._plans:
                 with self._changed:
-                    self._changed.wait_for(lambda: len(self._made) < self._most or self._over)
-                    if self._over:
+                    self._changed.wait_for(lambda: len(self._ready) < self._most or self._ended)
+                    if self._ended:
                         return
-                    self._made.append(item)
+                    self._ready.append(plan)
                     self._changed.notify_all()
         finally:
             self.close()
 
     def has_next(self, *, wait: bool) -> bool:
-        """Return whether an item is ready; with `wait`, False says that none will come."""
-        if wait and not self._made:
+        """Return whether a plan is ready. With `wait`, wait for one; False then means that no more will come."""
+        if wait and not self._ready:
             with self._changed:
-                self._changed.wait_for(lambda: self._made or self._over)
-        return bool(self._made)
+                self._changed.wait_for(lambda: self._ready or self._ended)
+        return bool(self._ready)
 
-    def take(self) -> T:
-        """Return the next item, once `has_next` returned True."""
-        item = self._made.popleft()
-        # Not after each: to wake a thread costs as much as what it makes. Only this side takes away, so that the number
-        # passes the middle whenever it was full.
-        if len(self._made) == self._most // 2:
+    def take(self) -> BatchPlan | None:
+        """Return the next plan, once `has_next` returned True."""
+        plan = self._ready.popleft()
+        # Waking the other thread costs as much as a plan, so it is woken once half of them are taken. No other thread
+        # takes plans, so the number passes the middle whenever the queue was full.
+        if len(self._ready) == self._most // 2:
             with self._changed:
                 self._changed.notify_all()
-        return item
+        return plan
 
     def close(self) -> None:
-        """Make no more; what was made can still be taken."""
+        """Make no more plans; those that are ready can still be taken."""
         with self._changed:
-            self._over = True
+            self._ended = True
             self._changed.notify_all()
 
 
 class Run:
-    """The threads of one pass, or of pass after pass: then the next one is loaded while the present one drains.
-
-    Never leaves anything outside this process.
-    """
+    """The threads of one pass or, if `endless`, of one pass after the other, each loaded while the last one drains."""
 
     def __init__(self, core: Assembler, first: EpochPlan, transform: HeldTransform | None, *, endless: bool) -> None:
         self.core = core
-        self.passes = 0  # completed by their consumers
-        self._begun = 0
+        self.passes = 0  # that their consumers completed
+        self._begun = 0  # passes
         self._upcoming = first
-        self._transform = transform  # the threads do not hold it
+        self._transform = transform  # kept alive here, since threads have a weak reference
         self._endless = endless
         assembler, planner = (WorkerThreads(name, 1) for name in ("assemble", "plan"))
         self.close = finalize(self, _end, core, assembler, planner)
@@ -276,11 +274,11 @@ class Run:
 
     @property
     def alive(self) -> bool:
-        """Whether there can be a next pass."""
+        """Whether another pass can begin."""
         return self._endless and self.close.alive
 
     def expects(self, plan: EpochPlan) -> bool:
-        """Return whether this pass is the next one, and the one before it is complete."""
+        """Return whether `plan` is the next pass and the current one is complete."""
         return self.alive and self.passes == self._begun and self._upcoming == plan
 
     def next_pass(self) -> Pipeline:
@@ -292,23 +290,23 @@ class Run:
 
 def _end(core: Assembler, *workers: WorkerThreads) -> None:
     core.close()
-    for one in workers:
-        one.close()
+    for threads in workers:
+        threads.close()
 
 
 class Pipeline:
     """Iterates over the finished batches of a run's next pass, in their order.
 
-    An error surfaces at the batch it belongs to; `completed` says whether the last batch was handed out. Close
-    it, or drop it, before that, and the run ends. One thread at a time may ask for batches; any may close.
+    An error is raised at the batch that it belongs to. `completed`: the last batch was returned. Closing or deleting
+    the pipeline before that ends the run. One thread at a time may ask for batches; any thread may close.
     """
 
     def __init__(self, run: Run) -> None:
         self._run = run
         self._close = weakref.finalize(self, run.close)
         self._owner = Owner("threads of this pass")
-        self._next: Batch | None = None  # where Ctrl-C ended the wait for it, the batch that the next call returns
-        self._over = False
+        self._next: Batch | None = None  # if Ctrl-C ended the wait for a batch, the next call returns it
+        self._ended = False
         self.completed = False
 
     def __iter__(self) -> Pipeline:
@@ -316,15 +314,15 @@ class Pipeline:
 
     def __next__(self) -> Batch:
         """Return the next batch. Raises its error, StopIteration after the last, or `EngineError` once closed."""
-        if self._over:
+        if self._ended:
             raise StopIteration
         if not self._owner.here:
-            raise ForkError("this pass belongs to the process that was forked", "begin one here: iter(dataset)")
+            raise ForkError("this pass belongs to the process that was forked", "call iter(dataset) in this one")
         asked = time.perf_counter()
         try:
             self._next = batch = self._next or self._run.core.next_ready()
             if batch is None:
-                self.completed = self._over = True
+                self.completed = self._ended = True
                 self._run.passes += 1
                 if self._run.alive:
                     self._close.detach()
@@ -332,7 +330,7 @@ class Pipeline:
                 raise StopIteration
             self._finish(batch)
         except StreamloaderError:
-            self._over = True
+            self._ended = True
             self.close()
             raise
         self._next = None
@@ -340,7 +338,7 @@ class Pipeline:
         return batch
 
     def close(self) -> None:
-        """End a pass that is not complete, and its run; a thread that waits for a batch gets an `EngineError`."""
+        """End an incomplete pass and its run; a thread that waits for a batch gets an `EngineError`."""
         self._close()
 
     def _finish(self, batch: Batch) -> None:
@@ -351,28 +349,21 @@ class Pipeline:
             with core.counters.timed(name):
                 while not batch.finished.wait(SIGNAL_SECONDS):
                     core.check_open()
-        # the frames of its traceback hold the batch, and a cycle would keep its memory
+        # the traceback's frames hold the batch, so a batch that holds the error would form a cycle
         error, batch.error = batch.error, None
         if error is not None:
             try:
-                core.check_open()  # a process of the transform that ends with the pass fails its batch
+                core.check_open()  # when a pass ends, its transform processes end too, and fail their batches
                 raise error
             finally:
-                del error  # its traceback has this frame
+                del error  # its traceback holds this frame
 
 
 class Assembler:
-    """What the threads share; see the module's picture."""
+    """Assembles batches on its own thread; the other threads hold it too. See the diagram of the module."""
 
     def __init__(
-        self,
-        plans: Prefetcher[BatchPlan | None],
-        fetcher: Fetcher,
-        stages: Stages,
-        memory: Memory,
-        *,
-        budget: Budget,
-        counters: Counters,
+        self, plans: Prefetcher, fetcher: Fetcher, stages: Stages, memory: Memory, *, budget: Budget, counters: Counters
     ) -> None:
         self.plans = plans
         self.stages = stages
@@ -380,22 +371,24 @@ class Assembler:
         self.counters = counters
         self._fetcher = fetcher
         self._arena = memory.arena
-        # Blocks of a variable-size field differ: slots bound their number, the fetcher their bytes.
+        # Slots bound the number of blocks. Blocks of variable-size fields differ, so the fetcher bounds their bytes.
         self._budget = budget
-        self._last_bytes = 0  # of the variable-size columns of the batch before
+        # With `memory=`, headers give the size of images without `Decode(size=)`.
+        self._measures_images = budget.exact and bool(stages.unsized)
+        self._last_bytes = 0  # of the variable-size columns of the previous batch
         self._ahead = 0  # blocks that were admitted and that no batch has waited for yet
-        self._planned: deque[BatchPlan | None] = deque()  # None: a pass ends here
+        self._planned: deque[BatchPlan | None] = deque()  # None: the end of a pass
         self._planned_rows = 0
-        self._ends = 0  # of passes, among the planned
-        self._wanted: deque[BlockRef] = deque()
+        self._planned_ends = 0  # None values in `_planned`
+        self._waiting: deque[BlockRef] = deque()  # blocks of the planned batches, to be admitted
         self._ready: queue.SimpleQueue[Batch | StreamloaderError | None] = queue.SimpleQueue()
         self._places = threading.Semaphore(READY_BATCHES)
-        self._taken = 0  # places of the batch that was taken last, which are free once the next one is asked for
+        self._taken = 0  # places of the last batch returned; asking for the next one frees them
         self._closed = False
         self._ended = threading.Event()
 
     def run(self) -> None:
-        """Assemble until the plan ends, a batch fails, or the pipeline is closed; then plan and fetch no more."""
+        """Assemble until the plans end, a batch fails, or this is closed; then stop planning and fetching."""
         try:
             self._run()
         finally:
@@ -407,10 +400,10 @@ class Assembler:
         while not self._closed:
             with self.counters.timed("gather_seconds"):
                 self._look_ahead()
-            if not self._planned or not self._place():
+            if not self._planned or not self._acquire_place():
                 return
             plan = self._planned.popleft()
-            self._ends -= plan is None
+            self._planned_ends -= plan is None
             self._planned_rows -= 0 if plan is None else len(plan.rows)
             batch = None if plan is None else self._assemble(plan)
             self._ready.put(batch)
@@ -425,17 +418,17 @@ class Assembler:
             error = self._load(plan)
             if error is None and not self._closed and self._budget.exact:
                 self._take_places(batch)
-        except MemoryBudgetError as problem:
+        except StreamloaderError as problem:
             error = problem
         if error is None:
             self._gather(batch)
         else:
             batch.fail(error)
-            del error  # its traceback may have this frame
+            del error  # its traceback may hold this frame
         return batch
 
     def next_ready(self) -> Batch | None:
-        """Return the next batch, perhaps unfinished; None after the last.
+        """Return the next batch, perhaps unfinished, or None after the last one of a pass.
 
         Raises an error that belongs to no batch, and `EngineError` once closed.
         """
@@ -449,23 +442,23 @@ class Assembler:
             try:
                 raise batch
             finally:
-                del batch  # as in `Pipeline._finish`
+                del batch  # see `Pipeline._finish`
         self._taken = batch.places if batch else 1
         return batch
 
     def check_open(self) -> None:
-        """Raise `EngineError` once closed: no batch is finished any more."""
+        """Raise `EngineError` once closed: no more batches are finished."""
         if self._closed:
             raise pass_ended()
 
     def fail(self, error: BaseException) -> None:
-        """Record an error that belongs to no batch: it is raised in the waiting thread."""
+        """Record an error that belongs to no batch; the consumer's thread raises it."""
         error = wrapped(error, "the loader")
         self._fetcher.fail(error)
         self._ready.put(error)
 
     def close(self) -> None:
-        """Let all threads end."""
+        """Let the threads end."""
         self._closed = True
         self.plans.close()
         self._places.release()
@@ -477,55 +470,55 @@ class Assembler:
         self._ready.put(None)
 
     def join(self, seconds: float) -> bool:
-        """Wait for the threads of a closed pipeline, `seconds` at most for each; return whether all are done."""
+        """After `close`, wait at most `seconds` for each thread; return whether all have ended."""
         return self._ended.wait(seconds) and self._fetcher.join(seconds) and self.stages.join(seconds)
 
     def _look_ahead(self) -> None:
-        """Plan until as many blocks wait as there are slots: admission then never waits for the plan.
+        """Take plans until as many blocks wait as there are slots, so that admission never waits for plans.
 
-        Not beyond the end of the next pass, nor beyond `LOOK_AHEAD_ROWS`: plans may have many rows, and few blocks.
+        Stops at the end of the next pass, and at `LOOK_AHEAD_ROWS`: plans may have many rows and few blocks.
         """
         while not self._planned or (
-            len(self._wanted) < self._budget.slots and self._ends < 2 and self._planned_rows < LOOK_AHEAD_ROWS
+            len(self._waiting) < self._budget.slots and self._planned_ends < 2 and self._planned_rows < LOOK_AHEAD_ROWS
         ):
             if not self.plans.has_next(wait=not self._planned):
                 break
             plan = self.plans.take()
             self._planned.append(plan)
             if plan is None:
-                self._ends += 1
+                self._planned_ends += 1
             else:
-                self._wanted.extend(plan.needs)
+                self._waiting.extend(plan.needs)
                 self._planned_rows += len(plan.rows)
         self._admit()
 
     def _admit(self) -> None:
-        """Begin to load what comes next, as far as slots and bytes go, and what can be on its way goes.
+        """Begin to load the next blocks, limited by slots, bytes, and `AHEAD` blocks per request in flight.
 
-        A slot that nothing fills yet costs nothing, and one that was used before costs less than a new one.
+        The last limit leaves slots unused, which cost nothing until their first use.
         """
-        most_ahead = AHEAD * self._fetcher.limit
-        while self._wanted and self._arena.free and self._ahead < most_ahead:
-            if not self._fetcher.fits(self._wanted[0]):
+        most_ahead = AHEAD * self._fetcher.pace.limit
+        while self._waiting and self._arena.free and self._ahead < most_ahead:
+            if not self._fetcher.fits(self._waiting[0], batches_grow=self._measures_images):
                 return
             self._admit_next()
 
     def _admit_next(self) -> None:
-        ref = self._wanted.popleft()
+        ref = self._waiting.popleft()
         self._ahead += 1
         self._arena.reserve(ref.ticket)
         self._fetcher.load(ref)
 
     def _load(self, plan: BatchPlan) -> StreamloaderError | None:
-        """Wait until every block that this batch is the first to need is there; return the first error."""
+        """Wait until all blocks that are new in this batch are loaded; return the first error."""
         for ref in plan.needs:
-            while self._wanted and self._wanted[0].ticket <= ref.ticket:  # needed now: whatever it weighs
+            while self._waiting and self._waiting[0].ticket <= ref.ticket:  # needed now, so `fits` does not matter
                 if not self._arena.free:
                     return EngineError(
-                        f"block {ref.start}:{ref.stop} finds no free slot among {self._budget.slots}",
+                        f"none of {self._budget.slots} slots is free for block {ref.start}:{ref.stop}",
                         "report this with the dataset's manifest: the plan needs more slots than it declares",
                     )
-                self._fetcher.check(self._wanted[0])
+                self._fetcher.check(self._waiting[0])
                 self._admit_next()
             with self.counters.timed("fetch_wait_seconds"):
                 error = self._fetcher.wait(ref.ticket)
@@ -538,14 +531,18 @@ class Assembler:
         return None
 
     def _take_places(self, batch: Batch) -> None:
-        """Wait until the batch's bytes fit: one much larger than the mean waits until fewer others are there.
+        """Wait until the batch fits: one that is much larger than the mean takes several places.
 
-        Raises `MemoryBudgetError` where it does not fit at all.
+        Raises `MemoryBudgetError` if it never fits, and `DecodeError`.
         """
-        size = self.stages.variable_bytes(batch.plan)
-        self._budget.check(self._fetcher.needed, size + self._last_bytes)
+        size, scratch = self.stages.variable_bytes(batch.plan)
+        batches, blocks = size + self._last_bytes, self._fetcher.needed
+        if self._measures_images:
+            batches = size + (self._last_bytes or size) + scratch  # a first batch has successors of about its size
+            blocks = self._fetcher.reserve_for_batches(self._budget.unplanned(batches))
+        self._budget.check(blocks, batches)
         self._last_bytes = size
-        while batch.places < min(READY_BATCHES, -(-size // self._budget.usual_bytes)) and self._place():
+        while batch.places < min(READY_BATCHES, -(-size // self._budget.usual_bytes)) and self._acquire_place():
             batch.places += 1
 
     def _gather(self, batch: Batch) -> None:
@@ -554,15 +551,15 @@ class Assembler:
         try:
             with self.counters.timed("gather_seconds"):
                 self.stages.start(batch)
-        except BaseException as error:  # noqa: BLE001 - the consumer waits for the batch, whatever happens to it
+        except BaseException as error:  # noqa: BLE001 - the consumer waits for the batch, so it must finish
             batch.fail(error)
         for ticket in batch.plan.done:
             self._fetcher.forget(ticket)
             self._arena.release(ticket)
         self._admit()
 
-    def _place(self) -> bool:
-        """Wait until there are fewer than READY_BATCHES, the consumer's included; return whether this is still open."""
+    def _acquire_place(self) -> bool:
+        """Wait until fewer than `READY_BATCHES` exist, including the consumer's; return whether this is still open."""
         begin = time.perf_counter()
         self._places.acquire()
         self.counters.add(full_seconds=time.perf_counter() - begin)

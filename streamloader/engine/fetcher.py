@@ -1,20 +1,20 @@
-"""Blocks from the store into their slots: ranged read, verify, decode, on daemon threads.
+"""Loads blocks from the store into their slots (ranged read, verify, decode) on daemon threads.
 
-A block is cut in *pieces*, the runs of its fields: each is one request, and they are sent side by side. A piece holds
-one of the places that `Pace` allows until it is in its slot. Where its request is late, a second one is sent in its
-place. The first that completes is decoded, and the other is dropped when it comes: a blocking read cannot be cancelled,
-so it keeps its thread till then. There are never more bodies in memory than threads.
+A block is divided into *pieces*, the runs of its fields. Each piece is one request, and requests run concurrently. A
+piece holds one of the places that `Pace` allows until it is in its slot. If its request is late, a second one is sent
+under the same place. The first response is decoded and the other is dropped on arrival: a blocking read cannot be
+cancelled, so it keeps its thread until then. There are never more bodies in memory than threads.
 
-How many requests may be in flight, and which are late, is decided without threads and I/O:
+Two classes without threads and I/O decide how many requests may be in flight, and which are late:
 
-`Pace`: more requests while that pays, half as many after a 503. A *round* measures one limit: the requests that were
-begun under the limit before are skipped, the next ones give bytes per second and mean seconds. A step up is kept if it
-pays (`_pays`), else undone and tried again half as long; when no step pays, the limit holds for a while. Rounds count
-only while requests wait for a place: a limit that is not reached gives no measurement.
+`Pace` allows more requests while that pays, and half as many after a 503. A *round* measures one limit: requests that
+began under the previous limit are skipped, the next ones give bytes per second and mean seconds. An increase is kept if
+it pays (`_pays`), else undone and retried with half the step; if no step pays, the limit stays for a while. Rounds
+count only while requests wait for a place, since a limit that is not reached cannot be measured.
 
-`Hedging`: Dean and Barroso, The Tail at Scale (2013): a second request after the 95th percentile of the usual time
-costs little and cuts the tail. Requests differ in size, so times are compared after division by the time that the size
-explains: first byte + bytes / rate is proportional to FIRST_BYTE + bytes, with FIRST_BYTE in bytes.
+`Hedging` follows Dean and Barroso, The Tail at Scale (2013): a second request after the 95th percentile of the usual
+time costs little and cuts the tail. Requests differ in size, so times are divided by the expected time of the size:
+first byte + bytes / rate is proportional to FIRST_BYTE + bytes, with FIRST_BYTE in bytes.
 """
 
 from __future__ import annotations
@@ -26,9 +26,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate
 
-from streamloader.engine.dataset import Dataset
+from streamloader.engine.dataset import Dataset, SampleNumbers
 from streamloader.engine.memory import NO_SLOT, TOLERANCE_BYTES, Budget, Memory
 from streamloader.engine.stages import Job, WorkerThreads
 from streamloader.errors import EngineError, StorageError, StreamloaderError, ThrottledError, TransientError, wrapped
@@ -41,9 +40,9 @@ NEVER = float("inf")
 
 @dataclass(slots=True, eq=False)
 class LoadingBlock:
-    """A block that is loading, in its dataset's numbers: `left` pieces are missing; `error` is the first that failed.
+    """A block that is loading, numbered within its dataset. `left` pieces are missing; `error` is the first error.
 
-    `expected` bytes of variable-size fields are estimated from the chunk table, `held` are there.
+    Bytes of variable-size fields: `expected` is an estimate from the chunk table, `held` is in memory.
     """
 
     dataset: Dataset
@@ -56,12 +55,12 @@ class LoadingBlock:
 
 @dataclass(slots=True, eq=False)
 class Piece:
-    """A run of a block that is loading, by its first request, number 0, and `hedges` more where that is late.
+    """A run of a block that is loading: request number 0, and `hedges` more.
 
-    `requests` are under way or wait for a thread. `fresh`: none was sent yet. `sent`: when the latest went out, `NEVER`
-    where there is none to be late. `writer`: the number of the one whose body is being decoded, since `body_at`, in
-    processor time of its thread. `unpacked`: bytes that it was decoded to so far, which `LoadingBlock.held` includes.
-    `over`: it is in its slot, or has failed.
+    `requests`: the number that are in flight or wait for a thread. `fresh`: none was sent yet. `sent`: when the latest
+    was sent, or `NEVER` if none can be late. `writer`: the number of the request whose body is being decoded, since
+    `body_at` in processor time of its thread. `unpacked`: the bytes decoded so far, which `LoadingBlock.held` includes.
+    `finished`: it is in its slot, or has failed.
     """
 
     block: LoadingBlock
@@ -74,23 +73,23 @@ class Piece:
     body_at: float = 0.0
     unpacked: int = 0
     writer: int | None = None
-    over: bool = False
+    finished: bool = False
     error: StreamloaderError | None = None
 
 
-# How often a waiting consumer looks for late requests.
-LOOK_SECONDS = 0.05
+# How often a waiting consumer checks for late requests.
+CHECK_SECONDS = 0.05
 
 
 class Dropped(EngineError):  # noqa: N818 - no failure
-    """Ends a request that is of no use any more: another was faster, or the pass was ended."""
+    """Ends a request that is no longer needed: another was faster, or the pass was ended."""
 
     def __init__(self) -> None:
         super().__init__("this pass was ended while it read the dataset", "iterate one pass at a time")
 
 
 def sleeper(closed: threading.Event) -> Callable[[float], None]:
-    """Return a sleep that raises `Dropped` once `closed` is set; it holds nothing else."""
+    """Return a sleep function that raises `Dropped` once `closed` is set."""
 
     def sleep(seconds: float) -> None:
         if closed.wait(seconds):
@@ -100,7 +99,7 @@ def sleeper(closed: threading.Event) -> Callable[[float], None]:
 
 
 class Fetcher:
-    """Loads admitted blocks by up to `threads` requests, and lets one consumer wait for the block it needs."""
+    """Loads admitted blocks with up to `budget.threads` concurrent requests; one consumer waits for blocks."""
 
     def __init__(
         self,
@@ -113,67 +112,71 @@ class Fetcher:
         counters: Counters,
     ) -> None:
         self._datasets = datasets
-        self._starts = list(accumulate((one.num_samples for one in datasets[:-1]), initial=0))
+        self._starts = SampleNumbers.of(datasets).selected_from
         self._names = names
         self._variable = [name for name in names if not datasets[0].fields[name].fixed]
         self._arena, self._bodies = memory.arena, memory.bodies
-        self._threads = budget.threads
         self._budget = budget
-        self.needed = 0  # bytes of the blocks in use: batches have waited for them, and later ones still need them
-        self._weighed = -1, 0  # the ticket of the block that comes next, and its weight
+        self.needed = 0  # bytes of the blocks in use: a batch has waited for them, and later ones still need them
+        self._last_weight = -1, 0  # the ticket of the next block, and its weight
         self._expected = 0  # bytes of blocks that are loading
-        self._unpacking: list[int] = []  # tickets of the pieces that ask for memory to decode into
+        self._unpacking: list[int] = []  # tickets of the pieces that wait for memory to decode into
         self._counters = counters
-        self._pace, self._hedging = limits
-        self._pace.allow(budget.threads)
+        self.pace, self._hedging = limits
+        self.pace.allow(budget.threads)
         self._blocks: dict[int, LoadingBlock] = {}
         self._pieces: set[Piece] = set()
         self._changed = threading.Condition()
         self._pending: deque[Job] = deque()  # wait for a place
-        self._hedges: deque[Job] = deque()  # have one, wait for a thread
-        self._places = self._busy = self._writers = 0  # places taken, threads at work, slots written to
-        self._awaited = -1
-        self._looked = 0.0
+        self._hedges: deque[Job] = deque()  # have a place, wait for a thread
+        self._places = self._busy = self._writers = 0  # places taken, busy threads, pieces being decoded
+        self._awaited = -1  # the ticket that the consumer waits for
+        self._checked_at = 0.0
         self._failure: StreamloaderError | None = None
         self._closed = threading.Event()
         self.sleep = sleeper(self._closed)
         self._workers = WorkerThreads("fetch", budget.threads, started=0)
 
-    @property
-    def limit(self) -> int:
-        """The requests that may be in flight now."""
-        return self._pace.limit
-
     def _weight(self, ref: BlockRef) -> int:
-        """Return about how many bytes the block's variable-size fields take in memory."""
-        if not self._variable or self._weighed[0] == ref.ticket:
-            return self._weighed[1]
-        dataset, own = self._find(ref)
+        """Return the estimated bytes of the block's variable-size fields in memory."""
+        if not self._variable or self._last_weight[0] == ref.ticket:
+            return self._last_weight[1]
+        dataset, block = self._locate(ref)
         layouts, weight = dataset.layouts, 0
         try:
             with dataset.store.retries.waits_by(self.sleep):
                 for name in self._variable:
-                    stored = sum(
-                        int((run.stop - run.start) * run.share) for run in dataset.runs(name, own.start, own.stop)
-                    )
+                    runs = dataset.runs(name, block.start, block.stop)
+                    stored = sum(int((run.stop - run.start) * run.share) for run in runs)
                     weight += stored * max(1, layouts[name].nbytes) // max(1, layouts[name].stored)
         except StreamloaderError:
-            weight = 0  # loading it fails too: the error belongs to the batch that needs it
-        self._weighed = ref.ticket, weight
+            weight = 0  # loading fails too, and then the error belongs to the batch that needs the block
+        self._last_weight = ref.ticket, weight
         return weight
 
-    def fits(self, ref: BlockRef) -> bool:
-        """Return whether there is memory for a block, by what is expected of its size."""
-        return self._bodies.used + self._expected + self._weight(ref) <= self._budget.body_bytes
+    def fits(self, ref: BlockRef, *, batches_grow: bool) -> bool:
+        """Return whether a block of the expected size fits into memory.
+
+        `batches_grow`: the size of later batches is unknown, so blocks ahead get a part of the memory only.
+        """
+        most = self._bodies.most
+        if batches_grow:
+            most = min(most, self.needed + ahead_bytes(most))
+        return self._bodies.used + self._expected + self._weight(ref) <= most
+
+    def reserve_for_batches(self, size: int) -> int:
+        """Leave `size` bytes to finished batches from now on; return the bytes of all blocks, loading ones included."""
+        self._bodies.limit(min(self._bodies.most, self._budget.body_bytes - size))
+        return max(self.needed, self._bodies.used + self._expected)
 
     def check(self, ref: BlockRef) -> None:
-        """Raise `MemoryBudgetError` where a block does not fit beside those in use."""
+        """Raise `MemoryBudgetError` if a block does not fit in addition to those in use."""
         self._budget.check(self.needed + self._weight(ref))
 
     def load(self, ref: BlockRef) -> None:
-        """Begin to load a block, for which a slot was reserved."""
+        """Begin to load a block whose slot has been reserved."""
         weight = self._weight(ref)
-        block = LoadingBlock(*self._find(ref), len(self._names), weight)
+        block = LoadingBlock(*self._locate(ref), len(self._names), weight)
         with self._changed:
             self._blocks[ref.ticket] = block
             if self._closed.is_set():
@@ -183,9 +186,9 @@ class Fetcher:
             self._dispatch()
 
     def wait(self, ticket: int) -> StreamloaderError | None:
-        """Wait until the block is complete; return its error, if it has one, once. Stops early when closed.
+        """Wait until the block is complete, then count it as in use. Return its error, once. Stops early when closed.
 
-        It is in use from then on. Where it does not fit beside the others, the error is a `MemoryBudgetError`.
+        The error is a `MemoryBudgetError` if the block does not fit in addition to the others.
         """
         with self._changed:
             block = self._blocks[ticket]
@@ -193,7 +196,7 @@ class Fetcher:
             if self._unpacking:
                 self._changed.notify_all()
             while block.left and not self._failure and not self._closed.is_set():
-                self._changed.wait(LOOK_SECONDS)
+                self._changed.wait(CHECK_SECONDS)
                 self._hedge_late()
             self._awaited = -1
             if self._failure is not None:
@@ -203,17 +206,17 @@ class Fetcher:
             return error
 
     def forget(self, ticket: int) -> None:
-        """Drop the bookkeeping of a block that was in use and is released."""
+        """Remove a block that was in use and is released."""
         self.needed -= self._blocks.pop(ticket).held
 
     def fail(self, error: BaseException) -> None:
-        """Take an error that belongs to no block: every wait returns it from now on."""
+        """Record an error that belongs to no block: every `wait` returns it from now on."""
         with self._changed:
             self._failure = self._failure or wrapped(error, "reading the dataset")
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Let the threads end after the request each of them is in."""
+        """Let each thread end after its current request."""
         with self._changed:
             self._closed.set()
             self._pending.clear()
@@ -222,25 +225,25 @@ class Fetcher:
         self._workers.close()
 
     def join(self, seconds: float) -> bool:
-        """Wait, once closed, until no thread writes to the arena any more; return whether that is so.
+        """After `close`, wait at most `seconds` until no thread writes to the arena; return whether none does.
 
-        A thread in a request that stalls does not matter: what it brings is dropped.
+        Does not wait for requests: their responses are dropped.
         """
         with self._changed:
             return self._changed.wait_for(lambda: not self._writers, seconds)
 
-    def _find(self, ref: BlockRef) -> tuple[Dataset, BlockRef]:
-        """Return the dataset of a block, and the block in the numbers of that dataset."""
-        found = bisect_right(self._starts, ref.start) - 1
-        first = self._starts[found]
-        return self._datasets[found], ref._replace(start=ref.start - first, stop=ref.stop - first)
+    def _locate(self, ref: BlockRef) -> tuple[Dataset, BlockRef]:
+        """Return the dataset of a block, and the block numbered within that dataset."""
+        index = bisect_right(self._starts, ref.start) - 1
+        first = self._starts[index]
+        return self._datasets[index], ref._replace(start=ref.start - first, stop=ref.stop - first)
 
     def _dispatch(self) -> None:
-        """Give jobs to threads, as far as places and threads go. Holds the lock."""
-        while self._busy < self._threads and not self._closed.is_set():
+        """Submit jobs while places and threads are free. Requires the lock."""
+        while self._busy < self._budget.threads and not self._closed.is_set():
             if self._hedges:
                 job = self._hedges.popleft()
-            elif self._pending and self._places < self._pace.limit:
+            elif self._pending and self._places < self.pace.limit:
                 job = self._pending.popleft()
                 self._places += 1
             else:
@@ -249,25 +252,25 @@ class Fetcher:
             self._workers.grow(self._busy)
             self._workers.submit(job, self.fail)
 
-    def _settle(self, block: LoadingBlock, error: StreamloaderError | None) -> None:
-        """A piece of the block is there, or has failed: its place is free. Holds the lock."""
+    def _end_piece(self, block: LoadingBlock, error: StreamloaderError | None) -> None:
+        """Free the place of a piece that is in its slot or has failed. Requires the lock."""
         self._places -= 1
         block.error = block.error or error
         block.left -= 1
         if not block.left:
             self._expected -= block.expected
-        if not block.left and (self._unpacking or self._awaited == block.ref.ticket):
-            self._changed.notify_all()
+            if self._unpacking or self._awaited == block.ref.ticket:
+                self._changed.notify_all()
 
     def _load_field(self, block: LoadingBlock, name: str) -> None:
-        """Cut the field's part of a block in pieces, and load the first."""
+        """Divide a field of a block into pieces, queue them, and load the first."""
         try:
             with block.dataset.store.retries.waits_by(self.sleep):
                 runs = block.dataset.runs(name, block.ref.start, block.ref.stop)
-        except BaseException as error:  # noqa: BLE001 - a batch waits for the block, whatever happens to it
+        except BaseException as error:  # noqa: BLE001 - a batch waits for the block, so it must finish
             with self._changed:
                 self._busy -= 1
-                self._settle(block, wrapped(error, f"reading the chunk table of field {name!r}"))
+                self._end_piece(block, wrapped(error, f"reading the chunk table of field {name!r}"))
                 self._dispatch()
             return
         pieces = [Piece(block, block.dataset.readers[name], run) for run in runs]
@@ -280,27 +283,27 @@ class Fetcher:
         self._load_piece(pieces[0], 0)
 
     def _load_piece(self, piece: Piece, number: int) -> None:
-        done, error = False, None
+        loaded, error = False, None
         try:
             with piece.block.dataset.store.retries.waits_by(self.sleep):
                 self._fill(piece, number)
-            done = True
+            loaded = True
         except Dropped:
             pass
-        except BaseException as problem:  # noqa: BLE001 - a batch waits for the piece, whatever happens to it
+        except BaseException as problem:  # noqa: BLE001 - a batch waits for the piece, so it must finish
             first, count = piece.run.first_sample, piece.run.num_samples
             error = wrapped(problem, f"reading field {piece.field.name!r} of samples {first} to {first + count - 1}")
         with self._changed:
             self._busy -= 1
             piece.requests -= 1
             if piece.writer == number:
-                self._put_down(piece)
-            if not piece.over:
+                self._end_decoding(piece)
+            if not piece.finished:
                 piece.error = piece.error or error
-                if done or not piece.requests:
-                    piece.over = True
+                if loaded or not piece.requests:
+                    piece.finished = True
                     self._pieces.remove(piece)
-                    self._settle(piece.block, None if done else piece.error)
+                    self._end_piece(piece.block, None if loaded else piece.error)
                     piece.error = None  # its traceback may hold the piece
             self._dispatch()
 
@@ -312,7 +315,7 @@ class Fetcher:
         if slot == NO_SLOT:
             raise Dropped
         rows = self._arena.slot_rows(name, slot, ref.stop - ref.start) if fixed else None
-        items = piece.field.load(
+        chunks = piece.field.load(
             piece.run,
             partial(self._fetch, piece, number),
             rows,
@@ -320,11 +323,11 @@ class Fetcher:
             allocate=partial(self._allocate, piece),
             on_damage=partial(self._damaged, piece),
         )
-        if items is not None:
-            items = [(row, replace(some, buffer=self._bodies.adopt(some.buffer))) for row, some in items]
-            self._arena.keep(name, slot, items)
+        if chunks is not None:
+            chunks = [(row, replace(chunk, buffer=self._bodies.adopt(chunk.buffer))) for row, chunk in chunks]
+            self._arena.keep(name, slot, chunks)
             with self._changed:
-                piece.block.held += sum(some.buffer.nbytes for _, some in items) - piece.unpacked
+                piece.block.held += sum(chunk.buffer.nbytes for _, chunk in chunks) - piece.unpacked
                 piece.unpacked = 0
         self._counters.add(
             unpack_seconds=time.thread_time() - piece.body_at,
@@ -332,7 +335,7 @@ class Fetcher:
         )
 
     def _allocate(self, piece: Piece, size: int) -> memoryview:
-        """Return memory to decode into, whose size only the body tells: for blocks ahead once it fits, in their order.
+        """Return memory to decode into. Blocks ahead wait, in their order, until it fits: only bodies state this size.
 
         A block that a batch waits for gets it at once. Raises `Dropped` once closed, and `MemoryBudgetError`.
         """
@@ -340,12 +343,12 @@ class Fetcher:
         ticket = block.ref.ticket
         with self._changed:
             self._unpacking.append(ticket)
-            self._places -= 1  # a later piece that waits here must not keep an earlier one from being asked for
+            self._places -= 1  # a later piece that waits here must not delay the request of an earlier one
             while not (ticket <= self._awaited or self._closed.is_set()):
                 if ticket == min(self._unpacking) and self._fits_ahead(ticket, size):
                     break
                 self._dispatch()
-                self._changed.wait(LOOK_SECONDS)
+                self._changed.wait(CHECK_SECONDS)
             self._unpacking.remove(ticket)
             self._places += 1
             if self._closed.is_set():
@@ -357,24 +360,23 @@ class Fetcher:
             return self._bodies.allocate(size)
 
     def _fits_ahead(self, ticket: int, size: int) -> bool:
-        """Return whether a block ahead may decode `size` bytes now. Holds the lock.
+        """Return whether a block ahead may decode `size` bytes now. Requires the lock.
 
-        How much an earlier block decodes to is unknown until its body arrives: most of the memory is left for it.
+        Most of the memory is left for an earlier block, whose decoded size is unknown until its body arrives.
         """
-        if self._bodies.used + size > self._budget.body_bytes:
+        if self._bodies.used + size > self._bodies.most:
             return False
         oldest = min((number for number, block in self._blocks.items() if block.left), default=ticket)
-        most = max(TOLERANCE_BYTES, self._budget.body_bytes // 4)
         later = sum(block.held for number, block in self._blocks.items() if number > oldest)
-        return not self._budget.exact or ticket <= oldest or later + size <= most
+        return not self._budget.exact or ticket <= oldest or later + size <= ahead_bytes(self._bodies.most)
 
     def _damaged(self, piece: Piece) -> None:
         with self._changed:
-            self._put_down(piece)
+            self._end_decoding(piece)
         self._counters.add(retries=1, unpack_seconds=time.thread_time() - piece.body_at)
 
-    def _put_down(self, piece: Piece) -> None:
-        """The piece's body is decoded or given up. Holds the lock."""
+    def _end_decoding(self, piece: Piece) -> None:
+        """Record that the body of a piece is decoded or discarded. Requires the lock."""
         piece.writer = None
         piece.block.held -= piece.unpacked
         piece.unpacked = 0
@@ -383,12 +385,12 @@ class Fetcher:
             self._changed.notify_all()
 
     def _fetch(self, piece: Piece, number: int) -> memoryview:
-        """Return the piece's body, for the caller alone to decode; raises `Dropped` where that is of no use."""
+        """Return the body of a piece and make the caller its only decoder. Raises `Dropped` if it is not needed."""
         request = partial(self._request, piece, number)
         retries = piece.block.dataset.store.retries
         body = request() if number else retries.call(request, on_retry=partial(self._count_retry, piece))
         with self._changed:
-            if piece.over or piece.writer is not None or self._closed.is_set():
+            if piece.finished or piece.writer is not None or self._closed.is_set():
                 raise Dropped
             piece.writer = number
             self._writers += 1
@@ -396,8 +398,8 @@ class Fetcher:
         return body
 
     def _request(self, piece: Piece, number: int) -> memoryview:
-        """Return the response to one request, and learn from how long it took."""
-        if piece.over or self._closed.is_set():
+        """Return the response to one request, and record its time."""
+        if piece.finished or self._closed.is_set():
             raise Dropped
         self._counters.add(requests=1, hedges=int(number > 0))
         begin = time.perf_counter()
@@ -406,16 +408,16 @@ class Fetcher:
         try:
             body = piece.field.fetch(piece.block.dataset.store.reader(), piece.run, self._bodies.allocate)
         except TransientError as error:
-            # late: fewer requests leave each of them more of a slow connection
+            # a timeout too: fewer requests leave each of them more of a slow connection
             if isinstance(error, ThrottledError) or isinstance(error.__cause__, TimeoutError):
-                self._pace.throttled()
+                self.pace.throttled()
             raise
         piece.sent = NEVER
         seconds = time.perf_counter() - begin
         self._hedging.completed(len(body), seconds)
-        self._pace.completed(len(body), seconds, bool(self._pending))
+        self.pace.completed(len(body), seconds, bool(self._pending))
         self._counters.add(bytes_fetched=len(body), request_seconds=seconds)
-        self._counters.note(in_flight=self._pace.limit)
+        self._counters.note(in_flight=self.pace.limit)
         return body
 
     def _count_retry(self, piece: Piece, _error: StorageError, _delay: float) -> None:
@@ -423,11 +425,11 @@ class Fetcher:
         self._counters.add(retries=1)
 
     def _hedge_late(self) -> None:
-        """Send late requests once more, the earliest first, within the budget. Holds the lock."""
+        """Repeat late requests, the earliest first, as far as hedges are saved up. Requires the lock."""
         now = time.perf_counter()
-        if now - self._looked < LOOK_SECONDS or self._pace.throttling or self._closed.is_set():
+        if now - self._checked_at < CHECK_SECONDS or self.pace.throttling or self._closed.is_set():
             return
-        self._looked = now
+        self._checked_at = now
         late = [p for p in self._pieces if now - p.sent > self._hedging.deadline(p.run.stop - p.run.start)]
         for piece in sorted(late, key=lambda piece: piece.sent):
             if not self._hedging.withdraw():
@@ -439,31 +441,35 @@ class Fetcher:
         self._dispatch()
 
 
-# In flight at first: saturates a server on the same machine; three rounds later it may be 64.
+def ahead_bytes(most: float) -> float:
+    """Return the bytes of `most` that blocks ahead may take if an earlier block or batch may be larger than planned."""
+    return max(TOLERANCE_BYTES, most // 4)
+
+
+# The initial limit saturates a server on the same machine; three rounds later it may be 64.
 FIRST = 16
-# The least a round measures, so that neither one slow request nor one short moment decides.
+# The minimum of a round, so that neither one slow request nor one short moment decides.
 ROUND_REQUESTS = 16
 ROUND_SECONDS = 0.1
-# A step pays without more ado if it brings this part of what it would bring where every request has its own speed.
+# A step pays if it gains this share of what it would gain if requests did not share bandwidth.
 OWN_SPEED = 0.7
-# It also pays if it brings this much more, unless requests take this many times as long as they did at best: then
-# half of them queue, as at twice the bandwidth-delay product (Cardwell et al., BBR, 2016), and what one rank gains
-# another loses.
+# It also pays if it gains this much, unless requests take this many times their shortest mean time: then half of them
+# queue, as at twice the bandwidth-delay product (Cardwell et al., BBR, 2016), and one rank gains what another loses.
 LEAST_GAIN = 0.05
 MOST_QUEUEING = 2.0
-# Rounds without an attempt after none paid; a round is about three times as long as a request takes.
+# Rounds without an attempt after no step paid; a round takes about three times as long as a request.
 HOLD_ROUNDS = 16
-# Halving more often would react to one burst of 503s many times; it also is how long a store counts as throttling.
+# The minimum time between two decreases, so that a burst of 503s counts once. A store counts as throttling for as long.
 DECREASE_SECONDS = 1.0
-# After a 503 the limit stays this far below where it came, for so long.
+# After a 503 the limit stays below this share of the limit that caused it, for this many seconds.
 BELOW_THROTTLE = 0.9
 THROTTLE_MEMORY_SECONDS = 30.0
 
 
 class Pace:
-    """The limit of requests in flight, from 1 to `most`. Thread-safe; survives a pass, so that the next starts well.
+    """The limit of requests in flight, from 1 to `most`. Thread-safe; passes share it, so the next one starts well.
 
-    Increase by measured steps, multiplicative decrease (Chiu and Jain, 1989) at most once a second.
+    Increases by measured steps, decreases multiplicatively (Chiu and Jain, 1989) at most once a second.
     """
 
     def __init__(self, most: int, first: int = FIRST, clock: Callable[[], float] = time.monotonic) -> None:
@@ -472,7 +478,7 @@ class Pace:
         self._most = most
         self._first = first
         self._limit = min(first, most)
-        self._kept = self._limit  # the limit that the last step started from, and its bytes per second
+        self._kept = self._limit  # the limit before the present step, and its bytes per second
         self._kept_rate = 1.0
         self._step = self._limit
         self._hold = 0
@@ -484,23 +490,23 @@ class Pace:
 
     @property
     def limit(self) -> int:
-        """The requests that may be in flight now."""
+        """The number of requests that may be in flight."""
         return self._limit
 
     @property
     def throttling(self) -> bool:
-        """Whether the store has throttled a request within the last second."""
+        """Whether the store throttled a request within the last second."""
         return self._clock() - self._throttled_at < DECREASE_SECONDS
 
     def allow(self, most: int) -> None:
-        """Set the most that memory allows from now on."""
+        """Set the maximum that memory allows."""
         with self._lock:
             self._most = most
             if self._limit > most:
-                self._settle(most)
+                self._set_limit(most)
 
     def completed(self, size: int, seconds: float, waiting: bool) -> None:
-        """A request of `size` bytes succeeded after `seconds`; `waiting`: others wait for its place."""
+        """Record a request of `size` bytes that took `seconds`; `waiting`: others wait for its place."""
         with self._lock:
             self._succeeded = True
             if not waiting:
@@ -519,9 +525,9 @@ class Pace:
                 self._new_round()
 
     def throttled(self) -> None:
-        """The store throttled a request: allow half as many, at most once a second.
+        """Halve the limit after a throttled request, at most once a second.
 
-        Not again before one has succeeded: the failures of an outage do not show how many requests the store takes.
+        Not again before a request succeeds: failures of an outage do not show how many requests the store accepts.
         """
         with self._lock:
             now = self._throttled_at = self._clock()
@@ -529,7 +535,7 @@ class Pace:
                 return
             self._decreased_at, self._succeeded = now, False
             self._ceiling = max(1, int(self._limit * BELOW_THROTTLE))
-            self._settle(max(1, self._limit // 2))
+            self._set_limit(max(1, self._limit // 2))
             self._step = max(1, self._limit // 2)
             self._new_round()
 
@@ -541,21 +547,21 @@ class Pace:
         self._seconds = 0.0
 
     def _judge(self, rate: float, seconds: float) -> None:
-        """End a round: keep or undo the step that it measured, and try the next."""
+        """End a round: keep or undo the step that it measured, and begin the next step."""
         if self._limit >= self._first:
             self._best_seconds = min(self._best_seconds, seconds)
         if self._limit == self._kept:
             self._kept_rate = max(1.0, rate)
             self._hold = max(0, self._hold - 1)
             if not self._hold:
-                self._raise()
+                self._increase()
         elif self._pays(rate, seconds):
-            self._settle(self._limit)
+            self._set_limit(self._limit)
             self._kept_rate = max(1.0, rate)
             self._step *= 2
-            self._raise()
+            self._increase()
         else:
-            self._settle(self._kept)
+            self._set_limit(self._kept)
             self._step //= 2
             if self._step < max(1, self._kept // 8):
                 self._hold = HOLD_ROUNDS
@@ -569,36 +575,36 @@ class Pace:
             return True
         return gain >= LEAST_GAIN and seconds <= MOST_QUEUEING * self._best_seconds
 
-    def _raise(self) -> None:
+    def _increase(self) -> None:
         most = self._most
         if self._clock() - self._decreased_at < THROTTLE_MEMORY_SECONDS:
             most = min(most, self._ceiling)
         self._limit = max(self._kept, min(most, self._kept + self._step))
 
-    def _settle(self, limit: int) -> None:
+    def _set_limit(self, limit: int) -> None:
         self._limit = self._kept = limit
 
 
-# Bytes that a connection moves while another waits for its first: 30 ms at 70 MB/s. Where it is less or more, small
-# requests, or large ones, wait longer before they are late, never shorter than they should.
+# The latency in bytes of transfer: 30 ms at 70 MB/s. For a store with a lower or higher value, small or large requests
+# count as late later than they should, never earlier.
 FIRST_BYTE = 2 << 20
-# Samples before anything is late, and how many of the latest are kept.
+# The number of times before any request counts as late, and the number of recent times that are kept.
 LEAST_SAMPLES = 100
 SAMPLES = 512
-# How many samples come before the quantile is computed again.
+# The quantile is computed again after this many times.
 REFRESH = 32
 QUANTILE = 0.95
-# By definition 5 % of all requests exceed the quantile: hedged, they would take the whole budget from those that stall.
+# By definition 5 % of all requests exceed the quantile; hedging these would leave no hedges for requests that stall.
 MARGIN = 2.0
-# A shorter delay is this machine's, not the store's.
+# Shorter delays come from this machine, not from the store.
 LEAST_SECONDS = 0.5
-# So many requests earn one hedge; so many may be saved up.
+# This many requests earn one hedge, and at most this many hedges are saved up.
 REQUESTS_A_HEDGE = 30
 MOST_SAVED = 10.0
 
 
 class Hedging:
-    """The usual time of a request and the budget of second ones; thread-safe, survives a pass."""
+    """The usual time of a request, and the number of hedges saved up. Thread-safe; passes share it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -608,7 +614,7 @@ class Hedging:
         self._saved = 0.0
 
     def completed(self, size: int, seconds: float) -> None:
-        """A request of `size` bytes succeeded after `seconds`."""
+        """Record a request of `size` bytes that took `seconds`."""
         with self._lock:
             self._samples.append(seconds / (FIRST_BYTE + size))
             self._count += 1
@@ -617,11 +623,11 @@ class Hedging:
                 self._usual = sorted(self._samples)[int(QUANTILE * len(self._samples))]
 
     def deadline(self, size: int) -> float:
-        """Return after how many seconds a request of `size` bytes is late; infinity before 100 samples."""
+        """Return the seconds after which a request of `size` bytes is late; infinity before 100 requests."""
         return max(LEAST_SECONDS, MARGIN * self._usual * (FIRST_BYTE + size))
 
     def withdraw(self) -> bool:
-        """Take one hedge; False where none is saved."""
+        """Use one hedge; return False if none is saved up."""
         with self._lock:
             if self._saved < 1:
                 return False

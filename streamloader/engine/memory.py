@@ -1,8 +1,6 @@
-"""Blocks in memory: slots that are allocated once and used again, and batch buffers likewise.
+"""The memory of blocks and batches, allocated once and reused, and the budget that divides `memory=` between them.
 
-A page that was touched before costs nothing; a new one costs three times the copy into it.
-
-How many bytes go where: pure arithmetic from `memory=` to slots and threads.
+Reuse pays since the first write to a new page costs three times the copy into it. The budget is pure arithmetic.
 """
 
 from __future__ import annotations
@@ -30,9 +28,9 @@ from streamloader.storage.process import cpu_count
 
 Column = NDArray[Any]
 NO_SLOT = -1
-# What a slot holds of each variable-size item beside its bytes: chunk, start and stop.
+# A slot stores chunk, start and stop of each variable-size item.
 ITEM_BYTES = 3 * 4
-# Smaller buffers come from malloc, which reuses them; from the other size on, as numpy does, in huge pages.
+# Smaller buffers come from malloc, which reuses them. Buffers of HUGE_BYTES or more ask for huge pages, as numpy does.
 MAPPED_BYTES = 1 << 18
 HUGE_BYTES = 1 << 22
 
@@ -51,23 +49,23 @@ class Arena:
             if layout.field.fixed
         }
         self._variable = {name: _Chunks(slots, block) for name, layout in layouts.items() if not layout.field.fixed}
-        # ticket -> slot, also as an array, so that a batch translates its rows in one take
+        # ticket -> slot. The array has the same content, so that one take translates all rows of a batch.
         self._slots: dict[int, int] = {}
         self._slot_of = np.full(1024, NO_SLOT, np.int64)
         self._lock = threading.Lock()
 
     def clear(self) -> None:
-        """Release every slot: the pass that held them is over, and its threads are."""
+        """Release every slot. The threads of the pass that held them must have ended."""
         for ticket in list(self._slots):
             self.release(ticket)
 
     @property
     def free(self) -> int:
-        """Slots that can be reserved."""
+        """The number of slots that can be reserved."""
         return self._count - len(self._slots)
 
     def reserve(self, ticket: int) -> None:
-        """Hold a slot for `ticket`; it is assigned when its first bytes come."""
+        """Reserve a slot for `ticket`; `claim` assigns one when the first bytes arrive."""
         with self._lock:
             oldest = next(iter(self._slots), ticket)
             self._slots[ticket] = NO_SLOT
@@ -75,18 +73,18 @@ class Arena:
                 self._grow(ticket - oldest)
 
     def claim(self, ticket: int) -> int:
-        """Return the slot of a ticket; `NO_SLOT` where it was released meanwhile. Thread-safe."""
+        """Return the slot of a ticket, or `NO_SLOT` if it has been released. Thread-safe."""
         with self._lock:
             slot = self._slots.get(ticket)
             if slot is None:
                 return NO_SLOT
             if slot == NO_SLOT:
-                slot = self._free.pop()  # the one that was released last: its pages are touched
+                slot = self._free.pop()  # the one released last: its pages have been touched
                 self._slots[ticket] = self._slot_of[ticket & (len(self._slot_of) - 1)] = slot
             return slot
 
     def release(self, ticket: int) -> None:
-        """Give the ticket's slot back; items that a batch still holds stay alive with it."""
+        """Free the ticket's slot; items that a batch still holds stay valid."""
         with self._lock:
             slot = self._slots.pop(ticket)
             if slot != NO_SLOT:
@@ -95,32 +93,31 @@ class Arena:
                 self._free.append(slot)
 
     def slot_rows(self, name: str, slot: int, rows: int) -> Column:
-        """Return the first `rows` rows of a slot, to be decoded into."""
+        """Return a writable view of the first `rows` rows of a slot."""
         return self._fixed[name][slot * self.block : slot * self.block + rows]
 
     def keep(self, name: str, slot: int, chunks: Sequence[tuple[int, Items]]) -> None:
-        """Hold decoded chunks of a variable-size field, each with the row of the block where its first item belongs.
+        """Store decoded chunks of a variable-size field, each with the block row of its first item.
 
-        Items before the block's first row, or behind its last, are of other blocks. Other parts of the block may come
-        before or after.
+        The row may be negative: items outside the block are ignored. Parts of a block may arrive in any order.
         """
         self._variable[name].keep(slot, chunks, self._lock)
 
     def take(self, name: str, tickets: NDArray[np.int64], rows: NDArray[np.int64], out: Column) -> None:
-        """Gather fixed-shape rows into `out`: one copy, no allocation of the batch's size."""
+        """Gather fixed-shape rows into `out` in one copy, without a temporary array of the batch's size."""
         slots = self._translate(tickets)
         np.take(self._fixed[name], slots * self.block + rows, axis=0, out=out, mode="clip")
 
     def items(self, name: str, tickets: NDArray[np.int64], rows: NDArray[np.int64]) -> list[memoryview]:
-        """Return the encoded bytes of each row; views that keep their chunk alive."""
+        """Return the encoded bytes of each row, as views that keep their chunk alive."""
         return self._variable[name].items(self._translate(tickets), rows)
 
     def item_bytes(self, name: str, tickets: NDArray[np.int64], rows: NDArray[np.int64]) -> int:
-        """Return the encoded bytes of these rows together."""
+        """Return the total number of encoded bytes of these rows."""
         return self._variable[name].item_bytes(self._translate(tickets), rows)
 
     def _translate(self, tickets: NDArray[np.int64]) -> NDArray[np.int64]:
-        table = self._slot_of  # another thread may put a larger one in its place
+        table = self._slot_of  # another thread may replace it with a larger one
         slots: NDArray[np.int64] = table[tickets & (len(table) - 1)]
         return slots
 
@@ -132,17 +129,17 @@ class Arena:
 
 
 class _Chunks:
-    """A variable-size field in all slots: decoded chunks, and where in which of them each row of a block lies."""
+    """The decoded chunks of a variable-size field in all slots, and the position of each block row in them."""
 
     def __init__(self, slots: int, block: int) -> None:
         self._block = block
         self._buffers: list[list[memoryview]] = [[] for _ in range(slots)]
         self._chunk = np.empty(slots * block, np.int32)
-        self._starts = np.empty(slots * block, np.int32)  # a chunk has less than 2 GiB
+        self._starts = np.empty(slots * block, np.int32)  # a chunk is smaller than 2 GiB
         self._stops = np.empty(slots * block, np.int32)
 
     def keep(self, slot: int, chunks: Sequence[tuple[int, Items]], lock: threading.Lock) -> None:
-        """Hold the buffers, and note where the items are."""
+        """Store the buffers and the positions of their items."""
         buffers = self._buffers[slot]
         with lock:
             first = len(buffers)
@@ -163,17 +160,18 @@ class _Chunks:
 
     def items(self, slots: NDArray[np.int64], rows: NDArray[np.int64]) -> list[memoryview]:
         places = slots * self._block + rows
-        parts = (slots.tolist(), *(what[places].tolist() for what in (self._chunk, self._starts, self._stops)))
-        return [self._buffers[slot][chunk][start:stop] for slot, chunk, start, stop in zip(*parts, strict=True)]
+        columns = (slots, self._chunk[places], self._starts[places], self._stops[places])
+        entries = zip(*(column.tolist() for column in columns), strict=True)
+        return [self._buffers[slot][chunk][start:stop] for slot, chunk, start, stop in entries]
 
 
 class Buffers:
-    """Arrays that come back once their last view is dropped: batches, bodies, and what they are decoded to.
+    """A pool of arrays for batches, response bodies and decoded chunks. Thread-safe.
 
-    It never waits: with none free it allocates and counts. A lease ends with the ndarray
-    that `lease` returned, so hand out only what keeps that object alive (a tensor made from it does, a numpy
-    slice does not). Of each size `keep` at most are kept for the next lease; unused ones are freed where all buffers
-    together would exceed `most` bytes. Thread-safe.
+    `lease` never waits: if no array is free, it allocates and counts one. A lease ends when the ndarray that `lease`
+    returned is deleted, so hand out only objects that keep it alive: a tensor made from it does, a numpy slice does
+    not. At most `keep` unused arrays of each size are kept. Unused arrays are freed when all arrays together would
+    exceed `most` bytes.
     """
 
     def __init__(self, counters: Counters, *, recycle: bool = True, keep: int = 8, most: float = math.inf) -> None:
@@ -182,22 +180,22 @@ class Buffers:
         self._counters = counters
         self._recycle = recycle
         self._keep = keep
-        self._most = most
+        self.most = most
         self._allocated = 0
-        self._freed: deque[int] = deque()  # sizes; finalizers append, which needs no lock
+        self._freed: deque[int] = deque()  # sizes; finalizers append to it without the lock
         self._lock = threading.RLock()
 
     @property
     def used(self) -> int:
-        """Bytes of the buffers that are leased now."""
+        """The number of bytes that are leased."""
         with self._lock:
             return self._alive() - sum(size * len(free) for (size, _), free in self._free.items())
 
     def lease(self, shape: tuple[int, ...], dtype: str, usual: int = 1) -> Column:
-        """Return an array of that shape; its content is whatever was there.
+        """Return an uninitialized array.
 
-        `usual`: how many of it live at once in an ordinary loop. So many are made before one is used again: memory is
-        at its peak after the first batches, not whenever the consumer first falls behind.
+        `usual`: the number of such arrays that an ordinary loop holds at once. That many are allocated before one is
+        reused, so that memory peaks after the first batches and not when the consumer first falls behind.
         """
         count = math.prod(shape)
         if not count:
@@ -207,12 +205,12 @@ class Buffers:
             base, free = self._spare(capacity, dtype, usual)
         view = np.frombuffer(base.data, dtype, count).reshape(shape)
         if self._recycle:
-            # a deque's append is atomic: the finalizer may run in any thread, also within `lease`
+            # a deque's append is atomic: the finalizer may run in any thread, even inside `lease`
             weakref.finalize(view, free.append, base).atexit = False
         return view
 
     def _spare(self, capacity: int, dtype: str, usual: int) -> tuple[NDArray[np.uint8], deque[NDArray[np.uint8]]]:
-        """Return memory, and where it comes back to: of the next size where this one has none, else new."""
+        """Return memory and the deque that it returns to: unused memory of this or the next size, else new memory."""
         for size in (capacity, _capacity(capacity + 1)):
             free = self._free.setdefault((size, dtype), deque(maxlen=self._keep))
             if size == capacity and self._made[size, dtype] < usual:
@@ -226,22 +224,28 @@ class Buffers:
         self._counters.add(buffers_allocated=1)
         return self._count(_pages(capacity)), self._free[capacity, dtype]
 
+    def limit(self, most: float) -> None:
+        """Set `most`, and free unused arrays to comply."""
+        with self._lock:
+            self.most = most
+            self._trim(0)
+
     def allocate(self, size: int) -> memoryview:
-        """Lease writable memory of so many bytes."""
+        """Lease `size` bytes of writable memory."""
         return memoryview(self.lease((size,), "uint8"))  # type: ignore[arg-type]
 
     def adopt(self, body: memoryview) -> memoryview:
-        """Return a body with its bytes counted as used, also where its memory is the client's own."""
+        """Count the bytes of a body as used, even if the client allocated them; return the body."""
         if isinstance(body.obj, np.ndarray) or not body.nbytes:
             return body
         return memoryview(self._count(np.frombuffer(body, np.uint8)))  # type: ignore[arg-type]
 
-    def _count(self, made: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        """Count an array as used until it is dropped, and return it."""
+    def _count(self, array: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        """Count an array as allocated until it is deleted, and return it."""
         with self._lock:
-            self._allocated += made.nbytes
-        weakref.finalize(made, self._freed.append, made.nbytes).atexit = False
-        return made
+            self._allocated += array.nbytes
+        weakref.finalize(array, self._freed.append, array.nbytes).atexit = False
+        return array
 
     def _alive(self) -> int:
         while self._freed:
@@ -249,16 +253,16 @@ class Buffers:
         return self._allocated
 
     def _trim(self, more: int) -> None:
-        """Free unused buffers, the largest first, until `more` bytes fit."""
-        for _, free in sorted(self._free.items(), key=lambda entry: entry[0], reverse=True):
-            while free and self._alive() + more > self._most:
+        """Free unused arrays, the largest first, until `more` bytes fit."""
+        for _, free in sorted(self._free.items(), key=lambda item: item[0], reverse=True):
+            while free and self._alive() + more > self.most:
                 free.popleft()
 
 
 def _pages(nbytes: int) -> NDArray[np.uint8]:
-    """Return memory that the system gets back when it is dropped.
+    """Return memory that goes back to the system when it is deleted.
 
-    What malloc gives to the threads of a pass, and of the next, stays with it: some MB for each of 8 heaps a core.
+    malloc would keep it: some MB in each of 8 arenas per core.
     """
     if nbytes < MAPPED_BYTES:
         return np.empty(nbytes, np.uint8)
@@ -270,35 +274,34 @@ def _pages(nbytes: int) -> NDArray[np.uint8]:
 
 
 def _capacity(nbytes: int) -> int:
-    """Round up to 1, 1.25, 1.5 or 1.75 times a power of two: batches whose size varies share their buffers."""
+    """Round up to 1, 1.25, 1.5 or 1.75 times a power of two, so that batches of varying size share buffers."""
     step = 1 << max(6, nbytes.bit_length() - 3)
     return -(-nbytes // step) * step
 
 
-# Requests in flight at most: 49 of 8 MB fill 25 Gbit/s of a store that answers after 30 ms and moves 85 MB/s on each
-# connection. How many there are follows what pays (`Pace`); memory may lower it.
+# The maximum number of requests in flight: 49 of 8 MB fill 25 Gbit/s from a store with a latency of 30 ms and 85 MB/s
+# per connection. `Pace` adapts the actual number; `memory=` may lower it.
 MAX_THREADS = 64
-# Batches at once: the consumer has one, one waits, one is in the making.
+# Batches at once: the consumer has one, one is ready, one is being made.
 READY_BATCHES = 3
 # A loop holds its batch until it has the next one.
 LIVE_BATCHES = READY_BATCHES + 1
-# What an open connection costs beside its body.
+# The memory of an open connection besides the body.
 CONNECTION_BYTES = MIB // 2
-# By how much the blocks of uneven samples may exceed what `memory=` leaves for them: less than the allowance of 60 MB
-# within which the peak of a process stays, and so small excesses do not end a run.
+# A small excess over `memory=` does not end a run. It is part of the 60 MB by which a process may exceed `memory=`.
 TOLERANCE_BYTES = 16 << 20
-# The part of the machine's memory that a loader may take without `memory=`.
+# The share of the machine's memory that loaders may take without `memory=`.
 MACHINE_SHARE = 0.8
 
 
 class Demand(NamedTuple):
-    """What the plan needs; sizes in bytes.
+    """The memory that a pass needs; sizes in bytes.
 
-    `slots`: blocks that must be resident at once. `slot_bytes`: one decoded block of all streamed fields, of
-    which `variable_bytes` are the mean of the variable-size ones. `resident_bytes`: resident fields.
-    `index_bytes`: cached chunk tables, numbers of selected samples, and planning. `batch_bytes`: one finished batch.
-    `request_bytes`: the largest single request. `blocks`: blocks of the epoch, beyond which a slot is of no use.
-    `scratch_bytes`: what a thread decodes in, beside the slot.
+    `slots`: blocks that must be in memory at once. `slot_bytes`: one decoded block of all streamed fields, of
+    which `variable_bytes` is the mean of the variable-size fields. `resident_bytes`: resident fields.
+    `index_bytes`: cached chunk tables, numbers of selected samples, and plans. `batch_bytes`: one finished batch.
+    `request_bytes`: the largest single request. `blocks`: blocks of the epoch, the most slots that are useful.
+    `scratch_bytes`: the buffers of a decoding thread besides the slot.
     """
 
     slots: int
@@ -313,29 +316,33 @@ class Demand(NamedTuple):
 
     @property
     def connection_bytes(self) -> int:
-        """What a thread holds beside a slot and a body."""
+        """The memory of a fetch thread besides a slot and a body."""
         return CONNECTION_BYTES + self.scratch_bytes
 
     @property
     def thread_bytes(self) -> int:
-        """One request in flight: a slot of its own, the body, the connection.
+        """One request in flight: a slot, the body and the connection.
 
-        The body counts half more: measured peaks were 1.0 of the bytes in flight over plain sockets, 1.4 with obstore.
+        The body counts 1.5 times: measured peaks were 1.0 of the bytes in flight with plain sockets, 1.4 with obstore.
         """
         return self.slot_bytes + self.request_bytes + self.request_bytes // 2 + self.connection_bytes
 
     @property
+    def held_bytes(self) -> int:
+        """Resident fields, indexes and batches, which do not depend on the numbers of slots and threads."""
+        return self.resident_bytes + self.index_bytes + LIVE_BATCHES * self.batch_bytes
+
+    @property
     def least_bytes(self) -> int:
-        """The least `memory` that runs at all: the window, resident fields, indexes, batches and one request."""
-        held = self.resident_bytes + self.index_bytes + LIVE_BATCHES * self.batch_bytes
-        return self.slots * self.slot_bytes + held + self.thread_bytes
+        """The minimum `memory`: the window, resident fields, indexes, batches and one request."""
+        return self.slots * self.slot_bytes + self.held_bytes + self.thread_bytes
 
 
 class Budget(NamedTuple):
-    """What the engine may use: `slots` of a block, `threads` that fetch, `bytes` in all.
+    """The resources of an engine: `slots` for blocks, `threads` that fetch, `cores` for decoding, `bytes` in total.
 
-    `body_bytes` of them are for bodies in flight and blocks of variable-size fields. `batch_bytes` are those of a mean
-    batch. `exact`: `bytes` were asked for, so that a need beyond them is an error. `cores` are for decoding.
+    `body_bytes` of these are for bodies in flight and blocks of variable-size fields. `batch_bytes`: a mean batch.
+    `exact`: `bytes` is the user's `memory=`, so a larger need is an error.
     """
 
     slots: int
@@ -348,27 +355,31 @@ class Budget(NamedTuple):
 
     @property
     def usual_bytes(self) -> int:
-        """The bytes of a batch that is not much larger than the mean."""
+        """The largest size of a batch that counts as one batch."""
         return self.batch_bytes + TOLERANCE_BYTES // LIVE_BATCHES
 
-    def check(self, blocks: int, batches: int = 0) -> None:
-        """Raise `MemoryBudgetError` where `memory=` is too little for blocks of `blocks` bytes, needed at once.
+    def unplanned(self, batches: int) -> int:
+        """Return by how much `batches` bytes of finished batches exceed the planned bytes."""
+        return max(0, batches - LIVE_BATCHES * self.batch_bytes)
 
-        `batches`: bytes of variable-size columns of the batches that exist then, of which some are counted already.
+    def check(self, blocks: int, batches: int = 0) -> None:
+        """Raise `MemoryBudgetError` if `memory=` is too small for `blocks` bytes of blocks that are needed at once.
+
+        `batches`: bytes of the variable-size columns of the batches in memory.
         """
-        excess = blocks + max(0, batches - LIVE_BATCHES * self.batch_bytes) - self.body_bytes
+        excess = blocks + self.unplanned(batches) - self.body_bytes
         if self.exact and excess > TOLERANCE_BYTES:
             need = self.bytes + excess
-            needed = f"needs memory={need} bytes (blocks of {blocks}, batches of {batches}), but memory={self.bytes}"
-            more = f"give memory={need + need // 4} or more, since later samples may need more, or leave memory= out"
             raise MemoryBudgetError(
-                f"the samples are uneven: here the shuffle window {needed}",
-                f"{more}, or use a smaller shuffle=Shuffle(window=, lanes=)",
+                f"the samples need more memory than planned: memory={need} bytes for blocks of {blocks} and batches of "
+                f"{batches}, but memory={self.bytes}",
+                f"give memory={need + need // 4} or more, since later samples may need more, or leave memory= out, "
+                "or use a smaller batch_size or shuffle=Shuffle(window=, lanes=)",
             )
 
 
 class Memory(NamedTuple):
-    """Memory that bodies, blocks and batches are put into. It outlives a pass: the next one finds its pages touched."""
+    """The memory of bodies, blocks and batches. The next pass reuses it, so that its pages have been touched."""
 
     bodies: Buffers
     arena: Arena
@@ -378,7 +389,7 @@ class Memory(NamedTuple):
     def of(
         cls, layouts: Mapping[str, FieldLayout], block: int, budget: Budget, counters: Counters, *, recycle: bool
     ) -> Memory:
-        """Return memory for blocks of `block` samples; `recycle`: no part of a finished batch is kept."""
+        """Return memory for blocks of `block` samples; `recycle`: batch buffers may be reused."""
         most = LIVE_BATCHES * budget.batch_bytes + TOLERANCE_BYTES if budget.exact else math.inf
         return cls(
             bodies=Buffers(Counters(), keep=budget.slots + MAX_THREADS, most=budget.body_bytes),
@@ -388,9 +399,9 @@ class Memory(NamedTuple):
 
 
 def allot(demand: Demand, memory: int | None, ranks_here: int = 1) -> Budget:
-    """Return the budget. Raises `MemoryBudgetError`, which names the need, where the window does not fit.
+    """Return the budget. Raises `MemoryBudgetError`, which states the need, if the window does not fit.
 
-    Without `memory` the window gets what it needs and every thread its request, as long as all ranks of
+    Without `memory`, the window and all `MAX_THREADS` threads get the memory that they need, as long as all ranks of
     this machine together stay below 80 % of its memory.
     """
     limit = allowance(memory, ranks_here)
@@ -406,22 +417,22 @@ def allot(demand: Demand, memory: int | None, ranks_here: int = 1) -> Budget:
         )
     spare = (limit - demand.least_bytes) // demand.thread_bytes
     threads = min(MAX_THREADS, 1 + spare)
-    # never fewer than the plan needs, which may be more than there are blocks: two lanes may hold one each
+    # at least as many as the plan needs, which may exceed the number of blocks: two lanes may hold the same one
     slots = max(1, demand.slots, min(demand.slots + threads, demand.blocks + 1))
     cores = max(1, cpu_count() // ranks_here)
-    threads = max(1, min(threads, slots))
-    held = demand.resident_bytes + demand.index_bytes + LIVE_BATCHES * demand.batch_bytes
-    bodies = limit - held - threads * demand.connection_bytes - slots * (demand.slot_bytes - demand.variable_bytes)
+    threads = min(threads, slots)
+    fixed = threads * demand.connection_bytes + slots * (demand.slot_bytes - demand.variable_bytes)
+    bodies = limit - demand.held_bytes - fixed
     return Budget(slots, threads, limit, bodies, demand.batch_bytes, memory is not None, cores)
 
 
 def allowance(memory: int | None, ranks_here: int) -> int:
-    """Return the bytes that one rank may use: `memory`, or its part of 80 % of the machine's."""
+    """Return the bytes that one rank may use: `memory`, or its share of 80 % of the machine's memory."""
     return int(machine_memory() * MACHINE_SHARE / ranks_here) if memory is None else memory
 
 
 def machine_memory() -> int:
-    """Return the bytes of memory that this process may have: the machine's, or the control group's if less."""
+    """Return the bytes of memory that this process may use: the machine's, or the control group's if less."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         try:

@@ -1,7 +1,8 @@
-"""From slots to finished batches: gather, then decode, then transform; each stage on threads of its own."""
+"""Turns slots into finished batches: gather, decode, transform, each stage on its own threads."""
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 import weakref
@@ -44,11 +45,11 @@ OnError = Callable[[BaseException], None]
 
 
 class WorkerThreads:
-    """Up to `count` daemon threads that run jobs in the order they were given, `started` of them now.
+    """Up to `count` daemon threads that run jobs in the order of `submit`; `started` of them start at once.
 
-    Not a `ThreadPoolExecutor`: interpreter exit joins its threads, and so waits for a stalled request.
+    Not a `ThreadPoolExecutor`, whose threads are joined at exit: a stalled request would delay it.
 
-    Idle threads hold the queue and nothing else, and a closed queue is empty: a finalizer may hold a `WorkerThreads`.
+    Idle threads hold only the queue, and a closed queue is empty, so a finalizer may hold a `WorkerThreads`.
     """
 
     def __init__(self, name: str, count: int, started: int | None = None) -> None:
@@ -60,7 +61,7 @@ class WorkerThreads:
         self.grow(count if started is None else started)
 
     def grow(self, count: int) -> None:
-        """Start threads until there are `count`, or as many as there may be. For one caller at a time."""
+        """Start threads until `count`, or the maximum, are running. Not thread-safe."""
         while len(self._threads) < min(count, self._count):
             name = f"streamloader-{self._name}-{len(self._threads)}"
             thread = threading.Thread(target=_run, args=(self._jobs,), name=name, daemon=True)
@@ -68,16 +69,16 @@ class WorkerThreads:
             thread.start()
 
     def submit(self, job: Job, on_error: OnError) -> None:
-        """Queue a job; `on_error` gets whatever it raises, in its thread. Once closed, it drops both."""
+        """Queue a job; its thread calls `on_error` with any exception. After `close`, jobs are dropped."""
         self._jobs.put((job, on_error))
         if self._closed:
             self.close()
 
     def close(self) -> None:
-        """Drop the jobs that have not begun and let the threads end; does not wait for a stalled request.
+        """Drop the jobs that have not begun, and let each thread end after its job. Does not wait.
 
-        Takes no lock: a finalizer may call it in a thread that is inside `submit`. Several threads may close at once:
-        each puts an end for every thread after all that it has taken.
+        Takes no lock, since a finalizer may call it in a thread that is inside `submit`. Several threads may close at
+        once: each empties the queue, then puts one end marker per thread.
         """
         self._closed = True
         with suppress(Empty):
@@ -87,7 +88,7 @@ class WorkerThreads:
             self._jobs.put(None)
 
     def join(self, seconds: float) -> bool:
-        """Wait for the threads to end, `seconds` at most for each; return whether all have."""
+        """Wait at most `seconds` for each thread; return whether all have ended."""
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(seconds)
@@ -99,16 +100,16 @@ def _run(jobs: SimpleQueue[tuple[Job, OnError] | None]) -> None:
         job, on_error = entry
         try:
             job()
-        except BaseException as error:  # noqa: BLE001 - whatever it is, the consumer must get it
+        except BaseException as error:  # noqa: BLE001 - the consumer must get any error
             on_error(error)
-        del entry, job, on_error  # an idle thread must not keep the last job's data alive
+        del entry, job, on_error  # an idle thread must not keep the data of its last job alive
 
 
 class Ragged(NamedTuple):
-    """Ragged samples of a batch, end to end: sample i is `values[offsets[i]:offsets[i + 1]]`.
+    """The concatenated ragged samples of a batch: sample i is `values[offsets[i]:offsets[i + 1]]`.
 
-    `values` has shape (sum of lengths, *inner), `offsets` is int64 of shape (samples + 1,). Packed, `values` has shape
-    (rows, length), and the offsets count in it row by row; what follows the last one is padding.
+    `values` has shape (sum of lengths, *inner), `offsets` is int64 of shape (samples + 1,). Packed `values` have shape
+    (rows, length): offsets refer to the flattened array, and values after the last offset are padding.
     """
 
     values: NDArray[Any]
@@ -117,9 +118,9 @@ class Ragged(NamedTuple):
 
 @dataclass
 class Batch:
-    """`columns` by field: ndarray, list, or `Ragged`; complete once `finished` is set, or failed with `error`.
+    """A batch in the making: `columns` by field (ndarray, list or `Ragged`), complete or failed once `finished` is set.
 
-    `places`: how many of the `READY_BATCHES` it counts as; more than one where it is much larger than the mean.
+    `places`: the number of `READY_BATCHES` that it counts as; more than one if it is much larger than the mean.
     """
 
     plan: BatchPlan
@@ -130,7 +131,7 @@ class Batch:
     _dropped: bool = False
 
     def fail(self, error: BaseException) -> None:
-        """Finish the batch with its first error; other parts of it may still be under way."""
+        """Finish the batch with its first error; other jobs of it may still be running."""
         first = ", ".join(map(str, self.plan.samples[:3].tolist()))
         self.error = self.error or wrapped(error, f"making the batch of samples {first}, ...")
         if self._dropped:
@@ -138,7 +139,7 @@ class Batch:
         self.finished.set()
 
     def drop(self) -> None:
-        """Ignore errors of the batch, also later ones: it will not be returned."""
+        """Ignore past and later errors of the batch: it will not be returned."""
         self._dropped = True
         self.error = None
 
@@ -152,27 +153,27 @@ def items_to_column(
     *,
     pack: Pack | None = None,
 ) -> Any:
-    """Return the batch column of a variable-size field: list of bytes or str, or `Ragged`, packed where asked.
+    """Return the batch column of a variable-size field: a list of bytes or str, or a `Ragged`, packed as `pack` says.
 
-    Raises `DecodeError`, which names the sample, for bytes that are not of that kind.
+    Raises `DecodeError`, which names the sample, for bytes that are invalid for the field.
     """
     try:
         if kind.kind == "bytes":
             return [bytes(item) for item in items]
         if kind.kind == "text":
             return [str(item, "utf-8") for item in items]
-        return _end_to_end(kind, items, buffers, pack)
+        return _concatenate(kind, items, buffers, pack)
     except ValueError:
         for item, sample in zip(items, samples.tolist(), strict=True):
-            from_bytes(name, kind, item, sample)  # raises for the one that is to blame
+            from_bytes(name, kind, item, sample)  # raises for the invalid item
         raise
 
 
-def _end_to_end(kind: Field, items: Sequence[memoryview], buffers: Buffers, pack: Pack | None) -> Ragged:
+def _concatenate(kind: Field, items: Sequence[memoryview], buffers: Buffers, pack: Pack | None) -> Ragged:
     edges = np.zeros(len(items) + 1, np.int64)  # in bytes
     np.cumsum(np.fromiter(map(len, items), np.int64, len(items)), out=edges[1:])
-    offsets, odd = np.divmod(edges, kind.item_bytes)
-    if odd.any():
+    offsets, remainders = np.divmod(edges, kind.item_bytes)
+    if remainders.any():
         raise ValueError("a sample ends within a row")
     count = int(offsets[-1])
     if pack is None:
@@ -181,14 +182,14 @@ def _end_to_end(kind: Field, items: Sequence[memoryview], buffers: Buffers, pack
         values = buffers.lease((-(-count // pack.length), pack.length), kind.dtype)
         values.reshape(-1)[count:] = pack.pad
     into = values.reshape(-1).view(np.uint8).data
-    # Slices of memoryviews: those of arrays take half as long again, and an index of every value five times.
+    # Slices of memoryviews: slices of arrays take 1.5 times as long, fancy indexing 5 times.
     for item, (begin, end) in zip(items, pairwise(edges.tolist()), strict=True):
         into[begin:end] = item
     return Ragged(values, offsets)
 
 
 def rows_of(columns: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
-    """Return a batch as samples: dicts of numpy scalars and arrays, bytes and str."""
+    """Return the samples of a batch: dicts of numpy scalars and arrays, bytes and str."""
     split = dict(columns)
     for name, column in columns.items():
         if isinstance(column, Ragged):
@@ -198,10 +199,10 @@ def rows_of(columns: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class LoaderConfig:
-    """How samples become batches, within how many bytes (`memory`, None for what is needed).
+    """The options that turn samples into batches, and the memory budget (`memory` in bytes, None for the default).
 
-    `decoders` names the image fields to decode, `packs` the ragged fields to cut in rows. `tensors` knows the tensors
-    that a transform may return.
+    `decoders`: the image fields to decode. `packs`: the ragged fields to pack. `tensors` handles tensors that a
+    transform returns.
     """
 
     decoders: Mapping[str, ImageDecoder] = field(default_factory=dict)
@@ -214,28 +215,28 @@ class LoaderConfig:
 
 
 class StageOptions(NamedTuple):
-    """What a batch is made of: the columns `names`, in that order.
+    """The options of `Stages` for one pass. A batch has the columns `names`, in this order.
 
-    `streamed` fields come from the arena, `resident` ones are complete arrays in memory. `alike` says that the images
-    of a batch must have one size; where a transform makes them alike, or samples are handed out singly, they are kept
-    apart. `seed` keys the random numbers of the transform, with the plan's epoch and positions.
+    `streamed` fields come from the arena; `resident` fields are complete arrays in memory. `stack_images`: the images
+    of a batch are one array, so they must have one size; images for a transform, and of single samples, are a list of
+    arrays. `seed` keys the random numbers of the transform, with the plan's epoch and positions.
     """
 
     config: LoaderConfig
     names: tuple[str, ...]
     streamed: Mapping[str, FieldLayout]
     resident: Mapping[str, NDArray[Any]]
-    alike: bool
+    stack_images: bool
     transform: weakref.ref[HeldTransform] | None
     seed: int
 
 
-# How long the interpreter's exit waits for the image, or the part of a batch in a transform, that a thread is at.
+# How long the interpreter's exit waits for the image or the transform that a thread is running.
 EXIT_SECONDS = 5.0
 
 
 class Stages:
-    """Runs batches through the stages. Threads hold this object, never the pipeline's handle."""
+    """Gathers, decodes and transforms batches. Threads hold this object, never the `Pipeline`."""
 
     def __init__(self, options: StageOptions, memory: Memory, threads: int, counters: Counters) -> None:
         self._options, self._config = options, options.config
@@ -247,6 +248,8 @@ class Stages:
         self._variable = [
             name for name, of in options.streamed.items() if not of.field.fixed and name not in options.config.decoders
         ]
+        decoders = options.config.decoders.items()
+        self.unsized = {name: decoder for name, decoder in decoders if decoder.options.size is None}
         self._processes: list[TransformProcess] = []
         if options.transform is not None:
             transform = self._held_transform()
@@ -259,20 +262,30 @@ class Stages:
         self._transform = [
             WorkerThreads("transform", 1) for _ in range(max(1, len(self._processes)) if options.transform else 0)
         ]
-        # OpenCV, and most of what a transform may call, aborts the process when its thread comes back from it to an
-        # interpreter that has ended: the exit waits. Threads that wait for a process of their own end as they are.
-        # What a finalizer holds lives as long as this object: nothing that leads back here.
-        here = [self._decode] if self._processes else [self._decode, *self._transform]
-        finalize(self, _leave, here)
+        # OpenCV, and most native code of a transform, aborts the process if it returns to an interpreter that has
+        # ended, so the exit waits for these threads. Threads that wait for a transform process need no wait.
+        # The finalizer must not hold a reference to this object.
+        finalize(self, _join_at_exit, [self._decode] if self._processes else [self._decode, *self._transform])
 
-    def variable_bytes(self, plan: BatchPlan) -> int:
-        """Return the bytes of a batch's variable-size columns, once its blocks are there."""
-        return sum(self._arena.item_bytes(name, plan.tickets, plan.rows) for name in self._variable)
+    def variable_bytes(self, plan: BatchPlan) -> tuple[int, int]:
+        """Return the bytes of a batch's variable-size columns, and the temporary bytes of decoding its images.
+
+        The blocks must be loaded. Raises `DecodeError` for an image without a valid header.
+        """
+        size, scratch = sum(self._arena.item_bytes(name, plan.tickets, plan.rows) for name in self._variable), 0
+        for name, decoder in self.unsized.items():
+            items = self._arena.items(name, plan.tickets, plan.rows)
+            headers = items[:1] if self._options.stack_images else items
+            shapes = list(map(decoder.shape, headers, plan.samples.tolist()))
+            pixels = sum(map(math.prod, shapes)) * (len(items) // max(1, len(headers)))
+            size += pixels * np.dtype(decoder.dtype).itemsize
+            scratch = max(scratch, self._threads * max(map(decoder.scratch_bytes, headers, shapes), default=0))
+        return size, scratch
 
     def start(self, batch: Batch) -> None:
-        """Gather the batch now, and hand it to the later stages, the last of which finishes it.
+        """Gather the batch now, and submit it to the later stages, the last of which finishes it.
 
-        Each part of that work, whatever it raises, ends in `Batch.finished` or `Batch.fail`.
+        Every job ends in `Batch.finished` or `Batch.fail`, whatever it raises.
         """
         plan = batch.plan
         count = len(plan.samples)
@@ -295,7 +308,7 @@ class Stages:
             self._start_transform(batch)
 
     def close(self) -> None:
-        """Let threads and processes end."""
+        """Let the threads and processes end."""
         self._closed = True
         for threads in (self._decode, *self._transform):
             threads.close()
@@ -303,11 +316,11 @@ class Stages:
             process.close()
 
     def join(self, seconds: float) -> bool:
-        """Wait for the threads; return whether all have ended."""
+        """Wait at most `seconds` for each thread; return whether all have ended."""
         return all(threads.join(seconds) for threads in (self._decode, *self._transform))
 
     def _gather(self, batch: Batch, name: str, layout: FieldLayout, images: dict[str, list[memoryview]]) -> None:
-        """Put a field's column into the batch, or its items into `images` where they are to be decoded."""
+        """Put the column of a field into the batch, or its encoded items into `images`."""
         plan, field = batch.plan, layout.field
         if field.fixed:
             out = self._buffers.lease((len(plan.samples), *field.shape), field.dtype, LIVE_BATCHES)
@@ -322,17 +335,17 @@ class Stages:
             batch.columns[name] = items_to_column(name, field, items, plan.samples, self._buffers, pack=pack)
 
     def _start_decode(self, batch: Batch, images: Mapping[str, Sequence[memoryview]]) -> None:
-        parts = _cut(len(batch.plan.samples), 4 * self._threads)
-        left = _countdown(len(parts) * len(images), partial(self._start_transform, batch))
+        parts = _divide(len(batch.plan.samples), 4 * self._threads)
+        finish_part = _countdown(len(parts) * len(images), partial(self._start_transform, batch))
         for decode in [self._image_decoder(batch, name, items) for name, items in images.items()]:
             for part in parts:
-                self._decode.submit(partial(self._decode_part, decode, part, left), batch.fail)
+                self._decode.submit(partial(self._decode_part, decode, part, finish_part), batch.fail)
 
     def _image_decoder(self, batch: Batch, name: str, items: Sequence[memoryview]) -> Callable[[int], None]:
-        """Put the column of an image field into the batch, and return the function that decodes one of its images."""
+        """Put the column of an image field into the batch; return a function that decodes the image of one row."""
         plan, decoder, samples = batch.plan, self._config.decoders[name], batch.plan.samples.tolist()
         out: list[NDArray[Any] | None] | NDArray[Any] = [None] * len(items)
-        if self._options.alike or decoder.options.size is not None:
+        if self._options.stack_images or decoder.options.size is not None:
             shape = decoder.shape(items[0], samples[0])
             out = self._buffers.lease((len(items), *shape), decoder.dtype, LIVE_BATCHES)
         draws = decoder.draws(self._options.seed, plan.epoch, plan.positions) or [[]] * len(items)
@@ -345,14 +358,14 @@ class Stages:
 
         return decode
 
-    def _decode_part(self, decode: Callable[[int], None], part: range, left: Job) -> None:
+    def _decode_part(self, decode: Callable[[int], None], part: range, finish_part: Job) -> None:
         begin = time.thread_time()
         for i in part:
             if self._closed:
                 return
             decode(i)
         self._counters.add(decode_seconds=time.thread_time() - begin)
-        left()
+        finish_part()
 
     def _start_transform(self, batch: Batch) -> None:
         count = len(batch.plan.samples)
@@ -360,29 +373,26 @@ class Stages:
             batch.finished.set()
             return
         samples = rows_of(batch.columns, count)
-        parts = _cut(count, len(self._transform))
-        done: list[list[Sample]] = [[] for _ in parts]
-        left = _countdown(len(parts), partial(self._finish_transform, batch, done))
-        for i, part in enumerate(parts):
-            self._transform[i].submit(
-                partial(self._transform_part, batch.plan, samples, part, (i, done, left)), batch.fail
-            )
+        parts = _divide(count, len(self._transform))
+        finish_part = _countdown(len(parts), partial(self._finish_transform, batch, samples))
+        for worker, part in enumerate(parts):
+            job = partial(self._transform_part, batch.plan, samples, part, worker, finish_part)
+            self._transform[worker].submit(job, batch.fail)
 
     def _transform_part(
-        self, plan: BatchPlan, samples: Sequence[Sample], part: range, into: tuple[int, list[list[Sample]], Job]
+        self, plan: BatchPlan, samples: list[Sample], part: range, worker: int, finish_part: Job
     ) -> None:
-        i, done, left = into
-        options = self._options
-        keys = [RngKey(options.seed, plan.epoch, int(plan.positions[j])) for j in part]
-        numbers = [int(plan.samples[j]) for j in part]
-        chosen = [samples[j] for j in part]
+        """Replace the samples of a part by the transformed ones."""
+        rows = slice(part.start, part.stop)
+        keys = [RngKey(self._options.seed, plan.epoch, position) for position in plan.positions[rows].tolist()]
+        numbers = plan.samples[rows].tolist()
         begin = time.perf_counter()
         if self._processes:
-            done[i] = self._processes[i].run(chosen, keys, numbers)
+            samples[rows] = self._processes[worker].run(samples[rows], keys, numbers)
         else:
-            done[i] = apply(self._held_transform(), self._with_rng, chosen, keys, numbers)
+            samples[rows] = apply(self._held_transform(), self._with_rng, samples[rows], keys, numbers)
         self._counters.add(transform_seconds=time.perf_counter() - begin)
-        left()
+        finish_part()
 
     def _held_transform(self) -> Transform:
         held = None if self._options.transform is None else self._options.transform()
@@ -390,32 +400,31 @@ class Stages:
             raise EngineError("the dataset of this pass is gone", "keep the dataset while you iterate")
         return held.call
 
-    def _finish_transform(self, batch: Batch, done: list[list[Sample]]) -> None:
-        samples = [sample for part in done for sample in part]
+    def _finish_transform(self, batch: Batch, samples: Sequence[Sample]) -> None:
         batch.columns = collate(samples, batch.plan.samples.tolist(), self._config.tensors)
         batch.finished.set()
 
 
-def _leave(workers: Sequence[WorkerThreads]) -> None:
+def _join_at_exit(workers: Sequence[WorkerThreads]) -> None:
     for threads in workers:
         threads.close()
     for threads in workers:
         threads.join(EXIT_SECONDS)
 
 
-def _countdown(count: int, then: Callable[[], None]) -> Job:
-    """Return a function that calls `then` when it is called for the `count`-th time, in the thread that does so."""
-    left = iter(range(count - 1, -1, -1))  # `next` of it is atomic
+def _countdown(count: int, callback: Job) -> Job:
+    """Return a function whose `count`-th call calls `callback`, in the same thread."""
+    remaining = iter(range(count - 1, -1, -1))  # `next` of it is atomic
 
-    def down() -> None:
-        if not next(left):
-            then()
+    def count_down() -> None:
+        if not next(remaining):
+            callback()
 
-    return down
+    return count_down
 
 
-def _cut(count: int, parts: int) -> list[range]:
-    """Return [0, count) as at most `parts` ranges of nearly equal length, none of them empty."""
+def _divide(count: int, parts: int) -> list[range]:
+    """Divide [0, count) into at most `parts` ranges of nearly equal length, none of them empty."""
     parts = min(count, parts)
     edges = [count * i // parts for i in range(parts + 1)] if parts else []
     return [range(a, b) for a, b in pairwise(edges)]

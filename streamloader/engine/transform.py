@@ -1,4 +1,4 @@
-"""The caller's transform, a sample at a time, in this process or in processes behind the one engine."""
+"""Calls the user's transform, sample by sample, in this process or in other processes."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ Sample = dict[str, Any]
 
 
 class Tensors(NamedTuple):
-    """What the engine asks of a framework about its tensors, which it does not know itself.
+    """How to handle the tensors of a framework, which the engine does not import.
 
-    `stack(field, values, sample numbers)` returns the values as one column, or None where they are no tensors.
+    `stack(field, values, sample_numbers)` returns the values as one column, or None if they are not tensors.
     `reducer`, "module:function", is the `reducer_override` of a `pickle.Pickler` that sends tensors by value; it is
     loaded in processes that have imported `package`.
     """
@@ -39,29 +39,29 @@ class Tensors(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class HeldTransform:
-    """A transform as its owner holds it.
+    """Holds a transform for its owner.
 
-    Threads refer to this weakly: the transform may be a method of what owns the dataset, which they would keep alive.
+    Threads have a weak reference to this: the transform may be a method of the object that owns the dataset.
     """
 
     call: Transform
 
 
 class RngKey(NamedTuple):
-    """What a sample's random numbers are keyed by, so that augmentation repeats exactly at any world size."""
+    """The key of a sample's random numbers: augmentation is the same at any world size."""
 
     seed: int
     epoch: int
     position: int
 
     def rng(self) -> np.random.Generator:
-        """Return the generator: Philox, keyed by (seed, epoch), its counter started at the position."""
-        key = np.array([self.seed, self.epoch], np.uint64)  # numpy would make floats of a list with large numbers
+        """Return a Philox generator with the key (seed, epoch) and a counter that starts at the position."""
+        key = np.array([self.seed, self.epoch], np.uint64)  # numpy would convert a list of large integers to floats
         return np.random.Generator(np.random.Philox(key=key, counter=np.array([0, 0, 0, self.position], np.uint64)))
 
 
 def takes_rng(transform: Transform) -> bool:
-    """Return whether the transform has a second positional argument, which then gets the generator."""
+    """Return whether the transform has a second positional argument, which gets the random generator."""
     try:
         parameters = inspect.signature(transform).parameters.values()
     except (TypeError, ValueError):
@@ -76,8 +76,8 @@ def apply(
 ) -> list[Sample]:
     """Return the transformed samples.
 
-    Raises `TransformError`, naming the sample, for whatever the transform raises, also SystemExit: it is not the
-    thread's, or the process's, that runs it.
+    Raises `TransformError`, which names the sample, for any exception of the transform. This includes SystemExit,
+    which must not end the thread or process that runs the transform.
     """
     out = []
     for sample, key, number in zip(samples, keys, numbers, strict=True):
@@ -94,9 +94,9 @@ def apply(
 
 
 def collate(samples: Sequence[Sample], numbers: Sequence[int], tensors: Tensors | None = None) -> dict[str, Any]:
-    """Return samples as batch columns: arrays, tensors and numbers stacked, others as lists.
+    """Return samples as batch columns: arrays, tensors and numbers are stacked, other values become lists.
 
-    `numbers` are those of the samples. Raises `TransformError`, which names field and sample where that is known.
+    `numbers`: the sample numbers. Raises `TransformError`, which names the field and, if known, the sample.
     """
     names = list(samples[0]) if samples else []
     for sample, number in zip(samples, numbers, strict=True):
@@ -126,10 +126,8 @@ def _stack(name: str, values: list[Any], numbers: Sequence[int]) -> Any:
         try:
             arrays.append(np.asarray(value))
         except BaseException as error:
-            problem = (
-                f"the transform returned {type(value).__name__} as {name!r} of sample {number}, which is not an array"
-            )
-            problem += f" ({type(error).__name__}: {message(error)})"
+            problem = f"the transform returned {type(value).__name__} as {name!r} of sample {number}"
+            problem += f", which is not an array ({type(error).__name__}: {message(error)})"
             raise TransformError(problem, "return arrays, tensors or numbers, or a list") from error
     if arrays[0].dtype == object and not isinstance(values[0], np.ndarray):
         return values
@@ -140,7 +138,7 @@ def _stack(name: str, values: list[Any], numbers: Sequence[int]) -> Any:
 
 
 def _check_dtype(name: str, dtype: np.dtype[Any], number: int) -> None:
-    """Raise `TransformError` for a dtype that no tensor has."""
+    """Raise `TransformError` for a dtype that torch does not have."""
     if (dtype.kind in "biuf" and dtype.itemsize <= 8) or (dtype.kind == "c" and dtype.itemsize <= 16):
         return
     kinds = {"M": "value.astype('int64')", "m": "value.astype('int64')", "f": "value.astype('float64')"}
@@ -150,7 +148,7 @@ def _check_dtype(name: str, dtype: np.dtype[Any], number: int) -> None:
 
 
 def check_shapes(name: str, values: Sequence[Any]) -> None:
-    """Raise `TransformError` where arrays or tensors of a field have several shapes."""
+    """Raise `TransformError` if the arrays or tensors of a field differ in shape."""
     shapes = {tuple(value.shape) for value in values}
     if len(shapes) > 1:
         shown = ", ".join(map(str, sorted(shapes)[:3]))
@@ -158,7 +156,7 @@ def check_shapes(name: str, values: Sequence[Any]) -> None:
 
 
 class TransformProcess:
-    """One process that applies a transform; it ends by itself once its parent is gone, however that went."""
+    """A process that applies a transform. It ends when its parent ends, even by SIGKILL."""
 
     def __init__(self, transform: Transform, tensors: Tensors | None = None) -> None:
         context = multiprocessing.get_context("spawn")
@@ -179,7 +177,7 @@ class TransformProcess:
         theirs.close()
 
     def run(self, samples: Sequence[Sample], keys: Sequence[RngKey], numbers: Sequence[int]) -> list[Sample]:
-        """Return the transformed samples. Raises `TransformError`, or `EngineError` where the process died."""
+        """Return the transformed samples. Raises `TransformError`, or `EngineError` if the process died."""
         try:
             self._pipe.send((samples, keys, numbers))
             response = self._pipe.recv_bytes()
@@ -199,9 +197,9 @@ class TransformProcess:
         return list(result)
 
     def close(self) -> None:
-        """Shut the pipe down; the process ends after the job it is in. A thread in `run` gets an error.
+        """Shut the pipe down: the process ends after its current job, and a thread in `run` gets an error.
 
-        The pipe itself is closed with this object: a thread may still use its number.
+        The descriptor stays open until this object is deleted, since a thread may still use it.
         """
         with socket.fromfd(self._pipe.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as pipe, suppress(OSError):
             pipe.shutdown(socket.SHUT_RDWR)
@@ -220,8 +218,8 @@ def _serve(pipe: Connection, transform: Transform, tensors: tuple[str, str]) -> 
             response = _dump(done, reduce=resolve_name(reducer) if package in sys.modules else None)
         except TransformError as error:
             response = _dump(error, _portable(error.__cause__))
-        except BaseException as error:  # noqa: BLE001 - whatever pickling raises, the parent gets it
-            problem = f"what the transform returned for one of {list(numbers)[:4]}... cannot be sent between processes"
+        except BaseException as error:  # noqa: BLE001 - the parent gets any error of pickling
+            problem = f"the result of the transform for one of {list(numbers)[:4]}... cannot be sent between processes"
             remedy = "return arrays, tensors, numbers, bytes, str and lists of them, or use transform_workers=0"
             problem += f" ({type(error).__name__}: {message(error)})"
             response = _dump(TransformError(problem, remedy), _portable(error))
@@ -236,7 +234,7 @@ class _Pickler(pickle.Pickler):
 
 
 def _dump(result: Any, cause: BaseException | None = None, reduce: Callable[[Any], Any] | None = None) -> bytes:
-    """Pickle a response by value: multiprocessing would send each tensor as a file in shared memory."""
+    """Pickle a response by value: multiprocessing would put each tensor into a file in shared memory."""
     out = io.BytesIO()
     pickler = _Pickler(out, pickle.HIGHEST_PROTOCOL)
     if reduce is not None:
@@ -246,11 +244,11 @@ def _dump(result: Any, cause: BaseException | None = None, reduce: Callable[[Any
 
 
 def _portable(cause: BaseException | None) -> BaseException:
-    """Return the exception as another process can load it, with its traceback as a note."""
+    """Return a copy of the exception that another process can load, with its traceback as a note."""
     text = "".join(traceback.format_exception(cause))
     try:
-        found: BaseException = pickle.loads(pickle.dumps(cause))
-    except Exception:  # noqa: BLE001 - whatever a class of the user's does when it is pickled
-        found = RuntimeError(f"{type(cause).__name__}: {message(cause)}")
-    found.add_note(f"in the transform process:\n{text}")
-    return found
+        copy: BaseException = pickle.loads(pickle.dumps(cause))
+    except Exception:  # noqa: BLE001 - a class of the user may raise anything when it is pickled
+        copy = RuntimeError(f"{type(cause).__name__}: {message(cause)}")
+    copy.add_note(f"in the transform process:\n{text}")
+    return copy

@@ -294,6 +294,14 @@ class ImageDecoder:
         except Exception as error:
             raise self._error(sample, data, error) from error
 
+    def scratch_bytes(self, data: memoryview, shape: tuple[int, int, int]) -> int:
+        """Return the bytes that decoding to `shape` takes at most beside the result, without `Decode(size=)`.
+
+        A progressive JPEG takes coefficients of 2 bytes; Pillow an image and a converted copy of 4 bytes a pixel each,
+        and these as bytes, in pieces and joined.
+        """
+        return shape[0] * shape[1] * (6 if self.fast and data[:3] == _JPEG_MAGIC else 8 + 2 * shape[2])
+
     def decode(
         self, data: memoryview, sample: int, out: NDArray[Any] | None = None, numbers: Sequence[float] | None = None
     ) -> NDArray[Any]:

@@ -1,1 +1,1 @@
-"""PyTorch's side: datasets, mixtures, ranks, workers, tensors."""
+"""The torch part: datasets, mixtures, ranks, workers, tensors."""

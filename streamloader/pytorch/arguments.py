@@ -1,4 +1,4 @@
-"""The arguments of `StreamingDataset` and `Mixture`: checked, and filled in from the manifest of a dataset."""
+"""Checks the arguments of `StreamingDataset` and `Mixture`, and derives their defaults from the manifest."""
 
 from __future__ import annotations
 
@@ -26,23 +26,21 @@ from streamloader.stats import BatchReport
 from streamloader.storage import open_store
 from streamloader.storage.store import Store
 
-if TYPE_CHECKING:  # what few datasets need is imported where they need it
+if TYPE_CHECKING:  # imported when a dataset needs it
     from streamloader.images.decode import ImageDecoder
     from streamloader.order.selection import Condition, Selection
 
 PackChoice = None | Mapping[str, "Pack | int"]
-# by epoch, the numbers of steps: {3: range(100, 120)}
+# step numbers by epoch: {3: range(100, 120)}
 StepChoice = None | Mapping[int, Iterable[int]]
 DecodeChoice = None | bool | str | Decode | Mapping[str, "Decode | str | bool"]
-
-
-# a condition, a slice of samples, a mask with a bool for each, or their numbers; also as a tensor
+# a condition, a slice, a mask with a bool per sample, or sample numbers; masks and numbers may be tensors
 WhereChoice = None | str | slice | Sequence[bool] | Sequence[int] | np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """A dataset of a mixture: `url` and `storage_options` for fsspec, `split` and `where` as for a dataset alone."""
+    """A dataset of a mixture. The arguments are those of `StreamingDataset`."""
 
     url: str | os.PathLike[str]
     split: str | None = None
@@ -54,7 +52,7 @@ class Source:
 class Arguments:
     """The arguments that `StreamingDataset` and `Mixture` share, except those of the order; see `StreamingDataset`.
 
-    Raises `UsageError` for what is wrong whatever the dataset is.
+    Raises `BatchError` and `UsageError` for values that are invalid for any dataset.
     """
 
     batch_size: int | None
@@ -94,7 +92,7 @@ class Arguments:
 
 
 def read_shuffle(shuffle: object) -> Shuffle:
-    """Return what a value of `shuffle=` overrides of the order. Raises `UsageError` for no bool and no `Shuffle`."""
+    """Return `shuffle=` as a `Shuffle`. Raises `UsageError` unless it is a bool or a `Shuffle`."""
     if isinstance(shuffle, Shuffle):
         return shuffle
     if isinstance(shuffle, bool):
@@ -105,20 +103,20 @@ def read_shuffle(shuffle: object) -> Shuffle:
 
 
 def open_dataset(source: Source, where: Any, fields: Sequence[str] | None, columns: Sequence[str] = ()) -> Dataset:
-    """Open a dataset with the samples that `where`, as `read_where` returned it, selects.
+    """Open a dataset with the samples that `where`, a result of `read_where`, selects.
 
-    `columns`: those of batches beside the fields.
+    `columns`: the names of the batch's columns other than fields.
     """
     manifest, store, _ = open_root(open_store(source.url, source.storage_options), source.split)
     names = choose_fields(manifest, fields, columns)
     return Dataset(store, manifest, names, choose_selection(where, manifest, store))
 
 
-def choose_fields(manifest: Manifest, wanted: Sequence[str] | None, columns: Sequence[str]) -> tuple[str, ...]:
-    """Return the fields to fetch. Raises `FieldError` for an unknown one, or a name that a column of the batch has."""
-    if isinstance(wanted, str):
-        raise FieldError(f"fields={wanted!r}", f"give a list: fields=[{wanted!r}]")
-    names = tuple(manifest.fields) if wanted is None else tuple(wanted)
+def choose_fields(manifest: Manifest, fields: Sequence[str] | None, columns: Sequence[str]) -> tuple[str, ...]:
+    """Return the fields to fetch. Raises `FieldError` for an unknown field, or one with the name of a batch column."""
+    if isinstance(fields, str):
+        raise FieldError(f"fields={fields!r}", f"give a list: fields=[{fields!r}]")
+    names = tuple(manifest.fields if fields is None else fields)
     for name in names:
         if name not in manifest.fields:
             raise FieldError(f"there is no field {name!r}", f"choose from {', '.join(manifest.fields)}")
@@ -128,12 +126,12 @@ def choose_fields(manifest: Manifest, wanted: Sequence[str] | None, columns: Seq
     for name in names:
         if name in taken:
             remedy = "leave the field out with fields=, or choose with_index=False or another remainder"
-            raise FieldError(f"the dataset has a field {name!r}, and the batch a column of that name", remedy)
+            raise FieldError(f"the dataset has a field {name!r}, and the batch has a column of that name", remedy)
     return names
 
 
 def choose_decoders(fields: Mapping[str, Field], choice: DecodeChoice) -> dict[str, ImageDecoder]:
-    """Return the decoder of each image field. Raises `FieldError` where there is nothing to decode."""
+    """Return the decoder of each image field. Raises `FieldError` if there is nothing to decode."""
     if choice is None or choice is False:
         return {}
     from streamloader.images.decode import ENCODINGS, ImageDecoder
@@ -152,16 +150,16 @@ def choose_decoders(fields: Mapping[str, Field], choice: DecodeChoice) -> dict[s
 
 
 def choose_layouts(decoders: Mapping[str, ImageDecoder], *, transformed: bool) -> frozenset[str]:
-    """Return the image fields of which tensors have the channels first.
+    """Return the image fields whose tensors are channels first.
 
-    Raises `UsageError` where that is asked for of images that a transform gets and returns as it likes.
+    Raises `UsageError` if `layout='CHW'` is combined with a transform, which determines the layout itself.
     """
     if not transformed:
         return frozenset(name for name, decoder in decoders.items() if decoder.options.channels_first)
     for name, decoder in decoders.items():
         if decoder.options.layout == "CHW":
             problem = f"Decode(layout='CHW') of {name!r} with a transform, which gets height x width x channels"
-            raise UsageError(problem, "leave layout out, and let the transform return image.transpose(2, 0, 1)")
+            raise UsageError(problem, "omit layout, and let the transform return image.transpose(2, 0, 1)")
     return frozenset()
 
 
@@ -172,10 +170,10 @@ def _decode_options(value: Decode | str | bool) -> Decode:
 
 
 def choose_order(manifest: Manifest, config: Shuffle, selection: Selection | None) -> OrderParams:
-    """Return the manifest's order, with what `Shuffle` overrides. Raises `UsageError` for a block that cuts chunks.
+    """Return the manifest's order with the overrides of `Shuffle`. Raises `UsageError` for a block that cuts chunks.
 
-    A selection is cut like a dataset of its size: a block of it takes about the bytes of a block of the dataset, or
-    less where it is small, and its lanes and window follow from that.
+    A selection gets the order of a dataset of its size. Its blocks have about the bytes of the dataset's blocks, or
+    fewer if it is small; lanes and window follow from that.
     """
     pinned = manifest.order if selection is None else _order_of(manifest, selection, config.block)
     block = config.block or pinned.block
@@ -185,44 +183,44 @@ def choose_order(manifest: Manifest, config: Shuffle, selection: Selection | Non
 
 
 def check_block(manifest: Manifest, block: int, selection: Selection | None) -> None:
-    """Raise `UsageError` for a block that cuts chunks; samples of a selection begin anywhere in a chunk."""
+    """Raise `UsageError` for a block that cuts chunks. Any block is valid with a selection."""
     chunk = largest_chunk(manifest)
     if selection is None and block % chunk:
         raise UsageError(f"Shuffle(block={block}) cuts chunks of {chunk} samples", f"give a multiple of {chunk}")
 
 
 def largest_chunk(manifest: Manifest) -> int:
-    """Return the samples of the largest chunk over the bulk fields; 1 where all fields are resident."""
+    """Return the number of samples in the largest chunk of the streamed fields, 1 if all fields are resident."""
     return max((layout.chunk for layout in manifest.fields.values() if not layout.resident), default=1)
 
 
 def _order_of(manifest: Manifest, selection: Selection, block: int | None) -> OrderPin:
-    """The order of the selected samples, in blocks of so many of them (None: as suits how dense they lie)."""
+    """Return the order of the selected samples, in blocks of `block` of them (None: depends on their density)."""
     count, chunk = len(selection), largest_chunk(manifest)
     if block is None:
-        touched = selection.samples // chunk
-        each = count / (1 + np.count_nonzero(touched[1:] != touched[:-1]))  # selected samples of a chunk
-        usual = nearest_power(each * manifest.order.block / chunk)
-        block = max(nearest_power(each), min(usual, next_power(count) // BLOCKS))
+        chunks = selection.samples // chunk
+        chunk_samples = count / (1 + np.count_nonzero(chunks[1:] != chunks[:-1]))  # selected ones, on average
+        block_samples = nearest_power(chunk_samples * manifest.order.block / chunk)
+        block = max(nearest_power(chunk_samples), min(block_samples, next_power(count) // BLOCKS))
     decoded = sum(layout.nbytes for layout in manifest.fields.values()) * count // manifest.num_samples
-    found = order_pin(count, block, decoded)
-    return replace(found, lanes=min(found.lanes, manifest.order.lanes))
+    order = order_pin(count, block, decoded)
+    return replace(order, lanes=min(order.lanes, manifest.order.lanes))
 
 
 def check_share(share: Part) -> None:
-    """Raise `BatchError` where the last, incomplete step is the only one, and is to be dropped."""
+    """Raise `BatchError` if `remainder='drop'` drops the only step."""
     if share.remainder == "drop" and share.num_samples and not share.global_steps(0):
-        step = f"{share.world.size} consumers with batch_size={share.batch} take {share.global_batch} samples at once"
+        step = f"{share.world.size} consumers with batch_size={share.batch} take {share.global_batch} samples per step"
         problem = f"{step}, the dataset has {share.num_samples}, and remainder='drop' leaves nothing"
         raise BatchError(problem, "give a smaller batch_size, or another remainder")
 
 
-# bytes of condition columns and their intermediate results at once, however many samples there are
+# A condition is evaluated in pieces of this many bytes of columns and intermediate results.
 PIECE_BYTES = 32 << 20
 
 
 def read_where(where: WhereChoice) -> Any:
-    """Return a condition parsed, anything else unchanged. Raises `SelectionError` for an invalid condition."""
+    """Parse a condition; return other values unchanged. Raises `SelectionError` for an invalid condition."""
     if not isinstance(where, str):
         return where
     from streamloader.order.selection import Condition
@@ -231,11 +229,11 @@ def read_where(where: WhereChoice) -> Any:
 
 
 def choose_selection(where: Any, manifest: Manifest, store: Store) -> Selection | None:
-    """Return the samples that are chosen by what `read_where` returned; None for all.
+    """Return the selection of `where`, a result of `read_where`; None for all samples.
 
-    A condition reads the fields that it names, each of one number a sample, a piece at a time; class names in it are
-    those of the manifest. Raises `SelectionError` for a field that is not there or holds no such numbers, before
-    anything is read, and for what selects nothing.
+    A condition reads its fields, which have one number per sample, in pieces; its class names are those of the
+    manifest. Raises `SelectionError` for an unknown or unsuitable field, before anything is read, and for an empty
+    selection.
     """
     if where is None:
         return None
@@ -245,10 +243,10 @@ def choose_selection(where: Any, manifest: Manifest, store: Store) -> Selection 
         return Selection.of(where, manifest.num_samples)
     usable = [name for name, layout in manifest.fields.items() if layout.field.fixed and not layout.field.shape]
     for name in sorted(where.fields - set(usable)):
-        found = f"is {manifest.fields[name].field}" if name in manifest.fields else "is not a field"
-        is_class = any(name in one for one in manifest.classes.values())
-        remedy = f"fields of one number a sample are {', '.join(usable) or 'none'}; or give a mask or indexes"
-        problem = f"where={where.text!r} asks for {name!r}, which {found}"
+        description = f"is {manifest.fields[name].field}" if name in manifest.fields else "is not a field"
+        is_class = any(name in classes for classes in manifest.classes.values())
+        remedy = f"fields with one number per sample are {', '.join(usable) or 'none'}; or give a mask or indexes"
+        problem = f"where={where.text!r} uses {name!r}, which {description}"
         raise SelectionError(problem, f"write the class as '{name}' in quotes; {remedy}" if is_class else remedy)
     where = where.with_classes(manifest.classes)
     readers = {name: FieldReader(store, manifest, name) for name in where.fields}
@@ -256,8 +254,8 @@ def choose_selection(where: Any, manifest: Manifest, store: Store) -> Selection 
 
 
 def _matching(where: Condition, readers: Mapping[str, FieldReader], count: int) -> NDArray[np.int64]:
-    """Return the numbers of the samples that match. Keeps one bit a sample until their number is known."""
-    # a column as stored, once more with 64 bits, and intermediate results
+    """Return the numbers of the samples that match. Keeps one bit per sample until their count is known."""
+    # a column as stored, with 64 bits, and intermediate results
     sample_bytes = sum(reader.layout.field.item_bytes + 8 for reader in readers.values()) + 16
     piece = max(1, PIECE_BYTES // sample_bytes)
     bits, total = [], 0
@@ -267,22 +265,22 @@ def _matching(where: Condition, readers: Mapping[str, FieldReader], count: int) 
         mask = where.mask(columns)
         bits.append(np.packbits(mask))
         total += int(np.count_nonzero(mask))
-    found = np.empty(total, np.int64)
+    samples = np.empty(total, np.int64)
     total = 0
-    for start, some in zip(range(0, count, piece), bits, strict=True):
-        part = np.flatnonzero(np.unpackbits(some, count=min(piece, count - start)))
-        np.add(part, start, out=found[total : total + part.size])
-        total += part.size
-    return found
+    for start, packed in zip(range(0, count, piece), bits, strict=True):
+        matches = np.flatnonzero(np.unpackbits(packed, count=min(piece, count - start)))
+        np.add(matches, start, out=samples[total : total + matches.size])
+        total += matches.size
+    return samples
 
 
 def choose_packs(
     fields: Mapping[str, Field], choice: PackChoice, *, batch_size: int | None, transformed: bool
 ) -> dict[str, Pack]:
-    """Return how each field that `choice` names is packed; a number is the length of the rows.
+    """Return a `Pack` for each field of `choice`, in which an int is the length of the rows.
 
-    Raises `UsageError` where batches cannot be packed, or for a length below 1, and `FieldError` for a field that is
-    not fetched, that holds no plain sequences of numbers, or whose dtype does not hold the padding.
+    Raises `UsageError` if batches cannot be packed, or for a length below 1, and `FieldError` for a field that is not
+    fetched, is not a sequence of numbers, or whose dtype cannot represent the padding.
     """
     choice = {} if choice is None else choice
     if not isinstance(choice, Mapping):
@@ -297,8 +295,8 @@ def choose_packs(
 def _pack(name: str, field: Field | None, config: Pack | int) -> Pack:
     pack = config if isinstance(config, Pack) else Pack(config)
     if field is None or field.kind != "ragged" or field.shape:
-        found = "is not a fetched field" if field is None else f"is {field}"
-        raise FieldError(f"pack names {name!r}, which {found}", "name a field of documents, like ragged:int32")
+        description = "is not a fetched field" if field is None else f"is {field}"
+        raise FieldError(f"pack names {name!r}, which {description}", "name a field of documents, like ragged:int32")
     if not _holds(np.dtype(field.dtype), pack.pad):
         raise FieldError(f"pack fills {name!r} with {pack.pad}, which is not {field.dtype}", "give another Pack(pad=)")
     return pack
@@ -313,25 +311,25 @@ def _holds(dtype: np.dtype[Any], pad: int | float) -> bool:
 
 
 def read_steps(name: str, choice: StepChoice) -> dict[int, tuple[int, ...]]:
-    """Return the steps of each epoch, ascending. Raises `UsageError` for what is not a number of an epoch or step."""
+    """Return the steps of each epoch, ascending. Raises `UsageError` for an invalid number of an epoch or step."""
     if choice is None:
         return {}
     if not isinstance(choice, Mapping):
         raise UsageError(f"{name}={choice!r:.60}", f"give steps by epoch: {name}={{0: range(100, 120)}}")
-    found: dict[int, tuple[int, ...]] = {}
+    steps_by_epoch: dict[int, tuple[int, ...]] = {}
     for epoch, steps in choice.items():
         numbers = list(steps) if isinstance(steps, Iterable) else [None]
-        if not all(is_whole(one, 0) for one in (epoch, *numbers)):
+        if not all(is_whole(number, 0) for number in (epoch, *numbers)):
             raise UsageError(f"{name}={{{epoch!r}: {steps!r:.60}}}", "give whole numbers of at least 0")
-        found[epoch] = tuple(sorted(set(numbers)))
-    return found
+        steps_by_epoch[epoch] = tuple(sorted(set(numbers)))
+    return steps_by_epoch
 
 
 def choose_gaps(skips: Mapping[int, Sequence[int]], start: RunState, share: Part) -> Gaps:
-    """Return where the steps to leave out lie, from the epoch of `start` on.
+    """Return the positions of the steps to skip, from the epoch of `start` on.
 
-    Raises `UsageError` for a step that the epoch does not have, for an epoch of which nothing is left, and where
-    several DataLoader workers read: each batch of theirs is a part of several steps.
+    Raises `UsageError` for a step that the epoch does not have, for an epoch without other steps, and with several
+    DataLoader workers, since each of their batches is a part of several steps.
     """
     if skips and start.workers > 1:
         remedy = "use num_workers=0; transform_workers= runs slow transforms"
@@ -341,16 +339,16 @@ def choose_gaps(skips: Mapping[int, Sequence[int]], start: RunState, share: Part
         offset = start.position % share.global_batch if epoch == start.epoch else 0
         count, last = share.global_steps(offset), skips[epoch][-1]
         if last >= count:
-            raise UsageError(f"skip_steps names step {last} of epoch {epoch}, which has {count}", "leave it out")
+            raise UsageError(f"skip_steps names step {last} of epoch {epoch}, which has {count} steps", "leave it out")
         if len(skips[epoch]) == count:
             raise UsageError(f"skip_steps leaves nothing of epoch {epoch}", f"begin with epoch {epoch + 1}: set_epoch")
         gaps += Gaps.of_steps(epoch, skips[epoch], offset, share.global_batch)
     return gaps
 
 
-def only(steps: Sequence[int], epoch: int, offset: int, share: Part) -> Gaps:
-    """Return what is left out where only these steps of an epoch are wanted. Raises `UsageError` for one not there."""
+def gaps_around(steps: Sequence[int], epoch: int, offset: int, share: Part) -> Gaps:
+    """Return the positions of all other steps of an epoch. Raises `UsageError` for a step that it does not have."""
     count = share.global_steps(offset)
     if not steps or steps[-1] >= count:
-        raise UsageError(f"steps {list(steps)[-3:]} of epoch {epoch}, which has {count}", "name some of those")
+        raise UsageError(f"steps {list(steps)[-3:]} of epoch {epoch}, which has {count} steps", "give other steps")
     return Gaps.of_all_but(epoch, steps, count, offset, share.global_batch)

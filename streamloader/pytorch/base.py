@@ -1,4 +1,4 @@
-"""What `StreamingDataset` and `Mixture` share: passes, epochs and states of an `IterableDataset`."""
+"""The base of `StreamingDataset` and `Mixture`: passes, epochs and states of an `IterableDataset`."""
 
 from __future__ import annotations
 
@@ -29,19 +29,22 @@ from streamloader.order.state import NO_GAPS, ORDER_NAMES, Gaps, RunState, Sourc
 from streamloader.pytorch import arguments, distributed
 from streamloader.pytorch.arguments import Arguments, Source
 from streamloader.pytorch.distributed import SharedEpochs, WorldChoice, in_worker, resolve_world, worker
-from streamloader.pytorch.tensors import TENSORS, Shape, to_samples, to_tensors
+from streamloader.pytorch.tensors import TENSORS, BatchFormat, to_samples, to_tensors
 from streamloader.stats import BatchReport, Stats
 from streamloader.storage.process import cpu_count, wait_for
 
 if TYPE_CHECKING:
     from streamloader.order.mixture import EpochShare
 
-# A pass that yields samples still runs in batches, so that the engine's work stays per batch.
+# A pass that yields single samples still loads batches of this size, since the engine's work is per batch.
 SAMPLES_AT_ONCE = 64
 
 
 class Position(NamedTuple):
-    """Where a consumer begins: its share, of its own world (rule 10), and the state of the pass."""
+    """Where a consumer begins: its share, and the state of the pass.
+
+    DataLoader workers are consumers like ranks. `ahead`: the number of steps by which this one is ahead of the state.
+    """
 
     share: EpochShare
     start: RunState
@@ -49,58 +52,56 @@ class Position(NamedTuple):
     gaps: Gaps = NO_GAPS
 
     def position(self, steps: int) -> int:
-        """The global position of this consumer's next step after `steps` of them."""
+        """Return the global position of this consumer's next step, after `steps` steps."""
         begin = self.start.position + self.ahead * self.share.global_batch
         return self.gaps.walk(self.start.epoch, begin, steps, self.share.global_batch)
 
     def cursor(self, steps: int) -> RunState:
-        """The state after `steps` steps of this consumer; the worker of this number resumes there."""
-        place = self.position(steps)
-        if self.ahead and self.share.global_steps(place):
-            place -= self.ahead * self.share.global_batch
-        found = self.start.moved(place, self.share, self.gaps)
+        """Return the state after `steps` steps of this consumer; with workers, only this worker resumes there."""
+        position = self.position(steps)
+        if self.ahead and self.share.global_steps(position):
+            position -= self.ahead * self.share.global_batch
+        state = self.start.moved(position, self.share, self.gaps)
         if self.start.workers == 1:
-            return found
+            return state
         ranks = self.share.world.size // self.start.workers
-        return replace(found, inside=True, ranks=ranks, batch=self.share.batch)
+        return replace(state, inside=True, ranks=ranks, batch=self.share.batch)
 
 
 class SharedIterator(Iterator[dict[str, Any]]):
     """An iterator that several threads may share: each item goes to one of them."""
 
     def __init__(self) -> None:
-        self._turn = threading.RLock()
+        self._lock = threading.RLock()
 
     def __next__(self) -> dict[str, Any]:
-        """Return the next batch or sample. Raises the error that belongs there."""
-        wait_for(lambda seconds: self._turn.acquire(timeout=seconds))
+        """Return the next batch or sample. Raises its error."""
+        wait_for(lambda seconds: self._lock.acquire(timeout=seconds))
         try:
             return self._take()
         finally:
-            self._turn.release()
+            self._lock.release()
 
     def _take(self) -> dict[str, Any]:
         raise NotImplementedError
 
 
 class Pass(SharedIterator):
-    """Yields batches, or samples, and tells the dataset what was handed out. Dropping it ends its threads.
+    """Yields batches or samples, and reports them to the dataset. Deleting the pass ends its threads.
 
-    `dataset` returns the dataset whose place this pass moves, or None.
+    `dataset` returns the dataset whose position this pass advances, or None.
     """
 
     def __init__(
-        self, pipeline: Pipeline, begin: Position, dataset: Callable[[], Streamed | None], shape: Shape
+        self, pipeline: Pipeline, begin: Position, dataset: Callable[[], BaseDataset | None], form: BatchFormat
     ) -> None:
         super().__init__()
         self._begin = begin
-        self._epoch = begin.start.epoch
         self._dataset = dataset
-        self._shape = shape
+        self._format = form
         self._steps = 0
-        self._steps_before = self._epoch * begin.share.num_steps(0)
         self._waiting: deque[dict[str, Any]] = deque()
-        self._pipeline: Pipeline | None = pipeline  # None once ended: who keeps this pass keeps no memory with it
+        self._pipeline: Pipeline | None = pipeline  # None once ended, so that a reference to this pass keeps no memory
         self._reported = time.perf_counter()
 
     def _take(self) -> dict[str, Any]:
@@ -111,12 +112,12 @@ class Pass(SharedIterator):
             asked = time.perf_counter()
             batch = next(pipeline, None)
             if batch is None:
-                if pipeline.completed:  # and not after an error
+                if pipeline.completed:  # not after an error
                     self._complete_once()
                 raise StopIteration
             self._waiting.extend(self._converted(batch))
             self._report(len(batch.plan.samples), asked)
-        # Whoever knows the number of batches does not ask for one more: the pass is over with its last one.
+        # A caller that knows the number of batches does not ask for one more, so the last batch completes the pass.
         if len(self._waiting) == 1 and not self._begin.share.global_steps(self._begin.position(self._steps + 1)):
             next(pipeline, None)
         self._steps += 1
@@ -127,16 +128,16 @@ class Pass(SharedIterator):
         return self._waiting.popleft()
 
     def end(self) -> None:
-        """End the threads of this pass; asking it for more is an error from now on."""
+        """End the threads of this pass; `next` raises from now on."""
         pipeline, self._pipeline = self._pipeline, None
         if pipeline is not None:
             pipeline.close()
 
     def _converted(self, batch: Batch) -> list[dict[str, Any]]:
         try:
-            return list(to_samples(batch, self._shape)) if self._shape.samples else [to_tensors(batch, self._shape)]
+            return list(to_samples(batch, self._format)) if self._format.samples else [to_tensors(batch, self._format)]
         except BaseException:
-            self.end()  # this batch is lost: a later one must not come in its place
+            self.end()  # this batch is lost, and a later one must not take its place
             raise
 
     def _report(self, samples: int, asked: float) -> None:
@@ -144,11 +145,11 @@ class Pass(SharedIterator):
         if dataset is None or dataset._options.on_batch is None:
             return
         before, self._reported = self._reported, time.perf_counter()
-        share = self._begin.share
+        share, epoch = self._begin.share, self._begin.start.epoch
         dataset._options.on_batch(
             BatchReport(
-                epoch=self._epoch,
-                step=self._steps_before + self._begin.position(self._steps) // share.global_batch,
+                epoch=epoch,
+                step=epoch * share.num_steps(0) + self._begin.position(self._steps) // share.global_batch,
                 samples=samples,
                 wait_seconds=self._reported - asked,
                 seconds=self._reported - before,
@@ -159,53 +160,52 @@ class Pass(SharedIterator):
     def _complete_once(self) -> None:
         dataset, self._dataset = self._dataset(), _no_dataset
         if dataset is not None:
-            dataset._complete(self._epoch)
+            dataset._complete(self._begin.start.epoch)
 
 
 def _no_dataset() -> None:
-    """What a pass has that moves no dataset's place, or not any more."""
+    """The `dataset` of a pass that does not advance a position, or no longer."""
 
 
 def warn_of_lanes(size: int, before: tuple[int, ...], after: tuple[int, ...]) -> None:
-    """Warn that a run on more ranks than lanes takes more lanes, and what pins them."""
-    pinned, taken = (", ".join(map(str, sorted(set(lanes)))) for lanes in (before, after))
+    """Warn that a run has more lanes than the dataset, since it has more ranks than lanes."""
+    pinned, used = (", ".join(map(str, sorted(set(lanes)))) for lanes in (before, after))
     warnings.warn(
-        f"{size} ranks are more than the dataset's {pinned} lanes: this run takes {taken}, so that fewer ranks read "
-        "the same block, and its states keep that at any number of ranks; "
+        f"{size} ranks are more than the dataset's {pinned} lanes: this run uses {used} lanes, so that fewer ranks "
+        "read the same block, and its states keep them at any number of ranks; "
         f"set shuffle=Shuffle(lanes={max(after)}) to begin other runs in this order",
         stacklevel=3,
     )
 
 
 def warn_of_costs(share: EpochShare, workers: int, repeated: int, *, fresh: bool, shuffle: bool) -> None:
-    """Warn of what this world costs: more ranks than lanes, lanes that are read twice, workers, repeated batches."""
-    again = "the state is within a round of DataLoader workers, and their number, the world or the batch changed"
+    """Warn of repeated batches, of DataLoader workers, and of blocks that several ranks read."""
+    state = "the state is within a round of DataLoader workers, and their number, the world or the batch size changed"
     order = "an epoch has the same samples, but the composition of its batches depends on num_workers"
     remedy = "num_workers=0 is as fast, transform_workers= runs slow transforms"
-    for cost in (
-        f"{again}: {repeated} batches of each rank come again" if repeated else "",
+    for warning in (
+        f"{state}: {repeated} batches of each rank are repeated" if repeated else "",
         f"{workers} DataLoader workers on each rank: {order}; {remedy}" if workers > 1 else "",
         share.describe_rereads(fresh=fresh, shuffle=shuffle),
     ):
-        if cost:
-            warnings.warn(cost, stacklevel=3)
+        if warning:
+            warnings.warn(warning, stacklevel=3)
 
 
 def check_guarded() -> None:
-    """Raise `UsageError` in a process that imports the script of its parent, and so runs it once more."""
+    """Raise `UsageError` if a spawned process iterates while it imports the script of its parent."""
     if getattr(multiprocessing.current_process(), "_inheriting", False):
-        what = "import this script, which iterates a dataset when imported"
-        remedy = "put the code that trains below `if __name__ == '__main__':`"
-        raise UsageError(f"processes of transform_workers= or DataLoader {what}", remedy)
+        problem = "processes of transform_workers= or DataLoader import this script, which iterates a dataset on import"
+        raise UsageError(problem, "put the training code below `if __name__ == '__main__':`")
 
 
 class Steps(SharedIterator):
-    """Yields `steps` batches of a dataset: those of a pass and, where that ends, of the next ones.
+    """Yields `steps` batches of a dataset, from the pass `first` and the passes after it.
 
-    The dataset keeps the pass whose batch is the last one: the next iteration resumes it.
+    The dataset keeps the pass of the last batch, and the next iteration resumes it.
     """
 
-    def __init__(self, dataset: Streamed, first: Pass, steps: int) -> None:
+    def __init__(self, dataset: BaseDataset, first: Pass, steps: int) -> None:
         super().__init__()
         self._dataset = dataset
         self._pass = first
@@ -231,8 +231,8 @@ class Steps(SharedIterator):
         return batch
 
 
-class Streamed(IterableDataset[dict[str, Any]]):
-    """Passes over a dataset or a mixture: what `StreamingDataset` and `Mixture` share.
+class BaseDataset(IterableDataset[dict[str, Any]]):
+    """The base of `StreamingDataset` and `Mixture`: passes over one or several datasets.
 
     `mixture`: the fields of `RunState` that only a mixture has.
     """
@@ -250,7 +250,7 @@ class Streamed(IterableDataset[dict[str, Any]]):
         super().__init__()
         config = arguments.read_shuffle(shuffle)
         conditions = [arguments.read_where(source.where) for source in sources]  # before anything is opened
-        # workers get a copy: generators and views cannot be pickled
+        # workers get a pickled copy, and steps and fields may be generators or views
         self._options = replace(given, skip_steps=None, fields=None)
         self._skips = arguments.read_steps("skip_steps", given.skip_steps)
         self._world = None if world is None else resolve_world(world)
@@ -261,7 +261,7 @@ class Streamed(IterableDataset[dict[str, Any]]):
         packs = arguments.choose_packs(self.fields, given.pack, batch_size=given.batch_size, transformed=transformed)
         memory = None if given.memory is None else parse_size(given.memory, "memory=")
         self._config = LoaderConfig(decoders, packs, given.transform, given.transform_workers, memory)
-        identities = tuple(_identity(one, data, config) for one, data in zip(sources, self._datasets, strict=True))
+        identities = tuple(map(_identity, sources, self._datasets, repeat(config)))
         if len(set(identities)) < len(identities):
             raise MixtureError("the mixture has the same samples of a dataset twice", "name each source once")
         start = RunState(
@@ -274,25 +274,25 @@ class Streamed(IterableDataset[dict[str, Any]]):
         )
         EpochOrder(1, start.sources[0].params, seed, 0)  # raises for a seed that does not fit
         self._numbers = SampleNumbers.of(self._datasets)
-        self._shape = Shape(
+        self._format = BatchFormat(
             samples=given.batch_size is None,
             with_index=given.with_index,
             with_valid=given.remainder == "pad",
             firsts=self._numbers.all_from if mixture else (),
             channels_first=arguments.choose_layouts(decoders, transformed=transformed),
         )
-        self._opened: Engine | None = None
-        self._first = self._start = self._now = start
+        self._cached_engine: Engine | None = None
+        self._first = self._start = self._current = start
         self._loaded = False
         self._epochs = SharedEpochs()
         self._pass: weakref.ref[Pass] | None = None
         self._kept: Pass | None = None  # between two iterations of `steps_per_epoch`
-        self._steps = 0  # handed out since the run began
-        self._begun = (start, 0)  # place and steps at which the present iteration began
+        self._steps = 0  # delivered since the run began
+        self._iteration_start = (start, 0)  # the state and `_steps` at which the current iteration began
 
     @property
     def epoch(self) -> int:
-        """The epoch that the next pass delivers; during one its own, until its last batch was handed out.
+        """The epoch of the current pass until its last batch is delivered, then that of the next pass.
 
         With `steps_per_epoch` it counts iterations; the state has the epoch of the data.
         """
@@ -306,40 +306,40 @@ class Streamed(IterableDataset[dict[str, Any]]):
 
     @property
     def classes(self) -> dict[str, tuple[str, ...]]:
-        """Class names by field: `classes["label"][3]` is the name of label 3. Empty where none were recorded.
+        """Class names by field: `classes["label"][3]` is the name of label 3. Empty if none were recorded.
 
-        Those of a mixture are of the fields for which all sources have the same.
+        A mixture has the fields whose class names are the same in all sources.
         """
-        first, *others = (one.manifest.classes for one in self._datasets)
-        return {name: names for name, names in first.items() if all(one.get(name) == names for one in others)}
+        first, *others = (dataset.manifest.classes for dataset in self._datasets)
+        return {name: names for name, names in first.items() if all(other.get(name) == names for other in others)}
 
     def __len__(self) -> int:
-        """This rank's batches in all of the next epoch (samples with `batch_size=None`).
+        """Return the number of batches of this rank in the next epoch (of samples with `batch_size=None`).
 
-        To a DataLoader with workers, which makes them act as ranks, that is what all of its workers yield.
+        For a DataLoader with workers, which act as ranks, it is the total of all workers.
         """
         world, loader = resolve_world(self._world), distributed.loader_asking_for_length()
         workers = 1 if loader is None else max(1, loader.num_workers)
         if self._options.steps_per_epoch is not None:
             return self._options.steps_per_epoch
-        start = replace(self._from(self.epoch, world, workers), position=0, extra=0, workers=workers)
+        start = replace(self._start_of(self.epoch, world, workers), position=0, extra=0, workers=workers)
         shares = [self._share(start, world.consumer(number, workers)) for number in range(workers)]
         counts = [arguments.choose_gaps(self._skips, start, share).steps(share, start.epoch, 0) for share in shares]
         if loader is None or loader.batch_size is None:
             return sum(counts)
-        # each worker fills batches of its own: of these, and not of samples, the DataLoader divides out the number
+        # each worker fills its own batches; the DataLoader divides this length by its batch size
         size = loader.batch_size if workers > 1 else 1
         return sum(count // size * size if loader.drop_last else -(-count // size) * size for count in counts)
 
     def __getitem__(self, index: Any) -> dict[str, Any]:
-        """Raise `UsageError`: samples come by iteration only."""
+        """Raise `UsageError`: only iteration yields samples."""
         remedy = "read single samples with sl.open(url, split=...)[i], and batches with `for batch in dataset`"
         raise UsageError(f"a {type(self).__name__} has no random access: [{index!r:.40}]", remedy)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """Begin a pass: at the start of the epoch, or at the position of a loaded state. Ends the pass before it.
+        """Begin a pass at the start of the epoch, or at the position of a loaded state. Ends the previous pass.
 
-        With `steps_per_epoch`: resume where the last iteration stopped.
+        With `steps_per_epoch`, resume where the last iteration stopped.
         """
         distributed.check_loader(self._options.batch_size, resolve_world(self._world).size)
         check_guarded()
@@ -347,7 +347,7 @@ class Streamed(IterableDataset[dict[str, Any]]):
         if steps is None:
             return self._begin_pass()
         self._check_no_workers(worker()[1], in_worker())
-        self._begun = self._now, self._steps
+        self._iteration_start = self._current, self._steps
         kept = self._kept if self._kept is not None and self._kept is self._running() else None
         return Steps(self, kept or self._begin_pass(), steps - self._steps % steps)
 
@@ -355,12 +355,12 @@ class Streamed(IterableDataset[dict[str, Any]]):
         rank, (number, count) = resolve_world(self._world), worker()
         self._end_pass()
         if self._options.steps_per_epoch is not None:
-            self._start = self._now
+            self._start = self._current
         start = self._begin(rank, count)
         lanes = self._start.lanes
         start, repeated = start.with_workers(count, rank.size, self._options.batch_size or 1)
-        # DataLoader asks worker 0 first. If `extra` workers of the round have delivered already, worker 0 takes the
-        # part of the next one in turn, and those that have delivered are a round ahead.
+        # DataLoader asks worker 0 first. If `extra` workers have delivered already in this round, worker 0 takes the
+        # part of the next worker in turn, and the parts of the `extra` workers are a round ahead.
         part = (number + start.extra) % count
         share = self._share(start, rank.consumer(part, count))
         arguments.check_share(share)
@@ -369,170 +369,169 @@ class Streamed(IterableDataset[dict[str, Any]]):
         if start.lanes != lanes and (rank.rank, number) == (0, 0):
             warn_of_lanes(rank.size, lanes, start.lanes)
         self._epochs.begin(number, count, start.epoch)
-        self._start = self._now = start
-        # with `steps_per_epoch` this dataset may keep the pass, which then must not keep the dataset
+        self._start = self._current = start
+        # with `steps_per_epoch` this dataset may hold the pass, which then must not hold the dataset
         return self._run(begin, (lambda: self) if self._options.steps_per_epoch is None else weakref.ref(self))
 
     def set_epoch(self, epoch: int) -> None:
-        """Let the next pass deliver this epoch, from its beginning unless it is the present one already.
+        """Let the next pass deliver this epoch from its beginning. Does nothing if it is the current epoch.
 
-        Raises `StateError` where a state was just loaded and says another epoch: frameworks that number their
-        epochs from 0 would lose the place. With `steps_per_epoch` only the present number of iterations is accepted.
+        Raises `StateError` if a state of another epoch was just loaded: frameworks that number epochs from 0 would lose
+        its position. With `steps_per_epoch`, `UsageError` unless `epoch` is the current number of iterations.
         """
         if not is_whole(epoch, 0) or epoch >= 2**63:
             raise UsageError(f"set_epoch({epoch!r})", "give a whole number of at least 0, below 2**63")
-        present = self.epoch
-        if epoch == present:
+        current, steps = self.epoch, self._options.steps_per_epoch
+        if epoch == current:
             return
-        if self._options.steps_per_epoch is not None:
-            problem = (
-                f"set_epoch({epoch}) with steps_per_epoch={self._options.steps_per_epoch} before iteration {present}"
-            )
-            raise UsageError(problem, f"call set_epoch({present}), or leave it out: each iteration resumes the last")
+        if steps is not None:
+            problem = f"set_epoch({epoch}) with steps_per_epoch={steps} before iteration {current}"
+            raise UsageError(problem, f"call set_epoch({current}), or leave it out: each iteration resumes the last")
         if self._loaded:
-            problem = f"set_epoch({epoch}) right after a state of epoch {present} was loaded"
+            problem = f"set_epoch({epoch}) right after a state of epoch {current} was loaded"
             raise StateError(problem, "resume with the loaded epoch, or do not load the state")
-        self._choose(self._start.beginning(epoch))
+        self._set_start(self._start.beginning(epoch))
         if self._running() is None:
-            self._now = self._start
+            self._current = self._start
 
     def state_dict(self, batches: int | None = None, *, workers: int = 1) -> dict[str, Any]:
-        """Return the position of training, as JSON-able values that are the same on every rank.
+        """Return the position of training, as JSON-serializable values that are the same on every rank.
 
-        Without arguments: after the batches handed out. `batches=k`: after k batches of the present pass were
-        trained, for frameworks that fetch ahead; with DataLoader workers also give the number of `workers`.
-        Raises `StateError` in a parent whose DataLoader workers did the reading: it cannot know what they did.
+        By default, the position after the batches delivered. `batches=k`: after k batches of the current pass, for
+        frameworks that fetch ahead; with DataLoader workers also give their number, `workers`. Raises `StateError`
+        without `batches` if DataLoader workers read, since this process does not know their positions.
         """
         world = resolve_world(self._world)
         if self._options.steps_per_epoch is not None:
             self._check_no_workers(workers, self._read_by_workers())
-            now, steps = (self._now, self._steps) if batches is None else self._after(batches, world)
+            now, steps = (self._current, self._steps) if batches is None else self._after(batches, world)
             return {**self._settled(now, world, 1).to_dict(), "steps": steps}
         if batches is not None:
-            # workers pass on without the parent: it knows where their first pass began, not which one they are at
+            # workers begin passes by themselves: this process knows the start of their first pass only
             epoch = self._epochs.begun if self._read_by_workers() else self._start.epoch
-            start = self._from(epoch, world, workers)
+            start = self._start_of(epoch, world, workers)
             share = self._share(start, World(0, world.size * workers))
             start = start.with_workers(workers, world.size, share.batch)[0]
             return start.advance(batches, share, arguments.choose_gaps(self._skips, start, share)).to_dict()
         if self._read_by_workers():
             remedy = "save state_dict(batches=<trained>, workers=<num_workers>), or use torchdata's StatefulDataLoader"
-            raise StateError("this copy of the dataset was handed to DataLoader workers, which read since", remedy)
-        return self._settled(self._now, world, worker()[1]).to_dict()
+            raise StateError("DataLoader workers read this dataset, and this process does not know how far", remedy)
+        return self._settled(self._current, world, worker()[1]).to_dict()
 
     def load_state_dict(self, state: dict[str, Any], *, force: bool = False) -> None:
         """Let the next pass resume at the state, at any world size.
 
-        Raises `StateError` where it belongs to another dataset, split, order or seed; `force` accepts a copy of
+        Raises `StateError` if it belongs to another dataset, split, order or seed; `force` accepts a copy of
         the dataset with another digest.
         """
         size = resolve_world(self._world).size * (self._options.batch_size or 1)
-        found = self._first.resumed(state, size, force=force)
-        for dataset, source in zip(self._datasets, found.sources, strict=True):
+        start = self._first.resumed(state, size, force=force)
+        for dataset, source in zip(self._datasets, start.sources, strict=True):
             arguments.check_block(dataset.manifest, source.params.block, dataset.selection)
         steps = read_value(state, "steps", int) if "steps" in state else 0
         self._end_pass()
-        self._choose(found)
-        self._now = self._start
+        self._set_start(start)
+        self._current = self._start
         self._loaded = True
         self._steps = max(0, steps)
-        self._begun = self._now, self._steps
+        self._iteration_start = self._current, self._steps
 
     def replay(self, epoch: int, steps: Iterable[int]) -> Iterator[dict[str, Any]]:
-        """Begin to deliver some steps of an epoch again, ascending, with the crops they had; `samples` counts them.
+        """Deliver some steps of an epoch again, ascending and with the same crops; steps count as in `samples`.
 
-        A current pass ends; the position of training does not change. Raises `UsageError` for a step that is not there.
+        Ends the current pass; the position of training does not change. Raises `UsageError` for an invalid step.
         """
         self._end_pass()
         world = resolve_world(self._world)
-        start = self._from(epoch, world)
+        start = self._start_of(epoch, world)
         share = self._share(start, world)
         start = replace(start, position=start.position % share.global_batch, extra=0, workers=1, ranks=0, batch=0)
-        gaps = arguments.only(arguments.read_steps("steps", {epoch: steps})[epoch], epoch, start.position, share)
+        gaps = arguments.gaps_around(arguments.read_steps("steps", {epoch: steps})[epoch], epoch, start.position, share)
         return self._run(Position(share, start, gaps=gaps), _no_dataset)
 
     def stats(self) -> Stats:
-        """Return what this process's loader did so far, with a verdict on what limits it."""
+        """Return the statistics of this process's loader, with a verdict on its bottleneck."""
         return self._engine().counters.snapshot()
 
     def close(self) -> None:
-        """End the present pass and its threads."""
+        """End the current pass and its threads."""
         self._end_pass()
-        if self._opened is not None and self._opened.owner.here:
-            self._opened.close()
+        if self._cached_engine is not None and self._cached_engine.owner.here:
+            self._cached_engine.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Pickle for workers: the rank is resolved here, since a spawned worker cannot ask torch.distributed."""
+        """Pickle for workers. Resolves the rank, since a spawned worker cannot ask torch.distributed."""
         world = resolve_world(self._world)
-        distributed.check_loader(
-            self._options.batch_size, world.size
-        )  # a spawned worker does not see who splits its batches
-        return self.__dict__ | {"_pass": None, "_kept": None, "_opened": None, "_world": world}
+        # a spawned worker does not see which loader splits its batches
+        distributed.check_loader(self._options.batch_size, world.size)
+        return self.__dict__ | {"_pass": None, "_kept": None, "_cached_engine": None, "_world": world}
 
     def _engine(self) -> Engine:
         """Return the engine of this process: threads and clients survive neither a fork nor a pickle."""
-        if self._opened is None or not self._opened.owner.here:
+        if self._cached_engine is None or not self._cached_engine.owner.here:
             config = replace(self._config, ranks_here=distributed.ranks_on_this_machine(), tensors=TENSORS)
-            self._opened = Engine([replace(one) for one in self._datasets], config)
-            self._opened.counters.note(
+            self._cached_engine = Engine(list(map(replace, self._datasets)), config)
+            self._cached_engine.counters.note(
                 cores=max(1, cpu_count() // config.ranks_here), transformers=max(1, config.transform_workers)
             )
-        return self._opened
+        return self._cached_engine
 
     def _settled(self, start: RunState, world: World, workers: int) -> RunState:
-        """The same place, with what depends on the size of the world."""
+        """Return the same position, with the values that depend on the world size."""
         return start.settled(world.size * (self._options.batch_size or 1), workers, world.size)
 
     def _share(self, start: RunState, world: World) -> EpochShare:
-        """This rank's part of the epoch of `start`."""
-        units = [data.unit(one.params) for data, one in zip(self._datasets, start.sources, strict=True)]
+        """Return a rank's part of the epoch of `start`."""
+        units = [dataset.unit(source.params) for dataset, source in zip(self._datasets, start.sources, strict=True)]
         return start.share(self._options.batch_size or 1, world, units)
 
     def _step_numbers(self, epoch: int, step: int, rank: int | None, workers: int) -> NDArray[np.int64]:
-        """The numbers of the samples that a step delivers, of one rank or of all."""
+        """Return the sample numbers of a step, of one rank or of all."""
         world = resolve_world(self._world)
-        start = self._from(epoch, world, workers)
+        start = self._start_of(epoch, world, workers)
         turn, number = divmod(step, max(1, workers))
-        found = []
-        for one in range(world.size) if rank is None else [rank]:
-            share = self._share(start, World(one, world.size).consumer(number, workers))
-            begin = start.position % share.global_batch + turn * share.global_batch
-            found.append(share.samples(begin))
-        return self._numbers.among_all(np.concatenate(found))
+        samples = []
+        for each_rank in range(world.size) if rank is None else [rank]:
+            share = self._share(start, World(each_rank, world.size).consumer(number, workers))
+            samples.append(share.samples(start.position % share.global_batch + turn * share.global_batch))
+        return self._numbers.among_all(np.concatenate(samples))
 
-    def _choose(self, start: RunState) -> None:
+    def _set_start(self, start: RunState) -> None:
+        """Let the next pass begin at `start`, also in workers."""
         self._start = start
         self._epochs.choose(start.epoch)
-        if not in_worker():  # a worker that is given a state, by StatefulDataLoader, has a place of its own
+        if not in_worker():  # a worker that gets a state, from StatefulDataLoader, has its own position
             values = (start.epoch, start.position, start.extra, start.workers, start.ranks, start.batch, start.pin)
             self._epochs.publish((*values, *start.order))
 
     def _begin(self, world: World, workers: int) -> RunState:
-        place: dict[str, Any] | None = self._epochs.update() if in_worker() else None
-        if place is not None:  # a persistent worker learns what its parent chose meanwhile
-            if place.pop("pin") not in (0, self._start.pin):
+        """Return where the next pass begins."""
+        position: dict[str, Any] | None = self._epochs.update() if in_worker() else None
+        if position is not None:  # the parent of a persistent worker set a new start
+            if position.pop("pin") not in (0, self._start.pin):
                 raise StateError("the state has other sources or weights", "make a new DataLoader, with new workers")
-            order = [place.pop(name) for name in ORDER_NAMES]
-            self._start = replace(self._start, **place).with_order(*order)
-        return self._from(self._epochs.next_epoch(), world, workers)
+            order = [position.pop(name) for name in ORDER_NAMES]
+            self._start = replace(self._start, **position).with_order(*order)
+        return self._start_of(self._epochs.next_epoch(), world, workers)
 
-    def _from(self, epoch: int, world: World, workers: int = 1) -> RunState:
-        """Where a pass of this epoch begins: at the state if one is of this epoch."""
+    def _start_of(self, epoch: int, world: World, workers: int = 1) -> RunState:
+        """Return where a pass of this epoch begins: at its start, or at a loaded state of this epoch."""
         start = self._start if epoch == self._start.epoch else self._start.beginning(epoch)
         return self._settled(start, world, workers)
 
     def _read_by_workers(self) -> bool:
-        return self._epochs.read_elsewhere and self._running() is None and not in_worker()
+        return self._epochs.begun_elsewhere and self._running() is None and not in_worker()
 
     def _deliver(self, cursor: RunState) -> None:
         self._loaded = False
         self._steps += 1
-        self._now = cursor
+        self._current = cursor
 
     def _complete(self, epoch: int) -> None:
         self._epochs.complete(worker()[0], epoch)
-        self._start = replace(self._start, skipped=self._now.skipped)
-        self._now = self._start.next_epoch() if self._start.epoch == epoch else self._start  # set_epoch chose meanwhile
+        self._start = replace(self._start, skipped=self._current.skipped)
+        # another epoch was chosen if set_epoch was called during the pass
+        self._current = self._start.next_epoch() if self._start.epoch == epoch else self._start
         self._pass = None
 
     def _running(self) -> Pass | None:
@@ -546,32 +545,33 @@ class Streamed(IterableDataset[dict[str, Any]]):
     def _check_no_workers(self, workers: int, elsewhere: bool) -> None:
         if workers > 1 or elsewhere:
             steps = f"steps_per_epoch={self._options.steps_per_epoch}"
-            problem = f"{steps} with DataLoader workers, which do not know where the last ones stopped"
+            problem = f"{steps} with DataLoader workers, which do not know where the previous workers stopped"
             raise UsageError(problem, "use num_workers=0; transform_workers= runs slow transforms")
 
     def _after(self, batches: int, world: World) -> tuple[RunState, int]:
-        """The place, and the steps of the run, after so many batches of the present iteration."""
-        now, steps = self._begun[0], self._begun[1] + batches
+        """Return the state, and the steps of the run, after this many batches of the current iteration."""
+        state, steps = self._iteration_start
+        steps += batches
         while batches:
-            now = self._settled(now, world, 1)
-            share = self._share(now, World(0, world.size))
-            now = now.with_workers(1, world.size, share.batch)[0]
-            gaps = arguments.choose_gaps(self._skips, now, share)
-            count = min(batches, max(1, gaps.steps(share, now.epoch, now.position)))
-            now = now.advance(count, share, gaps)
+            state = self._settled(state, world, 1)
+            share = self._share(state, World(0, world.size))
+            state = state.with_workers(1, world.size, share.batch)[0]
+            gaps = arguments.choose_gaps(self._skips, state, share)
+            count = min(batches, max(1, gaps.steps(share, state.epoch, state.position)))
+            state = state.advance(count, share, gaps)
             batches -= count
-        return now, steps
+        return state, steps
 
-    def _run(self, begin: Position, dataset: Callable[[], Streamed | None]) -> Pass:
+    def _run(self, begin: Position, dataset: Callable[[], BaseDataset | None]) -> Pass:
         plan = EpochPlan(
             share=begin.share,
             position=begin.position(0),
             seed=begin.start.seed,
-            steps_at_once=SAMPLES_AT_ONCE if self._shape.samples else 1,
+            steps_at_once=SAMPLES_AT_ONCE if self._format.samples else 1,
             numbers=self._numbers,
             gaps=begin.gaps,
         )
-        run = Pass(self._engine().start(plan), begin, dataset, self._shape)
+        run = Pass(self._engine().start(plan), begin, dataset, self._format)
         self._pass = weakref.ref(run)
         return run
 

@@ -1,4 +1,4 @@
-"""`StreamingDataset` and `Mixture`: sharded, shuffled datasets on object storage as a torch `IterableDataset`."""
+"""`StreamingDataset` and `Mixture`: shuffled, sharded datasets on object storage as a torch `IterableDataset`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from streamloader.errors import BatchError, FieldError, MixtureError
 from streamloader.options import Remainder, Shuffle, is_whole
 from streamloader.order.state import Batches, check_mixture_options
 from streamloader.pytorch.arguments import Arguments, DecodeChoice, PackChoice, Source, StepChoice, WhereChoice
-from streamloader.pytorch.base import Streamed
+from streamloader.pytorch.base import BaseDataset
 from streamloader.pytorch.distributed import WorldChoice
 from streamloader.pytorch.tensors import numbers
 from streamloader.stats import BatchReport
@@ -23,31 +23,33 @@ if TYPE_CHECKING:
     from streamloader.order.mixture import Stop
 
 
-class StreamingDataset(Streamed):
-    """Batches of a streamloader dataset, in an order that depends on the seed and epoch alone.
+class StreamingDataset(BaseDataset):
+    """Yields batches of a streamloader dataset, in an order that depends only on the seed and the epoch.
 
-    Iterate it, or give it to `DataLoader(ds, batch_size=None)`. It yields dicts: a tensor for each fixed-shape
+    Iterate it, or pass it to `DataLoader(ds, batch_size=None)`. It yields dicts: a tensor for each fixed-shape
     field, lists for bytes and text, `name` and `name_offsets` for ragged fields, `valid` (bool, False for rows
-    that only fill up the last batch) with `remainder="pad"`, and `index` (int64) with `with_index`.
+    that pad the last batch) with `remainder="pad"`, and `index` (int64) with `with_index`.
 
-    `batch_size`: samples of each rank's batch; None yields samples, for `DataLoader(ds, batch_size=64)`.
-    `fields`: names to fetch, default all. `split`: of a dataset that has splits. `where`: the samples that take part: a
-    condition on fields of one number (`"label == 'cat' and width >= 256"`), a slice, a mask, or sample numbers.
-    `shuffle`: True, False, or `Shuffle(window=, lanes=, block=)`. `seed`: below 2^64. `remainder`: what the last,
-    incomplete step does: "pad", "drop" or "uneven". `decode`: how encoded images become tensors: True, a backend's
-    name, a `Decode`, or one of these for each field. `pack`: ragged fields whose documents
-    come as rows of one length, `{"tokens": 2049}` or `{"tokens": Pack(2049, pad=)}`. `transform(sample[, rng])`: called
-    with each sample, a dict of numpy arrays, bytes and str; `rng` is keyed by seed, epoch and position.
-    `transform_workers`: processes that run it. `skip_steps`: what to leave out, by epoch: `{0: range(100, 120)}`.
-    `steps_per_epoch`: each `for` yields so many batches, and resumes where the last one stopped.
+    `batch_size`: the number of samples in a rank's batch; None yields samples, for `DataLoader(ds, batch_size=64)`.
+    `fields`: names of the fields to fetch, default all. `split`: the split of a dataset that has splits.
+    `where`: the samples to use: a condition on fields with one number per sample
+    (`"label == 'cat' and width >= 256"`), a slice, a mask, or sample numbers.
+    `shuffle`: True, False, or `Shuffle(window=, lanes=, block=)`. `seed`: below 2^64.
+    `remainder`: what happens to the last, incomplete step: "pad", "drop" or "uneven".
+    `decode`: how encoded images become tensors: True, a backend's name, a `Decode`, or a dict of these by field.
+    `pack`: ragged fields whose documents are packed into rows of one length, `{"tokens": 2049}` or
+    `{"tokens": Pack(2049, pad=)}`. `transform(sample[, rng])`: called with each sample, a dict of numpy arrays, bytes
+    and str; `rng` is keyed by seed, epoch and position. `transform_workers`: the number of processes that run it.
+    `skip_steps`: steps to skip, by epoch: `{0: range(100, 120)}`.
+    `steps_per_epoch`: each iteration yields this many batches, and resumes where the last one stopped.
     `world`: (rank, size), a process group, or a `DeviceMesh` with the names of its data-parallel dimensions,
     `(mesh, "dp")`; default torch.distributed's, else the launcher's environment.
-    `memory`: bytes this rank's loader may use, besides Python and torch, also as "2GiB"; default what the window needs.
-    `on_batch(report)`: called with a `BatchReport` for each batch, say to log how long training waited for it.
-    `storage_options`: for the store, as fsspec takes them.
+    `memory`: bytes that this rank's loader may use, excluding Python and torch, also as "2GiB"; default the window's
+    need. `on_batch(report)`: called with a `BatchReport` for each batch, for example to log how long training waited.
+    `storage_options`: passed to fsspec.
 
-    A complete pass advances the epoch. Raises a `StreamloaderError`: here for what is known to be wrong, at the
-    batch where it belongs for what is found on the way.
+    A complete pass advances the epoch. Raises a `StreamloaderError`: the constructor for invalid arguments, iteration
+    at the batch that an error belongs to.
     """
 
     def __init__(
@@ -85,15 +87,15 @@ class StreamingDataset(Streamed):
 
     @property
     def num_samples(self) -> int:
-        """The samples of the dataset that take part, over all ranks."""
+        """The number of selected samples, over all ranks."""
         return self._datasets[0].num_samples
 
     def samples(self, epoch: int, step: int, rank: int | None = None, *, workers: int = 1) -> torch.Tensor:
-        """Return the numbers of the samples that a step of an epoch delivers, as `index` has them; reads nothing.
+        """Return the sample numbers (`index`) of a step, without reading data.
 
-        int64 (rows,): of one `rank`, or of all, one after the other. Steps count from 0 in each epoch. Give the number
-        of DataLoader `workers`: the composition of batches depends on it. In an epoch that a loaded state begins in the
-        middle, steps lie as they were delivered from there on. Raises `UsageError` for a step that is not there.
+        Shape (rows,), int64: those of one `rank`, or of all ranks in order. Steps count from 0 in each epoch. Give the
+        number of DataLoader `workers`, which determines the composition of batches. If a loaded state begins within the
+        epoch, steps are aligned with the steps after it. Raises `UsageError` for a step that the epoch does not have.
         """
         return torch.from_numpy(self._step_numbers(epoch, step, rank, workers))
 
@@ -102,14 +104,14 @@ Weights = Mapping[Any, float]  # of a URL, a Source, or a Mixture
 
 
 class MixtureSpec(NamedTuple):
-    """Sources, and the shares that are wanted of each from a step on: the first from step 0, together 1."""
+    """The sources of a mixture, and the shares of each (with sum 1) by the step from which they apply, the first 0."""
 
     sources: tuple[Source, ...]
     shares: tuple[tuple[int, tuple[Fraction, ...]], ...]
 
     @property
-    def whole(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
-        """The same in whole numbers."""
+    def weights_by_step(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
+        """The shares as integer weights."""
         from streamloader.order.mixture import whole_weights
 
         return tuple((step, whole_weights(shares)) for step, shares in self.shares)
@@ -134,12 +136,12 @@ def choose_sources(weights: Weights, schedule: Mapping[int, Weights] | None) -> 
             raise MixtureError(f"schedule={{{step!r}: {changed!r:.60}}}", remedy)
     shares = {step: exact_shares([changed.get(key, 0) for key in parts]) for step, changed in phases.items()}
     steps = sorted({*shares, *(step for part in parts.values() for step, _ in part.shares)})
-    found = []
+    flattened = []
     for step in steps:
         outer = shares[max(begin for begin in shares if begin <= step)]
         pairs = zip(outer, parts.values(), strict=True)
-        found.append((step, tuple(share * inner for share, part in pairs for inner in part.at(step))))
-    return MixtureSpec(tuple(one for part in parts.values() for one in part.sources), tuple(found))
+        flattened.append((step, tuple(share * inner for share, part in pairs for inner in part.at(step))))
+    return MixtureSpec(tuple(source for part in parts.values() for source in part.sources), tuple(flattened))
 
 
 def _part(key: Any) -> MixtureSpec:
@@ -151,11 +153,11 @@ def _part(key: Any) -> MixtureSpec:
     return MixtureSpec((key if isinstance(key, Source) else Source(key),), ((0, (Fraction(1),)),))
 
 
-def check_alike(sources: Sequence[Source], datasets: Sequence[Dataset], with_index: bool) -> None:
-    """Raise `MixtureError`, which names the difference, unless all sources have the same fields."""
+def check_same_fields(sources: Sequence[Source], datasets: Sequence[Dataset], with_index: bool) -> None:
+    """Raise `MixtureError`, which states the difference, unless all sources have the same fields."""
     fields = datasets[0].fields
     if with_index and "source" in fields:
-        raise FieldError("the datasets have a field 'source', and the batch a column of that name", "leave it out")
+        raise FieldError("the datasets have a field 'source', and so has the batch", "leave it out with fields=")
     for source, dataset in zip(sources, datasets, strict=True):
         if not dataset.num_samples:
             raise MixtureError(f"the source {source.url} has no samples", "leave it out")
@@ -168,21 +170,22 @@ def check_alike(sources: Sequence[Source], datasets: Sequence[Dataset], with_ind
                 raise MixtureError(problem, "mix datasets with the same fields, or leave this one out with fields=")
 
 
-class Mixture(Streamed):
-    """Batches of several datasets with the same fields, in exact proportions: `Mixture({a: 0.7, b: 0.3}, ...)`.
+class Mixture(BaseDataset):
+    """Yields batches of several datasets with the same fields, in exact proportions: `Mixture({a: 0.7, b: 0.3}, ...)`.
 
-    A key is a URL, a `Source`, or another mixture, whose sources then share its weight in their own proportions.
-    Sources give turns of `unit` samples, spread so evenly that in any window each is off by less than two turns; `unit`
-    is 8, or what of it divides the global batch. `batches="homogeneous"`: each global batch is of one source.
-    `schedule`: other weights from a step on, `{10_000: {a: 0.5, b: 0.5}}`; a source that is left out has the weight 0.
+    A key is a URL, a `Source`, or another mixture, whose sources divide its weight in their own proportions.
+    Sources take turns of `unit` samples, spread so evenly that the count of each source in any window is off by less
+    than two turns; `unit` is 8, or the largest divisor of 8 that divides the global batch.
+    `batches="homogeneous"`: each global batch comes from one source. `schedule`: other weights from a step on,
+    `{10_000: {a: 0.5, b: 0.5}}`; a source that is not listed has the weight 0.
 
-    Each source has epochs of its own, each in an order of its own. An epoch of the mixture is over when the first of
-    them is through with one (`stop="first"`), or the last (`stop="last"`); the others go on where they are. The last
-    step is filled up with what comes next, False in `valid` (`remainder="pad"`), or left out ("drop").
+    Each source has its own epochs, each with its own order. An epoch of the mixture ends when the first source
+    (`stop="first"`) or the last one (`stop="last"`) completes an epoch; the others continue where they are. The last
+    step is padded with the samples that follow, False in `valid` (`remainder="pad"`), or dropped ("drop").
 
-    `with_index=True` adds `source`, the place of the source among `sources`, and `index`, the sample's number in it.
-    Everything else is as with `StreamingDataset`: the same global batches at every world size, exact resume. A state
-    may be taken up with more sources or other weights: from there on.
+    `with_index=True` adds `source`, the index in `sources`, and `index`, the sample's number within the source.
+    Everything else is as in `StreamingDataset`: the same global batches at every world size, exact resume. A mixture
+    with more sources or other weights may load a state, and uses them from there on.
     """
 
     def __init__(
@@ -217,18 +220,18 @@ class Mixture(Streamed):
             raise MixtureError('remainder="uneven" of a mixture', 'choose "pad" or "drop": a mixture has no end')
         check_mixture_options(stop, batches, unit)
         self._spec: MixtureSpec = choose_sources(sources, schedule)
-        mixture = {"stop": stop, "batches": batches, "unit": unit, "weights_by_step": self._spec.whole}
+        mixture = {"stop": stop, "batches": batches, "unit": unit, "weights_by_step": self._spec.weights_by_step}
         super().__init__(self.sources, given, shuffle=shuffle, seed=seed, world=world, **mixture)
-        check_alike(self.sources, self._datasets, with_index)
+        check_same_fields(self.sources, self._datasets, with_index)
 
     @property
     def sources(self) -> tuple[Source, ...]:
-        """The sources, those of nested mixtures too; `source` counts them."""
+        """The sources, including those of nested mixtures; `source` is an index into them."""
         return self._spec.sources
 
     def samples(self, epoch: int, step: int, rank: int | None = None, *, workers: int = 1) -> dict[str, torch.Tensor]:
-        """Return `source` and `index` of the samples that a step of an epoch delivers; reads nothing.
+        """Return `source` and `index` of the samples of a step, without reading data.
 
-        As `StreamingDataset.samples` does. Raises `UsageError` for a step that is not there.
+        The arguments are those of `StreamingDataset.samples`. Raises `UsageError` for a step that the epoch lacks.
         """
         return numbers(self._step_numbers(epoch, step, rank, workers), self._numbers.all_from)

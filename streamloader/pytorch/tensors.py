@@ -1,4 +1,4 @@
-"""Finished batches as dicts of tensors."""
+"""Converts finished batches to dicts of tensors."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from streamloader.errors import TransformError
 OFFSETS = "_offsets"
 
 
-class Shape(NamedTuple):
-    """What is handed out: single `samples` or batches, with which columns beside the fields.
+class BatchFormat(NamedTuple):
+    """What iteration yields: single `samples` or batches, and the columns other than fields.
 
-    `firsts`: of a mixture, the number of each source's first sample; `index` then counts in the source, which
-    `source` names. `channels_first`: the image fields that come as (channels, height, width), without a copy.
+    `firsts`: the number of the first sample of each source of a mixture; the columns are then `source` and `index`, the
+    number within the source. `channels_first`: the image fields that become (channels, height, width), without a copy.
     """
 
     samples: bool
@@ -31,11 +31,11 @@ class Shape(NamedTuple):
     channels_first: frozenset[str] = frozenset()
 
 
-def to_tensors(batch: Batch, shape: Shape) -> dict[str, Any]:
-    """Return the batch as the caller sees it.
+def to_tensors(batch: Batch, form: BatchFormat) -> dict[str, Any]:
+    """Return the batch as a dict.
 
-    Arrays become tensors that share their memory, a ragged field `name` becomes the tensors `name` (values end to
-    end) and `name_offsets`, everything else stays a list. `index` is int64 and `valid` bool, both of shape (samples,).
+    Arrays become tensors that share their memory, a ragged field `name` becomes the tensors `name` (concatenated
+    values) and `name_offsets`, and lists stay lists. `index` is int64 and `valid` bool, both of shape (samples,).
     """
     out: dict[str, Any] = {}
     for name, column in batch.columns.items():
@@ -44,64 +44,61 @@ def to_tensors(batch: Batch, shape: Shape) -> dict[str, Any]:
             out[name + OFFSETS] = torch.from_numpy(column.offsets)
         else:
             out[name] = _tensor(column) if isinstance(column, np.ndarray) else column
-            if name in shape.channels_first and isinstance(column, np.ndarray):
+            if name in form.channels_first and isinstance(column, np.ndarray):
                 out[name] = out[name].permute(0, 3, 1, 2)
-    if shape.with_index:
-        out |= numbers(batch.plan.samples, shape.firsts)
-    if shape.with_valid:
+    if form.with_index:
+        out |= numbers(batch.plan.samples, form.firsts)
+    if form.with_valid:
         out["valid"] = _copied(batch.plan.valid, torch.bool)
     return out
 
 
 def numbers(samples: NDArray[np.int64], firsts: tuple[int, ...]) -> dict[str, torch.Tensor]:
-    """Return `index`, and of a mixture `source`: int64 (samples,)."""
+    """Return `index` and, for a mixture, `source`, both int64 of shape (samples,)."""
     if not firsts:
         return {"index": _copied(samples, torch.int64)}
     source = np.searchsorted(firsts, samples, side="right") - 1
     return {"source": torch.from_numpy(source), "index": torch.from_numpy(samples - np.array(firsts)[source])}
 
 
-def to_samples(batch: Batch, shape: Shape) -> Iterator[dict[str, Any]]:
-    """Yield the samples of a batch: tensors without the batch axis, and single values of lists."""
-    columns = to_tensors(batch, shape)
+def to_samples(batch: Batch, form: BatchFormat) -> Iterator[dict[str, Any]]:
+    """Yield the samples of a batch: tensors without the batch axis, and elements of lists."""
+    columns = to_tensors(batch, form)
     for name, column in batch.columns.items():
         if isinstance(column, Ragged):
             edges = columns.pop(name + OFFSETS).tolist()
             columns[name] = [columns[name][a:b] for a, b in pairwise(edges)]
         elif isinstance(column, list) and column and isinstance(column[0], np.ndarray):
             columns[name] = [_tensor(image) for image in column]
-            if name in shape.channels_first:
+            if name in form.channels_first:
                 columns[name] = [image.permute(2, 0, 1) for image in columns[name]]
     for i in range(len(batch.plan.samples)):
         yield {name: column[i] for name, column in columns.items()}
 
 
 def stack_tensors(name: str, values: Sequence[Any], samples: Sequence[int]) -> Any:
-    """Return the tensors that a transform returned for a field as one column; None where not all are tensors.
+    """Stack the tensors that a transform returned for a field; return None if not all values are tensors.
 
-    Gradients are cut: a batch begins a graph, and does not end one that a transform began. Dtypes that numpy does not
-    have, like bfloat16, stay what they are. Raises `TransformError` for tensors without values (meta), for sparse ones,
-    and for several shapes.
+    Detaches them: gradients do not reach the transform. Keeps dtypes that numpy does not have, such as bfloat16. Raises
+    `TransformError` for meta and sparse tensors, and if shapes differ.
     """
     if not all(isinstance(value, torch.Tensor) for value in values):
         return None
     for value, sample in zip(values, samples, strict=True):
         if value.is_meta or value.layout != torch.strided:
             kind = "meta" if value.is_meta else str(value.layout).removeprefix("torch.")
-            remedy = (
-                "create it on the CPU" if value.is_meta else "return tensor.to_dense(), or a list to keep them apart"
-            )
+            remedy = "create it on the CPU" if value.is_meta else "return tensor.to_dense(), or a list of tensors"
             raise TransformError(f"the transform returned {name!r} of sample {sample} as a {kind} tensor", remedy)
     check_shapes(name, values)
     tensors = [value.detach() for value in values]
     try:
         return np.stack([tensor.numpy() for tensor in tensors])  # faster than torch.stack, which starts threads
-    except (TypeError, RuntimeError):  # a dtype, a device or a view that numpy does not have
+    except (TypeError, RuntimeError):  # a dtype, a device or a view that numpy does not support
         return torch.stack(tensors)
 
 
 def reduce_tensor(value: Any) -> Any:
-    """Reduce a dense tensor on the CPU for `pickle`, by value and without its graph; leave all else to `pickle`."""
+    """Reduce a dense CPU tensor for `pickle`, by value and detached; leave other values to `pickle`."""
     if not isinstance(value, torch.Tensor) or value.device.type != "cpu" or value.layout != torch.strided:
         return NotImplemented
     dense = value.detach().resolve_conj().resolve_neg().contiguous()
@@ -116,7 +113,7 @@ TENSORS = Tensors("torch", stack_tensors, f"{__name__}:reduce_tensor")
 
 
 def _copied(array: NDArray[Any], dtype: torch.dtype) -> torch.Tensor:
-    """Return a small array as a tensor of its own. numpy would release the GIL, and then wait for the other threads."""
+    """Return a copy of a small array as a tensor. A copy by numpy would release the GIL, and then wait for it."""
     return torch.frombuffer(bytearray(array), dtype=dtype) if array.size else torch.empty(0, dtype=dtype)
 
 

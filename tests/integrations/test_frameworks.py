@@ -156,6 +156,6 @@ def test_accelerate_that_would_split_a_part_of_the_ranks_is_refused(url, batch_s
         shard = IterableDatasetShard(ds, batch_size=loader.batch_size or 1, num_processes=2, process_index=0)
         return DataLoader(shard, batch_size=loader.batch_size, **options)
 
-    with pytest.raises(sl.errors.UsageError, match=r"splits what it reads between ranks.*one rank's part of 2 already"):
+    with pytest.raises(sl.errors.UsageError, match=r"splits samples between ranks.*one rank's part of 2 already"):
         next(iter(prepared((0, 2))))
     assert len(next(iter(prepared((0, 1))))["label"]) == 16  # every rank reads everything: nothing is lost

@@ -1,11 +1,13 @@
 """`memory=` holds for uneven samples too: the peak of a process stays within 60 MB of it, or the need is an error."""
 
+import io
 import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 from torchrun import run_python
 
 from streamloader.format.manifest import Field
@@ -34,6 +36,8 @@ def request_late(self, piece, number):
 
 
 Fetcher._request = request_late
+if arguments.pop("corner", False):
+    arguments["transform"] = lambda sample: {"x": sample["x"][:32, :32].copy()}
 order = Shuffle(**{k: arguments.pop(k) for k in ("lanes", "block", "window") if k in arguments})
 for _ in StreamingDataset(sys.argv[3], batch_size=8):
     pass  # torch, clients and threads are there
@@ -178,3 +182,26 @@ def test_a_block_that_decodes_to_much_more_than_expected_finds_its_memory_free(t
             size = sizes.get(i // 32)
             out.write({"x": bytes(size) if size else rng.bytes(5000)})
     assert needs_of(300 * 10**6, 2 * 3200, tmp_path, shuffle=False, batch_size=4, slow=160) == 0
+
+
+def write_images(url: Path, sides: list[int], count: int) -> None:
+    """Write square PNGs of one color, their sides in turn from `sides`."""
+    with Writer(url, {"x": Field("bytes", encoding="png")}, num_samples=count) as out:
+        for i in range(count):
+            side = sides[i % len(sides)]
+            file = io.BytesIO()
+            Image.new("RGB", (side, side), (i, i, i)).save(file, "png", compress_level=1)
+            out.write({"x": file.getvalue()})
+
+
+@pytest.mark.parametrize(
+    ("sides", "arguments"),
+    [
+        ([2000], {"batch_size": 16}),
+        ([2000], {"batch_size": None}),
+        ([500, 2000, 1000], {"batch_size": 32, "corner": True}),
+    ],
+)
+def test_images_that_decode_to_a_hundred_times_their_size_stay_within_memory(sides, arguments, tmp_path):
+    write_images(tmp_path / "d", sides, 192)
+    assert needs_of(200 * 10**6, 2 * 192, tmp_path, decode=True, **arguments) == 1
