@@ -65,10 +65,10 @@ class RetryPolicy:
     a load balancer; a rank still fails with a clear error before NCCL's default timeout of 10 minutes ends the others.
     `request_seconds`: how long one request may fail while others succeed. `base_seconds`, `cap_seconds`: the wait
     before retry n (from 0) is uniform in [0, min(cap, base * 2^n)] ("full jitter"), so that clients that failed
-    together do not return together; a Retry-After of the store takes precedence, up to the cap. `probe_seconds`: during
-    an outage one request tests the endpoint every 0.5 to 1 times this long, and all others wait; a run thus resumes
-    within 2 s of the server's return, without a storm of requests. `report_seconds`: after this time an outage is
-    logged (on stderr unless logging is configured otherwise) and shown in `stats().waiting_for`.
+    together do not return together; the wait that the store asks for (Retry-After), up to the cap, is added.
+    `probe_seconds`: during an outage one request tests the endpoint every 0.5 to 1 times this long, and all others
+    wait; a run thus resumes within 2 s of the server's return, without a storm of requests. `report_seconds`: after
+    this time an outage is logged (on stderr unless logging is configured otherwise) and shown in `stats().waiting_for`.
     `first_contact_attempts`: the number of attempts for an endpoint that has never responded, so that a wrong URL does
     not look like a hang.
 

@@ -54,6 +54,7 @@ def test_a_url_that_lacks_a_slash_or_the_colon_is_no_local_path(url, meant):
         open_store(Path(url) if ":" in url else url)
     assert parse_location(f"./{url}", None).protocol == "file"
     assert parse_location("a:/b", None).protocol == parse_location("s3/b", None).protocol == "file"
+    assert parse_location("local//b", None).target == parse_location("local/b", None).target
 
 
 @pytest.mark.parametrize(

@@ -83,7 +83,10 @@ def _open_root(store: Store, split: str | None) -> Opened:
 
 
 def get_document(store: Store, path: str) -> bytes:
-    """Return the bytes of a JSON document. Raises `NotFoundError`, and `FormatError` for over `MAX_ROOT` bytes."""
+    """Return the bytes of a JSON document, by one request if it has less than `PIECE_BYTES`.
+
+    Raises `NotFoundError`, and `FormatError` for over `MAX_ROOT` bytes.
+    """
     data = store.get_range(path, 0, PIECE_BYTES)
     if len(data) < PIECE_BYTES:
         return data

@@ -25,6 +25,7 @@ _PROTOCOLS = {
     *(*_ALIASES, *_ALIASES.values(), "memory"),
     *("adl", "wasb", "wasbs", "oss", "oci", "hdfs", "webhdfs", "ftp", "sftp", "ssh", "hf"),
 }
+_FOLDERS = {"file", "local", "memory"}  # also usual names of folders: local//x is a path
 _NO_SLASHES = re.compile(r"(\w+)(:/*|//+)(.*)", re.DOTALL)
 _AZURE = {"az", "abfs", "abfss", "wasb", "wasbs", "adl"}  # the part before their @ is a container, not a user
 # An AWS secret may contain slashes, which end the host in other URLs
@@ -229,7 +230,8 @@ def _base64(text: str) -> str:
 def _check_slashes(target: str) -> None:
     """Raise `UsageError` for a URL without its colon or with less than two slashes, instead of taking it for a path."""
     parts = _NO_SLASHES.match(target)
-    if parts and parts[1].lower() in _PROTOCOLS:
+    is_folder = parts and ":" not in parts[2] and parts[1].lower() in _FOLDERS
+    if parts and parts[1].lower() in _PROTOCOLS and not is_folder:
         scheme, marks, path = parts.groups()
         root = "/" if "/" in marks and _ALIASES.get(scheme.lower(), scheme.lower()) == "file" else ""
         url = redact(f"{scheme.lower()}://{root}{path}")
