@@ -1,13 +1,16 @@
 """The local engine: tasks in processes that may be killed at any moment."""
 
+import gc
 import os
+import weakref
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from engine_tasks import ROWS, Run
 
-from streamloader.conversion.executors import ATTEMPTS, WorkerPool, open_local, run_tasks
+from streamloader.conversion.executors import ATTEMPTS, Executor, WorkerPool, open_local, run_tasks
 from streamloader.errors import EngineError, SourceError
 from streamloader.format.publish import Receipt
 
@@ -54,6 +57,27 @@ def test_the_failure_of_the_earliest_task_is_raised_and_finished_ones_are_kept(l
     assert Run(tmp_path).reads(9) == 0, "tasks were begun after a failure"
     kept = {path.name for path in (tmp_path / "out" / "_streamloader" / "receipts").iterdir()}
     assert {"0.json", "1.json"} <= kept
+
+
+def test_the_failure_of_a_task_is_freed_without_garbage_collection(tmp_path):
+    class BadRow(SourceError, code="SL501"):
+        """One that a weak reference can watch."""
+
+    kept = []
+
+    def submit(task, retry):
+        future = Future()
+        future.set_result(BadRow(f"row {task.shard} is bad"))
+        kept.append(weakref.ref(future.result()))
+        return future
+
+    gc.disable()
+    try:
+        with pytest.raises(SourceError, match="row 0 is bad"):
+            run_tasks(Executor("a fake", submit, lambda: 1), Run(tmp_path, count=1).tasks(), print)
+        assert [error() for error in kept] == [None]
+    finally:
+        gc.enable()
 
 
 def test_a_bug_in_a_worker_is_an_engine_error_with_its_traceback(local):

@@ -285,6 +285,7 @@ FUNCTIONS = {
     "a module in a package": (given_a_package, "return n", "return n + 1"),
     "a metaclass": (made_by, 2, 3),
     "a tensor": (lambda by: closed_over([torch.tensor([by])]), 2, 3),
+    "the mask of an array": (lambda mask: closed_over(np.ma.masked_array([1, 2], mask)), [0, 1], [1, 0]),
     "state": (Scale, 2, 3),
     "a bound method": (lambda by: Scale(by).__call__, 2, 3),
     "another function": (lambda found: found, doubled, first_of_x),

@@ -393,6 +393,15 @@ def test_where_two_dimensions_are_as_frequent_the_unlimited_one_or_the_user_deci
     assert_error(SourceError, r"'b' of .*it.nc has the dimensions u, the samples' is 't'", tmp_path / "it.nc", "a,b,c")
 
 
+def test_a_single_value_that_is_a_dimension_scale_is_passed_over(tmp_path):
+    with h5py.File(tmp_path / "it.nc", "w") as file:
+        file["x"] = np.arange(6).reshape(3, 2)
+        file["scale"] = 3.0
+        file["scale"].make_scale()
+    source = opened(tmp_path / "it.nc")
+    assert (set(source.fields), source.notes["passed_over"]) == ({"x"}, ["scale"])
+
+
 def test_groups_of_netcdf4_are_named_in_the_url(tmp_path):
     with netCDF4.Dataset(tmp_path / "it.nc", "w") as file:
         file.createDimension("time", None)

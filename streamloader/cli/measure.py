@@ -47,7 +47,8 @@ def name_memory_options(smaller_window: str = "") -> Iterator[None]:
     try:
         yield
     except MemoryBudgetError as error:
-        remedy = re.sub(r", or (use )?a smaller shuffle=.*", smaller_window, error.remedy)
+        remedy = error.remedy.replace("batch_size or shuffle=Shuffle(window=, lanes=)", "--batch-size")
+        remedy = re.sub(r", or (use )?a smaller shuffle=.*", smaller_window, remedy)
         error.problem, error.remedy = (re.sub("memory= ?", "--memory ", text) for text in (error.problem, remedy))
         raise
 

@@ -96,6 +96,15 @@ class Executor:
 
 def run_tasks(executor: Executor, tasks: Iterator[Task], on_done: Callable[[Task, Outcome], None]) -> None:
     """Run all tasks, as the module's docstring describes. Raises the error of the earliest failed task."""
+    failures = _run_all(executor, tasks, on_done)
+    if failures:
+        raise failures.pop(min(failures))  # not kept here: its traceback refers to this frame
+
+
+def _run_all(
+    executor: Executor, tasks: Iterator[Task], on_done: Callable[[Task, Outcome], None]
+) -> dict[int, StreamloaderError]:
+    """Run the tasks until one fails; return the errors by the number of the task."""
     pending = ((number, task, 0) for number, task in enumerate(tasks))
     retries: list[tuple[int, Task, int]] = []  # each with the number of workers that died
     submitted: dict[Future[Result], tuple[int, Task, int]] = {}
@@ -106,7 +115,7 @@ def run_tasks(executor: Executor, tasks: Iterator[Task], on_done: Callable[[Task
             submitted[executor.submit(numbered[1], numbered[2] > 0)] = numbered
             free -= 1
         if not submitted:
-            break
+            return failures
         for future in executor.wait(submitted.keys()):
             number, task, deaths = submitted.pop(future)
             error = future.exception()
@@ -118,8 +127,6 @@ def run_tasks(executor: Executor, tasks: Iterator[Task], on_done: Callable[[Task
                 failures[number] = result
             else:
                 on_done(task, result)
-    if failures:
-        raise failures.pop(min(failures))  # not kept here: its traceback refers to this frame
 
 
 def _failure(executor: Executor, task: Task, error: BaseException) -> EngineError:

@@ -140,8 +140,9 @@ def _state(value: Any, where: str) -> Sequence[Any]:
         return [value.__name__, getattr(value, "__version__", "")]
     if isinstance(value, types.ModuleType):
         raise _UnknownStateError(f"{where} is the module {value.__name__}, of which any attribute may be used")
-    if hasattr(kind, "__dlpack__") and (array := from_dlpack(value)) is not None:
-        return [kind, array]  # the state of a tensor has addresses
+    exported = from_dlpack(value) if hasattr(kind, "__dlpack__") and not isinstance(value, np.ndarray) else None
+    if exported is not None:
+        return [kind, exported]  # the state of a tensor has addresses
     wrapped = getattr(value, "__wrapped__", None)
     if callable(wrapped):  # functools.cache and similar objects are copied by name
         return [kind, wrapped]

@@ -150,7 +150,7 @@ def _scan_hdf5(raw: BlockFile, inner: str, selection: FieldSelection, netcdf: bo
         if netcdf:
             originals = {field: name for field, name in originals.items() if not _lacks_values(datasets[field])}
             dimensions = {name: _dimensions(datasets[field]) for field, name in originals.items()}
-            axes = (zip(dimensions[name], datasets[field].maxshape, strict=True) for field, name in originals.items())
+            axes = (zip(dimensions[name], datasets[field].maxshape, strict=False) for field, name in originals.items())
             unlimited = {dimension for pairs in axes for dimension, longest in pairs if longest is None}
             originals, notes = arrays.along_samples(originals, dimensions, bool(selection.fields), where, unlimited)
             notes["passed_over"] += groups

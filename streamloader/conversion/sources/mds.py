@@ -229,9 +229,9 @@ class Shard:
         last, where = int(rows[-1]) + 1, self.content.where
         if len(table) < 4 * (last + 2):
             raise damaged(f"{where} is truncated: it ends within its table of offsets")
-        count, *_ = entries = np.frombuffer(table, "<u4", last + 2)
-        if count != self.count:
-            raise damaged(f"{where} holds {count} samples, its index says {self.count}")
+        entries = np.frombuffer(table, "<u4", last + 2)
+        if entries[0] != self.count:
+            raise damaged(f"{where} holds {entries[0]} samples, its index says {self.count}")
         offsets = entries[1:].astype(np.int64)
         if offsets[0] < 4 * (self.count + 2) or offsets[-1] > self.content.size or (np.diff(offsets) < 0).any():
             raise damaged(f"{where} is damaged: its offsets are not ascending within its size")
