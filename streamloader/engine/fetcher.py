@@ -167,7 +167,9 @@ class Fetcher:
     def reserve_for_batches(self, size: int) -> int:
         """Leave `size` bytes to finished batches from now on; return the bytes of all blocks, loading ones included."""
         self._bodies.limit(min(self._bodies.most, self._budget.body_bytes - size))
-        return max(self.needed, self._bodies.used + self._expected)
+        with self._changed:  # `used` includes bodies of loading blocks, so `_expected` would count these twice
+            blocks = sum(max(block.held, block.expected if block.left else 0) for block in self._blocks.values())
+        return max(blocks, self._bodies.used)
 
     def check(self, ref: BlockRef) -> None:
         """Raise `MemoryBudgetError` if a block does not fit in addition to those in use."""
@@ -207,7 +209,8 @@ class Fetcher:
 
     def forget(self, ticket: int) -> None:
         """Remove a block that was in use and is released."""
-        self.needed -= self._blocks.pop(ticket).held
+        with self._changed:  # threads that wait for memory iterate over the blocks
+            self.needed -= self._blocks.pop(ticket).held
 
     def fail(self, error: BaseException) -> None:
         """Record an error that belongs to no block: every `wait` returns it from now on."""
