@@ -203,7 +203,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"fields": ("x", "nothing")}, "FieldError", "no field 'nothing'"),
     ({"shuffle": Shuffle(block=3)}, "UsageError", r"Shuffle\(block=3\) cuts chunks"),
     ({"ranks_here": 0}, "UsageError", "ranks_here=0"),
-    ({"where": "nothing > 1"}, "SelectionError", "asks for 'nothing'"),
+    ({"where": "nothing > 1"}, "SelectionError", "uses 'nothing'"),
     ({"where": "label > 2"}, "SelectionError", "selects none"),
 ]
 

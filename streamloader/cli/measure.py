@@ -47,7 +47,7 @@ def name_memory_options(smaller_window: str = "") -> Iterator[None]:
     try:
         yield
     except MemoryBudgetError as error:
-        remedy = re.sub(r", or (use )?a smaller shuffle=.*", smaller_window, error.remedy)
+        remedy = re.sub(r", or (use )?a smaller (batch_size|shuffle=).*", smaller_window, error.remedy)
         error.problem, error.remedy = (re.sub("memory= ?", "--memory ", text) for text in (error.problem, remedy))
         raise
 
