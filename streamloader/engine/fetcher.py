@@ -161,7 +161,7 @@ class Fetcher:
         """
         most = self._bodies.most
         if batches_grow:
-            most = min(most, self.needed + ahead_bytes(most))
+            most = min(most, self.needed + ahead_limit(most))
         return self._bodies.used + self._expected + self._weight(ref) <= most
 
     def reserve_for_batches(self, size: int) -> int:
@@ -371,7 +371,7 @@ class Fetcher:
             return False
         oldest = min((number for number, block in self._blocks.items() if block.left), default=ticket)
         later = sum(block.held for number, block in self._blocks.items() if number > oldest)
-        return not self._budget.exact or ticket <= oldest or later + size <= ahead_bytes(self._bodies.most)
+        return not self._budget.exact or ticket <= oldest or later + size <= ahead_limit(self._bodies.most)
 
     def _damaged(self, piece: Piece) -> None:
         with self._changed:
@@ -444,7 +444,7 @@ class Fetcher:
         self._dispatch()
 
 
-def ahead_bytes(most: float) -> float:
+def ahead_limit(most: float) -> float:
     """Return the bytes of `most` that blocks ahead may take if an earlier block or batch may be larger than planned."""
     return max(TOLERANCE_BYTES, most // 4)
 
