@@ -203,7 +203,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"fields": ("x", "nothing")}, "FieldError", "no field 'nothing'"),
     ({"shuffle": Shuffle(block=3)}, "UsageError", r"Shuffle\(block=3\) cuts chunks"),
     ({"ranks_here": 0}, "UsageError", "ranks_here=0"),
-    ({"where": "nothing > 1"}, "SelectionError", "asks for 'nothing'"),
+    ({"where": "nothing > 1"}, "SelectionError", "uses 'nothing'"),
     ({"where": "label > 2"}, "SelectionError", "selects none"),
 ]
 
@@ -217,7 +217,7 @@ def test_invalid_options_are_errors(folder, options, error, shown):
 def test_errors_of_the_command_are_one_line(folder, tmp_path, capsys):
     for arguments, shown in (
         ((folder, "--memory", "1KB"), "but --memory 1000; give --memory "),
-        ((folder, "--memory", "1KB"), " or more, or a smaller --window or --lanes ["),
+        ((folder, "--memory", "1KB"), " or more, or a smaller --window, --lanes or --batch-size ["),
         ((folder, "--plot", "plan.pdf"), "ends with .png or .html"),
         ((folder, "--no-shuffle", "--lanes", 4), "--no-shuffle with"),
         ((tmp_path / "nothing",), "SL301"),

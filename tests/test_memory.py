@@ -3,9 +3,11 @@
 import io
 import json
 import re
+import threading
 import time
 from contextlib import closing, suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +19,8 @@ from streamloader.conversion.api import convert
 from streamloader.conversion.job import Listener, Progress, SplitPlan, SplitRun, first_change, list_files, read_files
 from streamloader.conversion.row_order import SampleRows
 from streamloader.conversion.shard_task import QUARANTINE_BYTES, Quarantine, SkippedSample, read_skipped, write_skipped
-from streamloader.engine.memory import Buffers
+from streamloader.engine.fetcher import Fetcher, Hedging, Pace
+from streamloader.engine.memory import Budget, Buffers, Memory
 from streamloader.errors import CorruptError, DecodeError, FormatError, MemoryBudgetError, ObjectExistsError
 from streamloader.format import opening
 from streamloader.format.codecs import decode_items
@@ -28,6 +31,9 @@ from streamloader.format.publish import begin, job_document, take_over
 from streamloader.format.writer import Writer
 from streamloader.maintenance.append import append
 from streamloader.options import Layout, Shuffle
+from streamloader.order.schedule import BlockRef
+from streamloader.pytorch.arguments import Source
+from streamloader.pytorch.arguments import open_dataset as open_source
 from streamloader.pytorch.dataset import StreamingDataset
 from streamloader.stats import Counters
 from streamloader.storage import open_store
@@ -86,6 +92,34 @@ def test_images_that_do_not_fit_decoded_are_an_error_that_names_the_need(tmp_pat
     assert sum(len(next(batches)["x"]) for _ in range(15)) == 60
     with pytest.raises(DecodeError, match="sample 60 of field 'x' does not decode"):
         next(batches)
+
+
+def test_the_body_of_a_loading_block_counts_once_beside_batches(tmp_path, monkeypatch):
+    with Writer(tmp_path / "d", {"x": "bytes"}, num_samples=64, layout=Layout(codec="none")) as out:
+        for i in range(64):
+            out.write({"x": bytes([i]) * (1 << 20)})
+    request, arrived, resume = Fetcher._request, threading.Event(), threading.Event()
+
+    def request_and_wait(self: Fetcher, *args: Any) -> memoryview:
+        body = request(self, *args)
+        arrived.set()
+        resume.wait(10)
+        return body
+
+    monkeypatch.setattr(Fetcher, "_request", request_and_wait)
+    dataset = open_source(Source(tmp_path / "d"), None, None)
+    budget = Budget(slots=4, threads=1, bytes=1 << 30, body_bytes=1 << 30, exact=True)
+    memory, limits = Memory.of(dataset.layouts, 4, budget, Counters(), recycle=True), (Pace(1), Hedging())
+    fetcher = Fetcher([dataset], dataset.names, limits, memory, budget=budget, counters=Counters())
+    with closing(fetcher):
+        memory.arena.reserve(0)
+        fetcher.load(BlockRef(0, 0, 4))
+        assert arrived.wait(10)
+        assert 4 << 20 <= fetcher.reserve_for_batches(0) <= 5 << 20
+        resume.set()
+        assert fetcher.wait(0) is None
+        assert 4 << 20 <= fetcher.reserve_for_batches(0) <= 5 << 20
+        fetcher.forget(0)
 
 
 def test_bodies_count_what_is_in_use_and_free_what_is_not_within_their_limit():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import html
 import io
 import json
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -42,14 +41,13 @@ OUTPUT = click.Path(path_type=Path, dir_okay=False)
 
 
 @contextmanager
-def name_memory_options(smaller_window: str = "") -> Iterator[None]:
-    """Name options, not Python's arguments, in an error about too little memory; `smaller_window` ends its remedy."""
+def name_memory_options(smaller: str) -> Iterator[None]:
+    """Name options, not Python's arguments, in an error about too little memory; `smaller` ones need less of it."""
     try:
         yield
     except MemoryBudgetError as error:
-        remedy = error.remedy.replace("batch_size or shuffle=Shuffle(window=, lanes=)", "--batch-size")
-        remedy = re.sub(r", or (use )?a smaller shuffle=.*", smaller_window, remedy)
-        error.problem, error.remedy = (re.sub("memory= ?", "--memory ", text) for text in (error.problem, remedy))
+        remedy = f"{error.remedy.partition(',')[0]}, or a smaller {smaller}"  # it begins: give memory=... or more
+        error.problem, error.remedy = (text.replace("memory=", "--memory ") for text in (error.problem, remedy))
         raise
 
 
@@ -92,7 +90,7 @@ def plan(*, url: str, no_shuffle: bool, get_price: float, as_json: bool, plot: P
     if no_shuffle and any(order.values()):
         raise UsageError("--no-shuffle with --block, --lanes or --window", "leave one of them out")
     shuffle = not no_shuffle and Shuffle(**order)
-    with name_memory_options(", or a smaller --window or --lanes"):
+    with name_memory_options("--window, --lanes or --batch-size"):
         planned = forecast(url, ForecastOptions(shuffle=shuffle, dollars_for_a_get=get_price / 1e6, **options))
     click.echo(json.dumps(planned.to_dict(), indent=1) if as_json else "\n".join(forecast_lines(planned)))
     if plot is not None:
@@ -191,7 +189,7 @@ def bench(*, url: str, as_json: bool, **options: Any) -> None:
     from streamloader.measure.bench import BenchOptions
     from streamloader.measure.bench import bench as run
 
-    with display() as shown, name_memory_options():
+    with display() as shown, name_memory_options("--batch-size"):
 
         def listen(progress: BenchProgress) -> None:
             rates = {"samples/s": progress.samples_per_second, "MB/s": progress.megabytes_per_second}

@@ -161,13 +161,15 @@ class Fetcher:
         """
         most = self._bodies.most
         if batches_grow:
-            most = min(most, self.needed + ahead_bytes(most))
+            most = min(most, self.needed + ahead_limit(most))
         return self._bodies.used + self._expected + self._weight(ref) <= most
 
     def reserve_for_batches(self, size: int) -> int:
         """Leave `size` bytes to finished batches from now on; return the bytes of all blocks, loading ones included."""
         self._bodies.limit(min(self._bodies.most, self._budget.body_bytes - size))
-        return max(self.needed, self._bodies.used + self._expected)
+        with self._changed:  # `used` includes bodies of loading blocks, so `_expected` would count these twice
+            blocks = sum(max(block.held, block.expected if block.left else 0) for block in self._blocks.values())
+        return max(blocks, self._bodies.used)
 
     def check(self, ref: BlockRef) -> None:
         """Raise `MemoryBudgetError` if a block does not fit in addition to those in use."""
@@ -207,7 +209,8 @@ class Fetcher:
 
     def forget(self, ticket: int) -> None:
         """Remove a block that was in use and is released."""
-        self.needed -= self._blocks.pop(ticket).held
+        with self._changed:  # threads that wait for memory iterate over the blocks
+            self.needed -= self._blocks.pop(ticket).held
 
     def fail(self, error: BaseException) -> None:
         """Record an error that belongs to no block: every `wait` returns it from now on."""
@@ -368,7 +371,7 @@ class Fetcher:
             return False
         oldest = min((number for number, block in self._blocks.items() if block.left), default=ticket)
         later = sum(block.held for number, block in self._blocks.items() if number > oldest)
-        return not self._budget.exact or ticket <= oldest or later + size <= ahead_bytes(self._bodies.most)
+        return not self._budget.exact or ticket <= oldest or later + size <= ahead_limit(self._bodies.most)
 
     def _damaged(self, piece: Piece) -> None:
         with self._changed:
@@ -441,7 +444,7 @@ class Fetcher:
         self._dispatch()
 
 
-def ahead_bytes(most: float) -> float:
+def ahead_limit(most: float) -> float:
     """Return the bytes of `most` that blocks ahead may take if an earlier block or batch may be larger than planned."""
     return max(TOLERANCE_BYTES, most // 4)
 
