@@ -14,7 +14,6 @@ import pytest
 from datasets import within
 from PIL import Image
 
-from streamloader.cli.measure import name_memory_options
 from streamloader.conversion.api import convert
 from streamloader.conversion.job import Listener, Progress, SplitPlan, SplitRun, first_change, list_files, read_files
 from streamloader.conversion.row_order import SampleRows
@@ -84,9 +83,6 @@ def test_images_that_do_not_fit_decoded_are_an_error_that_names_the_need(tmp_pat
     with pytest.raises(MemoryBudgetError, match=r"more memory than planned: .* batches of \d{9},") as e:
         next(iter(StreamingDataset(tmp_path / "d", memory=40 * 10**6, **arguments)))
     need = int(re.search(r"give memory=(\d+)", str(e.value))[1])
-    message = r"but --memory 40000000; give --memory .*, or leave --memory out, or use a smaller --batch-size \["
-    with pytest.raises(MemoryBudgetError, match=message), name_memory_options():
-        next(iter(StreamingDataset(tmp_path / "d", memory=40 * 10**6, **arguments)))
     dataset = StreamingDataset(tmp_path / "d", memory=need, **arguments)
     batches = iter(dataset)
     assert sum(len(next(batches)["x"]) for _ in range(15)) == 60
