@@ -27,7 +27,7 @@ MANY_ARGUMENTS = {
 
 # module state that changes, each documented where it stands
 CHANGING_STATE = {
-    "storage/process.py": "whether this process, or one it was forked from, has used an object client",
+    "storage/process.py": "inherited clients; whether this process, or one it was forked from, has used obstore",
     "conversion/sources/ranged_io.py": "where the last part of a compressed file stopped, else each unpacks it again",
 }
 

@@ -15,7 +15,7 @@ import datasets
 import pytest
 from conversions import wait_for
 from datasets import numbers
-from folder_server import FolderServer, folder_server
+from folder_server import FolderServer, folder_server, location
 from servers import free_ports
 
 import streamloader as sl
@@ -45,14 +45,6 @@ def process(folder: Path, port: int) -> Iterator[subprocess.Popen[bytes]]:
             yield server
         finally:
             server.kill()
-
-
-def location(endpoint: str, plane: str, name: str = "data") -> tuple[str, dict[str, Any]]:
-    """Return the URL and storage options by which a plane reads a dataset."""
-    if plane != "s3":
-        return f"{endpoint}/{name}", {} if plane == "http" else {"encoded": False}  # an option that only fsspec knows
-    s3 = {"key": "k", "secret": "s", "endpoint_url": endpoint, "client_kwargs": {"region_name": "us-east-1"}}
-    return f"s3://{name}", s3
 
 
 def dataset(endpoint: str, plane: str, retry: RetryPolicy = QUICK, name: str = "data", **more: Any) -> StreamingDataset:

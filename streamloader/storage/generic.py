@@ -13,11 +13,13 @@ import os
 import re
 import threading
 import uuid
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from html import unescape
 from inspect import signature
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 from urllib.parse import urljoin
 
@@ -26,6 +28,7 @@ from fsspec.core import url_to_fs
 
 from streamloader.errors import UnsupportedError
 from streamloader.options import RetryPolicy
+from streamloader.storage.process import Owner, keep
 from streamloader.storage.retry import HttpError, Progress, beyond_the_end, check_range, client_errors, facts_of
 from streamloader.storage.store import (
     TEMPORARY_SUFFIX,
@@ -59,7 +62,24 @@ def open_fsspec_client(location: Location) -> FsspecClient:
     fs, root = url_to_fs(location.target, **options)
     kinds: dict[str, type[FsspecClient]] = {CHAIN: ChainClient, "file": LocalClient, "http": HttpClient}
     kinds["memory"] = MemoryClient
-    return kinds.get(protocol, FsspecClient)(fs, location.retry, root)
+    client = kinds.get(protocol, FsspecClient)(fs, location.retry, root)
+    if protocol != CHAIN:  # a filesystem of our own
+        weakref.finalize(client, _release, Owner("sessions"), fs).atexit = False
+    return client
+
+
+def _release(owner: Owner, fs: Any) -> None:
+    """Free a filesystem without a garbage collection, which closes its session.
+
+    fsspec binds synchronous methods to an asynchronous filesystem, each a cycle. In a forked child, closing the session
+    would remove the parent's connections from the epoll instance that both processes share.
+    """
+    if not owner.here:
+        keep(fs)
+        return
+    for name, value in list(vars(fs).items()):
+        if isinstance(value, FunctionType):
+            delattr(fs, name)
 
 
 class FsspecClient:

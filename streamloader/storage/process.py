@@ -77,6 +77,14 @@ def _call_here(owner: Owner, call: Callable[..., None], *held: Any) -> None:
         call(*held)
 
 
+_INHERITED: list[object] = []  # never freed: that would touch what the parent still uses
+
+
+def keep(value: object) -> None:
+    """Keep a value of the parent process until this process ends."""
+    _INHERITED.append(value)
+
+
 _OBSTORE_USERS: set[int] = set()  # processes: this one, or one that it was forked from
 _WARNED: set[int] = set()
 
