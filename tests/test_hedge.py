@@ -25,10 +25,8 @@ STALL_SECONDS = 12.0
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("hedge") / "data"
-    datasets.write(path, COUNT, FIELDS)
-    return path
+def folder(data: Any) -> Path:
+    return Path(data(COUNT, *FIELDS))
 
 
 @pytest.fixture

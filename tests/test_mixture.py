@@ -13,15 +13,7 @@ from datasets import SMALL, flat
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from streamloader.errors import (
-    BatchError,
-    FieldError,
-    MixtureError,
-    SelectionError,
-    StateError,
-    StreamloaderError,
-    UsageError,
-)
+from streamloader import errors
 from streamloader.format.writer import Writer
 from streamloader.options import Shuffle
 from streamloader.pytorch.dataset import Mixture, Source, StreamingDataset
@@ -255,7 +247,7 @@ def test_samples_names_each_step_and_steps_can_be_skipped_and_replayed(url, size
     assert take(ds.replay(0, [2, 5])) == [whole[2][0], whole[5][0]]
     left = open_mixture(url, {"a": 3, "b": 1}, world=world, skip_steps={0: [1, 3]})
     assert take(iter(left)) == [batch for step, (batch, _, _) in enumerate(whole) if step not in (1, 3)]
-    with pytest.raises(UsageError, match="no step starts"):
+    with pytest.raises(errors.UsageError, match="no step starts"):
         ds.samples(0, 10_000)
 
 
@@ -297,23 +289,23 @@ def test_samples_come_singly_too(url):
     assert singly == flat(take(iter(open_mixture(url, {"a": 3, "b": 1}, batch=40, unit=1)), 1))
 
 
-BAD: list[tuple[Any, dict[str, Any], type[StreamloaderError], str]] = [
-    ({}, {}, MixtureError, "a mixture of {}"),
-    (["a"], {}, MixtureError, "give a weight for each source"),
-    ({"nowhere": -1, "b": 2}, {}, MixtureError, "weight -1 is negative"),
-    ({"nowhere": 0, "b": 0}, {}, MixtureError, "all 0"),
-    ({"nowhere": "x"}, {}, MixtureError, "'x' is not a number"),
-    ({3: 1}, {}, MixtureError, "a source 3"),
-    ({"a": 1}, {"schedule": {5: {"b": 1}}}, MixtureError, "the mixture's own sources"),
-    ({"a": 1}, {"schedule": {-1: {"a": 1}}}, MixtureError, "whole steps"),
-    ({"a": 1}, {"schedule": {5: {"a": 0}}}, MixtureError, "all 0"),
-    ({"a": 1}, {"stop": "never"}, UsageError, "stop='never'"),
-    ({"a": 1}, {"batches": "both"}, UsageError, "batches='both'"),
-    ({"a": 1}, {"unit": 0}, UsageError, "unit=0"),
-    ({"a": 1}, {"unit": 4, "batches": "homogeneous"}, UsageError, "a turn is a whole batch"),
-    ({"a": 1}, {"remainder": "uneven"}, MixtureError, "has no end"),
-    ({"a": 1}, {"batch_size": 0}, BatchError, "batch_size=0"),
-    ({Source("a", where="open('x')"): 1}, {}, SelectionError, "open"),
+BAD: list[tuple[Any, dict[str, Any], type[errors.StreamloaderError], str]] = [
+    ({}, {}, errors.MixtureError, "a mixture of {}"),
+    (["a"], {}, errors.MixtureError, "give a weight for each source"),
+    ({"nowhere": -1, "b": 2}, {}, errors.MixtureError, "weight -1 is negative"),
+    ({"nowhere": 0, "b": 0}, {}, errors.MixtureError, "all 0"),
+    ({"nowhere": "x"}, {}, errors.MixtureError, "'x' is not a number"),
+    ({3: 1}, {}, errors.MixtureError, "a source 3"),
+    ({"a": 1}, {"schedule": {5: {"b": 1}}}, errors.MixtureError, "the mixture's own sources"),
+    ({"a": 1}, {"schedule": {-1: {"a": 1}}}, errors.MixtureError, "whole steps"),
+    ({"a": 1}, {"schedule": {5: {"a": 0}}}, errors.MixtureError, "all 0"),
+    ({"a": 1}, {"stop": "never"}, errors.UsageError, "stop='never'"),
+    ({"a": 1}, {"batches": "both"}, errors.UsageError, "batches='both'"),
+    ({"a": 1}, {"unit": 0}, errors.UsageError, "unit=0"),
+    ({"a": 1}, {"unit": 4, "batches": "homogeneous"}, errors.UsageError, "a turn is a whole batch"),
+    ({"a": 1}, {"remainder": "uneven"}, errors.MixtureError, "has no end"),
+    ({"a": 1}, {"batch_size": 0}, errors.BatchError, "batch_size=0"),
+    ({Source("a", where="open('x')"): 1}, {}, errors.SelectionError, "open"),
 ]
 
 
@@ -329,12 +321,12 @@ def test_sources_that_do_not_fit_are_errors_that_name_them(url, tmp_path):
         with Writer(tmp_path / name, specs, num_samples=count) as out:
             out.write_batch({field: np.arange(count) for field in specs})
     for sources, options, error, shown in (
-        (("a", "other"), {}, MixtureError, "do not both have name, tok"),
-        (("a", "other"), {"fields": ["x"]}, MixtureError, r"x is float32\[300\] .* and float32\[30\]"),
-        ((str(url / "a"), url / "a"), {}, MixtureError, "the same samples of .* twice"),
-        ((tmp_path / "empty", "a"), {}, MixtureError, "has no samples"),
-        (("a", "b"), {"unit": 32}, BatchError, "cuts turns of 32"),
-        ((tmp_path / "named",), {"with_index": True}, FieldError, "'source'"),
+        (("a", "other"), {}, errors.MixtureError, "do not both have name, tok"),
+        (("a", "other"), {"fields": ["x"]}, errors.MixtureError, r"x is float32\[300\] .* and float32\[30\]"),
+        ((str(url / "a"), url / "a"), {}, errors.MixtureError, "the same samples of .* twice"),
+        ((tmp_path / "empty", "a"), {}, errors.MixtureError, "has no samples"),
+        (("a", "b"), {"unit": 32}, errors.BatchError, "cuts turns of 32"),
+        ((tmp_path / "named",), {"with_index": True}, errors.FieldError, "'source'"),
     ):
         places = [url / one if one in ("a", "b", "other") else one for one in sources]
         with pytest.raises(error, match=shown):
@@ -361,7 +353,7 @@ def test_a_state_of_another_mixture_is_an_error(url):
     others += [(ds, {**state, name: value}, name.removesuffix("s")) for name, value in invalid]
     forced = {**state, "sources": [{**one, "digest": "of a copy"} for one in state["sources"]]}
     for loader, given, shown in [*others, (ds, forced, "a source")]:
-        with pytest.raises(StateError, match=shown):
+        with pytest.raises(errors.StateError, match=shown):
             loader.load_state_dict(given)
     ds.load_state_dict(forced, force=True)
     assert ds.state_dict() == state

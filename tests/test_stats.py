@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from datasets import encoded, write, write_images
+from datasets import encoded, write_images
 from folder_server import folder_server
 from hypothesis import given
 from hypothesis import strategies as st
@@ -40,11 +40,9 @@ any_stats = st.builds(
 
 
 @pytest.fixture(scope="module")
-def vectors(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def vectors(data: Any) -> Path:
     """Small blocks of float vectors, not compressed."""
-    folder = tmp_path_factory.mktemp("stats") / "vectors"
-    write(folder, N, ["x", "label"])
-    return folder
+    return Path(data(N, "x", "label"))
 
 
 def stream(url: str | Path, batch: int | None = 32, **options: Any) -> sl.StreamingDataset:
@@ -151,8 +149,7 @@ def test_the_first_batch_does_not_count_as_waiting():
     assert slow_start.verdict == (
         "consumer-bound: training waited 1% of the time; the loader keeps up and was ahead 50% of the time"
     )
-    only = Stats(batches=1, seconds=3.0, wait_seconds=3.0, first_batch_seconds=3.0)
-    assert only.wait_fraction == 1
+    assert Stats(batches=1, seconds=3.0, wait_seconds=3.0, first_batch_seconds=3.0).wait_fraction == 1
 
 
 # ---- real runs

@@ -26,10 +26,12 @@ def command(ranks: int, script: str, *arguments: str, log: Path) -> list[str]:
     return [sys.executable, "-m", "torch.distributed.run", *options, str(TESTS / script), *arguments]
 
 
-def run_python(*arguments: object, seconds: float = 300, **variables: str) -> subprocess.CompletedProcess[str]:
+def run_python(
+    *arguments: object, seconds: float = 300, cwd: Path | None = None, **variables: str
+) -> subprocess.CompletedProcess[str]:
     """Run Python with these arguments and further environment variables, and assert that its exit code is 0."""
     command, given = [sys.executable, *map(str, arguments)], environment() | variables
-    done = subprocess.run(command, env=given, capture_output=True, text=True, timeout=seconds, check=False)
+    done = subprocess.run(command, env=given, cwd=cwd, capture_output=True, text=True, timeout=seconds, check=False)
     assert done.returncode == 0, done.stderr[-6000:]
     return done
 
