@@ -94,9 +94,7 @@ def test_a_wrong_shard_index_alone_changes_nothing(name):
 
 
 def test_every_error_class_of_the_format_has_a_bad_dataset():
-    classes = {
-        one.__name__ for one in vars(errors).values() if isinstance(one, type) and issubclass(one, errors.FormatError)
-    }
+    classes = {name for name in errors.__all__ if issubclass(getattr(errors, name), errors.FormatError)}
     assert classes <= {expected["error"] for expected in EXPECTED.values()}
 
 

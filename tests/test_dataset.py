@@ -127,8 +127,7 @@ def test_neighbouring_samples_cost_one_request_a_chunk():
     ds, counting = counted(STORE)
     for i in range(COUNT):
         ds[i]
-    chunks = sum(-(-COUNT // layout.chunk) for layout in ds.manifest.fields.values())
-    assert len(counting.reads) == chunks
+    assert len(counting.reads) == sum(-(-COUNT // layout.chunk) for layout in ds.manifest.fields.values())
     counting.reads.clear()
     ds.read("image", 0, 16)
     assert len(counting.reads) == 1
@@ -156,8 +155,7 @@ def test_threads_may_share_a_dataset():
 
 
 def test_a_dataset_survives_pickling_before_and_after_use(tmp_path):
-    store = open_store(tmp_path)
-    write_dataset(store, columns_of(ALL_KINDS, COUNT), geometry_of(ALL_KINDS, COUNT, LAYOUT))
+    write_dataset(open_store(tmp_path), columns_of(ALL_KINDS, COUNT), geometry_of(ALL_KINDS, COUNT, LAYOUT))
     ds = open_dataset(tmp_path)
     for _ in range(2):
         again = pickle.loads(pickle.dumps(ds))

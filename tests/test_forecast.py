@@ -30,10 +30,8 @@ def folder(data: Any) -> Path:
     return Path(data(N, "x", "label", "tok"))
 
 
-def mixing(
-    num_samples: int, params: OrderParams, batch: int, remainder: Any = "drop", *, shuffle: bool = True
-) -> Mixing:
-    return mixings([Share(EpochOrder(num_samples, params, 0, 0, shuffle), batch, World(0, 1), remainder)])[0]
+def mixing(count: int, params: OrderParams, batch: int, remainder: Any = "drop", *, shuffle: bool = True) -> Mixing:
+    return mixings([Share(EpochOrder(count, params, 0, 0, shuffle), batch, World(0, 1), remainder)])[0]
 
 
 def run_epoch(folder: Path, planned: Forecast, **options: Any) -> tuple[int, int]:

@@ -40,9 +40,7 @@ def opened(server: FolderServer, **more: Any) -> StreamingDataset:
     return StreamingDataset(server.url, batch_size=100, with_index=True, **more)
 
 
-def read(
-    ds: StreamingDataset, change: Callable[[int], object] = lambda _: None, fields: Sequence[str] = FIELDS
-) -> float:
+def read(ds: StreamingDataset, change: Callable[[int], Any] = lambda _: None, fields: Sequence[str] = FIELDS) -> float:
     """Read an epoch, assert that it is right and whole, return its seconds; `change(number)` is called per batch."""
     begin, seen = time.monotonic(), []
     for number, batch in enumerate(ds):

@@ -62,9 +62,8 @@ def test_a_dropped_dataset_leaves_no_client(tmp_path, plane):
     write(tmp_path / "data", 64, ["label"])
     with folder_server(tmp_path) as server:
         url, options = location(server.endpoint, plane)
-        leaks.check_flat(
-            leaks.growth(lambda: leaks.begin(StreamingDataset(url, batch_size=8, storage_options=options)), 5)
-        )
+        grown = leaks.growth(lambda: leaks.begin(StreamingDataset(url, batch_size=8, storage_options=options)), 5)
+    leaks.check_flat(grown)
 
 
 FORK = """

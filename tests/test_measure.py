@@ -206,8 +206,7 @@ def test_a_bench_measures_every_stage_and_reports_progress(everything):
 
 
 def test_a_bench_of_images_decodes_them(images, tmp_path):
-    options = BenchOptions(seconds=0.3, image_size=(200, 300), trace=tmp_path / "trace.jsonl")
-    result = bench(str(images), options)
+    result = bench(str(images), BenchOptions(seconds=0.3, image_size=(200, 300), trace=tmp_path / "trace.jsonl"))
     assert result.batch_size == 60
     assert result.ceilings[-1].name == "decode image from memory"
     assert result.stats is not None

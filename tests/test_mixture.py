@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -48,16 +48,14 @@ def labels(batch: dict[str, Any]) -> list[int]:
     return batch["label"][batch["valid"]].tolist() if "valid" in batch else batch["label"].tolist()
 
 
-def take(batches: Iterator[dict[str, Any]], count: int = 10**6) -> list[list[int]]:
+def take(batches: Iterable[dict[str, Any]], count: int = 10**6) -> list[list[int]]:
     return [labels(batch) for batch in islice(batches, count)]
 
 
-def ranks_of(
-    url: Path, weights: dict[str, float], size: int, global_batch: int, **options: Any
-) -> list[list[list[int]]]:
-    """The batches of every rank."""
+def ranks_of(url: Path, weights: dict[str, float], size: int, batch: int, **options: Any) -> list[list[list[int]]]:
+    """The batches of every rank, of so many samples together."""
     worlds = [(rank, size) for rank in range(size)]
-    return [take(iter(open_mixture(url, weights, global_batch // size, world=one, **options))) for one in worlds]
+    return [take(open_mixture(url, weights, batch // size, world=one, **options)) for one in worlds]
 
 
 def assert_once(seen: list[int], slack: int) -> None:
@@ -79,21 +77,17 @@ def test_every_row_is_the_sample_that_source_and_index_name(url):
         assert batch["label"].tolist() == label.tolist()
         assert (batch["x"].numpy() == label[:, None]).all()
         assert batch["name"] == [f"sample {i}" for i in label]
-        values = [np.arange(i, i + i % 5) for i in label.tolist()]
-        assert batch["tok"].tolist() == np.concatenate(values).tolist()
+        assert batch["tok"].tolist() == np.concatenate([np.arange(i, i + i % 5) for i in label.tolist()]).tolist()
     assert [Path(one.url).name for one in ds.sources] == ["a", "c", "b"]
 
 
 @pytest.mark.parametrize(("unit", "within"), [(None, 8), (1, 1), (4, 4)])
 def test_each_batch_and_each_window_of_batches_has_the_shares(url, unit, within):
     ds = open_mixture(url, {"a": 0.7, "b": 0.3}, 40, stop="last", unit=unit)
-    counts = np.cumsum(
-        [[0, 0], *(np.bincount([i // 1000 for i in part], minlength=2) for part in take(iter(ds))[:-1])], 0
-    )
+    counts = np.cumsum([[0, 0], *(np.bincount([i // 1000 for i in part], minlength=2) for part in take(ds)[:-1])], 0)
     for begin in range(len(counts)):
         for end in range(begin + 1, len(counts)):
-            share = 0.7 * 40 * (end - begin)
-            assert abs(counts[end, 0] - counts[begin, 0] - share) < 2 * within
+            assert abs(counts[end, 0] - counts[begin, 0] - 0.7 * 40 * (end - begin)) < 2 * within
 
 
 def test_each_source_goes_through_epochs_of_its_own(url):
@@ -102,7 +96,7 @@ def test_each_source_goes_through_epochs_of_its_own(url):
     for epoch in range(3):
         assert ds.epoch == epoch
         count = len(ds)
-        passed = take(iter(ds))
+        passed = take(ds)
         assert len(passed) == count
         for label in flat(passed):
             seen[source_of(label)].append(label - FIRST[source_of(label)])
@@ -140,7 +134,7 @@ def test_a_run_resumes_exactly_at_another_world_and_batch_size(url, size, batch,
     for rank in range(size):
         other = open_mixture(url, {"a": 2, "b": 1}, batch, world=(rank, size), **options)
         other.load_state_dict(state)
-        rest = take(iter(other))
+        rest = take(other)
         seen += flat(rest)
         epochs.append(other.epoch)
         if size == 1:
@@ -186,8 +180,7 @@ def test_weights_follow_a_schedule_of_steps(url):
     sources = {str(url / "a"): 1, str(url / "b"): 0}
     mixed = Mixture(sources, schedule=schedule, batch_size=16, fields=["label"], stop="last")
     iterator = iter(mixed)
-    steps = take(iterator, 20)
-    shares = [sum(source_of(i) == "a" for i in step) for step in steps]
+    shares = [sum(source_of(i) == "a" for i in step) for step in take(iterator, 20)]
     assert shares == [16] * 10 + [0] * 5 + [8] * 5
     later = Mixture(sources, schedule=schedule, batch_size=16, fields=["label"], stop="last")
     state = mixed.state_dict()
@@ -201,7 +194,7 @@ def test_a_nested_mixture_shares_its_weight(url):
     inner = Mixture({b: 2, c: 1}, batch_size=None)
     nested = Mixture({a: 0.4, inner: 0.6}, batch_size=20, unit=1, fields=["label"])
     plain = Mixture({a: 2, b: 2, c: 1}, batch_size=20, unit=1, fields=["label"])
-    assert take(iter(nested)) == take(iter(plain))
+    assert take(nested) == take(plain)
 
 
 def test_a_source_that_is_added_on_resume_is_mixed_in_from_there_and_recorded(url):
@@ -212,8 +205,7 @@ def test_a_source_that_is_added_on_resume_is_mixed_in_from_there_and_recorded(ur
     more = open_mixture(url, {"c": 2, "a": 1, "b": 1}, stop="last")
     more.load_state_dict(state)
     rest = take(iter(more), 12)
-    seen = Counter(map(source_of, flat(rest)))
-    assert abs(seen["c"] - 96) <= 8
+    assert abs(Counter(map(source_of, flat(rest)))["c"] - 96) <= 8
     assert not set(flat(begun)) & set(flat(rest))  # the others went on where they were
     recorded = more.state_dict()
     assert [phase[2:] for phase in recorded["phases"]] == [[[3, 1], [1, 2]], [[2, 1, 1], [0, 1, 2]]]
@@ -221,7 +213,7 @@ def test_a_source_that_is_added_on_resume_is_mixed_in_from_there_and_recorded(ur
     again.load_state_dict(json.loads(json.dumps(recorded)))
     assert again.state_dict() == recorded  # the same weights once more change nothing
     more.load_state_dict(recorded)
-    assert take(iter(again)) == take(iter(more))
+    assert take(again) == take(more)
 
 
 def test_sources_may_be_parts_of_datasets(url):
@@ -246,7 +238,7 @@ def test_samples_names_each_step_and_steps_can_be_skipped_and_replayed(url, size
         assert (found["source"].tolist(), found["index"].tolist()) == (source, index)
     assert take(ds.replay(0, [2, 5])) == [whole[2][0], whole[5][0]]
     left = open_mixture(url, {"a": 3, "b": 1}, world=world, skip_steps={0: [1, 3]})
-    assert take(iter(left)) == [batch for step, (batch, _, _) in enumerate(whole) if step not in (1, 3)]
+    assert take(left) == [batch for step, (batch, _, _) in enumerate(whole) if step not in (1, 3)]
     with pytest.raises(errors.UsageError, match="no step starts"):
         ds.samples(0, 10_000)
 
@@ -276,11 +268,11 @@ def test_workers_see_each_sample_once_and_resume_from_a_state(url, workers, batc
         assert all(len(set(map(source_of, batch))) == 1 for batch in whole if batch)
     other = opened()
     other.load_state_dict(opened().state_dict(batches=5, workers=max(1, workers)))
-    assert take(iter(loader(other))) == whole[5:]
+    assert take(loader(other)) == whole[5:]
     first, second = (loader(opened(), StatefulDataLoader) for _ in range(2))
     take(iter(first), 5)
     second.load_state_dict(first.state_dict())
-    assert take(iter(second)) == whole[5:]
+    assert take(second) == whole[5:]
 
 
 def test_samples_come_singly_too(url):

@@ -50,12 +50,11 @@ def process(folder: Path, port: int) -> Iterator[subprocess.Popen[bytes]]:
 def dataset(endpoint: str, plane: str, retry: RetryPolicy = QUICK, name: str = "data", **more: Any) -> StreamingDataset:
     """Open the dataset by obstore ("http"), own sockets ("s3") or fsspec, once the server answers."""
     url, options = location(endpoint, plane, name)
+    options["retry"] = retry
     give_up = time.monotonic() + 300
     while True:
         try:
-            return StreamingDataset(
-                url, batch_size=20, with_index=True, storage_options={**options, "retry": retry}, **more
-            )
+            return StreamingDataset(url, batch_size=20, with_index=True, storage_options=options, **more)
         except ConnectionError:
             assert time.monotonic() < give_up
             time.sleep(0.05)
@@ -105,18 +104,18 @@ def test_a_run_continues_after_a_restart_and_reports_what_it_waits_for(folder, p
     assert ds.stats().waiting_for == ""
 
 
-@pytest.mark.parametrize(
-    ("path", "how", "waits"),
-    [
-        ("/x/c/", "close", "probe_seconds"),
-        ("/x/c/", "close", "base_seconds"),
-        ("/chunks/x/", "close", "probe_seconds"),
-        ("/chunks/x/", "iter", "probe_seconds"),
-        ("/chunks/raw/", "close", "probe_seconds"),  # by the thread that admits blocks
-        ("/label/c/", "close", "probe_seconds"),  # held in memory
-        ("/chunks/label/", "close", "probe_seconds"),
-    ],
-)
+WAITS = [
+    ("/x/c/", "close", "probe_seconds"),
+    ("/x/c/", "close", "base_seconds"),
+    ("/chunks/x/", "close", "probe_seconds"),
+    ("/chunks/x/", "iter", "probe_seconds"),
+    ("/chunks/raw/", "close", "probe_seconds"),  # by the thread that admits blocks
+    ("/label/c/", "close", "probe_seconds"),  # held in memory
+    ("/chunks/label/", "close", "probe_seconds"),
+]
+
+
+@pytest.mark.parametrize(("path", "how", "waits"), WAITS)
 def test_threads_that_wait_to_try_again_end_with_their_pass(folder, path, how, waits):
     with folder_server(folder) as server, ThreadPoolExecutor(1) as pool:
         policy = RetryPolicy(**{"cap_seconds": 6000.0, waits: 6000.0})

@@ -38,8 +38,7 @@ IMAGES = {"image": Field.parse("uint8[1100]"), "blob": Field.parse("bytes")}
 
 def dataset(count=50, fields=None, codec="none"):
     store, fields = memory_store(), fields or IMAGES
-    geometry = geometry_of(fields, None, SMALL, codec)
-    return store, write_dataset(store, columns_of(fields, count), geometry)
+    return store, write_dataset(store, columns_of(fields, count), geometry_of(fields, None, SMALL, codec))
 
 
 def edit(store, change):

@@ -174,12 +174,11 @@ def test_a_state_of_another_dataset_is_an_error_unless_forced(path, data, tmp_pa
     datasets.write(tmp_path / "copy", N, FIELDS)
     resumed(tmp_path / "copy", state)  # the same bytes have the same digest
     longer = open_rank(data(N + 1, *FIELDS), shuffle=Shuffle(**state["order"]))
-    with pytest.raises(
-        StateError, match=f"digest '{state['digest']}' instead of '{longer._datasets[0].manifest.digest}'"
-    ):
+    digest = longer._datasets[0].manifest.digest
+    with pytest.raises(StateError, match=f"digest '{state['digest']}' instead of '{digest}'"):
         longer.load_state_dict(state)
     longer.load_state_dict(state, force=True)
-    assert longer.state_dict()["digest"] == longer._datasets[0].manifest.digest
+    assert longer.state_dict()["digest"] == digest
     assert take(iter(longer), 1)
 
 

@@ -96,18 +96,18 @@ def test_an_invalid_condition_is_an_error_before_anything_is_opened():
 # ---- what comes out
 
 
+CHOSEN = [
+    (SOME, SOME),
+    (slice(100, 400), range(100, 400)),
+    (slice(None), range(N)),
+    ([11], [11]),
+    ("flag and count < 65500", [i for i in range(N) if i % 3 == 0 and 65535 - i < 65500]),
+    (f"{label(7)} <= label < {label(300)}", range(7, 300)),
+]
+
+
 @pytest.mark.parametrize("shuffle", [True, False])
-@pytest.mark.parametrize(
-    ("where", "expected"),
-    [
-        (SOME, SOME),
-        (slice(100, 400), range(100, 400)),
-        (slice(None), range(N)),
-        ([11], [11]),
-        ("flag and count < 65500", [i for i in range(N) if i % 3 == 0 and 65535 - i < 65500]),
-        (f"{label(7)} <= label < {label(300)}", range(7, 300)),
-    ],
-)
+@pytest.mark.parametrize(("where", "expected"), CHOSEN)
 def test_every_selected_sample_comes_once_an_epoch_and_no_other(url, where, expected, shuffle):
     ds = stream(url, where, batch=min(16, len(expected)), shuffle=shuffle)
     assert ds.num_samples == len(expected)
@@ -168,8 +168,7 @@ def test_workers_deliver_the_selection_once(url):
 
 
 def test_padded_rows_repeat_samples_of_the_selection(url):
-    ds = stream(url, [3, 500, 7], batch=2, world=(0, 2))
-    (batch,) = list(ds)
+    (batch,) = list(stream(url, [3, 500, 7], batch=2, world=(0, 2)))
     assert set(batch["index"].tolist()) <= {3, 7, 500}
 
 

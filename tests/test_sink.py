@@ -160,8 +160,7 @@ def test_finish_raises_for_missing_shards_and_changed_parts():
     receipts = publish.read_receipts(store)
     with pytest.raises(errors.IncompleteError):
         publish.finish(store, geometry, {i: receipts[i] for i in (0, 2)}, {})
-    part = store.get("_streamloader/parts/1")
-    store.put("_streamloader/parts/1", bytes(len(part)))
+    store.put("_streamloader/parts/1", bytes(len(store.get("_streamloader/parts/1"))))
     with pytest.raises(errors.FormatError, match="parts/1"):
         publish.finish(store, geometry, receipts, {})
     store.delete(["_streamloader/parts/1"])

@@ -102,8 +102,7 @@ def test_numbers_of_one_byte_and_variable_length_may_be_encoded_images(tmp_path)
             images[n] = np.frombuffer(b"\xff\xd8\xff" + bytes([n % 256]) * n, np.uint8)
     source = opened(tmp_path / "it.h5", "image=bytes:jpeg")
     assert str(source.fields["image"]) == "bytes:jpeg"
-    found = read(source, [0, 7, 8, 299])["image"]
-    assert found == [b"\xff\xd8\xff" + bytes([n % 256]) * n for n in (0, 7, 8, 299)]
+    assert read(source, [0, 7, 8, 299])["image"] == [b"\xff\xd8\xff" + bytes([n % 256]) * n for n in (0, 7, 8, 299)]
     assert str(opened(tmp_path / "it.h5").fields["image"]) == "ragged:uint8"
 
 
@@ -137,8 +136,7 @@ def test_a_text_that_is_not_utf8_is_one_bad_sample(tmp_path):
     assert [one.position for one in bad] == [1, 3]
     assert bad[1].name == f"row 1 of {tmp_path}/1.h5"
     assert "field 'name' is not UTF-8 text" in bad[1].problem
-    report = sl.convert(tmp_path, tmp_path.parent / f"{tmp_path.name}-out", on_error="skip", workers=0)
-    assert report.num_samples == 2
+    assert sl.convert(tmp_path, tmp_path.parent / f"{tmp_path.name}-out", on_error="skip", workers=0).num_samples == 2
 
 
 def linked(root):
@@ -346,8 +344,7 @@ def test_classic_files_read_as_scipy_wrote_them(tmp_path, rows, variables, versi
         kinds = [True] * len(kinds)
     chosen = kinds[0] if selected else 2 * sum(kinds) >= len(kinds)
     kept = {name: values for name, (record, values) in written.items() if record == chosen}
-    source = opened(tmp_path / "it.nc", ",".join(kept) if selected else None)
-    found = read(source, sorted(rows))
+    found = read(opened(tmp_path / "it.nc", ",".join(kept) if selected else None), sorted(rows))
     assert found.keys() == kept.keys()
     for name, values in kept.items():
         picked = values[sorted(rows)]
@@ -372,8 +369,7 @@ def test_where_two_dimensions_are_as_frequent_the_unlimited_one_or_the_user_deci
     assert_error(SourceError, "as many variables", tmp_path / "it.nc", "a,b")
     nc(tmp_path / "it.nc", TIE, unlimited_dims=["u"], **how)
     assert opened(tmp_path / "it.nc").num_samples == 4
-    more = {**TIE, "c": (("t", "u"), np.zeros((3, 4)))}
-    nc(tmp_path / "it.nc", more, **how)
+    nc(tmp_path / "it.nc", {**TIE, "c": (("t", "u"), np.zeros((3, 4)))}, **how)
     assert set(opened(tmp_path / "it.nc").fields) == {"a", "c"}
     assert_error(SourceError, r"'b' of .*it.nc has the dimensions u, the samples' is 't'", tmp_path / "it.nc", "a,b,c")
 
@@ -441,8 +437,7 @@ def test_a_stream_of_records_has_as_many_as_there_are(tmp_path):
 
 
 def test_netcdf4_that_is_damaged_or_has_links_is_named(tmp_path):
-    data = (FORMATS / "netcdf/input/netcdf4.nc").read_bytes()
-    (tmp_path / "it.nc").write_bytes(data[:9000])
+    (tmp_path / "it.nc").write_bytes((FORMATS / "netcdf/input/netcdf4.nc").read_bytes()[:9000])
     assert_error(SourceError, r"it.nc is not an HDF5 file, or damaged", tmp_path / "it.nc")
     linked(tmp_path)
     (tmp_path / "it.h5").rename(tmp_path / "it.nc")
@@ -463,8 +458,7 @@ def group(path, version=3, **arrays):
 
 
 def edit(path, **changes):
-    document = json.loads(path.read_text())
-    path.write_text(json.dumps({**document, **changes}))
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
 @given(data=st.data())
@@ -478,8 +472,7 @@ def test_zarr_rows_are_what_zarr_reads(tmp_path, data):
     values = np.random.default_rng(0).integers(0, 2 if dtype == "bool" else 99, shape).astype(dtype)
     shutil.rmtree(tmp_path / "it.zarr", ignore_errors=True)
     layout = {"chunks": chunks, "shards": shards, "zarr_format": version}
-    array = zarr.create_array(tmp_path / "it.zarr", shape=shape, dtype=dtype, **layout)
-    array[:] = values
+    zarr.create_array(tmp_path / "it.zarr", shape=shape, dtype=dtype, **layout)[:] = values
     source = opened(tmp_path / "it.zarr")
     rows = sorted(data.draw(st.sets(st.integers(0, shape[0] - 1))))
     found = read(source, rows)["it"]

@@ -135,8 +135,7 @@ def test_lists_of_a_selected_shape_are_read_as_blocks(tmp_path, monkeypatch):
 
 
 def test_lists_of_lists_need_a_selected_shape(tmp_path):
-    kind = pa.list_(pa.list_(pa.int32()))
-    lists(tmp_path, [[[1, 2], [3, 4]], [[5, 6], [7, 8]], [[9], [0, 1]], [[1, 2]]], kind)
+    lists(tmp_path, [[[1, 2], [3, 4]], [[5, 6], [7, 8]], [[9], [0, 1]], [[1, 2]]], pa.list_(pa.list_(pa.int32())))
     assert_error(FieldError, r"holds 'x' \(list<.*, or read lists .* with --fields x=float32\[2,3\]", tmp_path)
     good, bad = bad_rows(opened(tmp_path, "x=int32[2,2]"))
     expected = [{"x": [[1, 2], [3, 4]]}, {"x": [[5, 6], [7, 8]]}]
@@ -438,8 +437,7 @@ def saved(change):
 
 def state(**changes):
     def change(root):
-        before = json.loads((root / "state.json").read_text())
-        (root / "state.json").write_text(json.dumps(before | changes))
+        (root / "state.json").write_text(json.dumps(json.loads((root / "state.json").read_text()) | changes))
 
     return saved(change)
 

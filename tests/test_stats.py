@@ -132,9 +132,8 @@ def test_what_to_change_about_gathering_depends_on_the_size_of_a_sample():
         "gather-bound: training waited 50% of the time; one thread gathers 32 samples/s, 80% busy; "
         "train with more ranks, or store several of these small samples as one"
     )
-    assert "gathers 48 MB/s, 80% busy; train with more ranks, or ask for fewer or smaller fields" in changed(
-        gather, bytes_decoded=4_800_000_000
-    )
+    large = changed(gather, bytes_decoded=4_800_000_000)
+    assert "gathers 48 MB/s, 80% busy; train with more ranks, or ask for fewer or smaller fields" in large
 
 
 def test_what_batches_waited_for_decides_where_no_stage_is_busy():
@@ -285,8 +284,7 @@ def note(path: Path, report: BatchReport) -> None:
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_each_dataloader_worker_reports_its_own_batches(vectors, tmp_path):
     dataset = pickle.loads(pickle.dumps(stream(vectors, on_batch=partial(note, tmp_path / "log"))))
-    loader = DataLoader(dataset, batch_size=None, num_workers=2, multiprocessing_context="fork")
-    count = sum(1 for _ in loader)
+    count = sum(1 for _ in DataLoader(dataset, batch_size=None, num_workers=2, multiprocessing_context="fork"))
     lines = [tuple(map(int, line.split())) for line in (tmp_path / "log").read_text().splitlines()]
     assert len(lines) == count == 22
     for number in range(2):

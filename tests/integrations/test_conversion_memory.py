@@ -98,8 +98,7 @@ def test_a_process_holds_less_than_four_shards(kind, tmp_path):
         source, workers = str(tmp_path / "source"), "2"
         (tmp_path / "source").mkdir()
         make(tmp_path / "source")
-    done = run_python("-c", PROGRAM, source, tmp_path / "out", stored, workers)
-    shard, *peaks = json.loads(done.stdout)
+    shard, *peaks = json.loads(run_python("-c", PROGRAM, source, tmp_path / "out", stored, workers).stdout)
     print(f"{kind}: shards of {shard / 1e6:.0f} MB, peaks of {[round(peak / 1e6) for peak in peaks]} MB")
     assert shard > SHARD / 2, "the shards are too small to tell"
     assert max(peaks) < 4 * shard

@@ -235,8 +235,7 @@ def test_annotations_are_parsed_in_a_few_times_their_size(tmp_path):
     boxes = ",".join(json.dumps(box).replace('"ID"', str(i)) for i in range(60_000))
     text = f'{{"images": [{{"id": 1, "file_name": "a.png"}}], "annotations": [{boxes}]}}'
     assert len(text) > 20e6
-    done = run_python("-c", OPENED, coco(tmp_path, text))
-    assert int(done.stdout) * 1024 < 6 * len(text) + 32e6
+    assert int(run_python("-c", OPENED, coco(tmp_path, text)).stdout) * 1024 < 6 * len(text) + 32e6
 
 
 # audio
@@ -297,15 +296,15 @@ class _Decoder:
         return iter([np.zeros(self._read, dtype)])
 
 
-@pytest.mark.parametrize(
-    ("decoder", "problem"),
-    [
-        (_Decoder(), ""),
-        (_Decoder(frames=7), "it ends after 7 of 10 frames: it is truncated"),
-        (_Decoder(error=1), ""),  # a kind that libsndfile does not know
-        (_Decoder(error=2), "error 2"),
-    ],
-)
+DECODERS = [
+    (_Decoder(), ""),
+    (_Decoder(frames=7), "it ends after 7 of 10 frames: it is truncated"),
+    (_Decoder(error=1), ""),  # a kind that libsndfile does not know
+    (_Decoder(error=2), "error 2"),
+]
+
+
+@pytest.mark.parametrize(("decoder", "problem"), DECODERS)
 def test_a_decoder_finds_what_the_first_bytes_do_not_show(decoder, problem, monkeypatch):
     monkeypatch.setitem(sys.modules, "soundfile", decoder)
     assert audio_problem(clip(".flac")) == problem

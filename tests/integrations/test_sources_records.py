@@ -123,8 +123,7 @@ def test_a_truncated_file_of_records_is_an_error(packed, cut):
     size = len(framed(records[:1]))
     assert len(data) == 159 == 3 * size
     with tempfile.TemporaryDirectory() as folder:
-        part = gzip.compress(data[:cut]) if packed else data[:cut]
-        (Path(folder) / "x.tfrecord").write_bytes(part)
+        (Path(folder) / "x.tfrecord").write_bytes(gzip.compress(data[:cut]) if packed else data[:cut])
         if cut % size == 0:
             assert opened(folder).num_samples == cut // size
             return
@@ -381,8 +380,7 @@ def test_what_is_not_read_can_be_left_out(tmp_path):
     folder = copied("mds/input/plain", tmp_path)
     change_index(folder, column("raw", "pkl"))
     assert_error(SourceError, r"pickles, which are never read.*--fields", folder)
-    samples = samples_in("mds/input/plain")
-    wanted = [{name: sample[name] for name in ("caption", "count")} for sample in samples]
+    wanted = [{name: sample[name] for name in ("caption", "count")} for sample in samples_in("mds/input/plain")]
     assert rows_of(opened(folder, "caption,count")) == wanted
 
 
@@ -420,8 +418,7 @@ def test_a_sample_of_wrong_sizes_is_the_only_bad_one(tmp_path):
     folder = copied("mds/input/plain", tmp_path)
     path = first_file(folder)
     data = path.read_bytes()
-    second = struct.unpack_from("<I", data, 8)[0]
-    path.write_bytes(poke(second, 2**31)(data))
+    path.write_bytes(poke(struct.unpack_from("<I", data, 8)[0], 2**31)(data))
     samples = samples_in("mds/input/plain")
     good, refused = bad_rows(opened(folder))
     assert good == [samples[0], *samples[2:]]
@@ -434,8 +431,7 @@ def test_a_sample_of_wrong_sizes_is_the_only_bad_one(tmp_path):
 
 
 def mds_shard(samples):
-    start = 4 * (len(samples) + 2)
-    offsets = np.cumsum([start, *map(len, samples)]).astype("<u4")
+    offsets = np.cumsum([4 * (len(samples) + 2), *map(len, samples)]).astype("<u4")
     return struct.pack("<I", len(samples)) + offsets.tobytes() + b"".join(samples)
 
 
@@ -479,8 +475,7 @@ def test_shards_are_unpacked_up_to_their_stated_size(codec, tmp_path):
 def test_a_bomb_is_not_unpacked(tmp_path):
     bomb = zstandard.ZstdCompressor(level=1).compress(bytes(200 << 20))
     assert len(bomb) < 100_000
-    packing = {"codec": "zstd", "pack": lambda _: bomb}
-    folder = write_mds(tmp_path / "x", "bytes", [b"a"], packing)
+    folder = write_mds(tmp_path / "x", "bytes", [b"a"], {"codec": "zstd", "pack": lambda _: bomb})
     with within(64 << 20), pytest.raises(SourceError, match="unpacks to more than the"):
         opened(folder, name="mds")
 
@@ -488,8 +483,7 @@ def test_a_bomb_is_not_unpacked(tmp_path):
 def test_an_unpacked_shard_beside_a_compressed_one_is_taken(tmp_path):
     folder = copied("mds/input/zstd", tmp_path)
     packed = first_file(folder)
-    raw = zstandard.ZstdDecompressor().decompress(packed.read_bytes())
-    packed.with_suffix("").write_bytes(raw)
+    packed.with_suffix("").write_bytes(zstandard.ZstdDecompressor().decompress(packed.read_bytes()))
     packed.write_bytes(b"never looked at")
     source = opened(folder)
     assert rows_of(source) == samples_in("mds/input/zstd")
