@@ -55,13 +55,13 @@ def ctrl_c() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
-    """Returns the path of a dataset of `tests/datasets.py` with so many samples of these fields, for reading only."""
+    """Returns the path of a dataset of `tests/datasets.py`, for reading only; of these fields, or all."""
     import datasets  # imports torch, which some test files do without
 
     @cache
-    def written(count: int, *fields: str) -> str:
+    def written(count: int, *fields: str, layout: Any = datasets.SMALL) -> str:
         path = tmp_path_factory.mktemp("data") / "d"
-        datasets.write(path, count, fields or datasets.FIELDS)
+        datasets.write(path, count, fields or datasets.FIELDS, layout)
         return str(path)
 
     return written

@@ -58,8 +58,7 @@ def write_photos(root: Path, classes: dict[str, int], size: Callable[[int], Any]
     for folder, count in classes.items():
         (root / folder).mkdir(parents=True)
         for i in range(count):
-            pixels = rng.integers(0, 256, (*size(i), 3), dtype=np.uint8)
-            Image.fromarray(pixels).save(root / folder / name.format(i))
+            Image.fromarray(rng.integers(0, 256, (*size(i), 3), dtype=np.uint8)).save(root / folder / name.format(i))
     return root
 
 

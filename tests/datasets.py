@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -109,11 +110,12 @@ def planned(ds: Any, shuffle: bool = True, seed: int = 0, epoch: int = 0) -> lis
 
 @contextmanager
 def within(limit: int) -> Iterator[None]:
-    """Fail where more than `limit` bytes are allocated at once."""
+    """Fail where `limit` bytes are allocated at once."""
+    gc.collect()
     tracemalloc.start()
     try:
         yield
-        assert tracemalloc.get_traced_memory()[1] <= limit
+        assert tracemalloc.get_traced_memory()[1] < limit
     finally:
         tracemalloc.stop()
 
@@ -132,6 +134,17 @@ def check_batch(batch: Mapping[str, Any], fields: Iterable[str]) -> None:
             equal(batch[name], np.concatenate(expected))
         else:
             equal(batch[name], np.stack(expected))
+
+
+def assert_workers_refuse(loader: Any, kind: type[Exception], shown: str) -> None:
+    """Assert that the workers of a DataLoader raise an error, and end them: torch waits 5 s for each that raised."""
+    import pytest
+
+    iterator = iter(loader)
+    with pytest.raises(kind, match=shown):
+        next(iterator)
+    with patch("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.1):
+        iterator._shutdown_workers()
 
 
 def our_threads() -> list[threading.Thread]:

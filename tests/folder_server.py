@@ -11,6 +11,7 @@ import sys
 import threading
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 from faulty import QuietHandler, QuietServer
 
@@ -93,6 +94,14 @@ class _Handler(QuietHandler):
 def folder_server(folder: Path) -> AbstractContextManager[FolderServer]:
     """Run the server in a thread until the block ends."""
     return FolderServer(folder).running()
+
+
+def location(endpoint: str, plane: str, name: str = "data") -> tuple[str, dict[str, Any]]:
+    """Return the URL and storage options by which a plane reads a dataset."""
+    if plane != "s3":
+        return f"{endpoint}/{name}", {} if plane == "http" else {"encoded": False}  # an option that only fsspec knows
+    s3 = {"key": "k", "secret": "s", "endpoint_url": endpoint, "client_kwargs": {"region_name": "us-east-1"}}
+    return f"s3://{name}", s3
 
 
 if __name__ == "__main__":  # a server that can be killed: folder, port

@@ -16,7 +16,7 @@ from streamloader.format.reader import FieldReader
 from streamloader.format.values import from_bytes
 from streamloader.options import Layout
 from streamloader.storage import open_store
-from streamloader.storage.store import Store
+from streamloader.storage.store import Allocate, Store
 
 CODECS = ("none", "lz4", "zstd")
 ALL_KINDS = {
@@ -129,6 +129,27 @@ class StoreProxy:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.store, name)
+
+
+class Counting(StoreProxy):
+    """A store that keeps the ranges that its data plane is asked for, and damages the first `flip` responses."""
+
+    kind, reason = "fake", "it counts"
+
+    def __init__(self, store: Store, flip: int = 0) -> None:
+        super().__init__(store)
+        self.reads, self.flip = list[tuple[str, int, int]](), flip
+
+    def reader(self) -> Any:
+        return self
+
+    def read(self, path: str, start: int, stop: int, allocate: Allocate | None = None) -> memoryview:
+        self.reads.append((path, start, stop))
+        data = bytearray(self.store.reader().read(path, start, stop))
+        if self.flip:
+            self.flip -= 1
+            data[0] ^= 1
+        return memoryview(data)
 
 
 def objects_of(store: Store) -> dict[str, bytes]:

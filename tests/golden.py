@@ -40,8 +40,7 @@ def column_of_json(spec: str, values: list[Any]) -> Any:
 
 def array_of(values: Any, dtype: str, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
     """Return nested lists as an array of little-endian numbers."""
-    flat = [NUMBERS.get(one, one) for one in np.array(values, object).ravel()]
-    return np.array(flat, dtype).reshape(shape)
+    return np.array([NUMBERS.get(one, one) for one in np.array(values, object).ravel()], dtype).reshape(shape)
 
 
 def assert_same(found: Any, wanted: Any) -> None:

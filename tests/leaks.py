@@ -21,14 +21,16 @@ BATCH = 16
 # A window of about 8 MB, so that a few that are left exceed this.
 SAMPLES = 128
 RSS_BYTES = 20e6
+OBJECTS = 300  # a client that is left in a cycle has more
 
 
 class Held(NamedTuple):
-    """What the process holds: threads, file descriptors, arenas, and resident bytes."""
+    """What the process holds: threads, file descriptors, arenas, objects that a collection looks at, resident bytes."""
 
     threads: int
     files: int
     arenas: int
+    objects: int
     rss: int
 
 
@@ -77,6 +79,12 @@ class Trainer:
         return mean(sample)
 
 
+def begin(ds: Any) -> None:
+    """Take two batches."""
+    for _ in islice(ds, 2):
+        pass
+
+
 def cycles(folder: Path) -> dict[str, Callable[[], None]]:
     """Return each kind of use by name, to be called again and again."""
     from torch.utils.data import DataLoader
@@ -88,10 +96,6 @@ def cycles(folder: Path) -> dict[str, Callable[[], None]]:
 
     def dataset(**arguments: Any) -> StreamingDataset:
         return StreamingDataset(arrays, batch_size=BATCH, **arguments)
-
-    def begin(ds: Any) -> None:
-        for _ in islice(ds, 2):
-            pass
 
     def close() -> None:
         ds = dataset()
@@ -135,13 +139,13 @@ def cycles(folder: Path) -> dict[str, Callable[[], None]]:
 
 
 def held() -> Held:
-    """Return what the process holds once our threads and processes have ended, without a collection."""
+    """Return what the process holds once our threads, processes and connections have ended, without a collection."""
     end = time.monotonic() + 60
-    while (our_threads() or multiprocessing.active_children()) and time.monotonic() < end:
+    while (our_threads() or connections() or multiprocessing.active_children()) and time.monotonic() < end:
         time.sleep(0.01)
     files = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
     rss = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    return Held(threading.active_count(), files, arenas(), rss)
+    return Held(threading.active_count(), files, arenas(), len(gc.get_objects()), rss)
 
 
 def arenas() -> int:
@@ -149,6 +153,11 @@ def arenas() -> int:
     from streamloader.engine.memory import Arena
 
     return sum(type(one) is Arena for one in gc.get_objects())  # isinstance wakes proxies
+
+
+def connections() -> list[str]:
+    """Return the threads of servers in this process that serve a connection."""
+    return [thread.name for thread in threading.enumerate() if "process_request" in thread.name]
 
 
 def our_threads() -> list[str]:
@@ -177,4 +186,5 @@ def growth(cycle: Callable[[], None], count: int, first: int = 3) -> Held:
 def check_flat(found: Held) -> None:
     """Assert that nothing grew."""
     assert max(found.threads, found.files, found.arenas) <= 0, found
+    assert found.objects < OBJECTS, found
     assert found.rss < RSS_BYTES, found

@@ -1,13 +1,10 @@
 """Sources for the tests: what formats/ holds, short ways to open and read one, and to write images, tars and arrays."""
 
-import gc
 import hashlib
 import io
 import json
 import tarfile
-import tracemalloc
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -157,10 +154,10 @@ def kinds_of(source: Any) -> dict[str, str]:
 BadCase = tuple[Callable[[Path], Any], str]
 
 
-def assert_error(kind: Any, message: str, src: Path | str, fields: Any = None, **how: Any) -> None:
-    """Opening the source must fail with an error of this kind and message."""
+def assert_error(kind: Any, message: str, src: Source | Path | str, chosen: Any = None, **how: Any) -> None:
+    """Opening a source (with the fields `chosen`), or reading an open one (these rows), must fail with this error."""
     with pytest.raises(kind, match=message):
-        opened(src, fields, **how)
+        opened(src, chosen, **how) if isinstance(src, Path | str) else read(src, chosen)
 
 
 def assert_refused(case: BadCase, folder: Path, kind: Any = SourceError, name: str = "", **how: Any) -> None:
@@ -225,18 +222,6 @@ def write_table(folder: Path, table: Any, form: str = "parquet", rows: int | Non
     with make(folder / "it.arrow", table.schema, options=options) as writer:
         writer.write_table(table.unify_dictionaries(), max_chunksize=rows)
     return folder / "it.arrow"
-
-
-@contextmanager
-def peak_below(limit: int) -> Iterator[None]:
-    """Assert that the body holds less memory than this."""
-    gc.collect()
-    tracemalloc.start()
-    try:
-        yield
-        assert tracemalloc.get_traced_memory()[1] < limit
-    finally:
-        tracemalloc.stop()
 
 
 class Reads(list[Any]):

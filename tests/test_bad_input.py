@@ -113,9 +113,7 @@ def test_an_iterable_without_samples_is_an_error_and_nothing_is_written(samples,
 
 DAMAGED = {
     **dict.fromkeys(("npy/input/folder", "npy/input/stored.npz", "npy/input/compressed.npz", "parquet/input"), 100),
-    **dict.fromkeys(
-        ("netcdf/input/classic.nc", "netcdf/input/fixed.nc", "netcdf/input/data.cdf", "parquet/input"), 100
-    ),
+    **dict.fromkeys(("netcdf/input/classic.nc", "netcdf/input/fixed.nc", "netcdf/input/data.cdf"), 100),
     **dict.fromkeys(("arrow/input", "huggingface/input/train"), 300),
     **dict.fromkeys(("webdataset/input", "tfrecord/input", "mds/input/plain", "mds/input/zstd"), 40),
     **dict.fromkeys(("csv/input", "jsonl/input", "coco/input::/annotations/instances_train2017.json"), 40),

@@ -99,8 +99,7 @@ def test_batches_whose_size_varies_share_their_memory():
     held: list[tuple[int, torch.Tensor]] = []
     for number in range(300):
         counts = rng.integers(200, 4001, 32)  # sums differ by some percent
-        documents = [np.full(count, number, np.int32).tobytes() for count in counts]
-        found = column("ragged:int32", documents, buffers)
+        found = column("ragged:int32", [np.full(count, number, np.int32).tobytes() for count in counts], buffers)
         held = [*held[-2:], (number, torch.from_numpy(found.values))]
         del found
         for value, tensor in held:
@@ -171,8 +170,7 @@ def test_a_damaged_chunk_is_named_at_its_batch(tmp_path, spec, codec):
     content[40] ^= 1
     shard.write_bytes(content)
     ds = StreamingDataset(tmp_path / "d", batch_size=8, shuffle=False, with_index=True)
-    shown = r"chunk 0 of .*tok/c/2\S* \(samples (\d+) to \d+\) is damaged"
-    found, error = before_error(ds, CorruptError, shown)
+    found, error = before_error(ds, CorruptError, r"chunk 0 of .*tok/c/2\S* \(samples (\d+) to \d+\) is damaged")
     first = int(str(error).split("samples ")[1].split()[0])
     assert found == list(range(len(found)))
     assert first - 8 < len(found) <= first

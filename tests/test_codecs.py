@@ -12,19 +12,8 @@ from hypothesis import strategies as st
 from numcodecs import blosc, zstd
 
 from streamloader.errors import CorruptError, FieldError
-from streamloader.format.codecs import (
-    JOINED_BYTES,
-    decode_fixed,
-    decode_items,
-    encode_buffers,
-    encode_chunk,
-    encode_shard,
-    index_size,
-    measure_codec,
-    pack_items,
-    parse_index,
-    parse_items,
-)
+from streamloader.format import codecs
+from streamloader.format.codecs import JOINED_BYTES
 from streamloader.format.manifest import Field, FieldLayout
 
 UINT8 = Field("tensor", "uint8", (8,))
@@ -35,7 +24,7 @@ def layout_of(field, chunk, codec, nbytes=1 << 20):
 
 
 def body_of(layout, column):
-    return memoryview(encode_chunk(layout, column))[:-4]
+    return memoryview(codecs.encode_chunk(layout, column))[:-4]
 
 
 @given(fields, st.sampled_from(CODECS), st.integers(1, 40), st.data())
@@ -43,17 +32,17 @@ def body_of(layout, column):
 def test_a_chunk_gives_back_its_samples_and_fill(field, codec, chunk, data):
     rows = data.draw(st.integers(1, chunk))
     layout, column = layout_of(field, chunk, codec), column_of(field, rows)
-    stored = encode_chunk(layout, column)
+    stored = codecs.encode_chunk(layout, column)
     body = memoryview(stored)[:-4]
     assert int.from_bytes(stored[-4:], "little") == crc32c.crc32c(bytes(body))
     if field.fixed:
         for count in {rows, chunk, max(1, rows - 1)}:
             out = np.ones((count, *field.shape), field.dtype)
-            decode_fixed(layout, body, out)
+            codecs.decode_fixed(layout, body, out)
             assert same(out[:rows], column[:count])
             assert not out[rows:].any()
     else:
-        items = decode_items(layout, body)
+        items = codecs.decode_items(layout, body)
         assert [bytes(items[i]) for i in range(len(items))] == column + [b""] * (chunk - rows)
 
 
@@ -62,9 +51,9 @@ def test_items_of_any_size_are_packed_end_to_end_and_large_ones_are_not_copied(e
     sizes = [0, JOINED_BYTES + extra, 7, JOINED_BYTES // 2, JOINED_BYTES // 2 + extra, 3 * JOINED_BYTES, 0]
     items = [bytes([i]) * size for i, size in enumerate(sizes)]
     expected = b"".join([len(items).to_bytes(4, "little"), *(len(one).to_bytes(4, "little") + one for one in items)])
-    assert b"".join(pack_items(items)) == expected
+    assert b"".join(codecs.pack_items(items)) == expected
     layout = FieldLayout(Field("bytes"), chunk=len(items), shard=len(items), codec="none", resident=False)
-    body, seal = encode_buffers(layout, items)
+    body, seal = codecs.encode_buffers(layout, items)
     assert b"".join(body) == expected
     assert int.from_bytes(seal, "little") == crc32c.crc32c(expected)
     assert any(part is items[5] for part in body)
@@ -78,12 +67,11 @@ def test_numbers_of_ragged_samples_are_shuffled_before_lz4(dtype):
     column = [rng.integers(0, 50_000, count).astype(dtype).tobytes() for count in range(160, 200)]
     layout = layout_of(field, len(column), "lz4")
     body = body_of(layout, column)
-    payload = b"".join(pack_items(column))
-    unshuffled = blosc.compress(payload, b"lz4", 5, blosc.NOSHUFFLE)
+    unshuffled = blosc.compress(b"".join(codecs.pack_items(column)), b"lz4", 5, blosc.NOSHUFFLE)
     assert len(body) < 0.8 * len(unshuffled)
     # a frame without shuffle, as other writers may make it, is read as well: the frame itself says which
     for frame in (body, memoryview(unshuffled)):
-        items = decode_items(layout, frame)
+        items = codecs.decode_items(layout, frame)
         assert [bytes(items[i]) for i in range(len(items))] == column
 
 
@@ -96,7 +84,7 @@ def test_compressed_items_are_unpacked_where_there_is_room_for_them(codec):
         memory.append(bytearray(size))
         return memoryview(memory[-1])
 
-    items = decode_items(layout, body_of(layout, column), allocate)
+    items = codecs.decode_items(layout, body_of(layout, column), allocate)
     assert [bytes(items[i]) for i in range(8)] == column
     if codec == "none":
         assert not memory
@@ -109,9 +97,9 @@ def test_compressed_items_are_unpacked_where_there_is_room_for_them(codec):
 def test_the_same_samples_give_the_same_bytes_on_every_thread(codec):
     column = column_of(Field("tensor", "float32", (64,)), 4096)
     layout = layout_of(Field("tensor", "float32", (64,)), 4096, codec)
-    here = encode_chunk(layout, column)
+    here = codecs.encode_chunk(layout, column)
     with ThreadPoolExecutor(4) as pool:
-        assert set(pool.map(lambda _: encode_chunk(layout, column), range(8))) == {here}
+        assert set(pool.map(lambda _: codecs.encode_chunk(layout, column), range(8))) == {here}
 
 
 @given(st.sampled_from(CODECS), st.booleans(), st.data())
@@ -125,10 +113,10 @@ def test_damaged_bodies_are_errors_or_other_values_but_never_a_crash(codec, vari
     cut = memoryview(bytes(body))[: data.draw(st.integers(0, len(body)))]
     try:
         if variable:
-            items = decode_items(layout, cut)
+            items = codecs.decode_items(layout, cut)
             assert len(items) == 32 and sum(len(items[i]) for i in range(32)) <= 2 * layout.nbytes
         else:
-            decode_fixed(layout, cut, np.empty((32, 8), np.uint8))
+            codecs.decode_fixed(layout, cut, np.empty((32, 8), np.uint8))
     except CorruptError:
         pass
 
@@ -136,10 +124,10 @@ def test_damaged_bodies_are_errors_or_other_values_but_never_a_crash(codec, vari
 @given(st.binary(max_size=200), st.integers(0, 20))
 def test_lengths_beyond_the_buffer_are_errors(data, count):
     try:
-        items = parse_items(memoryview(data), count)
+        items = codecs.parse_items(memoryview(data), count)
     except CorruptError:
         return
-    assert b"".join(pack_items([bytes(items[i]) for i in range(count)])) == data
+    assert b"".join(codecs.pack_items([bytes(items[i]) for i in range(count)])) == data
 
 
 @pytest.mark.parametrize("codec", ["lz4", "zstd"])
@@ -148,37 +136,37 @@ def test_a_frame_whose_header_does_not_fit_its_bytes_and_geometry_is_not_unpacke
     packed = zstd.compress(bomb, 3) if codec == "zstd" else blosc.compress(bomb, b"lz4", 5, 0, typesize=1)
     layout = layout_of(Field("bytes"), 4, codec, nbytes=1000)
     with pytest.raises(CorruptError, match="claims 67108864"):
-        decode_items(layout, memoryview(packed))
+        codecs.decode_items(layout, memoryview(packed))
     beyond = bytearray(body_of(layout_of(UINT8, 32, "lz4"), column_of(UINT8, 32)))
     struct.pack_into("<I", beyond, 12, 1 << 30)  # blosc's header points beyond its bytes
     without_size = bytes.fromhex("28b52ffd00") + bytes(10)
     for frame, size in ((packed, 67108864), (beyond if codec == "lz4" else without_size, -1)):
         with pytest.raises(CorruptError, match=f"claims {size}"):
-            decode_fixed(layout_of(UINT8, 4, codec), memoryview(frame), np.empty((4, 8), np.uint8))
+            codecs.decode_fixed(layout_of(UINT8, 4, codec), memoryview(frame), np.empty((4, 8), np.uint8))
 
 
 def test_items_of_two_gigabytes_are_an_error():
     with pytest.raises(FieldError, match="2147483648 bytes"):
-        pack_items([bytes(2**31)])  # zero pages: no memory is touched
+        codecs.pack_items([bytes(2**31)])  # zero pages: no memory is touched
 
 
 def test_auto_leaves_noise_alone_and_compresses_what_pays():
     rng = np.random.default_rng(0)
     noise = rng.integers(0, 256, (4096, 512), np.uint8)
     field = Field("tensor", "uint8", (512,))
-    assert measure_codec("auto", field, noise) == ("none", 512.0)
-    assert measure_codec("auto", field, np.zeros_like(noise))[0] == "lz4"
+    assert codecs.measure_codec("auto", field, noise) == ("none", 512.0)
+    assert codecs.measure_codec("auto", field, np.zeros_like(noise))[0] == "lz4"
     repeated = np.repeat(noise[:, :8], 64, axis=1)  # runs: lz4 saves most of it
-    assert measure_codec("auto", field, repeated)[0] == "lz4"
+    assert codecs.measure_codec("auto", field, repeated)[0] == "lz4"
     letters = rng.integers(0, 4, (4096, 512), np.uint8)  # two bits in each byte: only entropy coding sees it
-    assert measure_codec("auto", field, letters)[0] == "zstd"
-    assert measure_codec("auto", Field("bytes"), [rng.bytes(1000) for _ in range(100)])[0] == "none"
-    assert measure_codec("zstd", field, noise)[0] == "zstd"
+    assert codecs.measure_codec("auto", field, letters)[0] == "zstd"
+    assert codecs.measure_codec("auto", Field("bytes"), [rng.bytes(1000) for _ in range(100)])[0] == "none"
+    assert codecs.measure_codec("zstd", field, noise)[0] == "zstd"
 
 
 def test_chunks_of_fill_values_are_stored_too():
     layout = FieldLayout(Field.parse("int32"), 4, 16, "none", resident=False)
-    encoded = encode_shard(layout, np.zeros(9, np.int32))
+    encoded = codecs.encode_shard(layout, np.zeros(9, np.int32))
     assert (encoded.entries[:3, 0] == 20).all() and (encoded.entries[3, 0] == 0)
 
 
@@ -186,10 +174,10 @@ def test_chunks_of_fill_values_are_stored_too():
 @settings(max_examples=100, deadline=None)
 def test_a_damaged_index_is_an_error(data):
     layout = FieldLayout(Field.parse("int32"), 1, 8, "none", resident=False)
-    tail = bytearray(b"".join(encode_shard(layout, np.arange(5, dtype=np.int32)).parts)[-index_size(8) :])
+    tail = bytearray(b"".join(codecs.encode_shard(layout, np.arange(5, dtype=np.int32)).parts)[-codecs.index_size(8) :])
     at = data.draw(st.integers(0, len(tail) - 1))
     tail[at] ^= 1 << data.draw(st.integers(0, 7))
     with pytest.raises(CorruptError, match="does not match"):
-        parse_index(bytes(tail), 8)
+        codecs.parse_index(bytes(tail), 8)
     with pytest.raises(CorruptError, match="131 bytes"):
-        parse_index(bytes(tail[:-1]), 8)
+        codecs.parse_index(bytes(tail[:-1]), 8)

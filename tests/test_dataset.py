@@ -3,14 +3,13 @@
 import os
 import pickle
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from format_data import (
     ALL_KINDS,
-    StoreProxy,
+    Counting,
     column_of,
     columns_of,
     equal,
@@ -22,15 +21,7 @@ from format_data import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streamloader.errors import (
-    CorruptError,
-    DecodeError,
-    FieldError,
-    MissingObjectError,
-    NotADatasetError,
-    StreamloaderError,
-    UsageError,
-)
+from streamloader import errors
 from streamloader.format.dataset import Dataset
 from streamloader.format.dataset import open as open_dataset
 from streamloader.format.manifest import Field
@@ -38,7 +29,6 @@ from streamloader.format.opening import Opened, open_root
 from streamloader.format.publish import write_split_root
 from streamloader.options import Layout
 from streamloader.storage import open_store
-from streamloader.storage.buffers import Allocate
 from streamloader.storage.store import Store
 
 LAYOUT = Layout(samples_per_shard=16, chunk_size=256, block_size=512)
@@ -95,7 +85,7 @@ def test_values_that_no_writer_of_ours_writes_name_field_and_sample():
     ds = open_dataset(store.url)
     assert ds[0]["t"] == "fine" and ds[0]["r"].shape == (1, 2)
     for read in (lambda: ds[1], lambda: ds.read("t", 0, 2), lambda: ds.read("r", 0, 2)):
-        with pytest.raises(DecodeError, match=r"field '[tr]' of sample 1 is not"):
+        with pytest.raises(errors.DecodeError, match=r"field '[tr]' of sample 1 is not"):
             read()
 
 
@@ -110,11 +100,11 @@ def test_wrong_reads_are_errors():
     for index in (COUNT, -COUNT - 1, 10**20):
         with pytest.raises(IndexError):
             DATASET[index]
-    with pytest.raises(FieldError, match="no field 'nope'"):
+    with pytest.raises(errors.FieldError, match="no field 'nope'"):
         DATASET.read("nope", 0, 1)
     with pytest.raises(IndexError):
         DATASET.read("image", 0, COUNT + 1)
-    with pytest.raises(UsageError, match="step 2"):
+    with pytest.raises(errors.UsageError, match="step 2"):
         DATASET[::2]
     with pytest.raises(TypeError):
         DATASET["image"]  # type: ignore[index]
@@ -127,27 +117,6 @@ def test_nothing_and_one_sample_can_be_read(count):
     assert equal(ds[:]["boxes"], public_columns(count)["boxes"]) and ds[:]["image"].shape == (count, 40, 33)
 
 
-class Counting(StoreProxy):
-    """A store that counts the requests of its data plane, and damages the first `flip` responses."""
-
-    def __init__(self, store: Store, flip: int = 0) -> None:
-        super().__init__(store)
-        self.reads, self.flip = list[str](), flip
-
-    def reader(self) -> Any:
-        plane = self.store.reader()
-
-        def read(path: str, start: int, stop: int, allocate: Allocate | None = None) -> memoryview:
-            self.reads.append(path)
-            data = bytearray(plane.read(path, start, stop))
-            if self.flip:
-                self.flip -= 1
-                data[0] ^= 1
-            return memoryview(data)
-
-        return SimpleNamespace(kind="fake", reason="it counts", read=read)
-
-
 def counted(store: Store, flip: int = 0) -> tuple[Dataset, Counting]:
     opened = open_root(store)
     counting = Counting(store, flip)
@@ -158,8 +127,7 @@ def test_neighbouring_samples_cost_one_request_a_chunk():
     ds, counting = counted(STORE)
     for i in range(COUNT):
         ds[i]
-    chunks = sum(-(-COUNT // layout.chunk) for layout in ds.manifest.fields.values())
-    assert len(counting.reads) == chunks
+    assert len(counting.reads) == sum(-(-COUNT // layout.chunk) for layout in ds.manifest.fields.values())
     counting.reads.clear()
     ds.read("image", 0, 16)
     assert len(counting.reads) == 1
@@ -169,7 +137,7 @@ def test_a_transfer_that_was_damaged_once_is_fetched_again():
     ds, counting = counted(STORE, flip=1)
     assert equal(ds.read("image", 0, 16), COLUMNS["image"][:16]) and len(counting.reads) == 2
     ds, counting = counted(STORE, flip=3)
-    with pytest.raises(CorruptError, match="image/c/0/0/0"):
+    with pytest.raises(errors.CorruptError, match="image/c/0/0/0"):
         ds.read("image", 0, 16)
 
 
@@ -187,8 +155,7 @@ def test_threads_may_share_a_dataset():
 
 
 def test_a_dataset_survives_pickling_before_and_after_use(tmp_path):
-    store = open_store(tmp_path)
-    write_dataset(store, columns_of(ALL_KINDS, COUNT), geometry_of(ALL_KINDS, COUNT, LAYOUT))
+    write_dataset(open_store(tmp_path), columns_of(ALL_KINDS, COUNT), geometry_of(ALL_KINDS, COUNT, LAYOUT))
     ds = open_dataset(tmp_path)
     for _ in range(2):
         again = pickle.loads(pickle.dumps(ds))
@@ -232,13 +199,13 @@ def test_splits_open_by_name(store_url):
         (url, "test", "'test' is not one of them"),
         (f"{url}/train", "train", "has no splits, but split='train' was given"),
     ):
-        with pytest.raises(FieldError, match=message):
+        with pytest.raises(errors.FieldError, match=message):
             open_dataset(wrong, split=split, storage_options=options)
 
 
 def test_broken_datasets_are_one_clear_error_on_every_store(store_url):
     url, options = store_url
-    with pytest.raises(NotADatasetError, match="no dataset at"):
+    with pytest.raises(errors.NotADatasetError, match="no dataset at"):
         open_dataset(url, storage_options=options)
     fields = {"image": Field.parse("uint8[1100]")}
     store = open_store(url, options)
@@ -249,12 +216,12 @@ def test_broken_datasets_are_one_clear_error_on_every_store(store_url):
     page = "_streamloader/chunks/image/c/0/0/0"
     table = store.get(page)
     for path, data, kind, message in (
-        ("image/c/1/0", shard[:3000], CorruptError, "image/c/1/0"),
-        ("image/c/1/0", b"", CorruptError, "image/c/1/0"),
-        ("image/c/1/0", bytes(flipped), CorruptError, r"chunk 4 of .*image/c/1/0 \(samples 20 to 20\)"),
-        ("image/c/1/0", None, MissingObjectError, "image/c/1/0"),
-        *((page, data, CorruptError, page) for data in (table[:-9], b"", table + b"x")),
-        (page, None, MissingObjectError, page),
+        ("image/c/1/0", shard[:3000], errors.CorruptError, "image/c/1/0"),
+        ("image/c/1/0", b"", errors.CorruptError, "image/c/1/0"),
+        ("image/c/1/0", bytes(flipped), errors.CorruptError, r"chunk 4 of .*image/c/1/0 \(samples 20 to 20\)"),
+        ("image/c/1/0", None, errors.MissingObjectError, "image/c/1/0"),
+        *((page, data, errors.CorruptError, page) for data in (table[:-9], b"", table + b"x")),
+        (page, None, errors.MissingObjectError, page),
     ):
         if data is None:
             store.delete([path])
@@ -266,4 +233,4 @@ def test_broken_datasets_are_one_clear_error_on_every_store(store_url):
         for read in reads[: 1 if path == page else 3]:
             with pytest.raises(kind, match=message) as caught:
                 read()
-            assert isinstance(caught.value, StreamloaderError) and "\n" not in str(caught.value)
+            assert isinstance(caught.value, errors.StreamloaderError) and "\n" not in str(caught.value)

@@ -45,9 +45,10 @@ def test_a_missed_and_a_repeated_sample_are_found(numbers, place, other):
         check_exactly_once(epoch_of(numbers), 23, epochs=1)
 
 
-@pytest.mark.parametrize(
-    ("taken", "epochs", "message"), [(8, 2, "epoch 1 has 8 of 8 samples .* 0: 0, 1: 0"), (9, 1, "has 1 of 8 .* 8: 1")]
-)
+MISSING = [(8, 2, "epoch 1 has 8 of 8 samples .* 0: 0, 1: 0"), (9, 1, "has 1 of 8 .* 8: 1")]
+
+
+@pytest.mark.parametrize(("taken", "epochs", "message"), MISSING)
 def test_a_missing_epoch_and_an_unknown_sample_are_found(taken, epochs, message):
     with pytest.raises(EngineError, match=message):
         check_exactly_once(epoch_of(list(range(taken))), 8, epochs)
@@ -101,16 +102,16 @@ Root Cause (first observed failure):
 """
 
 
-@pytest.mark.parametrize(
-    ("log", "message"),
-    [
-        (ABORTED, "Fatal Python error: Aborted; exitcode  : -6 (pid: 16894)  (SIGABRT)"),
-        (ABORTED.replace("Fatal Python error: Aborted", ""), "exitcode  : -6 (pid: 16894)  (SIGABRT)"),
-        (f"[rank0]: ValueError: no\n{ABORTED}", "[rank0]: ValueError: no; exitcode  : -6 (pid: 16894)  (SIGABRT)"),
-        ("hello\nworld", "world"),
-        ("", "the log is empty"),
-    ],
-)
+LOGS = [
+    (ABORTED, "Fatal Python error: Aborted; exitcode  : -6 (pid: 16894)  (SIGABRT)"),
+    (ABORTED.replace("Fatal Python error: Aborted", ""), "exitcode  : -6 (pid: 16894)  (SIGABRT)"),
+    (f"[rank0]: ValueError: no\n{ABORTED}", "[rank0]: ValueError: no; exitcode  : -6 (pid: 16894)  (SIGABRT)"),
+    ("hello\nworld", "world"),
+    ("", "the log is empty"),
+]
+
+
+@pytest.mark.parametrize(("log", "message"), LOGS)
 def test_the_reason_is_the_error_of_a_rank_and_how_it_ended(tmp_path, log, message):
     (tmp_path / "log").write_text(log)
     assert reason(tmp_path / "log") == message

@@ -90,10 +90,9 @@ class Reader:
         parts = [(part.language, part.line, INSTALL.sub("true", part.code)) for part in blocks(page)]
         out = self._folder / f"{page.stem}.json"
         path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+        arguments = (parts, out, work, {**self._moto.env, "PATH": path})
         # forked, since torch is imported here already
-        process = multiprocessing.get_context("fork").Process(
-            target=run_page, args=(parts, out, work, {**self._moto.env, "PATH": path})
-        )
+        process = multiprocessing.get_context("fork").Process(target=run_page, args=arguments)
         process.start()
         process.join(300)
         process.kill()
@@ -162,8 +161,7 @@ def test_the_first_screen_of_the_readme_is_short():
     text = README.read_text()
     install_and_convert, train = blocks(README)[:2]
     assert (install_and_convert.language, train.language) == ("bash", "python")
-    lines = [line for line in (install_and_convert.code + train.code).splitlines() if line.strip()]
-    assert len(lines) <= 15
+    assert len([line for line in (install_and_convert.code + train.code).splitlines() if line.strip()]) <= 15
     end = train.line + train.code.count("\n")
     assert end <= 40, "what it is, install, convert and train stand on the first screen"
     for word in ("pip install", "streamloader convert", "StreamingDataset("):
@@ -181,10 +179,8 @@ def test_the_page_of_errors_is_complete_and_right():
 
 
 def test_the_glossary_names_files_and_classes_that_exist():
-    rows = re.findall(
-        r"^\| (.+?) \| (.+?) \| (?:`(\w+)` in )?`(.+?)` \|$", (ROOT / "docs/glossary.md").read_text(), re.M
-    )
+    page = (ROOT / "docs/glossary.md").read_text()
+    rows = re.findall(r"^\| (.+?) \| (.+?) \| (?:`(\w+)` in )?`(.+?)` \|$", page, re.M)
     assert len(rows) > 40
     for term, _, name, file in rows:
-        code = (ROOT / file).read_text()
-        assert not name or f"class {name}" in code, f"{term}: {file} has no class {name}"
+        assert not name or f"class {name}" in (ROOT / file).read_text(), f"{term}: {file} has no class {name}"

@@ -32,8 +32,7 @@ class Run(RuleBasedStateMachine):
     )
     def begin(self, num_samples, block, lanes, windows, seed, shuffle, remainder) -> None:  # type: ignore[no-untyped-def]
         self.num_samples = num_samples
-        params = OrderParams(block, lanes, windows * block)
-        source = SourceIdentity("digest", None, None, num_samples, params)
+        source = SourceIdentity("digest", None, None, num_samples, OrderParams(block, lanes, windows * block))
         self.first = RunState(sources=(source,), shuffle=shuffle, remainder=remainder, seed=seed, fresh=False)
         self.cursor = self.first
         self.delivered: list[int] = []
@@ -100,8 +99,7 @@ class Run(RuleBasedStateMachine):
             assert sorted(self.delivered) == list(range(self.num_samples))
             self.delivered, self.epoch = [], self.cursor.epoch
         elif not self.cursor.extra:
-            expected = self.order.samples_at(0, self.cursor.position)
-            assert sorted(self.delivered) == np.sort(expected).tolist()
+            assert sorted(self.delivered) == np.sort(self.order.samples_at(0, self.cursor.position)).tolist()
 
 
 TestRun = Run.TestCase
@@ -168,8 +166,7 @@ class MixedRun(RuleBasedStateMachine):
         """Numbers of samples follow the order of sources, nothing else does."""
         weights = tuple((step, some[::-1]) for step, some in self.cursor.weights_by_step)
         turned = RunState(sources=self.cursor.sources[::-1], weights_by_step=weights, **self.options)
-        state = turned.resumed(json.loads(json.dumps(self.cursor.to_dict())), 4).to_dict()
-        assert self.load(state) == self.cursor
+        assert self.load(turned.resumed(json.loads(json.dumps(self.cursor.to_dict())), 4).to_dict()) == self.cursor
 
     @invariant()
     def each_source_gave_the_beginning_of_its_epochs(self) -> None:

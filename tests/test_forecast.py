@@ -26,23 +26,18 @@ N = 603
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("forecast") / "data"
-    datasets.write(path, N, ["x", "label", "tok"])
-    return path
+def folder(data: Any) -> Path:
+    return Path(data(N, "x", "label", "tok"))
 
 
-def mixing(
-    num_samples: int, params: OrderParams, batch: int, remainder: Any = "drop", *, shuffle: bool = True
-) -> Mixing:
-    return mixings([Share(EpochOrder(num_samples, params, 0, 0, shuffle), batch, World(0, 1), remainder)])[0]
+def mixing(count: int, params: OrderParams, batch: int, remainder: Any = "drop", *, shuffle: bool = True) -> Mixing:
+    return mixings([Share(EpochOrder(count, params, 0, 0, shuffle), batch, World(0, 1), remainder)])[0]
 
 
 def run_epoch(folder: Path, planned: Forecast, **options: Any) -> tuple[int, int]:
     """Run an epoch on every rank; return how many requests and bytes all of them together fetched."""
-    loaders = [
-        StreamingDataset(folder, world=(rank, planned.world_size), **options) for rank in range(planned.world_size)
-    ]
+    size = planned.world_size
+    loaders = [StreamingDataset(folder, world=(rank, size), **options) for rank in range(size)]
     assert {sum(1 for _ in ds) for ds in loaders} == {planned.steps}
     return sum(ds.stats().requests for ds in loaders), sum(ds.stats().bytes_fetched for ds in loaders)
 
@@ -81,11 +76,8 @@ def test_the_least_memory_of_a_forecast_is_what_the_loader_accepts(folder):
         forecast(str(folder), ForecastOptions(batch_size=16, memory=too_little))
     with pytest.raises(MemoryBudgetError, match=f"needs memory={planned.least_memory}"):
         iter(StreamingDataset(folder, batch_size=16, memory=too_little))
-    assert planned.memory > planned.least_memory
-    assert (
-        forecast(str(folder), ForecastOptions(batch_size=16, memory=planned.least_memory)).memory
-        == planned.least_memory
-    )
+    least = forecast(str(folder), ForecastOptions(batch_size=16, memory=planned.least_memory))
+    assert planned.memory > planned.least_memory == least.memory
 
 
 def test_mixing_counts_the_blocks_of_a_batch():
@@ -111,8 +103,7 @@ def test_the_design_effect_of_few_blocks_is_that_of_their_batches(blocks, lanes)
         rows = values[EpochOrder(n, params, seed, 0).samples_at(0, n // batch * batch)].reshape(-1, batch)
         ratios.append((np.mean((rows.mean(1) - values.mean()) ** 2) * batch, values.var()))
     measured = np.sum(ratios, axis=0)
-    found = float(measured[0] / measured[1]) if blocks > 1 else 1.0
-    assert planned == pytest.approx(found, rel=0.3, abs=0.3)
+    assert planned == pytest.approx(measured[0] / measured[1] if blocks > 1 else 1.0, rel=0.3, abs=0.3)
     assert planned < 1 + batch / 4
 
 
@@ -144,8 +135,7 @@ def test_ranks_beyond_the_lanes_read_each_block_once(many_blocks, size, capsys):
     fetched = sum(ref.stop - ref.start for plan in chain.from_iterable(plans) for ref in plan.needs)
     assert fetched <= 1.05 * planned.num_samples * len(ranks) / size
     lines = run(capsys, "plan", many_blocks, "--world-size", size, "--batch-size", 4)[1].splitlines()
-    more = [line for line in lines if "a single rank that resumes it needs" in line]
-    assert len(more) == (size > 64)
+    assert sum("a single rank that resumes it needs" in line for line in lines) == (size > 64)
     assert planned.memory_alone > (planned.least_memory if size > 1 else 0)
 
 

@@ -27,7 +27,7 @@ MANY_ARGUMENTS = {
 
 # module state that changes, each documented where it stands
 CHANGING_STATE = {
-    "storage/process.py": "whether this process, or one it was forked from, has used an object client",
+    "storage/process.py": "inherited clients; whether this process, or one it was forked from, has used obstore",
     "conversion/sources/ranged_io.py": "where the last part of a compressed file stopped, else each unpacks it again",
 }
 
@@ -149,9 +149,8 @@ def test_exceptions_are_caught_by_name_or_with_a_reason(module):
         if isinstance(node, ast.ExceptHandler):
             kinds = [] if node.type is None else node.type.elts if isinstance(node.type, ast.Tuple) else [node.type]
             names = {ast.unparse(kind) for kind in kinds}
-            reraises = any(
-                isinstance(inner, ast.Raise) and (inner.exc is None or inner.cause) for inner in ast.walk(node)
-            )
+            raised = [inner for inner in ast.walk(node) if isinstance(inner, ast.Raise)]
+            reraises = any(inner.exc is None or inner.cause for inner in raised)
             broad = not names or (not reraises and names & {"Exception", "BaseException"})
             reason = "noqa: BLE001 - " in lines[node.lineno - 1]
             assert not broad or reason, f"{module}:{node.lineno} catches everything: name what, or say why"
@@ -257,8 +256,7 @@ print([name for name in sl.__all__ if type(getattr(sl, name)).__name__ == 'modul
 
 
 def test_each_step_imports_only_what_it_needs_and_starts_nothing(data):
-    out = run_python("-c", IMPORTS, data(64, "x", "label")).stdout
-    assert out.splitlines() == ["[] 1 1", "False", "True []"]
+    assert run_python("-c", IMPORTS, data(64, "x", "label")).stdout.splitlines() == ["[] 1 1", "False", "True []"]
 
 
 def test_importing_every_module_starts_no_thread_and_hides_no_public_name():

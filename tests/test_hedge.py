@@ -25,10 +25,8 @@ STALL_SECONDS = 12.0
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("hedge") / "data"
-    datasets.write(path, COUNT, FIELDS)
-    return path
+def folder(data: Any) -> Path:
+    return Path(data(COUNT, *FIELDS))
 
 
 @pytest.fixture
@@ -42,9 +40,7 @@ def opened(server: FolderServer, **more: Any) -> StreamingDataset:
     return StreamingDataset(server.url, batch_size=100, with_index=True, **more)
 
 
-def read(
-    ds: StreamingDataset, change: Callable[[int], object] = lambda _: None, fields: Sequence[str] = FIELDS
-) -> float:
+def read(ds: StreamingDataset, change: Callable[[int], Any] = lambda _: None, fields: Sequence[str] = FIELDS) -> float:
     """Read an epoch, assert that it is right and whole, return its seconds; `change(number)` is called per batch."""
     begin, seen = time.monotonic(), []
     for number, batch in enumerate(ds):

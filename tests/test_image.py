@@ -40,8 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("kind", ["jpeg", "png"])
 @pytest.mark.parametrize("decode", [True, "pillow", "simplejpeg", Decode("pillow"), {"image": True}])
 def test_images_come_as_their_pixels(folder, kind, decode):
-    ds = StreamingDataset(folder / kind, batch_size=16, decode=decode, with_index=True)
-    batches = list(ds)
+    batches = list(StreamingDataset(folder / kind, batch_size=16, decode=decode, with_index=True))
     assert sorted(seen(batches)) == list(range(N))
     for batch in batches:
         image = batch["image"]
@@ -82,8 +81,7 @@ def test_what_libjpeg_only_warns_of_is_no_error():
     good = encoded(picture(3), "jpeg")
     padded = good[:-2] + b"abc" + good[-2:]  # "extraneous bytes before marker", which cameras do write
     fast, slow = (ImageDecoder.choose(Decode(backend)) for backend in ("simplejpeg", "pillow"))
-    pixels = fast.decode(memoryview(padded), 0)
-    assert np.array_equal(pixels, slow.decode(memoryview(padded), 0))
+    assert np.array_equal(fast.decode(memoryview(padded), 0), slow.decode(memoryview(padded), 0))
 
 
 def test_grey_images_have_one_channel(folder):
@@ -134,9 +132,10 @@ def test_a_bad_image_is_named_after_the_batches_before_it(folder, decode):
 DDS = b"DDS " + np.array([124, 0x1007, 8, 8, *[0] * 14, 32, 4, 0x21212121, *[0] * 10], "<u4").tobytes()
 
 
-@pytest.mark.parametrize(
-    "error", [TypeError, NotImplementedError, RuntimeError, MemoryError, struct.error, cv2.error, KeyError, None]
-)
+RAISED = [TypeError, NotImplementedError, RuntimeError, MemoryError, struct.error, cv2.error, KeyError, None]
+
+
+@pytest.mark.parametrize("error", RAISED)
 @pytest.mark.parametrize("decode", [True, Decode(size=(8, 8))])
 def test_whatever_a_codec_raises_is_the_error_of_its_sample(tmp_path, monkeypatch, error, decode):
     images = [encoded(picture(i), "jpeg") for i in range(16)]

@@ -7,6 +7,9 @@ from pathlib import Path
 
 import leaks
 import pytest
+from datasets import write
+from folder_server import folder_server, location
+from torchrun import run_python
 
 from streamloader.pytorch.dataset import StreamingDataset
 
@@ -52,3 +55,35 @@ def test_closing_a_dataset_that_is_kept_frees_its_memory(folder):
     ds.close()
     assert leaks.held().arenas == 0
     assert sum(1 for _ in ds) == len(ds)
+
+
+@pytest.mark.parametrize("plane", ["http", "fsspec", "s3"])
+def test_a_dropped_dataset_leaves_no_client(tmp_path, plane):
+    write(tmp_path / "data", 64, ["label"])
+    with folder_server(tmp_path) as server:
+        url, options = location(server.endpoint, plane)
+        grown = leaks.growth(lambda: leaks.begin(StreamingDataset(url, batch_size=8, storage_options=options)), 5)
+    leaks.check_flat(grown)
+
+
+FORK = """
+import gc, os, sys
+from streamloader.storage import open_store
+
+store = open_store(sys.argv[1], {"encoded": False})
+read = store.get("data/zarr.json")
+child = os.fork()
+if not child:
+    del store
+    gc.collect()
+    os._exit(0)
+os.waitpid(child, 0)
+assert store.get("data/zarr.json") == read
+"""
+
+
+def test_a_child_that_drops_a_store_leaves_its_parent_the_connection(tmp_path):
+    write(tmp_path / "data", 8, ["label"])
+    with folder_server(tmp_path) as server:
+        run_python("-c", FORK, server.url)
+        assert server.connections == 1

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from datasets import FIELDS, encoded, picture, write, write_images
+from datasets import encoded, picture, write, write_images
 from folder_server import folder_server
 
 import streamloader as sl
@@ -22,11 +22,9 @@ ZSTD = Layout(shard_size=1 << 16, block_size=1 << 14, chunk_size=1 << 12, codec=
 
 
 @pytest.fixture(scope="module")
-def everything(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def everything(data: Any) -> Path:
     """Every kind of field, in several shards and blocks."""
-    folder = tmp_path_factory.mktemp("measure") / "all"
-    write(folder, 700, FIELDS, ZSTD)
-    return folder
+    return Path(data(700, layout=ZSTD))
 
 
 @pytest.fixture(scope="module")
@@ -73,8 +71,8 @@ def test_a_ceiling_stops_in_time_and_counts_what_it_did(everything):
 
 def test_a_ceiling_reads_a_split_of_a_bucket(seaweedfs):
     url, options = seaweedfs.url("measured"), seaweedfs.storage_options
-    rows = {"label": np.arange(20)}
-    sl.convert(rows, url, split={"train": 0.6, "val": 0.4}, workers=0, storage_options=options)
+    split = {"train": 0.6, "val": 0.4}
+    sl.convert({"label": np.arange(20)}, url, split=split, workers=0, storage_options=options)
     assert read_ceiling(url, options, split="train").samples == 12
 
 
@@ -207,20 +205,8 @@ def test_a_bench_measures_every_stage_and_reports_progress(everything):
     assert json.loads(json.dumps(result.to_dict()))["stages"][-1]["name"] == "loader"
 
 
-@pytest.mark.alone
-def test_a_bench_of_a_slow_store_is_network_bound(everything):
-    with folder_server(everything) as server:
-        server.delay = 0.02  # what a request to a far store takes
-        options = BenchOptions(seconds=1.0, batch_size=64, fields=("wide",), memory=3 << 20)
-        result = bench(server.url, options)
-    assert result.stats is not None
-    assert result.stats.limit == "network", result
-    assert "of what this endpoint gives" in result.verdict
-
-
 def test_a_bench_of_images_decodes_them(images, tmp_path):
-    options = BenchOptions(seconds=0.3, image_size=(200, 300), trace=tmp_path / "trace.jsonl")
-    result = bench(str(images), options)
+    result = bench(str(images), BenchOptions(seconds=0.3, image_size=(200, 300), trace=tmp_path / "trace.jsonl"))
     assert result.batch_size == 60
     assert result.ceilings[-1].name == "decode image from memory"
     assert result.stats is not None

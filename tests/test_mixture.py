@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -13,15 +13,7 @@ from datasets import SMALL, flat
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from streamloader.errors import (
-    BatchError,
-    FieldError,
-    MixtureError,
-    SelectionError,
-    StateError,
-    StreamloaderError,
-    UsageError,
-)
+from streamloader import errors
 from streamloader.format.writer import Writer
 from streamloader.options import Shuffle
 from streamloader.pytorch.dataset import Mixture, Source, StreamingDataset
@@ -56,16 +48,14 @@ def labels(batch: dict[str, Any]) -> list[int]:
     return batch["label"][batch["valid"]].tolist() if "valid" in batch else batch["label"].tolist()
 
 
-def take(batches: Iterator[dict[str, Any]], count: int = 10**6) -> list[list[int]]:
+def take(batches: Iterable[dict[str, Any]], count: int = 10**6) -> list[list[int]]:
     return [labels(batch) for batch in islice(batches, count)]
 
 
-def ranks_of(
-    url: Path, weights: dict[str, float], size: int, global_batch: int, **options: Any
-) -> list[list[list[int]]]:
-    """The batches of every rank."""
+def ranks_of(url: Path, weights: dict[str, float], size: int, batch: int, **options: Any) -> list[list[list[int]]]:
+    """The batches of every rank, of so many samples together."""
     worlds = [(rank, size) for rank in range(size)]
-    return [take(iter(open_mixture(url, weights, global_batch // size, world=one, **options))) for one in worlds]
+    return [take(open_mixture(url, weights, batch // size, world=one, **options)) for one in worlds]
 
 
 def assert_once(seen: list[int], slack: int) -> None:
@@ -87,21 +77,17 @@ def test_every_row_is_the_sample_that_source_and_index_name(url):
         assert batch["label"].tolist() == label.tolist()
         assert (batch["x"].numpy() == label[:, None]).all()
         assert batch["name"] == [f"sample {i}" for i in label]
-        values = [np.arange(i, i + i % 5) for i in label.tolist()]
-        assert batch["tok"].tolist() == np.concatenate(values).tolist()
+        assert batch["tok"].tolist() == np.concatenate([np.arange(i, i + i % 5) for i in label.tolist()]).tolist()
     assert [Path(one.url).name for one in ds.sources] == ["a", "c", "b"]
 
 
 @pytest.mark.parametrize(("unit", "within"), [(None, 8), (1, 1), (4, 4)])
 def test_each_batch_and_each_window_of_batches_has_the_shares(url, unit, within):
     ds = open_mixture(url, {"a": 0.7, "b": 0.3}, 40, stop="last", unit=unit)
-    counts = np.cumsum(
-        [[0, 0], *(np.bincount([i // 1000 for i in part], minlength=2) for part in take(iter(ds))[:-1])], 0
-    )
+    counts = np.cumsum([[0, 0], *(np.bincount([i // 1000 for i in part], minlength=2) for part in take(ds)[:-1])], 0)
     for begin in range(len(counts)):
         for end in range(begin + 1, len(counts)):
-            share = 0.7 * 40 * (end - begin)
-            assert abs(counts[end, 0] - counts[begin, 0] - share) < 2 * within
+            assert abs(counts[end, 0] - counts[begin, 0] - 0.7 * 40 * (end - begin)) < 2 * within
 
 
 def test_each_source_goes_through_epochs_of_its_own(url):
@@ -110,7 +96,7 @@ def test_each_source_goes_through_epochs_of_its_own(url):
     for epoch in range(3):
         assert ds.epoch == epoch
         count = len(ds)
-        passed = take(iter(ds))
+        passed = take(ds)
         assert len(passed) == count
         for label in flat(passed):
             seen[source_of(label)].append(label - FIRST[source_of(label)])
@@ -148,7 +134,7 @@ def test_a_run_resumes_exactly_at_another_world_and_batch_size(url, size, batch,
     for rank in range(size):
         other = open_mixture(url, {"a": 2, "b": 1}, batch, world=(rank, size), **options)
         other.load_state_dict(state)
-        rest = take(iter(other))
+        rest = take(other)
         seen += flat(rest)
         epochs.append(other.epoch)
         if size == 1:
@@ -194,8 +180,7 @@ def test_weights_follow_a_schedule_of_steps(url):
     sources = {str(url / "a"): 1, str(url / "b"): 0}
     mixed = Mixture(sources, schedule=schedule, batch_size=16, fields=["label"], stop="last")
     iterator = iter(mixed)
-    steps = take(iterator, 20)
-    shares = [sum(source_of(i) == "a" for i in step) for step in steps]
+    shares = [sum(source_of(i) == "a" for i in step) for step in take(iterator, 20)]
     assert shares == [16] * 10 + [0] * 5 + [8] * 5
     later = Mixture(sources, schedule=schedule, batch_size=16, fields=["label"], stop="last")
     state = mixed.state_dict()
@@ -209,7 +194,7 @@ def test_a_nested_mixture_shares_its_weight(url):
     inner = Mixture({b: 2, c: 1}, batch_size=None)
     nested = Mixture({a: 0.4, inner: 0.6}, batch_size=20, unit=1, fields=["label"])
     plain = Mixture({a: 2, b: 2, c: 1}, batch_size=20, unit=1, fields=["label"])
-    assert take(iter(nested)) == take(iter(plain))
+    assert take(nested) == take(plain)
 
 
 def test_a_source_that_is_added_on_resume_is_mixed_in_from_there_and_recorded(url):
@@ -220,8 +205,7 @@ def test_a_source_that_is_added_on_resume_is_mixed_in_from_there_and_recorded(ur
     more = open_mixture(url, {"c": 2, "a": 1, "b": 1}, stop="last")
     more.load_state_dict(state)
     rest = take(iter(more), 12)
-    seen = Counter(map(source_of, flat(rest)))
-    assert abs(seen["c"] - 96) <= 8
+    assert abs(Counter(map(source_of, flat(rest)))["c"] - 96) <= 8
     assert not set(flat(begun)) & set(flat(rest))  # the others went on where they were
     recorded = more.state_dict()
     assert [phase[2:] for phase in recorded["phases"]] == [[[3, 1], [1, 2]], [[2, 1, 1], [0, 1, 2]]]
@@ -229,7 +213,7 @@ def test_a_source_that_is_added_on_resume_is_mixed_in_from_there_and_recorded(ur
     again.load_state_dict(json.loads(json.dumps(recorded)))
     assert again.state_dict() == recorded  # the same weights once more change nothing
     more.load_state_dict(recorded)
-    assert take(iter(again)) == take(iter(more))
+    assert take(again) == take(more)
 
 
 def test_sources_may_be_parts_of_datasets(url):
@@ -254,8 +238,8 @@ def test_samples_names_each_step_and_steps_can_be_skipped_and_replayed(url, size
         assert (found["source"].tolist(), found["index"].tolist()) == (source, index)
     assert take(ds.replay(0, [2, 5])) == [whole[2][0], whole[5][0]]
     left = open_mixture(url, {"a": 3, "b": 1}, world=world, skip_steps={0: [1, 3]})
-    assert take(iter(left)) == [batch for step, (batch, _, _) in enumerate(whole) if step not in (1, 3)]
-    with pytest.raises(UsageError, match="no step starts"):
+    assert take(left) == [batch for step, (batch, _, _) in enumerate(whole) if step not in (1, 3)]
+    with pytest.raises(errors.UsageError, match="no step starts"):
         ds.samples(0, 10_000)
 
 
@@ -284,11 +268,11 @@ def test_workers_see_each_sample_once_and_resume_from_a_state(url, workers, batc
         assert all(len(set(map(source_of, batch))) == 1 for batch in whole if batch)
     other = opened()
     other.load_state_dict(opened().state_dict(batches=5, workers=max(1, workers)))
-    assert take(iter(loader(other))) == whole[5:]
+    assert take(loader(other)) == whole[5:]
     first, second = (loader(opened(), StatefulDataLoader) for _ in range(2))
     take(iter(first), 5)
     second.load_state_dict(first.state_dict())
-    assert take(iter(second)) == whole[5:]
+    assert take(second) == whole[5:]
 
 
 def test_samples_come_singly_too(url):
@@ -297,23 +281,23 @@ def test_samples_come_singly_too(url):
     assert singly == flat(take(iter(open_mixture(url, {"a": 3, "b": 1}, batch=40, unit=1)), 1))
 
 
-BAD: list[tuple[Any, dict[str, Any], type[StreamloaderError], str]] = [
-    ({}, {}, MixtureError, "a mixture of {}"),
-    (["a"], {}, MixtureError, "give a weight for each source"),
-    ({"nowhere": -1, "b": 2}, {}, MixtureError, "weight -1 is negative"),
-    ({"nowhere": 0, "b": 0}, {}, MixtureError, "all 0"),
-    ({"nowhere": "x"}, {}, MixtureError, "'x' is not a number"),
-    ({3: 1}, {}, MixtureError, "a source 3"),
-    ({"a": 1}, {"schedule": {5: {"b": 1}}}, MixtureError, "the mixture's own sources"),
-    ({"a": 1}, {"schedule": {-1: {"a": 1}}}, MixtureError, "whole steps"),
-    ({"a": 1}, {"schedule": {5: {"a": 0}}}, MixtureError, "all 0"),
-    ({"a": 1}, {"stop": "never"}, UsageError, "stop='never'"),
-    ({"a": 1}, {"batches": "both"}, UsageError, "batches='both'"),
-    ({"a": 1}, {"unit": 0}, UsageError, "unit=0"),
-    ({"a": 1}, {"unit": 4, "batches": "homogeneous"}, UsageError, "a turn is a whole batch"),
-    ({"a": 1}, {"remainder": "uneven"}, MixtureError, "has no end"),
-    ({"a": 1}, {"batch_size": 0}, BatchError, "batch_size=0"),
-    ({Source("a", where="open('x')"): 1}, {}, SelectionError, "open"),
+BAD: list[tuple[Any, dict[str, Any], type[errors.StreamloaderError], str]] = [
+    ({}, {}, errors.MixtureError, "a mixture of {}"),
+    (["a"], {}, errors.MixtureError, "give a weight for each source"),
+    ({"nowhere": -1, "b": 2}, {}, errors.MixtureError, "weight -1 is negative"),
+    ({"nowhere": 0, "b": 0}, {}, errors.MixtureError, "all 0"),
+    ({"nowhere": "x"}, {}, errors.MixtureError, "'x' is not a number"),
+    ({3: 1}, {}, errors.MixtureError, "a source 3"),
+    ({"a": 1}, {"schedule": {5: {"b": 1}}}, errors.MixtureError, "the mixture's own sources"),
+    ({"a": 1}, {"schedule": {-1: {"a": 1}}}, errors.MixtureError, "whole steps"),
+    ({"a": 1}, {"schedule": {5: {"a": 0}}}, errors.MixtureError, "all 0"),
+    ({"a": 1}, {"stop": "never"}, errors.UsageError, "stop='never'"),
+    ({"a": 1}, {"batches": "both"}, errors.UsageError, "batches='both'"),
+    ({"a": 1}, {"unit": 0}, errors.UsageError, "unit=0"),
+    ({"a": 1}, {"unit": 4, "batches": "homogeneous"}, errors.UsageError, "a turn is a whole batch"),
+    ({"a": 1}, {"remainder": "uneven"}, errors.MixtureError, "has no end"),
+    ({"a": 1}, {"batch_size": 0}, errors.BatchError, "batch_size=0"),
+    ({Source("a", where="open('x')"): 1}, {}, errors.SelectionError, "open"),
 ]
 
 
@@ -329,12 +313,12 @@ def test_sources_that_do_not_fit_are_errors_that_name_them(url, tmp_path):
         with Writer(tmp_path / name, specs, num_samples=count) as out:
             out.write_batch({field: np.arange(count) for field in specs})
     for sources, options, error, shown in (
-        (("a", "other"), {}, MixtureError, "do not both have name, tok"),
-        (("a", "other"), {"fields": ["x"]}, MixtureError, r"x is float32\[300\] .* and float32\[30\]"),
-        ((str(url / "a"), url / "a"), {}, MixtureError, "the same samples of .* twice"),
-        ((tmp_path / "empty", "a"), {}, MixtureError, "has no samples"),
-        (("a", "b"), {"unit": 32}, BatchError, "cuts turns of 32"),
-        ((tmp_path / "named",), {"with_index": True}, FieldError, "'source'"),
+        (("a", "other"), {}, errors.MixtureError, "do not both have name, tok"),
+        (("a", "other"), {"fields": ["x"]}, errors.MixtureError, r"x is float32\[300\] .* and float32\[30\]"),
+        ((str(url / "a"), url / "a"), {}, errors.MixtureError, "the same samples of .* twice"),
+        ((tmp_path / "empty", "a"), {}, errors.MixtureError, "has no samples"),
+        (("a", "b"), {"unit": 32}, errors.BatchError, "cuts turns of 32"),
+        ((tmp_path / "named",), {"with_index": True}, errors.FieldError, "'source'"),
     ):
         places = [url / one if one in ("a", "b", "other") else one for one in sources]
         with pytest.raises(error, match=shown):
@@ -361,7 +345,7 @@ def test_a_state_of_another_mixture_is_an_error(url):
     others += [(ds, {**state, name: value}, name.removesuffix("s")) for name, value in invalid]
     forced = {**state, "sources": [{**one, "digest": "of a copy"} for one in state["sources"]]}
     for loader, given, shown in [*others, (ds, forced, "a source")]:
-        with pytest.raises(StateError, match=shown):
+        with pytest.raises(errors.StateError, match=shown):
             loader.load_state_dict(given)
     ds.load_state_dict(forced, force=True)
     assert ds.state_dict() == state

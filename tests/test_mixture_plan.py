@@ -21,17 +21,17 @@ from streamloader.order.state import RunState, SourceIdentity
 WEIGHTS = st.lists(st.integers(0, 12), min_size=1, max_size=5).filter(any)
 
 
-@pytest.mark.parametrize(
-    ("weights", "whole"),
-    [
-        ([0.7, 0.3], (7, 3)),
-        ([1, 1], (1, 1)),
-        ([2, 4, 0], (1, 2, 0)),
-        ([Fraction(1, 3), Fraction(2, 3)], (1, 2)),
-        ([0.1, 0.2], (1, 2)),
-        ([1.0], (1,)),
-    ],
-)
+WHOLE = [
+    ([0.7, 0.3], (7, 3)),
+    ([1, 1], (1, 1)),
+    ([2, 4, 0], (1, 2, 0)),
+    ([Fraction(1, 3), Fraction(2, 3)], (1, 2)),
+    ([0.1, 0.2], (1, 2)),
+    ([1.0], (1,)),
+]
+
+
+@pytest.mark.parametrize(("weights", "whole"), WHOLE)
 def test_weights_become_whole_numbers_exactly(weights, whole):
     assert whole_weights(weights) == whole
 
@@ -220,22 +220,19 @@ def test_ranks_that_divide_turns_and_lanes_read_each_block_once():
     assert rows <= 1.05 * parts[0].num_samples  # blocks that two lanes share have two parts; the last step's padding
 
 
-@given(
-    st.integers(1, 40), st.integers(1, 40), st.integers(1, 4), st.integers(0, 5), st.sampled_from(("keep", "change"))
-)
-def test_weights_of_later_steps_start_where_a_turn_ends_at_any_batch_size(batch, other_batch, workers, taken, weights):
+@given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 4), st.integers(0, 5), st.booleans())
+def test_weights_of_later_steps_start_where_a_turn_ends_at_any_batch_size(batch, other_batch, workers, taken, keep):
     sources = tuple(SourceIdentity(name, None, None, 900, OrderParams(4, 2, 8)) for name in "ab")
     first = RunState(sources=sources, shuffle=True, remainder="pad", seed=0, stop="first", batches="homogeneous")
     first = replace(first, weights_by_step=((0, (1, 1)), (6, (1, 3)), (7, (1, 2))))
     run = first.settled(batch, workers).with_workers(workers, 1, batch)[0]
     run = run.advance(taken, run.share(batch, World(0, workers)))
-    resuming = first if weights == "keep" else replace(first, weights_by_step=((0, (2, 1)), (8, (1, 2))))
+    resuming = first if keep else replace(first, weights_by_step=((0, (2, 1)), (8, (1, 2))))
     resumed = resuming.resumed(run.to_dict(), other_batch).with_workers(1, 1, other_batch)[0].settled(other_batch)
     assert resumed.source_order is not None
     assert all(
         (after.start - before.start) % before.unit == 0 for before, after in pairwise(resumed.source_order.phases)
     )
     share = resumed.share(other_batch, World(0, 1))
-    positions = share.rows(0, 12).position.tolist()
-    assert positions == list(range(12 * other_batch))
+    assert share.rows(0, 12).position.tolist() == list(range(12 * other_batch))
     assert resuming.resumed(resumed.to_dict(), other_batch) == resumed

@@ -15,7 +15,7 @@ import datasets
 import pytest
 from conversions import wait_for
 from datasets import numbers
-from folder_server import FolderServer, folder_server
+from folder_server import FolderServer, folder_server, location
 from servers import free_ports
 
 import streamloader as sl
@@ -47,23 +47,14 @@ def process(folder: Path, port: int) -> Iterator[subprocess.Popen[bytes]]:
             server.kill()
 
 
-def location(endpoint: str, plane: str, name: str = "data") -> tuple[str, dict[str, Any]]:
-    """Return the URL and storage options by which a plane reads a dataset."""
-    if plane != "s3":
-        return f"{endpoint}/{name}", {} if plane == "http" else {"encoded": False}  # an option that only fsspec knows
-    s3 = {"key": "k", "secret": "s", "endpoint_url": endpoint, "client_kwargs": {"region_name": "us-east-1"}}
-    return f"s3://{name}", s3
-
-
 def dataset(endpoint: str, plane: str, retry: RetryPolicy = QUICK, name: str = "data", **more: Any) -> StreamingDataset:
     """Open the dataset by obstore ("http"), own sockets ("s3") or fsspec, once the server answers."""
     url, options = location(endpoint, plane, name)
+    options["retry"] = retry
     give_up = time.monotonic() + 300
     while True:
         try:
-            return StreamingDataset(
-                url, batch_size=20, with_index=True, storage_options={**options, "retry": retry}, **more
-            )
+            return StreamingDataset(url, batch_size=20, with_index=True, storage_options=options, **more)
         except ConnectionError:
             assert time.monotonic() < give_up
             time.sleep(0.05)
@@ -113,18 +104,18 @@ def test_a_run_continues_after_a_restart_and_reports_what_it_waits_for(folder, p
     assert ds.stats().waiting_for == ""
 
 
-@pytest.mark.parametrize(
-    ("path", "how", "waits"),
-    [
-        ("/x/c/", "close", "probe_seconds"),
-        ("/x/c/", "close", "base_seconds"),
-        ("/chunks/x/", "close", "probe_seconds"),
-        ("/chunks/x/", "iter", "probe_seconds"),
-        ("/chunks/raw/", "close", "probe_seconds"),  # by the thread that admits blocks
-        ("/label/c/", "close", "probe_seconds"),  # held in memory
-        ("/chunks/label/", "close", "probe_seconds"),
-    ],
-)
+WAITS = [
+    ("/x/c/", "close", "probe_seconds"),
+    ("/x/c/", "close", "base_seconds"),
+    ("/chunks/x/", "close", "probe_seconds"),
+    ("/chunks/x/", "iter", "probe_seconds"),
+    ("/chunks/raw/", "close", "probe_seconds"),  # by the thread that admits blocks
+    ("/label/c/", "close", "probe_seconds"),  # held in memory
+    ("/chunks/label/", "close", "probe_seconds"),
+]
+
+
+@pytest.mark.parametrize(("path", "how", "waits"), WAITS)
 def test_threads_that_wait_to_try_again_end_with_their_pass(folder, path, how, waits):
     with folder_server(folder) as server, ThreadPoolExecutor(1) as pool:
         policy = RetryPolicy(**{"cap_seconds": 6000.0, waits: 6000.0})

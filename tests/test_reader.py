@@ -24,14 +24,7 @@ from format_data import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streamloader.errors import (
-    FieldError,
-    FormatError,
-    IncompleteError,
-    MissingObjectError,
-    ModifiedError,
-    StreamloaderError,
-)
+from streamloader import errors
 from streamloader.format.chunk_table import encode_pages, rows_per_page
 from streamloader.format.manifest import Field, FieldLayout, Manifest, OrderPin, manifest_from_json
 from streamloader.format.opening import open_root
@@ -45,8 +38,7 @@ IMAGES = {"image": Field.parse("uint8[1100]"), "blob": Field.parse("bytes")}
 
 def dataset(count=50, fields=None, codec="none"):
     store, fields = memory_store(), fields or IMAGES
-    geometry = geometry_of(fields, None, SMALL, codec)
-    return store, write_dataset(store, columns_of(fields, count), geometry)
+    return store, write_dataset(store, columns_of(fields, count), geometry_of(fields, None, SMALL, codec))
 
 
 def edit(store, change):
@@ -56,7 +48,7 @@ def edit(store, change):
     change(attributes)
     try:
         manifest_from_json(copy.deepcopy(attributes), store.url)
-    except FormatError as error:
+    except errors.FormatError as error:
         found = str(error).rsplit("its content gives ", 1)
         if len(found) == 2:
             attributes["digest"] = found[1][:64]
@@ -124,11 +116,11 @@ def test_a_table_that_claims_more_than_the_field_has_is_an_error_before_any_requ
     entries = np.full((4, layout.chunks_per_shard, 2), 2**32 - 1, "<u4").tobytes()
     path = "_streamloader/chunks/image/c/0/0/0"
     for table, error, message in (
-        (entries, FormatError, "the whole field has"),
-        (bytes(len(entries)), MissingObjectError, "absent"),
+        (entries, errors.FormatError, "the whole field has"),
+        (bytes(len(entries)), errors.MissingObjectError, "absent"),
     ):
         store.put(path, table + crc32c.crc32c(table).to_bytes(4, "little"))
-        with pytest.raises(ModifiedError, match=path):
+        with pytest.raises(errors.ModifiedError, match=path):
             FieldReader(store, manifest, "image").runs(0, 1)
         hostile = replace(manifest, tables={**manifest.tables, "image": hashlib.sha256(table).hexdigest()})
         with pytest.raises(error, match=message):
@@ -163,7 +155,7 @@ def test_shards_of_finished_and_unfinished_splits_are_counted_together():
     begin(store, job_document("convert", IMAGES, splits=["train", "val"], shards=5))
     write_dataset(store.child("train"), columns_of(IMAGES, 48), geometry_of(IMAGES, None, SMALL))
     write_shards(store.child("val"), geometry_of(IMAGES, None, SMALL), columns_of(IMAGES, 16))
-    with pytest.raises(IncompleteError, match="has 4 of 5 shards"):
+    with pytest.raises(errors.IncompleteError, match="has 4 of 5 shards"):
         open_root(store)
 
 
@@ -194,7 +186,7 @@ HOSTILE = {  # further ones are in formats/streamloader/v1/bad
 def test_a_hostile_manifest_is_one_clear_error(what):
     store, _ = dataset(5)
     edit(store, HOSTILE[what])
-    with pytest.raises((FormatError, FieldError)) as caught:
+    with pytest.raises((errors.FormatError, errors.FieldError)) as caught:
         open_root(store, "train" if "splits" in what else None)
     assert store.url in str(caught.value) and "\n" not in str(caught.value)
 
@@ -218,5 +210,5 @@ def test_a_root_with_any_value_replaced_opens_as_it_was_or_is_an_error(data):
     store.put("zarr.json", json.dumps(document).encode())
     try:
         assert open_root(store).manifest.digest == ROOT_MANIFEST.digest
-    except StreamloaderError as error:
-        assert isinstance(error, FormatError), error
+    except errors.StreamloaderError as error:
+        assert isinstance(error, errors.FormatError), error

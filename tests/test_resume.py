@@ -116,8 +116,7 @@ def test_every_sample_comes_once_through_any_changes_of_the_world(path, data):
         states = []
         for rank in range(size):
             ds = resumed(path, state, batch, (rank, size), remainder=remainder, fields=["label"])
-            iterator = iter(ds)
-            found += flat(take(iterator, steps))
+            found += flat(take(iter(ds), steps))
             states.append(ds.state_dict())
             ds.close()
         if remainder == "pad":
@@ -142,8 +141,7 @@ def test_state_dict_of_k_batches_is_the_state_after_them(path):
 
 def test_samples_taken_singly_can_be_resumed_singly(path):
     ds = open_rank(path, None, fields=["label"])
-    iterator = iter(ds)
-    begin = flat(take(iterator, 101))
+    begin = flat(take(iter(ds), 101))
     assert ds.state_dict()["position"] == 101
     assert begin + seen(resumed(path, ds.state_dict(), None, fields=["label"])) == planned(ds)
 
@@ -176,12 +174,11 @@ def test_a_state_of_another_dataset_is_an_error_unless_forced(path, data, tmp_pa
     datasets.write(tmp_path / "copy", N, FIELDS)
     resumed(tmp_path / "copy", state)  # the same bytes have the same digest
     longer = open_rank(data(N + 1, *FIELDS), shuffle=Shuffle(**state["order"]))
-    with pytest.raises(
-        StateError, match=f"digest '{state['digest']}' instead of '{longer._datasets[0].manifest.digest}'"
-    ):
+    digest = longer._datasets[0].manifest.digest
+    with pytest.raises(StateError, match=f"digest '{state['digest']}' instead of '{digest}'"):
         longer.load_state_dict(state)
     longer.load_state_dict(state, force=True)
-    assert longer.state_dict()["digest"] == longer._datasets[0].manifest.digest
+    assert longer.state_dict()["digest"] == digest
     assert take(iter(longer), 1)
 
 
@@ -254,8 +251,7 @@ def test_a_loop_of_steps_resumes_with_the_rest_of_its_steps(path):
     state = ds.state_dict()
     assert (state["epoch"], state["position"], state["steps"], ds.epoch) == (1, 8 * 4, 80, 1)
     assert ds.state_dict(batches=30) == state
-    other = resumed(path, state, steps_per_epoch=STEPS)
-    assert [take(other) for _ in range(2)] == [whole[80:100], whole[100:150]]
+    assert epochs(resumed(path, state, steps_per_epoch=STEPS), 2) == whole[80:150]
     assert ds.state_dict(batches=0)["position"] == 8 * STEPS
     both = [take(resumed(path, state, 4, (rank, 2), steps_per_epoch=STEPS)) for rank in range(2)]
     assert [sorted(a + b) for a, b in zip(*both, strict=True)] == [sorted(batch) for batch in whole[80:100]]
@@ -278,19 +274,18 @@ def test_steps_per_epoch_in_frameworks(path):
     assert begun + take(again) == take(open_rank(path), STEPS)
     workers = DataLoader(ds, batch_size=None, num_workers=1, multiprocessing_context="fork")
     assert len(workers) == STEPS
-    with pytest.raises(UsageError, match="steps_per_epoch=50 with DataLoader workers"):
-        next(iter(workers))
+    datasets.assert_workers_refuse(workers, UsageError, "steps_per_epoch=50 with DataLoader workers")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "shown"),
-    [
-        ({"steps_per_epoch": 0}, "steps_per_epoch=0; give a whole number"),
-        ({"steps_per_epoch": 1.5}, "steps_per_epoch=1.5"),
-        ({"steps_per_epoch": 5, "remainder": "uneven"}, "with remainder='uneven'; choose 'pad' or 'drop'"),
-        ({"steps_per_epoch": 5, "batch": None}, "a step is a batch"),
-    ],
-)
+IMPOSSIBLE: list[tuple[dict[str, Any], str]] = [
+    ({"steps_per_epoch": 0}, "steps_per_epoch=0; give a whole number"),
+    ({"steps_per_epoch": 1.5}, "steps_per_epoch=1.5"),
+    ({"steps_per_epoch": 5, "remainder": "uneven"}, "with remainder='uneven'; choose 'pad' or 'drop'"),
+    ({"steps_per_epoch": 5, "batch": None}, "a step is a batch"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "shown"), IMPOSSIBLE)
 def test_an_impossible_steps_per_epoch_is_an_error(path, arguments, shown):
     with pytest.raises(UsageError, match=shown):
         open_rank(path, **arguments)
@@ -344,8 +339,7 @@ def test_a_run_on_more_ranks_than_lanes_takes_more_lanes_and_keeps_them(path):
 
 
 def test_a_given_number_of_lanes_stays_whatever_the_ranks_are(path):
-    ds = open_rank(path, shuffle=Shuffle(lanes=2), world=(0, 16))
-    assert ds.state_dict()["order"]["lanes"] == 2
+    assert open_rank(path, shuffle=Shuffle(lanes=2), world=(0, 16)).state_dict()["order"]["lanes"] == 2
 
 
 @pytest.mark.filterwarnings("ignore:2 DataLoader workers on each rank")
@@ -358,8 +352,7 @@ def test_workers_take_the_lanes_of_the_ranks_and_those_of_a_state(path):
     loader = DataLoader(ds, batch_size=None, num_workers=2, persistent_workers=True)
     assert take(iter(loader), 4) == planned_steps
     assert ds.state_dict(batches=0, workers=2)["order"]["lanes"] == size
-    state = open_rank(path, world=(0, 2)).state_dict()  # of a run on fewer ranks, and fewer lanes
-    ds.load_state_dict(state)
+    ds.load_state_dict(open_rank(path, world=(0, 2)).state_dict())  # of a run on fewer ranks, and fewer lanes
     planned_steps = [ds.samples(0, step, rank=0, workers=2).tolist() for step in range(4)]
     assert take(iter(loader), 4) == planned_steps
 
@@ -382,4 +375,3 @@ def test_a_mixture_on_more_ranks_than_lanes_takes_more_and_keeps_them(path):
     assert sorted(next(iter(one))["index"].tolist()) == planned_steps
     with pytest.raises(StateError, match="none of"):
         mixture(1, shuffle=Shuffle(lanes=1)).load_state_dict(state)
-    one.close()

@@ -170,14 +170,14 @@ def test_slots_are_the_same_on_every_rank_and_no_more_than_the_dataset():
     assert share_of(10**6, params, 32, World(0, 2)).slots_needed() == 4 * (4 + 2) + 2 + 1
 
 
-@pytest.mark.parametrize(
-    ("num_samples", "params", "seconds"),
-    [
-        (10**9, OrderParams(2**14, 64, 2**16), 1.0),
-        (10**9, OrderParams(2**16, 64, 2**18), 2.0),  # as datasets of short rows were cut before
-        (10**10, OrderParams(2**10, 64, 2**12), 0.05),
-    ],
-)
+LONG = [
+    (10**9, OrderParams(2**14, 64, 2**16), 1.0),
+    (10**9, OrderParams(2**16, 64, 2**18), 2.0),  # as datasets of short rows were cut before
+    (10**10, OrderParams(2**10, 64, 2**12), 0.05),
+]
+
+
+@pytest.mark.parametrize(("num_samples", "params", "seconds"), LONG)
 def test_an_epoch_of_many_short_rows_is_entered_anywhere_in_little_time(num_samples, params, seconds):
     share = share_of(num_samples, params, 256, World(0, 1))
     next(share.plans(0))  # numpy is warm
@@ -205,7 +205,5 @@ def test_a_lane_can_be_entered_anywhere():
                 if found is None:
                     continue
                 assert (found.offsets + found.first).tolist() == whole[start:stop].tolist()
-                behind = np.flatnonzero(found.later) + found.first
-                assert set(whole[stop:].tolist()) & set(range(found.first, found.first + found.later.size)) == set(
-                    behind.tolist()
-                )
+                behind, arrived = np.flatnonzero(found.later), range(found.later.size)
+                assert set((whole[stop:] - found.first).tolist()) & set(arrived) == set(behind.tolist())

@@ -67,8 +67,7 @@ def test_a_peer_gives_its_own_order_and_each_sample_once(monkeypatch):
     mixer = Mixer("WebDataset", 0, "webdataset", (("buffer", 512),), held=512)
     first, again = (order(mixer, SETTING, 0) for _ in range(2))
     assert first.tolist() == again.tolist()
-    found = quality(first, unit=1, **MEASURES)
-    assert 1.1 < found.measured < 32
+    assert 1.1 < quality(first, unit=1, **MEASURES).measured < 32
     with pytest.raises(OrderError, match="buffer"):
         order(replace(mixer, options=()), SETTING, 0)
 
@@ -108,8 +107,7 @@ def test_a_small_dataset_in_class_order_mixes_as_independent_draws(tmp_path, fie
     pin = ds.state_dict()["order"]
     assert (pin["block"] == 1) is held
     assert held or pin["window"] >= n // pin["lanes"]
-    first = [one["index"].numpy() for one in ds]
-    assert sorted(np.concatenate(first).tolist()) == list(range(n))
+    assert sorted(np.concatenate([one["index"].numpy() for one in ds]).tolist()) == list(range(n))
     assert ds.stats().requests < 100
     ds.close()
     steps = n // batch

@@ -5,8 +5,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tensorstore
-import xarray
 import zarr
 from format_data import (
     ALL_KINDS,
@@ -25,29 +23,10 @@ from format_data import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streamloader.errors import (
-    DestinationError,
-    FieldError,
-    FormatError,
-    IncompleteError,
-    MissingObjectError,
-    NotADatasetError,
-)
+from streamloader import errors
 from streamloader.format import publish
 from streamloader.format.manifest import Field
 from streamloader.format.opening import JOB, open_root
-from streamloader.format.publish import (
-    Claim,
-    begin,
-    check_free,
-    clean,
-    erase,
-    finish,
-    job_document,
-    read_receipts,
-    write_shard,
-    write_split_root,
-)
 from streamloader.options import Layout
 from streamloader.storage import open_store
 from streamloader.storage.store import Store
@@ -78,8 +57,7 @@ def test_zarr_python_reads_every_kind_of_field(count, codec, tmp_path):
     assert_equal(group, ALL_KINDS, columns)
     for name, field in ALL_KINDS.items():
         assert group[name].metadata.dimension_names[0] == "sample"
-        alone = zarr.open_array(str(tmp_path / name), mode="r")  # without consolidated metadata
-        assert same(decoded(alone, field), columns[name]), name
+        assert same(decoded(zarr.open_array(str(tmp_path / name), mode="r"), field), columns[name]), name  # alone
         table = group[f"_streamloader/chunks/{name}"][:]
         assert table.shape[2] == 2 and (table[..., 0] > 0).sum() == -(-count // group[name].chunks[0])
     assert dict(group["boxes"].attrs) == {"streamloader": {"kind": "ragged", "dtype": "float32", "shape": [4]}}
@@ -100,20 +78,6 @@ def test_zarr_python_reads_random_geometries(fields, count, shard, known):
     assert_equal(zarr.open_consolidated(zarr.storage.FsspecStore.from_url(store.url)), fields, columns)
 
 
-def test_zarrs_xarray_and_tensorstore_read_the_fields_they_support(tmp_path):
-    columns = columns_of(ALL_KINDS, 37)
-    write_dataset(open_store(tmp_path), columns, geometry_of(ALL_KINDS, 37, LAYOUT))
-    with zarr.config.set({"codec_pipeline.path": "zarrs.ZarrsCodecPipeline"}):
-        assert_equal(zarr.open_consolidated(str(tmp_path)), ALL_KINDS, columns)
-    with xarray.open_zarr(tmp_path, consolidated=True) as opened:
-        assert opened.sizes["sample"] == 37
-        assert_equal({name: opened[name].values for name in ALL_KINDS}, ALL_KINDS, columns)
-    for name in (name for name, field in ALL_KINDS.items() if field.fixed):
-        spec = {"driver": "zarr3", "kvstore": {"driver": "file", "path": f"{tmp_path}/{name}"}}
-        found = np.asarray(tensorstore.open(spec).result().read().result())
-        assert same(found, columns[name]), name
-
-
 def test_a_dataset_is_the_same_for_any_number_of_threads_and_order_of_shards_also_written_twice(monkeypatch):
     columns, geometry, found = columns_of(ALL_KINDS, 100), geometry_of(ALL_KINDS, None, LAYOUT), []
     for threads, shards in ((1, range(7)), (4, [3, 0, 6, 5, 1, 2, 0, 4])):
@@ -121,8 +85,8 @@ def test_a_dataset_is_the_same_for_any_number_of_threads_and_order_of_shards_als
         monkeypatch.setattr(publish, "FINISH_THREADS", threads)
         for index in shards:
             part = {name: column[index * 16 : index * 16 + 16] for name, column in columns.items()}
-            write_shard(store, geometry, index, part)
-        finish(store, geometry, read_receipts(store), {"source": "x"})
+            publish.write_shard(store, geometry, index, part)
+        publish.finish(store, geometry, publish.read_receipts(store), {"source": "x"})
         found.append(objects_of(store))
     assert found[0] == found[1]
 
@@ -152,24 +116,24 @@ def test_a_crash_at_any_write_of_finish_is_repaired_by_finishing_again(monkeypat
     monkeypatch.setattr(publish, "FINISH_THREADS", 1)
     columns, geometry = columns_of(MIXED, 40), geometry_of(MIXED, None, LAYOUT)
     undisturbed = memory_store()
-    begin(undisturbed, job_document("convert", MIXED, shards=3))
+    publish.begin(undisturbed, publish.job_document("convert", MIXED, shards=3))
     write_dataset(undisturbed, columns, geometry)
     expected, crashes = objects_of(undisturbed), 0
     assert {path.split("/")[1] for path in expected if path.startswith("_streamloader/")} == {"chunks", "zarr.json"}
     for after in range(40):
         store = memory_store()
-        begin(store, job_document("convert", MIXED, shards=3))
+        publish.begin(store, publish.job_document("convert", MIXED, shards=3))
         write_shards(store, geometry, columns)
         try:
-            finish(CrashingStore(store, after), geometry, read_receipts(store), {})  # type: ignore[arg-type]
+            publish.finish(CrashingStore(store, after), geometry, publish.read_receipts(store), {})  # type: ignore[arg-type]
         except KeyboardInterrupt:
             crashes += 1
             if store.head("zarr.json") is None:
-                with pytest.raises(IncompleteError, match="3 of 3 shards"):
+                with pytest.raises(errors.IncompleteError, match="3 of 3 shards"):
                     open_root(store)
-                finish(store, geometry, read_receipts(store), {})
+                publish.finish(store, geometry, publish.read_receipts(store), {})
             else:
-                clean(store)
+                publish.clean(store)
         assert objects_of(store) == expected
     assert 10 < crashes < 40
 
@@ -185,24 +149,23 @@ def test_columns_that_would_be_stored_as_something_else_are_errors():
         (columns_of(MIXED, 17), "lengths"),
         (columns_of(MIXED, 0), "lengths"),
     ):
-        with pytest.raises(FieldError, match=message):
-            write_shard(store, geometry, 0, good | change)
+        with pytest.raises(errors.FieldError, match=message):
+            publish.write_shard(store, geometry, 0, good | change)
     assert objects_of(store) == {}
 
 
 def test_finish_raises_for_missing_shards_and_changed_parts():
     store, geometry = memory_store(), geometry_of(MIXED, None, LAYOUT)
     write_shards(store, geometry, columns_of(MIXED, 40))
-    receipts = read_receipts(store)
-    with pytest.raises(IncompleteError):
-        finish(store, geometry, {i: receipts[i] for i in (0, 2)}, {})
-    part = store.get("_streamloader/parts/1")
-    store.put("_streamloader/parts/1", bytes(len(part)))
-    with pytest.raises(FormatError, match="parts/1"):
-        finish(store, geometry, receipts, {})
+    receipts = publish.read_receipts(store)
+    with pytest.raises(errors.IncompleteError):
+        publish.finish(store, geometry, {i: receipts[i] for i in (0, 2)}, {})
+    store.put("_streamloader/parts/1", bytes(len(store.get("_streamloader/parts/1"))))
+    with pytest.raises(errors.FormatError, match="parts/1"):
+        publish.finish(store, geometry, receipts, {})
     store.delete(["_streamloader/parts/1"])
-    with pytest.raises(MissingObjectError, match="parts/1"):
-        finish(store, geometry, receipts, {})
+    with pytest.raises(errors.MissingObjectError, match="parts/1"):
+        publish.finish(store, geometry, receipts, {})
 
 
 def test_small_fields_that_do_not_fit_together_become_aligned_shards(monkeypatch):
@@ -220,12 +183,12 @@ def test_small_fields_that_do_not_fit_together_become_aligned_shards(monkeypatch
 def test_the_root_of_splits_lists_them_for_zarr_with_their_digests():
     store = memory_store()
     parts = {"train": 50, "val": 7}
-    begin(store, job_document("convert", MIXED, splits=parts, shards=5))
+    publish.begin(store, publish.job_document("convert", MIXED, splits=parts, shards=5))
     manifests = {
         split: write_dataset(store.child(split), columns_of(MIXED, count), geometry_of(MIXED, count, LAYOUT))
         for split, count in parts.items()
     }
-    write_split_root(store, manifests)
+    publish.write_split_root(store, manifests)
     assert store.head("_streamloader/job.json") is None
     for split, count in parts.items():
         assert open_root(store, split).manifest == manifests[split]
@@ -235,7 +198,7 @@ def test_the_root_of_splits_lists_them_for_zarr_with_their_digests():
     document = json.loads(store.get("zarr.json"))
     document["attributes"]["streamloader"]["splits"]["val"]["digest"] = "0" * 64
     store.put("zarr.json", json.dumps(document).encode())
-    with pytest.raises(FormatError, match="its manifest gives"):
+    with pytest.raises(errors.FormatError, match="its manifest gives"):
         open_root(store, "val")
 
 
@@ -247,39 +210,39 @@ def test_erasing_takes_a_dataset_and_nothing_else(state):
     for path, data in others.items():
         store.put(path, data)
     splits = ["train", "val"] if "splits" in state else []
-    begin(store, job_document("convert", MIXED, splits=splits))
+    publish.begin(store, publish.job_document("convert", MIXED, splits=splits))
     for child in [store.child(split) for split in splits] or [store]:
         write_shards(child, geometry, columns_of(MIXED, 40))
         if not state.startswith("unfinished"):
-            finish(child, geometry, read_receipts(child), {})
+            publish.finish(child, geometry, publish.read_receipts(child), {})
     if state == "splits":
-        write_split_root(store, {split: open_root(store.child(split)).manifest for split in splits})
-    with pytest.raises(DestinationError, match="overwrite"):
-        check_free(store)
+        publish.write_split_root(store, {split: open_root(store.child(split)).manifest for split in splits})
+    with pytest.raises(errors.DestinationError, match="overwrite"):
+        publish.check_free(store)
     try:
-        erase(CrashingStore(store, 2))  # type: ignore[arg-type]
+        publish.erase(CrashingStore(store, 2))  # type: ignore[arg-type]
     except KeyboardInterrupt:
-        with pytest.raises((IncompleteError, NotADatasetError)):
+        with pytest.raises((errors.IncompleteError, errors.NotADatasetError)):
             open_root(store)
-    begin(store, job_document("writer", MIXED), overwrite=True)
+    publish.begin(store, publish.job_document("writer", MIXED), overwrite=True)
     assert set(objects_of(store)) == {*others, JOB}, "who overwrites holds the place until it writes"
-    erase(store)
+    publish.erase(store)
     assert objects_of(store) == others
-    check_free(store)
+    publish.check_free(store)
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_a_zarr_of_others_is_never_overwritten(overwrite):
     store = memory_store()
     store.put("zarr.json", b'{"zarr_format": 3, "node_type": "group", "attributes": {}}')
-    with pytest.raises(DestinationError, match="did not write"):
-        begin(store, job_document("writer", MIXED), overwrite)
+    with pytest.raises(errors.DestinationError, match="did not write"):
+        publish.begin(store, publish.job_document("writer", MIXED), overwrite)
 
 
 def test_a_second_writer_at_one_destination_is_an_error():
     store = memory_store()
-    claim = begin(store, job_document("writer", MIXED))
-    for second in (begin, lambda store, job: Claim(store, job, None)):
-        with pytest.raises(DestinationError, match="another run"):
-            second(store, job_document("writer", MIXED))
+    claim = publish.begin(store, publish.job_document("writer", MIXED))
+    for second in (publish.begin, lambda store, job: publish.Claim(store, job, None)):
+        with pytest.raises(errors.DestinationError, match="another run"):
+            second(store, publish.job_document("writer", MIXED))
     claim.close()

@@ -209,8 +209,7 @@ def test_lists_of_one_length_become_tensors(written, tmp_path):
     src = written(x=flat.tolist(), i=inner, l=large, r=uneven, e=empty, n=range(count))
     sl.convert(src, tmp_path / "out", fields="x,i,l,r,n", workers=0)
     ds = sl.open(tmp_path / "out")
-    kinds = {"x": "int64[3]", "i": "float32[2,2]", "l": "bool[4]", "n": "int64", "r": "ragged:int64"}
-    assert kinds_of(ds) == kinds
+    assert kinds_of(ds) == {"x": "int64[3]", "i": "float32[2,2]", "l": "bool[4]", "n": "int64", "r": "ragged:int64"}
     assert np.array_equal(ds.read("x", 0, count), flat)
     assert ds.read("i", 0, count)[:, 1, 1].tolist() == list(range(count))
     source = opened(src, "x=ragged:int64,i=ragged:float32[2],l,e")
@@ -279,15 +278,15 @@ def test_nulls_are_refused_or_filled(case, written, tmp_path):
         assert str(ds.fields["x"]) == kind
 
 
-@pytest.mark.parametrize(
-    ("array", "fields", "fill", "message"),
-    [
-        (pa.array([1, None]), None, {"x": "nan"}, "'nan' of the field 'x' is not a value of int64"),
-        (pa.array(["a", None]), None, {"x": 5}, "5 of the field 'x' is not text"),
-        (pa.array([2**53 + 1, None]), "x=float64", {"x": "nan"}, "row 0: .* does not hold exactly"),
-        (pa.array([2**24, None, 2**24 + 1]), "x=float32", {"x": "nan"}, "row 2: .* that float32 does not hold exactly"),
-    ],
-)
+UNFIT = [
+    (pa.array([1, None]), None, {"x": "nan"}, "'nan' of the field 'x' is not a value of int64"),
+    (pa.array(["a", None]), None, {"x": 5}, "5 of the field 'x' is not text"),
+    (pa.array([2**53 + 1, None]), "x=float64", {"x": "nan"}, "row 0: .* does not hold exactly"),
+    (pa.array([2**24, None, 2**24 + 1]), "x=float32", {"x": "nan"}, "row 2: .* that float32 does not hold exactly"),
+]
+
+
+@pytest.mark.parametrize(("array", "fields", "fill", "message"), UNFIT)
 def test_a_fill_value_that_its_column_does_not_hold_is_refused(array, fields, fill, message, written):
     with pytest.raises(StreamloaderError, match=message):
         read(opened(written(x=array), fields, fill=fill))

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from datasets import encoded, write, write_images
+from datasets import encoded, write_images
 from folder_server import folder_server
 from hypothesis import given
 from hypothesis import strategies as st
@@ -40,11 +40,9 @@ any_stats = st.builds(
 
 
 @pytest.fixture(scope="module")
-def vectors(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def vectors(data: Any) -> Path:
     """Small blocks of float vectors, not compressed."""
-    folder = tmp_path_factory.mktemp("stats") / "vectors"
-    write(folder, N, ["x", "label"])
-    return folder
+    return Path(data(N, "x", "label"))
 
 
 def stream(url: str | Path, batch: int | None = 32, **options: Any) -> sl.StreamingDataset:
@@ -134,9 +132,8 @@ def test_what_to_change_about_gathering_depends_on_the_size_of_a_sample():
         "gather-bound: training waited 50% of the time; one thread gathers 32 samples/s, 80% busy; "
         "train with more ranks, or store several of these small samples as one"
     )
-    assert "gathers 48 MB/s, 80% busy; train with more ranks, or read fewer or smaller fields" in changed(
-        gather, bytes_decoded=4_800_000_000
-    )
+    large = changed(gather, bytes_decoded=4_800_000_000)
+    assert "gathers 48 MB/s, 80% busy; train with more ranks, or read fewer or smaller fields" in large
 
 
 def test_what_batches_waited_for_decides_where_no_stage_is_busy():
@@ -151,8 +148,7 @@ def test_the_first_batch_does_not_count_as_waiting():
     assert slow_start.verdict == (
         "consumer-bound: training waited 1% of the time; the loader keeps up and was ahead 50% of the time"
     )
-    only = Stats(batches=1, seconds=3.0, wait_seconds=3.0, first_batch_seconds=3.0)
-    assert only.wait_fraction == 1
+    assert Stats(batches=1, seconds=3.0, wait_seconds=3.0, first_batch_seconds=3.0).wait_fraction == 1
 
 
 # ---- real runs
@@ -289,8 +285,7 @@ def note(path: Path, report: BatchReport) -> None:
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_each_dataloader_worker_reports_its_own_batches(vectors, tmp_path):
     dataset = pickle.loads(pickle.dumps(stream(vectors, on_batch=partial(note, tmp_path / "log"))))
-    loader = DataLoader(dataset, batch_size=None, num_workers=2, multiprocessing_context="fork")
-    count = sum(1 for _ in loader)
+    count = sum(1 for _ in DataLoader(dataset, batch_size=None, num_workers=2, multiprocessing_context="fork"))
     lines = [tuple(map(int, line.split())) for line in (tmp_path / "log").read_text().splitlines()]
     assert len(lines) == count == 22
     for number in range(2):

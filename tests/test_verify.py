@@ -129,8 +129,7 @@ def test_any_small_dataset_is_whole(data, kinds):
         block_size=data.draw(st.sampled_from([1, 256])),
         chunk_size=data.draw(st.sampled_from([1, 64])),
     )
-    columns = columns_of(kinds, count, data.draw(st.integers(0, 100)))
-    report = check(written(columns, kinds, layout))
+    report = check(written(columns_of(kinds, count, data.draw(st.integers(0, 100))), kinds, layout))
     assert (report.problems, report.samples) == ((), {"": count})
 
 

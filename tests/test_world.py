@@ -41,9 +41,8 @@ def share_of(num_samples: int, lanes: int, *rest: Any) -> Share:
 def shares(draw: st.DrawFn) -> Share:
     size = draw(sizes)
     world = World(draw(st.integers(0, size - 1)), size)
-    return share_of(
-        draw(st.integers(0, 300)), draw(st.integers(1, 9)), draw(st.integers(1, 12)), world, draw(remainders)
-    )
+    num_samples, lanes, batch = (draw(st.integers(*bounds)) for bounds in ((0, 300), (1, 9), (1, 12)))
+    return share_of(num_samples, lanes, batch, world, draw(remainders))
 
 
 @settings(max_examples=200, deadline=None)
@@ -56,8 +55,7 @@ def test_positions_equal_the_reference(share, data):
     assert share.global_steps(start) == len(expected)
     mine = [step[share.world.rank] for step in expected]
     assert share.num_steps(start) == sum(1 for rows in mine if rows)
-    flat = share.positions_of_steps(start, share.num_steps(start))
-    assert flat.tolist() == [p for rows in mine for p in rows]
+    assert share.positions_of_steps(start, share.num_steps(start)).tolist() == [p for rows in mine for p in rows]
 
 
 @settings(max_examples=100, deadline=None)
@@ -206,17 +204,17 @@ def test_torchrun_takes_precedence_over_slurm_whose_batch_script_is_a_world_of_i
     assert resolve_world(None) == World(5, 8)
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "count"),
-    [
-        ("LOCAL_WORLD_SIZE", "4", 4),
-        ("OMPI_COMM_WORLD_LOCAL_SIZE", "2", 2),
-        ("SLURM_STEP_TASKS_PER_NODE", "4(x2),3", 4),
-        ("SLURM_STEP_TASKS_PER_NODE", "1,16", 16),
-        ("LOCAL_WORLD_SIZE", "", 1),
-        ("MPI_LOCALNRANKS", "0", 1),
-    ],
-)
+LOCAL = [
+    ("LOCAL_WORLD_SIZE", "4", 4),
+    ("OMPI_COMM_WORLD_LOCAL_SIZE", "2", 2),
+    ("SLURM_STEP_TASKS_PER_NODE", "4(x2),3", 4),
+    ("SLURM_STEP_TASKS_PER_NODE", "1,16", 16),
+    ("LOCAL_WORLD_SIZE", "", 1),
+    ("MPI_LOCALNRANKS", "0", 1),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "count"), LOCAL)
 def test_the_ranks_of_this_machine_share_its_memory(name, text, count, monkeypatch):
     assert ranks_on_this_machine() == 1
     monkeypatch.setenv(name, text)

@@ -26,19 +26,18 @@ def command(ranks: int, script: str, *arguments: str, log: Path) -> list[str]:
     return [sys.executable, "-m", "torch.distributed.run", *options, str(TESTS / script), *arguments]
 
 
-def run_python(*arguments: object, seconds: float = 300, **variables: str) -> subprocess.CompletedProcess[str]:
+def run_python(*arguments: object, cwd: Path | None = None, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run Python with these arguments and further environment variables, and assert that its exit code is 0."""
     command, given = [sys.executable, *map(str, arguments)], environment() | variables
-    done = subprocess.run(command, env=given, capture_output=True, text=True, timeout=seconds, check=False)
+    done = subprocess.run(command, env=given, cwd=cwd, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-6000:]
     return done
 
 
-def run_ranks(folder: Path, ranks: int, job: Mapping[str, Any], seconds: float = 300) -> list[dict[str, Any]]:
+def run_ranks(folder: Path, ranks: int, job: Mapping[str, Any]) -> list[dict[str, Any]]:
     """What each rank wrote for each case of the job; `folder` keeps their standard error."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "job.json").write_text(json.dumps(job))
-    arguments = command(ranks, "ranks.py", str(folder / "job.json"), log=folder / "logs")[1:]
-    done = run_python(*arguments, seconds=seconds)
+    done = run_python(*command(ranks, "ranks.py", str(folder / "job.json"), log=folder / "logs")[1:])
     (folder / "stderr").write_text(done.stderr)
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(ranks)]

@@ -153,8 +153,7 @@ def test_a_full_disk_is_an_error_and_the_conversion_is_resumed_when_there_is_spa
     (tmp_path / "disk").mkdir()
     with obstacle(tmp_path / "disk") as place:
         for _ in range(2):  # again, and nothing is lost by that
-            done = run(src, place.dst, tmp_path, place.prefix, {})
-            check_error(done, place.dst, *place.message)
+            check_error(run(src, place.dst, tmp_path, place.prefix, {}), place.dst, *place.message)
             assert finished(place.seen)
         resumes(src, place, expected, tmp_path)
 

@@ -3,8 +3,6 @@
 import io
 import json
 import shutil
-import subprocess
-import sys
 import tarfile
 from functools import partial
 
@@ -13,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from PIL import Image
+from torchrun import run_python
 
 from streamloader.format.geometry import EXPANSION
 
@@ -37,8 +36,7 @@ print(json.dumps([sample * manifest.samples_per_shard, *peaks]))
 
 
 def make_array(root):
-    rows = np.random.default_rng(0).integers(0, 256, (SOURCE // 8192, 8192), np.uint8)
-    np.save(root / "x.npy", rows)
+    np.save(root / "x.npy", np.random.default_rng(0).integers(0, 256, (SOURCE // 8192, 8192), np.uint8))
 
 
 def make_small_numbers(root):
@@ -100,10 +98,7 @@ def test_a_process_holds_less_than_four_shards(kind, tmp_path):
         source, workers = str(tmp_path / "source"), "2"
         (tmp_path / "source").mkdir()
         make(tmp_path / "source")
-    command = [sys.executable, "-c", PROGRAM, source, str(tmp_path / "out"), str(stored), workers]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    shard, *peaks = json.loads(done.stdout)
+    shard, *peaks = json.loads(run_python("-c", PROGRAM, source, tmp_path / "out", stored, workers).stdout)
     print(f"{kind}: shards of {shard / 1e6:.0f} MB, peaks of {[round(peak / 1e6) for peak in peaks]} MB")
     assert shard > SHARD / 2, "the shards are too small to tell"
     assert max(peaks) < 4 * shard
@@ -130,7 +125,4 @@ def test_batches_of_parquet_are_bounded_by_what_they_decode_to(tmp_path):
         table = pa.table({"s": texts, "y": np.arange(first, first + count)})
         pq.write_table(table, tmp_path / f"{part}.parquet", row_group_size=count)
         assert (tmp_path / f"{part}.parquet").stat().st_size < 1 << 20, "each text is stored once"
-    command = [sys.executable, "-c", READ, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout) < 40e6
+    assert int(run_python("-c", READ, tmp_path).stdout) < 40e6

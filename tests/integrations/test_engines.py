@@ -274,35 +274,35 @@ def test_a_missing_package_is_named(package, tmp_path, monkeypatch):
         Run(tmp_path).run(engine)
 
 
-@pytest.mark.parametrize(
-    ("name", "addresses"),
-    [
-        ("local", [""]),
-        ("dask", ["", "tcp://host:8786", "tls://[::1]:8786"]),
-        ("ray", ["auto", "127.0.0.1:6379", "ray://host:10001"]),
-        ("spark", ["local[2]", "spark://one:7077,two:7077"]),
-    ],
-)
+NAMES = [
+    ("local", [""]),
+    ("dask", ["", "tcp://host:8786", "tls://[::1]:8786"]),
+    ("ray", ["auto", "127.0.0.1:6379", "ray://host:10001"]),
+    ("spark", ["local[2]", "spark://one:7077,two:7077"]),
+]
+
+
+@pytest.mark.parametrize(("name", "addresses"), NAMES)
 def test_an_engine_has_a_name_and_an_address(name, addresses):
     for address in addresses:
         assert parse_engine(f"{name}={address}" if address else name) == EngineChoice(name, address)
         assert parse_engine(f" {name} = {address} " if address else f" {name} ") == EngineChoice(name, address)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("", "there is no engine ''; choose local, dask, ray, spark"),
-        ("slurm", "there is no engine 'slurm'"),
-        ("Dask", "there is no engine 'Dask'"),
-        ("local=4", "has an address; local is this machine; --workers"),
-        ("dask=", "'dask=' has no address; write dask, or e.g. dask=tcp://host:8786"),
-        ("dask=host", "has no address"),
-        ("ray=host", "'ray=host' has no address; write ray, or e.g. ray=ray://host:10001"),
-        ("spark=host:7077", "'spark=host:7077' has no address; write spark, or e.g. spark=spark://host:7077"),
-        ("spark=sc://host", "sc://host is Spark Connect"),
-    ],
-)
+OTHERS = [
+    ("", "there is no engine ''; choose local, dask, ray, spark"),
+    ("slurm", "there is no engine 'slurm'"),
+    ("Dask", "there is no engine 'Dask'"),
+    ("local=4", "has an address; local is this machine; --workers"),
+    ("dask=", "'dask=' has no address; write dask, or e.g. dask=tcp://host:8786"),
+    ("dask=host", "has no address"),
+    ("ray=host", "'ray=host' has no address; write ray, or e.g. ray=ray://host:10001"),
+    ("spark=host:7077", "'spark=host:7077' has no address; write spark, or e.g. spark=spark://host:7077"),
+    ("spark=sc://host", "sc://host is Spark Connect"),
+]
+
+
+@pytest.mark.parametrize(("text", "message"), OTHERS)
 def test_other_engines_are_errors(text, message):
     with pytest.raises(UsageError) as caught:
         parse_engine(text)

@@ -92,8 +92,7 @@ def test_a_converted_tar_gives_the_same_samples(url, tmp_path):
     fields = ragged | dict.fromkeys(others)
     sl.convert(tmp_path / "tars", tmp_path / "back", fields=fields, workers=0)
     back = sl.open(tmp_path / "back")
-    names = {name.rpartition("_")[0]: name for name in back.fields}
-    assert_same(back, sl.open(url), names)
+    assert_same(back, sl.open(url), {name.rpartition("_")[0]: name for name in back.fields})
     assert (str(back.fields["image_jpg"]), str(back.fields["label_cls"])) == ("bytes:jpeg", "int64")
 
 
@@ -111,24 +110,24 @@ def test_fields_that_have_the_names_of_members_keep_them(tmp_path):
     assert_same(back, sl.open(tmp_path / "data"))
 
 
-@pytest.mark.parametrize(
-    ("name", "kind", "suffix"),
-    [
-        ("image", "bytes:jpeg", "image.jpg"),
-        ("jpeg", "bytes:jpeg", "jpeg"),
-        ("photo_jpeg", "bytes:jpeg", "photo.jpeg"),
-        ("a__b_png", "bytes:png", "a__b_png.png"),  # a__b.png would come back as a_b_png
-        ("png", "bytes:jpeg", "png.jpg"),
-        ("sound", "bytes:flac", "sound.flac"),
-        ("raw", "bytes", "raw.bin"),
-        ("notes", "bytes:json", "notes.bin"),  # .json would come back as text
-        ("json", "text", "json"),
-        ("label", "int64", "label.cls"),
-        ("label", "int32", "label.npy"),
-        ("index", "int64", "index"),
-        ("tokens", "ragged:int32", "tokens.npy"),
-    ],
-)
+SUFFIXES = [
+    ("image", "bytes:jpeg", "image.jpg"),
+    ("jpeg", "bytes:jpeg", "jpeg"),
+    ("photo_jpeg", "bytes:jpeg", "photo.jpeg"),
+    ("a__b_png", "bytes:png", "a__b_png.png"),  # a__b.png would come back as a_b_png
+    ("png", "bytes:jpeg", "png.jpg"),
+    ("sound", "bytes:flac", "sound.flac"),
+    ("raw", "bytes", "raw.bin"),
+    ("notes", "bytes:json", "notes.bin"),  # .json would come back as text
+    ("json", "text", "json"),
+    ("label", "int64", "label.cls"),
+    ("label", "int32", "label.npy"),
+    ("index", "int64", "index"),
+    ("tokens", "ragged:int32", "tokens.npy"),
+]
+
+
+@pytest.mark.parametrize(("name", "kind", "suffix"), SUFFIXES)
 def test_suffixes_of_members(name, kind, suffix):
     assert suffix_of(name, sl.Field.parse(kind)) == suffix
 
@@ -155,8 +154,7 @@ def test_exports_are_the_same_bytes_each_time(url, tmp_path):
 
 @pytest.mark.usefixtures("piecewise")
 def test_parquet_has_every_sample(url, tmp_path):
-    done = sl.export(url, tmp_path / "out", format="parquet")
-    assert done.files == 4
+    assert sl.export(url, tmp_path / "out", format="parquet").files == 4
     table = pyarrow.parquet.read_table(tmp_path / "out")
     assert table.num_rows == COUNT
     kinds = {name: str(table.schema.field(name).type) for name in ("big", "boxes", "caption", "raw", "v_bool", "label")}

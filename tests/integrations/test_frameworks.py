@@ -13,7 +13,7 @@ from accelerate.data_loader import IterableDatasetShard, prepare_data_loader
 from test_docs import HEAVY, Reader, check, photos, reader  # noqa: F401 - two fixtures
 from test_kill import descendants, entries
 from torch.utils.data import DataLoader
-from torchrun import TESTS, environment
+from torchrun import TESTS, environment, run_python
 
 import streamloader as sl
 from streamloader.cli.main import main as streamloader
@@ -22,7 +22,7 @@ from streamloader.demo.run import write_photographs
 EXAMPLES = TESTS.parent / "examples"
 FRAMEWORKS = ["accelerate", "lightning", "transformers"]
 EPOCHS = 3
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ class Runs:
         script = str(EXAMPLES / f"{self._framework}_train.py")
         with (self.folder / f"stderr-{self._count}").open("w") as errors:
             return subprocess.Popen(
-                [*TORCHRUN, f"--nproc-per-node={ranks}", script, self._url, *options, *more],
+                [sys.executable, *TORCHRUN, f"--nproc-per-node={ranks}", script, self._url, *options, *more],
                 env=environment() | {"PYTHONWARNINGS": "default", "TMPDIR": str(self.folder)},
                 stdout=subprocess.PIPE,
                 stderr=errors,
@@ -122,17 +122,8 @@ def test_ranks_that_share_no_folder_go_on_from_the_checkpoint_of_rank_0(url, tmp
         work = tmp_path / folder
         work.mkdir(exist_ok=True)
         script = f'mkdir -p "$RANK" && cd "$RANK" && exec "{sys.executable}" "{EXAMPLES}/ddp_train.py" "$@"'
-        done = subprocess.run(
-            [*TORCHRUN, "--nproc-per-node=2", "--no-python", "bash", "-c", script, "", url, "--steps", str(steps)],
-            env=environment(),
-            capture_output=True,
-            text=True,
-            timeout=300,
-            cwd=work,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr[-6000:]
-        return done.stdout.split(";")[0]
+        arguments = [*TORCHRUN, "--nproc-per-node=2", "--no-python", "bash", "-c", script, "", url, "--steps", steps]
+        return run_python(*arguments, cwd=work).stdout.split(";")[0]
 
     assert "begin at step 0, epoch 0, world size 2" in train("nodes", 4)
     assert (tmp_path / "nodes/0/checkpoint.pt").exists()

@@ -24,10 +24,8 @@ N = 600
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("kill") / "data"
-    datasets.write(path, N, ["x", "label", "name"])
-    return path
+def folder(data: Any) -> Path:
+    return Path(data(N, "x", "label", "name"))
 
 
 BEGIN = """

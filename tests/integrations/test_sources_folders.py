@@ -5,7 +5,6 @@ import io
 import json
 import pickle
 import resource
-import subprocess
 import sys
 import wave
 
@@ -13,7 +12,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sources import CASES, COCO, FORMATS, bad_rows, files, image_bytes, kinds_of, opened, png, read, rows_of
+from sources import CASES, COCO, FORMATS, assert_error, bad_rows, files, image_bytes, kinds_of, opened, read, rows_of
+from torchrun import run_python
 
 from streamloader.conversion.api import convert
 from streamloader.conversion.sources.fields import FieldSelection
@@ -65,7 +65,7 @@ def one_image(**changes):
 
 
 def test_coco_is_known_by_its_annotations_among_images(tmp_path):
-    png(tmp_path / "train" / "a.png")
+    files({"train/a.png": PNG})(tmp_path)
     assert open_source(coco(tmp_path, one_image()), None, {}, FieldSelection())[0] == "coco"
     (tmp_path / "annotations" / "instances_train.json").rename(tmp_path / "train" / "_annotations.coco.json")
     (tmp_path / "annotations").rmdir()
@@ -77,8 +77,7 @@ def test_coco_is_known_by_its_annotations_among_images(tmp_path):
 
 def test_several_annotations_ask_for_a_choice():
     message = "holds 3 files of annotations: annotations/captions_.*choose one, like .*input::/annotations/captions_"
-    with pytest.raises(SourceError, match=message):
-        opened(FORMATS / "coco/input")
+    assert_error(SourceError, message, FORMATS / "coco/input")
     with pytest.raises(SourceError, match=r"no file exists at .*input/annotations/other\.json"):
         opened(f"{FORMATS}/coco/input::/annotations/other.json")
 
@@ -100,7 +99,7 @@ PLACES = {
 def test_an_image_is_found_in_the_nearest_place(case, tmp_path):
     paths, wanted, *name = PLACES[case]
     for size, path in enumerate(paths, 3):
-        png(tmp_path / path, size)
+        files({path: image_bytes(size)})(tmp_path)
     source = opened(coco(tmp_path, one_image(image={"file_name": name[0] if name else "a.png"})))
     assert read(source)["image"] == [(tmp_path / wanted).read_bytes()]
 
@@ -135,9 +134,8 @@ NO_COCO = {
 @pytest.mark.parametrize("case", NO_COCO)
 def test_a_file_that_is_not_coco_is_an_error(case, tmp_path):
     document, message = NO_COCO[case]
-    png(tmp_path / "train" / "a.png")
-    with pytest.raises(SourceError, match=message):
-        opened(coco(tmp_path, document))
+    files({"train/a.png": PNG})(tmp_path)
+    assert_error(SourceError, message, coco(tmp_path, document))
 
 
 BAD_IMAGES = {  # what is wrong with its entry, its annotation
@@ -175,8 +173,7 @@ def test_a_bad_image_is_reported_and_left_out(case, tmp_path):
     assert left["image_id"] == 0
     assert left["boxes"] == [[0, 0, 2, 2]]
     assert [one.position for one in bad] == [1]
-    with pytest.raises(SourceError, match=message):
-        rows_of(source)
+    assert_error(SourceError, message, source)
     report = convert(tmp_path, tmp_path.parent / f"{tmp_path.name}-out", workers=0, on_error="skip")
     assert report.num_samples == report.num_left_out == 1
 
@@ -190,7 +187,7 @@ def test_only_selected_fields_are_read(tmp_path):
 
 
 def test_text_that_utf8_cannot_write_is_escaped(tmp_path):
-    png(tmp_path / "a.png")
+    files({"a.png": PNG})(tmp_path)
     document = one_image(annotation={"caption": "half \ud83d", "segmentation": None})
     document["categories"][0]["name"] = "\udcff"
     source = opened(coco(tmp_path, document))
@@ -202,7 +199,7 @@ def test_text_that_utf8_cannot_write_is_escaped(tmp_path):
 
 
 def test_points_that_are_missing_are_not_labelled(tmp_path):
-    png(tmp_path / "a.png")
+    files({"a.png": PNG})(tmp_path)
     document = one_image(annotation={"keypoints": [1, 2, 2]})
     first = document["annotations"][0]
     missing = {key: value for key, value in first.items() if key != "keypoints"}
@@ -233,14 +230,12 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 
 
 def test_annotations_are_parsed_in_a_few_times_their_size(tmp_path):
-    png(tmp_path / "a.png")
+    files({"a.png": PNG})(tmp_path)
     box = {"id": "ID", "image_id": 1, "bbox": [0, 0, 1, 1], "segmentation": [[round(i * 0.37, 2) for i in range(60)]]}
     boxes = ",".join(json.dumps(box).replace('"ID"', str(i)) for i in range(60_000))
     text = f'{{"images": [{{"id": 1, "file_name": "a.png"}}], "annotations": [{boxes}]}}'
     assert len(text) > 20e6
-    command = [sys.executable, "-c", OPENED, coco(tmp_path, text)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert int(done.stdout) * 1024 < 6 * len(text) + 32e6
+    assert int(run_python("-c", OPENED, coco(tmp_path, text)).stdout) * 1024 < 6 * len(text) + 32e6
 
 
 # audio
@@ -301,15 +296,15 @@ class _Decoder:
         return iter([np.zeros(self._read, dtype)])
 
 
-@pytest.mark.parametrize(
-    ("decoder", "problem"),
-    [
-        (_Decoder(), ""),
-        (_Decoder(frames=7), "it ends after 7 of 10 frames: it is truncated"),
-        (_Decoder(error=1), ""),  # a kind that libsndfile does not know
-        (_Decoder(error=2), "error 2"),
-    ],
-)
+DECODERS = [
+    (_Decoder(), ""),
+    (_Decoder(frames=7), "it ends after 7 of 10 frames: it is truncated"),
+    (_Decoder(error=1), ""),  # a kind that libsndfile does not know
+    (_Decoder(error=2), "error 2"),
+]
+
+
+@pytest.mark.parametrize(("decoder", "problem"), DECODERS)
 def test_a_decoder_finds_what_the_first_bytes_do_not_show(decoder, problem, monkeypatch):
     monkeypatch.setitem(sys.modules, "soundfile", decoder)
     assert audio_problem(clip(".flac")) == problem
@@ -330,8 +325,7 @@ def test_a_bad_clip_is_reported_and_left_out(case, tmp_path):
     good, bad = bad_rows(source)
     assert len(good) == 1
     assert [(one.position, one.data) for one in bad] == [(0, data)]
-    with pytest.raises(SourceError, match=f"a/bad.mp3: the clip cannot be decoded: .*{message}"):
-        rows_of(source)
+    assert_error(SourceError, f"a/bad.mp3: the clip cannot be decoded: .*{message}", source)
 
 
 def test_clips_in_one_folder_have_their_path(tmp_path):
@@ -356,8 +350,7 @@ def test_a_missing_or_unreadable_transcript_is_a_bad_sample(tmp_path):
         3: "it has no transcript",
     }
     assert source.notes["passed_over"] == 1
-    with pytest.raises(SourceError, match=r"d\.wav: it has no transcript.* --fields audio,path"):
-        rows_of(source)
+    assert_error(SourceError, r"d\.wav: it has no transcript.* --fields audio,path", source)
     assert len(rows_of(opened(tmp_path, "audio"))) == 4
 
 
@@ -372,8 +365,7 @@ NO_FOLDERS = {
 def test_a_folder_that_does_not_hold_audio_is_an_error(case, tmp_path):
     contents, name, message = NO_FOLDERS[case]
     files(contents)(tmp_path)
-    with pytest.raises((SourceError, UsageError), match=message):
-        opened(tmp_path, name=name)
+    assert_error((SourceError, UsageError), message, tmp_path, name=name)
 
 
 def test_a_file_too_large_for_a_sample_is_not_read(tmp_path):

@@ -3,8 +3,6 @@
 import io
 import json
 import pickle
-import subprocess
-import sys
 import weakref
 from collections import namedtuple
 from pathlib import Path
@@ -16,8 +14,9 @@ from conversions import SMALL, Exported, interrupted, module_at
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
-from sources import FORMATS, bad_rows, kinds_of, read, rows_of
+from sources import FORMATS, assert_error, bad_rows, kinds_of, read, rows_of
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
+from torchrun import run_python
 
 import streamloader as sl
 from streamloader.conversion.sources.fields import FieldSelection, parse_selection
@@ -77,14 +76,11 @@ def test_a_source_has_the_expected_samples():
     assert source.notes == {"object": "make.Things", "keys": {"vector_1": "Vector-1"}}
 
 
+HALVES = TensorDataset(torch.zeros(3, 2, dtype=torch.float16), torch.arange(3))
 RAGGED = [{"x": Exported(np.full((i, 2), i, "i2"))} for i in range(3)]
 VALUES = {
     "tensors": (TensorDataset(torch.arange(6).reshape(3, 2)), {"f_0": "int64[2]"}, {"f_0": [2, 3]}),
-    "two of them": (
-        TensorDataset(torch.zeros(3, 2, dtype=torch.float16), torch.arange(3)),
-        {"f_0": "float16[2]", "f_1": "int64"},
-        {"f_0": [0, 0], "f_1": 1},
-    ),
+    "two of them": (HALVES, {"f_0": "float16[2]", "f_1": "int64"}, {"f_0": [0, 0], "f_1": 1}),
     "a list of dicts": ([{"x": i, "t": f"{i}"} for i in range(3)], {"x": "int64", "t": "text"}, {"x": 1, "t": "1"}),
     "named tuples": ([Named(i, "n") for i in range(3)], {"x": "int64", "name": "text"}, {"x": 1, "name": "n"}),
     "values": ([1.5, 2.5, 3.5], {"data": "float64"}, {"data": 2.5}),
@@ -127,10 +123,8 @@ TENSORS = TensorDataset(torch.arange(600).reshape(200, 3), torch.arange(200))
 @pytest.mark.parametrize(("samples", "workers"), [(TENSORS, 0), (TENSORS, 1), (Several(200), 1)])
 def test_workers_load_datasets_with_tensors(samples, workers, tmp_path):
     """Torch would give its tensors to other processes as shared memory, which ours cannot open."""
-    report = sl.convert(samples, tmp_path / "out", workers=workers, layout=TINY)
-    assert report.shards > 3
-    ds = sl.open(tmp_path / "out")
-    assert ds.read("f_1", 0, 200).tolist() == list(range(200))
+    assert sl.convert(samples, tmp_path / "out", workers=workers, layout=TINY).shards > 3
+    assert sl.open(tmp_path / "out").read("f_1", 0, 200).tolist() == list(range(200))
 
 
 def test_parts_of_a_list_take_their_own_samples_only():
@@ -146,16 +140,14 @@ def test_a_sample_that_raises_is_reported_and_left_out():
         assert [one.position for one in bad] == [1, 2]
         assert bad[1].problem == "it cannot be read: ValueError: file 9 is gone"
         assert bad[1].name.endswith("[9]")
-        with pytest.raises(SourceError, match=r"\[4\]: it cannot be read: ValueError: file 4 is gone"):
-            rows_of(source)
+        assert_error(SourceError, r"\[4\]: it cannot be read: ValueError: file 4 is gone", source)
 
 
 def test_a_sample_that_does_not_fit_is_reported_and_left_out():
     samples = [{"x": [1.0, 2.0]} for _ in range(200)]
     samples[77] = {"x": [1.0]}
     samples[78] = {"y": [1.0]}
-    source = open_object(samples, parse_selection("x=float64[2]"))
-    good, bad = bad_rows(source)
+    good, bad = bad_rows(open_object(samples, parse_selection("x=float64[2]")))
     assert len(good) == 198
     assert [one.name for one in bad] == ["builtins.list[77]", "builtins.list[78]"]
     assert "ragged:float64" in bad[0].remedy
@@ -213,9 +205,7 @@ def test_what_cannot_be_pickled_is_an_error_before_anything_is_written(case, tmp
 def script(folder, code):
     """Run a program of its own; return what it printed."""
     (folder / "program.py").write_text(code)
-    environment = {"PYTHONPATH": str(Path(__file__).parent.parent.parent)}
-    command = [sys.executable, "program.py"]
-    return subprocess.run(command, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout
+    return run_python("program.py", cwd=folder).stdout
 
 
 MAIN = """
@@ -402,8 +392,7 @@ def test_a_dataset_object_is_converted_like_a_url(tmp_path):
     assert sorted(label for ds in found for label in ds.read("f_1", 0, len(ds)).tolist()) == list(range(200))
     assert report.format == "python"
     assert report.shards > 1
-    left = sl.convert(Pictures(50, bad=(7,)), tmp_path / "more", workers=0, on_error="skip")
-    assert left.num_samples == 49
+    assert sl.convert(Pictures(50, bad=(7,)), tmp_path / "more", workers=0, on_error="skip").num_samples == 49
 
 
 def test_a_conversion_is_not_resumed_with_another_object(tmp_path):
@@ -411,6 +400,5 @@ def test_a_conversion_is_not_resumed_with_another_object(tmp_path):
     for other in (Pictures(200, shift=1), Pictures(199)):
         with pytest.raises(SourceChangedError, match="changed since the conversion"):
             sl.convert(other, tmp_path / "out", workers=0, layout=SMALL)
-    report = sl.convert(Pictures(200), tmp_path / "out", workers=0, layout=SMALL)
-    assert report.shards_kept > 0
+    assert sl.convert(Pictures(200), tmp_path / "out", workers=0, layout=SMALL).shards_kept > 0
     assert sl.open(tmp_path / "out").read("f_1", 0, 200).tolist() == list(range(200))

@@ -17,10 +17,11 @@ import crc32c
 import numpy as np
 import pytest
 import zstandard
+from datasets import within
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
-from sources import CASES, FORMATS, assert_refused, bad_rows, files, kinds_of, opened, peak_below, read, rows_of
+from sources import CASES, FORMATS, assert_error, assert_refused, bad_rows, files, kinds_of, opened, read, rows_of
 
 import streamloader as sl
 from streamloader.conversion.sources.mds import encoding_of
@@ -97,20 +98,17 @@ def test_files_of_the_usual_names_are_found_and_others_passed_over(tmp_path):
 
 def test_files_without_the_usual_names_are_read_where_the_format_is_named(tmp_path):
     write_records(tmp_path / "train-00000-of-00001", [example(n=ints(1))])
-    with pytest.raises(SourceError, match="no known format"):
-        opened(tmp_path)
+    assert_error(SourceError, "no known format", tmp_path)
     assert rows_of(opened(tmp_path, name="tfrecord")) == [{"n": 1}]
     write_records(tmp_path / "what.ever", [example(n=ints(2))])
     assert rows_of(opened(tmp_path / "what.ever", name="tfrecord")) == [{"n": 2}]
     (tmp_path / "train-00000-of-00001").unlink()
-    with pytest.raises(SourceError, match=r"holds no \.tfrecord"):
-        opened(tmp_path, name="tfrecord")
+    assert_error(SourceError, r"holds no \.tfrecord", tmp_path, name="tfrecord")
 
 
 def test_files_without_records_count_for_nothing(tmp_path):
     write_records(tmp_path / "a.tfrecord", [])
-    with pytest.raises(SourceError, match="holds no sample"):
-        opened(tmp_path)
+    assert_error(SourceError, "holds no sample", tmp_path)
     write_records(tmp_path / "b.tfrecord", [example(n=ints(5))])
     write_records(tmp_path / "c.tfrecord", [])
     assert rows_of(opened(tmp_path)) == [{"n": 5}]
@@ -125,14 +123,12 @@ def test_a_truncated_file_of_records_is_an_error(packed, cut):
     size = len(framed(records[:1]))
     assert len(data) == 159 == 3 * size
     with tempfile.TemporaryDirectory() as folder:
-        part = gzip.compress(data[:cut]) if packed else data[:cut]
-        (Path(folder) / "x.tfrecord").write_bytes(part)
+        (Path(folder) / "x.tfrecord").write_bytes(gzip.compress(data[:cut]) if packed else data[:cut])
         if cut % size == 0:
             assert opened(folder).num_samples == cut // size
             return
         message = rf"x\.tfrecord is truncated: it ends at byte {cut}, within .* {cut // size * size}"
-        with pytest.raises(SourceError, match=message):
-            opened(folder)
+        assert_error(SourceError, message, folder)
 
 
 def spoiled(at):
@@ -204,8 +200,7 @@ def test_a_bad_record_is_the_only_bad_sample(case, tmp_path):
     assert len(good) == many - 1
     assert [bad.position for bad in refused] == [7]
     assert refused[0].name.endswith("x.tfrecord: sample 7")
-    with pytest.raises(SourceError, match=message):
-        rows_of(source)
+    assert_error(SourceError, message, source)
 
 
 def test_a_record_of_a_wrong_checksum_is_the_only_bad_sample(tmp_path):
@@ -269,7 +264,7 @@ def test_huge_records_are_found_without_reading_them(tmp_path):
             file.seek((1 << 30) + 4, io.SEEK_CUR)
         file.write(framed([example(n=ints(1))]))
     info = ObjectInfo("x.tfrecord", (tmp_path / "x.tfrecord").stat().st_size, "")
-    with peak_below(16 << 20):
+    with within(16 << 20):
         starts = record_starts(open_reader(open_store(tmp_path), info))
     assert starts[:4].tolist() == [number * ((1 << 30) + 16) for number in range(4)]
 
@@ -352,8 +347,7 @@ def test_an_invalid_index_is_an_error_when_opened(case, tmp_path):
     change, message = BAD_MDS[case]
     folder = copied(f"mds/input/{'zstd' if case.endswith('(zstd)') else 'plain'}", tmp_path)
     change_index(folder, change)
-    with pytest.raises(SourceError, match=message):
-        opened(folder)
+    assert_error(SourceError, message, folder)
 
 
 NOT_JSON = ["{", "[" * 100_000, '{"version": 2, "shards": [' + "9" * 5000 + "]}", "\xff", "null"]
@@ -362,21 +356,17 @@ NOT_JSON = ["{", "[" * 100_000, '{"version": 2, "shards": [' + "9" * 5000 + "]}"
 @pytest.mark.parametrize("text", NOT_JSON)
 def test_an_index_that_is_not_json_is_an_error(text, tmp_path):
     files({"index.json": text.encode("latin-1"), "a.mds": b""})(tmp_path)
-    with pytest.raises(SourceError, match=r"index\.json is not (a )?JSON"):
-        opened(tmp_path)
+    assert_error(SourceError, r"index\.json is not (a )?JSON", tmp_path)
 
 
 def test_folders_with_an_index_each_are_listed(tmp_path):
     for split in ("train", "val"):
         shutil.copytree(FORMATS / "mds/input/plain", tmp_path / split)
-    with pytest.raises(SourceError, match=r"holds no index.json, its folders train, val do; convert each: .*/train"):
-        opened(tmp_path)
+    assert_error(SourceError, r"holds no index.json, its folders train, val do; convert each: .*/train", tmp_path)
     assert opened(tmp_path / "val").num_samples == len(samples_in("mds/input/plain"))
-    with pytest.raises(SourceError, match="is not a folder; name the folder"):
-        opened(tmp_path / "val" / "index.json", name="mds")
+    assert_error(SourceError, "is not a folder; name the folder", tmp_path / "val" / "index.json", name="mds")
     (tmp_path / "val" / "index.json").unlink()
-    with pytest.raises(SourceError, match=r"holds no index\.json"):
-        opened(tmp_path / "val", name="mds")
+    assert_error(SourceError, r"holds no index\.json", tmp_path / "val", name="mds")
 
 
 def test_the_source_is_made_of_the_index_and_what_it_names(tmp_path):
@@ -389,10 +379,8 @@ def test_the_source_is_made_of_the_index_and_what_it_names(tmp_path):
 def test_what_is_not_read_can_be_left_out(tmp_path):
     folder = copied("mds/input/plain", tmp_path)
     change_index(folder, column("raw", "pkl"))
-    with pytest.raises(SourceError, match=r"pickles, which are never read.*--fields"):
-        opened(folder)
-    samples = samples_in("mds/input/plain")
-    wanted = [{name: sample[name] for name in ("caption", "count")} for sample in samples]
+    assert_error(SourceError, r"pickles, which are never read.*--fields", folder)
+    wanted = [{name: sample[name] for name in ("caption", "count")} for sample in samples_in("mds/input/plain")]
     assert rows_of(opened(folder, "caption,count")) == wanted
 
 
@@ -430,8 +418,7 @@ def test_a_sample_of_wrong_sizes_is_the_only_bad_one(tmp_path):
     folder = copied("mds/input/plain", tmp_path)
     path = first_file(folder)
     data = path.read_bytes()
-    second = struct.unpack_from("<I", data, 8)[0]
-    path.write_bytes(poke(second, 2**31)(data))
+    path.write_bytes(poke(struct.unpack_from("<I", data, 8)[0], 2**31)(data))
     samples = samples_in("mds/input/plain")
     good, refused = bad_rows(opened(folder))
     assert good == [samples[0], *samples[2:]]
@@ -444,8 +431,7 @@ def test_a_sample_of_wrong_sizes_is_the_only_bad_one(tmp_path):
 
 
 def mds_shard(samples):
-    start = 4 * (len(samples) + 2)
-    offsets = np.cumsum([start, *map(len, samples)]).astype("<u4")
+    offsets = np.cumsum([4 * (len(samples) + 2), *map(len, samples)]).astype("<u4")
     return struct.pack("<I", len(samples)) + offsets.tobytes() + b"".join(samples)
 
 
@@ -489,17 +475,15 @@ def test_shards_are_unpacked_up_to_their_stated_size(codec, tmp_path):
 def test_a_bomb_is_not_unpacked(tmp_path):
     bomb = zstandard.ZstdCompressor(level=1).compress(bytes(200 << 20))
     assert len(bomb) < 100_000
-    packing = {"codec": "zstd", "pack": lambda _: bomb}
-    folder = write_mds(tmp_path / "x", "bytes", [b"a"], packing)
-    with peak_below(64 << 20), pytest.raises(SourceError, match="unpacks to more than the"):
+    folder = write_mds(tmp_path / "x", "bytes", [b"a"], {"codec": "zstd", "pack": lambda _: bomb})
+    with within(64 << 20), pytest.raises(SourceError, match="unpacks to more than the"):
         opened(folder, name="mds")
 
 
 def test_an_unpacked_shard_beside_a_compressed_one_is_taken(tmp_path):
     folder = copied("mds/input/zstd", tmp_path)
     packed = first_file(folder)
-    raw = zstandard.ZstdDecompressor().decompress(packed.read_bytes())
-    packed.with_suffix("").write_bytes(raw)
+    packed.with_suffix("").write_bytes(zstandard.ZstdDecompressor().decompress(packed.read_bytes()))
     packed.write_bytes(b"never looked at")
     source = opened(folder)
     assert rows_of(source) == samples_in("mds/input/zstd")
@@ -651,5 +635,4 @@ def test_litdata_is_converted_through_its_own_package(variant, tmp_path):
 
 @pytest.mark.parametrize("variant", ["plain", "frames", "samples", "chunks", "rows", "tokens"])
 def test_a_folder_of_litdata_names_the_way_to_convert_it(variant):
-    with pytest.raises(SourceError, match=r"is a LitData dataset.*sl\.convert\(DATASET, DST\)"):
-        opened(FORMATS / "litdata/input" / variant)
+    assert_error(SourceError, r"is a LitData dataset.*sl\.convert\(DATASET, DST\)", FORMATS / "litdata/input" / variant)
