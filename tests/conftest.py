@@ -67,6 +67,16 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
     return written
 
 
+@pytest.fixture(scope="session")
+def cycled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the datasets that the cycles of `tests/leaks.py` read."""
+    import leaks
+
+    path = tmp_path_factory.mktemp("leaks")
+    leaks.write(path)
+    return path
+
+
 StoreUrl = tuple[str, dict[str, Any]]
 
 EXTERNAL = os.environ.get("STREAMLOADER_TEST_S3", "")

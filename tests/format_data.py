@@ -35,6 +35,7 @@ fields = st.one_of(
     st.builds(Field, st.just("ragged"), st.sampled_from(DTYPES), shapes),
     st.sampled_from([Field("bytes"), Field("bytes", encoding="png"), Field("text")]),
 )
+some_fields = st.dictionaries(st.sampled_from("abc"), fields, min_size=1)
 
 
 def column_of(field: Field, count: int, seed: int = 0) -> Any:

@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+KINDS = ["break", "close", "epochs", "load_state_dict", "samples", "transform", "failing transform", "images"]
+KINDS += ["mixture", "replay"]
 PIXELS = (64, 1024)
 BATCH = 16
 # A window of about 8 MB, so that a few that are left exceed this.

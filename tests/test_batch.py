@@ -82,10 +82,10 @@ def test_text_and_bytes_come_as_they_were(texts):
     assert column("bytes", encoded, DirtyBuffers()) == encoded
 
 
-@pytest.mark.parametrize(
-    ("spec", "good", "bad"),
-    [("text", "é".encode(), b"\xc3"), ("ragged:int32", bytes(8), bytes(6)), ("ragged:int16[3]", bytes(12), bytes(8))],
-)
+CUT = [("text", "é".encode(), b"\xc3"), ("ragged:int32", bytes(8), bytes(6)), ("ragged:int16[3]", bytes(12), bytes(8))]
+
+
+@pytest.mark.parametrize(("spec", "good", "bad"), CUT)
 @pytest.mark.parametrize("pack", [None, Pack(4)])
 def test_the_sample_that_is_not_what_its_field_says_is_named(spec, good, bad, pack):
     with pytest.raises(DecodeError, match="of sample 102 is not "):

@@ -16,19 +16,8 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from streamloader.errors import DecodeError, UsageError
-from streamloader.images.decode import (
-    DRAWS,
-    Box,
-    ImageDecoder,
-    center_box,
-    draws,
-    first_rows,
-    normalize,
-    normalized_values,
-    random_box,
-    reduction,
-    snapped,
-)
+from streamloader.images import decode as decoding
+from streamloader.images.decode import DRAWS, Box, ImageDecoder, draws, first_rows, normalize
 from streamloader.options import IMAGENET, CenterCrop, Decode, RandomResizedCrop
 
 WORD = st.integers(0, 2**64 - 1)
@@ -50,14 +39,14 @@ def test_each_row_is_what_numpys_generator_of_its_position_draws(seed, epoch, po
 def test_numbers_and_boxes_are_pinned():
     rows = draws(7, 3, np.array([0, 1, 10**12]), DRAWS)
     assert rows[:, 0].tolist() == [0.8905560502271676, 0.23552256253609116, 0.5933941453822758]
-    boxes = [tuple(random_box(375, 500, RandomResizedCrop(), row)) for row in rows.tolist()]
+    boxes = [tuple(decoding.random_box(375, 500, RandomResizedCrop(), row)) for row in rows.tolist()]
     assert boxes == [(56, 47, 318, 313), (25, 47, 332, 384), (22, 47, 321, 413)]
 
 
 @given(SIDE, SIDE, ROW, st.floats(0.01, 1), st.floats(0.01, 1), st.floats(0.2, 5), st.floats(0.2, 5))
 def test_a_random_box_lies_within_the_image_and_the_bounds(height, width, row, a, b, r, s):
     crop = RandomResizedCrop(scale=(min(a, b), max(a, b)), ratio=(min(r, s), max(r, s)))
-    box = random_box(height, width, crop, row)
+    box = decoding.random_box(height, width, crop, row)
     check_within(box, height, width)
     # each side is rounded to whole pixels, a middle box also cut to the image
     assert box.width + 1 >= crop.ratio[0] * (box.height - 1) or box.width == width
@@ -66,7 +55,8 @@ def test_a_random_box_lies_within_the_image_and_the_bounds(height, width, row, a
 
 def test_random_boxes_have_every_scale_ratio_and_place():
     rows = draws(1, 0, np.arange(4000), DRAWS).tolist()
-    top, left, height, width = np.array([random_box(1000, 1000, RandomResizedCrop(), row) for row in rows], float).T
+    boxes = [decoding.random_box(1000, 1000, RandomResizedCrop(), row) for row in rows]
+    top, left, height, width = np.array(boxes, float).T
     area = np.sort(height * width / 1e6)
     assert area[0] == pytest.approx(0.08, abs=0.005)
     # an area a fits at shape r if a <= exp(-|log r|): the mean of those, with both drawn evenly
@@ -82,7 +72,7 @@ def test_random_boxes_have_every_scale_ratio_and_place():
 
 @given(SIDE, SIDE, SIDE, SIDE, st.floats(0.001, 1))
 def test_a_center_box_is_in_the_middle_and_has_the_targets_shape(h, w, th, tw, part):
-    box = center_box(h, w, CenterCrop(part), (th, tw))
+    box = decoding.center_box(h, w, CenterCrop(part), (th, tw))
     check_within(box, h, w)
     assert abs(2 * box.top + box.height - h) <= 1
     assert abs(2 * box.left + box.width - w) <= 1
@@ -92,12 +82,12 @@ def test_a_center_box_is_in_the_middle_and_has_the_targets_shape(h, w, th, tw, p
 
 
 def test_the_usual_evaluation_is_seven_eighths():
-    assert center_box(256, 341, CenterCrop(), (224, 224)) == Box(16, 58, 224, 224)
+    assert decoding.center_box(256, 341, CenterCrop(), (224, 224)) == Box(16, 58, 224, 224)
 
 
 @given(SIDE, SIDE, SIDE, SIDE)
 def test_a_reduction_leaves_the_pixels_that_the_target_needs(h, w, th, tw):
-    k = reduction(Box(0, 0, h, w), (th, tw))
+    k = decoding.reduction(Box(0, 0, h, w), (th, tw))
     assert k in (1, 2, 4, 8)
     assert k == 1 or (h / k >= th and w / k >= tw)
     assert k == 8 or h / (2 * k) < th or w / (2 * k) < tw
@@ -105,9 +95,9 @@ def test_a_reduction_leaves_the_pixels_that_the_target_needs(h, w, th, tw):
 
 @given(SIDE, SIDE, ROW, st.integers(1, 500), st.integers(1, 500))
 def test_snapping_moves_an_edge_by_half_a_reduced_pixel_and_keeps_the_targets(height, width, row, th, tw):
-    box = random_box(height, width, RandomResizedCrop(), row)
-    k = reduction(box, (th, tw))
-    moved = snapped(box, k, height, width)
+    box = decoding.random_box(height, width, RandomResizedCrop(), row)
+    k = decoding.reduction(box, (th, tw))
+    moved = decoding.snapped(box, k, height, width)
     check_within(moved, height, width)
     if k == 1:
         assert moved == box
@@ -279,7 +269,7 @@ def test_normalised_values_are_the_nearest_floats(mode, opencv):
     options = Decode(mode=mode, normalize=(mean, std))
     pixels = np.random.default_rng(0).integers(0, 256, (31, 17, options.channels), np.uint8)
     out = np.empty(pixels.shape, np.float32)
-    normalize(pixels, normalized_values((mean, std)), out, opencv=opencv)
+    normalize(pixels, decoding.normalized_values((mean, std)), out, opencv=opencv)
     assert np.array_equal(out, ((pixels / 255 - np.array(mean)) / np.array(std)).astype(np.float32))
 
 

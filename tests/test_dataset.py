@@ -7,17 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from format_data import (
-    ALL_KINDS,
-    Counting,
-    column_of,
-    columns_of,
-    equal,
-    geometry_of,
-    memory_store,
-    public,
-    write_dataset,
-)
+from format_data import ALL_KINDS, Counting, columns_of, equal, geometry_of, memory_store, public, write_dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -193,7 +183,7 @@ def test_splits_open_by_name(store_url):
     write_split_root(store, manifests)
     ds = open_dataset(url, split="val", storage_options=options)
     assert ds.splits == ("train", "val") and len(ds) == 5 and ds.url.endswith("/val")
-    assert equal(ds[:]["x"], column_of(fields["x"], 5, 1))
+    assert equal(ds[:]["x"], columns_of(fields, 5)["x"])
     for wrong, split, message in (
         (url, None, "splits train, val; no split was given"),
         (url, "test", "'test' is not one of them"),

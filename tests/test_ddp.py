@@ -32,10 +32,8 @@ PARTS = [
     {"name": "in order", "arguments": {"shuffle": False}},
 ]
 
-STATEFUL = [
-    {"name": f"stateful {count}", "stateful": True, "workers": count, "context": "forkserver", "batches": 7}
-    for count in (0, 2)
-]
+STATE = {"stateful": True, "context": "forkserver", "batches": 7}
+STATEFUL = [{**STATE, "name": f"stateful {count}", "workers": count} for count in (0, 2)]
 
 PARTS_OF_IT = [f"label < {100 - 2**40}", f"label >= {100 - 2**40}"]
 MIXED = {"name": "mixed", "mixture": PARTS_OF_IT, "batch": 16}
@@ -110,11 +108,10 @@ def cut(order: list[int], size: int) -> list[list[int]]:
     return [sorted(order[at : at + size]) for at in range(0, len(order), size)]
 
 
-@pytest.mark.parametrize(
-    ("ranks", "case"),
-    [*((2, case["name"]) for case in USED), *((4, case["name"]) for case in FRESH)],
-    indirect=["ranks"],
-)
+WHOLE = [*((2, case["name"]) for case in USED), *((4, case["name"]) for case in FRESH)]
+
+
+@pytest.mark.parametrize(("ranks", "case"), WHOLE, indirect=["ranks"])
 def test_ranks_share_an_epoch_without_overlap_or_loss(ranks, case):
     assert sorted(flat(steps(ranks, case))) == list(range(N))
 

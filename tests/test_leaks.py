@@ -3,7 +3,6 @@
 import gc
 import threading
 import weakref
-from pathlib import Path
 
 import leaks
 import pytest
@@ -13,19 +12,9 @@ from torchrun import run_python
 
 from streamloader.pytorch.dataset import StreamingDataset
 
-KINDS = ["break", "close", "epochs", "load_state_dict", "samples", "transform", "failing transform", "images"]
-KINDS += ["mixture", "replay"]
 
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("leaks")
-    leaks.write(path)
-    return path
-
-
-def test_an_owner_whose_method_is_the_transform_is_collected(folder):
-    trainer = leaks.Trainer(folder / "arrays")
+def test_an_owner_whose_method_is_the_transform_is_collected(cycled):
+    trainer = leaks.Trainer(cycled / "arrays")
     for _ in range(3):  # after the third, threads load a fourth
         for _ in trainer.dataset:
             pass
@@ -42,13 +31,13 @@ def test_an_owner_whose_method_is_the_transform_is_collected(folder):
     assert not leaks.our_threads()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_what_is_dropped_leaves_nothing(folder, kind):
-    leaks.check_flat(leaks.growth(leaks.cycles(folder)[kind], 8))
+@pytest.mark.parametrize("kind", leaks.KINDS)
+def test_what_is_dropped_leaves_nothing(cycled, kind):
+    leaks.check_flat(leaks.growth(leaks.cycles(cycled)[kind], 8))
 
 
-def test_closing_a_dataset_that_is_kept_frees_its_memory(folder):
-    ds = StreamingDataset(folder / "arrays", batch_size=leaks.BATCH)
+def test_closing_a_dataset_that_is_kept_frees_its_memory(cycled):
+    ds = StreamingDataset(cycled / "arrays", batch_size=leaks.BATCH)
     iterator = iter(ds)
     next(iterator)
     assert leaks.arenas() == 1

@@ -20,6 +20,7 @@ from streamloader.pytorch.dataset import Mixture, Source, StreamingDataset
 
 COUNTS = {"a": 500, "b": 203, "c": 90}
 FIELDS = {"x": "float32[300]", "label": "int64", "name": "text", "tok": "ragged:int32"}
+WEIGHTS = {"a": 3, "b": 1}
 FIRST = {"a": 0, "b": 1000, "c": 2000}  # of the labels
 
 
@@ -165,12 +166,12 @@ def test_a_run_resumes_exactly_with_a_batch_that_cuts_its_turns(url, batch):
 
 
 def test_states_are_of_what_was_handed_out_and_of_k_trained(url):
-    ds = open_mixture(url, {"a": 3, "b": 1})
+    ds = open_mixture(url, WEIGHTS)
     assert ds.state_dict(batches=5)["position"] == 80
     iterator = iter(ds)
     take(iterator, 5)
     assert ds.state_dict() == ds.state_dict(batches=5)
-    other = open_mixture(url, {"a": 3, "b": 1})
+    other = open_mixture(url, WEIGHTS)
     other.load_state_dict(ds.state_dict(batches=4))
     assert take(iter(other), 3)[1:] == take(iterator, 2)
 
@@ -198,7 +199,7 @@ def test_a_nested_mixture_shares_its_weight(url):
 
 
 def test_a_source_that_is_added_on_resume_is_mixed_in_from_there_and_recorded(url):
-    first = open_mixture(url, {"a": 3, "b": 1}, stop="last")
+    first = open_mixture(url, WEIGHTS, stop="last")
     iterator = iter(first)
     begun = take(iterator, 9)
     state = first.state_dict()
@@ -231,13 +232,13 @@ def test_sources_may_be_parts_of_datasets(url):
 @pytest.mark.parametrize("size", [1, 2])
 def test_samples_names_each_step_and_steps_can_be_skipped_and_replayed(url, size):
     world = (size - 1, size)
-    ds = open_mixture(url, {"a": 3, "b": 1}, world=world)
+    ds = open_mixture(url, WEIGHTS, world=world)
     whole = [(labels(batch), batch["source"].tolist(), batch["index"].tolist()) for batch in ds]
     for step, (_, source, index) in enumerate(whole):
         found = ds.samples(0, step, world[0])
         assert (found["source"].tolist(), found["index"].tolist()) == (source, index)
     assert take(ds.replay(0, [2, 5])) == [whole[2][0], whole[5][0]]
-    left = open_mixture(url, {"a": 3, "b": 1}, world=world, skip_steps={0: [1, 3]})
+    left = open_mixture(url, WEIGHTS, world=world, skip_steps={0: [1, 3]})
     assert take(left) == [batch for step, (batch, _, _) in enumerate(whole) if step not in (1, 3)]
     with pytest.raises(errors.UsageError, match="no step starts"):
         ds.samples(0, 10_000)
@@ -276,9 +277,9 @@ def test_workers_see_each_sample_once_and_resume_from_a_state(url, workers, batc
 
 
 def test_samples_come_singly_too(url):
-    ds = open_mixture(url, {"a": 3, "b": 1}, batch=None)  # type: ignore[arg-type]
+    ds = open_mixture(url, WEIGHTS, batch=None)  # type: ignore[arg-type]
     singly = [int(sample["label"]) for sample in islice(ds, 40)]
-    assert singly == flat(take(iter(open_mixture(url, {"a": 3, "b": 1}, batch=40, unit=1)), 1))
+    assert singly == flat(take(iter(open_mixture(url, WEIGHTS, batch=40, unit=1)), 1))
 
 
 BAD: list[tuple[Any, dict[str, Any], type[errors.StreamloaderError], str]] = [
@@ -326,19 +327,15 @@ def test_sources_that_do_not_fit_are_errors_that_name_them(url, tmp_path):
 
 
 def test_a_state_of_another_mixture_is_an_error(url):
-    ds = open_mixture(url, {"a": 3, "b": 1})
+    ds = open_mixture(url, WEIGHTS)
     state = ds.state_dict()
     alone = StreamingDataset(url / "a", batch_size=16)
     others: list[tuple[Any, Any, str]] = [
         (ds, alone.state_dict(), "of a single dataset"),
         (alone, state, "of a mixture"),
         (open_mixture(url, {"a": 3, "c": 1}), state, "the state has a source .* none of"),
-        (
-            open_mixture(url, {"a": 3, "b": 1}, seed=1, stop="last"),
-            state,
-            "stop 'first' instead of 'last', seed 0 instead of 1",
-        ),
-        (open_mixture(url, {"a": 3, "b": 1}, shuffle=Shuffle(lanes=1)), state, "a source"),
+        (open_mixture(url, WEIGHTS, seed=1, stop="last"), state, "stop 'first' instead of 'last', seed 0 instead of 1"),
+        (open_mixture(url, WEIGHTS, shuffle=Shuffle(lanes=1)), state, "a source"),
     ]
     invalid = [("phases", []), ("phases", [[0, 8]]), ("phases", [[0, 8, [1, 1], [0, 2]]]), ("anchor", [1])]
     invalid += [("sources", [3]), ("position", 10**9)]

@@ -208,15 +208,12 @@ def test_an_epoch_ends_with_one_of_its_sources_and_no_sample_is_lost(mix):
 
 
 def test_ranks_that_divide_turns_and_lanes_read_each_block_once():
-    streams = (
-        Stream(EpochOrder(4000, OrderParams(8, 8, 32), 1, 0), 0, 8),
-        Stream(EpochOrder(1000, OrderParams(8, 4, 16), 1, 0), 4000, 8),
-    )
+    orders = EpochOrder(4000, OrderParams(8, 8, 32), 1, 0), EpochOrder(1000, OrderParams(8, 4, 16), 1, 0)
+    streams = tuple(Stream(order, base, 8) for order, base in zip(orders, (0, 4000), strict=True))
     mix = Mix(streams, SourceOrder((Phase.of_all(0, 4, (7, 3)),), 2), "last")
     parts = [MixShare(mix, 0, 32, World(rank, 4), "pad") for rank in range(4)]
     assert all(part.divides for part in parts)
-    fetched = [ref for part in parts for plan in part.plans(0) for ref in plan.needs]
-    rows = sum(ref.stop - ref.start for ref in fetched)
+    rows = sum(ref.stop - ref.start for part in parts for plan in part.plans(0) for ref in plan.needs)
     assert rows <= 1.05 * parts[0].num_samples  # blocks that two lanes share have two parts; the last step's padding
 
 

@@ -12,12 +12,12 @@ from format_data import (
     CODECS,
     StoreProxy,
     columns_of,
-    fields,
     geometry_of,
     memory_store,
     read_column,
     read_picks,
     same,
+    some_fields,
     write_dataset,
     write_shards,
 )
@@ -55,13 +55,7 @@ def edit(store, change):
     store.put("zarr.json", json.dumps(document).encode())
 
 
-@given(
-    st.dictionaries(st.sampled_from(["a", "b", "c"]), fields, min_size=1),
-    st.integers(0, 70),
-    st.sampled_from(CODECS),
-    st.booleans(),
-    st.data(),
-)
+@given(some_fields, st.integers(0, 70), st.sampled_from(CODECS), st.booleans(), st.data())
 @settings(max_examples=60, deadline=None)
 def test_any_range_and_any_choice_of_samples_read_as_they_were_written(fields, count, codec, gaps, data):
     store, columns = memory_store(), columns_of(fields, count)

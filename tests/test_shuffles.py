@@ -109,7 +109,6 @@ def test_a_small_dataset_in_class_order_mixes_as_independent_draws(tmp_path, fie
     assert held or pin["window"] >= n // pin["lanes"]
     assert sorted(np.concatenate([one["index"].numpy() for one in ds]).tolist()) == list(range(n))
     assert ds.stats().requests < 100
-    ds.close()
     steps = n // batch
     epochs = [EpochOrder(n, OrderParams(**pin), seed, 0).samples_at(0, n) for seed in range(60)]
     begin = np.concatenate([ids[: steps // 20 * batch] for ids in epochs]) * classes // n

@@ -11,12 +11,12 @@ from format_data import (
     CODECS,
     StoreProxy,
     columns_of,
-    fields,
     geometry_of,
     memory_store,
     objects_of,
     read_column,
     same,
+    some_fields,
     write_dataset,
     write_shards,
 )
@@ -64,12 +64,7 @@ def test_zarr_python_reads_every_kind_of_field(count, codec, tmp_path):
     assert dict(group["blob"].attrs) == {"streamloader": {"kind": "bytes", "encoding": "jpeg"}}
 
 
-@given(
-    st.dictionaries(st.sampled_from(["a", "b", "c"]), fields, min_size=1),
-    st.integers(0, 60),
-    st.sampled_from([1, 4, 32]),
-    st.booleans(),
-)
+@given(some_fields, st.integers(0, 60), st.sampled_from([1, 4, 32]), st.booleans())
 @settings(max_examples=25, deadline=None)
 def test_zarr_python_reads_random_geometries(fields, count, shard, known):
     store, columns = memory_store(), columns_of(fields, count)

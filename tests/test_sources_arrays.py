@@ -116,12 +116,8 @@ def test_enumerations_and_what_was_never_written_read_as_hdf5_says(tmp_path):
         made = h5py.h5d.create(file.id, b"narrow", narrow, h5py.h5s.create_simple((3,)))
         h5py.Dataset(made)[:] = [1, -2, 3]
     found = read(opened(tmp_path / "it.h5"))
-    assert {name: column.tolist() for name, column in found.items()} == {
-        "kind": [3, 0, 5],
-        "blank": [[7, 7]] * 3,
-        "late": [0, 0, 0],
-        "narrow": [1, -2, 3],
-    }
+    expected = {"kind": [3, 0, 5], "blank": [[7, 7]] * 3, "late": [0, 0, 0], "narrow": [1, -2, 3]}
+    assert {name: column.tolist() for name, column in found.items()} == expected
 
 
 def test_a_text_that_is_not_utf8_is_one_bad_sample(tmp_path):
@@ -509,13 +505,14 @@ def test_a_chunk_that_is_not_there_is_the_fill_value(tmp_path):
     assert read(opened(tmp_path / "it.zarr"))["x"].tolist() == [0, 1, 7, 7, 4]
 
 
-def test_the_identity_of_a_group_is_what_lies_below_it(tmp_path):
+def test_the_identity_of_a_group_is_what_lies_below_it_and_a_path_without_one_is_an_error(tmp_path):
     made = zarr.open_group(tmp_path / "it.zarr", mode="w")
     for name in ("a", "ab"):
         made.create_group(name).create_array("x", data=np.arange(3), chunks=(3,))
     source = opened(f"{tmp_path / 'it.zarr'}::/a")
     assert [info.path for info in source.files] == ["a/x/c/0", "a/x/zarr.json", "a/zarr.json"]
     assert_error(SourceError, "holds the groups a, ab; name the group", tmp_path / "it.zarr")
+    assert_error(SourceError, r"it.zarr::/nope is not a Zarr group or array", f"{tmp_path / 'it.zarr'}::/nope")
 
 
 def hostile_pickle(root):
@@ -610,11 +607,6 @@ def test_a_damaged_count_of_strings_is_an_error_before_memory_is_allocated(how, 
         read(opened(tmp_path / "it.zarr"))
 
 
-def test_a_path_that_is_not_a_zarr_node_is_an_error(tmp_path):
-    group(tmp_path / "it.zarr", x=np.arange(3))
-    assert_error(SourceError, r"it.zarr::/nope is not a Zarr group or array", f"{tmp_path / 'it.zarr'}::/nope")
-
-
 def dataset(path):
     fields = {"x": "float32[3]", "image": "bytes:png", "t": "text", "r": "ragged:int16[2]", "flag": "bool"}
     layout = sl.Layout(shard_size=64 << 10, chunk_size=4 << 10, block_size=16 << 10)
@@ -699,12 +691,8 @@ def test_tokens_without_documents_are_cut_every_4096(tmp_path):
 @pytest.mark.parametrize("fields", [None, "t", "a=uint16[8],b=uint16[8]", "t=text", "t=bool[8]", "t=ragged:int8[2]"])
 def test_tokens_without_a_type_are_an_error_that_shows_how_to_give_one(fields, tmp_path):
     np.arange(100, dtype="<u2").tofile(tmp_path / "it.bin")
-    assert_error(
-        UsageError,
-        r"it.bin does not describe its values.*tokens=uint16\[2048\].*tokens=ragged:uint16",
-        tmp_path,
-        fields,
-    )
+    message = r"it.bin does not describe its values.*tokens=uint16\[2048\].*tokens=ragged:uint16"
+    assert_error(UsageError, message, tmp_path, fields)
 
 
 def test_token_files_that_are_no_whole_number_of_values_or_change_are_named(tmp_path):

@@ -237,19 +237,15 @@ def test_names_with_dots_are_not_taken_for_members_of_structs(tmp_path):
 
 # --- samples that are refused
 
+PICTURES = pa.array([{"bytes": b"1", "path": ""}, {"bytes": None, "path": "2"}])
+BAD_TEXT = pa.array([b"a", b"\xff"]).view(pa.string())
 NULLS = {
     "in ragged rows": (pa.array([[[1, 2]], [[1, 2], [3, None]]], pa.list_(pa.list_(pa.int8(), 2))), "holds a null"),
     "in the dictionary": (pa.DictionaryArray.from_arrays([0, 1], pa.array(["a", None])), "is null"),
     "struct": (pa.array([{"m": 1}, None]), "is null"),
-    "picture": (
-        pa.array([{"bytes": b"1", "path": ""}, {"bytes": None, "path": "2"}]),
-        "bytes: the file itself is not in",
-    ),
-    "no utf-8": (pa.array([b"a", b"\xff"]).view(pa.string()), "is not UTF-8 text"),
-    "no utf-8 in the dictionary": (
-        pa.DictionaryArray.from_arrays([0, 1], pa.array([b"a", b"\xff"]).view(pa.string())),
-        "is not UTF-8 text",
-    ),
+    "picture": (PICTURES, "bytes: the file itself is not in"),
+    "no utf-8": (BAD_TEXT, "is not UTF-8 text"),
+    "no utf-8 in the dictionary": (pa.DictionaryArray.from_arrays([0, 1], BAD_TEXT), "is not UTF-8 text"),
 }
 
 
@@ -496,12 +492,8 @@ def test_a_buffer_that_ends_within_a_number_is_read_up_to_there(tmp_path):
 @pytest.mark.parametrize("form", ["parquet", "file", "stream"])
 def test_a_file_that_changes_after_it_was_opened_is_named(form, tmp_path):
     table = pa.table({"x": range(100), "y": [0.5] * 100})
-    for other in (
-        table.slice(0, 60),
-        pa.concat_tables([table.slice(0, 7), table, table]),
-        table.drop(["x"]),
-        table.set_column(0, "x", [["a"] * 100]),
-    ):
+    longer, of_text = pa.concat_tables([table.slice(0, 7), table, table]), table.set_column(0, "x", [["a"] * 100])
+    for other in (table.slice(0, 60), longer, table.drop(["x"]), of_text):
         path = write_table(tmp_path, table, form, 50)
         part = opened(path).fragment(np.arange(100))
         write_table(tmp_path, other, form, 50)
@@ -510,11 +502,8 @@ def test_a_file_that_changes_after_it_was_opened_is_named(form, tmp_path):
 
 
 def test_class_names_are_noted_from_parquet_too(tmp_path):
-    features = {
-        "y": {"_type": "ClassLabel", "names": ["cat", "dog"]},
-        "z": {"feature": {"_type": "ClassLabel", "names": ["a"]}},
-    }
-    features |= {"s": {"m": {"_type": "ClassLabel", "names": ["b"]}}, "w": {"_type": "ClassLabel", "names": [1.5]}}
+    classes = [{"_type": "ClassLabel", "names": names} for names in (["cat", "dog"], ["a"], ["b"], [1.5])]
+    features = {"y": classes[0], "z": {"feature": classes[1]}, "s": {"m": classes[2]}, "w": classes[3]}
     table = pa.table({"y": [0, 1], "z": [[0], [0]], "s": [{"m": 0}, {"m": 0}], "w": [0, 0]})
     metadata = {"huggingface": json.dumps({"info": {"features": features}})}
     write_table(tmp_path, table.replace_schema_metadata(metadata))

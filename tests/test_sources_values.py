@@ -237,6 +237,7 @@ def test_a_shorter_last_list_keeps_lists_ragged(written):
         assert source.fragment(np.array([1000]))(raise_bad)["x"] == [np.array(last, "<i8").tobytes()]
 
 
+NESTED = pa.array([[[1], None], None, [[2], [None]]], pa.list_(pa.list_(pa.int8(), 1), 2))
 NULLS = {
     "int": (pa.array([1, None, 3], pa.int8()), "", -1, [1, -1, 3]),
     "float": (pa.array([0.5, None], pa.float32()), "", "nan", [0.5, float("nan")]),
@@ -253,12 +254,7 @@ NULLS = {
     "list of one length": (pa.array([[1, 2], [4, None], [6, 3]]), "", 9, [[1, 2], [4, 9], [6, 3]]),
     "null list as tensor": (pa.array([[1, 2], None, [None, 3]]), "int64[2]", 9, [[1, 2], [9, 9], [9, 3]]),
     "fixed list": (pa.array([[1, 2], None, [None, 3]], pa.list_(pa.int8(), 2)), "", 9, [[1, 2], [9, 9], [9, 3]]),
-    "list in a list": (
-        pa.array([[[1], None], None, [[2], [None]]], pa.list_(pa.list_(pa.int8(), 1), 2)),
-        "",
-        4,
-        [[[1], [4]], [[4], [4]], [[2], [4]]],
-    ),
+    "list in a list": (NESTED, "", 4, [[[1], [4]], [[4], [4]], [[2], [4]]]),
 }
 
 

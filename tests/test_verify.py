@@ -1,7 +1,6 @@
 """Verification: whole datasets are, and of a damaged one exactly what is damaged is named."""
 
 import json
-from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -34,7 +33,6 @@ KINDS = {
 }
 COUNT = 150
 LAYOUT = sl.Layout(samples_per_shard=32, block_size=1 << 12, chunk_size=1 << 8)
-Objects = Mapping[str, bytes]
 
 
 def written(columns, kinds=KINDS, layout=LAYOUT):
@@ -124,11 +122,8 @@ def test_every_golden_dataset_is_whole(name):
 @settings(max_examples=20)
 def test_any_small_dataset_is_whole(data, kinds):
     count = data.draw(st.integers(0, 40))
-    layout = sl.Layout(
-        samples_per_shard=data.draw(st.sampled_from([1, 4, 16])),
-        block_size=data.draw(st.sampled_from([1, 256])),
-        chunk_size=data.draw(st.sampled_from([1, 64])),
-    )
+    shard, block, chunk = (data.draw(st.sampled_from(sizes)) for sizes in ([1, 4, 16], [1, 256], [1, 64]))
+    layout = sl.Layout(samples_per_shard=shard, block_size=block, chunk_size=chunk)
     report = check(written(columns_of(kinds, count, data.draw(st.integers(0, 100))), kinds, layout))
     assert (report.problems, report.samples) == ((), {"": count})
 
@@ -299,10 +294,8 @@ def test_an_edited_root_is_named_with_what_differs(change, text, whole):
 @pytest.mark.parametrize("folder", ["image", "_streamloader/chunks/blob", "_streamloader"])
 def test_an_edited_document_is_named_with_what_differs(folder, whole):
     path = f"{folder}/zarr.json"
-    for data, text in (
-        (whole[path].replace(b'format": 3', b'format": 2'), "zarr_format is 2, expected 3"),
-        (b"{", "damaged"),
-    ):
+    other = whole[path].replace(b'format": 3', b'format": 2')
+    for data, text in ((other, "zarr_format is 2, expected 3"), (b"{", "damaged")):
         problem = only(check({**whole, path: data}))
         assert (problem.path, text in problem.problem) == (path, True)
 

@@ -3,13 +3,12 @@
 import signal
 import subprocess
 import sys
-import textwrap
 import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
-from format_data import ALL_KINDS, StoreProxy, column_of, equal, fields, memory_store, objects_of, public
+from format_data import ALL_KINDS, StoreProxy, column_of, equal, memory_store, objects_of, public, some_fields
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -59,13 +58,7 @@ def test_what_is_written_is_read_on_every_store(store_url):
     assert kept == {"zarr.json", "label", "_streamloader"}
 
 
-@given(
-    st.dictionaries(st.sampled_from(["a", "b", "c"]), fields, min_size=1),
-    st.integers(0, 80),
-    st.integers(1, 30),
-    st.booleans(),
-    st.integers(1, 3000),
-)
+@given(some_fields, st.integers(0, 80), st.integers(1, 30), st.booleans(), st.integers(1, 3000))
 @settings(max_examples=25, deadline=None)
 def test_samples_and_batches_of_any_size_give_the_same_dataset(fields, count, step, known, probe):
     columns = {name: public(field, column_of(field, count)) for name, field in fields.items()}
@@ -89,15 +82,10 @@ def test_samples_and_batches_of_any_size_give_the_same_dataset(fields, count, st
     assert found[0] == found[1]
 
 
-SPECS = {
-    **PAIR,
-    **{"half": "float16", "byte": "uint8", "single": "float32"},
-    **{"raw": "bytes", "words": "text", "rows": "ragged:int32[2]"},
-}
-GOOD = {
-    **{"image": np.ones((4, 4), "u1"), "label": 3, "half": 1.5, "byte": np.int64(255), "single": 2},
-    **{"raw": b"x", "words": "x", "rows": [[1, 2]]},
-}
+SPECS = PAIR | {"half": "float16", "byte": "uint8", "single": "float32"}
+SPECS |= {"raw": "bytes", "words": "text", "rows": "ragged:int32[2]"}
+GOOD = {"image": np.ones((4, 4), "u1"), "label": 3, "half": 1.5, "byte": np.int64(255), "single": 2}
+GOOD |= {"raw": b"x", "words": "x", "rows": [[1, 2]]}
 BAD_VALUES = [
     ({"x": 0}, "sample 1 has an unknown field 'x'"),
     ({"image": np.ones((3, 4), "u1")}, r"field 'image' of sample 1 has shape \(3, 4\), expected \(4, 4\)"),
@@ -128,15 +116,8 @@ def test_a_sample_that_does_not_fit_is_an_error_and_the_next_one_is_written(stor
             with pytest.raises(FieldError, match=message) as caught:
                 out.write(sample)
             assert "\n" not in str(caught.value)
-        changes = {
-            "half": True,
-            "byte": True,
-            "single": np.float64(0.1),
-            "raw": bytearray(b"y"),
-            "words": "",
-            "rows": [],
-        }
-        out.write(GOOD | changes)
+        changes = {"half": True, "byte": True, "single": np.float64(0.1), "raw": bytearray(b"y")}
+        out.write(GOOD | changes | {"words": "", "rows": []})
     first, second = open_dataset(store.url)
     assert (first["label"], second["label"], first["byte"], second["byte"]) == (3, 3, 255, 1)
     assert (second["half"], second["single"], second["raw"], second["words"]) == (1, np.float32(0.1), b"y", "")
@@ -271,29 +252,29 @@ def test_writing_waits_while_all_workers_are_busy(monkeypatch):
 
 
 WRITE = """
-    import sys
-    import numpy as np
-    import streamloader.format.writer as w
-    from streamloader.options import Layout
-    fields = {"image": "uint8[65536]", "label": "int64"}
-    layout = Layout(shard_size=8 << 20, codec="none")
-    def rss():
-        return int(open("/proc/self/status").read().split("VmHWM:")[1].split()[0]) / 1024
-    out = w.Writer(sys.argv[1], fields, layout=layout, workers=2)
-    image = np.random.default_rng(0).integers(0, 256, 65536, np.uint8)
-    for i in range(int(sys.argv[2])):
-        out.write({"image": image, "label": i})
-        if i == 600:
-            print("early", rss(), flush=True)
-    print("late", rss(), flush=True)
-    sys.stdin.read()
-    out.close()
+import sys
+import numpy as np
+import streamloader.format.writer as w
+from streamloader.options import Layout
+fields = {"image": "uint8[65536]", "label": "int64"}
+layout = Layout(shard_size=8 << 20, codec="none")
+def rss():
+    return int(open("/proc/self/status").read().split("VmHWM:")[1].split()[0]) / 1024
+out = w.Writer(sys.argv[1], fields, layout=layout, workers=2)
+image = np.random.default_rng(0).integers(0, 256, 65536, np.uint8)
+for i in range(int(sys.argv[2])):
+    out.write({"image": image, "label": i})
+    if i == 600:
+        print("early", rss(), flush=True)
+print("late", rss(), flush=True)
+sys.stdin.read()
+out.close()
 """
 
 
 def test_memory_does_not_grow_with_the_dataset_and_a_kill_leaves_nothing_to_open(tmp_path):
     url = str(tmp_path / "data")
-    command = [sys.executable, "-c", textwrap.dedent(WRITE), url, "6000"]  # 375 MiB in shards of 8
+    command = [sys.executable, "-c", WRITE, url, "6000"]  # 375 MiB in shards of 8
     root = Path(__file__).parent.parent
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=root)
     try:

@@ -13,10 +13,8 @@ TESTS = Path(__file__).parent
 
 def environment() -> dict[str, str]:
     """The environment of a child process: imports what this one does, warns of nothing that is not asked for."""
-    return {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")]),
-    }
+    path = os.pathsep.join([str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")])
+    return {**os.environ, "PYTHONPATH": path}
 
 
 def command(ranks: int, script: str, *arguments: str, log: Path) -> list[str]:
