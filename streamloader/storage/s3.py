@@ -514,15 +514,4 @@ def _botocore_client(location: Location) -> tuple[Any, bool | str | None]:
     verify = given.get("verify")
     if verify is None:
         verify = session.get_config_variable("ca_bundle") or os.environ.get("REQUESTS_CA_BUNDLE")
-    client = session.create_client("s3", config=Config(**config), **given)
-    weakref.finalize(client, _take_apart, type(client), client.meta.service_model, session).atexit = False
-    return client, verify
-
-
-def _take_apart(kind: type, model: Any, session: Any) -> None:
-    """Free the class, the service model and the session of a client, 0.3 MB in cycles, without a garbage collection."""
-    for name, value in list(vars(kind).items()):
-        if callable(value):
-            delattr(kind, name)
-    vars(model).clear()
-    vars(session).clear()
+    return session.create_client("s3", config=Config(**config), **given), verify
