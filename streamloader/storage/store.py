@@ -22,7 +22,7 @@ from streamloader.errors import ObjectExistsError, StorageError, ThrottledError,
 from streamloader.storage.buffers import Allocate, Body, Buffer, body_bytes, empty_buffer
 from streamloader.storage.process import PerProcess
 from streamloader.storage.retry import Retrier, cause_of, translated
-from streamloader.storage.url import S3_CLIENT_OPTIONS, S3_OPTIONS, Location, checked_path, object_path, redact
+from streamloader.storage.url import S3_CLIENT_OPTIONS, S3_OPTIONS, Location, redact
 
 if TYPE_CHECKING:
     from streamloader.storage.generic import FsspecClient
@@ -59,6 +59,21 @@ def join_path(root: str, path: str) -> str:
     return f"{root.rstrip('/')}/{path}" if root and path else root or path
 
 
+def checked_path(path: str) -> str:
+    """Return a relative path without trailing slashes. Raises `UsageError` for a path that could leave its store."""
+    path = path.rstrip("/") if path != "/" else path
+    if path and any(part in ("", ".", "..") for part in path.split("/")):
+        raise UsageError(f"{path!r} is not a path below a store", "give a relative path without '', '.' and '..' parts")
+    return path
+
+
+def object_path(path: str) -> str:
+    """Return the relative path of an object. Raises `UsageError` if it is empty or could leave its store."""
+    if not path or path.endswith("/"):
+        raise UsageError(f"{path!r} does not name an object", "name the object below its store")
+    return checked_path(path)
+
+
 @dataclass
 class RangeReader:
     """The data plane: blocking ranged reads below the folder `root`, without retries. Thread-safe; for one process.
@@ -75,7 +90,8 @@ class RangeReader:
 
     def below(self, path: str) -> RangeReader:
         """Return a reader of the folder `path`, which shares the connections."""
-        return replace(self, root=join_path(self.root, path), location=self.location.child(path))
+        path = checked_path(path)
+        return replace(self, root=join_path(self.root, path), location=self.location.child(path)) if path else self
 
     def read(self, path: str, start: int, stop: int, allocate: Allocate | None = None) -> memoryview:
         """Return bytes [start, stop) of the object, fewer if it ends before `stop`, with one request.

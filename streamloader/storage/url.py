@@ -168,7 +168,6 @@ class Location:
 
     def child(self, path: str) -> Location:
         """Return the location of `path` below this one; in a chained URL, below its first link with a path."""
-        path = checked_path(path)
         if not path:
             return self
         links = self.target.split("::")
@@ -277,21 +276,6 @@ def _without_users(options: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(options.get("client_kwargs"), Mapping):
         clean["client_kwargs"] = _without_users(options["client_kwargs"])
     return clean
-
-
-def checked_path(path: str) -> str:
-    """Return a relative path without trailing slashes. Raises `UsageError` for a path that could leave its store."""
-    path = path.rstrip("/") if path != "/" else path
-    if path and any(part in ("", ".", "..") for part in path.split("/")):
-        raise UsageError(f"{path!r} is not a path below a store", "give a relative path without '', '.' and '..' parts")
-    return path
-
-
-def object_path(path: str) -> str:
-    """Return the relative path of an object. Raises `UsageError` if it is empty or could leave its store."""
-    if not path or path.endswith("/"):
-        raise UsageError(f"{path!r} does not name an object", "name the object below its store")
-    return checked_path(path)
 
 
 def _absolute(path: str) -> str:
