@@ -266,15 +266,18 @@ class Counters:
     def delivered(self, samples: int, requested: float) -> None:
         """Count a batch that is returned now and was requested at `requested` (`time.perf_counter`)."""
         now, cpu = time.perf_counter(), time.process_time()
-        if not self._end:
-            self._begin, self._cpu_begin = requested, cpu
+        with self._lock:
+            if first := not self._end:
+                self._begin, self._cpu_begin = requested, cpu
+            self._end, self._cpu_end = now, cpu
+        if first:
             self.add(first_batch_seconds=now - requested)
-        self._end, self._cpu_end = now, cpu
         self.add(batches=1, samples=samples, wait_seconds=now - requested)
 
     def snapshot(self) -> Stats:
         """Return the sums so far."""
         with self._lock:
             values: dict[str, Any] = dict(self._sums)
+            values |= {"seconds": self._end - self._begin, "cpu_seconds": self._cpu_end - self._cpu_begin}
         values |= {"client": self.client, "waiting_for": "; ".join(filter(None, self.outages()))}
-        return Stats(**values, seconds=self._end - self._begin, cpu_seconds=self._cpu_end - self._cpu_begin)
+        return Stats(**values)

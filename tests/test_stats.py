@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 import streamloader as sl
 from streamloader.errors import UsageError
-from streamloader.stats import BatchReport, Stats
+from streamloader.stats import BatchReport, Counters, Stats
 
 N = 700
 NO_SUMS = ("in_flight", "cores", "transformers", "client", "waiting_for")
@@ -145,6 +145,20 @@ def test_the_first_batch_does_not_count_as_waiting():
         "consumer-bound: training waited 1% of the time; the loader keeps up and was ahead 50% of the time"
     )
     assert Stats(batches=1, seconds=3.0, wait_seconds=3.0, first_batch_seconds=3.0).wait_fraction == 1
+
+
+def test_a_snapshot_while_the_first_batch_is_counted_has_no_negative_time(monkeypatch):
+    counters, seconds = Counters(), list[float]()
+    add = counters.add
+
+    def snapshot_first(**amounts: float) -> None:
+        seconds.append(counters.snapshot().seconds)
+        add(**amounts)
+
+    monkeypatch.setattr(counters, "add", snapshot_first)
+    counters.delivered(1, time.perf_counter())
+    assert seconds
+    assert min(seconds) >= 0
 
 
 # ---- real runs
