@@ -461,23 +461,20 @@ def _read_progress(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_list(state: dict[str, Any], name: str, shape: Any) -> Any:
-    """Return a list of a state.
-
-    In `shape`, `int` is an integer >= 0, `[s]` a list of any length, and `(s, t)` a list of two. Raises `StateError` if
-    the value has another shape.
-    """
-
-    def fits(value: Any, shape: Any) -> bool:
-        if shape is int:
-            return type(value) is int and value >= 0
-        if not isinstance(value, list) or (isinstance(shape, tuple) and len(shape) != len(value)):
-            return False
-        return all(map(fits, value, shape if isinstance(shape, tuple) else repeat(shape[0])))
-
+    """Return a list of a state. Raises `StateError` if the value does not have the shape, see `_has_shape`."""
     value = read_value(state, name, list)
-    if not fits(value, shape):
+    if not _has_shape(value, shape):
         raise StateError(f"the state's {name} is {value!r:.120}, which is invalid", _NEW_RUN)
     return value
+
+
+def _has_shape(value: Any, shape: Any) -> bool:
+    """Return whether a value has a shape: `int` is an integer >= 0, `[s]` a list of any length, `(s, t)` one of two."""
+    if shape is int:
+        return type(value) is int and value >= 0
+    if not isinstance(value, list) or (isinstance(shape, tuple) and len(shape) != len(value)):
+        return False
+    return all(map(_has_shape, value, shape if isinstance(shape, tuple) else repeat(shape[0])))
 
 
 def read_value(state: dict[str, Any], name: str, *types: type) -> Any:
