@@ -221,8 +221,11 @@ def test_killed_processes_leave_nothing_and_the_same_command_resumes(photos, tmp
         wait_for(lambda: not group(process.pid))
     kept = receipts(out)
     with converting(photos, out, *SMALL) as process:
+        wait_for(lambda: len(group(process.pid)) == 3)
+        worker = min(set(group(process.pid)) - {process.pid})
+        os.kill(worker, signal.SIGSTOP)  # it has a task, so that the run cannot end before it is killed
         wait_for(lambda: receipts(out) > kept)
-        os.kill(next(pid for pid in group(process.pid) if pid != process.pid), signal.SIGKILL)
+        os.kill(worker, signal.SIGKILL)
         assert process.wait(300) == 0, errors_of(out)
     assert "of 120 samples" in errors_of(out) and "kept from before" in errors_of(out)
     assert contents(out) == contents(tmp_path / "whole")
