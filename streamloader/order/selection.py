@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from streamloader.errors import SelectionError
+from streamloader.errors import MemoryBudgetError, SelectionError
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,18 +35,20 @@ class Selection:
     num_samples: int
 
     @classmethod
-    def of(cls, choice: Any, num_samples: int) -> Selection:
+    def of(cls, choice: Any, num_samples: int, memory: int | None = None) -> Selection:
         """Return the selection of a slice, a mask of bools with shape (num_samples,), or an array of sample numbers.
 
         Numbers may be in any order, which does not change the order of the epoch. Raises `SelectionError` for other
-        values, a number that is out of range or given twice, and an empty selection.
+        values, a number that is out of range or given twice, and an empty selection; and as `check_fits`.
         """
         if isinstance(choice, slice):
             try:
-                samples = np.sort(np.arange(*choice.indices(num_samples), dtype=np.int64))
+                numbers = range(*choice.indices(num_samples))
             except (TypeError, ValueError) as error:
                 raise SelectionError(f"where={choice} is invalid: {error}", "give slice(start, stop, step)") from error
-            return cls(samples, num_samples)
+            check_fits(len(numbers), memory)
+            ascending = numbers if numbers.step > 0 else numbers[::-1]
+            return cls(np.arange(ascending.start, ascending.stop, ascending.step, dtype=np.int64), num_samples)
         try:
             values = np.asarray(choice)
         except (TypeError, ValueError) as error:  # rows of different lengths, a tensor on a GPU
@@ -58,6 +60,7 @@ class Selection:
         if values.dtype.kind not in "biu" and values.size:
             problem = f"where= has the dtype {values.dtype}"
             raise SelectionError(problem, "give a condition as text, a slice, bools, or whole numbers")
+        check_fits(int(np.count_nonzero(values)) if values.dtype == np.bool_ else values.size, memory)
         if values.dtype != np.bool_:
             return cls(_sort_numbers(values, num_samples), num_samples)
         if values.size != num_samples:
@@ -78,11 +81,20 @@ class Selection:
         return hashlib.sha256(self.samples.astype("<i8", copy=False).data).hexdigest()
 
 
+def check_fits(count: int, memory: int | None) -> None:
+    """Raise `MemoryBudgetError` if the numbers of `count` selected samples take more than `memory` bytes."""
+    size = count * np.dtype(np.int64).itemsize
+    if memory is not None and size > memory:
+        problem = f"where= selects {count} samples, whose numbers take {size} bytes, but memory={memory}"
+        raise MemoryBudgetError(problem, f"give memory={size + size // 4} or more, or select fewer samples")
+
+
 def _sort_numbers(numbers: NDArray[Any], num_samples: int) -> NDArray[np.int64]:
     if numbers.size and not 0 <= int(numbers.min()) <= int(numbers.max()) < num_samples:
         problem = f"where= has sample numbers from {numbers.min()} to {numbers.max()}, the dataset has {num_samples}"
         raise SelectionError(problem, f"give numbers in [0, {num_samples})")
-    samples = np.sort(numbers.astype(np.int64))
+    samples = numbers.astype(np.int64)
+    samples.sort()
     repeated = samples[1:][samples[1:] == samples[:-1]]
     if repeated.size:
         raise SelectionError(f"where= has sample {repeated[0]} more than once", "give each sample once")

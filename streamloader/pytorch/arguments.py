@@ -102,14 +102,16 @@ def read_shuffle(shuffle: object) -> Shuffle:
     raise UsageError(problem, f"give True, False, or Shuffle({window})")
 
 
-def open_dataset(source: Source, where: Any, fields: Sequence[str] | None, columns: Sequence[str] = ()) -> Dataset:
-    """Open a dataset with the samples that `where`, a result of `read_where`, selects.
+def open_dataset(
+    source: Source, where: Any, fields: Sequence[str] | None, columns: Sequence[str] = (), memory: int | None = None
+) -> Dataset:
+    """Open a dataset with the samples that `where`, a result of `read_where`, selects; `memory` limits their numbers.
 
     `columns`: the names of the batch's columns other than fields.
     """
     manifest, store, _ = open_root(open_store(source.url, source.storage_options), source.split)
     names = choose_fields(manifest, fields, columns)
-    return Dataset(store, manifest, names, choose_selection(where, manifest, store))
+    return Dataset(store, manifest, names, choose_selection(where, manifest, store, memory))
 
 
 def choose_fields(manifest: Manifest, fields: Sequence[str] | None, columns: Sequence[str]) -> tuple[str, ...]:
@@ -198,13 +200,22 @@ def _order_of(manifest: Manifest, selection: Selection, block: int | None) -> Or
     """Return the order of the selected samples, in blocks of `block` of them (None: depends on their density)."""
     count, chunk = len(selection), largest_chunk(manifest)
     if block is None:
-        chunks = selection.samples // chunk
-        chunk_samples = count / (1 + np.count_nonzero(chunks[1:] != chunks[:-1]))  # selected ones, on average
+        chunk_samples = count / _count_chunks(selection.samples, chunk)  # selected ones, on average
         block_samples = nearest_power(chunk_samples * manifest.order.block / chunk)
         block = max(nearest_power(chunk_samples), min(block_samples, next_power(count) // BLOCKS))
     decoded = sum(layout.nbytes for layout in manifest.fields.values()) * count // manifest.num_samples
     order = order_pin(count, block, decoded)
     return replace(order, lanes=min(order.lanes, manifest.order.lanes))
+
+
+def _count_chunks(samples: NDArray[np.int64], chunk: int) -> int:
+    """Return the number of chunks with some of these ascending samples, without another array of their size."""
+    count, last = 0, -1
+    for first in range(0, len(samples), PIECE_BYTES // 16):
+        chunks = samples[first : first + PIECE_BYTES // 16] // chunk
+        count += int(chunks[0] != last) + int(np.count_nonzero(chunks[1:] != chunks[:-1]))
+        last = int(chunks[-1])
+    return count
 
 
 def check_share(share: Part) -> None:
@@ -228,19 +239,19 @@ def read_where(where: WhereChoice) -> Any:
     return Condition.parse(where)
 
 
-def choose_selection(where: Any, manifest: Manifest, store: Store) -> Selection | None:
+def choose_selection(where: Any, manifest: Manifest, store: Store, memory: int | None) -> Selection | None:
     """Return the selection of `where`, a result of `read_where`; None for all samples.
 
     A condition reads its fields, which have one number per sample, in pieces; its class names are those of the
     manifest. Raises `SelectionError` for an unknown or unsuitable field, before anything is read, and for an empty
-    selection.
+    selection; `MemoryBudgetError` if the numbers of the samples take more than `memory` bytes.
     """
     if where is None:
         return None
     from streamloader.order.selection import Condition, Selection
 
     if not isinstance(where, Condition):
-        return Selection.of(where, manifest.num_samples)
+        return Selection.of(where, manifest.num_samples, memory)
     usable = [name for name, layout in manifest.fields.items() if layout.field.fixed and not layout.field.shape]
     for name in sorted(where.fields - set(usable)):
         description = f"is {manifest.fields[name].field}" if name in manifest.fields else "is not a field"
@@ -250,11 +261,15 @@ def choose_selection(where: Any, manifest: Manifest, store: Store) -> Selection 
         raise SelectionError(problem, f"write the class as '{name}' in quotes; {remedy}" if is_class else remedy)
     where = where.with_classes(manifest.classes)
     readers = {name: FieldReader(store, manifest, name) for name in where.fields}
-    return Selection(_matching(where, readers, manifest.num_samples), manifest.num_samples)
+    return Selection(_matching(where, readers, manifest.num_samples, memory), manifest.num_samples)
 
 
-def _matching(where: Condition, readers: Mapping[str, FieldReader], count: int) -> NDArray[np.int64]:
+def _matching(
+    where: Condition, readers: Mapping[str, FieldReader], count: int, memory: int | None
+) -> NDArray[np.int64]:
     """Return the numbers of the samples that match. Keeps one bit per sample until their count is known."""
+    from streamloader.order.selection import check_fits
+
     # a column as stored, with 64 bits, and intermediate results
     sample_bytes = sum(reader.layout.field.item_bytes + 8 for reader in readers.values()) + 16
     piece = max(1, PIECE_BYTES // sample_bytes)
@@ -265,6 +280,7 @@ def _matching(where: Condition, readers: Mapping[str, FieldReader], count: int) 
         mask = where.mask(columns)
         bits.append(np.packbits(mask))
         total += int(np.count_nonzero(mask))
+    check_fits(total, memory)
     samples = np.empty(total, np.int64)
     total = 0
     for start, packed in zip(range(0, count, piece), bits, strict=True):

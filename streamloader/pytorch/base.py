@@ -255,11 +255,12 @@ class BaseDataset(IterableDataset[dict[str, Any]]):
         self._skips = arguments.read_steps("skip_steps", given.skip_steps)
         self._world = None if world is None else resolve_world(world)
         columns = ("index",) * given.with_index + ("valid",) * (given.remainder == "pad")
-        opened = map(arguments.open_dataset, sources, conditions, repeat(given.fields), repeat(columns))
+        memory = None if given.memory is None else parse_size(given.memory, "memory=")
+        limits = repeat(given.fields), repeat(columns), repeat(memory)
+        opened = map(arguments.open_dataset, sources, conditions, *limits)
         self._datasets = tuple(opened)
         decoders, transformed = arguments.choose_decoders(self.fields, given.decode), given.transform is not None
         packs = arguments.choose_packs(self.fields, given.pack, batch_size=given.batch_size, transformed=transformed)
-        memory = None if given.memory is None else parse_size(given.memory, "memory=")
         self._config = LoaderConfig(decoders, packs, given.transform, given.transform_workers, memory)
         identities = tuple(map(_identity, sources, self._datasets, repeat(config)))
         if len(set(identities)) < len(identities):

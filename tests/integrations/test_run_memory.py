@@ -10,9 +10,11 @@ import pytest
 from PIL import Image
 from torchrun import run_python
 
+from streamloader.errors import MemoryBudgetError
 from streamloader.format.manifest import Field
 from streamloader.format.writer import Writer
 from streamloader.options import CodecChoice, Layout
+from streamloader.pytorch.dataset import StreamingDataset
 
 ALLOWANCE = 60 * 10**6
 SPIKE = 8 << 20
@@ -137,10 +139,12 @@ def test_conditions_and_the_samples_that_they_select_count(tmp_path):
         out.write_batch(dict.fromkeys(names, np.arange(count) % 7))
     arguments = {"lanes": 1, "block": 1 << 14, "window": 1 << 15, "batch_size": 1 << 14, "fields": ["a"]}
     arguments["where"] = "a + b + c + d + e + f > 0"
-    need, _, peak = run_within(10**6, tmp_path / "d", tmp_path, **arguments)
-    assert need is not None
-    assert peak <= need + ALLOWANCE, "opening it"
-    assert needs_of(need, 2 * np.count_nonzero(np.arange(count) % 7), tmp_path, **arguments) == 0
+    expected = 2 * np.count_nonzero(np.arange(count) % 7)
+    for memory in (10**6, 100 * 10**6):  # less than the numbers of the selected samples take, and more
+        assert needs_of(memory, expected, tmp_path, **arguments) > 0
+    for where in (slice(None), np.arange(count), np.ones(count, bool)):
+        with pytest.raises(MemoryBudgetError, match=f"{8 * count} bytes"):
+            StreamingDataset(tmp_path / "d", batch_size=16, memory=10**6, where=where)
 
 
 def test_what_threads_decode_lz4_in_counts(tmp_path):
