@@ -26,6 +26,7 @@ from streamloader.errors import (
     FieldError,
     MissingObjectError,
     StreamloaderError,
+    TransformError,
     UsageError,
     WorldError,
 )
@@ -376,7 +377,8 @@ def test_a_missing_shard_is_named_after_the_batches_before_it(tmp_path):
     found, error = before_error(iterator, MissingObjectError, "is missing, but the manifest lists it")
     assert found == list(range(256))  # 64 samples a shard
     assert str(gone.relative_to(tmp_path / "d")) in str(error)
-    assert list(iterator) == []
+    with pytest.raises(EngineError, match="ended with an error"):
+        list(iterator)
     assert ds.epoch == 0
     assert_threads_end()
 
@@ -463,6 +465,24 @@ def test_threads_that_share_a_pass_get_each_item_once_and_all_come_to_its_end(ur
         assert not thread.is_alive()
     assert sorted(found) == list(range(N))
     assert ds.state_dict()["epoch"] == 1
+
+
+def test_no_thread_takes_an_error_for_the_end_of_the_epoch(url):
+    ds = StreamingDataset(url, batch_size=16, transform=lambda sample: sample["missing"])
+    iterator, errors = iter(ds), []
+
+    def loop() -> None:
+        try:
+            list(iterator)
+        except StreamloaderError as error:
+            errors.append(type(error))
+
+    threads = [threading.Thread(target=loop) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(300)
+    assert sorted(errors, key=str) == [EngineError] * 3 + [TransformError]
 
 
 def test_an_interrupted_wait_loses_no_batch(url, monkeypatch):

@@ -306,23 +306,25 @@ class Pipeline:
         self._close = weakref.finalize(self, run.close)
         self._owner = Owner("threads of this pass")
         self._next: Batch | None = None  # if Ctrl-C ended the wait for a batch, the next call returns it
-        self._ended = False
+        self._failed = False
         self.completed = False
 
     def __iter__(self) -> Pipeline:
         return self
 
     def __next__(self) -> Batch:
-        """Return the next batch. Raises its error, StopIteration after the last, or `EngineError` once closed."""
-        if self._ended:
+        """Return the next batch. Raises its error, StopIteration after the last, `EngineError` if closed or failed."""
+        if self.completed:
             raise StopIteration
+        if self._failed:  # StopIteration would look like the end of the epoch, to other threads of the loop too
+            raise EngineError("this pass ended with an error, which was raised before", "fix it, and iterate again")
         if not self._owner.here:
             raise ForkError("this pass belongs to the process that was forked", "call iter(dataset) in this one")
         asked = time.perf_counter()
         try:
             self._next = batch = self._next or self._run.core.next_ready()
             if batch is None:
-                self.completed = self._ended = True
+                self.completed = True
                 self._run.passes += 1
                 if self._run.alive:
                     self._close.detach()
@@ -330,7 +332,7 @@ class Pipeline:
                 raise StopIteration
             self._finish(batch)
         except StreamloaderError:
-            self._ended = True
+            self._failed = True
             self.close()
             raise
         self._next = None

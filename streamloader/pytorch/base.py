@@ -112,8 +112,7 @@ class Pass(SharedIterator):
             asked = time.perf_counter()
             batch = next(pipeline, None)
             if batch is None:
-                if pipeline.completed:  # not after an error
-                    self._complete_once()
+                self._complete_once()
                 raise StopIteration
             self._waiting.extend(self._converted(batch))
             self._report(len(batch.plan.samples), asked)
@@ -210,19 +209,14 @@ class Steps(SharedIterator):
         self._dataset = dataset
         self._pass = first
         self._left = steps
-        self._failed = False
 
     def _take(self) -> dict[str, Any]:
         if not self._left:
             raise StopIteration
-        try:
+        batch = next(self._pass, None)
+        if batch is None:
+            self._pass = self._dataset._begin_pass()
             batch = next(self._pass, None)
-            if batch is None and not self._failed:
-                self._pass = self._dataset._begin_pass()
-                batch = next(self._pass, None)
-        except Exception:
-            self._failed = True
-            raise
         self._left = self._left - 1 if batch is not None else 0
         if batch is None:
             raise StopIteration
