@@ -375,8 +375,8 @@ class Assembler:
         self._arena = memory.arena
         # Slots bound the number of blocks. Blocks of variable-size fields differ, so the fetcher bounds their bytes.
         self._budget = budget
-        # With `memory=`, headers give the size of images without `Decode(size=)`.
-        self._measures_images = budget.exact and bool(stages.unsized)
+        # With `memory=`, the headers of images give their size.
+        self._measures_images = budget.exact and stages.decodes
         self._last_bytes = 0  # of the variable-size columns of the previous batch
         self._ahead = 0  # blocks that were admitted and that no batch has waited for yet
         self._planned: deque[BatchPlan | None] = deque()  # None: the end of a pass
@@ -540,9 +540,9 @@ class Assembler:
         size, scratch = self.stages.variable_bytes(batch.plan)
         batches, blocks = size + self._last_bytes, self._fetcher.needed
         if self._measures_images:
-            batches = size + (self._last_bytes or size) + scratch  # a first batch has successors of about its size
-            blocks = self._fetcher.reserve_for_batches(self._budget.unplanned(batches))
-        self._budget.check(blocks, batches)
+            batches = size + (self._last_bytes or size)  # a first batch has successors of about its size
+            blocks = self._fetcher.reserve_for_batches(self._budget.unplanned(batches) + scratch)
+        self._budget.check(blocks, batches, scratch)
         self._last_bytes = size
         while batch.places < min(READY_BATCHES, -(-size // self._budget.usual_bytes)) and self._acquire_place():
             batch.places += 1

@@ -362,17 +362,17 @@ class Budget(NamedTuple):
         """Return by how much `batches` bytes of finished batches exceed the planned bytes."""
         return max(0, batches - LIVE_BATCHES * self.batch_bytes)
 
-    def check(self, blocks: int, batches: int = 0) -> None:
+    def check(self, blocks: int, batches: int = 0, scratch: int = 0) -> None:
         """Raise `MemoryBudgetError` if `memory=` is too small for `blocks` bytes of blocks that are needed at once.
 
-        `batches`: bytes of the variable-size columns of the batches in memory.
+        `batches`: bytes of the variable-size columns of the batches in memory. `scratch`: bytes for decoding images.
         """
-        excess = blocks + self.unplanned(batches) - self.body_bytes
+        excess = blocks + self.unplanned(batches) + scratch - self.body_bytes
         if self.exact and excess > TOLERANCE_BYTES:
             need = self.bytes + excess
             raise MemoryBudgetError(
                 f"the samples need more memory than planned: memory={need} bytes for blocks of {blocks} and batches of "
-                f"{batches}, but memory={self.bytes}",
+                f"{batches + scratch}, but memory={self.bytes}",
                 f"give memory={need + need // 4} or more, since later samples may need more, or leave memory= out, "
                 "or use a smaller batch_size or shuffle=Shuffle(window=, lanes=)",
             )

@@ -248,8 +248,7 @@ class Stages:
         self._variable = [
             name for name, of in options.streamed.items() if not of.field.fixed and name not in options.config.decoders
         ]
-        decoders = options.config.decoders.items()
-        self.unsized = {name: decoder for name, decoder in decoders if decoder.options.size is None}
+        self.decodes = bool(options.config.decoders)
         self._processes: list[TransformProcess] = []
         if options.transform is not None:
             transform = self._held_transform()
@@ -273,13 +272,15 @@ class Stages:
         The blocks must be loaded. Raises `DecodeError` for an image without a valid header.
         """
         size, scratch = sum(self._arena.item_bytes(name, plan.tickets, plan.rows) for name in self._variable), 0
-        for name, decoder in self.unsized.items():
+        for name, decoder in self._config.decoders.items():
             items = self._arena.items(name, plan.tickets, plan.rows)
-            headers = items[:1] if self._options.stack_images else items
-            shapes = list(map(decoder.shape, headers, plan.samples.tolist()))
-            pixels = sum(map(math.prod, shapes)) * (len(items) // max(1, len(headers)))
-            size += pixels * np.dtype(decoder.dtype).itemsize
-            scratch = max(scratch, self._threads * max(map(decoder.scratch_bytes, headers, shapes), default=0))
+            unsized = decoder.options.size is None
+            headers = items[:1] if unsized and self._options.stack_images else items  # stacked ones have one size
+            sizes = list(map(decoder.measure, headers, plan.samples.tolist()))
+            if unsized:  # otherwise the planned bytes of a batch include them
+                pixels = sum(map(math.prod, sizes)) * (len(items) // max(1, len(headers)))
+                size += pixels * decoder.options.channels * np.dtype(decoder.dtype).itemsize
+            scratch = max(scratch, self._threads * max(map(decoder.scratch_bytes, headers, sizes), default=0))
         return size, scratch
 
     def start(self, batch: Batch) -> None:

@@ -13,7 +13,7 @@ import importlib.util
 import io
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -145,9 +145,8 @@ def first_rows(data: memoryview, rows: int) -> bytearray | None:
     Return None if rows are not stored in order, or if the file is incomplete. A decoder warns about the extra bytes.
     Pixels near the new end may differ, since chroma is interpolated.
     """
-    frame, at = 0, 2
-    while at + 10 <= len(data) and data[at] == 0xFF:
-        marker = data[at + 1]
+    frame = 0
+    for marker, at in _segments(data):
         if marker in _OTHER_SOF:
             return None
         if marker in _SOF:
@@ -159,8 +158,21 @@ def first_rows(data: memoryview, rows: int) -> bytearray | None:
             copy = bytearray(data)
             copy[frame + 5 : frame + 7] = rows.to_bytes(2, "big")
             return copy
-        at += 2 + int.from_bytes(data[at + 2 : at + 4], "big")
     return None
+
+
+def is_sequential(data: memoryview) -> bool:
+    """Return whether a JPEG is decoded row by row; otherwise the decoder holds all coefficients."""
+    kinds = (marker for marker, _ in _segments(data) if marker in _SOF or marker in _OTHER_SOF)
+    return next(kinds, 0) in _SOF
+
+
+def _segments(data: memoryview) -> Iterator[tuple[int, int]]:
+    """Yield the marker and the position of each segment of a JPEG header."""
+    at = 2
+    while at + 10 <= len(data) and data[at] == 0xFF:
+        yield data[at + 1], at
+        at += 2 + int.from_bytes(data[at + 2 : at + 4], "big")
 
 
 # "mixed" is for an image folder with several of the others
@@ -287,20 +299,26 @@ class ImageDecoder:
 
     def shape(self, data: memoryview, sample: int) -> tuple[int, int, int]:
         """Return (height, width, channels) of the decoded image, from the header alone. Raises `DecodeError`."""
-        if self.options.size is not None:
-            return (*self.options.size, self.options.channels)
+        return (*(self.options.size or self.measure(data, sample)), self.options.channels)
+
+    def measure(self, data: memoryview, sample: int) -> tuple[int, int]:
+        """Return (height, width) of the encoded image, from its header alone. Raises `DecodeError`."""
         try:
-            return (*self._measure(data), self.options.channels)
+            return self._measure(data)
         except Exception as error:
             raise self._error(sample, data, error) from error
 
-    def scratch_bytes(self, data: memoryview, shape: tuple[int, int, int]) -> int:
-        """Return the bytes that decoding to `shape` takes at most beside the result, without `Decode(size=)`.
+    def scratch_bytes(self, data: memoryview, size: tuple[int, int]) -> int:
+        """Return the bytes that decoding an image of `size`, (height, width), takes at most beside the result.
 
-        A progressive JPEG takes coefficients of 2 bytes; Pillow an image and a converted copy of 4 bytes a pixel each,
-        and these as bytes, in pieces and joined.
+        With `Decode(size=)` it includes the image before it is resized. A JPEG that is not sequential takes
+        coefficients of 2 bytes; Pillow an image and a converted copy of 4 bytes a pixel each, and these as bytes, in
+        pieces and joined.
         """
-        return shape[0] * shape[1] * (6 if self.fast and data[:3] == _JPEG_MAGIC else 8 + 2 * shape[2])
+        source = 0 if self.options.size is None else self.options.channels
+        if not (self.fast and data[:3] == _JPEG_MAGIC):
+            return size[0] * size[1] * (source + 8 + 2 * self.options.channels)
+        return size[0] * size[1] * (source + (0 if is_sequential(data) else 6))
 
     def decode(
         self, data: memoryview, sample: int, out: NDArray[Any] | None = None, numbers: Sequence[float] | None = None

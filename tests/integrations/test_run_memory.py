@@ -23,7 +23,7 @@ RUN = """
 import json, re, sys, time
 from streamloader.engine.fetcher import Fetcher
 from streamloader.errors import MemoryBudgetError
-from streamloader.options import Shuffle
+from streamloader.options import Decode, Shuffle
 from streamloader.pytorch.dataset import StreamingDataset
 
 url, arguments = sys.argv[1], json.loads(sys.argv[2])
@@ -40,6 +40,8 @@ def request_late(self, piece, number):
 Fetcher._request = request_late
 if arguments.pop("corner", False):
     arguments["transform"] = lambda sample: {"x": sample["x"][:32, :32].copy()}
+if "size" in arguments:
+    arguments["decode"] = Decode(size=arguments.pop("size"))
 order = Shuffle(**{k: arguments.pop(k) for k in ("lanes", "block", "window") if k in arguments})
 for _ in StreamingDataset(sys.argv[3], batch_size=8):
     pass  # torch, clients and threads are there
@@ -199,13 +201,14 @@ def write_images(url: Path, sides: list[int], count: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("sides", "arguments"),
+    ("sides", "count", "arguments"),
     [
-        ([2000], {"batch_size": 16}),
-        ([2000], {"batch_size": None}),
-        ([500, 2000, 1000], {"batch_size": 32, "corner": True}),
+        ([2000], 192, {"batch_size": 16}),
+        ([2000], 192, {"batch_size": None}),
+        ([500, 2000, 1000], 192, {"batch_size": 32, "corner": True}),
+        ([3000], 48, {"batch_size": 16, "size": (64, 64)}),
     ],
 )
-def test_images_that_decode_to_a_hundred_times_their_size_stay_within_memory(sides, arguments, tmp_path):
-    write_images(tmp_path / "d", sides, 192)
-    assert needs_of(200 * 10**6, 2 * 192, tmp_path, decode=True, **arguments) == 1
+def test_images_that_decode_to_a_hundred_times_their_size_stay_within_memory(sides, count, arguments, tmp_path):
+    write_images(tmp_path / "d", sides, count)
+    assert needs_of(200 * 10**6, 2 * count, tmp_path, **{"decode": True} | arguments) == 1
