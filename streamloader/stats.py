@@ -63,6 +63,8 @@ class Stats:
     the thread that gathers batches was busy, or waited for their plan. `full_seconds`: the loader was ahead and waited
     for the training loop.
 
+    With `batch_size=None` each sample counts as a batch.
+
     `request_seconds` (requests in flight) and `transform_seconds` (your transform) are sums over all threads.
     `unpack_seconds` (checking and decompressing chunks), `decode_seconds` (decoding images) and `cpu_seconds` (this
     whole process, since the first batch) are CPU time. `hedges` counts second requests for a slow first one.
@@ -263,16 +265,15 @@ class Counters:
         finally:
             self.add(**{name: time.perf_counter() - begin})
 
-    def delivered(self, samples: int, requested: float) -> None:
-        """Count a batch that is returned now and was requested at `requested` (`time.perf_counter`)."""
+    def delivered(self, samples: int, batches: int, requested: float) -> None:
+        """Count batches that are returned now and were requested at `requested` (`time.perf_counter`)."""
         now, cpu = time.perf_counter(), time.process_time()
         with self._lock:
             if first := not self._end:
                 self._begin, self._cpu_begin = requested, cpu
             self._end, self._cpu_end = now, cpu
-        if first:
-            self.add(first_batch_seconds=now - requested)
-        self.add(batches=1, samples=samples, wait_seconds=now - requested)
+        waited = now - requested
+        self.add(batches=batches, samples=samples, wait_seconds=waited, first_batch_seconds=waited if first else 0.0)
 
     def snapshot(self) -> Stats:
         """Return the sums so far."""

@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,12 +40,18 @@ from streamloader.order.schedule import LOOK_AHEAD_ROWS, PLANNED_ROWS, BatchPlan
 from streamloader.stats import Counters
 from streamloader.storage.process import SIGNAL_SECONDS, Owner, finalize, take
 
+if TYPE_CHECKING:
+    from streamloader.order.mixture import EpochShare
+
 # The ratio of decoded to encoded size of a photograph: a JPEG of usual quality has 2 to 3 bits per pixel.
 IMAGE_EXPANSION = 10
 # How long a new pass waits for the threads of the previous pass before it allocates its own memory.
 JOIN_SECONDS = 0.2
 # Blocks that are admitted ahead for each request that may be in flight: one is loading, one is complete.
 AHEAD = 2
+# Batches that are gathered together: they fit in a core's cache, and their columns share a buffer.
+GATHERED_BYTES = 2 * MIB
+MAX_STEPS_AT_ONCE = 16
 # The maximum number of batches planned ahead: plans are made in spans, each while the batches of the last are gathered.
 PLANNED = 256
 
@@ -130,8 +136,7 @@ class Engine:
             if memory.arena.shape == (layouts, budget.slots, block) and run.core.join(JOIN_SECONDS):
                 memory.arena.clear()
                 return memory
-        # A transform may keep slices of its samples, so its buffers are not recycled.
-        return Memory.of(layouts, block, budget, self.counters, recycle=self._transform is None)
+        return Memory.of(layouts, block, budget, self.counters)
 
     def plan_memory(self, need: Need) -> tuple[list[str], Budget]:
         """Return the fields to hold in memory, and the budget.
@@ -143,6 +148,19 @@ class Engine:
         fitting = [choice for choice in choices if choice[1].least_bytes <= allowed]
         resident, demand = fitting[0] if fitting else min(choices, key=lambda choice: choice[1].least_bytes)
         return resident, allot(demand, self._config.memory, self._config.ranks_here)
+
+    def steps_at_once(self, share: EpochShare) -> int:
+        """Return the number of steps to plan and gather together: several if their batches are small.
+
+        They are as many as have `GATHERED_BYTES`, and not more rows than a block, so that they need no more slots. One
+        for batches that are decoded, packed or transformed, which takes longer than gathering them.
+        """
+        config, block = self._config, share.need(1).block
+        if config.decoders or config.packs or self._transform is not None:
+            return 1
+        size = share.batch * sum(max(map(_mean_bytes, self._readers(name))) for name in self._names)
+        steps = min(MAX_STEPS_AT_ONCE, int(GATHERED_BYTES / max(1.0, size)))
+        return max(1, steps if block == 1 else min(steps, block // share.batch))
 
     def least_memory(self, need: Need) -> int:
         """Return the minimum `memory`, in bytes, that `plan_memory` accepts."""
@@ -336,7 +354,8 @@ class Pipeline:
             self.close()
             raise
         self._next = None
-        self._run.core.counters.delivered(len(batch.plan.samples), asked)
+        samples = len(batch.plan.samples)
+        self._run.core.counters.delivered(samples, -(-samples // batch.plan.step_rows), asked)
         return batch
 
     def close(self) -> None:
@@ -407,27 +426,40 @@ class Assembler:
             plan = self._planned.popleft()
             self._planned_ends -= plan is None
             self._planned_rows -= 0 if plan is None else len(plan.rows)
-            batch = None if plan is None else self._assemble(plan)
-            self._ready.put(batch)
-            if self._closed:
-                _drop(batch)
-            if batch is not None and batch.error is not None:
-                return
+            for batch in [None] if plan is None else self._assemble(plan):
+                self._ready.put(batch)
+                if self._closed:
+                    _drop(batch)
+                if batch is not None and batch.error is not None:
+                    return
 
-    def _assemble(self, plan: BatchPlan) -> Batch:
-        batch = Batch(plan)
+    def _assemble(self, plan: BatchPlan) -> list[Batch]:
+        """Return the batch of a plan. If it fails, return the batches of its steps up to the one that fails."""
+        batch, failed = Batch(plan), 0  # `failed`: the ticket of the block that cannot be loaded
         try:
-            error = self._load(plan)
+            failed, error = self._load(plan)
             if error is None and not self._closed and self._budget.exact:
                 self._take_places(batch)
         except StreamloaderError as problem:
             error = problem
+        batches = [batch]
         if error is None:
             self._gather(batch)
         else:
             batch.fail(error)
-            del error  # its traceback may hold this frame
-        return batch
+        if batch.error is not None and len(plan.rows) > plan.step_rows:
+            batches = []
+            for step in plan.steps():
+                batches.append(Batch(step))
+                if error is not None and step.tickets.max() >= failed:
+                    batches[-1].fail(error)
+                else:
+                    self._gather(batches[-1])
+                if batches[-1].error is not None:
+                    break
+        del error  # its traceback may hold this frame
+        self._release(plan)
+        return batches
 
     def next_ready(self) -> Batch | None:
         """Return the next batch, perhaps unfinished, or None after the last one of a pass.
@@ -511,26 +543,25 @@ class Assembler:
         self._arena.reserve(ref.ticket)
         self._fetcher.load(ref)
 
-    def _load(self, plan: BatchPlan) -> StreamloaderError | None:
-        """Wait until all blocks that are new in this batch are loaded; return the first error."""
+    def _load(self, plan: BatchPlan) -> tuple[int, StreamloaderError | None]:
+        """Wait until all new blocks of a plan are loaded; return the first error, with the ticket of its block."""
         for ref in plan.needs:
             while self._waiting and self._waiting[0].ticket <= ref.ticket:  # needed now, so `fits` does not matter
                 if not self._arena.free:
-                    return EngineError(
-                        f"none of {self._budget.slots} slots is free for block {ref.start}:{ref.stop}",
-                        "report this with the dataset's manifest: the plan needs more slots than it declares",
-                    )
+                    problem = f"none of {self._budget.slots} slots is free for block {ref.start}:{ref.stop}"
+                    remedy = "report this with the dataset's manifest: the plan needs more slots than it declares"
+                    return ref.ticket, EngineError(problem, remedy)
                 self._fetcher.check(self._waiting[0])
                 self._admit_next()
             with self.counters.timed("fetch_wait_seconds"):
                 error = self._fetcher.wait(ref.ticket)
             if error is not None:
-                return error
+                return ref.ticket, error
             if self._closed:
                 break
             self._ahead -= 1
             self._admit()
-        return None
+        return 0, None
 
     def _take_places(self, batch: Batch) -> None:
         """Wait until the batch fits: one that is much larger than the mean takes several places.
@@ -555,7 +586,9 @@ class Assembler:
                 self.stages.start(batch)
         except BaseException as error:  # noqa: BLE001 - the consumer waits for the batch, so it must finish
             batch.fail(error)
-        for ticket in batch.plan.done:
+
+    def _release(self, plan: BatchPlan) -> None:
+        for ticket in plan.done if not self._closed else ():
             self._fetcher.forget(ticket)
             self._arena.release(ticket)
         self._admit()

@@ -49,9 +49,8 @@ class Arena:
             if layout.field.fixed
         }
         self._variable = {name: _Chunks(slots, block) for name, layout in layouts.items() if not layout.field.fixed}
-        # ticket -> slot. The array has the same content, so that one take translates all rows of a batch.
-        self._slots: dict[int, int] = {}
-        self._slot_of = np.full(1024, NO_SLOT, np.int64)
+        self._slots: dict[int, int] = {}  # by ticket
+        self._first_row = np.zeros(1024, np.int64)  # of the slot of each ticket, modulo the length of this array
         self._lock = threading.Lock()
 
     def clear(self) -> None:
@@ -69,7 +68,7 @@ class Arena:
         with self._lock:
             oldest = next(iter(self._slots), ticket)
             self._slots[ticket] = NO_SLOT
-            if ticket - oldest >= len(self._slot_of):
+            if ticket - oldest >= len(self._first_row):
                 self._grow(ticket - oldest)
 
     def claim(self, ticket: int) -> int:
@@ -80,7 +79,8 @@ class Arena:
                 return NO_SLOT
             if slot == NO_SLOT:
                 slot = self._free.pop()  # the one released last: its pages have been touched
-                self._slots[ticket] = self._slot_of[ticket & (len(self._slot_of) - 1)] = slot
+                self._slots[ticket] = slot
+                self._first_row[ticket & (len(self._first_row) - 1)] = slot * self.block
             return slot
 
     def release(self, ticket: int) -> None:
@@ -103,29 +103,30 @@ class Arena:
         """
         self._variable[name].keep(slot, chunks, self._lock)
 
-    def take(self, name: str, tickets: NDArray[np.int64], rows: NDArray[np.int64], out: Column) -> None:
-        """Gather fixed-shape rows into `out` in one copy, without a temporary array of the batch's size."""
-        slots = self._translate(tickets)
-        np.take(self._fixed[name], slots * self.block + rows, axis=0, out=out, mode="clip")
+    def locate(self, tickets: NDArray[np.int64], rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the arena's row of each row of the blocks with these tickets."""
+        table = self._first_row  # another thread may replace it with a larger one
+        places: NDArray[np.int64] = table[tickets & (len(table) - 1)]
+        places += rows
+        return places
 
-    def items(self, name: str, tickets: NDArray[np.int64], rows: NDArray[np.int64]) -> list[memoryview]:
-        """Return the encoded bytes of each row, as views that keep their chunk alive."""
-        return self._variable[name].items(self._translate(tickets), rows)
+    def take(self, name: str, places: NDArray[np.int64], out: Column) -> None:
+        """Gather rows of a fixed-shape field into `out` in one copy, without a temporary array of the batch's size."""
+        self._fixed[name].take(places, axis=0, out=out, mode="clip")
 
-    def item_bytes(self, name: str, tickets: NDArray[np.int64], rows: NDArray[np.int64]) -> int:
-        """Return the total number of encoded bytes of these rows."""
-        return self._variable[name].item_bytes(self._translate(tickets), rows)
+    def items(self, name: str, places: NDArray[np.int64]) -> list[memoryview]:
+        """Return the encoded bytes of rows of a variable-size field, as views that keep their chunk alive."""
+        return self._variable[name].items(places)
 
-    def _translate(self, tickets: NDArray[np.int64]) -> NDArray[np.int64]:
-        table = self._slot_of  # another thread may replace it with a larger one
-        slots: NDArray[np.int64] = table[tickets & (len(table) - 1)]
-        return slots
+    def item_bytes(self, name: str, places: NDArray[np.int64]) -> int:
+        """Return the total number of encoded bytes of rows of a variable-size field."""
+        return self._variable[name].item_bytes(places)
 
     def _grow(self, span: int) -> None:
-        table = np.full(2 << span.bit_length(), NO_SLOT, np.int64)
+        table = np.zeros(2 << span.bit_length(), np.int64)
         for ticket, slot in self._slots.items():
-            table[ticket & (len(table) - 1)] = slot
-        self._slot_of = table
+            table[ticket & (len(table) - 1)] = slot * self.block
+        self._first_row = table
 
 
 class _Chunks:
@@ -154,13 +155,11 @@ class _Chunks:
     def drop(self, slot: int) -> None:
         self._buffers[slot] = []
 
-    def item_bytes(self, slots: NDArray[np.int64], rows: NDArray[np.int64]) -> int:
-        places = slots * self._block + rows
+    def item_bytes(self, places: NDArray[np.int64]) -> int:
         return int((self._stops[places] - self._starts[places]).sum(dtype=np.int64))
 
-    def items(self, slots: NDArray[np.int64], rows: NDArray[np.int64]) -> list[memoryview]:
-        places = slots * self._block + rows
-        columns = (slots, self._chunk[places], self._starts[places], self._stops[places])
+    def items(self, places: NDArray[np.int64]) -> list[memoryview]:
+        columns = (places // self._block, self._chunk[places], self._starts[places], self._stops[places])
         entries = zip(*(column.tolist() for column in columns), strict=True)
         return [self._buffers[slot][chunk][start:stop] for slot, chunk, start, stop in entries]
 
@@ -168,17 +167,15 @@ class _Chunks:
 class Buffers:
     """A pool of arrays for batches, response bodies and decoded chunks. Thread-safe.
 
-    `lease` never waits: if no array is free, it allocates and counts one. A lease ends when the ndarray that `lease`
-    returned is deleted, so hand out only objects that keep it alive: a tensor made from it does, a numpy slice does
-    not. At most `keep` unused arrays of each size are kept. Unused arrays are freed when all arrays together would
-    exceed `most` bytes.
+    `lease` never waits: if no array is free, it allocates and counts one. A lease ends when the array that `lease`
+    returned and all arrays and tensors that share its memory are deleted. At most `keep` unused arrays of each size are
+    kept. Unused arrays are freed when all arrays together would exceed `most` bytes.
     """
 
-    def __init__(self, counters: Counters, *, recycle: bool = True, keep: int = 8, most: float = math.inf) -> None:
+    def __init__(self, counters: Counters, *, keep: int = 8, most: float = math.inf) -> None:
         self._free: dict[tuple[int, str], deque[NDArray[np.uint8]]] = {}
         self._made: Counter[tuple[int, str]] = Counter()
         self._counters = counters
-        self._recycle = recycle
         self._keep = keep
         self.most = most
         self._allocated = 0
@@ -203,11 +200,11 @@ class Buffers:
         capacity = _capacity(count * np.dtype(dtype).itemsize)
         with self._lock:
             base, free = self._spare(capacity, dtype, usual)
-        view = np.frombuffer(base.data, dtype, count).reshape(shape)
-        if self._recycle:
-            # a deque's append is atomic: the finalizer may run in any thread, even inside `lease`
-            weakref.finalize(view, free.append, base).atexit = False
-        return view
+        # the base of every view: numpy makes views of views refer to the first array that is a view of something else
+        root = np.frombuffer(base.data, dtype, count)
+        # a deque's append is atomic: the finalizer may run in any thread, even inside `lease`
+        weakref.finalize(root, free.append, base).atexit = False
+        return root.reshape(shape)
 
     def _spare(self, capacity: int, dtype: str, usual: int) -> tuple[NDArray[np.uint8], deque[NDArray[np.uint8]]]:
         """Return memory and the deque that it returns to: unused memory of this or the next size, else new memory."""
@@ -386,15 +383,13 @@ class Memory(NamedTuple):
     buffers: Buffers
 
     @classmethod
-    def of(
-        cls, layouts: Mapping[str, FieldLayout], block: int, budget: Budget, counters: Counters, *, recycle: bool
-    ) -> Memory:
-        """Return memory for blocks of `block` samples; `recycle`: batch buffers may be reused."""
+    def of(cls, layouts: Mapping[str, FieldLayout], block: int, budget: Budget, counters: Counters) -> Memory:
+        """Return memory for blocks of `block` samples."""
         most = LIVE_BATCHES * budget.batch_bytes + TOLERANCE_BYTES if budget.exact else math.inf
         return cls(
             bodies=Buffers(Counters(), keep=budget.slots + MAX_THREADS, most=budget.body_bytes),
             arena=Arena(layouts, budget.slots, block),
-            buffers=Buffers(counters, recycle=recycle, most=most),
+            buffers=Buffers(counters, most=most),
         )
 
 

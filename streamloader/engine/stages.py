@@ -6,7 +6,7 @@ import math
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -144,6 +144,26 @@ class Batch:
         self.error = None
 
 
+def split_steps(batch: Batch) -> Iterator[tuple[BatchPlan, Mapping[str, Any]]]:
+    """Yield the plan and the columns of each step of a finished batch. Arrays are views."""
+    plan = batch.plan
+    if len(plan.rows) <= plan.step_rows:
+        yield plan, batch.columns
+        return
+    first = 0
+    for step in plan.steps():
+        stop = first + len(step.rows)
+        yield step, {name: _slice(column, first, stop) for name, column in batch.columns.items()}
+        first = stop
+
+
+def _slice(column: Any, first: int, stop: int) -> Any:
+    if not isinstance(column, Ragged):
+        return column[first:stop]
+    edges = column.offsets[first : stop + 1]
+    return Ragged(column.values[edges[0] : edges[-1]], edges - edges[0])
+
+
 def items_to_column(
     name: str,
     kind: Field,
@@ -271,9 +291,10 @@ class Stages:
 
         The blocks must be loaded. Raises `DecodeError` for an image without a valid header.
         """
-        size, scratch = sum(self._arena.item_bytes(name, plan.tickets, plan.rows) for name in self._variable), 0
+        places = self._arena.locate(plan.tickets, plan.rows)
+        size, scratch = sum(self._arena.item_bytes(name, places) for name in self._variable), 0
         for name, decoder in self._config.decoders.items():
-            items = self._arena.items(name, plan.tickets, plan.rows)
+            items = self._arena.items(name, places)
             unsized = decoder.options.size is None
             headers = items[:1] if unsized and self._options.stack_images else items  # stacked ones have one size
             sizes = list(map(decoder.measure, headers, plan.samples.tolist()))
@@ -294,8 +315,9 @@ class Stages:
         batch.columns = dict.fromkeys(self._options.names)
         name = ""
         try:
+            places = self._arena.locate(plan.tickets, plan.rows) if self._options.streamed else plan.rows
             for name, layout in self._options.streamed.items():
-                self._gather(batch, name, layout, images)
+                self._gather(batch, name, layout, places, images)
             for name, values in self._options.resident.items():
                 out = self._buffers.lease((count, *values.shape[1:]), values.dtype.str, LIVE_BATCHES)
                 batch.columns[name] = np.take(values, plan.samples, axis=0, out=out, mode="clip")
@@ -320,15 +342,22 @@ class Stages:
         """Wait at most `seconds` for each thread; return whether all have ended."""
         return all(threads.join(seconds) for threads in (self._decode, *self._transform))
 
-    def _gather(self, batch: Batch, name: str, layout: FieldLayout, images: dict[str, list[memoryview]]) -> None:
+    def _gather(
+        self,
+        batch: Batch,
+        name: str,
+        layout: FieldLayout,
+        places: NDArray[np.int64],
+        images: dict[str, list[memoryview]],
+    ) -> None:
         """Put the column of a field into the batch, or its encoded items into `images`."""
         plan, field = batch.plan, layout.field
         if field.fixed:
             out = self._buffers.lease((len(plan.samples), *field.shape), field.dtype, LIVE_BATCHES)
-            self._arena.take(name, plan.tickets, plan.rows, out)
+            self._arena.take(name, places, out)
             batch.columns[name] = out
             return
-        items = self._arena.items(name, plan.tickets, plan.rows)
+        items = self._arena.items(name, places)
         if name in self._config.decoders:
             images[name] = items
         else:

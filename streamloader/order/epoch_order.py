@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from streamloader.errors import UsageError
 
+FEW_KEYS = 1 << 11
 HASHED_AT_ONCE = 1 << 15  # arrivals whose keys are computed together: they fit in a core's cache
 MAX_LANES = 1 << 16  # limit of the format
 MIN_BLOCKS_PER_LANE = 4  # when lanes are added for more ranks: as many as a window has by default
@@ -311,14 +312,22 @@ def _expected_key(index: int, length: int, window: int) -> int:
 
 
 def _stable_argsort(keys: NDArray[np.uint64]) -> NDArray[np.int64]:
-    """Sort by numpy's vectorised quicksort and reorder ties: several times faster than numpy's stable sort."""
-    order = np.argsort(keys)
-    ranked = keys[order]
+    """Sort by the 32 leading bits, in two passes of numpy's radix sort, which has 16 bits; then sort ties again.
+
+    Several times faster than numpy's sorts of 64 bits, except for a few keys.
+    """
+    if keys.size < FEW_KEYS:
+        return np.argsort(keys, kind="stable")
+    unused = np.uint64(max(0, int(keys.max(initial=0)).bit_length() - 32))
+    leading = (keys >> unused).astype(np.uint32)
+    order = np.argsort(leading.astype(np.uint16), kind="stable")
+    order = order[np.argsort((leading >> np.uint32(16)).astype(np.uint16)[order], kind="stable")]
+    ranked = leading[order]
     equal = ranked[1:] == ranked[:-1]
-    if equal.any():
+    if unused and equal.any():
         tied = np.zeros(keys.size, np.bool_)
         tied[1:] = equal
         tied[:-1] |= equal
         members = order[tied]
-        order[tied] = members[np.lexsort((members, ranked[tied]))]
+        order[tied] = members[np.lexsort((members, keys[members]))]
     return order

@@ -136,9 +136,9 @@ class Part:
         """Yield plans of `rows` rows each. `columns`: the tickets, rows, samples and positions of all rows."""
         tickets, row, samples, positions = columns
         valid = positions < self.num_samples
+        whole = BatchPlan(self.epoch, 0, self.batch, tickets, row, samples, positions, valid, (), ())
         for first, (step, needs, done) in zip(range(0, valid.size, rows), labels, strict=False):
-            at = slice(first, first + rows)
-            yield BatchPlan(self.epoch, step, tickets[at], row[at], samples[at], positions[at], valid[at], needs, done)
+            yield whole.part(first, first + rows, step, needs, done)
 
 
 @dataclass(frozen=True)
@@ -521,9 +521,10 @@ class BlockRef(NamedTuple):
 class BatchPlan(NamedTuple):
     """The rows of one rank's batch, or of several steps at once. Arrays have an entry for each row.
 
-    `step`: the first step of the plan, counted from the start of the schedule of this `epoch`. `tickets`: the block of
-    each row. `rows`: its row in that block, counted from the start of the fetch. `samples`: its sample number.
-    `positions`: its position in the epoch, N or more for a padded row. `valid`: false for padded rows.
+    `step`: the first step of the plan, counted from the start of the schedule of this `epoch`. `step_rows`: the rows of
+    a step; the last one may have fewer. `tickets`: the block of each row. `rows`: its row in that block, counted from
+    the start of the fetch. `samples`: its sample number. `positions`: its position in the epoch, N or more for a padded
+    row. `valid`: false for padded rows.
 
     `needs`: the blocks that no earlier plan needs, in order of first need. `done`: the tickets of the blocks that no
     later plan of the schedule needs. Each ticket is in exactly one `needs` and one `done`.
@@ -531,6 +532,7 @@ class BatchPlan(NamedTuple):
 
     epoch: int
     step: int
+    step_rows: int
     tickets: NDArray[np.int64]
     rows: NDArray[np.int64]
     samples: NDArray[np.int64]
@@ -538,6 +540,19 @@ class BatchPlan(NamedTuple):
     valid: NDArray[np.bool_]
     needs: tuple[BlockRef, ...]
     done: tuple[int, ...]
+
+    def part(
+        self, first: int, stop: int, step: int, needs: tuple[BlockRef, ...] = (), done: tuple[int, ...] = ()
+    ) -> BatchPlan:
+        """Return the plan of the rows [first, stop), of which `step` is the first step."""
+        at = slice(first, stop)
+        arrays = self.tickets[at], self.rows[at], self.samples[at], self.positions[at]
+        return BatchPlan(self.epoch, step, self.step_rows, *arrays, self.valid[at], needs, done)
+
+    def steps(self) -> Iterator[BatchPlan]:
+        """Yield a plan for each step, with no `needs` and no `done`."""
+        for number, first in enumerate(range(0, len(self.rows), self.step_rows)):
+            yield self.part(first, first + self.step_rows, self.step + number)
 
 
 Labels = Iterator[tuple[int, tuple[BlockRef, ...], tuple[int, ...]]]  # (step, needs, done) of each plan

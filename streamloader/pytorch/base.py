@@ -19,7 +19,7 @@ from torch.utils.data import IterableDataset
 
 from streamloader.engine.dataset import Dataset, EpochPlan, SampleNumbers
 from streamloader.engine.engine import Engine, Pipeline, pass_ended
-from streamloader.engine.stages import Batch, LoaderConfig
+from streamloader.engine.stages import Batch, LoaderConfig, split_steps
 from streamloader.errors import MixtureError, StateError, UsageError
 from streamloader.format.manifest import Field
 from streamloader.options import Shuffle, is_whole, parse_size
@@ -50,6 +50,13 @@ class Position(NamedTuple):
     start: RunState
     ahead: int = 0
     gaps: Gaps = NO_GAPS
+
+    @property
+    def steps(self) -> int:
+        """The number of steps of all ranks from this consumer's first one on."""
+        parts = self.gaps.parts(self.start.epoch, self.position(0))
+        share, size = self.share, self.share.global_batch
+        return sum(share.global_steps(start) if stop is None else (stop - start) // size for start, stop in parts)
 
     def position(self, steps: int) -> int:
         """Return the global position of this consumer's next step, after `steps` steps."""
@@ -99,8 +106,8 @@ class Pass(SharedIterator):
         self._begin = begin
         self._dataset = dataset
         self._format = form
-        self._steps = 0
-        self._waiting: deque[dict[str, Any]] = deque()
+        self._steps, self._last_step = 0, begin.steps
+        self._waiting: deque[tuple[dict[str, Any], int]] = deque()  # with the samples that are still to be reported
         self._pipeline: Pipeline | None = pipeline  # None once ended, so that a reference to this pass keeps no memory
         self._reported = time.perf_counter()
 
@@ -108,23 +115,27 @@ class Pass(SharedIterator):
         pipeline = self._pipeline
         if pipeline is None:
             raise pass_ended()
+        asked = time.perf_counter()
         if not self._waiting:
-            asked = time.perf_counter()
-            batch = next(pipeline, None)
-            if batch is None:
+            made = next(pipeline, None)
+            if made is None:
                 self._complete_once()
                 raise StopIteration
-            self._waiting.extend(self._converted(batch))
-            self._report(len(batch.plan.samples), asked)
+            self._waiting.extend(self._converted(made))
+        batch, unreported = self._waiting[0]
+        if unreported:
+            self._waiting[0] = batch, 0
+            self._report(unreported, asked)
         # A caller that knows the number of batches does not ask for one more, so the last batch completes the pass.
-        if len(self._waiting) == 1 and not self._begin.share.global_steps(self._begin.position(self._steps + 1)):
+        if len(self._waiting) == 1 and self._steps + 1 >= self._last_step:
             next(pipeline, None)
         self._steps += 1
         if (dataset := self._dataset()) is not None:
-            dataset._deliver(self._begin.cursor(self._steps))
+            dataset._deliver(self._begin, self._steps)
         if pipeline.completed:
             self._complete_once()
-        return self._waiting.popleft()
+        self._waiting.popleft()
+        return batch
 
     def end(self) -> None:
         """End the threads of this pass; `next` raises from now on."""
@@ -132,9 +143,13 @@ class Pass(SharedIterator):
         if pipeline is not None:
             pipeline.close()
 
-    def _converted(self, batch: Batch) -> list[dict[str, Any]]:
+    def _converted(self, batch: Batch) -> list[tuple[dict[str, Any], int]]:
         try:
-            return list(to_samples(batch, self._format)) if self._format.samples else [to_tensors(batch, self._format)]
+            if not self._format.samples:
+                steps = split_steps(batch)
+                return [(to_tensors(columns, plan, self._format), len(plan.samples)) for plan, columns in steps]
+            samples = list(to_samples(batch.columns, batch.plan, self._format))
+            return [(sample, 0 if number else len(samples)) for number, sample in enumerate(samples)]
         except BaseException:
             self.end()  # this batch is lost, and a later one must not take its place
             raise
@@ -277,13 +292,21 @@ class BaseDataset(IterableDataset[dict[str, Any]]):
             channels_first=arguments.choose_layouts(decoders, transformed=transformed),
         )
         self._cached_engine: Engine | None = None
-        self._first = self._start = self._current = start
+        self._first = self._start = start
+        # the position of training: a state, or where a pass began and the steps delivered since
+        self._at: RunState | tuple[Position, int] = start
         self._loaded = False
         self._epochs = SharedEpochs()
         self._pass: weakref.ref[Pass] | None = None
         self._kept: Pass | None = None  # between two iterations of `steps_per_epoch`
         self._steps = 0  # delivered since the run began
         self._iteration_start = (start, 0)  # the state and `_steps` at which the current iteration began
+
+    @property
+    def _current(self) -> RunState:
+        """The position of training. Made when it is asked for: a state takes longer than a small batch."""
+        at = self._at
+        return at if isinstance(at, RunState) else at[0].cursor(at[1])
 
     @property
     def epoch(self) -> int:
@@ -364,7 +387,7 @@ class BaseDataset(IterableDataset[dict[str, Any]]):
         if start.lanes != lanes and (rank.rank, number) == (0, 0):
             warn_of_lanes(rank.size, lanes, start.lanes)
         self._epochs.begin(number, count, start.epoch)
-        self._start = self._current = start
+        self._start = self._at = start
         # with `steps_per_epoch` this dataset may hold the pass, which then must not hold the dataset
         return self._run(begin, (lambda: self) if self._options.steps_per_epoch is None else weakref.ref(self))
 
@@ -387,7 +410,7 @@ class BaseDataset(IterableDataset[dict[str, Any]]):
             raise StateError(problem, "resume with the loaded epoch, or do not load the state")
         self._set_start(self._start.beginning(epoch))
         if self._running() is None:
-            self._current = self._start
+            self._at = self._start
 
     def state_dict(self, batches: int | None = None, *, workers: int = 1) -> dict[str, Any]:
         """Return the position of training, as JSON-serializable values that are the same on every rank.
@@ -426,7 +449,7 @@ class BaseDataset(IterableDataset[dict[str, Any]]):
         steps = read_value(state, "steps", int) if "steps" in state else 0
         self._end_pass()
         self._set_start(start)
-        self._current = self._start
+        self._at = self._start
         self._loaded = True
         self._steps = max(0, steps)
         self._iteration_start = self._current, self._steps
@@ -517,16 +540,16 @@ class BaseDataset(IterableDataset[dict[str, Any]]):
     def _read_by_workers(self) -> bool:
         return self._epochs.begun_elsewhere and self._running() is None and not in_worker()
 
-    def _deliver(self, cursor: RunState) -> None:
+    def _deliver(self, begin: Position, steps: int) -> None:
         self._loaded = False
         self._steps += 1
-        self._current = cursor
+        self._at = begin, steps
 
     def _complete(self, epoch: int) -> None:
         self._epochs.complete(worker()[0], epoch)
         self._start = replace(self._start, skipped=self._current.skipped)
         # another epoch was chosen if set_epoch was called during the pass
-        self._current = self._start.next_epoch() if self._start.epoch == epoch else self._start
+        self._at = self._start.next_epoch() if self._start.epoch == epoch else self._start
         self._pass = None
 
     def _running(self) -> Pass | None:
@@ -558,15 +581,16 @@ class BaseDataset(IterableDataset[dict[str, Any]]):
         return state, steps
 
     def _run(self, begin: Position, dataset: Callable[[], BaseDataset | None]) -> Pass:
+        engine = self._engine()
         plan = EpochPlan(
             share=begin.share,
             position=begin.position(0),
             seed=begin.start.seed,
-            steps_at_once=SAMPLES_AT_ONCE if self._format.samples else 1,
+            steps_at_once=SAMPLES_AT_ONCE if self._format.samples else engine.steps_at_once(begin.share),
             numbers=self._numbers,
             gaps=begin.gaps,
         )
-        run = Pass(self._engine().start(plan), begin, dataset, self._format)
+        run = Pass(engine.start(plan), begin, dataset, self._format)
         self._pass = weakref.ref(run)
         return run
 

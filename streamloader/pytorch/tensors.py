@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -10,9 +10,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from streamloader.engine.stages import Batch, Ragged
+from streamloader.engine.stages import Ragged
 from streamloader.engine.transform import Tensors, check_shapes
 from streamloader.errors import TransformError
+from streamloader.order.schedule import BatchPlan
 
 OFFSETS = "_offsets"
 
@@ -31,14 +32,14 @@ class BatchFormat(NamedTuple):
     channels_first: frozenset[str] = frozenset()
 
 
-def to_tensors(batch: Batch, form: BatchFormat) -> dict[str, Any]:
-    """Return the batch as a dict.
+def to_tensors(columns: Mapping[str, Any], plan: BatchPlan, form: BatchFormat) -> dict[str, Any]:
+    """Return the columns of a batch as a dict.
 
     Arrays become tensors that share their memory, a ragged field `name` becomes the tensors `name` (concatenated
     values) and `name_offsets`, and lists stay lists. `index` is int64 and `valid` bool, both of shape (samples,).
     """
     out: dict[str, Any] = {}
-    for name, column in batch.columns.items():
+    for name, column in columns.items():
         if isinstance(column, Ragged):
             out[name] = _tensor(column.values)
             out[name + OFFSETS] = torch.from_numpy(column.offsets)
@@ -47,9 +48,9 @@ def to_tensors(batch: Batch, form: BatchFormat) -> dict[str, Any]:
             if name in form.channels_first and isinstance(column, np.ndarray):
                 out[name] = out[name].permute(0, 3, 1, 2)
     if form.with_index:
-        out |= numbers(batch.plan.samples, form.firsts)
+        out |= numbers(plan.samples, form.firsts)
     if form.with_valid:
-        out["valid"] = _copied(batch.plan.valid, torch.bool)
+        out["valid"] = _copied(plan.valid, torch.bool)
     return out
 
 
@@ -61,19 +62,19 @@ def numbers(samples: NDArray[np.int64], firsts: tuple[int, ...]) -> dict[str, to
     return {"source": torch.from_numpy(source), "index": torch.from_numpy(samples - np.array(firsts)[source])}
 
 
-def to_samples(batch: Batch, form: BatchFormat) -> Iterator[dict[str, Any]]:
+def to_samples(columns: Mapping[str, Any], plan: BatchPlan, form: BatchFormat) -> Iterator[dict[str, Any]]:
     """Yield the samples of a batch: tensors without the batch axis, and elements of lists."""
-    columns = to_tensors(batch, form)
-    for name, column in batch.columns.items():
+    out = to_tensors(columns, plan, form)
+    for name, column in columns.items():
         if isinstance(column, Ragged):
-            edges = columns.pop(name + OFFSETS).tolist()
-            columns[name] = [columns[name][a:b] for a, b in pairwise(edges)]
+            edges = out.pop(name + OFFSETS).tolist()
+            out[name] = [out[name][a:b] for a, b in pairwise(edges)]
         elif isinstance(column, list) and column and isinstance(column[0], np.ndarray):
-            columns[name] = [_tensor(image) for image in column]
+            out[name] = [_tensor(image) for image in column]
             if name in form.channels_first:
-                columns[name] = [image.permute(2, 0, 1) for image in columns[name]]
-    for i in range(len(batch.plan.samples)):
-        yield {name: column[i] for name, column in columns.items()}
+                out[name] = [image.permute(2, 0, 1) for image in out[name]]
+    for i in range(len(plan.samples)):
+        yield {name: column[i] for name, column in out.items()}
 
 
 def stack_tensors(name: str, values: Sequence[Any], samples: Sequence[int]) -> Any:
