@@ -172,7 +172,7 @@ demands = st.builds(
     batch_bytes=st.integers(0, 1 << 26),
     request_bytes=st.integers(1, 1 << 24),
     blocks=st.integers(0, 2000),
-    variable_bytes=st.just(0),
+    item_bytes=st.just(0),
     resident_bytes=st.integers(0, 1 << 28),
     index_bytes=st.integers(0, 1 << 28),
     scratch_bytes=st.integers(0, 1 << 23),
@@ -188,7 +188,7 @@ def test_a_budget_never_spends_more_than_the_limit(demand, more):
     others = demand.resident_bytes + demand.index_bytes + LIVE_BATCHES * demand.batch_bytes
     in_flight = budget.threads * (demand.thread_bytes - demand.slot_bytes)
     assert others + in_flight + budget.slots * demand.slot_bytes <= budget.bytes
-    fixed = budget.slots * (demand.slot_bytes - demand.variable_bytes)
+    fixed = budget.slots * (demand.slot_bytes - demand.item_bytes)
     connections = budget.threads * demand.connection_bytes
     assert budget.body_bytes + fixed + others + connections == budget.bytes
 

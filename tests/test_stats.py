@@ -156,7 +156,7 @@ def test_a_snapshot_while_the_first_batch_is_counted_has_no_negative_time(monkey
         add(**amounts)
 
     monkeypatch.setattr(counters, "add", snapshot_first)
-    counters.delivered(1, time.perf_counter())
+    counters.delivered(1, 1, time.perf_counter())
     assert seconds
     assert min(seconds) >= 0
 

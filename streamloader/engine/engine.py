@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from streamloader.engine.dataset import Dataset, EpochPlan, load_field, plans
 from streamloader.engine.fetcher import FIRST, Fetcher, Hedging, Pace, sleeper
-from streamloader.engine.memory import ITEM_BYTES, READY_BATCHES, Budget, Demand, Memory, allot, allowance
+from streamloader.engine.memory import ITEM_BYTES, READY_BATCHES, Budget, Demand, Memory, allot, allowance, in_slots
 from streamloader.engine.stages import Batch, LoaderConfig, StageOptions, Stages, WorkerThreads
 from streamloader.engine.transform import HeldTransform
 from streamloader.errors import EngineError, ForkError, StreamloaderError, wrapped
@@ -189,15 +189,15 @@ class Engine:
             max(reader.layout.chunk * mean[name], min(MAX_REQUEST, block * mean[name])) for name, reader in streamed
         ]
         scratch = [scratch_bytes(reader.layout, int(reader.layout.chunk * mean[name])) for name, reader in streamed]
-        fixed = {name: reader.layout.field.fixed for name, reader in streamed}
-        variable = sum(int(block * mean[name]) for name in fixed if not fixed[name])
+        slotted = {name: in_slots(reader.layout) for name, reader in streamed}
+        items = sum(int(block * mean[name]) for name in slotted if not slotted[name])
         return Demand(
             slots=need.slots,
-            slot_bytes=variable + sum(block * (int(mean[name]) if fixed[name] else ITEM_BYTES) for name in fixed),
+            slot_bytes=items + sum(block * (int(mean[name]) if slotted[name] else ITEM_BYTES) for name in slotted),
             batch_bytes=int(need.rows * sum(self._finished_bytes(name, size) for name, size in mean.items())),
             request_bytes=int(max(requests, default=MIB)),
             blocks=sum(-(-dataset.num_samples // block) for dataset in self.datasets),
-            variable_bytes=variable,
+            item_bytes=items,
             resident_bytes=sum(reader.num_samples * int(mean[n]) for n in resident for reader in self._readers(n)),
             index_bytes=sum(dataset.index_bytes for dataset in self.datasets)
             + (need.held_plan_bytes if len(resident) == len(self._names) else need.plan_bytes),
@@ -392,7 +392,7 @@ class Assembler:
         self.counters = counters
         self._fetcher = fetcher
         self._arena = memory.arena
-        # Slots bound the number of blocks. Blocks of variable-size fields differ, so the fetcher bounds their bytes.
+        # Slots bound the number of blocks. The bytes of decoded chunks differ, so the fetcher bounds these.
         self._budget = budget
         # With `memory=`, the headers of images give their size.
         self._measures_images = budget.exact and stages.decodes

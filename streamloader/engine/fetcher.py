@@ -28,7 +28,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from streamloader.engine.dataset import Dataset, SampleNumbers
-from streamloader.engine.memory import NO_SLOT, TOLERANCE_BYTES, Budget, Memory
+from streamloader.engine.memory import NO_SLOT, TOLERANCE_BYTES, Budget, Memory, in_slots
 from streamloader.engine.stages import Job, WorkerThreads
 from streamloader.errors import EngineError, StorageError, StreamloaderError, ThrottledError, TransientError, wrapped
 from streamloader.format.reader import FieldReader, Run
@@ -42,7 +42,7 @@ NEVER = float("inf")
 class LoadingBlock:
     """A block that is loading, numbered within its dataset. `left` pieces are missing; `error` is the first error.
 
-    Bytes of variable-size fields: `expected` is an estimate from the chunk table, `held` is in memory.
+    Bytes of decoded chunks: `expected` is an estimate from the chunk table, `held` is in memory.
     """
 
     dataset: Dataset
@@ -114,7 +114,7 @@ class Fetcher:
         self._datasets = datasets
         self._starts = SampleNumbers.of(datasets).selected_from
         self._names = names
-        self._variable = [name for name in names if not datasets[0].fields[name].fixed]
+        self._by_items = [name for name in names if not in_slots(datasets[0].layouts[name])]
         self._arena, self._bodies = memory.arena, memory.bodies
         self._budget = budget
         self.needed = 0  # bytes of the blocks in use: a batch has waited for them, and later ones still need them
@@ -138,14 +138,14 @@ class Fetcher:
         self._workers = WorkerThreads("fetch", budget.threads, started=0)
 
     def _weight(self, ref: BlockRef) -> int:
-        """Return the estimated bytes of the block's variable-size fields in memory."""
-        if not self._variable or self._last_weight[0] == ref.ticket:
+        """Return the estimated bytes of the block's decoded chunks in memory."""
+        if not self._by_items or self._last_weight[0] == ref.ticket:
             return self._last_weight[1]
         dataset, block = self._locate(ref)
         layouts, weight = dataset.layouts, 0
         try:
             with dataset.store.retries.waits_by(self.sleep):
-                for name in self._variable:
+                for name in self._by_items:
                     runs = dataset.runs(name, block.start, block.stop)
                     stored = sum(int((run.stop - run.start) * run.share) for run in runs)
                     weight += stored * max(1, layouts[name].nbytes) // max(1, layouts[name].stored)
@@ -313,11 +313,10 @@ class Fetcher:
     def _fill(self, piece: Piece, number: int) -> None:
         """Fetch a piece and decode it into its slot."""
         name, ref, layout = piece.field.name, piece.block.ref, piece.field.layout
-        fixed = layout.field.fixed
         slot = self._arena.claim(ref.ticket)
         if slot == NO_SLOT:
             raise Dropped
-        rows = self._arena.slot_rows(name, slot, ref.stop - ref.start) if fixed else None
+        rows = self._arena.slot_rows(name, slot, ref.stop - ref.start) if in_slots(layout) else None
         chunks = piece.field.load(
             piece.run,
             partial(self._fetch, piece, number),
@@ -334,7 +333,7 @@ class Fetcher:
                 piece.unpacked = 0
         self._counters.add(
             unpack_seconds=time.thread_time() - piece.body_at,
-            bytes_decoded=piece.run.num_samples * layout.field.item_bytes if fixed else 0,
+            bytes_decoded=piece.run.num_samples * layout.field.item_bytes if layout.field.fixed else 0,
         )
 
     def _allocate(self, piece: Piece, size: int) -> memoryview:

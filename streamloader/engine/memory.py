@@ -28,15 +28,23 @@ from streamloader.storage.process import cpu_count
 
 Column = NDArray[Any]
 NO_SLOT = -1
-# A slot stores chunk, start and stop of each variable-size item.
+# A slot stores chunk, start and stop of each item.
 ITEM_BYTES = 3 * 4
+# Rows of this size, or of variable size, stay in their chunks until a batch is gathered. Copying them into a slot first
+# would take as long as gathering them, and finding smaller rows takes longer than copying them.
+LARGE_ROW = 1 << 14
 # Smaller buffers come from malloc, which reuses them. Buffers of HUGE_BYTES or more ask for huge pages, as numpy does.
 MAPPED_BYTES = 1 << 18
 HUGE_BYTES = 1 << 22
 
 
+def in_slots(layout: FieldLayout) -> bool:
+    """Return whether the rows of a field are copied into slots; otherwise slots refer to items of decoded chunks."""
+    return layout.field.fixed and layout.field.item_bytes < LARGE_ROW
+
+
 class Arena:
-    """`slots` blocks of `block` samples: one array for each fixed-shape field, chunks with offsets for the others."""
+    """`slots` blocks of `block` samples: one array for each field `in_slots`, chunks with offsets for the others."""
 
     def __init__(self, layouts: Mapping[str, FieldLayout], slots: int, block: int) -> None:
         self.block = block
@@ -46,9 +54,9 @@ class Arena:
         self._fixed: dict[str, Column] = {
             name: np.empty((slots * block, *layout.field.shape), layout.field.dtype)
             for name, layout in layouts.items()
-            if layout.field.fixed
+            if in_slots(layout)
         }
-        self._variable = {name: _Chunks(slots, block) for name, layout in layouts.items() if not layout.field.fixed}
+        self._items = {name: _Chunks(slots, block) for name, layout in layouts.items() if not in_slots(layout)}
         self._slots: dict[int, int] = {}  # by ticket
         self._first_row = np.zeros(1024, np.int64)  # of the slot of each ticket, modulo the length of this array
         self._lock = threading.Lock()
@@ -88,7 +96,7 @@ class Arena:
         with self._lock:
             slot = self._slots.pop(ticket)
             if slot != NO_SLOT:
-                for chunks in self._variable.values():
+                for chunks in self._items.values():
                     chunks.drop(slot)
                 self._free.append(slot)
 
@@ -97,11 +105,11 @@ class Arena:
         return self._fixed[name][slot * self.block : slot * self.block + rows]
 
     def keep(self, name: str, slot: int, chunks: Sequence[tuple[int, Items]]) -> None:
-        """Store decoded chunks of a variable-size field, each with the block row of its first item.
+        """Store decoded chunks of a field, each with the block row of its first item.
 
         The row may be negative: items outside the block are ignored. Parts of a block may arrive in any order.
         """
-        self._variable[name].keep(slot, chunks, self._lock)
+        self._items[name].keep(slot, chunks, self._lock)
 
     def locate(self, tickets: NDArray[np.int64], rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the arena's row of each row of the blocks with these tickets."""
@@ -112,15 +120,19 @@ class Arena:
 
     def take(self, name: str, places: NDArray[np.int64], out: Column) -> None:
         """Gather rows of a fixed-shape field into `out` in one copy, without a temporary array of the batch's size."""
-        self._fixed[name].take(places, axis=0, out=out, mode="clip")
+        if name in self._fixed:
+            self._fixed[name].take(places, axis=0, out=out, mode="clip")
+            return
+        for row, item in zip(out.reshape(len(places), -1).view(np.uint8), self.items(name, places), strict=True):
+            np.copyto(row, np.frombuffer(item, np.uint8))  # releases the GIL
 
     def items(self, name: str, places: NDArray[np.int64]) -> list[memoryview]:
-        """Return the encoded bytes of rows of a variable-size field, as views that keep their chunk alive."""
-        return self._variable[name].items(places)
+        """Return the bytes of rows of a field that is not in slots, as views that keep their chunk alive."""
+        return self._items[name].items(places)
 
     def item_bytes(self, name: str, places: NDArray[np.int64]) -> int:
-        """Return the total number of encoded bytes of rows of a variable-size field."""
-        return self._variable[name].item_bytes(places)
+        """Return the total number of bytes of rows of a field that is not in slots."""
+        return self._items[name].item_bytes(places)
 
     def _grow(self, span: int) -> None:
         table = np.zeros(2 << span.bit_length(), np.int64)
@@ -130,7 +142,7 @@ class Arena:
 
 
 class _Chunks:
-    """The decoded chunks of a variable-size field in all slots, and the position of each block row in them."""
+    """The decoded chunks of a field in all slots, and the position of each block row in them."""
 
     def __init__(self, slots: int, block: int) -> None:
         self._block = block
@@ -295,7 +307,7 @@ class Demand(NamedTuple):
     """The memory that a pass needs; sizes in bytes.
 
     `slots`: blocks that must be in memory at once. `slot_bytes`: one decoded block of all streamed fields, of
-    which `variable_bytes` is the mean of the variable-size fields. `resident_bytes`: resident fields.
+    which `item_bytes` is the mean of the fields that are not in slots. `resident_bytes`: resident fields.
     `index_bytes`: cached chunk tables, numbers of selected samples, and plans. `batch_bytes`: one finished batch.
     `request_bytes`: the largest single request. `blocks`: blocks of the epoch, the most slots that are useful.
     `scratch_bytes`: the buffers of a decoding thread besides the slot.
@@ -306,7 +318,7 @@ class Demand(NamedTuple):
     batch_bytes: int
     request_bytes: int
     blocks: int
-    variable_bytes: int = 0
+    item_bytes: int = 0
     resident_bytes: int = 0
     index_bytes: int = 0
     scratch_bytes: int = 0
@@ -338,7 +350,7 @@ class Demand(NamedTuple):
 class Budget(NamedTuple):
     """The resources of an engine: `slots` for blocks, `threads` that fetch, `cores` for decoding, `bytes` in total.
 
-    `body_bytes` of these are for bodies in flight and blocks of variable-size fields. `batch_bytes`: a mean batch.
+    `body_bytes` of these are for bodies in flight and decoded chunks of blocks. `batch_bytes`: a mean batch.
     `exact`: `bytes` is the user's `memory=`, so a larger need is an error.
     """
 
@@ -416,7 +428,7 @@ def allot(demand: Demand, memory: int | None, ranks_here: int = 1) -> Budget:
     slots = max(1, demand.slots, min(demand.slots + threads, demand.blocks + 1))
     cores = max(1, cpu_count() // ranks_here)
     threads = min(threads, slots)
-    fixed = threads * demand.connection_bytes + slots * (demand.slot_bytes - demand.variable_bytes)
+    fixed = threads * demand.connection_bytes + slots * (demand.slot_bytes - demand.item_bytes)
     bodies = limit - demand.held_bytes - fixed
     return Budget(slots, threads, limit, bodies, demand.batch_bytes, memory is not None, cores)
 

@@ -191,15 +191,23 @@ def decode_fixed(layout: FieldLayout, data: memoryview, out: NDArray[Any]) -> No
 def decode_items(layout: FieldLayout, data: memoryview, allocate: Allocate = empty_buffer) -> Items:
     """Return the `layout.chunk` items of the chunk's body `data`, without its checksum; items are not copied.
 
-    A compressed body is decompressed into `allocate(size)`. Raises `CorruptError` if lengths and bytes do not agree, or
-    if the frame's header claims more bytes than the whole field has.
+    The items of a field of fixed shape are its samples. A compressed body is decompressed into `allocate(size)`. Raises
+    `CorruptError` if lengths and bytes do not agree, or if the frame's header claims more bytes than the whole field
+    has.
     """
+    least, most = 4, min(MAX_CHUNK_BYTES, layout.nbytes + 4 * layout.chunk + 4)
+    if layout.field.fixed:
+        least = most = layout.chunk * layout.field.item_bytes
     if layout.codec != "none":
         frame = data
-        size = _check_frame(layout.codec, frame, 4, min(MAX_CHUNK_BYTES, layout.nbytes + 4 * layout.chunk + 4))
-        data = allocate(size)
+        data = allocate(_check_frame(layout.codec, frame, least, most))
         _decompress(layout.codec, frame, data)
-    return parse_items(data, layout.chunk)
+    if not layout.field.fixed:
+        return parse_items(data, layout.chunk)
+    if data.nbytes != most:
+        raise CorruptError(f"the chunk has {data.nbytes} bytes, expected {most}")
+    starts = np.arange(layout.chunk) * layout.field.item_bytes
+    return Items(data, starts, starts + layout.field.item_bytes)
 
 
 def parse_items(data: memoryview, count: int) -> Items:

@@ -216,12 +216,12 @@ class FieldReader:
 
         Row 0 is sample `first`, by default the first of the run; if samples are picked, rows count selected samples.
         A fixed shape is decoded into `out`, C-contiguous (rows, *shape) of the field's dtype; samples outside of it are
-        dropped. For a variable size, returns the items of each chunk with the row of the first, without padding;
-        compressed chunks are decompressed into `allocate(size)`. Raises `CorruptError` or `ModifiedError`, which name
-        the object, the chunk and its samples.
+        dropped. Without `out`, which a variable size requires, returns the items of each chunk with the row of the
+        first, without padding; compressed chunks are decompressed into `allocate(size)`. Raises `CorruptError` or
+        `ModifiedError`, which name the object, the chunk and its samples.
         """
-        if self.layout.field.fixed == (out is None):
-            raise TypeError(f"field {self.name!r}: pass `out` if and only if the field has a fixed shape")
+        if out is not None and not self.layout.field.fixed:
+            raise TypeError(f"field {self.name!r} has a variable size, which is not decoded into an array")
         if len(data) != run.stop - run.start:
             raise self._damage(run, 0, f"{len(data)} of {run.stop - run.start} bytes were received")
         placed: list[Placed] = []
