@@ -11,7 +11,7 @@ from datasets import assert_threads_end, before_error, seen
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from streamloader.engine.memory import Buffers
+from streamloader.engine.memory import LARGE_ROW, Buffers
 from streamloader.engine.stages import Ragged, items_to_column
 from streamloader.errors import CorruptError, DecodeError
 from streamloader.format.manifest import Field
@@ -118,7 +118,7 @@ def test_the_memory_that_is_leased_is_at_most_a_quarter_more():
         assert nbytes <= memoryview(base).nbytes <= max(1.25 * nbytes, nbytes + 64)
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_any_geometry_delivers_what_a_naive_reader_finds(data, tmp_path_factory):
     """Chunks, shards, blocks and lanes of any size, empty samples, several epochs; resident fields beside them."""
@@ -132,12 +132,13 @@ def test_any_geometry_delivers_what_a_naive_reader_finds(data, tmp_path_factory)
         codec=data.draw(st.sampled_from(("none", "lz4", "zstd"))),
     )
     folder = tmp_path_factory.mktemp("ragged")
-    fields = {"tok": "ragged:int32", "raw": "bytes", "pairs": "ragged:float32[2]"}
+    fields = {"tok": "ragged:int32", "raw": "bytes", "pairs": "ragged:float32[2]", "large": f"uint16[{LARGE_ROW // 2}]"}
     with Writer(folder / "d", fields, layout=layout) as out:
         for i in range(count):
             sizes = rng.integers(0, longest + 1, 3).tolist()
             pairs = np.full((sizes[2] // 4, 2), i, np.float32)
-            out.write({"tok": np.arange(i, i + sizes[0], dtype=np.int32), "raw": rng.bytes(sizes[1]), "pairs": pairs})
+            row = {"tok": np.arange(i, i + sizes[0], dtype=np.int32), "raw": rng.bytes(sizes[1]), "pairs": pairs}
+            out.write({**row, "large": np.arange(i, i + LARGE_ROW // 2, dtype=np.uint16)})
     _, truth = naive_reader.read(folder / "d")
     shuffle: bool | Shuffle = data.draw(st.booleans())
     if shuffle:
@@ -151,6 +152,7 @@ def test_any_geometry_delivers_what_a_naive_reader_finds(data, tmp_path_factory)
         for batch in batches:
             index = batch["index"].tolist()
             assert batch["raw"] == [truth["raw"][i] for i in index]
+            assert np.array_equal(batch["large"], np.stack([truth["large"][i] for i in index]))
             for name in ("tok", "pairs"):
                 parts = batch[name].split(batch[f"{name}_offsets"].diff().tolist())
                 assert [part.tolist() for part in parts] == [truth[name][i].tolist() for i in index]

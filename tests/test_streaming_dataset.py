@@ -367,15 +367,17 @@ def test_too_little_memory_names_the_need_and_that_much_is_enough(url):
         assert len(found) == len(set(found)) == (N - N % 32 if remainder == "drop" else N)
 
 
-def test_a_missing_shard_is_named_after_the_batches_before_it(tmp_path):
+# steps that are gathered together, and one that needs more blocks than are requested ahead
+@pytest.mark.parametrize(("batch_size", "number"), [(1, 1), (16, 4), (64, 4), (512, 0)])
+def test_a_missing_shard_is_named_after_the_batches_before_it(tmp_path, batch_size, number):
     datasets.write(tmp_path / "d", 512, ["x"])
     shards = sorted(path for path in (tmp_path / "d").rglob("*") if path.is_file() and path.parent.parent.name == "c")
-    gone = shards[4]
+    gone = shards[number]
     gone.unlink()
-    ds = StreamingDataset(tmp_path / "d", batch_size=16, shuffle=False, with_index=True)
+    ds = StreamingDataset(tmp_path / "d", batch_size=batch_size, shuffle=False, with_index=True)
     iterator = iter(ds)
     found, error = before_error(iterator, MissingObjectError, "is missing, but the manifest lists it")
-    assert found == list(range(256))  # 64 samples a shard
+    assert found == list(range(64 * number))  # 64 samples a shard
     assert str(gone.relative_to(tmp_path / "d")) in str(error)
     with pytest.raises(EngineError, match="ended with an error"):
         list(iterator)

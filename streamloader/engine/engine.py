@@ -458,7 +458,8 @@ class Assembler:
                 if batches[-1].error is not None:
                     break
         del error  # its traceback may hold this frame
-        self._release(plan)
+        if batches[-1].error is None:
+            self._release(plan)
         return batches
 
     def next_ready(self) -> Batch | None:
