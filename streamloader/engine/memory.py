@@ -123,8 +123,9 @@ class Arena:
         if name in self._fixed:
             self._fixed[name].take(places, axis=0, out=out, mode="clip")
             return
-        for row, item in zip(out.reshape(len(places), -1).view(np.uint8), self.items(name, places), strict=True):
-            np.copyto(row, np.frombuffer(item, np.uint8))  # releases the GIL
+        into, size = out.reshape(-1).view(np.uint8).data, out[0].nbytes
+        for number, item in enumerate(self.items(name, places)):
+            into[number * size : (number + 1) * size] = item
 
     def items(self, name: str, places: NDArray[np.int64]) -> list[memoryview]:
         """Return the bytes of rows of a field that is not in slots, as views that keep their chunk alive."""
