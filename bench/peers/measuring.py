@@ -107,7 +107,8 @@ def touch(batch: Any) -> None:
         ends = (column[0], column[-1]) if isinstance(column, (list, tuple)) and column else (column,)
         for item in ends:
             if hasattr(item, "data_ptr"):
-                item.flatten()[-1:].tolist()
+                if item.numel():  # not through `flatten`, which copies images whose channels are last in memory
+                    item[(-1,) * item.ndim].item()
             elif not isinstance(item, (str, bytes, list, tuple)):
                 raise TypeError(f"a batch holds {type(item).__name__}: deliver torch tensors")
 

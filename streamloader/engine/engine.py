@@ -153,10 +153,10 @@ class Engine:
         """Return the number of steps to plan and gather together: several if their batches are small.
 
         They are as many as have `GATHERED_BYTES`, and not more rows than a block, so that they need no more slots. One
-        for batches that are decoded, packed or transformed, which takes longer than gathering them.
+        for batches that are decoded or transformed, which takes longer than gathering them.
         """
         config, block = self._config, share.need(1).block
-        if config.decoders or config.packs or self._transform is not None:
+        if config.decoders or self._transform is not None:
             return 1
         size = share.batch * sum(max(map(_mean_bytes, self._readers(name))) for name in self._names)
         steps = min(MAX_STEPS_AT_ONCE, int(GATHERED_BYTES / max(1.0, size)))

@@ -144,23 +144,28 @@ class Batch:
         self.error = None
 
 
+class PackedSteps(NamedTuple):
+    """The packed column of each step: rows of a packed column may hold samples of several steps."""
+
+    columns: list[Ragged]
+
+
 def split_steps(batch: Batch) -> Iterator[tuple[BatchPlan, Mapping[str, Any]]]:
     """Yield the plan and the columns of each step of a finished batch. Arrays are views."""
     plan = batch.plan
-    if len(plan.rows) <= plan.step_rows:
-        yield plan, batch.columns
-        return
-    first = 0
-    for step in plan.steps():
-        stop = first + len(step.rows)
-        yield step, {name: _slice(column, first, stop) for name, column in batch.columns.items()}
-        first = stop
+    single = len(plan.rows) <= plan.step_rows
+    for number, step in enumerate([plan] if single else plan.steps()):
+        first = number * plan.step_rows
+        rows = slice(0, None) if single else slice(first, first + plan.step_rows)
+        yield step, {name: _of_step(column, number, rows) for name, column in batch.columns.items()}
 
 
-def _slice(column: Any, first: int, stop: int) -> Any:
+def _of_step(column: Any, number: int, rows: slice) -> Any:
+    if isinstance(column, PackedSteps):
+        return column.columns[number]
     if not isinstance(column, Ragged):
-        return column[first:stop]
-    edges = column.offsets[first : stop + 1]
+        return column[rows]
+    edges = column.offsets[rows.start : None if rows.stop is None else rows.stop + 1]
     return Ragged(column.values[edges[0] : edges[-1]], edges - edges[0])
 
 
@@ -361,8 +366,12 @@ class Stages:
         if name in self._config.decoders:
             images[name] = items
         else:
-            pack = self._config.packs.get(name)
-            batch.columns[name] = items_to_column(name, field, items, plan.samples, self._buffers, pack=pack)
+            column = partial(items_to_column, name, field, buffers=self._buffers, pack=self._config.packs.get(name))
+            if name not in self._config.packs:
+                batch.columns[name] = column(items, plan.samples)
+                return
+            steps = (slice(at, at + plan.step_rows) for at in range(0, max(1, len(items)), plan.step_rows))
+            batch.columns[name] = PackedSteps([column(items[step], plan.samples[step]) for step in steps])
 
     def _start_decode(self, batch: Batch, images: Mapping[str, Sequence[memoryview]]) -> None:
         parts = _divide(len(batch.plan.samples), 4 * self._threads)
