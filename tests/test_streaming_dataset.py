@@ -367,6 +367,18 @@ def test_too_little_memory_names_the_need_and_that_much_is_enough(url):
         assert len(found) == len(set(found)) == (N - N % 32 if remainder == "drop" else N)
 
 
+def test_small_batches_are_gathered_together_if_memory_suffices(url):
+    def steps_at_once(**options: Any) -> int:
+        ds = StreamingDataset(url, batch_size=4, fields=["x"], **options)
+        assert next(iter(ds))["x"].untyped_storage().nbytes() == 4 * 1200  # not that of all batches
+        return ds._engine().run._upcoming.steps_at_once
+
+    with pytest.raises(TooLittle) as caught:
+        iter(StreamingDataset(url, batch_size=4, fields=["x"], memory=1))
+    need = int(str(caught.value).split("needs memory=")[1].split()[0])
+    assert steps_at_once() > steps_at_once(memory=need) == 1
+
+
 # steps that are gathered together, and one that needs more blocks than are requested ahead
 @pytest.mark.parametrize(("batch_size", "number"), [(1, 1), (16, 4), (64, 4), (512, 0)])
 def test_a_missing_shard_is_named_after_the_batches_before_it(tmp_path, batch_size, number):

@@ -31,7 +31,7 @@ from streamloader.engine.fetcher import FIRST, Fetcher, Hedging, Pace, sleeper
 from streamloader.engine.memory import ITEM_BYTES, READY_BATCHES, Budget, Demand, Memory, allot, allowance, in_slots
 from streamloader.engine.stages import Batch, LoaderConfig, StageOptions, Stages, WorkerThreads
 from streamloader.engine.transform import HeldTransform
-from streamloader.errors import EngineError, ForkError, StreamloaderError, wrapped
+from streamloader.errors import EngineError, ForkError, MemoryBudgetError, StreamloaderError, wrapped
 from streamloader.format.codecs import scratch_bytes
 from streamloader.format.manifest import FieldLayout
 from streamloader.format.reader import MAX_REQUEST, FieldReader
@@ -153,14 +153,17 @@ class Engine:
         """Return the number of steps to plan and gather together: several if their batches are small.
 
         They are as many as have `GATHERED_BYTES`, and not more rows than a block, so that they need no more slots. One
-        for batches that are decoded or transformed, which takes longer than gathering them.
+        for batches that are decoded or transformed, which takes longer than gathering them, and if `memory` does not
+        suffice for more.
         """
         config, block = self._config, share.need(1).block
         if config.decoders or self._transform is not None:
             return 1
         size = share.batch * sum(max(map(_mean_bytes, self._readers(name))) for name in self._names)
         steps = min(MAX_STEPS_AT_ONCE, int(GATHERED_BYTES / max(1.0, size)))
-        return max(1, steps if block == 1 else min(steps, block // share.batch))
+        steps = max(1, steps if block == 1 else min(steps, block // share.batch))
+        fits = self.least_memory(share.need(steps)) <= allowance(config.memory, config.ranks_here)
+        return steps if fits else 1
 
     def least_memory(self, need: Need) -> int:
         """Return the minimum `memory`, in bytes, that `plan_memory` accepts."""
@@ -552,7 +555,10 @@ class Assembler:
                     problem = f"none of {self._budget.slots} slots is free for block {ref.start}:{ref.stop}"
                     remedy = "report this with the dataset's manifest: the plan needs more slots than it declares"
                     return ref.ticket, EngineError(problem, remedy)
-                self._fetcher.check(self._waiting[0])
+                try:
+                    self._fetcher.check(self._waiting[0])
+                except MemoryBudgetError as too_little:
+                    return ref.ticket, too_little
                 self._admit_next()
             with self.counters.timed("fetch_wait_seconds"):
                 error = self._fetcher.wait(ref.ticket)
@@ -589,7 +595,10 @@ class Assembler:
             batch.fail(error)
 
     def _release(self, plan: BatchPlan) -> None:
-        for ticket in plan.done if not self._closed else ():
+        """Release the blocks that no later plan needs."""
+        if self._closed:
+            return
+        for ticket in plan.done:
             self._fetcher.forget(ticket)
             self._arena.release(ticket)
         self._admit()

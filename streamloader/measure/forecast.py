@@ -183,7 +183,7 @@ def forecast(url: str, options: ForecastOptions) -> Forecast:
     share = Share(order, options.batch_size, world, "pad", dataset.unit(params))
     engine = Engine([dataset], LoaderConfig(memory=options.memory, ranks_here=options.ranks_here))
     params, need = share.fetch_params, share.need()
-    held, budget = engine.plan_memory(need)
+    held, budget = engine.plan_memory(share.need(engine.steps_at_once(share)))
     together = replace(share, batch=share.global_batch, world=World(0, 1))
     rank_mixing, together_mixing = mixings((share, together))
     factor = share.read_factor if order.shuffle else _ranks_per_unit(params.block, share)
