@@ -266,7 +266,7 @@ class Counters:
             self.add(**{name: time.perf_counter() - begin})
 
     def delivered(self, samples: int, batches: int, requested: float) -> None:
-        """Count batches that are returned now and were requested at `requested` (`time.perf_counter`)."""
+        """Count batches, small ones together, that were requested at `requested` (`time.perf_counter`)."""
         now, cpu = time.perf_counter(), time.process_time()
         with self._lock:
             if first := not self._end:

@@ -4,6 +4,7 @@ import gc
 import json
 import threading
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
@@ -18,10 +19,12 @@ from datasets import assert_threads_end, before_error, numbers, our_threads, pla
 from torch.utils.data import DataLoader
 from transform_tasks import slow
 
+from streamloader.engine import stages
 from streamloader.engine.engine import Pipeline
-from streamloader.engine.stages import Batch
+from streamloader.engine.stages import Batch, items_to_column
 from streamloader.errors import (
     BatchError,
+    DecodeError,
     EngineError,
     FieldError,
     MissingObjectError,
@@ -377,6 +380,67 @@ def test_small_batches_are_gathered_together_if_memory_suffices(url):
         iter(StreamingDataset(url, batch_size=4, fields=["x"], memory=1))
     need = int(str(caught.value).split("needs memory=")[1].split()[0])
     assert steps_at_once() > steps_at_once(memory=need) == 1
+
+
+@pytest.mark.parametrize(("batch_size", "before"), [(4, 28), (None, 30)])
+def test_a_group_that_fails_leaves_nothing_behind(tmp_path, monkeypatch, batch_size, before):
+    """The steps before the one with the error come, and the memory of the pass is freed without a collection."""
+    datasets.write(tmp_path / "d", 256, ["x", "name"])
+    ds = StreamingDataset(tmp_path / "d", batch_size=batch_size, shuffle=False, with_index=True)
+
+    def fails(name: str, kind: Any, items: Any, samples: Any, *args: Any, **options: Any) -> Any:
+        if 30 in samples:
+            raise DecodeError("sample 30 is bad", "repair it")
+        return items_to_column(name, kind, items, samples, *args, **options)
+
+    def run() -> tuple[list[int], weakref.ref[Any]]:
+        found: list[int] = []
+        iterator = iter(ds)
+        arena = weakref.ref(ds._engine().run.core.memory.arena)
+        with suppress(DecodeError):
+            for batch in iterator:
+                found += numbers(batch)
+        return found, arena
+
+    monkeypatch.setattr(stages, "items_to_column", fails)
+    gc.collect()
+    gc.disable()
+    try:
+        found, arena = run()
+        ds.close()
+        assert_threads_end()
+        assert found == list(range(before))
+        assert arena() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("spec", ["uint8[16384]", "bytes"])
+def test_chunks_between_selected_ones_are_not_kept_in_memory(tmp_path, spec):
+    """Every eighth chunk is selected whole; requests read the chunks between them, too."""
+    from streamloader.format.writer import Writer
+
+    layout = Layout(shard_size=1 << 23, block_size=1 << 19, chunk_size=1 << 16, codec="none")
+    with Writer(tmp_path / "d", {"x": spec}, layout=layout) as out:
+        for i in range(4096):
+            row = np.full(16384, i % 251, np.uint8)
+            out.write({"x": row if spec != "bytes" else row.tobytes()})
+    chosen = (np.arange(4096) // 4) % 8 == 0
+    options: dict[str, Any] = {"where": chosen, "shuffle": Shuffle(block=64, window=256, lanes=1), "with_index": True}
+    ds = StreamingDataset(tmp_path / "d", batch_size=32, **options)
+    for batch in ds:
+        assert [row[0] for row in batch["x"]] == [i % 251 for i in batch["index"].tolist()]
+        # 8 MiB are selected; a request reads 1 MiB at most
+        assert ds._engine().run.core.memory.bodies.used < 24 << 20
+
+
+def test_a_pass_that_is_closed_keeps_no_batches(url):
+    ds = StreamingDataset(url, batch_size=4, fields=["x"])
+    iterator = iter(ds)
+    next(iterator)
+    assert iterator._waiting
+    ds.close()
+    assert not iterator._waiting
 
 
 # steps that are gathered together, and one that needs more blocks than are requested ahead

@@ -152,16 +152,17 @@ class Engine:
     def steps_at_once(self, share: EpochShare) -> int:
         """Return the number of steps to plan and gather together: several if their batches are small.
 
-        They are as many as have `GATHERED_BYTES`, and not more rows than a block, so that they need no more slots. One
-        for batches that are decoded or transformed, which takes longer than gathering them, and if `memory` does not
-        suffice for more.
+        They are as many as have `GATHERED_BYTES`, as long as they need no more slots than one. One for batches that are
+        decoded or transformed, which takes longer than gathering them, and if `memory` does not suffice for more.
         """
-        config, block = self._config, share.need(1).block
+        config, need = self._config, share.need(1)
         if config.decoders or self._transform is not None:
             return 1
         size = share.batch * sum(max(map(_mean_bytes, self._readers(name))) for name in self._names)
-        steps = min(MAX_STEPS_AT_ONCE, int(GATHERED_BYTES / max(1.0, size)))
-        steps = max(1, steps if block == 1 else min(steps, block // share.batch))
+        steps = max(1, min(MAX_STEPS_AT_ONCE, int(GATHERED_BYTES / max(1.0, size))))
+        held = all(reader.layout.resident for name in self._names for reader in self._readers(name))
+        while steps > 1 and not held and share.need(steps).slots > need.slots:
+            steps //= 2
         fits = self.least_memory(share.need(steps)) <= allowance(config.memory, config.ranks_here)
         return steps if fits else 1
 
@@ -399,7 +400,7 @@ class Assembler:
         self._budget = budget
         # With `memory=`, the headers of images give their size.
         self._measures_images = budget.exact and stages.decodes
-        self._last_bytes = 0  # of the variable-size columns of the previous batch
+        self._last_bytes = 0  # of the variable-size columns of the previous plan's batch
         self._ahead = 0  # blocks that were admitted and that no batch has waited for yet
         self._planned: deque[BatchPlan | None] = deque()  # None: the end of a pass
         self._planned_rows = 0
@@ -436,34 +437,50 @@ class Assembler:
                 if batch is not None and batch.error is not None:
                     return
 
-    def _assemble(self, plan: BatchPlan) -> list[Batch]:
-        """Return the batch of a plan. If it fails, return the batches of its steps up to the one that fails."""
-        batch, failed = Batch(plan), 0  # `failed`: the ticket of the block that cannot be loaded
-        try:
-            failed, error = self._load(plan)
-            if error is None and not self._closed and self._budget.exact:
-                self._take_places(batch)
-        except StreamloaderError as problem:
-            error = problem
-        batches = [batch]
-        if error is None:
-            self._gather(batch)
-        else:
-            batch.fail(error)
-        if batch.error is not None and len(plan.rows) > plan.step_rows:
-            batches = []
-            for step in plan.steps():
-                batches.append(Batch(step))
-                if error is not None and step.tickets.max() >= failed:
-                    batches[-1].fail(error)
-                else:
-                    self._gather(batches[-1])
-                if batches[-1].error is not None:
-                    break
-        del error  # its traceback may hold this frame
-        if batches[-1].error is None:
+    def _assemble(self, plan: BatchPlan) -> Iterator[Batch]:
+        """Yield the batch of a plan; if it fails, those of its steps up to the one that fails. One has a place."""
+        failed_ticket, error = self._load(plan)
+        batch = Batch(plan)
+        if error is None and self._make(batch):
             self._release(plan)
-        return batches
+            yield batch
+            return
+        if len(plan.rows) <= plan.step_rows:
+            if error is not None:
+                batch.fail(error)
+            del error  # its traceback may hold this frame
+            yield batch
+            return
+        batch.drop()
+        self._places.release(batch.places)
+        for step in plan.steps():
+            if not self._acquire_place():
+                return
+            batch = Batch(step)
+            if error is not None and step.tickets.max() >= failed_ticket:
+                batch.fail(error)
+                del error
+            else:
+                self._make(batch)
+            failed = batch.error is not None  # before the consumer takes the error
+            yield batch
+            if failed:
+                return
+        self._release(plan)
+
+    def _make(self, batch: Batch) -> bool:
+        """Gather a batch whose blocks are loaded; return whether that succeeded. Later stages may still fail."""
+        if self._closed:
+            return True
+        try:
+            if self._budget.exact:
+                self._take_places(batch)
+            with self.counters.timed("gather_seconds"):
+                self.stages.start(batch)
+        except BaseException as error:  # noqa: BLE001 - the consumer waits for the batch, so it must finish
+            batch.fail(error)
+            return False
+        return True
 
     def next_ready(self) -> Batch | None:
         """Return the next batch, perhaps unfinished, or None after the last one of a pass.
@@ -584,15 +601,6 @@ class Assembler:
         self._last_bytes = size
         while batch.places < min(READY_BATCHES, -(-size // self._budget.usual_bytes)) and self._acquire_place():
             batch.places += 1
-
-    def _gather(self, batch: Batch) -> None:
-        if self._closed:
-            return
-        try:
-            with self.counters.timed("gather_seconds"):
-                self.stages.start(batch)
-        except BaseException as error:  # noqa: BLE001 - the consumer waits for the batch, so it must finish
-            batch.fail(error)
 
     def _release(self, plan: BatchPlan) -> None:
         """Release the blocks that no later plan needs."""

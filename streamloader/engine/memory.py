@@ -123,7 +123,7 @@ class Arena:
         if name in self._fixed:
             self._fixed[name].take(places, axis=0, out=out, mode="clip")
             return
-        into, size = out.reshape(-1).view(np.uint8).data, out[0].nbytes
+        into, size = out.reshape(-1).view(np.uint8).data, math.prod(out.shape[1:]) * out.itemsize
         for number, item in enumerate(self.items(name, places)):
             into[number * size : (number + 1) * size] = item
 

@@ -145,7 +145,7 @@ class Batch:
 
 
 class PackedSteps(NamedTuple):
-    """The packed column of each step: rows of a packed column may hold samples of several steps."""
+    """The packed column of each step of a plan of several steps: a row of values holds samples of one step only."""
 
     columns: list[Ragged]
 
@@ -153,19 +153,21 @@ class PackedSteps(NamedTuple):
 def split_steps(batch: Batch) -> Iterator[tuple[BatchPlan, Mapping[str, Any]]]:
     """Yield the plan and the columns of each step of a finished batch. Arrays are views."""
     plan = batch.plan
-    single = len(plan.rows) <= plan.step_rows
-    for number, step in enumerate([plan] if single else plan.steps()):
+    if len(plan.rows) <= plan.step_rows:
+        yield plan, batch.columns
+        return
+    for number, step in enumerate(plan.steps()):
         first = number * plan.step_rows
-        rows = slice(0, None) if single else slice(first, first + plan.step_rows)
-        yield step, {name: _of_step(column, number, rows) for name, column in batch.columns.items()}
+        stop = first + len(step.rows)
+        yield step, {name: _of_step(column, number, first, stop) for name, column in batch.columns.items()}
 
 
-def _of_step(column: Any, number: int, rows: slice) -> Any:
+def _of_step(column: Any, number: int, first: int, stop: int) -> Any:
     if isinstance(column, PackedSteps):
         return column.columns[number]
     if not isinstance(column, Ragged):
-        return column[rows]
-    edges = column.offsets[rows.start : None if rows.stop is None else rows.stop + 1]
+        return column[first:stop]
+    edges = column.offsets[first : stop + 1]
     return Ragged(column.values[edges[0] : edges[-1]], edges - edges[0])
 
 
@@ -367,10 +369,10 @@ class Stages:
             images[name] = items
         else:
             column = partial(items_to_column, name, field, buffers=self._buffers, pack=self._config.packs.get(name))
-            if name not in self._config.packs:
+            if name not in self._config.packs or len(items) <= plan.step_rows:
                 batch.columns[name] = column(items, plan.samples)
                 return
-            steps = (slice(at, at + plan.step_rows) for at in range(0, max(1, len(items)), plan.step_rows))
+            steps = (slice(at, at + plan.step_rows) for at in range(0, len(items), plan.step_rows))
             batch.columns[name] = PackedSteps([column(items[step], plan.samples[step]) for step in steps])
 
     def _start_decode(self, batch: Batch, images: Mapping[str, Sequence[memoryview]]) -> None:

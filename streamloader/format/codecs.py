@@ -47,7 +47,7 @@ def column_size(column: Column) -> int:
 
 @dataclass(frozen=True, eq=False)
 class Items:
-    """The items of one variable-size chunk: item i is `buffer[starts[i]:stops[i]]`."""
+    """The items of one chunk: item i is `buffer[starts[i]:stops[i]]`."""
 
     buffer: memoryview
     starts: NDArray[np.int64]

@@ -67,16 +67,17 @@ class ChunkRows(NamedTuple):
         return self.rows if self.selected is None else len(self.selected)
 
 
-def select_items(items: Items, part: ChunkRows) -> Items:
-    """Return the selected items of a chunk; they are copied if they are less than half of its bytes."""
-    if part.selected is None:
+def select_items(items: Items, part: ChunkRows, *, copied: bool = False) -> Items:
+    """Return the selected items of a chunk, `copied` or if they are less than half of its bytes."""
+    if part.selected is None and not copied:
         padded = part.rows < len(items)
         return Items(items.buffer, items.starts[: part.rows], items.stops[: part.rows]) if padded else items
-    starts, stops = items.starts[part.selected], items.stops[part.selected]
+    rows = np.arange(part.rows) if part.selected is None else part.selected
+    starts, stops = items.starts[rows], items.stops[rows]
     edges = np.concatenate([[0], np.cumsum(stops - starts)])
-    if 2 * edges[-1] >= len(items.buffer):
+    if 2 * edges[-1] >= len(items.buffer) and not copied:
         return Items(items.buffer, starts, stops)
-    joined = b"".join(items[i] for i in part.selected.tolist())
+    joined = b"".join(items[i] for i in rows.tolist())
     return Items(memoryview(joined), edges[:-1], edges[1:])
 
 
@@ -226,7 +227,9 @@ class FieldReader:
             raise self._damage(run, 0, f"{len(data)} of {run.stop - run.start} bytes were received")
         placed: list[Placed] = []
         end = 0
-        parts = chunk_rows(run, self.layout.chunk, first)
+        parts = list(chunk_rows(run, self.layout.chunk, first))
+        # items that are not decompressed would keep the chunks between them in memory
+        copied = self.layout.codec == "none" and not all(part.size for part in parts)
         for i, (part, size) in enumerate(zip(parts, run.sizes.tolist(), strict=True)):
             end += size
             if not part.size:
@@ -236,7 +239,9 @@ class FieldReader:
                 if out is not None:
                     self._decode_rows(body, out, part)
                 else:
-                    placed.append((part.row, select_items(decode_items(self.layout, body, allocate), part)))
+                    placed.append(
+                        (part.row, select_items(decode_items(self.layout, body, allocate), part, copied=copied))
+                    )
             except CorruptError as error:
                 raise self._damage(run, i, error.problem) from error
         return placed if out is None else None

@@ -115,31 +115,32 @@ class Pass(SharedIterator):
         pipeline = self._pipeline
         if pipeline is None:
             raise pass_ended()
-        asked = time.perf_counter()
-        if not self._waiting:
+        asked, waiting = time.perf_counter(), self._waiting  # another thread may call `end`
+        if not waiting:
             made = next(pipeline, None)
             if made is None:
                 self._complete_once()
                 raise StopIteration
-            self._waiting.extend(self._converted(made))
-        batch, unreported = self._waiting[0]
+            waiting.extend(self._converted(made))
+        batch, unreported = waiting[0]
         if unreported:
-            self._waiting[0] = batch, 0
+            waiting[0] = batch, 0
             self._report(unreported, asked)
         # A caller that knows the number of batches does not ask for one more, so the last batch completes the pass.
-        if len(self._waiting) == 1 and self._steps + 1 >= self._last_step:
+        if len(waiting) == 1 and self._steps + 1 >= self._last_step:
             next(pipeline, None)
         self._steps += 1
         if (dataset := self._dataset()) is not None:
             dataset._deliver(self._begin, self._steps)
         if pipeline.completed:
             self._complete_once()
-        self._waiting.popleft()
+        waiting.popleft()
         return batch
 
     def end(self) -> None:
         """End the threads of this pass; `next` raises from now on."""
         pipeline, self._pipeline = self._pipeline, None
+        self._waiting = deque()
         if pipeline is not None:
             pipeline.close()
 
