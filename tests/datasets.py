@@ -101,6 +101,15 @@ def before_error(batches: Iterable[Mapping[str, Any]], kind: type[Exception], sh
     return found, caught.value
 
 
+def least_memory(url: Any, **arguments: Any) -> int:
+    """The need that the error of a much too small memory= names."""
+    from streamloader.errors import MemoryBudgetError
+    from streamloader.pytorch.dataset import StreamingDataset
+
+    _, error = before_error(StreamingDataset(url, memory=1, **arguments), MemoryBudgetError, "needs memory=")
+    return int(str(error).split("needs memory=")[1].split()[0])
+
+
 def planned(ds: Any, shuffle: bool = True, seed: int = 0, epoch: int = 0) -> list[int]:
     """The order of an epoch by the planner, from what the manifest pins."""
     pin, count = ds._datasets[0].manifest.order, ds.num_samples

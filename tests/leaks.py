@@ -8,8 +8,8 @@ import multiprocessing
 import os
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -166,6 +166,17 @@ def our_threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("streamloader")]
 
 
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """What only a reference cycle holds stays in memory."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
 def growth(cycle: Callable[[], None], count: int, first: int = 3) -> Held:
     """Return what the process holds more after `count` cycles than after the `first`; nothing is collected.
 
@@ -173,15 +184,11 @@ def growth(cycle: Callable[[], None], count: int, first: int = 3) -> Held:
     """
     for _ in range(first):
         cycle()
-    gc.collect()
-    before = held()
-    gc.disable()
-    try:
+    with uncollected():
+        before = held()
         for _ in range(count):
             cycle()
         after = held()
-    finally:
-        gc.enable()
     return Held(*(b - a for a, b in zip(before, after, strict=True)))
 
 

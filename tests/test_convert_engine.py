@@ -1,6 +1,5 @@
 """The local engine: tasks in processes that may be killed at any moment."""
 
-import gc
 import os
 import weakref
 from concurrent.futures import Future
@@ -9,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from engine_tasks import ROWS, Run
+from leaks import uncollected
 
 from streamloader.conversion.executors import ATTEMPTS, Executor, WorkerPool, open_local, run_tasks
 from streamloader.errors import EngineError, SourceError
@@ -71,13 +71,10 @@ def test_the_failure_of_a_task_is_freed_without_garbage_collection(tmp_path):
         kept.append(weakref.ref(future.result()))
         return future
 
-    gc.disable()
-    try:
+    with uncollected():
         with pytest.raises(SourceError, match="row 0 is bad"):
             run_tasks(Executor("a fake", submit, lambda: 1), Run(tmp_path, count=1).tasks(), print)
         assert [error() for error in kept] == [None]
-    finally:
-        gc.enable()
 
 
 def test_a_bug_in_a_worker_is_an_engine_error_with_its_traceback(local):

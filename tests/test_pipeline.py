@@ -10,21 +10,14 @@ import datasets
 import fsspec
 import numpy as np
 import pytest
-from datasets import assert_threads_end, before_error, seen
+from datasets import assert_threads_end, before_error, least_memory, seen
 from folder_server import folder_server
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torchrun import run_python
 from transform_tasks import NoMessage
 
-from streamloader.errors import (
-    EndpointError,
-    EngineError,
-    MemoryBudgetError,
-    StorageError,
-    ThrottledError,
-    TransientError,
-)
+from streamloader.errors import EndpointError, EngineError, StorageError, ThrottledError, TransientError
 from streamloader.format.writer import Writer
 from streamloader.options import Layout, RetryPolicy, Shuffle
 from streamloader.order.epoch_order import EpochOrder
@@ -37,13 +30,6 @@ FIELDS = ["x", "label", "tok", "name"]
 @pytest.fixture(scope="module")
 def folder(data: Any) -> Path:
     return Path(data(512, "x", "label"))
-
-
-def least_memory(url: Any, **arguments: Any) -> int:
-    """The need that the error of a much too small memory= names."""
-    with pytest.raises(MemoryBudgetError) as caught:
-        iter(StreamingDataset(url, memory=1, **arguments))
-    return int(str(caught.value).split("needs memory=")[1].split()[0])
 
 
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -1,7 +1,6 @@
 """All stores behave alike: memory, local files and real S3 servers."""
 
 import errno
-import gc
 import os
 import pickle
 import threading
@@ -16,6 +15,7 @@ from http.server import SimpleHTTPRequestHandler
 import numpy as np
 import pytest
 from faulty import QuietHandler, serving
+from leaks import uncollected
 
 from streamloader.errors import NotFoundError, ObjectExistsError, UnsupportedError, UsageError
 from streamloader.storage import ObjectInfo, open_store
@@ -205,12 +205,8 @@ def test_an_error_keeps_nothing_of_its_caller(store):
     calls = [store.get, lambda path: store.get_range(path, 0, 1), lambda path: store.get_tail(path, 1)]
     calls += [lambda path: store.replace(path, b"1", b"0"), lambda path: store.reader().read(path, 0, 1)]
     calls += [lambda path: run_all(store.get, [path] * 2, 2)]
-    gc.collect()
-    gc.disable()
-    try:
+    with uncollected():
         assert [ask(call)() for call in calls] == [None] * len(calls)
-    finally:
-        gc.enable()
 
 
 def test_delete_ignores_missing_objects(store):

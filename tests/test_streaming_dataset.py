@@ -1,6 +1,5 @@
 """What comes out of `StreamingDataset`: every sample once, with its exact content, in the planned order."""
 
-import gc
 import json
 import threading
 import time
@@ -15,7 +14,8 @@ import pytest
 import reference_order as reference
 import torch
 from conversions import wait_for
-from datasets import assert_threads_end, before_error, numbers, our_threads, planned, seen, take
+from datasets import assert_threads_end, before_error, least_memory, numbers, our_threads, planned, seen, take
+from leaks import uncollected
 from torch.utils.data import DataLoader
 from transform_tasks import slow
 
@@ -359,9 +359,7 @@ def test_a_column_is_never_silently_replaced_by_a_field(tmp_path):
 
 
 def test_too_little_memory_names_the_need_and_that_much_is_enough(url):
-    with pytest.raises(TooLittle, match=r"needs memory=(\d+) bytes") as caught:
-        iter(StreamingDataset(url, batch_size=32, memory=1000))
-    need = int(str(caught.value).split("needs memory=")[1].split()[0])
+    need = least_memory(url, batch_size=32)
     for less in (need - 1, "1KiB"):
         with pytest.raises(TooLittle, match=f"but memory={1024 if less == '1KiB' else less};"):
             iter(StreamingDataset(url, batch_size=32, memory=less))
@@ -373,13 +371,14 @@ def test_too_little_memory_names_the_need_and_that_much_is_enough(url):
 def test_small_batches_are_gathered_together_if_memory_suffices(url):
     def steps_at_once(**options: Any) -> int:
         ds = StreamingDataset(url, batch_size=4, fields=["x"], **options)
-        assert next(iter(ds))["x"].untyped_storage().nbytes() == 4 * 1200  # not that of all batches
-        return ds._engine().run._upcoming.steps_at_once
+        iterator = iter(ds)
+        assert next(iterator)["x"].untyped_storage().nbytes() == 4 * 1200  # not that of all batches
+        steps = ds._engine().run._upcoming.steps_at_once
+        ds.close()
+        assert not iterator._waiting  # a pass that is closed keeps no batches
+        return steps
 
-    with pytest.raises(TooLittle) as caught:
-        iter(StreamingDataset(url, batch_size=4, fields=["x"], memory=1))
-    need = int(str(caught.value).split("needs memory=")[1].split()[0])
-    assert steps_at_once() > steps_at_once(memory=need) == 1
+    assert steps_at_once() > steps_at_once(memory=least_memory(url, batch_size=4, fields=["x"])) == 1
 
 
 @pytest.mark.parametrize(("batch_size", "before"), [(4, 28), (None, 30)])
@@ -393,26 +392,18 @@ def test_a_group_that_fails_leaves_nothing_behind(tmp_path, monkeypatch, batch_s
             raise DecodeError("sample 30 is bad", "repair it")
         return items_to_column(name, kind, items, samples, *args, **options)
 
-    def run() -> tuple[list[int], weakref.ref[Any]]:
-        found: list[int] = []
-        iterator = iter(ds)
+    monkeypatch.setattr(stages, "items_to_column", fails)
+    with uncollected():
+        iterator, found = iter(ds), []
         arena = weakref.ref(ds._engine().run.core.memory.arena)
         with suppress(DecodeError):
             for batch in iterator:
                 found += numbers(batch)
-        return found, arena
-
-    monkeypatch.setattr(stages, "items_to_column", fails)
-    gc.collect()
-    gc.disable()
-    try:
-        found, arena = run()
+        del iterator, batch
         ds.close()
         assert_threads_end()
         assert found == list(range(before))
         assert arena() is None
-    finally:
-        gc.enable()
 
 
 @pytest.mark.parametrize("spec", ["uint8[16384]", "bytes"])
@@ -421,10 +412,9 @@ def test_chunks_between_selected_ones_are_not_kept_in_memory(tmp_path, spec):
     from streamloader.format.writer import Writer
 
     layout = Layout(shard_size=1 << 23, block_size=1 << 19, chunk_size=1 << 16, codec="none")
+    rows = (np.arange(4096) % 251).astype(np.uint8).repeat(16384).reshape(4096, -1)
     with Writer(tmp_path / "d", {"x": spec}, layout=layout) as out:
-        for i in range(4096):
-            row = np.full(16384, i % 251, np.uint8)
-            out.write({"x": row if spec != "bytes" else row.tobytes()})
+        out.write_batch({"x": list(map(bytes, rows)) if spec == "bytes" else rows})
     chosen = (np.arange(4096) // 4) % 8 == 0
     options: dict[str, Any] = {"where": chosen, "shuffle": Shuffle(block=64, window=256, lanes=1), "with_index": True}
     ds = StreamingDataset(tmp_path / "d", batch_size=32, **options)
@@ -432,15 +422,6 @@ def test_chunks_between_selected_ones_are_not_kept_in_memory(tmp_path, spec):
         assert [row[0] for row in batch["x"]] == [i % 251 for i in batch["index"].tolist()]
         # 8 MiB are selected; a request reads 1 MiB at most
         assert ds._engine().run.core.memory.bodies.used < 24 << 20
-
-
-def test_a_pass_that_is_closed_keeps_no_batches(url):
-    ds = StreamingDataset(url, batch_size=4, fields=["x"])
-    iterator = iter(ds)
-    next(iterator)
-    assert iterator._waiting
-    ds.close()
-    assert not iterator._waiting
 
 
 # steps that are gathered together, and one that needs more blocks than are requested ahead
@@ -468,7 +449,6 @@ def test_dropping_an_iterator_ends_its_threads(url):
             next(iterator)
         assert our_threads()
         del iterator
-        gc.collect()
         assert_threads_end()
 
 

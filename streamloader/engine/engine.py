@@ -340,8 +340,7 @@ class Pipeline:
             raise StopIteration
         if self._failed:  # StopIteration would look like the end of the epoch, to other threads of the loop too
             raise EngineError("this pass ended with an error, which was raised before", "fix it, and iterate again")
-        if not self._owner.here:
-            raise ForkError("this pass belongs to the process that was forked", "call iter(dataset) in this one")
+        self.check_process()
         asked = time.perf_counter()
         try:
             self._next = batch = self._next or self._run.core.next_ready()
@@ -361,6 +360,11 @@ class Pipeline:
         samples = len(batch.plan.samples)
         self._run.core.counters.delivered(samples, -(-samples // batch.plan.step_rows), asked)
         return batch
+
+    def check_process(self) -> None:
+        """Raise `ForkError` in a forked child."""
+        if not self._owner.here:
+            raise ForkError("this pass belongs to the process that was forked", "call iter(dataset) in this one")
 
     def close(self) -> None:
         """End an incomplete pass and its run; a thread that waits for a batch gets an `EngineError`."""

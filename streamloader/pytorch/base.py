@@ -115,6 +115,7 @@ class Pass(SharedIterator):
         pipeline = self._pipeline
         if pipeline is None:
             raise pass_ended()
+        pipeline.check_process()
         asked, waiting = time.perf_counter(), self._waiting  # another thread may call `end`
         if not waiting:
             made = next(pipeline, None)
