@@ -52,6 +52,7 @@ AHEAD = 2
 # Batches that are gathered together: they fit in a core's cache, and their columns share a buffer.
 GATHERED_BYTES = 2 * MIB
 MAX_STEPS_AT_ONCE = 16
+LEAST_GROUPS = 16  # in an epoch: the first batch must not wait for much of it
 # The maximum number of batches planned ahead: plans are made in spans, each while the batches of the last are gathered.
 PLANNED = 256
 
@@ -152,14 +153,16 @@ class Engine:
     def steps_at_once(self, share: EpochShare) -> int:
         """Return the number of steps to plan and gather together: several if their batches are small.
 
-        They are as many as have `GATHERED_BYTES`, as long as they need no more slots than one. One for batches that are
-        decoded or transformed, which takes longer than gathering them, and if `memory` does not suffice for more.
+        They are as many as have `GATHERED_BYTES`, at most 1/16 of the epoch, as long as they need no more slots than
+        one. One for batches that are decoded or transformed, which takes longer than gathering them, and if `memory`
+        does not suffice for more.
         """
         config, need = self._config, share.need(1)
         if config.decoders or self._transform is not None:
             return 1
         size = share.batch * sum(max(map(_mean_bytes, self._readers(name))) for name in self._names)
-        steps = max(1, min(MAX_STEPS_AT_ONCE, int(GATHERED_BYTES / max(1.0, size))))
+        most = min(MAX_STEPS_AT_ONCE, share.num_steps(0) // LEAST_GROUPS)
+        steps = max(1, min(most, int(GATHERED_BYTES / max(1.0, size))))
         held = all(reader.layout.resident for name in self._names for reader in self._readers(name))
         while steps > 1 and not held and share.need(steps).slots > need.slots:
             steps //= 2
