@@ -219,13 +219,10 @@ def test_killed_processes_leave_nothing_and_the_same_command_resumes(photos, tmp
         process.kill()
         process.wait()
         wait_for(lambda: not group(process.pid))
-    kept = receipts(out)
     with converting(photos, out, *SMALL) as process:
         wait_for(lambda: len(group(process.pid)) == 3)
-        worker = min(set(group(process.pid)) - {process.pid})
-        os.kill(worker, signal.SIGSTOP)  # it has a task, so that the run cannot end before it is killed
-        wait_for(lambda: receipts(out) > kept)
-        os.kill(worker, signal.SIGKILL)
+        # at once: a worker that is stopped first may hold the lock of the queue of tasks, and the other waits forever
+        os.kill(min(set(group(process.pid)) - {process.pid}), signal.SIGKILL)
         assert process.wait(300) == 0, errors_of(out)
     assert "of 120 samples" in errors_of(out) and "kept from before" in errors_of(out)
     assert contents(out) == contents(tmp_path / "whole")
