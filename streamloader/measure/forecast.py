@@ -1,4 +1,4 @@
-"""Forecasts the memory, requests and cost of training on a dataset, and how well its batches mix."""
+"""Forecasts the memory, requests, cost and rate of training on a dataset, and how well its batches mix."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ import numpy as np
 
 from streamloader.engine.dataset import Dataset
 from streamloader.engine.engine import Engine
+from streamloader.engine.memory import Budget
 from streamloader.engine.stages import LoaderConfig
 from streamloader.errors import UsageError
+from streamloader.measure.model import Machine, Rate, load_of, predict
 from streamloader.options import Shuffle
 from streamloader.order.epoch_order import EpochOrder, params_for_world
 from streamloader.order.schedule import Share, World
@@ -101,7 +103,7 @@ class ForecastOptions:
     """Options of `forecast`. Raises `UsageError` for invalid numbers.
 
     `batch_size`: the samples of a rank's batch. `memory`: bytes, as in `StreamingDataset`. `ranks_here`: the number of
-    ranks that share a machine's memory.
+    ranks that share a `machine`, whose `ranks` they replace.
     """
 
     world_size: int = 1
@@ -113,6 +115,7 @@ class ForecastOptions:
     memory: int | None = None
     ranks_here: int = 1
     dollars_for_a_get: float = DOLLARS_FOR_A_GET
+    machine: Machine = field(default_factory=Machine)
     storage_options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -127,7 +130,8 @@ class Forecast:
 
     `block`, `lanes`, `window`: the order of a new run on these ranks. `pinned_lanes`: the lanes of the dataset. `held`:
     the fields that every rank holds in memory. `requests`, `bytes`, `dollars`: those of all ranks. `rank`, `together`:
-    how the batch of a rank and the global batch mix. `drawn`: the block of each row of the first global batches.
+    how the batch of a rank and the global batch mix. `rate`: of a rank in later epochs. `drawn`: the block of
+    each row of the first global batches.
 
     `memory`: the bytes that the loader of a rank may use. `least_memory`: the least that it needs. `memory_alone`: the
     least that a single rank needs to resume such a run.
@@ -154,6 +158,7 @@ class Forecast:
     pinned_lanes: int
     shuffle: bool
     memory_alone: int
+    rate: Rate
     drawn: tuple[tuple[int, ...], ...] = field(repr=False)
 
     def to_dict(self) -> dict[str, Any]:
@@ -187,7 +192,8 @@ def forecast(url: str, options: ForecastOptions) -> Forecast:
     together = replace(share, batch=share.global_batch, world=World(0, 1))
     rank_mixing, together_mixing = mixings((share, together))
     factor = share.read_factor if order.shuffle else _ranks_per_unit(params.block, share)
-    streamed = _estimate_reads(dataset, [name for name in dataset.names if name not in held], params.block)
+    streaming = [name for name in dataset.names if name not in held]
+    streamed = _estimate_reads(dataset, streaming, params.block)
     resident = _estimate_reads(replace(dataset, selection=None), held, max(1, dataset.manifest.num_samples))
     requests, size = (round(a * factor + b * world.size) for a, b in zip(streamed, resident, strict=True))
     return Forecast(
@@ -212,8 +218,21 @@ def forecast(url: str, options: ForecastOptions) -> Forecast:
         pinned_lanes=pinned.lanes if order.shuffle else 1,
         shuffle=order.shuffle,
         memory_alone=engine.least_memory(replace(together, batch=share.batch).need()),
+        rate=_rate(dataset, options, (streamed[0] * factor, streamed[1] * factor), streaming, budget),
         drawn=_first_blocks(share, params.block),
     )
+
+
+def _rate(
+    dataset: Dataset, options: ForecastOptions, reads: tuple[float, float], names: Sequence[str], budget: Budget
+) -> Rate:
+    """Return the rate of a rank. Without streamed fields, batches take the place of requests."""
+    machine, count = replace(options.machine, ranks=options.ranks_here), max(1, dataset.num_samples)
+    layouts = [dataset.layouts[name] for name in names or dataset.names]
+    requests, size = reads if names else (count / options.batch_size, 0.0)
+    load = load_of(layouts, (count, options.batch_size), (max(1.0, requests), size))
+    ahead = budget.threads * max(1, len(names))
+    return predict(replace(load, in_flight=budget.threads, ahead=max(ahead, budget.threads)), machine)
 
 
 def _ranks_per_unit(unit: int, share: Share) -> float:
