@@ -149,15 +149,8 @@ def test_the_command_prints_a_line_for_each_topic(folder, capsys):
     status, out, err = run(capsys, "plan", folder, "--world-size", 3, "--batch-size", 8)
     assert (status, err) == (0, "")
     lines = out.splitlines()
-    assert [line.split()[0] for line in lines[1:-1]] == [
-        "steps",
-        "order",
-        "memory",
-        "requests",
-        "reading",
-        "rate",
-        "mixing",
-    ]
+    topics = "steps order memory requests reading rate mixing"
+    assert " ".join(line.split()[0] for line in lines[1:-1]) == topics
     assert lines[0].endswith(": 603 samples")
     assert "26 an epoch, of 8 samples on each of 3 ranks (24 together)" in lines[1]
     assert re.search(r"about \d\.\d times, since 3 ranks do not divide 4 lanes; take --lanes 6$", lines[5])
