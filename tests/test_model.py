@@ -43,8 +43,9 @@ def test_no_rate_exceeds_what_a_resource_allows(load, machine):
 def test_more_of_a_resource_is_never_slower(load, machine):
     rate = simulate(load, machine)
     for more in (replace(machine, network=2 * machine.network), replace(machine, cores=2 * machine.cores)):
-        assert simulate(load, more) >= 0.97 * rate  # the order of events may change a little
-    assert simulate(replace(load, in_flight=2 * load.in_flight), machine) >= 0.97 * rate
+        assert simulate(load, more) >= 0.9 * rate
+    # up to `ahead` of the 768 requests that count may fall out of them at the start, or into them
+    assert simulate(replace(load, in_flight=2 * load.in_flight), machine) >= 0.9 * rate
 
 
 @pytest.mark.parametrize("in_flight", [1, 8, 64])
