@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from bench import report
-from bench.contestants import Contestant, ContestError, peers
+from bench.contestants import BLOCK_READERS, Contestant, ContestError, peers
 from bench.context import RESULTS, Bench, Place
 from bench.laws import measure_laws
 from bench.plan import Settings, cells, expected_seconds, steps
@@ -37,19 +37,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def parser() -> argparse.ArgumentParser:
     """Return the command line."""
     found = argparse.ArgumentParser("python -m bench", description=__doc__)
-    found.add_argument("--quick", action="store_true", help="smaller counts and short epochs of peers")
+    found.add_argument(
+        "--quick", action="store_true", help="the four loaders alone, one worker count each, fewer rounds"
+    )
     found.add_argument("--workloads", nargs="*", choices=list(WORKLOADS), default=list(WORKLOADS))
     found.add_argument("--peers", nargs="*", metavar="PEER", help="default: all; none given: no peer")
-    found.add_argument("--server", choices=["seaweedfs", "moto", "nginx"], default="seaweedfs")
+    found.add_argument("--server", choices=["nginx", "seaweedfs", "moto"], default="nginx")
     found.add_argument("--endpoint", metavar="URL", help="any S3 server, with the AWS keys of the environment")
-    found.add_argument("--repeats", type=int, help="rounds of the project and its ceilings (quick: 2, full: 3)")
+    found.add_argument("--repeats", type=int, help="rounds of the project and its ceilings (quick: 1, full: 3)")
     found.add_argument("--samples", type=int, default=0, help="of every workload, instead of its own count")
-    found.add_argument(
-        "--minutes",
-        type=float,
-        help="for the rounds of all workloads; peers without a turn by then are left out (quick: 5, full: none)",
-    )
-    found.add_argument("--seconds", type=float, help="where peers' epochs are cut (quick: 1, full: 20)")
+    found.add_argument("--seconds", type=float, default=10.0, help="that the epochs after the first take, at least")
     found.add_argument("--no-laws", action="store_true", help="leave out the figures that are the project's alone")
     found.add_argument("--no-fronts", action="store_true", help="no TLS and no counting of requests: needs no nginx")
     found.add_argument("--touch", type=float, default=1.0, metavar="GB", help="memory to touch and free first")
@@ -63,28 +60,29 @@ def parser() -> argparse.ArgumentParser:
 def settings_of(options: argparse.Namespace) -> Settings:
     """Return what the command line asks for. Exits where it names what is not there."""
     known = {peer.name for peer in peers()}
-    wanted = known if options.peers is None else set(options.peers)
+    usual = known - BLOCK_READERS if options.quick else known
+    wanted = usual if options.peers is None else set(options.peers)
     if wanted - known:
         sys.exit(f"no such peer: {', '.join(sorted(wanted - known))}; there are {', '.join(sorted(known)) or 'none'}")
-    nginx_needed = not options.no_fronts or options.server == "nginx" or not options.no_laws
+    nginx_needed = not options.no_fronts or options.server == "nginx" or not (options.quick or options.no_laws)
     if nginx_needed and not shutil.which("nginx"):
         sys.exit(f"{NGINX_HELP}, --no-fronts and --no-laws")
-    minutes = options.minutes if options.minutes is not None else 5.0 if options.quick else 0.0
     return Settings(
         quick=options.quick,
         name=options.out or ("quick" if options.quick else "full"),
         server=options.endpoint or options.server,
         workloads=tuple(options.workloads),
         peers=tuple(sorted(wanted)),
-        workers=(2, 0) if options.quick else (2, 0, 1),
-        repeats=options.repeats or (2 if options.quick else 3),
+        workers=() if options.quick else (2, 0, 1),
+        repeats=options.repeats or (1 if options.quick else 3),
         peer_repeats=1 if options.quick else 2,
-        seconds=options.seconds or (1.0 if options.quick else 20.0),
-        minutes=minutes,
+        seconds=options.seconds,
         samples=options.samples,
         touch=options.touch,
-        laws=not options.no_laws,
-        fronts=() if options.no_fronts else ("tls", "count"),
+        laws=not options.quick and not options.no_laws,
+        fronts=()
+        if options.no_fronts
+        else ("count", "tls", *(("delay", "store") if options.server == "nginx" else ())),
     )
 
 
@@ -134,18 +132,19 @@ def expected(settings: Settings, chosen: list[Contestant]) -> float:
 
 @contextlib.contextmanager
 def place(settings: Settings, data: Path) -> Iterator[Place]:
-    """Run the server. A quick run on SeaweedFS keeps what peers wrote, for the next one."""
+    """Run the server. A quick run keeps what was written, for the next one."""
+    keep = data / "seaweedfs" if settings.server in ("nginx", "seaweedfs") and settings.quick else None
     if settings.server != "nginx":
-        keep = data / "seaweedfs" if settings.server == "seaweedfs" and settings.quick else None
         with endpoint(settings.server, keep) as found:
             yield Place(found, found)
         return
-    with (
-        endpoint("seaweedfs") as writable,
-        tempfile.TemporaryDirectory(prefix="streamloader-static-") as folder,
-        nginx(Path(folder), "plain") as found,
-    ):
-        yield Place(found, writable, Path(folder))
+    with endpoint("seaweedfs", keep) as writable, contextlib.ExitStack() as stack:
+        if settings.quick:
+            folder = data / "static"
+            folder.mkdir(exist_ok=True)
+        else:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="streamloader-static-")))
+        yield Place(stack.enter_context(nginx(folder, "plain")), writable, folder)
 
 
 if __name__ == "__main__":

@@ -61,6 +61,10 @@ CEILINGS = (
 )
 
 
+# Not loaders: libraries that read blocks, with what a careful user writes around them (bench/peers/blocks.py).
+BLOCK_READERS = {"s3connector", "tensorstore", "zarr"}
+
+
 def peers() -> list[Contestant]:
     """Return the peers that have a program and requirements."""
     found = sorted(PEERS.glob("peer_*.py"))

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import math
 import threading
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -16,10 +14,10 @@ from bench import venvs
 from bench.contestants import OURS, Contestant
 from bench.machine import describe, load
 from bench.objects import BUCKET
-from bench.plan import Cell, Settings, cells
+from bench.plan import Cell, Settings, part_of
 from bench.progress import Show
 from bench.servers import Endpoint
-from bench.workloads import DATA, ROOT, Workload
+from bench.workloads import DATA, ROOT
 
 RESULTS = ROOT / "bench" / "results"
 
@@ -37,7 +35,7 @@ class Place:
 class Bench:
     """A run under way.
 
-    `until`: when the present cell's time is over, on the monotonic clock. `best`: workers -> samples/s of each (cell,
+    `best`: workers -> samples/s of each (cell,
     contestant); `sizes`: bytes stored for each; `out`: those that cannot go on; `lock`: held while a file is written.
     """
 
@@ -46,23 +44,12 @@ class Bench:
     show: Show
     data: Path = DATA
     results: Path = RESULTS
-    until: float = math.inf
     best: dict[tuple[str, str], dict[int, float]] = field(default_factory=dict)
     sizes: dict[tuple[str, str], int] = field(default_factory=dict)
     out: set[tuple[str, str]] = field(default_factory=set)
     lock: threading.Lock = field(default_factory=threading.Lock)
     about: dict[str, Any] = field(default_factory=describe)
     number: str = field(default_factory=lambda: datetime.now(UTC).strftime("%Y%m%d-%H%M%S"))
-
-    def begin_cell(self) -> None:
-        """Give the cell whose data is there its share of the minutes."""
-        if self.settings.minutes:
-            self.until = time.monotonic() + 60 * self.settings.minutes / len(cells(self.settings))
-
-    @property
-    def late(self) -> bool:
-        """Whether the present cell's time is over."""
-        return time.monotonic() > self.until
 
     def record(self, line: Mapping[str, Any]) -> dict[str, Any]:
         """Append a line that can be understood by itself, and return it."""
@@ -83,7 +70,7 @@ class Bench:
 
 def specification(bench: Bench, cell: Cell, contestant: Contestant, endpoint: Endpoint) -> dict[str, Any]:
     """Return what every process of the cell is told."""
-    count = bench.settings.count(cell.workload)
+    count = bench.settings.count(cell.workload) // part_of(bench.settings, cell, contestant)
     # a ceiling reads what the project wrote, and the project packs when it reads
     owner = OURS.name if contestant.kind == "ceiling" else contestant.name
     packed = "-packed" if cell.variant == "packed" and contestant.kind == "peer" else ""
@@ -100,12 +87,13 @@ def specification(bench: Bench, cell: Cell, contestant: Contestant, endpoint: En
     }
 
 
-def counts(bench: Bench, workload: Workload) -> dict[str, int]:
-    """Return how much a whole epoch is: samples, what is counted, raw bytes."""
-    count = bench.settings.count(workload)
-    meta = json.loads((bench.data / f"{workload.name}-{count}" / "meta.json").read_text())
-    units = meta["bytes"] // 4 if workload.unit == "tokens" else count
-    return {"samples": count, "units": units, "raw_bytes": meta["bytes"]}
+def counts(bench: Bench, cell: Cell, contestant: Contestant) -> dict[str, int]:
+    """Return how much a whole epoch is: samples, what is counted, raw bytes; and which part of the data."""
+    part = part_of(bench.settings, cell, contestant)
+    count = bench.settings.count(cell.workload) // part
+    meta = json.loads((bench.data / f"{cell.workload.name}-{count}" / "meta.json").read_text())
+    units = meta["bytes"] // 4 if cell.workload.unit == "tokens" else count
+    return {"samples": count, "units": units, "raw_bytes": meta["bytes"], "part": part}
 
 
 def described(cell: Cell, contestant: Contestant) -> dict[str, Any]:

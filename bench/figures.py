@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from bench.contestants import BLOCK_READERS
 
 Line = Mapping[str, Any]
 
@@ -30,7 +33,9 @@ class Spread:
 class Row:
     """One contestant of one cell, at its best worker count; rates in units (samples, or tokens) for each second.
 
-    `workers` and `rates` are of the first epoch, and of all later ones together.
+    `workers` and `rates` are of the first epoch, and of all later ones together; `cpu_per_gigabyte` and
+    `faults_per_gigabyte` (page faults) too. `design_effect`: how well its batches mix, 1 at best, if it was seen;
+    `orders`: different orders that its runs had. `part`: of how many parts of the data it got one.
     """
 
     cell: str
@@ -39,22 +44,18 @@ class Row:
     kind: str
     workers: tuple[int, int]
     rates: tuple[Spread, Spread]
-    second: Spread
     unit_bytes: float
-    cpu_per_gigabyte: Spread
+    cpu_per_gigabyte: tuple[Spread, Spread]
+    faults_per_gigabyte: Spread
     peak: Spread
     first_batch: Spread
-    cut: bool
+    design_effect: float | None
+    orders: int
+    part: int
 
 
 def rate(epoch: Mapping[str, Any]) -> float:
-    """Return what an epoch delivered for each second.
-
-    Of an epoch that was cut, the time up to the first batch is left out: a whole epoch would make little of it.
-    """
-    if epoch.get("cut") and epoch["first_batch_samples"]:
-        samples = epoch["samples"] - epoch["first_batch_samples"]
-        return float(samples / max(1e-9, epoch["seconds"] - epoch["first_batch_seconds"]))
+    """Return what an epoch delivered for each second, from `iter()` to its last sample."""
     return float(epoch["samples"] / max(1e-9, epoch["seconds"]))
 
 
@@ -66,7 +67,7 @@ def first_rate(line: Line) -> float:
 def later_rate(line: Line) -> float:
     """Return the rate of all epochs after the first together; of a single one, its own."""
     later = line["epochs"][1:] or line["epochs"]
-    return sum(epoch["samples"] for epoch in later) / sum(epoch["samples"] / rate(epoch) for epoch in later)
+    return float(sum(epoch["samples"] for epoch in later) / max(1e-9, sum(epoch["seconds"] for epoch in later)))
 
 
 def rates_in_words(line: Line, unit: str) -> str:
@@ -100,6 +101,12 @@ def _row(by_workers: Mapping[int, Sequence[Line]]) -> Row:
     line = found[0]
     size = line["raw_bytes"] / line["units"]
     first = [line["epochs"][0] for line in found]
+    later = [epoch for line in by_workers[best[1]] for epoch in line["epochs"][1:] or line["epochs"]]
+    effects = [epoch["design_effect"] for epoch in first if "design_effect" in epoch]
+
+    def each(name: str, epochs: Sequence[Mapping[str, Any]]) -> Spread:
+        return Spread.of(e.get(name, 0) / max(1, e["samples"]) / size * 1e9 for e in epochs)
+
     return Row(
         cell=cell_of(line),
         unit=line["unit"],
@@ -107,12 +114,14 @@ def _row(by_workers: Mapping[int, Sequence[Line]]) -> Row:
         kind=line["contestant_kind"],
         workers=(best[0], best[1]),
         rates=(spreads[0][best[0]], spreads[1][best[1]]),
-        second=Spread.of(rate(line["epochs"][min(1, len(line["epochs"]) - 1)]) for line in by_workers[best[1]]),
         unit_bytes=size,
-        cpu_per_gigabyte=Spread.of(e["cpu_seconds"] / max(1, e["samples"]) / size * 1e9 for e in first),
+        cpu_per_gigabyte=(each("cpu_seconds", first), each("cpu_seconds", later)),
+        faults_per_gigabyte=each("faults", later),
         peak=Spread.of(epoch["peak_bytes"] for line in found for epoch in line["epochs"]),
         first_batch=Spread.of(epoch["first_batch_seconds"] for epoch in first),
-        cut=any(epoch.get("cut") for line in found for epoch in line["epochs"]),
+        design_effect=statistics.mean(effects) if effects else None,
+        orders=len({epoch["order"] for epoch in first if "order" in epoch}),
+        part=line.get("part", 1),
     )
 
 
@@ -131,10 +140,16 @@ def ratio(
     return Spread.of(both) if both else None
 
 
-def best_peer(lines: Iterable[Line], cell: str, epoch: int = 0) -> Row | None:
-    """Return the fastest peer of the cell."""
-    peers = [row for row in rows(lines) if row.cell == cell and row.kind == "peer"]
-    return max(peers, key=lambda row: row.rates[epoch].median, default=None)
+def best_peer(lines: Iterable[Line], cell: str, epoch: int = 0, effect: float = math.inf) -> Row | None:
+    """Return the fastest loader of others in the cell whose design effect is at most `effect`, or was not seen."""
+    found = [row for row in rows(lines) if row.cell == cell and is_loader(row)]
+    mixing = [row for row in found if row.design_effect is None or row.design_effect <= effect]
+    return max(mixing, key=lambda row: row.rates[epoch].median, default=None)
+
+
+def is_loader(row: Row) -> bool:
+    """Whether a row is of another loader, not of blocks that are read by hand."""
+    return row.kind == "peer" and row.contestant not in BLOCK_READERS
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Figures that are the project's alone: memory, growth, size, ranks, delay, the start of a plan."""
+"""Figures that are the project's alone: memory, growth, size, ranks, the start of a plan."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import re
 import statistics
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -14,19 +13,18 @@ from pathlib import Path
 from typing import Any
 
 from bench import contestants
-from bench.contestants import CEILINGS, OURS, Contestant, ContestError
+from bench.contestants import OURS, Contestant, ContestError
 from bench.context import Bench, specification
 from bench.data import prepare
-from bench.figures import first_rate, later_rate, rate
-from bench.objects import BUCKET, counted, mirror, recall, stored
+from bench.figures import rate
+from bench.objects import BUCKET, counted, recall, stored
 from bench.plan import Cell
-from bench.run import EPOCHS, OWN_TIMEOUT, measured
-from bench.servers import Endpoint, Front, nginx
+from bench.run import TIMEOUT, measured
+from bench.servers import Endpoint, nginx
 from bench.storing import store
 from bench.workloads import ROOT, WIDE, WORKLOADS
 
 GROWTH_EPOCHS = 20
-DELAY_ROUNDS = 3
 SIZES = (10_000, 100_000, 1_000_000, 10_000_000)
 QUICK_SIZES = SIZES[:2]
 SAMPLES_EACH = 2_000_000  # small datasets are streamed again and again, so that each size is measured as long
@@ -54,7 +52,6 @@ def measure_laws(bench: Bench) -> None:
         "plan": plan_start,
         "memory": lambda: peak_memory(bench, images),
         "ranks": lambda: ranks(bench, images),
-        "delay": lambda: delay(bench, images),
         "sizes": lambda: sizes(bench),
     }
     for name, law in laws.items():
@@ -86,7 +83,7 @@ def peak_memory(bench: Bench, cell: Cell) -> dict[str, Any]:
     """
     memory = least_memory(bench, cell)
     spec = _spec(bench, cell, bench.place.endpoint, epochs=GROWTH_EPOCHS, extra={"memory": memory})
-    epochs = measured(OURS, spec, bench.place.endpoint, OWN_TIMEOUT)["epochs"]
+    epochs = measured(OURS, spec, bench.place.endpoint, TIMEOUT)["epochs"]
     peaks = [epoch["peak_bytes"] for epoch in epochs]
     return {"value": max(peaks) - memory, "growth": peaks[-1] / peaks[1] - 1, "memory": memory, "peaks": peaks}
 
@@ -94,7 +91,7 @@ def peak_memory(bench: Bench, cell: Cell) -> dict[str, Any]:
 def least_memory(bench: Bench, cell: Cell) -> int:
     """Return the bytes that the loader asks for when it gets one. Raises `ContestError` where it names none."""
     try:
-        contestants.run(OURS, "read", _spec(bench, cell, bench.place.endpoint, extra={"memory": 1}), OWN_TIMEOUT)
+        contestants.run(OURS, "read", _spec(bench, cell, bench.place.endpoint, extra={"memory": 1}), TIMEOUT)
     except ContestError as error:
         found = re.search(r"give memory=(\d+)", str(error))
         if found:
@@ -111,34 +108,9 @@ def ranks(bench: Bench, cell: Cell) -> dict[str, Any]:
     for count in (2, 4):
         with nginx(bench.place.endpoint, "count") as counting, ThreadPoolExecutor(count) as pool:
             specs = [_spec(bench, cell, counting, epochs=1, extra={"world": [rank, count]}) for rank in range(count)]
-            list(pool.map(lambda one: contestants.run(OURS, "read", one, OWN_TIMEOUT), specs))
+            list(pool.map(lambda one: contestants.run(OURS, "read", one, TIMEOUT), specs))
             found[str(count)] = counted(_log(counting)).bytes / size
     return {"value": max(found.values()), "ranks": found}
-
-
-def delay(bench: Bench, cell: Cell) -> dict[str, Any]:
-    """Return the rate through the delaying server over that without delay, both nginx over the same folder.
-
-    Of the first epoch, and of all later ones together: from the second on, each also fetches for the one after it.
-    """
-    fetch = CEILINGS[0]
-    rates: dict[str, list[tuple[float, float]]] = {}
-    with tempfile.TemporaryDirectory(prefix="streamloader-static-") as name:
-        folder = Path(name)
-        spec = _spec(bench, cell, bench.place.writable)
-        mirror(bench.place.writable, spec["url"].removeprefix(f"s3://{BUCKET}/"), folder)
-        fronts: tuple[Front, ...] = ("plain", "delay")
-        with nginx(folder, fronts[0]) as plain, nginx(folder, fronts[1]) as slow:
-            for _ in range(DELAY_ROUNDS):
-                for contestant in (OURS, fetch):
-                    for front, where in zip(fronts, (plain, slow), strict=True):
-                        key = f"{contestant.name} {front}"
-                        spec = _spec(bench, cell, where, epochs=EPOCHS[contestant.kind])
-                        line = measured(contestant, spec, where, OWN_TIMEOUT)
-                        rates.setdefault(key, []).append((first_rate(line), later_rate(line)))
-    both = [[statistics.median(turn[part] for turn in rates[f"{OURS.name} {f}"]) for f in fronts] for part in (0, 1)]
-    first, later = (slow / plain for plain, slow in both)
-    return {"value": later, "first_epoch": first, "later_epoch": later, "rates": rates}
 
 
 def sizes(bench: Bench) -> dict[str, Any]:
@@ -157,7 +129,7 @@ def sizes(bench: Bench) -> dict[str, Any]:
 
 
 def _rates(contestant: Contestant, spec: Mapping[str, Any], where: Endpoint) -> list[float]:
-    return [rate(epoch) for epoch in measured(contestant, spec, where, OWN_TIMEOUT)["epochs"]]
+    return [rate(epoch) for epoch in measured(contestant, spec, where, TIMEOUT)["epochs"]]
 
 
 def _spec(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -45,6 +46,11 @@ def stored(endpoint: Endpoint, prefix: str) -> tuple[int, int]:
     return len(sizes), sum(sizes)
 
 
+def stored_in(folder: Path, prefix: str) -> int:
+    """Return the bytes of the mirror of the folder `prefix`."""
+    return sum(path.stat().st_size for path in (folder / BUCKET / prefix).rglob("*") if path.is_file())
+
+
 def recall(endpoint: Endpoint, prefix: str, mirrored: Path | None = None) -> None:
     """Read every object of the folder once, or its mirror: machines put files that were idle out of memory."""
     if mirrored is not None:
@@ -72,7 +78,8 @@ def erase(endpoint: Endpoint, prefix: str) -> None:
 
 
 def mirror(endpoint: Endpoint, prefix: str, folder: Path) -> None:
-    """Copy every object to `folder`/<bucket>/<key>, as a server of static files wants them."""
+    """Copy every object to `folder`/<bucket>/<key>, as a server of static files wants them, and nothing else."""
+    shutil.rmtree(folder / BUCKET / prefix, ignore_errors=True)
     with contextlib.closing(endpoint.client()) as client:
         for key, _ in entries(client, prefix):
             path = folder / BUCKET / key

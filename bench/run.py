@@ -9,7 +9,6 @@ from typing import Any
 from bench import contestants
 from bench.contestants import OURS, Contestant, ContestError
 from bench.context import Bench, counts, described, specification
-from bench.data import prepare
 from bench.figures import rate, rates_in_words
 from bench.machine import touch_memory
 from bench.objects import BUCKET, counted, make_bucket, recall
@@ -17,13 +16,9 @@ from bench.plan import Settings, Step, cells, expected_seconds, steps
 from bench.servers import Endpoint, Front, nginx
 from bench.storing import store_all
 
-# From its second epoch on the project fetches the beginning of the next one, which the last epoch does in vain: only
-# several of them together say what an epoch costs. Peers do the same work in each epoch after the first.
-EPOCHS = {"peer": 2, "ours": 5, "ceiling": 2}
-OWN_TIMEOUT = 600.0
-PEER_TIMEOUT = 240.0
-QUICK_PEER_TIMEOUT = 30.0  # one was seen to need 36 s for its first batch, and 106 for that of the second epoch
-COUNTED_SECONDS = 10.0  # requests of a peer are counted for so long, if its epoch takes longer
+EPOCHS = 2  # at least
+TIMEOUT = 600.0
+QUICK_PEER_TIMEOUT = 90.0  # one was seen to need 36 s for its first batch, and 106 for that of the second epoch
 
 
 def begin(bench: Bench) -> None:
@@ -40,9 +35,7 @@ def run_cells(bench: Bench, peers: list[Contestant], workloads: Sequence[str]) -
         first = 2 * number % max(1, len(peers))  # where time runs out, not the same ones are left out in each cell
         turns = peers[first:] + peers[:first]
         bench.show.begin(f"{cell.name}: data")
-        prepare(cell.workload.name, bench.settings.count(cell.workload), bench.data)
         store_all(bench, cell, [OURS, *peers])
-        bench.begin_cell()
         with fronts(bench, bench.settings.fronts) as endpoints:
             for step in steps(bench.settings, cell, turns):
                 take(bench, step, endpoints)
@@ -50,16 +43,17 @@ def run_cells(bench: Bench, peers: list[Contestant], workloads: Sequence[str]) -
 
 @contextlib.contextmanager
 def fronts(bench: Bench, names: tuple[Front, ...]) -> Iterator[dict[str, Endpoint]]:
-    """Run nginx once for each front, before the server; "" is the server itself."""
+    """Run nginx once for each front, over the folder or before the server; "" is the server that is measured."""
     with contextlib.ExitStack() as stack:
-        found: dict[str, Endpoint] = {"": bench.place.endpoint}
+        found: dict[str, Endpoint] = {"": bench.place.endpoint, "store": bench.place.writable}
         for name in names:
-            found[name] = stack.enter_context(nginx(bench.place.endpoint, name))
+            if name != "store":
+                found[name] = stack.enter_context(nginx(bench.place.folder or bench.place.endpoint, name))
         yield found
 
 
 def take(bench: Bench, step: Step, endpoints: Mapping[str, Endpoint]) -> None:
-    """Run one step unless its contestant cannot, or the time is over."""
+    """Run one step unless its contestant cannot."""
     peer = step.contestant.kind == "peer"
     if step.key in bench.out:
         return
@@ -72,17 +66,13 @@ def take(bench: Bench, step: Step, endpoints: Mapping[str, Endpoint]) -> None:
     line = {**described(step.cell, step.contestant), "kind": "read", "repeat": step.repeat, "workers": workers}
     owner = OURS.name if step.contestant.kind == "ceiling" else step.contestant.name
     line |= {"front": step.front, "stored_bytes": bench.sizes.get((step.cell.name, owner), 0)}
-    line |= counts(bench, step.cell.workload)
-    if peer and bench.late:
-        bench.record({**line, "skipped": "the time was over"})
-        bench.show.end(f"{label}: skipped, the time is over", expected)
-        return
+    line |= counts(bench, step.cell, step.contestant)
     bench.show.begin(label)
     spec = specification(bench, step.cell, step.contestant, endpoints[step.front])
-    spec |= {"workers": workers, "epochs": 1 if step.front == "count" else EPOCHS[step.contestant.kind]}
-    if peer:
-        spec["seconds"] = COUNTED_SECONDS if step.front == "count" else bench.settings.seconds
-    recall(bench.place.writable, spec["url"].removeprefix(f"s3://{BUCKET}/"), bench.place.folder)
+    spec |= {"workers": workers, "epochs": 1 if step.front == "count" else EPOCHS}
+    spec["seconds"] = 0.0 if step.front == "count" else bench.settings.seconds
+    folder = None if step.front == "store" else bench.place.folder
+    recall(bench.place.writable, spec["url"].removeprefix(f"s3://{BUCKET}/"), folder)
     try:
         result = measured(step.contestant, spec, endpoints[step.front], timeout(bench.settings, step.contestant))
     except ContestError as error:
@@ -100,9 +90,7 @@ def take(bench: Bench, step: Step, endpoints: Mapping[str, Endpoint]) -> None:
 
 def timeout(settings: Settings, contestant: Contestant) -> float:
     """Return after how many seconds a process is given up."""
-    if contestant.kind != "peer":
-        return OWN_TIMEOUT
-    return QUICK_PEER_TIMEOUT if settings.quick else PEER_TIMEOUT
+    return QUICK_PEER_TIMEOUT if settings.quick and contestant.kind == "peer" else TIMEOUT
 
 
 def measured(contestant: Contestant, spec: Mapping[str, Any], endpoint: Endpoint, most: float) -> dict[str, Any]:

@@ -61,7 +61,7 @@ class Endpoint:
 
 # What nginx does between a client and the store. "delay" is exact over a folder; a proxied store is up to a quarter
 # faster, since nginx paces what it sends, not what it reads.
-Front = Literal["plain", "tls", "delay", "count"]
+Front = Literal["plain", "tls", "delay", "count", "store"]
 
 
 @contextlib.contextmanager

@@ -9,17 +9,20 @@ from functools import partial
 from pathlib import Path
 
 from bench import contestants, venvs
-from bench.contestants import Contestant, ContestError
+from bench.contestants import OURS, Contestant, ContestError
 from bench.context import Bench, counts, described, specification
-from bench.objects import BUCKET, erase, mirror, stored
-from bench.plan import Cell
+from bench.data import prepare
+from bench.objects import BUCKET, erase, mirror, stored, stored_in
+from bench.plan import Cell, part_of
 
 WRITE_TIMEOUT = 1200.0
 QUICK_WRITERS = 2  # at once, where nothing but reading is measured
 
 
 def store_all(bench: Bench, cell: Cell, those: Sequence[Contestant]) -> None:
-    """Write the datasets of all contestants that are not there yet."""
+    """Write the datasets of all contestants that are not there yet, after the raw data, whole or a part for some."""
+    for part in {1, *(part_of(bench.settings, cell, one) for one in those)}:
+        prepare(cell.workload.name, bench.settings.count(cell.workload) // part, bench.data)
     pool = ThreadPoolExecutor(QUICK_WRITERS if bench.settings.quick else 1)
     try:
         list(pool.map(partial(store, bench, cell), those))
@@ -34,7 +37,8 @@ def store(bench: Bench, cell: Cell, contestant: Contestant) -> None:
     index = Index(bench.data / "stored.json")
     fingerprint = f"{contestant.fingerprint()} {bench.place.writable.name}"
     label = f"{cell.name} {contestant.name} written"
-    size = stored(bench.place.writable, prefix)[1]
+    folder, place = bench.place.folder, bench.place.writable
+    size = stored_in(folder, prefix) if folder else stored(place, prefix)[1]
     if index.get(prefix) == fingerprint and size:
         bench.sizes[cell.name, contestant.name] = size
         return
@@ -46,24 +50,26 @@ def store(bench: Bench, cell: Cell, contestant: Contestant) -> None:
             bench.record({**described(cell, contestant), "kind": "write", "failed": problem})
             bench.show.end(f"{label}: {problem}")
             return
-    erase(bench.place.writable, prefix)
+    erase(place, prefix)
     try:
         lines = contestants.run(contestant, "write", spec, WRITE_TIMEOUT)
         result = lines[-1] if lines else {"failed": "it printed nothing"}
     except ContestError as error:
         result = {"failed": str(error)}
-    objects, size = stored(bench.place.writable, prefix)
+    objects, size = stored(place, prefix)
     bench.sizes[cell.name, contestant.name] = size
-    line = {**described(cell, contestant), "kind": "write", **counts(bench, cell.workload), **result}
+    line = {**described(cell, contestant), "kind": "write", **counts(bench, cell, contestant), **result}
     bench.record({**line, "objects": objects, "stored_bytes": size})
     if "failed" in result or "unsupported" in result:
         bench.out.add((cell.name, contestant.name))
         bench.show.end(f"{label}: {result.get('failed') or 'unsupported: ' + result['unsupported']}")
         return
+    if folder is not None:
+        mirror(place, prefix, folder)
+        if bench.settings.quick and contestant is not OURS:  # which is read from the store, too
+            erase(place, prefix)
     with bench.lock:
         index.set(prefix, fingerprint)
-    if bench.place.folder is not None:
-        mirror(bench.place.writable, prefix, bench.place.folder)
     bench.show.end(f"{label}: {result['seconds']:.1f} s, {size / 1e6:.0f} MB in {objects} objects")
 
 

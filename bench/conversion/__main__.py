@@ -87,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure every contestant; 0 where all of them wrote everything."""
     parser = argparse.ArgumentParser("python -m bench.conversion", description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--quick", action="store_true", help="the counts of `make bench`")
+    parser.add_argument("--quick", action="store_true", help="a quarter of the counts")
     parser.add_argument("--workloads", nargs="*", default=WRITTEN, choices=WRITTEN)
     parser.add_argument("--data", default=str(DATA))
     parser.add_argument("--results", default=str(RESULTS))
@@ -97,7 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     about = {**describe(), "server": "seaweedfs"}
     cells: list[tuple[str, Path, Path, int, Sequence[Contestant]]] = []
     for name in options.workloads:
-        count = WORKLOADS[name].quick if options.quick else COUNTS.get(name, WORKLOADS[name].count)
+        count = COUNTS.get(name, WORKLOADS[name].count) // (4 if options.quick else 1)
         raw = prepare(name, count, data)
         size = json.loads((raw / "meta.json").read_text())["bytes"]
         cells.append((name, raw, image_folder(raw) if name == "jpeg" else raw, size, (OURS, *RIVALS, PLAIN)))

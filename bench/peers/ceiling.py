@@ -6,10 +6,12 @@
 from __future__ import annotations
 
 from common import Source, Spec, emit, main
-from measuring import Memory, warm_memory
+from measuring import Epochs, Memory, tree_usage, warm_memory
 from ours import crop
 
 from streamloader.measure import ceiling
+
+IMAGE_SECONDS = 3.0
 
 
 def write(spec: Spec) -> int:
@@ -22,18 +24,19 @@ def read(spec: Spec) -> None:
     source = Source(spec.source)
     warm_memory(spec.source)
     with Memory() as memory:
-        for epoch in range(spec.epochs):
+        for epoch in Epochs(spec):
             memory.begin_epoch()
+            faults = tree_usage()[1]
             done = measure(spec)
+            epoch.seconds = done.seconds
             emit(
                 {
-                    "epoch": epoch,
+                    "epoch": epoch.number,
                     "samples": round(done.samples * source.units / len(source)),  # tokens, where they are counted
                     "seconds": round(done.seconds, 4),
-                    "cut": bool(spec.seconds),
                     "first_batch_seconds": 0.0,
-                    "first_batch_samples": 0,
                     "cpu_seconds": round(done.cpu_seconds, 3),
+                    "faults": tree_usage()[1] - faults,
                     "peak_bytes": memory.peak(),
                     "bytes": done.bytes,
                     "requests": done.requests,
@@ -45,9 +48,8 @@ def measure(spec: Spec) -> ceiling.Ceiling:
     """Run one ceiling once."""
     options = spec.s3fs_options
     if spec.extra["ceiling"] == "image":
-        return ceiling.image_ceiling(spec.url, options, "jpeg", crop(), spec.seconds or 3.0)
-    effort = ceiling.Effort(seconds=spec.seconds)
-    return ceiling.read_ceiling(spec.url, options, work=spec.extra["ceiling"], effort=effort)
+        return ceiling.image_ceiling(spec.url, options, "jpeg", crop(), IMAGE_SECONDS)
+    return ceiling.read_ceiling(spec.url, options, work=spec.extra["ceiling"])
 
 
 if __name__ == "__main__":

@@ -28,7 +28,8 @@ A batch is whatever the peer makes of these: a dict or tuple whose columns are t
 `jpeg_transform`), or lists for text and for tokens as lists. Variants: "" is the peer as its documentation shows it,
 tuned where that is documented too; "pillow" and "fast" (default) choose the JPEG transform; "packed" delivers tokens
 as rows of PACKED_ROW, each batch `spec.batch` rows, and is written at a url of its own. What is
-counted is samples; for tokens it is tokens, so that lists and rows compare.
+counted is samples; for tokens it is tokens, so that lists and rows compare. A label is the number of its sample, and a
+document begins with FIRST_TOKEN + its number, so that batches show in what order samples come.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 PACKED_ROW = 2049
+FIRST_TOKEN = 50257  # the vocabulary of GPT-2: no other token is as large
 
 
 class UnsupportedError(Exception):
@@ -55,7 +57,9 @@ class UnsupportedError(Exception):
 
 @dataclass(frozen=True)
 class Spec:
-    """One measurement. `seconds`: an epoch is cut so long after its first batch, 0 never; `ca`: a PEM file, or empty.
+    """One measurement: at least `epochs` epochs, and those after the first take `seconds` together; all are whole.
+
+    `ca`: a PEM file, or empty.
 
     `cache`: an empty folder for the peer's local cache, removed afterwards. `extra`: what one contestant alone knows.
     """

@@ -1,20 +1,26 @@
-"""Measuring an epoch: rate, processor time and peak memory of this process and of all below it."""
+"""Measuring epochs: rate, order, processor time, page faults and peak memory of this process and of all below it."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import mmap
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import Spec, emit
+from common import FIRST_TOKEN, Source, Spec, emit
+from numpy.typing import NDArray
 
 SAMPLING_SECONDS = 0.5
+EVERY = 8  # so many batches of the first epoch, one is looked at for its order: reading the numbers takes time
+CLASSES = 128
+HELD = 1 / 4  # of the data that a loader may hold to shuffle or ahead: what it holds is no longer streamed
 # At most about what the project takes for the largest window. No contestant takes more than some times its dataset.
 WARM_BYTES = 2_500_000_000
 WARM_BASE = 500_000_000
@@ -35,42 +41,88 @@ def warm_memory(source: str) -> None:
 
 
 def measure_epochs(
-    make_epoch_iterator: Callable[[int], Iterable[Any]], spec: Spec, count_of: Callable[[Any], int]
+    make_epoch_iterator: Callable[[int], Iterable[Any]],
+    spec: Spec,
+    count_of: Callable[[Any], int],
+    ids_of: Callable[[Any], NDArray[np.int64]] | None = None,
 ) -> None:
-    """Consume `spec.epochs` epochs and print one line for each.
+    """Consume whole epochs, as many as `spec` asks for, and print one line for each.
 
-    Import the peer before, and construct its dataset in `make_epoch_iterator(0)`: the time from its call to the first
-    batch is `first_batch_seconds`. `make_epoch_iterator(epoch)` returns what is iterated once; `count_of(batch)` the
-    samples of a batch (tokens for the tokens workload), without rows that only fill it up.
+    Import the peer before, and construct its dataset in `make_epoch_iterator(0)`, which is `open_seconds`: the clock of
+    an epoch begins with `iter()`. `make_epoch_iterator(epoch)` returns what is iterated once; `count_of(batch)` the
+    samples of a batch (tokens for the tokens workload), without rows that only fill it up; `ids_of(batch)` the numbers
+    of its samples, asked of some batches of the first epoch.
     """
     warm_memory(spec.source)
     with Memory() as memory:
-        for epoch in range(spec.epochs):
+        for epoch in Epochs(spec):
+            asked = time.perf_counter()
+            batches = make_epoch_iterator(epoch.number)
+            opened = time.perf_counter() - asked
             memory.begin_epoch()
-            cpu, begin = tree_cpu_seconds(), time.perf_counter()
-            samples, first_samples, first, cut = 0, 0, 0.0, False
-            for batch in make_epoch_iterator(epoch):
+            (cpu, faults), begin = tree_usage(), time.perf_counter()
+            samples, first, ids = 0, 0.0, []
+            for step, batch in enumerate(batches):
                 touch(batch)
                 samples += count_of(batch)
-                elapsed = time.perf_counter() - begin
-                if not first:
-                    first, first_samples = elapsed, samples
-                if spec.seconds and elapsed - first >= spec.seconds:
-                    cut = True
-                    break
-            seconds = time.perf_counter() - begin
+                if not step:
+                    first = time.perf_counter() - begin
+                if ids_of and not epoch.number and not step % EVERY:
+                    ids.append(ids_of(batch))
+            epoch.seconds = time.perf_counter() - begin
+            cpu_end, faults_end = tree_usage()
             emit(
                 {
-                    "epoch": epoch,
+                    "epoch": epoch.number,
                     "samples": samples,
-                    "seconds": round(seconds, 4),
-                    "cut": cut,
+                    "seconds": round(epoch.seconds, 4),
+                    "open_seconds": round(opened, 4),
                     "first_batch_seconds": round(first, 4),
-                    "first_batch_samples": first_samples,
-                    "cpu_seconds": round(tree_cpu_seconds() - cpu, 3),
+                    "cpu_seconds": round(cpu_end - cpu, 3),
+                    "faults": faults_end - faults,
                     "peak_bytes": memory.peak(),
+                    **order_of(ids, spec),
                 }
             )
+
+
+@dataclass
+class Epoch:
+    """One epoch; `seconds` is set when it was measured."""
+
+    number: int
+    seconds: float = 0.0
+
+
+class Epochs:
+    """The epochs to measure, until there are as many and they take as long as the specification says."""
+
+    def __init__(self, spec: Spec) -> None:
+        self._spec = spec
+
+    def __iter__(self) -> Iterator[Epoch]:
+        done: list[Epoch] = []
+        while len(done) < self._spec.epochs or sum(one.seconds for one in done[1:]) < self._spec.seconds:
+            done.append(Epoch(len(done)))
+            yield done[-1]
+
+
+def order_of(ids: Sequence[NDArray[np.int64]], spec: Spec) -> dict[str, Any]:
+    """Return the design effect of some batches, given by the numbers of their samples, and a digest of the order.
+
+    Of data that was stored in the order of `CLASSES` classes of one size: the variance of the share that a class has of
+    a batch, over that of independent draws (Kish, Survey Sampling, 1965). 1: batches mix as independent draws do.
+    """
+    if not ids:
+        return {}
+    total = len(Source(spec.source))
+    ratios = []
+    for batch in ids:
+        counts = np.bincount(batch * CLASSES // total, minlength=CLASSES)
+        expected = len(batch) / CLASSES
+        ratios.append(((counts - expected) ** 2).sum() / (len(batch) * (1 - 1 / CLASSES)))
+    digest = hashlib.sha256(np.concatenate(ids).astype("<i8").tobytes()).hexdigest()[:16]
+    return {"design_effect": round(float(np.mean(ratios)), 3), "order": digest}
 
 
 def measure_loader(make: Callable[[], Any], spec: Spec, names: Sequence[str] = ()) -> Any:
@@ -86,11 +138,21 @@ def measure_loader(make: Callable[[], Any], spec: Spec, names: Sequence[str] = (
         loader: Iterable[Any] = made[0]
         return loader
 
-    def count(batch: Any) -> int:
-        return count_of(batch if isinstance(batch, dict) else dict(zip(names, batch, strict=True)))
+    def named(batch: Any) -> dict[str, Any]:
+        return batch if isinstance(batch, dict) else dict(zip(names, batch, strict=True))
 
-    measure_epochs(epoch, spec, count)
+    measure_epochs(epoch, spec, lambda batch: count_of(named(batch)), lambda batch: ids_of(named(batch)))
     return made[0]
+
+
+def ids_of(batch: dict[str, Any]) -> NDArray[np.int64]:
+    """Return the numbers of the samples of a batch: its labels, or what its documents begin with."""
+    if "label" in batch:
+        return np.asarray(batch["label"], np.int64)
+    tokens = batch["tokens"]
+    parts = [np.asarray(part).ravel() for part in (tokens if isinstance(tokens, list) else [tokens])]
+    flat = np.concatenate(parts)
+    return flat[flat >= FIRST_TOKEN].astype(np.int64) - FIRST_TOKEN
 
 
 def count_of(batch: dict[str, Any]) -> int:
@@ -126,10 +188,11 @@ def processes() -> list[int]:
     return found
 
 
-def tree_cpu_seconds() -> float:
-    """Return the CPU seconds of this process and of all below it, the dead ones too once their parents reaped them."""
-    ticks = sum(sum(map(int, stat[11:15])) for stat in map(_stat, processes()) if stat)
-    return ticks / os.sysconf("SC_CLK_TCK")
+def tree_usage() -> tuple[float, int]:
+    """Return the CPU seconds and page faults of this process and of all below it, the dead ones too once reaped."""
+    stats = [stat for stat in map(_stat, processes()) if stat]
+    ticks = sum(sum(map(int, stat[11:15])) for stat in stats)
+    return ticks / os.sysconf("SC_CLK_TCK"), sum(sum(map(int, stat[7:11])) for stat in stats)
 
 
 def _stat(pid: int) -> list[str]:

@@ -1,4 +1,5 @@
-"""The project itself, with its default settings for every workload; runs in the project's own environment.
+"""The project itself, with its default settings for every workload, but for lanes: the data of the bench is small, and
+all lanes together must hold a quarter of it at most. Runs in the project's own environment.
 
 `spec.extra` may name arguments of `StreamingDataset`: `memory`, `world`, `batches` (stop an epoch after so many).
 """
@@ -15,7 +16,7 @@ import s3fs  # noqa: F401
 import torch
 from common import PACKED_ROW, Source, Spec, emit, main
 from crops import CROP
-from measuring import measure_epochs
+from measuring import HELD, ids_of, measure_epochs
 
 import streamloader as sl
 from streamloader import StreamingDataset
@@ -70,7 +71,7 @@ def read(spec: Spec) -> None:
         batches: Iterable[Any] = islice(datasets[0], spec.extra.get("batches"))
         return as_lists(batches) if spec.workload == "tokens" and spec.variant != "packed" else batches
 
-    measure_epochs(epoch_of, spec, count_tokens if spec.workload == "tokens" else count_samples)
+    measure_epochs(epoch_of, spec, count_tokens if spec.workload == "tokens" else count_samples, ids_of)
     stats = datasets[0].stats()
     emit({"stats": {**asdict(stats), "verdict": stats.verdict}})
     datasets[0].close()
@@ -89,9 +90,19 @@ def open_dataset(spec: Spec) -> StreamingDataset:
         seed=spec.seed,
         world=tuple(spec.extra.get("world", (0, 1))),
         memory=spec.extra.get("memory"),
+        shuffle=sl.Shuffle(lanes=lanes_of(spec)),
         storage_options=spec.s3fs_options,
         **kinds,
     )
+
+
+def lanes_of(spec: Spec) -> int:
+    """Return how many of the dataset's lanes hold `HELD` of it at most, a power of two."""
+    dataset = sl.open(spec.url, storage_options=spec.s3fs_options)
+    pin, lanes = dataset.manifest.order, dataset.manifest.order.lanes
+    while lanes > 1 and lanes * pin.window > HELD * dataset.manifest.num_samples:
+        lanes //= 2
+    return lanes
 
 
 def as_lists(batches: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:

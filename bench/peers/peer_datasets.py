@@ -24,7 +24,7 @@ import s3fs
 import torch
 from common import PACKED_ROW, Source, Spec, main
 from crops import jpeg_transform
-from measuring import count_of, measure_epochs
+from measuring import count_of, ids_of, measure_epochs
 from torch.utils.data import DataLoader
 
 FILE_BYTES = 128 << 20
@@ -162,7 +162,7 @@ def read(spec: Spec) -> None:
         made[0].set_epoch(number)
         return made[1]
 
-    measure_epochs(epoch, spec, count_of)
+    measure_epochs(epoch, spec, count_of, ids_of)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from common import PACKED_ROW, Source, Spec, main
 from crops import jpeg_transform
-from measuring import measure_loader
+from measuring import HELD, measure_loader
 
 # an old torchvision, which Streaming imports for its vision datasets and nothing here uses, says that it has no codecs
 warnings.filterwarnings("ignore", "Failed to load image Python extension")
@@ -35,7 +35,8 @@ COLUMNS = {
     "packed": {"tokens": f"ndarray:int32:{PACKED_ROW}"},
     "mixed": {"image": "ndarray:uint8:96,96,3", "label": "int64", "vector": "ndarray:float32:16", "text": "str"},
 }
-# "at least 10x" the samples of a shard are shuffled together, see `shuffle_block_size` in "Shuffling"
+# "at least 10x" the samples of a shard are shuffled together, see `shuffle_block_size` in "Shuffling"; both at most
+# `HELD` of the data
 SHARDS_PER_BLOCK = 10
 BATCHES_AHEAD = 16
 
@@ -114,8 +115,10 @@ def dataset(spec: Spec) -> StreamingDataset:
         "shuffle_seed": spec.seed,
     }
     if spec.variant != "plain":
-        options["predownload"] = BATCHES_AHEAD * spec.batch
-        options["shuffle_block_size"] = shuffle_block(spec)
+        source = Source(spec.source)
+        most = int(HELD * len(source.packed_rows() if spec.variant == "packed" else source))
+        options["predownload"] = min(BATCHES_AHEAD * spec.batch, max(spec.batch, most))
+        options["shuffle_block_size"] = min(shuffle_block(spec), most)
     result = JpegDataset(spec.variant, **options) if spec.workload == "jpeg" else StreamingDataset(**options)
     for stream in result.streams:
         # the client that read the index would be shared by forked workers: one of two then waits for its time-out, 60 s
