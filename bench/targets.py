@@ -69,12 +69,20 @@ def _peers(lines: Sequence[Line]) -> list[Reached]:
         mine = ours.get(cell)
         any_mixing = best_peer(lines, cell)
         equal = best_peer(lines, cell, 0, EQUAL_MIXING * ((mine and mine.design_effect) or math.inf))
-        if mine is None or any_mixing is None or equal is None:
+        if mine is None or any_mixing is None:
             continue
-        value = mine.rates[0].median / equal.rates[0].median
-        note = f"at any mixing {mine.rates[0].median / any_mixing.rates[0].median:.1f} over {any_mixing.contestant}"
+        rival, value = equal or any_mixing, mine.rates[0].median / any_mixing.rates[0].median
+        note = f"at any mixing {value:.1f} over {any_mixing.contestant}" if equal else "no other loader mixes as well"
+        value = mine.rates[0].median / rival.rates[0].median
         found.append(
-            Reached(f"{cell} over {equal.contestant}, the best at equal mixing", bound, False, value, "", note)
+            Reached(
+                f"{cell} over {rival.contestant}, {'the best at equal mixing' if equal else 'the best'}",
+                bound,
+                False,
+                value,
+                "",
+                note,
+            )
         )
     return found
 
