@@ -21,12 +21,7 @@ PARTS = {
 
 
 # the cells that a quick run measures through each front
-QUICK_FRONTS = {
-    "count": ("images",),
-    "delay": ("images", "vectors"),
-    "store": ("images",),
-    "tls": (),
-}
+QUICK_FRONTS = {"count": ("images",), "delay": ("images", "vectors"), "store": ("images",), "tls": ()}
 
 
 @dataclass(frozen=True)
