@@ -68,7 +68,7 @@ def read(spec: Spec) -> None:
     def epoch_of(_: int) -> Iterable[Any]:
         if not datasets:
             datasets.append(open_dataset(spec))
-        batches: Iterable[Any] = islice(datasets[0], spec.extra.get("batches"))
+        batches = first_of(datasets[0], spec.extra.get("batches"))
         return as_lists(batches) if spec.workload == "tokens" and spec.variant != "packed" else batches
 
     measure_epochs(epoch_of, spec, count_tokens if spec.workload == "tokens" else count_samples, ids_of)
@@ -103,6 +103,11 @@ def lanes_of(spec: Spec) -> int:
     while lanes > 1 and lanes * pin.window > HELD * dataset.manifest.num_samples:
         lanes //= 2
     return lanes
+
+
+def first_of(dataset: Iterable[Any], count: int | None) -> Iterator[Any]:
+    """Yield so many batches, or all. `islice` alone would begin the pass at once, before the clock."""
+    yield from islice(dataset, count)
 
 
 def as_lists(batches: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
