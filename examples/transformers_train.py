@@ -19,7 +19,6 @@ from ddp_train import DECODE, GLOBAL_BATCH, SAVE_STEPS, leave, network, pixels
 from step_log import log_step
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
-from transformers.trainer_utils import get_last_checkpoint
 
 import streamloader as sl
 
@@ -57,7 +56,7 @@ class StreamingTrainer(Trainer):
 
 
 class SaveState(TrainerCallback):
-    """Writes the dataset's state into each checkpoint."""
+    """Writes the dataset's state into each checkpoint, which makes it complete."""
 
     def __init__(self, data: sl.StreamingDataset) -> None:
         self.data = data
@@ -65,8 +64,16 @@ class SaveState(TrainerCallback):
     def on_save(self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:
         """Write the state on rank 0; it is the same on all ranks."""
         if state.is_world_process_zero:
-            folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-            (folder / STATE).write_text(json.dumps(self.data.state_dict()))
+            path = Path(args.output_dir) / f"checkpoint-{state.global_step}" / STATE
+            part = path.with_suffix(".part")
+            part.write_text(json.dumps(self.data.state_dict()))
+            part.replace(path)
+
+
+def last_checkpoint(folder: Path) -> Path | None:
+    """Return the last complete checkpoint: a run may be killed between the Trainer's files and the dataset's state."""
+    complete = [path.parent for path in folder.glob(f"checkpoint-*/{STATE}")]
+    return max(complete, key=lambda path: int(path.name.split("-")[1]), default=None)
 
 
 def main() -> None:
@@ -94,12 +101,12 @@ def main() -> None:
     data = sl.StreamingDataset(
         arguments.url, split="train", batch_size=GLOBAL_BATCH // options.world_size, decode=DECODE, with_index=True
     )
-    last = get_last_checkpoint(options.output_dir) if arguments.checkpoints.exists() else None
+    last = last_checkpoint(arguments.checkpoints)
     if last:
-        data.load_state_dict(json.loads((Path(last) / STATE).read_text()))
+        data.load_state_dict(json.loads((last / STATE).read_text()))
     trainer = StreamingTrainer(Classifier(), options, train_dataset=data, callbacks=[SaveState(data)])
     trainer.log_folder = arguments.step_log
-    trainer.train(resume_from_checkpoint=last)
+    trainer.train(resume_from_checkpoint=str(last) if last else None)
     if trainer.is_world_process_zero():
         print(f"end at step {trainer.state.global_step}, epoch {data.epoch}")
 
