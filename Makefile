@@ -22,7 +22,7 @@ help:
 	@echo "make test-long    leaks over 200 cycles, an outage of a minute: ten minutes, in the same environment"
 	@echo "make lint         ruff; 'make format' repairs what it can"
 	@echo "make types        mypy --strict"
-	@echo "make bench        loader, ceilings and peers side by side (less than 15 minutes)"
+	@echo "make bench        loader, ceilings and peers side by side (about 15 minutes)"
 	@echo "make bench-full   the same with all worker counts, more rounds, and blocks read by hand: hours"
 	@echo "make bench-convert  converting beside the writers of other loaders: half an hour"
 	@echo "make clean        remove .venv and every cache"

@@ -75,7 +75,7 @@ def _head(lines: Sequence[Line]) -> str:
         "Contestants take turns, each time in a fresh process, the first epoch with an empty cache.",
         "All epochs are whole and count from `iter()` to the last sample, the first batch included, imports and",
         "opening excluded. Later ones: all epochs after the first together; Mosaic and LitData then read local files.",
-        "Nobody holds more than a quarter of the data to shuffle it or ahead; loaders too slow for all of it get a",
+        "No loader is set to hold more than a quarter of the data to shuffle it; loaders too slow for all of it get a",
         "part (marked). Figures are medians, with the least and the greatest in brackets.",
         "Mixing is the measured design effect: of data stored in the order of 128 classes, the variance of a class's",
         "share of a batch over that of independent draws; 1 is best.",

@@ -71,19 +71,12 @@ def _peers(lines: Sequence[Line]) -> list[Reached]:
         equal = best_peer(lines, cell, 0, EQUAL_MIXING * ((mine and mine.design_effect) or math.inf))
         if mine is None or any_mixing is None:
             continue
-        rival, value = equal or any_mixing, mine.rates[0].median / any_mixing.rates[0].median
-        note = f"at any mixing {value:.1f} over {any_mixing.contestant}" if equal else "no other loader mixes as well"
-        value = mine.rates[0].median / rival.rates[0].median
-        found.append(
-            Reached(
-                f"{cell} over {rival.contestant}, {'the best at equal mixing' if equal else 'the best'}",
-                bound,
-                False,
-                value,
-                "",
-                note,
-            )
-        )
+        rival = equal or any_mixing
+        value, whatever = (mine.rates[0].median / row.rates[0].median for row in (rival, any_mixing))
+        figure, note = f"{cell} over {rival.contestant}, the best", "no other loader mixes as well"
+        if equal:
+            figure, note = f"{figure} at equal mixing", f"at any mixing {whatever:.1f} over {any_mixing.contestant}"
+        found.append(Reached(figure, bound, False, value, "", note))
     return found
 
 

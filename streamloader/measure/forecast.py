@@ -226,13 +226,15 @@ def forecast(url: str, options: ForecastOptions) -> Forecast:
 def _rate(
     dataset: Dataset, options: ForecastOptions, reads: tuple[float, float], names: Sequence[str], budget: Budget
 ) -> Rate:
-    """Return the rate of a rank. Without streamed fields, batches take the place of requests."""
-    machine, count = replace(options.machine, ranks=options.ranks_here), max(1, dataset.num_samples)
+    """Return the rate of a rank. Without streamed fields, batches take the place of requests, without latency."""
+    latency = options.machine.latency if names else 0.0
+    machine, count = replace(options.machine, ranks=options.ranks_here, latency=latency), max(1, dataset.num_samples)
+    part = count / max(1, dataset.manifest.num_samples)  # that is selected
     layouts = [dataset.layouts[name] for name in names or dataset.names]
+    layouts = [replace(layout, nbytes=round(part * layout.nbytes)) for layout in layouts]
     requests, size = reads if names else (count / options.batch_size, 0.0)
     load = load_of(layouts, (count, options.batch_size), (max(1.0, requests), size))
-    ahead = budget.threads * max(1, len(names))
-    return predict(replace(load, in_flight=budget.threads, ahead=max(ahead, budget.threads)), machine)
+    return predict(replace(load, in_flight=budget.threads, ahead=budget.threads * max(1, len(names))), machine)
 
 
 def _ranks_per_unit(unit: int, share: Share) -> float:

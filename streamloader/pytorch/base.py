@@ -115,9 +115,10 @@ class Pass(SharedIterator):
         pipeline = self._pipeline
         if pipeline is None:
             raise pass_ended()
-        pipeline.check_process()
         asked, waiting = time.perf_counter(), self._waiting  # another thread may call `end`
-        if not waiting:
+        if waiting:
+            pipeline.check_process()  # as `next` does
+        else:
             made = next(pipeline, None)
             if made is None:
                 self._complete_once()
