@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torchrun import run_python
 
 from streamloader.engine.memory import (
     LIVE_BATCHES,
@@ -141,6 +142,34 @@ def test_as_many_buffers_as_an_ordinary_loop_holds_are_made_first_and_no_more():
     held = [buffers.lease((8, 16), "float32", usual=3) for _ in range(4)]
     assert counters.snapshot().buffers_allocated == 4
     assert len({array.ctypes.data for array in held}) == 4
+
+
+EXIT = """
+import threading, weakref
+from streamloader.engine.memory import Buffers
+from streamloader.stats import Counters
+from torchrun import run_python
+
+class Watched:
+    pass
+
+begun, buffers = threading.Event(), Buffers(Counters())
+def lease():
+    while True:
+        buffers.lease((64,), "uint8"), buffers.allocate(1 << 20), begun.set()
+
+watched = [Watched() for _ in range(200_000)]
+for one in watched:
+    weakref.finalize(one, int).atexit = False  # the exit iterates over all of them, and threads run meanwhile
+weakref.finalize(watched[0], print, "ended")
+threading.Thread(target=lease, daemon=True).start()
+begun.wait()
+"""
+
+
+def test_leases_while_the_process_ends_do_not_keep_the_finalizers_of_others_from_running():
+    done = run_python("-c", EXIT)
+    assert (done.stdout, done.stderr) == ("ended\n", "")
 
 
 def test_buffers_of_another_size_or_dtype_are_not_mixed_up():

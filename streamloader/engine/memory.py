@@ -11,8 +11,9 @@ import os
 import threading
 import weakref
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -192,7 +193,8 @@ class Buffers:
         self._keep = keep
         self.most = most
         self._allocated = 0
-        self._freed: deque[int] = deque()  # sizes; finalizers append to it without the lock
+        self._freed: deque[int] = deque()  # sizes; callbacks append to it without the lock
+        self._watched: dict[int, weakref.ref[NDArray[Any]]] = {}
         self._lock = threading.RLock()
 
     @property
@@ -215,8 +217,7 @@ class Buffers:
             base, free = self._spare(capacity, dtype, usual)
         # the base of every view: numpy makes views of views refer to the first array that is a view of something else
         root = np.frombuffer(base.data, dtype, count)
-        # a deque's append is atomic: the finalizer may run in any thread, even inside `lease`
-        weakref.finalize(root, free.append, base).atexit = False
+        self._when_deleted(root, partial(free.append, base))
         return root.reshape(shape)
 
     def _spare(self, capacity: int, dtype: str, usual: int) -> tuple[NDArray[np.uint8], deque[NDArray[np.uint8]]]:
@@ -254,8 +255,22 @@ class Buffers:
         """Count an array as allocated until it is deleted, and return it."""
         with self._lock:
             self._allocated += array.nbytes
-        weakref.finalize(array, self._freed.append, array.nbytes).atexit = False
+        self._when_deleted(array, partial(self._freed.append, array.nbytes))
         return array
+
+    def _when_deleted(self, array: NDArray[Any], call: Callable[[], None]) -> None:
+        """Call a function, which must be atomic, once an array is deleted: in any thread, even inside `lease`.
+
+        Not `weakref.finalize`, whose registry the interpreter iterates over when it exits, while threads still lease.
+        """
+        watched = self._watched
+
+        def deleted(ref: weakref.ref[NDArray[Any]]) -> None:
+            del watched[id(ref)]
+            call()
+
+        ref = weakref.ref(array, deleted)
+        watched[id(ref)] = ref
 
     def _alive(self) -> int:
         while self._freed:
