@@ -7,6 +7,7 @@ whole, checks everything that can be checked, and raises `Refused` for whatever 
 import hashlib
 import json
 import re
+from functools import reduce
 from itertools import pairwise
 from math import prod
 from pathlib import Path
@@ -26,26 +27,13 @@ class Refused(Exception):
     """The folder is not what the specification says."""
 
 
-def crc_table() -> list[int]:
-    """Return the 256 steps of CRC-32C: polynomial 0x1EDC6F41, reflected 0x82F63B78."""
-    table = []
-    for byte in range(256):
-        value = byte
-        for _ in range(8):
-            value = value >> 1 ^ (0x82F63B78 if value & 1 else 0)
-        table.append(value)
-    return table
-
-
-CRC_TABLE = crc_table()
+# 256 steps of CRC-32C: polynomial 0x1EDC6F41, reflected 0x82F63B78
+CRC_TABLE = [reduce(lambda value, _: value >> 1 ^ 0x82F63B78 * (value & 1), range(8), byte) for byte in range(256)]
 
 
 def crc32c(data: bytes) -> int:
     """Return the CRC-32C of RFC 3720, one byte at a time."""
-    value = 0xFFFFFFFF
-    for byte in data:
-        value = value >> 8 ^ CRC_TABLE[(value ^ byte) & 0xFF]
-    return value ^ 0xFFFFFFFF
+    return 0xFFFFFFFF ^ reduce(lambda value, byte: value >> 8 ^ CRC_TABLE[(value ^ byte) & 0xFF], data, 0xFFFFFFFF)
 
 
 def check(condition: object, message: str) -> None:
@@ -56,8 +44,7 @@ def check(condition: object, message: str) -> None:
 
 def unsealed(data: bytes) -> bytes:
     """Return bytes without the little-endian crc32c at their end, which must be theirs."""
-    check(len(data) >= 4, "too short for a checksum")
-    check(crc32c(data[:-4]) == int.from_bytes(data[-4:], "little"), "checksum does not match")
+    check(len(data) >= 4 and crc32c(data[:-4]) == int.from_bytes(data[-4:], "little"), "checksum does not match")
     return data[:-4]
 
 
@@ -114,7 +101,22 @@ def read(folder: Path, split: str | None = None) -> tuple[dict[str, Any], dict[s
     check(split is None, "there are no splits")
     check(digest_of(ours) == ours["digest"], "digest")
     check(set(ours["fields"]) == set(ours["tables"]), "fields and tables")
-    return ours, {name: read_field(folder, ours, nodes, name) for name in ours["fields"]}
+    columns = {name: read_field(folder, ours, nodes, name) for name in ours["fields"]}
+    for name in ours.get("lengths", {}):
+        check_lengths(folder, ours, nodes, name, columns[name])
+    return ours, columns
+
+
+def check_lengths(folder: Path, ours: dict[str, Any], nodes: dict[str, Any], name: str, column: Any) -> None:
+    """Check the table of lengths of a field against its samples."""
+    path, shard, count = f"_streamloader/lengths/{name}", ours["fields"][name]["shard"], len(column)
+    check((nodes[path]["shape"], nodes[path]["data_type"]) == ([count], "uint32"), f"shape of {path}")
+    paths = [folder / path / f"c/{i}" for i in range(-(-count // shard))]
+    pages = b"".join(bytes(zstd.decompress(unsealed(read_object(page)))) for page in paths)
+    sizes = [len(one.encode() if isinstance(one, str) else bytes(one)) for one in column]
+    found = np.frombuffer(pages, "<u4")[:count].tolist() if len(pages) == 4 * len(paths) * shard else None
+    check(found == sizes, f"{path} differs from the samples")
+    check(hashlib.sha256(pages[: 4 * count]).hexdigest() == ours["lengths"][name], f"hash of {path}")
 
 
 def read_field(folder: Path, ours: dict[str, Any], nodes: dict[str, Any], name: str) -> Any:

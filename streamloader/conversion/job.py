@@ -31,6 +31,7 @@ from streamloader.conversion.transforms import Mapper, Recode, map_source, recod
 from streamloader.format import publish
 from streamloader.format.codecs import Column, column_size, encode_chunk, measure_codec
 from streamloader.format.geometry import Geometry, choose_layouts, settle
+from streamloader.format.lengths import page_path
 from streamloader.format.manifest import VERSION, Field, FieldLayout, Manifest, class_names, parse_json
 from streamloader.format.opening import ROOT, get_document, open_root, read_job, read_lines, read_pieces
 from streamloader.options import Layout
@@ -589,7 +590,7 @@ class SplitRun:
         """Delete the shards at the end that are no longer needed without the bad samples."""
         bulk = {name: layout for name, layout in self._base.geometry.layouts.items() if not layout.resident}
         for shard in range(self.plan.num_shards, self._base.num_shards):
-            paths = [layout.shard_key(name, shard) for name, layout in bulk.items()]
+            paths = [path(name, shard) for name, layout in bulk.items() for path in (layout.shard_key, page_path)]
             self.store.delete([*paths, f"{publish.PARTS}/{shard}", publish.receipt_path(shard)])
 
     def _settle(self) -> None:

@@ -179,13 +179,10 @@ def decode_fixed(layout: FieldLayout, data: memoryview, out: NDArray[Any]) -> No
             raise CorruptError(f"the chunk has {data.nbytes} bytes, expected {expected}")
         np.copyto(flat, np.frombuffer(data, np.uint8, flat.size))
         return
-    _check_frame(layout.codec, data, expected, expected)
-    if flat.size == expected:
-        _decompress(layout.codec, data, flat)
-        return
-    whole = np.empty(expected, np.uint8)
-    _decompress(layout.codec, data, whole)
-    np.copyto(flat, whole[: flat.size])
+    whole = flat if flat.size == expected else np.empty(expected, np.uint8)
+    decompress_exactly(layout.codec, data, whole)
+    if whole is not flat:
+        np.copyto(flat, whole[: flat.size])
 
 
 def decode_items(layout: FieldLayout, data: memoryview, allocate: Allocate = empty_buffer) -> Items:
@@ -288,6 +285,12 @@ def _decompress(codec: str, data: memoryview, out: NDArray[np.uint8] | memoryvie
         (zstd if codec == "zstd" else blosc).decompress(data, out)
     except (RuntimeError, ValueError) as error:
         raise CorruptError(f"the chunk's {codec} frame does not decompress ({error})") from error
+
+
+def decompress_exactly(codec: str, data: memoryview, out: NDArray[np.uint8]) -> None:
+    """Decompress a frame that must hold exactly the bytes of `out`. Raises `CorruptError`."""
+    _check_frame(codec, data, out.size, out.size)
+    _decompress(codec, data, out)
 
 
 def _check_frame(codec: str, data: memoryview, least: int, most: int) -> int:

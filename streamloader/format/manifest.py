@@ -153,7 +153,8 @@ class OrderPin:
 class Manifest:
     """The description of one dataset.
 
-    `tables` has the SHA-256 of each field's chunk table, by field name. Each append adds 1 to `generation`.
+    `tables` has the SHA-256 of each field's chunk table, and `lengths` that of each table of lengths, by field name.
+    Each append adds 1 to `generation`.
     """
 
     num_samples: int
@@ -163,6 +164,7 @@ class Manifest:
     tables: Mapping[str, str] = field(default_factory=dict)
     provenance: Mapping[str, Any] = field(default_factory=dict)
     generation: int = 1
+    lengths: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def digest(self) -> str:
@@ -189,6 +191,7 @@ class Manifest:
             "samples_per_shard": self.samples_per_shard,
             "digest": self.digest,
             "provenance": dict(self.provenance),
+            **({"lengths": dict(self.lengths)} if self.lengths else {}),
         }
 
     def _identity(self) -> dict[str, Any]:
@@ -201,6 +204,11 @@ class Manifest:
             "tables": dict(self.tables),
             **({"generation": self.generation} if self.generation > 1 else {}),
         }
+
+
+def can_have_lengths(layout: FieldLayout) -> bool:
+    """Return whether the field may have a table of lengths: its samples vary, and a page is no larger than a chunk."""
+    return not layout.field.fixed and 4 * layout.shard <= MAX_CHUNK_BYTES
 
 
 def class_names(notes: Mapping[str, Any]) -> dict[str, list[str]]:
@@ -308,6 +316,7 @@ def manifest_from_json(attributes: Mapping[str, Any], url: str) -> Manifest:
             tables=dict(attributes["tables"]),
             provenance=dict(attributes.get("provenance", {})),
             generation=natural(attributes.get("generation", 1), 1),
+            lengths=dict(attributes.get("lengths", {})),
         )
         if (APPEND in attributes.get("requires", [])) != (manifest.generation > 1):
             raise ValueError(f"generation {manifest.generation} requires {attributes.get('requires', [])}")
@@ -346,6 +355,9 @@ def _checks(manifest: Manifest) -> Iterator[tuple[bool, str]]:
             yield layout.shard != shard, f"shard {layout.shard} of {name} differs from the dataset's {shard}"
             yield order.block % layout.chunk > 0, f"chunk {layout.chunk} of {name} does not divide block {order.block}"
         yield from _skip_checks(name, layout, manifest)
+    for name, digest in manifest.lengths.items():
+        yield name not in fields or not can_have_lengths(fields[name]), f"{name!r} cannot have a table of lengths"
+        yield not _SHA256.match(digest), f"hash of lengths {digest!r} of {name}"
     resident = sum(layout.nbytes for layout in fields.values() if layout.resident)
     yield resident > RESIDENT_TOTAL, f"resident fields of {resident} bytes, the limit is {RESIDENT_TOTAL}"
     yield order.lanes > MAX_LANES, f"order of {order.lanes} lanes, the limit is {MAX_LANES}"

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from streamloader.format.chunk_table import rows_per_page, table_path, tables_path
 from streamloader.format.codecs import BLOSC_LEVEL, ZSTD_LEVEL, typesize
+from streamloader.format.lengths import LENGTHS
 from streamloader.format.manifest import FORMAT, VERSION, FieldLayout, Manifest
 
 Document = dict[str, Any]
@@ -21,6 +23,9 @@ def dataset_documents(manifest: Manifest) -> dict[str, Document]:
     for name, layout in manifest.fields.items():
         nodes[name] = field_document(name, layout, manifest.num_samples)
         nodes[table_path(name, manifest.generation)] = table_document(layout, manifest.num_samples)
+    for name in manifest.lengths:
+        nodes[LENGTHS] = group_document({})
+        nodes[f"{LENGTHS}/{name}"] = lengths_document(manifest.fields[name], manifest.num_samples)
     nodes["_streamloader"] = group_document({})
     nodes[tables_path(manifest.generation)] = group_document({})
     return {"": group_document({FORMAT: manifest.to_json()}, nodes), **nodes}
@@ -82,6 +87,14 @@ def table_document(layout: FieldLayout, num_samples: int) -> Document:
     document = _array_document(shape, [rows_per_page(layout, num_samples), *shape[1:]], "uint32", 0)
     document["codecs"] = [_bytes_codec(4), {"name": "crc32c"}]
     document["dimension_names"] = ["shard", "chunk", "entry"]
+    return document
+
+
+def lengths_document(layout: FieldLayout, num_samples: int) -> Document:
+    """Return the document of a field's table of lengths: u4 (samples), with a page for each shard."""
+    document = _array_document([num_samples], [layout.shard], "uint32", 0)
+    document["codecs"] = [_bytes_codec(4), *_compressor(replace(layout, codec="zstd")), {"name": "crc32c"}]
+    document["dimension_names"] = ["sample"]
     return document
 
 

@@ -35,9 +35,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streamloader import errors
-from streamloader.format import chunk_table, codecs, opening
+from streamloader.format import chunk_table, codecs, lengths, opening
 from streamloader.format.geometry import Geometry, order_pin, settle
-from streamloader.format.manifest import FORMAT, NAME, FieldLayout, Manifest, manifest_from_json, parse_json
+from streamloader.format.manifest import (
+    FORMAT,
+    NAME,
+    FieldLayout,
+    Manifest,
+    can_have_lengths,
+    manifest_from_json,
+    parse_json,
+)
 from streamloader.format.metadata import dataset_documents, split_documents, to_bytes
 from streamloader.format.opening import JOB, RECEIPTS, ROOT, get_document
 from streamloader.format.reader import FieldReader
@@ -402,10 +410,12 @@ def prepare_shard(
         if layout.resident:
             part.append(np.asarray(column, layout.field.stored_dtype).tobytes())
             continue
-        nbytes = codecs.column_size(column)
+        nbytes, tail = codecs.column_size(column), extension.tail(name, index) if extension else None
+        if can_have_lengths(layout) and (extension is None or name in extension.base.lengths):
+            objects[lengths.page_path(name, index)] = [_length_page(store, layout, column, tail)]
         if isinstance(column, list):
             column = column.copy()  # encoding empties the list, and the caller may still use it
-        encoded = _encode(store, layout, column, extension.tail(name, index) if extension else None)
+        encoded = _encode(store, layout, column, tail)
         objects[layout.shard_key(name, index)] = encoded.parts
         fields[name] = FieldReceipt(nbytes, encoded.size, encoded.entries)
     if part:
@@ -552,6 +562,14 @@ def _encode(store: Store, layout: FieldLayout, column: codecs.Column, tail: Tail
     return codecs.encode_shard(layout, column, old=old, entries=tail.entries, first=first, skips=tail.next_skips)
 
 
+def _length_page(store: Store, layout: FieldLayout, column: codecs.Column, tail: Tail | None) -> bytes:
+    """Return the page of lengths of a shard: those of `column`, after those of `tail` if the shard exists."""
+    new = lengths.lengths_of(column)
+    if tail is not None:
+        new = np.concatenate([lengths.LengthTable(store, tail.base, tail.name).shard(tail.shard), new])
+    return lengths.encode_page(new, layout)
+
+
 def read_tail(store: Store, tail: Tail) -> tuple[memoryview, codecs.Column]:
     """Return the bytes of the shard up to the end of its last chunk, and the column of that chunk.
 
@@ -630,7 +648,17 @@ def _assemble(store: Store, extension: Extension, receipts: Receipts) -> Manifes
         run_all(lambda page: store.put(*page), objects, FINISH_THREADS)
         tables[name] = chunk_table.table_digest(entries)
     layouts = {name: _extended_layout(extension, name, written[name]) for name in base.fields}
-    return replace(base, num_samples=extension.num_samples, fields=layouts, tables=tables, generation=generation)
+    manifest = replace(base, num_samples=extension.num_samples, fields=layouts, tables=tables, generation=generation)
+    return replace(manifest, lengths=_length_digests(store, extension, manifest, receipts))
+
+
+def _length_digests(store: Store, extension: Extension, new: Manifest, receipts: Receipts) -> dict[str, str]:
+    """Return the SHA-256 of each table of lengths. Fields without the page of a shard have none, as resumed ones."""
+    base = extension.base
+    names = base.lengths if base.generation else [name for name in base.fields if can_have_lengths(base.fields[name])]
+    written = {path for receipt in receipts.values() for path in receipt.objects}
+    complete = (name for name in names if all(lengths.page_path(name, shard) in written for shard in receipts))
+    return {name: lengths.LengthTable(store, new, name).digest() for name in complete}
 
 
 def _gather(store: Store, extension: Extension, receipts: Receipts) -> dict[str, dict[int, FieldReceipt]]:
@@ -788,11 +816,17 @@ def undo_extension(store: Store, base: Manifest, split: bool) -> None:
             info = store.head(path)
             if info is None or info.size != tail.size:  # an append always makes it larger
                 store.put(path, [read_tail(store, tail)[0], codecs.encode_index(tail.entries, tail.skips)])
-        keep = {layout.shard_key(name, shard) for shard in range(layout.num_shards(base.num_samples))}
-        store.delete([info.path for info in store.list(f"{name}/c") if info.path not in keep])
+        numbers = range(layout.num_shards(base.num_samples))
+        keep = {path(name, shard) for shard in numbers for path in (layout.shard_key, lengths.page_path)}
+        folders = f"{name}/c", f"{lengths.LENGTHS}/{name}/c"
+        store.delete([info.path for folder in folders for info in store.list(folder) if info.path not in keep])
+        if tail and name in base.lengths:
+            table = lengths.LengthTable(store, base, name)
+            store.put(lengths.page_path(name, tail.shard), lengths.encode_page(table.shard(tail.shard), layout))
     documents = dataset_documents(base)
     for name in base.fields:
-        store.put(f"{name}/{ROOT}", to_bytes(documents[name]))
+        for node in {name, f"{lengths.LENGTHS}/{name}"} & documents.keys():
+            store.put(f"{node}/{ROOT}", to_bytes(documents[node]))
     if split:
         store.put(ROOT, to_bytes(documents[""]))
     store.delete([info.path for info in store.list(chunk_table.tables_path(base.generation + 1))])

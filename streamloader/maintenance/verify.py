@@ -31,11 +31,13 @@ from streamloader.errors import CorruptError, FieldError, FormatError, NotFoundE
 from streamloader.format import opening
 from streamloader.format.chunk_table import TABLES, ChunkTable, page_path, rows_per_page, table_path, tables_path
 from streamloader.format.codecs import ABSENT, CRC_BYTES, Column, index_size, parse_index
+from streamloader.format.lengths import LENGTHS, LengthTable
+from streamloader.format.lengths import page_path as lengths_page_path
 from streamloader.format.manifest import NAME, Manifest, parse_json
 from streamloader.format.metadata import dataset_documents, split_documents
 from streamloader.format.opening import ROOT
 from streamloader.format.publish import APPEND, BAD, CLAIM, INTERNAL, PARTS
-from streamloader.format.reader import FieldReader, Run, bad_item, read_columns
+from streamloader.format.reader import FieldReader, Placed, Run, bad_item, read_columns
 from streamloader.options import MIB
 from streamloader.storage import open_store
 from streamloader.storage.process import cpu_count, run_all
@@ -312,6 +314,8 @@ class DatasetView:
         earlier = _TABLES.match(path)
         if earlier is not None and int(earlier["generation"] or 1) < manifest.generation:
             return True
+        if path.startswith(f"{LENGTHS}/"):
+            return self._owns_lengths(path)
         folder, _, name = path.rpartition("/")
         if name == ROOT:
             return folder in ("", INTERNAL, tables) or folder.removeprefix(f"{tables}/") in manifest.fields
@@ -325,6 +329,17 @@ class DatasetView:
         if path == layout.shard_key(field, number):
             return number < shards
         return number < pages and path == page_path(field, number, manifest.generation)
+
+    def _owns_lengths(self, path: str) -> bool:
+        """Return whether an object belongs to a table of lengths, or was left by an append that knows none."""
+        manifest, match = self.manifest, _NUMBERED.fullmatch(path.removeprefix(f"{LENGTHS}/"))
+        if not manifest.lengths:
+            return manifest.generation > 1
+        if match is None:
+            return path.removesuffix(f"/{ROOT}") in {LENGTHS, *(f"{LENGTHS}/{name}" for name in manifest.lengths)}
+        name, number = match["name"], int(match["number"])
+        known = name in manifest.lengths and path == lengths_page_path(name, number)
+        return known and number < manifest.fields[name].num_shards(manifest.num_samples)
 
 
 def check_documents(view: DatasetView) -> None:
@@ -431,6 +446,8 @@ class FieldCheck:
         self._damaged: set[int] = set()  # pages of the table
         self._lock = threading.Lock()
         self._stored = self._decoded = 0
+        self._lengths = LengthTable(view.store, view.manifest, name)
+        self._pages: dict[int, NDArray[np.uint32]] = {}  # lengths of the shards that are being checked
 
     def check_table(self) -> None:
         """Read every page of the chunk table, and compare the SHA-256 of the table with the manifest."""
@@ -453,6 +470,13 @@ class FieldCheck:
             problem = f"the chunk table {self._url(path)} is intact, but does not match the manifest"
             self.view.add(f"{problem}: its SHA-256 is {digest.hexdigest()}", path, self.name)
             self._damaged.update(pages)
+        if self.name in manifest.lengths:
+            try:
+                self._lengths.check()
+            except errors.ModifiedError as error:
+                self.view.add(error.problem, f"{LENGTHS}/{self.name}", self.name)
+            except FormatError:
+                pass  # a damaged page, which `check_shard` reports
 
     def check_shard(self, number: int) -> int:
         """Check one shard object, and return its size in bytes; 0 if it is missing."""
@@ -466,6 +490,11 @@ class FieldCheck:
             index = parse_index(tail, self.layout.chunks_per_shard)
         except (CorruptError, NotFoundError):
             index = None
+        if self.name in self.view.manifest.lengths:
+            try:
+                self._pages[number] = self._lengths.shard(number)
+            except FormatError as error:
+                self._add(error.problem, lengths_page_path(self.name, number), samples)
         counted = size
         shard = self._by_table(number, path, samples) or self._by_index(number, path, samples, size, index)
         if shard is None:
@@ -478,6 +507,7 @@ class FieldCheck:
                 counted = expected
             else:
                 self._check(shard, size, expected, index)
+        self._pages.pop(number, None)
         with self._lock:
             self._stored += counted
         return size
@@ -605,8 +635,23 @@ class FieldCheck:
             where = f"sample {sample}, in chunk {chunk} of {self._url(run.path)}"
             problem = f"field {self.name!r} of {where}, is not {field}: {reason}"
             self.view.add(problem, run.path, self.name, chunk=chunk, samples=(sample, sample + 1))
+        self._compare_lengths(run, placed)
         with self._lock:
             self._decoded += sum(int((items.stops - items.starts).sum()) for _, items in placed)
+
+    def _compare_lengths(self, run: Run, placed: Sequence[Placed]) -> None:
+        """Report the first sample of a run whose length differs from the table of lengths."""
+        page = self._pages.get(run.shard)
+        if page is None:
+            return
+        for row, items in placed:
+            first, sizes = run.first_sample + row, items.stops - items.starts
+            start = first - run.shard * self.layout.shard
+            for i in np.flatnonzero(page[start : start + len(sizes)] != sizes)[:1].tolist():
+                path, sample = lengths_page_path(self.name, run.shard), first + i
+                problem = f"the table of lengths {self._url(path)} gives sample {sample} {page[start + i]} bytes"
+                problem = f"{problem}, it has {sizes[i]}"
+                self.view.add(problem, path, self.name, samples=(sample, sample + 1))
 
 
 def rows_of(manifest: Manifest, num_samples: int) -> SampleRows:

@@ -184,4 +184,5 @@ DATASETS: dict[str, Fields] = {
     "splits/val": mixed(3, first=6),
     "free": free(20),
     "appended": appended(20),
+    "lengths": appended(9),
 }

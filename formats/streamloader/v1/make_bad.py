@@ -589,6 +589,30 @@ def index_of_huge_offsets(files: Files) -> None:
     put_index(files, [(2**63, 2**62), (2**64 - 2, 22), (44, 2**40), (66, 2**64 - 2)])
 
 
+# --- the table of lengths is an addition: who reads the samples does not need it ------------------------------------
+
+
+@case("", "", base="lengths", when="same")
+def flipped_lengths(files: Files) -> None:
+    files.flip("_streamloader/lengths/caption/c/0", 12)
+
+
+@case("", "", base="lengths", when="same")
+def lengths_of_other_samples(files: Files) -> None:
+    """The page and the manifest agree, but the chunks have other lengths."""
+    lengths = np.frombuffer(zstd.decompress(files.objects["_streamloader/lengths/caption/c/0"][:-4]), "<u4").copy()
+    lengths[3] += 1
+    files.objects["_streamloader/lengths/caption/c/0"] = sealed(zstd.compress(lengths, 3))
+    rest = np.frombuffer(zstd.decompress(files.objects["_streamloader/lengths/caption/c/1"][:-4]), "<u4")
+    table = np.concatenate([lengths, rest])[: files.ours["num_samples"]]
+    files.ours["lengths"]["caption"] = hashlib.sha256(table.tobytes()).hexdigest()
+
+
+@case("FormatError", "SL300", "manifest", "table of lengths", base="lengths")
+def lengths_of_a_tensor(files: Files) -> None:
+    files.ours["lengths"]["wave"] = files.ours["lengths"]["caption"]
+
+
 def put_index(files: Files, index: list[tuple[int, int]]) -> None:
     """Give a shard an index whose checksum fits."""
     size = 16 * len(index) + 4

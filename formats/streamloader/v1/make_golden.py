@@ -10,6 +10,7 @@ Compressed bytes depend on the versions of zstd and blosc that constraints.txt p
 from __future__ import annotations
 
 import base64
+import hashlib
 import json
 import sys
 from dataclasses import replace
@@ -21,6 +22,7 @@ from golden_values import DATASETS, Fields
 
 from streamloader.format.chunk_table import encode_pages, rows_per_page, table_digest, table_path
 from streamloader.format.codecs import column_size, encode_shard
+from streamloader.format.lengths import encode_page, lengths_of, page_path
 from streamloader.format.manifest import Field, FieldLayout, Manifest, OrderPin
 from streamloader.format.metadata import dataset_documents, to_bytes
 from streamloader.format.publish import (
@@ -94,9 +96,21 @@ PLANS: dict[str, tuple[int, OrderPin, Layouts]] = {
             "label": (8, 16, "lz4", RESIDENT),
         },
     ),
+    # a table of lengths for each field whose samples vary, with a shard that is not full
+    "lengths": (
+        8,
+        OrderPin(4, 1, 16),
+        {
+            "wave": (4, 8, "none", BULK),
+            "caption": (2, 8, "none", BULK),
+            "boxes": (4, 8, "zstd", BULK),
+            "label": (8, 16, "none", RESIDENT),
+        },
+    ),
 }
 # the numbers of samples of a dataset's versions: it is written with the first, and appended to
 VERSIONS = {"appended": (5, 11, 20)}
+WITH_LENGTHS = {"lengths"}
 PROVENANCE = {"free": {"source": "by hand", "ratio": 0.5, "who": "Zoë"}}
 
 
@@ -130,18 +144,33 @@ def write_field(store: Store, name: str, layout: FieldLayout, column: Any) -> tu
     return replace(layout, nbytes=column_size(column), stored=stored), table_digest(entries)
 
 
+def write_lengths(store: Store, layouts: dict[str, FieldLayout], lengths: dict[str, Any]) -> dict[str, str]:
+    """Write the tables of lengths of the fields whose samples vary; return their hashes."""
+    hashes = {}
+    for name, layout in layouts.items():
+        if not layout.field.fixed:
+            for i in range(layout.num_shards(len(lengths[name]))):
+                page = encode_page(lengths[name][i * layout.shard : (i + 1) * layout.shard], layout)
+                store.put(page_path(name, i), page)
+            hashes[name] = hashlib.sha256(lengths[name].astype("<u4").tobytes()).hexdigest()
+    return hashes
+
+
 def write(store: Store, name: str) -> Manifest:
     """Write one golden dataset, the root document last."""
     samples_per_shard, order, plan = PLANS[name]
     parsed, columns = columns_of(DATASETS[name])
     versions = VERSIONS.get(name, (None,))
     whole, columns = columns, {field: column[: versions[0]] for field, column in columns.items()}
+    lengths = {field: lengths_of(column) for field, column in columns.items() if not parsed[field].fixed}
     layouts, tables = {}, {}
     for field, (chunk, shard, codec, resident) in plan.items():
         layout = FieldLayout(parsed[field], chunk, shard, codec, resident)
         layouts[field], tables[field] = write_field(store, field, layout, columns[field])
     count = len(next(iter(columns.values())))
     manifest = Manifest(count, samples_per_shard, layouts, order, tables, PROVENANCE.get(name, {}))
+    if name in WITH_LENGTHS:
+        manifest = replace(manifest, lengths=write_lengths(store, layouts, lengths))
     documents = dataset_documents(manifest)
     if name == "free":  # keys that a reader must ignore, and the other name of the bytes dtype
         ours = documents[""]["attributes"]["streamloader"]

@@ -1,0 +1,93 @@
+"""The table of lengths of a variable-length field: the bytes of every sample, one page for each shard.
+
+`_streamloader/lengths/<field>` is a Zarr v3 array, u4 (samples), with the codecs `bytes`, `zstd` and `crc32c`. A page
+is written with its shard. An append writes the page of the last shard again with more lengths, so readers of an earlier
+version, which use only the lengths of their samples, can still read it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from functools import partial
+
+import crc32c
+import numpy as np
+from numcodecs import zstd
+from numpy.typing import NDArray
+
+from streamloader import errors
+from streamloader.format.codecs import CRC_BYTES, ZSTD_LEVEL, Column, decompress_exactly, with_checksum
+from streamloader.format.manifest import FieldLayout, Manifest
+from streamloader.format.opening import reread
+from streamloader.storage.process import run_all
+from streamloader.storage.store import Store
+
+LENGTHS = "_streamloader/lengths"
+THREADS = 16
+PAGES = 64  # read at once to compute a digest
+
+
+def page_path(name: str, shard: int) -> str:
+    """Return the path of the page of a shard, relative to the dataset."""
+    return f"{LENGTHS}/{name}/c/{shard}"
+
+
+def lengths_of(column: Column) -> NDArray[np.uint32]:
+    """Return the length in bytes of each item of a variable-length column."""
+    return np.fromiter(map(len, column), np.uint32, len(column))
+
+
+def encode_page(lengths: NDArray[np.uint32], layout: FieldLayout) -> bytes:
+    """Return the stored page of a shard with these lengths, padded with zeros. The same lengths give the same bytes."""
+    page = np.zeros(layout.shard, "<u4")
+    page[: len(lengths)] = lengths
+    return with_checksum(bytes(zstd.compress(page, ZSTD_LEVEL)))
+
+
+class LengthTable:
+    """Reads the table of lengths of one field, of the version `manifest`; thread-safe, keeps nothing."""
+
+    def __init__(self, store: Store, manifest: Manifest, name: str) -> None:
+        self._store, self._name, self._layout = store, name, manifest.fields[name]
+        self._num_samples, self._sha256 = manifest.num_samples, manifest.lengths.get(name)
+
+    def shard(self, index: int) -> NDArray[np.uint32]:
+        """Return the lengths in bytes of the samples of a shard, uint32 (samples).
+
+        Raises `MissingObjectError` or `CorruptError`, which name the page, or `StorageError`.
+        """
+        return reread(partial(self._load, index))
+
+    def digest(self) -> str:
+        """Return the SHA-256 of all lengths, little-endian, without padding. Raises as `shard`."""
+        digest, shards = hashlib.sha256(), range(self._layout.num_shards(self._num_samples))
+        for first in shards[::PAGES]:
+            for page in run_all(self.shard, shards[first : first + PAGES], THREADS):
+                digest.update(page.astype("<u4").tobytes())
+        return digest.hexdigest()
+
+    def check(self) -> None:
+        """Compare the table with the manifest. Raises `ModifiedError` if it does not match, and as `shard`."""
+        if self.digest() != self._sha256:
+            problem = f"the table of lengths {self._store.url}/{LENGTHS}/{self._name} is intact"
+            problem = f"{problem}, but does not match the manifest"
+            raise errors.ModifiedError(problem, "restore it, or convert the dataset again")
+
+    def _load(self, index: int) -> NDArray[np.uint32]:
+        path, size = page_path(self._name, index), 4 * self._layout.shard
+        where, remedy = f"the table of lengths {self._store.url}/{path}", "copy or convert the dataset again"
+        limit = size + size // 128 + 64 + CRC_BYTES  # zstd adds at most this to data that it cannot compress
+        try:
+            data = self._store.get_range(path, 0, limit + 1)  # the extra byte detects a longer object
+        except errors.NotFoundError as error:
+            raise errors.MissingObjectError(f"{where} is missing", "convert the dataset again") from error
+        body = memoryview(data)[:-CRC_BYTES]
+        if not CRC_BYTES < len(data) <= limit or crc32c.crc32c(body) != int.from_bytes(data[-CRC_BYTES:], "little"):
+            raise errors.CorruptError(f"the checksum of {where} does not match", remedy)
+        page = np.empty(size, np.uint8)
+        try:
+            decompress_exactly("zstd", body, page)
+        except errors.CorruptError as error:
+            raise errors.CorruptError(f"{where} is damaged: {error.problem}", remedy) from error
+        samples = min(self._layout.shard, self._num_samples - index * self._layout.shard)
+        return page.view("<u4")[:samples].astype(np.uint32)
