@@ -34,7 +34,7 @@ from streamloader.cli.options import (
     storage_option,
     target_option,
 )
-from streamloader.errors import NotADatasetError, StreamloaderError, UsageError
+from streamloader.errors import FormatError, NotADatasetError, StreamloaderError, UsageError
 from streamloader.options import CODECS, CodecChoice, Layout
 
 if TYPE_CHECKING:
@@ -292,7 +292,7 @@ def _to_remove(incomplete: Incomplete, size: str) -> Iterator[str]:
 @storage_option
 @json_option
 def inspect(*, url: str, split: str | None, storage_options: dict[str, Any], as_json: bool) -> None:
-    """Show the fields, shapes, sizes, codecs, splits and one sample of the dataset at URL."""
+    """Show the fields, shapes, sizes, codecs, lengths, splits and one sample of the dataset at URL."""
     from streamloader.format.dataset import open as open_dataset
     from streamloader.format.opening import read_root, split_names
     from streamloader.storage import open_store
@@ -321,7 +321,10 @@ def _facts(split: str | None, dataset: Dataset) -> dict[str, Any]:
         "digest": manifest.digest,
         "samples_per_shard": manifest.samples_per_shard,
         "order": {key: getattr(manifest.order, key) for key in ("block", "lanes", "window")},
-        "fields": {name: _field_facts(layout, manifest.num_samples) for name, layout in manifest.fields.items()},
+        "fields": {
+            name: {**_field_facts(layout, manifest.num_samples), "lengths": _length_facts(name, dataset)}
+            for name, layout in manifest.fields.items()
+        },
         "provenance": dict(manifest.provenance),
         "sample": {name: _show_value(value, manifest.fields[name]) for name, value in sample.items()},
     }
@@ -339,6 +342,20 @@ def _field_facts(layout: FieldLayout, num_samples: int) -> dict[str, Any]:
         "chunks": -(-num_samples // layout.chunk),
         "shards": layout.num_shards(num_samples),
     }
+
+
+def _length_facts(name: str, dataset: Dataset) -> dict[str, float] | str | None:
+    """Return the least, the median and the largest length of a field's samples, or "damaged"; None if not stored."""
+    import numpy as np
+
+    if name not in dataset.manifest.lengths or not len(dataset):
+        return None
+    try:
+        lengths = dataset.lengths(name)
+    except FormatError:
+        return "damaged"
+    least, largest = int(lengths.min()), int(lengths.max())
+    return {"min": least, "median": float(np.median(lengths, overwrite_input=True)), "max": largest}
 
 
 def _show_value(value: Any, layout: FieldLayout) -> str:
@@ -384,3 +401,9 @@ def _print_fields(facts: dict[str, Any]) -> None:
         sample = facts["sample"].get(name, "")
         rows.append((name, field["spec"], *sizes, ratio, field["codec"], *counts, held, sample))
     print_table(titles, rows, right)
+    for name, field in facts["fields"].items():
+        if lengths := field["lengths"]:
+            text, unit = "the table is damaged", "rows" if field["kind"] == "ragged" else "bytes"
+            if lengths != "damaged":
+                text = f"{lengths['min']} to {lengths['max']} {unit}, median {lengths['median']:.16g}"
+            click.echo(f"lengths of {name}: {text}")

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from streamloader.errors import FieldError, UsageError
 from streamloader.format.codecs import Items
+from streamloader.format.lengths import LengthTable
 from streamloader.format.manifest import Field, Manifest
 from streamloader.format.opening import Opened, open_root
 from streamloader.format.reader import FieldReader
@@ -109,9 +110,32 @@ class Dataset:
 
         Raises `FieldError` for an unknown field, `IndexError`, `FormatError` and `StorageError`.
         """
+        self._check_field(field)
+        return self._local_readers().read(field, start, stop)
+
+    def lengths(self, field: str) -> NDArray[np.int64]:
+        """Return the length of every sample of a variable-length field, int64 (len(ds),), without reading samples.
+
+        In rows for a ragged field, in bytes for bytes and text (UTF-8). Reads the field's table of lengths, by
+        concurrent requests. `where=ds.lengths("tokens") >= 64` selects samples by their length.
+
+        Raises `FieldError` for an unknown field, one of fixed shape, and one whose lengths the dataset does not store;
+        `MissingObjectError` or `CorruptError` for a damaged table, `ModifiedError` for one that does not match the
+        manifest; and `StorageError`.
+        """
+        self._check_field(field)
+        if field not in self.manifest.lengths:
+            remedy = "convert the dataset again, or measure the samples of read()"
+            if self.fields[field].fixed:
+                remedy = f"its samples all have the shape {self.fields[field].shape}"
+            raise FieldError(f"{self.url} has no table of lengths of field {field!r}", remedy)
+        lengths = LengthTable(self._opened.store, self.manifest, field).read()
+        lengths //= self.fields[field].item_bytes
+        return lengths
+
+    def _check_field(self, field: str) -> None:
         if field not in self.fields:
             raise FieldError(f"{self.url} has no field {field!r}", f"its fields are {', '.join(self.fields)}")
-        return self._local_readers().read(field, start, stop)
 
     def _local_readers(self) -> _Readers:
         """Return the readers of this process: a forked child must not use the locks and clients of its parent."""

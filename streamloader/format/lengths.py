@@ -19,12 +19,14 @@ from streamloader import errors
 from streamloader.format.codecs import CRC_BYTES, ZSTD_LEVEL, Column, decompress_exactly, with_checksum
 from streamloader.format.manifest import FieldLayout, Manifest
 from streamloader.format.opening import reread
+from streamloader.options import MIB
 from streamloader.storage.process import run_all
 from streamloader.storage.store import Store
 
 LENGTHS = "_streamloader/lengths"
 THREADS = 16
-PAGES = 64  # read at once to compute a digest
+PAGES = 256  # read at once, as long as they have no more than
+BYTES = 64 * MIB
 
 
 def page_path(name: str, shard: int) -> str:
@@ -32,12 +34,12 @@ def page_path(name: str, shard: int) -> str:
     return f"{LENGTHS}/{name}/c/{shard}"
 
 
-def lengths_of(column: Column) -> NDArray[np.uint32]:
+def lengths_of(column: Column) -> NDArray[np.int64]:
     """Return the length in bytes of each item of a variable-length column."""
-    return np.fromiter(map(len, column), np.uint32, len(column))
+    return np.fromiter(map(len, column), np.int64, len(column))
 
 
-def encode_page(lengths: NDArray[np.uint32], layout: FieldLayout) -> bytes:
+def encode_page(lengths: NDArray[np.integer], layout: FieldLayout) -> bytes:
     """Return the stored page of a shard with these lengths, padded with zeros. The same lengths give the same bytes."""
     page = np.zeros(layout.shard, "<u4")
     page[: len(lengths)] = lengths
@@ -58,36 +60,41 @@ class LengthTable:
         """
         return reread(partial(self._load, index))
 
-    def digest(self) -> str:
-        """Return the SHA-256 of all lengths, little-endian, without padding. Raises as `shard`."""
-        digest, shards = hashlib.sha256(), range(self._layout.num_shards(self._num_samples))
-        for first in shards[::PAGES]:
-            for page in run_all(self.shard, shards[first : first + PAGES], THREADS):
-                digest.update(page.astype("<u4").tobytes())
+    def digest(self, out: NDArray[np.int64] | None = None) -> str:
+        """Return the SHA-256 of all lengths, and write them to `out` if that is given. Raises as `shard`."""
+        size, digest = self._layout.shard, hashlib.sha256()
+        shards, step = range(self._layout.num_shards(self._num_samples)), max(1, min(PAGES, BYTES // (4 * size)))
+        for first in shards[::step]:
+            for number, page in enumerate(run_all(self.shard, shards[first : first + step], THREADS), first):
+                digest.update(page.astype("<u4", copy=False).data)
+                if out is not None:
+                    out[number * size :][: len(page)] = page
         return digest.hexdigest()
 
-    def check(self) -> None:
-        """Compare the table with the manifest. Raises `ModifiedError` if it does not match, and as `shard`."""
-        if self.digest() != self._sha256:
+    def read(self) -> NDArray[np.int64]:
+        """Return the length in bytes of every sample, int64 (samples). Raises as `check`."""
+        lengths = np.empty(self._num_samples, np.int64)
+        self.check(lengths)
+        return lengths
+
+    def check(self, out: NDArray[np.int64] | None = None) -> None:
+        """Compare the table with the manifest. Raises `ModifiedError` if it does not match, and as `digest`."""
+        if self.digest(out) != self._sha256:
             problem = f"the table of lengths {self._store.url}/{LENGTHS}/{self._name} is intact"
             problem = f"{problem}, but does not match the manifest"
             raise errors.ModifiedError(problem, "restore it, or convert the dataset again")
 
     def _load(self, index: int) -> NDArray[np.uint32]:
-        path, size = page_path(self._name, index), 4 * self._layout.shard
+        path, page = page_path(self._name, index), np.empty(self._layout.shard, "<u4")
         where, remedy = f"the table of lengths {self._store.url}/{path}", "copy or convert the dataset again"
-        limit = size + size // 128 + 64 + CRC_BYTES  # zstd adds at most this to data that it cannot compress
+        limit = page.nbytes + page.nbytes // 128 + 64 + CRC_BYTES  # zstd adds less to data that it cannot compress
         try:
-            data = self._store.get_range(path, 0, limit + 1)  # the extra byte detects a longer object
+            data = memoryview(self._store.get_range(path, 0, limit + 1))  # the extra byte detects a longer object
+            if crc32c.crc32c(data[:-CRC_BYTES]) != int.from_bytes(data[-CRC_BYTES:], "little"):
+                raise errors.CorruptError("its checksum does not match")
+            decompress_exactly("zstd", data[:-CRC_BYTES], page.view(np.uint8))
         except errors.NotFoundError as error:
             raise errors.MissingObjectError(f"{where} is missing", "convert the dataset again") from error
-        body = memoryview(data)[:-CRC_BYTES]
-        if not CRC_BYTES < len(data) <= limit or crc32c.crc32c(body) != int.from_bytes(data[-CRC_BYTES:], "little"):
-            raise errors.CorruptError(f"the checksum of {where} does not match", remedy)
-        page = np.empty(size, np.uint8)
-        try:
-            decompress_exactly("zstd", body, page)
         except errors.CorruptError as error:
             raise errors.CorruptError(f"{where} is damaged: {error.problem}", remedy) from error
-        samples = min(self._layout.shard, self._num_samples - index * self._layout.shard)
-        return page.view("<u4")[:samples].astype(np.uint32)
+        return page[: self._num_samples - index * self._layout.shard].astype(np.uint32, copy=False)

@@ -26,6 +26,7 @@ import time
 import uuid
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import starmap
 from typing import Any, NamedTuple
@@ -411,8 +412,9 @@ def prepare_shard(
             part.append(np.asarray(column, layout.field.stored_dtype).tobytes())
             continue
         nbytes, tail = codecs.column_size(column), extension.tail(name, index) if extension else None
-        if can_have_lengths(layout) and (extension is None or name in extension.base.lengths):
-            objects[lengths.page_path(name, index)] = [_length_page(store, layout, column, tail)]
+        if can_have_lengths(layout) and (extension is None or extension.has_lengths(name)):
+            with suppress(errors.FormatError):  # of the page that is there: the new version leaves the table out
+                objects[lengths.page_path(name, index)] = [_length_page(store, layout, column, tail)]
         if isinstance(column, list):
             column = column.copy()  # encoding empties the list, and the caller may still use it
         encoded = _encode(store, layout, column, tail)
@@ -510,6 +512,10 @@ class Extension:
         """The number of samples after the append."""
         return self.base.num_samples + self.added
 
+    def has_lengths(self, name: str) -> bool:
+        """Return whether the append writes a table of lengths for a field: an earlier one is extended."""
+        return name in self.base.lengths or not self.base.num_samples
+
     @property
     def folder(self) -> str:
         """The folder of receipts and parts."""
@@ -564,10 +570,8 @@ def _encode(store: Store, layout: FieldLayout, column: codecs.Column, tail: Tail
 
 def _length_page(store: Store, layout: FieldLayout, column: codecs.Column, tail: Tail | None) -> bytes:
     """Return the page of lengths of a shard: those of `column`, after those of `tail` if the shard exists."""
-    new = lengths.lengths_of(column)
-    if tail is not None:
-        new = np.concatenate([lengths.LengthTable(store, tail.base, tail.name).shard(tail.shard), new])
-    return lengths.encode_page(new, layout)
+    old = [] if tail is None else [lengths.LengthTable(store, tail.base, tail.name).shard(tail.shard)]
+    return lengths.encode_page(np.concatenate([*old, lengths.lengths_of(column)]), layout)
 
 
 def read_tail(store: Store, tail: Tail) -> tuple[memoryview, codecs.Column]:
@@ -649,16 +653,22 @@ def _assemble(store: Store, extension: Extension, receipts: Receipts) -> Manifes
         tables[name] = chunk_table.table_digest(entries)
     layouts = {name: _extended_layout(extension, name, written[name]) for name in base.fields}
     manifest = replace(base, num_samples=extension.num_samples, fields=layouts, tables=tables, generation=generation)
-    return replace(manifest, lengths=_length_digests(store, extension, manifest, receipts))
+    return replace(manifest, lengths=dict(_length_digests(store, extension, manifest, receipts)))
 
 
-def _length_digests(store: Store, extension: Extension, new: Manifest, receipts: Receipts) -> dict[str, str]:
-    """Return the SHA-256 of each table of lengths. Fields without the page of a shard have none, as resumed ones."""
-    base = extension.base
-    names = base.lengths if base.generation else [name for name in base.fields if can_have_lengths(base.fields[name])]
-    written = {path for receipt in receipts.values() for path in receipt.objects}
-    complete = (name for name in names if all(lengths.page_path(name, shard) in written for shard in receipts))
-    return {name: lengths.LengthTable(store, new, name).digest() for name in complete}
+def _length_digests(store: Store, extension: Extension, new: Manifest, receipts: Receipts) -> Iterator[tuple[str, str]]:
+    """Yield the fields with a whole table of lengths, and its SHA-256.
+
+    A page is missing if an earlier release wrote its shard, or if an append found the old page damaged.
+    """
+    for name, layout in new.fields.items():
+        pages = [lengths.page_path(name, shard) in receipt.objects for shard, receipt in receipts.items()]
+        if not can_have_lengths(layout) or not extension.has_lengths(name) or not all(pages):
+            continue
+        with suppress(errors.FormatError):
+            if extension.base.num_samples:  # a table that does not match its manifest is not extended
+                lengths.LengthTable(store, extension.base, name).check()
+            yield name, lengths.LengthTable(store, new, name).digest()
 
 
 def _gather(store: Store, extension: Extension, receipts: Receipts) -> dict[str, dict[int, FieldReceipt]]:
@@ -821,8 +831,9 @@ def undo_extension(store: Store, base: Manifest, split: bool) -> None:
         folders = f"{name}/c", f"{lengths.LENGTHS}/{name}/c"
         store.delete([info.path for folder in folders for info in store.list(folder) if info.path not in keep])
         if tail and name in base.lengths:
-            table = lengths.LengthTable(store, base, name)
-            store.put(lengths.page_path(name, tail.shard), lengths.encode_page(table.shard(tail.shard), layout))
+            with suppress(errors.FormatError):  # a damaged page was not rewritten
+                page = lengths.LengthTable(store, base, name).shard(tail.shard)
+                store.put(lengths.page_path(name, tail.shard), lengths.encode_page(page, layout))
     documents = dataset_documents(base)
     for name in base.fields:
         for node in {name, f"{lengths.LENGTHS}/{name}"} & documents.keys():

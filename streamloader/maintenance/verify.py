@@ -314,32 +314,20 @@ class DatasetView:
         earlier = _TABLES.match(path)
         if earlier is not None and int(earlier["generation"] or 1) < manifest.generation:
             return True
-        if path.startswith(f"{LENGTHS}/"):
-            return self._owns_lengths(path)
         folder, _, name = path.rpartition("/")
+        within = f"{LENGTHS if path.startswith(LENGTHS) else tables}/"
         if name == ROOT:
-            return folder in ("", INTERNAL, tables) or folder.removeprefix(f"{tables}/") in manifest.fields
-        match = _NUMBERED.fullmatch(path.removeprefix(f"{tables}/"))
+            return folder in ("", INTERNAL, tables, LENGTHS) or folder.removeprefix(within) in manifest.fields
+        match = _NUMBERED.fullmatch(path.removeprefix(within))
         if match is None or match["name"] not in manifest.fields:
             return False
         field, number = match["name"], int(match["number"])
         layout = manifest.fields[field]
         shards = layout.num_shards(manifest.num_samples)
         pages = -(-shards // rows_per_page(layout, manifest.num_samples))
-        if path == layout.shard_key(field, number):
-            return number < shards
+        if path in (layout.shard_key(field, number), lengths_page_path(field, number)):
+            return number < shards  # an append or a resumed conversion may leave pages of lengths without a table
         return number < pages and path == page_path(field, number, manifest.generation)
-
-    def _owns_lengths(self, path: str) -> bool:
-        """Return whether an object belongs to a table of lengths, or was left by an append that knows none."""
-        manifest, match = self.manifest, _NUMBERED.fullmatch(path.removeprefix(f"{LENGTHS}/"))
-        if not manifest.lengths:
-            return manifest.generation > 1
-        if match is None:
-            return path.removesuffix(f"/{ROOT}") in {LENGTHS, *(f"{LENGTHS}/{name}" for name in manifest.lengths)}
-        name, number = match["name"], int(match["number"])
-        known = name in manifest.lengths and path == lengths_page_path(name, number)
-        return known and number < manifest.fields[name].num_shards(manifest.num_samples)
 
 
 def check_documents(view: DatasetView) -> None:
@@ -416,7 +404,8 @@ def _difference(expected: Any, found: Any, where: str, strict: bool) -> str:
 class _Shard:
     """A shard object, its samples, and the byte ranges and checksums of its chunks.
 
-    `crcs` is None if the table is damaged and the chunks are located by the shard's own index.
+    `crcs` is None if the table is damaged and the chunks are located by the shard's own index. `lengths` has the
+    lengths of the samples, if the field has a table of lengths and its page is whole.
     """
 
     number: int
@@ -425,6 +414,7 @@ class _Shard:
     starts: NDArray[np.int64]
     stops: NDArray[np.int64]
     crcs: NDArray[np.uint32] | None
+    lengths: NDArray[np.uint32] | None = None
 
     def matches(self, index: NDArray[np.uint64]) -> bool:
         """Return whether `index` has the same byte ranges."""
@@ -447,7 +437,6 @@ class FieldCheck:
         self._lock = threading.Lock()
         self._stored = self._decoded = 0
         self._lengths = LengthTable(view.store, view.manifest, name)
-        self._pages: dict[int, NDArray[np.uint32]] = {}  # lengths of the shards that are being checked
 
     def check_table(self) -> None:
         """Read every page of the chunk table, and compare the SHA-256 of the table with the manifest."""
@@ -490,24 +479,24 @@ class FieldCheck:
             index = parse_index(tail, self.layout.chunks_per_shard)
         except (CorruptError, NotFoundError):
             index = None
+        counted, lengths = size, None
         if self.name in self.view.manifest.lengths:
             try:
-                self._pages[number] = self._lengths.shard(number)
+                lengths = self._lengths.shard(number)
             except FormatError as error:
                 self._add(error.problem, lengths_page_path(self.name, number), samples)
-        counted = size
         shard = self._by_table(number, path, samples) or self._by_index(number, path, samples, size, index)
         if shard is None:
             problem = f"the index of {self._url(path)} and the chunk table are damaged: its chunks cannot be located"
             self._add(problem, path, samples)
         else:
+            shard = replace(shard, lengths=lengths)
             expected = int(shard.stops.max(initial=0)) + index_size(self.layout.chunks_per_shard)
             if number == self.num_shards - 1 and self.view.appending and size > expected:
                 self._check_chunks(shard, len(shard.starts))  # an append has added chunks after these
                 counted = expected
             else:
                 self._check(shard, size, expected, index)
-        self._pages.pop(number, None)
         with self._lock:
             self._stored += counted
         return size
@@ -604,7 +593,7 @@ class FieldCheck:
         crcs = np.zeros(high - low, np.uint32) if shard.crcs is None else shard.crcs[low:high]
         run = self._reader.plan_run(shard.number, low, shard.starts[low:high], shard.stops[low:high], crcs)
         try:
-            self._read(run, shard.crcs is None)
+            self._read(run, shard)
         except errors.MissingObjectError as error:  # deleted since the store was listed
             self._add(error.problem, shard.path, shard.samples)
             return 1
@@ -617,10 +606,10 @@ class FieldCheck:
             return 1
         return 0
 
-    def _read(self, run: Run, by_index: bool) -> None:
+    def _read(self, run: Run, shard: _Shard) -> None:
         """Fetch and decode a run, and report invalid items. Raises `FormatError` if a chunk is damaged."""
         field, fetch = self.layout.field, self._reader.request(run)
-        if by_index:  # the only checksum is the one at the end of each chunk; 0 if the data end before it
+        if shard.crcs is None:  # the only checksum is the one at the end of each chunk; 0 if the data end before it
             data, stops = fetch(), np.cumsum(run.sizes).tolist()
             crcs = [int.from_bytes(data[stop - CRC_BYTES : stop], "little") for stop in stops]
             run = run._replace(crcs=np.array(crcs, np.uint32))
@@ -635,23 +624,20 @@ class FieldCheck:
             where = f"sample {sample}, in chunk {chunk} of {self._url(run.path)}"
             problem = f"field {self.name!r} of {where}, is not {field}: {reason}"
             self.view.add(problem, run.path, self.name, chunk=chunk, samples=(sample, sample + 1))
-        self._compare_lengths(run, placed)
+        if shard.lengths is not None:
+            self._compare_lengths(run, placed, shard.lengths[run.first_sample - shard.samples[0] :])
         with self._lock:
             self._decoded += sum(int((items.stops - items.starts).sum()) for _, items in placed)
 
-    def _compare_lengths(self, run: Run, placed: Sequence[Placed]) -> None:
-        """Report the first sample of a run whose length differs from the table of lengths."""
-        page = self._pages.get(run.shard)
-        if page is None:
-            return
+    def _compare_lengths(self, run: Run, placed: Sequence[Placed], lengths: NDArray[np.uint32]) -> None:
+        """Report the first sample of each chunk that differs in size from `lengths`, those of the run's samples."""
+        path = lengths_page_path(self.name, run.shard)
         for row, items in placed:
-            first, sizes = run.first_sample + row, items.stops - items.starts
-            start = first - run.shard * self.layout.shard
-            for i in np.flatnonzero(page[start : start + len(sizes)] != sizes)[:1].tolist():
-                path, sample = lengths_page_path(self.name, run.shard), first + i
-                problem = f"the table of lengths {self._url(path)} gives sample {sample} {page[start + i]} bytes"
-                problem = f"{problem}, it has {sizes[i]}"
-                self.view.add(problem, path, self.name, samples=(sample, sample + 1))
+            sizes = items.stops - items.starts
+            for i in np.flatnonzero(lengths[row : row + len(sizes)] != sizes)[:1].tolist():
+                sample, stated = run.first_sample + row + i, lengths[row + i]
+                problem = f"the table of lengths {self._url(path)} gives sample {sample} {stated} bytes"
+                self.view.add(f"{problem}, it has {sizes[i]}", path, self.name, samples=(sample, sample + 1))
 
 
 def rows_of(manifest: Manifest, num_samples: int) -> SampleRows:
