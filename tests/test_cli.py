@@ -52,6 +52,7 @@ def test_convert_and_inspect_print_what_there_is(photos, tmp_path, capsys):
     status, shown, err = run(capsys, "inspect", out)
     assert (status, err) == (0, "")
     words = ("split train", "108 samples", "split val", "bytes:png", "int64", "in memory", "ant, bee, cat", "PNG 2")
+    words += ("lengths of image: 1",)
     assert all(word in shown for word in words)
     status, shown, _ = run(capsys, "inspect", out, "--split", "val", "--json")
     (facts,) = json.loads(shown)["datasets"]
@@ -59,6 +60,10 @@ def test_convert_and_inspect_print_what_there_is(photos, tmp_path, capsys):
     image = facts["fields"]["image"]
     assert (image["kind"], image["encoding"], image["codec"]) == ("bytes", "png", "none")
     assert image["nbytes"] < image["stored"]
+    assert image["lengths"]["min"] <= image["lengths"]["median"] <= image["lengths"]["max"] <= image["nbytes"]
+    assert facts["fields"]["label"]["lengths"] is None
+    (out / "val/_streamloader/lengths/image/c/0").unlink()
+    assert "lengths of image: the table is damaged" in run(capsys, "inspect", out, "--split", "val")[1]
     assert facts["fields"]["label"]["resident"]
     assert re.match(r"PNG \d\dx24 RGB, ", facts["sample"]["image"])
     assert "train, val" in fails(capsys, "inspect", out, "--split", "test")

@@ -3,6 +3,7 @@
 import os
 import pickle
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streamloader import errors
+from streamloader.format import lengths
 from streamloader.format.dataset import Dataset
 from streamloader.format.dataset import open as open_dataset
 from streamloader.format.manifest import Field
@@ -86,12 +88,41 @@ def test_a_dataset_has_length_fields_url_digest_and_repr():
     assert [int(sample["scalar"]) for sample in DATASET] == COLUMNS["scalar"].tolist()  # by IndexError at the end
 
 
+@pytest.mark.parametrize("pages", [1, 256])
+def test_lengths_are_those_of_the_samples_in_rows_or_bytes(pages, monkeypatch):
+    monkeypatch.setattr(lengths, "PAGES", pages)
+    assert {name for name, field in ALL_KINDS.items() if not field.fixed} == set(DATASET.manifest.lengths)
+    for name in DATASET.manifest.lengths:
+        wanted = [len(one.encode() if isinstance(one, str) else one) for one in COLUMNS[name]]
+        assert equal(DATASET.lengths(name), np.array(wanted, np.int64)), name
+
+
+def test_a_table_of_lengths_that_is_damaged_is_its_error_and_is_not_needed_for_samples():
+    store, page = make(), "_streamloader/lengths/words/c/1"
+    data, other = store.get(page), store.get("_streamloader/lengths/boxes/c/1")
+    damaged = (
+        *((data[:size], errors.CorruptError) for size in (0, 3, 4, 5, len(data) - 1)),
+        (None, errors.MissingObjectError),
+    )
+    for damage, kind in ((other, errors.ModifiedError), (data + b"x", errors.CorruptError), *damaged):
+        store.delete([page]) if damage is None else store.put(page, damage)
+        with pytest.raises(kind, match=r"the table of lengths .*/lengths/words"):
+            open_dataset(store.url).lengths("words")
+        assert equal(open_dataset(store.url)[20]["words"], COLUMNS["words"][20])
+
+
 def test_wrong_reads_are_errors():
     for index in (COUNT, -COUNT - 1, 10**20):
         with pytest.raises(IndexError):
             DATASET[index]
     with pytest.raises(errors.FieldError, match="no field 'nope'"):
         DATASET.read("nope", 0, 1)
+    with pytest.raises(errors.FieldError, match="no field 'nope'"):
+        DATASET.lengths("nope")
+    with pytest.raises(errors.FieldError, match=r"of field 'image'; its samples all have the shape \(40, 33\)"):
+        DATASET.lengths("image")
+    with pytest.raises(errors.FieldError, match="of field 'words'; convert the dataset again"):
+        Dataset(Opened(replace(DATASET.manifest, lengths={}), STORE, ())).lengths("words")
     with pytest.raises(IndexError):
         DATASET.read("image", 0, COUNT + 1)
     with pytest.raises(errors.UsageError, match="step 2"):
@@ -105,6 +136,7 @@ def test_nothing_and_one_sample_can_be_read(count):
     ds = open_dataset(make(count).url)
     assert len(ds) == count and len(list(ds)) == count
     assert equal(ds[:]["boxes"], public_columns(count)["boxes"]) and ds[:]["image"].shape == (count, 40, 33)
+    assert ds.lengths("boxes").tolist() == [len(one) for one in ds[:]["boxes"]]
 
 
 def counted(store: Store, flip: int = 0) -> tuple[Dataset, Counting]:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from commands import run
 from folder_server import folder_server
-from format_data import columns_of, fields, geometry_of, memory_store, objects_of, write_dataset
+from format_data import columns_of, fields, geometry_of, memory_store, objects_of, write_dataset, write_shards
 from golden import GOLDEN, V1
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -19,7 +19,7 @@ from streamloader.format.chunk_table import encode_pages
 from streamloader.format.codecs import index_size
 from streamloader.format.metadata import dataset_documents, to_bytes
 from streamloader.format.opening import open_root
-from streamloader.format.publish import write_split_root
+from streamloader.format.publish import finish, read_receipts, write_split_root
 from streamloader.maintenance.verify import MAX_PROBLEMS, rows_of
 from streamloader.storage import open_store
 
@@ -190,13 +190,18 @@ def with_another_index(whole, _):
 
 
 TABLE = "_streamloader/chunks/blob/c/0/0/0"
+LENGTHS = "_streamloader/lengths/blob/c/1"
 REPLACED = {
+    "lengths": (LENGTHS, lambda whole, _: flipped(whole[LENGTHS], 9), "damaged: its checksum does not match"),
     "longer": ("blob/c/1", lambda whole, _: whole["blob/c/1"] + b"more", "something was appended"),
     "another index": ("words/c/0", with_another_index, "does not match its chunks"),
     "another table": (TABLE, lambda _, other: other[TABLE], "is intact, but does not match the manifest"),
     **{
         path: (path, lambda *_: b"x", "is orphaned")
-        for path in ("blob/c/99", "blob/c/01", "image/c/9/0/0", "image/c/7/0", "words/x", TABLE.replace("0", "1", 1))
+        for path in (
+            *("blob/c/99", "blob/c/01", "image/c/9/0/0", "image/c/7/0", "words/x", TABLE.replace("0", "1", 1)),
+            *(f"{LENGTHS}9", "_streamloader/lengths/x/zarr.json", "_streamloader/lengths/other"),
+        )
     },
 }
 
@@ -214,10 +219,27 @@ def test_every_missing_object_is_named_and_nothing_else(whole, manifest):
         problem = only(check({key: data for key, data in whole.items() if key != path}))
         assert problem.path == path
         assert "missing" in problem.problem
-        if "/c/" in path and not path.startswith("_"):
-            assert problem.samples == samples_of(manifest, path)
+        if "/c/" in path and "chunks" not in path:
+            assert problem.samples == samples_of(manifest, path.removeprefix("_streamloader/lengths/"))
     with pytest.raises(sl.errors.NotADatasetError):
         check({key: data for key, data in whole.items() if key != "zarr.json"})
+
+
+def test_lengths_of_other_samples_are_named_by_chunk_and_as_a_whole(whole, other):
+    problems = check({**whole, LENGTHS: other[LENGTHS]}).problems
+    assert {problem.path for problem in problems} == {LENGTHS, "_streamloader/lengths/blob"}
+    assert "does not match the manifest" in problems[0].problem and problems[1].samples[0] in range(32, 64)
+
+
+def test_a_field_of_which_an_earlier_release_wrote_a_shard_has_no_table_of_lengths(whole):
+    """As after a conversion that it began and this one resumed: the pages of later shards are no problem."""
+    store, columns = memory_store(), columns_of(KINDS, COUNT)
+    geometry = geometry_of(KINDS, COUNT, LAYOUT)
+    write_shards(store, geometry, columns)
+    receipts = read_receipts(store)
+    del receipts[2].objects["_streamloader/lengths/blob/c/2"]
+    assert set(finish(store, geometry, receipts, {}).lengths) == {"words", "boxes"}
+    assert set(objects_of(store)) < set(whole) and sl.verify(store.url).ok
 
 
 def test_other_things_and_leftovers_below_the_url_are_counted_and_no_problem(whole):
@@ -468,10 +490,11 @@ def test_bad_samples_that_were_left_out_are_left_out_of_the_comparison_too(tmp_p
         Image.fromarray(np.full((8, 8, 3), i, np.uint8)).save(path)
     for i in (3, 17, 39):
         (tmp_path / "photos" / "abcd"[i // 10] / f"{i:02}.png").write_bytes(b"no image")
-    layout = sl.Layout(samples_per_shard=8)
+    layout = sl.Layout(samples_per_shard=2)  # the last shard goes, with its page of lengths
     sl.convert(tmp_path / "photos", tmp_path / "data", layout=layout, workers=0, on_error="skip", shuffle=1)
     report = sl.verify(tmp_path / "data", against=tmp_path / "photos")
     assert (report.problems, report.compared) == ((), 37)
+    assert len(list((tmp_path / "data/_streamloader/lengths/image/c").iterdir())) == 19
     (tmp_path / "photos" / "b" / "12.png").write_bytes(b"no image either")
     assert "has 37 samples" in only(sl.verify(tmp_path / "data", against=tmp_path / "photos")).problem
 

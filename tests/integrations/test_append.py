@@ -18,6 +18,8 @@ import streamloader as sl
 from streamloader.errors import DestinationError, FieldError, SourceError, UsageError
 from streamloader.format import manifest
 from streamloader.format.codecs import index_size
+from streamloader.format.lengths import LENGTHS, page_path
+from streamloader.format.metadata import dataset_documents, to_bytes
 from streamloader.format.publish import (
     CLAIM,
     clean_append,
@@ -26,6 +28,7 @@ from streamloader.format.publish import (
     plan_extension,
     prepare_shard,
     publish,
+    undo_extension,
 )
 from streamloader.format.values import to_columns
 from streamloader.maintenance import append as append_module
@@ -54,9 +57,9 @@ def assert_holds(found, stop):
         assert_same(found[name], column)
 
 
-def written(url, stop, layout):
+def written(url, stop, layout, start=0):
     with sl.Writer(url, FIELDS, layout=layout, workers=1) as out:
-        out.write_batch(columns_of(0, stop))
+        out.write_batch(columns_of(start, stop))
     return sl.open(url).manifest
 
 
@@ -102,6 +105,7 @@ def test_appends_add_up_and_every_version_stays_readable(tmp_path_factory, sizes
             opened.append(sl.open(folder))
     for ds in opened:  # their tables and shards are read only now
         assert_holds(ds[:], len(ds))
+        assert ds.lengths("r").tolist() == [len(one) for one in columns_of(0, len(ds))["r"]]
     last = opened[-1]
     assert (len(last), last.manifest.generation) == (stops[-1], len(opened))
     for i in range(0, len(last), 7):
@@ -389,14 +393,16 @@ def dying(monkeypatch, left):
 @pytest.mark.parametrize("split", [None, "train"])
 def test_an_append_that_is_killed_at_any_change_goes_on_to_the_same_bytes(split, tmp_path, monkeypatch):
     splits = "train=0.8,val=0.2" if split else None
-    sl.convert(arrays(tmp_path / "a", 0, 50), tmp_path / "data", layout=SMALL, split=splits, workers=0)
-    source = arrays(tmp_path / "b", 50, 75)
+    source = tmp_path / "b"
+    written(tmp_path / "a", 50, SMALL), written(source, 75, SMALL, start=50)
+    sl.convert(tmp_path / "a", tmp_path / "data", layout=SMALL, split=splits, workers=0)
     shutil.copytree(tmp_path / "data", tmp_path / "whole")
-    sl.append(tmp_path / "whole", source, split=split, workers=0)
+    report = sl.append(tmp_path / "whole", source, split=split, workers=0)
+    assert set(report.manifest.lengths) == {"raw", "t", "r"} and sl.verify(tmp_path / "whole").ok
     whole, first = contents(tmp_path / "whole"), contents(tmp_path / "data")
     count = sl.open(tmp_path / "data", split=split)
     ended = False
-    for changes in range(100):
+    for changes in range(200):
         there = tmp_path / f"killed{changes}"
         shutil.copytree(tmp_path / "data", there)
         with monkeypatch.context() as patch, suppress(Stop):
@@ -521,6 +527,40 @@ def test_a_damaged_last_shard_is_named_and_nothing_is_published(harm, error, tmp
     with pytest.raises(error, match=f"{name}/c"):
         extended(url, 30)
     assert sl.open(url).digest == base.digest
+
+
+@pytest.mark.parametrize(("shard", "harm"), [(0, "other"), (1, "flipped"), (1, "missing"), (1, "other")])
+def test_a_damaged_table_of_lengths_is_left_out_of_the_new_version(shard, harm, tmp_path):
+    url, name = tmp_path / "data", "raw"
+    base = written(url, 21, replace(SMALL, samples_per_shard=16))
+    page = url / page_path(name, shard)
+    good, other = page.read_bytes(), (url / page_path("t", shard)).read_bytes()
+    damaged = {"flipped": good[:-1] + bytes([good[-1] ^ 1]), "other": other, "missing": None}[harm]
+    page.unlink() if damaged is None else page.write_bytes(damaged)
+    before = contents(url)
+    unpublished(url, 40)
+    undo_extension(open_store(url), base, False)
+    clean_append(open_store(url))
+    assert contents(url) == before
+    for stop in (40, 41):
+        extended(url, stop)
+        ds, report = sl.open(url), sl.verify(url)
+        assert_holds(ds[:], stop)
+        assert (set(ds.manifest.lengths), report.problems) == ({"t", "r"}, ())
+        assert ds.lengths("t").tolist() == [len(text.encode()) for text in columns_of(0, stop)["t"]]
+    naive_reader.read(url)
+
+
+def test_a_dataset_without_lengths_gets_none_from_an_append_unless_it_is_empty(tmp_path):
+    for count, lengths in ((21, {}), (0, {"raw", "t", "r"})):
+        url = tmp_path / f"{count}"
+        base = written(url, count, SMALL)
+        shutil.rmtree(url / LENGTHS, ignore_errors=True)
+        (url / "zarr.json").write_bytes(to_bytes(dataset_documents(replace(base, lengths={}))[""]))
+        assert sl.verify(url).ok
+        extended(url, 30)
+        assert set(sl.open(url).manifest.lengths) == set(lengths)
+        assert sl.verify(url).ok and (url / LENGTHS).exists() == bool(lengths)
 
 
 def test_erase_removes_all_versions_and_an_append_under_way(data, grow, monkeypatch):
