@@ -32,6 +32,7 @@ from streamloader.conversion.transforms import function_digest
 from streamloader.errors import DestinationError, SourceError, StreamloaderError, UsageError
 from streamloader.format import dataset
 from streamloader.format.manifest import Field
+from streamloader.maintenance.verify import verify
 from streamloader.storage import open_store
 
 ROWS = 500
@@ -590,12 +591,14 @@ def test_bad_samples_are_left_out_named_and_counted(split, workers, on_error, ph
     found, left_out = [], 0
     for name, manifest in report.manifests.items():
         ds = dataset.open(tmp_path / "out", split=name or None)
-        found += ds.read("image", 0, manifest.num_samples)
+        images = ds.read("image", 0, manifest.num_samples)
+        assert ds.lengths("image").tolist() == [len(image) for image in images]
+        found += images
         left_out += ds.manifest.provenance.get("left_out", 0)
-    assert left_out == 3
+    assert left_out == 3 and verify(tmp_path / "out").ok
     good = [path.read_bytes() for path in photos.rglob("*.png") if str(path.relative_to(photos)) not in BAD]
     assert sorted(found) == sorted(good)
-    kept = {path for path in contents(tmp_path / "out") if "_streamloader/" in path and "chunks" not in path}
+    kept = {path for path in contents(tmp_path / "out") if "_streamloader/" in path and "/c/" not in path}
     assert {path.rpartition("/")[2] for path in kept} - {"quarantine.jsonl"} == {"zarr.json"}
     assert (shard_task.QUARANTINE in kept) == (on_error == "quarantine")
     if on_error == "quarantine":
