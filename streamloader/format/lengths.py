@@ -25,8 +25,8 @@ from streamloader.storage.store import Store
 
 LENGTHS = "_streamloader/lengths"
 THREADS = 16
-PAGES = 256  # read at once, as long as they have no more than
-BYTES = 64 * MIB
+PAGES = 256  # read at once
+BYTES = 64 * MIB  # of the pages that are read at once, unless one page is larger
 
 
 def page_path(name: str, shard: int) -> str:
@@ -61,7 +61,7 @@ class LengthTable:
         return reread(partial(self._load, index))
 
     def digest(self, out: NDArray[np.int64] | None = None) -> str:
-        """Return the SHA-256 of all lengths, and write them to `out` if that is given. Raises as `shard`."""
+        """Return the SHA-256 of all lengths, and write them to `out`, if given. Raises as `shard`."""
         size, digest = self._layout.shard, hashlib.sha256()
         shards, step = range(self._layout.num_shards(self._num_samples)), max(1, min(PAGES, BYTES // (4 * size)))
         for first in shards[::step]:

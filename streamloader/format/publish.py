@@ -413,7 +413,7 @@ def prepare_shard(
             continue
         nbytes, tail = codecs.column_size(column), extension.tail(name, index) if extension else None
         if can_have_lengths(layout) and (extension is None or extension.has_lengths(name)):
-            with suppress(errors.FormatError):  # of the page that is there: the new version leaves the table out
+            with suppress(errors.FormatError):  # the existing page is damaged: the new version leaves the table out
                 objects[lengths.page_path(name, index)] = [_length_page(store, layout, column, tail)]
         if isinstance(column, list):
             column = column.copy()  # encoding empties the list, and the caller may still use it
@@ -513,7 +513,7 @@ class Extension:
         return self.base.num_samples + self.added
 
     def has_lengths(self, name: str) -> bool:
-        """Return whether the append writes a table of lengths for a field: an earlier one is extended."""
+        """Return whether the append writes the table of lengths of a field: it extends a table, or has all samples."""
         return name in self.base.lengths or not self.base.num_samples
 
     @property
