@@ -42,7 +42,7 @@ def fails(capsys, *arguments):
     return lines[0]
 
 
-def test_convert_and_inspect_print_what_there_is(photos, tmp_path, capsys):
+def test_convert_and_inspect_print_what_there_is(photos, tmp_path, capsys, monkeypatch):
     out = tmp_path / "out"
     status, shown, err = run(capsys, "convert", photos, out, "--split", "train=0.9,val=0.1", "--workers", "0")
     assert status == 0
@@ -64,6 +64,8 @@ def test_convert_and_inspect_print_what_there_is(photos, tmp_path, capsys):
     assert facts["fields"]["label"]["lengths"] is None
     (out / "val/_streamloader/lengths/image/c/0").unlink()
     assert "lengths of image: the table is damaged" in run(capsys, "inspect", out, "--split", "val")[1]
+    monkeypatch.setattr("streamloader.cli.datasets.MOST_LENGTHS", 11)
+    assert "lengths of" not in run(capsys, "inspect", out, "--split", "val")[1]
     assert facts["fields"]["label"]["resident"]
     assert re.match(r"PNG \d\dx24 RGB, ", facts["sample"]["image"])
     assert "train, val" in fails(capsys, "inspect", out, "--split", "test")

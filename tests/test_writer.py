@@ -220,6 +220,20 @@ def test_an_upload_that_fails_surfaces_at_a_later_write_or_at_close(monkeypatch)
     assert objects_of(store) == {} and not threads_of_writer()
 
 
+def test_the_objects_of_a_shard_are_put_together(monkeypatch):
+    """Each takes the latency of the store. Here none of the three is stored before all of them are on their way."""
+    together = threading.Barrier(3)
+
+    def meet(path):
+        if path.endswith("/c/0") or path.endswith("/c/0/0"):
+            together.wait(60)
+
+    store = gated(monkeypatch, meet)
+    with sl.Writer("memory://x", {"image": "uint8[1100]", "text": "text"}, layout=SMALL, workers=1) as out:
+        out.write_batch({"image": np.zeros((9, 1100), "u1"), "text": ["a"] * 9})
+    assert len(open_dataset(store.url)) == 9
+
+
 def test_writing_waits_while_all_workers_are_busy(monkeypatch):
     gate, arrived = threading.Event(), threading.Semaphore(0)
 

@@ -1,4 +1,4 @@
-"""The limit: the bytes of the raw files as plain objects, put by obstore from as many threads as there are cores."""
+"""The limit: the bytes of the raw files as plain objects, put by obstore from as many threads as it may use cores."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def write(spec: Spec) -> int:
 
     files = sorted(path for path in Path(spec.source).iterdir() if path.is_file())
     pieces = [(path, start) for path in files for start in range(0, path.stat().st_size, OBJECT_BYTES)]
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         list(pool.map(put, pieces))
     return len(pieces)
 

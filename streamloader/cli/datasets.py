@@ -51,6 +51,7 @@ FORMATS = ("webdataset", "parquet", "npz", "zarr")
 BAD_SHOWN = 10  # skipped samples that are named
 PATHS_SHOWN = 5  # objects to remove that are named
 VALUE_SHOWN = 60  # characters of a text value
+MOST_LENGTHS = 10_000_000  # samples whose lengths `inspect` reads: about 20 MB
 TRANSFORMS = (
     option("--format", metavar="NAME", help="Format of SRC; detected by default."),
     option("--map", metavar="MODULE:FUNCTION", help="Function that maps a sample, a dict of its values, to another."),
@@ -345,10 +346,13 @@ def _field_facts(layout: FieldLayout, num_samples: int) -> dict[str, Any]:
 
 
 def _length_facts(name: str, dataset: Dataset) -> dict[str, float] | str | None:
-    """Return the least, the median and the largest length of a field's samples, or "damaged"; None if not stored."""
+    """Return the least, the median and the largest length of a field's samples, or "damaged" if its table is.
+
+    None if the lengths are not stored, or are those of more than `MOST_LENGTHS` samples.
+    """
     import numpy as np
 
-    if name not in dataset.manifest.lengths or not len(dataset):
+    if name not in dataset.manifest.lengths or not 0 < len(dataset) <= MOST_LENGTHS:
         return None
     try:
         lengths = dataset.lengths(name)

@@ -55,6 +55,7 @@ from streamloader.storage.process import run_all
 from streamloader.storage.store import Store
 
 THREADS = 16  # for receipts: they are small, so reading one takes a round trip
+PUT_THREADS = 8  # for the objects of a shard
 FINISH_THREADS = 8  # for documents, pages and parts: each thread may hold a part in memory
 INTERNAL = "_streamloader"
 PARTS = f"{INTERNAL}/parts"
@@ -423,11 +424,13 @@ def prepare_shard(
     if part:
         objects[_part_path(index, folder)] = part
 
+    def put(path: str) -> StoredObject:
+        info = store.put(path, objects[path])
+        return StoredObject(info.size, info.etag, body_crc32c(objects[path]))
+
     def write() -> Receipt:
-        written = {}
-        for path, parts in objects.items():
-            info = store.put(path, parts)
-            written[path] = StoredObject(info.size, info.etag, body_crc32c(parts))
+        # together, since each takes at least the latency of the store
+        written = dict(zip(objects, run_all(put, objects, PUT_THREADS), strict=True))
         receipt = Receipt(index, num_samples, written, fields, job)
         store.put(receipt_path(index, folder), receipt.to_json())
         return receipt

@@ -120,4 +120,4 @@ def spread_rows(num_samples: int, count: int, runs: int = 16) -> NDArray[np.int6
         return np.arange(num_samples, dtype=np.int64)
     length = count // runs
     starts = np.arange(runs, dtype=np.int64) * (num_samples - length) // (runs - 1)
-    return np.unique(starts[:, None] + np.arange(length, dtype=np.int64))
+    return (starts[:, None] + np.arange(length, dtype=np.int64)).reshape(-1)
