@@ -10,14 +10,8 @@ from bench.servers import Front
 from bench.workloads import WORKLOADS, Workload
 
 START_SECONDS = 10.0  # about what a process takes beside its later epochs, for the time left
-# Peers that take long for an epoch get the first of so many parts of the data; the page marks them.
+# Peers that would need minutes for an epoch get the first of so many parts of the data; the page marks them.
 PARTS = {
-    ("mosaic", "images"): 2,
-    ("datasets", "images"): 2,
-    ("mosaic", "jpeg"): 2,
-    ("datasets", "jpeg"): 2,
-    ("litdata", "mixed"): 2,
-    ("mosaic", "mixed"): 2,
     ("mosaic", "vectors"): 64,
     ("litdata", "vectors"): 32,
     ("mosaic", "tokens"): 8,

@@ -63,16 +63,20 @@ def _panel(axis: Any, found: list[Row], cell: str) -> None:
         axis.text(
             end + 0.025 * greatest,
             place,
-            f"{row.rates[0].median:,.0f} / {row.rates[1].median:,.0f}",
+            f"{_short(row.rates[0].median)} / {_short(row.rates[1].median)}",
             va="center",
             fontsize=8,
         )
     axis.set_xlim(0, greatest * 1.3)
     axis.set_title(f"{cell}, {found[0].unit}/s", fontsize=10)
-    axis.xaxis.set_major_formatter(lambda value, _: f"{value / 1e6:g} M" if value >= 1e6 else f"{value:,.0f}")
+    axis.xaxis.set_major_formatter(lambda value, _: _short(value))
     axis.xaxis.set_major_locator(MaxNLocator(5))
     for side in ("top", "right"):
         axis.spines[side].set_visible(False)
+
+
+def _short(value: float) -> str:
+    return f"{value / 1e6:.3g} M" if value >= 1e6 else f"{value:,.0f}"
 
 
 def _laws(laws: dict[str, Line], path: Path) -> Path:
