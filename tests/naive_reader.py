@@ -7,7 +7,6 @@ whole, checks everything that can be checked, and raises `Refused` for whatever 
 import hashlib
 import json
 import re
-from functools import reduce
 from itertools import pairwise
 from math import prod
 from pathlib import Path
@@ -27,13 +26,26 @@ class Refused(Exception):
     """The folder is not what the specification says."""
 
 
-# 256 steps of CRC-32C: polynomial 0x1EDC6F41, reflected 0x82F63B78
-CRC_TABLE = [reduce(lambda value, _: value >> 1 ^ 0x82F63B78 * (value & 1), range(8), byte) for byte in range(256)]
+def crc_table() -> list[int]:
+    """Return the 256 steps of CRC-32C: polynomial 0x1EDC6F41, reflected 0x82F63B78."""
+    table = []
+    for byte in range(256):
+        value = byte
+        for _ in range(8):
+            value = value >> 1 ^ (0x82F63B78 if value & 1 else 0)
+        table.append(value)
+    return table
+
+
+CRC_TABLE = crc_table()
 
 
 def crc32c(data: bytes) -> int:
     """Return the CRC-32C of RFC 3720, one byte at a time."""
-    return 0xFFFFFFFF ^ reduce(lambda value, byte: value >> 8 ^ CRC_TABLE[(value ^ byte) & 0xFF], data, 0xFFFFFFFF)
+    value = 0xFFFFFFFF
+    for byte in data:
+        value = value >> 8 ^ CRC_TABLE[(value ^ byte) & 0xFF]
+    return value ^ 0xFFFFFFFF
 
 
 def check(condition: object, message: str) -> None:
@@ -44,7 +56,8 @@ def check(condition: object, message: str) -> None:
 
 def unsealed(data: bytes) -> bytes:
     """Return bytes without the little-endian crc32c at their end, which must be theirs."""
-    check(len(data) >= 4 and crc32c(data[:-4]) == int.from_bytes(data[-4:], "little"), "checksum does not match")
+    check(len(data) >= 4, "too short for a checksum")
+    check(crc32c(data[:-4]) == int.from_bytes(data[-4:], "little"), "checksum does not match")
     return data[:-4]
 
 

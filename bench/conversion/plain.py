@@ -1,4 +1,4 @@
-"""The limit: the bytes of the raw files as plain objects, put by obstore from as many threads as it may use cores."""
+"""The limit: the bytes of the raw files as plain objects, put by obstore from a thread for each core it may use."""
 
 from __future__ import annotations
 
