@@ -8,6 +8,7 @@ version, which use only the lengths of their samples, can still read it.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from functools import partial
 
 import crc32c
@@ -46,6 +47,16 @@ def encode_page(lengths: NDArray[np.integer], layout: FieldLayout) -> bytes:
     return with_checksum(bytes(zstd.compress(page, ZSTD_LEVEL)))
 
 
+def page_digest(lengths: NDArray[np.integer]) -> str:
+    """Return the SHA-256 of the lengths of a shard's samples."""
+    return hashlib.sha256(np.ascontiguousarray(lengths, "<u4").data).hexdigest()
+
+
+def table_digest(pages: Iterable[str]) -> str:
+    """Return the SHA-256 of a table of lengths: that of the SHA-256s of its pages, as bytes."""
+    return hashlib.sha256(b"".join(map(bytes.fromhex, pages))).hexdigest()
+
+
 class LengthTable:
     """Reads the table of lengths of one field, of the version `manifest`; thread-safe, keeps nothing."""
 
@@ -60,26 +71,30 @@ class LengthTable:
         """
         return reread(partial(self._load, index))
 
-    def digest(self, out: NDArray[np.int64] | None = None) -> str:
-        """Return the SHA-256 of all lengths, and write them to `out`, if given. Raises as `shard`."""
-        size, digest = self._layout.shard, hashlib.sha256()
+    def read(self) -> NDArray[np.int64]:
+        """Return the length in bytes of every sample, int64 (samples). Raises as `page_digests`."""
+        lengths = np.empty(self._num_samples, np.int64)
+        self.page_digests(lengths)
+        return lengths
+
+    def page_digests(self, out: NDArray[np.int64] | None = None) -> list[str]:
+        """Return the SHA-256 of each page, and write all lengths to `out`, if given.
+
+        Raises `ModifiedError` if the table does not match the manifest, and as `shard`.
+        """
+        size, digests = self._layout.shard, list[str]()
         shards, step = range(self._layout.num_shards(self._num_samples)), max(1, min(PAGES, BYTES // (4 * size)))
         for first in shards[::step]:
             for number, page in enumerate(run_all(self.shard, shards[first : first + step], THREADS), first):
-                digest.update(page.astype("<u4", copy=False).data)
+                digests.append(page_digest(page))
                 if out is not None:
                     out[number * size :][: len(page)] = page
-        return digest.hexdigest()
+        self.check(digests)
+        return digests
 
-    def read(self) -> NDArray[np.int64]:
-        """Return the length in bytes of every sample, int64 (samples). Raises as `check`."""
-        lengths = np.empty(self._num_samples, np.int64)
-        self.check(lengths)
-        return lengths
-
-    def check(self, out: NDArray[np.int64] | None = None) -> None:
-        """Compare the table with the manifest. Raises `ModifiedError` if it does not match, and as `digest`."""
-        if self.digest(out) != self._sha256:
+    def check(self, pages: Iterable[str]) -> None:
+        """Raise `ModifiedError` if the SHA-256s of the pages do not match the manifest."""
+        if table_digest(pages) != self._sha256:
             problem = f"the table of lengths {self._store.url}/{LENGTHS}/{self._name} is intact"
             problem = f"{problem}, but does not match the manifest"
             raise errors.ModifiedError(problem, "restore it, or convert the dataset again")

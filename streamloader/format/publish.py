@@ -77,11 +77,15 @@ class StoredObject(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class FieldReceipt:
-    """One shard of one field: decoded and encoded bytes, and its entries of the chunk table."""
+    """One shard of one field: decoded and encoded bytes, and its entries of the chunk table.
+
+    `lengths` is the SHA-256 of its page of lengths, or empty if it has none.
+    """
 
     nbytes: int
     stored: int
     entries: NDArray[np.uint32]
+    lengths: str = ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,7 +120,8 @@ class Receipt:
             raw = json.loads(data)
             for name, written in raw["fields"].items():
                 entries = np.frombuffer(base64.b64decode(written["entries"]), "<u4").astype(np.uint32).reshape(-1, 2)
-                fields[name] = FieldReceipt(int(written["nbytes"]), int(written["stored"]), entries)
+                sizes, digest = (int(written["nbytes"]), int(written["stored"])), str(written.get("lengths", ""))
+                fields[name] = FieldReceipt(*sizes, entries, digest)
             for path, (size, etag, crc) in raw["objects"].items():
                 objects[path] = StoredObject(int(size), str(etag), int(crc))
             return cls(int(raw["shard"]), int(raw["num_samples"]), objects, fields, str(raw.get("job", "")))
@@ -413,14 +418,17 @@ def prepare_shard(
             part.append(np.asarray(column, layout.field.stored_dtype).tobytes())
             continue
         nbytes, tail = codecs.column_size(column), extension.tail(name, index) if extension else None
+        digest = ""
         if can_have_lengths(layout) and (extension is None or extension.has_lengths(name)):
             with suppress(errors.FormatError):  # the existing page is damaged: the new version leaves the table out
-                objects[lengths.page_path(name, index)] = [_length_page(store, layout, column, tail)]
+                page = _page_lengths(store, column, tail)
+                objects[lengths.page_path(name, index)] = [lengths.encode_page(page, layout)]
+                digest = lengths.page_digest(page)
         if isinstance(column, list):
             column = column.copy()  # encoding empties the list, and the caller may still use it
         encoded = _encode(store, layout, column, tail)
         objects[layout.shard_key(name, index)] = encoded.parts
-        fields[name] = FieldReceipt(nbytes, encoded.size, encoded.entries)
+        fields[name] = FieldReceipt(nbytes, encoded.size, encoded.entries, digest)
     if part:
         objects[_part_path(index, folder)] = part
 
@@ -571,10 +579,10 @@ def _encode(store: Store, layout: FieldLayout, column: codecs.Column, tail: Tail
     return codecs.encode_shard(layout, column, old=old, entries=tail.entries, first=first, skips=tail.next_skips)
 
 
-def _length_page(store: Store, layout: FieldLayout, column: codecs.Column, tail: Tail | None) -> bytes:
-    """Return the page of lengths of a shard: those of `column`, after those of `tail` if the shard exists."""
+def _page_lengths(store: Store, column: codecs.Column, tail: Tail | None) -> NDArray[np.integer]:
+    """Return the lengths of the samples of a shard: of `column`, after those of `tail` if the shard exists."""
     old = [] if tail is None else [lengths.LengthTable(store, tail.base, tail.name).shard(tail.shard)]
-    return lengths.encode_page(np.concatenate([*old, lengths.lengths_of(column)]), layout)
+    return np.concatenate([*old, lengths.lengths_of(column)])
 
 
 def read_tail(store: Store, tail: Tail) -> tuple[memoryview, codecs.Column]:
@@ -656,22 +664,27 @@ def _assemble(store: Store, extension: Extension, receipts: Receipts) -> Manifes
         tables[name] = chunk_table.table_digest(entries)
     layouts = {name: _extended_layout(extension, name, written[name]) for name in base.fields}
     manifest = replace(base, num_samples=extension.num_samples, fields=layouts, tables=tables, generation=generation)
-    return replace(manifest, lengths=dict(_length_digests(store, extension, manifest, receipts)))
+    digests = {name: _lengths_digest(store, extension, name, written[name]) for name in base.fields}
+    return replace(manifest, lengths={name: digest for name, digest in digests.items() if digest})
 
 
-def _length_digests(store: Store, extension: Extension, new: Manifest, receipts: Receipts) -> Iterator[tuple[str, str]]:
-    """Yield the fields with a whole table of lengths, and its SHA-256.
+def _lengths_digest(store: Store, extension: Extension, name: str, written: Mapping[int, FieldReceipt]) -> str:
+    """Return the SHA-256 of the field's table of lengths with these shards; empty if it has none, or not all pages.
 
     A page is missing if an earlier release wrote its shard, or if an append found the old page damaged.
     """
-    for name, layout in new.fields.items():
-        pages = [lengths.page_path(name, shard) in receipt.objects for shard, receipt in receipts.items()]
-        if not can_have_lengths(layout) or not extension.has_lengths(name) or not all(pages):
-            continue
-        with suppress(errors.FormatError):
-            if extension.base.num_samples:  # a table that does not match its manifest is not extended
-                lengths.LengthTable(store, extension.base, name).check()
-            yield name, lengths.LengthTable(store, new, name).digest()
+    layout, base = extension.base.fields[name], extension.base
+    new = [receipt.lengths for _, receipt in sorted(written.items())]
+    if not can_have_lengths(layout) or not extension.has_lengths(name) or not all(new):
+        return ""
+    old: list[str] = []
+    if base.num_samples:
+        try:
+            old = lengths.LengthTable(store, base, name).page_digests()
+        except errors.FormatError:  # a table that does not match its manifest is not extended
+            return ""
+    whole = old[: base.num_samples // layout.shard]  # without the page that was written again
+    return lengths.table_digest([*whole, *new])
 
 
 def _gather(store: Store, extension: Extension, receipts: Receipts) -> dict[str, dict[int, FieldReceipt]]:

@@ -31,7 +31,7 @@ from streamloader.errors import CorruptError, FieldError, FormatError, NotFoundE
 from streamloader.format import opening
 from streamloader.format.chunk_table import TABLES, ChunkTable, page_path, rows_per_page, table_path, tables_path
 from streamloader.format.codecs import ABSENT, CRC_BYTES, Column, index_size, parse_index
-from streamloader.format.lengths import LENGTHS, LengthTable
+from streamloader.format.lengths import LENGTHS, LengthTable, page_digest
 from streamloader.format.lengths import page_path as lengths_page_path
 from streamloader.format.manifest import NAME, Manifest, parse_json
 from streamloader.format.metadata import dataset_documents, split_documents
@@ -436,7 +436,7 @@ class FieldCheck:
         self._damaged: set[int] = set()  # pages of the table
         self._lock = threading.Lock()
         self._stored = self._decoded = 0
-        self._lengths = LengthTable(view.store, view.manifest, name)
+        self._lengths, self._pages = LengthTable(view.store, view.manifest, name), dict[int, str]()
 
     def check_table(self) -> None:
         """Read every page of the chunk table, and compare the SHA-256 of the table with the manifest."""
@@ -459,13 +459,6 @@ class FieldCheck:
             problem = f"the chunk table {self._url(path)} is intact, but does not match the manifest"
             self.view.add(f"{problem}: its SHA-256 is {digest.hexdigest()}", path, self.name)
             self._damaged.update(pages)
-        if self.name in manifest.lengths:
-            try:
-                self._lengths.check()
-            except errors.ModifiedError as error:
-                self.view.add(error.problem, f"{LENGTHS}/{self.name}", self.name)
-            except FormatError:
-                pass  # a damaged page, which `check_shard` reports
 
     def check_shard(self, number: int) -> int:
         """Check one shard object, and return its size in bytes; 0 if it is missing."""
@@ -483,6 +476,7 @@ class FieldCheck:
         if self.name in self.view.manifest.lengths:
             try:
                 lengths = self._lengths.shard(number)
+                self._pages[number] = page_digest(lengths)
             except FormatError as error:
                 self._add(error.problem, lengths_page_path(self.name, number), samples)
         shard = self._by_table(number, path, samples) or self._by_index(number, path, samples, size, index)
@@ -502,13 +496,18 @@ class FieldCheck:
         return size
 
     def check_totals(self) -> None:
-        """Compare the total size of all shards with the manifest, for a field without other problems."""
+        """Compare the total size of all shards and the lengths with the manifest, for a field without problems."""
         decoded = self.layout.nbytes if self.layout.field.fixed else self._decoded
         totals = ("stored", self.layout.stored, self._stored), ("nbytes", self.layout.nbytes, decoded)
         for key, expected, actual in totals:
             if expected != actual:
                 problem = f"the manifest of {self.view.store.url} has {key} {expected} of {self.name!r}"
                 self.view.add(f"{problem}, its shards have {actual}", ROOT, self.name)
+        if self.name in self.view.manifest.lengths and len(self._pages) == self.num_shards:
+            try:
+                self._lengths.check(digest for _, digest in sorted(self._pages.items()))
+            except errors.ModifiedError as error:
+                self.view.add(error.problem, f"{LENGTHS}/{self.name}", self.name)
 
     def _url(self, path: str) -> str:
         return f"{self.view.store.url}/{path}"

@@ -149,10 +149,12 @@ def write_lengths(store: Store, layouts: dict[str, FieldLayout], lengths: dict[s
     hashes = {}
     for name, layout in layouts.items():
         if not layout.field.fixed:
+            pages = []
             for i in range(layout.num_shards(len(lengths[name]))):
-                page = encode_page(lengths[name][i * layout.shard : (i + 1) * layout.shard], layout)
-                store.put(page_path(name, i), page)
-            hashes[name] = hashlib.sha256(lengths[name].astype("<u4").tobytes()).hexdigest()
+                page = lengths[name][i * layout.shard : (i + 1) * layout.shard]
+                store.put(page_path(name, i), encode_page(page, layout))
+                pages.append(hashlib.sha256(page.astype("<u4").tobytes()).digest())
+            hashes[name] = hashlib.sha256(b"".join(pages)).hexdigest()
     return hashes
 
 
