@@ -88,7 +88,7 @@ def run(contestant: Contestant, mode: str, spec: Mapping[str, Any], timeout: flo
         extra = {**contestant.extra, **spec.get("extra", {})}
         (cache / "data").mkdir()
         (cache / "tmp").mkdir()
-        path.write_text(json.dumps({**spec, "extra": extra, "cache": str(cache / "data")}))
+        path.write_text(json.dumps({**spec, "extra": extra, "cache": spec.get("cache") or str(cache / "data")}))
         environment = {**os.environ, "TMPDIR": str(cache / "tmp"), "HF_HOME": str(cache / "hf")}
         log = cache / "stderr"
         with (

@@ -107,7 +107,8 @@ def ranks(bench: Bench, cell: Cell) -> dict[str, Any]:
     found = {}
     for count in (2, 4):
         with nginx(bench.place.endpoint, "count") as counting, ThreadPoolExecutor(count) as pool:
-            specs = [_spec(bench, cell, counting, epochs=1, extra={"world": [rank, count]}) for rank in range(count)]
+            one = _spec(bench, cell, counting, epochs=1)
+            specs = [{**one, "rank": rank, "world": count} for rank in range(count)]
             list(pool.map(lambda one: contestants.run(OURS, "read", one, TIMEOUT), specs))
             found[str(count)] = counted(_log(counting)).bytes / size
     return {"value": max(found.values()), "ranks": found}

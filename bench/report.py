@@ -10,7 +10,6 @@ from textwrap import fill
 from typing import Any
 
 from bench import plots
-from bench.contestants import OURS
 from bench.figures import Line, Row, Spread, is_loader, rows, traffic
 from bench.targets import reached
 
@@ -20,14 +19,7 @@ FRONTS = {
     "tls": "Over TLS",
 }
 BY_HAND = 3  # the group of rows that are no loaders
-# resume within an epoch, order at another world size; as documented: bench/peers/README.md
-EXACT = {
-    "streamloader": ("exact", "the same"),
-    "mosaic": ("exact", "the same"),
-    "litdata": ("exact", "differs; a resume repeats no sample"),
-    "datasets": ("samples of the shuffle buffer are lost", "differs"),
-    "webdataset": ("none", "differs"),
-}
+EXACTNESS = Path(__file__).parent / "results" / "exactness.json"
 
 
 def write(name: str, results: Path) -> Path:
@@ -151,17 +143,19 @@ def _row(row: Row) -> list[str]:
 
 
 def _exactness(lines: Sequence[Line]) -> str:
-    """What is the same again: measured is the order of two runs, the rest is what the documentation says."""
-    found = [row for row in rows(lines) if row.kind != "ceiling" and row.contestant in EXACT]
-    if not found:
+    """What is the same again, as `bench.exactness` measured it for the loaders of this page."""
+    if not EXACTNESS.exists():
         return ""
-    body = []
-    for name in sorted({row.contestant for row in found}, key=lambda name: name != OURS.name):
-        runs = [row for row in found if row.contestant == name and row.design_effect and row.rates[0].count > 1]
-        same = "one run each" if not runs else "the same" if all(row.orders == 1 for row in runs) else "**differs**"
-        body.append([name, same, *EXACT[name]])
-    head = ["", "order of two runs, as seen", "resume within an epoch", "order at another world size"]
-    return "## What is exact\n\nSources are in bench/peers/README.md.\n\n" + table(head, body)
+    page, names = json.loads(EXACTNESS.read_text()), {row.contestant for row in rows(lines) if row.kind != "ceiling"}
+    body = [[name, *found.values()] for name, found in page["loaders"].items() if name in names]
+    if not body:
+        return ""
+    text = (
+        f"{page['samples']:,} shuffled images without workers, batch by batch: a second run, two ranks, and a run that"
+        f" ended after {page['stop']} samples and was resumed (`python -m bench.exactness`, {page['time'][:10]})."
+    )
+    head = ["", "two runs", "two ranks", "resumed", "resumed by two ranks"]
+    return f"## What is exact\n\n{fill(text, 120)}\n\n" + table(head, body)
 
 
 def _fronts(lines: Sequence[Line]) -> str:

@@ -18,7 +18,7 @@ import common  # noqa: E402
 import crops  # noqa: E402
 import measuring  # noqa: E402
 
-from bench import contestants, report  # noqa: E402
+from bench import contestants, exactness, report  # noqa: E402
 from bench.__main__ import parser, settings_of  # noqa: E402
 from bench.contestants import CEILINGS, OURS, Contestant, ContestError  # noqa: E402
 from bench.conversion import __main__ as conversion  # noqa: E402
@@ -344,3 +344,15 @@ def test_our_contestants_write_what_they_are_given(tmp_path):
     assert tokens["objects"] > 3
     assert tokens["peak_bytes"] > tokens["shard_bytes"] > 0
     assert plain["stored_bytes"] == (array / "rows.npy").stat().st_size
+
+
+def test_orders_are_compared_step_by_step_and_say_what_is_lost_and_repeated():
+    whole = [[1, 2], [3, 4]]
+    for found, text in (
+        ([[2, 1], [3, 4]], "the same"),
+        ([[3, 4], [1, 2]], "another order"),
+        ([[1, 3], [2, 4]], "another order"),
+        ([[1, 2]], "differs: 2 lost, 0 repeated of 4"),
+        ([[1, 2], [3, 3], [4]], "differs: 0 lost, 1 repeated of 4"),
+    ):
+        assert exactness.compared(whole, found) == text

@@ -2,7 +2,7 @@
 
 A contestant is a file of this folder that runs in a Python of its own:
 
-    <python> bench/peers/peer_<name>.py write|read SPEC.json
+    <python> bench/peers/peer_<name>.py write|read|order SPEC.json
 
 The prefix keeps it from shadowing the package that it measures. It imports nothing but the standard library, numpy,
 its peer (torch inside functions), this module, `measuring` and `crops`, and ends with
@@ -11,7 +11,8 @@ its peer (torch inside functions), this module, `measuring` and `crops`, and end
         main(write=write, read=read)
 
 `write(spec)` stores the raw data of `spec.source` at `spec.url` as the peer's documentation advises and returns the
-samples written. `read(spec)` calls `measure_epochs` or `measure_loader` once. What a peer has no natural way for raises
+samples written. `read(spec)` calls `measure_epochs` or `measure_loader` once. `order(spec)`, of loaders, calls
+`emit_order` for one rank of `spec.world`, which torch.distributed knows. What a peer has no natural way for raises
 `UnsupportedError(why)`. Standard output has JSON lines only: print anything else to standard error.
 
 The raw data of a workload is a folder with `meta.json` and one column after another:
@@ -61,7 +62,9 @@ class Spec:
 
     `ca`: a PEM file, or empty.
 
-    `cache`: an empty folder for the peer's local cache, removed afterwards. `extra`: what one contestant alone knows.
+    `cache`: an empty folder for the peer's local cache, removed afterwards. `rank`, `world`, `port`: as of torchrun.
+    `stop`: after so many batches; `state`: what such a run ended with, to go on from. `extra`: what one contestant
+    alone knows.
     """
 
     workload: str
@@ -78,6 +81,11 @@ class Spec:
     cache: str = ""
     variant: str = ""
     seed: int = 0
+    rank: int = 0
+    world: int = 1
+    port: int = 0
+    stop: int | None = None
+    state: Any = None
     extra: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -107,7 +115,14 @@ class Spec:
             "AWS_EC2_METADATA_DISABLED": "true",
             **dict.fromkeys(("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "S3_ENDPOINT_URL"), self.endpoint),
             **dict.fromkeys(certificate, self.ca),
+            **(self._ranks() if self.world > 1 else {}),
         }
+
+    def _ranks(self) -> dict[str, str]:
+        """Return the variables of torchrun, for ranks of one node."""
+        numbers = {"RANK": self.rank, "WORLD_SIZE": self.world, "MASTER_PORT": self.port}
+        local = {"LOCAL_RANK": self.rank, "LOCAL_WORLD_SIZE": self.world}
+        return {"MASTER_ADDR": "127.0.0.1"} | {name: str(value) for name, value in (numbers | local).items()}
 
 
 def load_spec(path: str) -> Spec:
@@ -116,7 +131,9 @@ def load_spec(path: str) -> Spec:
     return Spec(**{name: value for name, value in json.loads(Path(path).read_text()).items() if name in known})
 
 
-def main(write: Callable[[Spec], int], read: Callable[[Spec], None]) -> None:
+def main(
+    write: Callable[[Spec], int], read: Callable[[Spec], None], order: Callable[[Spec], None] | None = None
+) -> None:
     """Do what the command line says, and print the lines of the contract."""
     mode, spec = sys.argv[1], load_spec(sys.argv[2])
     os.environ.update(spec.environment())
@@ -125,6 +142,12 @@ def main(write: Callable[[Spec], int], read: Callable[[Spec], None]) -> None:
             begin = time.perf_counter()
             samples = write(spec)
             emit({"samples": samples, "seconds": round(time.perf_counter() - begin, 4)})
+        elif mode == "order" and order is not None:
+            if spec.world > 1:
+                import torch.distributed
+
+                torch.distributed.init_process_group("gloo")
+            order(spec)
         else:
             read(spec)
     except UnsupportedError as why:

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -143,6 +144,16 @@ def measure_loader(make: Callable[[], Any], spec: Spec, names: Sequence[str] = (
 
     measure_epochs(epoch, spec, lambda batch: count_of(named(batch)), lambda batch: ids_of(named(batch)))
     return made[0]
+
+
+def emit_order(
+    batches: Iterable[Any], spec: Spec, state: Callable[[], Any] | None = None, names: Sequence[str] = ()
+) -> None:
+    """Print the numbers of the samples of each batch, and `state()` after `spec.stop` batches."""
+    iterator = iter(batches)  # held until the state is asked for
+    named = (batch if isinstance(batch, dict) else dict(zip(names, batch, strict=True)) for batch in iterator)
+    ids = [ids_of(batch).tolist() for batch in islice(named, spec.stop)]
+    emit({"ids": ids, "state": state() if state and spec.stop else None})
 
 
 def ids_of(batch: dict[str, Any]) -> NDArray[np.int64]:

@@ -1,12 +1,13 @@
 """The project itself, with its default settings for every workload, but for lanes: the data of the bench is small, and
 all lanes together must hold a quarter of it at most. Runs in the project's own environment.
 
-`spec.extra` may name arguments of `StreamingDataset`: `memory`, `world`, `batches` (stop an epoch after so many).
+`spec.extra` may name `memory`, an argument of `StreamingDataset`, and `batches` (stop an epoch after so many).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import closing
 from dataclasses import asdict
 from itertools import islice, pairwise
 from typing import Any
@@ -16,7 +17,7 @@ import s3fs  # noqa: F401
 import torch
 from common import PACKED_ROW, Source, Spec, emit, main
 from crops import CROP
-from measuring import HELD, ids_of, measure_epochs
+from measuring import HELD, emit_order, ids_of, measure_epochs
 
 import streamloader as sl
 from streamloader import StreamingDataset
@@ -77,6 +78,14 @@ def read(spec: Spec) -> None:
     datasets[0].close()
 
 
+def order(spec: Spec) -> None:
+    """Print the order of one rank."""
+    with closing(open_dataset(spec)) as dataset:
+        if spec.state is not None:
+            dataset.load_state_dict(spec.state)
+        emit_order(dataset, spec, dataset.state_dict)
+
+
 def open_dataset(spec: Spec) -> StreamingDataset:
     """Return the dataset: one rank unless `extra` says otherwise, no DataLoader workers."""
     kinds: dict[str, Any] = {}
@@ -88,7 +97,7 @@ def open_dataset(spec: Spec) -> StreamingDataset:
         spec.url,
         batch_size=spec.batch,
         seed=spec.seed,
-        world=tuple(spec.extra.get("world", (0, 1))),
+        world=(spec.rank, spec.world),
         memory=spec.extra.get("memory"),
         shuffle=sl.Shuffle(lanes=lanes_of(spec)),
         storage_options=spec.s3fs_options,
@@ -128,4 +137,4 @@ def count_tokens(batch: dict[str, Any]) -> int:
 
 
 if __name__ == "__main__":
-    main(write=write, read=read)
+    main(write=write, read=read, order=order)

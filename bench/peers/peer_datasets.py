@@ -16,6 +16,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # read at import: nothing but the S3 server 
 os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 
 import datasets
+import datasets.distributed
 import numpy as np
 import pyarrow as pa
 import pyarrow.dataset
@@ -24,7 +25,7 @@ import s3fs
 import torch
 from common import PACKED_ROW, Source, Spec, main
 from crops import jpeg_transform
-from measuring import count_of, ids_of, measure_epochs
+from measuring import count_of, emit_order, ids_of, measure_epochs
 from torch.utils.data import DataLoader
 
 FILE_BYTES = 128 << 20
@@ -64,7 +65,7 @@ def write(spec: Spec) -> int:
     count = len(source.packed_rows()) if packed else len(source)
     total = sum(path.stat().st_size for path in source.folder.iterdir())
     size = min(FILE_BYTES, max(1 << 20, total // LEAST_FILES))
-    per_file, per_group = (max(1, count * part // total) for part in (size, min(size, ROW_GROUP_BYTES)))
+    per_file, per_group = (-(-count * part // total) for part in (size, min(size, ROW_GROUP_BYTES)))
     files = s3fs.S3FileSystem(**storage_options(spec))
     paths: list[str] = []
     for number, start in enumerate(range(0, count, per_file)):
@@ -119,8 +120,8 @@ def as_batch(spec: Spec, shapes: dict[str, tuple[str, Any, tuple[int, ...]]], ro
     return found
 
 
-def read(spec: Spec) -> None:
-    """Measure the epochs."""
+def loader(spec: Spec) -> tuple[Any, DataLoader]:
+    """Open the dataset, and make its loader; return both."""
     # tensors are views of Arrow's memory, as `datasets` itself makes them
     warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
     # it waits 5 s at the end of each pass, for a crash of older Arrow versions when a process ends
@@ -135,35 +136,42 @@ def read(spec: Spec) -> None:
     # a list of names, not a pattern: a server of static files cannot list
     files = s3fs.S3FileSystem(**storage_options(spec))
     names = [f"s3://{path}" for path in json.loads(files.cat_file(f"{spec.bucket}/{spec.prefix}/{INDEX}"))]
+    data = datasets.load_dataset(
+        "parquet",
+        data_files=names,
+        split="train",
+        streaming=True,
+        storage_options=storage_options(spec),
+        fragment_scan_options=scan_options(),
+        cache_dir=spec.cache,
+    )
+    if spec.world > 1:
+        data = datasets.distributed.split_dataset_by_node(data, spec.rank, spec.world)
+    data = data.shuffle(seed=spec.seed, buffer_size=SHUFFLE[spec.workload]).with_format("arrow").batch(spec.batch)
+    options: dict[str, Any] = {"num_workers": spec.workers, "persistent_workers": spec.workers > 0}
+    return data, DataLoader(data, batch_size=None, collate_fn=partial(as_batch, spec, shapes), **options)
+
+
+def read(spec: Spec) -> None:
+    """Measure the epochs."""
     made: list[Any] = []
 
     def epoch(number: int) -> Any:
-        if number == 0:
-            data = datasets.load_dataset(
-                "parquet",
-                data_files=names,
-                split="train",
-                streaming=True,
-                storage_options=storage_options(spec),
-                fragment_scan_options=scan_options(),
-                cache_dir=spec.cache,
-            )
-            data = data.shuffle(seed=spec.seed, buffer_size=SHUFFLE[spec.workload])
-            made.append(data.with_format("arrow").batch(spec.batch))
-            made.append(
-                DataLoader(
-                    made[0],
-                    batch_size=None,
-                    num_workers=spec.workers,
-                    collate_fn=partial(as_batch, spec, shapes),
-                    persistent_workers=spec.workers > 0,
-                )
-            )
+        if not made:
+            made.extend(loader(spec))
         made[0].set_epoch(number)
         return made[1]
 
     measure_epochs(epoch, spec, count_of, ids_of)
 
 
+def order(spec: Spec) -> None:
+    """Print the order of one rank."""
+    data, batches = loader(spec)
+    if spec.state is not None:
+        data.load_state_dict(spec.state)
+    emit_order(batches, spec, data.state_dict)
+
+
 if __name__ == "__main__":
-    main(write=write, read=read)
+    main(write=write, read=read, order=order)

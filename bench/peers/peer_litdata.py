@@ -18,7 +18,7 @@ import torch
 from common import PACKED_ROW, Source, Spec, main
 from crops import jpeg_transform
 from litdata.streaming import downloader
-from measuring import measure_loader
+from measuring import emit_order, measure_loader
 
 # it fetches chunks with obstore, and has no option by which obstore may speak to an endpoint without TLS
 downloader._OBSTORE_CLIENT_OPTIONS["allow_http"] = True
@@ -127,13 +127,14 @@ def collate(samples: list[Any]) -> dict[str, Any]:
     return batch
 
 
-def loader(spec: Spec) -> litdata.StreamingDataLoader:
+def loader(spec: Spec, drop_last: bool | None = None) -> litdata.StreamingDataLoader:
     """Open the dataset, and make its loader."""
     dataset = litdata.StreamingDataset(
         remote(spec),
         cache_dir=spec.cache,
         shuffle=True,
         seed=spec.seed,
+        drop_last=drop_last,
         storage_options=options(spec),
         item_loader=litdata.TokensLoader(block_size=PACKED_ROW) if spec.variant == "packed" else None,
         transform=Decode(spec.variant) if spec.workload == "jpeg" else None,
@@ -148,5 +149,14 @@ def read(spec: Spec) -> None:
     measure_loader(lambda: loader(spec), spec)
 
 
+def order(spec: Spec) -> None:
+    """Print the order of one rank; a state is refused where `drop_last` differs, whose default depends on the ranks."""
+    tempfile.tempdir = spec.cache or None
+    made = loader(spec, drop_last=True)
+    if spec.state is not None:
+        made.load_state_dict(spec.state)
+    emit_order(made, spec, made.state_dict)
+
+
 if __name__ == "__main__":
-    main(write=write, read=read)
+    main(write=write, read=read, order=order)

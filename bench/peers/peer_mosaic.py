@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from common import PACKED_ROW, Source, Spec, main
 from crops import jpeg_transform
-from measuring import HELD, measure_loader
+from measuring import HELD, emit_order, measure_loader
 
 # an old torchvision, which Streaming imports for its vision datasets and nothing here uses, says that it has no codecs
 warnings.filterwarnings("ignore", "Failed to load image Python extension")
@@ -134,18 +134,35 @@ def shuffle_block(spec: Spec) -> int:
     return int(SHARDS_PER_BLOCK * (1 << 26) / sample_bytes)
 
 
+def loader_of(spec: Spec) -> StreamingDataLoader:
+    """Open the dataset, and make its loader."""
+    workers: dict[str, Any] = {"num_workers": spec.workers, "persistent_workers": spec.workers > 0}
+    return StreamingDataLoader(dataset(spec), batch_size=spec.batch, collate_fn=collate, **workers)
+
+
 def read(spec: Spec) -> None:
     """Measure the epochs."""
     tempfile.tempdir = spec.cache or None  # for its lock files, which it leaves
-    workers: dict[str, Any] = {"num_workers": spec.workers, "persistent_workers": spec.workers > 0}
-    loader = measure_loader(
-        lambda: StreamingDataLoader(dataset(spec), batch_size=spec.batch, collate_fn=collate, **workers), spec
-    )
+    end(measure_loader(lambda: loader_of(spec), spec))
+
+
+def order(spec: Spec) -> None:
+    """Print the order of one rank."""
+    tempfile.tempdir = spec.cache or None
+    loader = loader_of(spec)
+    if spec.state is not None:
+        loader.load_state_dict(spec.state)
+    emit_order(loader, spec, loader.state_dict)
+    end(loader)
+
+
+def end(loader: StreamingDataLoader) -> None:
+    """End its threads, which wait for an epoch that was stopped early, and remove its shared memory."""
     iterator = getattr(loader.dataset, "_iterator", None)
-    if iterator is not None:  # its threads wait for an epoch that was stopped early
+    if iterator is not None:
         iterator.exit()
     clean_stale_shared_memory()
 
 
 if __name__ == "__main__":
-    main(write=write, read=read)
+    main(write=write, read=read, order=order)

@@ -22,7 +22,7 @@ import webdataset as wds
 from blocks import Group, Ragged, as_batch, layout, mixed
 from common import Source, Spec, UnsupportedError, main
 from crops import jpeg_transform
-from measuring import measure_loader
+from measuring import emit_order, measure_loader
 from webdataset import tenbin
 
 SHARD_BYTES = 128 << 20
@@ -113,7 +113,8 @@ def one_sample(sample: dict[str, Any]) -> dict[str, bytes | bytearray]:
 def dataset(spec: Spec, urls: list[str]) -> wds.WebDataset:
     """Return the pipeline from shards to batches."""
     source = Source(spec.source)
-    data = wds.WebDataset(urls, shardshuffle=100, detshuffle=True, seed=spec.seed)
+    split = wds.split_by_node if spec.world > 1 else wds.single_node_only
+    data = wds.WebDataset(urls, shardshuffle=100, detshuffle=True, seed=spec.seed, nodesplitter=split)
     if in_records(spec):
         return data.shuffle(RECORDS_MIXED).compose(partial(mixed_records, spec, source.columns))
     data = data.shuffle(SHUFFLE)
@@ -160,17 +161,24 @@ def groups_of(records: Iterable[Group], size: int) -> Iterator[list[Group]]:
         yield waiting
 
 
-def read(spec: Spec) -> None:
-    """Measure the epochs."""
-    _need_curl()
+def loader(spec: Spec) -> wds.WebLoader:
+    """Open the dataset, and make its loader."""
     shards = subprocess.run(curl(address(spec, INDEX)), shell=True, check=True, capture_output=True, text=True)
     urls = [f"pipe:{curl(address(spec, name))}" for name in shards.stdout.split()]
     kept = bool(spec.workers)
-    measure_loader(
-        lambda: wds.WebLoader(dataset(spec, urls), batch_size=None, num_workers=spec.workers, persistent_workers=kept),
-        spec,
-        names=list(Source(spec.source).columns),
-    )
+    return wds.WebLoader(dataset(spec, urls), batch_size=None, num_workers=spec.workers, persistent_workers=kept)
+
+
+def read(spec: Spec) -> None:
+    """Measure the epochs."""
+    _need_curl()
+    measure_loader(lambda: loader(spec), spec, names=list(Source(spec.source).columns))
+
+
+def order(spec: Spec) -> None:
+    """Print the order of one rank; it has no state."""
+    _need_curl()
+    emit_order(loader(spec), spec, names=list(Source(spec.source).columns))
 
 
 def _need_curl() -> None:
@@ -179,4 +187,4 @@ def _need_curl() -> None:
 
 
 if __name__ == "__main__":
-    main(write=write, read=read)
+    main(write=write, read=read, order=order)
