@@ -121,7 +121,7 @@ class EpochPlan(NamedTuple):
     """One rank's pass over an epoch from `position` on, `steps_at_once` steps in each plan.
 
     `gaps`: the skipped steps of this epoch and later ones. `seed` keys the random numbers of crops and transforms,
-    with epoch and position. `held`: every field is resident, so plans contain no blocks.
+    with epoch and position. `held`: every field is resident, so plans contain no blocks. `chunk`: as of `Part.plans`.
     """
 
     share: EpochShare
@@ -131,6 +131,7 @@ class EpochPlan(NamedTuple):
     numbers: SampleNumbers = SampleNumbers()
     gaps: Gaps = NO_GAPS
     held: bool = False
+    chunk: int = 0
 
     @property
     def need(self) -> Need:
@@ -140,7 +141,8 @@ class EpochPlan(NamedTuple):
     def following(self) -> EpochPlan:
         """Return the pass over the next epoch."""
         epoch = self.share.epoch
-        return self._replace(share=self.share.at_epoch(epoch + 1), position=0, gaps=self.gaps.after(epoch))
+        share = self.share.at_epoch(epoch + 1)
+        return self._replace(share=share, position=0, gaps=self.gaps.after(epoch), chunk=0)  # it is loaded ahead
 
     def batches(self, first_ticket: int = 0) -> Iterator[BatchPlan]:
         """Yield the plans of the pass, with tickets from `first_ticket` on; `samples` are numbers among all samples.
@@ -150,7 +152,8 @@ class EpochPlan(NamedTuple):
         ticket = first_ticket
         for start, stop in self.gaps.parts(self.share.epoch, self.position):
             begin = min(start, self.share.num_samples)
-            for plan in self.share.plans(begin, stop, self.steps_at_once, ticket, held=self.held):
+            plans_of = partial(self.share.plans, steps_at_once=self.steps_at_once, held=self.held, chunk=self.chunk)
+            for plan in plans_of(begin, stop, ticket=ticket):
                 ticket += len(plan.needs)
                 samples = self.numbers.among_all(plan.samples)
                 yield plan if samples is plan.samples else plan._replace(samples=samples)

@@ -34,6 +34,8 @@ ITEM_BYTES = 3 * 4
 # Rows of this size, or of variable size, stay in their chunks until a batch is gathered. Copying them into a slot first
 # would take as long as gathering them, and finding smaller rows takes longer than copying them.
 LARGE_ROW = 1 << 14
+# The most fetches of a block: see `Part.plans`.
+BLOCK_PARTS = 3
 # Smaller buffers come from malloc, which reuses them. Buffers of HUGE_BYTES or more ask for huge pages, as numpy does.
 MAPPED_BYTES = 1 << 18
 HUGE_BYTES = 1 << 22
@@ -50,6 +52,8 @@ class Arena:
     def __init__(self, layouts: Mapping[str, FieldLayout], slots: int, block: int) -> None:
         self.block = block
         self.shape = (dict(layouts), slots, block)
+        if not any(map(in_slots, layouts.values())):
+            slots *= BLOCK_PARTS  # they cost nothing until they are used
         self._count = slots
         self._free = list(range(slots))
         self._fixed: dict[str, Column] = {
