@@ -1,6 +1,7 @@
 """DataLoader workers: the same samples, epochs that advance, states that resume; and processes that fork by hand."""
 
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch.utils.data import DataLoader
 from torchrun import run_python
 
 from streamloader.pytorch.dataset import StreamingDataset
+from streamloader.pytorch.distributed import SharedEpochs
 
 N = 603
 
@@ -263,3 +265,24 @@ def test_a_parent_of_workers_does_not_invent_a_state(shown):
     assert shown["state"] == [1, 32, 1, 2]  # two workers have delivered a batch of 16 each, and one of them another
     assert shown["rest of it"] == shown["second epoch"][3:]
     assert shown["pickled and read here"] == [-(-N // 16), 1]
+
+
+def test_workers_choose_one_epoch_although_one_completes_the_last_pass_meanwhile():
+    epochs, chosen = SharedEpochs(), list[int]()
+    for number in (0, 1):
+        epochs.begin(number, 2, 1)
+    epochs.complete(0, 1)
+
+    def second() -> None:
+        epochs.complete(1, 1)  # the last of the pass that the consumer left early
+        with epochs.choosing(2):
+            chosen.append(epochs.next_epoch())
+
+    thread = threading.Thread(target=second, daemon=True)
+    with epochs.choosing(2):
+        epoch = epochs.next_epoch()
+        thread.start()
+        thread.join(0.2)  # it must wait
+        epochs.begin(0, 2, epoch)
+    thread.join(30)
+    assert chosen == [epoch] == [1]

@@ -16,7 +16,6 @@ because nothing that its manifest and tables refer to has changed. A new dataset
 from __future__ import annotations
 
 import base64
-import errno
 import json
 import os
 import re
@@ -51,7 +50,7 @@ from streamloader.format.metadata import dataset_documents, split_documents, to_
 from streamloader.format.opening import JOB, RECEIPTS, ROOT, get_document
 from streamloader.format.reader import FieldReader
 from streamloader.storage.buffers import Buffer, body_crc32c
-from streamloader.storage.process import run_all
+from streamloader.storage.process import lock_name, run_all
 from streamloader.storage.store import Store
 
 THREADS = 16  # for receipts: they are small, so reading one takes a round trip
@@ -175,7 +174,7 @@ class Claim:
         """
         self._store, self._run, self._data = store, uuid.uuid4().hex, before
         self._checked = 0.0
-        lock = _lock_run(self._run)
+        lock = lock_name(f"run-{self._run}")
         self._release = None if lock is None else weakref.finalize(self, lock.close)
         try:
             self.renew(job)
@@ -224,26 +223,12 @@ def check_not_running(store: Store, job: Mapping[str, Any] | None) -> None:
     run = job.get("run") if job else None
     if not isinstance(run, dict) or not isinstance(run.get("id"), str) or not sys.platform.startswith("linux"):
         return
-    lock = _lock_run(run["id"])
+    lock = lock_name(f"run-{run['id'][:64]}")
     if lock is not None:
         lock.close()
         return
     problem = f"{store.url} is being written by another run, process {run.get('pid')} of this machine"
     raise errors.DestinationError(problem, "wait until it ends, or end it; then run this command again")
-
-
-def _lock_run(run: str) -> socket.socket | None:
-    """Return a socket that locks the run until it is closed; None if it is locked, or on systems other than Linux."""
-    if not sys.platform.startswith("linux"):
-        return None
-    lock = socket.socket(socket.AF_UNIX)
-    try:
-        lock.bind(f"\0streamloader-run-{run[:64]}")  # an abstract name, not in the file system
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            lock.close()
-            return None
-    return lock  # even if this system refuses to bind it for another reason: then runs are not distinguished
 
 
 def check_free(store: Store, remedy: str = "choose another destination, or overwrite it") -> None:

@@ -375,6 +375,13 @@ class BaseDataset(IterableDataset[dict[str, Any]]):
     def _begin_pass(self) -> Pass:
         rank, (number, count) = resolve_world(self._world), worker()
         self._end_pass()
+        with self._epochs.choosing(count):
+            begin = self._begin_epoch(rank, number, count)
+        # with `steps_per_epoch` this dataset may hold the pass, which then must not hold the dataset
+        return self._run(begin, (lambda: self) if self._options.steps_per_epoch is None else weakref.ref(self))
+
+    def _begin_epoch(self, rank: World, number: int, count: int) -> Position:
+        """Return where the pass of worker `number` of `count` begins, and let the other workers begin there too."""
         if self._options.steps_per_epoch is not None:
             self._start = self._current
         start = self._begin(rank, count)
@@ -391,8 +398,7 @@ class BaseDataset(IterableDataset[dict[str, Any]]):
             warn_of_lanes(rank.size, lanes, start.lanes)
         self._epochs.begin(number, count, start.epoch)
         self._start = self._at = start
-        # with `steps_per_epoch` this dataset may hold the pass, which then must not hold the dataset
-        return self._run(begin, (lambda: self) if self._options.steps_per_epoch is None else weakref.ref(self))
+        return begin
 
     def set_epoch(self, epoch: int) -> None:
         """Let the next pass deliver this epoch from its beginning. Does nothing if it is the current epoch.

@@ -11,9 +11,13 @@ from __future__ import annotations
 import os
 import re
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from socket import socket
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeAlias
+from uuid import uuid4
 
 import torch
 import torch.distributed
@@ -22,6 +26,7 @@ from torch.utils.data import DataLoader, get_worker_info
 from streamloader.errors import UsageError, WorldError
 from streamloader.order.schedule import World
 from streamloader.order.state import ORDER_NAMES
+from streamloader.storage.process import lock_name
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -187,6 +192,7 @@ def _parse_int(value: object) -> int:
 
 
 MAX_WORKERS = 512
+LOCKED_SECONDS = 0.001  # between attempts to lock; a worker chooses its epoch in about that time
 # The values of a state that change during a run.
 POSITION_NAMES = ("epoch", "position", "extra", "workers", "ranks", "batch", "pin", *ORDER_NAMES)
 
@@ -200,6 +206,7 @@ class SharedEpochs:
         fields = shared.split(sizes)
         self._chosen, self._workers, self._reader, self._begun, self._version, self._position, self._next = fields
         self._seen_version = 0  # of the published position, by this copy
+        self._name = uuid4().hex
 
     def next_epoch(self) -> int:
         """Return the epoch at which the next pass starts."""
@@ -215,6 +222,21 @@ class SharedEpochs:
     def begun(self) -> int:
         """The epoch of the pass that was begun last, or the epoch that was set since."""
         return int(self._begun)
+
+    @contextmanager
+    def choosing(self, workers: int) -> Iterator[None]:
+        """Let one of several workers at a time choose its epoch, from `next_epoch` to `begin`.
+
+        Otherwise another one could complete the last pass and begin the next epoch between the two.
+        """
+        lock: socket | None = None
+        while workers > 1 and (lock := lock_name(f"epochs-{self._name}")) is None:
+            time.sleep(LOCKED_SECONDS)
+        try:
+            yield
+        finally:
+            if lock is not None:
+                lock.close()
 
     def begin(self, worker: int, workers: int, epoch: int) -> None:
         """Record that a worker, one of `workers`, starts a pass of `epoch`.

@@ -10,7 +10,10 @@ Threads: `run_all` does the same work on many items, and `wait_for`, `take` and 
 
 from __future__ import annotations
 
+import errno
 import os
+import socket
+import sys
 import threading
 import warnings
 import weakref
@@ -47,6 +50,23 @@ class PerProcess(Generic[Made]):
     def all(self) -> Iterable[Made]:
         """Return the values of this process and the inherited ones, which may only be inspected."""
         return list(self._made.values())
+
+
+def lock_name(name: str) -> socket.socket | None:
+    """Return a socket that locks a name on this machine until it is closed; None if the name is locked.
+
+    The kernel closes it with its process, however that ends. On systems other than Linux nothing is locked.
+    """
+    if not sys.platform.startswith("linux"):
+        return socket.socket()
+    lock = socket.socket(socket.AF_UNIX)
+    try:
+        lock.bind(f"\0streamloader-{name}")  # an abstract name, not in the file system
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            lock.close()
+            return None
+    return lock  # even if this system refuses to bind it for another reason
 
 
 class Owner:
