@@ -34,8 +34,8 @@ class Row:
     """One contestant of one cell, at its best worker count; rates in units (samples, or tokens) for each second.
 
     `workers` and `rates` are of the first epoch, and of all later ones together; `cpu_per_gigabyte` and
-    `faults_per_gigabyte` (page faults) too. `design_effect`: how well its batches mix, 1 at best, if it was seen;
-    `orders`: different orders that its runs had. `part`: of how many parts of the data it got one.
+    `faults_per_gigabyte` (page faults) too. `design_effect`: how well its batches mix, 1 at best, if it was seen.
+    `part`: of how many parts of the data it got one.
     """
 
     cell: str
@@ -50,7 +50,6 @@ class Row:
     peak: Spread
     first_batch: Spread
     design_effect: float | None
-    orders: int
     part: int
 
 
@@ -120,7 +119,6 @@ def _row(by_workers: Mapping[int, Sequence[Line]]) -> Row:
         peak=Spread.of(epoch["peak_bytes"] for line in found for epoch in line["epochs"]),
         first_batch=Spread.of(epoch["first_batch_seconds"] for epoch in first),
         design_effect=statistics.mean(effects) if effects else None,
-        orders=len({epoch["order"] for epoch in first if "order" in epoch}),
         part=line.get("part", 1),
     )
 

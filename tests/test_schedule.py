@@ -11,11 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streamloader.engine.memory import BLOCK_PARTS
 from streamloader.errors import UsageError
 from streamloader.order import schedule as planner
 from streamloader.order.epoch_order import EpochOrder, OrderParams
-from streamloader.order.schedule import BatchPlan, BlockRef, Share, World
+from streamloader.order.schedule import BLOCK_PARTS, BatchPlan, BlockRef, Share, World
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import mmap
 import os
@@ -82,7 +81,7 @@ def measure_epochs(
                     "cpu_seconds": round(cpu_end - cpu, 3),
                     "faults": faults_end - faults,
                     "peak_bytes": memory.peak(),
-                    **order_of(ids, spec),
+                    **mixing_of(ids, spec),
                 }
             )
 
@@ -108,8 +107,8 @@ class Epochs:
             yield done[-1]
 
 
-def order_of(ids: Sequence[NDArray[np.int64]], spec: Spec) -> dict[str, Any]:
-    """Return the design effect of some batches, given by the numbers of their samples, and a digest of the order.
+def mixing_of(ids: Sequence[NDArray[np.int64]], spec: Spec) -> dict[str, Any]:
+    """Return the design effect of some batches, given by the numbers of their samples.
 
     Of data that was stored in the order of `CLASSES` classes of one size: the variance of the share that a class has of
     a batch, over that of independent draws (Kish, Survey Sampling, 1965). 1: batches mix as independent draws do.
@@ -122,8 +121,7 @@ def order_of(ids: Sequence[NDArray[np.int64]], spec: Spec) -> dict[str, Any]:
         counts = np.bincount(batch * CLASSES // total, minlength=CLASSES)
         expected = len(batch) / CLASSES
         ratios.append(((counts - expected) ** 2).sum() / (len(batch) * (1 - 1 / CLASSES)))
-    digest = hashlib.sha256(np.concatenate(ids).astype("<i8").tobytes()).hexdigest()[:16]
-    return {"design_effect": round(float(np.mean(ratios)), 3), "order": digest}
+    return {"design_effect": round(float(np.mean(ratios)), 3)}
 
 
 def measure_loader(make: Callable[[], Any], spec: Spec, names: Sequence[str] = ()) -> Any:

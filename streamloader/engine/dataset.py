@@ -152,8 +152,7 @@ class EpochPlan(NamedTuple):
         ticket = first_ticket
         for start, stop in self.gaps.parts(self.share.epoch, self.position):
             begin = min(start, self.share.num_samples)
-            plans_of = partial(self.share.plans, steps_at_once=self.steps_at_once, held=self.held, chunk=self.chunk)
-            for plan in plans_of(begin, stop, ticket=ticket):
+            for plan in self.share.plans(begin, stop, self.steps_at_once, ticket, held=self.held, chunk=self.chunk):
                 ticket += len(plan.needs)
                 samples = self.numbers.among_all(plan.samples)
                 yield plan if samples is plan.samples else plan._replace(samples=samples)

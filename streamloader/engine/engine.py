@@ -28,7 +28,17 @@ from numpy.typing import NDArray
 
 from streamloader.engine.dataset import Dataset, EpochPlan, load_field, plans
 from streamloader.engine.fetcher import FIRST, Fetcher, Hedging, Pace, sleeper
-from streamloader.engine.memory import ITEM_BYTES, READY_BATCHES, Budget, Demand, Memory, allot, allowance, in_slots
+from streamloader.engine.memory import (
+    ITEM_BYTES,
+    READY_BATCHES,
+    Budget,
+    Demand,
+    Memory,
+    allot,
+    allowance,
+    in_parts,
+    in_slots,
+)
 from streamloader.engine.stages import Batch, LoaderConfig, StageOptions, Stages, WorkerThreads
 from streamloader.engine.transform import HeldTransform
 from streamloader.errors import EngineError, ForkError, MemoryBudgetError, StreamloaderError, wrapped
@@ -129,7 +139,7 @@ class Engine:
         """
         chunks = {layout.chunk for layout in layouts.values()}
         plain = isinstance(plan.share, Share) and self.datasets[0].selection is None
-        return chunks.pop() if plain and len(chunks) == 1 and not any(map(in_slots, layouts.values())) else 0
+        return chunks.pop() if plain and len(chunks) == 1 and in_parts(layouts) else 0
 
     def _load_resident(self, names: Sequence[str]) -> None:
         self._closed = threading.Event()

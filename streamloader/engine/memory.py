@@ -24,6 +24,7 @@ from streamloader.errors import MemoryBudgetError
 from streamloader.format.codecs import Items
 from streamloader.format.manifest import FieldLayout
 from streamloader.options import MIB
+from streamloader.order.schedule import BLOCK_PARTS
 from streamloader.stats import Counters
 from streamloader.storage.process import cpu_count
 
@@ -34,8 +35,6 @@ ITEM_BYTES = 3 * 4
 # Rows of this size, or of variable size, stay in their chunks until a batch is gathered. Copying them into a slot first
 # would take as long as gathering them, and finding smaller rows takes longer than copying them.
 LARGE_ROW = 1 << 14
-# The most fetches of a block: see `Part.plans`.
-BLOCK_PARTS = 3
 # Smaller buffers come from malloc, which reuses them. Buffers of HUGE_BYTES or more ask for huge pages, as numpy does.
 MAPPED_BYTES = 1 << 18
 HUGE_BYTES = 1 << 22
@@ -46,14 +45,19 @@ def in_slots(layout: FieldLayout) -> bool:
     return layout.field.fixed and layout.field.item_bytes < LARGE_ROW
 
 
+def in_parts(layouts: Mapping[str, FieldLayout]) -> bool:
+    """Return whether blocks may be fetched in parts: a slot without rows costs nothing until it is used."""
+    return not any(map(in_slots, layouts.values()))
+
+
 class Arena:
     """`slots` blocks of `block` samples: one array for each field `in_slots`, chunks with offsets for the others."""
 
     def __init__(self, layouts: Mapping[str, FieldLayout], slots: int, block: int) -> None:
         self.block = block
         self.shape = (dict(layouts), slots, block)
-        if not any(map(in_slots, layouts.values())):
-            slots *= BLOCK_PARTS  # they cost nothing until they are used
+        if in_parts(layouts):
+            slots *= BLOCK_PARTS
         self._count = slots
         self._free = list(range(slots))
         self._fixed: dict[str, Column] = {

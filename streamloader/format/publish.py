@@ -658,9 +658,9 @@ def _lengths_digest(store: Store, extension: Extension, name: str, written: Mapp
 
     A page is missing if an earlier release wrote its shard, or if an append found the old page damaged.
     """
-    layout, base = extension.base.fields[name], extension.base
-    new = [receipt.lengths for _, receipt in sorted(written.items())]
-    if not can_have_lengths(layout) or not extension.has_lengths(name) or not all(new):
+    base = extension.base
+    new = {shard: receipt.lengths for shard, receipt in written.items()}
+    if not can_have_lengths(base.fields[name]) or not extension.has_lengths(name) or not all(new.values()):
         return ""
     old: list[str] = []
     if base.num_samples:
@@ -668,8 +668,8 @@ def _lengths_digest(store: Store, extension: Extension, name: str, written: Mapp
             old = lengths.LengthTable(store, base, name).page_digests()
         except errors.FormatError:  # a table that does not match its manifest is not extended
             return ""
-    whole = old[: base.num_samples // layout.shard]  # without the page that was written again
-    return lengths.table_digest([*whole, *new])
+    pages = dict(enumerate(old)) | new  # the last old one may be written again
+    return lengths.table_digest(pages[shard] for shard in sorted(pages))
 
 
 def _gather(store: Store, extension: Extension, receipts: Receipts) -> dict[str, dict[int, FieldReceipt]]:

@@ -229,6 +229,7 @@ def _check_fields(views: Sequence[DatasetView], problems: Problems, listener: Li
         objects, total = objects + sum(size > 0 for size in sizes), total + sum(sizes)
     damaged = {(problem.split, problem.field) for problem in problems.sorted()}
     for field in checks:
+        field.check_lengths()
         if (field.view.split, field.name) not in damaged:
             field.check_totals()
     return objects, total
@@ -496,13 +497,16 @@ class FieldCheck:
         return size
 
     def check_totals(self) -> None:
-        """Compare the total size of all shards and the lengths with the manifest, for a field without problems."""
+        """Compare the total size of all shards with the manifest, for a field without other problems."""
         decoded = self.layout.nbytes if self.layout.field.fixed else self._decoded
         totals = ("stored", self.layout.stored, self._stored), ("nbytes", self.layout.nbytes, decoded)
         for key, expected, actual in totals:
             if expected != actual:
                 problem = f"the manifest of {self.view.store.url} has {key} {expected} of {self.name!r}"
                 self.view.add(f"{problem}, its shards have {actual}", ROOT, self.name)
+
+    def check_lengths(self) -> None:
+        """Compare the table of lengths with the manifest, if `check_shard` has read every page."""
         if self.name in self.view.manifest.lengths and len(self._pages) == self.num_shards:
             try:
                 self._lengths.check(digest for _, digest in sorted(self._pages.items()))

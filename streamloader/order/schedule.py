@@ -117,8 +117,8 @@ class Part:
 
         A plan has the rows of `steps_at_once` steps, the last one of a span perhaps of fewer; more than one for steps
         of a single sample. Tickets count from `ticket`, so that schedules can follow one another. `held`: every field
-        is resident, so plans name samples and no blocks. `chunk`: samples of a chunk, so that the first plan waits only
-        for the chunks that it needs: its blocks are fetched in up to three parts. 0: whole blocks only.
+        is resident, so plans name samples and no blocks. `chunk`: samples of a chunk; the first plan then waits only
+        for the chunks from the first to the last that it needs of each block. 0: it waits for whole blocks.
         """
         live: dict[Any, int] = {}
         edges: dict[Any, Ints] = {}  # of the blocks of the first plan
@@ -359,6 +359,7 @@ Positions = Callable[[], Iterator[Ints]]
 Key = tuple[int, int]  # (lane, ordinal of the block); without shuffle (0, number of the unit)
 Item = TypeVar("Item")
 
+BLOCK_PARTS = 3  # the most fetches of a block: see `_edges_of_needed`
 MAX_ROWS = 2**22  # rows of a span, which bound the memory of planning: see `Need`
 PART_ROWS = 2**15  # rows whose positions are computed together
 FIRST_STEPS = 64  # maximum steps of the first span, for which the first batch waits

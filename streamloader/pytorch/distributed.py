@@ -192,7 +192,7 @@ def _parse_int(value: object) -> int:
 
 
 MAX_WORKERS = 512
-LOCKED_SECONDS = 0.001  # between attempts to lock; a worker chooses its epoch in about that time
+LOCKED_SECONDS = 0.001  # between attempts to lock
 # The values of a state that change during a run.
 POSITION_NAMES = ("epoch", "position", "extra", "workers", "ranks", "batch", "pin", *ORDER_NAMES)
 
