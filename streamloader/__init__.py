@@ -26,10 +26,13 @@ if TYPE_CHECKING:
     from streamloader.maintenance.append import append as append
     from streamloader.maintenance.export import export as export
     from streamloader.maintenance.verify import verify as verify
+    from streamloader.options import Channels as Channels
     from streamloader.options import Decode as Decode
     from streamloader.options import Layout as Layout
+    from streamloader.options import Patch as Patch
     from streamloader.options import RetryPolicy as RetryPolicy
     from streamloader.options import Shuffle as Shuffle
+    from streamloader.options import Window as Window
     from streamloader.pytorch.arguments import Source as Source
     from streamloader.pytorch.dataset import Mixture as Mixture
     from streamloader.pytorch.dataset import StreamingDataset as StreamingDataset
@@ -46,7 +49,7 @@ _PUBLIC = {
     "maintenance.append": "append",
     "maintenance.export": "export",
     "maintenance.verify": "verify",
-    "options": "Decode Layout RetryPolicy Shuffle",
+    "options": "Channels Decode Layout Patch RetryPolicy Shuffle Window",
     "pytorch.arguments": "Source",
     "pytorch.dataset": "Mixture StreamingDataset",
     "stats": "Stats",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -235,6 +236,97 @@ class Pack:
         is_pad = isinstance(self.pad, int | float) and not isinstance(self.pad, bool)
         _check(self, "length", is_whole(self.length), "give length as a whole number of at least 1")
         _check(self, "pad", is_pad, "give pad as a number")
+
+
+Extent = int | str  # a number of elements, or a duration along a time coordinate: "6h"
+
+
+def _is_extent(value: object) -> bool:
+    return isinstance(value, str) or is_whole(value)
+
+
+@dataclass(frozen=True)
+class Window:
+    """The elements of a sample along the sample axis. Each is a number of elements, or a duration such as "6h".
+
+    `length`: the elements of a window. `stride`: from one window to the next. `step`: from one element of a window to
+    the next. In place of `length`, for forecasts: `history`, the elements up to the present one, and `lead`, the
+    elements after it, or a tuple of offsets after the present element; a batch then has the columns `name` and
+    `name_target`. `group`: the name of an array with one number per element; a window has elements of one group.
+
+    Windows never cross a border: that of a group, of the elements that `where=` selects, or a gap in the coordinate.
+    Raises `UsageError` for invalid values.
+    """
+
+    length: Extent | None = None
+    stride: Extent = 1
+    step: Extent = 1
+    history: Extent | None = None
+    lead: Extent | tuple[Extent, ...] | None = None
+    group: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("stride", "step"):
+            _check(self, name, _is_extent(getattr(self, name)), f"give {name} in elements, at least 1, or as '6h'")
+        forecast = self.history is not None and self.lead is not None
+        if (self.length is None) is not forecast or (self.history is None) is not (self.lead is None):
+            raise UsageError(f"{self!r}", "give either length, or both history and lead")
+        for name in ("length", "history"):
+            value = getattr(self, name)
+            _check(self, name, value is None or _is_extent(value), f"give {name} in elements, at least 1, or as '6h'")
+        leads = self.lead if isinstance(self.lead, tuple) else (1 if self.lead is None else self.lead,)
+        valid = bool(leads) and all(map(_is_extent, leads))
+        _check(self, "lead", valid, "give elements or a duration, or a tuple of offsets, each at least 1 element")
+
+
+@dataclass(frozen=True)
+class Patch:
+    """A box of a sample along named axes, in elements of the first field: `Patch({"y": 256, "x": 256})`.
+
+    `stride`: from one patch to the next, a number or one for each axis; the size by default, so that patches tile the
+    axes. `random`: each patch is moved by a random offset below its stride, a new one in each epoch. `margin`: elements
+    that are read on each side of a patch, inside the array, in addition to its size. Other fields may have another
+    resolution: they get the same region. Raises `UsageError` for invalid values.
+    """
+
+    size: Mapping[str, int]
+    stride: Mapping[str, int] | int | None = None
+    random: bool = False
+    margin: Mapping[str, int] | int = 0
+
+    def __post_init__(self) -> None:
+        sizes = isinstance(self.size, Mapping) and bool(self.size) and all(map(is_whole, self.size.values()))
+        _check(self, "size", sizes, "give a number of elements for each axis, like {'y': 256, 'x': 256}")
+        for name, minimum in (("stride", 1), ("margin", 0)):
+            value = getattr(self, name)
+            numbers = list(value.values()) if isinstance(value, Mapping) else [minimum if value is None else value]
+            known = not isinstance(value, Mapping) or set(value) <= set(self.size)
+            valid = known and all(is_whole(number, minimum) for number in numbers)
+            _check(self, name, valid, f"give a whole number of at least {minimum}, or one for each axis of size")
+
+    def along(self, axis: str) -> tuple[int, int, int]:
+        """Return the size, the stride and the margin along an axis."""
+        size, stride, margin = self.size[axis], self.stride, self.margin
+        stride = stride.get(axis, size) if isinstance(stride, Mapping) else size if stride is None else stride
+        return size, stride, margin.get(axis, 0) if isinstance(margin, Mapping) else margin
+
+
+@dataclass(frozen=True, init=False)
+class Channels:
+    """Arrays that are stacked into one tensor, along a new axis before all but the sample axis.
+
+    `Channels("z@500", "z@850", "t2m")`: an array, or its slice at a value of one of its other coordinates;
+    `"z@level=500"` names the coordinate. Arrays without the sample axis, such as "orography", are repeated, and so are
+    coordinates, such as "lat". "time_of_day" and "time_of_year" are fractions from 0 to 1, of the sample axis's times.
+    Raises `UsageError` for names that are not texts.
+    """
+
+    names: tuple[str, ...]
+
+    def __init__(self, *names: str) -> None:
+        object.__setattr__(self, "names", names)
+        valid = bool(names) and all(isinstance(name, str) and name for name in names)
+        _check(self, "names", valid and len(set(names)) == len(names), "give different names of arrays")
 
 
 @dataclass(frozen=True)

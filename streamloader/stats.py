@@ -69,6 +69,8 @@ class Stats:
     `unpack_seconds` (checking and decompressing chunks), `decode_seconds` (decoding images) and `cpu_seconds` (this
     whole process, since the first batch) are CPU time. `hedges` counts second requests for a slow first one.
 
+    `missing_chunks`: chunks of arrays that do not exist, whose elements have the fill value.
+
     `in_flight` is the current limit of concurrent requests, `cores` the number of cores that this rank decodes with,
     and `transformers` the number of threads or processes that run the transform. `client` names the data plane and why
     it was chosen. `waiting_for` is empty except during an outage of the store; then it names the endpoint, how long the
@@ -88,6 +90,7 @@ class Stats:
     transformers: int = 1
     bytes_fetched: int = 0
     bytes_decoded: int = 0
+    missing_chunks: int = 0
     buffers_allocated: int = 0
     request_seconds: float = 0.0
     unpack_seconds: float = 0.0

@@ -205,6 +205,7 @@ demands = st.builds(
     resident_bytes=st.integers(0, 1 << 28),
     index_bytes=st.integers(0, 1 << 28),
     scratch_bytes=st.integers(0, 1 << 23),
+    pieces=st.integers(1, 100),
 )
 
 
@@ -213,9 +214,9 @@ def test_a_budget_never_spends_more_than_the_limit(demand, more):
     budget = allot(demand, demand.least_bytes + more)
     assert budget.bytes == demand.least_bytes + more
     assert budget.slots >= demand.slots
-    assert 1 <= budget.threads <= min(MAX_THREADS, budget.slots)
+    assert 1 <= budget.threads <= min(MAX_THREADS, budget.slots * demand.pieces)
     others = demand.resident_bytes + demand.index_bytes + LIVE_BATCHES * demand.batch_bytes
-    in_flight = budget.threads * (demand.thread_bytes - demand.slot_bytes)
+    in_flight = budget.threads * (demand.thread_bytes - -(-demand.slot_bytes // demand.pieces))
     assert others + in_flight + budget.slots * demand.slot_bytes <= budget.bytes
     fixed = budget.slots * (demand.slot_bytes - demand.item_bytes)
     connections = budget.threads * demand.connection_bytes

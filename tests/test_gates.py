@@ -59,7 +59,8 @@ ONLY_IN = {
     "sklearn moto streamloader": {"demo"},
     "numcodecs": {"format"},
     "crc32c": {"storage", "format", "conversion", "maintenance"},  # S3 compares it; TFRecords have it too
-    "zarr": {"format", "conversion", "maintenance"},  # a source may be a Zarr that others wrote
+    # a source or a dataset may be a Zarr that others wrote; icechunk's store takes zarr-python's ranges
+    "zarr": {"format", "storage", "conversion", "maintenance"},
     "pyarrow h5py google zstandard distributed dask ray pyspark": {"conversion", "maintenance"},
 }
 

@@ -10,13 +10,14 @@ import streamloader as sl
 NAMES = {
     *("open", "Dataset", "Writer", "Field", "Layout", "convert", "StreamingDataset", "Shuffle", "Decode"),
     *("Stats", "errors", "__version__", "Mixture", "Source", "RetryPolicy", "verify", "append", "export"),
+    *("Window", "Patch", "Channels"),
 }
 
 
 def test_public_names_are_pinned():
     assert set(sl.__all__) == NAMES
     assert set(sl.__all__) <= set(dir(sl))
-    assert len(NAMES) <= 18
+    assert len(NAMES) <= 21
 
 
 @pytest.mark.parametrize("name", sorted(NAMES - {"__version__"}))
@@ -39,6 +40,7 @@ def test_streaming_dataset_takes_what_was_promised():
         **{"fields": None, "split": None, "shuffle": True, "seed": 0, "remainder": "pad", "decode": None, "pack": None},
         **{"transform": None, "transform_workers": 0, "with_index": False, "world": None, "memory": None},
         **{"on_batch": None, "storage_options": None, "where": None, "skip_steps": None, "steps_per_epoch": None},
+        **{"sample_axis": None, "windows": None, "patches": None, "channels": None, "decode_cf": True, "strict": False},
     }
     assert [name for name, p in parameters.items() if p.default is p.empty] == ["url", "batch_size"]
     assert [name for name, p in parameters.items() if p.kind is not p.KEYWORD_ONLY] == ["url"]

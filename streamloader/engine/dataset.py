@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from streamloader.engine.regions import ArrayFields, RegionReader, RegionRun
 from streamloader.format.manifest import Field, FieldLayout, Manifest
 from streamloader.format.reader import FieldReader, Run
 from streamloader.order.epoch_order import OrderParams
@@ -31,6 +32,8 @@ THREADS = 8
 class Dataset:
     """An opened dataset: its store, manifest, names of the fields to read, and selection (None: all samples).
 
+    `arrays`: the columns and samples of arrays that others wrote, or whose samples are windows or patches.
+
     `readers` are created on first use. They belong to a process: after a fork, use a copy (`dataclasses.replace`).
     """
 
@@ -38,11 +41,25 @@ class Dataset:
     manifest: Manifest
     names: tuple[str, ...]
     selection: Selection | None = None
+    arrays: ArrayFields | None = None
 
     @cached_property
     def readers(self) -> dict[str, FieldReader]:
-        """The reader of each field."""
-        return {name: FieldReader(self.store, self.manifest, name) for name in self.names}
+        """The reader of each field; none for arrays."""
+        names = self.names if self.arrays is None else ()
+        return {name: FieldReader(self.store, self.manifest, name) for name in names}
+
+    @cached_property
+    def region_readers(self) -> dict[str, RegionReader]:
+        """The reader of each field of arrays."""
+        if self.arrays is None:
+            return {}
+        layouts = self.layouts
+        return {name: RegionReader(self.store, name, layouts[name], self.arrays) for name in self.names}
+
+    def reader(self, name: str) -> FieldReader | RegionReader:
+        """Return the reader of a field."""
+        return self.readers[name] if self.arrays is None else self.region_readers[name]
 
     @property
     def fields(self) -> dict[str, Field]:
@@ -55,6 +72,12 @@ class Dataset:
         return {name: self.manifest.fields[name] for name in self.names}
 
     @property
+    def output_names(self) -> tuple[str, ...]:
+        """The columns of a batch that arrays add to those of the fields."""
+        columns = () if self.arrays is None else self.arrays.columns.values()
+        return tuple(output.name for column in columns for output in column.outputs[1:])
+
+    @property
     def num_samples(self) -> int:
         """The number of selected samples."""
         return self.manifest.num_samples if self.selection is None else len(self.selection)
@@ -63,7 +86,7 @@ class Dataset:
     def index_bytes(self) -> int:
         """The bytes of cached chunk tables and of the numbers of selected samples."""
         selected = 0 if self.selection is None else self.selection.samples.nbytes
-        return selected + sum(reader.table.kept_bytes for reader in self.readers.values())
+        return selected + sum(self.reader(name).kept_bytes for name in self.names)
 
     def unit(self, params: OrderParams) -> int:
         """Return the number of samples that are fetched together without shuffle: those of the largest chunk.
@@ -73,15 +96,25 @@ class Dataset:
         chunk = max((layout.chunk for layout in self.layouts.values() if not layout.resident), default=1024)
         return chunk if self.selection is None else max(chunk, params.block)
 
-    def runs(self, name: str, start: int, stop: int) -> list[Run]:
+    def runs(self, name: str, start: int, stop: int) -> Sequence[Run | RegionRun]:
         """Return the requests for a field of the samples [start, stop), numbered among the selected samples."""
         if self.selection is None:
-            return self.readers[name].runs(start, stop)
+            return self.reader(name).runs(start, stop)
         return self.readers[name].runs_of(self.selection.samples[start:stop], start)
+
+    def block_bytes(self, name: str, start: int, stop: int) -> int:
+        """Return the bytes that a block takes in memory: an estimate, from the chunk table, of its decoded chunks."""
+        if self.arrays is not None:
+            return self.region_readers[name].block_bytes(start, stop)
+        layout, selected = self.layouts[name], self.selection
+        reader = self.readers[name]
+        runs = reader.runs(start, stop) if selected is None else reader.runs_of(selected.samples[start:stop], start)
+        stored = sum(int((run.stop - run.start) * run.share) for run in runs)
+        return stored * max(1, layout.nbytes) // max(1, layout.stored)
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickle without the readers."""
-        return {name: value for name, value in self.__dict__.items() if name != "readers"}
+        return {name: value for name, value in self.__dict__.items() if not name.endswith("readers")}
 
 
 @dataclass(frozen=True)

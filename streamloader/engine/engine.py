@@ -39,6 +39,7 @@ from streamloader.engine.memory import (
     in_parts,
     in_slots,
 )
+from streamloader.engine.regions import RegionReader
 from streamloader.engine.stages import Batch, LoaderConfig, StageOptions, Stages, WorkerThreads
 from streamloader.engine.transform import HeldTransform
 from streamloader.errors import EngineError, ForkError, MemoryBudgetError, StreamloaderError, wrapped
@@ -204,11 +205,35 @@ class Engine:
         least = len(small) if need.block == 1 and len(small) == len(self._names) else 0
         return [(small[:count], self._demand(small[:count], need)) for count in range(len(small), least - 1, -1)]
 
-    def _readers(self, name: str) -> list[FieldReader]:
-        return [dataset.readers[name] for dataset in self.datasets]
+    def _readers(self, name: str) -> list[FieldReader | RegionReader]:
+        return [dataset.reader(name) for dataset in self.datasets]
+
+    def _array_demand(self, need: Need) -> Demand:
+        """Return the demand of arrays, whose blocks have regions."""
+        regions, pieces, batch, request, scratch = 0, 0, 0, 0, 0
+        for name in self._names:
+            readers = [reader for reader in self._readers(name) if isinstance(reader, RegionReader)]
+            regions += max(reader.most_bytes(need.block) for reader in readers)
+            pieces += min(reader.pieces(need.block) for reader in readers)
+            batch += need.rows * readers[0].column.sample_bytes
+            request = max([request, *(reader.request_bytes for reader in readers)])
+            scratch = max([scratch, *(2 * reader.decoded_chunk_bytes for reader in readers)])
+        return Demand(
+            slots=need.slots,
+            slot_bytes=regions,
+            batch_bytes=batch,
+            request_bytes=request,
+            blocks=sum(-(-dataset.num_samples // need.block) for dataset in self.datasets),
+            item_bytes=regions,
+            index_bytes=sum(dataset.index_bytes for dataset in self.datasets) + need.plan_bytes,
+            scratch_bytes=scratch,
+            pieces=max(1, pieces),
+        )
 
     def _demand(self, resident: list[str], need: Need) -> Demand:
         """Return the demand with these fields resident."""
+        if self.datasets[0].arrays is not None:
+            return self._array_demand(need)
         block = need.block
         mean = {name: max(map(_mean_bytes, self._readers(name))) for name in self._names}
         streamed = [(name, reader) for name in self._names if name not in resident for reader in self._readers(name)]
@@ -242,7 +267,9 @@ class Engine:
         return float(math.prod(decoder.options.size) * decoder.options.channels * itemsize)
 
 
-def _mean_bytes(reader: FieldReader) -> float:
+def _mean_bytes(reader: FieldReader | RegionReader) -> float:
+    if isinstance(reader, RegionReader):
+        return reader.column.sample_bytes
     if reader.layout.field.fixed:
         return float(reader.layout.field.item_bytes)
     return reader.layout.nbytes / max(1, reader.num_samples)

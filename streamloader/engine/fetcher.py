@@ -26,12 +26,15 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from streamloader.engine.dataset import Dataset, SampleNumbers
 from streamloader.engine.memory import NO_SLOT, TOLERANCE_BYTES, Budget, Memory, in_slots
+from streamloader.engine.regions import RegionReader
 from streamloader.engine.stages import Job, WorkerThreads
 from streamloader.errors import EngineError, StorageError, StreamloaderError, ThrottledError, TransientError, wrapped
-from streamloader.format.reader import FieldReader, Run
+from streamloader.format.opening import reread
+from streamloader.format.reader import FieldReader
 from streamloader.order.schedule import BlockRef
 from streamloader.stats import Counters
 
@@ -64,8 +67,8 @@ class Piece:
     """
 
     block: LoadingBlock
-    field: FieldReader
-    run: Run
+    field: FieldReader | RegionReader
+    run: Any
     requests: int = 1
     hedges: int = 0
     fresh: bool = True
@@ -142,13 +145,11 @@ class Fetcher:
         if not self._by_items or self._last_weight[0] == ref.ticket:
             return self._last_weight[1]
         dataset, block = self._locate(ref)
-        layouts, weight = dataset.layouts, 0
+        weight = 0
         try:
             with dataset.store.retries.waits_by(self.sleep):
                 for name in self._by_items:
-                    runs = dataset.runs(name, block.start, block.stop)
-                    stored = sum(int((run.stop - run.start) * run.share) for run in runs)
-                    weight += stored * max(1, layouts[name].nbytes) // max(1, layouts[name].stored)
+                    weight += dataset.block_bytes(name, block.start, block.stop)
         except StreamloaderError:
             weight = 0  # loading fails too, and then the error belongs to the batch that needs the block
         self._last_weight = ref.ticket, weight
@@ -276,7 +277,7 @@ class Fetcher:
                 self._end_piece(block, wrapped(error, f"reading the chunk table of field {name!r}"))
                 self._dispatch()
             return
-        pieces = [Piece(block, block.dataset.readers[name], run) for run in runs]
+        pieces = [Piece(block, block.dataset.reader(name), run) for run in runs]
         with self._changed:
             block.left += len(pieces) - 1
             self._pieces.update(pieces)
@@ -316,6 +317,9 @@ class Fetcher:
         slot = self._arena.claim(ref.ticket)
         if slot == NO_SLOT:
             raise Dropped
+        if isinstance(piece.field, RegionReader):
+            self._fill_regions(piece, piece.field, slot, number)
+            return
         rows = self._arena.slot_rows(name, slot, ref.stop - ref.start) if in_slots(layout) else None
         chunks = piece.field.load(
             piece.run,
@@ -335,6 +339,24 @@ class Fetcher:
             unpack_seconds=time.thread_time() - piece.body_at,
             bytes_decoded=piece.run.num_samples * layout.field.item_bytes if layout.field.fixed else 0,
         )
+
+    def _fill_regions(self, piece: Piece, field: RegionReader, slot: int, number: int) -> None:
+        """Fetch a piece and decode its chunks into the regions of its block.
+
+        Their size is known before, so the block is admitted only if they fit.
+        """
+        block = piece.block
+        opened = partial(field.open_block, block.ref.start, block.ref.stop, partial(self._allocate_region, block))
+        regions = self._arena.open_regions(field.name, slot, opened)
+        missing, decoded = reread(
+            lambda: field.write(piece.run, self._fetch(piece, number), regions), partial(self._damaged, piece)
+        )
+        seconds = time.thread_time() - piece.body_at
+        self._counters.add(unpack_seconds=seconds, bytes_decoded=decoded, missing_chunks=missing)
+
+    def _allocate_region(self, block: LoadingBlock, size: int) -> memoryview:
+        block.held += size
+        return self._bodies.allocate(size)
 
     def _allocate(self, piece: Piece, size: int) -> memoryview:
         """Return memory to decode into. Blocks ahead wait, in their order, until it fits: only bodies state this size.
@@ -403,7 +425,7 @@ class Fetcher:
         """Return the response to one request, and record its time."""
         if piece.finished or self._closed.is_set():
             raise Dropped
-        self._counters.add(requests=1, hedges=int(number > 0))
+        self._counters.add(requests=int(piece.run.stop > 0), hedges=int(number > 0))
         begin = time.perf_counter()
         if number or piece.fresh:
             piece.fresh, piece.sent = False, begin

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from streamloader.engine.regions import ARRAYS, BlockRegions, Lease, Regions
 from streamloader.errors import MemoryBudgetError
 from streamloader.format.codecs import Items
 from streamloader.format.manifest import FieldLayout
@@ -42,16 +43,19 @@ HUGE_BYTES = 1 << 22
 
 def in_slots(layout: FieldLayout) -> bool:
     """Return whether the rows of a field are copied into slots; otherwise slots refer to items of decoded chunks."""
-    return layout.field.fixed and layout.field.item_bytes < LARGE_ROW
+    return layout.field.fixed and layout.field.item_bytes < LARGE_ROW and layout.codec != ARRAYS
 
 
 def in_parts(layouts: Mapping[str, FieldLayout]) -> bool:
     """Return whether blocks may be fetched in parts: a slot without rows costs nothing until it is used."""
-    return not any(map(in_slots, layouts.values()))
+    return not any(in_slots(layout) or layout.codec == ARRAYS for layout in layouts.values())
 
 
 class Arena:
-    """`slots` blocks of `block` samples: one array for each field `in_slots`, chunks with offsets for the others."""
+    """`slots` blocks of `block` samples: one array for each field `in_slots`, chunks with offsets for the others.
+
+    Fields of arrays that others wrote have regions instead: see `regions.py`.
+    """
 
     def __init__(self, layouts: Mapping[str, FieldLayout], slots: int, block: int) -> None:
         self.block = block
@@ -65,7 +69,10 @@ class Arena:
             for name, layout in layouts.items()
             if in_slots(layout)
         }
-        self._items = {name: _Chunks(slots, block) for name, layout in layouts.items() if not in_slots(layout)}
+        self._regions = {name: Regions(slots, block) for name, layout in layouts.items() if layout.codec == ARRAYS}
+        self._items = {
+            name: _Chunks(slots, block) for name in layouts if name not in self._fixed and name not in self._regions
+        }
         self._slots: dict[int, int] = {}  # by ticket
         self._first_row = np.zeros(1024, np.int64)  # of the slot of each ticket, modulo the length of this array
         self._lock = threading.Lock()
@@ -107,11 +114,23 @@ class Arena:
             if slot != NO_SLOT:
                 for chunks in self._items.values():
                     chunks.drop(slot)
+                for regions in self._regions.values():
+                    regions.drop(slot)
                 self._free.append(slot)
 
     def slot_rows(self, name: str, slot: int, rows: int) -> Column:
         """Return a writable view of the first `rows` rows of a slot."""
         return self._fixed[name][slot * self.block : slot * self.block + rows]
+
+    def open_regions(self, name: str, slot: int, make: Callable[[], BlockRegions]) -> BlockRegions:
+        """Return the regions of a field in a slot, which the first caller makes."""
+        return self._regions[name].open(slot, make, self._lock)
+
+    def gather(
+        self, name: str, places: NDArray[np.int64], lease: Lease, key: tuple[int, int]
+    ) -> dict[str, NDArray[Any]]:
+        """Return the columns that are cut from the regions of a field. `key`: (seed, epoch) of random patches."""
+        return self._regions[name].gather(places, lease, key)
 
     def keep(self, name: str, slot: int, chunks: Sequence[tuple[int, Items]]) -> None:
         """Store decoded chunks of a field, each with the block row of its first item.
@@ -331,7 +350,8 @@ class Demand(NamedTuple):
     """The memory that a pass needs; sizes in bytes.
 
     `slots`: blocks that must be in memory at once. `slot_bytes`: one decoded block of all streamed fields, of
-    which `item_bytes` is the mean of the fields that are not in slots. `resident_bytes`: resident fields.
+    which `item_bytes` is the mean of the fields that are not in slots. `resident_bytes`: resident fields. `pieces`:
+    requests of a block.
     `index_bytes`: cached chunk tables, numbers of selected samples, and plans. `batch_bytes`: one finished batch.
     `request_bytes`: the largest single request. `blocks`: blocks of the epoch, the most slots that are useful.
     `scratch_bytes`: the buffers of a decoding thread besides the slot.
@@ -346,6 +366,7 @@ class Demand(NamedTuple):
     resident_bytes: int = 0
     index_bytes: int = 0
     scratch_bytes: int = 0
+    pieces: int = 1
 
     @property
     def connection_bytes(self) -> int:
@@ -354,11 +375,12 @@ class Demand(NamedTuple):
 
     @property
     def thread_bytes(self) -> int:
-        """One request in flight: a slot, the body and the connection.
+        """One request in flight: its part of a slot, the body and the connection.
 
         The body counts 1.5 times: measured peaks were 1.0 of the bytes in flight with plain sockets, 1.4 with obstore.
         """
-        return self.slot_bytes + self.request_bytes + self.request_bytes // 2 + self.connection_bytes
+        part = -(-self.slot_bytes // self.pieces)
+        return part + self.request_bytes + self.request_bytes // 2 + self.connection_bytes
 
     @property
     def held_bytes(self) -> int:
@@ -449,9 +471,9 @@ def allot(demand: Demand, memory: int | None, ranks_here: int = 1) -> Budget:
     spare = (limit - demand.least_bytes) // demand.thread_bytes
     threads = min(MAX_THREADS, 1 + spare)
     # at least as many as the plan needs, which may exceed the number of blocks: two lanes may hold the same one
-    slots = max(1, demand.slots, min(demand.slots + threads, demand.blocks + 1))
+    slots = max(1, demand.slots, min(demand.slots + threads // demand.pieces, demand.blocks + 1))
     cores = max(1, cpu_count() // ranks_here)
-    threads = min(threads, slots)
+    threads = min(threads, slots * demand.pieces)
     fixed = threads * demand.connection_bytes + slots * (demand.slot_bytes - demand.item_bytes)
     bodies = limit - demand.held_bytes - fixed
     return Budget(slots, threads, limit, bodies, demand.batch_bytes, memory is not None, cores)

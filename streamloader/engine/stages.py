@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streamloader.engine.memory import LIVE_BATCHES, Buffers, Memory
+from streamloader.engine.regions import ARRAYS
 from streamloader.engine.transform import (
     HeldTransform,
     RngKey,
@@ -359,6 +360,10 @@ class Stages:
     ) -> None:
         """Put the column of a field into the batch, or its encoded items into `images`."""
         plan, field = batch.plan, layout.field
+        if layout.codec == ARRAYS:
+            lease = partial(self._buffers.lease, usual=LIVE_BATCHES)
+            batch.columns |= self._arena.gather(name, places, lease, (self._options.seed, plan.epoch))
+            return
         if field.fixed:
             out = self._buffers.lease((len(plan.samples), *field.shape), field.dtype, LIVE_BATCHES)
             self._arena.take(name, places, out)

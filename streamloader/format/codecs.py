@@ -197,7 +197,7 @@ def decode_items(layout: FieldLayout, data: memoryview, allocate: Allocate = emp
         least = most = layout.chunk * layout.field.item_bytes
     if layout.codec != "none":
         frame = data
-        data = allocate(_check_frame(layout.codec, frame, least, most))
+        data = allocate(check_frame(layout.codec, frame, least, most))
         _decompress(layout.codec, frame, data)
     if not layout.field.fixed:
         return parse_items(data, layout.chunk)
@@ -289,11 +289,11 @@ def _decompress(codec: str, data: memoryview, out: NDArray[np.uint8] | memoryvie
 
 def decompress_exactly(codec: str, data: memoryview, out: NDArray[np.uint8]) -> None:
     """Decompress a frame that must hold exactly the bytes of `out`. Raises `CorruptError`."""
-    _check_frame(codec, data, out.size, out.size)
+    check_frame(codec, data, out.size, out.size)
     _decompress(codec, data, out)
 
 
-def _check_frame(codec: str, data: memoryview, least: int, most: int) -> int:
+def check_frame(codec: str, data: memoryview, least: int, most: int) -> int:
     """Return the decoded size in the frame's header. Raises `CorruptError` unless it is in [least, most]."""
     size = _zstd_size(data) if codec == "zstd" else _blosc_size(data)
     if not least <= size <= most:
@@ -308,6 +308,11 @@ def _blosc_size(data: memoryview) -> int:
         return -1
     nbytes, blocksize, cbytes = struct.unpack_from("<III", data, 4)
     return nbytes if cbytes == data.nbytes and blocksize <= max(nbytes, 1) else -1
+
+
+def has_zstd_size(data: memoryview) -> bool:
+    """Return whether a zstd frame states its decoded size; frames that streamloader does not write may not."""
+    return data.nbytes < 6 or bool(data[4] >> 6 or data[4] >> 5 & 1)
 
 
 def _zstd_size(data: memoryview) -> int:

@@ -15,6 +15,7 @@ Result = TypeVar("Result")
 ROOT = "zarr.json"
 JOB = "_streamloader/job.json"
 RECEIPTS = "_streamloader/receipts"
+_IN_PLACE = "give the URL of a dataset that streamloader wrote, or read its arrays in place with sample_axis="
 BODY_ATTEMPTS = 3  # reads of damaged data before the object counts as damaged: most damage occurs in transfer
 PIECE_BYTES = 4 << 20  # per request for an object of unbounded size
 MAX_ROOT = 64 << 20  # bytes of any JSON document of a dataset
@@ -173,14 +174,15 @@ def read_job(store: Store) -> dict[str, Any] | None:
 def _dataset_attributes(document: Any, url: str) -> dict[str, Any]:
     attributes = manifest_json(document)
     if attributes is None:
-        remedy = "give the URL of a dataset that streamloader wrote"
-        raise NotADatasetError(f"{url} is Zarr or JSON, but not a streamloader dataset", remedy)
+        raise NotADatasetError(f"{url} is Zarr or JSON, but not a streamloader dataset", _IN_PLACE)
     return attributes
 
 
 def _missing_root_error(store: Store, error: NotFoundError) -> NotADatasetError | IncompleteError:
     """Return the error for a URL without a root document: there is no dataset, or an unfinished one."""
     job = read_job(store)
+    if job is None and any(store.head(name) is not None for name in (".zmetadata", ".zgroup", ".zarray")):
+        return NotADatasetError(f"{store.url} is Zarr, but not a streamloader dataset", _IN_PLACE)
     if job is None:
         remedy = "check the URL and the storage_options, or convert something to it"
         return NotADatasetError(f"there is no dataset at {store.url} ({error.problem})", remedy)

@@ -121,6 +121,11 @@ class FieldReader:
         self._store = store
         self.table = ChunkTable(store, manifest, name)
 
+    @property
+    def kept_bytes(self) -> int:
+        """The most bytes of the chunk table that are cached."""
+        return self.table.kept_bytes
+
     def runs(self, start: int, stop: int, max_bytes: int = MAX_REQUEST) -> list[Run]:
         """Return the requests that cover the samples [start, stop), in order.
 

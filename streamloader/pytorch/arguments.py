@@ -12,12 +12,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streamloader.engine.dataset import THREADS, Dataset
+from streamloader.engine.sampling import Sampling, open_arrays
 from streamloader.errors import BatchError, FieldError, SelectionError, UsageError
 from streamloader.format.geometry import BLOCKS, nearest_power, next_power, order_pin
 from streamloader.format.manifest import Field, Manifest, OrderPin
 from streamloader.format.opening import open_root
 from streamloader.format.reader import FieldReader
-from streamloader.options import REMAINDERS, Decode, Pack, Remainder, Shuffle, is_whole
+from streamloader.options import REMAINDERS, Channels, Decode, Pack, Patch, Remainder, Shuffle, Window, is_whole
 from streamloader.order.epoch_order import OrderParams
 from streamloader.order.schedule import Part
 from streamloader.order.state import NO_GAPS, Gaps, RunState
@@ -30,11 +31,14 @@ if TYPE_CHECKING:  # imported when a dataset needs it
     from streamloader.images.decode import ImageDecoder
     from streamloader.order.selection import Condition, Selection
 
+REFERENCE_FILES = (".json", ".parq", ".parquet")  # ends of URLs that are references to the arrays of other files
+
 PackChoice = None | Mapping[str, "Pack | int"]
 # step numbers by epoch: {3: range(100, 120)}
 StepChoice = None | Mapping[int, Iterable[int]]
 DecodeChoice = None | bool | str | Decode | Mapping[str, "Decode | str | bool"]
-# a condition, a slice, a mask with a bool per sample, or sample numbers; masks and numbers may be tensors
+# a condition, a slice, a mask with a bool per sample, or sample numbers; masks and numbers may be tensors. The samples
+# of arrays are the elements of their sample axis, and slices may have labels of times.
 WhereChoice = None | str | slice | Sequence[bool] | Sequence[int] | np.ndarray[Any, Any]
 
 
@@ -46,6 +50,18 @@ class Source:
     split: str | None = None
     where: WhereChoice = None
     storage_options: Mapping[str, Any] | None = field(default_factory=dict)
+    sample_axis: str | int | None = None
+    windows: Window | None = None
+    patches: Patch | None = None
+    channels: Channels | Mapping[str, Channels] | None = None
+    decode_cf: bool = True
+    strict: bool = False
+
+    @property
+    def sampling(self) -> Sampling:
+        """How the arrays of the dataset become samples."""
+        given = self.sample_axis, self.windows, self.patches, self.channels
+        return Sampling(*given, decode_cf=self.decode_cf, strict=self.strict)
 
 
 @dataclass(frozen=True)
@@ -103,33 +119,60 @@ def read_shuffle(shuffle: object) -> Shuffle:
 
 
 def open_dataset(
-    source: Source, where: Any, fields: Sequence[str] | None, columns: Sequence[str] = (), memory: int | None = None
+    source: Source,
+    where: Any,
+    fields: Sequence[str] | None,
+    columns: Sequence[str] = (),
+    memory: int | None = None,
+    *,
+    shuffle: bool = True,
 ) -> Dataset:
     """Open a dataset with the samples that `where`, a result of `read_where`, selects; `memory` limits their numbers.
 
-    `columns`: the names of the batch's columns other than fields.
+    `columns`: the names of the batch's columns other than fields. `shuffle`: as in `Anchors.aligned`.
     """
-    manifest, store, _ = open_root(open_store(source.url, source.storage_options), source.split)
+    url = os.fspath(source.url)
+    if source.sampling.used and url.endswith(REFERENCE_FILES) and "::" not in url:
+        url = f"reference://::{url}"
+    store = open_store(url, source.storage_options)
+    if source.sampling.used:
+        store = store if source.split is None else store.child(source.split)
+        names = fields if fields is None else choose_names(fields)
+        opened = open_arrays(store, source.sampling, names, where, aligned=shuffle, memory=memory)
+        check_names(opened.manifest, [*opened.names, *opened.output_names], columns)
+        return opened
+    manifest, store, _ = open_root(store, source.split)
     names = choose_fields(manifest, fields, columns)
     return Dataset(store, manifest, names, choose_selection(where, manifest, store, memory))
 
 
 def choose_fields(manifest: Manifest, fields: Sequence[str] | None, columns: Sequence[str]) -> tuple[str, ...]:
     """Return the fields to fetch. Raises `FieldError` for an unknown field, or one with the name of a batch column."""
-    if isinstance(fields, str):
-        raise FieldError(f"fields={fields!r}", f"give a list: fields=[{fields!r}]")
-    names = tuple(manifest.fields if fields is None else fields)
+    names = tuple(manifest.fields) if fields is None else choose_names(fields)
     for name in names:
         if name not in manifest.fields:
             raise FieldError(f"there is no field {name!r}", f"choose from {', '.join(manifest.fields)}")
         if names.count(name) > 1:
             raise FieldError(f"fields names {name!r} {names.count(name)} times", "name each field once")
-    taken = {*columns, *(name + OFFSETS for name in names if manifest.fields[name].field.kind == "ragged")}
+    check_names(manifest, names, columns)
+    return names
+
+
+def choose_names(fields: Sequence[str]) -> tuple[str, ...]:
+    """Return the names of fields as a tuple. Raises `FieldError` for a single text."""
+    if isinstance(fields, str):
+        raise FieldError(f"fields={fields!r}", f"give a list: fields=[{fields!r}]")
+    return tuple(fields)
+
+
+def check_names(manifest: Manifest, names: Sequence[str], columns: Sequence[str]) -> None:
+    """Raise `FieldError` for a field with the name of one of the batch's other `columns`."""
+    ragged = [name for name in names if name in manifest.fields and manifest.fields[name].field.kind == "ragged"]
+    taken = {*columns, *(name + OFFSETS for name in ragged)}
     for name in names:
         if name in taken:
             remedy = "leave the field out with fields=, or choose with_index=False or another remainder"
             raise FieldError(f"the dataset has a field {name!r}, and the batch has a column of that name", remedy)
-    return names
 
 
 def choose_decoders(fields: Mapping[str, Field], choice: DecodeChoice) -> dict[str, ImageDecoder]:

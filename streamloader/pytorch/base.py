@@ -10,6 +10,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import repeat
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -269,7 +270,7 @@ class BaseDataset(IterableDataset[dict[str, Any]]):
         columns = ("index",) * given.with_index + ("valid",) * (given.remainder == "pad")
         memory = None if given.memory is None else parse_size(given.memory, "memory=")
         limits = repeat(given.fields), repeat(columns), repeat(memory)
-        opened = map(arguments.open_dataset, sources, conditions, *limits)
+        opened = map(partial(arguments.open_dataset, shuffle=shuffle is not False), sources, conditions, *limits)
         self._datasets = tuple(opened)
         decoders, transformed = arguments.choose_decoders(self.fields, given.decode), given.transform is not None
         packs = arguments.choose_packs(self.fields, given.pack, batch_size=given.batch_size, transformed=transformed)
@@ -292,6 +293,7 @@ class BaseDataset(IterableDataset[dict[str, Any]]):
             with_index=given.with_index,
             with_valid=given.remainder == "pad",
             firsts=self._numbers.all_from if mixture else (),
+            indexes=tuple(None if data.arrays is None else data.arrays.indexes for data in self._datasets),
             channels_first=arguments.choose_layouts(decoders, transformed=transformed),
         )
         self._cached_engine: Engine | None = None

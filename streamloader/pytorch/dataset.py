@@ -11,7 +11,7 @@ import torch
 
 from streamloader.engine.dataset import Dataset
 from streamloader.errors import BatchError, FieldError, MixtureError
-from streamloader.options import Remainder, Shuffle, is_whole
+from streamloader.options import Channels, Patch, Remainder, Shuffle, Window, is_whole
 from streamloader.order.state import Batches, check_mixture_options
 from streamloader.pytorch.arguments import Arguments, DecodeChoice, PackChoice, Source, StepChoice, WhereChoice
 from streamloader.pytorch.base import BaseDataset
@@ -48,6 +48,12 @@ class StreamingDataset(BaseDataset):
     need. `on_batch(report)`: called with a `BatchReport` for each batch, for example to log how long training waited.
     `storage_options`: passed to fsspec.
 
+    To read arrays of any Zarr store in place: `sample_axis`: the dimension that samples lie along, by name or number.
+    `windows`: a `Window` of several elements of it. `patches`: a `Patch` of other dimensions. `channels`: arrays that
+    are stacked into one tensor, `Channels(...)` or a dict of these by name. `decode_cf`: unpack values by their
+    attributes, as netCDF's conventions say. `strict`: a missing chunk is an error; else its elements have the fill
+    value. Then `where` selects elements of the sample axis, also by times: `slice("2001-01", "2017-12")`.
+
     A complete pass advances the epoch. Raises a `StreamloaderError`: the constructor for invalid arguments, iteration
     at the batch that an error belongs to.
     """
@@ -74,12 +80,23 @@ class StreamingDataset(BaseDataset):
         memory: int | str | None = None,
         on_batch: Callable[[BatchReport], None] | None = None,
         storage_options: Mapping[str, Any] | None = None,
+        sample_axis: str | int | None = None,
+        windows: Window | None = None,
+        patches: Patch | None = None,
+        channels: Channels | Mapping[str, Channels] | None = None,
+        decode_cf: bool = True,
+        strict: bool = False,
     ) -> None:
         given = Arguments(
             *(batch_size, remainder, with_index, skip_steps, steps_per_epoch, on_batch),
             *(fields, decode, pack, transform, transform_workers, memory),
         )
-        source = Source(url, split, where, storage_options)
+        source = Source(
+            *(url, split, where, storage_options),
+            *(sample_axis, windows, patches, channels),
+            decode_cf=decode_cf,
+            strict=strict,
+        )
         super().__init__([source], given, shuffle=shuffle, seed=seed, world=world)
         if (batch_size or 1) > max(1, self.num_samples):
             samples = f"{self.num_samples} samples of {self._datasets[0].store.url}"
@@ -93,11 +110,14 @@ class StreamingDataset(BaseDataset):
     def samples(self, epoch: int, step: int, rank: int | None = None, *, workers: int = 1) -> torch.Tensor:
         """Return the sample numbers (`index`) of a step, without reading data.
 
-        Shape (rows,), int64: those of one `rank`, or of all ranks in order. Steps count from 0 in each epoch. Give the
-        number of DataLoader `workers`, which determines the composition of batches. If a loaded state begins within the
-        epoch, steps are aligned with the steps after it. Raises `UsageError` for a step that the epoch does not have.
+        Shape (rows,), int64; for windows, the first element of each. Those of one `rank`, or of all ranks in order.
+        Steps count from 0 in each epoch. Give the number of DataLoader `workers`, which determines the composition of
+        batches. If a loaded state begins within the epoch, steps are aligned with the steps after it. Raises
+        `UsageError` for a step that the epoch does not have.
         """
-        return torch.from_numpy(self._step_numbers(epoch, step, rank, workers))
+        numbers = self._step_numbers(epoch, step, rank, workers)
+        arrays = self._datasets[0].arrays
+        return torch.from_numpy(numbers if arrays is None else arrays.indexes(numbers)["index"])
 
 
 Weights = Mapping[Any, float]  # of a URL, a Source, or a Mixture
@@ -159,6 +179,9 @@ def check_same_fields(sources: Sequence[Source], datasets: Sequence[Dataset], wi
     if with_index and "source" in fields:
         raise FieldError("the datasets have a field 'source', and so has the batch", "leave it out with fields=")
     for source, dataset in zip(sources, datasets, strict=True):
+        if (dataset.arrays is None) != (datasets[0].arrays is None):
+            problem = f"{sources[0].url} and {source.url} are not both read as arrays"
+            raise MixtureError(problem, "give sample_axis= of each Source, or of none")
         if not dataset.num_samples:
             raise MixtureError(f"the source {source.url} has no samples", "leave it out")
         if missing := set(fields) ^ set(dataset.names):
@@ -234,4 +257,4 @@ class Mixture(BaseDataset):
 
         The arguments are those of `StreamingDataset.samples`. Raises `UsageError` for a step that the epoch lacks.
         """
-        return numbers(self._step_numbers(epoch, step, rank, workers), self._numbers.all_from)
+        return numbers(self._step_numbers(epoch, step, rank, workers), self._format.firsts, self._format.indexes)

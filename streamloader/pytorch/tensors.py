@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -22,13 +22,15 @@ class BatchFormat(NamedTuple):
     """What iteration yields: single `samples` or batches, and the columns other than fields.
 
     `firsts`: the number of the first sample of each source of a mixture; the columns are then `source` and `index`, the
-    number within the source. `channels_first`: the image fields that become (channels, height, width), without a copy.
+    number within the source. `indexes`: for each source of arrays, its function from sample numbers to the columns of
+    `with_index`. `channels_first`: the image fields that become (channels, height, width), without a copy.
     """
 
     samples: bool
     with_index: bool
     with_valid: bool
     firsts: tuple[int, ...] = ()
+    indexes: tuple[Callable[[NDArray[np.int64]], dict[str, NDArray[np.int64]]] | None, ...] = ()
     channels_first: frozenset[str] = frozenset()
 
 
@@ -48,18 +50,27 @@ def to_tensors(columns: Mapping[str, Any], plan: BatchPlan, form: BatchFormat) -
             if name in form.channels_first and isinstance(column, np.ndarray):
                 out[name] = out[name].permute(0, 3, 1, 2)
     if form.with_index:
-        out |= numbers(plan.samples, form.firsts)
+        out |= numbers(plan.samples, form.firsts, form.indexes)
     if form.with_valid:
         out["valid"] = _copied(plan.valid)
     return out
 
 
-def numbers(samples: NDArray[np.int64], firsts: tuple[int, ...]) -> dict[str, torch.Tensor]:
-    """Return `index` and, for a mixture, `source`, both int64 of shape (samples,)."""
-    if not firsts:
-        return {"index": _copied(samples)}
-    source = np.searchsorted(firsts, samples, side="right") - 1
-    return {"source": torch.from_numpy(source), "index": torch.from_numpy(samples - np.array(firsts)[source])}
+def numbers(
+    samples: NDArray[np.int64], firsts: tuple[int, ...], indexes: Sequence[Callable[..., Any] | None] = ()
+) -> dict[str, torch.Tensor]:
+    """Return `index` and, for a mixture, `source`, both int64 of shape (samples,); for patches, `index_y` and so on."""
+    source = np.searchsorted(firsts, samples, side="right") - 1 if firsts else np.zeros(samples.shape, np.int64)
+    local = samples - np.array(firsts)[source] if firsts else samples
+    if not any(indexes):
+        return {**({"source": torch.from_numpy(source)} if firsts else {}), "index": _copied(local)}
+    columns: dict[str, NDArray[np.int64]] = {}
+    for number, convert in enumerate(indexes):
+        rows = source == number
+        for name, values in ({"index": local[rows]} if convert is None else convert(local[rows])).items():
+            columns.setdefault(name, np.zeros(samples.shape, np.int64))[rows] = values
+    columns = {"source": source, **columns} if firsts else columns
+    return {name: torch.from_numpy(values) for name, values in columns.items()}
 
 
 def to_samples(columns: Mapping[str, Any], plan: BatchPlan, form: BatchFormat) -> Iterator[dict[str, Any]]:

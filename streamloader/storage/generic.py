@@ -132,6 +132,12 @@ class FsspecClient:
         files = {path: info for path, info in infos.items() if info["type"] == "file" and path.startswith(prefix)}
         return list(starmap(_object_info, files.items())), None
 
+    def folders(self, folder: str) -> list[str]:
+        """Return the names of the folders directly below a folder."""
+        self.fs.invalidate_cache()
+        infos = self._timed("ls", folder, UNKNOWN_BYTES, detail=True)
+        return [info["name"].rstrip("/").rpartition("/")[2] for info in infos if info["type"] == "directory"]
+
     def put(self, path: str, data: Body) -> str:
         """Write the object and return its etag."""
         return etag_of(self._timed("pipe_file", path, body_bytes(data), value=_joined(data)))

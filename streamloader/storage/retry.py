@@ -53,6 +53,7 @@ _CLIENT_ROOTS = (
     ("azure.core.exceptions", "AzureError"),
     ("requests", "RequestException"),
     ("fsspec.exceptions", "FSTimeoutError"),
+    ("icechunk", "IcechunkError"),
 )
 
 

@@ -283,6 +283,18 @@ class S3Client:
         ]
         return objects, page["NextContinuationToken"] if page["IsTruncated"] else None
 
+    def folders(self, folder: str) -> list[str]:
+        """Return the names of the folders directly below a folder."""
+        names: list[str] = []
+        token: str | None = None
+        while True:
+            options = {"ContinuationToken": token} if token is not None else {}
+            page = self.call("ListObjectsV2", Prefix=f"{folder}/" if folder else "", Delimiter="/", **options)
+            names += [entry["Prefix"].rstrip("/").rpartition("/")[2] for entry in page.get("CommonPrefixes", ())]
+            if not page["IsTruncated"]:
+                return names
+            token = page["NextContinuationToken"]
+
     def put(self, path: str, data: Body) -> str:
         """Write the object, with its CRC-32C for the server to check, which takes an eighth of the time of SHA-256.
 

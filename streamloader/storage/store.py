@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import importlib.util
 import re
 import uuid
 from bisect import bisect_right
@@ -22,7 +23,7 @@ from streamloader.errors import ObjectExistsError, StorageError, ThrottledError,
 from streamloader.storage.buffers import Allocate, Body, Buffer, body_bytes, empty_buffer
 from streamloader.storage.process import PerProcess
 from streamloader.storage.retry import Retrier, cause_of, translated
-from streamloader.storage.url import S3_CLIENT_OPTIONS, S3_OPTIONS, Location, redact
+from streamloader.storage.url import REFERENCES, S3_CLIENT_OPTIONS, S3_OPTIONS, Location, redact
 
 if TYPE_CHECKING:
     from streamloader.storage.generic import FsspecClient
@@ -174,6 +175,10 @@ class Store:
             if not token:
                 return
 
+    def children(self) -> Sequence[str]:
+        """Return the sorted names of the folders directly below the store."""
+        return sorted(self._ask("", lambda client, full: client.folders(full)))
+
     def put(self, path: str, data: Body) -> ObjectInfo:
         """Write the object, on S3 with one request below 1 GiB. Readers see the complete object or none."""
         etag = self._ask(object_path(path), lambda client, full: client.put(full, data))
@@ -255,7 +260,9 @@ class Store:
     def _open_reader(self) -> RangeReader:
         """Return a reader over the client of S3 or local files, over obstore, or over fsspec if obstore cannot read."""
         location = self.location
-        if location.protocol in _IN_PLACE:
+        if location.protocol in REFERENCES:
+            kind, reason = location.protocol, "ranges of other objects"
+        elif location.protocol in _IN_PLACE:
             kind, name = _IN_PLACE[location.protocol]
             reason = f"{name}: bodies are read into their final buffers"
         else:
@@ -286,6 +293,10 @@ def check_protocol(location: Location) -> None:
     """Raise `UnsupportedError` for a protocol that is unknown to fsspec or whose package is not installed."""
     if location.protocol in _ALWAYS_INSTALLED:
         return
+    if location.protocol in REFERENCES:
+        if location.protocol == "icechunk" and importlib.util.find_spec("icechunk") is None:
+            raise UnsupportedError(f"{location.shown} needs the package icechunk", "pip install icechunk")
+        return
     for protocol in (link.split("://", 1)[0] for link in location.target.split("::")):
         try:
             importlib.import_module("fsspec").get_filesystem_class(protocol)
@@ -304,6 +315,12 @@ def _open_client(location: Location) -> Client:
             from streamloader.storage.s3 import S3Client
 
             return S3Client(location)
+        if location.protocol in REFERENCES:
+            from streamloader.storage import open_store
+            from streamloader.storage.references import IcechunkClient, ReferenceClient
+
+            is_icechunk = location.protocol == "icechunk"
+            return IcechunkClient(location) if is_icechunk else ReferenceClient(location, open_store)
         # fsspec takes 0.05 s
         from streamloader.storage.generic import open_fsspec_client
 

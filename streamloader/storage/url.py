@@ -65,6 +65,7 @@ FSSPEC_OPTIONS = (
     *("use_listings_cache", "listings_expiry_time", "max_paths", "skip_instance_cache", "asynchronous", "loop"),
     *("default_block_size", "default_fill_cache", "default_cache_type", "block_size", "cache_options", "batch_size"),
 )
+REFERENCES = ("reference", "icechunk")  # protocols of stores whose objects are ranges of others: reference://::URL
 CHAIN = "chain"  # our name for the protocol of chained URLs (simplecache::s3://...), whose options are per link
 MIN_SECRET = 6  # characters; shorter values also occur in harmless words
 MASK = "***"
@@ -171,6 +172,8 @@ class Location:
         if not path:
             return self
         links = self.target.split("::")
+        if self.protocol in REFERENCES:  # shown only
+            return replace(self, target=f"{self.target}::/{path}")
         index = next((index for index, link in enumerate(links) if "://" in link), 0)
         links[index] += path if links[index].endswith("/") else "/" + path
         return replace(self, target="::".join(links))
@@ -204,6 +207,10 @@ def _parse(url: str | os.PathLike[str], options: dict[str, Any]) -> Location:
         _check_slashes(target)
         return Location(_absolute(target), "file", options, secrets)
     if "::" in target:
+        first, _, rest = target.partition("::")
+        protocol = first.removesuffix("://")
+        if protocol in REFERENCES:
+            return Location(f"{protocol}://::{rest.rstrip('/')}", protocol, options, secrets)
         return Location(target, CHAIN, options, secrets)
     scheme, rest = target.split("://", 1)
     scheme = scheme.lower()

@@ -1,0 +1,197 @@
+"""The coordinate of the sample axis: gaps, durations, labels of times, and which elements `where=` selects."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from streamloader.errors import FieldError, SelectionError, UsageError
+from streamloader.format.zarr_metadata import ZarrArray
+
+if TYPE_CHECKING:
+    from streamloader.engine.sampling import OpenedArrays
+
+Ints = NDArray[np.int64]
+TIME_CHANNELS = ("time_of_day", "time_of_year")
+# A difference of neighbours above this multiple of the usual one is a gap: calendar months differ by less.
+GAP = 1.5
+_SECONDS = {
+    **dict.fromkeys(("ns", "nanosecond", "nanoseconds"), 1e-9),
+    **dict.fromkeys(("us", "microsecond", "microseconds"), 1e-6),
+    **dict.fromkeys(("ms", "millisecond", "milliseconds"), 1e-3),
+    **dict.fromkeys(("s", "sec", "second", "seconds"), 1.0),
+    **dict.fromkeys(("m", "min", "minute", "minutes"), 60.0),
+    **dict.fromkeys(("h", "hr", "hour", "hours"), 3600.0),
+    **dict.fromkeys(("d", "D", "day", "days"), 86400.0),
+    **dict.fromkeys(("w", "W", "week", "weeks"), 604800.0),
+}
+_DURATION = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*\Z")
+_UNITS = re.compile(r"\s*([A-Za-z]+)\s+since\s+(.+?)\s*\Z")
+_CALENDARS = ("standard", "gregorian", "proleptic_gregorian")
+_DAY, _YEAR = 86400.0, 365.2425 * 86400.0  # seconds; the mean year of the Gregorian calendar
+
+
+@dataclass(frozen=True, eq=False)
+class Coordinate:
+    """The values of a sample axis, None if no array has its name; shape (elements,).
+
+    `unit`: seconds for each unit of the values, 0 if they are not times. `origin`: the time of value 0, as a date in
+    ISO 8601, "" if it is unknown or of a calendar that numpy does not have.
+    """
+
+    name: str
+    url: str
+    length: int
+    values: NDArray[Any] | None
+    unit: float = 0.0
+    origin: str = ""
+
+    def spacing(self) -> float:
+        """Return the usual difference of neighbours, in units of the values."""
+        return 1.0 if self.values is None or self.length < 2 else float(np.median(np.diff(self.values)))
+
+    def gaps(self) -> Ints:
+        """Return the elements after a gap. Raises `UsageError` if the values do not ascend or descend throughout."""
+        if self.values is None or self.length < 2:
+            return np.zeros(0, np.int64)
+        steps = np.diff(self.values.astype(np.float64))
+        wrong = np.flatnonzero((steps <= 0) if steps[0] > 0 else (steps >= 0))
+        if wrong.size or steps[0] == 0:
+            at = int(wrong[0]) if wrong.size else 0
+            pair = f"{self.values[at]} and {self.values[at + 1]}"
+            problem = (
+                f"the coordinate {self.name!r} of {self.url} is not monotonic: elements {at} and {at + 1} are {pair}"
+            )
+            raise UsageError(problem, "sort the store, or select a part that ascends with where=slice(start, stop)")
+        return np.flatnonzero(np.abs(steps) > GAP * abs(self.spacing())) + 1
+
+    def elements(self, what: str, duration: str, unit: int) -> int:
+        """Return how many times `unit` elements a duration is. Raises `UsageError` unless it is a whole number."""
+        match = _DURATION.match(duration)
+        if match is None or match[2] not in _SECONDS:
+            raise UsageError(what, "write a duration like '6h', '30min' or '1d', or a number of elements")
+        spacing = abs(self.spacing()) * self.unit
+        if self.values is None or not spacing:
+            problem = f"{what}, and {self.name!r} of {self.url} is not a coordinate of times"
+            raise UsageError(problem, "give a number of elements")
+        count = float(match[1]) * _SECONDS[match[2]] / (spacing * unit)
+        if count < 0.5 or abs(count - round(count)) > 1e-6 * count:
+            problem = f"{what} is {count:g} times {spacing * unit:g} s, the spacing of {self.name!r}"
+            raise UsageError(problem, "give a multiple of it, or a number of elements")
+        return round(count)
+
+    def times(self) -> NDArray[np.datetime64]:
+        """Return the values as times. Raises `UsageError` if they are not."""
+        if self.values is None or not self.origin:
+            problem = f"{self.name!r} of {self.url} is not a coordinate of times in the Gregorian calendar"
+            raise UsageError(problem, "select elements by their numbers")
+        seconds = self.values.astype(np.float64) * self.unit
+        return np.datetime64(self.origin, "ms") + np.round(seconds * 1e3).astype("timedelta64[ms]")
+
+    def fractions(self, name: str, channel: str) -> NDArray[np.float32]:
+        """Return the fraction of the day or the year of each element. Raises `UsageError` if they are not times."""
+        try:
+            times = self.times()
+        except UsageError as error:
+            raise UsageError(f"the channel {channel!r}: {error.problem}", "leave it out") from error
+        start = times.astype("datetime64[D]" if name == "time_of_day" else "datetime64[Y]")
+        seconds = (times - start).astype("timedelta64[ms]").astype(np.float64) / 1e3
+        return np.asarray(seconds / (_DAY if name == "time_of_day" else _YEAR), np.float32)
+
+
+def read_coordinate(opened: OpenedArrays, axis: str, length: int) -> Coordinate:
+    """Return the coordinate of a sample axis: the values of the array of its name, if that has one dimension."""
+    array = opened.group.arrays.get(axis)
+    if array is None or array.dims != (axis,) or array.shape != (length,):
+        return Coordinate(axis, opened.group.url, length, None)
+    values = opened.read(axis)
+    unit, origin = _time_unit(array)
+    return Coordinate(axis, opened.group.url, length, values, unit, origin)
+
+
+def _time_unit(array: ZarrArray) -> tuple[float, str]:
+    """Return the seconds of a unit and the time of value 0, from CF's attribute `units` or a dtype of times."""
+    raw = array.document.get("data_type", array.document.get("dtype"))
+    options = raw.get("configuration", {}) if isinstance(raw, dict) else {}
+    if isinstance(raw, dict) and raw.get("name") == "numpy.datetime64":
+        return _SECONDS.get(str(options.get("unit")), 0.0) * options.get("scale_factor", 1), "1970-01-01"
+    if isinstance(raw, str) and np.dtype(raw).kind == "M":
+        unit, count = np.datetime_data(np.dtype(raw))
+        return _SECONDS.get(unit, 0.0) * count, "1970-01-01"
+    match = _UNITS.match(str(array.attributes.get("units", "")))
+    if match is None or match[1] not in _SECONDS:
+        return 0.0, ""
+    origin = match[2].replace(" ", "T", 1).removesuffix("Z").removesuffix(" UTC").split("+")[0]
+    try:
+        known = str(array.attributes.get("calendar", "standard")).lower() in _CALENDARS
+        np.datetime64(origin, "ms")
+    except ValueError:
+        known = False
+    return _SECONDS[match[1]], origin if known else ""
+
+
+def select_elements(opened: OpenedArrays, coordinate: Coordinate, where: Any) -> Ints:
+    """Return the elements of the sample axis that `where=` selects, ascending.
+
+    Raises `SelectionError` for an unknown array or label, and an empty selection.
+    """
+    from streamloader.order.selection import Condition, Selection
+
+    if isinstance(where, slice) and (isinstance(where.start, str) or isinstance(where.stop, str)):
+        where = _between(coordinate, where)
+    if isinstance(where, Condition):
+        columns = {}
+        for name in where.fields:
+            array = opened.group.arrays.get(name)
+            if array is None or array.dims != (coordinate.name,):
+                known = [n for n, a in opened.group.arrays.items() if a.dims == (coordinate.name,)]
+                problem = f"where={where.text!r} uses {name!r}, which is not an array along {coordinate.name!r}"
+                raise SelectionError(problem, f"use {', '.join(known) or 'a slice or a mask'}")
+            columns[name] = opened.read(name)
+        where = where.mask(columns)
+    return Selection.of(where, coordinate.length).samples
+
+
+def _between(coordinate: Coordinate, labels: slice) -> NDArray[np.bool_]:
+    """Return whether each time lies between two labels, both included, as xarray's `sel` does."""
+    times, mask = coordinate.times(), np.ones(coordinate.length, np.bool_)
+    try:
+        if labels.start is not None:
+            mask &= times >= np.datetime64(labels.start)
+        if labels.stop is not None:
+            stop = np.datetime64(labels.stop)
+            mask &= times < stop + 1  # the end of a day, a month or a year
+    except (ValueError, TypeError) as error:
+        raise SelectionError(f"where={labels} is not a range of times: {error}", "write times as 2001-12-31") from error
+    return mask
+
+
+def find_index(opened: OpenedArrays, name: str, pick: str) -> dict[str, int]:
+    """Return the index on a dimension that `name@pick` selects: `500`, or `level=500`.
+
+    Raises `FieldError` unless one coordinate has the value.
+    """
+    array = opened.array(name)
+    dim, _, text = pick.rpartition("=")
+    anchored = {opened.sample_axis, *opened.sampling.patch_dims}
+    candidates = [dim] if dim else [other for other in array.dims if other not in anchored]
+    try:
+        value = float(text)
+    except ValueError:
+        raise FieldError(f"the channel '{name}@{pick}' selects no number", "write it like 'z@500'") from None
+    found = {}
+    for other in candidates:
+        coordinate = opened.group.arrays.get(other)
+        if other in array.dims and coordinate is not None and coordinate.dims == (other,):
+            matches = np.flatnonzero(opened.read(other) == value)
+            if matches.size == 1:
+                found[other] = int(matches[0])
+    if len(found) != 1:
+        where = " and ".join(found) or "no coordinate"
+        problem = f"the channel '{name}@{pick}': {where} of {', '.join(candidates) or 'its dimensions'} has {text}"
+        raise FieldError(problem, f"choose a value of one coordinate, as in '{name}@level=500'")
+    return found

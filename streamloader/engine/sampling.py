@@ -1,0 +1,473 @@
+"""Opens arrays as samples: which arrays become which columns, and where their windows and patches lie."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from functools import cached_property
+from math import lcm, prod
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from streamloader.engine.coordinates import TIME_CHANNELS, Coordinate, find_index, read_coordinate, select_elements
+from streamloader.engine.dataset import Dataset
+from streamloader.engine.regions import ARRAYS, ArrayFields, Member, Output, Part, RegionColumn, RegionReader, Slice
+from streamloader.errors import FieldError, FormatError, MemoryBudgetError, UsageError
+from streamloader.format.cf import Unpacking, unpacking_of
+from streamloader.format.geometry import order_pin
+from streamloader.format.manifest import FORMAT, Field, FieldLayout, Manifest, OrderPin
+from streamloader.format.zarr_metadata import POSITIONAL, ZarrArray, ZarrGroup, read_group
+from streamloader.format.zarr_reader import ArrayReader
+from streamloader.options import Channels, Extent, Patch, Window
+from streamloader.order.anchors import Anchors, Axis, CellAxis, choose_cells, runs_of, segment_anchors, split_segments
+from streamloader.storage.store import Store
+
+Ints = NDArray[np.int64]
+# The default order keeps at most this many bytes of regions in memory, but at least a window of two blocks.
+WINDOW_BYTES = 1 << 30
+SAMPLES = "sample"  # the sample axis of a dataset that streamloader wrote
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the arrays of a Zarr group become samples; see `StreamingDataset`."""
+
+    sample_axis: str | int | None = None
+    windows: Window | None = None
+    patches: Patch | None = None
+    channels: Channels | Mapping[str, Channels] | None = None
+    decode_cf: bool = True
+    strict: bool = False
+
+    def __post_init__(self) -> None:
+        for name, kind in (("windows", Window), ("patches", Patch), ("channels", Channels | Mapping)):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, kind):
+                raise UsageError(f"{name}={value!r:.60}", f"give a {name.rstrip('s').capitalize()}(...)")
+        if self.sample_axis is not None and not isinstance(self.sample_axis, str | int):
+            raise UsageError(f"sample_axis={self.sample_axis!r:.60}", "give the name or the number of a dimension")
+
+    @property
+    def used(self) -> bool:
+        """Whether samples are declared, so that the URL is opened as arrays."""
+        return any(value is not None for value in (self.sample_axis, self.windows, self.patches, self.channels))
+
+    @property
+    def columns(self) -> dict[str, Channels]:
+        """The columns of stacked arrays, by name; a single one is called `channels`."""
+        if isinstance(self.channels, Channels):
+            return {"channels": self.channels}
+        return dict(self.channels or {})
+
+    @property
+    def patch_dims(self) -> tuple[str, ...]:
+        """The names of the dimensions that patches are cut from."""
+        return () if self.patches is None else tuple(self.patches.size)
+
+
+@dataclass(frozen=True, eq=False)
+class OpenedArrays:
+    """The arrays of a group, while columns and samples are made from them."""
+
+    store: Store
+    group: ZarrGroup
+    sampling: Sampling
+    ours: bool
+    _unpackings: dict[str, Unpacking | None] = field(default_factory=dict)
+
+    @cached_property
+    def sample_axis(self) -> str:
+        """The name of the sample axis, "" if samples are patches only. Raises `UsageError` if it is not given."""
+        axis = self.sampling.sample_axis
+        if axis is None and self.ours:
+            return SAMPLES
+        if axis is None and self.sampling.patches is not None and self.sampling.windows is None:
+            return ""
+        if axis is None:
+            names = dict.fromkeys(dim for array in self.group.arrays.values() for dim in array.dims)
+            raise UsageError(f"{self.group.url} has no sample axis", f"give sample_axis=, one of {', '.join(names)}")
+        return f"{POSITIONAL}{axis}" if isinstance(axis, int) else axis
+
+    def array(self, name: str) -> ZarrArray:
+        """Return an array. Raises `FieldError` if there is none of this name."""
+        if name not in self.group.arrays:
+            known = ", ".join(self.group.arrays) or "none"
+            raise FieldError(f"{self.group.url} has no array {name!r}", f"its arrays are {known}")
+        return self.group.arrays[name]
+
+    def unpacking(self, name: str) -> Unpacking | None:
+        """Return how the values of an array are unpacked."""
+        array = self.array(name)
+        if not self.sampling.decode_cf or self.ours:
+            return None
+        if name not in self._unpackings:
+            where = f"the array {name!r} of {self.group.url}"
+            self._unpackings[name] = unpacking_of(array.netcdf_attributes, array.dtype, where)
+        return self._unpackings[name]
+
+    def read(self, name: str) -> NDArray[Any]:
+        """Return all values of an array, unpacked."""
+        array = self.array(name)
+        reader = ArrayReader(self.store, array, strict=self.sampling.strict or self.ours)
+        return reader.read((0,) * len(array.shape), array.shape, self.unpacking(name))
+
+    def default_fields(self) -> list[str]:
+        """Return the arrays that are fields without `fields=`: with the sample axis, and numbers, but no coordinates.
+
+        Raises `FieldError` if there are none.
+        """
+        needed = {*self.sampling.patch_dims, *([self.sample_axis] if self.sample_axis else [])}
+        names = []
+        for name, array in self.group.arrays.items():
+            if needed <= set(array.dims) and name not in array.dims and self._holds_numbers(array):
+                names.append(name)
+        if not names:
+            found = "; ".join(f"{name}: {', '.join(a.dims)}" for name, a in list(self.group.arrays.items())[:20])
+            problem = f"no array of {self.group.url} has numbers along {', '.join(sorted(needed))}"
+            raise FieldError(problem, f"choose sample_axis= from the dimensions of its arrays ({found or 'none'})")
+        return names
+
+    def _holds_numbers(self, array: ZarrArray) -> bool:
+        try:
+            return array.dtype is not None
+        except FormatError:
+            return False
+
+
+def is_ours(group: ZarrGroup) -> bool:
+    """Return whether streamloader wrote the group."""
+    return isinstance(group.attributes.get(FORMAT), Mapping)
+
+
+class Draft(NamedTuple):
+    """A column before its samples are known: its dimensions, their lengths, and its members."""
+
+    dims: tuple[str, ...]
+    lengths: tuple[int, ...]
+    dtype: str
+    members: tuple[Member, ...]
+    channels: int = 0
+
+
+def open_arrays(
+    store: Store,
+    sampling: Sampling,
+    fields: Sequence[str] | None,
+    where: Any,
+    *,
+    aligned: bool = True,
+    memory: int | None = None,
+) -> Dataset:
+    """Return the dataset of the arrays at the store's URL.
+
+    `where`: a condition, a slice of elements or of labels of the coordinate, a mask or numbers of elements of the
+    sample axis. `aligned`: see `Anchors`. Raises `UsageError`, `FieldError`, `SelectionError` or `FormatError` for
+    arguments that do not fit the arrays, before samples are read; `MemoryBudgetError` for a chunk above `memory`.
+    """
+    group = read_group(store)
+    opened = OpenedArrays(store, group, sampling, is_ours(group))
+    drafts = _drafts(opened, fields)
+    length = _sample_length(opened, drafts)
+    coordinate = None if not opened.sample_axis else read_coordinate(opened, opened.sample_axis, length)
+    outputs = _window_parts(sampling.windows, coordinate, opened.sample_axis)
+    segments = _segments(opened, coordinate, where, length, outputs.extent)
+    axes = _axes(opened, drafts, segments, outputs)
+    anchors = Anchors(axes, aligned)
+    scales = {axis.name: axis.length for axis in axes}
+    columns = {name: _column(name, draft, opened, outputs, scales) for name, draft in drafts.items()}
+    arrays = ArrayFields(columns, anchors, sampling.strict or opened.ours)
+    _check_chunks(drafts.values(), memory)
+    manifest = _manifest(store, arrays)
+    return Dataset(store, manifest, tuple(columns), None, arrays)
+
+
+def _drafts(opened: OpenedArrays, fields: Sequence[str] | None) -> dict[str, Draft]:
+    stacked = opened.sampling.columns
+    names = list(fields) if fields is not None else [] if stacked else opened.default_fields()
+    for name in names:
+        if names.count(name) > 1 or name in stacked:
+            raise FieldError(f"fields names {name!r} twice", "name each field once, and channels differently")
+    drafts = {}
+    for name in names:
+        array, unpacking = opened.array(name), opened.unpacking(name)
+        missing = {*opened.sampling.patch_dims, *([opened.sample_axis] if opened.sample_axis else [])} - set(array.dims)
+        if missing:
+            problem = f"the array {name!r} of {opened.group.url} has the dimensions {', '.join(array.dims) or 'none'}"
+            remedy = f"leave it out of fields=, or repeat it by Channels(...): it lacks {', '.join(sorted(missing))}"
+            raise FieldError(problem, remedy)
+        member = Member(array.dims, array=array, unpacking=unpacking)
+        drafts[name] = Draft(array.dims, array.shape, _dtype_of(member), (member,))
+    return drafts | {name: _stack(name, opened, channels) for name, channels in stacked.items()}
+
+
+def _dtype_of(member: Member) -> str:
+    assert member.array is not None
+    return member.array.dtype.name if member.unpacking is None else member.unpacking.dtype
+
+
+def _stack(name: str, opened: OpenedArrays, channels: Channels) -> Draft:
+    """Return the column of stacked arrays. Raises `FieldError` if their dimensions differ."""
+    members: dict[str, Member] = {}
+    shapes: dict[str, dict[str, int]] = {}
+    for number, channel in enumerate(channels.names):
+        source, member, shape = _channel(opened, channel, number)
+        shapes[channel] = shape
+        if source in members:
+            members[source] = replace(members[source], slices=members[source].slices + member.slices)
+        else:
+            members[source] = member
+    read = [member for member in members.values() if member.array is not None]
+    if not read:
+        raise FieldError(f"no array of the channels {name!r} has the sample axis", "add one that has it")
+    first = max(shapes.values(), key=len)
+    constants = {channel for channel, member in members.items() if member.constant is not None}
+    for channel, shape in shapes.items():
+        subset = {dim: n for dim, n in first.items() if dim in shape} if channel in constants else first
+        if list(shape.items()) != list(subset.items()):
+            problem = f"the channel {channel!r} of {name!r} has the dimensions {shape}, another one {first}"
+            raise FieldError(problem, "select one element of other dimensions, as in 'z@500', or leave it out")
+    dtype = np.result_type(*(np.dtype(_dtype_of(member)) for member in read))
+    if dtype.kind != "f" and constants:
+        dtype = np.dtype(np.float32)
+    return Draft(tuple(first), tuple(first.values()), dtype.name, tuple(members.values()), len(channels.names))
+
+
+def _channel(opened: OpenedArrays, channel: str, number: int) -> tuple[str, Member, dict[str, int]]:
+    """Return the key of a channel's member, the member, and the lengths of its dimensions."""
+    source, _, pick = channel.partition("@")
+    axis = opened.sample_axis
+    if source in TIME_CHANNELS and source not in opened.group.arrays:
+        coordinate = read_coordinate(opened, axis, _sample_length(opened, {}))
+        values = coordinate.fractions(source, channel)
+        return channel, Member((axis,), (Slice({}, number),), constant=values), {axis: len(values)}
+    array = opened.array(source)
+    picks = find_index(opened, source, pick) if pick else {}
+    shape = {dim: n for dim, n in zip(array.dims, array.shape, strict=True) if dim not in picks}
+    if not axis or (axis in shape and len(shape) > 1):
+        return source, Member(array.dims, (Slice(picks, number),), array, opened.unpacking(source)), shape
+    constant = opened.read(source)[tuple(picks.get(dim, slice(None)) for dim in array.dims)]
+    return channel, Member(tuple(shape), (Slice({}, number),), constant=constant), shape
+
+
+def _sample_length(opened: OpenedArrays, drafts: Mapping[str, Draft]) -> int:
+    """Return the length of the sample axis. Raises `FieldError` if arrays have different lengths."""
+    axis, lengths = opened.sample_axis, dict[str, int]()
+    if not axis:
+        return 0
+    for name, draft in drafts.items():
+        lengths[name] = draft.lengths[draft.dims.index(axis)]
+    if not lengths:
+        lengths = {n: a.shape[a.dims.index(axis)] for n, a in opened.group.arrays.items() if axis in a.dims}
+    if not lengths:
+        dims = dict.fromkeys(dim for array in opened.group.arrays.values() for dim in array.dims)
+        problem = f"no array of {opened.group.url} has the dimension {axis!r}"
+        raise FieldError(problem, f"choose sample_axis= from {', '.join(dims) or 'none'}")
+    if len(set(lengths.values())) > 1 and drafts:
+        counts = ", ".join(f"{name} {length}" for name, length in lengths.items())
+        problem = f"the arrays of {opened.group.url} have different lengths along {axis!r}: {counts}"
+        raise FieldError(problem, "name arrays of one length in fields=")
+    return next(iter(lengths.values()))
+
+
+class WindowParts(NamedTuple):
+    """The elements of a window: those of the column `name` and of `name_target`, and the extent of all of them."""
+
+    parts: tuple[Part, ...] = (Part(0, 0, 0, 1),)
+    target: tuple[Part, ...] = ()
+    extent: int = 1
+    stride: int = 1
+
+
+def _window_parts(window: Window | None, coordinate: Coordinate | None, axis: str) -> WindowParts:
+    if window is None:
+        return WindowParts()
+    if not axis or coordinate is None:
+        raise UsageError("windows without a sample axis", "give sample_axis=")
+
+    def elements(name: str, value: Extent, unit: int = 1) -> int:
+        assert coordinate is not None
+        return value if isinstance(value, int) else coordinate.elements(f"Window({name}={value!r})", value, unit)
+
+    step, stride = elements("step", window.step), elements("stride", window.stride)
+    if window.length is not None:
+        count = elements("length", window.length, step)
+        return WindowParts((Part(0, 0, count, step),), (), (count - 1) * step + 1, stride)
+    assert window.history is not None
+    assert window.lead is not None
+    history = elements("history", window.history, step)
+    present = (history - 1) * step
+    if isinstance(window.lead, tuple):
+        offsets = [present + elements("lead", lead) for lead in window.lead]
+        target = tuple(Part(at, offset, 1, 1) for at, offset in enumerate(offsets))
+    else:
+        count = elements("lead", window.lead, step)
+        offsets = [present + count * step]
+        target = (Part(0, present + step, count, step),)
+    return WindowParts((Part(0, 0, history, step),), target, max(offsets) + 1, stride)
+
+
+def _segments(opened: OpenedArrays, coordinate: Coordinate | None, where: Any, length: int, extent: int) -> Ints:
+    """Return the runs of elements that no window leaves: selected, of one group, and without a gap."""
+    if coordinate is None:
+        if where is not None:
+            raise UsageError("where= without a sample axis", "give sample_axis=")
+        return np.array([[0, 0]], np.int64)
+    segments = np.array([[0, length]], np.int64)
+    if where is not None:
+        segments = runs_of(select_elements(opened, coordinate, where))
+    if extent > 1:
+        segments = split_segments(segments, coordinate.gaps())
+    window = opened.sampling.windows
+    if window is not None and window.group is not None:
+        groups = opened.read(window.group)
+        if groups.shape != (length,):
+            problem = f"Window(group={window.group!r}) names an array of the shape {groups.shape}"
+            raise FieldError(problem, f"name one with a number for each of the {length} elements")
+        segments = split_segments(segments, np.flatnonzero(groups[1:] != groups[:-1]) + 1)
+    return segments
+
+
+def _axes(opened: OpenedArrays, drafts: Mapping[str, Draft], segments: Ints, outputs: WindowParts) -> tuple[Axis, ...]:
+    """Return the anchored axes. Raises `UsageError` if a window or a patch does not fit, or is nowhere."""
+    first = next(iter(drafts.values()))
+    lengths = dict(zip(first.dims, first.lengths, strict=True))
+    found: list[Axis] = []
+    if opened.sample_axis:
+        starts, counts = segment_anchors(segments, outputs.extent, outputs.stride)
+        if not counts.size:
+            longest = int((segments[:, 1] - segments[:, 0]).max(initial=0))
+            problem = f"windows of {outputs.extent} elements: the longest part of {opened.sample_axis!r} has {longest}"
+            remedy = "give shorter windows; parts end at gaps of the coordinate, groups, and the ends of where="
+            raise UsageError(problem, remedy)
+        length = lengths[opened.sample_axis]
+        found.append(Axis(opened.sample_axis, length, starts, counts, outputs.stride, outputs.extent, 1))
+    for dim in opened.sampling.patch_dims:
+        found.append(_patch_axis(opened, drafts, dim, lengths[dim]))
+    names = [axis.name for axis in found]
+    chunks = {dim: max(_reference_chunk(draft, dim, lengths[dim]) for draft in drafts.values()) for dim in names}
+    volume = sum(_element_bytes(draft, names, lengths) for draft in drafts.values())
+    cells = choose_cells([CellAxis(a.length, chunks[a.name], a.stride, a.reach) for a in found], volume)
+    return tuple(replace(axis, cell=cell) for axis, cell in zip(found, cells, strict=True))
+
+
+def _patch_axis(opened: OpenedArrays, drafts: Mapping[str, Draft], dim: str, length: int) -> Axis:
+    patch = opened.sampling.patches
+    assert patch is not None
+    size, stride, margin = patch.along(dim)
+    extent = size + 2 * margin
+    if extent > length:
+        with_margin = f" with a margin of {margin}" if margin else ""
+        problem = f"patches of {size} elements{with_margin} along {dim!r}, which has {length}"
+        raise UsageError(problem, "give a smaller patch")
+    snap = 1
+    for name, draft in drafts.items():
+        scale = Fraction(draft.lengths[draft.dims.index(dim)], length)
+        snap = lcm(snap, scale.denominator)
+        if (extent * scale).denominator > 1 or (stride * scale).denominator > 1:
+            problem = f"patches of {extent} elements along {dim!r}, {stride} apart, are {extent * scale} of {name!r}"
+            raise UsageError(problem, f"give sizes and strides that are multiples of {scale.denominator}")
+    whole = (length - extent) // stride + 1
+    jitter = min(stride, length - extent - (whole - 1) * stride + 1) if patch.random and whole == 1 else stride
+    if not patch.random:
+        jitter = 1
+    elif whole > 1 and (whole - 1) * stride + extent + stride - 1 > length:
+        whole -= 1  # the last patch has room to move
+    return Axis(
+        dim, length, np.zeros(1, np.int64), np.array([whole], np.int64), stride, extent, 1, max(1, jitter), snap
+    )
+
+
+def _reference_chunk(draft: Draft, dim: str, length: int) -> int:
+    """Return the largest chunk of a column along a dimension, in elements of the first column."""
+    chunks = [m.array.chunks[m.dims.index(dim)] for m in draft.members if m.array is not None and dim in m.dims]
+    scale = Fraction(length, max(1, draft.lengths[draft.dims.index(dim)]))
+    return max(1, min(length, int(max(chunks, default=1) * scale)))
+
+
+def _element_bytes(draft: Draft, anchored: Sequence[str], lengths: Mapping[str, int]) -> float:
+    """Return the bytes of a column in a box of one element of every anchored axis."""
+    size = np.dtype(draft.dtype).itemsize * max(1, draft.channels)
+    whole = prod(n for dim, n in zip(draft.dims, draft.lengths, strict=True) if dim not in anchored)
+    shares = [draft.lengths[draft.dims.index(dim)] / lengths[dim] for dim in anchored if dim in draft.dims]
+    return float(size * whole * prod(shares))
+
+
+def _column(
+    name: str, draft: Draft, opened: OpenedArrays, outputs: WindowParts, references: Mapping[str, int]
+) -> RegionColumn:
+    lengths = dict(zip(draft.dims, draft.lengths, strict=True))
+    scales = {dim: Fraction(lengths[dim], length) for dim, length in references.items() if dim in lengths}
+    patch = opened.sampling.patches
+    sizes = {}
+    for dim in opened.sampling.patch_dims:
+        size, _, margin = (1, 1, 0) if patch is None else patch.along(dim)
+        sizes[dim] = int((size + 2 * margin) * scales[dim])
+    given = draft.dims, draft.lengths, draft.dtype, draft.members, ()
+    column = RegionColumn(name, *given, scales, sizes, opened.sample_axis, draft.channels)
+
+    def output(suffix: str, parts: tuple[Part, ...]) -> Output:
+        count = sum(part.length for part in parts)
+        shape = [sizes.get(dim, n) if dim != opened.sample_axis else count for dim, n in lengths.items()]
+        if draft.channels:
+            shape.insert(column.channel_axis, draft.channels)
+        if not count and opened.sample_axis:
+            position = draft.dims.index(opened.sample_axis)
+            del shape[position + int(draft.channels > 0 and position >= column.channel_axis)]
+        return Output(name + suffix, tuple(shape), parts)
+
+    made = [output("", outputs.parts), *([output("_target", outputs.target)] if outputs.target else [])]
+    return replace(column, outputs=tuple(made))
+
+
+def _check_chunks(drafts: Iterable[Draft], memory: int | None) -> None:
+    arrays = [member.array for draft in drafts for member in draft.members if member.array is not None]
+    largest = max(arrays, key=lambda array: array.chunk_bytes)
+    if memory is not None and largest.chunk_bytes > memory:
+        problem = f"a chunk of the array {largest.path!r} has {largest.chunk_bytes} bytes, and memory={memory}"
+        raise MemoryBudgetError(problem, f"give memory={4 * largest.chunk_bytes} or more, or smaller chunks")
+
+
+def _manifest(store: Store, arrays: ArrayFields) -> Manifest:
+    """Return the manifest of arrays: the layout of each column, the order, and digests of metadata and samples."""
+    anchors = arrays.anchors
+    samples, block = len(anchors), anchors.block
+    layouts, tables = {}, {}
+    for name, column in arrays.columns.items():
+        kind = Field("tensor", column.dtype, column.outputs[0].shape)
+        size = samples * kind.item_bytes
+        layouts[name] = FieldLayout(kind, block, block, ARRAYS, resident=False, nbytes=size, stored=size)
+        tables[name] = _digest(column, anchors)
+    readers = [RegionReader(store, name, layouts[name], arrays) for name in layouts]
+    held = sum(reader.most_bytes(block) for reader in readers)
+    order = _order(samples, block, held)
+    return Manifest(samples, block, layouts, order, tables)
+
+
+def _order(samples: int, block: int, block_bytes: int) -> OrderPin:
+    """Return the order of a dataset, whose window keeps about `WINDOW_BYTES` of regions."""
+    order = order_pin(samples, block, -(-samples // block) * block_bytes)
+    most = max(4, WINDOW_BYTES // max(1, block_bytes))
+    lanes, window = order.lanes, order.window // block
+    while lanes > 1 and lanes * (window + 2) > most:
+        lanes //= 2
+    return OrderPin(block, lanes, max(2, min(window, most // lanes - 2)) * block)
+
+
+def _digest(column: RegionColumn, anchors: Anchors) -> str:
+    """Return the SHA-256 of what determines the values and the samples of a column, in hexadecimal."""
+    digest = hashlib.sha256(repr((column.dims, column.lengths, column.dtype, column.outputs, column.channels)).encode())
+    for member in column.members:
+        unpacking = None if member.unpacking is None else vars(member.unpacking)
+        document = "" if member.array is None else member.array.digest
+        digest.update(repr((member.dims, member.slices, document, sorted((unpacking or {}).items()))).encode())
+        if member.constant is not None:
+            digest.update(np.ascontiguousarray(member.constant).tobytes())
+    for axis in anchors.axes:
+        values = (axis.name, axis.length, axis.stride, axis.extent, axis.cell, axis.jitter, axis.snap, anchors.aligned)
+        digest.update(repr(values).encode())
+        digest.update(axis.first.astype("<i8").tobytes() + axis.count.astype("<i8").tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,286 @@
+"""The metadata of Zarr arrays that others wrote, version 2 and 3: where each chunk is, and what it decodes to."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property, partial
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from streamloader.errors import FormatError, NotADatasetError, NotFoundError
+from streamloader.format.opening import get_document, parse_object
+from streamloader.storage.process import run_all
+from streamloader.storage.store import Store, join_path
+
+THREADS = 16  # concurrent requests for documents
+MAX_AXES = 32
+POSITIONAL = "axis_"  # begins the names of dimensions that have none
+
+Document = Mapping[str, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class ZarrArray:
+    """An array: its path in the store, and its metadata document with the attributes in it.
+
+    `dims`: the names of the dimensions, `axis_0` and so on for an array without names. Properties raise `FormatError`
+    for invalid metadata.
+    """
+
+    path: str
+    document: Document
+    dims: tuple[str, ...]
+
+    @property
+    def version(self) -> int:
+        """The version of the metadata, 2 or 3."""
+        return 3 if self.document.get("zarr_format") == 3 else 2
+
+    @property
+    def attributes(self) -> Document:
+        """The user's attributes."""
+        attributes = self.document.get("attributes")
+        return attributes if isinstance(attributes, Mapping) else {}
+
+    @cached_property
+    def shape(self) -> tuple[int, ...]:
+        """The length of each dimension."""
+        return _sizes(self.document.get("shape"), 0, self.path)
+
+    @cached_property
+    def stored_chunks(self) -> tuple[int, ...]:
+        """The shape of the chunk in one object, which is a shard if the array has shards."""
+        grid = self.document.get("chunk_grid") or {}
+        if self.version == 3 and grid.get("name") != "regular":
+            problem = f"the array {self.path!r} has the chunk grid {grid.get('name')!r}"
+            raise FormatError(problem, "only regular grids are supported: write it with equal chunks")
+        sizes = (
+            self.document.get("chunks") if self.version == 2 else (grid.get("configuration") or {}).get("chunk_shape")
+        )
+        return _sizes(sizes, 1, self.path, len(self.shape))
+
+    @cached_property
+    def sharding(self) -> Document | None:
+        """The configuration of the codec `sharding_indexed`, or None."""
+        codecs = self.document.get("codecs")
+        first = codecs[0] if self.version == 3 and isinstance(codecs, list) and len(codecs) == 1 else None
+        if not isinstance(first, Mapping) or first.get("name") != "sharding_indexed":
+            return None
+        configuration = first.get("configuration")
+        return configuration if isinstance(configuration, Mapping) else {}
+
+    @cached_property
+    def chunks(self) -> tuple[int, ...]:
+        """The shape of the smallest chunk that can be read: of an inner chunk if the array has shards."""
+        if self.sharding is None:
+            return self.stored_chunks
+        inner = _sizes(self.sharding.get("chunk_shape"), 1, self.path, len(self.shape))
+        if any(outer % size for outer, size in zip(self.stored_chunks, inner, strict=True)):
+            problem = f"the inner chunks {inner} of {self.path!r} do not divide its shards {self.stored_chunks}"
+            raise FormatError(problem, "write the array again")
+        return inner
+
+    @property
+    def chunk_bytes(self) -> int:
+        """The decoded bytes of a chunk."""
+        return prod(self.chunks) * self.dtype.itemsize
+
+    @cached_property
+    def dtype(self) -> np.dtype[Any]:
+        """The dtype of decoded chunks, with its byte order; times are int64. Raises `FormatError` for other kinds."""
+        raw = self.document.get("dtype" if self.version == 2 else "data_type")
+        name = raw.get("name") if isinstance(raw, Mapping) else raw
+        if name in ("numpy.datetime64", "numpy.timedelta64"):
+            return np.dtype("int64")
+        try:
+            if not isinstance(name, str):
+                raise TypeError(f"{raw!r}")
+            dtype = np.dtype(name)
+        except (TypeError, ValueError):
+            dtype = np.dtype(object)
+        if dtype.kind in "Mm":
+            dtype = np.dtype(np.int64).newbyteorder(dtype.byteorder)
+        if dtype.kind not in "biuf" or dtype.itemsize > 8:
+            problem = f"the array {self.path!r} holds values of {raw!r}, and tensors hold numbers of up to 64 bits"
+            raise FormatError(problem, "name other arrays in fields=, or convert it with streamloader convert")
+        return dtype
+
+    @cached_property
+    def fill(self) -> Any:
+        """The value of chunks that are missing, as a scalar of the dtype; 0 if version 2 leaves it undefined."""
+        value = self.document.get("fill_value")
+        try:
+            return _fill_value(value, self.dtype.newbyteorder("="))
+        except (TypeError, ValueError, struct.error) as error:
+            problem = f"the array {self.path!r} has the fill value {value!r} for {self.dtype}"
+            raise FormatError(problem, "write the array again") from error
+
+    @property
+    def netcdf_attributes(self) -> Document:
+        """The attributes with netCDF's `_FillValue`, as xarray writes it.
+
+        In version 2 it is Zarr's fill value, unless there is one. That of floats may be encoded in base64.
+        """
+        attributes = self.attributes
+        fill = attributes.get("_FillValue")
+        if self.version == 2:
+            by_xarray = "_ARRAY_DIMENSIONS" in attributes
+            fill = self.document.get("fill_value") if fill is None and by_xarray else fill
+        if isinstance(fill, str) and self.dtype.kind == "f":
+            try:
+                (fill,) = struct.unpack("<d", base64.b64decode(fill, validate=True))
+            except (ValueError, struct.error):
+                return attributes
+        return attributes if fill is None else {**attributes, "_FillValue": fill}
+
+    def object_key(self, place: tuple[int, ...]) -> str:
+        """Return the path of the object with the chunk at these coordinates of the grid, relative to the store."""
+        encoding = self.document.get("chunk_key_encoding") or {}
+        configuration = encoding.get("configuration") or {}
+        if self.version == 2:
+            prefixed, separator = False, self.document.get("dimension_separator") or "."
+        else:
+            prefixed = encoding.get("name", "default") == "default"
+            separator = configuration.get("separator", "/" if prefixed else ".")
+        parts = (["c"] if prefixed else []) + list(map(str, place or ([] if prefixed else [0])))
+        return join_path(self.path, str(separator).join(parts))
+
+    @property
+    def digest(self) -> str:
+        """The SHA-256 of the metadata that determines the values, in hexadecimal."""
+        data = json.dumps(self.document, sort_keys=True, default=str)
+        return hashlib.sha256(data.encode()).hexdigest()
+
+
+def _sizes(value: Any, least: int, path: str, count: int | None = None) -> tuple[int, ...]:
+    valid = isinstance(value, list) and all(type(size) is int and size >= least for size in value)
+    if not valid or len(value) > MAX_AXES or (count is not None and len(value) != count):
+        raise FormatError(
+            f"the metadata of the array {path!r} is damaged: sizes {value!r:.80}", "write the array again"
+        )
+    return tuple(value)
+
+
+def _fill_value(value: Any, dtype: np.dtype[Any]) -> Any:
+    """Return a fill value of a metadata document, which has special floats as text and bits in hexadecimal."""
+    if value is None:
+        return dtype.type(0)
+    if isinstance(value, str) and value.startswith("0x"):
+        return np.frombuffer(bytes.fromhex(value[2:]), dtype.newbyteorder(">"))[0].astype(dtype)
+    if isinstance(value, str) and dtype.kind == "f":
+        return dtype.type(float(value.replace("Infinity", "inf")))
+    if isinstance(value, str):
+        return np.int64(np.iinfo(np.int64).min) if value == "NaT" else dtype.type(int(value))
+    return np.array(value).astype(dtype)[()]
+
+
+@dataclass(frozen=True, eq=False)
+class ZarrGroup:
+    """A group: its arrays by name, and its attributes. An array on its own is a group of one."""
+
+    url: str
+    arrays: Mapping[str, ZarrArray]
+    attributes: Document
+
+
+def read_group(store: Store, names: tuple[str, ...] = ()) -> ZarrGroup:
+    """Return the arrays directly in the group at the store's URL, from its consolidated metadata if it has any.
+
+    Otherwise the documents of the arrays `names`, or of all members, are read. Raises `NotADatasetError` if there is no
+    Zarr metadata, and `FormatError` if it is damaged.
+    """
+    root, documents = _read_root(store)
+    if documents is None:
+        members = names or tuple(store.children())
+        found = run_all(partial(_read_node, store), list(members), THREADS)
+        documents = {name: document for name, document in zip(members, found, strict=True) if document is not None}
+    if "shape" in root:
+        documents = {store.url.rstrip("/").rpartition("/")[2].partition(".")[0] or "data": root}
+        paths = dict.fromkeys(documents, "")
+    else:
+        paths = {name: name for name in documents}
+    attributes = root.get("attributes") if "shape" not in root else {}
+    attributes = attributes if isinstance(attributes, Mapping) else {}
+    axes = _image_axes(attributes)
+    arrays = {
+        name: ZarrArray(paths[name], document, _dimensions(document, axes))
+        for name, document in documents.items()
+        if "shape" in document
+    }
+    return ZarrGroup(store.url, arrays, attributes)
+
+
+def _read_root(store: Store) -> tuple[Document, dict[str, Document] | None]:
+    """Return the document of the root, and those of its members if they are consolidated."""
+    try:
+        root = _parsed(store, "zarr.json")
+    except NotFoundError:
+        pass
+    else:
+        inline = root.get("consolidated_metadata")
+        nodes = inline.get("metadata") if isinstance(inline, Mapping) else None
+        return root, None if nodes is None else {name: node for name, node in nodes.items() if "/" not in name}
+    try:
+        nodes = _parsed(store, ".zmetadata").get("metadata")
+    except NotFoundError:
+        document = _read_node(store, "")
+        if document is None:
+            problem = f"there is no Zarr metadata at {store.url}"
+            remedy = "check the URL and the storage_options: it must be that of a Zarr group or array"
+            raise NotADatasetError(problem, remedy) from None
+        return document, None
+    if not isinstance(nodes, Mapping):
+        raise FormatError(f"{store.url}/.zmetadata is damaged", "consolidate the metadata again")
+    names = [key.removesuffix("/.zarray") for key in nodes if key.endswith("/.zarray") and key.count("/") == 1]
+    members: dict[str, Document] = {}
+    for name in names:
+        members[name] = {**nodes[f"{name}/.zarray"], "attributes": nodes.get(f"{name}/.zattrs", {})}
+    return {"attributes": nodes.get(".zattrs", {})}, members
+
+
+def _read_node(store: Store, path: str) -> Document | None:
+    """Return the document of a node with its attributes, or None if there is no node at the path."""
+    for name in ("zarr.json", ".zarray", ".zgroup"):
+        try:
+            document = _parsed(store, join_path(path, name))
+        except NotFoundError:
+            continue
+        if name == "zarr.json":
+            return document
+        try:
+            return {**document, "attributes": _parsed(store, join_path(path, ".zattrs"))}
+        except NotFoundError:
+            return {**document, "attributes": {}}
+    return None
+
+
+def _parsed(store: Store, path: str) -> dict[str, Any]:
+    return parse_object(get_document(store, path), f"{store.url}/{path}", "write the metadata again")
+
+
+def _dimensions(document: Document, axes: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the names of an array's dimensions: its own, those of the image it belongs to, or positional ones."""
+    attributes = document.get("attributes")
+    beside = attributes.get("_ARRAY_DIMENSIONS") if isinstance(attributes, Mapping) else None
+    rank = len(document["shape"]) if isinstance(document["shape"], list) else 0
+    for names in (document.get("dimension_names"), beside, list(axes)):
+        if isinstance(names, list) and len(names) == rank and all(isinstance(name, str) for name in names):
+            return tuple(names)
+    return tuple(f"{POSITIONAL}{number}" for number in range(rank))
+
+
+def _image_axes(attributes: Document) -> tuple[str, ...]:
+    """Return the names of the axes of an OME-Zarr image, version 0.4 or 0.5; empty for other groups."""
+    ome = attributes.get("ome")
+    scales = (ome if isinstance(ome, Mapping) else attributes).get("multiscales")
+    first = scales[0] if isinstance(scales, list) and scales and isinstance(scales[0], Mapping) else {}
+    axes = first.get("axes")
+    names = [axis.get("name") if isinstance(axis, Mapping) else axis for axis in axes] if isinstance(axes, list) else []
+    return tuple(map(str, names)) if all(isinstance(name, str) for name in names) else ()

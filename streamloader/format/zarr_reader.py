@@ -1,0 +1,252 @@
+"""Plans, fetches and decodes the chunks of Zarr arrays that others wrote, for boxes of their elements."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from itertools import product
+from math import prod
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from streamloader.errors import CorruptError, MissingObjectError, NotFoundError
+from streamloader.format.cf import Unpacking
+from streamloader.format.opening import reread
+from streamloader.format.reader import GAP_BYTES, MAX_REQUEST
+from streamloader.format.zarr_codecs import ChunkCodec, chunk_codec, index_bytes, index_codec
+from streamloader.format.zarr_metadata import ZarrArray
+from streamloader.options import MIB
+from streamloader.storage.buffers import Allocate, empty_buffer
+from streamloader.storage.process import run_all
+from streamloader.storage.store import RangeReader, Store, cut_runs
+
+Place = tuple[int, ...]  # of a chunk in the grid of an array
+Target = tuple[NDArray[Any], Place]  # an array to write to, and its first element
+Index = tuple[NDArray[np.int64], NDArray[np.int64]]  # offset and size of each inner chunk of a shard; -1 if missing
+
+ABSENT = empty_buffer(0)  # in place of the body of an object that does not exist
+INDEX_CACHE_BYTES = 64 << 20
+_EMPTY = 2**64 - 1  # offset and size of a missing chunk in the index of a shard
+READ_THREADS = 8
+
+
+class StoredChunk(NamedTuple):
+    """A chunk of a response: its place, and its bytes [start, stop) in the response, (-1, -1) if it is missing."""
+
+    place: Place
+    start: int
+    stop: int
+
+
+class ArrayRun(NamedTuple):
+    """Chunks that one request reads: the bytes [start, stop) of the object `path`. No request if both are 0.
+
+    An object that is a chunk may end before `stop`.
+    """
+
+    path: str
+    start: int
+    stop: int
+    chunks: tuple[StoredChunk, ...]
+
+
+class ArrayReader:
+    """Reads chunks of one array; thread-safe. A missing chunk has the fill value, or is an error if `strict`.
+
+    Raises `FormatError` for metadata or a codec that cannot be used.
+    """
+
+    def __init__(self, store: Store, array: ZarrArray, *, strict: bool = False) -> None:
+        self.array = array
+        self.codec: ChunkCodec = chunk_codec(array)
+        self.strict = strict
+        self._store = store
+        self._indexes: OrderedDict[Place, Index] = OrderedDict()
+        self._lock = threading.Lock()
+        self._index_codec = None if array.sharding is None else index_codec(array)
+
+    @cached_property
+    def request_bytes(self) -> int:
+        """The most bytes of a request for one chunk: compressed chunks may be slightly larger than decoded ones."""
+        return self.array.chunk_bytes + self.array.chunk_bytes // 64 + MIB // 4
+
+    @property
+    def kept_bytes(self) -> int:
+        """The most bytes of the indexes of shards that are cached."""
+        array = self.array
+        if array.sharding is None:
+            return 0
+        shards = prod(-(-n // size) for n, size in zip(array.shape, array.stored_chunks, strict=True))
+        return min(INDEX_CACHE_BYTES, shards * index_bytes(array))
+
+    def runs(self, boxes: Sequence[tuple[Place, Place]]) -> list[ArrayRun]:
+        """Return the requests for the chunks that the boxes [low, high) touch, each chunk once.
+
+        Reads the indexes of shards that are not cached. Raises `CorruptError` for a damaged one, and `StorageError`.
+        """
+        array = self.array
+        places: dict[Place, None] = {}  # a set in order
+        for low, high in boxes:
+            bounds = zip(low, high, array.chunks, strict=True)
+            places |= dict.fromkeys(product(*(range(a // size, -(-b // size)) for a, b, size in bounds)))
+        if array.sharding is None:
+            stop = self.request_bytes
+            return [ArrayRun(array.object_key(at), 0, stop, (StoredChunk(at, 0, stop),)) for at in places]
+        per_shard = tuple(outer // inner for outer, inner in zip(array.stored_chunks, array.chunks, strict=True))
+        by_shard: dict[Place, list[Place]] = {}
+        for place in places:
+            by_shard.setdefault(tuple(at // n for at, n in zip(place, per_shard, strict=True)), []).append(place)
+        return [run for shard, places in by_shard.items() for run in self._runs_of(shard, places, per_shard)]
+
+    def _runs_of(self, shard: Place, places: Sequence[Place], per_shard: Place) -> Iterable[ArrayRun]:
+        """Yield the requests for chunks of a shard, in the order of their bytes."""
+        inside = np.array(places, np.int64).reshape(len(places), -1) % per_shard
+        numbers = np.ravel_multi_index(tuple(inside.T), per_shard) if per_shard else np.zeros(1, np.int64)
+        offsets, sizes = (column[numbers] for column in self._index(shard))
+        order = np.argsort(offsets, kind="stable")
+        missing, path = int((offsets < 0).sum()), self.array.object_key(shard)
+        absent = tuple(StoredChunk(places[i], -1, -1) for i in order[:missing].tolist())
+        order = order[missing:]
+        starts, stops = offsets[order], offsets[order] + sizes[order]
+        if absent:
+            yield ArrayRun(path, 0, 0, absent)
+        for first, end in cut_runs(starts, stops, GAP_BYTES, MAX_REQUEST):
+            begin = int(starts[first])
+            chunks = [
+                StoredChunk(places[i], int(offsets[i]) - begin, int(offsets[i] + sizes[i]) - begin)
+                for i in order[first:end].tolist()
+            ]
+            yield ArrayRun(path, begin, int(stops[first:end].max()), tuple(chunks))
+
+    def fetch(self, reader: RangeReader, run: ArrayRun, allocate: Allocate | None = None) -> memoryview:
+        """Return the bytes of a run by one request, without retries; `ABSENT` if its object does not exist."""
+        try:
+            return reader.read(run.path, run.start, run.stop, allocate)
+        except NotFoundError:
+            return ABSENT
+
+    def decode(self, run: ArrayRun, chunk: StoredChunk, body: memoryview, out: NDArray[Any] | None) -> Any:
+        """Return a chunk of a response as an array, None if it is missing.
+
+        It is decoded into C-contiguous `out` if given and the codec can. Raises `CorruptError`, or
+        `MissingObjectError` if this reader is strict; both name the object and the elements.
+        """
+        if chunk.start < 0 or body is ABSENT:
+            if self.strict:
+                remedy = "write the chunk, or read it as the fill value with strict=False"
+                raise MissingObjectError(f"{self._where(run, chunk)} is missing", remedy)
+            return None
+        whole = self.array.sharding is None
+        if len(body) == run.stop if whole else len(body) != run.stop - run.start:
+            problem = f"{self._where(run, chunk)}: {len(body)} bytes were received"
+            raise CorruptError(problem, "restore the object, or write the chunk again")
+        data = body if whole else body[chunk.start : chunk.stop]
+        try:
+            return self.codec.decode(data, out if out is not None and self.codec.plain else None)
+        except CorruptError as error:
+            problem = f"{self._where(run, chunk)} is damaged: {error.problem}"
+            raise CorruptError(problem, "restore the object, or write the chunk again") from error
+
+    def read(self, low: Place, high: Place, unpacking: Unpacking | None = None) -> NDArray[Any]:
+        """Return the elements of a box, unpacked, by concurrent requests with retries."""
+        dtype = self.array.dtype.newbyteorder("=") if unpacking is None else np.dtype(unpacking.dtype)
+        out = np.empty([b - a for a, b in zip(low, high, strict=True)], dtype)
+
+        def load(run: ArrayRun) -> None:
+            def attempt() -> None:
+                body = self._store.retries.call(lambda: self.fetch(self._store.reader(), run))
+                for chunk in run.chunks:
+                    self.place(run, chunk, body, [(out, low)], unpacking)
+
+            reread(attempt)
+
+        run_all(load, self.runs([(low, high)]), READ_THREADS)
+        return out
+
+    def place(
+        self,
+        run: ArrayRun,
+        chunk: StoredChunk,
+        body: memoryview,
+        targets: Sequence[Target],
+        unpacking: Unpacking | None,
+    ) -> bool:
+        """Decode a chunk, and write its elements, unpacked, to each target that it overlaps.
+
+        Return whether the chunk was there. Raises as `decode`.
+        """
+        first = [at * size for at, size in zip(chunk.place, self.array.chunks, strict=True)]
+        whole = self.codec.plain and unpacking is None and len(targets) == 1
+        inside = [self._overlap(first, out, low) for out, low in targets]
+        direct = inside[0][0] if whole and inside[0][0].shape == self.codec.shape else None
+        if direct is not None and not (direct.flags.c_contiguous and direct.dtype == self.codec.dtype):
+            direct = None
+        values = self.decode(run, chunk, body, direct)
+        if values is not None and values is direct:
+            return True
+        for target, part in inside:
+            if not target.size:
+                continue
+            if values is None:
+                fill = np.full(1, self.array.fill, self.array.dtype.newbyteorder("="))
+                target[...] = fill[0] if unpacking is None else unpacking.apply(fill)[0]
+            elif unpacking is None:
+                target[...] = values[part]
+            else:
+                unpacking.write(values[part], target)
+        return values is not None
+
+    def _overlap(self, first: Sequence[int], out: NDArray[Any], low: Place) -> tuple[NDArray[Any], tuple[slice, ...]]:
+        """Return the part of a target that the chunk beginning at `first` overlaps, and where that is in the chunk."""
+        bounds = list(zip(first, self.array.chunks, low, out.shape, strict=True))
+        spans = [(max(a, o), max(a, o, min(a + size, o + count))) for a, size, o, count in bounds]
+        target = out[tuple(slice(a - o, b - o) for (a, b), o in zip(spans, low, strict=True))]
+        return target, tuple(slice(a - o, b - o) for (a, b), o in zip(spans, first, strict=True))
+
+    def _index(self, shard: Place) -> Index:
+        """Return the index of a shard; all chunks are missing if the shard does not exist."""
+        with self._lock:
+            if shard in self._indexes:
+                self._indexes.move_to_end(shard)
+                return self._indexes[shard]
+        index = reread(lambda: self._read_index(shard))
+        with self._lock:
+            self._indexes[shard] = index
+            most = max(2, INDEX_CACHE_BYTES // max(1, index[0].nbytes * 2))
+            while len(self._indexes) > most:
+                self._indexes.popitem(last=False)
+        return index
+
+    def _read_index(self, shard: Place) -> Index:
+        assert self._index_codec is not None
+        assert self.array.sharding is not None
+        path, size = self.array.object_key(shard), index_bytes(self.array)
+        count = prod(self._index_codec.shape[:-1])
+        try:
+            if self.array.sharding.get("index_location", "end") == "end":
+                data = self._store.get_tail(path, size)
+            else:
+                data = self._store.get_range(path, 0, size)
+        except NotFoundError:
+            return np.full(count, -1), np.full(count, -1)
+        remedy = "restore the object, or write the shard again"
+        if len(data) != size:
+            raise CorruptError(f"{self._store.url}/{path} has {len(data)} bytes, its index takes {size}", remedy)
+        try:
+            entries = self._index_codec.decode(memoryview(data)).reshape(count, 2).astype(np.uint64)
+        except CorruptError as error:
+            raise CorruptError(f"the index of {self._store.url}/{path} is damaged: {error.problem}", remedy) from error
+        empty = entries[:, 0] == _EMPTY
+        if (entries[~empty] >= 2**62).any():
+            raise CorruptError(f"the index of {self._store.url}/{path} is damaged: an offset is too large", remedy)
+        offsets, sizes = (np.where(empty, -1, entries[:, i].astype(np.int64)) for i in (0, 1))
+        return offsets, sizes
+
+    def _where(self, run: ArrayRun, chunk: StoredChunk) -> str:
+        bounds = zip(chunk.place, self.array.chunks, self.array.shape, strict=True)
+        box = ", ".join(f"{at * size}:{min(at * size + size, n)}" for at, size, n in bounds)
+        return f"the chunk [{box}] in {self._store.url}/{run.path}"

@@ -1,0 +1,259 @@
+"""Samples that are windows and patches of arrays: which there are, and which sample is where. Pure arithmetic.
+
+An *anchor* is the first element of a window along the sample axis, or of a patch along another axis. Along each axis,
+anchors lie in *segments*, runs of elements that no window leaves. A *cell* is a box of stored chunks. The samples of a
+cell have consecutive numbers, and most cells have the same number of samples, which is the block of the order: a block
+then needs the chunks of one cell, and those that its last windows and patches reach beyond it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from math import lcm, prod
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from streamloader.order.epoch_order import mix
+
+Ints = NDArray[np.int64]
+
+# A block reads at most this many times the chunks of its cell, if `CELL_BYTES` and `LEAST_CELLS` allow: larger cells
+# read fewer chunks twice, and take more memory.
+HALO = 1.25
+CELL_BYTES = 32 << 20  # decoded, of all fields, unless one chunk is larger
+LEAST_CELLS = 64  # of an epoch, so that the permutation of blocks mixes it
+
+
+@dataclass(frozen=True, eq=False)
+class Axis:
+    """The anchors along one axis: those of segment i are `first[i] + j * stride` for j in [0, `count[i]`).
+
+    A sample reads the elements [a, a + extent) of its anchor a. With `jitter` above 1, the anchor of a sample moves by
+    a random multiple of `snap` below `jitter`. `length` is that of the axis and `cell` that of a cell, in elements.
+    """
+
+    name: str
+    length: int
+    first: Ints
+    count: Ints
+    stride: int
+    extent: int
+    cell: int
+    jitter: int = 1
+    snap: int = 1
+
+    @property
+    def num_anchors(self) -> int:
+        """The number of anchors."""
+        return int(self.count.sum())
+
+    @property
+    def num_cells(self) -> int:
+        """The number of cells along the axis."""
+        return max(1, -(-self.length // self.cell))
+
+    @property
+    def reach(self) -> int:
+        """The elements from an anchor to the last element that its sample may read."""
+        return self.extent + (self.jitter - 1) // self.snap * self.snap
+
+    @cached_property
+    def ends(self) -> Ints:
+        """The number of anchors up to the end of each segment."""
+        return np.cumsum(self.count)
+
+    @cached_property
+    def before_cell(self) -> Ints:
+        """The number of anchors before each cell, and their total; shape (cells + 1,)."""
+        edges = np.arange(self.num_cells + 1, dtype=np.int64) * self.cell
+        last = np.searchsorted(self.first, edges, side="left") - 1  # the segment that begins before each edge
+        inside = np.maximum(last, 0)
+        partial = np.minimum(-(-(edges - self.first[inside]) // self.stride), self.count[inside])
+        return np.where(last < 0, 0, self.ends[inside] - self.count[inside] + partial)
+
+    def elements(self, anchors: Ints) -> Ints:
+        """Return the first element of the anchors with these numbers."""
+        segment = np.searchsorted(self.ends, anchors, side="right")
+        return self.first[segment] + (anchors - self.ends[segment] + self.count[segment]) * self.stride
+
+
+class Box(NamedTuple):
+    """Samples [start, stop) of a block that lie in one cell, and the elements [low, high) of each axis they read."""
+
+    start: int
+    stop: int
+    low: tuple[int, ...]
+    high: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Anchors:
+    """The samples of arrays: one for each combination of anchors of the axes, numbered cell by cell.
+
+    `aligned`: cells with the most samples come first, so that all but the last blocks are whole cells; otherwise cells
+    are in the order of their elements, the first axis slowest.
+    """
+
+    axes: tuple[Axis, ...]
+    aligned: bool = True
+
+    def __len__(self) -> int:
+        return prod(axis.num_anchors for axis in self.axes)
+
+    @cached_property
+    def _counts(self) -> tuple[Ints, ...]:
+        return tuple(np.diff(axis.before_cell) for axis in self.axes)
+
+    @cached_property
+    def _cells(self) -> tuple[Ints, Ints]:
+        """The number of each cell that has samples, in their order, and the number of samples up to its end."""
+        counts = np.ones(1, np.int64)
+        for part in self._counts:
+            counts = np.multiply.outer(counts, part).reshape(-1)
+        cells = np.flatnonzero(counts)
+        if self.aligned and cells.size:
+            cells = cells[np.argsort(counts[cells] < counts.max(), kind="stable")]
+        return cells, np.cumsum(counts[cells])
+
+    @property
+    def block(self) -> int:
+        """The most samples of a cell, at least 1."""
+        return max(1, prod(int(counts.max(initial=0)) for counts in self._counts))
+
+    def locate(self, samples: Ints) -> tuple[Ints, Ints]:
+        """Return the index of each sample's cell, in the order of samples, and its anchors; shapes (n,), (axes, n)."""
+        cells, ends = self._cells
+        index = np.searchsorted(ends, samples, side="right")
+        coordinates = np.unravel_index(cells[index], tuple(axis.num_cells for axis in self.axes))
+        counts = [count[at] for count, at in zip(self._counts, coordinates, strict=True)]
+        rest = samples - ends[index] + prod(counts)
+        anchors = np.empty((len(self.axes), samples.size), np.int64)
+        for number in range(len(self.axes) - 1, -1, -1):
+            rest, local = np.divmod(rest, counts[number])
+            anchors[number] = self.axes[number].before_cell[coordinates[number]] + local
+        return index, anchors
+
+    def corners(self, samples: Ints) -> Ints:
+        """Return the first element of each sample on each axis, without jitter; shape (axes, n)."""
+        anchors = self.locate(samples)[1]
+        return np.stack([axis.elements(row) for axis, row in zip(self.axes, anchors, strict=True)])
+
+    def moves(self, samples: Ints, seed: int, epoch: int) -> Ints | int:
+        """Return the jitter of each sample on each axis, a function of (seed, epoch, sample); shape (axes, n), or 0."""
+        if all(axis.jitter == 1 for axis in self.axes):
+            return 0
+        moves = np.zeros((len(self.axes), samples.size), np.int64)
+        key = mix(mix(np.array([seed], np.uint64)) ^ np.uint64(epoch))
+        for number, axis in enumerate(self.axes):
+            drawn = mix(mix(samples.astype(np.uint64) ^ key) + np.uint64(number))
+            steps = -(-axis.jitter // axis.snap)
+            moves[number] = (drawn % np.uint64(steps)).astype(np.int64) * axis.snap
+        return moves
+
+    def boxes(self, start: int, stop: int) -> list[Box]:
+        """Return the boxes that the samples [start, stop) read, in order. O(stop - start).
+
+        Cells that follow each other along the first axis, with the same place on the others, share a box.
+        """
+        samples = np.arange(start, stop, dtype=np.int64)
+        index, anchors = self.locate(samples)
+        cells = self._cells[0][index]
+        inner = prod(axis.num_cells for axis in self.axes[1:])
+        step = np.diff(cells)
+        edges = [0, *(np.flatnonzero((step != 0) & (step != inner)) + 1).tolist(), samples.size]
+        boxes = []
+        for low, high in pairwise(edges):
+            corners = [axis.elements(row[low:high]) for axis, row in zip(self.axes, anchors, strict=True)]
+            ends = [int(part.max()) + axis.reach for axis, part in zip(self.axes, corners, strict=True)]
+            boxes.append(Box(start + low, start + high, tuple(int(part.min()) for part in corners), tuple(ends)))
+        return boxes
+
+
+def segment_anchors(segments: Ints, extent: int, stride: int) -> tuple[Ints, Ints]:
+    """Return the first anchor of each segment and the number of its anchors, without segments that have none.
+
+    `segments`: the first element and the end of each, int64 (n, 2). A sample's elements [a, a + extent) stay inside.
+    """
+    count = (segments[:, 1] - segments[:, 0] - extent) // stride + 1
+    kept = count > 0
+    return segments[kept, 0], count[kept]
+
+
+def split_segments(segments: Ints, borders: Ints) -> Ints:
+    """Return the segments, cut before each of the ascending elements `borders`."""
+    starts = np.unique(np.concatenate([segments[:, 0], borders]))
+    owner = np.searchsorted(segments[:, 0], starts, side="right") - 1
+    inside = (owner >= 0) & (starts < segments[np.maximum(owner, 0), 1])
+    starts, owner = starts[inside], owner[inside]
+    following = np.append(starts[1:], np.iinfo(np.int64).max)
+    return np.stack([starts, np.minimum(following, segments[owner, 1])], axis=1)
+
+
+def runs_of(elements: Ints) -> Ints:
+    """Return the runs of consecutive numbers in ascending `elements` as segments, int64 (n, 2)."""
+    if not elements.size:
+        return np.zeros((0, 2), np.int64)
+    cuts = np.flatnonzero(np.diff(elements) != 1) + 1
+    edges = np.concatenate([[0], cuts, [elements.size]])
+    return np.stack([elements[edges[:-1]], elements[edges[1:] - 1] + 1], axis=1)
+
+
+class CellAxis(NamedTuple):
+    """What the choice of cells needs to know of an axis, in elements; `chunk` is that of the largest chunks."""
+
+    length: int
+    chunk: int
+    stride: int
+    reach: int
+
+
+def choose_cells(axes: Sequence[CellAxis], element_bytes: float) -> tuple[int, ...]:
+    """Return the elements of a cell along each axis: multiples of its chunk.
+
+    `element_bytes`: decoded bytes of all fields in a box of one element of every axis. A cell grows along the axis that
+    saves most chunks, while it reads more than `HALO` times its chunks and the limits of this module allow it; cells
+    of windows are also multiples of the stride, so that they have the same number of samples.
+    """
+    cells = [min(axis.length, axis.chunk) for axis in axes]
+
+    def allowed(trial: Sequence[int]) -> bool:
+        count = prod(-(-axis.length // cell) for axis, cell in zip(axes, trial, strict=True))
+        return prod(trial) * element_bytes <= CELL_BYTES and count >= LEAST_CELLS
+
+    for number, axis in enumerate(axes):
+        whole = lcm(axis.chunk, axis.stride)
+        trial = [*cells[:number], whole, *cells[number + 1 :]]
+        if whole < axis.length and allowed(trial):
+            cells = trial
+    while _read_factor(axes, cells) > HALO:
+        trials = [
+            [*cells[:number], min(axis.length, 2 * cells[number]), *cells[number + 1 :]]
+            for number, axis in enumerate(axes)
+            if cells[number] < axis.length
+        ]
+        trials = [trial for trial in trials if allowed(trial)]
+        if not trials:
+            break
+        cells = min(trials, key=lambda trial: _read_factor(axes, trial))
+    return tuple(cells)
+
+
+def _read_factor(axes: Sequence[CellAxis], cells: Sequence[int]) -> float:
+    """Return how many times its own chunks a cell reads, with those that its windows and patches reach beyond it."""
+    factor = 1.0
+    for axis, cell in zip(axes, cells, strict=True):
+        own = -(-cell // axis.chunk)
+        last = (cell - 1) // axis.stride * axis.stride + axis.reach  # elements from the first anchor of the cell on
+        factor *= min(-(-last // axis.chunk), -(-axis.length // axis.chunk)) / own
+    return factor
+
+
+def count_unused(axis: Axis) -> int:
+    """Return the number of elements of an axis that no sample reads."""
+    spans = np.where(axis.stride <= axis.reach, (axis.count - 1) * axis.stride + axis.reach, axis.count * axis.reach)
+    return axis.length - int(spans.sum())

@@ -1,0 +1,280 @@
+"""Zarr stores by many writers are read in place: the values of xarray, in the order of every streamloader dataset."""
+
+import warnings
+from collections import Counter
+
+import numpy as np
+import pytest
+import xarray as xr
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from zarr_stores import GRIDS, PLAIN, STORES, TIMES, all_ranks, anchors, expected, samples_of, url_of, values_of
+
+import streamloader as sl
+from streamloader import errors
+
+VARIABLES = ("t2m", "z", "count", "run")
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> None:
+    """Small worlds and many lanes are the subject of other tests, and so are their warnings."""
+    warnings.filterwarnings("ignore", message=".*(lanes|blocks are read)")
+
+
+@pytest.mark.parametrize("store", PLAIN)
+def test_the_expected_values_are_those_of_xarray(store):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        opened = xr.open_zarr(STORES / store, decode_times=False, consolidated=None)
+        for name in VARIABLES:
+            np.testing.assert_allclose(opened[name].values.astype("f4"), values_of(store, name).astype("f4"), rtol=1e-6)
+
+
+@pytest.mark.parametrize("store", GRIDS)
+@pytest.mark.parametrize("world", [1, 2, 3, 8])
+def test_windows_have_the_values_of_xarray_at_any_world_size_and_across_a_resume(store, world):
+    options = {"sample_axis": "time", "windows": sl.Window(3), "batch_size": 2, "seed": 5}
+    before, state = all_ranks(url_of(store), world, steps=1, **options)
+    after, _ = all_ranks(url_of(store), world, state, **options)
+    found = samples_of([batch for step in [*before, *after] for batch in step])
+    assert sorted(int(sample["index"]) for sample in found) == anchors(3, 1)
+    for sample in found:
+        first = int(sample["index"])
+        for name in VARIABLES:
+            wanted = values_of(store, name)[first : first + 3]
+            assert sample[name].dtype == wanted.dtype
+            np.testing.assert_allclose(sample[name], wanted, rtol=1e-6)
+
+
+@st.composite
+def samplings(draw):
+    """Windows, patches, and a part of the time axis."""
+    step = draw(st.integers(1, 2))
+    if draw(st.booleans()):
+        window = sl.Window(draw(st.integers(1, 6)), draw(st.integers(1, 7)), step)
+        offsets = [step * i for i in range(window.length)]
+        leads = []
+    else:
+        history, lead = draw(st.integers(1, 3)), draw(st.one_of(st.integers(1, 2), st.sampled_from([(1, 3), (2,)])))
+        window = sl.Window(history=history, lead=lead, stride=draw(st.integers(1, 4)), step=step)
+        offsets = [step * i for i in range(history)]
+        leads = [offsets[-1] + (x if isinstance(lead, tuple) else step * x) for x in _leads(lead)]
+    patch = None
+    if draw(st.booleans()):
+        size = {"lat": draw(st.integers(1, 12)), "lon": draw(st.integers(1, 20))}
+        patch = sl.Patch(size, stride=draw(st.one_of(st.none(), st.integers(1, 9))), random=draw(st.booleans()))
+    return window, offsets, leads, patch, draw(st.sampled_from([None, slice(2, 20), slice(15, None)]))
+
+
+def _leads(lead):
+    return lead if isinstance(lead, tuple) else range(1, lead + 1)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(store=st.sampled_from(GRIDS), sampling=samplings(), data=st.data())
+def test_random_windows_and_patches_have_the_values_of_xarray(store, sampling, data):
+    window, offsets, leads, patch, where = sampling
+    extent = max([*offsets, *leads]) + 1
+    wanted = anchors(extent, window.stride, range(TIMES)[where or slice(None)])
+    names = data.draw(st.lists(st.sampled_from(["t2m", "z", "count"]), min_size=1, unique=True))
+    options = {"sample_axis": "time", "windows": window, "patches": patch, "where": where, "fields": names}
+    options |= {"batch_size": data.draw(st.integers(1, 3)), "seed": data.draw(st.integers(0, 9))}
+    options["shuffle"] = data.draw(st.booleans())
+    if not wanted:
+        with pytest.raises(errors.UsageError, match="windows of"):
+            sl.StreamingDataset(url_of(store), **options)
+        return
+    first, second = data.draw(st.tuples(st.sampled_from([1, 2, 3, 8]), st.sampled_from([1, 2, 3, 8])))
+    try:
+        before, state = all_ranks(url_of(store), first, steps=data.draw(st.integers(1, 3)), **options)
+    except errors.BatchError:  # fewer samples than a batch
+        return
+    after = [] if state["epoch"] else all_ranks(url_of(store), second, state, **options)[0]
+    found = samples_of([batch for step in [*before, *after] for batch in step])
+    corners = Counter((int(s["index"]), int(s.get("index_lat", 0)), int(s.get("index_lon", 0))) for s in found)
+    assert set(corners.values()) == {1}
+    assert sorted({corner[0] for corner in corners}) == wanted
+    for sample in found:
+        for name in names:
+            _check(sample, name, values_of(store, name), offsets, patch)
+            if leads:
+                _check(sample, name, values_of(store, name), leads, patch, "_target")
+
+
+def _check(sample, name, values, offsets, patch, suffix=""):
+    times = [int(sample["index"]) + offset for offset in offsets]
+    wanted = values[times]
+    if patch is None:
+        np.testing.assert_allclose(sample[name + suffix], wanted, rtol=1e-6)
+        return
+    lat, lon = int(sample["index_lat"]), int(sample["index_lon"])
+    height, width = patch.size["lat"], patch.size["lon"]
+    moves = [(0, 0)]
+    if patch.random:  # by an offset below the stride, which the sample does not state
+        moves = [(y, x) for y in range(patch.along("lat")[1]) for x in range(patch.along("lon")[1])]
+    boxes = (wanted[..., lat + y : lat + y + height, lon + x : lon + x + width] for y, x in moves)
+    found = sample[name + suffix]
+    assert any(box.shape == found.shape and np.allclose(box, found, rtol=1e-6, equal_nan=True) for box in boxes)
+
+
+@pytest.mark.parametrize("store", ["multiscale.zarr", "multiscale3.zarr"])
+def test_patches_of_the_levels_of_an_image_show_the_same_region(store):
+    patch = sl.Patch({"y": 16, "x": 24}, stride=8, margin=4)
+    dataset = sl.StreamingDataset(
+        url_of(store), batch_size=5, sample_axis="c", patches=patch, fields=["0", "1", "2"], with_index=True
+    )
+    assert dataset.num_samples == 2 * 10 * 13
+    for sample in samples_of(list(dataset)):
+        c, y, x = (int(sample[name]) for name in ("index", "index_y", "index_x"))
+        for level in range(3):
+            at = [slice(first >> level, (first >> level) + (size >> level)) for first, size in ((y, 24), (x, 32))]
+            np.testing.assert_array_equal(sample[str(level)], expected()[f"image{level}"][c][tuple(at)])
+
+
+def test_random_patches_move_in_each_epoch_and_stay_registered():
+    patch = sl.Patch({"y": 16, "x": 16}, random=True)
+    options = {"batch_size": 4, "sample_axis": "c", "patches": patch, "fields": ["0", "1"], "with_index": True}
+    dataset = sl.StreamingDataset(url_of("multiscale.zarr"), **options)
+    epochs = [
+        {tuple(map(int, (s["index"], s["index_y"], s["index_x"]))): s for s in samples_of(list(dataset))}
+        for _ in range(2)
+    ]
+    assert epochs[0].keys() == epochs[1].keys()
+    moved = [not np.array_equal(epochs[0][corner]["0"], epochs[1][corner]["0"]) for corner in epochs[0]]
+    assert sum(moved) > len(moved) / 2
+    again = samples_of(list(sl.StreamingDataset(url_of("multiscale.zarr"), **options)))
+    for sample in again:
+        corner = tuple(map(int, (sample["index"], sample["index_y"], sample["index_x"])))
+        np.testing.assert_array_equal(sample["0"], epochs[0][corner]["0"])
+        np.testing.assert_array_equal(sample["0"][::2, ::2], sample["1"])
+
+
+def test_channels_stack_arrays_levels_static_arrays_and_times():
+    channels = sl.Channels("z@500", "t2m", "z@level=1000", "orog", "lat", "time_of_day")
+    dataset = sl.StreamingDataset(
+        url_of("xarray3.zarr"),
+        batch_size=3,
+        sample_axis="time",
+        windows=sl.Window(history="12h", lead=("6h", "12h")),
+        channels={"x": channels},
+        with_index=True,
+    )
+    assert str(dataset.fields["x"]) == "float32[2,6,12,20]"
+    values = {name: values_of("xarray3.zarr", name).astype(np.float32) for name in ("z", "t2m", "orog", "lat", "time")}
+    for sample in samples_of(list(dataset)):
+        for name, offsets in (("x", (0, 1)), ("x_target", (2, 3))):
+            for row, at in enumerate(int(sample["index"]) + offset for offset in offsets):
+                found = sample[name][row]
+                np.testing.assert_array_equal(found[0], values["z"][at, 0])
+                np.testing.assert_allclose(found[1], values["t2m"][at], rtol=1e-6)
+                np.testing.assert_array_equal(found[2], values["z"][at, 2])
+                np.testing.assert_array_equal(found[3], values["orog"])
+                np.testing.assert_array_equal(found[4], np.repeat(values["lat"][:, None], 20, 1))
+                np.testing.assert_allclose(found[5], values["time"][at] % 24 / 24)
+
+
+def test_times_select_elements_and_windows_stay_inside_them():
+    options = {"sample_axis": "time", "windows": sl.Window("18h"), "batch_size": 1, "with_index": True}
+    days = sl.StreamingDataset(url_of("xarray2.zarr"), where=slice("2001-01-02", "2001-01-03"), **options)
+    assert sorted(int(s["index"]) for s in samples_of(list(days))) == [4, 5, 6, 7, 8, 9]
+    runs = sl.StreamingDataset(url_of("xarray2.zarr"), where="run == 2", **options)
+    assert sorted(int(s["index"]) for s in samples_of(list(runs))) == [8, 9, 10, 11, 12]
+    grouped = options | {"windows": sl.Window("18h", group="run")}
+    found = samples_of(list(sl.StreamingDataset(url_of("xarray2.zarr"), **grouped)))
+    assert sorted(int(s["index"]) for s in found) == [*range(6), *range(8, 13), *range(15, 21)]
+
+
+def test_missing_chunks_are_counted_and_an_error_if_strict():
+    options = {"sample_axis": "time", "fields": ["count"], "batch_size": 4}
+    dataset = sl.StreamingDataset(url_of("xarray2.zarr"), **options)
+    list(dataset)
+    assert dataset.stats().missing_chunks == 3
+    with pytest.raises(errors.MissingObjectError, match=r"the chunk \[.*\] in .*count/.* is missing"):
+        list(sl.StreamingDataset(url_of("xarray2.zarr"), strict=True, **options))
+
+
+def test_raw_values_are_those_stored():
+    dataset = sl.StreamingDataset(url_of("xarray2.zarr"), batch_size=23, sample_axis="time", decode_cf=False)
+    (batch,) = dataset
+    assert str(batch["t2m"].dtype) == "torch.int16"
+    assert batch["t2m"].min() == -32767
+
+
+def test_each_chunk_is_fetched_once_an_epoch_if_samples_do_not_cross_blocks():
+    dataset = sl.StreamingDataset(url_of("xarray2.zarr"), batch_size=4, sample_axis="time", fields=["z"])
+    list(dataset)
+    chunks = 4 * 2 * 2 * 2
+    assert dataset.stats().requests == chunks
+
+
+def test_a_mixture_of_two_stores_has_their_shares():
+    sources = {
+        sl.Source(url_of("xarray3.zarr"), sample_axis="time", windows=sl.Window(2)): 1,
+        sl.Source(url_of("zarr2.zarr"), sample_axis="time", windows=sl.Window(2)): 1,
+    }
+    mixture = sl.Mixture(sources, batch_size=4, unit=1, fields=["t2m", "z"], with_index=True)
+    batch = next(iter(mixture))
+    assert sorted(batch["source"].tolist()) == [0, 0, 1, 1]
+    for source, first, found in zip(*(batch[name].numpy() for name in ("source", "index", "z")), strict=True):
+        np.testing.assert_array_equal(found, values_of(GRIDS[source], "z")[first : first + 2])
+
+
+def test_windows_of_a_flat_array_of_tokens(tmp_path):
+    tokens = np.arange(10_000, dtype=np.int32)
+    with sl.Writer(str(tmp_path / "tokens"), {"tokens": "int32"}) as writer:
+        writer.write_batch({"tokens": tokens})
+    windows = sl.Window(129, stride=128)
+    dataset = sl.StreamingDataset(str(tmp_path / "tokens"), batch_size=7, windows=windows, with_index=True)
+    found = samples_of(list(dataset))
+    assert sorted(int(sample["index"]) for sample in found) == list(range(0, 10_000 - 128, 128))
+    for sample in found:
+        np.testing.assert_array_equal(sample["tokens"], tokens[int(sample["index"]) :][:129])
+
+
+BAD = {
+    "no such dimension": ({"sample_axis": "step"}, errors.FieldError, "no array .* along step"),
+    "unequal lengths": ({"sample_axis": "time", "fields": ["t2m", "orog"]}, errors.FieldError, "lacks time"),
+    "window longer than the array": ({"sample_axis": "time", "windows": sl.Window(24)}, errors.UsageError, "has 15"),
+    "patch larger": ({"sample_axis": "time", "patches": sl.Patch({"lat": 13})}, errors.UsageError, "has 12"),
+    "patch of no dimension": (
+        {"sample_axis": "time", "patches": sl.Patch({"y": 3})},
+        errors.FieldError,
+        "along time, y",
+    ),
+    "unknown array": ({"sample_axis": "time", "fields": ["tas"]}, errors.FieldError, "has no array 'tas'"),
+    "no sample axis": ({"windows": sl.Window(2)}, errors.UsageError, "give sample_axis=, one of"),
+    "a duration that does not fit": (
+        {"sample_axis": "time", "windows": sl.Window("7h")},
+        errors.UsageError,
+        "1.16667 times 21600 s",
+    ),
+    "a chunk above memory=": (
+        {"sample_axis": "time", "memory": 1000},
+        errors.MemoryBudgetError,
+        "a chunk of the array .* has 4032 bytes, and memory=1000",
+    ),
+    "a level that is not there": (
+        {"sample_axis": "time", "channels": sl.Channels("z@700")},
+        errors.FieldError,
+        "no coordinate of level, lat, lon has 700",
+    ),
+    "channels of other dimensions": (
+        {"sample_axis": "time", "channels": sl.Channels("z", "t2m")},
+        errors.FieldError,
+        "select one element of other dimensions",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_declarations_are_clear_errors_before_data_is_read(case):
+    options, kind, message = BAD[case]
+    with pytest.raises(kind, match=message):
+        sl.StreamingDataset(url_of("xarray2.zarr"), batch_size=1, **options)
+
+
+@pytest.mark.parametrize("store", ["xarray3.zarr", "xarray2.zarr", "gdal2.zarr"])
+def test_a_foreign_store_without_a_sample_axis_names_the_argument(store):
+    with pytest.raises(errors.NotADatasetError, match="sample_axis="):
+        sl.StreamingDataset(url_of(store), batch_size=1)
