@@ -330,6 +330,43 @@ class Channels:
 
 
 @dataclass(frozen=True)
+class Sampling:
+    """How the arrays of a Zarr group become samples; see `StreamingDataset`."""
+
+    sample_axis: str | int | None = None
+    windows: Window | None = None
+    patches: Patch | None = None
+    channels: Channels | Mapping[str, Channels] | None = None
+    decode_cf: bool = True
+    strict: bool = False
+
+    def __post_init__(self) -> None:
+        for name, kind in (("windows", Window), ("patches", Patch), ("channels", Channels | Mapping)):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, kind):
+                raise UsageError(f"{name}={value!r:.60}", f"give a {name.rstrip('s').capitalize()}(...)")
+        if self.sample_axis is not None and not isinstance(self.sample_axis, str | int):
+            raise UsageError(f"sample_axis={self.sample_axis!r:.60}", "give the name or the number of a dimension")
+
+    @property
+    def used(self) -> bool:
+        """Whether samples are declared, so that the URL is opened as arrays."""
+        return any(value is not None for value in (self.sample_axis, self.windows, self.patches, self.channels))
+
+    @property
+    def columns(self) -> dict[str, Channels]:
+        """The columns of stacked arrays, by name; a single one is called `channels`."""
+        if isinstance(self.channels, Channels):
+            return {"channels": self.channels}
+        return dict(self.channels or {})
+
+    @property
+    def patch_dims(self) -> tuple[str, ...]:
+        """The names of the dimensions that patches are cut from."""
+        return () if self.patches is None else tuple(self.patches.size)
+
+
+@dataclass(frozen=True)
 class Layout:
     """How a dataset is divided and compressed when it is written; sizes in bytes.
 

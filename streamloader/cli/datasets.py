@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click import Choice, IntRange
 
+from streamloader.cli.arrays import inspect_arrays, sampling_options, take_sampling
 from streamloader.cli.options import (
     PAIRS,
     by_split,
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from streamloader.format.manifest import FieldLayout
     from streamloader.maintenance.cleanup import Incomplete
     from streamloader.maintenance.verify import VerifyReport
+    from streamloader.storage import Store
 
 PROBLEMS = 1  # the exit status of a verification that found problems
 SKIPPED = 3  # the exit status if bad samples were skipped: the dataset is complete without them
@@ -292,13 +294,21 @@ def _to_remove(incomplete: Incomplete, size: str) -> Iterator[str]:
 @option("--split", help="One split; default: all.")
 @storage_option
 @json_option
-def inspect(*, url: str, split: str | None, storage_options: dict[str, Any], as_json: bool) -> None:
-    """Show the fields, shapes, sizes, codecs, lengths, splits and one sample of the dataset at URL."""
+@sampling_options
+def inspect(*, url: str, split: str | None, storage_options: dict[str, Any], as_json: bool, **options: Any) -> None:
+    """Show the fields, shapes, sizes, codecs, lengths, splits and one sample of the dataset at URL.
+
+    Of another Zarr store, show the arrays, and with --sample-axis what their samples read.
+    """
     from streamloader.format.dataset import open as open_dataset
     from streamloader.format.opening import read_root, split_names
-    from streamloader.storage import open_store
+    from streamloader.storage import open_store, references_url
 
-    store = open_store(url, storage_options)
+    sampling = take_sampling(options)
+    store = open_store(references_url(url), storage_options)
+    if sampling.used or not _is_dataset(store):
+        inspect_arrays(url, storage_options, sampling, as_json=as_json)
+        return
     names = [split] if split is not None else split_names(read_root(store)) or [None]
     datasets = [_facts(name, open_dataset(url, split=name, storage_options=storage_options)) for name in names]
     if as_json:
@@ -310,6 +320,19 @@ def inspect(*, url: str, split: str | None, storage_options: dict[str, Any], as_
         classes = facts["provenance"].get("classes")
         for name, class_names in classes.items() if isinstance(classes, dict) else ():
             click.echo(show_classes(name, class_names))
+
+
+def _is_dataset(store: Store) -> bool:
+    """Return whether a URL is that of a dataset, or of something that is neither a dataset nor other Zarr."""
+    from streamloader.format.opening import manifest_json, read_root
+    from streamloader.format.zarr_metadata import read_group
+
+    try:
+        return manifest_json(read_root(store)) is not None
+    except NotADatasetError:
+        with suppress(StreamloaderError):
+            return not read_group(store).arrays
+        return True
 
 
 def _facts(split: str | None, dataset: Dataset) -> dict[str, Any]:

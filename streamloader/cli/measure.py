@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click import IntRange
 
+from streamloader.cli.arrays import reads_lines, sampling_options, take_sampling
 from streamloader.cli.options import (
     Step,
     display,
@@ -72,6 +73,7 @@ def parse_image_size(text: str) -> tuple[int, int] | None:
 @option("--batch-size", type=int, default=256, help="Samples per batch of a rank.")
 @fields_option
 @split_option
+@sampling_options
 @option("--where", help='Which samples to read: "label in (1, 2) and width >= 256".')
 @option("--block", type=int, help="Samples that are fetched together; default: the dataset's.")
 @option("--lanes", type=int, help="Lanes that batches take samples from in turn; default: the dataset's.")
@@ -94,6 +96,7 @@ def plan(*, url: str, no_shuffle: bool, get_price: float, as_json: bool, plot: P
     from streamloader.measure.forecast import ForecastOptions, forecast
     from streamloader.measure.model import Machine
 
+    sampling = take_sampling(options)
     machine = Machine(options.pop("network"), options.pop("cores"), latency=options.pop("latency") / 1e3)
     if plot is not None and plot.suffix not in (".png", ".html"):
         raise UsageError(f"--plot {plot}", "name a file that ends with .png or .html")
@@ -103,7 +106,10 @@ def plan(*, url: str, no_shuffle: bool, get_price: float, as_json: bool, plot: P
     shuffle = not no_shuffle and Shuffle(**order)
     with name_memory_options("--window, --lanes or --batch-size"):
         price = get_price / 1e6
-        planned = forecast(url, ForecastOptions(shuffle=shuffle, dollars_for_a_get=price, machine=machine, **options))
+        chosen = ForecastOptions(
+            shuffle=shuffle, dollars_for_a_get=price, machine=machine, sampling=sampling, **options
+        )
+        planned = forecast(url, chosen)
     click.echo(json.dumps(planned.to_dict(), indent=1) if as_json else "\n".join(forecast_lines(planned)))
     if plot is not None:
         draw(planned, plot)
@@ -133,6 +139,7 @@ def forecast_lines(planned: Forecast) -> list[str]:
         f"rate      {rate.samples_per_second:,.0f} samples/s and {rate.megabytes_per_second:,.0f} MB/s on each rank, "
         f"{rate.samples_per_second * ranks:,.0f} and {rate.megabytes_per_second * ranks:,.0f} on all; limited by "
         f"{LIMITS[rate.limit]}; {rate.in_flight} requests in flight on each",
+        *reads_lines(planned.arrays),
         f"mixing    the batch of a rank {mixed[0]}",
         f"          the global batch {mixed[1]}",
     ]

@@ -347,7 +347,9 @@ class Fetcher:
         """
         block = piece.block
         opened = partial(field.open_block, block.ref.start, block.ref.stop, partial(self._allocate_region, block))
-        regions = self._arena.open_regions(field.name, slot, opened)
+        regions, first = self._arena.open_regions(field.name, slot, opened)
+        if first:  # the block is complete only after this piece
+            field.write_constants(regions, block.ref.stop)
         missing, decoded = reread(
             lambda: field.write(piece.run, self._fetch(piece, number), regions), partial(self._damaged, piece)
         )
@@ -355,7 +357,10 @@ class Fetcher:
         self._counters.add(unpack_seconds=seconds, bytes_decoded=decoded, missing_chunks=missing)
 
     def _allocate_region(self, block: LoadingBlock, size: int) -> memoryview:
-        block.held += size
+        with self._changed:  # from now on, the memory in use includes it
+            block.held += size
+            block.expected -= size
+            self._expected -= size
         return self._bodies.allocate(size)
 
     def _allocate(self, piece: Piece, size: int) -> memoryview:

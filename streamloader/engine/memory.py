@@ -122,8 +122,8 @@ class Arena:
         """Return a writable view of the first `rows` rows of a slot."""
         return self._fixed[name][slot * self.block : slot * self.block + rows]
 
-    def open_regions(self, name: str, slot: int, make: Callable[[], BlockRegions]) -> BlockRegions:
-        """Return the regions of a field in a slot, which the first caller makes."""
+    def open_regions(self, name: str, slot: int, make: Callable[[], BlockRegions]) -> tuple[BlockRegions, bool]:
+        """Return the regions of a field in a slot, which the first caller makes, and whether this was the first."""
         return self._regions[name].open(slot, make, self._lock)
 
     def gather(

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property, lru_cache
+from itertools import pairwise
 from math import prod
 from typing import Any, NamedTuple
 
@@ -20,19 +21,20 @@ from numpy.typing import NDArray
 
 from streamloader.format.cf import Unpacking
 from streamloader.format.manifest import FieldLayout
-from streamloader.format.reader import MAX_REQUEST
 from streamloader.format.zarr_metadata import ZarrArray
 from streamloader.format.zarr_reader import ABSENT, ArrayReader, ArrayRun
-from streamloader.order.anchors import Anchors, Box
+from streamloader.order.anchors import Anchors, Box, count_unused
 from streamloader.storage.buffers import Allocate
 from streamloader.storage.store import RangeReader, Store
 
 Ints = NDArray[np.int64]
 Bound = tuple[int, ...]  # an element of a region for each dimension
 Lease = Callable[[tuple[int, ...], str], NDArray[Any]]
-# Rows of a batch are copied one by one from this size on, as slices; smaller ones together, by fancy indexing, which
-# first copies them to a temporary array.
-LARGE_ROW = 1 << 13
+# Bytes, see `_copy_rows`. Fancy indexing copies twice and takes 5 us for each region; a slice takes 0.3 us for each
+# row, and so does an assignment of arrays, if no other thread takes the interpreter's lock between.
+SMALL_ROW = 1 << 10
+SMALL_GROUP = 16  # rows
+HELD_ROW = 1 << 17
 BOX_CACHE = 512
 SAMPLED_BLOCKS = 16  # whose sizes are compared to find the memory of a block
 ARRAYS = "zarr"  # the codec of a layout whose chunks have the codecs of their own metadata
@@ -107,6 +109,12 @@ class RegionColumn:
         """The position of the channel axis: after the sample axis."""
         return 1 if self.sample_axis and self.dims[:1] == (self.sample_axis,) else 0
 
+    @cached_property
+    def sample_position(self) -> int:
+        """The position of the sample axis in an output."""
+        position = self.dims.index(self.sample_axis) if self.sample_axis in self.dims else 0
+        return position + int(self.channels > 0 and position > self.channel_axis)
+
     @property
     def sample_bytes(self) -> int:
         """The bytes of one sample of all outputs."""
@@ -147,6 +155,11 @@ class ArrayFields:
     def boxes(self) -> Callable[[int, int], list[Box]]:
         """`Anchors.boxes`, cached: every column asks for the same blocks."""
         return lru_cache(BOX_CACHE)(self.anchors.boxes)
+
+    @property
+    def unused(self) -> dict[str, int]:
+        """The number of elements of each anchored axis that no sample reads; random patches count as not moved."""
+        return {axis.name: count_unused(axis) for axis in self.anchors.axes}
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickle without the cache."""
@@ -213,6 +226,15 @@ class RegionReader:
         """The bytes of the largest decoded chunk, which a thread holds beside the region."""
         return max((reader.array.chunk_bytes for reader in self._readers if reader is not None), default=0)
 
+    def members(self) -> list[tuple[Member, ArrayReader]]:
+        """Return the members whose chunks are read, each with its reader."""
+        pairs = zip(self.column.members, self._readers, strict=True)
+        return [(member, reader) for member, reader in pairs if reader is not None]
+
+    def boxes_of(self, member: Member, low: Bound, high: Bound) -> list[tuple[Bound, Bound]]:
+        """Return the box of an array that each of its slices has in the region [low, high)."""
+        return [self._bounds(member, each, low, high) for each in member.slices]
+
     def regions(self, start: int, stop: int) -> list[tuple[Bound, Bound]]:
         """Return the bounds of each region of the block of the samples [start, stop)."""
         return [self.column.region(self.fields.axes, box) for box in self.fields.boxes(start, stop)]
@@ -229,9 +251,11 @@ class RegionReader:
         return max(self.block_bytes(first, min(first + block, self.num_samples)) for first in some)
 
     def pieces(self, block: int) -> int:
-        """Return about the number of requests of a block."""
-        stop = min(block, self.num_samples)
-        return max(1, self.block_bytes(0, stop) // max(1, self.decoded_chunk_bytes, MAX_REQUEST // 4))
+        """Return about the number of requests of a block: neighbouring chunks of a shard are read by one."""
+        pieces = 0
+        for low, high in self.regions(0, min(block, self.num_samples)):
+            pieces += sum(reader.count_requests(self.boxes_of(member, low, high)) for member, reader in self.members())
+        return max(1, pieces)
 
     def runs(self, start: int, stop: int) -> list[RegionRun]:
         """Return the requests for the chunks of the samples [start, stop). Raises as `ArrayReader.runs`."""
@@ -240,7 +264,7 @@ class RegionReader:
             for index, (member, reader) in enumerate(zip(self.column.members, self._readers, strict=True)):
                 if reader is None:
                     continue
-                requests = reader.runs([self._bounds(member, each, low, high) for each in member.slices])
+                requests = reader.runs(self.boxes_of(member, low, high))
                 runs += [RegionRun(number, index, request, start, stop - start) for request in requests]
         return runs or [RegionRun(0, 0, ArrayRun("", 0, 0, ()), start, stop - start)]
 
@@ -250,18 +274,22 @@ class RegionReader:
         return ABSENT if array is None else array.fetch(reader, run.request, allocate)
 
     def open_block(self, start: int, stop: int, allocate: Allocate) -> BlockRegions:
-        """Return the regions of a block in memory from `allocate`, with the values that are constant."""
-        boxes, arrays = self.fields.boxes(start, stop), []
-        for low, high in self.regions(start, stop):
-            shape, dtype = self.column.shape(low, high), np.dtype(self.column.dtype)
-            array = np.frombuffer(allocate(prod(shape) * dtype.itemsize), dtype).reshape(shape)
-            for member in self.column.members:
-                if member.constant is not None:
-                    at = [slice(low[self.column.dims.index(d)], high[self.column.dims.index(d)]) for d in member.dims]
-                    wide = [slice(None) if dim in member.dims else None for dim in self.column.dims]
-                    self._channel(array, member.slices[0])[...] = member.constant[tuple(at)][tuple(wide)]
-            arrays.append(array)
-        return BlockRegions(self, start, boxes, arrays)
+        """Return the regions of a block, without values, in memory from `allocate`."""
+        shapes = [self.column.shape(low, high) for low, high in self.regions(start, stop)]
+        dtype = np.dtype(self.column.dtype)
+        arrays = [np.frombuffer(allocate(prod(n) * dtype.itemsize), dtype).reshape(n) for n in shapes]
+        return BlockRegions(self, start, self.fields.boxes(start, stop), arrays)
+
+    def write_constants(self, block: BlockRegions, stop: int) -> None:
+        """Write the values that are constant to the regions of the block that ends at sample `stop`."""
+        dims = self.column.dims
+        for member in self.column.members:
+            if member.constant is None:
+                continue
+            wide = tuple(slice(None) if dim in member.dims else None for dim in dims)
+            for array, (low, high) in zip(block.arrays, self.regions(block.start, stop), strict=True):
+                at = tuple(slice(low[dims.index(dim)], high[dims.index(dim)]) for dim in member.dims)
+                self._channel(array, member.slices[0])[...] = member.constant[at][wide]
 
     def write(self, run: RegionRun, body: memoryview, block: BlockRegions) -> tuple[int, int]:
         """Decode the chunks of a run into the regions of their block; return (missing chunks, decoded bytes).
@@ -293,82 +321,59 @@ class RegionReader:
         return region[(slice(None),) * self.column.channel_axis + (each.channel,)]
 
 
+class Cut(NamedTuple):
+    """What a part of an output is cut from: a region's bytes from the part's first element on.
+
+    `view` has an axis for each anchored axis, then the axes of the output; `contiguous`: the latter are contiguous.
+    """
+
+    view: NDArray[Any]
+    data: memoryview
+    contiguous: bool
+
+
 class BlockRegions:
-    """The regions of one block of one column, from which rows of batches are copied."""
+    """The regions of one block of one column.
+
+    `cuts`: by region and part of an output. `origins`: the first element of each region on the anchored axes.
+    `stops`: the row after the last one of each region.
+    """
 
     def __init__(self, reader: RegionReader, start: int, boxes: Sequence[Box], arrays: Sequence[NDArray[Any]]) -> None:
         self.reader = reader
         self.start = start
         self.arrays = arrays
-        self._boxes = boxes
-        self._stops = np.array([box.stop - start for box in boxes], np.int64)
-        parts = [part for output in reader.column.outputs for part in output.parts]
-        self._views = [[self._view(array, part) for part in parts] for array in arrays]
+        column, axes = reader.column, reader.fields.axes
+        parts = [part for output in column.outputs for part in output.parts]
+        self.cuts = [[_cut(column, axes, array, part) for part in parts] for array in arrays]
+        lows = [column.region(axes, box)[0] for box in boxes]
+        self.origins = [[low[column.dims.index(axis)] for axis in axes if axis in column.dims] for low in lows]
+        self.stops = [box.stop - start for box in boxes]
 
-    def copy(self, rows: Ints, into: Ints, outs: Sequence[NDArray[Any]], key: tuple[int, int]) -> None:
-        """Copy samples, by their `rows` in the block, to the rows `into` of a batch. `key`: (seed, epoch)."""
-        fields, column = self.reader.fields, self.reader.column
-        corners = fields.anchors.corners(rows + self.start)
-        corners = corners + fields.anchors.moves(rows + self.start, *key)
-        region = np.searchsorted(self._stops, rows, side="right")
-        for number in np.unique(region).tolist():
-            mine = np.flatnonzero(region == number)
-            low, _ = column.region(fields.axes, self._boxes[number])
-            at = [
-                (corners[axis, mine] * column.scales[name].numerator) // column.scales[name].denominator
-                - low[column.dims.index(name)]
-                for axis, name in enumerate(fields.axes)
-                if name in column.dims
-            ]
-            self._copy(self._views[number], at, into[mine], outs)
 
-    def _copy(
-        self, views: Sequence[NDArray[Any]], at: Sequence[Ints], into: Ints, outs: Sequence[NDArray[Any]]
-    ) -> None:
-        view = iter(views)
-        for output, out in zip(self.reader.column.outputs, outs, strict=True):
-            axis = self._sample_position()
-            for part in output.parts:
-                source = next(view)
-                target = out
-                if part.length:
-                    target = out[(slice(None),) * (1 + axis) + (slice(part.at, part.at + part.length),)]
-                if not at:
-                    target[into] = source
-                elif prod(target.shape[1:]) * out.itemsize < LARGE_ROW:
-                    target[into] = source[tuple(at)]
-                else:
-                    for row, *place in zip(into.tolist(), *(column.tolist() for column in at), strict=True):
-                        target[row] = source[tuple(place)]
-
-    def _sample_position(self) -> int:
-        """Return the position of the sample axis in an output, with the channel axis."""
-        column = self.reader.column
-        position = column.dims.index(column.sample_axis) if column.sample_axis in column.dims else 0
-        return position + int(column.channels > 0 and position > column.channel_axis)
-
-    def _view(self, region: NDArray[Any], part: Part) -> NDArray[Any]:
-        """Return a view of a region with an axis for each anchored axis, then the axes of the output."""
-        column = self.reader.column
-        dims = list(column.dims)
-        if column.channels:
-            dims.insert(column.channel_axis, "")
-        places: dict[str, tuple[int, int]] = {}
-        lengths: list[tuple[int, int]] = []
-        start = [slice(None)] * len(dims)
-        for number, (dim, size, stride) in enumerate(zip(dims, region.shape, region.strides, strict=True)):
-            if dim == column.sample_axis and dim:
-                start[number] = slice(part.offset, None)
-                reach = (max(part.length, 1) - 1) * part.step
-                places[dim] = size - part.offset - reach, stride
-                lengths += [(part.length, stride * part.step)] if part.length else []
-            elif dim in column.sizes:
-                places[dim] = size - column.sizes[dim] + 1, stride
-                lengths.append((column.sizes[dim], stride))
-            else:
-                lengths.append((size, stride))
-        axes = [places[axis] for axis in self.reader.fields.axes if axis in places] + lengths
-        return as_strided(region[tuple(start)], [n for n, _ in axes], [stride for _, stride in axes], writeable=False)
+def _cut(column: RegionColumn, anchored: Sequence[str], region: NDArray[Any], part: Part) -> Cut:
+    dims = list(column.dims)
+    if column.channels:
+        dims.insert(column.channel_axis, "")
+    places: dict[str, tuple[int, int]] = {}
+    lengths: list[tuple[int, int]] = []
+    first = 0  # byte
+    for dim, size, stride in zip(dims, region.shape, region.strides, strict=True):
+        if dim == column.sample_axis and dim:
+            first = part.offset * stride
+            reach = (max(part.length, 1) - 1) * part.step
+            places[dim] = size - part.offset - reach, stride
+            lengths += [(part.length, stride * part.step)] if part.length else []
+        elif dim in column.sizes:
+            places[dim] = size - column.sizes[dim] + 1, stride
+            lengths.append((column.sizes[dim], stride))
+        else:
+            lengths.append((size, stride))
+    axes = [places[axis] for axis in anchored if axis in places] + lengths
+    shape, strides = [n for n, _ in axes], [stride for _, stride in axes]
+    data = region.reshape(-1).view(np.uint8)[first:]
+    view = as_strided(data.view(region.dtype), shape, strides, writeable=False)
+    return Cut(view, data.data, view[(0,) * (view.ndim - len(lengths))].flags.c_contiguous)
 
 
 class Regions:
@@ -378,28 +383,96 @@ class Regions:
         self._block = block
         self._blocks: list[BlockRegions | None] = [None] * slots
 
-    def open(self, slot: int, make: Callable[[], BlockRegions], lock: threading.Lock) -> BlockRegions:
-        """Return the regions of a slot, which the first caller makes."""
+    def open(self, slot: int, make: Callable[[], BlockRegions], lock: threading.Lock) -> tuple[BlockRegions, bool]:
+        """Return the regions of a slot, which the first caller makes, and whether this was the first."""
         with lock:
             block = self._blocks[slot]
-            if block is None:
-                block = self._blocks[slot] = make()
-            return block
+            if block is not None:
+                return block, False
+            block = self._blocks[slot] = make()
+            return block, True
 
     def drop(self, slot: int) -> None:
         """Free the memory of a slot once no copy from it is in progress."""
         self._blocks[slot] = None
 
     def gather(self, places: Ints, lease: Lease, key: tuple[int, int]) -> dict[str, NDArray[Any]]:
-        """Return the columns of a batch, whose rows are at `places` of the arena."""
+        """Return the columns of a batch, whose rows are at `places` of the arena. `key`: (seed, epoch)."""
         slots, rows = np.divmod(places, self._block)
-        order = np.argsort(slots, kind="stable")
-        used, first = np.unique(slots[order], return_index=True)
+        used, number = np.unique(slots, return_inverse=True)
         blocks = [block for block in (self._blocks[slot] for slot in used.tolist()) if block is not None]
-        outputs = blocks[0].reader.column.outputs
-        dtype = blocks[0].reader.column.dtype
-        outs = [lease((len(places), *output.shape), dtype) for output in outputs]
-        for block, begin, end in zip(blocks, first.tolist(), [*first.tolist()[1:], len(places)], strict=True):
-            into = order[begin:end]
-            block.copy(rows[into], into, outs, key)
-        return {output.name: out for output, out in zip(outputs, outs, strict=True)}
+        column = blocks[0].reader.column
+        outs = [lease((len(places), *output.shape), column.dtype) for output in column.outputs]
+        readers = {block.reader: None for block in blocks}  # several in a mixture
+        for reader in readers:
+            mine = np.array([block.reader is reader for block in blocks])
+            of_reader = np.flatnonzero(mine[number])
+            local = (np.cumsum(mine) - 1)[number[of_reader]]
+            chosen = [block for block in blocks if block.reader is reader]
+            _copy(chosen, (local, rows[of_reader]), of_reader, outs, key)
+        return {output.name: out for output, out in zip(column.outputs, outs, strict=True)}
+
+
+def _copy(
+    blocks: Sequence[BlockRegions],
+    found: tuple[Ints, Ints],
+    into: Ints,
+    outs: Sequence[NDArray[Any]],
+    key: tuple[int, int],
+) -> None:
+    """Copy samples to the rows `into` of a batch's columns. `found`: the number of the block of each, and its row."""
+    number, rows = found
+    fields, column = blocks[0].reader.fields, blocks[0].reader.column
+    samples = np.array([block.start for block in blocks])[number] + rows
+    corners = fields.anchors.corners(samples) + fields.anchors.moves(samples, *key)
+    region = number
+    if any(len(block.stops) > 1 for block in blocks):
+        base = np.cumsum([0, *(len(block.stops) for block in blocks)])
+        inside = [np.searchsorted(block.stops, rows[number == n], side="right") for n, block in enumerate(blocks)]
+        region = base[number]
+        for n, part in enumerate(inside):
+            region[number == n] += part
+    origins = np.array([origin for block in blocks for origin in block.origins], np.int64).T
+    scales = [column.scales[axis] for axis in fields.axes if axis in column.dims]
+    used = [corners[n] for n, axis in enumerate(fields.axes) if axis in column.dims]
+    at = [
+        (corner * scale.numerator // scale.denominator if scale != 1 else corner) - origin[region]
+        for corner, scale, origin in zip(used, scales, origins, strict=True)
+    ]
+    regions = [cuts for block in blocks for cuts in block.cuts]
+    parts = [(out, part) for output, out in zip(column.outputs, outs, strict=True) for part in output.parts]
+    for position, (out, part) in enumerate(parts):
+        target = out
+        if part.length:
+            target = out[(slice(None),) * (1 + column.sample_position) + (slice(part.at, part.at + part.length),)]
+        _copy_rows([cuts[position] for cuts in regions], region, at, target, into)
+
+
+def _copy_rows(cuts: Sequence[Cut], region: Ints, at: Sequence[Ints], target: NDArray[Any], into: Ints) -> None:
+    """Copy rows, each from its region's cut at its place `at`, to the rows `into` of the target.
+
+    Small rows of few regions are copied together, by fancy indexing; contiguous ones of up to `HELD_ROW` bytes by
+    slices of memoryviews, which keep the interpreter's lock, since many short copies would each wait for it; others as
+    arrays.
+    """
+    row_bytes = prod(target.shape[1:]) * target.itemsize
+    if row_bytes < SMALL_ROW and len(into) > len(cuts) * SMALL_GROUP:
+        order = np.argsort(region, kind="stable")
+        edges = np.searchsorted(region[order], np.arange(len(cuts) + 1)).tolist()
+        for cut, (begin, end) in zip(cuts, pairwise(edges), strict=True):
+            mine = order[begin:end]
+            target[into[mine]] = cut.view[tuple(column[mine] for column in at)]
+        return
+    rows, regions = into.tolist(), region.tolist()
+    if row_bytes <= HELD_ROW and target.flags.c_contiguous and all(cut.contiguous for cut in cuts):
+        strides = np.array([cut.view.strides[: len(at)] for cut in cuts], np.int64).reshape(len(cuts), -1)
+        starts = np.zeros(len(into), np.int64)
+        for axis, column in enumerate(at):
+            starts += column * strides[region, axis]
+        out = target.reshape(-1).view(np.uint8).data
+        for row, number, start in zip(rows, regions, starts.tolist(), strict=True):
+            out[row * row_bytes : (row + 1) * row_bytes] = cuts[number].data[start : start + row_bytes]
+        return
+    places = list(zip(*(column.tolist() for column in at), strict=True)) or [()] * len(rows)
+    for row, number, place in zip(rows, regions, places, strict=True):
+        target[row] = cuts[number].view[place]

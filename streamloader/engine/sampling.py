@@ -22,51 +22,15 @@ from streamloader.format.geometry import order_pin
 from streamloader.format.manifest import FORMAT, Field, FieldLayout, Manifest, OrderPin
 from streamloader.format.zarr_metadata import POSITIONAL, ZarrArray, ZarrGroup, read_group
 from streamloader.format.zarr_reader import ArrayReader
-from streamloader.options import Channels, Extent, Patch, Window
+from streamloader.options import Channels, Extent, Sampling, Window
 from streamloader.order.anchors import Anchors, Axis, CellAxis, choose_cells, runs_of, segment_anchors, split_segments
 from streamloader.storage.store import Store
 
 Ints = NDArray[np.int64]
 # The default order keeps at most this many bytes of regions in memory, but at least a window of two blocks.
 WINDOW_BYTES = 1 << 30
+WINDOW_REQUESTS = 2048  # that the first batch waits for at most, unless two blocks take more
 SAMPLES = "sample"  # the sample axis of a dataset that streamloader wrote
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How the arrays of a Zarr group become samples; see `StreamingDataset`."""
-
-    sample_axis: str | int | None = None
-    windows: Window | None = None
-    patches: Patch | None = None
-    channels: Channels | Mapping[str, Channels] | None = None
-    decode_cf: bool = True
-    strict: bool = False
-
-    def __post_init__(self) -> None:
-        for name, kind in (("windows", Window), ("patches", Patch), ("channels", Channels | Mapping)):
-            value = getattr(self, name)
-            if value is not None and not isinstance(value, kind):
-                raise UsageError(f"{name}={value!r:.60}", f"give a {name.rstrip('s').capitalize()}(...)")
-        if self.sample_axis is not None and not isinstance(self.sample_axis, str | int):
-            raise UsageError(f"sample_axis={self.sample_axis!r:.60}", "give the name or the number of a dimension")
-
-    @property
-    def used(self) -> bool:
-        """Whether samples are declared, so that the URL is opened as arrays."""
-        return any(value is not None for value in (self.sample_axis, self.windows, self.patches, self.channels))
-
-    @property
-    def columns(self) -> dict[str, Channels]:
-        """The columns of stacked arrays, by name; a single one is called `channels`."""
-        if isinstance(self.channels, Channels):
-            return {"channels": self.channels}
-        return dict(self.channels or {})
-
-    @property
-    def patch_dims(self) -> tuple[str, ...]:
-        """The names of the dimensions that patches are cut from."""
-        return () if self.patches is None else tuple(self.patches.size)
 
 
 @dataclass(frozen=True, eq=False)
@@ -442,15 +406,20 @@ def _manifest(store: Store, arrays: ArrayFields) -> Manifest:
         layouts[name] = FieldLayout(kind, block, block, ARRAYS, resident=False, nbytes=size, stored=size)
         tables[name] = _digest(column, anchors)
     readers = [RegionReader(store, name, layouts[name], arrays) for name in layouts]
-    held = sum(reader.most_bytes(block) for reader in readers)
-    order = _order(samples, block, held)
+    held, requests = (
+        sum(values) for values in zip(*((r.most_bytes(block), r.pieces(block)) for r in readers), strict=True)
+    )
+    order = _order(samples, block, held, requests)
     return Manifest(samples, block, layouts, order, tables)
 
 
-def _order(samples: int, block: int, block_bytes: int) -> OrderPin:
-    """Return the order of a dataset, whose window keeps about `WINDOW_BYTES` of regions."""
+def _order(samples: int, block: int, block_bytes: int, requests: int) -> OrderPin:
+    """Return the order of a dataset, whose window takes about `WINDOW_BYTES` of regions and `WINDOW_REQUESTS`.
+
+    `block_bytes`, `requests`: those of a block.
+    """
     order = order_pin(samples, block, -(-samples // block) * block_bytes)
-    most = max(4, WINDOW_BYTES // max(1, block_bytes))
+    most = max(4, min(WINDOW_BYTES // max(1, block_bytes), WINDOW_REQUESTS // requests))
     lanes, window = order.lanes, order.window // block
     while lanes > 1 and lanes * (window + 2) > most:
         lanes //= 2
@@ -461,9 +430,8 @@ def _digest(column: RegionColumn, anchors: Anchors) -> str:
     """Return the SHA-256 of what determines the values and the samples of a column, in hexadecimal."""
     digest = hashlib.sha256(repr((column.dims, column.lengths, column.dtype, column.outputs, column.channels)).encode())
     for member in column.members:
-        unpacking = None if member.unpacking is None else vars(member.unpacking)
         document = "" if member.array is None else member.array.digest
-        digest.update(repr((member.dims, member.slices, document, sorted((unpacking or {}).items()))).encode())
+        digest.update(repr((member.dims, member.slices, document, member.unpacking)).encode())
         if member.constant is not None:
             digest.update(np.ascontiguousarray(member.constant).tobytes())
     for axis in anchors.axes:

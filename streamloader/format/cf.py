@@ -20,7 +20,7 @@ from streamloader.errors import FormatError
 PIECE_ELEMENTS = 1 << 16  # unpacked at once, so that temporary float64 values fit in a core's cache
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Unpacking:
     """How stored values become floats: those in `fills` or outside `valid` become NaN, others value * scale + offset.
 

@@ -83,16 +83,30 @@ class ArrayReader:
         shards = prod(-(-n // size) for n, size in zip(array.shape, array.stored_chunks, strict=True))
         return min(INDEX_CACHE_BYTES, shards * index_bytes(array))
 
+    def places(self, boxes: Sequence[tuple[Place, Place]]) -> list[Place]:
+        """Return the places of the chunks that the boxes [low, high) touch, each once."""
+        places: dict[Place, None] = {}  # a set in order
+        for low, high in boxes:
+            bounds = zip(low, high, self.array.chunks, strict=True)
+            places |= dict.fromkeys(product(*(range(a // size, -(-b // size)) for a, b, size in bounds)))
+        return list(places)
+
+    def count_requests(self, boxes: Sequence[tuple[Place, Place]]) -> int:
+        """Return about the number of requests for the chunks that the boxes touch, without reading an index."""
+        sizes, total = self.array.chunks if self.array.sharding is None else self.array.stored_chunks, 0
+        for low, high in boxes:
+            objects = prod(-(-b // n) - a // n for a, b, n in zip(low, high, sizes, strict=True))
+            size = prod(b - a for a, b in zip(low, high, strict=True)) * self.array.dtype.itemsize
+            total += objects if self.array.sharding is None else max(objects, size // MAX_REQUEST)
+        return total
+
     def runs(self, boxes: Sequence[tuple[Place, Place]]) -> list[ArrayRun]:
         """Return the requests for the chunks that the boxes [low, high) touch, each chunk once.
 
         Reads the indexes of shards that are not cached. Raises `CorruptError` for a damaged one, and `StorageError`.
         """
         array = self.array
-        places: dict[Place, None] = {}  # a set in order
-        for low, high in boxes:
-            bounds = zip(low, high, array.chunks, strict=True)
-            places |= dict.fromkeys(product(*(range(a // size, -(-b // size)) for a, b, size in bounds)))
+        places = self.places(boxes)
         if array.sharding is None:
             stop = self.request_bytes
             return [ArrayRun(array.object_key(at), 0, stop, (StoredChunk(at, 0, stop),)) for at in places]

@@ -13,8 +13,9 @@ from streamloader.engine.engine import Engine
 from streamloader.engine.memory import Budget
 from streamloader.engine.stages import LoaderConfig
 from streamloader.errors import UsageError
+from streamloader.measure.arrays import SAMPLED_BLOCKS, ArrayReads, array_reads
 from streamloader.measure.model import Machine, Rate, load_of, predict
-from streamloader.options import Shuffle
+from streamloader.options import Sampling, Shuffle
 from streamloader.order.epoch_order import EpochOrder, params_for_world
 from streamloader.order.schedule import Share, World
 from streamloader.pytorch.arguments import Source, WhereChoice, choose_order, open_dataset, read_shuffle, read_where
@@ -117,6 +118,7 @@ class ForecastOptions:
     dollars_for_a_get: float = DOLLARS_FOR_A_GET
     machine: Machine = field(default_factory=Machine)
     storage_options: Mapping[str, Any] = field(default_factory=dict)
+    sampling: Sampling = field(default_factory=Sampling)
 
     def __post_init__(self) -> None:
         if self.ranks_here < 1 or self.dollars_for_a_get < 0:
@@ -131,7 +133,7 @@ class Forecast:
     `block`, `lanes`, `window`: the order of a new run on these ranks. `pinned_lanes`: the lanes of the dataset. `held`:
     the fields that every rank holds in memory. `requests`, `bytes`, `dollars`: those of all ranks. `rank`, `together`:
     how the batch of a rank and the global batch mix. `rate`: of a rank in later epochs. `drawn`: the block of
-    each row of the first global batches.
+    each row of the first global batches. `arrays`: what is read of each array, for a dataset that is read as arrays.
 
     `memory`: the bytes that the loader of a rank may use. `least_memory`: the least that it needs. `memory_alone`: the
     least that a single rank needs to resume such a run.
@@ -159,12 +161,14 @@ class Forecast:
     shuffle: bool
     memory_alone: int
     rate: Rate
+    arrays: tuple[ArrayReads, ...]
     drawn: tuple[tuple[int, ...], ...] = field(repr=False)
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON values, without `drawn`."""
         values = asdict(self)
         del values["drawn"]
+        values["arrays"] = [reads.to_dict() for reads in self.arrays]
         for name in ("rank", "together"):
             values[name]["design_effect"] = getattr(self, name).design_effect(1.0)
         return values
@@ -177,8 +181,8 @@ def forecast(url: str, options: ForecastOptions) -> Forecast:
     for invalid options; and `MemoryBudgetError` if the window does not fit in the memory.
     """
     world, condition = World(0, options.world_size), read_where(options.where)  # checked before anything is read
-    source = Source(url, options.split, storage_options=options.storage_options)
-    dataset = open_dataset(source, condition, options.fields, ("valid",))
+    source = Source.of(url, options.split, options.storage_options, options.sampling)
+    dataset = open_dataset(source, condition, options.fields, ("valid",), shuffle=options.shuffle is not False)
     count = dataset.num_samples
     config = read_shuffle(options.shuffle)
     params = pinned = choose_order(dataset.manifest, config, dataset.selection)
@@ -196,6 +200,10 @@ def forecast(url: str, options: ForecastOptions) -> Forecast:
     streamed = _estimate_reads(dataset, streaming, params.block)
     resident = _estimate_reads(replace(dataset, selection=None), held, max(1, dataset.manifest.num_samples))
     requests, size = (round(a * factor + b * world.size) for a, b in zip(streamed, resident, strict=True))
+    arrays = array_reads(dataset)
+    if arrays:  # requests for whole objects do not state their size
+        size = round(sum(reads.stored for reads in arrays) * factor)
+        streamed = streamed[0], size / factor
     return Forecast(
         url=open_store(url, options.storage_options).url,
         num_samples=count,
@@ -218,6 +226,7 @@ def forecast(url: str, options: ForecastOptions) -> Forecast:
         pinned_lanes=pinned.lanes if order.shuffle else 1,
         shuffle=order.shuffle,
         memory_alone=engine.least_memory(replace(together, batch=share.batch).need()),
+        arrays=tuple(arrays),
         rate=_rate(dataset, options, (streamed[0] * factor, streamed[1] * factor), streaming, budget),
         drawn=_first_blocks(share, params.block),
     )
@@ -248,7 +257,7 @@ def _ranks_per_unit(unit: int, share: Share) -> float:
 def _estimate_reads(dataset: Dataset, names: Sequence[str], block: int) -> tuple[float, float]:
     """Return the (requests, bytes) of these fields for one pass in blocks, from up to `MAX_BLOCKS` of them."""
     starts = range(0, dataset.num_samples, block)
-    chosen = _spread(MAX_BLOCKS, len(starts))
+    chosen = _spread(MAX_BLOCKS if dataset.arrays is None else SAMPLED_BLOCKS, len(starts))
     sizes = []
     for start in (starts[number] for number in chosen):
         stop = min(start + block, dataset.num_samples)

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from streamloader.engine.memory import in_slots
+from streamloader.engine.regions import ARRAYS
 from streamloader.errors import UsageError
 from streamloader.format.manifest import FieldLayout
 
@@ -28,7 +29,8 @@ ENOUGH = 0.95  # of the rate at the limit of requests in flight
 class Costs:
     """CPU seconds, as measured on 2 cores of AMD EPYC: bench/NOTES.md, "A model of the engine".
 
-    `fetch`: per GB received. `request`: per request, to make, check and unpack it. `decode`: per decoded GB, by codec.
+    `fetch`: per GB received. `request`: per request, to make, check and unpack it. `decode`: per decoded GB, by codec;
+    that of arrays which others wrote is a mean of the usual ones.
     `copy`: per decoded GB, to check and gather it. `row`: per row in a slot, `item`: per item in a chunk (`in_slots`),
     to plan and gather it. `batch`: per batch.
 
@@ -38,7 +40,7 @@ class Costs:
 
     fetch: float = 0.4
     request: float = 0.9e-3
-    decode: Mapping[str, float] = field(default_factory=lambda: {"none": 0.0, "lz4": 0.4, "zstd": 1.25})
+    decode: Mapping[str, float] = field(default_factory=lambda: {"none": 0.0, "lz4": 0.4, "zstd": 1.25, ARRAYS: 0.8})
     copy: float = 0.15
     row: float = 0.2e-6
     item: float = 1.5e-6

@@ -27,6 +27,9 @@ Ints = NDArray[np.int64]
 HALO = 1.25
 CELL_BYTES = 32 << 20  # decoded, of all fields, unless one chunk is larger
 LEAST_CELLS = 64  # of an epoch, so that the permutation of blocks mixes it
+# Cells of less than these bytes grow along the first axis, if many are left: the work per block would be most of all.
+SMALL_CELL = 1 << 20
+MANY_CELLS = 4096
 
 
 @dataclass(frozen=True, eq=False)
@@ -221,9 +224,9 @@ def choose_cells(axes: Sequence[CellAxis], element_bytes: float) -> tuple[int, .
     """
     cells = [min(axis.length, axis.chunk) for axis in axes]
 
-    def allowed(trial: Sequence[int]) -> bool:
+    def allowed(trial: Sequence[int], most: int = CELL_BYTES, least: int = LEAST_CELLS) -> bool:
         count = prod(-(-axis.length // cell) for axis, cell in zip(axes, trial, strict=True))
-        return prod(trial) * element_bytes <= CELL_BYTES and count >= LEAST_CELLS
+        return prod(trial) * element_bytes <= most and count >= least
 
     for number, axis in enumerate(axes):
         whole = lcm(axis.chunk, axis.stride)
@@ -240,6 +243,8 @@ def choose_cells(axes: Sequence[CellAxis], element_bytes: float) -> tuple[int, .
         if not trials:
             break
         cells = min(trials, key=lambda trial: _read_factor(axes, trial))
+    while cells[0] < axes[0].length and allowed([2 * cells[0], *cells[1:]], SMALL_CELL, MANY_CELLS):
+        cells[0] *= 2
     return tuple(cells)
 
 
@@ -254,6 +259,7 @@ def _read_factor(axes: Sequence[CellAxis], cells: Sequence[int]) -> float:
 
 
 def count_unused(axis: Axis) -> int:
-    """Return the number of elements of an axis that no sample reads."""
-    spans = np.where(axis.stride <= axis.reach, (axis.count - 1) * axis.stride + axis.reach, axis.count * axis.reach)
+    """Return the number of elements of an axis that no sample reads, without jitter."""
+    overlap = axis.stride <= axis.extent
+    spans = (axis.count - 1) * axis.stride + axis.extent if overlap else axis.count * axis.extent
     return axis.length - int(spans.sum())

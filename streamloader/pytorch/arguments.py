@@ -12,26 +12,35 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streamloader.engine.dataset import THREADS, Dataset
-from streamloader.engine.sampling import Sampling, open_arrays
+from streamloader.engine.sampling import open_arrays
 from streamloader.errors import BatchError, FieldError, SelectionError, UsageError
 from streamloader.format.geometry import BLOCKS, nearest_power, next_power, order_pin
 from streamloader.format.manifest import Field, Manifest, OrderPin
 from streamloader.format.opening import open_root
 from streamloader.format.reader import FieldReader
-from streamloader.options import REMAINDERS, Channels, Decode, Pack, Patch, Remainder, Shuffle, Window, is_whole
+from streamloader.options import (
+    REMAINDERS,
+    Channels,
+    Decode,
+    Pack,
+    Patch,
+    Remainder,
+    Sampling,
+    Shuffle,
+    Window,
+    is_whole,
+)
 from streamloader.order.epoch_order import OrderParams
 from streamloader.order.schedule import Part
 from streamloader.order.state import NO_GAPS, Gaps, RunState
 from streamloader.pytorch.tensors import OFFSETS
 from streamloader.stats import BatchReport
-from streamloader.storage import open_store
+from streamloader.storage import open_store, references_url
 from streamloader.storage.store import Store
 
 if TYPE_CHECKING:  # imported when a dataset needs it
     from streamloader.images.decode import ImageDecoder
     from streamloader.order.selection import Condition, Selection
-
-REFERENCE_FILES = (".json", ".parq", ".parquet")  # ends of URLs that are references to the arrays of other files
 
 PackChoice = None | Mapping[str, "Pack | int"]
 # step numbers by epoch: {3: range(100, 120)}
@@ -56,6 +65,11 @@ class Source:
     channels: Channels | Mapping[str, Channels] | None = None
     decode_cf: bool = True
     strict: bool = False
+
+    @classmethod
+    def of(cls, url: str, split: str | None, storage_options: Mapping[str, Any] | None, sampling: Sampling) -> Source:
+        """Return the source of a URL whose samples are declared by `sampling`."""
+        return cls(url, split, None, storage_options, **vars(sampling))
 
     @property
     def sampling(self) -> Sampling:
@@ -131,17 +145,14 @@ def open_dataset(
 
     `columns`: the names of the batch's columns other than fields. `shuffle`: as in `Anchors.aligned`.
     """
-    url = os.fspath(source.url)
-    if source.sampling.used and url.endswith(REFERENCE_FILES) and "::" not in url:
-        url = f"reference://::{url}"
-    store = open_store(url, source.storage_options)
     if source.sampling.used:
+        store = open_store(references_url(source.url), source.storage_options)
         store = store if source.split is None else store.child(source.split)
         names = fields if fields is None else choose_names(fields)
         opened = open_arrays(store, source.sampling, names, where, aligned=shuffle, memory=memory)
         check_names(opened.manifest, [*opened.names, *opened.output_names], columns)
         return opened
-    manifest, store, _ = open_root(store, source.split)
+    manifest, store, _ = open_root(open_store(source.url, source.storage_options), source.split)
     names = choose_fields(manifest, fields, columns)
     return Dataset(store, manifest, names, choose_selection(where, manifest, store, memory))
 

@@ -107,6 +107,15 @@ class StreamingDataset(BaseDataset):
         """The number of selected samples, over all ranks."""
         return self._datasets[0].num_samples
 
+    @property
+    def unused(self) -> dict[str, int]:
+        """The elements of each axis of windows and patches that no sample reads; empty for other datasets.
+
+        Windows that would cross a border are left out, and so is the end of an axis that the stride does not reach.
+        """
+        arrays = self._datasets[0].arrays
+        return {} if arrays is None else arrays.unused
+
     def samples(self, epoch: int, step: int, rank: int | None = None, *, workers: int = 1) -> torch.Tensor:
         """Return the sample numbers (`index`) of a step, without reading data.
 

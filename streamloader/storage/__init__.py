@@ -16,7 +16,8 @@ from typing import Any
 from streamloader.storage.store import ObjectInfo, RangeReader, Store, check_protocol
 from streamloader.storage.url import parse_location
 
-__all__ = ["ObjectInfo", "RangeReader", "Store", "open_store"]
+__all__ = ["ObjectInfo", "RangeReader", "Store", "open_store", "references_url"]
+REFERENCE_FILES = (".json", ".parq", ".parquet")  # ends of URLs that are references to the arrays of other files
 
 
 def open_store(url: str | os.PathLike[str], options: Mapping[str, Any] | None = None) -> Store:
@@ -29,3 +30,10 @@ def open_store(url: str | os.PathLike[str], options: Mapping[str, Any] | None = 
     location = parse_location(url, options)
     check_protocol(location)
     return Store(location)
+
+
+def references_url(url: str | os.PathLike[str]) -> str:
+    """Return the URL of the store of a JSON file or a Parquet folder of references; other URLs unchanged."""
+    text = os.fspath(url)
+    references = text.rstrip("/").endswith(REFERENCE_FILES) and "::" not in text
+    return f"reference://::{text}" if references else text

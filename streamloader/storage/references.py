@@ -159,6 +159,13 @@ class IcechunkClient(FsspecClient):
         """Return the last `size` bytes, fewer if the object is smaller."""
         return self._read(path, None)[-size:]
 
+    def info(self, path: str) -> ObjectInfo | None:
+        """Return the size of an object, or None if it does not exist."""
+        try:
+            return ObjectInfo(path, asyncio.run(self._store.getsize(path)))
+        except FileNotFoundError:
+            return None
+
     def folders(self, folder: str) -> list[str]:
         """Return the names of the folders directly below a folder."""
 

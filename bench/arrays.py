@@ -1,0 +1,367 @@
+"""Arrays read in place, beside other readers of Zarr: python -m bench.arrays [--stores NAME ...] [--loaders NAME ...]
+
+Each loader reads shuffled samples of the same store from the same server (nginx over a folder, plain and with the
+latency of a cloud) in a process of its own, for whole epochs until `--seconds` have passed; slower ones are cut within
+an epoch, after `--seconds` at least. `ceiling` fetches and decodes every chunk once, by threads, without a loader.
+Writes one JSON line for each run to bench/results/arrays.jsonl.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bench.workloads import ROOT
+
+DATA = ROOT / "bench" / ".data" / "arrays"
+RESULTS = ROOT / "bench" / "results" / "arrays.jsonl"
+BUCKET = "arrays"
+VARIABLES = ("t2m", "u10", "v10", "msl", "tp", "z500", "t850", "q700")
+GRID = (721, 1440)
+WORKERS = 2  # of the loaders that need them: the cores of the machine
+LOADERS = ("ceiling", "streamloader", "xbatcher", "zarr", "tensorstore")
+
+
+@dataclass(frozen=True)
+class Store:
+    """A store to read: its samples are `steps` of the sample axis, or patches; `batch` samples in a batch."""
+
+    name: str
+    kind: str
+    steps: int
+    chunk: int
+    codec: str
+    batch: int
+
+    @property
+    def path(self) -> Path:
+        """Where it is written."""
+        return DATA / BUCKET / self.name
+
+
+STORES = {
+    store.name: store
+    for store in (
+        *(
+            Store(f"era5-{chunk}-{codec}", "era5", 160, chunk, codec, 4)
+            for chunk in (1, 8, 40)
+            for codec in ("lz4", "zstd")
+        ),
+        Store("ome", "ome", 24, 1, "zstd", 64),
+        Store("table", "table", 200_000, 1024, "lz4", 256),
+    )
+}
+
+
+def write(store: Store) -> None:
+    """Write a store by zarr-python, unless it is there."""
+    import zarr
+    from zarr.codecs import BloscCodec
+
+    if (store.path / "zarr.json").exists():
+        return
+    codec = BloscCodec(cname=store.codec, clevel=5 if store.codec == "lz4" else 3, shuffle="shuffle")
+    group = zarr.open_group(store.path, mode="w")
+    rng = np.random.default_rng(0)
+    if store.kind == "era5":
+        smooth = np.cumsum(np.cumsum(rng.normal(size=GRID), 0), 1)
+        smooth = (smooth / np.abs(smooth).max() * 30 + 280).astype("f4")
+        noise = rng.normal(scale=0.05, size=(8, *GRID)).astype("f4").round(2)
+        for number, name in enumerate(VARIABLES):
+            dims = ("time", "lat", "lon")
+            array = group.create_array(
+                name,
+                shape=(store.steps, *GRID),
+                chunks=(store.chunk, *GRID),
+                dtype="f4",
+                compressors=codec,
+                dimension_names=dims,
+            )
+            for first in range(0, store.steps, store.chunk):
+                steps = range(first, min(first + store.chunk, store.steps))
+                array[first : steps.stop] = np.stack(
+                    [np.roll(smooth, step + number, 1) + noise[step % 8] for step in steps]
+                )
+    elif store.kind == "ome":
+        shape, dims = (store.steps, 4096, 4096), ("t", "y", "x")
+        array = group.create_array(
+            "0", shape=shape, chunks=(1, 2048, 2048), dtype="u2", compressors=codec, dimension_names=dims
+        )
+        plane = (np.abs(np.cumsum(rng.normal(size=(4096, 4096)), 1)) * 40 + 100).astype("u2")
+        for step in range(store.steps):
+            array[step] = np.roll(plane, 97 * step, 1)
+    else:
+        array = group.create_array(
+            "X",
+            shape=(store.steps, 2000),
+            chunks=(store.chunk, 2000),
+            dtype="f4",
+            compressors=codec,
+            dimension_names=("obs", "var"),
+        )
+        for first in range(0, store.steps, 16 * store.chunk):
+            rows = min(16 * store.chunk, store.steps - first)
+            values = rng.poisson(0.3, size=(rows, 2000)).astype("f4")
+            array[first : first + rows] = np.log1p(values)
+    zarr.consolidate_metadata(store.path)
+
+
+class Counting:
+    """Samples per second of the batches of an iterable, over whole epochs or at least some seconds."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self.rates: list[float] = []
+        self.first = 0.0
+
+    def run(self, epoch: Callable[[], Iterator[int]], whole: bool) -> None:
+        """Iterate over epochs; `epoch` yields the number of samples in each batch."""
+        begin = time.perf_counter()
+        while time.perf_counter() - begin < self.seconds:
+            start, samples = time.perf_counter(), 0
+            for count in epoch():
+                self.first = self.first or time.perf_counter() - start
+                samples += count
+                if not whole and time.perf_counter() - begin > self.seconds:
+                    break
+            self.rates.append(samples / (time.perf_counter() - start))
+
+
+def read_ours(store: Store, endpoint: str, counting: Counting, memory: str | None) -> dict[str, Any]:
+    """Read by streamloader."""
+    import streamloader as sl
+
+    options: dict[str, Any] = {
+        "sample_axis": "obs" if store.kind == "table" else "t" if store.kind == "ome" else "time"
+    }
+    if store.kind == "ome":
+        options["patches"] = sl.Patch({"y": 256, "x": 256})
+    dataset = sl.StreamingDataset(
+        f"s3://{BUCKET}/{store.name}",
+        batch_size=store.batch,
+        memory=memory,
+        remainder="uneven",
+        **options,
+        storage_options={"endpoint_url": endpoint, "key": "k", "secret": "s"},
+    )
+    name = next(iter(dataset.fields))
+    counting.run(lambda: (len(batch[name]) for batch in dataset), whole=True)
+    stats = dataset.stats()
+    return {"requests": stats.requests, "verdict": stats.verdict, "bytes_fetched": stats.bytes_fetched}
+
+
+def objects_of(store: Store) -> list[tuple[str, str]]:
+    """The chunks of a store: (array, key)."""
+    paths = [path for path in store.path.rglob("*") if path.is_file() and path.name != "zarr.json"]
+    return [(path.relative_to(store.path).parts[0], path.relative_to(store.path).as_posix()) for path in paths]
+
+
+def read_ceiling(store: Store, endpoint: str, counting: Counting) -> None:
+    """Fetch and decode every chunk once an epoch, 16 requests at once, each into memory of its own."""
+    from streamloader.format.zarr_codecs import chunk_codec
+    from streamloader.format.zarr_metadata import read_group
+    from streamloader.storage import open_store
+
+    place = open_store(f"s3://{BUCKET}/{store.name}", {"endpoint_url": endpoint, "key": "k", "secret": "s"})
+    arrays = read_group(place).arrays
+    codecs = {name: chunk_codec(array) for name, array in arrays.items()}
+    reader, objects, local = place.reader(), objects_of(store), threading.local()
+    samples = store.steps * (256 if store.kind == "ome" else 1)
+
+    def load(item: tuple[str, str]) -> None:
+        name, key = item
+        if not hasattr(local, "out"):
+            local.out, local.body = {}, memoryview(bytearray(256 << 20))
+        if name not in local.out:
+            local.out[name] = np.empty(arrays[name].chunks, arrays[name].dtype)
+        body = reader.read(key, 0, 256 << 20, lambda size: local.body[:size])
+        codecs[name].decode(body, local.out[name])
+
+    def epoch() -> Iterator[int]:
+        with ThreadPoolExecutor(4) as threads:
+            for _ in threads.map(load, objects):
+                yield 0
+        yield samples
+
+    counting.run(epoch, whole=True)
+
+
+def torch_epochs(store: Store, dataset: Any, counting: Counting) -> None:
+    """Read a map-style dataset by torch's DataLoader, shuffled, with workers."""
+    import torch
+    from torch.utils.data import DataLoader
+
+    torch.set_num_threads(1)
+    loader = DataLoader(
+        dataset,
+        batch_size=store.batch,
+        shuffle=True,
+        num_workers=WORKERS,
+        multiprocessing_context="spawn",
+        persistent_workers=True,
+        prefetch_factor=2,
+    )
+    counting.run(
+        lambda: (len(next(iter(batch.values())) if isinstance(batch, dict) else batch) for batch in loader), whole=False
+    )
+
+
+class Samples:
+    """A map-style dataset over readers of arrays, which each process opens for itself."""
+
+    def __init__(self, store: Store, endpoint: str, opened: Callable[[Store, str], dict[str, Any]]) -> None:
+        self.store, self.endpoint, self.opened, self.arrays = store, endpoint, opened, {}
+
+    def __len__(self) -> int:
+        return self.store.steps * (256 if self.store.kind == "ome" else 1)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if not self.arrays:
+            self.arrays = self.opened(self.store, self.endpoint)
+        if self.store.kind == "ome":
+            step, patch = divmod(index, 256)
+            y, x = 256 * (patch // 16), 256 * (patch % 16)
+            return {name: read(step, slice(y, y + 256), slice(x, x + 256)) for name, read in self.arrays.items()}
+        return {name: read(index) for name, read in self.arrays.items()}
+
+
+def s3_store(store: Store, endpoint: str) -> Any:
+    """zarr-python's store over obstore."""
+    from obstore.store import S3Store
+    from zarr.storage import ObjectStore
+
+    options = {"endpoint": endpoint, "access_key_id": "k", "secret_access_key": "s", "region": "us-east-1"}
+    return ObjectStore(
+        S3Store(BUCKET, prefix=store.name, client_options={"allow_http": True}, **options), read_only=True
+    )
+
+
+def open_zarr(store: Store, endpoint: str) -> dict[str, Any]:
+    """Readers by zarr-python."""
+    import zarr
+
+    group = zarr.open_group(s3_store(store, endpoint), mode="r")
+    return {name: (lambda *at, array=array: array[at]) for name, array in group.arrays()}
+
+
+def open_tensorstore(store: Store, endpoint: str) -> dict[str, Any]:
+    """Readers by TensorStore, with a cache of decoded chunks."""
+    import tensorstore as ts
+
+    context = ts.Context({"cache_pool": {"total_bytes_limit": 2 << 30}})
+    names = ["X"] if store.kind == "table" else ["0"] if store.kind == "ome" else VARIABLES
+    kvstore = {"driver": "http", "base_url": f"{endpoint}/{BUCKET}/{store.name}/"}
+    found = {}
+    for name in names:
+        spec = {"driver": "zarr3", "kvstore": {**kvstore, "path": f"{name}/"}}
+        found[name] = ts.open(spec, context=context, open=True, read=True).result()
+    return {name: (lambda *at, array=array: array[at].read().result()) for name, array in found.items()}
+
+
+def read_xbatcher(store: Store, endpoint: str, counting: Counting) -> None:
+    """Read by xbatcher, as its documentation shows: a map-style dataset of a BatchGenerator."""
+    torch_epochs(store, XBatches(store, endpoint), counting)
+
+
+class XBatches:
+    """xbatcher's batches of one sample each."""
+
+    def __init__(self, store: Store, endpoint: str) -> None:
+        self.store, self.endpoint, self.generator = store, endpoint, None
+
+    def __len__(self) -> int:
+        return self.store.steps * (256 if self.store.kind == "ome" else 1)
+
+    def __getitem__(self, index: int) -> Any:
+        if self.generator is None:
+            import xarray
+            import xbatcher
+
+            opened = xarray.open_zarr(s3_store(self.store, self.endpoint), chunks=None, consolidated=True)
+            sizes = {
+                "era5": {"time": 1, "lat": GRID[0], "lon": GRID[1]},
+                "ome": {"t": 1, "y": 256, "x": 256},
+                "table": {"obs": 1, "var": 2000},
+            }[self.store.kind]
+            self.generator = xbatcher.BatchGenerator(opened, sizes, preload_batch=False)
+        batch = self.generator[index]
+        return {name: np.asarray(values.values) for name, values in batch.data_vars.items()}
+
+
+def measure(loader: str, store: Store, endpoint: str, seconds: float, memory: str | None) -> dict[str, Any]:
+    """Run a loader in this process."""
+    counting, notes = Counting(seconds), {}
+    if loader == "streamloader":
+        notes = read_ours(store, endpoint, counting, memory)
+    elif loader == "ceiling":
+        read_ceiling(store, endpoint, counting)
+    elif loader == "xbatcher":
+        read_xbatcher(store, endpoint, counting)
+    else:
+        torch_epochs(
+            store, Samples(store, endpoint, {"zarr": open_zarr, "tensorstore": open_tensorstore}[loader]), counting
+        )
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    later = sorted(counting.rates[1:] or counting.rates)
+    return {
+        "samples_per_second": round(later[len(later) // 2], 2),
+        "first_epoch": round(counting.rates[0], 2),
+        "epochs": len(counting.rates),
+        "first_batch_seconds": round(counting.first, 3),
+        "peak_mib": usage.ru_maxrss >> 10,
+        "cpu_seconds": round(usage.ru_utime + usage.ru_stime, 2),
+        **notes,
+    }
+
+
+def main() -> None:
+    """Run the loaders on the stores, or one of them in this process (`--run`)."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--stores", nargs="*", default=list(STORES))
+    parser.add_argument("--loaders", nargs="*", default=list(LOADERS))
+    parser.add_argument("--seconds", type=float, default=10.0)
+    parser.add_argument("--fronts", nargs="*", default=["plain"])
+    parser.add_argument("--memory")
+    parser.add_argument("--run", nargs=2, metavar=("LOADER", "ENDPOINT"))
+    given = parser.parse_args()
+    if given.run:
+        print(json.dumps(measure(given.run[0], STORES[given.stores[0]], given.run[1], given.seconds, given.memory)))
+        return
+    from bench.servers import nginx
+
+    for name in given.stores:
+        write(STORES[name])
+    for front in given.fronts:
+        with nginx(DATA, front) as endpoint:
+            for name in given.stores:
+                for loader in given.loaders:
+                    command = [sys.executable, "-m", "bench.arrays", "--stores", name, "--seconds", str(given.seconds)]
+                    command += ["--run", loader, endpoint.url, *(["--memory", given.memory] if given.memory else [])]
+                    done = subprocess.run(
+                        command, capture_output=True, text=True, check=False, cwd=ROOT, env=os.environ
+                    )
+                    lines = done.stdout.strip().splitlines()
+                    result = json.loads(lines[-1]) if lines and not done.returncode else {"error": done.stderr[-600:]}
+                    line = {"store": name, "front": front, "loader": loader, **asdict(STORES[name]), **result}
+                    print(
+                        json.dumps({key: line[key] for key in line if key not in ("name", "kind", "steps")}), flush=True
+                    )
+                    with RESULTS.open("a") as out:
+                        out.write(json.dumps(line) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""Options of commands that read arrays in place, and how what they read of them is shown."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from streamloader.cli.options import option, print_table, show_bytes
+from streamloader.errors import UsageError
+from streamloader.options import Channels, Extent, Patch, Sampling, Window
+
+if TYPE_CHECKING:
+    from streamloader.measure.arrays import ArrayReads
+
+_NAMES = ("sample_axis", "length", "stride", "step", "history", "lead", "group", "patch", "patch_stride", "channels")
+
+
+def parse_extent(text: str) -> Extent:
+    """Parse a number of elements, or leave a duration such as 6h as it is."""
+    return int(text) if text.isdigit() else text
+
+
+def parse_lead(text: str) -> Extent | tuple[Extent, ...]:
+    """Parse `24h`, or offsets after the present element: `6h,24h`."""
+    leads = tuple(parse_extent(part.strip()) for part in text.split(","))
+    return leads if len(leads) > 1 else leads[0]
+
+
+def parse_sizes(text: str) -> dict[str, int]:
+    """Parse `y=256,x=256`. Raises `UsageError`."""
+    sizes = {}
+    for part in text.split(","):
+        name, _, size = part.partition("=")
+        if not size.strip().isdigit():
+            raise UsageError(f"{text!r} is not a size for each dimension", "write it as y=256,x=256")
+        sizes[name.strip()] = int(size)
+    return sizes
+
+
+def sampling_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options that declare the samples of arrays to a command."""
+    axis = "Read arrays of any Zarr store in place: the dimension that samples lie along."
+    for add in reversed(
+        [
+            option("--sample-axis", parse=parse_extent, help=axis),
+            option("--length", parse=parse_extent, help="Elements of a window, or a duration such as 24h."),
+            option("--stride", parse=parse_extent, help="From one window to the next; default: 1 element."),
+            option("--step", parse=parse_extent, help="From one element of a window to the next; default: 1."),
+            option("--history", parse=parse_extent, help="Elements of the inputs of a forecast, with --lead."),
+            option("--lead", parse=parse_lead, help="Elements of its targets, or offsets: 6h,24h."),
+            option("--group", help="Windows have elements of one group: the array with its number."),
+            option("--patch", parse=parse_sizes, help="Sizes of patches: y=256,x=256."),
+            option("--patch-stride", parse=parse_sizes, help="From one patch to the next; default: its size."),
+            option("--channels", help="Arrays to stack into one tensor: z@500,t2m."),
+        ]
+    ):
+        command = add(command)
+    return command
+
+
+def take_sampling(options: dict[str, Any]) -> Sampling:
+    """Remove the options of `sampling_options` from a command's options; return what they declare."""
+    given = {name: options.pop(name) for name in _NAMES}
+    lengths = {name: given[name] for name in ("length", "stride", "step", "history", "lead", "group")}
+    lengths = {name: value for name, value in lengths.items() if value is not None}
+    patch, channels = given["patch"], given["channels"]
+    if given["patch_stride"] and not patch:
+        raise UsageError("--patch-stride without --patch", "give both")
+    return Sampling(
+        given["sample_axis"],
+        Window(**lengths) if lengths else None,
+        Patch(patch, stride=given["patch_stride"]) if patch else None,
+        Channels(*(name.strip() for name in channels.split(","))) if channels else None,
+    )
+
+
+def reads_lines(reads: Iterable[ArrayReads]) -> Iterator[str]:
+    """Yield a line for each array: what an epoch reads of it, and how much of that its samples use."""
+    title = "arrays"
+    for each in reads:
+        stored = f" ({show_bytes(each.stored)} stored)" if each.stored != each.read else ""
+        yield (
+            f"{title:<10}{each.array}: reads {show_bytes(each.read)}{stored} for {show_bytes(each.used)}"
+            f" that samples use, {each.ratio:.1f} times"
+        )
+        title = ""
+
+
+def inspect_arrays(url: str, storage_options: Mapping[str, Any], sampling: Sampling, *, as_json: bool) -> None:
+    """Show the arrays of a group that others wrote, and what samples read of them if they are declared."""
+    from streamloader.measure.arrays import sampled_reads, summarize
+
+    arrays = summarize(url, storage_options)
+    reads = sampled_reads(url, storage_options, sampling) if sampling.used else []
+    if as_json:
+        facts = {"arrays": [asdict(array) for array in arrays], "reads": [each.to_dict() for each in reads]}
+        click.echo(json.dumps({"url": url, **facts}, indent=1))
+        return
+    click.echo(f"{url}: {len(arrays)} arrays")
+    rows = [
+        (a.name, a.dtype, ", ".join(a.dims), _by(a.shape), _by(a.chunks), _by(a.shards), a.codecs, a.problem)
+        for a in arrays
+    ]
+    print_table(("array", "dtype", "dimensions", "shape", "chunk", "shard", "codecs", "problem"), rows, ())
+    for line in reads_lines(reads):
+        click.echo(line)
+    if not sampling.used:
+        click.echo("give --sample-axis to see what samples read")
+
+
+def _by(sizes: Iterable[int]) -> str:
+    return " x ".join(map(str, sizes))

@@ -1,0 +1,135 @@
+"""What an epoch reads of arrays that others wrote, and what it uses of that."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from math import prod
+from typing import Any
+
+from streamloader.engine.dataset import Dataset
+from streamloader.engine.regions import Member, RegionColumn, RegionReader
+from streamloader.errors import FormatError
+from streamloader.format.zarr_codecs import chunk_codec
+from streamloader.format.zarr_metadata import ZarrArray, read_group
+from streamloader.format.zarr_reader import ArrayReader
+from streamloader.options import Sampling
+from streamloader.pytorch.arguments import Source, open_dataset
+from streamloader.storage import open_store, references_url
+
+SAMPLED_BLOCKS = 64
+SAMPLED_OBJECTS = 4  # of an array, whose sizes are asked for
+# Reading this many times the bytes that samples use is worth a conversion: with fewer, an epoch or two are cheaper.
+WORTH_CONVERTING = 4.0
+
+
+@dataclass(frozen=True)
+class ArrayReads:
+    """What an epoch reads of one array: decoded bytes of the chunks, and those of the elements that samples use.
+
+    `stored`: the bytes of these chunks in the store, from the sizes of some; equal to `read` if they are unknown.
+    """
+
+    column: str
+    array: str
+    read: int
+    used: int
+    stored: int
+
+    @property
+    def ratio(self) -> float:
+        """Bytes read for each byte used."""
+        return self.read / max(1, self.used)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return JSON values."""
+        return {**asdict(self), "ratio": round(self.ratio, 3)}
+
+
+def array_reads(dataset: Dataset) -> list[ArrayReads]:
+    """Return what an epoch reads of each array, from up to `SAMPLED_BLOCKS` blocks; empty for other datasets."""
+    found = []
+    for name, reader in dataset.region_readers.items():
+        column = reader.column
+        for member, array in reader.members():
+            read = _bytes_read(reader, member, array, dataset.manifest.order.block)
+            used = _bytes_used(column, member, array, reader.fields.unused)
+            stored = int(read * _stored_share(dataset, array))
+            found.append(ArrayReads(name, array.array.path or name, read, used, stored))
+    return found
+
+
+def _bytes_read(reader: RegionReader, member: Member, array: ArrayReader, block: int) -> int:
+    starts = range(0, reader.num_samples, block)
+    chosen = starts[:: max(1, len(starts) // SAMPLED_BLOCKS)]
+    chunks = 0
+    for start in chosen:
+        for low, high in reader.regions(start, min(start + block, reader.num_samples)):
+            chunks += len(array.places(reader.boxes_of(member, low, high)))
+    return int(chunks * len(starts) / len(chosen)) * array.array.chunk_bytes
+
+
+def _bytes_used(column: RegionColumn, member: Member, array: ArrayReader, unused: dict[str, int]) -> int:
+    lengths = dict(zip(column.dims, column.lengths, strict=True))
+    for dim, scale in column.scales.items():
+        lengths[dim] -= int(unused[dim] * scale)
+    return prod(lengths.values()) * len(member.slices) * array.array.dtype.itemsize
+
+
+def _stored_share(dataset: Dataset, array: ArrayReader) -> float:
+    """Return stored over decoded bytes, from the sizes of some objects; 1 if none is known."""
+    zarr = array.array
+    grid = [-(-n // size) for n, size in zip(zarr.shape, zarr.stored_chunks, strict=True)]
+    places = {tuple(n * i // SAMPLED_OBJECTS for n in grid) for i in range(SAMPLED_OBJECTS)}
+    infos = [dataset.store.head(zarr.object_key(place)) for place in sorted(places)]
+    sizes = [info.size for info in infos if info is not None and info.size]
+    decoded = prod(zarr.stored_chunks) * zarr.dtype.itemsize
+    return sum(sizes) / (len(sizes) * decoded) if sizes else 1.0
+
+
+@dataclass(frozen=True)
+class ArraySummary:
+    """An array of a group as its metadata describes it; `problem` says why it cannot be read, "" if it can."""
+
+    name: str
+    dtype: str
+    dims: tuple[str, ...]
+    shape: tuple[int, ...]
+    chunks: tuple[int, ...]
+    shards: tuple[int, ...]
+    codecs: str
+    problem: str = ""
+
+
+def sampled_reads(url: str, storage_options: Mapping[str, Any] | None, sampling: Sampling) -> list[ArrayReads]:
+    """Return what an epoch of the declared samples of a URL reads. Raises the errors of opening it."""
+    return array_reads(open_dataset(Source.of(url, None, storage_options, sampling), None, None))
+
+
+def summarize(url: str, storage_options: Mapping[str, Any] | None = None) -> list[ArraySummary]:
+    """Return the arrays of the group at a URL. Raises `NotADatasetError` if there is no Zarr, and `FormatError`."""
+    return [
+        _summary(name, array)
+        for name, array in read_group(open_store(references_url(url), storage_options)).arrays.items()
+    ]
+
+
+def _summary(name: str, array: ZarrArray) -> ArraySummary:
+    problem, dtype = "", str(array.document.get("data_type", array.document.get("dtype")))
+    try:
+        dtype = array.dtype.name
+        chunk_codec(array)
+    except FormatError as error:
+        problem = error.problem
+    shards = array.stored_chunks if array.sharding is not None else ()
+    return ArraySummary(name, dtype, array.dims, array.shape, array.chunks, shards, ", ".join(_codecs(array)), problem)
+
+
+def _codecs(array: ZarrArray) -> list[str]:
+    """Return the names of the codecs that compress or filter an array's chunks."""
+    document = array.document if array.sharding is None else array.sharding
+    if array.version == 2:
+        items = [*(document.get("filters") or []), *([document["compressor"]] if document.get("compressor") else [])]
+        return [f"{item.get('cname', '')} {item['id']}".strip() for item in items]
+    items = [item for item in document.get("codecs") or [] if isinstance(item, Mapping) and item.get("name") != "bytes"]
+    return [f"{(item.get('configuration') or {}).get('cname', '')} {item['name']}".strip() for item in items]
