@@ -238,6 +238,8 @@ class Pack:
         _check(self, "pad", is_pad, "give pad as a number")
 
 
+# the mean and the standard deviation of each array or channel; a path or URL of these; True: they are in the dataset
+Normalize = Mapping[str, "tuple[float, float]"] | str | bool | None
 Extent = int | str  # a number of elements, or a duration along a time coordinate: "6h"
 
 
@@ -339,6 +341,7 @@ class Sampling:
     channels: Channels | Mapping[str, Channels] | None = None
     decode_cf: bool = True
     strict: bool = False
+    normalize: Normalize = None
 
     def __post_init__(self) -> None:
         for name, kind in (("windows", Window), ("patches", Patch), ("channels", Channels | Mapping)):

@@ -10,7 +10,7 @@ import click
 
 from streamloader import __version__
 from streamloader.cli.datasets import append, convert, export, inspect, rm_incomplete, verify
-from streamloader.cli.measure import bench, plan
+from streamloader.cli.measure import bench, plan, stats
 from streamloader.cli.options import INTERRUPTED
 from streamloader.errors import StreamloaderError
 
@@ -32,7 +32,7 @@ def cli() -> None:
     """Make, inspect and measure datasets that stream from object storage into PyTorch."""
 
 
-for _command in (convert, append, inspect, verify, export, rm_incomplete, plan, bench, demo):
+for _command in (convert, append, inspect, verify, export, rm_incomplete, plan, bench, stats, demo):
     cli.add_command(_command)
 
 

@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Any
 import click
 from click import IntRange
 
-from streamloader.cli.arrays import reads_lines, sampling_options, take_sampling
+from streamloader.cli.arrays import parse_extent, parse_where, reads_lines, sampling_options, take_sampling
 from streamloader.cli.options import (
     Step,
     display,
     fields_option,
     json_option,
     option,
+    parse_names,
     print_table,
     show_bytes,
     size_option,
@@ -27,7 +28,7 @@ from streamloader.cli.options import (
     storage_option,
 )
 from streamloader.errors import MemoryBudgetError, UsageError
-from streamloader.options import Shuffle
+from streamloader.options import Channels, Sampling, Shuffle
 
 if TYPE_CHECKING:
     from streamloader.measure.bench import BenchProgress
@@ -74,7 +75,7 @@ def parse_image_size(text: str) -> tuple[int, int] | None:
 @fields_option
 @split_option
 @sampling_options
-@option("--where", help='Which samples to read: "label in (1, 2) and width >= 256".')
+@option("--where", parse=parse_where, help='Which samples to read: "label in (1, 2) and width >= 256", or 0:800.')
 @option("--block", type=int, help="Samples that are fetched together; default: the dataset's.")
 @option("--lanes", type=int, help="Lanes that batches take samples from in turn; default: the dataset's.")
 @option("--window", type=int, help="Samples within which a lane is shuffled; default: the dataset's.")
@@ -190,6 +191,41 @@ def draw(planned: Forecast, path: Path) -> None:
     svg, title = picture.getvalue(), html.escape(f"Plan of {planned.url}")
     text = html.escape("\n".join(forecast_lines(planned)))
     path.write_text(PAGE.format(title=title, text=text, picture=svg[svg.index("<svg") :]))
+
+
+@click.command()
+@click.argument("url")
+@fields_option
+@option("--sample-axis", parse=parse_extent, help="The dimension that samples lie along.")
+@option("--channels", parse=parse_names, help="Arrays, and slices of them: z@500,t2m; default: all arrays.")
+@option("--where", parse=parse_where, help="Which elements to read: 2001-01:2017-12, 0:800, or a condition.")
+@option("--raw", is_flag=True, help="Take values as stored, without CF attributes.")
+@size_option("--memory", help="Memory for the loader, say 2GiB; default: what it needs.")
+@option("--output", type=OUTPUT, help="Write them to this file, for normalize=; default: print them.")
+@option("--save", is_flag=True, help="Save them in the dataset, for normalize=True.")
+@storage_option
+def stats(
+    *,
+    url: str,
+    sample_axis: str | int | None,
+    channels: tuple[str, ...] | None,
+    where: str | slice | None,
+    raw: bool,
+    output: Path | None,
+    save: bool,
+    **options: Any,
+) -> None:
+    """Fit the mean and the standard deviation of the arrays at URL, to normalise them by normalize=."""
+    from streamloader.measure.statistics import document_of, fit, save_in
+
+    sampling = Sampling(sample_axis, channels=Channels(*channels) if channels else None, decode_cf=not raw)
+    document = document_of(url, where, fit(url, sampling, where=where, **options))
+    if save:
+        save_in(url, document, options["storage_options"])
+    if output is not None:
+        output.write_text(document + "\n")
+    if not save and output is None:
+        click.echo(document)
 
 
 @click.command()

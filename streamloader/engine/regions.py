@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from streamloader.format.cf import Unpacking
 from streamloader.format.manifest import FieldLayout
 from streamloader.format.zarr_metadata import ZarrArray
-from streamloader.format.zarr_reader import ABSENT, ArrayReader, ArrayRun
+from streamloader.format.zarr_reader import ABSENT, ArrayReader, ArrayRun, Target
 from streamloader.order.anchors import Anchors, Box, count_unused
 from streamloader.storage.buffers import Allocate
 from streamloader.storage.store import RangeReader, Store
@@ -43,11 +43,12 @@ ARRAYS = "zarr"  # the codec of a layout whose chunks have the codecs of their o
 class Slice(NamedTuple):
     """A slice of an array in a column: the index on each dimension that the column lacks, and its channel's number.
 
-    `channel` is None in a column without channels.
+    `channel` is None in a column without channels. `affine`: (mean, std) of the normalisation.
     """
 
     picks: Mapping[str, int]
     channel: int | None = None
+    affine: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -304,7 +305,8 @@ class RegionReader:
         for each in member.slices:
             target = self._channel(block.arrays[run.region], each)
             picked = tuple(axis for axis, dim in enumerate(member.dims) if dim in each.picks)
-            targets.append((np.expand_dims(target, picked), self._bounds(member, each, low, high)[0]))
+            first = self._bounds(member, each, low, high)[0]
+            targets.append(Target(np.expand_dims(target, picked), first, each.affine))
         found = [reader.place(run.request, chunk, body, targets, member.unpacking) for chunk in run.request.chunks]
         return found.count(False), found.count(True) * reader.array.chunk_bytes
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property
-from math import lcm, prod
+from math import isfinite, lcm, prod
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,10 +20,12 @@ from streamloader.errors import FieldError, FormatError, MemoryBudgetError, Usag
 from streamloader.format.cf import Unpacking, unpacking_of
 from streamloader.format.geometry import order_pin
 from streamloader.format.manifest import FORMAT, Field, FieldLayout, Manifest, OrderPin
+from streamloader.format.opening import STATISTICS, read_object
 from streamloader.format.zarr_metadata import POSITIONAL, ZarrArray, ZarrGroup, read_group
 from streamloader.format.zarr_reader import ArrayReader
-from streamloader.options import Channels, Extent, Sampling, Window
+from streamloader.options import Channels, Extent, Normalize, Sampling, Window
 from streamloader.order.anchors import Anchors, Axis, CellAxis, choose_cells, runs_of, segment_anchors, split_segments
+from streamloader.storage import open_store
 from streamloader.storage.store import Store
 
 Ints = NDArray[np.int64]
@@ -73,6 +75,22 @@ class OpenedArrays:
             self._unpackings[name] = unpacking_of(array.netcdf_attributes, array.dtype, where)
         return self._unpackings[name]
 
+    @cached_property
+    def _normalization(self) -> Mapping[str, Any]:
+        return read_normalization(self.store, self.sampling.normalize)
+
+    def affine(self, name: str) -> tuple[float, float] | None:
+        """Return the (mean, std) of an array or a channel, None if it is not normalised. Raises `UsageError`."""
+        given = self._normalization.get(name)
+        if given is None:
+            return None
+        pair = (given.get("mean"), given.get("std")) if isinstance(given, Mapping) else tuple(given)
+        valid = len(pair) == 2 and all(isinstance(x, int | float) and isfinite(x) for x in pair) and pair[1] > 0
+        if not valid:
+            problem = f"normalize= has {given!r:.60} for {name!r}"
+            raise UsageError(problem, "give (mean, std), with std above 0; leave out arrays that are constant")
+        return float(pair[0]), float(pair[1])
+
     def read(self, name: str) -> NDArray[Any]:
         """Return all values of an array, unpacked."""
         array = self.array(name)
@@ -100,6 +118,26 @@ class OpenedArrays:
             return array.dtype is not None
         except FormatError:
             return False
+
+
+def read_normalization(store: Store, normalize: Normalize) -> Mapping[str, Any]:
+    """Return the values of `normalize=`: given, or from the JSON of `streamloader stats`, by name.
+
+    True reads those that were saved in the dataset. Raises `NotFoundError`, and `FormatError` for other documents.
+    """
+    if normalize is None or normalize is False:
+        return {}
+    if isinstance(normalize, Mapping):
+        return normalize
+    folder, name = store, STATISTICS
+    if not isinstance(normalize, bool):
+        parent, _, name = normalize.rpartition("/")
+        folder = open_store(parent or ".", store.location.options if "://" in normalize else None)
+    document = read_object(folder, name, "write it again with streamloader stats")
+    found = document.get("statistics")
+    if not isinstance(found, Mapping):
+        raise FormatError(f"{folder.url}/{name} has no statistics", "write it with streamloader stats")
+    return found
 
 
 def is_ours(group: ZarrGroup) -> bool:
@@ -163,8 +201,9 @@ def _drafts(opened: OpenedArrays, fields: Sequence[str] | None) -> dict[str, Dra
             problem = f"the array {name!r} of {opened.group.url} has the dimensions {', '.join(array.dims) or 'none'}"
             remedy = f"leave it out of fields=, or repeat it by Channels(...): it lacks {', '.join(sorted(missing))}"
             raise FieldError(problem, remedy)
-        member = Member(array.dims, array=array, unpacking=unpacking)
-        drafts[name] = Draft(array.dims, array.shape, _dtype_of(member), (member,))
+        affine = opened.affine(name)
+        member = Member(array.dims, (Slice({}, None, affine),), array, unpacking)
+        drafts[name] = Draft(array.dims, array.shape, _float_if(_dtype_of(member), affine is not None), (member,))
     return drafts | {name: _stack(name, opened, channels) for name, channels in stacked.items()}
 
 
@@ -195,26 +234,36 @@ def _stack(name: str, opened: OpenedArrays, channels: Channels) -> Draft:
             problem = f"the channel {channel!r} of {name!r} has the dimensions {shape}, another one {first}"
             raise FieldError(problem, "select one element of other dimensions, as in 'z@500', or leave it out")
     dtype = np.result_type(*(np.dtype(_dtype_of(member)) for member in read))
-    if dtype.kind != "f" and constants:
-        dtype = np.dtype(np.float32)
-    return Draft(tuple(first), tuple(first.values()), dtype.name, tuple(members.values()), len(channels.names))
+    scaled = any(each.affine is not None for member in members.values() for each in member.slices)
+    dtype_name = _float_if(dtype.name, bool(constants) or scaled)
+    return Draft(tuple(first), tuple(first.values()), dtype_name, tuple(members.values()), len(channels.names))
+
+
+def _float_if(dtype: str, needed: bool) -> str:
+    """Return the dtype, or float32 if floats are `needed` and it is none."""
+    return "float32" if needed and np.dtype(dtype).kind != "f" else dtype
 
 
 def _channel(opened: OpenedArrays, channel: str, number: int) -> tuple[str, Member, dict[str, int]]:
     """Return the key of a channel's member, the member, and the lengths of its dimensions."""
     source, _, pick = channel.partition("@")
-    axis = opened.sample_axis
+    axis, affine = opened.sample_axis, opened.affine(channel)
     if source in TIME_CHANNELS and source not in opened.group.arrays:
         coordinate = read_coordinate(opened, axis, _sample_length(opened, {}))
-        values = coordinate.fractions(source, channel)
+        values = _scaled(coordinate.fractions(source, channel), affine)
         return channel, Member((axis,), (Slice({}, number),), constant=values), {axis: len(values)}
     array = opened.array(source)
     picks = find_index(opened, source, pick) if pick else {}
     shape = {dim: n for dim, n in zip(array.dims, array.shape, strict=True) if dim not in picks}
     if not axis or (axis in shape and len(shape) > 1):
-        return source, Member(array.dims, (Slice(picks, number),), array, opened.unpacking(source)), shape
-    constant = opened.read(source)[tuple(picks.get(dim, slice(None)) for dim in array.dims)]
+        slices = (Slice(picks, number, affine),)
+        return source, Member(array.dims, slices, array, opened.unpacking(source)), shape
+    constant = _scaled(opened.read(source)[tuple(picks.get(dim, slice(None)) for dim in array.dims)], affine)
     return channel, Member(tuple(shape), (Slice({}, number),), constant=constant), shape
+
+
+def _scaled(values: NDArray[Any], affine: tuple[float, float] | None) -> NDArray[Any]:
+    return values if affine is None else np.asarray((values - affine[0]) / affine[1], np.float32)
 
 
 def _sample_length(opened: OpenedArrays, drafts: Mapping[str, Draft]) -> int:

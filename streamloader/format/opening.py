@@ -15,6 +15,7 @@ Result = TypeVar("Result")
 ROOT = "zarr.json"
 JOB = "_streamloader/job.json"
 RECEIPTS = "_streamloader/receipts"
+STATISTICS = "_streamloader/statistics.json"  # the mean and standard deviation of fields, which are no part of the data
 _IN_PLACE = "give the URL of a dataset that streamloader wrote, or read its arrays in place with sample_axis="
 BODY_ATTEMPTS = 3  # reads of damaged data before the object counts as damaged: most damage occurs in transfer
 PIECE_BYTES = 4 << 20  # per request for an object of unbounded size

@@ -25,13 +25,20 @@ from streamloader.storage.process import run_all
 from streamloader.storage.store import RangeReader, Store, cut_runs
 
 Place = tuple[int, ...]  # of a chunk in the grid of an array
-Target = tuple[NDArray[Any], Place]  # an array to write to, and its first element
 Index = tuple[NDArray[np.int64], NDArray[np.int64]]  # offset and size of each inner chunk of a shard; -1 if missing
 
 ABSENT = empty_buffer(0)  # in place of the body of an object that does not exist
 INDEX_CACHE_BYTES = 64 << 20
 _EMPTY = 2**64 - 1  # offset and size of a missing chunk in the index of a shard
 READ_THREADS = 8
+
+
+class Target(NamedTuple):
+    """An array to write elements to, and its `first` element. `affine`: the (mean, std) by which they are scaled."""
+
+    out: NDArray[Any]
+    first: Place
+    affine: tuple[float, float] | None = None
 
 
 class StoredChunk(NamedTuple):
@@ -174,7 +181,7 @@ class ArrayReader:
             def attempt() -> None:
                 body = self._store.retries.call(lambda: self.fetch(self._store.reader(), run))
                 for chunk in run.chunks:
-                    self.place(run, chunk, body, [(out, low)], unpacking)
+                    self.place(run, chunk, body, [Target(out, low)], unpacking)
 
             reread(attempt)
 
@@ -189,29 +196,32 @@ class ArrayReader:
         targets: Sequence[Target],
         unpacking: Unpacking | None,
     ) -> bool:
-        """Decode a chunk, and write its elements, unpacked, to each target that it overlaps.
+        """Decode a chunk, and write its elements, unpacked and scaled, to each target that it overlaps.
 
         Return whether the chunk was there. Raises as `decode`.
         """
         first = [at * size for at, size in zip(chunk.place, self.array.chunks, strict=True)]
         whole = self.codec.plain and unpacking is None and len(targets) == 1
-        inside = [self._overlap(first, out, low) for out, low in targets]
+        inside = [self._overlap(first, target.out, target.first) for target in targets]
         direct = inside[0][0] if whole and inside[0][0].shape == self.codec.shape else None
         if direct is not None and not (direct.flags.c_contiguous and direct.dtype == self.codec.dtype):
             direct = None
         values = self.decode(run, chunk, body, direct)
-        if values is not None and values is direct:
-            return True
-        for target, part in inside:
+        for (target, part), (_, _, affine) in zip(inside, targets, strict=True):
             if not target.size:
                 continue
             if values is None:
                 fill = np.full(1, self.array.fill, self.array.dtype.newbyteorder("="))
                 target[...] = fill[0] if unpacking is None else unpacking.apply(fill)[0]
+            elif values is direct:
+                pass
             elif unpacking is None:
                 target[...] = values[part]
             else:
                 unpacking.write(values[part], target)
+            if affine is not None:
+                np.subtract(target, affine[0], out=target)
+                np.divide(target, affine[1], out=target)
         return values is not None
 
     def _overlap(self, first: Sequence[int], out: NDArray[Any], low: Place) -> tuple[NDArray[Any], tuple[slice, ...]]:

@@ -35,7 +35,7 @@ from streamloader.format.lengths import LENGTHS, LengthTable, page_digest
 from streamloader.format.lengths import page_path as lengths_page_path
 from streamloader.format.manifest import NAME, Manifest, parse_json
 from streamloader.format.metadata import dataset_documents, split_documents
-from streamloader.format.opening import ROOT
+from streamloader.format.opening import ROOT, STATISTICS
 from streamloader.format.publish import APPEND, BAD, CLAIM, INTERNAL, PARTS
 from streamloader.format.reader import FieldReader, Placed, Run, bad_item, read_columns
 from streamloader.options import MIB
@@ -199,7 +199,7 @@ def _check_paths(
         first, _, below = path.partition("/")
         split, inner = (first, below) if first in names else ("", path)
         view = by_split.get(split)
-        known = inner in (ROOT, RECORD) or inner.startswith(QUARANTINE.removesuffix(".jsonl"))
+        known = inner in (ROOT, RECORD, STATISTICS) or inner.startswith(QUARANTINE.removesuffix(".jsonl"))
         if known or (view.owns(inner) if view else split):
             continue
         in_dataset = inner.partition("/")[0] in {INTERNAL, *(view.manifest.fields if view else ())}

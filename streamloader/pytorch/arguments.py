@@ -22,6 +22,7 @@ from streamloader.options import (
     REMAINDERS,
     Channels,
     Decode,
+    Normalize,
     Pack,
     Patch,
     Remainder,
@@ -65,6 +66,7 @@ class Source:
     channels: Channels | Mapping[str, Channels] | None = None
     decode_cf: bool = True
     strict: bool = False
+    normalize: Normalize = None
 
     @classmethod
     def of(cls, url: str, split: str | None, storage_options: Mapping[str, Any] | None, sampling: Sampling) -> Source:
@@ -75,7 +77,7 @@ class Source:
     def sampling(self) -> Sampling:
         """How the arrays of the dataset become samples."""
         given = self.sample_axis, self.windows, self.patches, self.channels
-        return Sampling(*given, decode_cf=self.decode_cf, strict=self.strict)
+        return Sampling(*given, decode_cf=self.decode_cf, strict=self.strict, normalize=self.normalize)
 
 
 @dataclass(frozen=True)

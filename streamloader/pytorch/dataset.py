@@ -11,7 +11,7 @@ import torch
 
 from streamloader.engine.dataset import Dataset
 from streamloader.errors import BatchError, FieldError, MixtureError
-from streamloader.options import Channels, Patch, Remainder, Shuffle, Window, is_whole
+from streamloader.options import Channels, Normalize, Patch, Remainder, Shuffle, Window, is_whole
 from streamloader.order.state import Batches, check_mixture_options
 from streamloader.pytorch.arguments import Arguments, DecodeChoice, PackChoice, Source, StepChoice, WhereChoice
 from streamloader.pytorch.base import BaseDataset
@@ -52,7 +52,9 @@ class StreamingDataset(BaseDataset):
     `windows`: a `Window` of several elements of it. `patches`: a `Patch` of other dimensions. `channels`: arrays that
     are stacked into one tensor, `Channels(...)` or a dict of these by name. `decode_cf`: unpack values by their
     attributes, as netCDF's conventions say. `strict`: a missing chunk is an error; else its elements have the fill
-    value. Then `where` selects elements of the sample axis, also by times: `slice("2001-01", "2017-12")`.
+    value. `normalize`: (mean, std) by name of an array or a channel, for (x - mean) / std as floats; or the path or URL
+    of the file that `streamloader stats` writes; True reads what it saved in the dataset. Then `where` selects elements
+    of the sample axis, also by times: `slice("2001-01", "2017-12")`.
 
     A complete pass advances the epoch. Raises a `StreamloaderError`: the constructor for invalid arguments, iteration
     at the batch that an error belongs to.
@@ -86,6 +88,7 @@ class StreamingDataset(BaseDataset):
         channels: Channels | Mapping[str, Channels] | None = None,
         decode_cf: bool = True,
         strict: bool = False,
+        normalize: Normalize = None,
     ) -> None:
         given = Arguments(
             *(batch_size, remainder, with_index, skip_steps, steps_per_epoch, on_batch),
@@ -96,6 +99,7 @@ class StreamingDataset(BaseDataset):
             *(sample_axis, windows, patches, channels),
             decode_cf=decode_cf,
             strict=strict,
+            normalize=normalize,
         )
         super().__init__([source], given, shuffle=shuffle, seed=seed, world=world)
         if (batch_size or 1) > max(1, self.num_samples):
