@@ -1,0 +1,203 @@
+"""Arrays read in place from real servers, by workers, and damaged in every place."""
+
+import json
+import shutil
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+import zarr
+from servers import S3Server
+from torch.utils.data import DataLoader
+from torchrun import run_python
+from zarr_stores import STORES, anchors, samples_of, url_of, values_of
+
+import streamloader as sl
+from streamloader import errors
+from streamloader.storage import open_store
+
+TIME = {"sample_axis": "time", "batch_size": 2}
+
+
+def upload(server: S3Server, store: str) -> str:
+    """Put a store into a bucket; return its URL."""
+    url = server.url(store)
+    bucket = open_store(url, server.storage_options)
+    for path in (STORES / store).rglob("*"):
+        if path.is_file():
+            bucket.put(path.relative_to(STORES / store).as_posix(), path.read_bytes())
+    return url
+
+
+def copied(tmp_path: Path, store: str) -> Path:
+    """A copy of a store, to damage."""
+    return Path(shutil.copytree(STORES / store, tmp_path / store))
+
+
+def edited(path: Path, change) -> None:
+    """Change a JSON document."""
+    document = json.loads(path.read_text())
+    change(document)
+    path.write_text(json.dumps(document))
+
+
+@pytest.mark.parametrize("store", ["xarray2_unconsolidated.zarr", "python3.zarr"])
+def test_a_store_in_a_bucket_gives_the_same_values(store, s3):
+    url = upload(s3, store)
+    options = {**TIME, "windows": sl.Window(3), "with_index": True, "storage_options": s3.storage_options}
+    dataset = sl.StreamingDataset(url, **options)
+    found = samples_of(list(dataset))
+    assert sorted(int(sample["index"]) for sample in found) == anchors(3, 1)
+    for sample in found:
+        first = int(sample["index"])
+        np.testing.assert_allclose(sample["t2m"], values_of(store, "t2m")[first : first + 3], rtol=1e-6)
+        np.testing.assert_array_equal(sample["z"], values_of(store, "z")[first : first + 3])
+    assert dataset.stats().client.startswith("http: S3")
+
+
+def test_dataloader_workers_read_all_windows_once():
+    dataset = sl.StreamingDataset(url_of("xarray3.zarr"), **TIME, windows=sl.Window(3), with_index=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        batches = list(DataLoader(dataset, batch_size=None, num_workers=2, multiprocessing_context="forkserver"))
+    assert sorted(int(sample["index"]) for sample in samples_of(batches)) == anchors(3, 1)
+
+
+def test_an_icechunk_repository_is_read_by_workers_that_are_not_forked():
+    dataset = sl.StreamingDataset(url_of("icechunk"), **TIME, with_index=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        batches = list(DataLoader(dataset, batch_size=None, num_workers=2, multiprocessing_context="spawn"))
+    assert sorted(int(sample["index"]) for sample in samples_of(batches)) == list(range(23))
+
+
+def test_a_repository_used_before_a_fork_is_an_error_and_no_hang():
+    dataset = sl.StreamingDataset(url_of("icechunk"), **TIME)
+    list(dataset)
+    with warnings.catch_warnings(), pytest.raises(errors.UnsupportedError, match="forkserver or spawn"):
+        warnings.simplefilter("ignore")
+        list(DataLoader(dataset, batch_size=None, num_workers=1, multiprocessing_context="fork"))
+
+
+DAMAGE = {
+    "cut": lambda data: data[: len(data) // 2],
+    "empty": lambda data: b"",
+    "longer": lambda data: data + b"1234",
+    "changed header": lambda data: bytes(8) + data[8:],
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+@pytest.mark.parametrize(("store", "chunk"), [("xarray2.zarr", "z/1.0.0.0"), ("python3.zarr", "t2m/c/1/0/0")])
+def test_a_damaged_chunk_is_an_error_that_names_it(store, chunk, damage, tmp_path):
+    path = copied(tmp_path, store) / chunk
+    path.write_bytes(DAMAGE[damage](path.read_bytes()))
+    with pytest.raises(errors.CorruptError, match=rf"the chunk \[6:12, .*\] in .*{chunk}"):
+        list(sl.StreamingDataset(tmp_path / store, **TIME))
+
+
+def test_a_flipped_bit_in_a_checked_chunk_or_index_is_an_error(tmp_path):
+    path = copied(tmp_path, "xarray3.zarr") / "z" / "c" / "0" / "0" / "0" / "0"
+    data = bytearray(path.read_bytes())
+    for at in (len(data) - 20, len(data) - 2):  # the index and its checksum
+        damaged = bytearray(data)
+        damaged[at] ^= 1
+        path.write_bytes(damaged)
+        with pytest.raises(errors.CorruptError, match=r"the index of .*z/c/0/0/0/0 is damaged: its checksum"):
+            list(sl.StreamingDataset(tmp_path / "xarray3.zarr", **TIME))
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "message"),
+    [
+        (lambda d: d["compressor"].update(id="jpegxl"), errors.FormatError, "has the codec 'jpegxl'"),
+        (lambda d: d["compressor"].update(id="imagecodecs_jpeg2k"), errors.FormatError, "install imagecodecs"),
+        (lambda d: d.update(filters=[{"id": "pickle"}]), errors.FormatError, "pickled objects, which are never read"),
+        (lambda d: d.update(dtype="|O"), errors.FormatError, r"values of '\|O', and tensors hold numbers"),
+        (lambda d: d.update(dtype="<c8"), errors.FormatError, "values of '<c8'"),
+        (lambda d: d.update(chunks=[0, 1, 1]), errors.FormatError, "the metadata of the array 't2m' is damaged"),
+        (lambda d: d.update(chunks=[6, 7]), errors.FormatError, "the metadata of the array 't2m' is damaged"),
+        (lambda d: d.update(fill_value="x"), errors.FormatError, "the _FillValue 'x', which is not a number"),
+        (lambda d: d.update(shape=[22, 12, 20]), errors.FieldError, "different lengths along 'time': t2m 22, z 23"),
+    ],
+)
+def test_bad_metadata_is_a_clear_error_before_data_is_read(change, kind, message, tmp_path):
+    store = copied(tmp_path, "xarray2_unconsolidated.zarr")
+    edited(store / "t2m" / ".zarray", change)
+    with pytest.raises(kind, match=message):
+        sl.StreamingDataset(store, **TIME, fields=["t2m", "z"])
+
+
+def test_an_unknown_codec_of_version_3_is_named(tmp_path):
+    store = copied(tmp_path, "python3.zarr")
+    edited(store / "t2m" / "zarr.json", lambda d: d["codecs"].append({"name": "numcodecs.pcodec"}))
+    with pytest.raises(errors.FormatError, match=r"the codec 'numcodecs.pcodec'.*install numcodecs\[pcodec\]"):
+        sl.StreamingDataset(store, **TIME, fields=["t2m"])
+
+
+def test_other_codecs_are_decoded_by_zarr_python(tmp_path):
+    values = np.arange(100, dtype=np.int32)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from zarr.codecs.numcodecs import Delta
+
+        group = zarr.open_group(tmp_path / "x.zarr", mode="w")
+        filters = [Delta(dtype="<i4")]
+        group.create_array(
+            "a", shape=100, chunks=10, dtype="i4", filters=filters, compressors=None, dimension_names=["n"]
+        )[:] = values
+        (batch,) = sl.StreamingDataset(tmp_path / "x.zarr", batch_size=100, sample_axis="n", shuffle=False)
+    np.testing.assert_array_equal(batch["a"], values)
+
+
+@pytest.mark.parametrize("times", [[0, 6, 12, 6, 18], [0, 0, 6, 12, 18]])
+def test_times_that_are_not_monotonic_are_an_error(times, tmp_path):
+    group = zarr.open_group(tmp_path / "x.zarr", mode="w")
+    group.create_array("time", data=np.array(times), dimension_names=["time"])
+    group.create_array("a", data=np.zeros(5), dimension_names=["time"])
+    with pytest.raises(errors.UsageError, match=r"'time' .* is not monotonic: elements . and . are"):
+        sl.StreamingDataset(tmp_path / "x.zarr", batch_size=1, sample_axis="time", windows=sl.Window(2))
+    assert len(list(sl.StreamingDataset(tmp_path / "x.zarr", batch_size=1, sample_axis="time"))) == 5
+
+
+def test_times_that_descend_are_in_order(tmp_path):
+    group = zarr.open_group(tmp_path / "x.zarr", mode="w")
+    group.create_array("time", data=np.arange(20, 0, -1), dimension_names=["time"])
+    group.create_array("a", data=np.arange(20.0), dimension_names=["time"])
+    windows = sl.Window(2)
+    assert sl.StreamingDataset(tmp_path / "x.zarr", batch_size=1, sample_axis="time", windows=windows).num_samples == 19
+
+
+def test_memory_holds_for_regions(tmp_path):
+    group = zarr.open_group(tmp_path / "x.zarr", mode="w")
+    for name in ("a", "b"):
+        array = group.create_array(
+            name, shape=(256, 256, 256), chunks=(8, 256, 256), dtype="f4", dimension_names=["time", "y", "x"]
+        )
+        array[:] = np.random.default_rng(0).normal(size=(256, 256, 256)).astype("f4")
+    script = """
+import resource, sys, torch, streamloader as sl
+options = dict(batch_size=4, sample_axis="time", windows=sl.Window(4))
+dataset = sl.StreamingDataset(sys.argv[1], **options, memory=int(sys.argv[2]), shuffle=sl.Shuffle(lanes=1, window=64))
+def peak():
+    return int([line for line in open("/proc/self/status") if line.startswith("VmHWM")][0].split()[1]) << 10
+before = peak()
+for _ in range(2):
+    for batch in dataset:
+        pass
+print(peak() - before)
+"""
+    memory = 150 << 20
+    assert int(run_python("-c", script, tmp_path / "x.zarr", memory).stdout) < memory + (60 << 20)
+
+
+def test_a_changed_declaration_does_not_load_a_state():
+    options = {**TIME, "windows": sl.Window(3)}
+    dataset = sl.StreamingDataset(url_of("xarray3.zarr"), **options)
+    next(iter(dataset))
+    state = dataset.state_dict()
+    sl.StreamingDataset(url_of("xarray3.zarr"), **options).load_state_dict(state)
+    for change in ({"windows": sl.Window(4)}, {"fields": ["z"]}, {"decode_cf": False}, {"where": slice(0, 20)}):
+        with pytest.raises(errors.StateError):
+            sl.StreamingDataset(url_of("xarray3.zarr"), **(options | change)).load_state_dict(state)
