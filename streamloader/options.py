@@ -286,9 +286,10 @@ class Patch:
     """A box of a sample along named axes, in elements of the first field: `Patch({"y": 256, "x": 256})`.
 
     `stride`: from one patch to the next, a number or one for each axis; the size by default, so that patches tile the
-    axes. `random`: each patch is moved by a random offset below its stride, a new one in each epoch. `margin`: elements
-    that are read on each side of a patch, inside the array, in addition to its size. Other fields may have another
-    resolution: they get the same region. Raises `UsageError` for invalid values.
+    axes. `random`: as many patches, each at a random place of its part of the array, a new one in each epoch; all
+    places are equally likely. `margin`: elements that are read on each side of a patch, inside the array, in addition
+    to its size. Other fields may have another resolution: they get the same region. Raises `UsageError` for invalid
+    values.
     """
 
     size: Mapping[str, int]

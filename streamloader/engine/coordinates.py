@@ -167,6 +167,9 @@ def _between(coordinate: Coordinate, labels: slice) -> NDArray[np.bool_]:
             mask &= times < stop + 1  # the end of a day, a month or a year
     except (ValueError, TypeError) as error:
         raise SelectionError(f"where={labels} is not a range of times: {error}", "write times as 2001-12-31") from error
+    if not mask.any():
+        problem = f"where={labels.start}:{labels.stop} selects none of the times {times.min()} to {times.max()}"
+        raise SelectionError(problem, f"select some of {coordinate.name!r}")
     return mask
 
 

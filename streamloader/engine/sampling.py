@@ -170,7 +170,8 @@ def open_arrays(
     sample axis. `aligned`: see `Anchors`. Raises `UsageError`, `FieldError`, `SelectionError` or `FormatError` for
     arguments that do not fit the arrays, before samples are read; `MemoryBudgetError` for a chunk above `memory`.
     """
-    group = read_group(store)
+    channels = (name.partition("@")[0] for column in sampling.columns.values() for name in column.names)
+    group = read_group(store, {*(fields or ()), *channels})
     opened = OpenedArrays(store, group, sampling, is_ours(group))
     drafts = _drafts(opened, fields)
     length = _sample_length(opened, drafts)
@@ -223,9 +224,6 @@ def _stack(name: str, opened: OpenedArrays, channels: Channels) -> Draft:
             members[source] = replace(members[source], slices=members[source].slices + member.slices)
         else:
             members[source] = member
-    read = [member for member in members.values() if member.array is not None]
-    if not read:
-        raise FieldError(f"no array of the channels {name!r} has the sample axis", "add one that has it")
     first = max(shapes.values(), key=len)
     constants = {channel for channel, member in members.items() if member.constant is not None}
     for channel, shape in shapes.items():
@@ -233,7 +231,8 @@ def _stack(name: str, opened: OpenedArrays, channels: Channels) -> Draft:
         if list(shape.items()) != list(subset.items()):
             problem = f"the channel {channel!r} of {name!r} has the dimensions {shape}, another one {first}"
             raise FieldError(problem, "select one element of other dimensions, as in 'z@500', or leave it out")
-    dtype = np.result_type(*(np.dtype(_dtype_of(member)) for member in read))
+    read = [np.dtype(_dtype_of(member)) for member in members.values() if member.array is not None]
+    dtype = np.result_type(*(read or [np.dtype(np.float32)]))
     scaled = any(each.affine is not None for member in members.values() for each in member.slices)
     dtype_name = _float_if(dtype.name, bool(constants) or scaled)
     return Draft(tuple(first), tuple(first.values()), dtype_name, tuple(members.values()), len(channels.names))
@@ -272,7 +271,8 @@ def _sample_length(opened: OpenedArrays, drafts: Mapping[str, Draft]) -> int:
     if not axis:
         return 0
     for name, draft in drafts.items():
-        lengths[name] = draft.lengths[draft.dims.index(axis)]
+        if axis in draft.dims:
+            lengths[name] = draft.lengths[draft.dims.index(axis)]
     if not lengths:
         lengths = {n: a.shape[a.dims.index(axis)] for n, a in opened.group.arrays.items() if axis in a.dims}
     if not lengths:
@@ -346,7 +346,12 @@ def _segments(opened: OpenedArrays, coordinate: Coordinate | None, where: Any, l
 
 def _axes(opened: OpenedArrays, drafts: Mapping[str, Draft], segments: Ints, outputs: WindowParts) -> tuple[Axis, ...]:
     """Return the anchored axes. Raises `UsageError` if a window or a patch does not fit, or is nowhere."""
-    first = next(iter(drafts.values()))
+    needed = {*opened.sampling.patch_dims, *([opened.sample_axis] if opened.sample_axis else [])}
+    first = next((draft for draft in drafts.values() if needed <= set(draft.dims)), None)
+    if first is None:
+        raise FieldError(
+            f"no field of {opened.group.url} has {', '.join(sorted(needed))}", "name an array that has them"
+        )
     lengths = dict(zip(first.dims, first.lengths, strict=True))
     found: list[Axis] = []
     if opened.sample_axis:
@@ -361,7 +366,8 @@ def _axes(opened: OpenedArrays, drafts: Mapping[str, Draft], segments: Ints, out
     for dim in opened.sampling.patch_dims:
         found.append(_patch_axis(opened, drafts, dim, lengths[dim]))
     names = [axis.name for axis in found]
-    chunks = {dim: max(_reference_chunk(draft, dim, lengths[dim]) for draft in drafts.values()) for dim in names}
+    having = {dim: [draft for draft in drafts.values() if dim in draft.dims] for dim in names}
+    chunks = {dim: max(_reference_chunk(draft, dim, lengths[dim]) for draft in having[dim]) for dim in names}
     volume = sum(_element_bytes(draft, names, lengths) for draft in drafts.values())
     cells = choose_cells([CellAxis(a.length, chunks[a.name], a.stride, a.reach) for a in found], volume)
     return tuple(replace(axis, cell=cell) for axis, cell in zip(found, cells, strict=True))
@@ -378,20 +384,20 @@ def _patch_axis(opened: OpenedArrays, drafts: Mapping[str, Draft], dim: str, len
         raise UsageError(problem, "give a smaller patch")
     snap = 1
     for name, draft in drafts.items():
+        if dim not in draft.dims:
+            continue
         scale = Fraction(draft.lengths[draft.dims.index(dim)], length)
         snap = lcm(snap, scale.denominator)
         if (extent * scale).denominator > 1 or (stride * scale).denominator > 1:
             problem = f"patches of {extent} elements along {dim!r}, {stride} apart, are {extent * scale} of {name!r}"
             raise UsageError(problem, f"give sizes and strides that are multiples of {scale.denominator}")
-    whole = (length - extent) // stride + 1
-    jitter = min(stride, length - extent - (whole - 1) * stride + 1) if patch.random and whole == 1 else stride
+    count = (length - extent) // stride + 1
     if not patch.random:
-        jitter = 1
-    elif whole > 1 and (whole - 1) * stride + extent + stride - 1 > length:
-        whole -= 1  # the last patch has room to move
-    return Axis(
-        dim, length, np.zeros(1, np.int64), np.array([whole], np.int64), stride, extent, 1, max(1, jitter), snap
-    )
+        return Axis(dim, length, np.zeros(1, np.int64), np.array([count]), stride, extent, 1)
+    positions = (length - extent) // snap + 1  # of a corner; the anchors divide them evenly
+    stride = positions // count * snap
+    last = positions * snap - (count - 1) * stride
+    return Axis(dim, length, np.zeros(1, np.int64), np.array([count]), stride, extent, 1, stride, last, snap)
 
 
 def _reference_chunk(draft: Draft, dim: str, length: int) -> int:
@@ -416,7 +422,7 @@ def _column(
     scales = {dim: Fraction(lengths[dim], length) for dim, length in references.items() if dim in lengths}
     patch = opened.sampling.patches
     sizes = {}
-    for dim in opened.sampling.patch_dims:
+    for dim in (dim for dim in opened.sampling.patch_dims if dim in lengths):
         size, _, margin = (1, 1, 0) if patch is None else patch.along(dim)
         sizes[dim] = int((size + 2 * margin) * scales[dim])
     given = draft.dims, draft.lengths, draft.dtype, draft.members, ()
@@ -427,11 +433,13 @@ def _column(
         shape = [sizes.get(dim, n) if dim != opened.sample_axis else count for dim, n in lengths.items()]
         if draft.channels:
             shape.insert(column.channel_axis, draft.channels)
-        if not count and opened.sample_axis:
+        if not count and opened.sample_axis in lengths:
             position = draft.dims.index(opened.sample_axis)
             del shape[position + int(draft.channels > 0 and position >= column.channel_axis)]
         return Output(name + suffix, tuple(shape), parts)
 
+    if opened.sample_axis not in lengths:  # the same for every sample
+        return replace(column, outputs=(output("", (Part(0, 0, 0, 1),)),))
     made = [output("", outputs.parts), *([output("_target", outputs.target)] if outputs.target else [])]
     return replace(column, outputs=tuple(made))
 
@@ -484,7 +492,7 @@ def _digest(column: RegionColumn, anchors: Anchors) -> str:
         if member.constant is not None:
             digest.update(np.ascontiguousarray(member.constant).tobytes())
     for axis in anchors.axes:
-        values = (axis.name, axis.length, axis.stride, axis.extent, axis.cell, axis.jitter, axis.snap, anchors.aligned)
-        digest.update(repr(values).encode())
+        values = (axis.name, axis.length, axis.stride, axis.extent, axis.cell, axis.jitter, axis.last_jitter, axis.snap)
+        digest.update(repr((values, anchors.aligned)).encode())
         digest.update(axis.first.astype("<i8").tobytes() + axis.count.astype("<i8").tobytes())
     return digest.hexdigest()

@@ -6,7 +6,7 @@ import base64
 import hashlib
 import json
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 from math import prod
@@ -190,17 +190,18 @@ class ZarrGroup:
     attributes: Document
 
 
-def read_group(store: Store, names: tuple[str, ...] = ()) -> ZarrGroup:
+def read_group(store: Store, nested: Iterable[str] = ()) -> ZarrGroup:
     """Return the arrays directly in the group at the store's URL, from its consolidated metadata if it has any.
 
-    Otherwise the documents of the arrays `names`, or of all members, are read. Raises `NotADatasetError` if there is no
+    Otherwise the documents of all members are read. `nested`: paths of arrays in groups below it, such as
+    `labels/cells/0`, which belong to the group too. Raises `NotADatasetError` if there is no
     Zarr metadata, and `FormatError` if it is damaged.
     """
     root, documents = _read_root(store)
-    if documents is None:
-        members = names or tuple(store.children())
-        found = run_all(partial(_read_node, store), list(members), THREADS)
-        documents = {name: document for name, document in zip(members, found, strict=True) if document is not None}
+    members = [*(store.children() if documents is None else ()), *(name for name in nested if "/" in name)]
+    found = run_all(partial(_read_node, store), members, THREADS)
+    read = {name: document for name, document in zip(members, found, strict=True) if document is not None}
+    documents = {**(documents or {}), **read}
     if "shape" in root:
         documents = {store.url.rstrip("/").rpartition("/")[2].partition(".")[0] or "data": root}
         paths = dict.fromkeys(documents, "")

@@ -37,7 +37,8 @@ class Axis:
     """The anchors along one axis: those of segment i are `first[i] + j * stride` for j in [0, `count[i]`).
 
     A sample reads the elements [a, a + extent) of its anchor a. With `jitter` above 1, the anchor of a sample moves by
-    a random multiple of `snap` below `jitter`. `length` is that of the axis and `cell` that of a cell, in elements.
+    a random multiple of `snap` below `jitter`, the last anchor by one below `last_jitter`. `length` is that of the axis
+    and `cell` that of a cell, in elements.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Axis:
     extent: int
     cell: int
     jitter: int = 1
+    last_jitter: int = 1
     snap: int = 1
 
     @property
@@ -63,7 +65,7 @@ class Axis:
     @property
     def reach(self) -> int:
         """The elements from an anchor to the last element that its sample may read."""
-        return self.extent + (self.jitter - 1) // self.snap * self.snap
+        return self.extent + max(self.jitter, self.last_jitter) - 1
 
     @cached_property
     def ends(self) -> Ints:
@@ -148,14 +150,16 @@ class Anchors:
 
     def moves(self, samples: Ints, seed: int, epoch: int) -> Ints | int:
         """Return the jitter of each sample on each axis, a function of (seed, epoch, sample); shape (axes, n), or 0."""
-        if all(axis.jitter == 1 for axis in self.axes):
+        if all(axis.reach == axis.extent for axis in self.axes):
             return 0
+        anchors = self.locate(samples)[1]
         moves = np.zeros((len(self.axes), samples.size), np.int64)
         key = mix(mix(np.array([seed], np.uint64)) ^ np.uint64(epoch))
         for number, axis in enumerate(self.axes):
             drawn = mix(mix(samples.astype(np.uint64) ^ key) + np.uint64(number))
-            steps = -(-axis.jitter // axis.snap)
-            moves[number] = (drawn % np.uint64(steps)).astype(np.int64) * axis.snap
+            limits = np.where(anchors[number] < axis.num_anchors - 1, axis.jitter, axis.last_jitter)
+            steps = -(-limits // axis.snap)
+            moves[number] = (drawn % steps.astype(np.uint64)).astype(np.int64) * axis.snap
         return moves
 
     def boxes(self, start: int, stop: int) -> list[Box]:
@@ -172,7 +176,9 @@ class Anchors:
         boxes = []
         for low, high in pairwise(edges):
             corners = [axis.elements(row[low:high]) for axis, row in zip(self.axes, anchors, strict=True)]
-            ends = [int(part.max()) + axis.reach for axis, part in zip(self.axes, corners, strict=True)]
+            ends = [
+                min(axis.length, int(part.max()) + axis.reach) for axis, part in zip(self.axes, corners, strict=True)
+            ]
             boxes.append(Box(start + low, start + high, tuple(int(part.min()) for part in corners), tuple(ends)))
         return boxes
 

@@ -307,6 +307,11 @@ class BaseDataset(IterableDataset[dict[str, Any]]):
         self._steps = 0  # delivered since the run began
         self._iteration_start = (start, 0)  # the state and `_steps` at which the current iteration began
 
+    def __repr__(self) -> str:
+        urls = ", ".join(dataset.store.url for dataset in self._datasets)
+        fields = ", ".join(f"{name}: {field}" for name, field in self.fields.items())
+        return f"{type(self).__name__}({urls}: {sum(data.num_samples for data in self._datasets)} samples, {fields})"
+
     @property
     def _current(self) -> RunState:
         """The position of training. Made when it is asked for: a state takes longer than a small batch."""
