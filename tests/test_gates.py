@@ -61,7 +61,8 @@ ONLY_IN = {
     "crc32c": {"storage", "format", "conversion", "maintenance"},  # S3 compares it; TFRecords have it too
     # a source or a dataset may be a Zarr that others wrote; icechunk's store takes zarr-python's ranges
     "zarr": {"format", "storage", "conversion", "maintenance"},
-    "pyarrow h5py google zstandard distributed dask ray pyspark": {"conversion", "maintenance"},
+    "pyarrow h5py google zstandard distributed ray pyspark": {"conversion", "maintenance"},
+    "dask xarray": {"format", "conversion"},  # `sl.open(url).to_xarray()`; dask also runs conversions
 }
 
 UNPICKLABLE = "multiprocessing will pickle the caller's transform: it is tried first, for a clear error"

@@ -8,7 +8,8 @@ import threading
 from collections import OrderedDict
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,12 +18,17 @@ from streamloader.errors import FieldError, UsageError
 from streamloader.format.codecs import Items
 from streamloader.format.lengths import LengthTable
 from streamloader.format.manifest import Field, Manifest
+from streamloader.format.metadata import field_document
 from streamloader.format.opening import Opened, open_root
 from streamloader.format.reader import FieldReader
 from streamloader.format.values import from_bytes
 from streamloader.storage import open_store
 from streamloader.storage.process import PerProcess, run_all
 from streamloader.storage.store import Store
+
+if TYPE_CHECKING:
+    import dask.array
+    import xarray
 
 THREADS = 16  # concurrent requests: they wait for the network, not for a core
 CACHE_BYTES = 64 << 20  # decoded chunks that are cached for the next `ds[i]`
@@ -133,6 +139,39 @@ class Dataset:
         lengths //= self.fields[field].item_bytes
         return lengths
 
+    def to_dask(self) -> dict[str, dask.array.Array]:
+        """Return a lazy `dask.array.Array` for each field, by name. Computing it reads the samples as `read()` does.
+
+        A tensor field is an array (len(ds), *shape) of its dtype. Any other field is an object array (len(ds),) of
+        bytes, str, or arrays (k, *shape). A missing or damaged chunk raises the same error as `read()`.
+
+        Each block is one shard: blocks of the order (4 MiB) would be too many tasks for dask, and the shards of a small
+        field have more samples than those of a large one. A slice reads only the chunks that hold its samples.
+
+        The arrays can be pickled for dask's processes and clusters; their pickles contain the `storage_options`.
+        Raises `UsageError` if dask is not installed.
+        """
+        from_array = _need("dask.array").from_array
+        columns = {name: _LazyColumn(self, name) for name in self.fields}
+        shards = {name: layout.shard for name, layout in self.manifest.fields.items()}
+        return {name: from_array(column, (shards[name], *column.shape[1:])) for name, column in columns.items()}
+
+    def to_xarray(self) -> xarray.Dataset:
+        """Return a lazy `xarray.Dataset` of the arrays of `to_dask()`, along the dimension `sample`.
+
+        The attributes of a variable are the `kind` of its field, and its `encoding` and `classes` if there are any.
+        `unify_chunks()` gives all variables the same blocks. xarray uses a field named `sample` with one value per
+        sample as an index, which it reads at once. Raises `UsageError` if xarray or dask is not installed.
+        """
+        module, variables = _need("xarray"), {}
+        for name, array in self.to_dask().items():
+            field, classes = self.fields[name], list(self.classes.get(name, ()))
+            attributes = {"kind": field.kind, "encoding": field.encoding, "classes": classes}
+            dimensions = field_document(name, self.manifest.fields[name], len(self))["dimension_names"]
+            variables[name] = dimensions, array, {key: value for key, value in attributes.items() if value}
+        dataset: xarray.Dataset = module.Dataset(variables)
+        return dataset
+
     def _check_field(self, field: str) -> None:
         if field not in self.fields:
             raise FieldError(f"{self.url} has no field {field!r}", f"its fields are {', '.join(self.fields)}")
@@ -140,6 +179,44 @@ class Dataset:
     def _local_readers(self) -> _Readers:
         """Return the readers of this process: a forked child must not use the locks and clients of its parent."""
         return self._readers.get(lambda: _Readers(self._opened.store, self._opened.manifest))
+
+
+class _LazyColumn:
+    """The column of a field as an array that is read when it is indexed, for dask."""
+
+    def __init__(self, dataset: Dataset, name: str) -> None:
+        field = dataset.fields[name]
+        self.shape = (len(dataset), *(field.shape if field.fixed else ()))
+        self.ndim = len(self.shape)
+        self.dtype = np.dtype(field.dtype if field.fixed else object)
+        self._dataset, self._name = dataset, name
+
+    def __dask_tokenize__(self) -> tuple[str, str, str]:
+        return self._dataset.url, self._dataset.digest, self._name
+
+    def __getitem__(self, index: Any) -> NDArray[Any]:
+        """Return the samples of a slice, a number or a list, and of these what the index of the other axes selects."""
+        rows, *rest = index if isinstance(index, tuple) else (index,)
+        if isinstance(rows, slice):
+            start, stop, step = rows.indices(len(self._dataset))
+            rows = slice(None, None, step)  # dask gives positive steps
+        else:
+            start, stop = int(np.min(rows)), int(np.max(rows)) + 1
+            rows = np.asarray(rows) - start
+        column = self._dataset.read(self._name, start, max(start, stop))
+        if not isinstance(column, np.ndarray):
+            column = np.fromiter(column, object, len(column))
+        values: NDArray[Any] = column[(rows, *rest, ...)]  # with `...`, one sample is an array too
+        return values
+
+
+def _need(module: str) -> Any:
+    """Return the module. Raises `UsageError` with what to install if a package is missing."""
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as error:
+        problem = f"the package {error.name} is not installed here"
+        raise UsageError(problem, "install it with pip install 'dask[array]' xarray") from error
 
 
 class _Readers:
