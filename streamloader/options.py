@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -239,7 +240,7 @@ class Pack:
 
 
 # the mean and the standard deviation of each array or channel; a path or URL of these; True: they are in the dataset
-Normalize = Mapping[str, "tuple[float, float]"] | str | bool | None
+Normalize = Mapping[str, "tuple[float, float]"] | str | os.PathLike[str] | bool | None
 Extent = int | str  # a number of elements, or a duration along a time coordinate: "6h"
 
 

@@ -14,8 +14,10 @@ from streamloader.errors import UsageError
 from streamloader.options import Channels, Extent, Patch, Sampling, Window
 
 if TYPE_CHECKING:
-    from streamloader.measure.arrays import ArrayReads
+    from streamloader.measure.arrays import ArrayReads, Cost, Rechunking
 
+_UNITS = ((1, "s"), (60, "min"), (3600, "h"))
+MOST_UNITS = 100  # of a unit, before the next one is used
 _NAMES = ("sample_axis", "length", "stride", "step", "history", "lead", "group", "patch", "patch_stride", "channels")
 
 
@@ -86,8 +88,8 @@ def take_sampling(options: dict[str, Any]) -> Sampling:
     )
 
 
-def reads_lines(reads: Iterable[ArrayReads]) -> Iterator[str]:
-    """Yield a line for each array: what an epoch reads of it, and how much of that its samples use."""
+def reads_lines(url: str, reads: Iterable[ArrayReads], cure: Rechunking | None) -> Iterator[str]:
+    """Yield a line for each array: what an epoch reads of it, and what its samples use; then the conversion to run."""
     title = "arrays"
     for each in reads:
         stored = f" ({show_bytes(each.stored)} stored)" if each.stored != each.read else ""
@@ -96,17 +98,33 @@ def reads_lines(reads: Iterable[ArrayReads]) -> Iterator[str]:
             f" that samples use, {each.ratio:.1f} times"
         )
         title = ""
+    if cure is not None:
+        names = ",".join(cure.names)
+        yield f"          to read less: streamloader convert {url} DST --rechunk {names}"
+        yield (
+            f"          it takes {_cost(cure.conversion)} once; an epoch then takes {_cost(cure.after)},"
+            f" now {_cost(cure.before)}"
+        )
+
+
+def _cost(cost: Cost) -> str:
+    number, unit = next((cost.seconds / n, unit) for n, unit in _UNITS if cost.seconds / n < MOST_UNITS or unit == "h")
+    return f"{show_bytes(cost.bytes)}, {number:.0f} {unit} and {cost.dollars:.2g} USD"
 
 
 def inspect_arrays(url: str, storage_options: Mapping[str, Any], sampling: Sampling, *, as_json: bool) -> None:
     """Show the arrays of a group that others wrote, and what samples read of them if they are declared."""
-    from streamloader.measure.arrays import sampled_reads, summarize
+    from streamloader.measure.arrays import rechunking, sampled_reads, summarize
+    from streamloader.measure.forecast import DOLLARS_FOR_A_GET
+    from streamloader.measure.model import Machine
 
     arrays = summarize(url, storage_options)
     reads = sampled_reads(url, storage_options, sampling) if sampling.used else []
+    cure = rechunking(reads, sampling, Machine(), DOLLARS_FOR_A_GET)
     if as_json:
         facts = {"arrays": [asdict(array) for array in arrays], "reads": [each.to_dict() for each in reads]}
-        click.echo(json.dumps({"url": url, **facts}, indent=1))
+        cures = {"rechunking": None if cure is None else cure.to_dict()}
+        click.echo(json.dumps({"url": url, **facts, **cures}, indent=1))
         return
     click.echo(f"{url}: {len(arrays)} arrays")
     rows = [
@@ -114,7 +132,7 @@ def inspect_arrays(url: str, storage_options: Mapping[str, Any], sampling: Sampl
         for a in arrays
     ]
     print_table(("array", "dtype", "dimensions", "shape", "chunk", "shard", "codecs", "problem"), rows, ())
-    for line in reads_lines(reads):
+    for line in reads_lines(url, reads, cure):
         click.echo(line)
     if not sampling.used:
         click.echo("give --sample-axis to see what samples read")

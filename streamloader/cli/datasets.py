@@ -80,6 +80,7 @@ def transform_options(command: Callable[..., Any]) -> Callable[..., Any]:
 @option("--fields", multiple=True, metavar="NAME[=TYPE],...", help="Fields to keep, optionally with types.")
 @option("--fill", parse=parse_fill, help="Value that replaces missing ones of a field. May be repeated.", **PAIRS)
 @option("--raw", is_flag=True, help="Keep packed values (scale_factor, add_offset, _FillValue) as stored.")
+@option("--rechunk", metavar="NAME[@VALUE],...", help="Arrays of a Zarr store, and slices of them: t2m,z@500.")
 @option("--split", help="Assign samples to splits at random, say train=0.9,val=0.1.")
 @option("--on-error", type=Choice(ON_ERROR), default="raise", help="How to handle bad samples.")
 @size_option("--shard-size", default="64MiB", help="Stored size of a shard of the largest field.")

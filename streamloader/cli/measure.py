@@ -140,7 +140,7 @@ def forecast_lines(planned: Forecast) -> list[str]:
         f"rate      {rate.samples_per_second:,.0f} samples/s and {rate.megabytes_per_second:,.0f} MB/s on each rank, "
         f"{rate.samples_per_second * ranks:,.0f} and {rate.megabytes_per_second * ranks:,.0f} on all; limited by "
         f"{LIMITS[rate.limit]}; {rate.in_flight} requests in flight on each",
-        *reads_lines(planned.arrays),
+        *reads_lines(planned.url, planned.arrays, planned.rechunking),
         f"mixing    the batch of a rank {mixed[0]}",
         f"          the global batch {mixed[1]}",
     ]

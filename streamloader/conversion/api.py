@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain, islice
@@ -65,6 +65,7 @@ def convert(
     fields: str | Iterable[str] | Mapping[str, str | Field | None] | None = None,
     fill: Mapping[str, Any] | None = None,
     raw: bool = False,
+    rechunk: str | Sequence[str] | None = None,
     map: str | Callable[[dict[str, Any]], Any] | None = None,  # noqa: A002 - the name of the command's option
     map_batch: int | None = None,
     resize: str | int | tuple[int, int] | None = None,
@@ -86,8 +87,9 @@ def convert(
 
     `src` is a path, a URL, a map-style dataset, a dict with an array or list for each field, an iterable of samples, or
     a generator function. `fields` selects fields and their types; `fill` maps fields to the values that replace missing
-    ones; `raw` keeps packed values (`scale_factor`, ...) as stored. `map` is a function of a sample, or with
-    `map_batch` of that many samples. `resize` and `quality` re-encode images. `split` is `"train=0.9,val=0.1"` or a
+    ones; `raw` keeps packed values (`scale_factor`, ...) as stored. `rechunk` names arrays of a Zarr store and slices
+    of them, `"t2m,z@500"`, each of which becomes a field. `map` is a function of a sample, or with `map_batch` of that
+    many samples. `resize` and `quality` re-encode images. `split` is `"train=0.9,val=0.1"` or a
     mapping: each split becomes a dataset, with samples assigned at random. `shuffle` is the seed of a random order.
 
     `on_error` is "raise", "skip" or "quarantine" for bad samples. `engine` is "local", "dask", "ray" or "spark",
@@ -100,7 +102,7 @@ def convert(
     """
     src = as_samples(src)
     path = os.fspath(src) if isinstance(src, str | os.PathLike) else ""
-    selection, splits = parse_selection(fields, fill, raw), parse_splits(split)
+    selection, splits = parse_selection(fields, fill, raw, rechunk), parse_splits(split)
     recode, mapper = parse_recode(resize, quality), parse_map(map, map_batch)
     transforms = TransformOptions(selection, recode, mapper, splits, shuffle, layout or Layout())
     options = RunOptions(workers, on_error, progress or ignore, parse_engine(engine))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from streamloader.errors import FieldError, SelectionError, UsageError
+from streamloader.errors import SelectionError, UsageError
 from streamloader.format.zarr_metadata import ZarrArray
 
 if TYPE_CHECKING:
@@ -171,30 +171,3 @@ def _between(coordinate: Coordinate, labels: slice) -> NDArray[np.bool_]:
         problem = f"where={labels.start}:{labels.stop} selects none of the times {times.min()} to {times.max()}"
         raise SelectionError(problem, f"select some of {coordinate.name!r}")
     return mask
-
-
-def find_index(opened: OpenedArrays, name: str, pick: str) -> dict[str, int]:
-    """Return the index on a dimension that `name@pick` selects: `500`, or `level=500`.
-
-    Raises `FieldError` unless one coordinate has the value.
-    """
-    array = opened.array(name)
-    dim, _, text = pick.rpartition("=")
-    anchored = {opened.sample_axis, *opened.sampling.patch_dims}
-    candidates = [dim] if dim else [other for other in array.dims if other not in anchored]
-    try:
-        value = float(text)
-    except ValueError:
-        raise FieldError(f"the channel '{name}@{pick}' selects no number", "write it like 'z@500'") from None
-    found = {}
-    for other in candidates:
-        coordinate = opened.group.arrays.get(other)
-        if other in array.dims and coordinate is not None and coordinate.dims == (other,):
-            matches = np.flatnonzero(opened.read(other) == value)
-            if matches.size == 1:
-                found[other] = int(matches[0])
-    if len(found) != 1:
-        where = " and ".join(found) or "no coordinate"
-        problem = f"the channel '{name}@{pick}': {where} of {', '.join(candidates) or 'its dimensions'} has {text}"
-        raise FieldError(problem, f"choose a value of one coordinate, as in '{name}@level=500'")
-    return found

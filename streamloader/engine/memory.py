@@ -351,7 +351,7 @@ class Demand(NamedTuple):
 
     `slots`: blocks that must be in memory at once. `slot_bytes`: one decoded block of all streamed fields, of
     which `item_bytes` is the mean of the fields that are not in slots. `resident_bytes`: resident fields. `pieces`:
-    requests of a block.
+    requests of a block. `most_threads`: requests in flight without `memory`.
     `index_bytes`: cached chunk tables, numbers of selected samples, and plans. `batch_bytes`: one finished batch.
     `request_bytes`: the largest single request. `blocks`: blocks of the epoch, the most slots that are useful.
     `scratch_bytes`: the buffers of a decoding thread besides the slot.
@@ -367,6 +367,7 @@ class Demand(NamedTuple):
     index_bytes: int = 0
     scratch_bytes: int = 0
     pieces: int = 1
+    most_threads: int = MAX_THREADS
 
     @property
     def connection_bytes(self) -> int:
@@ -454,12 +455,12 @@ class Memory(NamedTuple):
 def allot(demand: Demand, memory: int | None, ranks_here: int = 1) -> Budget:
     """Return the budget. Raises `MemoryBudgetError`, which states the need, if the window does not fit.
 
-    Without `memory`, the window and all `MAX_THREADS` threads get the memory that they need, as long as all ranks of
-    this machine together stay below 80 % of its memory.
+    Without `memory`, the window and all `Demand.most_threads` threads get the memory that they need, as long as all
+    ranks of this machine together stay below 80 % of its memory.
     """
     limit = allowance(memory, ranks_here)
     if memory is None:
-        limit = min(limit, demand.least_bytes + (MAX_THREADS - 1) * demand.thread_bytes)
+        limit = min(limit, demand.least_bytes + (demand.most_threads - 1) * demand.thread_bytes)
     if demand.least_bytes > limit:
         raise MemoryBudgetError(
             f"the shuffle window needs memory={demand.least_bytes} bytes for each rank ({demand.slots} blocks of "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from streamloader.engine.coordinates import TIME_CHANNELS, Coordinate, find_index, read_coordinate, select_elements
+from streamloader.engine.coordinates import TIME_CHANNELS, Coordinate, read_coordinate, select_elements
 from streamloader.engine.dataset import Dataset
 from streamloader.engine.regions import ARRAYS, ArrayFields, Member, Output, Part, RegionColumn, RegionReader, Slice
 from streamloader.errors import FieldError, FormatError, MemoryBudgetError, UsageError
@@ -22,7 +23,7 @@ from streamloader.format.geometry import order_pin
 from streamloader.format.manifest import FORMAT, Field, FieldLayout, Manifest, OrderPin
 from streamloader.format.opening import STATISTICS, read_object
 from streamloader.format.zarr_metadata import POSITIONAL, ZarrArray, ZarrGroup, read_group
-from streamloader.format.zarr_reader import ArrayReader
+from streamloader.format.zarr_reader import ArrayReader, find_index
 from streamloader.options import Channels, Extent, Normalize, Sampling, Window
 from streamloader.order.anchors import Anchors, Axis, CellAxis, choose_cells, runs_of, segment_anchors, split_segments
 from streamloader.storage import open_store
@@ -58,16 +59,9 @@ class OpenedArrays:
             raise UsageError(f"{self.group.url} has no sample axis", f"give sample_axis=, one of {', '.join(names)}")
         return f"{POSITIONAL}{axis}" if isinstance(axis, int) else axis
 
-    def array(self, name: str) -> ZarrArray:
-        """Return an array. Raises `FieldError` if there is none of this name."""
-        if name not in self.group.arrays:
-            known = ", ".join(self.group.arrays) or "none"
-            raise FieldError(f"{self.group.url} has no array {name!r}", f"its arrays are {known}")
-        return self.group.arrays[name]
-
     def unpacking(self, name: str) -> Unpacking | None:
         """Return how the values of an array are unpacked."""
-        array = self.array(name)
+        array = self.group.array(name)
         if not self.sampling.decode_cf or self.ours:
             return None
         if name not in self._unpackings:
@@ -93,7 +87,7 @@ class OpenedArrays:
 
     def read(self, name: str) -> NDArray[Any]:
         """Return all values of an array, unpacked."""
-        array = self.array(name)
+        array = self.group.array(name)
         reader = ArrayReader(self.store, array, strict=self.sampling.strict or self.ours)
         return reader.read((0,) * len(array.shape), array.shape, self.unpacking(name))
 
@@ -131,8 +125,9 @@ def read_normalization(store: Store, normalize: Normalize) -> Mapping[str, Any]:
         return normalize
     folder, name = store, STATISTICS
     if not isinstance(normalize, bool):
-        parent, _, name = normalize.rpartition("/")
-        folder = open_store(parent or ".", store.location.options if "://" in normalize else None)
+        text = os.fspath(normalize)
+        parent, _, name = text.rpartition("/")
+        folder = open_store(parent or ".", store.location.options if "://" in text else None)
     document = read_object(folder, name, "write it again with streamloader stats")
     found = document.get("statistics")
     if not isinstance(found, Mapping):
@@ -196,7 +191,7 @@ def _drafts(opened: OpenedArrays, fields: Sequence[str] | None) -> dict[str, Dra
             raise FieldError(f"fields names {name!r} twice", "name each field once, and channels differently")
     drafts = {}
     for name in names:
-        array, unpacking = opened.array(name), opened.unpacking(name)
+        array, unpacking = opened.group.array(name), opened.unpacking(name)
         missing = {*opened.sampling.patch_dims, *([opened.sample_axis] if opened.sample_axis else [])} - set(array.dims)
         if missing:
             problem = f"the array {name!r} of {opened.group.url} has the dimensions {', '.join(array.dims) or 'none'}"
@@ -245,14 +240,14 @@ def _float_if(dtype: str, needed: bool) -> str:
 
 def _channel(opened: OpenedArrays, channel: str, number: int) -> tuple[str, Member, dict[str, int]]:
     """Return the key of a channel's member, the member, and the lengths of its dimensions."""
-    source, _, pick = channel.partition("@")
+    source = channel.partition("@")[0]
     axis, affine = opened.sample_axis, opened.affine(channel)
     if source in TIME_CHANNELS and source not in opened.group.arrays:
         coordinate = read_coordinate(opened, axis, _sample_length(opened, {}))
         values = _scaled(coordinate.fractions(source, channel), affine)
         return channel, Member((axis,), (Slice({}, number),), constant=values), {axis: len(values)}
-    array = opened.array(source)
-    picks = find_index(opened, source, pick) if pick else {}
+    array = opened.group.array(source)
+    picks = find_index(opened.store, opened.group, channel, {axis, *opened.sampling.patch_dims})
     shape = {dim: n for dim, n in zip(array.dims, array.shape, strict=True) if dim not in picks}
     if not axis or (axis in shape and len(shape) > 1):
         slices = (Slice(picks, number, affine),)

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from streamloader.errors import FormatError, NotADatasetError, NotFoundError
+from streamloader.errors import FieldError, FormatError, NotADatasetError, NotFoundError
 from streamloader.format.opening import get_document, parse_object
 from streamloader.storage.process import run_all
 from streamloader.storage.store import Store, join_path
@@ -188,6 +188,12 @@ class ZarrGroup:
     url: str
     arrays: Mapping[str, ZarrArray]
     attributes: Document
+
+    def array(self, name: str) -> ZarrArray:
+        """Return an array. Raises `FieldError` if there is none of this name."""
+        if name not in self.arrays:
+            raise FieldError(f"{self.url} has no array {name!r}", f"its arrays are {', '.join(self.arrays) or 'none'}")
+        return self.arrays[name]
 
 
 def read_group(store: Store, nested: Iterable[str] = ()) -> ZarrGroup:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import cached_property
 from itertools import product
 from math import prod
@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from streamloader.errors import CorruptError, MissingObjectError, NotFoundError
+from streamloader.errors import CorruptError, FieldError, MissingObjectError, NotFoundError
 from streamloader.format.cf import Unpacking
 from streamloader.format.opening import reread
 from streamloader.format.reader import GAP_BYTES, MAX_REQUEST
 from streamloader.format.zarr_codecs import ChunkCodec, chunk_codec, index_bytes, index_codec
-from streamloader.format.zarr_metadata import ZarrArray
+from streamloader.format.zarr_metadata import ZarrArray, ZarrGroup
 from streamloader.options import MIB
 from streamloader.storage.buffers import Allocate, empty_buffer
 from streamloader.storage.process import run_all
@@ -176,17 +176,22 @@ class ArrayReader:
         """Return the elements of a box, unpacked, by concurrent requests with retries."""
         dtype = self.array.dtype.newbyteorder("=") if unpacking is None else np.dtype(unpacking.dtype)
         out = np.empty([b - a for a, b in zip(low, high, strict=True)], dtype)
+        self.read_into([Target(out, low)], unpacking)
+        return out
+
+    def read_into(self, targets: Sequence[Target], unpacking: Unpacking | None = None) -> None:
+        """Fill the targets, unpacked, by concurrent requests with retries; each chunk is read once."""
 
         def load(run: ArrayRun) -> None:
             def attempt() -> None:
                 body = self._store.retries.call(lambda: self.fetch(self._store.reader(), run))
                 for chunk in run.chunks:
-                    self.place(run, chunk, body, [Target(out, low)], unpacking)
+                    self.place(run, chunk, body, targets, unpacking)
 
             reread(attempt)
 
-        run_all(load, self.runs([(low, high)]), READ_THREADS)
-        return out
+        ends = [tuple(a + n for a, n in zip(target.first, target.out.shape, strict=True)) for target in targets]
+        run_all(load, self.runs([(target.first, end) for target, end in zip(targets, ends, strict=True)]), READ_THREADS)
 
     def place(
         self,
@@ -274,3 +279,34 @@ class ArrayReader:
         bounds = zip(chunk.place, self.array.chunks, self.array.shape, strict=True)
         box = ", ".join(f"{at * size}:{min(at * size + size, n)}" for at, size, n in bounds)
         return f"the chunk [{box}] in {self._store.url}/{run.path}"
+
+
+def find_index(store: Store, group: ZarrGroup, channel: str, skipped: Collection[str]) -> dict[str, int]:
+    """Return the index on a dimension that a channel `z@500` or `z@level=500` selects; empty for a channel `z`.
+
+    Dimensions in `skipped` are not searched. Raises `FieldError` for an unknown array, and unless exactly one
+    coordinate has the value.
+    """
+    name, at, pick = channel.partition("@")
+    array = group.array(name)
+    if not at:
+        return {}
+    dim, _, text = pick.rpartition("=")
+    candidates = [dim] if dim else [other for other in array.dims if other not in skipped]
+    try:
+        value = float(text)
+    except ValueError:
+        raise FieldError(f"the channel {channel!r} selects no number", "write it like 'z@500'") from None
+    found = {}
+    for other in candidates:
+        coordinate = group.arrays.get(other)
+        if other in array.dims and coordinate is not None and coordinate.dims == (other,):
+            values = ArrayReader(store, coordinate).read((0,), coordinate.shape)
+            matches = np.flatnonzero(values == value)
+            if matches.size == 1:
+                found[other] = int(matches[0])
+    if len(found) != 1:
+        where = " and ".join(found) or "no coordinate"
+        problem = f"the channel {channel!r}: {where} of {', '.join(candidates) or 'its dimensions'} has {text}"
+        raise FieldError(problem, f"choose a value of one coordinate, as in '{name}@level=500'")
+    return found

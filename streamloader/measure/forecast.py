@@ -13,7 +13,7 @@ from streamloader.engine.engine import Engine
 from streamloader.engine.memory import Budget
 from streamloader.engine.stages import LoaderConfig
 from streamloader.errors import UsageError
-from streamloader.measure.arrays import SAMPLED_BLOCKS, ArrayReads, array_reads
+from streamloader.measure.arrays import SAMPLED_BLOCKS, ArrayReads, Rechunking, array_reads, rechunking
 from streamloader.measure.model import Machine, Rate, load_of, predict
 from streamloader.options import Sampling, Shuffle
 from streamloader.order.epoch_order import EpochOrder, params_for_world
@@ -133,7 +133,8 @@ class Forecast:
     `block`, `lanes`, `window`: the order of a new run on these ranks. `pinned_lanes`: the lanes of the dataset. `held`:
     the fields that every rank holds in memory. `requests`, `bytes`, `dollars`: those of all ranks. `rank`, `together`:
     how the batch of a rank and the global batch mix. `rate`: of a rank in later epochs. `drawn`: the block of
-    each row of the first global batches. `arrays`: what is read of each array, for a dataset that is read as arrays.
+    each row of the first global batches. `arrays`: what is read of each array, for a dataset that is read as arrays,
+    and `rechunking`: the conversion after which less is read.
 
     `memory`: the bytes that the loader of a rank may use. `least_memory`: the least that it needs. `memory_alone`: the
     least that a single rank needs to resume such a run.
@@ -162,6 +163,7 @@ class Forecast:
     memory_alone: int
     rate: Rate
     arrays: tuple[ArrayReads, ...]
+    rechunking: Rechunking | None
     drawn: tuple[tuple[int, ...], ...] = field(repr=False)
 
     def to_dict(self) -> dict[str, Any]:
@@ -169,6 +171,7 @@ class Forecast:
         values = asdict(self)
         del values["drawn"]
         values["arrays"] = [reads.to_dict() for reads in self.arrays]
+        values["rechunking"] = None if self.rechunking is None else self.rechunking.to_dict()
         for name in ("rank", "together"):
             values[name]["design_effect"] = getattr(self, name).design_effect(1.0)
         return values
@@ -227,6 +230,7 @@ def forecast(url: str, options: ForecastOptions) -> Forecast:
         shuffle=order.shuffle,
         memory_alone=engine.least_memory(replace(together, batch=share.batch).need()),
         arrays=tuple(arrays),
+        rechunking=rechunking(arrays, options.sampling, options.machine, options.dollars_for_a_get),
         rate=_rate(dataset, options, (streamed[0] * factor, streamed[1] * factor), streaming, budget),
         drawn=_first_blocks(share, params.block),
     )

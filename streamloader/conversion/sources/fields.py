@@ -32,13 +32,14 @@ class FieldSelection:
 
     Names are those of fields, not those in the files. `fill` has the values that replace missing ones. `raw` keeps
     packed values as stored. `mapped` says that a map function gets the fields, so that times become whole numbers
-    without a type for them.
+    without a type for them. `rechunk`: the arrays of a Zarr store, and slices of them, that become fields.
     """
 
     fields: Mapping[str, Field | None] = field(default_factory=dict)
     fill: Mapping[str, Any] = field(default_factory=dict)
     raw: bool = False
     mapped: bool = False
+    rechunk: tuple[str, ...] = ()
 
     @property
     def notes(self) -> dict[str, Any]:
@@ -47,13 +48,16 @@ class FieldSelection:
             name: value.decode(errors="replace") if isinstance(value, bytes) else str(value)
             for name, value in self.fill.items()
         }
-        return {key: value for key, value in (("fill", fill), ("raw", self.raw)) if value}
+        notes = {"fill": fill, "raw": self.raw, "rechunk": list(self.rechunk)}
+        return {key: value for key, value in notes.items() if value}
 
     @classmethod
     def from_provenance(cls, fields: Mapping[str, Field | None], provenance: Mapping[str, Any]) -> FieldSelection:
         """Return the selection of the given fields, with the `notes` of a provenance."""
         fill = provenance.get("fill")
-        return cls(fields, dict(fill) if isinstance(fill, Mapping) else {}, provenance.get("raw") is True)
+        raw, rechunk = provenance.get("raw") is True, provenance.get("rechunk")
+        names = tuple(map(str, rechunk)) if isinstance(rechunk, list) else ()
+        return cls(fields, dict(fill) if isinstance(fill, Mapping) else {}, raw, rechunk=names)
 
     def includes(self, name: str) -> bool:
         """Return whether the field is kept."""
@@ -112,7 +116,12 @@ def _number(text: str) -> Any:
 FieldsOption = str | Iterable[str] | Mapping[str, str | Field | None] | None
 
 
-def parse_selection(fields: FieldsOption, fill: Mapping[str, Any] | None = None, raw: bool = False) -> FieldSelection:
+def parse_selection(
+    fields: FieldsOption,
+    fill: Mapping[str, Any] | None = None,
+    raw: bool = False,
+    rechunk: str | Sequence[str] | None = None,
+) -> FieldSelection:
     """Return the selection of `"image,label"`, `["image", "tokens=ragged:int32"]` or `{"image": None, "x": "int32"}`.
 
     Raises `FieldError` for an unknown type, `UsageError` for an invalid or duplicate name.
@@ -130,7 +139,8 @@ def parse_selection(fields: FieldsOption, fill: Mapping[str, Any] | None = None,
     if twice is not None:
         raise UsageError(f"the field {twice!r} is named twice", "name each field once")
     kinds = {name: None if kind is None else Field.parse(kind) for name, kind in pairs}
-    return FieldSelection(kinds, dict(fill or {}), raw)
+    names = tuple(part.strip() for part in rechunk.split(",")) if isinstance(rechunk, str) else tuple(rechunk or ())
+    return FieldSelection(kinds, dict(fill or {}), raw, rechunk=names)
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from streamloader.conversion.sources.base import Source
 from streamloader.conversion.sources.fields import FieldSelection, SourceFormat
 from streamloader.conversion.sources.files import Listing
 from streamloader.conversion.sources.ranged_io import READ_THREADS, read_document
+from streamloader.conversion.sources.zarr_slices import open_slices
 from streamloader.errors import FieldError, SourceError
 from streamloader.format.manifest import FORMAT, Field, Manifest
 from streamloader.format.opening import open_root
@@ -191,6 +192,8 @@ def open_source(listing: Listing, selection: FieldSelection) -> Source:
     Raises `SourceError` for damaged documents, arrays that no field holds, and arrays of unequal lengths; `FieldError`
     for a selected field that does not exist; a `FormatError` for a damaged streamloader dataset.
     """
+    if selection.rechunk:
+        return open_slices(listing, selection)
     store, files = listing.store, {info.path: info for info in listing.files}
     inner = listing.inner.strip("/")
     node = _node_at(store, files, inner)

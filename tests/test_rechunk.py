@@ -1,0 +1,84 @@
+"""`--rechunk` converts arrays and slices of them to fields that are read without waste; plan and inspect name it."""
+
+import json
+
+import numpy as np
+import pytest
+from commands import run
+from zarr_stores import PLAIN, url_of, values_of
+
+import streamloader as sl
+from streamloader import errors
+
+
+@pytest.mark.parametrize("store", PLAIN)
+def test_slices_become_fields_with_the_values_of_xarray(store, tmp_path):
+    report = sl.convert(url_of(store), tmp_path / "out", rechunk="t2m,z@500,z@level=850,run", workers=0)
+    dataset = sl.open(tmp_path / "out")
+    assert list(dataset.fields) == ["run", "t2m", "z_500", "z_850"]
+    assert report.num_samples == len(dataset) == 23
+    found, z = dataset[:], values_of(store, "z")
+    np.testing.assert_allclose(found["t2m"], values_of(store, "t2m"), rtol=1e-6)
+    np.testing.assert_array_equal(found["z_500"], z[:, 0])
+    np.testing.assert_array_equal(found["z_850"], z[:, 1])
+    assert dataset.manifest.provenance["rechunk"] == ["t2m", "z@500", "z@level=850", "run"]
+    windows = sl.Window(history=2, lead=1)
+    (batch,) = sl.StreamingDataset(tmp_path / "out", batch_size=21, windows=windows, shuffle=False)
+    np.testing.assert_array_equal(batch["z_500_target"][:, 0].numpy(), z[2:, 0])
+
+
+def test_a_conversion_in_processes_and_a_shuffled_one_hold_the_same_rows(tmp_path):
+    for name, options in (("a", {"workers": 2}), ("b", {"workers": 0, "shuffle": 3})):
+        sl.convert(
+            url_of("python3.zarr"),
+            tmp_path / name,
+            rechunk="z@500,run",
+            layout=sl.Layout(samples_per_shard=4),
+            **options,
+        )
+    a, b = sl.open(tmp_path / "a")[:], sl.open(tmp_path / "b")[:]
+    np.testing.assert_array_equal(a["z_500"], values_of("python3.zarr", "z")[:, 0])
+    assert sorted(a["run"].tolist()) == sorted(b["run"].tolist())
+    assert {row.tobytes() for row in a["z_500"]} == {row.tobytes() for row in b["z_500"]}
+
+
+@pytest.mark.parametrize(
+    ("rechunk", "kind", "message"),
+    [
+        ("tas", errors.FieldError, "has no array 'tas'"),
+        ("z@700", errors.FieldError, "no coordinate of level, lat, lon has 700"),
+        ("t2m,orog", errors.SourceError, "orog"),
+    ],
+)
+def test_slices_that_do_not_exist_are_clear_errors(rechunk, kind, message, tmp_path):
+    with pytest.raises(kind, match=message):
+        sl.convert(url_of("xarray3.zarr"), tmp_path / "out", rechunk=rechunk, workers=0)
+
+
+def test_inspect_and_plan_name_the_conversion_if_little_of_what_is_read_is_used(capsys):
+    url = url_of("xarray2.zarr")
+    arguments = (url, "--sample-axis", "time", "--channels", "z@500,t2m", "--length", "3")
+    for command in (("inspect", *arguments), ("plan", *arguments, "--batch-size", "4")):
+        status, out, _ = run(capsys, *command)
+        assert status == 0
+        assert "z: reads 110.2 KiB" in out
+        assert "5.1 times" in out
+        assert f"streamloader convert {url} DST --rechunk z@500,t2m" in out
+        assert "an epoch then takes" in out
+    facts = json.loads(run(capsys, "inspect", *arguments, "--json")[1])
+    assert facts["rechunking"]["after"]["bytes"] < facts["rechunking"]["before"]["bytes"] / 2
+    whole = (url, "--sample-axis", "time")
+    assert "--rechunk" not in run(capsys, "inspect", *whole)[1]
+
+
+def test_inspect_shows_why_an_array_cannot_be_read(tmp_path, capsys):
+    import zarr
+
+    group = zarr.open_group(tmp_path / "x.zarr", mode="w", zarr_format=2)
+    group.create_array("complex", data=np.zeros(3, np.complex64))
+    group.create_array("plain", data=np.zeros(3, np.float32))
+    status, out, _ = run(capsys, "inspect", tmp_path / "x.zarr", "--json")
+    problems = {array["name"]: array["problem"] for array in json.loads(out)["arrays"]}
+    assert status == 0
+    assert "tensors hold numbers" in problems["complex"]
+    assert not problems["plain"]
