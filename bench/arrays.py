@@ -330,6 +330,40 @@ def measure(loader: str, store: Store, endpoint: str, given: argparse.Namespace)
     }
 
 
+def report() -> None:
+    """Write bench/results/arrays.md from the last line of each store, front and loader."""
+    last: dict[tuple[str, str, str], dict[str, Any]] = {}
+    for line in RESULTS.read_text().splitlines():
+        run = json.loads(line)
+        last[run["store"], run["front"], run["loader"]] = run
+    lines = [
+        "# Arrays read in place",
+        "",
+        "Made by `python -m bench.arrays --report`. Samples per second of later epochs (of the first one), of",
+        "a server of static files on the same two cores; `delay` adds 30 ms and 85 MB/s for each connection.",
+        "`ceiling` fetches and decodes every chunk once, by threads, each into memory that it uses again.",
+        f"xbatcher, zarr-python and TensorStore are read by torch's DataLoader with {WORKERS} workers,",
+        "shuffled; TensorStore keeps 2 GiB of decoded chunks in each, which holds all of `ome` and `table`.",
+        "Memory is the peak of the process, without workers.",
+        "",
+        "| store | server | "
+        + " | ".join(LOADERS)
+        + " | streamloader over ceiling, over the best other | its memory |",
+        "|---|---|" + "---|" * (len(LOADERS) + 2),
+    ]
+    for store, front in dict.fromkeys((store, front) for store, front, _ in last):
+        runs = {loader: last.get((store, front, loader), {}) for loader in LOADERS}
+        rates = {loader: run.get("samples_per_second", 0.0) for loader, run in runs.items()}
+        cells = [f"{rate:,.4g} ({runs[loader]['first_epoch']:,.4g})" if rate else "" for loader, rate in rates.items()]
+        others = max(rates[loader] for loader in LOADERS[2:])
+        ratios = [f"{rates['streamloader'] / other:.2f}" if other else "" for other in (rates["ceiling"], others)]
+        lines.append(
+            f"| {store} | {front} | {' | '.join(cells)} | {', '.join(filter(None, ratios))} | "
+            f"{runs['streamloader'].get('peak_mib', 0) / 1024:.1f} GiB |"
+        )
+    RESULTS.with_suffix(".md").write_text("\n".join(lines) + "\n")
+
+
 def main() -> None:
     """Run the loaders on the stores, or one of them in this process (`--run`)."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -338,10 +372,14 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=10.0)
     parser.add_argument("--fronts", nargs="*", default=["plain"])
     parser.add_argument("--memory")
+    parser.add_argument("--report", action="store_true", help="only write the page again, from its lines")
     parser.add_argument("--run", nargs=2, metavar=("LOADER", "ENDPOINT"))
     given = parser.parse_args()
     if given.run:
         print(json.dumps(measure(given.run[0], STORES[given.stores[0]], given.run[1], given)))
+        return
+    if given.report:
+        report()
         return
     from bench.servers import nginx
 
@@ -371,6 +409,7 @@ def main() -> None:
                     )
                     with RESULTS.open("a") as out:
                         out.write(json.dumps(line) + "\n")
+    report()
 
 
 if __name__ == "__main__":

@@ -310,3 +310,21 @@ def test_arrays_of_groups_below_are_named_by_their_path(tmp_path):
 def test_labels_outside_the_times_are_an_error_that_names_them():
     with pytest.raises(errors.SelectionError, match=r"selects none of the times 2001-01-01T00.* to 2001-01-07"):
         sl.StreamingDataset(url_of("xarray3.zarr"), batch_size=1, sample_axis="time", where=slice("2002-01", "2002-03"))
+
+
+@pytest.mark.parametrize("rounded", ["up", "down"])
+@pytest.mark.parametrize("random", [False, True])
+def test_levels_of_an_image_of_odd_size_are_registered(rounded, random, tmp_path):
+    image = np.arange(101 * 67).reshape(101, 67)
+    group = zarr.open_group(tmp_path / "x.zarr", mode="w")
+    for level in range(3):
+        values = image[:: 2**level, :: 2**level]
+        if rounded == "down":
+            values = values[: 101 >> level, : 67 >> level]
+        group.create_array(str(level), data=values, chunks=(16, 16), dimension_names=["y", "x"])
+    patch = sl.Patch({"y": 16, "x": 8}, random=random)
+    dataset = sl.StreamingDataset(tmp_path / "x.zarr", batch_size=3, patches=patch, fields=["0", "1", "2"])
+    assert dataset.num_samples == 6 * 8
+    for batch in dataset:
+        for level in (1, 2):
+            np.testing.assert_array_equal(batch["0"][:, :: 2**level, :: 2**level], batch[str(level)])

@@ -56,11 +56,12 @@ def test_a_store_in_a_bucket_gives_the_same_values(store, s3):
     assert dataset.stats().client.startswith("http: S3")
 
 
-def test_dataloader_workers_read_all_windows_once():
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
+def test_dataloader_workers_read_all_windows_once(method):
     dataset = sl.StreamingDataset(url_of("xarray3.zarr"), **TIME, windows=sl.Window(3), with_index=True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        batches = list(DataLoader(dataset, batch_size=None, num_workers=2, multiprocessing_context="forkserver"))
+        batches = list(DataLoader(dataset, batch_size=None, num_workers=2, multiprocessing_context=method))
     assert sorted(int(sample["index"]) for sample in samples_of(batches)) == anchors(3, 1)
 
 
@@ -127,6 +128,15 @@ def test_bad_metadata_is_a_clear_error_before_data_is_read(change, kind, message
     edited(store / "t2m" / ".zarray", change)
     with pytest.raises(kind, match=message):
         sl.StreamingDataset(store, **TIME, fields=["t2m", "z"])
+
+
+def test_a_claim_of_too_many_chunks_is_an_error_and_takes_no_memory(tmp_path):
+    store = copied(tmp_path, "xarray2_unconsolidated.zarr")
+    claim = {"shape": [2**50, 4096], "chunks": [1, 4096], "dtype": "<f8"}
+    edited(store / "t2m" / ".zarray", lambda document: document.update(claim))
+    edited(store / "t2m" / ".zattrs", lambda attributes: attributes.update(_ARRAY_DIMENSIONS=["n", "m"]))
+    with pytest.raises(errors.FormatError, match="boxes of chunks of 't2m' are more than"):
+        sl.StreamingDataset(store, batch_size=2, sample_axis="n", fields=["t2m"])
 
 
 def test_an_unknown_codec_of_version_3_is_named(tmp_path):

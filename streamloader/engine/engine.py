@@ -65,10 +65,10 @@ AHEAD = 2
 GATHERED_BYTES = 2 * MIB
 MAX_STEPS_AT_ONCE = 16
 LEAST_GROUPS = 16  # in an epoch: the first batch must not wait for much of it
-# Requests for chunks of arrays may be large: fewer in flight fill a network, 25 Gbit/s with 30 ms and 85 MB/s for each
-# of 400 MB, and take less memory.
-IN_FLIGHT_BYTES = 512 * MIB
-LEAST_THREADS = 8
+# Requests for chunks of arrays may be large. Fewer in flight take less memory; 16 of 85 MB/s each fill 10 Gbit/s.
+# The size of a compressed chunk is unknown, and counts as decoded.
+IN_FLIGHT_BYTES = 1024 * MIB
+LEAST_THREADS = 16
 # The maximum number of batches planned ahead: plans are made in spans, each while the batches of the last are gathered.
 PLANNED = 256
 

@@ -33,6 +33,7 @@ Ints = NDArray[np.int64]
 # The default order keeps at most this many bytes of regions in memory, but at least a window of two blocks.
 WINDOW_BYTES = 1 << 30
 WINDOW_REQUESTS = 2048  # that the first batch waits for at most, unless two blocks take more
+MAX_CELLS = 1 << 26  # their numbers of samples are kept: 512 MiB at most
 SAMPLES = "sample"  # the sample axis of a dataset that streamloader wrote
 
 
@@ -175,8 +176,8 @@ def open_arrays(
     segments = _segments(opened, coordinate, where, length, outputs.extent)
     axes = _axes(opened, drafts, segments, outputs)
     anchors = Anchors(axes, aligned)
-    scales = {axis.name: axis.length for axis in axes}
-    columns = {name: _column(name, draft, opened, outputs, scales) for name, draft in drafts.items()}
+    lengths = _reference_lengths(opened, drafts)
+    columns = {name: _column(name, draft, opened, outputs, lengths) for name, draft in drafts.items()}
     arrays = ArrayFields(columns, anchors, sampling.strict or opened.ours)
     _check_chunks(drafts.values(), memory)
     manifest = _manifest(store, arrays)
@@ -339,15 +340,19 @@ def _segments(opened: OpenedArrays, coordinate: Coordinate | None, where: Any, l
     return segments
 
 
+def _reference_lengths(opened: OpenedArrays, drafts: Mapping[str, Draft]) -> dict[str, int]:
+    """Return the lengths of the anchored axes in the first column that has all of them. Raises `FieldError`."""
+    needed = [*([opened.sample_axis] if opened.sample_axis else []), *opened.sampling.patch_dims]
+    first = next((draft for draft in drafts.values() if set(needed) <= set(draft.dims)), None)
+    if first is None:
+        problem = f"no field of {opened.group.url} has {', '.join(needed)}"
+        raise FieldError(problem, "name an array that has them")
+    return {dim: first.lengths[first.dims.index(dim)] for dim in needed}
+
+
 def _axes(opened: OpenedArrays, drafts: Mapping[str, Draft], segments: Ints, outputs: WindowParts) -> tuple[Axis, ...]:
     """Return the anchored axes. Raises `UsageError` if a window or a patch does not fit, or is nowhere."""
-    needed = {*opened.sampling.patch_dims, *([opened.sample_axis] if opened.sample_axis else [])}
-    first = next((draft for draft in drafts.values() if needed <= set(draft.dims)), None)
-    if first is None:
-        raise FieldError(
-            f"no field of {opened.group.url} has {', '.join(sorted(needed))}", "name an array that has them"
-        )
-    lengths = dict(zip(first.dims, first.lengths, strict=True))
+    lengths = _reference_lengths(opened, drafts)
     found: list[Axis] = []
     if opened.sample_axis:
         starts, counts = segment_anchors(segments, outputs.extent, outputs.stride)
@@ -365,6 +370,10 @@ def _axes(opened: OpenedArrays, drafts: Mapping[str, Draft], segments: Ints, out
     chunks = {dim: max(_reference_chunk(draft, dim, lengths[dim]) for draft in having[dim]) for dim in names}
     volume = sum(_element_bytes(draft, names, lengths) for draft in drafts.values())
     cells = choose_cells([CellAxis(a.length, chunks[a.name], a.stride, a.reach) for a in found], volume)
+    count = prod(-(-axis.length // cell) for axis, cell in zip(found, cells, strict=True))
+    if count > MAX_CELLS:
+        problem = f"{count} boxes of chunks of {next(iter(drafts))!r} are more than {MAX_CELLS}"
+        raise FormatError(problem, "read a part of the array, or one with larger chunks")
     return tuple(replace(axis, cell=cell) for axis, cell in zip(found, cells, strict=True))
 
 
@@ -372,7 +381,7 @@ def _patch_axis(opened: OpenedArrays, drafts: Mapping[str, Draft], dim: str, len
     patch = opened.sampling.patches
     assert patch is not None
     size, stride, margin = patch.along(dim)
-    extent = size + 2 * margin
+    extent, usable = size + 2 * margin, length
     if extent > length:
         with_margin = f" with a margin of {margin}" if margin else ""
         problem = f"patches of {size} elements{with_margin} along {dim!r}, which has {length}"
@@ -381,25 +390,40 @@ def _patch_axis(opened: OpenedArrays, drafts: Mapping[str, Draft], dim: str, len
     for name, draft in drafts.items():
         if dim not in draft.dims:
             continue
-        scale = Fraction(draft.lengths[draft.dims.index(dim)], length)
+        own = draft.lengths[draft.dims.index(dim)]
+        scale = resolution(own, length)
+        usable = min(usable, int(own / scale))
         snap = lcm(snap, scale.denominator)
         if (extent * scale).denominator > 1 or (stride * scale).denominator > 1:
             problem = f"patches of {extent} elements along {dim!r}, {stride} apart, are {extent * scale} of {name!r}"
             raise UsageError(problem, f"give sizes and strides that are multiples of {scale.denominator}")
-    count = (length - extent) // stride + 1
+    count = max(1, (usable - extent) // stride + 1)
     if not patch.random:
-        return Axis(dim, length, np.zeros(1, np.int64), np.array([count]), stride, extent, 1)
-    positions = (length - extent) // snap + 1  # of a corner; the anchors divide them evenly
+        return Axis(dim, usable, np.zeros(1, np.int64), np.array([count]), stride, extent, 1)
+    positions = max(1, (usable - extent) // snap + 1)  # of a corner; the anchors divide them evenly
     stride = positions // count * snap
     last = positions * snap - (count - 1) * stride
-    return Axis(dim, length, np.zeros(1, np.int64), np.array([count]), stride, extent, 1, stride, last, snap)
+    return Axis(dim, usable, np.zeros(1, np.int64), np.array([count]), stride, extent, 1, stride, last, snap)
+
+
+def resolution(length: int, reference: int) -> Fraction:
+    """Return how many elements a column has for one of the first column, along an axis of these lengths.
+
+    The levels of an image have its length divided by 2, 4, .., rounded up or down.
+    """
+    coarser, finer = round(reference / max(1, length)), round(length / max(1, reference))
+    if coarser and abs(coarser * length - reference) < coarser:
+        return Fraction(1, coarser)
+    if finer and abs(finer * reference - length) < finer:
+        return Fraction(finer)
+    return Fraction(length, reference)
 
 
 def _reference_chunk(draft: Draft, dim: str, length: int) -> int:
     """Return the largest chunk of a column along a dimension, in elements of the first column."""
     chunks = [m.array.chunks[m.dims.index(dim)] for m in draft.members if m.array is not None and dim in m.dims]
-    scale = Fraction(length, max(1, draft.lengths[draft.dims.index(dim)]))
-    return max(1, min(length, int(max(chunks, default=1) * scale)))
+    scale = resolution(draft.lengths[draft.dims.index(dim)], length)
+    return max(1, min(length, int(max(chunks, default=1) / scale)))
 
 
 def _element_bytes(draft: Draft, anchored: Sequence[str], lengths: Mapping[str, int]) -> float:
@@ -414,7 +438,7 @@ def _column(
     name: str, draft: Draft, opened: OpenedArrays, outputs: WindowParts, references: Mapping[str, int]
 ) -> RegionColumn:
     lengths = dict(zip(draft.dims, draft.lengths, strict=True))
-    scales = {dim: Fraction(lengths[dim], length) for dim, length in references.items() if dim in lengths}
+    scales = {dim: resolution(lengths[dim], length) for dim, length in references.items() if dim in lengths}
     patch = opened.sampling.patches
     sizes = {}
     for dim in (dim for dim in opened.sampling.patch_dims if dim in lengths):
