@@ -354,7 +354,9 @@ def report() -> None:
     for store, front in dict.fromkeys((store, front) for store, front, _ in last):
         runs = {loader: last.get((store, front, loader), {}) for loader in LOADERS}
         rates = {loader: run.get("samples_per_second", 0.0) for loader, run in runs.items()}
-        cells = [f"{rate:,.4g} ({runs[loader]['first_epoch']:,.4g})" if rate else "" for loader, rate in rates.items()]
+        cells = [
+            f"{_shown(rate)} ({_shown(runs[name]['first_epoch'])})" if rate else "" for name, rate in rates.items()
+        ]
         others = max(rates[loader] for loader in LOADERS[2:])
         ratios = [f"{rates['streamloader'] / other:.2f}" if other else "" for other in (rates["ceiling"], others)]
         lines.append(
@@ -362,6 +364,10 @@ def report() -> None:
             f"{runs['streamloader'].get('peak_mib', 0) / 1024:.1f} GiB |"
         )
     RESULTS.with_suffix(".md").write_text("\n".join(lines) + "\n")
+
+
+def _shown(rate: float) -> str:
+    return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
 
 
 def main() -> None:
