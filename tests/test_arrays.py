@@ -328,3 +328,26 @@ def test_levels_of_an_image_of_odd_size_are_registered(rounded, random, tmp_path
     for batch in dataset:
         for level in (1, 2):
             np.testing.assert_array_equal(batch["0"][:, :: 2**level, :: 2**level], batch[str(level)])
+
+
+def test_single_samples_and_a_transform_get_inputs_and_targets():
+    options = {"sample_axis": "time", "windows": sl.Window(history=2, lead=1), "fields": ["z"], "with_index": True}
+    for sample in sl.StreamingDataset(url_of("xarray3.zarr"), batch_size=None, **options):
+        first = int(sample["index"])
+        np.testing.assert_array_equal(sample["z_target"], values_of("xarray3.zarr", "z")[first + 2 : first + 3])
+
+    def change(sample):
+        return {"difference": sample["z_target"] - sample["z"][-1:]}
+
+    z = values_of("xarray3.zarr", "z")
+    for batch in sl.StreamingDataset(url_of("xarray3.zarr"), batch_size=4, transform=change, **options):
+        for first, difference in zip(batch["index"].tolist(), batch["difference"].numpy(), strict=True):
+            np.testing.assert_array_equal(difference, z[first + 2 : first + 3] - z[first + 1 : first + 2])
+
+
+def test_a_mixture_of_windows_of_other_targets_is_an_error():
+    sources = {
+        sl.Source(url_of("xarray3.zarr"), sample_axis="time", windows=sl.Window(history=2, lead=n)): 1 for n in (1, 2)
+    }
+    with pytest.raises(errors.MixtureError, match="mix datasets with the same fields"):
+        sl.Mixture(sources, batch_size=4, fields=["z"])

@@ -4,6 +4,7 @@ import json
 import shutil
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from zarr_stores import STORES, anchors, samples_of, url_of, values_of
 
 import streamloader as sl
 from streamloader import errors
+from streamloader.engine.fetcher import Dropped, Fetcher
 from streamloader.storage import open_store
 
 TIME = {"sample_axis": "time", "batch_size": 2}
@@ -211,3 +213,18 @@ def test_a_changed_declaration_does_not_load_a_state():
     for change in ({"windows": sl.Window(4)}, {"fields": ["z"]}, {"decode_cf": False}, {"where": slice(0, 20)}):
         with pytest.raises(errors.StateError):
             sl.StreamingDataset(url_of("xarray3.zarr"), **(options | change)).load_state_dict(state)
+
+
+def test_a_late_request_of_a_complete_block_opens_no_regions_in_its_slot():
+    """Its slot may belong to another block by then, which would get the regions of this one."""
+    opened: list[str] = []
+
+    def dropped(*_):
+        raise Dropped
+
+    arena = SimpleNamespace(open_regions=lambda *_: opened.append("x"))
+    stub = SimpleNamespace(_fetch=dropped, _arena=arena, _damaged=dropped, _allocate_region=dropped)
+    piece = SimpleNamespace(block=SimpleNamespace(ref=SimpleNamespace(start=0, stop=4)))
+    with pytest.raises(Dropped):
+        Fetcher._fill_regions(stub, piece, SimpleNamespace(open_block=dropped, name="x"), 0, 1)
+    assert not opened

@@ -88,6 +88,13 @@ def take_sampling(options: dict[str, Any]) -> Sampling:
     )
 
 
+def unused_lines(unused: Mapping[str, int]) -> Iterator[str]:
+    """Yield a line that counts the elements that no sample reads, if there are any."""
+    counts = [f"{count:,} of {axis}" for axis, count in unused.items() if count]
+    if counts:
+        yield f"unused    elements that no sample reads: {', '.join(counts)}"
+
+
 def reads_lines(url: str, reads: Iterable[ArrayReads], cure: Rechunking | None) -> Iterator[str]:
     """Yield a line for each array: what an epoch reads of it, and what its samples use; then the conversion to run."""
     title = "arrays"

@@ -13,7 +13,14 @@ from typing import TYPE_CHECKING, Any
 import click
 from click import IntRange
 
-from streamloader.cli.arrays import parse_extent, parse_where, reads_lines, sampling_options, take_sampling
+from streamloader.cli.arrays import (
+    parse_extent,
+    parse_where,
+    reads_lines,
+    sampling_options,
+    take_sampling,
+    unused_lines,
+)
 from streamloader.cli.options import (
     Step,
     display,
@@ -140,6 +147,7 @@ def forecast_lines(planned: Forecast) -> list[str]:
         f"rate      {rate.samples_per_second:,.0f} samples/s and {rate.megabytes_per_second:,.0f} MB/s on each rank, "
         f"{rate.samples_per_second * ranks:,.0f} and {rate.megabytes_per_second * ranks:,.0f} on all; limited by "
         f"{LIMITS[rate.limit]}; {rate.in_flight} requests in flight on each",
+        *unused_lines(planned.unused),
         *reads_lines(planned.url, planned.arrays, planned.rechunking),
         f"mixing    the batch of a rank {mixed[0]}",
         f"          the global batch {mixed[1]}",

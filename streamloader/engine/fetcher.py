@@ -343,16 +343,20 @@ class Fetcher:
     def _fill_regions(self, piece: Piece, field: RegionReader, slot: int, number: int) -> None:
         """Fetch a piece and decode its chunks into the regions of its block.
 
-        Their size is known before, so the block is admitted only if they fit.
+        Their size is known before, so the block is admitted only if they fit. They are opened only once `_fetch` has
+        returned: until then another request may complete the block, whose slot then goes to another one.
         """
         block = piece.block
         opened = partial(field.open_block, block.ref.start, block.ref.stop, partial(self._allocate_region, block))
-        regions, first = self._arena.open_regions(field.name, slot, opened)
-        if first:  # the block is complete only after this piece
-            field.write_constants(regions, block.ref.stop)
-        missing, decoded = reread(
-            lambda: field.write(piece.run, self._fetch(piece, number), regions), partial(self._damaged, piece)
-        )
+
+        def load() -> tuple[int, int]:
+            body = self._fetch(piece, number)
+            regions, first = self._arena.open_regions(field.name, slot, opened)
+            if first:  # the block is complete only after this piece
+                field.write_constants(regions, block.ref.stop)
+            return field.write(piece.run, body, regions)
+
+        missing, decoded = reread(load, partial(self._damaged, piece))
         seconds = time.thread_time() - piece.body_at
         self._counters.add(unpack_seconds=seconds, bytes_decoded=decoded, missing_chunks=missing)
 

@@ -134,7 +134,7 @@ class Forecast:
     the fields that every rank holds in memory. `requests`, `bytes`, `dollars`: those of all ranks. `rank`, `together`:
     how the batch of a rank and the global batch mix. `rate`: of a rank in later epochs. `drawn`: the block of
     each row of the first global batches. `arrays`: what is read of each array, for a dataset that is read as arrays,
-    and `rechunking`: the conversion after which less is read.
+    `unused` the elements of each axis that no sample reads, and `rechunking` the conversion after which less is read.
 
     `memory`: the bytes that the loader of a rank may use. `least_memory`: the least that it needs. `memory_alone`: the
     least that a single rank needs to resume such a run.
@@ -163,6 +163,7 @@ class Forecast:
     memory_alone: int
     rate: Rate
     arrays: tuple[ArrayReads, ...]
+    unused: Mapping[str, int]
     rechunking: Rechunking | None
     drawn: tuple[tuple[int, ...], ...] = field(repr=False)
 
@@ -230,6 +231,7 @@ def forecast(url: str, options: ForecastOptions) -> Forecast:
         shuffle=order.shuffle,
         memory_alone=engine.least_memory(replace(together, batch=share.batch).need()),
         arrays=tuple(arrays),
+        unused={} if dataset.arrays is None else dataset.arrays.unused,
         rechunking=rechunking(arrays, options.sampling, options.machine, options.dollars_for_a_get),
         rate=_rate(dataset, options, (streamed[0] * factor, streamed[1] * factor), streaming, budget),
         drawn=_first_blocks(share, params.block),

@@ -201,9 +201,15 @@ def check_same_fields(sources: Sequence[Source], datasets: Sequence[Dataset], wi
             problem = f"{source.url} and {sources[0].url} do not both have {', '.join(sorted(missing))}"
             raise MixtureError(problem, "name the fields that all sources have in fields=")
         for name, field in fields.items():
-            if field != dataset.fields[name]:
+            if field != dataset.fields[name] or _targets(dataset, name) != _targets(datasets[0], name):
                 problem = f"{name} is {field} in {sources[0].url} and {dataset.fields[name]} in {source.url}"
                 raise MixtureError(problem, "mix datasets with the same fields, or leave this one out with fields=")
+
+
+def _targets(dataset: Dataset, name: str) -> list[tuple[tuple[int, ...], int]]:
+    """Return the shape, and the number of parts, of each column that a field of arrays makes."""
+    outputs = () if dataset.arrays is None else dataset.arrays.columns[name].outputs
+    return [(output.shape, len(output.parts)) for output in outputs]
 
 
 class Mixture(BaseDataset):
