@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from streamloader.errors import SelectionError, UsageError
+from streamloader.errors import FormatError, SelectionError, UsageError
 from streamloader.format.zarr_metadata import ZarrArray
 
 if TYPE_CHECKING:
@@ -31,6 +31,10 @@ _SECONDS = {
 }
 _DURATION = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*\Z")
 _UNITS = re.compile(r"\s*([A-Za-z]+)\s+since\s+(.+?)\s*\Z")
+_ORIGIN = re.compile(
+    r"(\d{1,4})-(\d{1,2})-(\d{1,2})(?:[T ]\s*(\d{1,2})(?::(\d{1,2})(?::(\d{1,2}(?:\.\d*)?))?)?)?"
+    r"\s*(?:Z|UTC|GMT|([+-])(\d{1,2})(?::?(\d{2}))?)?\Z"
+)
 _CALENDARS = ("standard", "gregorian", "proleptic_gregorian")
 _DAY, _YEAR = 86400.0, 365.2425 * 86400.0  # seconds; the mean year of the Gregorian calendar
 
@@ -54,20 +58,30 @@ class Coordinate:
         """Return the usual difference of neighbours, in units of the values."""
         return 1.0 if self.values is None or self.length < 2 else float(np.median(np.diff(self.values)))
 
-    def gaps(self) -> Ints:
-        """Return the elements after a gap. Raises `UsageError` if the values do not ascend or descend throughout."""
+    def gaps(self, segments: Ints) -> Ints:
+        """Return the elements after a gap in one of the segments, int64 (n, 2).
+
+        Raises `UsageError` if the values in a segment do not ascend, or descend as those of the others do.
+        """
         if self.values is None or self.length < 2:
             return np.zeros(0, np.int64)
-        steps = np.diff(self.values.astype(np.float64))
+        inside = np.zeros(self.length + 1, np.int64)  # the pairs of neighbours in one segment
+        np.add.at(inside, segments[:, 0], 1)
+        np.add.at(inside, segments[:, 1] - 1, -1)
+        pairs = np.flatnonzero(np.cumsum(inside)[: self.length - 1] > 0)
+        steps = np.diff(self.values.astype(np.float64))[pairs]
+        if not steps.size:
+            return np.zeros(0, np.int64)
         wrong = np.flatnonzero((steps <= 0) if steps[0] > 0 else (steps >= 0))
-        if wrong.size or steps[0] == 0:
-            at = int(wrong[0]) if wrong.size else 0
+        if wrong.size:
+            at = int(pairs[wrong[0]])
             pair = f"{self.values[at]} and {self.values[at + 1]}"
             problem = (
                 f"the coordinate {self.name!r} of {self.url} is not monotonic: elements {at} and {at + 1} are {pair}"
             )
             raise UsageError(problem, "sort the store, or select a part that ascends with where=slice(start, stop)")
-        return np.flatnonzero(np.abs(steps) > GAP * abs(self.spacing())) + 1
+        after: Ints = pairs[np.abs(steps) > GAP * np.median(np.abs(steps))] + 1
+        return after
 
     def elements(self, what: str, duration: str, unit: int) -> int:
         """Return how many times `unit` elements a duration is. Raises `UsageError` unless it is a whole number."""
@@ -108,30 +122,54 @@ def read_coordinate(opened: OpenedArrays, axis: str, length: int) -> Coordinate:
     array = opened.group.arrays.get(axis)
     if array is None or array.dims != (axis,) or array.shape != (length,):
         return Coordinate(axis, opened.group.url, length, None)
-    values = opened.read(axis)
+    try:
+        values = opened.read_exactly(axis)
+    except FormatError:
+        if not _holds_numbers(array):  # names, say, which have no order
+            return Coordinate(axis, opened.group.url, length, None)
+        raise
     unit, origin = _time_unit(array)
     return Coordinate(axis, opened.group.url, length, values, unit, origin)
+
+
+def _holds_numbers(array: ZarrArray) -> bool:
+    try:
+        return array.dtype is not None
+    except FormatError:
+        return False
 
 
 def _time_unit(array: ZarrArray) -> tuple[float, str]:
     """Return the seconds of a unit and the time of value 0, from CF's attribute `units` or a dtype of times."""
     raw = array.document.get("data_type", array.document.get("dtype"))
     options = raw.get("configuration", {}) if isinstance(raw, dict) else {}
+    unit, count = "", 1
     if isinstance(raw, dict) and raw.get("name") == "numpy.datetime64":
-        return _SECONDS.get(str(options.get("unit")), 0.0) * options.get("scale_factor", 1), "1970-01-01"
-    if isinstance(raw, str) and np.dtype(raw).kind == "M":
+        unit, count = str(options.get("unit")), options.get("scale_factor", 1)
+    elif isinstance(raw, str) and raw.lstrip("<>|=").startswith("M8"):
         unit, count = np.datetime_data(np.dtype(raw))
-        return _SECONDS.get(unit, 0.0) * count, "1970-01-01"
+    if unit:  # months and years have no length in seconds
+        return (_SECONDS[unit] * count, "1970-01-01") if unit in _SECONDS else (0.0, "")
     match = _UNITS.match(str(array.attributes.get("units", "")))
     if match is None or match[1] not in _SECONDS:
         return 0.0, ""
-    origin = match[2].replace(" ", "T", 1).removesuffix("Z").removesuffix(" UTC").split("+")[0]
+    known = str(array.attributes.get("calendar", "standard")).lower() in _CALENDARS
+    return _SECONDS[match[1]], _parse_origin(match[2]) if known else ""
+
+
+def _parse_origin(text: str) -> str:
+    """Return the date and time of CF's `units`, in UTC and ISO 8601; "" if it is none."""
+    match = _ORIGIN.match(text)
+    if match is None:
+        return ""
+    year, month, day, hour, minute, second, sign, hours, minutes = match.groups()
     try:
-        known = str(array.attributes.get("calendar", "standard")).lower() in _CALENDARS
-        np.datetime64(origin, "ms")
+        date = np.datetime64(f"{int(year):04}-{int(month):02}-{int(day):02}", "ms")
     except ValueError:
-        known = False
-    return _SECONDS[match[1]], origin if known else ""
+        return ""
+    seconds = int(hour or 0) * 3600 + int(minute or 0) * 60 + float(second or 0)
+    offset = (int(hours or 0) * 3600 + int(minutes or 0) * 60) * (-1 if sign == "-" else 1)
+    return str(date + np.timedelta64(round(1000 * (seconds - offset)), "ms"))
 
 
 def select_elements(opened: OpenedArrays, coordinate: Coordinate, where: Any) -> Ints:
@@ -151,7 +189,7 @@ def select_elements(opened: OpenedArrays, coordinate: Coordinate, where: Any) ->
                 known = [n for n, a in opened.group.arrays.items() if a.dims == (coordinate.name,)]
                 problem = f"where={where.text!r} uses {name!r}, which is not an array along {coordinate.name!r}"
                 raise SelectionError(problem, f"use {', '.join(known) or 'a slice or a mask'}")
-            columns[name] = opened.read(name)
+            columns[name] = opened.read_exactly(name)
         where = where.mask(columns)
     return Selection.of(where, coordinate.length).samples
 

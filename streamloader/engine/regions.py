@@ -36,7 +36,7 @@ SMALL_ROW = 1 << 10
 SMALL_GROUP = 16  # rows
 HELD_ROW = 1 << 17
 BOX_CACHE = 512
-SAMPLED_BLOCKS = 16  # whose sizes are compared to find the memory of a block
+SAMPLED_BLOCKS = 64  # whose sizes are compared to find the memory of a block
 ARRAYS = "zarr"  # the codec of a layout whose chunks have the codecs of their own metadata
 
 
@@ -248,7 +248,8 @@ class RegionReader:
     def most_bytes(self, block: int) -> int:
         """Return the bytes of the largest of some blocks of `block` samples: the first, the last, others between."""
         firsts = range(0, self.num_samples, block)
-        some = {*firsts[:: max(1, len(firsts) // SAMPLED_BLOCKS)], firsts[-1]}
+        # cells with fewer samples come last, and a block has several of them
+        some = {*firsts[:: max(1, len(firsts) // SAMPLED_BLOCKS)], *firsts[-SAMPLED_BLOCKS:]}
         return max(self.block_bytes(first, min(first + block, self.num_samples)) for first in some)
 
     def pieces(self, block: int) -> int:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property
 from math import isfinite, lcm, prod
+from numbers import Real
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -74,13 +75,24 @@ class OpenedArrays:
     def _normalization(self) -> Mapping[str, Any]:
         return read_normalization(self.store, self.sampling.normalize)
 
+    def check_normalization(self, names: Collection[str]) -> None:
+        """Raise `UsageError` for values of `normalize=` that belong to none of these arrays and channels."""
+        given, known = set(self._normalization), set(names)
+        of_file = not isinstance(self.sampling.normalize, Mapping)
+        unknown = given - known if not of_file or not given & known else set()
+        if unknown:
+            has, of = ", ".join(sorted(unknown)), ", ".join(sorted(known))
+            problem = f"normalize= has {has}, and the arrays and channels are {of}"
+            raise UsageError(problem, "name them as in fields= and channels=")
+
     def affine(self, name: str) -> tuple[float, float] | None:
         """Return the (mean, std) of an array or a channel, None if it is not normalised. Raises `UsageError`."""
         given = self._normalization.get(name)
         if given is None:
             return None
-        pair = (given.get("mean"), given.get("std")) if isinstance(given, Mapping) else tuple(given)
-        valid = len(pair) == 2 and all(isinstance(x, int | float) and isfinite(x) for x in pair) and pair[1] > 0
+        pair = (given.get("mean"), given.get("std")) if isinstance(given, Mapping) else given
+        pair = tuple(pair) if isinstance(pair, Sequence | np.ndarray) else (pair,)
+        valid = len(pair) == 2 and all(isinstance(x, Real) and isfinite(x) for x in pair) and pair[1] > 0
         if not valid:
             problem = f"normalize= has {given!r:.60} for {name!r}"
             raise UsageError(problem, "give (mean, std), with std above 0; leave out arrays that are constant")
@@ -91,6 +103,15 @@ class OpenedArrays:
         array = self.group.array(name)
         reader = ArrayReader(self.store, array, strict=self.sampling.strict or self.ours)
         return reader.read((0,) * len(array.shape), array.shape, self.unpacking(name))
+
+    def read_exactly(self, name: str) -> NDArray[Any]:
+        """Return all values of an array as they are stored, or unpacked to float64: float32 would round times."""
+        array, unpacking = self.group.array(name), self.unpacking(name)
+        reader = ArrayReader(self.store, array, strict=self.sampling.strict or self.ours)
+        stored = reader.read((0,) * len(array.shape), array.shape)
+        if unpacking is None or (unpacking.scale is None and unpacking.offset is None):
+            return stored
+        return np.asarray(stored.astype(np.float64) * (unpacking.scale or 1.0) + (unpacking.offset or 0.0))
 
     def default_fields(self) -> list[str]:
         """Return the arrays that are fields without `fields=`: with the sample axis, and numbers, but no coordinates.
@@ -201,7 +222,9 @@ def _drafts(opened: OpenedArrays, fields: Sequence[str] | None) -> dict[str, Dra
         affine = opened.affine(name)
         member = Member(array.dims, (Slice({}, None, affine),), array, unpacking)
         drafts[name] = Draft(array.dims, array.shape, _float_if(_dtype_of(member), affine is not None), (member,))
-    return drafts | {name: _stack(name, opened, channels) for name, channels in stacked.items()}
+    drafts |= {name: _stack(name, opened, channels) for name, channels in stacked.items()}
+    opened.check_normalization({*names, *(channel for column in stacked.values() for channel in column.names)})
+    return drafts
 
 
 def _dtype_of(member: Member) -> str:
@@ -250,7 +273,8 @@ def _channel(opened: OpenedArrays, channel: str, number: int) -> tuple[str, Memb
     array = opened.group.array(source)
     picks = find_index(opened.store, opened.group, channel, {axis, *opened.sampling.patch_dims})
     shape = {dim: n for dim, n in zip(array.dims, array.shape, strict=True) if dim not in picks}
-    if not axis or (axis in shape and len(shape) > 1):
+    anchored = {*([axis] if axis else []), *opened.sampling.patch_dims}
+    if anchored <= set(shape) and len(shape) > 1:
         slices = (Slice(picks, number, affine),)
         return source, Member(array.dims, slices, array, opened.unpacking(source)), shape
     constant = _scaled(opened.read(source)[tuple(picks.get(dim, slice(None)) for dim in array.dims)], affine)
@@ -329,10 +353,10 @@ def _segments(opened: OpenedArrays, coordinate: Coordinate | None, where: Any, l
     if where is not None:
         segments = runs_of(select_elements(opened, coordinate, where))
     if extent > 1:
-        segments = split_segments(segments, coordinate.gaps())
+        segments = split_segments(segments, coordinate.gaps(segments))
     window = opened.sampling.windows
     if window is not None and window.group is not None:
-        groups = opened.read(window.group)
+        groups = opened.read_exactly(window.group)
         if groups.shape != (length,):
             problem = f"Window(group={window.group!r}) names an array of the shape {groups.shape}"
             raise FieldError(problem, f"name one with a number for each of the {length} elements")
@@ -397,10 +421,13 @@ def _patch_axis(opened: OpenedArrays, drafts: Mapping[str, Draft], dim: str, len
         if (extent * scale).denominator > 1 or (stride * scale).denominator > 1:
             problem = f"patches of {extent} elements along {dim!r}, {stride} apart, are {extent * scale} of {name!r}"
             raise UsageError(problem, f"give sizes and strides that are multiples of {scale.denominator}")
-    count = max(1, (usable - extent) // stride + 1)
+    if extent > usable:
+        problem = f"patches of {extent} elements along {dim!r}, of which all levels have {usable}"
+        raise UsageError(problem, "give a smaller patch")
+    count = (usable - extent) // stride + 1
     if not patch.random:
         return Axis(dim, usable, np.zeros(1, np.int64), np.array([count]), stride, extent, 1)
-    positions = max(1, (usable - extent) // snap + 1)  # of a corner; the anchors divide them evenly
+    positions = (usable - extent) // snap + 1  # of a corner; the anchors divide them evenly
     stride = positions // count * snap
     last = positions * snap - (count - 1) * stride
     return Axis(dim, usable, np.zeros(1, np.int64), np.array([count]), stride, extent, 1, stride, last, snap)
@@ -465,8 +492,8 @@ def _column(
 
 def _check_chunks(drafts: Iterable[Draft], memory: int | None) -> None:
     arrays = [member.array for draft in drafts for member in draft.members if member.array is not None]
-    largest = max(arrays, key=lambda array: array.chunk_bytes)
-    if memory is not None and largest.chunk_bytes > memory:
+    largest = max(arrays, key=lambda array: array.chunk_bytes, default=None)
+    if memory is not None and largest is not None and largest.chunk_bytes > memory:
         problem = f"a chunk of the array {largest.path!r} has {largest.chunk_bytes} bytes, and memory={memory}"
         raise MemoryBudgetError(problem, f"give memory={4 * largest.chunk_bytes} or more, or smaller chunks")
 

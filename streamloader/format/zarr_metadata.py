@@ -57,7 +57,7 @@ class ZarrArray:
     @cached_property
     def stored_chunks(self) -> tuple[int, ...]:
         """The shape of the chunk in one object, which is a shard if the array has shards."""
-        grid = self.document.get("chunk_grid") or {}
+        grid = _named(self.document.get("chunk_grid"))
         if self.version == 3 and grid.get("name") != "regular":
             problem = f"the array {self.path!r} has the chunk grid {grid.get('name')!r}"
             raise FormatError(problem, "only regular grids are supported: write it with equal chunks")
@@ -142,7 +142,7 @@ class ZarrArray:
 
     def object_key(self, place: tuple[int, ...]) -> str:
         """Return the path of the object with the chunk at these coordinates of the grid, relative to the store."""
-        encoding = self.document.get("chunk_key_encoding") or {}
+        encoding = _named(self.document.get("chunk_key_encoding"))
         configuration = encoding.get("configuration") or {}
         if self.version == 2:
             prefixed, separator = False, self.document.get("dimension_separator") or "."
@@ -157,6 +157,11 @@ class ZarrArray:
         """The SHA-256 of the metadata that determines the values, in hexadecimal."""
         data = json.dumps(self.document, sort_keys=True, default=str)
         return hashlib.sha256(data.encode()).hexdigest()
+
+
+def _named(value: Any) -> Document:
+    """Return an extension point of version 3, which may be a name alone, as a mapping."""
+    return value if isinstance(value, Mapping) else {"name": value} if isinstance(value, str) else {}
 
 
 def _sizes(value: Any, least: int, path: str, count: int | None = None) -> tuple[int, ...]:
@@ -204,7 +209,8 @@ def read_group(store: Store, nested: Iterable[str] = ()) -> ZarrGroup:
     Zarr metadata, and `FormatError` if it is damaged.
     """
     root, documents = _read_root(store)
-    members = [*(store.children() if documents is None else ()), *(name for name in nested if "/" in name)]
+    listed = store.children() if documents is None and "shape" not in root else ()
+    members = [*listed, *(name for name in nested if "/" in name)]
     found = run_all(partial(_read_node, store), members, THREADS)
     read = {name: document for name, document in zip(members, found, strict=True) if document is not None}
     documents = {**(documents or {}), **read}

@@ -78,8 +78,13 @@ class ArrayReader:
 
     @cached_property
     def request_bytes(self) -> int:
-        """The most bytes of a request for one chunk: compressed chunks may be slightly larger than decoded ones."""
-        return self.array.chunk_bytes + self.array.chunk_bytes // 64 + MIB // 4
+        """The most bytes of a request for one chunk: compressed chunks may be slightly larger than decoded ones.
+
+        Filters may have stored other values, up to four times as wide.
+        """
+        most = self.array.chunk_bytes + self.array.chunk_bytes // 64 + MIB // 4
+        filtered = self.codec.other is not None or bool(self.array.document.get("filters"))
+        return 4 * most if filtered else most
 
     @property
     def kept_bytes(self) -> int:

@@ -10,16 +10,17 @@ import asyncio
 import base64
 import importlib
 import threading
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any, TypeVar
 
-from streamloader.errors import UnsupportedError
+from streamloader.errors import NotFoundError, StorageError, UnsupportedError
 from streamloader.storage.buffers import Allocate, Body, Buffer
 from streamloader.storage.generic import FsspecClient
-from streamloader.storage.process import forked_after_obstore, note_obstore_use
+from streamloader.storage.process import forked_after_obstore, note_obstore_use, run_all
 from streamloader.storage.store import ObjectInfo, Page, RangeReader, Store, join_path
 from streamloader.storage.url import Location
 
+Result = TypeVar("Result")
 OpenStore = Callable[[str, Mapping[str, Any] | None], Store]
 _REPOSITORY_OPTIONS = ("branch", "tag", "snapshot_id")
 _READ_ONLY = "a store of references is read only"
@@ -58,7 +59,13 @@ class ReferenceClient(FsspecClient):
         if len(reference) > 1:
             begin, end = reference[1] + start, reference[1] + min(stop, reference[2])
         reader, name = self._reader(url)
-        return reader.read(name, begin, end, allocate)
+        try:
+            return reader.read(name, begin, end, allocate)
+        except NotFoundError as error:  # no missing chunk: that has no reference
+            remedy = "restore it, or correct the URL in the references"
+            raise StorageError(
+                f"{path} is a range of {url}, which cannot be found ({error.problem})", remedy
+            ) from error
 
     def get_tail(self, path: str, size: int) -> bytes:
         """Return the last `size` bytes, fewer if the object is smaller."""
@@ -162,7 +169,7 @@ class IcechunkClient(FsspecClient):
     def info(self, path: str) -> ObjectInfo | None:
         """Return the size of an object, or None if it does not exist."""
         try:
-            return ObjectInfo(path, asyncio.run(self._store.getsize(path)))
+            return ObjectInfo(path, _run(self._store.getsize(path)))
         except FileNotFoundError:
             return None
 
@@ -172,7 +179,7 @@ class IcechunkClient(FsspecClient):
         async def collect() -> list[str]:
             return [name async for name in self._store.list_dir(folder)]
 
-        return [name for name in asyncio.run(collect()) if name != "zarr.json"]
+        return [name for name in _run(collect()) if name != "zarr.json"]
 
     def list_page(self, folder: str, token: str | None) -> Page:  # noqa: ARG002
         """Raise `UnsupportedError`: chunks are not listed."""
@@ -193,10 +200,19 @@ class IcechunkClient(FsspecClient):
         async def read() -> Any:
             return await self._store.get(path, default_buffer_prototype(), requested)
 
-        buffer = asyncio.run(read())
+        buffer = _run(read())
         if buffer is None:
             raise FileNotFoundError(path)
         return bytes(buffer.to_bytes())
+
+
+def _run(coroutine: Coroutine[Any, Any, Result]) -> Result:
+    """Return the result of a coroutine, in a thread if a loop runs in this one, as in a notebook."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(coroutine)
+    return run_all(asyncio.run, [coroutine], 2)[0]
 
 
 def _icechunk_storage(icechunk: Any, location: Location) -> Any:

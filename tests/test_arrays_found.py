@@ -1,0 +1,163 @@
+"""What a review of arrays in place found: each of these gave wrong values, or an error that did not help."""
+
+import json
+
+import numpy as np
+import pytest
+import zarr
+from zarr_stores import STORES, samples_of, url_of
+
+import streamloader as sl
+from streamloader import errors
+from streamloader.engine.coordinates import _parse_origin
+from streamloader.storage import open_store, references_url
+
+
+def write(path, version=3, attributes=None, **arrays):
+    """A group of one-dimensional arrays along `time`, unless a value has more dimensions."""
+    group = zarr.open_group(path, mode="w", zarr_format=version)
+    for name, values in ((name, np.asarray(given)) for name, given in arrays.items()):
+        made = group.create_array(name, data=values, chunks=(4, *values.shape[1:]))
+        dims = ["time", "y", "x"][: values.ndim]
+        made.attrs.update({"_ARRAY_DIMENSIONS": dims, **(attributes or {}).get(name, {})})
+    return str(path)
+
+
+def test_a_reference_to_a_file_that_is_gone_is_an_error_and_no_fill_value(tmp_path):
+    document = json.loads((STORES / "kerchunk.json").read_text())
+    document["templates"]["u"] = "gone.nc"
+    (tmp_path / "moved.json").write_text(json.dumps(document))
+    with pytest.raises(errors.StorageError, match=r"is a range of gone\.nc, which cannot be found"):
+        list(sl.StreamingDataset(tmp_path / "moved.json", batch_size=4, sample_axis="time", fields=["t2m"]))
+    assert open_store(references_url(url_of("kerchunk.json"))).head("z/9.9.9.9") is None
+
+
+def test_times_groups_and_conditions_are_exact_despite_a_fill_value(tmp_path):
+    seconds = 1_600_000_000 + 3600 * np.arange(200)
+    runs = np.repeat([20200303, 20200304], 100).astype("i4")
+    fills = {"time": {"_FillValue": -(2**62), "units": "seconds since 1970-01-01"}, "run": {"_FillValue": -1}}
+    url = write(tmp_path / "x.zarr", 3, fills, time=seconds, run=runs, a=np.arange(200.0))
+    options = {"batch_size": 1, "sample_axis": "time", "fields": ["a"]}
+    assert sl.StreamingDataset(url, windows=sl.Window("6h"), **options).num_samples == 195
+    assert sl.StreamingDataset(url, windows=sl.Window(5, group="run"), **options).num_samples == 192
+    assert sl.StreamingDataset(url, where="run == 20200303", **options).num_samples == 100
+
+
+@pytest.mark.parametrize("codec", ["lz4", "gzip", "zlib", "zstd"])
+def test_a_chunk_that_decodes_to_fewer_bytes_is_an_error(codec, tmp_path):
+    from numcodecs.registry import get_codec
+
+    group = zarr.open_group(tmp_path / "x.zarr", mode="w", zarr_format=2)
+    compressor = get_codec({"id": codec})
+    group.create_array("a", data=np.ones(8, "f4"), chunks=(8,), compressors=compressor)
+    (tmp_path / "x.zarr" / "a" / "0").write_bytes(compressor.encode(np.ones(4, "f4")))
+    with pytest.raises(errors.CorruptError):
+        list(sl.StreamingDataset(tmp_path / "x.zarr", batch_size=8, sample_axis=0))
+
+
+def test_names_in_normalize_that_match_nothing_are_an_error(tmp_path):
+    url = write(tmp_path / "x.zarr", a=np.arange(8.0))
+    (tmp_path / "s.json").write_text('{"statistics": {"z@500": {"mean": 0, "std": 1}}}')
+    for given in ({"b": (0, 1)}, str(tmp_path / "s.json")):
+        with pytest.raises(errors.UsageError, match="normalize= has"):
+            sl.StreamingDataset(url, batch_size=1, sample_axis="time", normalize=given)
+    for given in ({"a": 3}, {"a": (1,)}):
+        with pytest.raises(errors.UsageError, match="normalize= has"):
+            sl.StreamingDataset(url, batch_size=1, sample_axis="time", normalize=given)
+    sl.StreamingDataset(url, batch_size=1, sample_axis="time", normalize={"a": (np.float32(0), np.float32(1))})
+
+
+@pytest.mark.parametrize(
+    ("text", "origin"),
+    [
+        ("2001-01-01", "2001-01-01T00:00:00.000"),
+        ("2001-1-1 00:00:0.0", "2001-01-01T00:00:00.000"),
+        ("2001-01-01 00:00:00 +05:00", "2000-12-31T19:00:00.000"),
+        ("2001-01-01T06:30:00Z", "2001-01-01T06:30:00.000"),
+        ("2001-01-01 00:00:00 UTC", "2001-01-01T00:00:00.000"),
+        ("2001-13-01", ""),
+        ("long ago", ""),
+    ],
+)
+def test_origins_of_times_are_parsed_with_their_zone(text, origin):
+    assert _parse_origin(text) == origin
+
+
+def test_months_have_no_length_and_are_no_times_to_select_by(tmp_path):
+    group = zarr.open_group(tmp_path / "x.zarr", mode="w", zarr_format=2)
+    times = np.arange("2001-01", "2003-01", dtype="datetime64[M]")
+    group.create_array("time", data=times).attrs["_ARRAY_DIMENSIONS"] = ["time"]
+    group.create_array("a", data=np.arange(24.0)).attrs["_ARRAY_DIMENSIONS"] = ["time"]
+    options = {"batch_size": 1, "sample_axis": "time"}
+    with pytest.raises(errors.UsageError, match="not a coordinate of times"):
+        sl.StreamingDataset(tmp_path / "x.zarr", where=slice("1970-01", "1970-12"), **options)
+    assert sl.StreamingDataset(tmp_path / "x.zarr", windows=sl.Window(3), **options).num_samples == 22
+
+
+def test_channels_of_one_dimension_are_read(tmp_path):
+    url = write(tmp_path / "x.zarr", p=np.arange(8.0), q=np.arange(8.0) * 2)
+    dataset = sl.StreamingDataset(
+        url, batch_size=2, sample_axis="time", channels=sl.Channels("p", "q"), with_index=True, memory="64MiB"
+    )
+    for sample in samples_of(list(dataset)):
+        np.testing.assert_array_equal(sample["channels"], [sample["index"], 2 * sample["index"]])
+
+
+def test_a_coordinate_of_names_does_not_keep_the_store_from_being_read(tmp_path):
+    group = zarr.open_group(tmp_path / "x.zarr", mode="w", zarr_format=2)
+    group.create_array("station", data=np.array([b"a", b"b", b"c"])).attrs["_ARRAY_DIMENSIONS"] = ["station"]
+    group.create_array("a", data=np.arange(3.0)).attrs["_ARRAY_DIMENSIONS"] = ["station"]
+    options = {"batch_size": 1, "sample_axis": "station", "windows": sl.Window(2)}
+    assert sl.StreamingDataset(tmp_path / "x.zarr", **options).num_samples == 2
+
+
+def test_a_part_that_ascends_can_be_selected(tmp_path):
+    url = write(tmp_path / "x.zarr", time=[0, 1, 2, 3, 4, 2, 3, 4, 5, 6], a=np.arange(10.0))
+    options = {"batch_size": 1, "sample_axis": "time", "windows": sl.Window(2)}
+    with pytest.raises(errors.UsageError, match="elements 4 and 5 are 4 and 2"):
+        sl.StreamingDataset(url, **options)
+    assert sl.StreamingDataset(url, where=slice(0, 5), **options).num_samples == 4
+    assert sl.StreamingDataset(url, where=[0, 1, 2, 3, 4, 6, 7, 8], **options).num_samples == 6
+
+
+def test_a_patch_that_a_finer_level_cannot_hold_is_an_error(tmp_path):
+    group = zarr.open_group(tmp_path / "x.zarr", mode="w")
+    group.create_array("0", data=np.zeros((511, 4)), dimension_names=["y", "x"])
+    group.create_array("1", data=np.zeros((256, 2)), dimension_names=["y", "x"])
+    with pytest.raises(errors.UsageError, match="of which all levels have 255"):
+        sl.StreamingDataset(tmp_path / "x.zarr", batch_size=1, patches=sl.Patch({"y": 256}), fields=["1", "0"])
+
+
+def test_filters_that_store_wider_values_are_read(tmp_path):
+    from numcodecs import AsType
+
+    group = zarr.open_group(tmp_path / "x.zarr", mode="w", zarr_format=2)
+    filters = [AsType("<f8", "<f4")]
+    values = np.arange(2**18, dtype="f4")
+    group.create_array("a", data=values, chunks=(2**18,), filters=filters, compressors=None)
+    (batch,) = sl.StreamingDataset(tmp_path / "x.zarr", batch_size=2**18, sample_axis=0, shuffle=False)
+    np.testing.assert_array_equal(batch["a"], values)
+
+
+def test_the_largest_blocks_are_those_of_the_tail(tmp_path):
+    shape = (400, 64, 64)
+    group = zarr.open_group(tmp_path / "x.zarr", mode="w")
+    group.create_array("a", shape=shape, chunks=(20, 32, 32), dtype="f4", dimension_names=["t", "y", "x"])
+    mask = np.ones(400, bool)
+    mask[360:] = np.random.default_rng(0).random(40) < 0.1
+    patches = sl.Patch({"y": 16, "x": 16}, stride=8)
+    dataset = sl.StreamingDataset(tmp_path / "x.zarr", batch_size=8, sample_axis="t", patches=patches, where=mask)
+    (data,) = dataset._datasets
+    reader, block = data.region_readers["a"], data.manifest.order.block
+    firsts = range(0, dataset.num_samples, block)
+    most = max(reader.block_bytes(first, min(first + block, dataset.num_samples)) for first in firsts)
+    assert reader.most_bytes(block) == most
+
+
+def test_arrays_without_the_patched_dimensions_are_repeated(tmp_path):
+    group = zarr.open_group(tmp_path / "x.zarr", mode="w")
+    group.create_array("a", data=np.arange(64.0).reshape(8, 8), dimension_names=["lat", "lon"])
+    group.create_array("lat", data=np.arange(8.0), dimension_names=["lat"])
+    channels, patches = sl.Channels("a", "lat"), sl.Patch({"lat": 4, "lon": 4})
+    for batch in sl.StreamingDataset(tmp_path / "x.zarr", batch_size=1, patches=patches, channels=channels):
+        np.testing.assert_array_equal(batch["channels"][0, 1], batch["channels"][0, 0] // 8)
