@@ -91,19 +91,19 @@ def test_moves_are_a_function_of_seed_epoch_and_sample(seed, epoch, jitter, snap
     axis = Axis("y", 1000, np.zeros(1, np.int64), np.array([100]), 9, 9, 100, jitter, jitter, snap)
     anchors = Anchors((axis,))
     samples = np.arange(100)
-    moves = np.broadcast_to(anchors.moves(samples, seed, epoch), (1, 100))
+    moves = anchors.corners(samples, (seed, epoch)) - anchors.corners(samples)
     assert (moves % snap == 0).all()
     assert (moves >= 0).all()
     assert (moves < jitter).all()
     some = samples[::7]
-    assert (np.broadcast_to(anchors.moves(some, seed, epoch), (1, some.size)) == moves[:, ::7]).all()
+    assert (anchors.corners(some, (seed, epoch)) - anchors.corners(some) == moves[:, ::7]).all()
 
 
 def test_the_places_of_random_patches_are_equally_likely():
     axis = Axis("y", 100, np.zeros(1, np.int64), np.array([4]), 20, 16, 100, 20, 25)
     anchors = Anchors((axis,))
     samples = np.arange(4)
-    corners = [anchors.corners(samples) + anchors.moves(samples, 0, epoch) for epoch in range(4000)]
+    corners = [anchors.corners(samples, (0, epoch)) for epoch in range(4000)]
     counts = np.bincount(np.concatenate(corners, axis=1)[0], minlength=85)
     assert counts.size == 85
     assert counts.min() / counts.mean() > 0.6

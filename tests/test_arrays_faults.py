@@ -183,11 +183,12 @@ def test_times_that_descend_are_in_order(tmp_path):
 
 def test_memory_holds_for_regions(tmp_path):
     group = zarr.open_group(tmp_path / "x.zarr", mode="w")
+    shape = (1024, 256, 256)  # 256 MiB each: more than memory= and what a process may take beside it
     for name in ("a", "b"):
         array = group.create_array(
-            name, shape=(256, 256, 256), chunks=(8, 256, 256), dtype="f4", dimension_names=["time", "y", "x"]
+            name, shape=shape, chunks=(8, *shape[1:]), dtype="f4", dimension_names=["time", "y", "x"]
         )
-        array[:] = np.random.default_rng(0).normal(size=(256, 256, 256)).astype("f4")
+        array[:] = np.broadcast_to(np.arange(1024, dtype="f4")[:, None, None], shape)
     script = """
 import resource, sys, torch, streamloader as sl
 options = dict(batch_size=4, sample_axis="time", windows=sl.Window(4))

@@ -43,6 +43,16 @@ def test_times_groups_and_conditions_are_exact_despite_a_fill_value(tmp_path):
     assert sl.StreamingDataset(url, where="run == 20200303", **options).num_samples == 100
 
 
+@pytest.mark.parametrize("packing", [{"scale_factor": 0.5}, {"add_offset": 10}, {"scale_factor": 2, "_FillValue": -1}])
+def test_packed_times_are_unpacked_exactly(packing, tmp_path):
+    stored = 2**26 + np.arange(50)
+    attributes = {"time": {**packing, "units": "hours since 1970-01-01"}}
+    url = write(tmp_path / "x.zarr", 3, attributes, time=stored, a=np.arange(50.0))
+    hours = packing.get("scale_factor", 1)
+    windows = sl.Window(f"{2 * hours:g}h" if hours >= 1 else "60min")
+    assert sl.StreamingDataset(url, batch_size=1, sample_axis="time", windows=windows).num_samples == 49
+
+
 @pytest.mark.parametrize("codec", ["lz4", "gzip", "zlib", "zstd"])
 def test_a_chunk_that_decodes_to_fewer_bytes_is_an_error(codec, tmp_path):
     from numcodecs.registry import get_codec

@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+import zarr
 from commands import run
 from zarr_stores import PLAIN, url_of, values_of
 
@@ -25,6 +26,15 @@ def test_slices_become_fields_with_the_values_of_xarray(store, tmp_path):
     windows = sl.Window(history=2, lead=1)
     (batch,) = sl.StreamingDataset(tmp_path / "out", batch_size=21, windows=windows, shuffle=False)
     np.testing.assert_array_equal(batch["z_500_target"][:, 0].numpy(), z[2:, 0])
+
+
+def test_a_slice_is_named_by_its_value_whatever_its_coordinate(tmp_path):
+    group = zarr.open_group(tmp_path / "x.zarr", mode="w")
+    values = np.arange(24.0).reshape(4, 2, 3)
+    group.create_array("q", data=values, dimension_names=["time", "pressure", "x"])
+    group.create_array("pressure", data=np.array([300, 500]), dimension_names=["pressure"])
+    sl.convert(tmp_path / "x.zarr", tmp_path / "out", rechunk="q@pressure=500", workers=0)
+    np.testing.assert_array_equal(sl.open(tmp_path / "out")[:]["q_500"], values[:, 1])
 
 
 def test_a_conversion_in_processes_and_a_shuffled_one_hold_the_same_rows(tmp_path):
@@ -72,8 +82,6 @@ def test_inspect_and_plan_name_the_conversion_if_little_of_what_is_read_is_used(
 
 
 def test_inspect_shows_why_an_array_cannot_be_read(tmp_path, capsys):
-    import zarr
-
     group = zarr.open_group(tmp_path / "x.zarr", mode="w", zarr_format=2)
     group.create_array("complex", data=np.zeros(3, np.complex64))
     group.create_array("plain", data=np.zeros(3, np.float32))

@@ -59,6 +59,13 @@ def test_statistics_saved_in_a_dataset_are_read_with_true(tmp_path, capsys):
     assert sl.verify(url).ok
 
 
+def test_normalize_of_a_dataset_that_is_not_read_as_arrays_is_an_error(tmp_path):
+    with sl.Writer(str(tmp_path / "d"), {"x": "float32"}) as writer:
+        writer.write_batch({"x": np.arange(8, dtype=np.float32)})
+    with pytest.raises(errors.UsageError, match="give sample_axis="):
+        sl.StreamingDataset(tmp_path / "d", batch_size=1, normalize={"x": (0, 1)})
+
+
 def test_channels_and_targets_are_normalised_each_by_its_own():
     scales = {"z@500": (5000.0, 7.0), "orog": (450.0, 300.0)}
     dataset = sl.StreamingDataset(

@@ -302,15 +302,16 @@ def inspect(*, url: str, split: str | None, storage_options: dict[str, Any], as_
     Of another Zarr store, show the arrays, and with --sample-axis what their samples read.
     """
     from streamloader.format.dataset import open as open_dataset
-    from streamloader.format.opening import read_root, split_names
+    from streamloader.format.opening import split_names
     from streamloader.storage import open_store, references_url
 
     sampling = take_sampling(options)
     store = open_store(references_url(url), storage_options)
-    if sampling.used or not _is_dataset(store):
+    root = None if sampling.used else _dataset_root(store)
+    if root is None:
         inspect_arrays(url, storage_options, sampling, as_json=as_json)
         return
-    names = [split] if split is not None else split_names(read_root(store)) or [None]
+    names = [split] if split is not None else split_names(root) or [None]
     datasets = [_facts(name, open_dataset(url, split=name, storage_options=storage_options)) for name in names]
     if as_json:
         click.echo(json.dumps({"url": store.url, "datasets": datasets}, indent=1))
@@ -323,17 +324,19 @@ def inspect(*, url: str, split: str | None, storage_options: dict[str, Any], as_
             click.echo(show_classes(name, class_names))
 
 
-def _is_dataset(store: Store) -> bool:
-    """Return whether a URL is that of a dataset, or of something that is neither a dataset nor other Zarr."""
+def _dataset_root(store: Store) -> dict[str, Any] | None:
+    """Return the root document of a dataset, None for other Zarr. Raises `NotADatasetError` for anything else."""
     from streamloader.format.opening import manifest_json, read_root
     from streamloader.format.zarr_metadata import read_group
 
     try:
-        return manifest_json(read_root(store)) is not None
+        root = read_root(store)
     except NotADatasetError:
         with suppress(StreamloaderError):
-            return not read_group(store).arrays
-        return True
+            if read_group(store).arrays:
+                return None
+        raise
+    return None if manifest_json(root) is None and read_group(store).arrays else root
 
 
 def _facts(split: str | None, dataset: Dataset) -> dict[str, Any]:

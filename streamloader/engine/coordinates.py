@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from streamloader.errors import FormatError, SelectionError, UsageError
+from streamloader.errors import SelectionError, UsageError
 from streamloader.format.zarr_metadata import ZarrArray
 
 if TYPE_CHECKING:
@@ -122,21 +122,11 @@ def read_coordinate(opened: OpenedArrays, axis: str, length: int) -> Coordinate:
     array = opened.group.arrays.get(axis)
     if array is None or array.dims != (axis,) or array.shape != (length,):
         return Coordinate(axis, opened.group.url, length, None)
-    try:
-        values = opened.read_exactly(axis)
-    except FormatError:
-        if not _holds_numbers(array):  # names, say, which have no order
-            return Coordinate(axis, opened.group.url, length, None)
-        raise
+    if not array.holds_numbers:  # names, say, which have no order
+        return Coordinate(axis, opened.group.url, length, None)
+    values = opened.read_exactly(axis)
     unit, origin = _time_unit(array)
     return Coordinate(axis, opened.group.url, length, values, unit, origin)
-
-
-def _holds_numbers(array: ZarrArray) -> bool:
-    try:
-        return array.dtype is not None
-    except FormatError:
-        return False
 
 
 def _time_unit(array: ZarrArray) -> tuple[float, str]:

@@ -98,18 +98,21 @@ class Dataset:
 
     def runs(self, name: str, start: int, stop: int) -> Sequence[Run | RegionRun]:
         """Return the requests for a field of the samples [start, stop), numbered among the selected samples."""
+        if self.arrays is not None:
+            return self.region_readers[name].runs(start, stop)
+        return self._field_runs(name, start, stop)
+
+    def _field_runs(self, name: str, start: int, stop: int) -> list[Run]:
         if self.selection is None:
-            return self.reader(name).runs(start, stop)
+            return self.readers[name].runs(start, stop)
         return self.readers[name].runs_of(self.selection.samples[start:stop], start)
 
     def block_bytes(self, name: str, start: int, stop: int) -> int:
         """Return the bytes that a block takes in memory: an estimate, from the chunk table, of its decoded chunks."""
         if self.arrays is not None:
             return self.region_readers[name].block_bytes(start, stop)
-        layout, selected = self.layouts[name], self.selection
-        reader = self.readers[name]
-        runs = reader.runs(start, stop) if selected is None else reader.runs_of(selected.samples[start:stop], start)
-        stored = sum(int((run.stop - run.start) * run.share) for run in runs)
+        layout = self.layouts[name]
+        stored = sum(int((run.stop - run.start) * run.share) for run in self._field_runs(name, start, stop))
         return stored * max(1, layout.nbytes) // max(1, layout.stored)
 
     def __getstate__(self) -> dict[str, Any]:

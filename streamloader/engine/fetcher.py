@@ -353,7 +353,7 @@ class Fetcher:
             body = self._fetch(piece, number)
             regions, first = self._arena.open_regions(field.name, slot, opened)
             if first:  # the block is complete only after this piece
-                field.write_constants(regions, block.ref.stop)
+                field.write_constants(regions)
             return field.write(piece.run, body, regions)
 
         missing, decoded = reread(load, partial(self._damaged, piece))

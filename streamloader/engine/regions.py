@@ -277,19 +277,20 @@ class RegionReader:
 
     def open_block(self, start: int, stop: int, allocate: Allocate) -> BlockRegions:
         """Return the regions of a block, without values, in memory from `allocate`."""
-        shapes = [self.column.shape(low, high) for low, high in self.regions(start, stop)]
-        dtype = np.dtype(self.column.dtype)
+        bounds, dtype = self.regions(start, stop), np.dtype(self.column.dtype)
+        shapes = [self.column.shape(low, high) for low, high in bounds]
         arrays = [np.frombuffer(allocate(prod(n) * dtype.itemsize), dtype).reshape(n) for n in shapes]
-        return BlockRegions(self, start, self.fields.boxes(start, stop), arrays)
+        stops = [box.stop - start for box in self.fields.boxes(start, stop)]
+        return BlockRegions(self, start, stops, bounds, arrays)
 
-    def write_constants(self, block: BlockRegions, stop: int) -> None:
-        """Write the values that are constant to the regions of the block that ends at sample `stop`."""
+    def write_constants(self, block: BlockRegions) -> None:
+        """Write the values that are constant to the regions of a block."""
         dims = self.column.dims
         for member in self.column.members:
             if member.constant is None:
                 continue
             wide = tuple(slice(None) if dim in member.dims else None for dim in dims)
-            for array, (low, high) in zip(block.arrays, self.regions(block.start, stop), strict=True):
+            for array, (low, high) in zip(block.arrays, block.bounds, strict=True):
                 at = tuple(slice(low[dims.index(dim)], high[dims.index(dim)]) for dim in member.dims)
                 self._channel(array, member.slices[0])[...] = member.constant[at][wide]
 
@@ -301,7 +302,7 @@ class RegionReader:
         reader, member = self._readers[run.member], self.column.members[run.member]
         if reader is None or not run.request.chunks:
             return 0, 0
-        low, high = self.regions(block.start, block.start + run.num_samples)[run.region]
+        low, high = block.bounds[run.region]
         targets = []
         for each in member.slices:
             target = self._channel(block.arrays[run.region], each)
@@ -338,20 +339,27 @@ class Cut(NamedTuple):
 class BlockRegions:
     """The regions of one block of one column.
 
-    `cuts`: by region and part of an output. `origins`: the first element of each region on the anchored axes.
-    `stops`: the row after the last one of each region.
+    Of each region: `stops`, the row after its last one; `bounds`, its first element and its end; `cuts`, by part of an
+    output; `origins`, its first element on the anchored axes.
     """
 
-    def __init__(self, reader: RegionReader, start: int, boxes: Sequence[Box], arrays: Sequence[NDArray[Any]]) -> None:
+    def __init__(
+        self,
+        reader: RegionReader,
+        start: int,
+        stops: Sequence[int],
+        bounds: Sequence[tuple[Bound, Bound]],
+        arrays: Sequence[NDArray[Any]],
+    ) -> None:
         self.reader = reader
         self.start = start
+        self.stops = stops
+        self.bounds = bounds
         self.arrays = arrays
         column, axes = reader.column, reader.fields.axes
         parts = [part for output in column.outputs for part in output.parts]
         self.cuts = [[_cut(column, axes, array, part) for part in parts] for array in arrays]
-        lows = [column.region(axes, box)[0] for box in boxes]
-        self.origins = [[low[column.dims.index(axis)] for axis in axes if axis in column.dims] for low in lows]
-        self.stops = [box.stop - start for box in boxes]
+        self.origins = [[low[column.dims.index(axis)] for axis in axes if axis in column.dims] for low, _ in bounds]
 
 
 def _cut(column: RegionColumn, anchored: Sequence[str], region: NDArray[Any], part: Part) -> Cut:
@@ -427,7 +435,7 @@ def _copy(
     number, rows = found
     fields, column = blocks[0].reader.fields, blocks[0].reader.column
     samples = np.array([block.start for block in blocks])[number] + rows
-    corners = fields.anchors.corners(samples) + fields.anchors.moves(samples, *key)
+    corners = fields.anchors.corners(samples, key)
     region = number
     if any(len(block.stops) > 1 for block in blocks):
         base = np.cumsum([0, *(len(block.stops) for block in blocks)])

@@ -23,7 +23,7 @@ from streamloader.format.cf import Unpacking, unpacking_of
 from streamloader.format.geometry import order_pin
 from streamloader.format.manifest import FORMAT, Field, FieldLayout, Manifest, OrderPin
 from streamloader.format.opening import STATISTICS, read_object
-from streamloader.format.zarr_metadata import POSITIONAL, ZarrArray, ZarrGroup, read_group
+from streamloader.format.zarr_metadata import POSITIONAL, ZarrGroup, read_group
 from streamloader.format.zarr_reader import ArrayReader, find_index
 from streamloader.options import Channels, Extent, Normalize, Sampling, Window
 from streamloader.order.anchors import Anchors, Axis, CellAxis, choose_cells, runs_of, segment_anchors, split_segments
@@ -98,20 +98,23 @@ class OpenedArrays:
             raise UsageError(problem, "give (mean, std), with std above 0; leave out arrays that are constant")
         return float(pair[0]), float(pair[1])
 
+    @property
+    def strict(self) -> bool:
+        """Whether a missing chunk is an error."""
+        return self.sampling.strict or self.ours
+
     def read(self, name: str) -> NDArray[Any]:
         """Return all values of an array, unpacked."""
-        array = self.group.array(name)
-        reader = ArrayReader(self.store, array, strict=self.sampling.strict or self.ours)
-        return reader.read((0,) * len(array.shape), array.shape, self.unpacking(name))
+        reader = ArrayReader(self.store, self.group.array(name), strict=self.strict)
+        return reader.read_all(self.unpacking(name))
 
     def read_exactly(self, name: str) -> NDArray[Any]:
         """Return all values of an array as they are stored, or unpacked to float64: float32 would round times."""
-        array, unpacking = self.group.array(name), self.unpacking(name)
-        reader = ArrayReader(self.store, array, strict=self.sampling.strict or self.ours)
-        stored = reader.read((0,) * len(array.shape), array.shape)
+        stored = ArrayReader(self.store, self.group.array(name), strict=self.strict).read_all()
+        unpacking = self.unpacking(name)
         if unpacking is None or (unpacking.scale is None and unpacking.offset is None):
             return stored
-        return np.asarray(stored.astype(np.float64) * (unpacking.scale or 1.0) + (unpacking.offset or 0.0))
+        return unpacking.unpack(stored)
 
     def default_fields(self) -> list[str]:
         """Return the arrays that are fields without `fields=`: with the sample axis, and numbers, but no coordinates.
@@ -121,19 +124,13 @@ class OpenedArrays:
         needed = {*self.sampling.patch_dims, *([self.sample_axis] if self.sample_axis else [])}
         names = []
         for name, array in self.group.arrays.items():
-            if needed <= set(array.dims) and name not in array.dims and self._holds_numbers(array):
+            if needed <= set(array.dims) and name not in array.dims and array.holds_numbers:
                 names.append(name)
         if not names:
             found = "; ".join(f"{name}: {', '.join(a.dims)}" for name, a in list(self.group.arrays.items())[:20])
             problem = f"no array of {self.group.url} has numbers along {', '.join(sorted(needed))}"
             raise FieldError(problem, f"choose sample_axis= from the dimensions of its arrays ({found or 'none'})")
         return names
-
-    def _holds_numbers(self, array: ZarrArray) -> bool:
-        try:
-            return array.dtype is not None
-        except FormatError:
-            return False
 
 
 def read_normalization(store: Store, normalize: Normalize) -> Mapping[str, Any]:
@@ -199,7 +196,7 @@ def open_arrays(
     anchors = Anchors(axes, aligned)
     lengths = _reference_lengths(opened, drafts)
     columns = {name: _column(name, draft, opened, outputs, lengths) for name, draft in drafts.items()}
-    arrays = ArrayFields(columns, anchors, sampling.strict or opened.ours)
+    arrays = ArrayFields(columns, anchors, opened.strict)
     _check_chunks(drafts.values(), memory)
     manifest = _manifest(store, arrays)
     return Dataset(store, manifest, tuple(columns), None, arrays)

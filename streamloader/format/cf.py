@@ -41,6 +41,11 @@ class Unpacking:
 
     def apply(self, stored: NDArray[Any]) -> NDArray[Any]:
         """Return the unpacked values. They are computed as float64 and rounded once."""
+        with np.errstate(over="ignore"):
+            return self.unpack(stored).astype(self.dtype)
+
+    def unpack(self, stored: NDArray[Any]) -> NDArray[np.float64]:
+        """Return the unpacked values as float64."""
         values = stored.view(self.view)
         out = values.astype(np.float64)
         missing = np.zeros(stored.shape, np.bool_)
@@ -53,8 +58,7 @@ class Unpacking:
         if self.offset is not None:
             out += self.offset
         out[missing] = np.nan
-        with np.errstate(over="ignore"):
-            return out.astype(self.dtype)
+        return out
 
     @cached_property
     def _table(self) -> NDArray[Any] | None:

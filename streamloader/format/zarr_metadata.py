@@ -112,6 +112,14 @@ class ZarrArray:
             raise FormatError(problem, "name other arrays in fields=, or convert it with streamloader convert")
         return dtype
 
+    @property
+    def holds_numbers(self) -> bool:
+        """Whether tensors hold the values."""
+        try:
+            return self.dtype is not None
+        except FormatError:
+            return False
+
     @cached_property
     def fill(self) -> Any:
         """The value of chunks that are missing, as a scalar of the dtype; 0 if version 2 leaves it undefined."""

@@ -184,6 +184,10 @@ class ArrayReader:
         self.read_into([Target(out, low)], unpacking)
         return out
 
+    def read_all(self, unpacking: Unpacking | None = None) -> NDArray[Any]:
+        """Return all elements, as `read` does."""
+        return self.read((0,) * len(self.array.shape), self.array.shape, unpacking)
+
     def read_into(self, targets: Sequence[Target], unpacking: Unpacking | None = None) -> None:
         """Fill the targets, unpacked, by concurrent requests with retries; each chunk is read once."""
 
@@ -306,7 +310,7 @@ def find_index(store: Store, group: ZarrGroup, channel: str, skipped: Collection
     for other in candidates:
         coordinate = group.arrays.get(other)
         if other in array.dims and coordinate is not None and coordinate.dims == (other,):
-            values = ArrayReader(store, coordinate).read((0,), coordinate.shape)
+            values = ArrayReader(store, coordinate).read_all()
             matches = np.flatnonzero(values == value)
             if matches.size == 1:
                 found[other] = int(matches[0])

@@ -21,7 +21,7 @@ from streamloader.storage import open_store, references_url
 
 SAMPLED_BLOCKS = 64
 SAMPLED_OBJECTS = 4  # of an array, whose sizes are asked for
-DECODE_RATE = 1e9  # decoded bytes per second and core: bench/NOTES.md, "Arrays in place"
+DECODE_RATE = 1.5e9  # decoded bytes per second and core, fetched too: bench/NOTES.md, "Arrays in place"
 DOLLARS_FOR_A_PUT = 5e-6  # S3 standard storage, us-east-1, November 2026
 # Reading this many times the bytes that samples use is worth a conversion: with fewer, an epoch or two are cheaper.
 WORTH_CONVERTING = 4.0

@@ -143,17 +143,19 @@ class Anchors:
             anchors[number] = self.axes[number].before_cell[coordinates[number]] + local
         return index, anchors
 
-    def corners(self, samples: Ints) -> Ints:
-        """Return the first element of each sample on each axis, without jitter; shape (axes, n)."""
-        anchors = self.locate(samples)[1]
-        return np.stack([axis.elements(row) for axis, row in zip(self.axes, anchors, strict=True)])
+    def corners(self, samples: Ints, key: tuple[int, int] | None = None) -> Ints:
+        """Return the first element of each sample on each axis; shape (axes, n).
 
-    def moves(self, samples: Ints, seed: int, epoch: int) -> Ints | int:
-        """Return the jitter of each sample on each axis, a function of (seed, epoch, sample); shape (axes, n), or 0."""
-        if all(axis.reach == axis.extent for axis in self.axes):
-            return 0
+        With `key`, (seed, epoch), random patches are moved, by a function of the key and the sample.
+        """
         anchors = self.locate(samples)[1]
-        moves = np.zeros((len(self.axes), samples.size), np.int64)
+        corners = np.stack([axis.elements(row) for axis, row in zip(self.axes, anchors, strict=True)])
+        if key is not None and any(axis.reach > axis.extent for axis in self.axes):
+            corners += self._moves(samples, anchors, *key)
+        return corners
+
+    def _moves(self, samples: Ints, anchors: Ints, seed: int, epoch: int) -> Ints:
+        moves = np.zeros_like(anchors)
         key = mix(mix(np.array([seed], np.uint64)) ^ np.uint64(epoch))
         for number, axis in enumerate(self.axes):
             drawn = mix(mix(samples.astype(np.uint64) ^ key) + np.uint64(number))

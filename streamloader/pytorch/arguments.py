@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -76,8 +76,7 @@ class Source:
     @property
     def sampling(self) -> Sampling:
         """How the arrays of the dataset become samples."""
-        given = self.sample_axis, self.windows, self.patches, self.channels
-        return Sampling(*given, decode_cf=self.decode_cf, strict=self.strict, normalize=self.normalize)
+        return Sampling(**{option.name: getattr(self, option.name) for option in fields(Sampling)})
 
 
 @dataclass(frozen=True)
@@ -154,6 +153,8 @@ def open_dataset(
         opened = open_arrays(store, source.sampling, names, where, aligned=shuffle, memory=memory)
         check_names(opened.manifest, [*opened.names, *opened.output_names], columns)
         return opened
+    if source.normalize is not None:
+        raise UsageError("normalize= of a dataset that is not read as arrays", "give sample_axis=")
     manifest, store, _ = open_root(open_store(source.url, source.storage_options), source.split)
     names = choose_fields(manifest, fields, columns)
     return Dataset(store, manifest, names, choose_selection(where, manifest, store, memory))

@@ -6,6 +6,7 @@ place.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -27,6 +28,7 @@ from streamloader.format.zarr_metadata import ZarrArray, read_group
 from streamloader.format.zarr_reader import ArrayReader, Target, find_index
 from streamloader.storage.store import Store
 
+_COORDINATE = re.compile("@[^=]*=")  # in `z@level=500`, which becomes `z_500`
 PIECE_BYTES = 256 << 20  # decoded bytes of rows that are read at once
 
 
@@ -68,7 +70,7 @@ def open_slices(listing: Listing, selection: FieldSelection) -> Source:
     """
     inner = listing.inner.strip("/")
     store = listing.store.child(inner) if inner else listing.store
-    names = field_names([name.replace("level=", "") for name in selection.rechunk], listing.url)
+    names = field_names([_COORDINATE.sub("@", name) for name in selection.rechunk], listing.url)
     channels = dict(zip(names.values(), selection.rechunk, strict=True))
     group = read_group(store, [channel.partition("@")[0] for channel in channels.values()])
     members: dict[str, Member] = {}
