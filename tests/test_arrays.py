@@ -2,6 +2,7 @@
 
 import warnings
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -207,6 +208,50 @@ def test_each_chunk_is_fetched_once_an_epoch_if_samples_do_not_cross_blocks():
     list(dataset)
     chunks = 4 * 2 * 2 * 2
     assert dataset.stats().requests == chunks
+
+
+def chunks_of_one(folder: Path, count: int) -> dict[str, np.ndarray]:
+    """Write two arrays whose chunks are samples, one of them packed, and return their values."""
+    rng = np.random.default_rng(1)
+    values = {"plain": rng.normal(size=(count, 6, 5)).astype("f4"), "packed": rng.integers(0, 99, (count, 7), "i2")}
+    group = zarr.open_group(folder, mode="w", zarr_format=3)
+    for name, array in values.items():
+        chunks, attributes = (1, *array.shape[1:]), {"scale_factor": 0.5} if name == "packed" else {}
+        dims = ["time", "y", "x"][: array.ndim]
+        group.create_array(name, data=array, chunks=chunks, dimension_names=dims, attributes=attributes)
+    return {"plain": values["plain"], "packed": values["packed"].astype("f4") / 2}
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_samples_that_are_chunks_stay_right_if_the_consumer_changes_its_batches(tmp_path, world):
+    """They are decoded into their batch, and padding repeats samples of an earlier one."""
+    values = chunks_of_one(tmp_path / "x.zarr", 13)
+    options = {"batch_size": 5, "sample_axis": "time", "with_index": True, "remainder": "pad"}
+    datasets = [sl.StreamingDataset(tmp_path / "x.zarr", world=(rank, world), **options) for rank in range(world)]
+    for _ in range(3):
+        seen: list[int] = []
+        for batch in (batch for dataset in datasets for batch in dataset):
+            index = batch["index"].numpy()
+            for name, truth in values.items():
+                np.testing.assert_array_equal(batch[name].numpy(), truth[index])
+                batch[name].fill_(-1)
+            seen += index[batch["valid"].numpy()].tolist()
+        assert sorted(seen) == list(range(13))
+
+
+def test_a_damaged_chunk_that_is_a_sample_fails_its_own_step_only(tmp_path):
+    """Single samples are decoded many steps together; those before the damaged one are returned."""
+    values = chunks_of_one(tmp_path / "x.zarr", 96)
+    (tmp_path / "x.zarr" / "plain" / "c" / "40" / "0" / "0").write_bytes(b"damaged")
+    dataset = sl.StreamingDataset(tmp_path / "x.zarr", batch_size=None, sample_axis="time", with_index=True)
+    order = [int(dataset.samples(0, step)[0]) for step in range(96)]
+    found = []
+    with pytest.raises(errors.CorruptError, match=r"the chunk \[40:41"):
+        for sample in dataset:
+            found.append(int(sample["index"]))
+            for name, truth in values.items():
+                np.testing.assert_array_equal(sample[name].numpy(), truth[found[-1]])
+    assert found == order[: order.index(40)]
 
 
 def test_a_mixture_of_two_stores_has_their_shares():

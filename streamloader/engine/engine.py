@@ -30,6 +30,7 @@ from streamloader.engine.dataset import Dataset, EpochPlan, load_field, plans
 from streamloader.engine.fetcher import FIRST, Fetcher, Hedging, Pace, sleeper
 from streamloader.engine.memory import (
     ITEM_BYTES,
+    LIVE_BATCHES,
     MAX_THREADS,
     READY_BATCHES,
     Budget,
@@ -216,20 +217,25 @@ class Engine:
     def _array_demand(self, need: Need) -> Demand:
         """Return the demand of arrays, whose blocks have regions."""
         regions, pieces, batch, request, scratch = 0, 0, 0, 0, 0
+        fills_batches = need.block == 1
         for name in self._names:
             readers = [reader for reader in self._readers(name) if isinstance(reader, RegionReader)]
+            fills_batches = fills_batches and all(reader.fills_rows for reader in readers)
             regions += max(reader.most_bytes(need.block) for reader in readers)
             pieces += min(reader.pieces(need.block) for reader in readers)
             batch += need.rows * readers[0].column.sample_bytes
             request = max([request, *(reader.request_bytes for reader in readers)])
             scratch = max([scratch, *(2 * reader.decoded_chunk_bytes for reader in readers)])
+        if fills_batches:
+            batch += batch // LIVE_BATCHES  # one more, some of whose rows are slots
         return Demand(
             slots=need.slots,
             slot_bytes=regions,
             batch_bytes=batch,
             request_bytes=request,
             blocks=sum(-(-dataset.num_samples // need.block) for dataset in self.datasets),
-            item_bytes=regions,
+            item_bytes=0 if fills_batches else regions,
+            fills_batches=fills_batches,
             index_bytes=sum(dataset.index_bytes for dataset in self.datasets) + need.plan_bytes,
             scratch_bytes=scratch,
             pieces=max(1, pieces),
@@ -603,6 +609,7 @@ class Assembler:
             if plan is None:
                 self._planned_ends += 1
             else:
+                self._arena.expect(plan)
                 self._waiting.extend(plan.needs)
                 self._planned_rows += len(plan.rows)
         self._admit()

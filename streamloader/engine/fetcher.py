@@ -30,7 +30,7 @@ from typing import Any
 
 from streamloader.engine.dataset import Dataset, SampleNumbers
 from streamloader.engine.memory import NO_SLOT, TOLERANCE_BYTES, Budget, Memory, in_slots
-from streamloader.engine.regions import RegionReader
+from streamloader.engine.regions import BlockRegions, RegionReader
 from streamloader.engine.stages import Job, WorkerThreads
 from streamloader.errors import EngineError, StorageError, StreamloaderError, ThrottledError, TransientError, wrapped
 from streamloader.format.opening import reread
@@ -117,8 +117,10 @@ class Fetcher:
         self._datasets = datasets
         self._starts = SampleNumbers.of(datasets).selected_from
         self._names = names
-        self._by_items = [name for name in names if not in_slots(datasets[0].layouts[name])]
         self._arena, self._bodies = memory.arena, memory.bodies
+        self._by_items = [name for name in names if not in_slots(datasets[0].layouts[name])]
+        if self._arena.fills_batches:  # then slots count as batches
+            self._by_items = []
         self._budget = budget
         self.needed = 0  # bytes of the blocks in use: a batch has waited for them, and later ones still need them
         self._last_weight = -1, 0  # the ticket of the next block, and its weight
@@ -346,12 +348,13 @@ class Fetcher:
         Their size is known before, so the block is admitted only if they fit. They are opened only once `_fetch` has
         returned: until then another request may complete the block, whose slot then goes to another one.
         """
-        block = piece.block
-        opened = partial(field.open_block, block.ref.start, block.ref.stop, partial(self._allocate_region, block))
+        block, ref = piece.block, piece.block.ref
+        allocate = self._bodies.allocate if self._arena.fills_batches else partial(self._allocate_region, block)
+        opened = partial(BlockRegions, field, ref.start, ref.stop, allocate)
 
         def load() -> tuple[int, int]:
             body = self._fetch(piece, number)
-            regions, first = self._arena.open_regions(field.name, slot, opened)
+            regions, first = self._arena.open_regions(field.name, ref.ticket, slot, opened)
             if first:  # the block is complete only after this piece
                 field.write_constants(regions)
             return field.write(piece.run, body, regions)

@@ -20,12 +20,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from streamloader.engine.regions import ARRAYS, BlockRegions, Lease, Regions
+from streamloader.engine.regions import ARRAYS, BatchRow, BatchRows, BlockRegions, Lease, Regions
 from streamloader.errors import MemoryBudgetError
 from streamloader.format.codecs import Items
 from streamloader.format.manifest import FieldLayout
 from streamloader.options import MIB
-from streamloader.order.schedule import BLOCK_PARTS
+from streamloader.order.schedule import BLOCK_PARTS, BatchPlan
 from streamloader.stats import Counters
 from streamloader.storage.process import cpu_count
 
@@ -54,12 +54,18 @@ def in_parts(layouts: Mapping[str, FieldLayout]) -> bool:
 class Arena:
     """`slots` blocks of `block` samples: one array for each field `in_slots`, chunks with offsets for the others.
 
-    Fields of arrays that others wrote have regions instead: see `regions.py`.
+    Fields of arrays that others wrote have regions instead: see `regions.py`. If blocks fill rows of batches,
+    `batch_memory` leases these.
     """
 
-    def __init__(self, layouts: Mapping[str, FieldLayout], slots: int, block: int) -> None:
+    def __init__(
+        self, layouts: Mapping[str, FieldLayout], slots: int, block: int, batch_memory: Lease | None = None
+    ) -> None:
         self.block = block
         self.shape = (dict(layouts), slots, block)
+        self.fills_batches = batch_memory is not None
+        self._batch_memory = batch_memory
+        self._batch_rows: dict[int, BatchRow] = {}  # by ticket
         if in_parts(layouts):
             slots *= BLOCK_PARTS
         self._count = slots
@@ -81,11 +87,18 @@ class Arena:
         """Release every slot. The threads of the pass that held them must have ended."""
         for ticket in list(self._slots):
             self.release(ticket)
+        self._batch_rows.clear()
 
     @property
     def free(self) -> int:
         """The number of slots that can be reserved."""
         return self._count - len(self._slots)
+
+    def expect(self, plan: BatchPlan) -> None:
+        """Prepare the batch of a plan before its blocks are reserved, if blocks fill rows of batches."""
+        if self._batch_memory is not None:
+            batch = BatchRows(plan, self._batch_memory)
+            self._batch_rows |= {ticket: BatchRow(batch, row) for ticket, row in batch.rows.items()}
 
     def reserve(self, ticket: int) -> None:
         """Reserve a slot for `ticket`; `claim` assigns one when the first bytes arrive."""
@@ -110,6 +123,7 @@ class Arena:
     def release(self, ticket: int) -> None:
         """Free the ticket's slot; items that a batch still holds stay valid."""
         with self._lock:
+            self._batch_rows.pop(ticket, None)
             slot = self._slots.pop(ticket)
             if slot != NO_SLOT:
                 for chunks in self._items.values():
@@ -122,9 +136,11 @@ class Arena:
         """Return a writable view of the first `rows` rows of a slot."""
         return self._fixed[name][slot * self.block : slot * self.block + rows]
 
-    def open_regions(self, name: str, slot: int, make: Callable[[], BlockRegions]) -> tuple[BlockRegions, bool]:
-        """Return the regions of a field in a slot, which the first caller makes, and whether this was the first."""
-        return self._regions[name].open(slot, make, self._lock)
+    def open_regions(
+        self, name: str, ticket: int, slot: int, make: Callable[[BatchRow | None], BlockRegions]
+    ) -> tuple[BlockRegions, bool]:
+        """Return the regions of a field in the slot of a ticket, and whether this call made them."""
+        return self._regions[name].open(slot, partial(make, self._batch_rows.get(ticket)), self._lock)
 
     def gather(
         self, name: str, places: NDArray[np.int64], lease: Lease, key: tuple[int, int]
@@ -354,7 +370,7 @@ class Demand(NamedTuple):
     requests of a block. `most_threads`: requests in flight without `memory`.
     `index_bytes`: cached chunk tables, numbers of selected samples, and plans. `batch_bytes`: one finished batch.
     `request_bytes`: the largest single request. `blocks`: blocks of the epoch, the most slots that are useful.
-    `scratch_bytes`: the buffers of a decoding thread besides the slot.
+    `scratch_bytes`: the buffers of a decoding thread besides the slot. `fills_batches`: slots are rows of batches.
     """
 
     slots: int
@@ -368,6 +384,7 @@ class Demand(NamedTuple):
     scratch_bytes: int = 0
     pieces: int = 1
     most_threads: int = MAX_THREADS
+    fills_batches: bool = False
 
     @property
     def connection_bytes(self) -> int:
@@ -398,7 +415,7 @@ class Budget(NamedTuple):
     """The resources of an engine: `slots` for blocks, `threads` that fetch, `cores` for decoding, `bytes` in total.
 
     `body_bytes` of these are for bodies in flight and decoded chunks of blocks. `batch_bytes`: a mean batch.
-    `exact`: `bytes` is the user's `memory=`, so a larger need is an error.
+    `exact`: `bytes` is the user's `memory=`, so a larger need is an error. `fills_batches`: as of `Demand`.
     """
 
     slots: int
@@ -408,6 +425,7 @@ class Budget(NamedTuple):
     batch_bytes: int = 0
     exact: bool = False
     cores: int = 1
+    fills_batches: bool = False
 
     @property
     def usual_bytes(self) -> int:
@@ -445,10 +463,13 @@ class Memory(NamedTuple):
     def of(cls, layouts: Mapping[str, FieldLayout], block: int, budget: Budget, counters: Counters) -> Memory:
         """Return memory for blocks of `block` samples."""
         most = LIVE_BATCHES * budget.batch_bytes + TOLERANCE_BYTES if budget.exact else math.inf
+        columns_alive = len(layouts) * (LIVE_BATCHES + READY_BATCHES + (budget.slots if budget.fills_batches else 1))
+        buffers = Buffers(counters, keep=columns_alive, most=most)
+        batch_memory = partial(buffers.lease, usual=LIVE_BATCHES) if budget.fills_batches else None
         return cls(
             bodies=Buffers(Counters(), keep=budget.slots + MAX_THREADS, most=budget.body_bytes),
-            arena=Arena(layouts, budget.slots, block),
-            buffers=Buffers(counters, most=most),
+            arena=Arena(layouts, budget.slots, block, batch_memory),
+            buffers=buffers,
         )
 
 
@@ -477,7 +498,7 @@ def allot(demand: Demand, memory: int | None, ranks_here: int = 1) -> Budget:
     threads = min(threads, slots * demand.pieces)
     fixed = threads * demand.connection_bytes + slots * (demand.slot_bytes - demand.item_bytes)
     bodies = limit - demand.held_bytes - fixed
-    return Budget(slots, threads, limit, bodies, demand.batch_bytes, memory is not None, cores)
+    return Budget(slots, threads, limit, bodies, demand.batch_bytes, memory is not None, cores, demand.fills_batches)
 
 
 def allowance(memory: int | None, ranks_here: int) -> int:

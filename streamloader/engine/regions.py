@@ -24,6 +24,7 @@ from streamloader.format.manifest import FieldLayout
 from streamloader.format.zarr_metadata import ZarrArray
 from streamloader.format.zarr_reader import ABSENT, ArrayReader, ArrayRun, Target
 from streamloader.order.anchors import Anchors, Box, count_unused
+from streamloader.order.schedule import BatchPlan
 from streamloader.storage.buffers import Allocate
 from streamloader.storage.store import RangeReader, Store
 
@@ -121,6 +122,10 @@ class RegionColumn:
         """The bytes of one sample of all outputs."""
         return sum(prod(output.shape) for output in self.outputs) * np.dtype(self.dtype).itemsize
 
+    def lease(self, count: int, lease: Lease) -> list[NDArray[Any]]:
+        """Return memory for `count` samples of each output."""
+        return [lease((count, *output.shape), self.dtype) for output in self.outputs]
+
     def region(self, axes: Sequence[str], box: Box) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return the first element and the end of the column's region for a box of the anchors' `axes`."""
         low, high = [0] * len(self.dims), list(self.lengths)
@@ -212,6 +217,15 @@ class RegionReader:
         ]
 
     @property
+    def fills_rows(self) -> bool:
+        """Whether the region of one sample is a row of a batch: see `BatchRows`."""
+        outputs = self.column.outputs
+        if len(outputs) != 1 or len(outputs[0].parts) != 1 or outputs[0].parts[0].step != 1:
+            return False
+        ((low, high),) = self.regions(0, 1)
+        return prod(self.column.shape(low, high)) == prod(outputs[0].shape)
+
+    @property
     def request_bytes(self) -> int:
         """The most bytes of a request for one chunk."""
         return max((reader.request_bytes for reader in self._readers if reader is not None), default=1)
@@ -275,14 +289,6 @@ class RegionReader:
         array = self._readers[run.member]
         return ABSENT if array is None else array.fetch(reader, run.request, allocate)
 
-    def open_block(self, start: int, stop: int, allocate: Allocate) -> BlockRegions:
-        """Return the regions of a block, without values, in memory from `allocate`."""
-        bounds, dtype = self.regions(start, stop), np.dtype(self.column.dtype)
-        shapes = [self.column.shape(low, high) for low, high in bounds]
-        arrays = [np.frombuffer(allocate(prod(n) * dtype.itemsize), dtype).reshape(n) for n in shapes]
-        stops = [box.stop - start for box in self.fields.boxes(start, stop)]
-        return BlockRegions(self, start, stops, bounds, arrays)
-
     def write_constants(self, block: BlockRegions) -> None:
         """Write the values that are constant to the regions of a block."""
         dims = self.column.dims
@@ -337,29 +343,39 @@ class Cut(NamedTuple):
 
 
 class BlockRegions:
-    """The regions of one block of one column.
+    """The regions of the samples [start, stop), a block, of one column: their memory, without values.
 
-    Of each region: `stops`, the row after its last one; `bounds`, its first element and its end; `cuts`, by part of an
-    output; `origins`, its first element on the anchored axes.
+    Of each region: `stops`, the row after its last one; `bounds`, its first element and its end. `row`: the row of a
+    batch that is its only region, if given; otherwise `allocate` returns the memory.
     """
 
     def __init__(
-        self,
-        reader: RegionReader,
-        start: int,
-        stops: Sequence[int],
-        bounds: Sequence[tuple[Bound, Bound]],
-        arrays: Sequence[NDArray[Any]],
+        self, reader: RegionReader, start: int, stop: int, allocate: Allocate, row: BatchRow | None = None
     ) -> None:
         self.reader = reader
         self.start = start
-        self.stops = stops
-        self.bounds = bounds
-        self.arrays = arrays
-        column, axes = reader.column, reader.fields.axes
+        self.stops = [box.stop - start for box in reader.fields.boxes(start, stop)]
+        self.bounds = reader.regions(start, stop)
+        self.row = row
+        column, dtype = reader.column, np.dtype(reader.column.dtype)
+        shapes = [column.shape(low, high) for low, high in self.bounds]
+        if row is not None:
+            self.arrays = [row.batch.columns(column)[0][row.number].reshape(shapes[0])]
+        else:
+            self.arrays = [np.frombuffer(allocate(prod(n) * dtype.itemsize), dtype).reshape(n) for n in shapes]
+
+    @cached_property
+    def cuts(self) -> list[list[Cut]]:
+        """What the parts of the outputs are cut from, for each region."""
+        column, axes = self.reader.column, self.reader.fields.axes
         parts = [part for output in column.outputs for part in output.parts]
-        self.cuts = [[_cut(column, axes, array, part) for part in parts] for array in arrays]
-        self.origins = [[low[column.dims.index(axis)] for axis in axes if axis in column.dims] for low, _ in bounds]
+        return [[_cut(column, axes, array, part) for part in parts] for array in self.arrays]
+
+    @property
+    def origins(self) -> list[list[int]]:
+        """The first element of each region on the anchored axes that the column has."""
+        dims, axes = self.reader.column.dims, self.reader.fields.axes
+        return [[low[dims.index(axis)] for axis in axes if axis in dims] for low, _ in self.bounds]
 
 
 def _cut(column: RegionColumn, anchored: Sequence[str], region: NDArray[Any], part: Part) -> Cut:
@@ -385,6 +401,35 @@ def _cut(column: RegionColumn, anchored: Sequence[str], region: NDArray[Any], pa
     data = region.reshape(-1).view(np.uint8)[first:]
     view = as_strided(data.view(region.dtype), shape, strides, writeable=False)
     return Cut(view, data.data, view[(0,) * (view.ndim - len(lengths))].flags.c_contiguous)
+
+
+class BatchRows:
+    """The columns of a batch in the making, leased once its first block is opened.
+
+    Blocks of one sample are decoded into their rows of it. `rows`: the first row of each ticket, but for blocks that
+    another batch needs too: its consumer may have changed this one by then.
+    """
+
+    def __init__(self, plan: BatchPlan, lease: Lease) -> None:
+        self.count = len(plan.rows)
+        tickets, rows = np.unique(plan.tickets, return_index=True)
+        alone = {ref.ticket for ref in plan.needs} & set(plan.done)
+        self.rows = {key: row for key, row in zip(tickets.tolist(), rows.tolist(), strict=True) if key in alone}
+        self._lease = lease
+        self._columns: dict[str, list[NDArray[Any]]] = {}
+
+    def columns(self, column: RegionColumn) -> list[NDArray[Any]]:
+        """Return the memory of the outputs of a column. Not thread-safe."""
+        if column.name not in self._columns:
+            self._columns[column.name] = column.lease(self.count, self._lease)
+        return self._columns[column.name]
+
+
+class BatchRow(NamedTuple):
+    """A row of a batch in the making."""
+
+    batch: BatchRows
+    number: int
 
 
 class Regions:
@@ -413,11 +458,14 @@ class Regions:
         used, number = np.unique(slots, return_inverse=True)
         blocks = [block for block in (self._blocks[slot] for slot in used.tolist()) if block is not None]
         column = blocks[0].reader.column
-        outs = [lease((len(places), *output.shape), column.dtype) for output in column.outputs]
-        readers = {block.reader: None for block in blocks}  # several in a mixture
+        filled = [block.row for block in blocks if block.row is not None and block.row.batch.count == len(places)]
+        outs = filled[0].batch.columns(column) if filled else column.lease(len(places), lease)
+        missing = np.ones(len(places), np.bool_)
+        missing[[row.number for row in filled]] = False
+        readers = {block.reader: None for block in blocks} if missing.any() else {}  # several in a mixture
         for reader in readers:
             mine = np.array([block.reader is reader for block in blocks])
-            of_reader = np.flatnonzero(mine[number])
+            of_reader = np.flatnonzero(mine[number] & missing)
             local = (np.cumsum(mine) - 1)[number[of_reader]]
             chosen = [block for block in blocks if block.reader is reader]
             _copy(chosen, (local, rows[of_reader]), of_reader, outs, key)

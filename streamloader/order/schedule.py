@@ -328,6 +328,8 @@ class Share(Part):
 
         Padding makes the last step the last G positions in another order. If N < G, or R does not divide L, the last
         step may use other lanes: at most one block for each row.
+
+        A block of one sample is held for one plan, or for two by padding.
         """
         lanes, params = self.lanes_read, self.fetch_params
         per_lane = params.window // params.block + 2
@@ -337,6 +339,8 @@ class Share(Part):
         slots = lanes * per_lane + -(-rows // params.block) + 1
         if not self.divides or self.num_samples < self.global_batch:
             slots = max(slots, min(batch, self.order.lanes * per_lane))
+        if params.block == 1:
+            slots = min(slots, 2 * batch)
         return min(slots, max(1, -(-self.num_samples // params.block) + self.order.lanes - 1))
 
     def need(self, steps_at_once: int = 1) -> Need:
