@@ -239,6 +239,40 @@ def test_samples_that_are_chunks_stay_right_if_the_consumer_changes_its_batches(
         assert sorted(seen) == list(range(13))
 
 
+@pytest.mark.parametrize("patches", [None, sl.Patch({"lat": 5, "lon": 6}, random=True)])
+def test_blocks_that_fit_in_memory_are_kept_and_read_once(patches):
+    url = url_of("xarray3.zarr")
+    options = {"batch_size": 4, "sample_axis": "time", "patches": patches, "with_index": True, "fields": ["z", "t2m"]}
+    with pytest.raises(errors.MemoryBudgetError) as needed:
+        iter(sl.StreamingDataset(url, memory=100_000, **options))
+    least = int(str(needed.value).split("memory=")[1].split()[0])
+    small = sl.StreamingDataset(url, memory=least, **options)
+    dataset = sl.StreamingDataset(url, **options)
+    next(iter(dataset))  # the blocks of a pass that ends early are incomplete
+    requests = []
+    for _ in range(4):
+        for mine, other in zip(dataset, small, strict=True):
+            for name, column in mine.items():
+                np.testing.assert_array_equal(column.numpy(), other[name].numpy())
+            mine["z"].fill_(-1)  # the memory of batches is not that of blocks
+        requests.append((dataset.stats().requests, small.stats().requests))
+    (once, each), *_, (after, every) = requests
+    assert after == once
+    assert every >= 4 * each > 0
+
+
+def test_ranks_keep_the_blocks_that_they_read_in_any_epoch():
+    datasets = [
+        sl.StreamingDataset(url_of("xarray2.zarr"), batch_size=2, sample_axis="time", fields=["z"], world=(rank, 2))
+        for rank in range(2)
+    ]
+    for _ in range(12):
+        for dataset in datasets:
+            assert sum(len(batch["z"]) for batch in dataset) == 12
+    chunks = 4 * 2 * 2 * 2
+    assert all(dataset.stats().requests <= chunks + 8 for dataset in datasets)
+
+
 def test_a_damaged_chunk_that_is_a_sample_fails_its_own_step_only(tmp_path):
     """Single samples are decoded many steps together; those before the damaged one are returned."""
     values = chunks_of_one(tmp_path / "x.zarr", 96)

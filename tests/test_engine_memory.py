@@ -206,6 +206,9 @@ demands = st.builds(
     index_bytes=st.integers(0, 1 << 28),
     scratch_bytes=st.integers(0, 1 << 23),
     pieces=st.integers(1, 100),
+    most_threads=st.integers(1, MAX_THREADS),
+    fills_batches=st.booleans(),
+    keepable=st.booleans(),
 )
 
 
@@ -238,6 +241,7 @@ def test_more_memory_never_gives_less(demand, some, more):
     large = allot(demand, demand.least_bytes + some + more)
     assert large.slots >= small.slots
     assert large.threads >= small.threads
+    assert large.keeps >= small.keeps
 
 
 def test_without_a_limit_ranks_share_the_machine():

@@ -133,6 +133,7 @@ def forecast_lines(planned: Forecast) -> list[str]:
         for mixing in (planned.rank, planned.together)
     ]
     held = f"; {', '.join(planned.held)} held in memory" if planned.held else ""
+    held += "; blocks are kept in memory, and not read again in later epochs" if planned.kept else ""
     rate, ranks = planned.rate, planned.world_size
     return [
         f"{planned.url}: {planned.num_samples:,} samples",

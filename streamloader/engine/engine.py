@@ -225,7 +225,7 @@ class Engine:
             pieces += min(reader.pieces(need.block) for reader in readers)
             batch += need.rows * readers[0].column.sample_bytes
             request = max([request, *(reader.request_bytes for reader in readers)])
-            scratch = max([scratch, *(2 * reader.decoded_chunk_bytes for reader in readers)])
+            scratch = max([scratch, *(reader.scratch_bytes for reader in readers)])
         if fills_batches:
             batch += batch // LIVE_BATCHES  # one more, some of whose rows are slots
         return Demand(
@@ -234,6 +234,7 @@ class Engine:
             batch_bytes=batch,
             request_bytes=request,
             blocks=sum(-(-dataset.num_samples // need.block) for dataset in self.datasets),
+            keepable=True,
             item_bytes=0 if fills_batches else regions,
             fills_batches=fills_batches,
             index_bytes=sum(dataset.index_bytes for dataset in self.datasets) + need.plan_bytes,

@@ -30,7 +30,7 @@ from typing import Any
 
 from streamloader.engine.dataset import Dataset, SampleNumbers
 from streamloader.engine.memory import NO_SLOT, TOLERANCE_BYTES, Budget, Memory, in_slots
-from streamloader.engine.regions import BlockRegions, RegionReader
+from streamloader.engine.regions import BlockKey, BlockRegions, RegionReader
 from streamloader.engine.stages import Job, WorkerThreads
 from streamloader.errors import EngineError, StorageError, StreamloaderError, ThrottledError, TransientError, wrapped
 from streamloader.format.opening import reread
@@ -148,6 +148,8 @@ class Fetcher:
             return self._last_weight[1]
         dataset, block = self._locate(ref)
         weight = 0
+        if self._arena.has_kept(self._keys(dataset, block)):
+            return 0
         try:
             with dataset.store.retries.waits_by(self.sleep):
                 for name in self._by_items:
@@ -182,9 +184,14 @@ class Fetcher:
         """Begin to load a block whose slot has been reserved."""
         weight = self._weight(ref)
         block = LoadingBlock(*self._locate(ref), len(self._names), weight)
+        keys = self._keys(block.dataset, block.ref)
+        kept = self._arena.has_kept(keys)
+        if kept:
+            self._arena.reopen(ref.ticket, keys)
+            block.left = 0
         with self._changed:
             self._blocks[ref.ticket] = block
-            if self._closed.is_set():
+            if self._closed.is_set() or kept:
                 return
             self._expected += weight
             self._pending.extend(partial(self._load_field, block, name) for name in self._names)
@@ -243,6 +250,10 @@ class Fetcher:
         index = bisect_right(self._starts, ref.start) - 1
         first = self._starts[index]
         return self._datasets[index], ref._replace(start=ref.start - first, stop=ref.stop - first)
+
+    def _keys(self, dataset: Dataset, ref: BlockRef) -> list[BlockKey]:
+        """Return the keys of the regions of a block that is numbered within its dataset."""
+        return [(reader, ref.start, ref.stop) for reader in dataset.region_readers.values()]
 
     def _dispatch(self) -> None:
         """Submit jobs while places and threads are free. Requires the lock."""

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from streamloader.engine.regions import ARRAYS, BatchRow, BatchRows, BlockRegions, Lease, Regions
+from streamloader.engine.regions import ARRAYS, BatchRow, BatchRows, BlockKey, BlockRegions, Lease, Regions
 from streamloader.errors import MemoryBudgetError
 from streamloader.format.codecs import Items
 from streamloader.format.manifest import FieldLayout
@@ -55,11 +55,17 @@ class Arena:
     """`slots` blocks of `block` samples: one array for each field `in_slots`, chunks with offsets for the others.
 
     Fields of arrays that others wrote have regions instead: see `regions.py`. If blocks fill rows of batches,
-    `batch_memory` leases these.
+    `batch_memory` leases these. `keeps`: regions are kept for later epochs.
     """
 
     def __init__(
-        self, layouts: Mapping[str, FieldLayout], slots: int, block: int, batch_memory: Lease | None = None
+        self,
+        layouts: Mapping[str, FieldLayout],
+        slots: int,
+        block: int,
+        *,
+        batch_memory: Lease | None = None,
+        keeps: bool = False,
     ) -> None:
         self.block = block
         self.shape = (dict(layouts), slots, block)
@@ -75,7 +81,9 @@ class Arena:
             for name, layout in layouts.items()
             if in_slots(layout)
         }
-        self._regions = {name: Regions(slots, block) for name, layout in layouts.items() if layout.codec == ARRAYS}
+        self._regions = {
+            name: Regions(slots, block, keeps=keeps) for name, layout in layouts.items() if layout.codec == ARRAYS
+        }
         self._items = {
             name: _Chunks(slots, block) for name in layouts if name not in self._fixed and name not in self._regions
         }
@@ -86,7 +94,7 @@ class Arena:
     def clear(self) -> None:
         """Release every slot. The threads of the pass that held them must have ended."""
         for ticket in list(self._slots):
-            self.release(ticket)
+            self.release(ticket, complete=False)
         self._batch_rows.clear()
 
     @property
@@ -120,8 +128,8 @@ class Arena:
                 self._first_row[ticket & (len(self._first_row) - 1)] = slot * self.block
             return slot
 
-    def release(self, ticket: int) -> None:
-        """Free the ticket's slot; items that a batch still holds stay valid."""
+    def release(self, ticket: int, *, complete: bool = True) -> None:
+        """Free the ticket's slot; items that a batch still holds stay valid. `complete`: its block was loaded."""
         with self._lock:
             self._batch_rows.pop(ticket, None)
             slot = self._slots.pop(ticket)
@@ -129,7 +137,7 @@ class Arena:
                 for chunks in self._items.values():
                     chunks.drop(slot)
                 for regions in self._regions.values():
-                    regions.drop(slot)
+                    regions.drop(slot, complete=complete)
                 self._free.append(slot)
 
     def slot_rows(self, name: str, slot: int, rows: int) -> Column:
@@ -141,6 +149,16 @@ class Arena:
     ) -> tuple[BlockRegions, bool]:
         """Return the regions of a field in the slot of a ticket, and whether this call made them."""
         return self._regions[name].open(slot, partial(make, self._batch_rows.get(ticket)), self._lock)
+
+    def has_kept(self, keys: Sequence[BlockKey]) -> bool:
+        """Return whether the regions of a block, one for each field, were kept."""
+        return bool(self._regions) and all(map(Regions.has, self._regions.values(), keys))
+
+    def reopen(self, ticket: int, keys: Sequence[BlockKey]) -> None:
+        """Claim the slot of a ticket for the regions of a block that were kept."""
+        slot = self.claim(ticket)
+        for regions, key in zip(self._regions.values(), keys, strict=True):
+            regions.reopen(slot, key)
 
     def gather(
         self, name: str, places: NDArray[np.int64], lease: Lease, key: tuple[int, int]
@@ -360,6 +378,8 @@ CONNECTION_BYTES = MIB // 2
 TOLERANCE_BYTES = 16 << 20
 # The share of the machine's memory that loaders may take without `memory=`.
 MACHINE_SHARE = 0.8
+# The share of that which a loader may take without `memory=` to keep decoded arrays for later epochs.
+KEPT_SHARE = 0.75
 
 
 class Demand(NamedTuple):
@@ -371,6 +391,7 @@ class Demand(NamedTuple):
     `index_bytes`: cached chunk tables, numbers of selected samples, and plans. `batch_bytes`: one finished batch.
     `request_bytes`: the largest single request. `blocks`: blocks of the epoch, the most slots that are useful.
     `scratch_bytes`: the buffers of a decoding thread besides the slot. `fills_batches`: slots are rows of batches.
+    `keepable`: blocks can be kept for later epochs.
     """
 
     slots: int
@@ -385,6 +406,7 @@ class Demand(NamedTuple):
     pieces: int = 1
     most_threads: int = MAX_THREADS
     fills_batches: bool = False
+    keepable: bool = False
 
     @property
     def connection_bytes(self) -> int:
@@ -392,13 +414,17 @@ class Demand(NamedTuple):
         return CONNECTION_BYTES + self.scratch_bytes
 
     @property
-    def thread_bytes(self) -> int:
-        """One request in flight: its part of a slot, the body and the connection.
+    def flight_bytes(self) -> int:
+        """One request in flight: the body and the connection.
 
         The body counts 1.5 times: measured peaks were 1.0 of the bytes in flight with plain sockets, 1.4 with obstore.
         """
-        part = -(-self.slot_bytes // self.pieces)
-        return part + self.request_bytes + self.request_bytes // 2 + self.connection_bytes
+        return self.request_bytes + self.request_bytes // 2 + self.connection_bytes
+
+    @property
+    def thread_bytes(self) -> int:
+        """One request in flight and its part of a slot."""
+        return -(-self.slot_bytes // self.pieces) + self.flight_bytes
 
     @property
     def held_bytes(self) -> int:
@@ -416,6 +442,7 @@ class Budget(NamedTuple):
 
     `body_bytes` of these are for bodies in flight and decoded chunks of blocks. `batch_bytes`: a mean batch.
     `exact`: `bytes` is the user's `memory=`, so a larger need is an error. `fills_batches`: as of `Demand`.
+    `keeps`: blocks are kept for later epochs.
     """
 
     slots: int
@@ -426,6 +453,7 @@ class Budget(NamedTuple):
     exact: bool = False
     cores: int = 1
     fills_batches: bool = False
+    keeps: bool = False
 
     @property
     def usual_bytes(self) -> int:
@@ -465,10 +493,10 @@ class Memory(NamedTuple):
         most = LIVE_BATCHES * budget.batch_bytes + TOLERANCE_BYTES if budget.exact else math.inf
         columns_alive = len(layouts) * (LIVE_BATCHES + READY_BATCHES + (budget.slots if budget.fills_batches else 1))
         buffers = Buffers(counters, keep=columns_alive, most=most)
-        batch_memory = partial(buffers.lease, usual=LIVE_BATCHES) if budget.fills_batches else None
+        lease = partial(buffers.lease, usual=LIVE_BATCHES) if budget.fills_batches else None
         return cls(
             bodies=Buffers(Counters(), keep=budget.slots + MAX_THREADS, most=budget.body_bytes),
-            arena=Arena(layouts, budget.slots, block, batch_memory),
+            arena=Arena(layouts, budget.slots, block, batch_memory=lease, keeps=budget.keeps),
             buffers=buffers,
         )
 
@@ -477,28 +505,36 @@ def allot(demand: Demand, memory: int | None, ranks_here: int = 1) -> Budget:
     """Return the budget. Raises `MemoryBudgetError`, which states the need, if the window does not fit.
 
     Without `memory`, the window and all `Demand.most_threads` threads get the memory that they need, as long as all
-    ranks of this machine together stay below 80 % of its memory.
+    ranks of this machine together stay below 80 % of its memory. All blocks are kept if they fit too: into `memory`, or
+    without it into `KEPT_SHARE` of the limit.
     """
-    limit = allowance(memory, ranks_here)
+    limit, most = allowance(memory, ranks_here), demand.most_threads if memory is None else MAX_THREADS
+    least, thread = demand.least_bytes, demand.thread_bytes
+    wanted = min(most, 1 + max(0, limit - least) // thread)
+    kept = demand.held_bytes + max(demand.slots, demand.blocks + 1) * demand.slot_bytes + demand.thread_bytes
+    share = KEPT_SHARE if memory is None else 1
+    keeps = demand.keepable and kept + (wanted - 1) * demand.flight_bytes <= limit * share
+    if keeps:
+        least, thread = kept, demand.flight_bytes
     if memory is None:
-        limit = min(limit, demand.least_bytes + (demand.most_threads - 1) * demand.thread_bytes)
-    if demand.least_bytes > limit:
+        limit = min(limit, least + (most - 1) * thread)
+    if least > limit:
         raise MemoryBudgetError(
-            f"the shuffle window needs memory={demand.least_bytes} bytes for each rank ({demand.slots} blocks of "
+            f"the shuffle window needs memory={least} bytes for each rank ({demand.slots} blocks of "
             f"{demand.slot_bytes} bytes, {LIVE_BATCHES} batches of {demand.batch_bytes}, resident fields of "
             f"{demand.resident_bytes}, indexes and plans of {demand.index_bytes}, one request), "
             f"but {'memory=' if memory is not None else 'the machine allows it '}{limit}",
-            f"give memory={demand.least_bytes} or more, or a smaller shuffle=Shuffle(window=, lanes=)",
+            f"give memory={least} or more, or a smaller shuffle=Shuffle(window=, lanes=)",
         )
-    spare = (limit - demand.least_bytes) // demand.thread_bytes
-    threads = min(MAX_THREADS, 1 + spare)
+    threads = min(MAX_THREADS, 1 + (limit - least) // thread)
     # at least as many as the plan needs, which may exceed the number of blocks: two lanes may hold the same one
     slots = max(1, demand.slots, min(demand.slots + threads // demand.pieces, demand.blocks + 1))
     cores = max(1, cpu_count() // ranks_here)
     threads = min(threads, slots * demand.pieces)
     fixed = threads * demand.connection_bytes + slots * (demand.slot_bytes - demand.item_bytes)
     bodies = limit - demand.held_bytes - fixed
-    return Budget(slots, threads, limit, bodies, demand.batch_bytes, memory is not None, cores, demand.fills_batches)
+    fills_batches = demand.fills_batches and not keeps
+    return Budget(slots, threads, limit, bodies, demand.batch_bytes, memory is not None, cores, fills_batches, keeps)
 
 
 def allowance(memory: int | None, ranks_here: int) -> int:

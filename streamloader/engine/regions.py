@@ -237,9 +237,13 @@ class RegionReader:
         return constants + sum(reader.kept_bytes for reader in self._readers if reader is not None)
 
     @property
-    def decoded_chunk_bytes(self) -> int:
-        """The bytes of the largest decoded chunk, which a thread holds beside the region."""
-        return max((reader.array.chunk_bytes for reader in self._readers if reader is not None), default=0)
+    def scratch_bytes(self) -> int:
+        """The most bytes that a thread holds beside body and region: a decoded chunk, and one that is converted."""
+        sizes = [
+            reader.array.chunk_bytes * (1 if reader.codec.plain and member.unpacking is None else 2)
+            for member, reader in self.members()
+        ]
+        return max(sizes, default=0)
 
     def members(self) -> list[tuple[Member, ArrayReader]]:
         """Return the members whose chunks are read, each with its reader."""
@@ -331,6 +335,9 @@ class RegionReader:
         return region[(slice(None),) * self.column.channel_axis + (each.channel,)]
 
 
+BlockKey = tuple[RegionReader, int, int]  # with the first sample and the end of a block
+
+
 class Cut(NamedTuple):
     """What a part of an output is cut from: a region's bytes from the part's first element on.
 
@@ -353,6 +360,7 @@ class BlockRegions:
         self, reader: RegionReader, start: int, stop: int, allocate: Allocate, row: BatchRow | None = None
     ) -> None:
         self.reader = reader
+        self.key: BlockKey = (reader, start, stop)
         self.start = start
         self.stops = [box.stop - start for box in reader.fields.boxes(start, stop)]
         self.bounds = reader.regions(start, stop)
@@ -433,11 +441,13 @@ class BatchRow(NamedTuple):
 
 
 class Regions:
-    """The regions of one field in all slots of an arena."""
+    """The regions of one field in all slots of an arena, and those that are kept for later epochs (`keeps`)."""
 
-    def __init__(self, slots: int, block: int) -> None:
+    def __init__(self, slots: int, block: int, *, keeps: bool = False) -> None:
         self._block = block
         self._blocks: list[BlockRegions | None] = [None] * slots
+        self._keeps = keeps
+        self._kept: dict[BlockKey, BlockRegions] = {}
 
     def open(self, slot: int, make: Callable[[], BlockRegions], lock: threading.Lock) -> tuple[BlockRegions, bool]:
         """Return the regions of a slot, which the first caller makes, and whether this was the first."""
@@ -448,9 +458,24 @@ class Regions:
             block = self._blocks[slot] = make()
             return block, True
 
-    def drop(self, slot: int) -> None:
-        """Free the memory of a slot once no copy from it is in progress."""
-        self._blocks[slot] = None
+    def reopen(self, slot: int, key: BlockKey) -> None:
+        """Put the regions of a block that were kept into a slot."""
+        self._blocks[slot] = self._kept[key]
+
+    def has(self, key: BlockKey) -> bool:
+        """Return whether the regions of a block were kept."""
+        return key in self._kept
+
+    def drop(self, slot: int, *, complete: bool) -> None:
+        """Keep the regions of a slot if they are `complete`, else free their memory once no copy is in progress.
+
+        Parts of a block that two lanes share are not kept: other blocks are divided in another epoch.
+        """
+        block, self._blocks[slot] = self._blocks[slot], None
+        if self._keeps and complete and block is not None:
+            reader, start, stop = block.key
+            if start % self._block == 0 and stop == min(start + self._block, reader.num_samples):
+                self._kept[block.key] = block
 
     def gather(self, places: Ints, lease: Lease, key: tuple[int, int]) -> dict[str, NDArray[Any]]:
         """Return the columns of a batch, whose rows are at `places` of the arena. `key`: (seed, epoch)."""

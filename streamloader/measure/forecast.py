@@ -131,7 +131,8 @@ class Forecast:
     """The forecast of an epoch over all ranks, on the dataset at `url`.
 
     `block`, `lanes`, `window`: the order of a new run on these ranks. `pinned_lanes`: the lanes of the dataset. `held`:
-    the fields that every rank holds in memory. `requests`, `bytes`, `dollars`: those of all ranks. `rank`, `together`:
+    the fields that every rank holds in memory. `kept`: whether blocks are kept in memory for later epochs. `requests`,
+    `bytes`, `dollars`: those of all ranks in the first epoch. `rank`, `together`:
     how the batch of a rank and the global batch mix. `rate`: of a rank in later epochs. `drawn`: the block of
     each row of the first global batches. `arrays`: what is read of each array, for a dataset that is read as arrays,
     `unused` the elements of each axis that no sample reads, and `rechunking` the conversion after which less is read.
@@ -153,6 +154,7 @@ class Forecast:
     memory: int
     least_memory: int
     held: tuple[str, ...]
+    kept: bool
     requests: int
     bytes: int
     dollars: float
@@ -204,6 +206,7 @@ def forecast(url: str, options: ForecastOptions) -> Forecast:
     streamed = _estimate_reads(dataset, streaming, params.block)
     resident = _estimate_reads(replace(dataset, selection=None), held, max(1, dataset.manifest.num_samples))
     requests, size = (round(a * factor + b * world.size) for a, b in zip(streamed, resident, strict=True))
+    later = [] if budget.keeps else streaming
     arrays = array_reads(dataset)
     if arrays:  # requests for whole objects do not state their size
         size = round(sum(reads.stored for reads in arrays) * factor)
@@ -222,6 +225,7 @@ def forecast(url: str, options: ForecastOptions) -> Forecast:
         memory=budget.bytes,
         least_memory=engine.least_memory(need),
         held=tuple(held),
+        kept=budget.keeps,
         requests=requests,
         bytes=size,
         dollars=requests * options.dollars_for_a_get,
@@ -233,7 +237,7 @@ def forecast(url: str, options: ForecastOptions) -> Forecast:
         arrays=tuple(arrays),
         unused={} if dataset.arrays is None else dataset.arrays.unused,
         rechunking=rechunking(arrays, options.sampling, options.machine, options.dollars_for_a_get),
-        rate=_rate(dataset, options, (streamed[0] * factor, streamed[1] * factor), streaming, budget),
+        rate=_rate(dataset, options, (streamed[0] * factor, streamed[1] * factor), later, budget),
         drawn=_first_blocks(share, params.block),
     )
 
