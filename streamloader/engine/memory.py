@@ -191,11 +191,15 @@ class Arena:
 
     def items(self, name: str, places: NDArray[np.int64]) -> list[memoryview]:
         """Return the bytes of rows of a field that is not in slots, as views that keep their chunk alive."""
-        return self._items[name].items(places)
+        return self._rows(name).items(places)
 
     def item_bytes(self, name: str, places: NDArray[np.int64]) -> int:
         """Return the total number of bytes of rows of a field that is not in slots."""
-        return self._items[name].item_bytes(places)
+        return self._rows(name).item_bytes(places)
+
+    def _rows(self, name: str) -> _Chunks | Regions:
+        """Return the rows of varying size of a field."""
+        return self._regions[name] if name in self._regions else self._items[name]
 
     def _grow(self, span: int) -> None:
         table = np.zeros(2 << span.bit_length(), np.int64)

@@ -93,6 +93,9 @@ class RegionColumn:
 
     `lengths`: of the dimensions. `scales`: by anchored axis, the elements of this column for one of the anchors'.
     `sizes`: by axis of patches, the elements of a patch. `sample_axis`: the dimension that windows lie along, or "".
+
+    `rows`: the first element of each row of a matrix in compressed sparse rows, and the end of the last one; int64
+    (rows + 1,). Its samples are the elements of a row, in no `outputs`.
     """
 
     name: str
@@ -105,6 +108,7 @@ class RegionColumn:
     sizes: Mapping[str, int]
     sample_axis: str
     channels: int = 0
+    rows: Ints | None = None
 
     @cached_property
     def channel_axis(self) -> int:
@@ -119,7 +123,9 @@ class RegionColumn:
 
     @property
     def sample_bytes(self) -> int:
-        """The bytes of one sample of all outputs."""
+        """The bytes of one sample of all outputs, of sparse rows the mean."""
+        if self.rows is not None:
+            return int(self.rows[-1]) * np.dtype(self.dtype).itemsize // max(1, self.rows.size - 1)
         return sum(prod(output.shape) for output in self.outputs) * np.dtype(self.dtype).itemsize
 
     def lease(self, count: int, lease: Lease) -> list[NDArray[Any]]:
@@ -128,6 +134,8 @@ class RegionColumn:
 
     def region(self, axes: Sequence[str], box: Box) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return the first element and the end of the column's region for a box of the anchors' `axes`."""
+        if self.rows is not None:
+            return (int(self.rows[box.low[0]]),), (int(self.rows[box.high[0]]),)
         low, high = [0] * len(self.dims), list(self.lengths)
         for axis, first, end in zip(axes, box.low, box.high, strict=True):
             if axis in self.dims:
@@ -476,6 +484,36 @@ class Regions:
             reader, start, stop = block.key
             if start % self._block == 0 and stop == min(start + self._block, reader.num_samples):
                 self._kept[block.key] = block
+
+    def items(self, places: Ints) -> list[memoryview]:
+        """Return the bytes of the sparse rows at `places` of the arena, as views that keep their region alive."""
+        data, *columns = self._locate_rows(places)
+        return [data[number][begin:end] for number, begin, end in zip(*(c.tolist() for c in columns), strict=True)]
+
+    def item_bytes(self, places: Ints) -> int:
+        """Return the total number of bytes of sparse rows."""
+        _, _, begins, ends = self._locate_rows(places)
+        return int((ends - begins).sum())
+
+    def _locate_rows(self, places: Ints) -> tuple[list[memoryview], Ints, Ints, Ints]:
+        """Return the bytes of regions, and the number of the region, the first byte and the end of each row."""
+        slots, rows = np.divmod(places, self._block)
+        used, number = np.unique(slots, return_inverse=True)
+        data: list[memoryview] = []
+        region, begins, ends = np.zeros((3, places.size), np.int64)
+        for index, slot in enumerate(used.tolist()):
+            block, mine = self._blocks[slot], np.flatnonzero(number == index)
+            assert block is not None
+            column = block.reader.column
+            assert column.rows is not None
+            elements = block.reader.fields.anchors.corners(block.start + rows[mine])[0]
+            part = np.searchsorted(block.stops, rows[mine], side="right")
+            first = np.array([low[0] for low, _ in block.bounds])[part]
+            region[mine] = len(data) + part
+            size = np.dtype(column.dtype).itemsize
+            begins[mine], ends[mine] = ((column.rows[elements + end] - first) * size for end in (0, 1))
+            data += [array.view(np.uint8).data for array in block.arrays]
+        return data, region, begins, ends
 
     def gather(self, places: Ints, lease: Lease, key: tuple[int, int]) -> dict[str, NDArray[Any]]:
         """Return the columns of a batch, whose rows are at `places` of the arena. `key`: (seed, epoch)."""

@@ -35,6 +35,8 @@ Ints = NDArray[np.int64]
 WINDOW_BYTES = 1 << 30
 WINDOW_REQUESTS = 2048  # that the first batch waits for at most, unless two blocks take more
 MAX_CELLS = 1 << 26  # their numbers of samples are kept: 512 MiB at most
+ROWS = "element"  # the dimension of the arrays of a sparse matrix
+ROW_CHUNKS = 4  # neighbouring cells read the chunk between them twice
 SAMPLES = "sample"  # the sample axis of a dataset that streamloader wrote
 
 
@@ -119,11 +121,15 @@ class OpenedArrays:
     def default_fields(self) -> list[str]:
         """Return the arrays that are fields without `fields=`: with the sample axis, and numbers, but no coordinates.
 
+        Sparse matrices are fields too, instead of their arrays.
+
         Raises `FieldError` if there are none.
         """
         needed = {*self.sampling.patch_dims, *([self.sample_axis] if self.sample_axis else [])}
-        names = []
+        names = sorted(self.group.sparse)
         for name, array in self.group.arrays.items():
+            if name.rpartition("/")[0] in self.group.sparse:
+                continue
             if needed <= set(array.dims) and name not in array.dims and array.holds_numbers:
                 names.append(name)
         if not names:
@@ -160,13 +166,22 @@ def is_ours(group: ZarrGroup) -> bool:
 
 
 class Draft(NamedTuple):
-    """A column before its samples are known: its dimensions, their lengths, and its members."""
+    """A column before its samples are known: its dimensions, their lengths, and its members.
+
+    `rows`: as of `RegionColumn`, whose sample axis is the only dimension then.
+    """
 
     dims: tuple[str, ...]
     lengths: tuple[int, ...]
     dtype: str
     members: tuple[Member, ...]
     channels: int = 0
+    rows: Ints | None = None
+
+    @property
+    def mean_row(self) -> float:
+        """The mean number of elements of a sparse row, 1 for other columns."""
+        return 1.0 if self.rows is None else float(self.rows[-1]) / max(1, self.rows.size - 1)
 
 
 def open_arrays(
@@ -208,8 +223,11 @@ def _drafts(opened: OpenedArrays, fields: Sequence[str] | None) -> dict[str, Dra
     for name in names:
         if names.count(name) > 1 or name in stacked:
             raise FieldError(f"fields names {name!r} twice", "name each field once, and channels differently")
-    drafts = {}
+    drafts: dict[str, Draft] = {}
     for name in names:
+        if name in opened.group.sparse:
+            drafts |= _sparse(name, opened)
+            continue
         array, unpacking = opened.group.array(name), opened.unpacking(name)
         missing = {*opened.sampling.patch_dims, *([opened.sample_axis] if opened.sample_axis else [])} - set(array.dims)
         if missing:
@@ -221,6 +239,27 @@ def _drafts(opened: OpenedArrays, fields: Sequence[str] | None) -> dict[str, Dra
         drafts[name] = Draft(array.dims, array.shape, _float_if(_dtype_of(member), affine is not None), (member,))
     drafts |= {name: _stack(name, opened, channels) for name, channels in stacked.items()}
     opened.check_normalization({*names, *(channel for column in stacked.values() for channel in column.names)})
+    return drafts
+
+
+def _sparse(name: str, opened: OpenedArrays) -> dict[str, Draft]:
+    """Return the columns of a matrix in compressed sparse rows: its values, and `_indices`, their columns.
+
+    Raises `UsageError` for declarations that need dense rows, and `FormatError` for arrays that do not fit together.
+    """
+    if opened.sampling.windows is not None or opened.sampling.patches is not None or opened.affine(name) is not None:
+        problem = f"windows=, patches= or normalize= of {name!r}, a sparse matrix"
+        raise UsageError(problem, "read its rows as they are, or write it as a dense array")
+    rows = opened.read_exactly(f"{name}/indptr").astype(np.int64, copy=False)
+    drafts = {}
+    for column, part in ((name, "data"), (f"{name}_indices", "indices")):
+        array = opened.group.array(f"{name}/{part}")
+        fits = rows.ndim == 1 and rows.size and rows[0] == 0 and (rows[-1],) == array.shape
+        if not fits or (np.diff(rows) < 0).any():
+            problem = f"indptr of the sparse matrix {name!r} does not fit its {part}, of the shape {array.shape}"
+            raise FormatError(problem, "write the matrix again")
+        member = Member((ROWS,), array=array)
+        drafts[column] = Draft((opened.sample_axis,), (rows.size - 1,), array.dtype.name, (member,), rows=rows)
     return drafts
 
 
@@ -444,7 +483,13 @@ def resolution(length: int, reference: int) -> Fraction:
 
 
 def _reference_chunk(draft: Draft, dim: str, length: int) -> int:
-    """Return the largest chunk of a column along a dimension, in elements of the first column."""
+    """Return the largest chunk of a column along a dimension, in elements of the first column.
+
+    Of rows of varying length, those of `ROW_CHUNKS` chunks, since rows end anywhere in a chunk.
+    """
+    if draft.rows is not None:
+        assert draft.members[0].array is not None
+        return max(1, min(length, int(ROW_CHUNKS * draft.members[0].array.chunks[0] / max(1.0, draft.mean_row))))
     chunks = [m.array.chunks[m.dims.index(dim)] for m in draft.members if m.array is not None and dim in m.dims]
     scale = resolution(draft.lengths[draft.dims.index(dim)], length)
     return max(1, min(length, int(max(chunks, default=1) / scale)))
@@ -452,7 +497,7 @@ def _reference_chunk(draft: Draft, dim: str, length: int) -> int:
 
 def _element_bytes(draft: Draft, anchored: Sequence[str], lengths: Mapping[str, int]) -> float:
     """Return the bytes of a column in a box of one element of every anchored axis."""
-    size = np.dtype(draft.dtype).itemsize * max(1, draft.channels)
+    size = np.dtype(draft.dtype).itemsize * max(1, draft.channels) * draft.mean_row
     whole = prod(n for dim, n in zip(draft.dims, draft.lengths, strict=True) if dim not in anchored)
     shares = [draft.lengths[draft.dims.index(dim)] / lengths[dim] for dim in anchored if dim in draft.dims]
     return float(size * whole * prod(shares))
@@ -461,6 +506,9 @@ def _element_bytes(draft: Draft, anchored: Sequence[str], lengths: Mapping[str, 
 def _column(
     name: str, draft: Draft, opened: OpenedArrays, outputs: WindowParts, references: Mapping[str, int]
 ) -> RegionColumn:
+    if draft.rows is not None:
+        given = (ROWS,), (int(draft.rows[-1]),), draft.dtype, draft.members, ()
+        return RegionColumn(name, *given, {}, {}, opened.sample_axis, rows=draft.rows)
     lengths = dict(zip(draft.dims, draft.lengths, strict=True))
     scales = {dim: resolution(lengths[dim], length) for dim, length in references.items() if dim in lengths}
     patch = opened.sampling.patches
@@ -468,8 +516,8 @@ def _column(
     for dim in (dim for dim in opened.sampling.patch_dims if dim in lengths):
         size, _, margin = (1, 1, 0) if patch is None else patch.along(dim)
         sizes[dim] = int((size + 2 * margin) * scales[dim])
-    given = draft.dims, draft.lengths, draft.dtype, draft.members, ()
-    column = RegionColumn(name, *given, scales, sizes, opened.sample_axis, draft.channels)
+    own = draft.dims, draft.lengths, draft.dtype, draft.members, ()
+    column = RegionColumn(name, *own, scales, sizes, opened.sample_axis, draft.channels)
 
     def output(suffix: str, parts: tuple[Part, ...]) -> Output:
         count = sum(part.length for part in parts)
@@ -501,8 +549,9 @@ def _manifest(store: Store, arrays: ArrayFields) -> Manifest:
     samples, block = len(anchors), anchors.block
     layouts, tables = {}, {}
     for name, column in arrays.columns.items():
-        kind = Field("tensor", column.dtype, column.outputs[0].shape)
-        size = samples * kind.item_bytes
+        sparse = column.rows is not None
+        kind = Field("ragged", column.dtype) if sparse else Field("tensor", column.dtype, column.outputs[0].shape)
+        size = samples * column.sample_bytes if sparse else samples * kind.item_bytes
         layouts[name] = FieldLayout(kind, block, block, ARRAYS, resident=False, nbytes=size, stored=size)
         tables[name] = _digest(column, anchors)
     readers = [RegionReader(store, name, layouts[name], arrays) for name in layouts]
@@ -529,6 +578,8 @@ def _order(samples: int, block: int, block_bytes: int, requests: int) -> OrderPi
 def _digest(column: RegionColumn, anchors: Anchors) -> str:
     """Return the SHA-256 of what determines the values and the samples of a column, in hexadecimal."""
     digest = hashlib.sha256(repr((column.dims, column.lengths, column.dtype, column.outputs, column.channels)).encode())
+    if column.rows is not None:
+        digest.update(column.rows.astype("<i8").tobytes())
     for member in column.members:
         document = "" if member.array is None else member.array.digest
         digest.update(repr((member.dims, member.slices, document, member.unpacking)).encode())

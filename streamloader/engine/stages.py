@@ -360,7 +360,7 @@ class Stages:
     ) -> None:
         """Put the column of a field into the batch, or its encoded items into `images`."""
         plan, field = batch.plan, layout.field
-        if layout.codec == ARRAYS:
+        if layout.codec == ARRAYS and field.fixed:
             lease = partial(self._buffers.lease, usual=LIVE_BATCHES)
             batch.columns |= self._arena.gather(name, places, lease, (self._options.seed, plan.epoch))
             return

@@ -6,7 +6,7 @@ import base64
 import hashlib
 import json
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from math import prod
@@ -21,6 +21,7 @@ from streamloader.storage.store import Store, join_path
 
 THREADS = 16  # concurrent requests for documents
 MAX_AXES = 32
+SPARSE = ("data", "indices", "indptr")  # the arrays of a matrix in compressed sparse rows
 POSITIONAL = "axis_"  # begins the names of dimensions that have none
 
 Document = Mapping[str, Any]
@@ -196,11 +197,16 @@ def _fill_value(value: Any, dtype: np.dtype[Any]) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class ZarrGroup:
-    """A group: its arrays by name, and its attributes. An array on its own is a group of one."""
+    """A group: its arrays by name, and its attributes. An array on its own is a group of one.
+
+    `sparse`: the names of groups in it that are matrices in compressed sparse rows, as AnnData writes them. Arrays of
+    these, such as `X/data`, `X/indices` and `X/indptr`, belong to the group too.
+    """
 
     url: str
     arrays: Mapping[str, ZarrArray]
     attributes: Document
+    sparse: frozenset[str] = frozenset()
 
     def array(self, name: str) -> ZarrArray:
         """Return an array. Raises `FieldError` if there is none of this name."""
@@ -209,19 +215,20 @@ class ZarrGroup:
         return self.arrays[name]
 
 
-def read_group(store: Store, nested: Iterable[str] = ()) -> ZarrGroup:
+def read_group(store: Store, named: Collection[str] = ()) -> ZarrGroup:
     """Return the arrays directly in the group at the store's URL, from its consolidated metadata if it has any.
 
-    Otherwise the documents of all members are read. `nested`: paths of arrays in groups below it, such as
-    `labels/cells/0`, which belong to the group too. Raises `NotADatasetError` if there is no
-    Zarr metadata, and `FormatError` if it is damaged.
+    Otherwise the documents of all members are read. `named`: arrays and sparse matrices in groups below it, such as
+    `layers/counts`, which belong to the group too. Raises `NotADatasetError` if there is no Zarr metadata, and
+    `FormatError` if it is damaged, or for a sparse matrix of another kind than compressed rows.
     """
     root, documents = _read_root(store)
     listed = store.children() if documents is None and "shape" not in root else ()
-    members = [*listed, *(name for name in nested if "/" in name)]
-    found = run_all(partial(_read_node, store), members, THREADS)
-    read = {name: document for name, document in zip(members, found, strict=True) if document is not None}
-    documents = {**(documents or {}), **read}
+    documents = {**(documents or {}), **_read_nodes(store, listed)}
+    if "shape" not in root:
+        documents |= _read_nodes(store, [name for name in named if "shape" not in documents.get(name, {})])
+    sparse = frozenset(name for name, document in documents.items() if _is_sparse(name, document, strict=name in named))
+    documents |= _read_nodes(store, [f"{name}/{part}" for name in sparse for part in SPARSE])
     if "shape" in root:
         documents = {store.url.rstrip("/").rpartition("/")[2].partition(".")[0] or "data": root}
         paths = dict.fromkeys(documents, "")
@@ -235,7 +242,16 @@ def read_group(store: Store, nested: Iterable[str] = ()) -> ZarrGroup:
         for name, document in documents.items()
         if "shape" in document
     }
-    return ZarrGroup(store.url, arrays, attributes)
+    return ZarrGroup(store.url, arrays, attributes, sparse)
+
+
+def _is_sparse(name: str, document: Document, *, strict: bool) -> bool:
+    """Return whether a node is a matrix in compressed sparse rows. With `strict`, one in columns is a `FormatError`."""
+    attributes = document.get("attributes")
+    kind = attributes.get("encoding-type") if isinstance(attributes, Mapping) else None
+    if kind == "csc_matrix" and strict:
+        raise FormatError(f"the matrix {name!r} is stored by columns", "write it by rows, as a csr_matrix")
+    return kind == "csr_matrix" and "shape" not in document
 
 
 def _read_root(store: Store) -> tuple[Document, dict[str, Document] | None]:
@@ -259,11 +275,18 @@ def _read_root(store: Store) -> tuple[Document, dict[str, Document] | None]:
         return document, None
     if not isinstance(nodes, Mapping):
         raise FormatError(f"{store.url}/.zmetadata is damaged", "consolidate the metadata again")
-    names = [key.removesuffix("/.zarray") for key in nodes if key.endswith("/.zarray") and key.count("/") == 1]
     members: dict[str, Document] = {}
-    for name in names:
-        members[name] = {**nodes[f"{name}/.zarray"], "attributes": nodes.get(f"{name}/.zattrs", {})}
+    for key, node in nodes.items():
+        name, _, kind = key.rpartition("/")
+        if name and "/" not in name and kind in (".zarray", ".zgroup"):
+            members[name] = {**node, "attributes": nodes.get(f"{name}/.zattrs", {})}
     return {"attributes": nodes.get(".zattrs", {})}, members
+
+
+def _read_nodes(store: Store, names: Sequence[str]) -> dict[str, Document]:
+    """Return the documents of the nodes that exist."""
+    found = run_all(partial(_read_node, store), names, THREADS)
+    return {name: document for name, document in zip(names, found, strict=True) if document is not None}
 
 
 def _read_node(store: Store, path: str) -> Document | None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from streamloader.errors import FieldError
+from streamloader.errors import FieldError, UsageError
 from streamloader.format.opening import STATISTICS
 from streamloader.options import Sampling
 from streamloader.pytorch.arguments import WhereChoice
@@ -67,12 +67,16 @@ def fit(
     """Return count, mean, std, min and max of each array and channel, over the elements that `where` selects.
 
     Reads each chunk about once; NaN is left out. Raises the errors of `StreamingDataset`, and `FieldError` for values
-    that are all NaN.
+    that are all NaN, `UsageError` for sparse matrices.
     """
     single = replace(sampling, windows=None, patches=None)
     options: dict[str, Any] = {**vars(single), "fields": fields, "where": where, "storage_options": storage_options}
     options |= {"shuffle": False, "remainder": "uneven", "memory": memory}
     probe = StreamingDataset(url, batch_size=1, **options)
+    sparse = [name for name, field in probe.fields.items() if not field.fixed]
+    if sparse:
+        problem = f"{sparse[0]!r} is a sparse matrix, which normalize= does not scale"
+        raise UsageError(problem, "name other arrays in fields=")
     size = sum(field.item_bytes for field in probe.fields.values())
     batch = max(1, min(probe.num_samples, BATCH_BYTES // max(1, size)))
     found: dict[str, Moments] = {}
