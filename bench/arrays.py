@@ -3,12 +3,15 @@
 Each loader reads shuffled samples of the same store from the same server (nginx over a folder, plain and with the
 latency of a cloud) in a process of its own, for whole epochs until `--seconds` have passed; slower ones are cut within
 an epoch, after `--seconds` at least. `ceiling` fetches and decodes every chunk once, by threads, without a loader.
+`streamloader` reads every epoch from the store, `kept` is the default, which keeps decoded blocks that fit in memory.
+The others run in environments of their own, see bench/peers/requirements; insitubatch and annbatch need Python 3.12.
 Writes one JSON line for each run to bench/results/arrays.jsonl.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import resource
@@ -19,11 +22,13 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from bench import venvs
 from bench.workloads import ROOT
 
 DATA = ROOT / "bench" / ".data" / "arrays"
@@ -34,7 +39,12 @@ GRID = (721, 1440)
 WORKERS = 2  # of the loaders that need them: the cores of the machine
 CEILING_THREADS = {"plain": 4, "delay": 16}  # more are slower on 2 cores
 MOST_STORED = 256 << 20  # bytes of a chunk
-LOADERS = ("ceiling", "streamloader", "xbatcher", "zarr", "tensorstore")
+LOADERS = ("ceiling", "streamloader", "kept", "xbatcher", "zarr", "tensorstore", "insitubatch", "annbatch")
+ENVIRONMENTS = dict.fromkeys(("xbatcher", "zarr", "tensorstore"), "arrays")
+ENVIRONMENTS |= {name: name for name in ("insitubatch", "annbatch")}
+# The kinds of stores that a loader cannot read, or has no documented way for.
+UNREADABLE = {"xbatcher": ("csr",), "insitubatch": ("ome", "table", "csr"), "annbatch": ("era5", "ome")}
+GENES = 20_000
 
 
 @dataclass(frozen=True)
@@ -64,6 +74,7 @@ STORES = {
         ),
         Store("ome", "ome", 24, 1, "zstd", 64),
         Store("table", "table", 200_000, 1024, "lz4", 256),
+        Store("csr", "csr", 100_000, 1 << 17, "lz4", 256),  # chunks of elements
     )
 }
 
@@ -78,7 +89,9 @@ def write(store: Store) -> None:
     codec = BloscCodec(cname=store.codec, clevel=5 if store.codec == "lz4" else 3, shuffle="shuffle")
     group = zarr.open_group(store.path, mode="w")
     rng = np.random.default_rng(0)
-    if store.kind == "era5":
+    if store.kind == "csr":
+        write_csr(store, group, codec)
+    elif store.kind == "era5":
         smooth = np.cumsum(np.cumsum(rng.normal(size=GRID), 0), 1)
         smooth = (smooth / np.abs(smooth).max() * 30 + 280).astype("f4")
         noise = rng.normal(scale=0.05, size=(8, *GRID)).astype("f4").round(2)
@@ -121,6 +134,26 @@ def write(store: Store) -> None:
     zarr.consolidate_metadata(store.path)
 
 
+def write_csr(store: Store, group: Any, codec: Any) -> None:
+    """Write a matrix of single cells, as AnnData does: about 1,000 of 20,000 values a row, in shards of 64 chunks."""
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(500, 1000, store.steps)
+    rows = np.concatenate([[0], np.cumsum(lengths)])
+    shape = {"shape": [store.steps, GENES], "encoding-type": "csr_matrix", "encoding-version": "0.1.0"}
+    matrix = group.create_group("X", attributes=shape)
+    options = {"chunks": (store.chunk,), "shards": (64 * store.chunk,), "compressors": codec}
+    data = matrix.create_array("data", shape=(int(rows[-1]),), dtype="f4", **options)
+    indices = matrix.create_array("indices", shape=(int(rows[-1]),), dtype="i4", **options)
+    matrix.create_array("indptr", data=rows.astype("i8"))
+    for first in range(0, store.steps, 10_000):
+        span = slice(int(rows[first]), int(rows[min(first + 10_000, store.steps)]))
+        gaps = rng.integers(1, 20, span.stop - span.start)
+        ends = np.cumsum(gaps)
+        before = np.concatenate([[0], ends])[rows[first : first + 10_000] - span.start]
+        indices[span] = ends - np.repeat(before, lengths[first : first + 10_000])
+        data[span] = np.log1p(rng.poisson(0.5, span.stop - span.start) + 1)
+
+
 class Counting:
     """Samples per second of the batches of an iterable, over whole epochs or at least some seconds."""
 
@@ -142,13 +175,15 @@ class Counting:
             self.rates.append(samples / (time.perf_counter() - start))
 
 
-def read_ours(store: Store, endpoint: str, counting: Counting, memory: str | None) -> dict[str, Any]:
-    """Read by streamloader."""
+def read_ours(store: Store, endpoint: str, counting: Counting, memory: str | None, *, keep: bool) -> dict[str, Any]:
+    """Read by streamloader, in every epoch from the store unless `keep`."""
     import streamloader as sl
+    from streamloader.engine import memory as budget
 
-    options: dict[str, Any] = {
-        "sample_axis": "obs" if store.kind == "table" else "t" if store.kind == "ome" else "time"
-    }
+    if not keep:
+        budget.KEPT_SHARE = 0
+    axes: dict[str, str | int] = {"table": "obs", "ome": "t", "csr": 0}
+    options: dict[str, Any] = {"sample_axis": axes.get(store.kind, "time")}
     if store.kind == "ome":
         options["patches"] = sl.Patch({"y": 256, "x": 256})
     dataset = sl.StreamingDataset(
@@ -160,7 +195,8 @@ def read_ours(store: Store, endpoint: str, counting: Counting, memory: str | Non
         storage_options={"endpoint_url": endpoint, "key": "k", "secret": "s"},
     )
     name = next(iter(dataset.fields))
-    counting.run(lambda: (len(batch[name]) for batch in dataset), whole=True)
+    rows = f"{name}_offsets" if store.kind == "csr" else name
+    counting.run(lambda: (len(batch[rows]) - (rows != name) for batch in dataset), whole=True)
     stats = dataset.stats()
     return {"requests": stats.requests, "verdict": stats.verdict, "bytes_fetched": stats.bytes_fetched}
 
@@ -169,6 +205,36 @@ def objects_of(store: Store) -> list[tuple[str, str]]:
     """The chunks of a store: (array, key)."""
     paths = [path for path in store.path.rglob("*") if path.is_file() and path.name != "zarr.json"]
     return [(path.relative_to(store.path).parts[0], path.relative_to(store.path).as_posix()) for path in paths]
+
+
+def read_csr_ceiling(store: Store, endpoint: str, counting: Counting) -> None:
+    """Fetch and decode every chunk of a sparse matrix once an epoch, by the largest requests that the loader makes."""
+    from streamloader.format.zarr_metadata import read_group
+    from streamloader.format.zarr_reader import ArrayReader
+    from streamloader.storage import open_store
+
+    place = open_store(f"s3://{BUCKET}/{store.name}", {"endpoint_url": endpoint, "key": "k", "secret": "s"})
+    arrays = read_group(place, ["X"]).arrays
+    readers = [ArrayReader(place, arrays[f"X/{part}"]) for part in ("data", "indices")]
+    work = [(reader, run) for reader in readers for run in reader.runs([((0,), reader.array.shape)])]
+    local = threading.local()
+
+    def load(item: Any) -> None:
+        array, run = item
+        if not hasattr(local, "out"):
+            local.out, local.body = np.empty(array.array.chunks, "u4"), np.empty(MOST_STORED, np.uint8).data
+        body = array.fetch(place.reader(), run, lambda size: local.body[:size])
+        for chunk in run.chunks:
+            array.decode(run, chunk, body, local.out.view(array.array.dtype))
+
+    threads = ThreadPoolExecutor(CEILING_THREADS["plain" if counting.near else "delay"])
+
+    def epoch() -> Iterator[int]:
+        for _ in threads.map(load, work):
+            yield 0
+        yield store.steps
+
+    counting.run(epoch, whole=True)
 
 
 def read_ceiling(store: Store, endpoint: str, counting: Counting) -> None:
@@ -208,8 +274,10 @@ def torch_epochs(store: Store, dataset: Any, counting: Counting) -> None:
     from torch.utils.data import DataLoader
 
     torch.set_num_threads(1)
+    sparse = {"collate_fn": list} if store.kind == "csr" else {}
     loader = DataLoader(
         dataset,
+        **sparse,
         batch_size=store.batch,
         shuffle=True,
         num_workers=WORKERS,
@@ -238,7 +306,17 @@ class Samples:
             step, patch = divmod(index, 256)
             y, x = 256 * (patch // 16), 256 * (patch % 16)
             return {name: read(step, slice(y, y + 256), slice(x, x + 256)) for name, read in self.arrays.items()}
+        if self.store.kind == "csr":
+            rows = slice(*self.rows[index : index + 2].tolist())
+            return {name: read(rows) for name, read in self.arrays.items()}
         return {name: read(index) for name, read in self.arrays.items()}
+
+    @cached_property
+    def rows(self) -> Any:
+        """The first element of each row of a sparse matrix."""
+        import zarr
+
+        return zarr.open_array(s3_store(self.store, self.endpoint), path="X/indptr", mode="r")[:]
 
 
 def s3_store(store: Store, endpoint: str) -> Any:
@@ -257,6 +335,8 @@ def open_zarr(store: Store, endpoint: str) -> dict[str, Any]:
     import zarr
 
     group = zarr.open_group(s3_store(store, endpoint), mode="r")
+    if store.kind == "csr":
+        return {name: group[f"X/{name}"].__getitem__ for name in ("data", "indices")}
     return {name: (lambda *at, array=array: array[at]) for name, array in group.arrays()}
 
 
@@ -265,7 +345,7 @@ def open_tensorstore(store: Store, endpoint: str) -> dict[str, Any]:
     import tensorstore as ts
 
     context = ts.Context({"cache_pool": {"total_bytes_limit": 2 << 30}})
-    names = ["X"] if store.kind == "table" else ["0"] if store.kind == "ome" else VARIABLES
+    names = {"table": ["X"], "ome": ["0"], "csr": ["X/data", "X/indices"]}.get(store.kind, VARIABLES)
     kvstore = {"driver": "http", "base_url": f"{endpoint}/{BUCKET}/{store.name}/"}
     found = {}
     for name in names:
@@ -304,15 +384,49 @@ class XBatches:
         return {name: np.asarray(values.values) for name, values in batch.data_vars.items()}
 
 
+def read_insitubatch(store: Store, endpoint: str, counting: Counting) -> None:
+    """Read by insitubatch, without a framework, shuffled in windows of about 30 steps."""
+    from insitubatch import InSituDataset, obstore_store, open_geometries, split_by_chunk
+
+    access = {"access_key_id": "k", "secret_access_key": "s", "region": "us-east-1"}
+    opened = obstore_store(
+        f"s3://{BUCKET}/{store.name}", endpoint=endpoint, client_options={"allow_http": True}, **access
+    )
+    geometries = open_geometries(opened, variables=list(VARIABLES))
+    manifest = split_by_chunk(geometries[VARIABLES[0]], fractions=(1.0, 0.0, 0.0))
+    blocks = max(2, 32 // store.chunk)
+    dataset = InSituDataset(opened, manifest, geometries=geometries, batch_size=store.batch, block_chunks=blocks)
+    epochs = itertools.count()
+
+    def epoch() -> Iterator[int]:
+        dataset.set_epoch(next(epochs))
+        yield from (len(batch.sample_indices) for batch in dataset.train)
+
+    counting.run(epoch, whole=True)
+
+
+def read_annbatch(store: Store, endpoint: str, counting: Counting) -> None:
+    """Read by annbatch with its defaults, 32 chunks of 512 rows at a time, which its batches mix."""
+    import anndata
+    import zarr
+    from annbatch import Loader
+
+    group = zarr.open_group(s3_store(store, endpoint), mode="r")
+    rows = anndata.io.sparse_dataset(group["X"]) if store.kind == "csr" else group["X"]
+    loader = Loader(shuffle=True, batch_size=store.batch, chunk_size=512, preload_nchunks=32, preload_to_gpu=False)
+    loader.add_dataset(rows)
+    counting.run(lambda: (batch["X"].shape[0] for batch in loader), whole=False)
+
+
 def measure(loader: str, store: Store, endpoint: str, given: argparse.Namespace) -> dict[str, Any]:
     """Run a loader in this process."""
     counting, notes, memory = Counting(given.seconds, given.fronts == ["plain"]), {}, given.memory
-    if loader == "streamloader":
-        notes = read_ours(store, endpoint, counting, memory)
-    elif loader == "ceiling":
-        read_ceiling(store, endpoint, counting)
-    elif loader == "xbatcher":
-        read_xbatcher(store, endpoint, counting)
+    readers = {"xbatcher": read_xbatcher, "insitubatch": read_insitubatch, "annbatch": read_annbatch}
+    readers["ceiling"] = read_csr_ceiling if store.kind == "csr" else read_ceiling
+    if loader in ("streamloader", "kept"):
+        notes = read_ours(store, endpoint, counting, memory, keep=loader == "kept")
+    elif loader in readers:
+        readers[loader](store, endpoint, counting)
     else:
         torch_epochs(
             store, Samples(store, endpoint, {"zarr": open_zarr, "tensorstore": open_tensorstore}[loader]), counting
@@ -342,13 +456,13 @@ def report() -> None:
         "Made by `python -m bench.arrays --report`. Samples per second of later epochs (of the first one), of",
         "a server of static files on the same two cores; `delay` adds 30 ms and 85 MB/s for each connection.",
         "`ceiling` fetches and decodes every chunk once, by threads, each into memory that it uses again.",
-        f"xbatcher, zarr-python and TensorStore are read by torch's DataLoader with {WORKERS} workers,",
-        "shuffled; TensorStore keeps 2 GiB of decoded chunks in each, which holds all of `ome` and `table`.",
-        "Memory is the peak of the process, without workers.",
+        "`streamloader` reads every epoch from the store; `kept` is the default, which keeps decoded blocks that fit",
+        f"in memory. xbatcher, zarr-python and TensorStore are read by torch's DataLoader with {WORKERS} workers,",
+        "shuffled; TensorStore keeps 2 GiB of decoded chunks in each, which holds all of `ome`, `table` and `csr`.",
+        "insitubatch keeps chunks in a pool, which holds all of `era5-40`. Memory is the peak of the process, without",
+        "workers. Ratios: `streamloader` over `ceiling`, and over the best of xbatcher, zarr-python and TensorStore.",
         "",
-        "| store | server | "
-        + " | ".join(LOADERS)
-        + " | streamloader over ceiling, over the best other | its memory |",
+        "| store | server | " + " | ".join(LOADERS) + " | over ceiling, over best | its memory |",
         "|---|---|" + "---|" * (len(LOADERS) + 2),
     ]
     for store, front in dict.fromkeys((store, front) for store, front, _ in last):
@@ -357,7 +471,7 @@ def report() -> None:
         cells = [
             f"{_shown(rate)} ({_shown(runs[name]['first_epoch'])})" if rate else "" for name, rate in rates.items()
         ]
-        others = max(rates[loader] for loader in LOADERS[2:])
+        others = max(rates[loader] for loader in ("xbatcher", "zarr", "tensorstore"))
         ratios = [f"{rates['streamloader'] / other:.2f}" if other else "" for other in (rates["ceiling"], others)]
         lines.append(
             f"| {store} | {front} | {' | '.join(cells)} | {', '.join(filter(None, ratios))} | "
@@ -391,11 +505,19 @@ def main() -> None:
 
     for name in given.stores:
         write(STORES[name])
+    for name in {ENVIRONMENTS[loader] for loader in given.loaders if loader in ENVIRONMENTS}:
+        problem = venvs.make(name, print)
+        if problem:
+            print(problem)
     for front in given.fronts:
         with nginx(DATA, front) as endpoint:
             for name in given.stores:
                 for loader in given.loaders:
-                    command = [sys.executable, "-m", "bench.arrays", "--stores", name, "--seconds", str(given.seconds)]
+                    if STORES[name].kind in UNREADABLE.get(loader, ()):
+                        continue
+                    environment = ENVIRONMENTS.get(loader)
+                    interpreter = sys.executable if environment is None else str(venvs.python_of(environment))
+                    command = [interpreter, "-m", "bench.arrays", "--stores", name, "--seconds", str(given.seconds)]
                     command += [
                         "--fronts",
                         front,

@@ -1,12 +1,14 @@
 """A virtual environment for each peer, made on demand from bench/peers/requirements/<peer>.txt.
 
-`<peer>.nodeps.txt`, where there is one, is installed afterwards without its dependencies: of a package that would
-bring several GB which the bench does not use.
+A first line `# python 3.12` names an interpreter, which must be on the PATH. `<peer>.nodeps.txt`, where there is one,
+is installed afterwards without its dependencies: of a package that would bring several GB which the bench does not use.
 """
 
 from __future__ import annotations
 
 import hashlib
+import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -38,7 +40,11 @@ def make(peer: str, say: Callable[[str], None]) -> str:
         return ""
     say(f"installing {peer} into bench/.venvs/{peer}")
     if not python_of(peer).exists():
-        subprocess.run([sys.executable, "-m", "venv", str(VENVS / peer)], check=True)
+        named = re.match(r"# python (\S+)", files[0].read_text())
+        interpreter = shutil.which(f"python{named[1]}") if named else sys.executable
+        if interpreter is None:
+            return f"{peer} needs python{named[1] if named else ''} on the PATH"
+        subprocess.run([interpreter, "-m", "venv", str(VENVS / peer)], check=True)
     for path in files:
         options = ["--no-deps"] if path.name.endswith(".nodeps.txt") else []
         command = [str(python_of(peer)), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]

@@ -368,6 +368,7 @@ class Fetcher:
             regions, first = self._arena.open_regions(field.name, ref.ticket, slot, opened)
             if first:  # the block is complete only after this piece
                 field.write_constants(regions)
+                self._arena.keep_rows(field.name, slot, regions)
             return field.write(piece.run, body, regions)
 
         missing, decoded = reread(load, partial(self._damaged, piece))

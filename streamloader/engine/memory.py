@@ -85,7 +85,9 @@ class Arena:
             name: Regions(slots, block, keeps=keeps) for name, layout in layouts.items() if layout.codec == ARRAYS
         }
         self._items = {
-            name: _Chunks(slots, block) for name in layouts if name not in self._fixed and name not in self._regions
+            name: _Chunks(slots, block)
+            for name, layout in layouts.items()
+            if not (layout.field.fixed and (name in self._fixed or name in self._regions))
         }
         self._slots: dict[int, int] = {}  # by ticket
         self._first_row = np.zeros(1024, np.int64)  # of the slot of each ticket, modulo the length of this array
@@ -157,14 +159,19 @@ class Arena:
     def reopen(self, ticket: int, keys: Sequence[BlockKey]) -> None:
         """Claim the slot of a ticket for the regions of a block that were kept."""
         slot = self.claim(ticket)
-        for regions, key in zip(self._regions.values(), keys, strict=True):
-            regions.reopen(slot, key)
+        for (name, regions), key in zip(self._regions.items(), keys, strict=True):
+            self.keep_rows(name, slot, regions.reopen(slot, key))
 
     def gather(
         self, name: str, places: NDArray[np.int64], lease: Lease, key: tuple[int, int]
     ) -> dict[str, NDArray[Any]]:
         """Return the columns that are cut from the regions of a field. `key`: (seed, epoch) of random patches."""
         return self._regions[name].gather(places, lease, key)
+
+    def keep_rows(self, name: str, slot: int, block: BlockRegions) -> None:
+        """Store where the sparse rows of a block are, if its column has any."""
+        if name in self._items:
+            self.keep(name, slot, block.items())
 
     def keep(self, name: str, slot: int, chunks: Sequence[tuple[int, Items]]) -> None:
         """Store decoded chunks of a field, each with the block row of its first item.
@@ -191,15 +198,11 @@ class Arena:
 
     def items(self, name: str, places: NDArray[np.int64]) -> list[memoryview]:
         """Return the bytes of rows of a field that is not in slots, as views that keep their chunk alive."""
-        return self._rows(name).items(places)
+        return self._items[name].items(places)
 
     def item_bytes(self, name: str, places: NDArray[np.int64]) -> int:
         """Return the total number of bytes of rows of a field that is not in slots."""
-        return self._rows(name).item_bytes(places)
-
-    def _rows(self, name: str) -> _Chunks | Regions:
-        """Return the rows of varying size of a field."""
-        return self._regions[name] if name in self._regions else self._items[name]
+        return self._items[name].item_bytes(places)
 
     def _grow(self, span: int) -> None:
         table = np.zeros(2 << span.bit_length(), np.int64)

@@ -19,8 +19,10 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
+from streamloader.errors import FormatError
 from streamloader.format.cf import Unpacking
-from streamloader.format.manifest import FieldLayout
+from streamloader.format.codecs import Items
+from streamloader.format.manifest import MAX_CHUNK_BYTES, FieldLayout
 from streamloader.format.zarr_metadata import ZarrArray
 from streamloader.format.zarr_reader import ABSENT, ArrayReader, ArrayRun, Target
 from streamloader.order.anchors import Anchors, Box, count_unused
@@ -387,6 +389,24 @@ class BlockRegions:
         parts = [part for output in column.outputs for part in output.parts]
         return [[_cut(column, axes, array, part) for part in parts] for array in self.arrays]
 
+    def items(self) -> list[tuple[int, Items]]:
+        """Return the sparse rows of each region, with the row of the block that is its first; empty for other columns.
+
+        Raises `FormatError` for a region above 2 GiB.
+        """
+        column, items = self.reader.column, []
+        if column.rows is None:
+            return []
+        size = np.dtype(column.dtype).itemsize
+        for first, stop, array, (low, _) in zip([0, *self.stops], self.stops, self.arrays, self.bounds, strict=False):
+            if array.nbytes > MAX_CHUNK_BYTES:
+                problem = f"rows of {self.reader.name!r} have {array.nbytes} bytes in one block"
+                raise FormatError(problem, f"write it in chunks of fewer elements: at most {MAX_CHUNK_BYTES} bytes fit")
+            elements = self.reader.fields.anchors.corners(np.arange(self.start + first, self.start + stop))[0]
+            begins, ends = ((column.rows[elements + end] - low[0]) * size for end in (0, 1))
+            items.append((first, Items(array.view(np.uint8).data, begins, ends)))
+        return items
+
     @property
     def origins(self) -> list[list[int]]:
         """The first element of each region on the anchored axes that the column has."""
@@ -466,9 +486,10 @@ class Regions:
             block = self._blocks[slot] = make()
             return block, True
 
-    def reopen(self, slot: int, key: BlockKey) -> None:
-        """Put the regions of a block that were kept into a slot."""
-        self._blocks[slot] = self._kept[key]
+    def reopen(self, slot: int, key: BlockKey) -> BlockRegions:
+        """Put the regions of a block that were kept into a slot, and return them."""
+        block = self._blocks[slot] = self._kept[key]
+        return block
 
     def has(self, key: BlockKey) -> bool:
         """Return whether the regions of a block were kept."""
@@ -484,36 +505,6 @@ class Regions:
             reader, start, stop = block.key
             if start % self._block == 0 and stop == min(start + self._block, reader.num_samples):
                 self._kept[block.key] = block
-
-    def items(self, places: Ints) -> list[memoryview]:
-        """Return the bytes of the sparse rows at `places` of the arena, as views that keep their region alive."""
-        data, *columns = self._locate_rows(places)
-        return [data[number][begin:end] for number, begin, end in zip(*(c.tolist() for c in columns), strict=True)]
-
-    def item_bytes(self, places: Ints) -> int:
-        """Return the total number of bytes of sparse rows."""
-        _, _, begins, ends = self._locate_rows(places)
-        return int((ends - begins).sum())
-
-    def _locate_rows(self, places: Ints) -> tuple[list[memoryview], Ints, Ints, Ints]:
-        """Return the bytes of regions, and the number of the region, the first byte and the end of each row."""
-        slots, rows = np.divmod(places, self._block)
-        used, number = np.unique(slots, return_inverse=True)
-        data: list[memoryview] = []
-        region, begins, ends = np.zeros((3, places.size), np.int64)
-        for index, slot in enumerate(used.tolist()):
-            block, mine = self._blocks[slot], np.flatnonzero(number == index)
-            assert block is not None
-            column = block.reader.column
-            assert column.rows is not None
-            elements = block.reader.fields.anchors.corners(block.start + rows[mine])[0]
-            part = np.searchsorted(block.stops, rows[mine], side="right")
-            first = np.array([low[0] for low, _ in block.bounds])[part]
-            region[mine] = len(data) + part
-            size = np.dtype(column.dtype).itemsize
-            begins[mine], ends[mine] = ((column.rows[elements + end] - first) * size for end in (0, 1))
-            data += [array.view(np.uint8).data for array in block.arrays]
-        return data, region, begins, ends
 
     def gather(self, places: Ints, lease: Lease, key: tuple[int, int]) -> dict[str, NDArray[Any]]:
         """Return the columns of a batch, whose rows are at `places` of the arena. `key`: (seed, epoch)."""
