@@ -369,7 +369,7 @@ class Fetcher:
             if first:  # the block is complete only after this piece
                 field.write_constants(regions)
                 self._arena.keep_rows(field.name, slot, regions)
-            return field.write(piece.run, body, regions)
+            return field.write(piece.run, body, regions, self._bodies.allocate)
 
         missing, decoded = reread(load, partial(self._damaged, piece))
         seconds = time.thread_time() - piece.body_at

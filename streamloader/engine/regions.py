@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from itertools import pairwise
 from math import prod
 from typing import Any, NamedTuple
@@ -314,8 +314,10 @@ class RegionReader:
                 at = tuple(slice(low[dims.index(dim)], high[dims.index(dim)]) for dim in member.dims)
                 self._channel(array, member.slices[0])[...] = member.constant[at][wide]
 
-    def write(self, run: RegionRun, body: memoryview, block: BlockRegions) -> tuple[int, int]:
+    def write(self, run: RegionRun, body: memoryview, block: BlockRegions, allocate: Allocate) -> tuple[int, int]:
         """Decode the chunks of a run into the regions of their block; return (missing chunks, decoded bytes).
+
+        Chunks that lie in a region only in part are decoded into memory from `allocate` first.
 
         Raises `CorruptError`, or `MissingObjectError` for a missing chunk if the dataset is strict.
         """
@@ -329,7 +331,8 @@ class RegionReader:
             picked = tuple(axis for axis, dim in enumerate(member.dims) if dim in each.picks)
             first = self._bounds(member, each, low, high)[0]
             targets.append(Target(np.expand_dims(target, picked), first, each.affine))
-        found = [reader.place(run.request, chunk, body, targets, member.unpacking) for chunk in run.request.chunks]
+        place = partial(reader.place, run.request, allocate=allocate)
+        found = [place(chunk, body, targets, member.unpacking) for chunk in run.request.chunks]
         return found.count(False), found.count(True) * reader.array.chunk_bytes
 
     def _bounds(self, member: Member, each: Slice, low: Bound, high: Bound) -> tuple[Bound, Bound]:

@@ -26,7 +26,17 @@ from streamloader.format.opening import STATISTICS, read_object
 from streamloader.format.zarr_metadata import POSITIONAL, ZarrGroup, read_group
 from streamloader.format.zarr_reader import ArrayReader, find_index
 from streamloader.options import Channels, Extent, Normalize, Sampling, Window
-from streamloader.order.anchors import Anchors, Axis, CellAxis, choose_cells, runs_of, segment_anchors, split_segments
+from streamloader.order.anchors import (
+    CELL_BYTES,
+    LEAST_CELLS,
+    Anchors,
+    Axis,
+    CellAxis,
+    choose_cells,
+    runs_of,
+    segment_anchors,
+    split_segments,
+)
 from streamloader.storage import open_store
 from streamloader.storage.store import Store
 
@@ -36,7 +46,7 @@ WINDOW_BYTES = 1 << 30
 WINDOW_REQUESTS = 2048  # that the first batch waits for at most, unless two blocks take more
 MAX_CELLS = 1 << 26  # their numbers of samples are kept: 512 MiB at most
 ROWS = "element"  # the dimension of the arrays of a sparse matrix
-ROW_CHUNKS = 4  # neighbouring cells read the chunk between them twice
+ROW_CHUNKS = 16  # twice the speed of 4: bench/NOTES.md, "Arrays in place"
 SAMPLES = "sample"  # the sample axis of a dataset that streamloader wrote
 
 
@@ -485,11 +495,13 @@ def resolution(length: int, reference: int) -> Fraction:
 def _reference_chunk(draft: Draft, dim: str, length: int) -> int:
     """Return the largest chunk of a column along a dimension, in elements of the first column.
 
-    Of rows of varying length, those of `ROW_CHUNKS` chunks, since rows end anywhere in a chunk.
+    Sparse rows end anywhere in a chunk, so that neighbouring cells read the chunk between them twice. For them it is
+    that of up to `ROW_CHUNKS`, as far as the limits of cells allow.
     """
     if draft.rows is not None:
-        assert draft.members[0].array is not None
-        return max(1, min(length, int(ROW_CHUNKS * draft.members[0].array.chunks[0] / max(1.0, draft.mean_row))))
+        (array,) = (member.array for member in draft.members if member.array is not None)
+        count = min(ROW_CHUNKS, array.shape[0] // array.chunks[0] // LEAST_CELLS, CELL_BYTES // 2 // array.chunk_bytes)
+        return max(1, min(length, int(max(1, count) * array.chunks[0] / max(1.0, draft.mean_row))))
     chunks = [m.array.chunks[m.dims.index(dim)] for m in draft.members if m.array is not None and dim in m.dims]
     scale = resolution(draft.lengths[draft.dims.index(dim)], length)
     return max(1, min(length, int(max(chunks, default=1) / scale)))

@@ -209,10 +209,13 @@ class ArrayReader:
         body: memoryview,
         targets: Sequence[Target],
         unpacking: Unpacking | None,
+        *,
+        allocate: Allocate | None = None,
     ) -> bool:
         """Decode a chunk, and write its elements, unpacked and scaled, to each target that it overlaps.
 
-        Return whether the chunk was there. Raises as `decode`.
+        Return whether the chunk was there. It is decoded into memory from `allocate`, if given, unless it is a part of
+        a target. Raises as `decode`.
         """
         first = [at * size for at, size in zip(chunk.place, self.array.chunks, strict=True)]
         whole = self.codec.plain and unpacking is None and len(targets) == 1
@@ -220,7 +223,10 @@ class ArrayReader:
         direct = inside[0][0] if whole and inside[0][0].shape == self.codec.shape else None
         if direct is not None and not (direct.flags.c_contiguous and direct.dtype == self.codec.dtype):
             direct = None
-        values = self.decode(run, chunk, body, direct)
+        out = direct
+        if out is None and self.codec.plain and allocate is not None:
+            out = np.frombuffer(allocate(self.array.chunk_bytes), self.codec.dtype).reshape(self.codec.shape)
+        values = self.decode(run, chunk, body, out)
         for (target, part), (_, _, affine) in zip(inside, targets, strict=True):
             if not target.size:
                 continue
