@@ -121,7 +121,7 @@ def test_a_flipped_bit_in_a_checked_chunk_or_index_is_an_error(tmp_path):
         (lambda d: d.update(dtype="<c8"), errors.FormatError, "values of '<c8'"),
         (lambda d: d.update(chunks=[0, 1, 1]), errors.FormatError, "the metadata of the array 't2m' is damaged"),
         (lambda d: d.update(chunks=[6, 7]), errors.FormatError, "the metadata of the array 't2m' is damaged"),
-        (lambda d: d.update(fill_value="x"), errors.FormatError, "the _FillValue 'x', which is not a number"),
+        (lambda d: d.update(fill_value="x"), errors.FormatError, "has the fill value 'x' for int16"),
         (lambda d: d.update(shape=[22, 12, 20]), errors.FieldError, "different lengths along 'time': t2m 22, z 23"),
     ],
 )

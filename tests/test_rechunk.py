@@ -10,6 +10,10 @@ from zarr_stores import PLAIN, url_of, values_of
 
 import streamloader as sl
 from streamloader import errors
+from streamloader.conversion.sources.zarr_slices import Member, read_members
+from streamloader.format.zarr_metadata import read_group
+from streamloader.format.zarr_reader import ArrayReader
+from streamloader.storage import open_store
 
 
 @pytest.mark.parametrize("store", PLAIN)
@@ -50,6 +54,20 @@ def test_a_conversion_in_processes_and_a_shuffled_one_hold_the_same_rows(tmp_pat
     np.testing.assert_array_equal(a["z_500"], values_of("python3.zarr", "z")[:, 0])
     assert sorted(a["run"].tolist()) == sorted(b["run"].tolist())
     assert {row.tobytes() for row in a["z_500"]} == {row.tobytes() for row in b["z_500"]}
+
+
+def test_a_chunk_is_fetched_once_for_all_rows_and_slices_that_are_read_of_it(tmp_path, monkeypatch):
+    values = np.arange(180.0).reshape(30, 3, 2)
+    zarr.create_array(tmp_path / "z", data=values, chunks=(5, 3, 2), dimension_names=["time", "level", "x"])
+    store, fetched, fetch = open_store(str(tmp_path / "z")), [], ArrayReader.fetch
+    monkeypatch.setattr(ArrayReader, "fetch", lambda *args: fetched.append(args[2].path) or fetch(*args))
+    member = Member(read_group(store).array("z"), None, {"z_0": {"level": 0}, "z_2": {"level": 2}})
+    rows = np.array([1, 3, 7, 8, 9, 22, 29])
+    into = {name: np.empty((rows.size, 2)) for name in member.picks}
+    read_members(store, [member], rows, into)
+    np.testing.assert_array_equal(into["z_0"], values[rows, 0])
+    np.testing.assert_array_equal(into["z_2"], values[rows, 2])
+    assert sorted(fetched) == [f"c/{n}/0/0" for n in (0, 1, 4, 5)]
 
 
 @pytest.mark.parametrize(

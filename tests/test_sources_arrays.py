@@ -545,11 +545,11 @@ def of(version=3, **arrays):
 
 HUGE = {"name": "regular", "configuration": {"chunk_shape": [2**50]}}
 BAD_ZARR = {
-    "pickles": (hostile_pickle, "it.zarr/x holds pickled objects, which are never read"),
-    "complex": (of(z=np.zeros(3, complex)), "it.zarr/z holds values of complex128"),
-    "datetime in v2": (of(2, d=np.zeros(3, "M8[s]")), r"it.zarr/d holds values of datetime64\[s\]"),
-    "structured": (of(s=np.zeros(3, [("a", int)])), "it.zarr/s holds values of"),
-    "raw": (of(r=np.zeros(3, "V4")), r"it.zarr/r holds values of \|V4"),
+    "pickles": (hostile_pickle, "it.zarr/x cannot be opened: .*holds pickled objects, which are never read"),
+    "complex": (of(z=np.zeros(3, complex)), "it.zarr/z cannot be opened: .*holds values of 'complex128'"),
+    "datetime in v2": (of(2, d=np.zeros(3, "M8[s]")), r"it.zarr/d holds values of <M8\[s\]"),
+    "structured": (of(s=np.zeros(3, [("a", int)])), "it.zarr/s cannot be opened: .*holds values of"),
+    "raw": (of(r=np.zeros(3, "V4")), r"it.zarr/r cannot be opened: .*holds values of 'raw_bytes'"),
     "single value": (of(one=np.float32(1)), "it.zarr/one is a single value"),
     "table of texts": (of(t=np.array([["a"], ["b"]])), "it.zarr/t holds text in the shape"),
     "unequal": (of(a=np.zeros(3), b=np.zeros(4)), "'a' has 3 rows, 'b' 4"),

@@ -93,14 +93,15 @@ class ChunkCodec:
             data: Any = body
             for number, step in enumerate(self.steps):
                 last = number == len(self.steps) - 1
-                _check_size(step, data, prod(self.shape) * self.dtype.itemsize if last else None)
+                _check_size(step, data, prod(self.shape) * self.dtype.itemsize if last else None, prod(self.shape))
                 data = (
                     step.decode(data, out.reshape(-1).view(np.uint8)) if last and out is not None else step.decode(data)
                 )
             if out is not None:
                 return out
             flat = data if isinstance(data, np.ndarray) else np.frombuffer(data, np.uint8)
-            flat = np.ascontiguousarray(flat).reshape(-1).view(np.uint8).view(self.dtype)
+            if self.dtype.kind != "O":
+                flat = np.ascontiguousarray(flat).reshape(-1).view(np.uint8).view(self.dtype)
             return flat.reshape([self.shape[axis] for axis in self.layout]).transpose(np.argsort(self.layout))
         except CorruptError:
             raise
@@ -119,9 +120,9 @@ def chunk_codec(array: ZarrArray) -> ChunkCodec:
         steps = [_numcodec(item, array.path) for item in [*filters, *([compressor] if compressor else [])]]
         layout = tuple(range(len(array.shape)))
         layout = layout[::-1] if array.document.get("order") == "F" else layout
-        return ChunkCodec(array.chunks, array.dtype, steps[::-1], layout)
+        return ChunkCodec(array.chunks, array.values.dtype, steps[::-1], layout)
     codecs = array.document.get("codecs") if array.sharding is None else array.sharding.get("codecs")
-    return _codec_of_version_3(array, _configurations(codecs, array.path), array.chunks, array.dtype)
+    return _codec_of_version_3(array, _configurations(codecs, array.path), array.chunks, array.values.dtype)
 
 
 def _codec_of_version_3(array: ZarrArray, codecs: Configurations, shape: tuple[int, ...], dtype: Any) -> ChunkCodec:
@@ -134,8 +135,10 @@ def _codec_of_version_3(array: ZarrArray, codecs: Configurations, shape: tuple[i
             dtype = dtype.newbyteorder(">" if configuration.get("endian") == "big" else "<")
         elif name == "crc32c":
             steps.append(_Checksum())
-        elif name in ("blosc", "zstd", "gzip"):
+        elif name in ("blosc", "zstd", "gzip", "vlen-utf8", "vlen-bytes"):
             steps.append(_numcodec({"id": name}, array.path))
+        elif "pickle" in name:
+            raise _pickled(array.path)
         else:
             return ChunkCodec(shape, dtype.newbyteorder("="), other=_zarr_python(array, codecs, shape))
     return ChunkCodec(shape, dtype, steps[::-1], layout)
@@ -145,11 +148,15 @@ def _numcodec(configuration: Any, path: str) -> Any:
     """Return a codec of numcodecs. Raises `FormatError` for an unknown one."""
     name = configuration.get("id") if isinstance(configuration, Mapping) else configuration
     if "pickle" in str(name):
-        raise FormatError(f"the array {path!r} holds pickled objects, which are never read", "store plain values")
+        raise _pickled(path)
     try:
         return get_codec(dict(configuration))
     except Exception as error:  # an unknown name or invalid options, of any codec
         raise _unknown(str(name), path, error) from error
+
+
+def _pickled(path: str) -> FormatError:
+    return FormatError(f"the array {path!r} holds pickled objects, which are never read", "store plain values")
 
 
 def _unknown(name: str, path: str, error: Exception) -> FormatError:
@@ -187,11 +194,17 @@ def index_bytes(array: ZarrArray) -> int:
     return 16 * prod(array.stored_chunks) // prod(array.chunks) + CRC_BYTES * len(sums)
 
 
-def _check_size(codec: Any, data: Any, size: int | None) -> None:
+def _check_size(codec: Any, data: Any, size: int | None, items: int) -> None:
     """Raise `CorruptError` if the header of a frame has another size than `size`, or than the frame has.
 
-    blosc would read beyond the buffer, and other codecs would allocate memory without a limit.
+    blosc would read beyond the buffer, and other codecs would allocate memory without a limit: those of values of
+    variable length for the number that the chunk declares, at most `items`.
     """
+    if codec.codec_id.startswith("vlen"):
+        head = bytes(memoryview(data).cast("B")[:4])
+        declared = int.from_bytes(head, "little")
+        if len(head) < 4 or declared > items:
+            raise CorruptError(f"a chunk of {items} items declares {declared}")
     if codec.codec_id not in ("blosc", "zstd"):
         return
     frame = memoryview(data).cast("B")

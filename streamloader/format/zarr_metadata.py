@@ -5,12 +5,13 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import re
 import struct
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from math import prod
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -22,9 +23,24 @@ from streamloader.storage.store import Store, join_path
 THREADS = 16  # concurrent requests for documents
 MAX_AXES = 32
 SPARSE = ("data", "indices", "indptr")  # the arrays of a matrix in compressed sparse rows
+# Dtypes of version 3, and filters of version 2, of values of variable length.
+VARIABLE: dict[str, Literal["text", "bytes"]] = {
+    **dict.fromkeys(("string", "vlen-utf8"), "text"),
+    **dict.fromkeys(("variable_length_bytes", "bytes", "vlen-bytes"), "bytes"),
+}
+FIXED_TEXTS = {"fixed_length_utf32": "U", "null_terminated_bytes": "S"}
+TIMES = ("numpy.datetime64", "numpy.timedelta64")
+MAX_TEXT = 1 << 20  # bytes of a text of fixed length
 POSITIONAL = "axis_"  # begins the names of dimensions that have none
 
 Document = Mapping[str, Any]
+
+
+class Values(NamedTuple):
+    """What an array holds: the kind of its values, and the dtype of decoded chunks, object if their length varies."""
+
+    kind: Literal["tensor", "text", "bytes"]
+    dtype: np.dtype[Any]
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,6 +54,11 @@ class ZarrArray:
     path: str
     document: Document
     dims: tuple[str, ...]
+
+    @classmethod
+    def of(cls, path: str, document: Document, axes: tuple[str, ...] = ()) -> ZarrArray:
+        """Return the array of a document. `axes`: the names of its dimensions if it has none."""
+        return cls(path, document, _dimensions(document, axes))
 
     @property
     def version(self) -> int:
@@ -91,26 +112,51 @@ class ZarrArray:
     @property
     def chunk_bytes(self) -> int:
         """The decoded bytes of a chunk."""
-        return prod(self.chunks) * self.dtype.itemsize
+        return prod(self.chunks) * self.values.dtype.itemsize
+
+    @property
+    def raw_dtype(self) -> Any:
+        """The dtype as the document names it."""
+        raw = self.document.get("dtype" if self.version == 2 else "data_type")
+        return raw.get("name") if isinstance(raw, Mapping) else raw
+
+    @property
+    def holds_times(self) -> bool:
+        """Whether the values are times or durations of numpy."""
+        return self.raw_dtype in TIMES or re.match("[<>]?[mM]8", str(self.raw_dtype)) is not None
 
     @cached_property
-    def dtype(self) -> np.dtype[Any]:
-        """The dtype of decoded chunks, with its byte order; times are int64. Raises `FormatError` for other kinds."""
-        raw = self.document.get("dtype" if self.version == 2 else "data_type")
-        name = raw.get("name") if isinstance(raw, Mapping) else raw
-        if name in ("numpy.datetime64", "numpy.timedelta64"):
-            return np.dtype("int64")
+    def values(self) -> Values:
+        """What the array holds. Raises `FormatError` unless it is numbers of up to 64 bits, texts or bytes."""
+        raw, filters = self.raw_dtype, [_named(item).get("id") for item in self.document.get("filters") or ()]
+        if raw == "|O":
+            raw = next((name for name in filters if name in VARIABLE), raw)
         try:
-            if not isinstance(name, str):
+            if not isinstance(raw, str):
                 raise TypeError(f"{raw!r}")
-            dtype = np.dtype(name)
-        except (TypeError, ValueError):
+            if raw in VARIABLE:
+                return Values(VARIABLE[raw], np.dtype(object))
+            if raw in FIXED_TEXTS:
+                length = _named(self.document.get("data_type"))["configuration"]["length_bytes"]
+                dtype = np.dtype(f"{FIXED_TEXTS[raw]}{length // np.dtype(f'{FIXED_TEXTS[raw]}1').itemsize}")
+            else:
+                dtype = np.dtype(np.int64 if raw in TIMES else raw)
+        except (TypeError, ValueError, KeyError):
             dtype = np.dtype(object)
         if dtype.kind in "Mm":
             dtype = np.dtype(np.int64).newbyteorder(dtype.byteorder)
-        if dtype.kind not in "biuf" or dtype.itemsize > 8:
+        if dtype.kind not in "biufSU" or not 0 < dtype.itemsize <= (MAX_TEXT if dtype.kind in "SU" else 8):
             problem = f"the array {self.path!r} holds values of {raw!r}, and tensors hold numbers of up to 64 bits"
-            raise FormatError(problem, "name other arrays in fields=, or convert it with streamloader convert")
+            raise FormatError(problem, "leave the array out of the fields")
+        return Values("text" if dtype.kind in "SU" else "tensor", dtype)
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The dtype of decoded chunks, with its byte order; times are int64. Raises `FormatError` if it is none."""
+        kind, dtype = self.values
+        if kind != "tensor":
+            problem = f"the array {self.path!r} holds {kind}, and tensors hold numbers"
+            raise FormatError(problem, "leave the array out of the fields")
         return dtype
 
     @property
@@ -124,11 +170,13 @@ class ZarrArray:
     @cached_property
     def fill(self) -> Any:
         """The value of chunks that are missing, as a scalar of the dtype; 0 if version 2 leaves it undefined."""
-        value = self.document.get("fill_value")
+        value, (kind, dtype) = self.document.get("fill_value"), self.values
         try:
-            return _fill_value(value, self.dtype.newbyteorder("="))
+            if kind == "tensor":
+                return _fill_value(value, dtype.newbyteorder("="))
+            return str(value or "") if kind == "text" and dtype.kind != "S" else base64.b64decode(value or "")
         except (TypeError, ValueError, struct.error) as error:
-            problem = f"the array {self.path!r} has the fill value {value!r} for {self.dtype}"
+            problem = f"the array {self.path!r} has the fill value {value!r} for {dtype}"
             raise FormatError(problem, "write the array again") from error
 
     @property
@@ -139,10 +187,10 @@ class ZarrArray:
         """
         attributes = self.attributes
         fill = attributes.get("_FillValue")
-        if self.version == 2:
-            by_xarray = "_ARRAY_DIMENSIONS" in attributes
-            fill = self.document.get("fill_value") if fill is None and by_xarray else fill
-        if isinstance(fill, str) and self.dtype.kind == "f":
+        by_xarray = self.version == 2 and "_ARRAY_DIMENSIONS" in attributes
+        if fill is None and by_xarray and self.document.get("fill_value") is not None:
+            fill = np.asarray(self.fill).item()
+        elif isinstance(fill, str) and self.values.dtype.kind == "f":
             try:
                 (fill,) = struct.unpack("<d", base64.b64decode(fill, validate=True))
             except (ValueError, struct.error):
@@ -238,9 +286,7 @@ def read_group(store: Store, named: Collection[str] = ()) -> ZarrGroup:
     attributes = attributes if isinstance(attributes, Mapping) else {}
     axes = _image_axes(attributes)
     arrays = {
-        name: ZarrArray(paths[name], document, _dimensions(document, axes))
-        for name, document in documents.items()
-        if "shape" in document
+        name: ZarrArray.of(paths[name], document, axes) for name, document in documents.items() if "shape" in document
     }
     return ZarrGroup(store.url, arrays, attributes, sparse)
 
@@ -313,7 +359,8 @@ def _dimensions(document: Document, axes: tuple[str, ...]) -> tuple[str, ...]:
     """Return the names of an array's dimensions: its own, those of the image it belongs to, or positional ones."""
     attributes = document.get("attributes")
     beside = attributes.get("_ARRAY_DIMENSIONS") if isinstance(attributes, Mapping) else None
-    rank = len(document["shape"]) if isinstance(document["shape"], list) else 0
+    shape = document.get("shape")
+    rank = len(shape) if isinstance(shape, list) else 0
     for names in (document.get("dimension_names"), beside, list(axes)):
         if isinstance(names, list) and len(names) == rank and all(isinstance(name, str) for name in names):
             return tuple(names)

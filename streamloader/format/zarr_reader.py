@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from streamloader.errors import CorruptError, FieldError, MissingObjectError, NotFoundError
 from streamloader.format.cf import Unpacking
+from streamloader.format.manifest import MAX_CHUNK_BYTES
 from streamloader.format.opening import reread
 from streamloader.format.reader import GAP_BYTES, MAX_REQUEST
 from streamloader.format.zarr_codecs import ChunkCodec, chunk_codec, index_bytes, index_codec
@@ -82,6 +83,8 @@ class ArrayReader:
 
         Filters may have stored other values, up to four times as wide.
         """
+        if self.array.values.dtype.kind == "O":
+            return MAX_CHUNK_BYTES
         most = self.array.chunk_bytes + self.array.chunk_bytes // 64 + MIB // 4
         filtered = self.codec.other is not None or bool(self.array.document.get("filters"))
         return 4 * most if filtered else most
@@ -108,7 +111,7 @@ class ArrayReader:
         sizes, total = self.array.chunks if self.array.sharding is None else self.array.stored_chunks, 0
         for low, high in boxes:
             objects = prod(-(-b // n) - a // n for a, b, n in zip(low, high, sizes, strict=True))
-            size = prod(b - a for a, b in zip(low, high, strict=True)) * self.array.dtype.itemsize
+            size = prod(b - a for a, b in zip(low, high, strict=True)) * self.array.values.dtype.itemsize
             total += objects if self.array.sharding is None else max(objects, size // MAX_REQUEST)
         return total
 
@@ -179,7 +182,7 @@ class ArrayReader:
 
     def read(self, low: Place, high: Place, unpacking: Unpacking | None = None) -> NDArray[Any]:
         """Return the elements of a box, unpacked, by concurrent requests with retries."""
-        dtype = self.array.dtype.newbyteorder("=") if unpacking is None else np.dtype(unpacking.dtype)
+        dtype = self.array.values.dtype.newbyteorder("=") if unpacking is None else np.dtype(unpacking.dtype)
         out = np.empty([b - a for a, b in zip(low, high, strict=True)], dtype)
         self.read_into([Target(out, low)], unpacking)
         return out
@@ -231,7 +234,7 @@ class ArrayReader:
             if not target.size:
                 continue
             if values is None:
-                fill = np.full(1, self.array.fill, self.array.dtype.newbyteorder("="))
+                fill = np.full(1, self.array.fill, self.array.values.dtype.newbyteorder("="))
                 target[...] = fill[0] if unpacking is None else unpacking.apply(fill)[0]
             elif values is direct:
                 pass

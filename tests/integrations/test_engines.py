@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
+import zarr
 from conversions import contents
 from engine_tasks import Run
 from servers import free_ports
@@ -219,23 +220,33 @@ def test_a_connection_that_this_process_has_stays(cluster, engine, tmp_path):
         Run(tmp_path).run(f"{cluster.name}={other}")
 
 
-def convert(engine, tmp_path, out):
-    """The command that converts some hundred rows, of which each shard has 16."""
-    if not (tmp_path / "it.npz").exists():
-        np.savez(tmp_path / "it.npz", x=np.random.default_rng(0).random((1500, 30)), y=np.arange(1500))
-    command = [sys.executable, "-m", "streamloader.cli.main", "convert", str(tmp_path / "it.npz"), str(tmp_path / out)]
+def convert(engine, source, tmp_path, out):
+    """The command that converts some hundred rows, of which each shard has 16, or slices of them."""
+    if not (tmp_path / source).exists():
+        x, y = np.random.default_rng(0).random((1500, 30)), np.arange(1500)
+        if source == "it.npz":
+            np.savez(tmp_path / source, x=x, y=y)
+        else:
+            group = zarr.open_group(tmp_path / source, mode="w")
+            group.create_array("level", data=np.arange(2), dimension_names=["level"])
+            z = np.stack([x - 1, x], axis=1)
+            group.create_array("z", data=z, chunks=(100, 1, 30), dimension_names=["time", "level", "x"])
+            group.create_array("y", data=y, chunks=(100,), dimension_names=["time"])
+    command = [sys.executable, "-m", "streamloader.cli.main", "convert", str(tmp_path / source), str(tmp_path / out)]
+    command += ["--rechunk", "z@1,y"] if source == "it.zarr" else []
     return [*command, "--engine", engine, "--shard-size", "4KiB", "--quiet", "--workers", "2", "--split", "a=0.5,b=0.5"]
 
 
 @pytest.mark.usefixtures("ctrl_c")
+@pytest.mark.parametrize("source", ["it.npz", "it.zarr"])
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_conversion_that_ctrl_c_ends_is_resumed_to_the_same_bytes(engine, tmp_path, work):
-    subprocess.run(convert("local", tmp_path, "expected"), check=True)
+def test_a_conversion_that_ctrl_c_ends_is_resumed_to_the_same_bytes(engine, source, tmp_path, work):
+    subprocess.run(convert("local", source, tmp_path, "expected"), check=True)
     rng = random.Random(f"{os.environ.get('STREAMLOADER_TEST_SEED', '0')} {engine}")
     count = rng.randrange(1, 60)
     with (
         (tmp_path / "stderr").open("w") as errors,
-        subprocess.Popen(convert(engine, tmp_path, "out"), stderr=errors, start_new_session=True) as run,
+        subprocess.Popen(convert(engine, source, tmp_path, "out"), stderr=errors, start_new_session=True) as run,
     ):
         while run.poll() is None and len(list((tmp_path / "out").glob("*/_streamloader/receipts/*.json"))) < count:
             time.sleep(0.002)
@@ -247,7 +258,7 @@ def test_a_conversion_that_ctrl_c_ends_is_resumed_to_the_same_bytes(engine, tmp_
             run.kill()
     no_process_is_left(work)
     assert "interrupted: finished shards are kept, run the same command again" in (tmp_path / "stderr").read_text()
-    assert subprocess.check_output(convert(engine, tmp_path, "out")) == b""
+    assert subprocess.check_output(convert(engine, source, tmp_path, "out")) == b""
     assert contents(tmp_path / "out") == contents(tmp_path / "expected")
     no_process_is_left(work)
 

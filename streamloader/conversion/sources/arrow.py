@@ -695,7 +695,7 @@ def open_hugging_face(listing: Listing, selection: FieldSelection) -> Source:
         if not splits:
             raise SourceError(f"{listing.url} holds no {_STATE}", "give a folder that save_to_disk has written")
         raise SourceError(f"{listing.url} holds the splits {', '.join(splits)}", f"choose {listing.url}/{splits[0]}")
-    _, state = ranged_io.read_document(listing.store, files[_STATE])
+    state = ranged_io.read_document(listing.store, files[_STATE])
     if any(state.get(key) for key in ("_indices_data_files", "_indices_files")):
         raise SourceError(f"{listing.url} is a selection of its rows", "save dataset.flatten_indices() instead")
     listed = state.get("_data_files")
@@ -707,7 +707,7 @@ def open_hugging_face(listing: Listing, selection: FieldSelection) -> Source:
     if missing is not None:
         raise SourceError(f"{listing.url} lacks the file {missing!r}, which its {_STATE} names", _SAVE_AGAIN)
     described = [files[name] for name in (_STATE, _INFO) if name in files]
-    info = ranged_io.read_document(listing.store, files[_INFO])[1] if _INFO in files else {}
+    info = ranged_io.read_document(listing.store, files[_INFO]) if _INFO in files else {}
     source = open_tables(listing, [files[name] for name in names], IPC, selection, info.get("features"))
     identity = tuple(sorted([*source.files, *described], key=lambda info: info.path))
     notes = {key: value for key, value in source.notes.items() if key != "passed_over"}

@@ -118,7 +118,7 @@ def read_index(listing: Listing) -> Index:
         names = ", ".join(folders[:5]) + (", ..." if len(folders) > 5 else "")
         remedy = f"convert each: {listing.url}/{folders[0]}"
         raise SourceError(f"{listing.url} holds no {INDEX}, its folders {names} do", remedy)
-    _, document = read_document(listing.store, index.files[INDEX], MAX_INDEX_BYTES)
+    document = read_document(listing.store, index.files[INDEX], MAX_INDEX_BYTES)
     version, entries = document.get("version"), document.get("shards")
     if version != VERSION:
         remedy = "write the dataset again with a current streaming package"

@@ -306,8 +306,8 @@ def read_range(store: Store, request: Range, out: memoryview | None = None) -> m
     return data
 
 
-def read_document(store: Store, info: ObjectInfo, limit: int = MAX_DOCUMENT) -> tuple[bytes, dict[str, Any]]:
-    """Return the bytes of a JSON document, at most `limit`, and its object. Raises `SourceError` for anything else."""
+def read_document(store: Store, info: ObjectInfo, limit: int = MAX_DOCUMENT) -> dict[str, Any]:
+    """Return the object of a JSON document of at most `limit` bytes. Raises `SourceError` for anything else."""
     where = f"{store.url}/{info.path}"
     if info.size > limit:
         raise damaged(f"{where} has {info.size} bytes, at most {limit} are read")
@@ -318,7 +318,7 @@ def read_document(store: Store, info: ObjectInfo, limit: int = MAX_DOCUMENT) -> 
         raise damaged(f"{where} is not a JSON object: {error}") from None
     if not isinstance(document, dict):
         raise damaged(f"{where} is not a JSON object")
-    return data, document
+    return document
 
 
 def read_ranges(store: Store, requests: Sequence[Range]) -> Iterator[memoryview]:

@@ -1,21 +1,15 @@
 """Zarr stores, version 2 and 3: the arrays of a group are the fields. See formats/zarr/MAPPING.md.
 
-Groups and arrays are found by their metadata documents in the listing; zarr-python decodes chunks. A streamloader
-dataset is read as a dataset, to change its layout, splits, fields or codec.
+Groups and arrays are found by their metadata documents in the listing. A streamloader dataset is read as a dataset, to
+change its layout, splits, fields or codec.
 """
 
 from __future__ import annotations
 
-import base64
-import json
-import re
-import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from math import prod
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,77 +19,19 @@ from streamloader.conversion.sources.base import Source
 from streamloader.conversion.sources.fields import FieldSelection, SourceFormat
 from streamloader.conversion.sources.files import Listing
 from streamloader.conversion.sources.ranged_io import READ_THREADS, read_document
-from streamloader.conversion.sources.zarr_slices import open_slices
+from streamloader.conversion.sources.zarr_slices import Member, named, open_slices, read_members
 from streamloader.errors import FieldError, SourceError
 from streamloader.format.manifest import FORMAT, Field, Manifest
 from streamloader.format.opening import open_root
 from streamloader.format.reader import FieldReader, Placed, Run
+from streamloader.format.zarr_codecs import chunk_codec
+from streamloader.format.zarr_metadata import POSITIONAL, Document, ZarrArray
 from streamloader.storage.process import run_all
 from streamloader.storage.store import ObjectInfo, Store
 
-PIECE_BYTES = 64 << 20  # decoded bytes of the chunks that are read at once, unless one is larger
 DOCUMENTS = ("zarr.json", ".zarray", ".zgroup")  # version 3 takes precedence
-_PICKLE = re.compile(r'"(id|name)": "([^"]*\.)?pickle"', re.IGNORECASE)
 
 Files = Mapping[str, ObjectInfo]
-
-
-@dataclass(frozen=True)
-class Node:
-    """A group or array at `path`: its document, parsed and as `stored` at `key`, and its attributes."""
-
-    path: str
-    key: str
-    stored: bytes
-    document: Mapping[str, Any]
-    attributes: Mapping[str, Any]
-
-    @property
-    def is_array(self) -> bool:
-        """Whether the node is an array."""
-        return self.key.endswith(".zarray") or self.document.get("node_type") == "array"
-
-    @property
-    def is_dataset(self) -> bool:
-        """Whether the node is a streamloader dataset, or the root of its splits."""
-        return not self.is_array and isinstance(self.attributes.get(FORMAT), Mapping)
-
-    @property
-    def dimensions(self) -> tuple[str, ...] | None:
-        """The names of an array's dimensions, as xarray writes them; None if it has no names."""
-        names = self.document.get("dimension_names") or self.attributes.get("_ARRAY_DIMENSIONS")
-        shape = self.document.get("shape")
-        if shape == []:
-            return ()
-        if not isinstance(names, list) or not isinstance(shape, list) or len(names) != len(shape):
-            return None
-        return tuple(names) if all(isinstance(name, str) for name in names) else None
-
-    @property
-    def netcdf_attributes(self) -> Mapping[str, Any]:
-        """The attributes with netCDF's `_FillValue`.
-
-        In version 2, xarray writes it as Zarr's fill value; in version 3, it encodes that of floats in base64.
-        """
-        fill = self.attributes.get("_FillValue")
-        if self.key.endswith(".zarray"):
-            fill = self.document.get("fill_value") if fill is None and self.dimensions else fill
-        elif isinstance(fill, str) and str(self.document.get("data_type")).startswith("float"):
-            try:
-                (fill,) = struct.unpack("<d", base64.b64decode(fill, validate=True))
-            except (ValueError, struct.error):
-                return self.attributes
-        return self.attributes if fill is None else {**self.attributes, "_FillValue": fill}
-
-    @property
-    def kind(self) -> Literal["tensor", "text", "bytes"]:
-        """The kind of values, from the document: zarr-python has renamed its dtypes."""
-        filters = {item.get("id") for item in self.document.get("filters") or () if isinstance(item, Mapping)}
-        dtype = self.document.get("data_type", self.document.get("dtype"))
-        if dtype == "string" or (dtype == "|O" and "vlen-utf8" in filters):
-            return "text"
-        variable = dtype in ("variable_length_bytes", "bytes") or (dtype == "|O" and "vlen-bytes" in filters)
-        return "bytes" if variable else "tensor"
 
 
 def _below(path: str, name: str) -> str:
@@ -115,69 +51,49 @@ def _children(files: Files, path: str) -> list[str]:
     return sorted({parts[0] for parts in names if len(parts) == 2 and parts[1] in DOCUMENTS})
 
 
-def _node_at(store: Store, files: Files, path: str) -> Node | None:
-    """Return the node at a path, None if there is none. Raises `SourceError` for a document that cannot be read."""
+def _document_at(store: Store, files: Files, path: str) -> Document | None:
+    """Return the document of the node at a path, with its attributes; None if there is none.
+
+    Raises `SourceError` for a document that cannot be read.
+    """
     key = next((key for name in DOCUMENTS if (key := _below(path, name)) in files), None)
     if key is None:
         return None
-    data, document = read_document(store, files[key])
+    document = read_document(store, files[key])
     attributes, beside = document.get("attributes"), _below(path, ".zattrs")
     if not key.endswith("zarr.json"):
-        attributes = read_document(store, files[beside])[1] if beside in files else {}
-    return Node(path, key, data, document, attributes if isinstance(attributes, dict) else {})
+        attributes = read_document(store, files[beside]) if beside in files else {}
+    kind = "array" if key.endswith(".zarray") else document.get("node_type")
+    return {**document, "node_type": kind, "attributes": attributes if isinstance(attributes, dict) else {}}
 
 
-def _open_array(store: Store, documents: Mapping[str, bytes], path: str) -> Any:
-    """Return zarr-python's array at `path`, which reads from the store. Raises zarr-python's errors."""
-    from streamloader.conversion.sources import zarr_codecs
-
-    return zarr_codecs.open_array(store, documents, path)
+def _is_array(document: Document) -> bool:
+    return bool(document["node_type"] == "array")
 
 
-def _describe(opened: Any, node: Node, where: str, stored: int) -> Field:
-    """Return the field of an array of zarr-python; `stored` is the size of its store in bytes.
+def _is_dataset(document: Document) -> bool:
+    """Return whether a node is a streamloader dataset, or the root of its splits."""
+    return not _is_array(document) and isinstance(document["attributes"].get(FORMAT), Mapping)
 
-    Raises `SourceError`, which names `where`, if no field holds its values.
+
+def _describe(array: ZarrArray, where: str, stored: int) -> Field:
+    """Return the field of an array; `stored` is the size of its store in bytes.
+
+    Raises `SourceError`, which names `where`, if no field holds its values, and `FormatError` for damaged metadata.
     """
-    dtype, shape = np.dtype(opened.dtype), tuple(int(n) for n in opened.shape)
+    shape = array.shape
     if not shape:
         raise arrays.unfit(f"{where} is a single value, not an array of samples")
-    arrays.check_claim(where, prod(shape) * dtype.itemsize, stored, prod(opened.chunks) * dtype.itemsize)
-    kind = "text" if dtype.kind in "SUT" else node.kind
+    if array.holds_times:
+        raise arrays.unfit(f"{where} holds values of {array.raw_dtype}, which no field holds")
+    chunk_codec(array)  # raises for codecs that cannot be used
+    kind, dtype = array.values
+    arrays.check_claim(where, prod(shape) * dtype.itemsize, stored, array.chunk_bytes)
     if kind == "tensor":
-        if dtype.kind not in "biuf" or dtype.names:
-            raise arrays.unfit(f"{where} holds values of {dtype}, which no field holds")
         return arrays.tensor_field(dtype, shape, where)
     if len(shape) != 1:
         raise arrays.unfit(f"{where} holds {kind} in the shape {shape}, a field has one for each sample")
     return Field(kind)
-
-
-def _read_arrays(
-    store: Store, documents: Mapping[str, bytes], paths: Mapping[str, str], rows: NDArray[np.int64], into: arrays.Into
-) -> None:
-    for name, path in paths.items():
-        where = f"{store.url}/{path}".rstrip("/")
-        with arrays.reading(f"{where} cannot be read"):
-            _read_array(_open_array(store, documents, path), rows, into[name])
-
-
-def _read_array(array: Any, rows: NDArray[np.int64], column: NDArray[Any] | list[bytes]) -> None:
-    """Read rows by complete chunks, as many at once as `PIECE_BYTES` allows."""
-    chunk = array.chunks[0]
-    chunk_bytes = chunk * prod(array.shape[1:]) * np.dtype(array.dtype).itemsize
-    new = np.diff(rows // chunk, prepend=rows[:1] // chunk) > 0
-    piece = np.cumsum(new) // max(1, PIECE_BYTES // max(1, chunk_bytes))
-    edges = [0, *(np.flatnonzero(np.diff(piece)) + 1).tolist(), len(rows)]
-    for i, j in pairwise(edges if len(rows) else []):
-        first, stop = int(rows[i]), int(rows[j - 1]) + 1
-        # both send many requests at once, and decode each chunk once
-        values = array[first:stop] if stop - first == j - i else array.oindex[rows[i:j]]
-        if isinstance(column, np.ndarray):
-            column[i:j] = values
-        else:
-            items = np.asarray(values).tolist()
-            column.extend(x.encode("utf-8", "surrogatepass") if isinstance(x, str) else bytes(x) for x in items)
 
 
 def _matches(listing: Listing) -> bool:
@@ -196,29 +112,29 @@ def open_source(listing: Listing, selection: FieldSelection) -> Source:
         return open_slices(listing, selection)
     store, files = listing.store, {info.path: info for info in listing.files}
     inner = listing.inner.strip("/")
-    node = _node_at(store, files, inner)
+    node = _document_at(store, files, inner)
     if node is None:
         raise SourceError(f"{listing.url} is not a Zarr group or array", "name a folder with a zarr.json or .zgroup")
     parent_path, _, name = inner.rpartition("/")
-    parent = _node_at(store, files, parent_path) if inner and node.is_array else None
-    if parent is not None and parent.is_dataset:  # the node is one of its fields
+    parent = _document_at(store, files, parent_path) if inner and _is_array(node) else None
+    if parent is not None and _is_dataset(parent):  # the node is one of its fields
         return _open_dataset(listing, files, parent_path, FieldSelection(selection.fields or {name: None}))
-    if node.is_dataset:
+    if _is_dataset(node):
         return _open_dataset(listing, files, inner, selection)
     name = name or store.url.rpartition("/")[2].removesuffix(".zarr")
-    members = {name: inner} if node.is_array else {child: _below(inner, child) for child in _children(files, inner)}
+    members = {name: inner} if _is_array(node) else {child: _below(inner, child) for child in _children(files, inner)}
     originals = arrays.pick(members, selection, listing.url)
     paths = [members[original] for original in originals.values()]
-    nodes = dict(zip(originals, run_all(partial(_node_at, store, files), paths, READ_THREADS), strict=True))
-    stored = {field: node for field, node in nodes.items() if node is not None and node.is_array}
+    nodes = zip(originals, paths, run_all(partial(_document_at, store, files), paths, READ_THREADS), strict=True)
+    stored = {field: ZarrArray.of(path, node) for field, path, node in nodes if node is not None and _is_array(node)}
     groups = [original for field, original in originals.items() if field not in stored]
     if not stored or (groups and selection.fields):
         problem = f"{listing.url} holds " + (f"the groups {', '.join(groups[:10])}" if groups else "no array")
         raise SourceError(problem, "name the group that holds arrays, as in store.zarr::/group")
     notes: dict[str, Any] = {}
     originals = {field: originals[field] for field in stored}
-    dimensions = {originals[field]: node.dimensions or () for field, node in stored.items()}
-    by_xarray = all(node.dimensions is not None for node in stored.values())
+    dimensions = {originals[field]: array.dims for field, array in stored.items()}
+    by_xarray = not any(dim.startswith(POSITIONAL) for dims in dimensions.values() for dim in dims)
     if by_xarray and any(dimensions.values()):
         originals, notes = arrays.along_samples(originals, dimensions, bool(selection.fields), listing.url)
     passed_over = [*notes.pop("passed_over", ()), *groups]
@@ -230,22 +146,18 @@ def open_source(listing: Listing, selection: FieldSelection) -> Source:
 
 
 def _container(
-    listing: Listing, nodes: Mapping[str, Node], notes: Mapping[str, Any], files: Sequence[ObjectInfo]
+    listing: Listing, stored: Mapping[str, ZarrArray], notes: Mapping[str, Any], files: Sequence[ObjectInfo]
 ) -> arrays.Container:
     """Return the container of arrays, as stored in the given files."""
-    store, stored = listing.store, sum(info.size for info in files)
-    documents = {node.key: node.stored for node in nodes.values()}
+    store, size = listing.store, sum(info.size for info in files)
     fields: dict[str, Field] = {}
     lengths: dict[str, int] = {}
-    for name, node in nodes.items():
-        where = f"{store.url}/{node.path}".rstrip("/")
-        with arrays.reading(f"the array {where} cannot be opened"):
-            if _PICKLE.search(json.dumps(node.document)):  # as the name of a codec
-                raise SourceError(f"{where} holds pickled objects, which are never read", "store plain values")
-            opened = _open_array(store, documents, node.path)
-            fields[name] = _describe(opened, node, where, stored)
-            lengths[notes["arrays"][name]] = opened.shape[0]
-    read = partial(_read_arrays, store, documents, {name: node.path for name, node in nodes.items()})
+    for name, array in stored.items():
+        where = f"{store.url}/{array.path}".rstrip("/")
+        with named(f"the array {where} cannot be opened"):
+            fields[name] = _describe(array, where, size)
+            lengths[notes["arrays"][name]] = array.shape[0]
+    read = partial(read_members, store, tuple(Member(array, None, {name: {}}) for name, array in stored.items()))
     return arrays.Container(store.url, arrays.common_length(lengths, listing.url), fields, read, notes)
 
 

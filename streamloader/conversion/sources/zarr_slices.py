@@ -1,13 +1,13 @@
-"""Slices of Zarr arrays as fields, `z@500` as `z_500`: the source of `--rechunk`.
+"""Rows of Zarr arrays, and slices of arrays as fields, `z@500` as `z_500`: the source of `--rechunk`.
 
-Chunks are read by our own reader, each once for all slices in it, and unpacked to float32 as when arrays are read in
-place.
+Chunks are read as when arrays are read in place, each once for all slices in it; slices are unpacked to float32.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -21,7 +21,7 @@ from streamloader.conversion.sources import arrays
 from streamloader.conversion.sources.base import Source
 from streamloader.conversion.sources.fields import FieldSelection
 from streamloader.conversion.sources.files import Listing, field_names
-from streamloader.errors import SourceError
+from streamloader.errors import FormatError, SourceError
 from streamloader.format.cf import Unpacking, unpacking_of
 from streamloader.format.manifest import Field
 from streamloader.format.zarr_metadata import ZarrArray, read_group
@@ -29,7 +29,7 @@ from streamloader.format.zarr_reader import ArrayReader, Target, find_index
 from streamloader.storage.store import Store
 
 _COORDINATE = re.compile("@[^=]*=")  # in `z@level=500`, which becomes `z_500`
-PIECE_BYTES = 256 << 20  # decoded bytes of rows that are read at once
+PIECE_BYTES = 64 << 20  # decoded bytes of the rows that are read at once, unless those of one chunk are more
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,20 +47,58 @@ class Member:
         ]
         return Field("tensor", self.array.dtype.name if self.unpacking is None else self.unpacking.dtype, tuple(inner))
 
-    def read(self, store: Store, rows: NDArray[np.int64], into: Mapping[str, NDArray[Any]]) -> None:
-        """Read ascending rows of every field, by runs of neighbouring ones."""
-        reader, dims = ArrayReader(store, self.array), self.array.dims
-        row_bytes = max(1, sum(prod(column.shape[1:]) * column.itemsize for column in into.values()))
-        most = max(1, PIECE_BYTES // row_bytes // self.array.chunks[0]) * self.array.chunks[0]
-        cuts = np.flatnonzero((np.diff(rows) != 1) | (rows[1:] % most == 0)) + 1
+    def read(self, store: Store, rows: NDArray[np.int64], into: arrays.Into) -> None:
+        """Read ascending rows of every field; lists are extended by UTF-8 texts or bytes.
+
+        Each chunk is read once, in pieces of neighbouring chunks of up to `PIECE_BYTES`.
+        """
+        reader, chunk = ArrayReader(store, self.array), self.array.chunks[0]
+        columns = {name: self._column(column, len(rows)) for name, column in into.items()}
+        row_bytes = max(1, sum(prod(column.shape[1:]) * column.itemsize for column in columns.values()))
+        number = rows // chunk
+        steps, most = np.diff(number), max(1, PIECE_BYTES // row_bytes // chunk)
+        cuts = np.flatnonzero((steps > 1) | ((steps == 1) & (number[1:] % most == 0))) + 1
         for low, high in pairwise([0, *cuts.tolist(), len(rows)] if len(rows) else []):
-            targets = []
-            for name, column in into.items():
-                picks = self.picks[name]
-                first = (int(rows[low]), *(picks.get(dim, 0) for dim in dims[1:]))
-                picked = tuple(axis for axis, dim in enumerate(dims) if axis and dim in picks)
-                targets.append(Target(np.expand_dims(column[low:high], picked), first))
-            reader.read_into(targets, self.unpacking)
+            first, count = int(rows[low]), int(rows[high - 1]) - int(rows[low]) + 1
+            dense = count == high - low
+            pieces = {
+                name: column[low:high] if dense else np.empty((count, *column.shape[1:]), column.dtype)
+                for name, column in columns.items()
+            }
+            reader.read_into([self._target(name, piece, first) for name, piece in pieces.items()], self.unpacking)
+            if not dense:
+                for name, piece in pieces.items():
+                    columns[name][low:high] = piece[rows[low:high] - first]
+        for name, column in into.items():
+            if isinstance(column, list):
+                items = columns[name].tolist()
+                column.extend(x.encode("utf-8", "surrogatepass") if isinstance(x, str) else bytes(x) for x in items)
+
+    def _column(self, column: NDArray[Any] | list[bytes], count: int) -> NDArray[Any]:
+        return np.empty(count, self.array.values.dtype.newbyteorder("=")) if isinstance(column, list) else column
+
+    def _target(self, name: str, out: NDArray[Any], row: int) -> Target:
+        picks, dims = self.picks[name], self.array.dims
+        first = (row, *(picks.get(dim, 0) for dim in dims[1:]))
+        return Target(np.expand_dims(out, tuple(axis for axis, dim in enumerate(dims) if axis and dim in picks)), first)
+
+
+def read_members(store: Store, members: Sequence[Member], rows: NDArray[np.int64], into: arrays.Into) -> None:
+    """Read rows of the fields of each array. Raises `SourceError`, which names the array, for damaged chunks."""
+    for member in members:
+        columns = {name: into[name] for name in member.picks if name in into}
+        if columns:
+            with named(f"{store.url}/{member.array.path}".rstrip("/") + " cannot be read"):
+                member.read(store, rows, columns)
+
+
+@contextmanager
+def named(problem: str) -> Iterator[None]:
+    """Raise a `FormatError` of the reader as `SourceError`, with the problem."""
+    try:
+        yield
+    except FormatError as error:
+        raise SourceError(f"{problem}: {error.problem}", error.remedy) from error
 
 
 def open_slices(listing: Listing, selection: FieldSelection) -> Source:
@@ -89,16 +127,9 @@ def open_slices(listing: Listing, selection: FieldSelection) -> Source:
         members[source] = Member(array, unpacking, {**known.picks, name: picks})
     fields = {name: member.field(name) for member in members.values() for name in member.picks}
     fields = {name: fields[name] for name in channels}
-    read = partial(_read, store, tuple(members.values()))
+    read = partial(read_members, store, tuple(members.values()))
     container = arrays.Container(
         store.url, arrays.common_length(lengths, listing.url), fields, read, {"arrays": channels}
     )
     files = tuple(info for info in listing.files if not inner or info.path.startswith(f"{inner}/"))
     return arrays.stack(listing.url, files, [container])
-
-
-def _read(store: Store, members: tuple[Member, ...], rows: NDArray[np.int64], into: arrays.Into) -> None:
-    for member in members:
-        columns = {name: into[name] for name in member.picks if name in into}
-        if columns:
-            member.read(store, rows, columns)
