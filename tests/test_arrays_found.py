@@ -1,16 +1,18 @@
 """What a review of arrays in place found: each of these gave wrong values, or an error that did not help."""
 
+import asyncio
 import json
 
 import numpy as np
 import pytest
 import zarr
-from zarr_stores import STORES, samples_of, url_of
+from zarr_stores import STORES, samples_of, url_of, values_of
 
 import streamloader as sl
 from streamloader import errors
 from streamloader.engine.coordinates import _parse_origin
 from streamloader.storage import open_store, references_url
+from streamloader.storage.store import Store
 
 
 def write(path, version=3, attributes=None, **arrays):
@@ -171,3 +173,30 @@ def test_arrays_without_the_patched_dimensions_are_repeated(tmp_path):
     channels, patches = sl.Channels("a", "lat"), sl.Patch({"lat": 4, "lon": 4})
     for batch in sl.StreamingDataset(tmp_path / "x.zarr", batch_size=1, patches=patches, channels=channels):
         np.testing.assert_array_equal(batch["channels"][0, 1], batch["channels"][0, 0] // 8)
+
+
+def test_an_icechunk_repository_is_read_inside_a_running_event_loop():
+    async def read():
+        return list(sl.StreamingDataset(url_of("icechunk"), batch_size=23, sample_axis="time", fields=["run"]))
+
+    (batch,) = asyncio.run(read())
+    assert sorted(batch["run"].tolist()) == sorted(values_of("icechunk", "run").tolist())
+
+
+def test_a_single_array_is_opened_without_a_listing(monkeypatch):
+    monkeypatch.setattr(Store, "children", None)
+    dataset = sl.StreamingDataset(STORES / "python3.zarr" / "run", batch_size=23, sample_axis="time")
+    (batch,) = dataset
+    assert sorted(batch["run"].tolist()) == sorted(values_of("python3.zarr", "run").tolist())
+
+
+def test_extension_points_may_be_named_by_text(tmp_path):
+    zarr.create_array(
+        tmp_path / "x", data=np.arange(9, dtype="u1"), chunks=(4,), compressors=(), dimension_names=["time"]
+    )
+    path = tmp_path / "x" / "zarr.json"
+    document = json.loads(path.read_text())
+    document |= {"codecs": ["bytes"], "chunk_key_encoding": "default"}
+    path.write_text(json.dumps(document))
+    (batch,) = sl.StreamingDataset(tmp_path / "x", batch_size=9, sample_axis="time", shuffle=False)
+    assert batch["x"].tolist() == list(range(9))

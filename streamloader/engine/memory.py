@@ -92,6 +92,7 @@ class Arena:
         self._slots: dict[int, int] = {}  # by ticket
         self._first_row = np.zeros(1024, np.int64)  # of the slot of each ticket, modulo the length of this array
         self._lock = threading.Lock()
+        self._opening = threading.Lock()  # of regions, for longer
 
     def clear(self) -> None:
         """Release every slot. The threads of the pass that held them must have ended."""
@@ -150,7 +151,7 @@ class Arena:
         self, name: str, ticket: int, slot: int, make: Callable[[BatchRow | None], BlockRegions]
     ) -> tuple[BlockRegions, bool]:
         """Return the regions of a field in the slot of a ticket, and whether this call made them."""
-        return self._regions[name].open(slot, partial(make, self._batch_rows.get(ticket)), self._lock)
+        return self._regions[name].open(slot, partial(make, self._batch_rows.get(ticket)), self._opening)
 
     def has_kept(self, keys: Sequence[BlockKey]) -> bool:
         """Return whether the regions of a block, one for each field, were kept."""
@@ -171,7 +172,7 @@ class Arena:
     def keep_rows(self, name: str, slot: int, block: BlockRegions) -> None:
         """Store where the sparse rows of a block are, if its column has any."""
         if name in self._items:
-            self.keep(name, slot, block.items())
+            self.keep(name, slot, block.items)
 
     def keep(self, name: str, slot: int, chunks: Sequence[tuple[int, Items]]) -> None:
         """Store decoded chunks of a field, each with the block row of its first item.

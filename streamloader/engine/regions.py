@@ -392,6 +392,7 @@ class BlockRegions:
         parts = [part for output in column.outputs for part in output.parts]
         return [[_cut(column, axes, array, part) for part in parts] for array in self.arrays]
 
+    @cached_property
     def items(self) -> list[tuple[int, Items]]:
         """Return the sparse rows of each region, with the row of the block that is its first; empty for other columns.
 
