@@ -3,7 +3,7 @@
 Each loader reads shuffled samples of the same store from the same server (nginx over a folder, plain and with the
 latency of a cloud) in a process of its own, for whole epochs until `--seconds` have passed; slower ones are cut within
 an epoch, after `--seconds` at least. `ceiling` fetches and decodes every chunk once, by threads, without a loader.
-`streamloader` reads every epoch from the store, `kept` is the default, which keeps decoded blocks that fit in memory.
+`streamloader` reads every epoch from the store, `kept` has memory=16GiB, in which all decoded blocks are kept.
 The others run in environments of their own, see bench/peers/requirements; insitubatch and annbatch need Python 3.12.
 Writes one JSON line for each run to bench/results/arrays.jsonl.
 """
@@ -183,8 +183,7 @@ def read_ours(store: Store, endpoint: str, counting: Counting, memory: str | Non
     import streamloader as sl
     from streamloader.engine import memory as budget
 
-    if not keep:
-        budget.KEPT_SHARE = 0
+    budget.KEPT_SHARE = 0  # of what a loader without memory= may take
     axes: dict[str, str | int] = {"table": "obs", "ome": "t", "csr": 0}
     options: dict[str, Any] = {"sample_axis": axes.get(store.kind, "time")}
     if store.kind == "ome":
@@ -192,7 +191,7 @@ def read_ours(store: Store, endpoint: str, counting: Counting, memory: str | Non
     dataset = sl.StreamingDataset(
         f"s3://{BUCKET}/{store.name}",
         batch_size=store.batch,
-        memory=memory,
+        memory=memory or ("16GiB" if keep else None),
         remainder="uneven",
         **options,
         storage_options={"endpoint_url": endpoint, "key": "k", "secret": "s"},
@@ -459,8 +458,8 @@ def report() -> None:
         "Made by `python -m bench.arrays --report`. Samples per second of later epochs (of the first one), of",
         "a server of static files on the same two cores; `delay` adds 30 ms and 85 MB/s for each connection.",
         "`ceiling` fetches and decodes every chunk once, by threads, each into memory that it uses again.",
-        "`streamloader` reads every epoch from the store; `kept` is the default, which keeps decoded blocks that fit",
-        f"in memory. xbatcher, zarr-python and TensorStore are read by torch's DataLoader with {WORKERS} workers,",
+        "`streamloader` reads every epoch from the store; `kept` has memory=16GiB, in which all decoded blocks are",
+        f"kept. xbatcher, zarr-python and TensorStore are read by torch's DataLoader with {WORKERS} workers,",
         "shuffled; TensorStore keeps 2 GiB of decoded chunks in each, which holds all of `ome`, `table` and `csr`.",
         "insitubatch keeps chunks in a pool, which holds all of `era5-40`. Memory is the peak of the process, without",
         "workers. Ratios: `streamloader` over `ceiling`, and over the best of xbatcher, zarr-python and TensorStore.",

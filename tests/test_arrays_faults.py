@@ -117,6 +117,8 @@ def test_a_flipped_bit_in_a_checked_chunk_or_index_is_an_error(tmp_path):
         (lambda d: d["compressor"].update(id="jpegxl"), errors.FormatError, "has the codec 'jpegxl'"),
         (lambda d: d["compressor"].update(id="imagecodecs_jpeg2k"), errors.FormatError, "install imagecodecs"),
         (lambda d: d.update(filters=[{"id": "pickle"}]), errors.FormatError, "pickled objects, which are never read"),
+        (lambda d: d.update(filters=5), errors.FormatError, "the filters of the array 't2m' are damaged: 5"),
+        (lambda d: d.update(dtype="|O", filters=[{"id": []}]), errors.FormatError, r"values of '\|O'"),
         (lambda d: d.update(dtype="|O"), errors.FormatError, r"values of '\|O', and tensors hold numbers"),
         (lambda d: d.update(dtype="<c8"), errors.FormatError, "values of '<c8'"),
         (lambda d: d.update(chunks=[0, 1, 1]), errors.FormatError, "the metadata of the array 't2m' is damaged"),

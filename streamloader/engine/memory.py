@@ -387,7 +387,7 @@ TOLERANCE_BYTES = 16 << 20
 # The share of the machine's memory that loaders may take without `memory=`.
 MACHINE_SHARE = 0.8
 # The share of that which a loader may take without `memory=` to keep decoded arrays for later epochs.
-KEPT_SHARE = 0.75
+KEPT_SHARE = 0.5
 
 
 class Demand(NamedTuple):

@@ -117,6 +117,8 @@ def chunk_codec(array: ZarrArray) -> ChunkCodec:
     numcodecs.blosc.use_threads = False  # one lock for all threads of the process; see `format/codecs.py`
     if array.version == 2:
         compressor, filters = array.document.get("compressor"), array.document.get("filters") or []
+        if not isinstance(filters, list):
+            raise FormatError(f"the filters of the array {array.path!r} are damaged: {filters!r:.80}", "write it again")
         steps = [_numcodec(item, array.path) for item in [*filters, *([compressor] if compressor else [])]]
         layout = tuple(range(len(array.shape)))
         layout = layout[::-1] if array.document.get("order") == "F" else layout

@@ -128,9 +128,9 @@ class ZarrArray:
     @cached_property
     def values(self) -> Values:
         """What the array holds. Raises `FormatError` unless it is numbers of up to 64 bits, texts or bytes."""
-        raw, filters = self.raw_dtype, [_named(item).get("id") for item in self.document.get("filters") or ()]
-        if raw == "|O":
-            raw = next((name for name in filters if name in VARIABLE), raw)
+        raw, filters = self.raw_dtype, self.document.get("filters")
+        if raw == "|O" and isinstance(filters, list):
+            raw = next((name for item in filters if (name := str(_named(item).get("id"))) in VARIABLE), raw)
         try:
             if not isinstance(raw, str):
                 raise TypeError(f"{raw!r}")
