@@ -498,6 +498,20 @@ def test_strings_and_bytes_of_every_kind_are_read(tmp_path):
         assert found == {"u": ["ä".encode(), b"", b"abc"], "s": [b"a", b"", b"abc"], "b": [b"\x00\xff", b"x", b""]}
 
 
+def test_texts_may_be_long_and_the_fill_value_may_end_with_nul(tmp_path):
+    made = zarr.open_group(tmp_path / "it.zarr", mode="w")
+    made.create_array("u", shape=(2,), chunks=(1,), dtype="<U300000")[:1] = ["a" * 10]
+    made.create_array("s", shape=(2,), chunks=(1,), dtype="str", fill_value="a\0")[:1] = np.array(["b\0"], object)
+    assert read(opened(tmp_path / "it.zarr")) == {"u": [b"a" * 10, b""], "s": [b"b\0", b"a\0"]}
+
+
+def test_dimensions_may_be_named_like_those_without_a_name(tmp_path):
+    made = zarr.open_group(tmp_path / "it.zarr", mode="w")
+    attributes = {"scale_factor": 0.5}
+    made.create_array("x", data=np.arange(3, dtype="i2"), dimension_names=["axis_0"], attributes=attributes)
+    assert read(opened(tmp_path / "it.zarr"))["x"].tolist() == [0, 0.5, 1]
+
+
 def test_a_chunk_that_is_not_there_is_the_fill_value(tmp_path):
     group(tmp_path / "it.zarr", x=np.arange(5))
     (tmp_path / "it.zarr/x/c/1").unlink()
@@ -562,6 +576,7 @@ BAD_ZARR = {
     "unknown codec": (with_document(codecs=[{"name": "nope"}]), "the array .*it.zarr/x cannot be opened"),
     "shape that is none": (with_document(shape="abc"), "the array .*it.zarr/x cannot be opened"),
     "negative shape": (with_document(shape=[-5]), "the array .*it.zarr/x cannot be opened"),
+    "bad fill value": (with_document(fill_value="x"), "cannot be .*: the array 'x' has the fill value 'x' for int64"),
     "unknown type": (with_document(data_type="int7"), "the array .*it.zarr/x cannot be opened"),
 }
 

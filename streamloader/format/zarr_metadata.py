@@ -30,7 +30,7 @@ VARIABLE: dict[str, Literal["text", "bytes"]] = {
 }
 FIXED_TEXTS = {"fixed_length_utf32": "U", "null_terminated_bytes": "S"}
 TIMES = ("numpy.datetime64", "numpy.timedelta64")
-MAX_TEXT = 1 << 20  # bytes of a text of fixed length
+MAX_TEXT = 1 << 30  # bytes of a text of fixed length
 POSITIONAL = "axis_"  # begins the names of dimensions that have none
 
 Document = Mapping[str, Any]
@@ -59,6 +59,11 @@ class ZarrArray:
     def of(cls, path: str, document: Document, axes: tuple[str, ...] = ()) -> ZarrArray:
         """Return the array of a document. `axes`: the names of its dimensions if it has none."""
         return cls(path, document, _dimensions(document, axes))
+
+    @property
+    def has_names(self) -> bool:
+        """Whether the array names its dimensions, as xarray does; true for a single value."""
+        return self.document.get("shape") == [] or _names(self.document) != ()
 
     @property
     def version(self) -> int:
@@ -357,14 +362,24 @@ def _parsed(store: Store, path: str) -> dict[str, Any]:
 
 def _dimensions(document: Document, axes: tuple[str, ...]) -> tuple[str, ...]:
     """Return the names of an array's dimensions: its own, those of the image it belongs to, or positional ones."""
+    rank = _rank(document)
+    named = _names(document) or (axes if len(axes) == rank else ())
+    return named or tuple(f"{POSITIONAL}{number}" for number in range(rank))
+
+
+def _names(document: Document) -> tuple[str, ...]:
+    """Return the names that a document has for all of its dimensions, empty if it has none."""
     attributes = document.get("attributes")
     beside = attributes.get("_ARRAY_DIMENSIONS") if isinstance(attributes, Mapping) else None
-    shape = document.get("shape")
-    rank = len(shape) if isinstance(shape, list) else 0
-    for names in (document.get("dimension_names"), beside, list(axes)):
-        if isinstance(names, list) and len(names) == rank and all(isinstance(name, str) for name in names):
+    for names in (document.get("dimension_names"), beside):
+        if isinstance(names, list) and len(names) == _rank(document) and all(isinstance(name, str) for name in names):
             return tuple(names)
-    return tuple(f"{POSITIONAL}{number}" for number in range(rank))
+    return ()
+
+
+def _rank(document: Document) -> int:
+    shape = document.get("shape")
+    return len(shape) if isinstance(shape, list) else 0
 
 
 def _image_axes(attributes: Document) -> tuple[str, ...]:

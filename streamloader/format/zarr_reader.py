@@ -65,13 +65,14 @@ class ArrayRun(NamedTuple):
 class ArrayReader:
     """Reads chunks of one array; thread-safe. A missing chunk has the fill value, or is an error if `strict`.
 
-    Raises `FormatError` for metadata or a codec that cannot be used.
+    Raises `FormatError` for metadata, a fill value or a codec that cannot be used.
     """
 
     def __init__(self, store: Store, array: ZarrArray, *, strict: bool = False) -> None:
         self.array = array
         self.codec: ChunkCodec = chunk_codec(array)
         self.strict = strict
+        self._fill = np.array([array.fill], array.values.dtype.newbyteorder("="))
         self._store = store
         self._indexes: OrderedDict[Place, Index] = OrderedDict()
         self._lock = threading.Lock()
@@ -234,8 +235,10 @@ class ArrayReader:
             if not target.size:
                 continue
             if values is None:
-                fill = np.full(1, self.array.fill, self.array.values.dtype.newbyteorder("="))
-                target[...] = fill[0] if unpacking is None else unpacking.apply(fill)[0]
+                fill = np.array([self.array.fill], self.array.values.dtype.newbyteorder("="))
+                target.fill(
+                    fill[0] if unpacking is None else unpacking.apply(fill)[0]
+                )  # [...] = would cut a text at NUL
             elif values is direct:
                 pass
             elif unpacking is None:

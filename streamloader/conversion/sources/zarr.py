@@ -24,8 +24,8 @@ from streamloader.errors import FieldError, SourceError
 from streamloader.format.manifest import FORMAT, Field, Manifest
 from streamloader.format.opening import open_root
 from streamloader.format.reader import FieldReader, Placed, Run
-from streamloader.format.zarr_codecs import chunk_codec
-from streamloader.format.zarr_metadata import POSITIONAL, Document, ZarrArray
+from streamloader.format.zarr_metadata import Document, ZarrArray
+from streamloader.format.zarr_reader import ArrayReader
 from streamloader.storage.process import run_all
 from streamloader.storage.store import ObjectInfo, Store
 
@@ -76,7 +76,7 @@ def _is_dataset(document: Document) -> bool:
     return not _is_array(document) and isinstance(document["attributes"].get(FORMAT), Mapping)
 
 
-def _describe(array: ZarrArray, where: str, stored: int) -> Field:
+def _describe(store: Store, array: ZarrArray, where: str, stored: int) -> Field:
     """Return the field of an array; `stored` is the size of its store in bytes.
 
     Raises `SourceError`, which names `where`, if no field holds its values, and `FormatError` for damaged metadata.
@@ -86,7 +86,7 @@ def _describe(array: ZarrArray, where: str, stored: int) -> Field:
         raise arrays.unfit(f"{where} is a single value, not an array of samples")
     if array.holds_times:
         raise arrays.unfit(f"{where} holds values of {array.raw_dtype}, which no field holds")
-    chunk_codec(array)  # raises for codecs that cannot be used
+    ArrayReader(store, array)  # raises for what it cannot read
     kind, dtype = array.values
     arrays.check_claim(where, prod(shape) * dtype.itemsize, stored, array.chunk_bytes)
     if kind == "tensor":
@@ -134,14 +134,15 @@ def open_source(listing: Listing, selection: FieldSelection) -> Source:
     notes: dict[str, Any] = {}
     originals = {field: originals[field] for field in stored}
     dimensions = {originals[field]: array.dims for field, array in stored.items()}
-    by_xarray = not any(dim.startswith(POSITIONAL) for dims in dimensions.values() for dim in dims)
+    by_xarray = all(array.has_names for array in stored.values())
     if by_xarray and any(dimensions.values()):
         originals, notes = arrays.along_samples(originals, dimensions, bool(selection.fields), listing.url)
     passed_over = [*notes.pop("passed_over", ()), *groups]
     notes |= {"arrays": originals, **({"passed_over": passed_over} if passed_over else {})}
     used = _files_of(files, inner)
     container = _container(listing, {field: stored[field] for field in originals}, notes, used)
-    attributes = {field: stored[field].netcdf_attributes for field in originals}
+    with named(f"the arrays of {listing.url} cannot be opened"):
+        attributes = {field: stored[field].netcdf_attributes for field in originals}
     return arrays.stack(listing.url, used, [arrays.decoded(container, attributes, selection.raw or not by_xarray)])
 
 
@@ -155,7 +156,7 @@ def _container(
     for name, array in stored.items():
         where = f"{store.url}/{array.path}".rstrip("/")
         with named(f"the array {where} cannot be opened"):
-            fields[name] = _describe(array, where, size)
+            fields[name] = _describe(store, array, where, size)
             lengths[notes["arrays"][name]] = array.shape[0]
     read = partial(read_members, store, tuple(Member(array, None, {name: {}}) for name, array in stored.items()))
     return arrays.Container(store.url, arrays.common_length(lengths, listing.url), fields, read, notes)
