@@ -3,7 +3,7 @@
 Each loader reads shuffled samples of the same store from the same server (nginx over a folder, plain and with the
 latency of a cloud) in a process of its own, for whole epochs until `--seconds` have passed; slower ones are cut within
 an epoch, after `--seconds` at least. `ceiling` fetches and decodes every chunk once, by threads, without a loader.
-`streamloader` reads every epoch from the store, `kept` has memory=16GiB, in which all decoded blocks are kept.
+`streamloader` reads every epoch from the store (give no large --memory), `kept` keeps all decoded blocks in 16 GiB.
 The others run in environments of their own, see bench/peers/requirements; insitubatch and annbatch need Python 3.12.
 Writes one JSON line for each run to bench/results/arrays.jsonl.
 """

@@ -6,10 +6,12 @@ import numpy as np
 import pytest
 import zarr
 from commands import run
+from torchrun import run_python
 from zarr_stores import PLAIN, url_of, values_of
 
 import streamloader as sl
 from streamloader import errors
+from streamloader.conversion.sources import zarr_slices
 from streamloader.conversion.sources.zarr_slices import Member, read_members
 from streamloader.format.zarr_metadata import read_group
 from streamloader.format.zarr_reader import ArrayReader
@@ -56,18 +58,40 @@ def test_a_conversion_in_processes_and_a_shuffled_one_hold_the_same_rows(tmp_pat
     assert {row.tobytes() for row in a["z_500"]} == {row.tobytes() for row in b["z_500"]}
 
 
-def test_a_chunk_is_fetched_once_for_all_rows_and_slices_that_are_read_of_it(tmp_path, monkeypatch):
-    values = np.arange(180.0).reshape(30, 3, 2)
-    zarr.create_array(tmp_path / "z", data=values, chunks=(5, 3, 2), dimension_names=["time", "level", "x"])
+@pytest.mark.parametrize("piece", [1 << 20, 400])
+def test_a_chunk_is_fetched_once_for_all_rows_and_slices_that_are_read_of_it(piece, tmp_path, monkeypatch):
+    """With pieces of 400 bytes, rows between which others are left out are read in boxes of one chunk."""
+    monkeypatch.setattr(zarr_slices, "PIECE_BYTES", piece)
+    values = np.arange(30.0 * 3 * 6).reshape(30, 3, 6)
+    zarr.create_array(tmp_path / "z", data=values, chunks=(5, 3, 4), dimension_names=["time", "level", "x"])
     store, fetched, fetch = open_store(str(tmp_path / "z")), [], ArrayReader.fetch
     monkeypatch.setattr(ArrayReader, "fetch", lambda *args: fetched.append(args[2].path) or fetch(*args))
     member = Member(read_group(store).array("z"), None, {"z_0": {"level": 0}, "z_2": {"level": 2}})
     rows = np.array([1, 3, 7, 8, 9, 22, 29])
-    into = {name: np.empty((rows.size, 2)) for name in member.picks}
+    into = {name: np.empty((rows.size, 6)) for name in member.picks}
     read_members(store, [member], rows, into)
     np.testing.assert_array_equal(into["z_0"], values[rows, 0])
     np.testing.assert_array_equal(into["z_2"], values[rows, 2])
-    assert sorted(fetched) == [f"c/{n}/0/0" for n in (0, 1, 4, 5)]
+    assert sorted(fetched) == [f"c/{n}/0/{x}" for n in (0, 1, 4, 5) for x in (0, 1)]
+
+
+def test_rows_that_are_left_out_take_little_memory(tmp_path):
+    """Chunks have all rows of a few columns: the rows between two would be the whole array, 256 MiB."""
+    script = """
+import resource, sys, numpy as np, zarr
+from streamloader.conversion.sources import zarr_slices
+from streamloader.conversion.sources.zarr_slices import Member, read_members
+from streamloader.format.zarr_metadata import read_group
+from streamloader.storage import open_store
+store = open_store(sys.argv[1])
+member, peak = Member(read_group(store).array("z"), None, {"z": {}}), lambda: resource.getrusage(0).ru_maxrss
+before, out = peak(), np.ones((2, 512, 256), "f4")
+read_members(store, [member], np.array([0, 511]), {"z": out})
+assert not out.any()
+print((peak() - before) << 10)
+"""
+    zarr.create_array(tmp_path / "z", shape=(512, 512, 256), chunks=(512, 32, 32), dtype="f4", fill_value=1)[:] = 0
+    assert int(run_python("-c", script, tmp_path / "z").stdout) < 150 << 20
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import h5py
 import netCDF4
+import numcodecs
 import numpy as np
 import pytest
 import xarray as xr
@@ -505,6 +506,13 @@ def test_texts_may_be_long_and_the_fill_value_may_end_with_nul(tmp_path):
     assert read(opened(tmp_path / "it.zarr")) == {"u": [b"a" * 10, b""], "s": [b"b\0", b"a\0"]}
 
 
+def test_chunks_may_be_larger_than_what_they_decode_to(tmp_path):
+    values = np.random.default_rng(0).integers(0, 2**62, 200_000)
+    layout = {"chunks": (200_000,), "zarr_format": 2, "compressors": numcodecs.Base64()}
+    zarr.create_array(tmp_path / "it.zarr", data=values, **layout)
+    assert (read(opened(tmp_path / "it.zarr"))["it"] == values).all()
+
+
 def test_dimensions_may_be_named_like_those_without_a_name(tmp_path):
     made = zarr.open_group(tmp_path / "it.zarr", mode="w")
     attributes = {"scale_factor": 0.5}
@@ -577,6 +585,9 @@ BAD_ZARR = {
     "shape that is none": (with_document(shape="abc"), "the array .*it.zarr/x cannot be opened"),
     "negative shape": (with_document(shape=[-5]), "the array .*it.zarr/x cannot be opened"),
     "bad fill value": (with_document(fill_value="x"), "cannot be .*: the array 'x' has the fill value 'x' for int64"),
+    "list as fill value": (with_document(fill_value=[]), "has the fill value \\[\\] for int64"),
+    "huge fill value": (with_document(fill_value=2**70), "has the fill value .* for int64"),
+    "damaged grid": (with_document(chunk_grid={"name": "regular", "configuration": 5}), "it.zarr/x cannot be opened"),
     "unknown type": (with_document(data_type="int7"), "the array .*it.zarr/x cannot be opened"),
 }
 

@@ -112,6 +112,26 @@ def test_sparse_matrices_are_fields_unless_others_are_named():
         assert list(sl.StreamingDataset(store, batch_size=2, sample_axis=0).fields) == ["X", "X_indices"]
 
 
+def test_a_sparse_matrix_and_an_array_do_not_share_a_name(tmp_path):
+    shutil.copytree(TABLES[1], tmp_path / "t.zarr")
+    group = zarr.open_group(tmp_path / "t.zarr", mode="a")
+    group.create_array("X_indices", data=np.arange(37))
+    for fields in (["X", "X_indices"], ["X_indices", "X"], ["X"]):
+        with pytest.raises(errors.FieldError, match="'X_indices' is an array or a column, and the indices of"):
+            sl.StreamingDataset(tmp_path / "t.zarr", batch_size=2, sample_axis=0, fields=fields)
+    dataset = sl.StreamingDataset(TABLES[0], batch_size=2, sample_axis=0, fields=["X", "X_indices"])
+    assert list(dataset.fields) == ["X", "X_indices"]
+
+
+def test_a_sparse_matrix_that_is_incomplete_is_no_field_unless_it_is_named(tmp_path):
+    shutil.copytree(TABLES[1], tmp_path / "t.zarr")
+    shutil.rmtree(tmp_path / "t.zarr" / "X" / "indptr")
+    zarr.open_group(tmp_path / "t.zarr", mode="a").create_array("y", data=np.arange(37))
+    assert list(sl.StreamingDataset(tmp_path / "t.zarr", batch_size=2, sample_axis=0).fields) == ["y"]
+    with pytest.raises(errors.FieldError, match="X/indptr"):
+        sl.StreamingDataset(tmp_path / "t.zarr", batch_size=2, sample_axis=0, fields=["X"])
+
+
 def test_sparse_matrices_have_no_statistics(tmp_path):
     with pytest.raises(errors.UsageError, match="'X' is a sparse matrix, which normalize= does not scale"):
         fit(str(TABLES[0]), Sampling(sample_axis=0))
@@ -141,6 +161,12 @@ BAD = {
     "patches": ({"fields": ["X"], "patches": sl.Patch({"axis_1": 2})}, errors.UsageError, "'X', a sparse matrix"),
     "normalize": ({"fields": ["X"], "normalize": {"X": (0, 2)}}, errors.UsageError, "'X', a sparse matrix"),
     "lengths": ({"fields": ["X", "var/_index/mask"]}, errors.FieldError, "different lengths"),
+    "columns as samples": (
+        {"fields": ["X"], "sample_axis": 1},
+        errors.UsageError,
+        "sample_axis=1 of 'X', a sparse matrix",
+    ),
+    "no such axis": ({"fields": ["X"], "sample_axis": "obs"}, errors.UsageError, "sample_axis='obs' of 'X'"),
     "unknown": ({"fields": ["Y"]}, errors.FieldError, "no array 'Y'"),
     "group": ({"fields": ["obs"]}, errors.FieldError, "no array 'obs'"),
 }
@@ -150,7 +176,7 @@ BAD = {
 def test_bad_declarations_of_tables_are_clear_errors(case):
     options, kind, message = BAD[case]
     with pytest.raises(kind, match=message):
-        sl.StreamingDataset(TABLES[1], batch_size=2, sample_axis=0, **options)
+        sl.StreamingDataset(TABLES[1], batch_size=2, **{"sample_axis": 0, **options})
 
 
 @pytest.mark.parametrize("change", ["descends", "begins above 0", "ends too late", "is gone", "has other indices"])

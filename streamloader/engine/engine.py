@@ -161,7 +161,13 @@ class Engine:
         run, self.run = self.run, None
         if run is not None:
             memory = run.core.memory
-            if memory.arena.shape == (layouts, budget.slots, block) and run.core.join(JOIN_SECONDS):
+            if memory.arena.shape == (
+                layouts,
+                budget.slots,
+                block,
+                budget.fills_batches,
+                budget.keeps,
+            ) and run.core.join(JOIN_SECONDS):
                 memory.arena.clear()
                 return memory
         return Memory.of(layouts, block, budget, self.counters)
@@ -223,7 +229,7 @@ class Engine:
             fills_batches = fills_batches and all(reader.fills_rows for reader in readers)
             regions += max(reader.most_bytes(need.block) for reader in readers)
             pieces += min(reader.pieces(need.block) for reader in readers)
-            batch += need.rows * readers[0].column.sample_bytes
+            batch += need.rows * max(reader.column.sample_bytes for reader in readers)
             request = max([request, *(reader.request_bytes for reader in readers)])
             scratch = max([scratch, *(reader.scratch_bytes for reader in readers)])
         if fills_batches:
@@ -235,7 +241,7 @@ class Engine:
             request_bytes=request,
             blocks=sum(-(-dataset.num_samples // need.block) for dataset in self.datasets),
             keepable=True,
-            item_bytes=0 if fills_batches else regions,
+            item_bytes=regions,
             fills_batches=fills_batches,
             index_bytes=sum(dataset.index_bytes for dataset in self.datasets) + need.plan_bytes,
             scratch_bytes=scratch,

@@ -380,7 +380,7 @@ class Fetcher:
             block.held += size
             block.expected -= size
             self._expected -= size
-        return self._bodies.allocate(size)
+        return self._bodies.own(size) if self._arena.keeps else self._bodies.allocate(size)
 
     def _allocate(self, piece: Piece, size: int) -> memoryview:
         """Return memory to decode into. Blocks ahead wait, in their order, until it fits: only bodies state this size.

@@ -68,8 +68,8 @@ class Arena:
         keeps: bool = False,
     ) -> None:
         self.block = block
-        self.shape = (dict(layouts), slots, block)
-        self.fills_batches = batch_memory is not None
+        self.keeps, self.fills_batches = keeps, batch_memory is not None
+        self.shape = (dict(layouts), slots, block, self.fills_batches, keeps)
         self._batch_memory = batch_memory
         self._batch_rows: dict[int, BatchRow] = {}  # by ticket
         if in_parts(layouts):
@@ -314,6 +314,10 @@ class Buffers:
         """Lease `size` bytes of writable memory."""
         return memoryview(self.lease((size,), "uint8"))  # type: ignore[arg-type]
 
+    def own(self, size: int) -> memoryview:
+        """Return new memory of `size` bytes, counted and not used again, where leases are up to 25 % larger."""
+        return memoryview(self._count(_pages(size)))  # type: ignore[arg-type]
+
     def adopt(self, body: memoryview) -> memoryview:
         """Count the bytes of a body as used, even if the client allocated them; return the body."""
         if isinstance(body.obj, np.ndarray) or not body.nbytes:
@@ -539,9 +543,10 @@ def allot(demand: Demand, memory: int | None, ranks_here: int = 1) -> Budget:
     slots = max(1, demand.slots, min(demand.slots + threads // demand.pieces, demand.blocks + 1))
     cores = max(1, cpu_count() // ranks_here)
     threads = min(threads, slots * demand.pieces)
-    fixed = threads * demand.connection_bytes + slots * (demand.slot_bytes - demand.item_bytes)
-    bodies = limit - demand.held_bytes - fixed
     fills_batches = demand.fills_batches and not keeps
+    outside = demand.slot_bytes - (0 if fills_batches else demand.item_bytes)  # of bodies
+    fixed = threads * demand.connection_bytes + slots * outside
+    bodies = limit - demand.held_bytes - fixed
     return Budget(slots, threads, limit, bodies, demand.batch_bytes, memory is not None, cores, fills_batches, keeps)
 
 

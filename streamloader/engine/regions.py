@@ -244,6 +244,7 @@ class RegionReader:
     def kept_bytes(self) -> int:
         """The most bytes of values that are kept for all blocks, and of the indexes of shards."""
         constants = sum(member.constant.nbytes for member in self.column.members if member.constant is not None)
+        constants += 0 if self.column.rows is None else self.column.rows.nbytes
         return constants + sum(reader.kept_bytes for reader in self._readers if reader is not None)
 
     @property

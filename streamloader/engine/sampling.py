@@ -23,7 +23,7 @@ from streamloader.format.cf import Unpacking, unpacking_of
 from streamloader.format.geometry import order_pin
 from streamloader.format.manifest import FORMAT, Field, FieldLayout, Manifest, OrderPin
 from streamloader.format.opening import STATISTICS, read_object
-from streamloader.format.zarr_metadata import POSITIONAL, ZarrGroup, read_group
+from streamloader.format.zarr_metadata import POSITIONAL, SPARSE, ZarrGroup, read_group
 from streamloader.format.zarr_reader import ArrayReader, find_index
 from streamloader.options import Channels, Extent, Normalize, Sampling, Window
 from streamloader.order.anchors import (
@@ -45,6 +45,7 @@ Ints = NDArray[np.int64]
 WINDOW_BYTES = 1 << 30
 WINDOW_REQUESTS = 2048  # that the first batch waits for at most, unless two blocks take more
 MAX_CELLS = 1 << 26  # their numbers of samples are kept: 512 MiB at most
+INDICES = "_indices"  # ends the name of the column with those of a sparse matrix
 ROWS = "element"  # the dimension of the arrays of a sparse matrix
 ROW_CHUNKS = 16  # twice the speed of 4: bench/NOTES.md, "Arrays in place"
 SAMPLES = "sample"  # the sample axis of a dataset that streamloader wrote
@@ -136,7 +137,7 @@ class OpenedArrays:
         Raises `FieldError` if there are none.
         """
         needed = {*self.sampling.patch_dims, *([self.sample_axis] if self.sample_axis else [])}
-        names = sorted(self.group.sparse)
+        names = sorted(name for name in self.group.sparse if self._is_complete(name))
         for name, array in self.group.arrays.items():
             if name.rpartition("/")[0] in self.group.sparse:
                 continue
@@ -147,6 +148,11 @@ class OpenedArrays:
             problem = f"no array of {self.group.url} has numbers along {', '.join(sorted(needed))}"
             raise FieldError(problem, f"choose sample_axis= from the dimensions of its arrays ({found or 'none'})")
         return names
+
+    def _is_complete(self, name: str) -> bool:
+        """Return whether a sparse matrix has its arrays, of numbers."""
+        parts = [self.group.arrays.get(f"{name}/{part}") for part in SPARSE]
+        return all(part is not None and part.holds_numbers for part in parts)
 
 
 def read_normalization(store: Store, normalize: Normalize) -> Mapping[str, Any]:
@@ -234,9 +240,15 @@ def _drafts(opened: OpenedArrays, fields: Sequence[str] | None) -> dict[str, Dra
         if names.count(name) > 1 or name in stacked:
             raise FieldError(f"fields names {name!r} twice", "name each field once, and channels differently")
     drafts: dict[str, Draft] = {}
+    given = {f"{name}{INDICES}": name for name in names if name in opened.group.sparse}
+    for column, name in given.items():
+        if column in opened.group.arrays or column in stacked:
+            problem = f"{column!r} is an array or a column, and the indices of the sparse matrix {name!r}"
+            raise FieldError(problem, "read one of them alone")
     for name in names:
         if name in opened.group.sparse:
             drafts |= _sparse(name, opened)
+        if name in opened.group.sparse or name in given:
             continue
         array, unpacking = opened.group.array(name), opened.unpacking(name)
         missing = {*opened.sampling.patch_dims, *([opened.sample_axis] if opened.sample_axis else [])} - set(array.dims)
@@ -260,9 +272,13 @@ def _sparse(name: str, opened: OpenedArrays) -> dict[str, Draft]:
     if opened.sampling.windows is not None or opened.sampling.patches is not None or opened.affine(name) is not None:
         problem = f"windows=, patches= or normalize= of {name!r}, a sparse matrix"
         raise UsageError(problem, "read its rows as they are, or write it as a dense array")
+    dense = (array for path, array in opened.group.arrays.items() if path.rpartition("/")[0] not in opened.group.sparse)
+    if opened.sample_axis != f"{POSITIONAL}0" and not any(opened.sample_axis in array.dims for array in dense):
+        problem = f"sample_axis={opened.sampling.sample_axis!r} of {name!r}, a sparse matrix"
+        raise UsageError(problem, "give sample_axis=0, its rows")
     rows = opened.read_exactly(f"{name}/indptr").astype(np.int64, copy=False)
     drafts = {}
-    for column, part in ((name, "data"), (f"{name}_indices", "indices")):
+    for column, part in ((name, "data"), (f"{name}{INDICES}", "indices")):
         array = opened.group.array(f"{name}/{part}")
         fits = rows.ndim == 1 and rows.size and rows[0] == 0 and (rows[-1],) == array.shape
         if not fits or (np.diff(rows) < 0).any():

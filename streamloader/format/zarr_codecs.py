@@ -44,6 +44,8 @@ PACKAGES = {
 
 # Codecs that decompress into given memory, and fail if the bytes are fewer; those of lz4 and gzip do not.
 _INTO = ("blosc", "zstd", "zlib", "bz2", "lzma", "crc32c")
+# Codecs whose chunks are hardly larger than what they decode to; others are filters and encodings of text.
+_COMPRESSORS = (*_INTO, "gzip", "lz4", "adler32", "crc32", "fletcher32", "shuffle")
 
 
 class _Checksum:
@@ -75,6 +77,11 @@ class ChunkCodec:
     steps: Sequence[Any] = ()
     layout: tuple[int, ...] = ()
     other: Decode | None = None
+
+    @property
+    def expands(self) -> bool:
+        """Whether chunks may be much larger than what they decode to."""
+        return self.other is not None or any(step.codec_id not in _COMPRESSORS for step in self.steps)
 
     @property
     def plain(self) -> bool:

@@ -88,9 +88,7 @@ class ZarrArray:
         if self.version == 3 and grid.get("name") != "regular":
             problem = f"the array {self.path!r} has the chunk grid {grid.get('name')!r}"
             raise FormatError(problem, "only regular grids are supported: write it with equal chunks")
-        sizes = (
-            self.document.get("chunks") if self.version == 2 else (grid.get("configuration") or {}).get("chunk_shape")
-        )
+        sizes = self.document.get("chunks") if self.version == 2 else _configuration(grid).get("chunk_shape")
         return _sizes(sizes, 1, self.path, len(self.shape))
 
     @cached_property
@@ -142,7 +140,7 @@ class ZarrArray:
             if raw in VARIABLE:
                 return Values(VARIABLE[raw], np.dtype(object))
             if raw in FIXED_TEXTS:
-                length = _named(self.document.get("data_type"))["configuration"]["length_bytes"]
+                length = _configuration(_named(self.document.get("data_type")))["length_bytes"]
                 dtype = np.dtype(f"{FIXED_TEXTS[raw]}{length // np.dtype(f'{FIXED_TEXTS[raw]}1').itemsize}")
             else:
                 dtype = np.dtype(np.int64 if raw in TIMES else raw)
@@ -161,7 +159,7 @@ class ZarrArray:
         kind, dtype = self.values
         if kind != "tensor":
             problem = f"the array {self.path!r} holds {kind}, and tensors hold numbers"
-            raise FormatError(problem, "leave the array out of the fields")
+            raise FormatError(problem, "leave the array out of the fields, or convert it with streamloader convert")
         return dtype
 
     @property
@@ -179,8 +177,10 @@ class ZarrArray:
         try:
             if kind == "tensor":
                 return _fill_value(value, dtype.newbyteorder("="))
-            return str(value or "") if kind == "text" and dtype.kind != "S" else base64.b64decode(value or "")
-        except (TypeError, ValueError, struct.error) as error:
+            if value is not None and type(value) is not str and value != 0:
+                raise TypeError("a text, null or 0")
+            return (value or "") if kind == "text" and dtype.kind != "S" else base64.b64decode(value or "")
+        except (TypeError, ValueError, OverflowError, struct.error) as error:
             problem = f"the array {self.path!r} has the fill value {value!r} for {dtype}"
             raise FormatError(problem, "write the array again") from error
 
@@ -205,7 +205,7 @@ class ZarrArray:
     def object_key(self, place: tuple[int, ...]) -> str:
         """Return the path of the object with the chunk at these coordinates of the grid, relative to the store."""
         encoding = _named(self.document.get("chunk_key_encoding"))
-        configuration = encoding.get("configuration") or {}
+        configuration = _configuration(encoding)
         if self.version == 2:
             prefixed, separator = False, self.document.get("dimension_separator") or "."
         else:
@@ -226,8 +226,14 @@ def _named(value: Any) -> Document:
     return value if isinstance(value, Mapping) else {"name": value} if isinstance(value, str) else {}
 
 
+def _configuration(point: Document) -> Document:
+    """Return the configuration of an extension point, empty if it has none."""
+    configuration = point.get("configuration")
+    return configuration if isinstance(configuration, Mapping) else {}
+
+
 def _sizes(value: Any, least: int, path: str, count: int | None = None) -> tuple[int, ...]:
-    valid = isinstance(value, list) and all(type(size) is int and size >= least for size in value)
+    valid = isinstance(value, list) and all(type(size) is int and least <= size < 2**63 for size in value)
     if not valid or len(value) > MAX_AXES or (count is not None and len(value) != count):
         raise FormatError(
             f"the metadata of the array {path!r} is damaged: sizes {value!r:.80}", "write the array again"
@@ -245,6 +251,8 @@ def _fill_value(value: Any, dtype: np.dtype[Any]) -> Any:
         return dtype.type(float(value.replace("Infinity", "inf")))
     if isinstance(value, str):
         return np.int64(np.iinfo(np.int64).min) if value == "NaT" else dtype.type(int(value))
+    if not isinstance(value, bool | int | float):
+        raise TypeError(f"{value!r}")
     return np.array(value).astype(dtype)[()]
 
 
@@ -264,7 +272,11 @@ class ZarrGroup:
     def array(self, name: str) -> ZarrArray:
         """Return an array. Raises `FieldError` if there is none of this name."""
         if name not in self.arrays:
-            raise FieldError(f"{self.url} has no array {name!r}", f"its arrays are {', '.join(self.arrays) or 'none'}")
+            named = [
+                *sorted(self.sparse),
+                *(path for path in self.arrays if path.rpartition("/")[0] not in self.sparse),
+            ]
+            raise FieldError(f"{self.url} has no array {name!r}", f"its arrays are {', '.join(named) or 'none'}")
         return self.arrays[name]
 
 

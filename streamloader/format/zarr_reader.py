@@ -82,13 +82,12 @@ class ArrayReader:
     def request_bytes(self) -> int:
         """The most bytes of a request for one chunk: compressed chunks may be slightly larger than decoded ones.
 
-        Filters may have stored other values, up to four times as wide.
+        Filters and encodings may have stored up to four times as many.
         """
         if self.array.values.dtype.kind == "O":
             return MAX_CHUNK_BYTES
         most = self.array.chunk_bytes + self.array.chunk_bytes // 64 + MIB // 4
-        filtered = self.codec.other is not None or bool(self.array.document.get("filters"))
-        return 4 * most if filtered else most
+        return 4 * most if self.codec.expands else most
 
     @property
     def kept_bytes(self) -> int:
@@ -173,6 +172,7 @@ class ArrayReader:
         whole = self.array.sharding is None
         if len(body) == run.stop if whole else len(body) != run.stop - run.start:
             problem = f"{self._where(run, chunk)}: {len(body)} bytes were received"
+            problem += ", and a chunk of this array has fewer" if whole else ""
             raise CorruptError(problem, "restore the object, or write the chunk again")
         data = body if whole else body[chunk.start : chunk.stop]
         try:

@@ -155,7 +155,8 @@ def _container(
     lengths: dict[str, int] = {}
     for name, array in stored.items():
         where = f"{store.url}/{array.path}".rstrip("/")
-        with named(f"the array {where} cannot be opened"):
+        problem = f"the array {where} cannot be opened"
+        with arrays.reading(problem), named(problem):
             fields[name] = _describe(store, array, where, size)
             lengths[notes["arrays"][name]] = array.shape[0]
     read = partial(read_members, store, tuple(Member(array, None, {name: {}}) for name, array in stored.items()))

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, product
 from math import prod
 from typing import Any
 
@@ -53,34 +53,66 @@ class Member:
         Each chunk is read once, in pieces of neighbouring chunks of up to `PIECE_BYTES`.
         """
         reader, chunk = ArrayReader(store, self.array), self.array.chunks[0]
-        columns = {name: self._column(column, len(rows)) for name, column in into.items()}
-        row_bytes = max(1, sum(prod(column.shape[1:]) * column.itemsize for column in columns.values()))
         number = rows // chunk
-        steps, most = np.diff(number), max(1, PIECE_BYTES // row_bytes // chunk)
+        steps, most = np.diff(number), max(1, PIECE_BYTES // (max(1, self._row_bytes) * chunk))
         cuts = np.flatnonzero((steps > 1) | ((steps == 1) & (number[1:] % most == 0))) + 1
         for low, high in pairwise([0, *cuts.tolist(), len(rows)] if len(rows) else []):
-            first, count = int(rows[low]), int(rows[high - 1]) - int(rows[low]) + 1
-            dense = count == high - low
-            pieces = {
-                name: column[low:high] if dense else np.empty((count, *column.shape[1:]), column.dtype)
-                for name, column in columns.items()
+            dtype = self.array.values.dtype.newbyteorder("=")
+            piece = {
+                name: np.empty(high - low, dtype) if isinstance(column, list) else column[low:high]
+                for name, column in into.items()
             }
-            reader.read_into([self._target(name, piece, first) for name, piece in pieces.items()], self.unpacking)
-            if not dense:
-                for name, piece in pieces.items():
-                    columns[name][low:high] = piece[rows[low:high] - first]
-        for name, column in into.items():
-            if isinstance(column, list):
-                items = columns[name].tolist()
-                column.extend(x.encode("utf-8", "surrogatepass") if isinstance(x, str) else bytes(x) for x in items)
+            self._read_piece(reader, rows[low:high], piece)
+            for name, column in into.items():
+                if isinstance(column, list):
+                    items = piece[name].tolist()
+                    column.extend(x.encode("utf-8", "surrogatepass") if isinstance(x, str) else bytes(x) for x in items)
 
-    def _column(self, column: NDArray[Any] | list[bytes], count: int) -> NDArray[Any]:
-        return np.empty(count, self.array.values.dtype.newbyteorder("=")) if isinstance(column, list) else column
+    @property
+    def _row_bytes(self) -> int:
+        return prod(self.array.shape[1:]) * self.array.values.dtype.itemsize
 
-    def _target(self, name: str, out: NDArray[Any], row: int) -> Target:
-        picks, dims = self.picks[name], self.array.dims
-        first = (row, *(picks.get(dim, 0) for dim in dims[1:]))
-        return Target(np.expand_dims(out, tuple(axis for axis, dim in enumerate(dims) if axis and dim in picks)), first)
+    def _read_piece(self, reader: ArrayReader, rows: NDArray[np.int64], into: Mapping[str, NDArray[Any]]) -> None:
+        """Read rows of neighbouring chunks. If some are left out, in boxes of about `PIECE_BYTES` with all rows."""
+        first, count = int(rows[0]), int(rows[-1] - rows[0]) + 1
+        dense, inner = count == len(rows), self.array.shape[1:]
+        for low, high in [((0,) * len(inner), inner)] if dense else self._boxes(count):
+            found: dict[str, tuple[tuple[slice, ...], NDArray[Any]]] = {}
+            targets = []
+            for name, column in into.items():
+                part = self._part(name, low, high)
+                if part is None:
+                    continue
+                out = column if dense else np.empty((count, *(each.stop - each.start for each in part)), column.dtype)
+                found[name] = part, out
+                picks, dims = self.picks[name], self.array.dims
+                origin = (first, *(picks.get(dim, at) for dim, at in zip(dims[1:], low, strict=True)))
+                picked = tuple(axis for axis, dim in enumerate(dims) if axis and dim in picks)
+                targets.append(Target(np.expand_dims(out, picked), origin))
+            reader.read_into(targets, self.unpacking)
+            for name, (part, out) in found.items() if not dense else ():
+                into[name][(slice(None), *part)] = out[rows - first]
+
+    def _part(self, name: str, low: Sequence[int], high: Sequence[int]) -> tuple[slice, ...] | None:
+        """Return the part of a field inside a box of the inner dimensions, None if its slice is outside."""
+        part = []
+        for dim, a, b in zip(self.array.dims[1:], low, high, strict=True):
+            pick = self.picks[name].get(dim)
+            if pick is None:
+                part.append(slice(a, b))
+            elif not a <= pick < b:
+                return None
+        return tuple(part)
+
+    def _boxes(self, count: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+        """Yield boxes [low, high) of whole chunks of the inner dimensions, of which `count` rows fit into a piece."""
+        inner, chunks = self.array.shape[1:], self.array.chunks[1:]
+        steps = list(inner)
+        for axis, chunk in enumerate(chunks):
+            if count * prod(steps) * self.array.values.dtype.itemsize > PIECE_BYTES:
+                steps[axis] = chunk
+        for low in product(*(range(0, n, step) for n, step in zip(inner, steps, strict=True))):
+            yield low, tuple(min(a + step, n) for a, step, n in zip(low, steps, inner, strict=True))
 
 
 def read_members(store: Store, members: Sequence[Member], rows: NDArray[np.int64], into: arrays.Into) -> None:
