@@ -209,18 +209,20 @@ print(peak() - before)
     assert int(run_python("-c", script, tmp_path / "x.zarr", memory, steps).stdout) < memory + (60 << 20)
 
 
-@pytest.mark.parametrize("more", [0, 2, 8, 32, 64])
+@pytest.mark.parametrize("more", [0, 2, 16, 64])
 def test_any_memory_that_is_enough_at_first_is_enough_later(more, tmp_path):
     """Samples are chunks; from some size on all blocks are kept."""
-    shape = (48, 512, 512)
-    zarr.create_array(tmp_path / "a", shape=shape, chunks=(1, 512, 512), dtype="f4", dimension_names=["time", "y", "x"])
-    options = {"batch_size": 16, "sample_axis": "time"}
+    shape = (64, 512, 1024)
+    zarr.create_array(
+        tmp_path / "a", shape=shape, chunks=(1, 512, 1024), dtype="f4", dimension_names=["time", "y", "x"]
+    )
+    options = {"batch_size": 32, "sample_axis": "time"}
     with pytest.raises(errors.MemoryBudgetError) as needed:
         iter(sl.StreamingDataset(tmp_path / "a", memory=10 << 20, **options))
     least = int(str(needed.value).split("needs memory=")[1].split()[0])
     dataset = sl.StreamingDataset(tmp_path / "a", memory=least + (more << 20), **options)
-    for _ in range(3):
-        assert sum(len(batch["a"]) for batch in dataset) == 48
+    for _ in range(2):
+        assert sum(len(batch["a"]) for batch in dataset) == 64
 
 
 def test_a_changed_declaration_does_not_load_a_state():
