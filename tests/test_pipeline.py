@@ -36,8 +36,9 @@ def folder(data: Any) -> Path:
 
 @pytest.mark.parametrize("position", [0, 256])
 def test_a_first_batch_waits_for_its_chunks_and_not_for_their_blocks(position, tmp_path, monkeypatch):
-    rows = np.arange(600 * 5000, dtype=np.float32).reshape(600, 5000)  # of 20 KB, which stay in their chunks
-    with Writer(tmp_path, {"x": "float32[5000]"}, layout=LARGE_ROWS, num_samples=600) as out:
+    """No block belongs to two lanes: each of its parts would be read with the whole chunk between them."""
+    rows = np.arange(640 * 5000, dtype=np.float32).reshape(640, 5000)  # of 20 KB, which stay in their chunks
+    with Writer(tmp_path, {"x": "float32[5000]"}, layout=LARGE_ROWS, num_samples=640) as out:
         out.write_batch({"x": rows})
     shuffle = Shuffle(block=16, lanes=4, window=64)
     ds = StreamingDataset(tmp_path, batch_size=32, shuffle=shuffle, with_index=True)
@@ -58,7 +59,7 @@ def test_a_first_batch_waits_for_its_chunks_and_not_for_their_blocks(position, t
     assert sum(stop - start for start, stop in of_first) < 16 * len(of_first)
     for start, stop in of_first:  # it begins and ends with a chunk that the batch needs
         assert {start // chunk, (stop - 1) // chunk} <= {i // chunk for i in first}
-    assert first + seen(batches) == EpochOrder(600, OrderParams(16, 4, 64), 0, 0).samples_at(position, 600).tolist()
+    assert first + seen(batches) == EpochOrder(640, OrderParams(16, 4, 64), 0, 0).samples_at(position, 640).tolist()
 
 
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
