@@ -118,9 +118,9 @@ class Fetcher:
         self._starts = SampleNumbers.of(datasets).selected_from
         self._names = names
         self._arena, self._bodies = memory.arena, memory.bodies
-        self._by_items = [name for name in names if not in_slots(datasets[0].layouts[name])]
-        if self._arena.fills_batches:  # then slots count as batches
-            self._by_items = []
+        # rows of batches are counted as slots are
+        counted = [] if self._arena.fills_batches else names
+        self._by_items = [name for name in counted if not in_slots(datasets[0].layouts[name])]
         self._budget = budget
         self.needed = 0  # bytes of the blocks in use: a batch has waited for them, and later ones still need them
         self._last_weight = -1, 0  # the ticket of the next block, and its weight
@@ -148,11 +148,9 @@ class Fetcher:
             return self._last_weight[1]
         dataset, block = self._locate(ref)
         weight = 0
-        if self._arena.has_kept(self._keys(dataset, block)):
-            return 0
         try:
             with dataset.store.retries.waits_by(self.sleep):
-                for name in self._by_items:
+                for name in () if self._kept(dataset, block) else self._by_items:
                     weight += dataset.block_bytes(name, block.start, block.stop)
         except StreamloaderError:
             weight = 0  # loading fails too, and then the error belongs to the batch that needs the block
@@ -184,10 +182,9 @@ class Fetcher:
         """Begin to load a block whose slot has been reserved."""
         weight = self._weight(ref)
         block = LoadingBlock(*self._locate(ref), len(self._names), weight)
-        keys = self._keys(block.dataset, block.ref)
-        kept = self._arena.has_kept(keys)
+        kept = self._kept(block.dataset, block.ref)
         if kept:
-            self._arena.reopen(ref.ticket, keys)
+            self._arena.reopen(ref.ticket, kept)
             block.left = 0
         with self._changed:
             self._blocks[ref.ticket] = block
@@ -251,9 +248,12 @@ class Fetcher:
         first = self._starts[index]
         return self._datasets[index], ref._replace(start=ref.start - first, stop=ref.stop - first)
 
-    def _keys(self, dataset: Dataset, ref: BlockRef) -> list[BlockKey]:
-        """Return the keys of the regions of a block that is numbered within its dataset."""
-        return [(reader, ref.start, ref.stop) for reader in dataset.region_readers.values()]
+    def _kept(self, dataset: Dataset, ref: BlockRef) -> list[BlockKey]:
+        """Return the keys of the regions of a block, numbered within its dataset, if they were kept; else none."""
+        if not self._arena.keeps:
+            return []
+        keys = [(reader, ref.start, ref.stop) for reader in dataset.region_readers.values()]
+        return keys if self._arena.has_kept(keys) else []
 
     def _dispatch(self) -> None:
         """Submit jobs while places and threads are free. Requires the lock."""

@@ -155,7 +155,7 @@ class Arena:
 
     def has_kept(self, keys: Sequence[BlockKey]) -> bool:
         """Return whether the regions of a block, one for each field, were kept."""
-        return bool(self._regions) and all(map(Regions.has, self._regions.values(), keys))
+        return all(map(Regions.has, self._regions.values(), keys))
 
     def reopen(self, ticket: int, keys: Sequence[BlockKey]) -> None:
         """Claim the slot of a ticket for the regions of a block that were kept."""

@@ -235,10 +235,8 @@ class ArrayReader:
             if not target.size:
                 continue
             if values is None:
-                fill = np.array([self.array.fill], self.array.values.dtype.newbyteorder("="))
-                target.fill(
-                    fill[0] if unpacking is None else unpacking.apply(fill)[0]
-                )  # [...] = would cut a text at NUL
+                fill = self._fill if unpacking is None else unpacking.apply(self._fill)
+                target.fill(fill[0])  # an assignment would cut a text at NUL
             elif values is direct:
                 pass
             elif unpacking is None:

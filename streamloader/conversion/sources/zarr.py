@@ -141,8 +141,7 @@ def open_source(listing: Listing, selection: FieldSelection) -> Source:
     notes |= {"arrays": originals, **({"passed_over": passed_over} if passed_over else {})}
     used = _files_of(files, inner)
     container = _container(listing, {field: stored[field] for field in originals}, notes, used)
-    with named(f"the arrays of {listing.url} cannot be opened"):
-        attributes = {field: stored[field].netcdf_attributes for field in originals}
+    attributes = {field: stored[field].netcdf_attributes for field in originals}
     return arrays.stack(listing.url, used, [arrays.decoded(container, attributes, selection.raw or not by_xarray)])
 
 
