@@ -138,7 +138,7 @@ def write(store: Store) -> None:
 
 
 def write_csr(store: Store, group: Any, codec: Any) -> None:
-    """Write a matrix of single cells, as AnnData does: about 1,000 of 20,000 values a row, in shards of 64 chunks."""
+    """Write a matrix of single cells, as AnnData does: about 750 of 20,000 values a row, in shards of 64 chunks."""
     rng = np.random.default_rng(0)
     lengths = rng.integers(500, 1000, store.steps)
     rows = np.concatenate([[0], np.cumsum(lengths)])

@@ -138,9 +138,7 @@ class OpenedArrays:
         """
         needed = {*self.sampling.patch_dims, *([self.sample_axis] if self.sample_axis else [])}
         names = sorted(name for name in self.group.sparse if self._is_complete(name))
-        for name, array in self.group.arrays.items():
-            if name.rpartition("/")[0] in self.group.sparse:
-                continue
+        for name, array in self.group.dense.items():
             if needed <= set(array.dims) and name not in array.dims and array.holds_numbers:
                 names.append(name)
         if not names:
@@ -272,16 +270,16 @@ def _sparse(name: str, opened: OpenedArrays) -> dict[str, Draft]:
     if opened.sampling.windows is not None or opened.sampling.patches is not None or opened.affine(name) is not None:
         problem = f"windows=, patches= or normalize= of {name!r}, a sparse matrix"
         raise UsageError(problem, "read its rows as they are, or write it as a dense array")
-    dense = (array for path, array in opened.group.arrays.items() if path.rpartition("/")[0] not in opened.group.sparse)
-    if opened.sample_axis != f"{POSITIONAL}0" and not any(opened.sample_axis in array.dims for array in dense):
+    firsts = {array.dims[0] for array in opened.group.dense.values() if array.dims}
+    if opened.sample_axis not in {f"{POSITIONAL}0", *firsts}:
         problem = f"sample_axis={opened.sampling.sample_axis!r} of {name!r}, a sparse matrix"
         raise UsageError(problem, "give sample_axis=0, its rows")
     rows = opened.read_exactly(f"{name}/indptr").astype(np.int64, copy=False)
+    ascending = rows.ndim == 1 and rows.size and rows[0] == 0 and (rows[1:] >= rows[:-1]).all()
     drafts = {}
     for column, part in ((name, "data"), (f"{name}{INDICES}", "indices")):
         array = opened.group.array(f"{name}/{part}")
-        fits = rows.ndim == 1 and rows.size and rows[0] == 0 and (rows[-1],) == array.shape
-        if not fits or (np.diff(rows) < 0).any():
+        if not ascending or array.shape != (rows[-1],):
             problem = f"indptr of the sparse matrix {name!r} does not fit its {part}, of the shape {array.shape}"
             raise FormatError(problem, "write the matrix again")
         member = Member((ROWS,), array=array)

@@ -269,14 +269,16 @@ class ZarrGroup:
     attributes: Document
     sparse: frozenset[str] = frozenset()
 
+    @property
+    def dense(self) -> dict[str, ZarrArray]:
+        """The arrays that are no parts of sparse matrices, by name."""
+        return {name: array for name, array in self.arrays.items() if name.rpartition("/")[0] not in self.sparse}
+
     def array(self, name: str) -> ZarrArray:
         """Return an array. Raises `FieldError` if there is none of this name."""
         if name not in self.arrays:
-            named = [
-                *sorted(self.sparse),
-                *(path for path in self.arrays if path.rpartition("/")[0] not in self.sparse),
-            ]
-            raise FieldError(f"{self.url} has no array {name!r}", f"its arrays are {', '.join(named) or 'none'}")
+            names = [*sorted(self.sparse), *self.dense]
+            raise FieldError(f"{self.url} has no array {name!r}", f"its arrays are {', '.join(names) or 'none'}")
         return self.arrays[name]
 
 
