@@ -1,4 +1,4 @@
-"""The loader needs no writable file system, no home directory and no shared memory: containers often have none of them."""
+"""The loader needs no writable file system, no home directory and no shared memory, which containers often lack."""
 
 import os
 import shutil
