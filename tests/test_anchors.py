@@ -28,7 +28,10 @@ def axes(draw, name="t"):
     segments = runs_of(np.flatnonzero(mask))
     first, count = segment_anchors(segments, extent, stride)
     starts = [a for low, high in segments.tolist() for a in range(low, high, stride) if a + extent <= high]
-    return Axis(name, length, first, count, stride, extent, draw(st.integers(1, 70))), starts
+    offsets = None
+    if draw(st.booleans()):  # the first and the last element are read
+        offsets = np.array(sorted({0, extent - 1, *draw(st.lists(st.integers(0, extent - 1)))}))
+    return Axis(name, length, first, count, stride, extent, draw(st.integers(1, 70)), offsets=offsets), starts
 
 
 @given(axes())
@@ -39,7 +42,7 @@ def test_anchors_of_an_axis_are_those_of_a_loop(axis):
         assert axis.elements(np.arange(len(starts))).tolist() == starts
         before = [sum(a < cell * axis.cell for a in starts) for cell in range(axis.num_cells + 1)]
         assert axis.before_cell.tolist() == before
-        used = {e for a in starts for e in range(a, a + axis.extent)}
+        used = {a + e for a in starts for e in (range(axis.extent) if axis.offsets is None else axis.offsets.tolist())}
         assert count_unused(axis) == axis.length - len(used)
 
 

@@ -11,6 +11,8 @@ from zarr_stores import STORES, samples_of, url_of, values_of
 import streamloader as sl
 from streamloader import errors
 from streamloader.engine.coordinates import _parse_origin
+from streamloader.measure.statistics import fit
+from streamloader.options import Sampling
 from streamloader.storage import open_store, references_url
 from streamloader.storage.store import Store
 
@@ -200,3 +202,58 @@ def test_extension_points_may_be_named_by_text(tmp_path):
     path.write_text(json.dumps(document))
     (batch,) = sl.StreamingDataset(tmp_path / "x", batch_size=9, sample_axis="time", shuffle=False)
     assert batch["x"].tolist() == list(range(9))
+
+
+@pytest.mark.parametrize("version", [2, 3])
+def test_arrays_without_dimensions_are_channels(version, tmp_path):
+    """xarray's scalar coordinates: indexing such an array gives a copy, which stayed unread."""
+    group = zarr.open_group(tmp_path / "x.zarr", mode="w", zarr_format=version)
+    group.create_array("a", data=np.arange(1.0, 9)).attrs["_ARRAY_DIMENSIONS"] = ["time"]
+    for name, value in (("height", np.float32(2)), ("packed", np.int16(7)), ("wide", np.int64(9))):
+        array = group.create_array(name, shape=(), dtype=value.dtype)
+        array[()] = value
+        array.attrs.update({"_ARRAY_DIMENSIONS": []} | ({} if name == "height" else {"scale_factor": 0.5}))
+    group.create_array("missing", shape=(), dtype="f4", fill_value=6)
+    names = ("height", "packed", "wide", "missing")
+    channels = {"x": sl.Channels("a", *names), "alone": sl.Channels(*names)}
+    options = {"sample_axis": "time", "normalize": {"wide": (0.5, 2)}}
+    dataset = sl.StreamingDataset(tmp_path / "x.zarr", batch_size=8, channels=channels, shuffle=False, **options)
+    (batch,) = dataset
+    assert batch["x"][:, 0].tolist() == list(range(1, 9))
+    for found in (batch["x"][:, 1:], batch["alone"]):
+        np.testing.assert_array_equal(found, [[2, 3.5, 2, 6]] * 8)
+    found = fit(str(tmp_path / "x.zarr"), Sampling(sample_axis="time", channels=sl.Channels("a", *names)))
+    assert [found[name]["mean"] for name in names] == [2, 3.5, 4.5, 6]
+
+
+@pytest.mark.parametrize("write", ["dimension_names", "_ARRAY_DIMENSIONS"])
+def test_repeated_dimension_names_are_dimensions_of_their_own(write, tmp_path):
+    values = np.arange(4.0 * 6 * 6 * 5).reshape(4, 6, 6, 5)
+    group, dims = zarr.open_group(tmp_path / "x.zarr", mode="w"), ["t", "c", "c", "c_2"]
+    named = {write: dims} if write == "dimension_names" else {"attributes": {write: dims}}
+    group.create_array("v", data=values, chunks=(2, 3, 3, 5), **named)
+    group.create_array("c", data=np.arange(6.0) * 10, dimension_names=["c"])
+    options = {"batch_size": 4, "sample_axis": "t", "with_index": True, "shuffle": False}
+    (batch,) = sl.StreamingDataset(tmp_path / "x.zarr", **options)
+    np.testing.assert_array_equal(batch["v"], values[batch["index"]])
+    (batch,) = sl.StreamingDataset(tmp_path / "x.zarr", **options, channels=sl.Channels("v@20", "v@c=50"))
+    np.testing.assert_array_equal(batch["channels"], values[batch["index"]][:, [2, 5]])
+    for patch, width in ((sl.Patch({"c": 4}), 6), (sl.Patch({"c": 4, "c_3": 2}, stride=1), 2)):
+        for sample in samples_of(list(sl.StreamingDataset(tmp_path / "x.zarr", **options, patches=patch))):
+            t, y, x = (int(sample.get(name, 0)) for name in ("index", "index_c", "index_c_3"))
+            np.testing.assert_array_equal(sample["v"], values[t, y : y + 4, x : x + width])
+
+
+def test_unused_counts_the_elements_that_windows_step_over_and_that_no_patch_of_all_levels_covers(tmp_path):
+    group = zarr.open_group(tmp_path / "x.zarr", mode="w")
+    group.create_array("v", data=np.arange(24.0), dimension_names=["t"])
+    group.create_array("0", data=np.zeros((33, 49)), dimension_names=["y", "x"])
+    group.create_array("1", data=np.zeros((16, 24)), dimension_names=["y", "x"])
+
+    def unused(**options):
+        return sl.StreamingDataset(tmp_path / "x.zarr", batch_size=1, **options).unused
+
+    windows = {sl.Window(2, step=6, stride=6): 20, sl.Window(history=1, lead=(3, 5), stride=9): 15, sl.Window(5): 0}
+    for window, wanted in windows.items():
+        assert unused(sample_axis="t", fields=["v"], windows=window) == {"t": wanted}
+    assert unused(patches=sl.Patch({"y": 16, "x": 16}), fields=["0", "1"]) == {"y": 1, "x": 1}

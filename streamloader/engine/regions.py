@@ -346,7 +346,7 @@ class RegionReader:
         """Return the part of a region that a slice fills."""
         if each.channel is None:
             return region
-        return region[(slice(None),) * self.column.channel_axis + (each.channel,)]
+        return region[(slice(None),) * self.column.channel_axis + (each.channel, ...)]  # a view, of one element too
 
 
 BlockKey = tuple[RegionReader, int, int]  # with the first sample and the end of a block

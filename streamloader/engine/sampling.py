@@ -374,6 +374,12 @@ class WindowParts(NamedTuple):
     extent: int = 1
     stride: int = 1
 
+    @property
+    def offsets(self) -> Ints:
+        """The elements that a window reads, from its first one on, ascending."""
+        spans = [part.offset + part.step * np.arange(max(1, part.length)) for part in self.parts + self.target]
+        return np.unique(np.concatenate(spans))
+
 
 def _window_parts(window: Window | None, coordinate: Coordinate | None, axis: str) -> WindowParts:
     if window is None:
@@ -446,7 +452,8 @@ def _axes(opened: OpenedArrays, drafts: Mapping[str, Draft], segments: Ints, out
             remedy = "give shorter windows; parts end at gaps of the coordinate, groups, and the ends of where="
             raise UsageError(problem, remedy)
         length = lengths[opened.sample_axis]
-        found.append(Axis(opened.sample_axis, length, starts, counts, outputs.stride, outputs.extent, 1))
+        extent, offsets = outputs.extent, outputs.offsets
+        found.append(Axis(opened.sample_axis, length, starts, counts, outputs.stride, extent, 1, offsets=offsets))
     for dim in opened.sampling.patch_dims:
         found.append(_patch_axis(opened, drafts, dim, lengths[dim]))
     names = [axis.name for axis in found]
@@ -486,11 +493,11 @@ def _patch_axis(opened: OpenedArrays, drafts: Mapping[str, Draft], dim: str, len
         raise UsageError(problem, "give a smaller patch")
     count = (usable - extent) // stride + 1
     if not patch.random:
-        return Axis(dim, usable, np.zeros(1, np.int64), np.array([count]), stride, extent, 1)
+        return Axis(dim, length, np.zeros(1, np.int64), np.array([count]), stride, extent, 1)
     positions = (usable - extent) // snap + 1  # of a corner; the anchors divide them evenly
     stride = positions // count * snap
     last = positions * snap - (count - 1) * stride
-    return Axis(dim, usable, np.zeros(1, np.int64), np.array([count]), stride, extent, 1, stride, last, snap)
+    return Axis(dim, length, np.zeros(1, np.int64), np.array([count]), stride, extent, 1, stride, last, snap)
 
 
 def resolution(length: int, reference: int) -> Fraction:

@@ -78,7 +78,8 @@ class Unpacking:
             else:
                 out[...] = self._table[bits]
             return
-        rows = max(1, PIECE_ELEMENTS * len(stored) // max(1, stored.size)) if stored.ndim else 1
+        stored, out = np.atleast_1d(stored, out)
+        rows = max(1, PIECE_ELEMENTS * len(stored) // max(1, stored.size))
         for first in range(0, len(stored), rows):
             out[first : first + rows] = self.apply(np.ascontiguousarray(stored[first : first + rows]))
 

@@ -10,6 +10,7 @@ import struct
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import count
 from math import prod
 from typing import Any, Literal, NamedTuple
 
@@ -47,8 +48,8 @@ class Values(NamedTuple):
 class ZarrArray:
     """An array: its path in the store, and its metadata document with the attributes in it.
 
-    `dims`: the names of the dimensions, `axis_0` and so on for an array without names. Properties raise `FormatError`
-    for invalid metadata.
+    `dims`: the names of the dimensions, `axis_0` and so on for an array without names; of names that are repeated,
+    `("t", "c", "c")`, the second is `c_2`. Properties raise `FormatError` for invalid metadata.
     """
 
     path: str
@@ -378,7 +379,16 @@ def _dimensions(document: Document, axes: tuple[str, ...]) -> tuple[str, ...]:
     """Return the names of an array's dimensions: its own, those of the image it belongs to, or positional ones."""
     rank = _rank(document)
     named = _names(document) or (axes if len(axes) == rank else ())
-    return named or tuple(f"{POSITIONAL}{number}" for number in range(rank))
+    return _distinct(named) or tuple(f"{POSITIONAL}{number}" for number in range(rank))
+
+
+def _distinct(names: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the names with `_2`, `_3` and so on after those that repeat an earlier one, as a covariance's do."""
+    found: list[str] = []
+    for name in names:
+        others = (f"{name}_{number}" for number in count(2))
+        found.append(name if name not in found else next(each for each in others if each not in {*names, *found}))
+    return tuple(found)
 
 
 def _names(document: Document) -> tuple[str, ...]:

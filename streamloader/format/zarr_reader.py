@@ -248,12 +248,13 @@ class ArrayReader:
                 np.divide(target, affine[1], out=target)
         return values is not None
 
-    def _overlap(self, first: Sequence[int], out: NDArray[Any], low: Place) -> tuple[NDArray[Any], tuple[slice, ...]]:
+    def _overlap(self, first: Sequence[int], out: NDArray[Any], low: Place) -> tuple[NDArray[Any], tuple[Any, ...]]:
         """Return the part of a target that the chunk beginning at `first` overlaps, and where that is in the chunk."""
+        # the ellipsis makes views of arrays without dimensions too: without it, they are indexed to a copy
         bounds = list(zip(first, self.array.chunks, low, out.shape, strict=True))
         spans = [(max(a, o), max(a, o, min(a + size, o + count))) for a, size, o, count in bounds]
-        target = out[tuple(slice(a - o, b - o) for (a, b), o in zip(spans, low, strict=True))]
-        return target, tuple(slice(a - o, b - o) for (a, b), o in zip(spans, first, strict=True))
+        at: tuple[Any, ...] = (*(slice(a - o, b - o) for (a, b), o in zip(spans, low, strict=True)), ...)
+        return out[at], (*(slice(a - o, b - o) for (a, b), o in zip(spans, first, strict=True)), ...)
 
     def _index(self, shard: Place) -> Index:
         """Return the index of a shard; all chunks are missing if the shard does not exist."""

@@ -36,9 +36,9 @@ MANY_CELLS = 4096
 class Axis:
     """The anchors along one axis: those of segment i are `first[i] + j * stride` for j in [0, `count[i]`).
 
-    A sample reads the elements [a, a + extent) of its anchor a. With `jitter` above 1, the anchor of a sample moves by
-    a random multiple of `snap` below `jitter`, the last anchor by one below `last_jitter`. `length` is that of the axis
-    and `cell` that of a cell, in elements.
+    A sample reads elements in [a, a + extent) of its anchor a: those at the ascending `offsets` from it, all if that is
+    None. With `jitter` above 1, the anchor of a sample moves by a random multiple of `snap` below `jitter`, the last
+    anchor by one below `last_jitter`. `length` is that of the axis and `cell` that of a cell, in elements.
     """
 
     name: str
@@ -51,6 +51,7 @@ class Axis:
     jitter: int = 1
     last_jitter: int = 1
     snap: int = 1
+    offsets: Ints | None = None
 
     @property
     def num_anchors(self) -> int:
@@ -268,6 +269,11 @@ def _read_factor(axes: Sequence[CellAxis], cells: Sequence[int]) -> float:
 
 def count_unused(axis: Axis) -> int:
     """Return the number of elements of an axis that no sample reads, without jitter."""
-    overlap = axis.stride <= axis.extent
-    spans = (axis.count - 1) * axis.stride + axis.extent if overlap else axis.count * axis.extent
-    return axis.length - int(spans.sum())
+    offsets = np.arange(axis.extent) if axis.offsets is None else axis.offsets
+    # Elements of one remainder by the stride are read by runs of `count` anchors, one run for each of their offsets.
+    remainder, turn = offsets % axis.stride, offsets // axis.stride
+    order = np.lexsort((turn, remainder))
+    same = np.diff(remainder[order]) == 0
+    gaps, times = np.unique(np.diff(turn[order])[same], return_counts=True)
+    runs = (offsets.size - int(same.sum())) * axis.num_anchors + times @ np.minimum.outer(gaps, axis.count).sum(axis=1)
+    return axis.length - int(runs)
