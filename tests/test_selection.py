@@ -73,6 +73,8 @@ INVALID: list[tuple[Any, str]] = [
     (np.zeros((2, 2), np.int64), r"shape \(2, 2\)"),
     (7, r"shape \(\)"),
     ([[1], [2, 3]], "is not an array"),
+    (np.ma.array(np.ones(N, np.bool_), mask=[1] * N), "elements of bool are masked"),
+    (np.ma.array([1, 2], mask=[0, 1]), "elements of int64 are masked"),
     *((nothing, f"selects none of {N} samples") for nothing in ([], "label > 0")),
     ("nope == 1", "'nope', which is not a field.*count, flag, label"),
     ("raw == 1", "'raw', which is bytes"),

@@ -357,3 +357,58 @@ def test_an_append_and_a_comparison_read_their_source_as_the_dataset_was_made(tm
         assert len(ds) == 2 * before
         for name in ds.fields:
             assert ds.read(name, 0, before).tobytes() == ds.read(name, before, 2 * before).tobytes()
+
+
+# --- masked arrays: a masked float is NaN, any other masked value is missing
+
+MASKED = np.ma.array([[1, 2], [3, 4], [5, 6]], mask=[[0, 0], [0, 1], [1, 1]])
+
+
+def both_ways(column):
+    """Return the column of a field, as one of a dict and as samples."""
+    return {"x": column}, [{"x": column[row]} for row in range(len(column))]
+
+
+@pytest.mark.parametrize("column", [MASKED.astype(float), MASKED[:, 1].astype("f4")], ids=["rows", "numbers"])
+def test_masked_floats_are_nan_and_filled_if_asked(column, tmp_path):
+    for number, samples in enumerate(both_ways(column)):
+        for fill, missing in (({}, np.nan), ({"x": -1}, -1)):
+            out = tmp_path / f"{number}{missing}"
+            sl.convert(samples, out, workers=0, fill=fill)
+            expected = column.filled(missing)
+            assert np.array_equal(sl.open(out).read("x", 0, 3), expected, equal_nan=True)
+
+
+@pytest.mark.parametrize("column", [MASKED, MASKED[:, 1], MASKED > 2], ids=["rows", "numbers", "bools"])
+def test_other_masked_values_are_bad_samples_unless_filled(column, tmp_path):
+    for number, samples in enumerate(both_ways(column)):
+        with pytest.raises(SourceError, match=r"are masked|is missing"):
+            sl.convert(samples, tmp_path / "out", workers=0)
+        assert sl.convert(samples, tmp_path / f"skip{number}", workers=0, on_error="skip").num_left_out == 2
+        fill = {"x": column.dtype.type(9)}
+        sl.convert(samples, tmp_path / f"fill{number}", workers=0, fill=fill)
+        assert np.array_equal(sl.open(tmp_path / f"fill{number}").read("x", 0, 3), column.filled(fill["x"]))
+
+
+def test_a_masked_value_of_an_iterable_or_a_map_is_no_number(tmp_path):
+    with pytest.raises(SourceError, match=r"field 'x' .* is not an array: elements of int64 are masked"):
+        sl.convert(iter([{"x": row} for row in MASKED]), tmp_path / "out")
+    columns = {"n": np.arange(3)}
+    for batch, function in {None: lambda s: {"x": MASKED[s["n"]]}, 3: lambda b: {"x": MASKED[b["n"]]}}.items():
+        with pytest.raises(SourceError, match=r"row 1 of the source: field 'x' .* elements of int64 are masked"):
+            sl.convert(columns, tmp_path / "out", map=function, map_batch=batch, workers=0)
+
+
+def test_masked_texts_are_missing(tmp_path):
+    texts = np.ma.array(["a", "b"], mask=[0, 1])
+    sl.convert({"t": texts}, tmp_path / "out", workers=0, fill={"t": "none"})
+    assert sl.open(tmp_path / "out").read("t", 0, 2) == ["a", "none"]
+    with pytest.raises(SourceError, match=r"'t' of sample .* is missing"):
+        sl.convert({"t": texts}, tmp_path / "again", workers=0)
+
+
+def test_lists_of_masked_arrays_keep_their_masks(tmp_path):
+    sl.convert([{"x": [MASKED[0].astype(float), MASKED[1].astype(float)]}], tmp_path / "out", workers=0)
+    assert np.array_equal(sl.open(tmp_path / "out")[0]["x"], [[1, 2], [3, np.nan]], equal_nan=True)
+    with pytest.raises(FieldError, match="elements of int64 are masked"):
+        sl.convert([{"x": [MASKED[0], MASKED[1]]}], tmp_path / "again", workers=0)

@@ -164,6 +164,7 @@ LIST = r"value.tolist\(\), which is returned as a list"
         (torch.zeros(2).to_sparse(), "'y' of sample 57 as a sparse_coo tensor"),
         (torch.zeros(3), r"'y' in shapes \(2,\), \(3,\)"),
         (np.zeros(3), r"'y' in shapes \(2,\), \(3,\)"),
+        (np.ma.array([1, 2], mask=[0, 1]), "MaskedArray as 'y' of sample 57, .* elements of int64 are masked"),
         (Broken(), r"Broken as 'y' of sample 57, which is not an array \(ZeroDivisionError"),
         (np.array(["2026-11-23"] * 2, "M8[D]"), r"'y' of sample 57 as an array of datetime64.*astype\('int64'\)"),
         (np.timedelta64(3, "s"), r"'y' of sample 57 as an array of timedelta64\[s\].*astype\('int64'\)"),
@@ -264,3 +265,13 @@ def test_collating_keeps_dtypes_and_stacks_numbers():
     assert batch["d"] == [None, None]
     assert batch["e"] == [b"x", b"x"]
     assert collate([], []) == {}
+
+
+def test_masked_floats_of_a_transform_are_nan():
+    rows = np.ma.array([[1, 2], [3, 4]], "f4", mask=[[0, 1], [0, 0]])
+    batch = collate([{"row": row, "last": row[1]} for row in rows], [0, 1])
+    assert np.array_equal(batch["row"], [[1, np.nan], [3, 4]], equal_nan=True)
+    assert np.array_equal(batch["last"], [np.nan, 4], equal_nan=True)
+    assert {column.dtype for column in batch.values()} == {np.dtype("f4")}
+    with pytest.raises(TransformError, match=r"field 'n' of samples 7, ... .* elements of int64 are masked"):
+        collate([{"n": 1}, {"n": np.ma.masked}], [7, 8])

@@ -92,7 +92,10 @@ BAD_VALUES = [
     ({"image": np.zeros((4, 4))}, "field 'image' of sample 1 is float64, expected uint8"),
     ({"image": np.full((4, 4), 256)}, "which does not hold 256 to 256"),
     ({"image": [[1], [2, 3]]}, "field 'image' of sample 1 is not an array"),
-    ({"image": None}, r"field 'image' of sample 1 has shape \(\)"),
+    ({"image": None}, "field 'image' of sample 1 is missing"),
+    ({"image": np.ma.array(GOOD["image"], mask=np.eye(4))}, "'image' of sample 1 .* elements of uint8 are masked"),
+    ({"label": np.ma.masked}, "field 'label' of sample 1 is missing"),
+    ({"rows": [np.ma.array([1, 2], mask=[0, 1])]}, "'rows' of sample 1 .* elements of int64 are masked"),
     ({"label": 0.5}, "field 'label' of sample 1 is float64"),
     ({"label": "3"}, "field 'label' of sample 1"),
     ({"half": 1e6}, "does not hold its values"),
@@ -133,11 +136,27 @@ def test_batches_that_do_not_fit_name_field_sample_and_lengths(store):
             ({"image": image[:, :3], "label": [1, 2, 3]}, r"'image' of sample 3 has shape \(3, 4\)"),
             ({"image": [image[0], image[0, :2]], "label": [1, 2]}, r"'image' of sample 4 has shape \(2, 4\)"),
             ({"image": image, "label": 5}, "'label' of a batch is a int"),
+            ({"image": image, "label": np.ma.array([1, 2, 3], mask=[0, 1, 0])}, "'label' of sample 4 is missing"),
             ({"image": image, "label": [1.5, 2, 3]}, "'label' of samples 3 to 5 is float64, expected int64"),
         ):
             with pytest.raises(FieldError, match=message):
                 out.write_batch(batch)
     assert len(open_dataset(store.url)) == 3
+
+
+def test_masked_floats_are_written_as_nan(store):
+    numbers = np.ma.array([[1, 2], [3, 4]], "f4", mask=[[0, 1], [0, 0]])
+    expected = [[1, np.nan], [3, 4]]
+    with sl.Writer(store.url, {"x": "float32[2]", "n": "float64", "r": "ragged:float32"}) as out:
+        out.write_batch({"x": numbers, "n": numbers[:, 1], "r": list(numbers)})
+        out.write_batch({"x": list(numbers), "n": list(numbers[:, 1]), "r": numbers})
+        for row in numbers:
+            out.write({"x": row, "n": row[1], "r": row})
+    ds = open_dataset(store.url)
+    for first in (0, 2, 4):
+        assert np.array_equal(ds.read("x", first, first + 2), expected, equal_nan=True)
+        assert np.array_equal(ds.read("n", first, first + 2), [np.nan, 4], equal_nan=True)
+        assert np.array_equal(ds.read("r", first, first + 2), expected, equal_nan=True)
 
 
 def test_the_writer_keeps_copies_of_what_it_is_given():

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from streamloader.errors import EngineError, TransformError, UsageError, message
+from streamloader.format.values import as_array
 
 Transform = Callable[..., Any]
 Sample = dict[str, Any]
@@ -122,9 +123,11 @@ def _column(name: str, values: list[Any], numbers: Sequence[int], tensors: Tenso
 
 def _stack(name: str, values: list[Any], numbers: Sequence[int]) -> Any:
     arrays = []
+    if any(value is np.ma.masked for value in values):  # the others tell its dtype
+        values = list(as_array(values))
     for value, number in zip(values, numbers, strict=True):
         try:
-            arrays.append(np.asarray(value))
+            arrays.append(as_array(value))
         except BaseException as error:
             problem = f"the transform returned {type(value).__name__} as {name!r} of sample {number}"
             problem += f", which is not an array ({type(error).__name__}: {message(error)})"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -44,7 +46,9 @@ def to_columns(fields: Mapping[str, Field], batch: Mapping[str, Any], first: int
 def to_column(name: str, field: Field, values: Any, first: int) -> Column:
     """Return one field's column of a batch. Raises `FieldError`, which names the first sample with an invalid value."""
     if field.fixed:
-        array = _as_array(values)
+        array = None
+        with suppress(ValueError, TypeError):  # lists of unequal lengths
+            array = as_array(values)
         if array is not None and array.shape[1:] == field.shape:
             return _cast(array, np.dtype(field.dtype), f"field {name!r} of samples {first} to {first + len(array) - 1}")
         rows = [to_value(name, field, value, first + i) for i, value in enumerate(values)]
@@ -64,9 +68,12 @@ def to_value(name: str, field: Field, value: Any, sample: int | str) -> NDArray[
         return bytes(value)
     if field.kind == "text":
         return _encode(value, where)
-    array = _as_array(value)
-    if array is None:
-        raise FieldError(f"{where} is not an array of one shape", f"give {field}")
+    if value is None or (value is np.ma.masked and not field.dtype.startswith("float")):
+        raise FieldError(f"{where} is missing", f"give {field}")
+    try:
+        array = as_array(value)
+    except (ValueError, TypeError) as error:
+        raise FieldError(f"{where} is not an array of {field.dtype}: {error}", f"give {field}") from None
     if field.kind == "ragged":
         if array.size == 0:
             return b""
@@ -104,11 +111,35 @@ def _encode(value: Any, where: str) -> bytes:
         raise FieldError(f"{where} is not valid text ({error.reason})", "give a str that UTF-8 can encode") from error
 
 
-def _as_array(value: Any) -> NDArray[Any] | None:
-    try:
-        return np.asarray(value)
-    except (ValueError, TypeError):  # lists of unequal lengths
-        return None
+_MASKED = frozenset({np.ma.MaskedArray, type(np.ma.masked)})
+
+
+def as_array(value: Any) -> NDArray[Any]:
+    """Return a value as an array, in which masked floats are NaN. Raises as numpy, and ValueError for others masked."""
+    kinds = leaves(value)[1] if isinstance(value, list | tuple) else frozenset[type]()
+    array = np.asanyarray(value) if _MASKED.isdisjoint(kinds) else _stack_masked(value)
+    if np.ma.is_masked(array):
+        if array.dtype.kind != "f":
+            raise ValueError(f"elements of {array.dtype} are masked")
+        array = np.ma.filled(array, np.nan)
+    return np.asarray(array)
+
+
+def _stack_masked(value: Any) -> NDArray[Any]:
+    """Return nested lists as a masked array: numpy would drop the masks of masked arrays in a list."""
+    arrays = [_stack_masked(item) if isinstance(item, list | tuple) else np.ma.asanyarray(item) for item in value]
+    dtypes: list[Any] = [array.dtype for array in arrays if array is not np.ma.masked]  # which is a float64
+    stacked: NDArray[Any] = np.ma.stack(arrays).astype(np.result_type(*dtypes or [np.float64]))
+    return stacked
+
+
+def leaves(items: Sequence[Any]) -> tuple[Sequence[Any], set[type]]:
+    """Return the innermost items of nested lists, and their types."""
+    for _ in range(64):  # numpy's limit of dimensions
+        if not (kinds := set(map(type, items))) or not kinds <= {list, tuple}:
+            break
+        items = list(chain.from_iterable(items))
+    return items, kinds
 
 
 def _cast(array: NDArray[Any], dtype: np.dtype[Any], where: str) -> NDArray[Any]:

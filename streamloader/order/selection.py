@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streamloader.errors import MemoryBudgetError, SelectionError
+from streamloader.format.values import as_array
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,7 +51,7 @@ class Selection:
             ascending = numbers if numbers.step > 0 else numbers[::-1]
             return cls(np.arange(ascending.start, ascending.stop, ascending.step, dtype=np.int64), num_samples)
         try:
-            values = np.asarray(choice)
+            values = as_array(choice)
         except (TypeError, ValueError) as error:  # rows of different lengths, a tensor on a GPU
             problem = f"where= is not an array: {error}"
             raise SelectionError(problem, "give a slice, bools, or sample numbers") from error

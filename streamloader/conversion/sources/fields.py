@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain
 from typing import Any, TypeVar
 
 import numpy as np
@@ -20,7 +19,7 @@ from streamloader.conversion.sources.files import Listing
 from streamloader.errors import FieldError, UsageError
 from streamloader.format.codecs import Column
 from streamloader.format.manifest import Field, check_name
-from streamloader.format.values import exact_in_float, from_bytes, to_column, to_value
+from streamloader.format.values import as_array, exact_in_float, from_bytes, leaves, to_column, to_value
 
 Value = TypeVar("Value")
 _COMMA = re.compile(r",(?![^\[]*\])")  # not within a shape
@@ -95,7 +94,7 @@ def _fill_value(name: str, field: Field, value: Any) -> Any:
         raise FieldError(f"the fill value {value!r} of the field {name!r} is not {field.kind}", f"give {field.kind}")
     number = _number(value) if isinstance(value, str) else value
     try:
-        if isinstance(number, bool) != (field.dtype == "bool"):
+        if isinstance(number, bool | np.bool_) != (field.dtype == "bool"):
             raise FieldError("")
         return np.asarray(to_value(name, Field("tensor", field.dtype), number, ""))[()]
     except FieldError:
@@ -187,7 +186,7 @@ def settle(value: Any, where: str) -> Settled:
         return str(value)  # numpy.str_ too
     if isinstance(value, bytes | bytearray | memoryview):
         return bytes(value)
-    if value is None:
+    if value is None or value is np.ma.masked:
         raise FieldError(f"{where} is missing", "give every sample a value, or fill it in with --fill")
     if isinstance(value, Mapping):
         raise FieldError(f"{where} is a {type(value).__name__}", "give each value a field of its own")
@@ -258,28 +257,17 @@ def integer_dtype(low: int, high: int) -> str:
 
 
 def _array(value: Any, where: str) -> NDArray[Any]:
-    items, kinds = _leaves(value) if isinstance(value, list | tuple) else ([], set())
+    items, kinds = leaves(value) if isinstance(value, list | tuple) else ([], set())
     if any(issubclass(kind, str | bytes) for kind in kinds):  # numpy would allocate the longest length for each
         raise FieldError(f"{where} is a list that holds other values than numbers", _KINDS)
     array = from_dlpack(value) if not isinstance(value, np.ndarray) and hasattr(value, "__dlpack__") else None
     try:
-        array = np.asarray(value) if array is None else array
+        array = as_array(value) if array is None else array
     except (ValueError, TypeError) as error:
-        raise FieldError(
-            f"{where} is not an array of one shape ({error})", "give numbers, text, bytes or arrays"
-        ) from None
+        raise FieldError(f"{where} is not an array: {error}", _KINDS) from None
     if changed := _changed_by_numpy(items, kinds, array):
         raise FieldError(f"{where} is a list that holds {changed}", "give numbers of one type, or an array")
     return array
-
-
-def _leaves(items: Sequence[Any]) -> tuple[Sequence[Any], set[type]]:
-    """Return the innermost items of nested lists, and their types."""
-    for _ in range(64):  # numpy's limit of dimensions
-        if not (kinds := set(map(type, items))) or not kinds <= {list, tuple}:
-            break
-        items = list(chain.from_iterable(items))
-    return items, kinds
 
 
 def _changed_by_numpy(items: Sequence[Any], kinds: set[type], array: NDArray[Any]) -> str:

@@ -147,12 +147,14 @@ def _as_arrays(samples: Columns) -> dict[str, NDArray[Any]]:
     arrays: dict[str, NDArray[Any]] = {}
     for name, column in samples.columns.items():
         try:
-            array = np.asarray(column) if hasattr(column, "__array__") else None
+            array = np.asanyarray(column) if hasattr(column, "__array__") else None
         except Exception:  # noqa: BLE001 - another library's; its values are then read one by one
             array = None
         if array is None or array.dtype.kind not in "biuf" or array.itemsize > 8 or 0 in array.shape[1:]:
             return {}
-        arrays[name] = array.astype(array.dtype.newbyteorder("="), copy=False)
+        if np.ma.is_masked(array):  # each masked sample is filled, or bad
+            return {}
+        arrays[name] = np.asarray(array).astype(array.dtype.newbyteorder("="), copy=False)
     return arrays
 
 

@@ -83,16 +83,17 @@ def infer_fields(url: str, samples: Sequence[Sample], selection: FieldSelection)
     fields: dict[str, Field] = {}
     flags: set[str] = set()
     for name, key in kept.items():
-        values = [(sample.get(key), f"the field {name!r} of {where}") for _, where, sample in samples]
+        values = [(_unmasked(sample.get(key)), f"the field {name!r} of {where}") for _, where, sample in samples]
         fields[name], flag = _infer(name, selection.fields.get(name), values)
         flags |= {name} if flag else set()
     typed = frozenset(name for name, field in selection.fields.items() if field is not None)
     fill = selection.fill_values(fields, url)
-    for name in fill:
-        field = fields[name]
-        if field.dtype:
-            fill[name] = np.full(field.shape if field.fixed else (0, *field.shape), fill[name])
     return SampleFields(kept, fields, typed, frozenset(flags), fill, complete=not selection.fields)
+
+
+def _unmasked(value: Any) -> Any:
+    """Return the data of a masked array, which tell its type though some or all elements are masked."""
+    return value.data if isinstance(value, np.ma.MaskedArray) and value is not np.ma.masked else value
 
 
 def _infer(name: str, selected: Field | None, values: Sequence[tuple[Any, str]]) -> tuple[Field, bool]:
@@ -160,15 +161,29 @@ class SampleFields:
             self._check_keys(sample)
         for field_name, key in self.originals.items():
             value = sample.get(key)
-            if value is None and field_name in self.fill:
-                out[field_name] = self.fill[field_name]
-                continue
-            if not isinstance(value, bytes | str | np.ndarray):
-                value = settle(value, f"field {field_name!r} of sample {name}")
+            if not isinstance(value, bytes | str) and type(value) is not np.ndarray:
+                missing = value is None or value is np.ma.masked
+                if missing and field_name in self.fill:
+                    out[field_name] = self._fill_value(field_name)
+                    continue
+                value = settle(self._unmasked(field_name, value), f"field {field_name!r} of sample {name}")
             if isinstance(value, np.ndarray) and (value.dtype != self._dtypes[field_name] or field_name in self.flags):
                 self._check_dtype(field_name, value, name)
             out[field_name] = value
         return out
+
+    def _fill_value(self, name: str) -> Settled:
+        field, fill = self.fields[name], self.fill[name]
+        return np.full(field.shape if field.fixed else (0, *field.shape), fill) if field.dtype else fill
+
+    def _unmasked(self, name: str, value: Any) -> Any:
+        """Return the value with masked elements filled, a masked float as NaN."""
+        fill = self.fill.get(name)
+        if value is np.ma.masked and self.fields[name].dtype.startswith("float"):
+            return np.nan
+        if np.ma.is_masked(value) and fill is not None and np.can_cast(fill.dtype, value.dtype, "same_kind"):
+            return np.where(value.mask, fill, value.data)
+        return value
 
     def _check_keys(self, sample: Mapping[str, Any]) -> None:
         """Raise `FieldError` if the sample has a value for a key from which no field was inferred."""
