@@ -107,6 +107,19 @@ def test_numbers_of_one_byte_and_variable_length_may_be_encoded_images(tmp_path)
     assert str(opened(tmp_path / "it.h5").fields["image"]) == "ragged:uint8"
 
 
+@pytest.mark.parametrize("dtype", ["u1", "<i2", ">i2", ">u8", "<f4", ">f8"])
+def test_arrays_of_variable_length_have_the_written_values_in_any_byte_order(dtype, tmp_path):
+    rows = [np.arange(n).astype(dtype) for n in range(4)]
+    with h5py.File(tmp_path / "it.h5", "w") as file:
+        dataset = file.create_dataset("x", (5,), h5py.vlen_dtype(np.dtype(dtype)))
+        for n, row in enumerate(rows):  # the last one is never written
+            dataset[n] = row
+    source = opened(tmp_path / "it.h5")
+    assert str(source.fields["x"]) == f"ragged:{np.dtype(dtype).name}"
+    little = np.dtype(dtype).newbyteorder("<")
+    assert read(source)["x"] == [row.astype(little).tobytes() for row in (*rows, rows[0])]
+
+
 def test_enumerations_and_what_was_never_written_read_as_hdf5_says(tmp_path):
     with h5py.File(tmp_path / "it.h5", "w") as file:
         file["kind"] = np.array([3, 0, 5], h5py.enum_dtype({"a": 0, "b": 3, "c": 5}, "i1"))

@@ -371,8 +371,8 @@ def _read_dataset(dataset: Any, rows: NDArray[np.int64], column: NDArray[Any] | 
             texts = np.ascontiguousarray(block).view(f"S{block.shape[1]}") if block.ndim == 2 else block
             column.extend(texts.reshape(-1).tolist())
         else:
-            items = np.dtype(_dtype(dataset)).newbyteorder("<")
-            column.extend(np.asarray(item, items).tobytes() for item in block)
+            stored = np.dtype(_dtype(dataset))  # h5py keeps the stored bytes, with the machine's dtype
+            column.extend(item.view(stored).astype(stored.newbyteorder("<"), copy=False).tobytes() for item in block)
 
 
 def _scan_netcdf(raw: BlockFile, inner: str, selection: FieldSelection) -> arrays.Container:
