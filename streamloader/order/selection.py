@@ -21,7 +21,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streamloader.errors import MemoryBudgetError, SelectionError
-from streamloader.format.values import as_array
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,8 +49,10 @@ class Selection:
             check_fits(len(numbers), memory)
             ascending = numbers if numbers.step > 0 else numbers[::-1]
             return cls(np.arange(ascending.start, ascending.stop, ascending.step, dtype=np.int64), num_samples)
+        if np.ma.is_masked(choice):
+            raise SelectionError("where= has masked elements", "fill them: where.filled(False)")
         try:
-            values = as_array(choice)
+            values = np.asarray(choice)
         except (TypeError, ValueError) as error:  # rows of different lengths, a tensor on a GPU
             problem = f"where= is not an array: {error}"
             raise SelectionError(problem, "give a slice, bools, or sample numbers") from error
