@@ -341,7 +341,7 @@ class Sampling:
     windows: Window | None = None
     patches: Patch | None = None
     channels: Channels | Mapping[str, Channels] | None = None
-    decode_cf: bool = True
+    decode_cf: bool | Mapping[str, bool] = True
     strict: bool = False
     normalize: Normalize = None
 
@@ -350,6 +350,9 @@ class Sampling:
             value = getattr(self, name)
             if value is not None and not isinstance(value, kind):
                 raise UsageError(f"{name}={value!r:.60}", f"give a {name.rstrip('s').capitalize()}(...)")
+        each = self.decode_cf.values() if isinstance(self.decode_cf, Mapping) else [self.decode_cf]
+        if not all(isinstance(value, bool) for value in each):
+            raise UsageError(f"decode_cf={self.decode_cf!r:.60}", "give True, False, or a dict of these by array")
         if self.sample_axis is not None and not isinstance(self.sample_axis, str | int):
             raise UsageError(f"sample_axis={self.sample_axis!r:.60}", "give the name or the number of a dimension")
 

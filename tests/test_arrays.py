@@ -30,7 +30,10 @@ def test_the_expected_values_are_those_of_xarray(store):
         warnings.simplefilter("ignore")
         opened = xr.open_zarr(STORES / store, decode_times=False, consolidated=None)
         for name in VARIABLES:
-            np.testing.assert_allclose(opened[name].values.astype("f4"), values_of(store, name).astype("f4"), rtol=1e-6)
+            wanted = opened[name].values.astype("f4")
+            if name == "count":  # xarray masks the fill value 0 of version 2
+                wanted = np.nan_to_num(wanted)
+            np.testing.assert_allclose(wanted, values_of(store, name).astype("f4"), rtol=1e-6)
 
 
 @pytest.mark.parametrize("store", GRIDS)

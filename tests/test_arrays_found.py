@@ -57,6 +57,52 @@ def test_packed_times_are_unpacked_exactly(packing, tmp_path):
     assert sl.StreamingDataset(url, batch_size=1, sample_axis="time", windows=windows).num_samples == 49
 
 
+def test_a_fill_value_of_0_masks_only_what_attributes_say_is_packed_or_missing(tmp_path):
+    """It is the default of zarr-python 2, kerchunk and tifffile; other fill values of version 2 are netCDF's."""
+    group = zarr.open_group(tmp_path / "x.zarr", mode="w", zarr_format=2)
+    cases = {
+        "image": ("u1", 0, {}, [0, 1, 2]),
+        "floats": ("f4", 0, {}, [0, 1, 2]),
+        "signed": ("i2", 0, {"_Unsigned": "false"}, [0, 1, 2]),
+        "chosen": ("i2", 2, {}, [0, 1, np.nan]),
+        "packed": ("i2", 0, {"scale_factor": 0.5}, [np.nan, 0.5, 1]),
+        "offset": ("i2", 0, {"add_offset": 1}, [np.nan, 2, 3]),
+        "missing": ("i4", 0, {"missing_value": 1}, [np.nan, np.nan, 2]),
+        "named": ("i4", 0, {"_FillValue": 0}, [np.nan, 1, 2]),
+    }
+    for name, (dtype, fill, attributes, _) in cases.items():
+        array = group.create_array(name, shape=(3,), dtype=dtype, fill_value=fill)
+        array[:] = np.arange(3)
+        array.attrs.update({"_ARRAY_DIMENSIONS": ["n"], **attributes})
+    (batch,) = sl.StreamingDataset(tmp_path / "x.zarr", batch_size=3, sample_axis="n", shuffle=False)
+    for name, (dtype, _, _, wanted) in cases.items():
+        np.testing.assert_array_equal(batch[name].numpy(), wanted, err_msg=name)
+        assert np.isnan(wanted).any() or batch[name].numpy().dtype == dtype
+
+
+def test_times_of_numpy_keep_the_epoch_despite_a_fill_value_of_0(tmp_path):
+    group = zarr.open_group(tmp_path / "x.zarr", mode="w", zarr_format=2)
+    dates = np.array(["1970-01-01", "2020-03-03", "NaT"], "datetime64[s]")
+    group.create_array("dates", data=dates, fill_value=0).attrs.update({"_ARRAY_DIMENSIONS": ["n"], "_FillValue": 0})
+    (batch,) = sl.StreamingDataset(tmp_path / "x.zarr", batch_size=3, sample_axis="n", fields=["dates"], shuffle=False)
+    np.testing.assert_array_equal(batch["dates"].numpy(), dates.astype("i8"))
+
+
+def test_arrays_are_unpacked_by_choice_of_each(tmp_path):
+    packing = {"scale_factor": 0.5, "_FillValue": 3}
+    stored = np.arange(4, dtype="i2")
+    url = write(tmp_path / "x.zarr", attributes={"a": packing, "b": packing}, a=stored, b=stored)
+    options = {"batch_size": 4, "sample_axis": "time", "shuffle": False}
+    (batch,) = sl.StreamingDataset(url, decode_cf={"a": False}, **options)
+    np.testing.assert_array_equal(batch["a"].numpy(), stored)
+    np.testing.assert_array_equal(batch["b"].numpy(), [0, 0.5, 1, np.nan])
+    with pytest.raises(errors.FieldError, match="has no array 'c'"):
+        sl.StreamingDataset(url, decode_cf={"c": False}, **options)
+    for wrong in ("a", ["a"], {"a": 1}, None):
+        with pytest.raises(errors.UsageError, match="give True, False, or a dict of these by array"):
+            sl.StreamingDataset(url, decode_cf=wrong, **options)
+
+
 @pytest.mark.parametrize("codec", ["lz4", "gzip", "zlib", "zstd"])
 def test_a_chunk_that_decodes_to_fewer_bytes_is_an_error(codec, tmp_path):
     from numcodecs.registry import get_codec

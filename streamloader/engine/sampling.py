@@ -77,7 +77,8 @@ class OpenedArrays:
     def unpacking(self, name: str) -> Unpacking | None:
         """Return how the values of an array are unpacked."""
         array = self.group.array(name)
-        if not self.sampling.decode_cf or self.ours:
+        choice = self.sampling.decode_cf
+        if self.ours or not (choice.get(name, True) if isinstance(choice, Mapping) else choice):
             return None
         if name not in self._unpackings:
             where = f"the array {name!r} of {self.group.url}"
@@ -216,6 +217,8 @@ def open_arrays(
     channels = (name.partition("@")[0] for column in sampling.columns.values() for name in column.names)
     group = read_group(store, {*(fields or ()), *channels})
     opened = OpenedArrays(store, group, sampling, is_ours(group))
+    for name in sampling.decode_cf if isinstance(sampling.decode_cf, Mapping) else ():
+        group.array(name)
     drafts = _drafts(opened, fields)
     length = _sample_length(opened, drafts)
     coordinate = None if not opened.sample_axis else read_coordinate(opened, opened.sample_axis, length)

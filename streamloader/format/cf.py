@@ -1,15 +1,17 @@
 """Unpacks values of arrays by netCDF's CF conventions: scale, offset, fill values and valid range.
 
-Section 8.1 of the CF conventions (packed data), and section 2.5.1 (missing data, valid and actual range). Unpacked
-values are float32, floats keep their width, and missing values are NaN.
+Section 8.1 of the CF conventions (packed data), and section 2.5.1 (missing data, valid and actual range). Integers of
+up to 16 bits become float32, wider ones float64, which holds all of 32 bits; floats keep their width. Missing values
+are NaN.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from math import isnan
+from math import isfinite, isnan
 from typing import Any
 
 import numpy as np
@@ -18,13 +20,17 @@ from numpy.typing import NDArray
 from streamloader.errors import FormatError
 
 PIECE_ELEMENTS = 1 << 16  # unpacked at once, so that temporary float64 values fit in a core's cache
+# Limits in unpacked units are rounded by up to this share of a step: scale, offset and limits may have been float32.
+ROUNDED = 0.01
+_NUMBER = re.compile(r"[-+]?(?:(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?|inf)", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class Unpacking:
     """How stored values become floats: those in `fills` or outside `valid` become NaN, others value * scale + offset.
 
-    `stored`: the native dtype of stored values. `view`: the dtype they have by the attribute `_Unsigned`.
+    `valid` limits the values before they are scaled. `stored`: the native dtype of stored values. `view`: the dtype
+    they have by the attribute `_Unsigned`.
     """
 
     stored: np.dtype[Any]
@@ -37,7 +43,7 @@ class Unpacking:
     @property
     def dtype(self) -> str:
         """The dtype of unpacked values."""
-        return self.stored.name if self.stored.kind == "f" else "float32"
+        return self.stored.name if self.stored.kind == "f" else "float32" if self.stored.itemsize <= 2 else "float64"
 
     def apply(self, stored: NDArray[Any]) -> NDArray[Any]:
         """Return the unpacked values. They are computed as float64 and rounded once."""
@@ -97,16 +103,41 @@ def unpacking_of(attributes: Mapping[str, Any], dtype: np.dtype[Any], where: str
     scale, offset = (_number(attributes, name, where) for name in ("scale_factor", "add_offset"))
     fills = [*_numbers(attributes, "_FillValue", where), *_numbers(attributes, "missing_value", where)]
     fills = [stored.type(fill).item() for fill in fills if not isnan(fill)] if stored.kind == "f" else fills
-    valid = _numbers(attributes, "valid_range", where)
-    low = _number(attributes, "valid_min", where)
-    high = _number(attributes, "valid_max", where)
-    bounds = (-np.inf if low is None else low, np.inf if high is None else high)
-    if len(valid) == 2:
-        bounds = valid[0], valid[1]
-    limited = bounds != (-np.inf, np.inf)
-    if scale is None and offset is None and not fills and not limited:
+    limits = _valid_limits(attributes, view, scale, offset)
+    if scale is None and offset is None and not fills and limits is None:
         return None
-    return Unpacking(stored, view, scale, offset, tuple(dict.fromkeys(fills)), bounds if limited else None)
+    return Unpacking(stored, view, scale, offset, tuple(dict.fromkeys(fills)), limits)
+
+
+def _valid_limits(
+    attributes: Mapping[str, Any], view: np.dtype[Any], scale: float | None, offset: float | None
+) -> tuple[float, float] | None:
+    """Return the least and the greatest valid value before scaling, None if the attributes limit none.
+
+    `view`: the dtype of stored values. Limits that are floats where these are integers are of unpacked values. What is
+    no number, or no range, is ignored.
+    """
+    given = [_limits(attributes, "valid_min", 1) or [-np.inf], _limits(attributes, "valid_max", 1) or [np.inf]]
+    low, high = _limits(attributes, "valid_range", 2) or [limit for (limit,) in given]
+    unpacked = any(isinstance(limit, float) and isfinite(limit) for limit in (low, high))
+    if unpacked and view.kind in "iu" and (scale is not None or offset is not None):
+        low, high = ((limit - (offset or 0)) / (scale or 1) for limit in (low, high))
+        low, high = (low - ROUNDED, high + ROUNDED) if (scale or 1) > 0 else (high - ROUNDED, low + ROUNDED)
+    elif "_Unsigned" in attributes and view.kind in "iu":
+        low, high = (_reinterpreted(limit, view) for limit in (low, high))
+    return None if low > high or (low, high) == (-np.inf, np.inf) else (float(low), float(high))
+
+
+def _limits(attributes: Mapping[str, Any], name: str, count: int) -> list[float]:
+    """Return the numbers of a limit, a list or a text; empty unless it has `count`. Those without a point are int."""
+    found = [number.lower() for number in _NUMBER.findall(str(attributes.get(name)))]
+    return [float(x) if set(x) & set(".ei") else int(x) for x in found] if len(found) == count else []
+
+
+def _reinterpreted(limit: float, view: np.dtype[Any]) -> float:
+    """Return a limit of values of the other sign as that of `view`, with the same bits."""
+    least, size = int(np.iinfo(view).min), 1 << 8 * view.itemsize
+    return (limit - least) % size + least if -size // 2 <= limit < size else limit
 
 
 def _numbers(attributes: Mapping[str, Any], name: str, where: str) -> list[float]:

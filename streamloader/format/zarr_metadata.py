@@ -32,6 +32,7 @@ VARIABLE: dict[str, Literal["text", "bytes"]] = {
 FIXED_TEXTS = {"fixed_length_utf32": "U", "null_terminated_bytes": "S"}
 TIMES = ("numpy.datetime64", "numpy.timedelta64")
 MAX_TEXT = 1 << 30  # bytes of a text of fixed length
+PACKING = ("scale_factor", "add_offset", "missing_value")
 POSITIONAL = "axis_"  # begins the names of dimensions that have none
 
 Document = Mapping[str, Any]
@@ -187,15 +188,17 @@ class ZarrArray:
 
     @property
     def netcdf_attributes(self) -> Document:
-        """The attributes with netCDF's `_FillValue`, as xarray writes it.
+        """The attributes with netCDF's `_FillValue`, as xarray writes it; none for times of numpy, which have NaT.
 
-        In version 2 it is Zarr's fill value, unless there is one. That of floats may be encoded in base64.
+        In version 2 it is Zarr's fill value, unless there is one. The fill value 0, the default of many writers, counts
+        only if other attributes say that values are packed or missing. That of floats may be encoded in base64.
         """
-        attributes = self.attributes
+        attributes = {} if self.holds_times else self.attributes
         fill = attributes.get("_FillValue")
         by_xarray = self.version == 2 and "_ARRAY_DIMENSIONS" in attributes
         if fill is None and by_xarray and self.document.get("fill_value") is not None:
-            fill = np.asarray(self.fill).item()
+            if self.fill or not attributes.keys().isdisjoint(PACKING):
+                fill = np.asarray(self.fill).item()
         elif isinstance(fill, str) and self.values.dtype.kind == "f":
             try:
                 (fill,) = struct.unpack("<d", base64.b64decode(fill, validate=True))

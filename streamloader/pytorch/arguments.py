@@ -64,7 +64,7 @@ class Source:
     windows: Window | None = None
     patches: Patch | None = None
     channels: Channels | Mapping[str, Channels] | None = None
-    decode_cf: bool = True
+    decode_cf: bool | Mapping[str, bool] = True
     strict: bool = False
     normalize: Normalize = None
 

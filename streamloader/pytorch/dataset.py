@@ -51,10 +51,10 @@ class StreamingDataset(BaseDataset):
     To read arrays of any Zarr store in place: `sample_axis`: the dimension that samples lie along, by name or number.
     `windows`: a `Window` of several elements of it. `patches`: a `Patch` of other dimensions. `channels`: arrays that
     are stacked into one tensor, `Channels(...)` or a dict of these by name. `decode_cf`: unpack values by their
-    attributes, as netCDF's conventions say. `strict`: a missing chunk is an error; else its elements have the fill
-    value. `normalize`: (mean, std) by name of an array or a channel, for (x - mean) / std as floats; or the path or URL
-    of the file that `streamloader stats` writes; True reads what it saved in the dataset. Then `where` selects elements
-    of the sample axis, also by times: `slice("2001-01", "2017-12")`.
+    attributes, as netCDF's conventions say; in a dict of bools by array, other arrays are True. `strict`: a missing
+    chunk is an error; else its elements have the fill value. `normalize`: (mean, std) by name of an array or a channel,
+    for (x - mean) / std as floats; or the path or URL of the file that `streamloader stats` writes; True reads what it
+    saved in the dataset. Then `where` selects elements of the sample axis, also by times, `slice("2001-01", None)`.
 
     A complete pass advances the epoch. Raises a `StreamloaderError`: the constructor for invalid arguments, iteration
     at the batch that an error belongs to.
@@ -86,7 +86,7 @@ class StreamingDataset(BaseDataset):
         windows: Window | None = None,
         patches: Patch | None = None,
         channels: Channels | Mapping[str, Channels] | None = None,
-        decode_cf: bool = True,
+        decode_cf: bool | Mapping[str, bool] = True,
         strict: bool = False,
         normalize: Normalize = None,
     ) -> None:

@@ -1,6 +1,6 @@
 """Rows of Zarr arrays, and slices of arrays as fields, `z@500` as `z_500`: the source of `--rechunk`.
 
-Chunks are read as when arrays are read in place, each once for all slices in it; slices are unpacked to float32.
+Chunks are read as when arrays are read in place, each once for all slices in it; slices are unpacked to floats.
 """
 
 from __future__ import annotations
