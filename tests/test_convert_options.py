@@ -21,7 +21,7 @@ from commands import run
 from conversions import SMALL, Exported, contents, interrupted, write_photos
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from PIL import Image
+from PIL import Image, ImageCms
 from sources import kinds_of
 
 from streamloader.conversion import job, shard_task
@@ -33,6 +33,7 @@ from streamloader.errors import DestinationError, SourceError, StreamloaderError
 from streamloader.format import dataset
 from streamloader.format.manifest import Field
 from streamloader.maintenance.verify import verify
+from streamloader.pytorch.dataset import StreamingDataset
 from streamloader.storage import open_store
 
 ROWS = 500
@@ -513,6 +514,50 @@ def test_the_orientation_is_applied_when_an_image_is_re_encoded(tmp_path):
     exif[0x0112] = 6
     Image.new("RGB", (40, 20)).save(tmp_path / "photos" / "a" / "x.jpg", exif=exif)
     assert opened(made(tmp_path / "photos", tmp_path, quality=90)[0]["image"]).size == (20, 40)
+
+
+@pytest.mark.parametrize(("options", "expected"), [({"quality": 100}, 128), ({"resize": 4}, 32768)])
+def test_16_bits_of_grey_are_scaled_to_a_jpeg_and_kept_in_a_png(options, expected, tmp_path):
+    (tmp_path / "photos" / "a").mkdir(parents=True)
+    Image.fromarray(np.full((8, 8), 32768, np.uint16)).save(tmp_path / "photos" / "a" / "x.png")
+    assert np.asarray(opened(made(tmp_path / "photos", tmp_path, **options)[0]["image"])).min() == expected
+
+
+MODES = ["1", "L", "LA", "La", "I", "I;16", "I;16B", "F", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX"]
+
+
+@pytest.mark.parametrize("mode", [*MODES, "CMYK", "YCbCr", "LAB", "HSV"])
+def test_an_image_object_of_any_mode_keeps_its_colour(mode, tmp_path):
+    colour = Image.new("RGB", (4, 4), (204, 51, 102))  # in the palette of mode P
+    if mode == "LAB":
+        lab, srgb = ImageCms.createProfile("LAB"), ImageCms.createProfile("sRGB")
+        image = ImageCms.profileToProfile(colour, srgb, lab, outputMode="LAB")
+    elif mode in ("I;16", "I;16B", "F"):
+        scale = 1 / 255 if mode == "F" else 257
+        values = np.full((4, 4), 103 * scale, "f4" if mode == "F" else ">u2" if mode == "I;16B" else "u2")
+        image = Image.frombytes(mode, (4, 4), values.tobytes())
+    else:
+        via = {"La": "LA", "RGBa": "RGBA", "PA": "P"}.get(mode, "RGB")
+        image = Image.new("I", (4, 4), 103 * 257) if mode == "I" else colour.convert(via).convert(mode)
+    convert([{"image": image}, {"image": colour}], tmp_path / "out", workers=0)
+    ds = StreamingDataset(tmp_path / "out", batch_size=2, decode=True, shuffle=False)
+    assert str(ds.fields["image"]) in ("bytes:png", "bytes:mixed")
+    first, second = next(iter(ds))["image"].numpy()[:, 0, 0].astype(int)
+    grey = [0 if mode == "1" else 103] * 3
+    expected = grey if mode[0] in "1IFL" and mode != "LAB" else [204, 51, 102]
+    assert np.abs(first - expected).max() <= 3
+    assert second.tolist() == [204, 51, 102]
+
+
+def test_an_image_object_that_cannot_be_stored_is_a_bad_sample(tmp_path):
+    whole = io.BytesIO()
+    Image.effect_noise((64, 64), 50).save(whole, "PNG")
+    cut = opened(whole.getvalue()[:900])
+    samples = [{"image": Image.new("L", (3, 3))}, {"image": cut}, {"image": Image.new("L", (0, 3))}]
+    report = convert(samples, tmp_path / "out", workers=0, on_error="skip")
+    assert (report.num_samples, report.num_left_out) == (1, 2)
+    with pytest.raises(SourceError, match=r"is an image that cannot be stored: .*truncated"):
+        convert(samples, tmp_path / "other", workers=0)
 
 
 def test_an_image_whose_pixels_are_damaged_is_a_bad_sample_when_it_is_resized(photos, tmp_path):

@@ -43,7 +43,7 @@ ALLOWED = {
     "images": BASE | {"format"},
     "engine": BASE | {"storage", "format", "order", "images"},
     "pytorch": BASE | {"storage", "format", "order", "images", "engine"},
-    "conversion": BASE | {"storage", "format"},
+    "conversion": BASE | {"storage", "format", "images"},
     "maintenance": BASE | {"storage", "format", "conversion"},
     "measure": BASE | {"storage", "format", "order", "images", "engine", "pytorch"},
     "cli": BASE | {"storage", "format", "conversion", "maintenance", "demo", "pytorch", "measure"},

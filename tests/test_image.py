@@ -169,6 +169,33 @@ def test_images_of_every_mode_become_rgb(mode, size):
     assert decoder.shape(memoryview(out.getvalue()), 0) == pixels.shape
 
 
+SIXTEEN = np.array([[0, 256, 32768, 65535]], np.uint16)
+GREYS = {
+    "16 bits": (Image.fromarray(SIXTEEN), "png"),
+    "16 bits, big-endian": (Image.frombytes("I;16B", (4, 1), SIXTEEN.byteswap().tobytes()), "tiff"),
+    "16 bits in JPEG 2000": (Image.fromarray(np.tile(SIXTEEN, (4, 1))), "jpeg2000"),
+    "32 bits": (Image.fromarray(SIXTEEN.astype(np.int32)), "tiff"),
+    "floats": (Image.fromarray((SIXTEEN / 65535).astype(np.float32)), "tiff"),
+}
+
+
+@pytest.mark.parametrize("case", GREYS)
+@pytest.mark.parametrize("mode", ["L", "RGB"])
+def test_grey_of_more_than_8_bits_is_scaled(case, mode):
+    out = io.BytesIO()
+    GREYS[case][0].save(out, GREYS[case][1])
+    pixels = ImageDecoder.choose(Decode(mode=mode)).decode(memoryview(out.getvalue()), 0)
+    assert pixels[0].tolist() == [[v] * pixels.shape[2] for v in (0, 1, 128, 255)]
+
+
+@pytest.mark.parametrize("values", [np.float32([[0, 2]]), np.float32([[0, np.nan]]), np.int32([[-1, 0]])])
+def test_greys_of_which_the_white_is_unknown_are_an_error(values):
+    out = io.BytesIO()
+    Image.fromarray(values).save(out, "tiff")
+    with pytest.raises(DecodeError, match=r"its values are from .* expected 0 to (1|65535)\)"):
+        ImageDecoder.choose(Decode()).decode(memoryview(out.getvalue()), 0)
+
+
 AUGMENT = Decode(size=(12, 16), crop=RandomResizedCrop(flip=0.5), normalize="imagenet")
 
 

@@ -112,10 +112,11 @@ def test_views_and_json_are_read(tmp_path):
 
 def test_encodings_are_those_that_all_sampled_values_have(tmp_path):
     png, jpeg = b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff"
-    table = pa.table({"a": [png] * 4, "b": [png, png, png, jpeg], "c": [png] * 4})
+    table = pa.table({"a": [png] * 4, "b": [png, png, png, jpeg], "c": [png] * 4, "d": [png, b"", png, png]})
     pq.write_table(table, tmp_path / "it.parquet", row_group_size=1)
-    found = opened(tmp_path, "a,b,c=bytes:webp").fields
-    assert {name: str(field) for name, field in found.items()} == {"a": "bytes:png", "b": "bytes", "c": "bytes:webp"}
+    found = opened(tmp_path, "a,b,c=bytes:webp,d").fields
+    expected = {"a": "bytes:png", "b": "bytes:mixed", "c": "bytes:webp", "d": "bytes"}
+    assert {name: str(field) for name, field in found.items()} == expected
 
 
 # --- selected types

@@ -391,6 +391,8 @@ class Recode:
         """
         from PIL import Image, ImageOps
 
+        from streamloader.images.pillow import eight_bits, png_mode
+
         with Image.open(io.BytesIO(data)) as opened:
             was_jpeg = opened.format == "JPEG"
             if self.size is not None:
@@ -399,14 +401,15 @@ class Recode:
             image.load()
         target = self._target(image.size)
         if target != image.size:
-            image = image.convert("RGB") if image.mode == "P" else image
-            image = image.resize(target, Image.Resampling.LANCZOS, reducing_gap=3.0)
+            image = image.convert("RGB") if image.mode in ("P", "PA") else image
+            gap = None if image.mode.startswith("I;16") else 3.0  # Pillow cannot reduce 16 bits
+            image = image.resize(target, Image.Resampling.LANCZOS, reducing_gap=gap)
         out = io.BytesIO()
         if was_jpeg or self.quality is not None:
-            image = image if image.mode in ("L", "RGB") else image.convert("RGB")
+            image = image if image.mode in ("L", "RGB") else eight_bits(image)
             image.save(out, "JPEG", quality=self.quality or QUALITY)
         else:
-            image.save(out, "PNG")
+            png_mode(image).save(out, "PNG")
         return out.getvalue()
 
     def _target(self, size: tuple[int, int]) -> tuple[int, int]:

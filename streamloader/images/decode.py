@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from PIL import Image, UnidentifiedImageError
 
 from streamloader.errors import DecodeError, UsageError
+from streamloader.images.pillow import eight_bits
 from streamloader.options import CenterCrop, Decode, Normalization, RandomResizedCrop
 
 # Philox4x64-10: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011), table 2 and section 3.3.
@@ -312,12 +313,12 @@ class ImageDecoder:
         """Return the bytes that decoding an image of `size`, (height, width), takes at most beside the result.
 
         With `Decode(size=)` it includes the image before it is resized. A JPEG that is not sequential takes
-        coefficients of 2 bytes; Pillow an image and a converted copy of 4 bytes a pixel each, and these as bytes, in
-        pieces and joined.
+        coefficients of 2 bytes; Pillow an image and a converted copy of 4 bytes a pixel each, and the copy as bytes, in
+        pieces and joined, of 3 bytes a pixel each.
         """
         source = 0 if self.options.size is None else self.options.channels
         if not (self.fast and data[:3] == _JPEG_MAGIC):
-            return size[0] * size[1] * (source + 8 + 2 * self.options.channels)
+            return size[0] * size[1] * (source + 14)
         return size[0] * size[1] * (source + (0 if is_sequential(data) else 6))
 
     def decode(
@@ -422,7 +423,7 @@ class ImageDecoder:
             if k > 1:
                 image.draft(self.options.mode, (image.width // k, image.height // k))  # scales a JPEG by k
             k = k if (image.height, image.width) != size else 1
-            array = np.asarray(image.convert(self.options.mode), np.uint8)
+            array = np.asarray(eight_bits(image, self.options.mode))
         array = array if array.ndim == 3 else array[:, :, None]
         if array.shape == out.shape:
             np.copyto(out, array)

@@ -28,7 +28,7 @@ from streamloader.conversion.optional import Lazy
 from streamloader.conversion.sources import arrow_types, ranged_io
 from streamloader.conversion.sources.arrow_types import FREE, ArrowColumn, Leaf, read_json, same_column
 from streamloader.conversion.sources.base import AGAIN, BadSample, OnBad, Source, split_rows
-from streamloader.conversion.sources.fields import FieldSelection, SourceFormat, sniff
+from streamloader.conversion.sources.fields import FieldSelection, SourceFormat, common_encoding
 from streamloader.conversion.sources.files import Listing, field_names, head, require
 from streamloader.errors import FieldError, SourceChangedError, SourceError, StreamloaderError
 from streamloader.format.codecs import Column
@@ -408,15 +408,13 @@ def _first_rows(blocks: Sequence[tuple[int, int]], limit: int) -> NDArray[np.int
 
 
 def _sniffed(tables: Tables, columns: Mapping[str, ArrowColumn]) -> dict[str, ArrowColumn]:
-    """Return the columns of bytes whose values have one encoding in a few rows, with that encoding."""
+    """Return the columns of bytes, with the encoding that their values have in a few rows."""
     raw = {name: column for name, column in columns.items() if column.field.kind == "bytes"}
     blocks = tables.blocks(_SNIFFED_BLOCKS)
     values = tables.sample(raw, _first_rows(blocks, _SNIFFED_ROWS)) if blocks else {}
-    encodings = {name: {sniff(value) for value in column} for name, column in values.items()}
     return {
-        name: replace(raw[name], field=Field("bytes", encoding=min(names)))
-        for name, names in encodings.items()
-        if len(names) == 1
+        name: replace(raw[name], field=Field("bytes", encoding=common_encoding(column)))
+        for name, column in values.items()
     }
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -168,6 +167,7 @@ _MAGIC = (
     (b"fLaC", "flac"),
     (b"OggS", "ogg"),
     (b"ID3", "mp3"),
+    (b"II*\0", "tiff"),
 )
 _RIFF = {b"WEBP": "webp", b"WAVE": "wav"}
 _NUMBERS = frozenset({bool, int, float, np.int64, np.float64})
@@ -178,7 +178,7 @@ def settle(value: Any, where: str) -> Settled:
     """Return a value as bytes, str or an array.
 
     Numbers, lists of numbers, and objects with `__dlpack__` or `__array__` become arrays, a PIL image the bytes of a
-    PNG, which is lossless. Raises `FieldError`, which names `where`.
+    PNG or TIFF. Raises `FieldError`, which names `where`.
     """
     if type(value) in _NUMBERS and (number := np.asarray(value)).dtype != object:  # object: more than 64 bits
         return number
@@ -191,9 +191,12 @@ def settle(value: Any, where: str) -> Settled:
     if isinstance(value, Mapping):
         raise FieldError(f"{where} is a {type(value).__name__}", "give each value a field of its own")
     if hasattr(value, "save") and hasattr(value, "getbands"):
-        out = io.BytesIO()
-        value.save(out, format="PNG")
-        return out.getvalue()
+        from streamloader.images.pillow import encode
+
+        try:
+            return encode(value)
+        except (OSError, ValueError, SyntaxError, SystemError) as error:  # also of a file that is read only now
+            raise FieldError(f"{where} is an image that cannot be stored: {error}", "repair or remove it") from None
     array = _array(value, where)
     if array.dtype.kind in "mM":
         raise FieldError(f"{where} holds {array.dtype}", "store times as whole numbers, values.astype('int64')")
@@ -215,8 +218,7 @@ def infer_field(name: str, values: Sequence[Settled]) -> Field:
     if kinds == {str}:
         return Field("text")
     if kinds == {bytes}:
-        encodings = {sniff(value) for value in values}  # type: ignore[arg-type]
-        return Field("bytes", encoding=encodings.pop() if len(encodings) == 1 else "")
+        return Field("bytes", encoding=common_encoding(values))  # type: ignore[arg-type]
     if kinds != {np.ndarray}:
         names = " and ".join(sorted(kind.__name__ for kind in kinds))
         raise FieldError(f"the field {name!r} holds {names} in different samples", "give all samples one kind of value")
@@ -292,6 +294,12 @@ def sniff(data: bytes) -> str:
     if data[:4] == b"RIFF":
         return _RIFF.get(data[8:12], "")
     return next((encoding for magic, encoding in _MAGIC if data.startswith(magic)), "")
+
+
+def common_encoding(values: Iterable[bytes]) -> str:
+    """Return the encoding of all values, "mixed" if they have several, "" if one is unknown or there is no value."""
+    encodings = {sniff(value) for value in values} or {""}
+    return "" if "" in encodings else encodings.pop() if len(encodings) == 1 else "mixed"
 
 
 def flatten(sample: Any) -> dict[str, Any]:

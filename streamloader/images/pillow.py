@@ -1,0 +1,53 @@
+"""Pillow's images of every mode: as 8-bit pixels, and as files without loss."""
+
+from __future__ import annotations
+
+import io
+
+import numpy as np
+from PIL import Image
+
+_PNG_MODES = frozenset(["1", "L", "LA", "I;16", "I;16B", "P", "RGB", "RGBA"])
+_ALPHA = {"La": "LA", "RGBa": "RGBA", "PA": "RGBA"}
+
+
+def eight_bits(image: Image.Image, mode: str = "") -> Image.Image:
+    """Return an image as `mode`, "RGB" or "L"; by default "L" for an image with one channel of grey.
+
+    Of 16 bits the upper 8 are kept, as Pillow does for RGB; floats are multiplied by 255. Raises `ValueError` for
+    numbers beyond 16 bits and floats outside 0 to 1, since it is unknown which of them is white.
+    """
+    mode = mode or ("L" if Image.getmodebase(image.mode) == "L" else "RGB")
+    if image.mode[0] in "IF":
+        values = np.asarray(image)
+        low, high, white = values.min(), values.max(), 1 if image.mode == "F" else 65535
+        if not 0 <= low <= high <= white:  # nor with NaN
+            raise ValueError(f"its values are from {low} to {high}, expected 0 to {white}")
+        values = np.rint(values * np.float32(255)) if white == 1 else values >> 8
+        image = Image.fromarray(values.astype(np.uint8))
+    elif image.mode == "LAB":
+        from PIL import ImageCms
+
+        lab, srgb = ImageCms.createProfile("LAB"), ImageCms.createProfile("sRGB")
+        image = ImageCms.profileToProfile(image, lab, srgb, outputMode="RGB") or image
+    return image.convert(mode)
+
+
+def png_mode(image: Image.Image) -> Image.Image:
+    """Return the image itself if PNG has its mode, else the image as RGB, with transparency if it has any."""
+    if image.mode in _PNG_MODES:
+        return image
+    return image.convert(_ALPHA[image.mode]) if image.mode in _ALPHA else eight_bits(image)
+
+
+def encode(image: Image.Image) -> bytes:
+    """Return the image as a PNG; of 32-bit numbers and floats, which PNG lacks, as a TIFF.
+
+    Raises what Pillow raises for images that it cannot load or encode.
+    """
+    out = io.BytesIO()
+    if image.mode in ("I", "F"):
+        image.save(out, "TIFF", compression="tiff_adobe_deflate")
+    else:
+        png_mode(image).save(out, "PNG")
+    return out.getvalue()
