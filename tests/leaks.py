@@ -3,6 +3,7 @@
 Imports little at the top: transform processes import this module.
 """
 
+import _thread
 import gc
 import multiprocessing
 import os
@@ -143,7 +144,7 @@ def cycles(folder: Path) -> dict[str, Callable[[], None]]:
 def held() -> Held:
     """Return what the process holds once our threads, processes and connections have ended, without a collection."""
     end = time.monotonic() + 60
-    while (our_threads() or connections() or multiprocessing.active_children()) and time.monotonic() < end:
+    while (our_threads() or unnamed() or connections() or multiprocessing.active_children()) and time.monotonic() < end:
         time.sleep(0.01)
     files = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
     rss = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -160,6 +161,11 @@ def arenas() -> int:
 def connections() -> list[str]:
     """Return the threads of servers in this process that serve a connection."""
     return [thread.name for thread in threading.enumerate() if "process_request" in thread.name]
+
+
+def unnamed() -> int:
+    """Return how many threads of finalizers there are, which are not objects."""
+    return max(0, _thread._count() - threading.active_count() + 1)
 
 
 def our_threads() -> list[str]:

@@ -223,6 +223,19 @@ def test_everything_public_is_documented_and_annotated(module):
             assert declared or ast.get_docstring(node), f"{module}:{node.lineno} {name} has no docstring"
 
 
+@pytest.mark.parametrize("module", MODULES)
+def test_callbacks_of_weak_references_run_no_python_code(module):
+    """What a signal handler raises in one is printed and dropped, and so is what it raises in `__del__`."""
+    for node in ast.walk(tree(module)):
+        if isinstance(node, ast.FunctionDef):
+            assert node.name != "__del__", f"{module}:{node.lineno} has __del__"
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "weakref.ref" and node.args[1:]:
+            assert ast.unparse(node.args[1]).endswith(".append"), f"{module}:{node.lineno} may call Python code"
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("weakref.finalize", "finalize"):
+            ours = ast.unparse(node.func) == "finalize" or module == "storage/process.py"
+            assert ours, f"{module}:{node.lineno}: use finalize of storage.process"
+
+
 def test_no_file_names_a_machine():
     pattern = re.compile(rb"(?<![\w.:])/(?:home|root|work|Users|builds|mnt)/\w")
     tracked = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=False)

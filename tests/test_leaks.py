@@ -1,8 +1,14 @@
 """Whatever a loader held is free once it is dropped, without waiting for a collection; see also integrations/."""
 
 import gc
+import operator
+import signal
 import threading
 import weakref
+from _thread import interrupt_main
+from collections import deque
+from functools import partial
+from typing import Any
 
 import leaks
 import pytest
@@ -77,3 +83,40 @@ def test_a_child_that_drops_a_store_leaves_its_parent_the_connection(tmp_path):
     with folder_server(tmp_path) as server:
         run_python("-c", FORK, server.url)
         assert server.connections == 1
+
+
+class PreemptedError(Exception):
+    """What the signal handler of a framework raises."""
+
+
+def delete_when_a_signal_comes(held: list[Any]) -> None:
+    """Delete the items between the arrival of a signal and the next Python code of the main thread."""
+
+    def preempt(*_: object) -> None:
+        raise PreemptedError
+
+    before = signal.signal(signal.SIGALRM, preempt)
+    steps = [partial(interrupt_main, signal.SIGALRM), held.clear]
+    try:
+        with pytest.raises(PreemptedError):  # a callback in Python would get it, and the interpreter drop it
+            deque(map(operator.call, steps), maxlen=0)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_what_a_signal_handler_raises_reaches_the_loop_whatever_is_deleted_then(tmp_path):
+    write(tmp_path / "data", 64, ["label"])
+    with folder_server(tmp_path) as server:
+        url, options = location(server.endpoint, "s3")
+        ds = StreamingDataset(url, batch_size=8, storage_options=options)
+        iterator = iter(ds)
+        batches = [next(iterator) for _ in range(2)]
+        delete_when_a_signal_comes(batches)  # their memory is used again
+        assert len(list(iterator)) == len(ds) - 2
+        del iterator
+        held = [iter(ds)]
+        delete_when_a_signal_comes(held)  # its threads end
+        held, ds = [ds], None  # type: ignore[assignment]
+        delete_when_a_signal_comes(held)  # its connections end
+        leaks.held()
+        assert not leaks.our_threads() + leaks.connections()

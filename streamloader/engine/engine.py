@@ -394,7 +394,7 @@ class Pipeline:
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self._close = weakref.finalize(self, run.close)
+        self._close = finalize(self, run.close)
         self._owner = Owner("threads of this pass")
         self._next: Batch | None = None  # if Ctrl-C ended the wait for a batch, the next call returns it
         self._failed = False

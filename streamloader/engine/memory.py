@@ -262,8 +262,9 @@ class Buffers:
         self._keep = keep
         self.most = most
         self._allocated = 0
-        self._freed: deque[int] = deque()  # sizes; callbacks append to it without the lock
-        self._watched: dict[int, weakref.ref[NDArray[Any]]] = {}
+        self._freed: deque[int] = deque()  # sizes
+        self._watched: dict[int, tuple[weakref.ref[NDArray[Any]], Callable[[], None]]] = {}
+        self._deleted: deque[weakref.ref[NDArray[Any]]] = deque()  # of the watched arrays; appended to without the lock
         self._lock = threading.RLock()
 
     @property
@@ -283,6 +284,7 @@ class Buffers:
             return np.empty(shape, dtype)
         capacity = _capacity(count * np.dtype(dtype).itemsize)
         with self._lock:
+            self._alive()
             base, free = self._spare(capacity, dtype, usual)
         # the base of every view: numpy makes views of views refer to the first array that is a view of something else
         root = np.frombuffer(base.data, dtype, count)
@@ -332,20 +334,19 @@ class Buffers:
         return array
 
     def _when_deleted(self, array: NDArray[Any], call: Callable[[], None]) -> None:
-        """Call a function, which must be atomic, once an array is deleted: in any thread, even inside `lease`.
+        """Call a function, which must not hold this pool, at the next use of it after an array was deleted.
 
-        Not `weakref.finalize`, whose registry the interpreter iterates over when it exits, while threads still lease.
+        An array is deleted in any thread, even inside `lease`, and what a signal handler raises in a callback of a weak
+        reference is lost. So the callback runs no Python code.
         """
-        watched = self._watched
-
-        def deleted(ref: weakref.ref[NDArray[Any]]) -> None:
-            del watched[id(ref)]
-            call()
-
-        ref = weakref.ref(array, deleted)
-        watched[id(ref)] = ref
+        ref = weakref.ref(array, self._deleted.append)
+        self._watched[id(ref)] = ref, call
 
     def _alive(self) -> int:
+        """Return the bytes of arrays that exist, after the calls for those that were deleted."""
+        while self._deleted:
+            _, call = self._watched.pop(id(self._deleted.popleft()))
+            call()
         while self._freed:
             self._allocated -= self._freed.popleft()
         return self._allocated

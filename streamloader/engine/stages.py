@@ -454,8 +454,9 @@ class Stages:
 def _join_at_exit(workers: Sequence[WorkerThreads]) -> None:
     for threads in workers:
         threads.close()
-    for threads in workers:
-        threads.join(EXIT_SECONDS)
+    if threading.main_thread().ident == threading.get_ident():  # at exit: a deleted object has no running threads
+        for threads in workers:
+            threads.join(EXIT_SECONDS)
 
 
 def _countdown(count: int, callback: Job) -> Job:

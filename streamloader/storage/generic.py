@@ -13,7 +13,6 @@ import os
 import re
 import threading
 import uuid
-import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from html import unescape
@@ -30,7 +29,7 @@ from fsspec.core import url_to_fs
 from streamloader.errors import UnsupportedError
 from streamloader.options import RetryPolicy
 from streamloader.storage.buffers import Allocate, Body, Buffer, body_bytes, buffers_of, empty_buffer
-from streamloader.storage.process import Owner, keep
+from streamloader.storage.process import finalize
 from streamloader.storage.retry import HttpError, Progress, check_range, client_errors, facts_of, is_past_end
 from streamloader.storage.store import TEMPORARY_SUFFIX, ObjectInfo, Page, etag_of
 from streamloader.storage.url import CHAIN, Location, redact
@@ -51,19 +50,16 @@ def open_fsspec_client(location: Location) -> FsspecClient:
     fs, root = url_to_fs(location.target, **options)
     client = _CLIENTS.get(protocol, FsspecClient)(fs, location.retry, root)
     if protocol != CHAIN:  # a filesystem of our own
-        weakref.finalize(client, _release, Owner("sessions"), fs).atexit = False
+        finalize(client, _release, fs).atexit = False
     return client
 
 
-def _release(owner: Owner, fs: Any) -> None:
+def _release(fs: Any) -> None:
     """Free a filesystem without a garbage collection, which closes its session.
 
-    fsspec binds synchronous methods to an asynchronous filesystem, each a cycle. In a forked child, closing the session
-    would remove the parent's connections from the epoll instance that both processes share.
+    fsspec binds synchronous methods to an asynchronous filesystem, each a cycle. In a forked child, `finalize` keeps
+    it: closing the session would remove the parent's connections from the epoll instance that both processes share.
     """
-    if not owner.here:
-        keep(fs)
-        return
     for name, value in list(vars(fs).items()):
         if isinstance(value, FunctionType):
             delattr(fs, name)

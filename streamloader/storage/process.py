@@ -17,8 +17,10 @@ import sys
 import threading
 import warnings
 import weakref
+from _thread import start_new_thread
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from operator import methodcaller
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, Generic, TypeVar
@@ -72,6 +74,8 @@ def lock_name(name: str) -> socket.socket | None:
 class Owner:
     """The process that created this object."""
 
+    watch: _Watch  # only of `finalize`
+
     def __init__(self, what: str) -> None:
         self._what, self._pid = what, os.getpid()
 
@@ -86,14 +90,29 @@ class Owner:
             raise ForkError(f"the {self._what} belong to another process", "call Store.reader in this process")
 
 
+class _Watch(weakref.ref[Any]):
+    """A weak reference whose callback can start a thread without Python code, by `methodcaller`."""
+
+    start = staticmethod(start_new_thread)
+
+
 def finalize(watched: object, call: Callable[..., None], *held: Any) -> weakref.finalize[..., Any]:
-    """Like `weakref.finalize`, but does nothing in a forked child, which has no threads and may have locked locks."""
-    return weakref.finalize(watched, _call_here, Owner("objects"), call, *held)
+    """Like `weakref.finalize`, but calls in a thread of its own, and not in a forked child.
+
+    What a signal handler raises inside a callback of a weak reference is lost. It raises in the main thread only, and
+    the callback of this reference runs no Python code. A forked child has no threads and may have locked locks.
+    """
+    owner = Owner("objects")
+    done = weakref.finalize(owner, _call_here, owner, call, *held)  # which keeps its owner, until it is called
+    owner.watch = _Watch(watched, methodcaller("start", done, ()))
+    return done
 
 
 def _call_here(owner: Owner, call: Callable[..., None], *held: Any) -> None:
     if owner.here:
         call(*held)
+    else:
+        keep(held)
 
 
 _INHERITED: list[object] = []  # never freed: that would touch resources that the parent uses

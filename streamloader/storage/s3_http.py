@@ -14,7 +14,6 @@ import socket
 import ssl
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -30,7 +29,7 @@ from botocore.utils import get_environ_proxies
 from streamloader.errors import AccessError, UnsupportedError
 from streamloader.options import RetryPolicy
 from streamloader.storage.buffers import Buffer
-from streamloader.storage.process import Owner
+from streamloader.storage.process import Owner, finalize
 from streamloader.storage.retry import HttpError, Progress
 
 MAX_IDLE = 128
@@ -82,7 +81,7 @@ class Pool:
         self._lock = threading.Lock()
         self._owner = Owner("connections")
         self._proxies: dict[Origin, Proxy | None] = {}
-        weakref.finalize(self, _close_all, self._idle)
+        finalize(self, _close_all, self._idle)
 
     @contextmanager
     def request(
