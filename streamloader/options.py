@@ -161,8 +161,8 @@ class Decode:
     resized to `size`: None, the whole image; "random" or `RandomResizedCrop(...)`; "center" or `CenterCrop(...)`.
     `normalize`: (mean, std), one number per channel, for (x / 255 - mean) / std; "imagenet" is `IMAGENET`. `layout`:
     "CHW" or "HWC"; None is "CHW" with `normalize`, else "HWC". In both layouts the channels of a pixel are adjacent in
-    memory: a "CHW" batch has torch's `channels_last` memory format. A transform gets "HWC". EXIF orientation is not
-    applied: pixels come as they are stored.
+    memory: a "CHW" batch has torch's `channels_last` memory format. A transform gets "HWC". `orientation`:
+    images are turned as their EXIF orientation says, before they are cropped; False leaves pixels as they are stored.
 
     Raises `UsageError` for invalid values.
     """
@@ -173,12 +173,14 @@ class Decode:
     crop: Literal["random", "center"] | RandomResizedCrop | CenterCrop | None = None
     normalize: Literal["imagenet"] | Normalization | None = None
     layout: Literal["CHW", "HWC"] | None = None
+    orientation: bool = True
 
     def __post_init__(self) -> None:
         is_backend = self.backend in ("auto", "pillow", "simplejpeg")
         _check(self, "backend", is_backend, "choose 'auto', 'pillow' or 'simplejpeg'")
         _check(self, "mode", self.mode in ("RGB", "L"), "choose 'RGB' or 'L'")
         _check(self, "layout", self.layout in (None, "CHW", "HWC"), "choose 'CHW', 'HWC' or None")
+        _check(self, "orientation", isinstance(self.orientation, bool), "choose True or False")
         is_size = self.size is None or _is_size(self.size)
         _check(self, "size", is_size, "give size as (height, width), both at least 1")
         is_crop = self.crop in (None, "random", "center") or isinstance(self.crop, RandomResizedCrop | CenterCrop)

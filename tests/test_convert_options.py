@@ -28,11 +28,12 @@ from streamloader.conversion import job, shard_task
 from streamloader.conversion.api import convert, python_words
 from streamloader.conversion.row_order import SampleRows
 from streamloader.conversion.sources.fields import parse_selection
-from streamloader.conversion.transforms import function_digest
+from streamloader.conversion.transforms import function_digest, parse_recode
 from streamloader.errors import DestinationError, SourceError, StreamloaderError, UsageError
 from streamloader.format import dataset
 from streamloader.format.manifest import Field
 from streamloader.maintenance.verify import verify
+from streamloader.options import Decode
 from streamloader.pytorch.dataset import StreamingDataset
 from streamloader.storage import open_store
 
@@ -508,12 +509,44 @@ def test_a_quality_makes_every_image_a_jpeg(photos, tmp_path):
     assert {opened(image).format for image in ds.read("image", 0, 42)} == {"JPEG"}
 
 
-def test_the_orientation_is_applied_when_an_image_is_re_encoded(tmp_path):
+TURNED = [
+    ({}, (400, 200)),
+    ({"quality": 90}, (200, 400)),
+    ({"resize": 100}, (100, 200)),
+    ({"resize": "300x200"}, (200, 300)),
+]
+
+
+@pytest.mark.parametrize(("options", "size"), TURNED)
+def test_a_photograph_has_one_orientation_however_it_comes(options, size, tmp_path, capsys):
     (tmp_path / "photos" / "a").mkdir(parents=True)
     exif = Image.Exif()
+    exif[0x0112] = 6  # the left side of the stored image is the top
+    path = tmp_path / "photos" / "a" / "x.jpg"
+    stored = Image.linear_gradient("L").rotate(90).resize((400, 200)).convert("RGB")  # dark on the left
+    stored.save(path, exif=exif)
+    data = made(tmp_path / "photos", tmp_path, **options)[0]["image"]
+    assert opened(data).size == size
+    assert (data == path.read_bytes()) is not bool(options)
+    assert (opened(data).getexif().get(0x0112, 1) == 6) is not bool(options), "kept, or applied and dropped"
+    (batch,) = StreamingDataset(tmp_path / "out", batch_size=1, decode=Decode(size=(40, 20)))
+    upright = batch["image"][0, :, :, 0].numpy().astype(int)
+    assert np.abs(upright - np.linspace(0, 255, 40)[:, None]).max() < 12, "dark above"
+    shown = run(capsys, "inspect", tmp_path / "out")[1]
+    assert f"EXIF orientation of image: {'applied by the conversion' if options else 'stored, applied by'}" in shown
+
+
+def test_a_turned_photograph_is_reduced_for_the_size_that_it_gets():
+    noise = np.random.default_rng(0).integers(0, 256, (400, 800, 3), np.uint8)
+    exif = Image.Exif()
     exif[0x0112] = 6
-    Image.new("RGB", (40, 20)).save(tmp_path / "photos" / "a" / "x.jpg", exif=exif)
-    assert opened(made(tmp_path / "photos", tmp_path, quality=90)[0]["image"]).size == (20, 40)
+    plain, turned = io.BytesIO(), io.BytesIO()
+    Image.fromarray(np.rot90(noise, -1)).save(plain, "JPEG", quality=95)
+    Image.fromarray(noise).save(turned, "JPEG", quality=95, exif=exif)
+    recode = parse_recode((400, 100), None)
+    one, other = (np.asarray(opened(recode.image(out.getvalue())), int) for out in (plain, turned))
+    assert one.shape == other.shape == (400, 100, 3)
+    assert abs(one.std() - other.std()) < 2, "detail is not lost by reducing too far"
 
 
 @pytest.mark.parametrize(("options", "expected"), [({"quality": 100}, 128), ({"resize": 4}, 32768)])

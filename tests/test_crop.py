@@ -13,11 +13,12 @@ import pytest
 from datasets import encoded, picture, within
 from hypothesis import given
 from hypothesis import strategies as st
-from PIL import Image
+from PIL import Image, ImageOps
 
 from streamloader.errors import DecodeError, UsageError
 from streamloader.images import decode as decoding
 from streamloader.images.decode import DRAWS, Box, ImageDecoder, draws, first_rows, normalize
+from streamloader.images.pillow import orientation
 from streamloader.options import IMAGENET, CenterCrop, Decode, RandomResizedCrop
 
 WORD = st.integers(0, 2**64 - 1)
@@ -232,7 +233,7 @@ def test_a_crop_is_that_of_the_whole_picture(photographs, size):
     for sample, data in enumerate(photographs):
         decoder = ImageDecoder.choose(Decode(size=size, crop=crop))
         (row,) = decoder.draws(0, 0, np.array([sample])) or []
-        box = decoder._box(*decoder._measure(memoryview(data)), row)
+        box = decoder._box(*decoder.measure(memoryview(data), sample).size, row)
         with Image.open(io.BytesIO(data)) as image:
             whole = image.crop((box.left, box.top, box.left + box.width, box.top + box.height))
             expected = np.asarray(whole.resize((size[1], size[0]), Image.Resampling.BILINEAR), np.int64)
@@ -321,7 +322,7 @@ def test_unusual_files_are_decoded_as_pillow_does(photographs, crop):
     with Image.open(io.BytesIO(photographs[0])) as image:
         rgb = image.convert("RGB")
     turned = Image.Exif()
-    turned[0x0112] = 6  # "rotate by 90 degrees": the pixels come as they are stored
+    turned[0x0112] = 6  # "rotate by 90 degrees"
     files = {
         "cmyk": (rgb.convert("CMYK"), "jpeg", {}),
         "grey": (rgb.convert("L"), "jpeg", {}),
@@ -337,6 +338,52 @@ def test_unusual_files_are_decoded_as_pillow_does(photographs, crop):
         best, _, pillow = (decode(d, out.getvalue()) for d in decoders(Decode(size=(100, 140), crop=crop)))
         assert np.abs(best - pillow).mean() < 8, name
         assert abs((best - pillow).mean()) < 1, name
+
+
+SMOOTH = np.asarray(Image.fromarray(NOISE[:6, :4]).resize((90, 130), Image.Resampling.BICUBIC))
+
+
+def with_orientation(kind: str, turn: int, pixels: np.ndarray[Any, Any] = SMOOTH) -> bytes:
+    exif = Image.Exif()
+    exif[0x010F], exif[0x0112] = "a camera", turn
+    out = io.BytesIO()
+    Image.fromarray(pixels).save(out, kind, exif=exif, **{"quality": 95} if kind == "jpeg" else {"lossless": True})
+    return out.getvalue()
+
+
+@pytest.mark.parametrize("turn", range(1, 9))
+@pytest.mark.parametrize("kind", ["jpeg", "png", "webp"])
+def test_an_image_is_what_its_exif_orientation_says_before_it_is_cropped(kind, turn):
+    """The oracle is Pillow's transposition, stored as an image without a tag."""
+    data = with_orientation(kind, turn)
+    with Image.open(io.BytesIO(data)) as image:
+        upright = with_orientation("png", 1, np.asarray(ImageOps.exif_transpose(image)))
+    flipped = RandomResizedCrop(scale=(0.2, 0.5), flip=1)
+    choices: list[dict[str, Any]] = [
+        *({}, {"mode": "L"}, {"normalize": ((0,) * 3, (1 / 255,) * 3)}, {"size": (61, 40)}),
+        *({"size": (20, 33), "crop": "center"}, {"size": (20, 33), "crop": flipped}),
+    ]
+    for choice in choices:
+        for decoder in decoders(Decode(**choice)):
+            expected = decode(decoder, upright)
+            assert decoder.shape(memoryview(data), 0) == expected.shape
+            # edges are rounded to pixels of the reduced image; of another orientation it is more than 40
+            assert np.abs(decode(decoder, data) - expected).mean() < (10 if "size" in choice else 3), choice
+    stored = ImageDecoder.choose(Decode(orientation=False))
+    assert np.abs(decode(stored, data) - SMOOTH).mean() < 3
+
+
+@pytest.mark.parametrize("turn", [1, 6])
+def test_pillow_turns_tiff_itself_in_any_case(turn):
+    data = with_orientation("tiff", turn)
+    expected = np.rot90(SMOOTH, -1) if turn == 6 else SMOOTH
+    for options in (Decode(), Decode(orientation=False)):
+        assert np.array_equal(decode(ImageDecoder.choose(options), data), expected)
+
+
+@given(st.binary(max_size=60), st.sampled_from([b"", b"Exif\0\0MM\0*\0\0\0\x08", b"II*\0\x08\0\0\0"]))
+def test_damaged_exif_data_are_no_error(tail, head):
+    assert 1 <= orientation(head + tail) <= 8
 
 
 @pytest.mark.parametrize("normalize", [None, "imagenet"])

@@ -319,6 +319,8 @@ def inspect(*, url: str, split: str | None, storage_options: dict[str, Any], as_
     for facts in datasets:
         click.echo(f"{store.url}{' split ' + facts['split'] if facts['split'] else ''}\n{_headline(facts)}")
         _print_fields(facts)
+        for name, orientation in facts["orientation"].items():
+            click.echo(f"EXIF orientation of {name}: {orientation}")
         classes = facts["provenance"].get("classes")
         for name, class_names in classes.items() if isinstance(classes, dict) else ():
             click.echo(show_classes(name, class_names))
@@ -342,6 +344,8 @@ def _dataset_root(store: Store) -> dict[str, Any] | None:
 def _facts(split: str | None, dataset: Dataset) -> dict[str, Any]:
     manifest = dataset.manifest
     sample = dataset[0] if manifest.num_samples else {}
+    images = [name for name, value in sample.items() if isinstance(value, bytes) and _show_image(value)]
+    orientation = "applied by the conversion" if "images" in manifest.provenance else "stored, applied by decoding"
     return {
         "split": split,
         "num_samples": manifest.num_samples,
@@ -353,6 +357,7 @@ def _facts(split: str | None, dataset: Dataset) -> dict[str, Any]:
             name: {**_field_facts(layout, manifest.num_samples), "lengths": _length_facts(name, dataset)}
             for name, layout in manifest.fields.items()
         },
+        "orientation": dict.fromkeys(images, orientation),
         "provenance": dict(manifest.provenance),
         "sample": {name: _show_value(value, manifest.fields[name]) for name, value in sample.items()},
     }

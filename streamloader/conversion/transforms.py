@@ -389,15 +389,17 @@ class Recode:
         The EXIF orientation is applied, because EXIF data are not kept. JPEGs are 8-bit RGB or grey, also of 16-bit and
         palette images.
         """
-        from PIL import Image, ImageOps
+        from PIL import Image
 
-        from streamloader.images.pillow import eight_bits, png_mode
+        from streamloader.images.pillow import eight_bits, orientation, png_mode, transpose
 
         with Image.open(io.BytesIO(data)) as opened:
             was_jpeg = opened.format == "JPEG"
+            turn = orientation(opened.info.get("exif", b""))
             if self.size is not None:
-                opened.draft(None, self._target(opened.size))
-            image = ImageOps.exif_transpose(opened)
+                width, height = self._target(opened.size if turn < 5 else (opened.height, opened.width))
+                opened.draft(None, (width, height) if turn < 5 else (height, width))
+            image = transpose(opened, turn)
             image.load()
         target = self._target(image.size)
         if target != image.size:

@@ -307,7 +307,7 @@ class Stages:
             headers = items[:1] if unsized and self._options.stack_images else items  # stacked ones have one size
             sizes = list(map(decoder.measure, headers, plan.samples.tolist()))
             if unsized:  # otherwise the planned bytes of a batch include them
-                pixels = sum(map(math.prod, sizes)) * (len(items) // max(1, len(headers)))
+                pixels = sum(map(math.prod, (header.size for header in sizes))) * (len(items) // max(1, len(headers)))
                 size += pixels * decoder.options.channels * np.dtype(decoder.dtype).itemsize
             scratch = max(scratch, self._threads * max(map(decoder.scratch_bytes, headers, sizes), default=0))
         return size, scratch

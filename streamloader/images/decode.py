@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from PIL import Image, UnidentifiedImageError
 
 from streamloader.errors import DecodeError, UsageError
-from streamloader.images.pillow import eight_bits
+from streamloader.images.pillow import eight_bits, orientation
 from streamloader.options import CenterCrop, Decode, Normalization, RandomResizedCrop
 
 # Philox4x64-10: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011), table 2 and section 3.3.
@@ -33,6 +33,7 @@ _WEYL = (0x9E3779B97F4A7C15, 0xBB67AE8584CAA73B)
 _MASK = (1 << 64) - 1
 
 Words = NDArray[np.uint64]
+Pixels = NDArray[np.uint8]
 
 
 def draws(seed: int, epoch: int, positions: NDArray[np.int64], count: int) -> NDArray[np.float64]:
@@ -84,6 +85,38 @@ class Box(NamedTuple):
     left: int
     height: int
     width: int
+
+
+class Header(NamedTuple):
+    """The size of a stored image in pixels, and the EXIF orientation that decoding applies, 1 for none."""
+
+    height: int
+    width: int
+    turn: int
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """The (height, width) of the image after it is turned."""
+        return (self.width, self.height) if self.turn > 4 else (self.height, self.width)
+
+
+# whether orientations 1 to 4 flip (rows, columns); 5 to 8 do the same after rows and columns are exchanged
+_FLIPS = ((False, False), (False, True), (True, True), (True, False))
+
+
+def stored_box(box: Box, header: Header) -> Box:
+    """Return the box of the stored image that becomes `box` when the image is turned."""
+    (rows, columns), (height, width) = _FLIPS[(header.turn - 1) % 4], header.size
+    top = height - box.top - box.height if rows else box.top
+    left = width - box.left - box.width if columns else box.left
+    return Box(left, top, box.width, box.height) if header.turn > 4 else Box(top, left, box.height, box.width)
+
+
+def turned(pixels: Pixels, turn: int) -> Pixels:
+    """Return a view of stored pixels (height, width, channels), turned by an EXIF orientation."""
+    rows, columns = _FLIPS[(turn - 1) % 4]
+    view = pixels.swapaxes(0, 1) if turn > 4 else pixels
+    return view[:: -1 if rows else 1, :: -1 if columns else 1]
 
 
 def random_box(height: int, width: int, crop: RandomResizedCrop, draws: Sequence[float]) -> Box:
@@ -168,6 +201,14 @@ def is_sequential(data: memoryview) -> bool:
     return next(kinds, 0) in _SOF
 
 
+def _exif(data: memoryview) -> bytes:
+    """Return the EXIF data of a JPEG, empty if it has none."""
+    for marker, at in _segments(data):
+        if marker == 0xE1 and bytes(data[at + 4 : at + 10]) == b"Exif\0\0":
+            return bytes(data[at + 4 : at + 2 + int.from_bytes(data[at + 2 : at + 4], "big")])
+    return b""
+
+
 def _segments(data: memoryview) -> Iterator[tuple[int, int]]:
     """Yield the marker and the position of each segment of a JPEG header."""
     at = 2
@@ -183,8 +224,6 @@ _JPEG_MAGIC = b"\xff\xd8\xff"
 MAX_PIXELS = 180_000_000
 # Rows below a box that are decoded too, since their chroma is interpolated into it: at most four for each chroma row.
 CHROMA_ROWS = 8
-
-Pixels = NDArray[np.uint8]
 
 
 class Scratch(threading.local):
@@ -300,26 +339,26 @@ class ImageDecoder:
 
     def shape(self, data: memoryview, sample: int) -> tuple[int, int, int]:
         """Return (height, width, channels) of the decoded image, from the header alone. Raises `DecodeError`."""
-        return (*(self.options.size or self.measure(data, sample)), self.options.channels)
+        return (*(self.options.size or self.measure(data, sample).size), self.options.channels)
 
-    def measure(self, data: memoryview, sample: int) -> tuple[int, int]:
-        """Return (height, width) of the encoded image, from its header alone. Raises `DecodeError`."""
+    def measure(self, data: memoryview, sample: int) -> Header:
+        """Return the size and the orientation of the encoded image, from its header alone. Raises `DecodeError`."""
         try:
             return self._measure(data)
         except Exception as error:
             raise self._error(sample, data, error) from error
 
-    def scratch_bytes(self, data: memoryview, size: tuple[int, int]) -> int:
-        """Return the bytes that decoding an image of `size`, (height, width), takes at most beside the result.
+    def scratch_bytes(self, data: memoryview, header: Header) -> int:
+        """Return the bytes that decoding an image with this header takes at most beside the result.
 
-        With `Decode(size=)` it includes the image before it is resized. A JPEG that is not sequential takes
-        coefficients of 2 bytes; Pillow an image and a converted copy of 4 bytes a pixel each, and the copy as bytes, in
-        pieces and joined, of 3 bytes a pixel each.
+        It includes the image before it is resized or turned. A JPEG that is not sequential takes coefficients of 2
+        bytes; Pillow an image and a converted copy of 4 bytes a pixel each, and the copy as bytes, in pieces and
+        joined, of 3 bytes a pixel each.
         """
-        source = 0 if self.options.size is None else self.options.channels
+        source = 0 if self.options.size is None and header.turn == 1 else self.options.channels
         if not (self.fast and data[:3] == _JPEG_MAGIC):
-            return size[0] * size[1] * (source + 14)
-        return size[0] * size[1] * (source + (0 if is_sequential(data) else 6))
+            return header.height * header.width * (source + 14)
+        return header.height * header.width * (source + (0 if is_sequential(data) else 6))
 
     def decode(
         self, data: memoryview, sample: int, out: NDArray[Any] | None = None, numbers: Sequence[float] | None = None
@@ -332,10 +371,10 @@ class ImageDecoder:
         if numbers is None:
             numbers = (self.draws(0, 0, np.array([sample])) or [[]])[0]
         try:
-            size = self._measure(data)
-            shape = (*(self.options.size or size), self.options.channels)
+            header = self._measure(data)
+            shape = (*(self.options.size or header.size), self.options.channels)
             if out is None or shape == out.shape:
-                return self._decode(data, size, np.empty(shape, self.dtype) if out is None else out, numbers)
+                return self._decode(data, header, np.empty(shape, self.dtype) if out is None else out, numbers)
         except Exception as error:
             raise self._error(sample, data, error) from error
         remedy = "give decode=Decode(size=(height, width)), or a transform that returns one shape"
@@ -351,19 +390,22 @@ class ImageDecoder:
             remedy = "lower memory= or batch_size, or free memory elsewhere"
         return DecodeError(f"{image} does not decode as an image ({len(data)} bytes{begin}: {reason})", remedy)
 
-    def _decode(
-        self, data: memoryview, size: tuple[int, int], out: NDArray[Any], numbers: Sequence[float]
-    ) -> NDArray[Any]:
-        """Decode into `out` and return it; `size` is the (height, width) before cropping."""
+    def _decode(self, data: memoryview, header: Header, out: NDArray[Any], numbers: Sequence[float]) -> NDArray[Any]:
+        """Decode into `out` and return it."""
         pixels = out if self.values is None else self.scratch.array("small", *out.shape)
+        stored, size = pixels, (header.height, header.width)  # before the image is turned
+        if header.turn > 1:
+            stored = self.scratch.array("stored", *turned(pixels, header.turn).shape)
         if self.options.size is None:
-            self._read(data, 1, size, pixels)
+            self._read(data, 1, size, stored)
         else:
-            box = self._box(*size, numbers)
-            k = reduction(box, self.options.size)
+            box = stored_box(self._box(*header.size, numbers), header)
+            k = reduction(box, stored.shape[:2])
             box = snapped(box, k, *size)
             source, k = self._read_box(data, k, box, size)
-            resample(source, k, box, pixels, opencv=self.opencv)
+            resample(source, k, box, stored, opencv=self.opencv)
+        if stored is not pixels:
+            np.copyto(pixels, turned(stored, header.turn))
         if isinstance(self.crop, RandomResizedCrop) and numbers[0] < self.crop.flip:
             mirror(pixels, opencv=self.opencv)
         if self.values is not None:
@@ -378,20 +420,21 @@ class ImageDecoder:
             return center_box(height, width, crop, size)
         return Box(0, 0, height, width)
 
-    def _measure(self, data: memoryview) -> tuple[int, int]:
-        """Return (height, width) from the header. Raises `ValueError` if the image is too large."""
+    def _measure(self, data: memoryview) -> Header:
+        """Return the header. Raises `ValueError` if the image is too large."""
         size: tuple[int, int] | None = None
+        exif = b""
         if self.fast and data[:3] == _JPEG_MAGIC:
             import simplejpeg
 
             with suppress(ValueError):  # as in `_read`
-                size = simplejpeg.decode_jpeg_header(data)[:2]
+                size, exif = simplejpeg.decode_jpeg_header(data)[:2], _exif(data)
         if size is None:
             with Image.open(io.BytesIO(data)) as image:
-                size = image.height, image.width
+                size, exif = (image.height, image.width), image.info.get("exif", b"")
         if size[0] * size[1] > MAX_PIXELS:
             raise ValueError(f"{size[1]} x {size[0]} pixels are more than {MAX_PIXELS}")
-        return size
+        return Header(*size, orientation(exif) if self.options.orientation else 1)
 
     def _read_box(self, data: memoryview, k: int, box: Box, size: tuple[int, int]) -> tuple[Pixels, int]:
         """Decode at least the rows of `box`; return the image and its scale as `_read` does."""
