@@ -1,9 +1,11 @@
 """`--rechunk` converts arrays and slices of them to fields that are read without waste; plan and inspect name it."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
+import xarray as xr
 import zarr
 from commands import run
 from torchrun import run_python
@@ -22,16 +24,170 @@ from streamloader.storage import open_store
 def test_slices_become_fields_with_the_values_of_xarray(store, tmp_path):
     report = sl.convert(url_of(store), tmp_path / "out", rechunk="t2m,z@500,z@level=850,run", workers=0)
     dataset = sl.open(tmp_path / "out")
-    assert list(dataset.fields) == ["run", "t2m", "z_500", "z_850"]
+    assert {"run", "t2m", "z_500", "z_850"} <= set(dataset.fields)
     assert report.num_samples == len(dataset) == 23
     found, z = dataset[:], values_of(store, "z")
     np.testing.assert_allclose(found["t2m"], values_of(store, "t2m"), rtol=1e-6)
     np.testing.assert_array_equal(found["z_500"], z[:, 0])
     np.testing.assert_array_equal(found["z_850"], z[:, 1])
     assert dataset.manifest.provenance["rechunk"] == ["t2m", "z@500", "z@level=850", "run"]
-    windows = sl.Window(history=2, lead=1)
-    (batch,) = sl.StreamingDataset(tmp_path / "out", batch_size=21, windows=windows, shuffle=False)
-    np.testing.assert_array_equal(batch["z_500_target"][:, 0].numpy(), z[2:, 0])
+
+
+def samples_by_index(url, **options):
+    """All samples of a URL, in the order of their indexes."""
+    batches = list(sl.StreamingDataset(url, batch_size=3, remainder="uneven", with_index=True, **options))
+    columns = {name: np.concatenate([batch[name].numpy() for batch in batches]) for name in batches[0]}
+    order = np.lexsort([values for name, values in columns.items() if name.startswith("index")])
+    return {name: values[order] for name, values in columns.items()}
+
+
+def assert_same_samples(store, dataset, **options):
+    """The same declarations give the same samples, gaps and counts of both."""
+    expected, found = samples_by_index(store, **options), samples_by_index(dataset, **options)
+    assert expected.keys() == found.keys()
+    for name, values in expected.items():
+        assert values.dtype == found[name].dtype
+        np.testing.assert_array_equal(values, found[name], err_msg=name)
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def weather(request, tmp_path_factory):
+    """A store with packed values, a gap in its times, and an array whose first dimension is another; and rechunked."""
+    folder, rng = tmp_path_factory.mktemp("weather"), np.random.default_rng(0)
+    times = np.datetime64("2001-01-01", "ns") + 6 * np.delete(np.arange(40), range(18, 25)) * np.timedelta64(1, "h")
+    count = times.size
+    store = xr.Dataset(
+        {
+            "T2M": (("time", "lat", "lon"), rng.normal(280, 10, (count, 4, 6))),
+            "z": (("time", "level", "lat", "lon"), rng.normal(0, 1, (count, 3, 4, 6)).astype("f4")),
+            "w": (("level", "time", "lat", "lon"), rng.normal(0, 1, (3, count, 4, 6)).astype("f4")),
+            "orography": (("lat", "lon"), rng.normal(0, 1, (4, 6)).astype("f4")),
+            "height": ((), 2.0),
+            "run": (("time",), np.repeat(np.arange(3), count // 3)),
+        },
+        {"time": times, "level": [500, 850, 1000], "lat": np.linspace(-55, 55, 4), "lon": np.arange(0, 360, 60.0)},
+    )
+    packed = {"dtype": "i2", "scale_factor": 0.01, "add_offset": 280.0, "_FillValue": -32767, "chunks": (20, 4, 6)}
+    encoding = {"T2M": packed, "z": {"chunks": (20, 3, 4, 6)}}
+    url, out = str(folder / "store.zarr"), str(folder / "out")
+    store.to_zarr(url, encoding=encoding, consolidated=request.param == 2, zarr_format=request.param)
+    chosen = "T2M,z@500,z@level=850,w,w@1000,orography,height"
+    sl.convert(url, out, rechunk=chosen, sample_axis="time", workers=0)
+    return url, out
+
+
+PATCH = sl.Patch({"lat": 2, "lon": 3})
+STACK = sl.Channels("z@500", "z@level=850", "T2M", "w@1000", "orography", "height", "lat", "time_of_day", "run")
+DECLARATIONS = {
+    "fields": {"fields": ["T2M", "w", "run"]},
+    "an axis that is not the first": {"fields": ["w"], "windows": sl.Window(3, step=2)},
+    "durations and gaps": {"fields": ["T2M"], "windows": sl.Window("12h", stride="6h")},
+    "leads": {"channels": sl.Channels("z@500"), "windows": sl.Window(history="12h", lead=("6h", "1d"))},
+    "channels": {"channels": STACK, "windows": sl.Window(2)},
+    "where by times": {"channels": {"a": STACK}, "where": slice("2001-01-02", "2001-01-08T06")},
+    "where by values": {"fields": ["w", "T2M"], "where": "run == 1", "windows": sl.Window(2, group="run")},
+    "where by numbers": {"fields": ["T2M"], "where": slice(3, 30, 4)},
+    "levels of an array": {"channels": sl.Channels("w@500", "w@level=850")},
+    "normalize": {"channels": sl.Channels("z@500.0", "T2M"), "normalize": {"z@500.0": (1.0, 2.0), "T2M": (280.0, 5.0)}},
+    "patches": {"channels": sl.Channels("w@1000", "T2M"), "patches": PATCH},
+    "patches of windows": {"fields": ["w", "T2M"], "patches": PATCH, "windows": sl.Window(2)},
+    "patches only": {"fields": ["w", "T2M"], "patches": PATCH, "sample_axis": None},
+}
+
+
+@pytest.mark.parametrize("declaration", DECLARATIONS.values(), ids=DECLARATIONS)
+def test_a_rechunked_dataset_takes_the_same_declarations_with_the_same_values(declaration, weather):
+    assert_same_samples(*weather, **{"sample_axis": "time", **declaration})
+
+
+@pytest.mark.parametrize("store", PLAIN)
+def test_stores_of_every_kind_are_rechunked_with_their_coordinates(store, tmp_path):
+    url = url_of(store)
+    sl.convert(url, tmp_path / "out", rechunk="t2m,z", workers=0)
+    axis = read_group(open_store(url)).array("t2m").dims[0]
+    assert_same_samples(url, tmp_path / "out", sample_axis=axis, fields=["t2m", "z", "run"], windows=sl.Window(3))
+
+
+def test_each_split_and_a_dataset_made_of_another_keep_times_and_coordinates(weather, tmp_path):
+    url, out = weather
+    channels = sl.Channels("z@500", "lat", "time_of_year")
+    for name, options in (("again", {}), ("split", {"split": "a=0.5,b=0.5"})):
+        sl.convert(out, tmp_path / name, workers=0, **options)
+        assert sl.verify(tmp_path / name).ok
+    assert_same_samples(url, tmp_path / "again", sample_axis="time", channels=channels, windows=sl.Window("12h"))
+    shares = [samples_by_index(tmp_path / "split", split=split, channels=channels) for split in "ab"]
+    whole = samples_by_index(url, sample_axis="time", channels=channels)["channels"]
+    found = np.concatenate([share["channels"] for share in shares])
+    np.testing.assert_array_equal(found[np.argsort(found[:, 2, 0, 0])], whole)
+
+
+@pytest.mark.parametrize("version", [2, 3])
+def test_times_without_units_and_values_that_are_kept_as_stored(version, tmp_path):
+    """numpy's times have their unit in the dtype; what `--raw` keeps packed is unpacked when it is read."""
+    group = zarr.open_group(tmp_path / "x.zarr", mode="w", zarr_format=version)
+    times = np.datetime64("2001-01-01", "h") + 6 * np.arange(8) * np.timedelta64(1, "h")
+    group.create_array("time", data=times.astype("M8[s]"), attributes={"_ARRAY_DIMENSIONS": ["time"]}, fill_value="NaT")
+    packed = {"scale_factor": 0.5, "_FillValue": 3, "_ARRAY_DIMENSIONS": ["time", "x"]}
+    values = np.arange(16, dtype="i2").reshape(8, 2)
+    group.create_array("v", data=values, attributes=packed)
+    sl.convert(tmp_path / "x.zarr", tmp_path / "raw", rechunk="v", raw=True, workers=0)
+    sl.convert(tmp_path / "x.zarr", tmp_path / "out", rechunk="v", workers=0)
+    declared = {
+        "sample_axis": "time",
+        "fields": ["v"],
+        "windows": sl.Window("12h"),
+        "where": slice("2001-01-01T06", None),
+    }
+    for out in ("raw", "out"):
+        assert_same_samples(tmp_path / "x.zarr", tmp_path / out, **declared)
+    assert_same_samples(tmp_path / "x.zarr", tmp_path / "raw", decode_cf=False, **declared)
+    with pytest.raises(errors.UsageError, match="unpacked 'v'; convert with --rechunk and --raw"):
+        sl.StreamingDataset(tmp_path / "out", batch_size=1, decode_cf=False, **declared)
+
+
+def test_an_append_needs_the_same_coordinates_and_units(weather, tmp_path):
+    url, out = weather
+    shutil.copytree(out, tmp_path / "out")
+    for name in ("lat", "time"):
+        shutil.copytree(url, tmp_path / name)
+        changed = zarr.open_group(tmp_path / name, use_consolidated=False)
+        if name == "lat":
+            changed["lat"][0] = 1
+        else:
+            changed["time"].attrs["units"] = "days since 1900-01-01"
+            if (tmp_path / name / ".zmetadata").exists():
+                (tmp_path / name / ".zmetadata").unlink()
+        with pytest.raises(errors.FieldError, match=r"other coordinates, units or attributes than "):
+            sl.append(tmp_path / "out", tmp_path / name, workers=0)
+    sl.append(tmp_path / "out", url, workers=0)
+    assert len(sl.open(tmp_path / "out")) == 66
+    assert sl.verify(tmp_path / "out").ok
+
+
+def test_damage_beside_the_fields_is_found(weather, tmp_path):
+    shutil.copytree(weather[1], tmp_path / "out")
+    place, root = tmp_path / "out/_streamloader/arrays/lat/c/0", tmp_path / "out/_streamloader/arrays/zarr.json"
+    place.write_bytes(place.read_bytes()[:-1] + b"x")
+    (problem,) = sl.verify(tmp_path / "out").problems
+    assert "arrays/lat/c/0 is damaged" in problem.problem
+    for damaged in (
+        b"{}",
+        b'{"node_type": "group", "attributes": {"sample_axis": "time", "fields": {"t2m": []}}}',
+        b"[",
+    ):
+        root.write_bytes(damaged)
+        with pytest.raises(errors.FormatError, match=r"arrays/zarr\.json is damaged"):
+            sl.StreamingDataset(tmp_path / "out", batch_size=1, sample_axis="time")
+    root.unlink()
+    with pytest.raises(errors.FormatError, match=r"no Zarr metadata at .*arrays"):
+        sl.StreamingDataset(tmp_path / "out", batch_size=1, sample_axis="time")
+
+
+def test_all_objects_beside_the_fields_are_removed_with_the_dataset(weather, tmp_path):
+    shutil.copytree(weather[1], tmp_path / "out")
+    with sl.Writer(tmp_path / "out", {"x": "int64"}, overwrite=True) as out:
+        out.write({"x": 1})
+    assert not [path for path in (tmp_path / "out/_streamloader/arrays").rglob("*") if path.is_file()]
 
 
 def test_a_slice_is_named_by_its_value_whatever_its_coordinate(tmp_path):
@@ -99,7 +255,7 @@ print((peak() - before) << 10)
     [
         ("tas", errors.FieldError, "has no array 'tas'"),
         ("z@700", errors.FieldError, "no coordinate of level, lat, lon has 700"),
-        ("t2m,orog", errors.SourceError, "orog"),
+        ("t2m,orog", errors.SourceError, "first dimensions are time of t2m, lat of orog; .* sample_axis="),
     ],
 )
 def test_slices_that_do_not_exist_are_clear_errors(rechunk, kind, message, tmp_path):
@@ -115,7 +271,7 @@ def test_inspect_and_plan_name_the_conversion_if_little_of_what_is_read_is_used(
         assert status == 0
         assert "z: reads 110.2 KiB" in out
         assert "5.1 times" in out
-        assert f"streamloader convert {url} DST --rechunk z@500,t2m" in out
+        assert f"streamloader convert {url} DST --rechunk z@500,t2m --sample-axis time\n" in out
         assert "an epoch then takes" in out
     facts = json.loads(run(capsys, "inspect", *arguments, "--json")[1])
     assert facts["rechunking"]["after"]["bytes"] < facts["rechunking"]["before"]["bytes"] / 2

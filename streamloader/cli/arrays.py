@@ -106,8 +106,8 @@ def reads_lines(url: str, reads: Iterable[ArrayReads], cure: Rechunking | None) 
         )
         title = ""
     if cure is not None:
-        names = ",".join(cure.names)
-        yield f"          to read less: streamloader convert {url} DST --rechunk {names}"
+        names, axis = ",".join(cure.names), f" --sample-axis {cure.sample_axis}" if cure.sample_axis is not None else ""
+        yield f"          to read less: streamloader convert {url} DST --rechunk {names}{axis}"
         yield (
             f"          it takes {_cost(cure.conversion)} once; an epoch then takes {_cost(cure.after)},"
             f" now {_cost(cure.before)}"

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click import Choice, IntRange
 
-from streamloader.cli.arrays import inspect_arrays, sampling_options, take_sampling
+from streamloader.cli.arrays import inspect_arrays, parse_extent, sampling_options, take_sampling
 from streamloader.cli.options import (
     PAIRS,
     by_split,
@@ -81,6 +81,7 @@ def transform_options(command: Callable[..., Any]) -> Callable[..., Any]:
 @option("--fill", parse=parse_fill, help="Value that replaces missing ones of a field. May be repeated.", **PAIRS)
 @option("--raw", is_flag=True, help="Keep packed values (scale_factor, add_offset, _FillValue) as stored.")
 @option("--rechunk", metavar="NAME[@VALUE],...", help="Arrays of a Zarr store, and slices of them: t2m,z@500.")
+@option("--sample-axis", parse=parse_extent, help="The dimension of their samples; default: their first.")
 @option("--split", help="Assign samples to splits at random, say train=0.9,val=0.1.")
 @option("--on-error", type=Choice(ON_ERROR), default="raise", help="How to handle bad samples.")
 @size_option("--shard-size", default="64MiB", help="Stored size of a shard of the largest field.")

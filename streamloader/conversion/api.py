@@ -32,7 +32,8 @@ _ARGUMENTS = (
     (r"--fill (\w+)=(\w+)", r'fill={"\1": \2}'),
     (r"--on-error\b", "--on_error"),
     (r'--(fields|format|on_error) "?(\w(?:[\w=:\[\],]*[\w\]])?)"?', r'\1="\2"'),
-    (r"--(fill|fields|format|on_error|map|resize|quality|workers|against)\b", r"\1="),
+    (r"--sample-axis\b", "sample_axis="),
+    (r"--(fill|fields|format|on_error|map|rechunk|resize|quality|workers|against)\b", r"\1="),
 )
 
 
@@ -66,6 +67,7 @@ def convert(
     fill: Mapping[str, Any] | None = None,
     raw: bool = False,
     rechunk: str | Sequence[str] | None = None,
+    sample_axis: str | int | None = None,
     map: str | Callable[[dict[str, Any]], Any] | None = None,  # noqa: A002 - the name of the command's option
     map_batch: int | None = None,
     resize: str | int | tuple[int, int] | None = None,
@@ -88,9 +90,10 @@ def convert(
     `src` is a path, a URL, a map-style dataset, a dict with an array or list for each field, an iterable of samples, or
     a generator function. `fields` selects fields and their types; `fill` maps fields to the values that replace missing
     ones; `raw` keeps packed values (`scale_factor`, ...) as stored. `rechunk` names arrays of a Zarr store and slices
-    of them, `"t2m,z@500"`, each of which becomes a field. `map` is a function of a sample, or with `map_batch` of that
-    many samples. `resize` and `quality` re-encode images. `split` is `"train=0.9,val=0.1"` or a
-    mapping: each split becomes a dataset, with samples assigned at random. `shuffle` is the seed of a random order.
+    of them, `"t2m,z@500"`, each of which becomes a field along the dimension `sample_axis`, by default their first.
+    `map` is a function of a sample, or with `map_batch` of that many samples. `resize` and `quality` re-encode images.
+    `split` is `"train=0.9,val=0.1"` or a mapping: each split becomes a dataset, with samples assigned at random.
+    `shuffle` is the seed of a random order.
 
     `on_error` is "raise", "skip" or "quarantine" for bad samples. `engine` is "local", "dask", "ray" or "spark",
     optionally with `=ADDRESS`. `workers` is the number of processes, by default one per core; 0 works in this process.
@@ -102,7 +105,7 @@ def convert(
     """
     src = as_samples(src)
     path = os.fspath(src) if isinstance(src, str | os.PathLike) else ""
-    selection, splits = parse_selection(fields, fill, raw, rechunk), parse_splits(split)
+    selection, splits = parse_selection(fields, fill, raw, rechunk, sample_axis), parse_splits(split)
     recode, mapper = parse_recode(resize, quality), parse_map(map, map_batch)
     transforms = TransformOptions(selection, recode, mapper, splits, shuffle, layout or Layout())
     options = RunOptions(workers, on_error, progress or ignore, parse_engine(engine))

@@ -648,8 +648,11 @@ class Run:
             quarantine.flush()
         if job.record:
             store.put(RECORD, json.dumps(job.record, sort_keys=True).encode())
+        beside = job.source.beside()
         for split in splits:
             split.remove_surplus()
+            for path, data in beside.items():
+                split.store.put(path, data)
             plan = split.plan
             manifest = publish.finish(split.store, plan.geometry, split.receipts, plan.provenance, self._claim)
             manifests[plan.name] = manifest

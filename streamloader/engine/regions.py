@@ -329,6 +329,7 @@ class RegionReader:
         targets = []
         for each in member.slices:
             target = self._channel(block.arrays[run.region], each)
+            target = target.transpose([self.column.dims.index(dim) for dim in member.dims if dim not in each.picks])
             picked = tuple(axis for axis, dim in enumerate(member.dims) if dim in each.picks)
             first = self._bounds(member, each, low, high)[0]
             targets.append(Target(np.expand_dims(target, picked), first, each.affine))

@@ -23,8 +23,8 @@ from streamloader.format.cf import Unpacking, unpacking_of
 from streamloader.format.geometry import order_pin
 from streamloader.format.manifest import FORMAT, Field, FieldLayout, Manifest, OrderPin
 from streamloader.format.opening import STATISTICS, read_object
-from streamloader.format.zarr_metadata import POSITIONAL, SPARSE, ZarrGroup, read_group
-from streamloader.format.zarr_reader import ArrayReader, find_index
+from streamloader.format.zarr_metadata import POSITIONAL, SPARSE, ZarrGroup, read_group, read_rechunked
+from streamloader.format.zarr_reader import ArrayReader, find_index, parse_channel
 from streamloader.options import Channels, Extent, Normalize, Sampling, Window
 from streamloader.order.anchors import (
     CELL_BYTES,
@@ -64,10 +64,11 @@ class OpenedArrays:
     @cached_property
     def sample_axis(self) -> str:
         """The name of the sample axis, "" if samples are patches only. Raises `UsageError` if it is not given."""
-        axis = self.sampling.sample_axis
-        if axis is None and self.ours:
-            return SAMPLES
-        if axis is None and self.sampling.patches is not None and self.sampling.windows is None:
+        axis, rechunked = self.sampling.sample_axis, self.group.sample_axis
+        patches_only = axis is None and self.sampling.patches is not None and self.sampling.windows is None
+        if self.ours and axis in (None, SAMPLES) and not (patches_only and rechunked):
+            return rechunked or SAMPLES
+        if patches_only:
             return ""
         if axis is None:
             names = dict.fromkeys(dim for array in self.group.arrays.values() for dim in array.dims)
@@ -77,8 +78,12 @@ class OpenedArrays:
     def unpacking(self, name: str) -> Unpacking | None:
         """Return how the values of an array are unpacked."""
         array = self.group.array(name)
-        choice = self.sampling.decode_cf
-        if self.ours or not (choice.get(name, True) if isinstance(choice, Mapping) else choice):
+        choice, name_there = self.sampling.decode_cf, (array.document.get("channels") or [[name]])[0][0]
+        decoded = choice.get(name_there, True) if isinstance(choice, Mapping) else choice
+        if not decoded and array.document.get("unpacked"):
+            problem = f"decode_cf={choice!r:.60}, and the conversion to {self.group.url} unpacked {name!r}"
+            raise UsageError(problem, "convert with --rechunk and --raw")
+        if not decoded:
             return None
         if name not in self._unpackings:
             where = f"the array {name!r} of {self.group.url}"
@@ -180,6 +185,12 @@ def is_ours(group: ZarrGroup) -> bool:
     return isinstance(group.attributes.get(FORMAT), Mapping)
 
 
+def provenance_of(group: ZarrGroup) -> Mapping[str, Any]:
+    """Return the provenance of a group that streamloader wrote."""
+    provenance = group.attributes[FORMAT].get("provenance")
+    return provenance if isinstance(provenance, Mapping) else {}
+
+
 class Draft(NamedTuple):
     """A column before its samples are known: its dimensions, their lengths, and its members.
 
@@ -215,10 +226,15 @@ def open_arrays(
     arguments that do not fit the arrays, before samples are read; `MemoryBudgetError` for a chunk above `memory`.
     """
     channels = (name.partition("@")[0] for column in sampling.columns.values() for name in column.names)
-    group = read_group(store, {*(fields or ()), *channels})
-    opened = OpenedArrays(store, group, sampling, is_ours(group))
+    named = {*(fields or ()), *channels}
+    group = read_group(store, named)
+    if ours := is_ours(group):
+        group = read_rechunked(store, group, named) if "beside" in provenance_of(group) else group
+    opened = OpenedArrays(store, group, sampling, ours)
+    known = {channel[0] for channel in group.slices}
     for name in sampling.decode_cf if isinstance(sampling.decode_cf, Mapping) else ():
-        group.array(name)
+        if name not in known:
+            group.array(name)
     drafts = _drafts(opened, fields)
     length = _sample_length(opened, drafts)
     coordinate = None if not opened.sample_axis else read_coordinate(opened, opened.sample_axis, length)
@@ -259,7 +275,8 @@ def _drafts(opened: OpenedArrays, fields: Sequence[str] | None) -> dict[str, Dra
             raise FieldError(problem, remedy)
         affine = opened.affine(name)
         member = Member(array.dims, (Slice({}, None, affine),), array, unpacking)
-        drafts[name] = Draft(array.dims, array.shape, _float_if(_dtype_of(member), affine is not None), (member,))
+        shape, dtype = array.lengths, _float_if(_dtype_of(member), affine is not None)
+        drafts[name] = Draft(tuple(shape), tuple(shape.values()), dtype, (member,))
     drafts |= {name: _stack(name, opened, channels) for name, channels in stacked.items()}
     opened.check_normalization({*names, *(channel for column in stacked.values() for channel in column.names)})
     return drafts
@@ -327,20 +344,23 @@ def _float_if(dtype: str, needed: bool) -> str:
 
 def _channel(opened: OpenedArrays, channel: str, number: int) -> tuple[str, Member, dict[str, int]]:
     """Return the key of a channel's member, the member, and the lengths of its dimensions."""
-    source = channel.partition("@")[0]
+    sliced = opened.group.slices.get(parse_channel(channel))
+    source = sliced or channel.partition("@")[0]
     axis, affine = opened.sample_axis, opened.affine(channel)
     if source in TIME_CHANNELS and source not in opened.group.arrays:
         coordinate = read_coordinate(opened, axis, _sample_length(opened, {}))
         values = _scaled(coordinate.fractions(source, channel), affine)
         return channel, Member((axis,), (Slice({}, number),), constant=values), {axis: len(values)}
     array = opened.group.array(source)
-    picks = find_index(opened.store, opened.group, channel, {axis, *opened.sampling.patch_dims})
-    shape = {dim: n for dim, n in zip(array.dims, array.shape, strict=True) if dim not in picks}
+    picks = find_index(opened.store, opened.group, sliced or channel, {axis, *opened.sampling.patch_dims})
+    shape = {dim: n for dim, n in array.lengths.items() if dim not in picks}
     anchored = {*([axis] if axis else []), *opened.sampling.patch_dims}
     if anchored <= set(shape) and len(shape) > 1:
         slices = (Slice(picks, number, affine),)
         return source, Member(array.dims, slices, array, opened.unpacking(source)), shape
-    constant = _scaled(opened.read(source)[tuple(picks.get(dim, slice(None)) for dim in array.dims)], affine)
+    values = opened.read(source)[tuple(picks.get(dim, slice(None)) for dim in array.dims)]
+    stored = [dim for dim in array.dims if dim not in picks]
+    constant = _scaled(values.transpose([stored.index(dim) for dim in shape]), affine)
     return channel, Member(tuple(shape), (Slice({}, number),), constant=constant), shape
 
 

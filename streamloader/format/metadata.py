@@ -98,6 +98,15 @@ def lengths_document(layout: FieldLayout, num_samples: int) -> Document:
     return document
 
 
+def plain_document(
+    shape: tuple[int, ...], dtype: np.dtype[Any], dims: tuple[str, ...], attributes: Mapping[str, Any]
+) -> Document:
+    """Return the document of an array in one chunk, which ends with a checksum."""
+    document = _array_document(list(shape), list(shape), dtype.name, np.zeros((), dtype).item())
+    codecs = [_bytes_codec(dtype.itemsize), {"name": "crc32c"}]
+    return {**document, "codecs": codecs, "dimension_names": list(dims), "attributes": dict(attributes)}
+
+
 def _array_document(shape: list[int], chunk: list[int], data_type: str, fill: Any) -> Document:
     return {
         "zarr_format": 3,

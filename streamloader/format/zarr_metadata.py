@@ -8,7 +8,7 @@ import json
 import re
 import struct
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import count
 from math import prod
@@ -35,7 +35,10 @@ MAX_TEXT = 1 << 30  # bytes of a text of fixed length
 PACKING = ("scale_factor", "add_offset", "missing_value")
 POSITIONAL = "axis_"  # begins the names of dimensions that have none
 
+ARRAYS = "_streamloader/arrays"  # what `--rechunk` stores beside the fields: SPEC.md, section 15
+
 Document = Mapping[str, Any]
+Channel = tuple[str, str, float | None]  # an array, one of its coordinates or "", and the value that selects a slice
 
 
 class Values(NamedTuple):
@@ -50,12 +53,14 @@ class ZarrArray:
     """An array: its path in the store, and its metadata document with the attributes in it.
 
     `dims`: the names of the dimensions, `axis_0` and so on for an array without names; of names that are repeated,
-    `("t", "c", "c")`, the second is `c_2`. Properties raise `FormatError` for invalid metadata.
+    `("t", "c", "c")`, the second is `c_2`. `order`: these in the order of samples, if they are stored in another.
+    Properties raise `FormatError` for invalid metadata.
     """
 
     path: str
     document: Document
     dims: tuple[str, ...]
+    order: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, path: str, document: Document, axes: tuple[str, ...] = ()) -> ZarrArray:
@@ -82,6 +87,12 @@ class ZarrArray:
     def shape(self) -> tuple[int, ...]:
         """The length of each dimension."""
         return _sizes(self.document.get("shape"), 0, self.path)
+
+    @property
+    def lengths(self) -> dict[str, int]:
+        """The length of each dimension by name, in `order`."""
+        lengths = dict(zip(self.dims, self.shape, strict=True))
+        return {dim: lengths[dim] for dim in self.order or self.dims}
 
     @cached_property
     def stored_chunks(self) -> tuple[int, ...]:
@@ -266,12 +277,16 @@ class ZarrGroup:
 
     `sparse`: the names of groups in it that are matrices in compressed sparse rows, as AnnData writes them. Arrays of
     these, such as `X/data`, `X/indices` and `X/indptr`, belong to the group too.
+
+    Of a dataset that `--rechunk` wrote: its `sample_axis`, and the names of the arrays that are `slices` of others.
     """
 
     url: str
     arrays: Mapping[str, ZarrArray]
     attributes: Document
     sparse: frozenset[str] = frozenset()
+    sample_axis: str = ""
+    slices: Mapping[Channel, str] = field(default_factory=dict)
 
     @property
     def dense(self) -> dict[str, ZarrArray]:
@@ -312,6 +327,27 @@ def read_group(store: Store, named: Collection[str] = ()) -> ZarrGroup:
         name: ZarrArray.of(paths[name], document, axes) for name, document in documents.items() if "shape" in document
     }
     return ZarrGroup(store.url, arrays, attributes, sparse)
+
+
+def read_rechunked(store: Store, group: ZarrGroup, named: Collection[str]) -> ZarrGroup:
+    """Return the group of a dataset that `--rechunk` wrote, with the names and coordinates of the store it came from.
+
+    Raises `FormatError` if what is stored beside the fields is damaged.
+    """
+    beside = read_group(store.child(ARRAYS), [name for name in named if "/" in name])
+    arrays = {name: replace(array, path=join_path(ARRAYS, name)) for name, array in beside.arrays.items()}
+    slices: dict[Channel, str] = {}
+    try:
+        axis, fields = beside.attributes["sample_axis"], beside.attributes["fields"]
+        for path in fields.keys() & group.arrays.keys():
+            name, dims, channels = (fields[path][key] for key in ("name", "dims", "channels"))
+            document, stored = {**group.arrays[path].document, **fields[path]}, [dim for dim in dims if dim != axis]
+            arrays[name] = ZarrArray(path, document, (axis, *stored), tuple(dims))
+            slices |= dict.fromkeys(map(tuple, channels), name)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        problem = f"{store.url}/{ARRAYS}/zarr.json is damaged ({error!r})"
+        raise FormatError(problem, "copy or convert the dataset again") from error
+    return ZarrGroup(store.url, dict(sorted(arrays.items())), group.attributes, frozenset(), axis, slices)
 
 
 def _is_sparse(name: str, document: Document, *, strict: bool) -> bool:

@@ -19,7 +19,7 @@ from streamloader.format.manifest import MAX_CHUNK_BYTES
 from streamloader.format.opening import reread
 from streamloader.format.reader import GAP_BYTES, MAX_REQUEST
 from streamloader.format.zarr_codecs import ChunkCodec, chunk_codec, index_bytes, index_codec
-from streamloader.format.zarr_metadata import ZarrArray, ZarrGroup
+from streamloader.format.zarr_metadata import Channel, ZarrArray, ZarrGroup
 from streamloader.options import MIB
 from streamloader.storage.buffers import Allocate, empty_buffer
 from streamloader.storage.process import run_all
@@ -301,22 +301,30 @@ class ArrayReader:
         return f"the chunk [{box}] in {self._store.url}/{run.path}"
 
 
+def parse_channel(channel: str) -> Channel:
+    """Return the array, the coordinate ("" if none is named) and the value of `z@level=500`, None for `z`.
+
+    Raises `FieldError` for a value that is not a number.
+    """
+    name, at, pick = channel.partition("@")
+    dim, _, text = pick.rpartition("=")
+    try:
+        return name, dim, float(text) if at else None
+    except ValueError:
+        raise FieldError(f"the channel {channel!r} selects no number", "write it like 'z@500'") from None
+
+
 def find_index(store: Store, group: ZarrGroup, channel: str, skipped: Collection[str]) -> dict[str, int]:
     """Return the index on a dimension that a channel `z@500` or `z@level=500` selects; empty for a channel `z`.
 
     Dimensions in `skipped` are not searched. Raises `FieldError` for an unknown array, and unless exactly one
     coordinate has the value.
     """
-    name, at, pick = channel.partition("@")
+    name, dim, value = parse_channel(channel)
     array = group.array(name)
-    if not at:
+    if value is None:
         return {}
-    dim, _, text = pick.rpartition("=")
     candidates = [dim] if dim else [other for other in array.dims if other not in skipped]
-    try:
-        value = float(text)
-    except ValueError:
-        raise FieldError(f"the channel {channel!r} selects no number", "write it like 'z@500'") from None
     found = {}
     for other in candidates:
         coordinate = group.arrays.get(other)
@@ -327,6 +335,6 @@ def find_index(store: Store, group: ZarrGroup, channel: str, skipped: Collection
                 found[other] = int(matches[0])
     if len(found) != 1:
         where = " and ".join(found) or "no coordinate"
-        problem = f"the channel {channel!r}: {where} of {', '.join(candidates) or 'its dimensions'} has {text}"
+        problem = f"the channel {channel!r}: {where} of {', '.join(candidates) or 'its dimensions'} has {value:g}"
         raise FieldError(problem, f"choose a value of one coordinate, as in '{name}@level=500'")
     return found

@@ -108,6 +108,7 @@ def append(
         problem = f"{source.url} has the splits {', '.join(splits)} of its own"
         raise UsageError(problem, "append each of its folders to the split that it belongs to")
     run_options.check(transforms, source.url, opened.store.url)
+    _check_arrays(opened, source)
     source = relabel(source, class_names(opened.manifest.provenance))
     source = _matching(transforms.apply(source), opened.manifest)
     report = _Append(root, opened, split, name, source, transforms, run_options).run()
@@ -136,6 +137,15 @@ def abandon(
         publish.undo_extension(store, base, split is not None)
     publish.clean_append(store)
     return True
+
+
+def _check_arrays(opened: Opened, source: Source) -> None:
+    """Raise `FieldError` if the coordinates and attributes beside the fields are not those of the dataset."""
+    beside = source.beside() if "beside" in opened.manifest.provenance else {}
+    differ = [path for path, data in beside.items() if opened.store.get(path) != data]
+    if differ:
+        problem = f"{source.url} has other coordinates, units or attributes than {opened.store.url}/{differ[0]}"
+        raise FieldError(problem, "write it with those of the dataset, or convert all samples again")
 
 
 def merged_classes(dataset: Classes, source: Classes) -> dict[str, list[str]]:

@@ -38,6 +38,8 @@ from streamloader.format.metadata import dataset_documents, split_documents
 from streamloader.format.opening import ROOT, STATISTICS
 from streamloader.format.publish import APPEND, BAD, CLAIM, INTERNAL, PARTS
 from streamloader.format.reader import FieldReader, Placed, Run, bad_item, read_columns
+from streamloader.format.zarr_metadata import ARRAYS, read_group
+from streamloader.format.zarr_reader import ArrayReader
 from streamloader.options import MIB
 from streamloader.storage import open_store
 from streamloader.storage.process import cpu_count, run_all
@@ -138,6 +140,7 @@ def verify(
     for view in views:
         if not view.appending:
             check_documents(view)
+        check_arrays(view)
     leftovers, others = _check_paths(store, views, names, sizes or {}, problems)
     objects, size = _check_fields(views, problems, listener)
     compared, samples = 0, {view.split: view.manifest.num_samples for view in views}
@@ -312,6 +315,8 @@ class DatasetView:
     def owns(self, path: str) -> bool:
         """Return whether the manifest lists the object at `path`, or it belongs to the table of an earlier version."""
         manifest, tables = self.manifest, tables_path(self.manifest.generation)
+        if path.startswith(f"{ARRAYS}/") and "beside" in manifest.provenance:
+            return True
         earlier = _TABLES.match(path)
         if earlier is not None and int(earlier["generation"] or 1) < manifest.generation:
             return True
@@ -329,6 +334,19 @@ class DatasetView:
         if path in (layout.shard_key(field, number), lengths_page_path(field, number)):
             return number < shards  # an append or a resumed conversion may leave pages of lengths without a table
         return number < pages and path == page_path(field, number, manifest.generation)
+
+
+def check_arrays(view: DatasetView) -> None:
+    """Read the arrays that `--rechunk` stored beside the fields."""
+    folder, names = view.store.child(ARRAYS), view.manifest.provenance.get("beside")
+    if not isinstance(names, list):
+        return
+    try:
+        group = read_group(folder, names)
+        for name in names:
+            ArrayReader(folder, group.array(name), strict=True).read_all()
+    except (FormatError, FieldError) as error:
+        view.add(error.problem, ARRAYS)
 
 
 def check_documents(view: DatasetView) -> None:

@@ -78,18 +78,19 @@ class Cost(NamedTuple):
 class Rechunking:
     """A conversion after which samples read only what they use: what an epoch takes before and after it, and itself.
 
-    `names`: the value of `streamloader convert --rechunk`.
+    `names`: the value of `streamloader convert --rechunk`. `sample_axis`: that of `--sample-axis`.
     """
 
     names: tuple[str, ...]
     before: Cost
     conversion: Cost
     after: Cost
+    sample_axis: str | int | None
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON values."""
         costs = {name: getattr(self, name)._asdict() for name in ("before", "conversion", "after")}
-        return {"names": list(self.names), **costs}
+        return {"names": list(self.names), "sample_axis": self.sample_axis, **costs}
 
 
 def rechunking(
@@ -118,6 +119,7 @@ def rechunking(
         before=cost(stored, decoded, requests),
         conversion=cost(stored + kept, decoded + used, requests, kept / layout.shard_size),
         after=cost(kept, used, kept / layout.block_size),
+        sample_axis=sampling.sample_axis,
     )
 
 

@@ -89,7 +89,8 @@ class Source:
 
     `url` has no credentials. `files` are all files of the source, sorted by path, with size and etag or modification
     time; they identify the conversion. `notes` are written to the manifest's provenance and contain no floats.
-    `fragment(rows)` returns the fragment of the given ascending rows.
+    `fragment(rows)` returns the fragment of the given ascending rows. `beside` returns further objects of the dataset
+    by path.
     """
 
     url: str
@@ -98,6 +99,7 @@ class Source:
     num_samples: int
     notes: Mapping[str, Any]
     fragment: Callable[[NDArray[np.int64]], Fragment]
+    beside: Callable[[], Mapping[str, bytes]] = dict
 
 
 def split_rows(

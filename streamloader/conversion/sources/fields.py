@@ -19,6 +19,7 @@ from streamloader.errors import FieldError, UsageError
 from streamloader.format.codecs import Column
 from streamloader.format.manifest import Field, check_name
 from streamloader.format.values import as_array, exact_in_float, from_bytes, leaves, to_column, to_value
+from streamloader.format.zarr_metadata import POSITIONAL
 
 Value = TypeVar("Value")
 _COMMA = re.compile(r",(?![^\[]*\])")  # not within a shape
@@ -30,7 +31,8 @@ class FieldSelection:
 
     Names are those of fields, not those in the files. `fill` has the values that replace missing ones. `raw` keeps
     packed values as stored. `mapped` says that a map function gets the fields, so that times become whole numbers
-    without a type for them. `rechunk`: the arrays of a Zarr store, and slices of them, that become fields.
+    without a type for them. `rechunk`: the arrays of a Zarr store, and slices of them, that become fields along the
+    dimension `sample_axis`, "" for their first one.
     """
 
     fields: Mapping[str, Field | None] = field(default_factory=dict)
@@ -38,6 +40,7 @@ class FieldSelection:
     raw: bool = False
     mapped: bool = False
     rechunk: tuple[str, ...] = ()
+    sample_axis: str = ""
 
     @property
     def notes(self) -> dict[str, Any]:
@@ -46,7 +49,7 @@ class FieldSelection:
             name: value.decode(errors="replace") if isinstance(value, bytes) else str(value)
             for name, value in self.fill.items()
         }
-        notes = {"fill": fill, "raw": self.raw, "rechunk": list(self.rechunk)}
+        notes = {"fill": fill, "raw": self.raw, "rechunk": list(self.rechunk), "sample_axis": self.sample_axis}
         return {key: value for key, value in notes.items() if value}
 
     @classmethod
@@ -55,7 +58,8 @@ class FieldSelection:
         fill = provenance.get("fill")
         raw, rechunk = provenance.get("raw") is True, provenance.get("rechunk")
         names = tuple(map(str, rechunk)) if isinstance(rechunk, list) else ()
-        return cls(fields, dict(fill) if isinstance(fill, Mapping) else {}, raw, rechunk=names)
+        fills, axis = dict(fill) if isinstance(fill, Mapping) else {}, str(provenance.get("sample_axis", ""))
+        return cls(fields, fills, raw, rechunk=names, sample_axis=axis)
 
     def includes(self, name: str) -> bool:
         """Return whether the field is kept."""
@@ -119,6 +123,7 @@ def parse_selection(
     fill: Mapping[str, Any] | None = None,
     raw: bool = False,
     rechunk: str | Sequence[str] | None = None,
+    sample_axis: str | int | None = None,
 ) -> FieldSelection:
     """Return the selection of `"image,label"`, `["image", "tokens=ragged:int32"]` or `{"image": None, "x": "int32"}`.
 
@@ -138,7 +143,10 @@ def parse_selection(
         raise UsageError(f"the field {twice!r} is named twice", "name each field once")
     kinds = {name: None if kind is None else Field.parse(kind) for name, kind in pairs}
     names = tuple(part.strip() for part in rechunk.split(",")) if isinstance(rechunk, str) else tuple(rechunk or ())
-    return FieldSelection(kinds, dict(fill or {}), raw, rechunk=names)
+    if sample_axis is not None and not names:
+        raise UsageError(f"sample_axis={sample_axis!r} without rechunk", "give both: --rechunk names the arrays")
+    axis = f"{POSITIONAL}{sample_axis}" if isinstance(sample_axis, int) else sample_axis or ""
+    return FieldSelection(kinds, dict(fill or {}), raw, rechunk=names, sample_axis=axis)
 
 
 @dataclass(frozen=True)

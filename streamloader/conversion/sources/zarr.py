@@ -7,6 +7,7 @@ change its layout, splits, fields or codec.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from math import prod
 from typing import Any
@@ -24,7 +25,7 @@ from streamloader.errors import FieldError, SourceError
 from streamloader.format.manifest import FORMAT, Field, Manifest
 from streamloader.format.opening import open_root
 from streamloader.format.reader import FieldReader, Placed, Run
-from streamloader.format.zarr_metadata import Document, ZarrArray
+from streamloader.format.zarr_metadata import ARRAYS, Document, ZarrArray
 from streamloader.format.zarr_reader import ArrayReader
 from streamloader.storage.process import run_all
 from streamloader.storage.store import ObjectInfo, Store
@@ -170,11 +171,17 @@ def _open_dataset(listing: Listing, files: Files, path: str, selection: FieldSel
     except FieldError as error:  # the root of splits
         raise SourceError(error.problem.partition(";")[0], f"name one of them, as in {store.url}::/NAME") from error
     fields = {name: manifest.fields[name].field for name in arrays.pick(manifest.fields, selection, store.url)}
-    classes = {key: value for key, value in manifest.provenance.items() if key == "classes"}
-    notes = {**classes, "recut": {"digest": manifest.digest, "provenance": dict(manifest.provenance)}}
+    kept = {key: value for key, value in manifest.provenance.items() if key in ("beside", "classes")}
+    notes = {**kept, "recut": {"digest": manifest.digest, "provenance": dict(manifest.provenance)}}
     read = partial(_read_dataset, store, manifest)
     container = arrays.Container(store.url, manifest.num_samples, fields, read, notes)
-    return arrays.stack(listing.url, _files_of(files, path), [container])
+    source = arrays.stack(listing.url, _files_of(files, path), [container])
+    return replace(source, beside=partial(_read_beside, store)) if "beside" in kept else source
+
+
+def _read_beside(store: Store) -> dict[str, bytes]:
+    """Return the objects beside the fields of a dataset that `--rechunk` wrote, by path."""
+    return {info.path: store.get(info.path) for info in store.list(ARRAYS)}
 
 
 def _read_dataset(store: Store, manifest: Manifest, rows: NDArray[np.int64], into: arrays.Into) -> None:
