@@ -129,7 +129,7 @@ def run(url: str, code: str, warned: int = 0) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def shown(url: str) -> dict[str, Any]:
     """What one process shows in all cases: to start it takes longer than most of them."""
-    return run(url, EPOCHS + STATES + LENGTHS + FORKS + PARENTS)
+    return run(url, EPOCHS + STATES + POSITIONS + LENGTHS + FORKS + PARENTS)
 
 
 def test_workers_deliver_each_epoch_once_and_the_parent_knows_the_epoch(shown):
@@ -175,6 +175,47 @@ def test_states_of_workers_resume_exactly(shown):
         assert sorted(flat(begin) + flat(rest)) == list(range(N))
         assert sorted(flat(following)) == list(range(N))
         assert following != begin + rest
+
+
+POSITIONS = """
+from streamloader.pytorch.dataset import Mixture, Source
+
+def stateful(ds):
+    return StatefulDataLoader(ds, batch_size=None, num_workers=3, multiprocessing_context="fork")
+
+def following(loader, passes):
+    return [batch["index"].tolist() for _ in range(passes) for batch in loader]
+
+kinds = {
+    "pad": lambda: open_dataset(url, batch_size=100, fields=["label"]),
+    "uneven": lambda: open_dataset(url, batch_size=16, where=slice(5, 130), fields=["label"], remainder="uneven"),
+    "mixture": lambda: Mixture(
+        {Source(url, where=slice(0, 70)): 0.7, Source(url, where=slice(100, 200)): 0.3},
+        **{"batch_size": 16, "fields": ["label"], "with_index": True, "remainder": "drop"},
+    ),
+}
+for kind, opened in kinds.items():
+    loader = stateful(opened())
+    states, whole = [loader.state_dict()], []
+    for batch in loader:
+        whole.append(batch["index"].tolist())
+        states.append(pickle.loads(pickle.dumps(loader.state_dict())))
+    whole += following(loader, 1)
+    wrong = []
+    for k, state in enumerate(states):
+        (again := stateful(opened())).load_state_dict(state)
+        rest = following(again, 1 + (k + 4 > len(states)))
+        if rest[:len(whole) - k] != whole[k:k + len(rest)] or len(rest) < len(states) - 1 - k:
+            wrong.append([k, len(rest)])
+    show(f"positions {kind}", [len(states), wrong])
+"""
+
+
+@pytest.mark.parametrize("kind", ["pad", "uneven", "mixture"])
+def test_a_state_of_workers_resumes_at_every_position_of_an_epoch(shown, kind):
+    count, wrong = shown[f"positions {kind}"]
+    assert count > 6
+    assert wrong == []
 
 
 LENGTHS = """

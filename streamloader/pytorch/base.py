@@ -301,6 +301,7 @@ class BaseDataset(IterableDataset[dict[str, Any]]):
         # the position of training: a state, or where a pass began and the steps delivered since
         self._at: RunState | tuple[Position, int] = start
         self._loaded = False
+        self._own = False  # whether this copy, in a worker of StatefulDataLoader, has loaded a state of its own
         self._epochs = SharedEpochs()
         self._pass: weakref.ref[Pass] | None = None
         self._kept: Pass | None = None  # between two iterations of `steps_per_epoch`
@@ -373,11 +374,20 @@ class BaseDataset(IterableDataset[dict[str, Any]]):
         check_guarded()
         steps = self._options.steps_per_epoch
         if steps is None:
-            return self._begin_pass()
+            return self._resume_at_border() if self._own and not self._start.position else self._begin_pass()
         self._check_no_workers(worker()[1], in_worker())
         self._iteration_start = self._current, self._steps
         kept = self._kept if self._kept is not None and self._kept is self._running() else None
         return Steps(self, kept or self._begin_pass(), steps - self._steps % steps)
+
+    def _resume_at_border(self) -> Iterator[dict[str, Any]]:
+        """Begin the epoch of a worker's state, unless other workers are still in the one before, which is over here.
+
+        It is asked for a batch once every worker has loaded its state.
+        """
+        if self._epochs.first_loaded(worker()[1]) == self._start.epoch:
+            yield from self._begin_pass()
+        self._own = False
 
     def _begin_pass(self) -> Pass:
         rank, (number, count) = resolve_world(self._world), worker()
@@ -532,9 +542,12 @@ class BaseDataset(IterableDataset[dict[str, Any]]):
 
     def _set_start(self, start: RunState) -> None:
         """Let the next pass begin at `start`, also in workers."""
-        self._start = start
-        self._epochs.choose(start.epoch)
-        if not in_worker():  # a worker that gets a state, from StatefulDataLoader, has its own position
+        self._start, self._own = start, in_worker()
+        if self._own:
+            number, count = worker()
+            self._epochs.load(number, count, start.epoch)
+        else:
+            self._epochs.choose(start.epoch)
             values = (start.epoch, start.position, start.extra, start.workers, start.ranks, start.batch, start.pin)
             self._epochs.publish((*values, *start.order))
 
@@ -546,7 +559,8 @@ class BaseDataset(IterableDataset[dict[str, Any]]):
                 raise StateError("the state has other sources or weights", "make a new DataLoader, with new workers")
             order = [position.pop(name) for name in ORDER_NAMES]
             self._start = replace(self._start, **position).with_order(*order)
-        return self._start_of(self._epochs.next_epoch(), world, workers)
+        own, self._own = self._own, False
+        return self._start_of(self._start.epoch if own else self._epochs.next_epoch(), world, workers)
 
     def _start_of(self, epoch: int, world: World, workers: int = 1) -> RunState:
         """Return where a pass of this epoch begins: at its start, or at a loaded state of this epoch."""

@@ -201,10 +201,11 @@ class SharedEpochs:
     """The epoch of the next pass: the minimum over the workers of the last pass, or the epoch that was set since."""
 
     def __init__(self) -> None:
-        sizes = (1, 1, 1, 1, 1, len(POSITION_NAMES), MAX_WORKERS)
+        sizes = (1, 1, 1, 1, 1, len(POSITION_NAMES), MAX_WORKERS, MAX_WORKERS)
         shared = torch.zeros(sum(sizes), dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
         fields = shared.split(sizes)
-        self._chosen, self._workers, self._reader, self._begun, self._version, self._position, self._next = fields
+        self._chosen, self._workers, self._reader, self._begun, self._version, self._position, *of_workers = fields
+        self._next, self._loaded = of_workers
         self._seen_version = 0  # of the published position, by this copy
         self._name = uuid4().hex
 
@@ -250,13 +251,23 @@ class SharedEpochs:
         self._begun.fill_(epoch)
         self._reader.fill_(os.getpid())
 
+    def load(self, worker: int, workers: int, epoch: int) -> None:
+        """Record that a worker, one of `workers`, has loaded a state of `epoch`."""
+        with self.choosing(workers):
+            self.begin(worker, workers, epoch)
+        self._loaded[worker] = epoch
+
+    def first_loaded(self, workers: int) -> int:
+        """Return the first epoch of the states that the workers have loaded."""
+        return int(self._loaded[:workers].min())
+
     def complete(self, worker: int, epoch: int) -> None:
         """Record that a worker has completed its pass of `epoch`, unless another epoch was set since."""
         if int(self._next[worker]) == epoch:
             self._next[worker] = epoch + 1
 
     def choose(self, epoch: int) -> None:
-        """Set the epoch of the next pass: the user set it, or loaded a state, perhaps in each worker."""
+        """Set the epoch of the next pass: the user set it, or loaded a state."""
         self._begun.fill_(epoch)
         self._reader.zero_()
         if self.next_epoch() != epoch:
