@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Sequence
-from functools import cached_property
 from itertools import product
 from math import prod
 from typing import Any, NamedTuple
@@ -15,22 +14,26 @@ from numpy.typing import NDArray
 
 from streamloader.errors import CorruptError, FieldError, MissingObjectError, NotFoundError
 from streamloader.format.cf import Unpacking
-from streamloader.format.manifest import MAX_CHUNK_BYTES
 from streamloader.format.opening import reread
 from streamloader.format.reader import GAP_BYTES, MAX_REQUEST
-from streamloader.format.zarr_codecs import ChunkCodec, chunk_codec, index_bytes, index_codec
+from streamloader.format.zarr_codecs import (
+    ChunkCodec,
+    Index,
+    chunk_codec,
+    index_bytes,
+    index_codec,
+    index_entries,
+    index_is_last,
+)
 from streamloader.format.zarr_metadata import Channel, ZarrArray, ZarrGroup
-from streamloader.options import MIB
 from streamloader.storage.buffers import Allocate, empty_buffer
 from streamloader.storage.process import run_all
 from streamloader.storage.store import RangeReader, Store, cut_runs
 
 Place = tuple[int, ...]  # of a chunk in the grid of an array
-Index = tuple[NDArray[np.int64], NDArray[np.int64]]  # offset and size of each inner chunk of a shard; -1 if missing
 
 ABSENT = empty_buffer(0)  # in place of the body of an object that does not exist
 INDEX_CACHE_BYTES = 64 << 20
-_EMPTY = 2**64 - 1  # offset and size of a missing chunk in the index of a shard
 READ_THREADS = 8
 
 
@@ -78,16 +81,10 @@ class ArrayReader:
         self._lock = threading.Lock()
         self._index_codec = None if array.sharding is None else index_codec(array)
 
-    @cached_property
+    @property
     def request_bytes(self) -> int:
-        """The most bytes of a request for one chunk: compressed chunks may be slightly larger than decoded ones.
-
-        Filters and encodings may have stored up to four times as many.
-        """
-        if self.array.values.dtype.kind == "O":
-            return MAX_CHUNK_BYTES
-        most = self.array.chunk_bytes + self.array.chunk_bytes // 64 + MIB // 4
-        return 4 * most if self.codec.expands else most
+        """The most bytes of a request for one chunk."""
+        return self.codec.most_stored
 
     @property
     def kept_bytes(self) -> int:
@@ -272,28 +269,20 @@ class ArrayReader:
 
     def _read_index(self, shard: Place) -> Index:
         assert self._index_codec is not None
-        assert self.array.sharding is not None
         path, size = self.array.object_key(shard), index_bytes(self.array)
         count = prod(self._index_codec.shape[:-1])
         try:
-            if self.array.sharding.get("index_location", "end") == "end":
-                data = self._store.get_tail(path, size)
-            else:
-                data = self._store.get_range(path, 0, size)
+            last = index_is_last(self.array)
+            data = self._store.get_tail(path, size) if last else self._store.get_range(path, 0, size)
         except NotFoundError:
             return np.full(count, -1), np.full(count, -1)
         remedy = "restore the object, or write the shard again"
         if len(data) != size:
             raise CorruptError(f"{self._store.url}/{path} has {len(data)} bytes, its index takes {size}", remedy)
         try:
-            entries = self._index_codec.decode(memoryview(data)).reshape(count, 2).astype(np.uint64)
+            return index_entries(self._index_codec, memoryview(data))
         except CorruptError as error:
             raise CorruptError(f"the index of {self._store.url}/{path} is damaged: {error.problem}", remedy) from error
-        empty = entries[:, 0] == _EMPTY
-        if (entries[~empty] >= 2**62).any():
-            raise CorruptError(f"the index of {self._store.url}/{path} is damaged: an offset is too large", remedy)
-        offsets, sizes = (np.where(empty, -1, entries[:, i].astype(np.int64)) for i in (0, 1))
-        return offsets, sizes
 
     def _where(self, run: ArrayRun, chunk: StoredChunk) -> str:
         bounds = zip(chunk.place, self.array.chunks, self.array.shape, strict=True)
