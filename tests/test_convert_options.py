@@ -543,9 +543,9 @@ def test_a_turned_photograph_is_reduced_for_the_size_that_it_gets():
     plain, turned = io.BytesIO(), io.BytesIO()
     Image.fromarray(np.rot90(noise, -1)).save(plain, "JPEG", quality=95)
     Image.fromarray(noise).save(turned, "JPEG", quality=95, exif=exif)
-    recode = parse_recode((400, 100), None)
+    recode = parse_recode((100, 400), None)
     one, other = (np.asarray(opened(recode.image(out.getvalue())), int) for out in (plain, turned))
-    assert one.shape == other.shape == (400, 100, 3)
+    assert one.shape == other.shape == (100, 400, 3)
     assert abs(one.std() - other.std()) < 2, "detail is not lost by reducing too far"
 
 
