@@ -104,19 +104,11 @@ class Header(NamedTuple):
 _FLIPS = ((False, False), (False, True), (True, True), (True, False))
 
 
-def stored_box(box: Box, header: Header) -> Box:
-    """Return the box of the stored image that becomes `box` when the image is turned."""
-    (rows, columns), (height, width) = _FLIPS[(header.turn - 1) % 4], header.size
-    top = height - box.top - box.height if rows else box.top
-    left = width - box.left - box.width if columns else box.left
-    return Box(left, top, box.width, box.height) if header.turn > 4 else Box(top, left, box.height, box.width)
-
-
 def turned(pixels: Pixels, turn: int) -> Pixels:
-    """Return a view of stored pixels (height, width, channels), turned by an EXIF orientation."""
+    """Return stored pixels (height, width, channels), turned by an EXIF orientation: a copy, unless it is 1."""
     rows, columns = _FLIPS[(turn - 1) % 4]
     view = pixels.swapaxes(0, 1) if turn > 4 else pixels
-    return view[:: -1 if rows else 1, :: -1 if columns else 1]
+    return np.ascontiguousarray(view[:: -1 if rows else 1, :: -1 if columns else 1])
 
 
 def random_box(height: int, width: int, crop: RandomResizedCrop, draws: Sequence[float]) -> Box:
@@ -355,7 +347,7 @@ class ImageDecoder:
         bytes; Pillow an image and a converted copy of 4 bytes a pixel each, and the copy as bytes, in pieces and
         joined, of 3 bytes a pixel each.
         """
-        source = 0 if self.options.size is None and header.turn == 1 else self.options.channels
+        source = self.options.channels * ((self.options.size is not None) + 2 * (header.turn > 1))
         if not (self.fast and data[:3] == _JPEG_MAGIC):
             return header.height * header.width * (source + 14)
         return header.height * header.width * (source + (0 if is_sequential(data) else 6))
@@ -393,19 +385,15 @@ class ImageDecoder:
     def _decode(self, data: memoryview, header: Header, out: NDArray[Any], numbers: Sequence[float]) -> NDArray[Any]:
         """Decode into `out` and return it."""
         pixels = out if self.values is None else self.scratch.array("small", *out.shape)
-        stored, size = pixels, (header.height, header.width)  # before the image is turned
-        if header.turn > 1:
-            stored = self.scratch.array("stored", *turned(pixels, header.turn).shape)
-        if self.options.size is None:
-            self._read(data, 1, size, stored)
+        stored, upright = (header.height, header.width), header.turn == 1
+        box = self._box(*header.size, numbers)
+        k = reduction(box, (out.shape[0], out.shape[1]))
+        box = snapped(box, k, *header.size)
+        if self.options.size is None and upright:
+            self._read(data, 1, stored, pixels)
         else:
-            box = stored_box(self._box(*header.size, numbers), header)
-            k = reduction(box, stored.shape[:2])
-            box = snapped(box, k, *size)
-            source, k = self._read_box(data, k, box, size)
-            resample(source, k, box, stored, opencv=self.opencv)
-        if stored is not pixels:
-            np.copyto(pixels, turned(stored, header.turn))
+            source, k = self._read_box(data, k, box if upright else Box(0, 0, *stored), stored)
+            resample(turned(source, header.turn), k, box, pixels, opencv=self.opencv)
         if isinstance(self.crop, RandomResizedCrop) and numbers[0] < self.crop.flip:
             mirror(pixels, opencv=self.opencv)
         if self.values is not None:

@@ -56,10 +56,7 @@ def encode(image: Image.Image) -> bytes:
 
 
 _ORIENTATION = 0x0112
-_TRANSPOSES = (  # by orientation, from 2
-    *(Image.Transpose.FLIP_LEFT_RIGHT, Image.Transpose.ROTATE_180, Image.Transpose.FLIP_TOP_BOTTOM),
-    *(Image.Transpose.TRANSPOSE, Image.Transpose.ROTATE_270, Image.Transpose.TRANSVERSE, Image.Transpose.ROTATE_90),
-)
+_TRANSPOSES = (0, 3, 1, 5, 4, 6, 2)  # the numbers of Pillow's `Transpose` for the orientations 2 to 8
 
 
 def orientation(exif: bytes) -> int:
@@ -83,4 +80,4 @@ def orientation(exif: bytes) -> int:
 
 def transpose(image: Image.Image, turn: int) -> Image.Image:
     """Return the image turned by an EXIF orientation. Pillow turns TIFF itself when it loads it."""
-    return image.transpose(_TRANSPOSES[turn - 2]) if turn > 1 else image
+    return image.transpose(Image.Transpose(_TRANSPOSES[turn - 2])) if turn > 1 else image
