@@ -12,6 +12,7 @@ import sys
 import threading
 import types
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pandas
@@ -601,6 +602,55 @@ def test_an_image_whose_pixels_are_damaged_is_a_bad_sample_when_it_is_resized(ph
     (photos / "bee" / "x.tif").write_bytes(damaged)
     ds = made(photos, tmp_path, resize=10, on_error="skip")
     assert len(ds) == 40
+
+
+class ImageFolder:
+    """What a conversion sees of the class of this name in torchvision, which needs a torch built with it."""
+
+    target_transform = None
+
+    def __init__(self, root, transform=None):
+        self.classes = sorted(path.name for path in root.iterdir())
+        files = sorted(root.glob("*/*"))
+        self.samples = [(str(path), self.classes.index(path.parent.name)) for path in files]
+        self.loader, self.transform = default_loader, transform
+        self.transforms = transform and (lambda image, target: (transform(image), target))
+
+    def __len__(self):
+        return len(self.samples)
+
+    def __getitem__(self, number):
+        image = self.loader(self.samples[number][0])
+        return self.transform(image) if self.transform else image, self.samples[number][1]
+
+
+def default_loader(path):
+    with Image.open(path) as image:
+        return image.convert("RGB")
+
+
+DatasetFolder = type("DatasetFolder", (ImageFolder,), {"__module__": "torchvision.datasets.folder"})
+default_loader.__module__ = "torchvision.datasets.folder"
+
+
+def test_an_image_folder_of_torchvision_keeps_encoded_bytes_and_class_names(photos, tmp_path):
+    Image.open(photos / "ant" / "00.png").save(photos / "ant" / "00.jpg", quality=90)
+    whole = DatasetFolder(photos)
+    for samples, numbers in ((whole, range(41)), (torch.utils.data.Subset(whole, [40, 0, 3]), [40, 0, 3])):
+        convert(samples, tmp_path / "out", workers=0, overwrite=True)
+        ds = dataset.open(tmp_path / "out")
+        assert kinds_of(ds) == {"image": "bytes:mixed", "label": "int64"}
+        assert ds.manifest.classes == {"label": ("ant", "bee")}
+        expected = [(Path(whole.samples[i][0]).read_bytes(), whole.samples[i][1]) for i in numbers]
+        assert [(sample["image"], sample["label"]) for sample in ds] == expected
+
+
+def test_transformed_samples_of_torchvision_are_kept_as_they_are_with_class_names(photos, tmp_path):
+    samples = DatasetFolder(photos, transform=lambda image: np.asarray(image.resize((4, 4))))
+    convert(torch.utils.data.Subset(samples, range(9)), tmp_path / "out", workers=0)
+    ds = dataset.open(tmp_path / "out")
+    assert kinds_of(ds) == {"f_0": "uint8[4,4,3]", "f_1": "int64"}
+    assert ds.manifest.classes == {"f_1": ("ant", "bee")}
 
 
 # --- order

@@ -16,6 +16,7 @@ from streamloader.conversion.job import Conversion, Listener, Progress, Report, 
 from streamloader.conversion.row_order import parse_splits
 from streamloader.conversion.shard_task import OnError, Quarantine, SkippedSample
 from streamloader.conversion.sources.base import raise_bad
+from streamloader.conversion.sources.encoded import class_notes
 from streamloader.conversion.sources.fields import flatten, parse_selection
 from streamloader.conversion.sources.objects import NAME as PYTHON
 from streamloader.conversion.sources.objects import as_samples, map_style, qualified_name
@@ -136,6 +137,7 @@ def _write_iterable(
     probed = [(i, f"sample {i} of the {name}", sample) for i, sample in enumerate(first)]
     fields = infer_fields(url, probed, transforms.selection)
     notes = {"source": {"format": PYTHON, "url": url}, "object": name, **fields.notes, **transforms.selection.notes}
+    notes |= class_notes(src, fields.fields, fields.notes)
     bad: list[SkippedSample] = []
     quarantine = Quarantine(store)
     threads = None if options.workers is None else max(1, options.workers)

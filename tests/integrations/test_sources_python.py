@@ -402,3 +402,50 @@ def test_a_conversion_is_not_resumed_with_another_object(tmp_path):
             sl.convert(other, tmp_path / "out", workers=0, layout=SMALL)
     assert sl.convert(Pictures(200), tmp_path / "out", workers=0, layout=SMALL).shards_kept > 0
     assert sl.open(tmp_path / "out").read("f_1", 0, 200).tolist() == list(range(200))
+
+
+HUGGING_FACE = """
+import io, json, sys
+sys.path = [path for path in sys.path if not path.endswith("tests")]  # whose datasets.py has the name of the package
+import numpy as np
+import streamloader as sl
+from datasets import ClassLabel, Dataset, Features, Image, Value
+from PIL import Image as Pillow
+from torch.utils.data import Subset
+
+def jpeg(number):
+    out = io.BytesIO()
+    Pillow.fromarray(np.full((8, 12, 3), number, np.uint8)).save(out, "JPEG")
+    return out.getvalue()
+
+with open("file.jpg", "wb") as file:
+    file.write(jpeg(2))
+values = [jpeg(0), jpeg(1), {"bytes": None, "path": "file.jpg"}, jpeg(3), None]
+features = Features({"image": Image(), "label": ClassLabel(names=["cat", "dog"]), "x": Value("float32")})
+samples = {"image": [v if v is None or isinstance(v, dict) else {"bytes": v, "path": None} for v in values]}
+ds = Dataset.from_dict({**samples, "label": [0, 1, 1, 0, 0], "x": [0.5] * 5}, features=features)
+cases = {
+    "dataset": ds, "selected": ds.select([3, 1, 2, 0]), "as torch": ds.with_format("torch"),
+    "subset": Subset(ds, [2, 0]), "iterable": ds.to_iterable_dataset(),
+    "transformed": ds.with_transform(lambda batch: {"label": batch["label"]}),
+}
+for name, case in cases.items():
+    report = sl.convert(case, "out", workers=0, overwrite=True, on_error="skip")
+    out = sl.open("out")
+    images = [[number for number in range(4) if jpeg(number) == sample.get("image")] for sample in out]
+    kinds = {field: str(kind) for field, kind in out.fields.items()}
+    print(json.dumps([name, kinds, out.manifest.classes, images, report.num_left_out]))
+"""
+
+
+def test_a_dataset_of_hugging_face_keeps_encoded_bytes_and_class_names(tmp_path):
+    lines = run_python("-c", HUGGING_FACE, cwd=tmp_path, HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path)).stdout.splitlines()
+    found = {name: rest for name, *rest in map(json.loads, lines)}
+    classes = {"label": ["cat", "dog"]}
+    fields = {"image": "bytes:jpeg", "label": "int64", "x": "float64"}
+    assert found["dataset"] == [fields, classes, [[0], [1], [2], [3]], 1]
+    assert found["selected"] == [fields, classes, [[3], [1], [2], [0]], 0]
+    assert found["subset"] == [fields, classes, [[2], [0]], 0]
+    assert found["iterable"] == found["dataset"]
+    assert found["as torch"] == [fields | {"x": "float32"}, *found["dataset"][1:]]
+    assert found["transformed"] == [{"label": "int64"}, {}, [[]] * 5, 0]

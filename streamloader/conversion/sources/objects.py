@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streamloader.conversion.sources.base import BadSample, OnBad, Source, spread_rows, take_rows
+from streamloader.conversion.sources.encoded import Encoded, class_notes, class_path, keep_encoded
 from streamloader.conversion.sources.fields import FieldSelection, choose, flatten
 from streamloader.conversion.sources.files import field_names
 from streamloader.conversion.sources.records import PROBED, RecordFragment, Sample, SampleFields, open_records
@@ -68,7 +69,7 @@ def as_samples(given: Any) -> Any:
             name = getattr(given, "__name__", "")
             problem = f"the generator function {name} cannot be called without arguments: {error}"
             raise UsageError(problem, "give what it returns, or functools.partial of it") from error
-    return given
+    return keep_encoded(given)
 
 
 def _is_column(value: Any) -> bool:
@@ -84,7 +85,8 @@ def map_style(samples: Any) -> bool:
     A torch `IterableDataset` inherits a `__getitem__` that does not work. Raises `UsageError` for an object that is
     neither, and for common mistakes: text, a mapping, a torch `DataLoader`.
     """
-    classes = {f"{cls.__module__}.{cls.__qualname__}" for cls in type(samples).__mro__}
+    samples = samples.rows if isinstance(samples, Encoded) else samples
+    classes = class_path(samples)
     if _LOADER in classes:
         raise UsageError(f"{qualified_name(samples)} gives batches, not samples", "give its dataset")
     indexed, iterable = (hasattr(type(samples), name) for name in ("__getitem__", "__iter__"))
@@ -99,9 +101,9 @@ def map_style(samples: Any) -> bool:
 
 def qualified_name(samples: Any) -> str:
     """Return the name of an object's class, with its module."""
-    if isinstance(samples, Columns):
-        samples = samples.columns
-    return f"{type(samples).__module__}.{type(samples).__qualname__}"
+    if isinstance(samples, Encoded):
+        return samples.name
+    return class_path(samples.columns if isinstance(samples, Columns) else samples)[0]
 
 
 def open_object(samples: Any, selection: FieldSelection, workers: int = 0) -> Source:
@@ -135,7 +137,8 @@ def open_object(samples: Any, selection: FieldSelection, workers: int = 0) -> So
         return partial(_read_samples, held, rows.tolist())
 
     source = open_records(f"{NAME}:{name}", (), count, cut, selection, notes={"object": name})
-    return replace(source, files=(_identity(source, probed),))
+    notes = {**source.notes, **class_notes(samples, source.fields, source.notes)}
+    return replace(source, files=(_identity(source, probed),), notes=notes)
 
 
 def _keep(columns: dict[str, Column], _on_bad: OnBad) -> dict[str, Column]:
