@@ -360,8 +360,9 @@ class Sampling:
 
     @property
     def used(self) -> bool:
-        """Whether samples are declared, so that the URL is opened as arrays."""
-        return any(value is not None for value in (self.sample_axis, self.windows, self.patches, self.channels))
+        """Whether samples are declared or normalised, so that the URL is opened as arrays."""
+        declared = (self.sample_axis, self.windows, self.patches, self.channels, self.normalize or None)
+        return any(value is not None for value in declared)
 
     @property
     def columns(self) -> dict[str, Channels]:

@@ -262,7 +262,7 @@ def test_arrays_without_dimensions_are_channels(version, tmp_path):
     group.create_array("missing", shape=(), dtype="f4", fill_value=6)
     names = ("height", "packed", "wide", "missing")
     channels = {"x": sl.Channels("a", *names), "alone": sl.Channels(*names)}
-    options = {"sample_axis": "time", "normalize": {"wide": (0.5, 2)}}
+    options = {"sample_axis": "time", "normalize": {**dict.fromkeys(("a", *names), (0, 1)), "wide": (0.5, 2)}}
     dataset = sl.StreamingDataset(tmp_path / "x.zarr", batch_size=8, channels=channels, shuffle=False, **options)
     (batch,) = dataset
     assert batch["x"][:, 0].tolist() == list(range(1, 9))

@@ -205,6 +205,7 @@ def draw(planned: Forecast, path: Path) -> None:
 @click.command()
 @click.argument("url")
 @fields_option
+@split_option
 @option("--sample-axis", parse=parse_extent, help="The dimension that samples lie along.")
 @option("--channels", parse=parse_names, help="Arrays, and slices of them: z@500,t2m; default: all arrays.")
 @option("--where", parse=parse_where, help="Which elements to read: 2001-01:2017-12, 0:800, or a condition.")
@@ -216,6 +217,7 @@ def draw(planned: Forecast, path: Path) -> None:
 def stats(
     *,
     url: str,
+    split: str | None,
     sample_axis: str | int | None,
     channels: tuple[str, ...] | None,
     where: str | slice | None,
@@ -224,11 +226,14 @@ def stats(
     save: bool,
     **options: Any,
 ) -> None:
-    """Fit the mean and the standard deviation of the arrays at URL, to normalise them by normalize=."""
+    """Fit the mean and the standard deviation of the arrays and images at URL, to normalise them by normalize=.
+
+    Those of images are numbers from 0 to 1 for each channel: Decode(normalize=(mean, std)).
+    """
     from streamloader.measure.statistics import document_of, fit, save_in
 
     sampling = Sampling(sample_axis, channels=Channels(*channels) if channels else None, decode_cf=not raw)
-    document = document_of(url, where, fit(url, sampling, where=where, **options))
+    document = document_of(url, split, where, fit(url, sampling, split=split, where=where, **options))
     if save:
         save_in(url, document, options["storage_options"])
     if output is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
@@ -18,10 +19,10 @@ from numpy.typing import NDArray
 from streamloader.engine.coordinates import TIME_CHANNELS, Coordinate, read_coordinate, select_elements
 from streamloader.engine.dataset import Dataset
 from streamloader.engine.regions import ARRAYS, ArrayFields, Member, Output, Part, RegionColumn, RegionReader, Slice
-from streamloader.errors import FieldError, FormatError, MemoryBudgetError, UsageError
+from streamloader.errors import FieldError, FormatError, MemoryBudgetError, NotFoundError, UsageError
 from streamloader.format.cf import Unpacking, unpacking_of
 from streamloader.format.geometry import order_pin
-from streamloader.format.manifest import FORMAT, Field, FieldLayout, Manifest, OrderPin
+from streamloader.format.manifest import FORMAT, Field, FieldLayout, Manifest, OrderPin, manifest_from_json
 from streamloader.format.opening import STATISTICS, read_object
 from streamloader.format.zarr_metadata import POSITIONAL, SPARSE, ZarrGroup, read_group, read_rechunked
 from streamloader.format.zarr_reader import ArrayReader, find_index, parse_channel
@@ -53,12 +54,16 @@ SAMPLES = "sample"  # the sample axis of a dataset that streamloader wrote
 
 @dataclass(frozen=True, eq=False)
 class OpenedArrays:
-    """The arrays of a group, while columns and samples are made from them."""
+    """The arrays of a group, while columns and samples are made from them.
+
+    `manifest`: that of a dataset that streamloader wrote, else None. `statistics`: where `normalize=True` finds them.
+    """
 
     store: Store
     group: ZarrGroup
     sampling: Sampling
-    ours: bool
+    manifest: Manifest | None
+    statistics: Store
     _unpackings: dict[str, Unpacking | None] = field(default_factory=dict)
 
     @cached_property
@@ -66,7 +71,7 @@ class OpenedArrays:
         """The name of the sample axis, "" if samples are patches only. Raises `UsageError` if it is not given."""
         axis, rechunked = self.sampling.sample_axis, self.group.sample_axis
         patches_only = axis is None and self.sampling.patches is not None and self.sampling.windows is None
-        if self.ours and axis in (None, SAMPLES) and not (patches_only and rechunked):
+        if self.manifest and axis in (None, SAMPLES) and not (patches_only and rechunked):
             return rechunked or SAMPLES
         if patches_only:
             return ""
@@ -92,10 +97,13 @@ class OpenedArrays:
 
     @cached_property
     def _normalization(self) -> Mapping[str, Any]:
-        return read_normalization(self.store, self.sampling.normalize)
+        return read_normalization(self.statistics, self.sampling.normalize)
 
-    def check_normalization(self, names: Collection[str]) -> None:
-        """Raise `UsageError` for values of `normalize=` that belong to none of these arrays and channels."""
+    def check_normalization(self, names: Collection[str], floats: Collection[str]) -> None:
+        """Raise `UsageError` for values of `normalize=` that belong to none of these arrays and channels.
+
+        Warn of those of `floats` that have none.
+        """
         given, known = set(self._normalization), set(names)
         of_file = not isinstance(self.sampling.normalize, Mapping)
         unknown = given - known if not of_file or not given & known else set()
@@ -103,6 +111,9 @@ class OpenedArrays:
             has, of = ", ".join(sorted(unknown)), ", ".join(sorted(known))
             problem = f"normalize= has {has}, and the arrays and channels are {of}"
             raise UsageError(problem, "name them as in fields= and channels=")
+        if given and (missing := [name for name in dict.fromkeys(floats) if name not in given]):
+            problem = f"normalize= has no mean and standard deviation of {', '.join(missing)}, which stay as they are"
+            warnings.warn(f"{problem}: give (0, 1) if they should", stacklevel=2)
 
     def affine(self, name: str) -> tuple[float, float] | None:
         """Return the (mean, std) of an array or a channel, None if it is not normalised. Raises `UsageError`."""
@@ -120,7 +131,7 @@ class OpenedArrays:
     @property
     def strict(self) -> bool:
         """Whether a missing chunk is an error."""
-        return self.sampling.strict or self.ours
+        return self.sampling.strict or self.manifest is not None
 
     def read(self, name: str) -> NDArray[Any]:
         """Return all values of an array, unpacked."""
@@ -140,13 +151,17 @@ class OpenedArrays:
 
         Sparse matrices are fields too, instead of their arrays.
 
-        Raises `FieldError` if there are none.
+        Raises `FieldError` if there are none, and for a field of a dataset that is not an array of numbers.
         """
         needed = {*self.sampling.patch_dims, *([self.sample_axis] if self.sample_axis else [])}
         names = sorted(name for name in self.group.sparse if self._is_complete(name))
         for name, array in self.group.dense.items():
             if needed <= set(array.dims) and name not in array.dims and array.holds_numbers:
                 names.append(name)
+        own = {} if self.manifest is None else self.manifest.fields
+        if left := [f"{name} ({layout.field})" for name, layout in own.items() if not layout.field.fixed]:
+            problem = f"{self.group.url} has {', '.join(left)}, and arrays of fixed shape are read in place"
+            raise FieldError(problem, f"leave them out: fields={names}")
         if not names:
             found = "; ".join(f"{name}: {', '.join(a.dims)}" for name, a in list(self.group.arrays.items())[:20])
             problem = f"no array of {self.group.url} has numbers along {', '.join(sorted(needed))}"
@@ -162,7 +177,8 @@ class OpenedArrays:
 def read_normalization(store: Store, normalize: Normalize) -> Mapping[str, Any]:
     """Return the values of `normalize=`: given, or from the JSON of `streamloader stats`, by name.
 
-    True reads those that were saved in the dataset. Raises `NotFoundError`, and `FormatError` for other documents.
+    True reads those that were saved in the dataset, and is a `UsageError` if there are none. Raises `NotFoundError`,
+    and `FormatError` for other documents.
     """
     if normalize is None or normalize is False:
         return {}
@@ -173,22 +189,30 @@ def read_normalization(store: Store, normalize: Normalize) -> Mapping[str, Any]:
         text = os.fspath(normalize)
         parent, _, name = text.rpartition("/")
         folder = open_store(parent or ".", store.location.options if "://" in text else None)
-    document = read_object(folder, name, "write it again with streamloader stats")
+    try:
+        document = read_object(folder, name, "write it again with streamloader stats")
+    except NotFoundError as error:
+        if normalize is not True:
+            raise
+        remedy = f"fit and save them: streamloader stats {store.url} --save, with the options of these samples"
+        raise UsageError(f"normalize=True, and {store.url} has no statistics", remedy) from error
     found = document.get("statistics")
     if not isinstance(found, Mapping):
         raise FormatError(f"{folder.url}/{name} has no statistics", "write it with streamloader stats")
     return found
 
 
-def is_ours(group: ZarrGroup) -> bool:
-    """Return whether streamloader wrote the group."""
-    return isinstance(group.attributes.get(FORMAT), Mapping)
+def own_manifest(group: ZarrGroup) -> Manifest | None:
+    """Return the manifest of a group that streamloader wrote, None for another one.
 
-
-def provenance_of(group: ZarrGroup) -> Mapping[str, Any]:
-    """Return the provenance of a group that streamloader wrote."""
-    provenance = group.attributes[FORMAT].get("provenance")
-    return provenance if isinstance(provenance, Mapping) else {}
+    Raises `FieldError` for the root of splits, `VersionError` and `FormatError`.
+    """
+    attributes = group.attributes.get(FORMAT)
+    if not isinstance(attributes, Mapping):
+        return None
+    if isinstance(splits := attributes.get("splits"), Mapping):
+        raise FieldError(f"{group.url} has the splits {', '.join(splits)}; no split was given", "open one with split=")
+    return manifest_from_json(attributes, group.url)
 
 
 class Draft(NamedTuple):
@@ -218,19 +242,22 @@ def open_arrays(
     *,
     aligned: bool = True,
     memory: int | None = None,
+    statistics: Store | None = None,
 ) -> Dataset:
     """Return the dataset of the arrays at the store's URL.
 
     `where`: a condition, a slice of elements or of labels of the coordinate, a mask or numbers of elements of the
-    sample axis. `aligned`: see `Anchors`. Raises `UsageError`, `FieldError`, `SelectionError` or `FormatError` for
-    arguments that do not fit the arrays, before samples are read; `MemoryBudgetError` for a chunk above `memory`.
+    sample axis. `aligned`: see `Anchors`. `statistics`: where `normalize=True` finds them, by default there. Raises
+    `UsageError`, `FieldError`, `SelectionError` or `FormatError` for arguments that do not fit the arrays, before
+    samples are read; `MemoryBudgetError` for a chunk above `memory`.
     """
     channels = (name.partition("@")[0] for column in sampling.columns.values() for name in column.names)
     named = {*(fields or ()), *channels}
     group = read_group(store, named)
-    if ours := is_ours(group):
-        group = read_rechunked(store, group, named) if "beside" in provenance_of(group) else group
-    opened = OpenedArrays(store, group, sampling, ours)
+    manifest = own_manifest(group)
+    if manifest is not None and "beside" in manifest.provenance:
+        group = read_rechunked(store, group, named)
+    opened = OpenedArrays(store, group, sampling, manifest, statistics or store)
     known = {channel[0] for channel in group.slices}
     for name in sampling.decode_cf if isinstance(sampling.decode_cf, Mapping) else ():
         if name not in known:
@@ -278,7 +305,10 @@ def _drafts(opened: OpenedArrays, fields: Sequence[str] | None) -> dict[str, Dra
         shape, dtype = array.lengths, _float_if(_dtype_of(member), affine is not None)
         drafts[name] = Draft(tuple(shape), tuple(shape.values()), dtype, (member,))
     drafts |= {name: _stack(name, opened, channels) for name, channels in stacked.items()}
-    opened.check_normalization({*names, *(channel for column in stacked.values() for channel in column.names)})
+    channels = [channel for column in stacked.values() for channel in column.names]
+    floats = [name for name in names if name in drafts and np.dtype(drafts[name].dtype).kind == "f"]
+    floats += [channel for channel in channels if channel not in TIME_CHANNELS]
+    opened.check_normalization({*names, *channels}, floats)
     return drafts
 
 

@@ -1,4 +1,4 @@
-"""Fits the mean and standard deviation of arrays, by which `normalize=` scales them: `streamloader stats`."""
+"""Fits the mean and standard deviation of arrays and images, which `normalize=` takes: `streamloader stats`."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from streamloader.errors import FieldError, UsageError
 from streamloader.format.opening import STATISTICS
+from streamloader.images.decode import ENCODINGS
 from streamloader.options import Sampling
 from streamloader.pytorch.arguments import WhereChoice
 from streamloader.pytorch.dataset import StreamingDataset
@@ -60,43 +61,63 @@ def fit(
     sampling: Sampling,
     *,
     fields: tuple[str, ...] | None = None,
+    split: str | None = None,
     where: WhereChoice = None,
     storage_options: Mapping[str, Any] | None = None,
     memory: int | None = None,
-) -> dict[str, dict[str, float | int]]:
-    """Return count, mean, std, min and max of each array and channel, over the elements that `where` selects.
+) -> dict[str, dict[str, Any]]:
+    """Return count, mean, std, min and max of each array, channel and image, over the elements that `where` selects.
 
-    Reads each chunk about once; NaN is left out. Raises the errors of `StreamingDataset`, and `FieldError` for values
-    that are all NaN, `UsageError` for sparse matrices.
+    Those of images are lists, a number for each channel from 0 to 1, as `Decode(normalize=)` takes them. Reads each
+    chunk about once; NaN is left out. Raises the errors of `StreamingDataset`, `FieldError` for values that are all
+    NaN, and `UsageError` for fields without numbers if they are given, or if there are no others.
     """
-    single = replace(sampling, windows=None, patches=None)
-    options: dict[str, Any] = {**vars(single), "fields": fields, "where": where, "storage_options": storage_options}
-    options |= {"shuffle": False, "remainder": "uneven", "memory": memory}
+    single = replace(sampling, windows=None, patches=None, normalize=None)
+    options: dict[str, Any] = {**vars(single), "split": split, "where": where, "storage_options": storage_options}
+    options |= {"shuffle": False, "remainder": "uneven", "memory": memory, "fields": fields}
     probe = StreamingDataset(url, batch_size=1, **options)
-    sparse = [name for name, field in probe.fields.items() if not field.fixed]
-    if sparse:
-        problem = f"{sparse[0]!r} is a sparse matrix, which normalize= does not scale"
-        raise UsageError(problem, "name other arrays in fields=")
-    size = sum(field.item_bytes for field in probe.fields.values())
-    batch = max(1, min(probe.num_samples, BATCH_BYTES // max(1, size)))
-    found: dict[str, Moments] = {}
-    for columns in StreamingDataset(url, batch_size=batch, **options):
-        for name, values in _arrays_of(columns, single):
-            found[name] = found.get(name, Moments()) + Moments.of(values)
-    empty = [name for name, moments in found.items() if not moments.count]
+    numbers = {name: field for name, field in probe.fields.items() if field.fixed}
+    images = [name for name, field in probe.fields.items() if field.kind == "bytes" and field.encoding in ENCODINGS]
+    others = {name: field for name, field in probe.fields.items() if name not in {*numbers, *images}}
+    if others and (fields or single.used or not (numbers or images)):
+        name, field = next(iter(others.items()))
+        kind = "a sparse matrix" if single.used else str(field)
+        raise UsageError(f"{name!r} is {kind}, which has no mean", "name arrays of numbers and images in fields=")
+    found: dict[str, list[Moments]] = {}
+    if numbers:
+        size = sum(field.item_bytes for field in numbers.values())
+        batch = max(1, min(probe.num_samples, BATCH_BYTES // max(1, size)))
+        chosen = options if single.used else {**options, "fields": list(numbers)}
+        for columns in StreamingDataset(url, batch_size=batch, **chosen):
+            _add(found, {name: [values] for name, values in _arrays_of(columns, single)})
+    if images:
+        for sample in StreamingDataset(url, batch_size=None, decode=True, **{**options, "fields": images}):
+            _add(found, {name: list(sample[name].numpy().reshape(-1, 3).T / 255) for name in images})
+    empty = [name for name, moments in found.items() if not moments[0].count]
     if empty:
         raise FieldError(f"all values of {', '.join(empty)} are NaN", "leave them out")
-    return {name: moments.to_dict() for name, moments in found.items()}
+    described = {name: [each.to_dict() for each in moments] for name, moments in found.items()}
+    return {
+        name: {key: [each[key] for each in of] if name in images else of[0][key] for key in of[0]}
+        for name, of in described.items()
+    }
 
 
-def document_of(url: str, where: str | slice | None, found: Mapping[str, Any]) -> str:
+def _add(found: dict[str, list[Moments]], values: Mapping[str, list[NDArray[Any]]]) -> None:
+    """Add the moments of the values of each channel."""
+    for name, channels in values.items():
+        before = found.get(name, [Moments()] * len(channels))
+        found[name] = [moments + Moments.of(of) for moments, of in zip(before, channels, strict=True)]
+
+
+def document_of(url: str, split: str | None, where: str | slice | None, found: Mapping[str, Any]) -> str:
     """Return the JSON document of statistics, which `normalize=` reads."""
     shown = f"{where.start or ''}:{where.stop or ''}" if isinstance(where, slice) else where
-    return json.dumps({"url": open_store(url).url, "where": shown, "statistics": found}, indent=1)
+    return json.dumps({"url": open_store(url).url, "split": split, "where": shown, "statistics": found}, indent=1)
 
 
 def save_in(url: str, document: str, storage_options: Mapping[str, Any] | None) -> None:
-    """Save a document of statistics in the dataset at a URL, for `normalize=True`."""
+    """Save a document of statistics in the dataset at a URL, for `normalize=True`, also of its splits."""
     open_store(url, storage_options).put(STATISTICS, document.encode())
 
 

@@ -147,14 +147,12 @@ def open_dataset(
     `columns`: the names of the batch's columns other than fields. `shuffle`: as in `Anchors.aligned`.
     """
     if source.sampling.used:
-        store = open_store(references_url(source.url), source.storage_options)
-        store = store if source.split is None else store.child(source.split)
+        root = open_store(references_url(source.url), source.storage_options)
+        store = root if source.split is None else root.child(source.split)
         names = fields if fields is None else choose_names(fields)
-        opened = open_arrays(store, source.sampling, names, where, aligned=shuffle, memory=memory)
+        opened = open_arrays(store, source.sampling, names, where, aligned=shuffle, memory=memory, statistics=root)
         check_names(opened.manifest, [*opened.names, *opened.output_names], columns)
         return opened
-    if source.normalize is not None:
-        raise UsageError("normalize= of a dataset that is not read as arrays", "give sample_axis=")
     manifest, store, _ = open_root(open_store(source.url, source.storage_options), source.split)
     names = choose_fields(manifest, fields, columns)
     return Dataset(store, manifest, names, choose_selection(where, manifest, store, memory))

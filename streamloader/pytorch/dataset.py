@@ -55,6 +55,7 @@ class StreamingDataset(BaseDataset):
     chunk is an error; else its elements have the fill value. `normalize`: (mean, std) by name of an array or a channel,
     for (x - mean) / std as floats; or the path or URL of the file that `streamloader stats` writes; True reads what it
     saved in the dataset. Then `where` selects elements of the sample axis, also by times, `slice("2001-01", None)`.
+    All of these read the fields of fixed shape of a streamloader dataset too, without `sample_axis`.
 
     A complete pass advances the epoch. Raises a `StreamloaderError`: the constructor for invalid arguments, iteration
     at the batch that an error belongs to.
