@@ -302,7 +302,8 @@ class Patch:
 
     def __post_init__(self) -> None:
         sizes = isinstance(self.size, Mapping) and bool(self.size) and all(map(is_whole, self.size.values()))
-        _check(self, "size", sizes, "give a number of elements for each axis, like {'y': 256, 'x': 256}")
+        named = sizes and all(isinstance(axis, str) for axis in self.size)
+        _check(self, "size", named, "give a number of elements for each axis by name, like {'y': 256, 'x': 256}")
         for name, minimum in (("stride", 1), ("margin", 0)):
             value = getattr(self, name)
             numbers = list(value.values()) if isinstance(value, Mapping) else [minimum if value is None else value]
@@ -348,14 +349,21 @@ class Sampling:
     normalize: Normalize = None
 
     def __post_init__(self) -> None:
-        for name, kind in (("windows", Window), ("patches", Patch), ("channels", Channels | Mapping)):
+        given = self.channels.values() if isinstance(self.channels, Mapping) else ()
+        several = Mapping if given and all(isinstance(value, Channels) for value in given) else Channels
+        for name, kind, remedy in (
+            ("windows", Window, "give a Window(...)"),
+            ("patches", Patch, "give a Patch(...)"),
+            ("channels", several, "give Channels(...), or a dict of these by name"),
+            ("normalize", Mapping | str | os.PathLike | bool, "give (mean, std) by name in a dict, a path, or True"),
+        ):
             value = getattr(self, name)
             if value is not None and not isinstance(value, kind):
-                raise UsageError(f"{name}={value!r:.60}", f"give a {name.rstrip('s').capitalize()}(...)")
+                raise UsageError(f"{name}={value!r:.60}", remedy)
         each = self.decode_cf.values() if isinstance(self.decode_cf, Mapping) else [self.decode_cf]
         if not all(isinstance(value, bool) for value in each):
             raise UsageError(f"decode_cf={self.decode_cf!r:.60}", "give True, False, or a dict of these by array")
-        if self.sample_axis is not None and not isinstance(self.sample_axis, str | int):
+        if not (self.sample_axis is None or isinstance(self.sample_axis, str) or is_whole(self.sample_axis, 0)):
             raise UsageError(f"sample_axis={self.sample_axis!r:.60}", "give the name or the number of a dimension")
 
     @property

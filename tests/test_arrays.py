@@ -347,6 +347,15 @@ BAD = {
         errors.FieldError,
         "select one element of other dimensions",
     ),
+    "a patch along the sample axis": (
+        {"sample_axis": "time", "patches": sl.Patch({"time": 2})},
+        errors.UsageError,
+        "patches along 'time', the sample axis; give windows=",
+    ),
+    "patches without their class": ({"patches": {"y": 2}}, errors.UsageError, r"give a Patch\(\.\.\.\)"),
+    "channels without their class": ({"channels": {"a": ["t2m"]}}, errors.UsageError, r"give Channels\(.*, or a dict"),
+    "statistics in a list": ({"normalize": [1, 2]}, errors.UsageError, r"give \(mean, std\) by name in a dict"),
+    "a negative sample axis": ({"sample_axis": -1}, errors.UsageError, "give the name or the number"),
 }
 
 
@@ -355,6 +364,38 @@ def test_bad_declarations_are_clear_errors_before_data_is_read(case):
     options, kind, message = BAD[case]
     with pytest.raises(kind, match=message):
         sl.StreamingDataset(url_of("xarray2.zarr"), batch_size=1, **options)
+
+
+def test_patches_are_of_axes_by_name():
+    with pytest.raises(errors.UsageError, match="for each axis by name"):
+        sl.Patch({1: 2})
+
+
+NO_URLS = [["a", "b"], xr.Dataset({"x": ("t", [1])}), None, 3, b"a", ""]
+
+
+@pytest.mark.parametrize("url", NO_URLS, ids=[type(url).__name__ for url in NO_URLS])
+def test_what_is_no_url_is_a_clear_error_wherever_a_url_is_taken(url, tmp_path):
+    takers = [
+        lambda: sl.StreamingDataset(url, batch_size=1),
+        lambda: sl.StreamingDataset(url, batch_size=1, sample_axis="time"),
+        lambda: sl.open(url),
+        lambda: sl.verify(url),
+        lambda: sl.append(url, tmp_path),
+        lambda: sl.Writer(url, {"x": "int8"}),
+    ]
+    for take in takers:
+        with pytest.raises(errors.UsageError, match=r"is not a URL; give a URL .* sl\.Mixture reads several"):
+            take()
+
+
+@pytest.mark.parametrize(
+    "url", ["icechunk:///path", "icechunk://", "icechunk://::", "reference://", "reference:///x.json"]
+)
+def test_a_repository_or_references_without_their_url_are_a_clear_error(url):
+    for options in ({}, {"sample_axis": "time"}):
+        with pytest.raises(errors.UsageError, match=r"names no store; write (icechunk|reference)://:: and its URL"):
+            sl.StreamingDataset(url, batch_size=1, **options)
 
 
 @pytest.mark.parametrize("store", ["xarray3.zarr", "xarray2.zarr", "gdal2.zarr"])

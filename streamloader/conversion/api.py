@@ -26,6 +26,7 @@ from streamloader.format.manifest import Field
 from streamloader.format.writer import Writer
 from streamloader.options import Layout
 from streamloader.storage import Store, open_store
+from streamloader.storage.url import url_text
 
 # options of the command, as remedies name them, and the arguments of `convert` that replace them
 _ARGUMENTS = (
@@ -192,7 +193,7 @@ def default_options(
         problem = f"a {qualified_name(url)} is given, but a path or a URL is required"
         raise errors.UsageError(problem, "convert can write Python objects to a dataset of their own")
     if options is None:
-        parts = (os.fspath(location).partition("://") for location in (url, dataset))
+        parts = (url_text(location).partition("://") for location in (url, dataset))
         protocols = {protocol if separator else "file" for protocol, separator, _ in parts}
         options = dataset_options if len(protocols) == 1 else None
     return options or {}

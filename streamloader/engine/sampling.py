@@ -258,6 +258,8 @@ def open_arrays(
     if manifest is not None and "beside" in manifest.provenance:
         group = read_rechunked(store, group, named)
     opened = OpenedArrays(store, group, sampling, manifest, statistics or store)
+    if opened.sample_axis in sampling.patch_dims:
+        raise UsageError(f"patches along {opened.sample_axis!r}, the sample axis", "give windows=Window(...) for it")
     known = {channel[0] for channel in group.slices}
     for name in sampling.decode_cf if isinstance(sampling.decode_cf, Mapping) else ():
         if name not in known:

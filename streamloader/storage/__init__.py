@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from streamloader.storage.store import ObjectInfo, RangeReader, Store, check_protocol
-from streamloader.storage.url import parse_location
+from streamloader.storage.url import parse_location, url_text
 
 __all__ = ["ObjectInfo", "RangeReader", "Store", "open_store", "references_url"]
 REFERENCE_FILES = (".json", ".parq", ".parquet")  # ends of URLs that are references to the arrays of other files
@@ -34,6 +34,6 @@ def open_store(url: str | os.PathLike[str], options: Mapping[str, Any] | None = 
 
 def references_url(url: str | os.PathLike[str]) -> str:
     """Return the URL of the store of a JSON file or a Parquet folder of references; other URLs unchanged."""
-    text = os.fspath(url)
-    references = text.rstrip("/").endswith(REFERENCE_FILES) and "::" not in text
+    text = url_text(url)
+    references = text.rstrip("/").endswith(REFERENCE_FILES) and "::" not in text and "reference:" not in text
     return f"reference://::{text}" if references else text

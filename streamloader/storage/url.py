@@ -65,6 +65,7 @@ FSSPEC_OPTIONS = (
     *("use_listings_cache", "listings_expiry_time", "max_paths", "skip_instance_cache", "asynchronous", "loop"),
     *("default_block_size", "default_fill_cache", "default_cache_type", "block_size", "cache_options", "batch_size"),
 )
+_REFERENCE = re.compile(r"(?P<protocol>reference|icechunk)://(?:::(?P<url>.*))?", re.DOTALL)
 REFERENCES = ("reference", "icechunk")  # protocols of stores whose objects are ranges of others: reference://::URL
 CHAIN = "chain"  # our name for the protocol of chained URLs (simplecache::s3://...), whose options are per link
 MIN_SECRET = 6  # characters; shorter values also occur in harmless words
@@ -198,11 +199,24 @@ def _retry_policy(value: RetryPolicy | Mapping[str, Any] | None) -> RetryPolicy:
         raise UsageError(f"invalid storage option retry={value!r:.200}", remedy) from None
 
 
-def _parse(url: str | os.PathLike[str], options: dict[str, Any]) -> Location:
-    target = os.fspath(url)
+def url_text(url: object) -> str:
+    """Return a URL or a path as text. Raises `UsageError` for other values."""
+    target = os.fspath(url) if isinstance(url, str | os.PathLike) else None
     if not isinstance(target, str) or not target.strip():
-        raise UsageError(f"{url!r} is not a URL", "give a URL such as s3://bucket/folder, or a local path")
+        given = repr(url) if isinstance(url, str | bytes | int | None) else f"a {type(url).__qualname__}"
+        remedy = "give a URL such as s3://bucket/folder, or a local path; sl.Mixture reads several"
+        raise UsageError(f"{given} is not a URL", remedy)
+    return target
+
+
+def _parse(url: str | os.PathLike[str], options: dict[str, Any]) -> Location:
+    target = url_text(url)
     secrets = secrets_of(target, options)
+    if (match := _REFERENCE.match(target)) and not match["url"]:
+        problem = f"{redact(target)} names no store"
+        raise UsageError(
+            problem, f"write {match['protocol']}://:: and its URL: {match['protocol']}://::s3://bucket/name"
+        )
     if "::" not in target and "://" not in target:
         _check_slashes(target)
         return Location(_absolute(target), "file", options, secrets)
