@@ -56,6 +56,7 @@ REFUSED = {
     "an empty tar": (tarred({}), "src hold no sample"),
     "an npy of nothing": (files({"it.npy": b""}), r"it\.npy is not a readable \.npy"),
     "a cell is empty": (files({"it.csv": b"a,b\n1,2\n3,\n"}), r"it\.csv:3: its column 'b' is empty"),
+    "lines without values": (files({"it.jsonl": b'{}\n{"a": {}}\n'}), "the samples of .* are empty"),
     "pickled objects": (files({"it.npy": npy_bytes(np.array([Trap()], object))}), r"it\.npy holds pickled objects"),
     "a link in a zip": (zipped("a.npy", link=True), r"it\.npz:a is not a readable \.npy"),
 }
@@ -108,6 +109,17 @@ def test_what_can_be_converted_is_there_and_nothing_else_is_written(case, tmp_pa
 def test_an_iterable_without_samples_is_an_error_and_nothing_is_written(samples, tmp_path):
     with pytest.raises(StreamloaderError, match=r"has no samples?; give at least one"):
         sl.convert(samples, tmp_path / "out", workers=0)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("samples", "options"),
+    [([{}, {}], {}), ([(), ()], {}), (iter([{}]), {}), ([{"x": 1}], {"map": lambda sample: {}})],
+    ids=["dicts", "tuples", "iterator", "map"],
+)
+def test_samples_without_values_are_an_error_and_nothing_is_written(samples, options, tmp_path):
+    with pytest.raises(StreamloaderError, match=r"the samples of .* are empty; give each at least one value"):
+        sl.convert(samples, tmp_path / "out", workers=0, **options)
     assert not list(tmp_path.iterdir())
 
 

@@ -73,12 +73,15 @@ def open_records(
 def infer_fields(url: str, samples: Sequence[Sample], selection: FieldSelection) -> SampleFields:
     """Return the fields of some samples of the source `url`; `selection` selects and types them.
 
-    Raises `FieldError` for a selected field that does not exist, and for values that no field holds.
+    Raises `SourceError` if no sample has a value; `FieldError` for a selected field that does not exist, and for values
+    that no field holds.
     """
     keys = dict.fromkeys(key for _, _, sample in samples for key in sample)
     names = field_names(list(keys), url).values()
     # none of these samples may have a key that most samples lack
     keys |= {name: None for name, field in selection.fields.items() if field and name in selection.fill.keys() - names}
+    if not keys:
+        raise SourceError(f"the samples of {url} are empty", "give each at least one value; a map function too")
     kept = pick(keys, selection, url)
     fields: dict[str, Field] = {}
     flags: set[str] = set()
