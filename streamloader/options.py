@@ -6,7 +6,8 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from numbers import Integral, Real
+from typing import Any, Literal
 
 from streamloader.errors import UsageError
 
@@ -27,15 +28,47 @@ def _check(option: object, name: str, valid: bool, remedy: str) -> None:
 
 def is_whole(value: object, minimum: int = 1) -> bool:
     """Return whether the value is an integer, not a bool, and at least `minimum`."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= minimum
+    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= minimum
+
+
+def whole(name: str, value: Any, minimum: int = 1) -> int:
+    """Return an integer of any library, such as numpy's, as an int. Raises `UsageError` unless it is one."""
+    if not is_whole(value, minimum):
+        raise UsageError(f"{name}={value!r:.60}", f"give a whole number of at least {minimum}")
+    return int(value)
+
+
+def plain_integers(value: Any) -> Any:
+    """Return numpy's integers as ints, also within tuples, lists and dicts; other values unchanged."""
+    if type(value) in (tuple, list):
+        return type(value)(map(plain_integers, value))
+    if isinstance(value, dict):
+        return {plain_integers(key): plain_integers(item) for key, item in value.items()}
+    return int(value) if isinstance(value, Integral) and not isinstance(value, bool) else value
+
+
+class Option:
+    """The base of frozen option values. Integers may be numpy's."""
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            object.__setattr__(self, name, plain_integers(value))
+        self._validate()
+
+    def _validate(self) -> None:
+        raise NotImplementedError
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_pair(value: object) -> bool:
+    return isinstance(value, tuple | list) and len(value) == 2 and all(map(_is_number, value))
 
 
 @dataclass(frozen=True)
-class Shuffle:
+class Shuffle(Option):
     """How samples are shuffled. None keeps the value in the dataset's manifest.
 
     `window`: the number of samples within which a lane is shuffled, a multiple of `block` and at least two blocks; a
@@ -50,13 +83,13 @@ class Shuffle:
     lanes: int | None = None
     block: int | None = None
 
-    def __post_init__(self) -> None:
+    def _validate(self) -> None:
         for name, value in vars(self).items():
             _check(self, name, value is None or is_whole(value), f"give {name} as a whole number of at least 1")
 
 
 @dataclass(frozen=True)
-class RetryPolicy:
+class RetryPolicy(Option):
     """How long requests are retried, and when a response is late; times in seconds.
 
     Pass it as `storage_options={"retry": RetryPolicy(...)}` wherever storage options are accepted. Retries are limited
@@ -93,10 +126,11 @@ class RetryPolicy:
     response_seconds: float = 10.0
     min_bytes_per_second: float = 65536.0
 
-    def __post_init__(self) -> None:
+    def _validate(self) -> None:
         for name, value in vars(self).items():
             _check(self, name, _is_number(value) and value >= 0, f"give {name} as a number of at least 0")
-        if self.first_contact_attempts < 1 or min(self.response_seconds, self.min_bytes_per_second) <= 0:
+        whole("first_contact_attempts", self.first_contact_attempts)
+        if min(self.response_seconds, self.min_bytes_per_second) <= 0:
             raise UsageError(f"{self!r} lets no request succeed", "give values above 0")
 
     def delay(self, retry: int, jitter: float) -> float:
@@ -123,11 +157,11 @@ class RandomResizedCrop:
 
     def __post_init__(self) -> None:
         scale, ratio = self.scale, self.ratio
-        is_scale = len(scale) == 2 and 0 < scale[0] <= scale[1] <= 1
+        is_scale = _is_pair(scale) and 0 < scale[0] <= scale[1] <= 1
         _check(self, "scale", is_scale, "give (least, greatest) above 0, at most 1")
-        is_ratio = len(ratio) == 2 and 0 < ratio[0] <= ratio[1] < math.inf
+        is_ratio = _is_pair(ratio) and 0 < ratio[0] <= ratio[1] < math.inf
         _check(self, "ratio", is_ratio, "give (least, greatest) above 0")
-        _check(self, "flip", 0 <= self.flip <= 1, "give a probability from 0 to 1")
+        _check(self, "flip", _is_number(self.flip) and 0 <= self.flip <= 1, "give a probability from 0 to 1")
 
 
 @dataclass(frozen=True)
@@ -141,7 +175,7 @@ class CenterCrop:
     part: float = 0.875
 
     def __post_init__(self) -> None:
-        _check(self, "part", 0 < self.part <= 1, "give a part above 0, at most 1")
+        _check(self, "part", _is_number(self.part) and 0 < self.part <= 1, "give a part above 0, at most 1")
 
 
 Normalization = tuple[tuple[float, ...], tuple[float, ...]]
@@ -150,7 +184,7 @@ IMAGENET: Normalization = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 
 
 @dataclass(frozen=True)
-class Decode:
+class Decode(Option):
     """How encoded images become tensors: uint8 (height, width, channels), or, with `normalize`, float32 (channels,
     height, width), as torch's models take them.
 
@@ -175,7 +209,7 @@ class Decode:
     layout: Literal["CHW", "HWC"] | None = None
     orientation: bool = True
 
-    def __post_init__(self) -> None:
+    def _validate(self) -> None:
         is_backend = self.backend in ("auto", "pillow", "simplejpeg")
         _check(self, "backend", is_backend, "choose 'auto', 'pillow' or 'simplejpeg'")
         _check(self, "mode", self.mode in ("RGB", "L"), "choose 'RGB' or 'L'")
@@ -226,7 +260,7 @@ def _is_normalization(value: object, channels: int) -> bool:
 
 
 @dataclass(frozen=True)
-class Pack:
+class Pack(Option):
     """How the documents of a batch become rows of one length: concatenated, and cut every `length` values.
 
     `pad` fills the last row of the batch, the only one that may be incomplete. Raises `UsageError` for invalid values.
@@ -235,7 +269,7 @@ class Pack:
     length: int
     pad: int | float = 0
 
-    def __post_init__(self) -> None:
+    def _validate(self) -> None:
         is_pad = isinstance(self.pad, int | float) and not isinstance(self.pad, bool)
         _check(self, "length", is_whole(self.length), "give length as a whole number of at least 1")
         _check(self, "pad", is_pad, "give pad as a number")
@@ -251,7 +285,7 @@ def _is_extent(value: object) -> bool:
 
 
 @dataclass(frozen=True)
-class Window:
+class Window(Option):
     """The elements of a sample along the sample axis. Each is a number of elements, or a duration such as "6h".
 
     `length`: the elements of a window. `stride`: from one window to the next. `step`: from one element of a window to
@@ -270,7 +304,7 @@ class Window:
     lead: Extent | tuple[Extent, ...] | None = None
     group: str | None = None
 
-    def __post_init__(self) -> None:
+    def _validate(self) -> None:
         for name in ("stride", "step"):
             _check(self, name, _is_extent(getattr(self, name)), f"give {name} in elements, at least 1, or as '6h'")
         forecast = self.history is not None and self.lead is not None
@@ -285,7 +319,7 @@ class Window:
 
 
 @dataclass(frozen=True)
-class Patch:
+class Patch(Option):
     """A box of a sample along named axes, in elements of the first field: `Patch({"y": 256, "x": 256})`.
 
     `stride`: from one patch to the next, a number or one for each axis; the size by default, so that patches tile the
@@ -300,7 +334,7 @@ class Patch:
     random: bool = False
     margin: Mapping[str, int] | int = 0
 
-    def __post_init__(self) -> None:
+    def _validate(self) -> None:
         sizes = isinstance(self.size, Mapping) and bool(self.size) and all(map(is_whole, self.size.values()))
         named = sizes and all(isinstance(axis, str) for axis in self.size)
         _check(self, "size", named, "give a number of elements for each axis by name, like {'y': 256, 'x': 256}")
@@ -315,7 +349,7 @@ class Patch:
         """Return the size, the stride and the margin along an axis."""
         size, stride, margin = self.size[axis], self.stride, self.margin
         stride = stride.get(axis, size) if isinstance(stride, Mapping) else size if stride is None else stride
-        return size, stride, margin.get(axis, 0) if isinstance(margin, Mapping) else margin
+        return size, stride, margin.get(axis, 0) if isinstance(margin, Mapping) else margin or 0
 
 
 @dataclass(frozen=True, init=False)
@@ -337,7 +371,7 @@ class Channels:
 
 
 @dataclass(frozen=True)
-class Sampling:
+class Sampling(Option):
     """How the arrays of a Zarr group become samples; see `StreamingDataset`."""
 
     sample_axis: str | int | None = None
@@ -348,7 +382,7 @@ class Sampling:
     strict: bool = False
     normalize: Normalize = None
 
-    def __post_init__(self) -> None:
+    def _validate(self) -> None:
         given = self.channels.values() if isinstance(self.channels, Mapping) else ()
         several = Mapping if given and all(isinstance(value, Channels) for value in given) else Channels
         for name, kind, remedy in (
@@ -386,7 +420,7 @@ class Sampling:
 
 
 @dataclass(frozen=True)
-class Layout:
+class Layout(Option):
     """How a dataset is divided and compressed when it is written; sizes in bytes.
 
     `shard_size`: of one object of the largest field; 64 MiB keeps the number of objects low and a lost upload cheap.
@@ -404,11 +438,11 @@ class Layout:
     codec: CodecChoice = "auto"
     samples_per_shard: int | None = None
 
-    def __post_init__(self) -> None:
+    def _validate(self) -> None:
         for name in ("shard_size", "block_size", "chunk_size"):
-            _check(self, name, getattr(self, name) >= 1, f"give {name} in bytes, at least 1")
+            _check(self, name, is_whole(getattr(self, name)), f"give {name} in bytes, at least 1")
         _check(self, "codec", self.codec in CODECS, f"choose one of {', '.join(CODECS)}")
-        is_count = self.samples_per_shard is None or self.samples_per_shard >= 1
+        is_count = self.samples_per_shard is None or is_whole(self.samples_per_shard)
         _check(self, "samples_per_shard", is_count, "give 1 or more")
 
 

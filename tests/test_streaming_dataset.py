@@ -305,7 +305,7 @@ BAD_ARGUMENTS: list[tuple[dict[str, Any], type[StreamloaderError], str]] = [
     ({"fields": "x"}, FieldError, r"give a list: fields=\['x'\]"),
     ({"fields": ["x", "x"]}, FieldError, "'x'"),
     ({"remainder": "keep"}, UsageError, "remainder='keep'; choose one of pad, drop, uneven"),
-    ({"seed": -1}, UsageError, "seed=-1 is not in"),
+    ({"seed": -1}, UsageError, "seed=-1; give a whole number"),
     ({"seed": 2**64}, UsageError, "seed=18446744073709551616 is not in"),
     ({"transform": 3}, UsageError, "transform=3 cannot be called"),
     ({"on_batch": "print"}, UsageError, "cannot be called"),

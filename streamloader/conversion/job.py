@@ -34,7 +34,7 @@ from streamloader.format.geometry import Geometry, choose_layouts, settle
 from streamloader.format.lengths import page_path
 from streamloader.format.manifest import VERSION, Field, FieldLayout, Manifest, class_names, parse_json
 from streamloader.format.opening import ROOT, get_document, open_root, read_job, read_lines, read_pieces
-from streamloader.options import Layout
+from streamloader.options import Layout, Option, is_whole
 from streamloader.storage.process import cpu_count
 from streamloader.storage.store import ObjectInfo, Store
 from streamloader.storage.url import redact
@@ -144,7 +144,7 @@ class Report:
 
 
 @dataclass(frozen=True)
-class TransformOptions:
+class TransformOptions(Option):
     """The options that determine the written bytes. `shuffle` is the seed of a random order, or None."""
 
     selection: FieldSelection = field(default_factory=FieldSelection)
@@ -154,9 +154,9 @@ class TransformOptions:
     shuffle: int | None = None
     layout: Layout = field(default_factory=Layout)
 
-    def __post_init__(self) -> None:
-        if self.shuffle is not None and not 0 <= self.shuffle < 1 << 63:
-            raise errors.UsageError(f"shuffle={self.shuffle}", "give a seed from 0 to 2^63 - 1")
+    def _validate(self) -> None:
+        if self.shuffle is not None and not (is_whole(self.shuffle, 0) and self.shuffle < 1 << 63):
+            raise errors.UsageError(f"shuffle={self.shuffle!r}", "give a seed from 0 to 2^63 - 1")
 
     @property
     def source_selection(self) -> FieldSelection:
@@ -191,7 +191,7 @@ class TransformOptions:
 
 
 @dataclass(frozen=True)
-class RunOptions:
+class RunOptions(Option):
     """The options that do not change the written bytes.
 
     `workers` is the number of processes; None is one per core, or all slots of a cluster.
@@ -202,11 +202,11 @@ class RunOptions:
     listener: Listener
     engine: EngineChoice
 
-    def __post_init__(self) -> None:
+    def _validate(self) -> None:
         if self.on_error not in ON_ERROR:
             raise errors.UsageError(f"on_error={self.on_error!r}", f"choose one of {', '.join(ON_ERROR)}")
-        if self.workers is not None and self.workers < 0:
-            raise errors.UsageError(f"workers={self.workers}", "give the number of processes; 0 works in this process")
+        if self.workers is not None and not is_whole(self.workers, 0):
+            raise errors.UsageError(f"workers={self.workers!r}", "give the number of processes, 0 for this one")
 
     @property
     def keep_bad(self) -> bool:

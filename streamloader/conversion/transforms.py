@@ -40,6 +40,7 @@ from streamloader.errors import UsageError
 from streamloader.format.codecs import Column
 from streamloader.format.manifest import Field
 from streamloader.format.values import from_bytes
+from streamloader.options import is_whole, plain_integers
 
 _PLAIN = (bool, int, float, complex, str, bytes, bytearray, type(None), type(...), type(NotImplemented))
 # attributes that the interpreter and copyreg add to a class, some of them late; methods of dataclasses are included
@@ -275,8 +276,9 @@ def parse_map(given: str | Function | None, batch: int | None) -> Mapper | None:
 
     Raises `UsageError` if it cannot be imported or called, and for an invalid `batch`.
     """
-    if batch is not None and (batch < 1 or given is None):
-        raise UsageError(f"map_batch={batch} with map={given!r}", "give a function and at least 1 sample")
+    if batch is not None and (not is_whole(batch) or given is None):
+        raise UsageError(f"map_batch={batch!r} with map={given!r}", "give a function and at least 1 sample")
+    batch = plain_integers(batch)
     if given is None:
         return None
     if callable(given):
@@ -429,8 +431,9 @@ def parse_recode(resize: str | int | tuple[int, int] | None, quality: int | None
 
     Returns None if both are None. Raises `UsageError`.
     """
-    if quality is not None and not 1 <= quality <= 100:
-        raise UsageError(f"quality={quality} is invalid", "give the quality of JPEGs from 1 to 100")
+    quality = plain_integers(quality)
+    if quality is not None and not (is_whole(quality) and quality <= 100):
+        raise UsageError(f"quality={quality!r} is invalid", "give the quality of JPEGs from 1 to 100")
     if resize is None:
         return None if quality is None else Recode(None, quality)
     match = _SIZE.match("x".join(map(str, resize)) if isinstance(resize, tuple) else str(resize))

@@ -117,7 +117,7 @@ class Dataset:
         Raises `FieldError` for an unknown field, `IndexError`, `FormatError` and `StorageError`.
         """
         self._check_field(field)
-        return self._local_readers().read(field, start, stop)
+        return self._local_readers().read(field, operator.index(start), operator.index(stop))
 
     def lengths(self, field: str) -> NDArray[np.int64]:
         """Return the length of every sample of a variable-length field, int64 (len(ds),), without reading samples.

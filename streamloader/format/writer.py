@@ -19,7 +19,7 @@ from streamloader.format.geometry import Geometry, choose_layouts
 from streamloader.format.manifest import Field, Manifest, check_name
 from streamloader.format.publish import Receipt, begin, erase, finish, job_document, write_shard
 from streamloader.format.values import check_names, row_bytes, to_columns, to_value
-from streamloader.options import MIB, Layout
+from streamloader.options import MIB, Layout, whole
 from streamloader.storage import open_store
 from streamloader.storage.process import cpu_count, join, wait_for
 from streamloader.storage.store import Store
@@ -158,8 +158,8 @@ class Writer:
             raise FieldError("a dataset needs at least one field", "name at least one")
         for name in fields:
             check_name(name)
-        if (workers is not None and workers < 1) or (num_samples is not None and num_samples < 0):
-            raise UsageError(f"workers={workers}, num_samples={num_samples}", "give at least 1 worker and 0 samples")
+        workers = None if workers is None else whole("workers", workers)
+        num_samples = None if num_samples is None else whole("num_samples", num_samples, 0)
         try:
             json.dumps(dict(provenance or {}), allow_nan=False)  # fail now, not after everything is written
         except (TypeError, ValueError) as error:

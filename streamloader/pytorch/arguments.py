@@ -23,6 +23,7 @@ from streamloader.options import (
     Channels,
     Decode,
     Normalize,
+    Option,
     Pack,
     Patch,
     Remainder,
@@ -80,7 +81,7 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Arguments:
+class Arguments(Option):
     """The arguments that `StreamingDataset` and `Mixture` share, except those of the order; see `StreamingDataset`.
 
     Raises `BatchError` and `UsageError` for values that are invalid for any dataset.
@@ -99,7 +100,7 @@ class Arguments:
     transform_workers: int
     memory: int | str | None
 
-    def __post_init__(self) -> None:
+    def _validate(self) -> None:
         size, steps = self.batch_size, self.steps_per_epoch
         if size is not None and not is_whole(size):
             raise BatchError(f"batch_size={size!r}", "give a whole number of at least 1, or None for samples")
@@ -110,8 +111,8 @@ class Arguments:
         transform, workers = self.transform, self.transform_workers
         if transform is not None and not callable(transform):
             raise UsageError(f"transform={transform!r} cannot be called", "give a function of a sample")
-        if workers < 0 or (workers and transform is None):
-            raise UsageError(f"transform_workers={workers} with transform={transform}", "give both, or neither")
+        if not is_whole(workers, 0) or (workers and transform is None):
+            raise UsageError(f"transform_workers={workers!r} with transform={transform}", "give both, or neither")
         if steps is None:
             return
         if not is_whole(steps):
@@ -392,7 +393,7 @@ def read_steps(name: str, choice: StepChoice) -> dict[int, tuple[int, ...]]:
         numbers = list(steps) if isinstance(steps, Iterable) else [None]
         if not all(is_whole(number, 0) for number in (epoch, *numbers)):
             raise UsageError(f"{name}={{{epoch!r}: {steps!r:.60}}}", "give whole numbers of at least 0")
-        steps_by_epoch[epoch] = tuple(sorted(set(numbers)))
+        steps_by_epoch[int(epoch)] = tuple(sorted(set(map(int, numbers))))
     return steps_by_epoch
 
 

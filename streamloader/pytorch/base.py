@@ -23,7 +23,7 @@ from streamloader.engine.engine import Engine, Pipeline, pass_ended
 from streamloader.engine.stages import Batch, LoaderConfig, split_steps
 from streamloader.errors import MixtureError, StateError, UsageError
 from streamloader.format.manifest import Field
-from streamloader.options import Shuffle, is_whole, parse_size
+from streamloader.options import Shuffle, is_whole, parse_size, whole
 from streamloader.order.epoch_order import EpochOrder
 from streamloader.order.schedule import World
 from streamloader.order.state import NO_GAPS, ORDER_NAMES, Gaps, RunState, SourceIdentity, read_value
@@ -261,6 +261,7 @@ class BaseDataset(IterableDataset[dict[str, Any]]):
         **mixture: Any,
     ) -> None:
         super().__init__()
+        seed = whole("seed", seed, 0)
         config = arguments.read_shuffle(shuffle)
         conditions = [arguments.read_where(source.where) for source in sources]  # before anything is opened
         # workers get a pickled copy, and steps and fields may be generators or views
@@ -425,7 +426,7 @@ class BaseDataset(IterableDataset[dict[str, Any]]):
         """
         if not is_whole(epoch, 0) or epoch >= 2**63:
             raise UsageError(f"set_epoch({epoch!r})", "give a whole number of at least 0, below 2**63")
-        current, steps = self.epoch, self._options.steps_per_epoch
+        epoch, current, steps = int(epoch), self.epoch, self._options.steps_per_epoch
         if epoch == current:
             return
         if steps is not None:
@@ -445,7 +446,8 @@ class BaseDataset(IterableDataset[dict[str, Any]]):
         frameworks that fetch ahead; with DataLoader workers also give their number, `workers`. Raises `StateError`
         without `batches` if DataLoader workers read, since this process does not know their positions.
         """
-        world = resolve_world(self._world)
+        world, workers = resolve_world(self._world), whole("workers", workers)
+        batches = None if batches is None else whole("batches", batches, 0)
         if self._options.steps_per_epoch is not None:
             self._check_no_workers(workers, self._read_by_workers())
             now, steps = (self._current, self._steps) if batches is None else self._after(batches, world)
@@ -485,6 +487,7 @@ class BaseDataset(IterableDataset[dict[str, Any]]):
 
         Ends the current pass; the position of training does not change. Raises `UsageError` for an invalid step.
         """
+        epoch = whole("epoch", epoch, 0)
         self._end_pass()
         world = resolve_world(self._world)
         start = self._start_of(epoch, world)
@@ -531,9 +534,10 @@ class BaseDataset(IterableDataset[dict[str, Any]]):
 
     def _step_numbers(self, epoch: int, step: int, rank: int | None, workers: int) -> NDArray[np.int64]:
         """Return the sample numbers of a step, of one rank or of all."""
-        world = resolve_world(self._world)
-        start = self._start_of(epoch, world, workers)
-        turn, number = divmod(step, max(1, workers))
+        world, workers = resolve_world(self._world), whole("workers", workers)
+        rank = None if rank is None else whole("rank", rank, 0)
+        start = self._start_of(whole("epoch", epoch, 0), world, workers)
+        turn, number = divmod(whole("step", step, 0), workers)
         samples = []
         for each_rank in range(world.size) if rank is None else [rank]:
             share = self._share(start, World(each_rank, world.size).consumer(number, workers))

@@ -11,7 +11,7 @@ import torch
 
 from streamloader.engine.dataset import Dataset
 from streamloader.errors import BatchError, FieldError, MixtureError
-from streamloader.options import Channels, Normalize, Patch, Remainder, Shuffle, Window, is_whole
+from streamloader.options import Channels, Normalize, Patch, Remainder, Shuffle, Window, is_whole, plain_integers
 from streamloader.order.state import Batches, check_mixture_options
 from streamloader.pytorch.arguments import Arguments, DecodeChoice, PackChoice, Source, StepChoice, WhereChoice
 from streamloader.pytorch.base import BaseDataset
@@ -168,7 +168,7 @@ def choose_sources(weights: Weights, schedule: Mapping[int, Weights] | None) -> 
         if not is_whole(step, 0) or unknown:
             remedy = "give weights of the mixture's own sources, by whole steps"
             raise MixtureError(f"schedule={{{step!r}: {changed!r:.60}}}", remedy)
-    shares = {step: exact_shares([changed.get(key, 0) for key in parts]) for step, changed in phases.items()}
+    shares = {int(step): exact_shares([changed.get(key, 0) for key in parts]) for step, changed in phases.items()}
     steps = sorted({*shares, *(step for part in parts.values() for step, _ in part.shares)})
     flattened = []
     for step in steps:
@@ -261,6 +261,7 @@ class Mixture(BaseDataset):
         )
         if remainder == "uneven":
             raise MixtureError('remainder="uneven" of a mixture', 'choose "pad" or "drop": a mixture has no end')
+        unit = plain_integers(unit)
         check_mixture_options(stop, batches, unit)
         self._spec: MixtureSpec = choose_sources(sources, schedule)
         mixture = {"stop": stop, "batches": batches, "unit": unit, "weights_by_step": self._spec.weights_by_step}
