@@ -41,7 +41,7 @@ def test_streaming_dataset_takes_what_was_promised():
         **{"transform": None, "transform_workers": 0, "with_index": False, "world": None, "memory": None},
         **{"on_batch": None, "storage_options": None, "where": None, "skip_steps": None, "steps_per_epoch": None},
         **{"sample_axis": None, "windows": None, "patches": None, "channels": None, "decode_cf": True, "strict": False},
-        **{"normalize": None},
+        **{"normalize": None, "version": None},
     }
     assert [name for name, p in parameters.items() if p.default is p.empty] == ["url", "batch_size"]
     assert [name for name, p in parameters.items() if p.kind is not p.KEYWORD_ONLY] == ["url"]
@@ -49,7 +49,7 @@ def test_streaming_dataset_takes_what_was_promised():
 
 def test_open_takes_what_was_promised():
     parameters = inspect.signature(sl.open).parameters
-    assert list(parameters) == ["url", "split", "storage_options"]
+    assert list(parameters) == ["url", "split", "version", "storage_options"]
 
 
 def test_append_takes_what_convert_does():

@@ -2,9 +2,11 @@
 
 import copy
 import json
+import shutil
 from typing import Any
 
 import datasets
+import numpy as np
 import pytest
 from datasets import flat, planned, seen, take
 from hypothesis import HealthCheck, given, settings
@@ -12,8 +14,9 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from streamloader.errors import StateError, UsageError
-from streamloader.options import Shuffle
+import streamloader as sl
+from streamloader.errors import FormatError, StateError, UsageError
+from streamloader.options import Layout, Shuffle
 from streamloader.pytorch.dataset import Mixture, Source, StreamingDataset
 
 N = 603
@@ -173,13 +176,111 @@ def test_a_state_of_another_dataset_is_an_error_unless_forced(path, data, tmp_pa
     state = open_rank(path).state_dict()
     datasets.write(tmp_path / "copy", N, FIELDS)
     resumed(tmp_path / "copy", state)  # the same bytes have the same digest
-    longer = open_rank(data(N + 1, *FIELDS), shuffle=Shuffle(**state["order"]))
-    digest = longer._datasets[0].manifest.digest
+    datasets.write(tmp_path / "other", N, FIELDS, Layout(codec="none"))
+    other = open_rank(str(tmp_path / "other"), shuffle=Shuffle(**state["order"]))
+    digest = other._datasets[0].manifest.digest
     with pytest.raises(StateError, match=f"digest '{state['digest']}' instead of '{digest}'"):
-        longer.load_state_dict(state)
-    longer.load_state_dict(state, force=True)
-    assert longer.state_dict()["digest"] == digest
-    assert take(iter(longer), 1)
+        other.load_state_dict(state)
+    other.load_state_dict(state, force=True)
+    assert other.state_dict()["digest"] == digest
+    assert take(iter(other), 1)
+    longer = open_rank(data(N + 1, *FIELDS), shuffle=Shuffle(**state["order"]))
+    with pytest.raises(StateError, match=f"num_samples {N} instead of {N + 1}"):
+        longer.load_state_dict(state, force=True)
+
+
+@pytest.fixture(scope="module")
+def grown(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[Any]]:
+    """A dataset that was appended to twice, and what `runs` of each version delivered."""
+    folder = tmp_path_factory.mktemp("grown")
+    url = str(folder / "data")
+    datasets.write(url, 61, ["label"])
+    delivered = [preempted(url)]
+    for start, stop in ((61, 100), (100, 130)):
+        (folder / f"new{start}").mkdir()
+        np.save(folder / f"new{start}" / "label.npy", np.arange(start, stop) - 2**40)
+        sl.append(url, folder / f"new{start}", workers=0)
+        delivered.append(preempted(url))
+    return url, delivered
+
+
+def runs(url: str) -> dict[str, Any]:
+    """Runs over a dataset, as a job opens them."""
+    options: dict[str, Any] = {"batch_size": 8, "with_index": True, "world": (0, 1)}
+    mixture = {Source(url, where=slice(0, 30)): 1, Source(url, where="label % 2 == 0"): 2}
+    return {
+        "dataset": lambda: StreamingDataset(url, **options),
+        "where": lambda: StreamingDataset(url, where="label % 3 == 0", **options),
+        "mixture": lambda: Mixture(mixture, **options),
+    }
+
+
+def preempted(url: str) -> dict[str, Any]:
+    """The state of each run after two batches, and the batches of that epoch and the next."""
+    found = {}
+    for kind, opened in runs(url).items():
+        iterator = iter(ds := opened())
+        begun, state = take(iterator, 2), json.loads(json.dumps(ds.state_dict()))
+        found[kind] = state, begun + take(iterator) + take(ds)
+    return found
+
+
+def test_a_state_of_an_earlier_release_has_no_version_and_no_number_of_samples(path):
+    whole, ds = take(open_rank(path)), open_rank(path)
+    take(iter(ds), 3)
+    state = {name: value for name, value in ds.state_dict().items() if name not in ("samples", "version")}
+    assert take(resumed(path, state)) == whole[3:]
+
+
+@pytest.mark.parametrize("kind", ["dataset", "where", "mixture"])
+def test_a_run_resumes_on_the_version_of_its_state_however_often_the_dataset_grew(grown, kind):
+    url, delivered = grown
+    for version, found in enumerate(delivered, 1):
+        state, whole = found[kind]
+        ds = runs(url)[kind]()
+        take(iter(ds), 1)
+        before = ds.state_dict()
+        with pytest.raises(StateError):
+            ds.load_state_dict({**state, "position": 10**9})
+        assert ds.state_dict() == before
+        ds.load_state_dict(state)
+        assert take(ds) + take(ds) == whole[2:]
+        assert (ds.state_dict().get("sources") or [ds.state_dict()])[0]["version"] == version
+        ds.load_state_dict(delivered[-1][kind][0])  # and back to the last one
+        assert take(ds) == delivered[-1][kind][1][2 : len(runs(url)[kind]())]
+    with pytest.raises(StateError, match=r"instead of|none of this run's"):
+        runs(url)[kind]().load_state_dict(delivered[0][kind][0], force=True)
+
+
+def test_every_version_of_a_dataset_can_be_opened(grown):
+    url, delivered = grown
+    for version, stop in ((1, 61), (2, 100), (3, 130), (None, 130)):
+        ds = sl.open(url, version=version)
+        assert ds.read("label", 0, len(ds)).tolist() == [i - 2**40 for i in range(stop)]
+        loader = StreamingDataset(url, batch_size=8, with_index=True, world=(0, 1), version=version)
+        assert take(loader) == delivered[(version or 3) - 1]["dataset"][1][: len(loader)]
+    loader = StreamingDataset(url, batch_size=8, version=2)
+    with pytest.raises(StateError, match="digest"):  # the caller chose the version
+        loader.load_state_dict(delivered[0]["dataset"][0])
+    for version in (0, 4, True, "1"):
+        with pytest.raises(UsageError, match=r"there is no version .* which has 3; give a version from 1 to 3"):
+            sl.open(url, version=version)
+    with pytest.raises(UsageError, match="version=1 of arrays in place"):
+        StreamingDataset(url, batch_size=8, version=1, sample_axis="sample")
+    assert not sl.verify(url).problems
+
+
+def test_a_dataset_whose_earlier_manifest_was_not_kept_says_so(grown, tmp_path):
+    url, delivered = grown
+    copied = shutil.copytree(url, tmp_path / "copied")
+    (copied / "_streamloader/chunks/manifest.json").unlink()
+    with pytest.raises(UsageError, match=r"manifest of version 1 .* was not kept"):
+        sl.open(copied, version=1)
+    with pytest.raises(StateError, match="digest"):
+        runs(str(copied))["dataset"]().load_state_dict(delivered[0]["dataset"][0])
+    shutil.copy(copied / "_streamloader/chunks.2/manifest.json", copied / "_streamloader/chunks/manifest.json")
+    with pytest.raises(FormatError, match="is the manifest of version 2"):
+        sl.open(copied, version=1)
 
 
 BROKEN: list[tuple[dict[str, Any], str]] = [
@@ -202,7 +303,10 @@ def test_a_broken_state_is_an_error_and_changes_nothing(path):
     ds = open_rank(path)
     before = ds.state_dict()
     broken: list[tuple[Any, str | None]] = [({**before, **change}, shown) for change, shown in BROKEN]
-    broken += [({key: value for key, value in before.items() if key != name}, name) for name in before]
+    broken += [
+        ({key: value for key, value in before.items() if key != name}, name)
+        for name in before.keys() - {"samples", "version"}
+    ]
     for state, shown in [*broken, *((other, None) for other in (None, [], "state", 3))]:
         with pytest.raises(StateError, match=shown):
             ds.load_state_dict(state)

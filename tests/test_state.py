@@ -63,13 +63,16 @@ def test_a_state_of_another_source_is_an_error_with_both_values(change, both):
 def test_position_and_epoch_are_not_compared():
     later = replace(CURSOR, epoch=5, position=9, workers=3, extra=1)
     assert later.resumed(CURSOR.to_dict()) == CURSOR
+    earlier = {name: value for name, value in later.to_dict().items() if name != "samples"}  # of earlier releases
     with pytest.raises(StateError, match="position 9, but its epoch has 8 samples"):
-        changed(num_samples=8).resumed(later.to_dict())
+        changed(num_samples=8).resumed(earlier)
 
 
 def test_force_passes_another_digest_and_nothing_else():
     copy = changed(digest="def")
     assert copy.resumed(CURSOR.to_dict(), force=True) == copy
+    with pytest.raises(StateError, match="num_samples 10 instead of 11"):
+        changed(digest="def", num_samples=11).resumed(CURSOR.to_dict(), force=True)
     with pytest.raises(StateError, match="seed 3"):
         changed(digest="def", seed=4).resumed(CURSOR.to_dict(), force=True)
 
@@ -341,3 +344,7 @@ def test_samples_of_an_unknown_step_rank_or_epoch_are_an_error(url):
         ds.samples(0, 0, workers=0)
     with pytest.raises(UsageError, match="epoch=-1"):
         ds.samples(-1, 0)
+
+
+def test_workers_can_tell_another_version_by_the_pin():
+    assert changed(digest="def").pin != CURSOR.pin == replace(CURSOR, epoch=3, position=4).pin

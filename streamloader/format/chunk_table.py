@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from streamloader import errors
 from streamloader.format.codecs import CRC_BYTES, with_checksum
-from streamloader.format.manifest import FieldLayout, Manifest
+from streamloader.format.manifest import FieldLayout, Manifest, tables_path
 from streamloader.format.opening import reread
 from streamloader.storage.process import wait_for
 from streamloader.storage.store import Store
@@ -29,12 +29,6 @@ from streamloader.storage.store import Store
 PAGE_BYTES = 1 << 20
 CACHE_BYTES = 64 << 20
 DAMAGED_SECONDS = 60.0  # how long a damaged page is not read again: long enough to end a run, short enough to wait for
-TABLES = "_streamloader/chunks"
-
-
-def tables_path(generation: int = 1) -> str:
-    """Return the path of the group of all tables of a generation."""
-    return TABLES if generation == 1 else f"{TABLES}.{generation}"
 
 
 def table_path(name: str, generation: int = 1) -> str:

@@ -37,14 +37,18 @@ Chunk = NDArray[Any] | Items
 
 
 def open(  # noqa: A001 - `sl.open(url)` is named after the builtin
-    url: str | os.PathLike[str], *, split: str | None = None, storage_options: Mapping[str, Any] | None = None
+    url: str | os.PathLike[str],
+    *,
+    split: str | None = None,
+    version: int | None = None,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> Dataset:
-    """Open a dataset for random access, by one request.
+    """Open a dataset for random access, by one request; by two for an earlier `version`, counted from 1, than the last.
 
     Raises `NotADatasetError`, `IncompleteError`, `VersionError` or `FormatError` if `url` is not a finished dataset,
-    `FieldError` for an unknown or missing `split`, and `StorageError`.
+    `FieldError` for an unknown or missing `split`, `UsageError` for an unknown version, and `StorageError`.
     """
-    return Dataset(open_root(open_store(url, storage_options), split))
+    return Dataset(open_root(open_store(url, storage_options), split, version))
 
 
 class Dataset:

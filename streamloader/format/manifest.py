@@ -21,6 +21,7 @@ from streamloader.options import CODECS as CODEC_CHOICES
 
 FORMAT = "streamloader"
 VERSION = 1
+TABLES = "_streamloader/chunks"
 APPEND = "append"  # in `requires` of a dataset that was appended to
 
 Kind = Literal["tensor", "bytes", "text", "ragged"]
@@ -204,6 +205,16 @@ class Manifest:
             "tables": dict(self.tables),
             **({"generation": self.generation} if self.generation > 1 else {}),
         }
+
+
+def tables_path(generation: int = 1) -> str:
+    """Return the path of the group of all tables of a generation."""
+    return TABLES if generation == 1 else f"{TABLES}.{generation}"
+
+
+def manifest_path(generation: int) -> str:
+    """Return the path of the manifest of a generation that was appended to."""
+    return f"{tables_path(generation)}/manifest.json"
 
 
 def can_have_lengths(layout: FieldLayout) -> bool:

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from streamloader.format.chunk_table import rows_per_page, table_path, tables_path
+from streamloader.format.chunk_table import rows_per_page, table_path
 from streamloader.format.codecs import BLOSC_LEVEL, ZSTD_LEVEL, typesize
 from streamloader.format.lengths import LENGTHS
-from streamloader.format.manifest import FORMAT, VERSION, FieldLayout, Manifest
+from streamloader.format.manifest import FORMAT, VERSION, FieldLayout, Manifest, tables_path
 
 Document = dict[str, Any]
 

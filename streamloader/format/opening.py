@@ -6,8 +6,17 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar
 
-from streamloader.errors import FieldError, FormatError, IncompleteError, NotADatasetError, NotFoundError
-from streamloader.format.manifest import FORMAT, NAME, Manifest, check_version, manifest_from_json, parse_json
+from streamloader.errors import FieldError, FormatError, IncompleteError, NotADatasetError, NotFoundError, UsageError
+from streamloader.format.manifest import (
+    FORMAT,
+    NAME,
+    Manifest,
+    check_version,
+    manifest_from_json,
+    manifest_path,
+    parse_json,
+)
+from streamloader.options import is_whole
 from streamloader.storage.store import Store
 
 Result = TypeVar("Result")
@@ -47,13 +56,33 @@ def reread(read: Callable[[], Result], on_damage: Callable[[], None] | None = No
     return read()
 
 
-def open_root(store: Store, split: str | None = None) -> Opened:
-    """Open a dataset, or one split of it, by one request.
+def open_root(store: Store, split: str | None = None, version: int | None = None) -> Opened:
+    """Open a dataset, or one split of it, by one request; by two for an earlier `version` than the last.
 
-    Raises `NotADatasetError`, `IncompleteError`, `VersionError` or `FormatError`; and `FieldError` for an unknown
-    split, or if the dataset has splits and `split` is None.
+    Raises `NotADatasetError`, `IncompleteError`, `VersionError` or `FormatError`; `FieldError` for an unknown split, or
+    if the dataset has splits and `split` is None; and `UsageError` for an unknown version.
     """
-    return reread(lambda: _open_root(store, split))
+    opened = reread(lambda: _open_root(store, split))
+    if version is None or version == opened.manifest.generation:
+        return opened
+    return opened._replace(manifest=reread(lambda: _read_version(opened, version)))
+
+
+def _read_version(opened: Opened, version: int) -> Manifest:
+    """Return the manifest of an earlier version, which the append after it kept."""
+    store, last = opened.store, opened.manifest.generation
+    if not is_whole(version) or version > last:
+        remedy = f"give a version from 1 to {last}, or leave it out for the last one"
+        raise UsageError(f"there is no version {version!r} of {store.url}, which has {last}", remedy)
+    path = manifest_path(version)
+    try:
+        manifest = manifest_from_json(read_object(store, path), f"{store.url}/{path}")
+    except NotFoundError as error:
+        problem = f"the manifest of version {version} of {store.url} was not kept: it is not at {path}"
+        raise UsageError(problem, f"open version {last}: releases before this one kept no manifests") from error
+    if manifest.generation != version:
+        raise FormatError(f"{store.url}/{path} is the manifest of version {manifest.generation}", "restore it")
+    return manifest
 
 
 def _open_root(store: Store, split: str | None) -> Opened:

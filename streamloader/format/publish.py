@@ -43,7 +43,9 @@ from streamloader.format.manifest import (
     Manifest,
     can_have_lengths,
     manifest_from_json,
+    manifest_path,
     parse_json,
+    tables_path,
 )
 from streamloader.format.metadata import dataset_documents, split_documents, to_bytes
 from streamloader.format.opening import JOB, RECEIPTS, ROOT, get_document
@@ -751,14 +753,18 @@ def _put_documents(store: Store, manifest: Manifest) -> bytes:
 
 
 def publish(store: Store, base: str, manifest: Manifest) -> None:
-    """Write the documents of the new version, then replace the root document, which must have the digest `base`.
+    """Keep the manifest of the version `base`, write the documents of the new one, then replace the root document.
 
-    Safe to repeat. Raises `DestinationError` if another version was published in the meantime.
+    The root document must have the digest `base`. Safe to repeat. Raises `DestinationError` if another version was
+    published in the meantime.
     """
     before = get_document(store, ROOT)
-    digest = _parse_root(store, before)[1].get("digest")
+    attributes = _parse_root(store, before)[1]
+    digest = attributes.get("digest")
     if digest not in (base, manifest.digest):
         raise _changed_error(store, digest, base)
+    if digest == base:
+        store.put(manifest_path(manifest.generation - 1), to_bytes(attributes))
     root = _put_documents(store, manifest)
     try:
         store.replace(ROOT, root, before)
@@ -840,7 +846,8 @@ def undo_extension(store: Store, base: Manifest, split: bool) -> None:
             store.put(f"{node}/{ROOT}", to_bytes(documents[node]))
     if split:
         store.put(ROOT, to_bytes(documents[""]))
-    store.delete([info.path for info in store.list(chunk_table.tables_path(base.generation + 1))])
+    store.delete([info.path for info in store.list(tables_path(base.generation + 1))])
+    store.delete([manifest_path(base.generation)])
 
 
 def _parse_root(store: Store, root: bytes) -> tuple[dict[str, Any], dict[str, Any]]:

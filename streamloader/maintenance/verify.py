@@ -29,11 +29,11 @@ from streamloader.conversion.sources.fields import FieldSelection
 from streamloader.conversion.sources.formats import open_source
 from streamloader.errors import CorruptError, FieldError, FormatError, NotFoundError, UsageError
 from streamloader.format import opening
-from streamloader.format.chunk_table import TABLES, ChunkTable, page_path, rows_per_page, table_path, tables_path
+from streamloader.format.chunk_table import ChunkTable, page_path, rows_per_page, table_path
 from streamloader.format.codecs import ABSENT, CRC_BYTES, Column, index_size, parse_index
 from streamloader.format.lengths import LENGTHS, LengthTable, page_digest
 from streamloader.format.lengths import page_path as lengths_page_path
-from streamloader.format.manifest import NAME, Manifest, parse_json
+from streamloader.format.manifest import NAME, TABLES, Manifest, parse_json, tables_path
 from streamloader.format.metadata import dataset_documents, split_documents
 from streamloader.format.opening import ROOT, STATISTICS
 from streamloader.format.publish import APPEND, BAD, CLAIM, INTERNAL, PARTS

@@ -111,18 +111,20 @@ Weights = tuple[tuple[int, tuple[int, ...]], ...]  # (first step, a whole number
 
 
 class SourceIdentity(NamedTuple):
-    """A dataset that a run reads, its selected samples, and their order."""
+    """A dataset that a run reads, its selected samples, their order, and its version, 0 if that is not known."""
 
     digest: str
     split: str | None
     selection: str | None
     num_samples: int
     params: OrderParams
+    version: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values."""
         named = {"digest": self.digest, "split": self.split, "selection": self.selection}
-        return {**named, "samples": self.num_samples, "order": asdict(self.params)}
+        numbers = {"samples": self.num_samples} | ({"version": self.version} if self.version else {})
+        return {**named, **numbers, "order": asdict(self.params)}
 
     @classmethod
     def from_dict(cls, values: Any) -> SourceIdentity:
@@ -135,7 +137,8 @@ class SourceIdentity(NamedTuple):
             params = OrderParams(*(read_value(order, name, int) for name in ORDER_NAMES))
         except UsageError as error:
             raise StateError(f"the state's order is invalid: {error.problem}", _NEW_RUN) from error
-        return cls(read_value(values, "digest", str), split, selection, read_value(values, "samples", int), params)
+        digest, samples = read_value(values, "digest", str), read_value(values, "samples", int)
+        return cls(digest, split, selection, samples, params, read_value({"version": 0, **values}, "version", int))
 
     def differences(self, current: SourceIdentity, names: Collection[str], *, force: bool) -> list[str]:
         """Return how this source of a state differs from one of the run, `current`.
@@ -196,10 +199,11 @@ class RunState:
 
     @property
     def pin(self) -> int:
-        """A checksum that identifies a settled mixture; 0 for a single dataset, and before the mixture is settled."""
-        if self.source_order is None:
+        """A checksum that identifies the versions of the datasets, and a settled mixture; 0 before it is settled."""
+        if self.stop and self.source_order is None:
             return 0
-        return crc32(repr((self.source_order, self.anchor, self._params)).encode())
+        order = (self.source_order, self.anchor, self._params) if self.stop else None
+        return crc32(repr(([source.digest for source in self.sources], order)).encode())
 
     @property
     def _params(self) -> list[OrderParams]:
@@ -372,7 +376,6 @@ class RunState:
             names = ["stop", "batches", *names]
         else:
             values = self.sources[0].to_dict()
-            del values["samples"]
             if values["selection"] is None:
                 del values["selection"]
         values |= {name: getattr(self, name) for name in names}
@@ -388,24 +391,13 @@ class RunState:
         `force` ignores digests, for copies of the datasets with the same samples. Raises `StateError`, with both
         values, if the state is of another run, and if a value is missing or invalid.
         """
-        if not isinstance(state, dict):
-            raise StateError(f"a state is a dict, not {state!r:.60}", _NEW_RUN)
-        if (version := state.get("format")) != STATE_FORMAT:
-            raise StateError(f"the state has format {version!r}, this version reads {STATE_FORMAT}", _NEW_RUN)
-        if "sources" in state and not self.stop:
-            raise StateError("the state is of a mixture", "load it into a Mixture of the same sources")
-        if "sources" not in state and self.stop:
-            raise StateError("the state is of a single dataset", "load it into a StreamingDataset")
+        sources = self.saved_sources(state)
         progress = _read_progress(state)
         compared = {name: read_value(state, name, str) for name in ("stop", "batches") if self.stop}
         compared |= {"shuffle": read_value(state, "shuffle", bool)}
         differing = _differences(compared | {name: progress[name] for name in ("remainder", "seed")}, self)
-        if self.stop:
-            sources = [SourceIdentity.from_dict(source) for source in read_value(state, "sources", list)]
-        else:
-            current = self.sources[0]
-            sources = [SourceIdentity.from_dict({"selection": None, **state, "samples": current.num_samples})]
-            differing = sources[0].differences(current, self.given, force=force) + differing
+        if not self.stop:
+            differing = sources[0].differences(self.sources[0], self.given, force=force) + differing
         if differing:
             remedy = "open the dataset as it was when the state was saved, or start without the state"
             if len(differing) == 1 and differing[0].startswith("digest"):
@@ -415,6 +407,20 @@ class RunState:
         for number, source in zip(numbers, sources, strict=True):
             params[number] = source.params
         return self._resumed(state, replace(self._with_params(params), **progress), numbers, global_batch)
+
+    def saved_sources(self, state: Any) -> list[SourceIdentity]:
+        """Return the sources of a saved state. Raises `StateError` if they are invalid, or not of such a run."""
+        if not isinstance(state, dict):
+            raise StateError(f"a state is a dict, not {state!r:.60}", _NEW_RUN)
+        if (version := state.get("format")) != STATE_FORMAT:
+            raise StateError(f"the state has format {version!r}, this version reads {STATE_FORMAT}", _NEW_RUN)
+        if "sources" in state and not self.stop:
+            raise StateError("the state is of a mixture", "load it into a Mixture of the same sources")
+        if "sources" not in state and self.stop:
+            raise StateError("the state is of a single dataset", "load it into a StreamingDataset")
+        if self.stop:
+            return [SourceIdentity.from_dict(source) for source in read_value(state, "sources", list)]
+        return [SourceIdentity.from_dict({"selection": None, "samples": self.sources[0].num_samples, **state})]
 
     def _resumed(self, state: dict[str, Any], resumed: RunState, numbers: list[int], global_batch: int) -> RunState:
         """Return `resumed` with the order of a mixture: that of the state, then that of this run."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +35,7 @@ from streamloader.options import (
 )
 from streamloader.order.epoch_order import OrderParams
 from streamloader.order.schedule import Part
-from streamloader.order.state import NO_GAPS, Gaps, RunState
+from streamloader.order.state import NO_GAPS, Gaps, RunState, SourceIdentity
 from streamloader.pytorch.tensors import OFFSETS
 from streamloader.stats import BatchReport
 from streamloader.storage import open_store, references_url
@@ -68,6 +69,7 @@ class Source:
     decode_cf: bool | Mapping[str, bool] = True
     strict: bool = False
     normalize: Normalize = None
+    version: int | None = None
 
     @classmethod
     def of(cls, url: str, split: str | None, storage_options: Mapping[str, Any] | None, sampling: Sampling) -> Source:
@@ -148,15 +150,34 @@ def open_dataset(
     `columns`: the names of the batch's columns other than fields. `shuffle`: as in `Anchors.aligned`.
     """
     if source.sampling.used:
+        if source.version is not None:
+            raise UsageError(f"version={source.version} of arrays in place", "leave it out, or leave sample_axis= out")
         root = open_store(references_url(source.url), source.storage_options)
         store = root if source.split is None else root.child(source.split)
         names = fields if fields is None else choose_names(fields)
         opened = open_arrays(store, source.sampling, names, where, aligned=shuffle, memory=memory, statistics=root)
         check_names(opened.manifest, [*opened.names, *opened.output_names], columns)
         return opened
-    manifest, store, _ = open_root(open_store(source.url, source.storage_options), source.split)
+    manifest, store, _ = open_root(open_store(source.url, source.storage_options), source.split, source.version)
     names = choose_fields(manifest, fields, columns)
     return Dataset(store, manifest, names, choose_selection(where, manifest, store, memory))
+
+
+def choose_versions(
+    sources: Sequence[Source], datasets: Sequence[Dataset], saved: Sequence[SourceIdentity]
+) -> list[Source]:
+    """Return the sources, those of which a state has another version than `datasets` with that version."""
+    opened = [dataset.manifest.digest for dataset in datasets]
+    missing = [identity for identity in saved if identity.version and identity.digest not in opened]
+    chosen = list(sources)
+    for number, (source, dataset) in enumerate(zip(sources, datasets, strict=True)):
+        for identity in missing:
+            if source.version is None and dataset.arrays is None and identity.version != dataset.manifest.generation:
+                store = open_store(source.url, source.storage_options)
+                with suppress(UsageError):  # a version whose manifest was not kept
+                    if open_root(store, source.split, identity.version).manifest.digest == identity.digest:
+                        chosen[number] = replace(source, version=identity.version)
+    return chosen
 
 
 def choose_fields(manifest: Manifest, fields: Sequence[str] | None, columns: Sequence[str]) -> tuple[str, ...]:

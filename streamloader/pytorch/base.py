@@ -263,20 +263,21 @@ class BaseDataset(IterableDataset[dict[str, Any]]):
         super().__init__()
         seed = whole("seed", seed, 0)
         config = arguments.read_shuffle(shuffle)
-        conditions = [arguments.read_where(source.where) for source in sources]  # before anything is opened
         # workers get a pickled copy, and steps and fields may be generators or views
         self._options = replace(given, skip_steps=None, fields=None)
         self._skips = arguments.read_steps("skip_steps", given.skip_steps)
         self._world = None if world is None else resolve_world(world)
         columns = ("index",) * given.with_index + ("valid",) * (given.remainder == "pad")
         memory = None if given.memory is None else parse_size(given.memory, "memory=")
-        limits = repeat(given.fields), repeat(columns), repeat(memory)
-        opened = map(partial(arguments.open_dataset, shuffle=shuffle is not False), sources, conditions, *limits)
-        self._datasets = tuple(opened)
+        self._open_dataset = partial(
+            arguments.open_dataset, columns=columns, memory=memory, shuffle=shuffle is not False
+        )
+        self._sources, self._order = tuple(sources), config
+        self._datasets = self._open(self._sources, given.fields)
         decoders, transformed = arguments.choose_decoders(self.fields, given.decode), given.transform is not None
         packs = arguments.choose_packs(self.fields, given.pack, batch_size=given.batch_size, transformed=transformed)
         self._config = LoaderConfig(decoders, packs, given.transform, given.transform_workers, memory)
-        identities = tuple(map(_identity, sources, self._datasets, repeat(config)))
+        identities = self._identities(self._datasets)
         if len(set(identities)) < len(identities):
             raise MixtureError("the mixture has the same samples of a dataset twice", "name each source once")
         start = RunState(
@@ -308,6 +309,13 @@ class BaseDataset(IterableDataset[dict[str, Any]]):
         self._kept: Pass | None = None  # between two iterations of `steps_per_epoch`
         self._steps = 0  # delivered since the run began
         self._iteration_start = (start, 0)  # the state and `_steps` at which the current iteration began
+
+    def _open(self, sources: Sequence[Source], fields: Sequence[str] | None) -> tuple[Dataset, ...]:
+        conditions = [arguments.read_where(source.where) for source in sources]  # before anything is opened
+        return tuple(map(partial(self._open_dataset, fields=fields), sources, conditions))
+
+    def _identities(self, datasets: Sequence[Dataset]) -> tuple[SourceIdentity, ...]:
+        return tuple(map(_identity, self._sources, datasets, repeat(self._order)))
 
     def __repr__(self) -> str:
         urls = ", ".join(dataset.store.url for dataset in self._datasets)
@@ -467,15 +475,26 @@ class BaseDataset(IterableDataset[dict[str, Any]]):
     def load_state_dict(self, state: dict[str, Any], *, force: bool = False) -> None:
         """Let the next pass resume at the state, at any world size.
 
-        Raises `StateError` if it belongs to another dataset, split, order or seed; `force` accepts a copy of
-        the dataset with another digest.
+        If samples were appended to a dataset since, opens the version that the state names. Raises `StateError` if it
+        belongs to another dataset, split, order or seed; `force` accepts a copy of the dataset with another digest.
         """
+        sources, datasets, first = list(self._sources), self._datasets, self._first
+        if not force:
+            sources = arguments.choose_versions(sources, datasets, first.saved_sources(state))
+        if sources != list(self._sources):
+            datasets = self._open(sources, datasets[0].names)
+            first = replace(first, sources=self._identities(datasets))
         size = resolve_world(self._world).size * (self._options.batch_size or 1)
-        start = self._first.resumed(state, size, force=force)
-        for dataset, source in zip(self._datasets, start.sources, strict=True):
+        start = first.resumed(state, size, force=force)
+        for dataset, source in zip(datasets, start.sources, strict=True):
             arguments.check_block(dataset.manifest, source.params.block, dataset.selection)
         steps = read_value(state, "steps", int) if "steps" in state else 0
         self._end_pass()
+        if datasets is not self._datasets:
+            self.close()
+            self._datasets, self._first, self._cached_engine = datasets, first, None
+            self._numbers = SampleNumbers.of(datasets)
+            self._format = self._format._replace(firsts=self._format.firsts and self._numbers.all_from)
         self._set_start(start)
         self._at = self._start
         self._loaded = True
@@ -560,7 +579,8 @@ class BaseDataset(IterableDataset[dict[str, Any]]):
         position: dict[str, Any] | None = self._epochs.update() if in_worker() else None
         if position is not None:  # the parent of a persistent worker set a new start
             if position.pop("pin") not in (0, self._start.pin):
-                raise StateError("the state has other sources or weights", "make a new DataLoader, with new workers")
+                problem = "the state has other sources, versions or weights"
+                raise StateError(problem, "make a new DataLoader, with new workers")
             order = [position.pop(name) for name in ORDER_NAMES]
             self._start = replace(self._start, **position).with_order(*order)
         own, self._own = self._own, False
@@ -632,4 +652,5 @@ class BaseDataset(IterableDataset[dict[str, Any]]):
 def _identity(source: Source, dataset: Dataset, config: Shuffle) -> SourceIdentity:
     digest = None if dataset.selection is None else dataset.selection.digest
     params = arguments.choose_order(dataset.manifest, config, dataset.selection)
-    return SourceIdentity(dataset.manifest.digest, source.split, digest, dataset.num_samples, params)
+    manifest, version = dataset.manifest, 0 if dataset.arrays else dataset.manifest.generation
+    return SourceIdentity(manifest.digest, source.split, digest, dataset.num_samples, params, version)

@@ -45,7 +45,8 @@ class StreamingDataset(BaseDataset):
     `world`: (rank, size), a process group, or a `DeviceMesh` with the names of its data-parallel dimensions,
     `(mesh, "dp")`; default torch.distributed's, else the launcher's environment.
     `memory`: bytes that this rank's loader may use, excluding Python and torch, also as "2GiB"; default the window's
-    need. `on_batch(report)`: called with a `BatchReport` for each batch, for example to log how long training waited.
+    need. `version`: the version of a dataset that was appended to, default the last; a state resumes on its own.
+    `on_batch(report)`: called with a `BatchReport` for each batch, for example to log how long training waited.
     `storage_options`: passed to fsspec.
 
     To read arrays of any Zarr store in place: `sample_axis`: the dimension that samples lie along, by name or number.
@@ -90,6 +91,7 @@ class StreamingDataset(BaseDataset):
         decode_cf: bool | Mapping[str, bool] = True,
         strict: bool = False,
         normalize: Normalize = None,
+        version: int | None = None,
     ) -> None:
         given = Arguments(
             *(batch_size, remainder, with_index, skip_steps, steps_per_epoch, on_batch),
@@ -101,6 +103,7 @@ class StreamingDataset(BaseDataset):
             decode_cf=decode_cf,
             strict=strict,
             normalize=normalize,
+            version=version,
         )
         super().__init__([source], given, shuffle=shuffle, seed=seed, world=world)
         if (batch_size or 1) > max(1, self.num_samples):
