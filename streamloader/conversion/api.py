@@ -117,7 +117,7 @@ def convert(
         writer = partial(Writer, dst, layout=layout, overwrite=overwrite, storage_options=storage_options)
         return _write_iterable(src, store, writer, transforms, options)
     options.check(transforms, path, store.url)
-    source_options = default_options(source_options, path, storage_options, dst)
+    source_options = default_options(source_options, path, storage_options, dst) if path else {}
     conversion = Conversion(src, path, format, source_options, store, transforms, options)
     return conversion.convert(overwrite, resume, dry_run)
 
