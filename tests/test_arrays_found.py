@@ -10,7 +10,6 @@ from zarr_stores import STORES, samples_of, url_of, values_of
 
 import streamloader as sl
 from streamloader import errors
-from streamloader.engine.coordinates import _parse_origin
 from streamloader.measure.statistics import fit
 from streamloader.options import Sampling
 from streamloader.storage import open_store, references_url
@@ -125,22 +124,6 @@ def test_names_in_normalize_that_match_nothing_are_an_error(tmp_path):
         with pytest.raises(errors.UsageError, match="normalize= has"):
             sl.StreamingDataset(url, batch_size=1, sample_axis="time", normalize=given)
     sl.StreamingDataset(url, batch_size=1, sample_axis="time", normalize={"a": (np.float32(0), np.float32(1))})
-
-
-@pytest.mark.parametrize(
-    ("text", "origin"),
-    [
-        ("2001-01-01", "2001-01-01T00:00:00.000"),
-        ("2001-1-1 00:00:0.0", "2001-01-01T00:00:00.000"),
-        ("2001-01-01 00:00:00 +05:00", "2000-12-31T19:00:00.000"),
-        ("2001-01-01T06:30:00Z", "2001-01-01T06:30:00.000"),
-        ("2001-01-01 00:00:00 UTC", "2001-01-01T00:00:00.000"),
-        ("2001-13-01", ""),
-        ("long ago", ""),
-    ],
-)
-def test_origins_of_times_are_parsed_with_their_zone(text, origin):
-    assert _parse_origin(text) == origin
 
 
 def test_months_have_no_length_and_are_no_times_to_select_by(tmp_path):

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from streamloader.errors import SelectionError, UsageError
+from streamloader.errors import FieldError, SelectionError, UsageError
+from streamloader.format.calendar import MISSING, SECOND, Calendar, TimeUnits, parse_unit
 from streamloader.format.zarr_metadata import ZarrArray
 
 if TYPE_CHECKING:
@@ -19,60 +22,67 @@ Ints = NDArray[np.int64]
 TIME_CHANNELS = ("time_of_day", "time_of_year")
 # A difference of neighbours above this multiple of the usual one is a gap: calendar months differ by less.
 GAP = 1.5
-_SECONDS = {
-    **dict.fromkeys(("ns", "nanosecond", "nanoseconds"), 1e-9),
-    **dict.fromkeys(("us", "microsecond", "microseconds"), 1e-6),
-    **dict.fromkeys(("ms", "millisecond", "milliseconds"), 1e-3),
-    **dict.fromkeys(("s", "sec", "second", "seconds"), 1.0),
-    **dict.fromkeys(("m", "min", "minute", "minutes"), 60.0),
-    **dict.fromkeys(("h", "hr", "hour", "hours"), 3600.0),
-    **dict.fromkeys(("d", "D", "day", "days"), 86400.0),
-    **dict.fromkeys(("w", "W", "week", "weeks"), 604800.0),
-}
+EXACT = 1e-6  # of a duration, which times that are floats may miss
 _DURATION = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*\Z")
-_UNITS = re.compile(r"\s*([A-Za-z]+)\s+since\s+(.+?)\s*\Z")
-_ORIGIN = re.compile(
-    r"(\d{1,4})-(\d{1,2})-(\d{1,2})(?:[T ]\s*(\d{1,2})(?::(\d{1,2})(?::(\d{1,2}(?:\.\d*)?))?)?)?"
-    r"\s*(?:Z|UTC|GMT|([+-])(\d{1,2})(?::?(\d{2}))?)?\Z"
-)
-_CALENDARS = ("standard", "gregorian", "proleptic_gregorian")
-_DAY, _YEAR = 86400.0, 365.2425 * 86400.0  # seconds; the mean year of the Gregorian calendar
+
+
+class Span(NamedTuple):
+    """`steps` of `step` elements, from `offset` after the first one of a window on, that have a duration each."""
+
+    offset: int
+    steps: int
+    step: int
+    duration: float
 
 
 @dataclass(frozen=True, eq=False)
 class Coordinate:
-    """The values of a sample axis, None if no array has its name; shape (elements,).
+    """The values of a sample axis, None if no array has its name; shape (elements,). `units`: what they are, if times.
 
-    `unit`: seconds for each unit of the values, 0 if they are not times. `origin`: the time of value 0, as a date in
-    ISO 8601, "" if it is unknown or of a calendar that numpy does not have.
+    `attributes`: those that say so, for messages.
     """
 
     name: str
     url: str
     length: int
     values: NDArray[Any] | None
-    unit: float = 0.0
-    origin: str = ""
+    units: TimeUnits | None = None
+    attributes: str = ""
 
-    def spacing(self) -> float:
-        """Return the usual difference of neighbours, in units of the values."""
-        return 1.0 if self.values is None or self.length < 2 else float(np.median(np.diff(self.values)))
+    @cached_property
+    def _places(self) -> NDArray[np.float64]:
+        """The values, less the first one if they are integers, so that differences are exact. NaN is missing."""
+        if self.values is None:
+            return np.arange(self.length, dtype=np.float64)
+        if self.values.dtype.kind == "f":
+            return self.values.astype(np.float64)
+        wide = self.values.astype(np.int64)
+        return np.where(wide == MISSING, np.nan, (wide - wide[:1]).astype(np.float64))
+
+    def usual(self, segments: Ints) -> float:
+        """Return the usual difference of neighbours in the segments, in units of the values; it has their sign."""
+        steps = self._steps(segments)[1]
+        steps = np.diff(self._places) if not steps.size else steps
+        steps = steps[np.isfinite(steps)]
+        return float(np.quantile(steps, 0.5, method="nearest")) if steps.size else 1.0
+
+    def _steps(self, segments: Ints) -> tuple[Ints, NDArray[np.float64]]:
+        """Return the elements whose next one is in the same segment, and the differences of the two."""
+        inside = np.zeros(self.length + 1, np.int64)
+        np.add.at(inside, segments[:, 0], 1)
+        np.add.at(inside, segments[:, 1] - 1, -1)
+        pairs = np.flatnonzero(np.cumsum(inside)[: max(0, self.length - 1)] > 0)
+        return pairs, self._places[pairs + 1] - self._places[pairs]
 
     def gaps(self, segments: Ints) -> Ints:
-        """Return the elements after a gap in one of the segments, int64 (n, 2).
+        """Return the elements after a gap in one of the segments, int64 (n,); missing values are between two gaps.
 
         Raises `UsageError` if the values in a segment do not ascend, or descend as those of the others do.
         """
-        if self.values is None or self.length < 2:
+        if self.values is None:
             return np.zeros(0, np.int64)
-        inside = np.zeros(self.length + 1, np.int64)  # the pairs of neighbours in one segment
-        np.add.at(inside, segments[:, 0], 1)
-        np.add.at(inside, segments[:, 1] - 1, -1)
-        pairs = np.flatnonzero(np.cumsum(inside)[: self.length - 1] > 0)
-        steps = np.diff(self.values.astype(np.float64))[pairs]
-        if not steps.size:
-            return np.zeros(0, np.int64)
-        wrong = np.flatnonzero((steps <= 0) if steps[0] > 0 else (steps >= 0))
+        (pairs, steps), usual = self._steps(segments), self.usual(segments)
+        wrong = np.flatnonzero((steps <= 0) if usual > 0 else (steps >= 0))
         if wrong.size:
             at = int(pairs[wrong[0]])
             pair = f"{self.values[at]} and {self.values[at + 1]}"
@@ -80,86 +90,103 @@ class Coordinate:
                 f"the coordinate {self.name!r} of {self.url} is not monotonic: elements {at} and {at + 1} are {pair}"
             )
             raise UsageError(problem, "sort the store, or select a part that ascends with where=slice(start, stop)")
-        after: Ints = pairs[np.abs(steps) > GAP * np.median(np.abs(steps))] + 1
+        after: Ints = pairs[~(np.abs(steps) <= GAP * abs(usual))] + 1
         return after
 
-    def elements(self, what: str, duration: str, unit: int) -> int:
-        """Return how many times `unit` elements a duration is. Raises `UsageError` unless it is a whole number."""
-        match = _DURATION.match(duration)
-        if match is None or match[2] not in _SECONDS:
-            raise UsageError(what, "write a duration like '6h', '30min' or '1d', or a number of elements")
-        spacing = abs(self.spacing()) * self.unit
-        if self.values is None or not spacing:
-            problem = f"{what}, and {self.name!r} of {self.url} is not a coordinate of times"
-            raise UsageError(problem, "give a number of elements")
-        count = float(match[1]) * _SECONDS[match[2]] / (spacing * unit)
-        if count < 0.5 or abs(count - round(count)) > 1e-6 * count:
-            problem = f"{what} is {count:g} times {spacing * unit:g} s, the spacing of {self.name!r}"
-            raise UsageError(problem, "give a multiple of it, or a number of elements")
-        return round(count)
+    def elements(self, what: str, text: str, usual: float, unit: int) -> tuple[int, float]:
+        """Return how many times `unit` elements a duration such as `6h` is, and `usual`, their difference, exactly.
 
-    def times(self) -> NDArray[np.datetime64]:
-        """Return the values as times. Raises `UsageError` if they are not."""
-        if self.values is None or not self.origin:
-            problem = f"{self.name!r} of {self.url} is not a coordinate of times in the Gregorian calendar"
+        Raises `UsageError` unless it is a whole number.
+        """
+        match = _DURATION.match(text)
+        length = None if match is None else parse_unit(match[2])
+        if match is None or length is None:
+            raise UsageError(what, "write a duration like '6h', '30min' or '1d', or a number of elements")
+        if self.units is None or not usual > 0:
+            problem = f"{what}, and {self.name!r} of {self.url} is not a coordinate of times{self.attributes}"
+            raise UsageError(problem, "give a number of elements")
+        duration = float(match[1]) * float(length / self.units.unit)
+        count = duration / (usual * unit)
+        if count < 0.5 or abs(count - round(count)) > EXACT * count:
+            seconds = usual * unit * float(self.units.unit) / SECOND
+            problem = f"{what} is {count:g} times {seconds:g} s, the spacing of {self.name!r}"
+            raise UsageError(problem, "give a multiple of it, or a number of elements")
+        return round(count), duration / (round(count) * unit)
+
+    def _lasts(self, passed: NDArray[np.float64], duration: float) -> NDArray[np.bool_]:
+        """Return which differences of values are a duration, but for the rounding of floats."""
+        kind = self.values.dtype if self.values is not None and self.values.dtype.kind == "f" else np.float64
+        largest = np.max(np.abs(self._places), initial=0, where=np.isfinite(self._places))
+        rounding = 2 * float(np.spacing(np.asarray(largest, kind)))
+        return np.asarray(np.abs(np.abs(passed) - duration) <= max(EXACT * duration, rounding))
+
+    def keep_spans(self, spans: Iterable[Span], anchors: Ints) -> NDArray[np.bool_]:
+        """Return whether the steps of a window have their durations, for windows at `anchors`."""
+        kept = np.ones(anchors.size, np.bool_)
+        for offset, count, step, duration in spans:
+            wrong = ~self._lasts(self._places[step:] - self._places[:-step], duration)
+            rows = np.append(wrong, np.zeros(-wrong.size % step, np.bool_)).reshape(-1, step)
+            before = np.append(np.zeros(step, np.int64), np.cumsum(rows, axis=0))  # wrong ones `step` apart before each
+            kept &= before[anchors + offset] == before[anchors + offset + count * step]
+        return kept
+
+    def keep_stride(self, first: Ints, anchors: Ints, stride: float) -> NDArray[np.bool_]:
+        """Return whether each anchor is a multiple of a duration before or after the first one of its segment."""
+        passed = np.abs(self._places[anchors] - self._places[first])
+        return self._lasts(passed - np.round(passed / stride) * stride + stride, stride)
+
+    def times(self) -> tuple[Ints, Calendar]:
+        """Return the values as times of a calendar. Raises `UsageError` if they are not."""
+        if self.values is None or self.units is None or self.units.calendar is None:
+            problem = f"{self.name!r} of {self.url} is not a coordinate of times in a known calendar{self.attributes}"
             raise UsageError(problem, "select elements by their numbers")
-        seconds = self.values.astype(np.float64) * self.unit
-        return np.datetime64(self.origin, "ms") + np.round(seconds * 1e3).astype("timedelta64[ms]")
+        return self.units.times(self.values), self.units.calendar
 
     def fractions(self, name: str, channel: str) -> NDArray[np.float32]:
         """Return the fraction of the day or the year of each element. Raises `UsageError` if they are not times."""
         try:
-            times = self.times()
+            times, calendar = self.times()
         except UsageError as error:
             raise UsageError(f"the channel {channel!r}: {error.problem}", "leave it out") from error
-        start = times.astype("datetime64[D]" if name == "time_of_day" else "datetime64[Y]")
-        seconds = (times - start).astype("timedelta64[ms]").astype(np.float64) / 1e3
-        return np.asarray(seconds / (_DAY if name == "time_of_day" else _YEAR), np.float32)
+        return calendar.fractions(times, of_year=name == "time_of_year").astype(np.float32)
 
 
 def read_coordinate(opened: OpenedArrays, axis: str, length: int) -> Coordinate:
-    """Return the coordinate of a sample axis: the values of the array of its name, if that has one dimension."""
-    array = opened.group.arrays.get(axis)
-    if array is None or array.dims != (axis,) or array.shape != (length,):
+    """Return the coordinate of a sample axis: the values of the array of its name, if that has one dimension.
+
+    It is in the group of the arrays that are read, or in the nearest one above. Raises `FieldError` if these have
+    several, with other values.
+    """
+    arrays = opened.group.arrays
+    along = [field for field in opened.named if field not in arrays or axis in arrays[field].dims]
+    found = {name: None for field in along if (name := opened.group.beside(field, axis)) is not None}
+    read: list[tuple[str, NDArray[Any]]] = []
+    for name in found:
+        array = arrays[name]
+        if array.dims == (axis,) and array.shape == (length,) and array.holds_numbers:  # names, say, have no order
+            read.append((name, opened.read_exactly(name)))
+    for name, values in read[1:]:
+        if not np.array_equal(values, read[0][1]):
+            problem = f"the arrays {read[0][0]!r} and {name!r} of {opened.group.url} differ, and samples lie along both"
+            raise FieldError(problem, "read the groups apart, or in a Mixture")
+    if not read:
         return Coordinate(axis, opened.group.url, length, None)
-    if not array.holds_numbers:  # names, say, which have no order
-        return Coordinate(axis, opened.group.url, length, None)
-    values = opened.read_exactly(axis)
-    unit, origin = _time_unit(array)
-    return Coordinate(axis, opened.group.url, length, values, unit, origin)
+    array = arrays[read[0][0]]
+    said = ", ".join(f"{key}={array.attributes[key]!r}" for key in ("units", "calendar") if key in array.attributes)
+    return Coordinate(
+        axis, opened.group.url, length, read[0][1], _time_units(array), f" (it has {said})" if said else ""
+    )
 
 
-def _time_unit(array: ZarrArray) -> tuple[float, str]:
-    """Return the seconds of a unit and the time of value 0, from CF's attribute `units` or a dtype of times."""
+def _time_units(array: ZarrArray) -> TimeUnits | None:
+    """Return what the values of an array are, from a dtype of times or CF's attributes; None if they are not times."""
     raw = array.document.get("data_type", array.document.get("dtype"))
     options = raw.get("configuration", {}) if isinstance(raw, dict) else {}
-    unit, count = "", 1
     if isinstance(raw, dict) and raw.get("name") == "numpy.datetime64":
-        unit, count = str(options.get("unit")), options.get("scale_factor", 1)
-    elif isinstance(raw, str) and raw.lstrip("<>|=").startswith("M8"):
-        unit, count = np.datetime_data(np.dtype(raw))
-    if unit:  # months and years have no length in seconds
-        return (_SECONDS[unit] * count, "1970-01-01") if unit in _SECONDS else (0.0, "")
-    match = _UNITS.match(str(array.attributes.get("units", "")))
-    if match is None or match[1] not in _SECONDS:
-        return 0.0, ""
-    known = str(array.attributes.get("calendar", "standard")).lower() in _CALENDARS
-    return _SECONDS[match[1]], _parse_origin(match[2]) if known else ""
-
-
-def _parse_origin(text: str) -> str:
-    """Return the date and time of CF's `units`, in UTC and ISO 8601; "" if it is none."""
-    match = _ORIGIN.match(text)
-    if match is None:
-        return ""
-    year, month, day, hour, minute, second, sign, hours, minutes = match.groups()
-    try:
-        date = np.datetime64(f"{int(year):04}-{int(month):02}-{int(day):02}", "ms")
-    except ValueError:
-        return ""
-    seconds = int(hour or 0) * 3600 + int(minute or 0) * 60 + float(second or 0)
-    offset = (int(hours or 0) * 3600 + int(minutes or 0) * 60) * (-1 if sign == "-" else 1)
-    return str(date + np.timedelta64(round(1000 * (seconds - offset)), "ms"))
+        return TimeUnits.of_numpy(str(options.get("unit")), options.get("scale_factor", 1))
+    if isinstance(raw, str) and raw.lstrip("<>|=").startswith("M8"):
+        return TimeUnits.of_numpy(*np.datetime_data(np.dtype(raw)))
+    return TimeUnits.parse(str(array.attributes.get("units", "")), str(array.attributes.get("calendar", "")))
 
 
 def select_elements(opened: OpenedArrays, coordinate: Coordinate, where: Any) -> Ints:
@@ -169,33 +196,50 @@ def select_elements(opened: OpenedArrays, coordinate: Coordinate, where: Any) ->
     """
     from streamloader.order.selection import Condition, Selection
 
-    if isinstance(where, slice) and (isinstance(where.start, str) or isinstance(where.stop, str)):
+    if isinstance(where, slice) and not all(
+        end is None or hasattr(end, "__index__") for end in (where.start, where.stop)
+    ):
         where = _between(coordinate, where)
     if isinstance(where, Condition):
         columns = {}
         for name in where.fields:
-            array = opened.group.arrays.get(name)
-            if array is None or array.dims != (coordinate.name,):
+            near = opened.near(name)
+            if near is None or opened.group.arrays[near].dims != (coordinate.name,):
                 known = [n for n, a in opened.group.arrays.items() if a.dims == (coordinate.name,)]
                 problem = f"where={where.text!r} uses {name!r}, which is not an array along {coordinate.name!r}"
                 raise SelectionError(problem, f"use {', '.join(known) or 'a slice or a mask'}")
-            columns[name] = opened.read_exactly(name)
+            columns[name] = opened.read_exactly(near)
         where = where.mask(columns)
     return Selection.of(where, coordinate.length).samples
 
 
-def _between(coordinate: Coordinate, labels: slice) -> NDArray[np.bool_]:
-    """Return whether each time lies between two labels, both included, as xarray's `sel` does."""
-    times, mask = coordinate.times(), np.ones(coordinate.length, np.bool_)
+def _between(coordinate: Coordinate, labels: slice) -> Ints:
+    """Return the elements whose times lie between two labels, both included, as xarray's `sel` does."""
+    times, calendar = coordinate.times()
+    mask = times != MISSING
     try:
         if labels.start is not None:
-            mask &= times >= np.datetime64(labels.start)
+            mask &= times >= _label(calendar, labels.start)[0]
         if labels.stop is not None:
-            stop = np.datetime64(labels.stop)
-            mask &= times < stop + 1  # the end of a day, a month or a year
+            mask &= times < _label(calendar, labels.stop)[1]
+        selected: Ints = np.sort(np.flatnonzero(mask)[:: labels.step])
     except (ValueError, TypeError) as error:
         raise SelectionError(f"where={labels} is not a range of times: {error}", "write times as 2001-12-31") from error
-    if not mask.any():
-        problem = f"where={labels.start}:{labels.stop} selects none of the times {times.min()} to {times.max()}"
+    if not selected.size:
+        span = " to ".join(calendar.format(int(end)) for end in (times[times != MISSING].min(), times.max()))
+        problem = f"where={labels.start}:{labels.stop} selects none of the times {span}"
         raise SelectionError(problem, f"select some of {coordinate.name!r}")
-    return mask
+    return selected
+
+
+def _label(calendar: Calendar, label: Any) -> tuple[int, int]:
+    """Return the first time that a label means and the end: text and dates mean all of a day, a month or a year.
+
+    Datetimes, Timestamps and datetime64 are single times, as in xarray. Raises `ValueError` for other labels.
+    """
+    if not isinstance(label, str | np.datetime64) and not hasattr(label, "isoformat"):
+        raise ValueError(f"{label!r} is not a time")
+    text = label.isoformat() if hasattr(label, "isoformat") else str(label)
+    start, end = calendar.parse(text)
+    single = isinstance(label, np.datetime64) or hasattr(label, "hour")
+    return start, start + 1 if single else end

@@ -70,7 +70,8 @@ class Member:
 
 
 class Part(NamedTuple):
-    """Elements of an output along the sample axis: `length` from `offset` after the anchor, `step` apart.
+    """Elements of an output along the sample axis: `length` from `offset` after the anchor, `step` apart, below 0
+    if times descend.
 
     `at` is the first of them in the output; `length` 0 leaves the axis out.
     """
@@ -156,11 +157,17 @@ class RegionColumn:
 
 @dataclass(frozen=True, eq=False)
 class ArrayFields:
-    """The columns of a dataset of arrays, by field, and its samples. `strict`: a missing chunk is an error."""
+    """The columns of a dataset of arrays, by field, and its samples. `strict`: a missing chunk is an error.
+
+    `first`: the element of a window that comes first in time, from its anchor on. `left_out`: the number of windows
+    that have other durations than those that were asked for.
+    """
 
     columns: Mapping[str, RegionColumn]
     anchors: Anchors
     strict: bool = False
+    first: int = 0
+    left_out: int = 0
 
     @cached_property
     def axes(self) -> tuple[str, ...]:
@@ -189,7 +196,7 @@ class ArrayFields:
         """
         corners = dict(zip(self.axes, self.anchors.corners(samples), strict=True))
         index = corners.pop(next(iter(self.columns.values())).sample_axis, samples)
-        return {"index": index, **{f"index_{name}": values for name, values in corners.items()}}
+        return {"index": index + self.first, **{f"index_{name}": values for name, values in corners.items()}}
 
 
 class RegionRun(NamedTuple):
@@ -431,7 +438,7 @@ def _cut(column: RegionColumn, anchored: Sequence[str], region: NDArray[Any], pa
         if dim == column.sample_axis and dim:
             first = part.offset * stride
             reach = (max(part.length, 1) - 1) * part.step
-            places[dim] = size - part.offset - reach, stride
+            places[dim] = size - part.offset - max(0, reach), stride
             lengths += [(part.length, stride * part.step)] if part.length else []
         elif dim in column.sizes:
             places[dim] = size - column.sizes[dim] + 1, stride

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from streamloader.engine.coordinates import TIME_CHANNELS, Coordinate, read_coordinate, select_elements
+from streamloader.engine.coordinates import TIME_CHANNELS, Coordinate, Span, read_coordinate, select_elements
 from streamloader.engine.dataset import Dataset
 from streamloader.engine.regions import ARRAYS, ArrayFields, Member, Output, Part, RegionColumn, RegionReader, Slice
 from streamloader.errors import FieldError, FormatError, MemoryBudgetError, NotFoundError, UsageError
@@ -33,7 +33,9 @@ from streamloader.order.anchors import (
     Anchors,
     Axis,
     CellAxis,
+    anchor_runs,
     choose_cells,
+    expand_anchors,
     runs_of,
     segment_anchors,
     split_segments,
@@ -64,6 +66,7 @@ class OpenedArrays:
     sampling: Sampling
     manifest: Manifest | None
     statistics: Store
+    named: tuple[str, ...] = ("",)  # fields and the arrays of channels, if any are given
     _unpackings: dict[str, Unpacking | None] = field(default_factory=dict)
 
     @cached_property
@@ -79,6 +82,11 @@ class OpenedArrays:
             names = dict.fromkeys(dim for array in self.group.arrays.values() for dim in array.dims)
             raise UsageError(f"{self.group.url} has no sample axis", f"give sample_axis=, one of {', '.join(names)}")
         return f"{POSITIONAL}{axis}" if isinstance(axis, int) else axis
+
+    def near(self, name: str) -> str | None:
+        """Return the name of an array along the sample axis: as given, or of a group that fields are in."""
+        found = (self.group.beside(field, name) for field in self.named)
+        return next((each for each in found if each is not None), None)
 
     def unpacking(self, name: str) -> Unpacking | None:
         """Return how the values of an array are unpacked."""
@@ -252,12 +260,13 @@ def open_arrays(
     samples are read; `MemoryBudgetError` for a chunk above `memory`.
     """
     channels = (name.partition("@")[0] for column in sampling.columns.values() for name in column.names)
-    named = {*(fields or ()), *channels}
-    group = read_group(store, named)
+    named = dict.fromkeys([*(fields or ()), *(name for name in channels if name not in TIME_CHANNELS)])
+    of_window = [] if sampling.windows is None or sampling.windows.group is None else [sampling.windows.group]
+    group = read_group(store, [*named, *of_window], [*getattr(where, "fields", ()), *of_window])
     manifest = own_manifest(group)
     if manifest is not None and "beside" in manifest.provenance:
-        group = read_rechunked(store, group, named)
-    opened = OpenedArrays(store, group, sampling, manifest, statistics or store)
+        group = read_rechunked(store, group, [*named, *of_window])
+    opened = OpenedArrays(store, group, sampling, manifest, statistics or store, tuple(named) or ("",))
     if opened.sample_axis in sampling.patch_dims:
         raise UsageError(f"patches along {opened.sample_axis!r}, the sample axis", "give windows=Window(...) for it")
     known = {channel[0] for channel in group.slices}
@@ -267,13 +276,14 @@ def open_arrays(
     drafts = _drafts(opened, fields)
     length = _sample_length(opened, drafts)
     coordinate = None if not opened.sample_axis else read_coordinate(opened, opened.sample_axis, length)
-    outputs = _window_parts(sampling.windows, coordinate, opened.sample_axis)
-    segments = _segments(opened, coordinate, where, length, outputs.extent)
-    axes = _axes(opened, drafts, segments, outputs)
+    segments = _segments(opened, coordinate, where, length)
+    outputs = _window_parts(sampling.windows, coordinate, segments)
+    samples, left_out = _window_axis(opened, coordinate, segments, outputs)
+    axes = _axes(opened, drafts, samples)
     anchors = Anchors(axes, aligned)
     lengths = _reference_lengths(opened, drafts)
     columns = {name: _column(name, draft, opened, outputs, lengths) for name, draft in drafts.items()}
-    arrays = ArrayFields(columns, anchors, opened.strict)
+    arrays = ArrayFields(columns, anchors, opened.strict, outputs.first, left_out)
     _check_chunks(drafts.values(), memory)
     manifest = _manifest(store, arrays)
     return Dataset(store, manifest, tuple(columns), None, arrays)
@@ -409,7 +419,9 @@ def _sample_length(opened: OpenedArrays, drafts: Mapping[str, Draft]) -> int:
         if axis in draft.dims:
             lengths[name] = draft.lengths[draft.dims.index(axis)]
     if not lengths:
-        lengths = {n: a.shape[a.dims.index(axis)] for n, a in opened.group.arrays.items() if axis in a.dims}
+        arrays = {n: a for n, a in opened.group.arrays.items() if axis in a.dims}
+        arrays = {n: a for n, a in arrays.items() if n in opened.named} or arrays
+        lengths = {n: a.shape[a.dims.index(axis)] for n, a in arrays.items()}
     if not lengths:
         dims = dict.fromkeys(dim for array in opened.group.arrays.values() for dim in array.dims)
         problem = f"no array of {opened.group.url} has the dimension {axis!r}"
@@ -422,12 +434,19 @@ def _sample_length(opened: OpenedArrays, drafts: Mapping[str, Draft]) -> int:
 
 
 class WindowParts(NamedTuple):
-    """The elements of a window: those of the column `name` and of `name_target`, and the extent of all of them."""
+    """The elements of a window: those of the column `name` and of `name_target`, and the extent of all of them.
+
+    `first`: the element that is first in time, the last one where times descend. `spans`: the steps that durations
+    determine. `every`: the stride in units of the coordinate if it is a duration, else 0.
+    """
 
     parts: tuple[Part, ...] = (Part(0, 0, 0, 1),)
     target: tuple[Part, ...] = ()
     extent: int = 1
     stride: int = 1
+    first: int = 0
+    spans: tuple[Span, ...] = ()
+    every: float = 0.0
 
     @property
     def offsets(self) -> Ints:
@@ -435,37 +454,59 @@ class WindowParts(NamedTuple):
         spans = [part.offset + part.step * np.arange(max(1, part.length)) for part in self.parts + self.target]
         return np.unique(np.concatenate(spans))
 
+    def reverse(self) -> WindowParts:
+        """Return the same elements in the opposite order, for times that descend."""
+        last = self.extent - 1
+        parts, target = (
+            tuple(part._replace(offset=last - part.offset, step=-part.step) for part in each)
+            for each in (self.parts, self.target)
+        )
+        spans = tuple(span._replace(offset=last - span.offset - span.steps * span.step) for span in self.spans)
+        return self._replace(parts=parts, target=target, first=last, spans=spans)
 
-def _window_parts(window: Window | None, coordinate: Coordinate | None, axis: str) -> WindowParts:
+
+def _window_parts(window: Window | None, coordinate: Coordinate | None, segments: Ints) -> WindowParts:
+    """Return the elements of a window. Durations count the usual step of the segments."""
     if window is None:
         return WindowParts()
-    if not axis or coordinate is None:
+    if coordinate is None:
         raise UsageError("windows without a sample axis", "give sample_axis=")
+    usual, spans = abs(coordinate.usual(segments)), []
 
     def elements(name: str, value: Extent, unit: int = 1) -> int:
-        assert coordinate is not None
-        return value if isinstance(value, int) else coordinate.elements(f"Window({name}={value!r})", value, unit)
+        nonlocal usual
+        if isinstance(value, int):
+            return value
+        count, usual = coordinate.elements(f"Window({name}={value!r})", value, usual, unit)
+        return count
+
+    def check(offset: int, steps: int, step: int, *extents: Extent) -> None:
+        if any(isinstance(extent, str) for extent in extents):
+            spans.append(Span(offset, steps, step, step * usual))
 
     step, stride = elements("step", window.step), elements("stride", window.stride)
-    if window.length is not None:
-        count = elements("length", window.length, step)
-        return WindowParts((Part(0, 0, count, step),), (), (count - 1) * step + 1, stride)
-    assert window.history is not None
-    assert window.lead is not None
-    history = elements("history", window.history, step)
-    present = (history - 1) * step
+    name, inputs = ("history", window.history) if window.length is None else ("length", window.length)
+    assert inputs is not None
+    count = elements(name, inputs, step)
+    present, leads, target = (count - 1) * step, [0], list[Part]()
+    check(0, count - 1, step, window.step, inputs)
     if isinstance(window.lead, tuple):
-        offsets = [present + elements("lead", lead) for lead in window.lead]
-        target = tuple(Part(at, offset, 1, 1) for at, offset in enumerate(offsets))
-    else:
-        count = elements("lead", window.lead, step)
-        offsets = [present + count * step]
-        target = (Part(0, present + step, count, step),)
-    return WindowParts((Part(0, 0, history, step),), target, max(offsets) + 1, stride)
+        leads = [elements("lead", lead) for lead in window.lead]
+        target = [Part(at, present + lead, 1, 1) for at, lead in enumerate(leads)]
+        for lead, given in zip(leads, window.lead, strict=True):
+            check(present, 1, lead, given)
+    elif window.lead is not None:
+        ahead = elements("lead", window.lead, step)
+        leads, target = [ahead * step], [Part(0, present + step, ahead, step)]
+        check(present, ahead, step, window.step, window.lead)
+    extent, every = present + max(leads) + 1, stride * usual if isinstance(window.stride, str) else 0.0
+    found = WindowParts((Part(0, 0, count, step),), tuple(target), extent, stride, 0, tuple(spans), every)
+    descends = coordinate.units is not None and coordinate.usual(segments) < 0
+    return found.reverse() if descends else found
 
 
-def _segments(opened: OpenedArrays, coordinate: Coordinate | None, where: Any, length: int, extent: int) -> Ints:
-    """Return the runs of elements that no window leaves: selected, of one group, and without a gap."""
+def _segments(opened: OpenedArrays, coordinate: Coordinate | None, where: Any, length: int) -> Ints:
+    """Return the runs of elements that are selected, and of one group."""
     if coordinate is None:
         if where is not None:
             raise UsageError("where= without a sample axis", "give sample_axis=")
@@ -473,16 +514,49 @@ def _segments(opened: OpenedArrays, coordinate: Coordinate | None, where: Any, l
     segments = np.array([[0, length]], np.int64)
     if where is not None:
         segments = runs_of(select_elements(opened, coordinate, where))
-    if extent > 1:
-        segments = split_segments(segments, coordinate.gaps(segments))
     window = opened.sampling.windows
     if window is not None and window.group is not None:
-        groups = opened.read_exactly(window.group)
+        groups = opened.read_exactly(opened.near(window.group) or window.group)
         if groups.shape != (length,):
             problem = f"Window(group={window.group!r}) names an array of the shape {groups.shape}"
             raise FieldError(problem, f"name one with a number for each of the {length} elements")
         segments = split_segments(segments, np.flatnonzero(groups[1:] != groups[:-1]) + 1)
     return segments
+
+
+def _window_axis(
+    opened: OpenedArrays, coordinate: Coordinate | None, segments: Ints, outputs: WindowParts
+) -> tuple[Axis | None, int]:
+    """Return the sample axis, whose windows cross no gap and last as long as their durations, and how many do not.
+
+    Raises `UsageError` if there is no window.
+    """
+    if coordinate is None:
+        return None, 0
+    if outputs.extent > 1:
+        segments = split_segments(segments, coordinate.gaps(segments))
+    stride = 1 if outputs.every else outputs.stride
+    starts, counts = segment_anchors(segments, outputs.extent, stride)
+    if not counts.size:
+        longest = int((segments[:, 1] - segments[:, 0]).max(initial=0))
+        problem = f"windows of {outputs.extent} elements: the longest part of {coordinate.name!r} has {longest}"
+        remedy = "give shorter windows; parts end at gaps of the coordinate, groups, and the ends of where="
+        raise UsageError(problem, remedy)
+    left_out = 0
+    if outputs.every or outputs.spans:
+        anchors, of = expand_anchors(starts, counts, stride)
+        kept = coordinate.keep_spans(outputs.spans, anchors)
+        if outputs.every:  # from the first window of each segment on
+            first = np.append(anchors[kept], of[-1:])[np.searchsorted(anchors[kept], of)]
+            on_time = coordinate.keep_stride(first, anchors, outputs.every)
+            anchors, kept = anchors[on_time], kept[on_time]
+        left_out = int(kept.size - np.count_nonzero(kept))
+        starts, counts = anchor_runs(anchors[kept], outputs.stride)
+        if not counts.size:
+            problem = f"no window along {coordinate.name!r} has the durations of {opened.sampling.windows}"
+            raise UsageError(problem, "the steps of its times differ: give numbers of elements, or select a part")
+    made = Axis(coordinate.name, coordinate.length, starts, counts, outputs.stride, outputs.extent, 1)
+    return replace(made, offsets=outputs.offsets), left_out
 
 
 def _reference_lengths(opened: OpenedArrays, drafts: Mapping[str, Draft]) -> dict[str, int]:
@@ -495,20 +569,10 @@ def _reference_lengths(opened: OpenedArrays, drafts: Mapping[str, Draft]) -> dic
     return {dim: first.lengths[first.dims.index(dim)] for dim in needed}
 
 
-def _axes(opened: OpenedArrays, drafts: Mapping[str, Draft], segments: Ints, outputs: WindowParts) -> tuple[Axis, ...]:
-    """Return the anchored axes. Raises `UsageError` if a window or a patch does not fit, or is nowhere."""
+def _axes(opened: OpenedArrays, drafts: Mapping[str, Draft], samples: Axis | None) -> tuple[Axis, ...]:
+    """Return the anchored axes. Raises `UsageError` if a patch does not fit."""
     lengths = _reference_lengths(opened, drafts)
-    found: list[Axis] = []
-    if opened.sample_axis:
-        starts, counts = segment_anchors(segments, outputs.extent, outputs.stride)
-        if not counts.size:
-            longest = int((segments[:, 1] - segments[:, 0]).max(initial=0))
-            problem = f"windows of {outputs.extent} elements: the longest part of {opened.sample_axis!r} has {longest}"
-            remedy = "give shorter windows; parts end at gaps of the coordinate, groups, and the ends of where="
-            raise UsageError(problem, remedy)
-        length = lengths[opened.sample_axis]
-        extent, offsets = outputs.extent, outputs.offsets
-        found.append(Axis(opened.sample_axis, length, starts, counts, outputs.stride, extent, 1, offsets=offsets))
+    found = [] if samples is None else [samples]
     for dim in opened.sampling.patch_dims:
         found.append(_patch_axis(opened, drafts, dim, lengths[dim]))
     names = [axis.name for axis in found]

@@ -293,6 +293,12 @@ class ZarrGroup:
         """The arrays that are no parts of sparse matrices, by name."""
         return {name: array for name, array in self.arrays.items() if name.rpartition("/")[0] not in self.sparse}
 
+    def beside(self, name: str, other: str) -> str | None:
+        """Return the name of the array `other` in the group of the array `name`, or in the nearest one above."""
+        folders = name.split("/")[:-1]
+        paths = ("/".join([*folders[:count], other]) for count in range(len(folders), -1, -1))
+        return next((path for path in paths if path in self.arrays), None)
+
     def array(self, name: str) -> ZarrArray:
         """Return an array. Raises `FieldError` if there is none of this name."""
         if name not in self.arrays:
@@ -301,11 +307,12 @@ class ZarrGroup:
         return self.arrays[name]
 
 
-def read_group(store: Store, named: Collection[str] = ()) -> ZarrGroup:
+def read_group(store: Store, named: Collection[str] = (), beside: Collection[str] = ()) -> ZarrGroup:
     """Return the arrays directly in the group at the store's URL, from its consolidated metadata if it has any.
 
     Otherwise the documents of all members are read. `named`: arrays and sparse matrices in groups below it, such as
-    `layers/counts`, which belong to the group too. Raises `NotADatasetError` if there is no Zarr metadata, and
+    `layers/counts`, which belong to the group too, as do the coordinates of these arrays and the arrays `beside` them.
+    Raises `NotADatasetError` if there is no Zarr metadata, and
     `FormatError` if it is damaged, or for a sparse matrix of another kind than compressed rows.
     """
     root, documents = _read_root(store)
@@ -313,6 +320,9 @@ def read_group(store: Store, named: Collection[str] = ()) -> ZarrGroup:
     documents = {**(documents or {}), **_read_nodes(store, listed)}
     if "shape" not in root:
         documents |= _read_nodes(store, [name for name in named if "shape" not in documents.get(name, {})])
+        documents |= _read_nodes(
+            store, [path for path in sorted(_paths_beside(documents, beside)) if path not in documents]
+        )
     sparse = frozenset(name for name, document in documents.items() if _is_sparse(name, document, strict=name in named))
     documents |= _read_nodes(store, [f"{name}/{part}" for name in sparse for part in SPARSE])
     if "shape" in root:
@@ -348,6 +358,16 @@ def read_rechunked(store: Store, group: ZarrGroup, named: Collection[str]) -> Za
         problem = f"{store.url}/{ARRAYS}/zarr.json is damaged ({error!r})"
         raise FormatError(problem, "copy or convert the dataset again") from error
     return ZarrGroup(store.url, dict(sorted(arrays.items())), group.attributes, frozenset(), axis, slices)
+
+
+def _paths_beside(documents: Mapping[str, Document], beside: Collection[str]) -> set[str]:
+    """Return the paths of coordinates of arrays in groups below, and of other arrays: beside them, or above."""
+    paths = set()
+    for name, document in documents.items():
+        folders = name.split("/")[:-1]
+        dims = _names(document) if "shape" in document else ()
+        paths |= {"/".join([*folders[: n + 1], other]) for n in range(len(folders)) for other in (*dims, *beside)}
+    return paths
 
 
 def _is_sparse(name: str, document: Document, *, strict: bool) -> bool:

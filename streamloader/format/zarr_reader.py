@@ -316,7 +316,7 @@ def find_index(store: Store, group: ZarrGroup, channel: str, skipped: Collection
     candidates = [dim] if dim else [other for other in array.dims if other not in skipped]
     found = {}
     for other in candidates:
-        coordinate = group.arrays.get(other)
+        coordinate = group.arrays.get(group.beside(name, other) or "")
         if other in array.dims and coordinate is not None and coordinate.dims == (other,):
             values = ArrayReader(store, coordinate).read_all()
             matches = np.flatnonzero(values == value)

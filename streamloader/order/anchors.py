@@ -196,6 +196,18 @@ def segment_anchors(segments: Ints, extent: int, stride: int) -> tuple[Ints, Int
     return segments[kept, 0], count[kept]
 
 
+def expand_anchors(first: Ints, count: Ints, stride: int) -> tuple[Ints, Ints]:
+    """Return every anchor of segments, and the first one of its segment; shapes (n,)."""
+    starts = np.repeat(first, count)
+    return starts + stride * (np.arange(starts.size) - np.repeat(np.cumsum(count) - count, count)), starts
+
+
+def anchor_runs(anchors: Ints, stride: int) -> tuple[Ints, Ints]:
+    """Return the first and the number of the anchors in each run of ascending ones that are `stride` apart."""
+    edges = np.flatnonzero(np.diff(anchors, prepend=-stride - 1, append=-1) != stride)
+    return anchors[edges[:-1]], np.diff(edges)
+
+
 def split_segments(segments: Ints, borders: Ints) -> Ints:
     """Return the segments, cut before each of the ascending elements `borders`."""
     starts = np.unique(np.concatenate([segments[:, 0], borders]))
@@ -270,6 +282,13 @@ def _read_factor(axes: Sequence[CellAxis], cells: Sequence[int]) -> float:
 def count_unused(axis: Axis) -> int:
     """Return the number of elements of an axis that no sample reads, without jitter."""
     offsets = np.arange(axis.extent) if axis.offsets is None else axis.offsets
+    ends = axis.first + (axis.count - 1) * axis.stride + axis.extent
+    if (axis.first[1:] < ends[:-1]).any():  # windows between two of them were left out
+        used = np.zeros(axis.length, np.bool_)
+        anchors = axis.elements(np.arange(axis.num_anchors))
+        for offset in offsets.tolist():
+            used[anchors + offset] = True
+        return axis.length - int(np.count_nonzero(used))
     # Elements of one remainder by the stride are read by runs of `count` anchors, one run for each of their offsets.
     remainder, turn = offsets % axis.stride, offsets // axis.stride
     order = np.lexsort((turn, remainder))

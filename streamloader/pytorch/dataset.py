@@ -124,6 +124,12 @@ class StreamingDataset(BaseDataset):
         arrays = self._datasets[0].arrays
         return {} if arrays is None else arrays.unused
 
+    @property
+    def left_out(self) -> int:
+        """The number of windows that were left out, since their times are not the durations of `Window` apart."""
+        arrays = self._datasets[0].arrays
+        return 0 if arrays is None else arrays.left_out
+
     def samples(self, epoch: int, step: int, rank: int | None = None, *, workers: int = 1) -> torch.Tensor:
         """Return the sample numbers (`index`) of a step, without reading data.
 
