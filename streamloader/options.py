@@ -198,6 +198,12 @@ class Decode(Option):
     memory: a "CHW" batch has torch's `channels_last` memory format. A transform gets "HWC". `orientation`:
     images are turned as their EXIF orientation says, before they are cropped; False leaves pixels as they are stored.
 
+    Fields that are cropped, resized and flipped with their image: `boxes`, four numbers for each box (`box_format`:
+    "xywh" for x, y, width, height; "xyxy" for two corners); `keypoints`, x and y, or x, y and visibility, for each;
+    `masks`, an image of class numbers. A batch then has `boxes_valid` and `keypoints_valid` (by the names of the
+    fields): False for what is cut away. `with_crop`: a batch has the column `image_crop` (by the name of the field):
+    top, left, height and width of each crop in pixels of the whole image, and 1 if the result is flipped.
+
     Raises `UsageError` for invalid values.
     """
 
@@ -208,13 +214,22 @@ class Decode(Option):
     normalize: Literal["imagenet"] | Normalization | None = None
     layout: Literal["CHW", "HWC"] | None = None
     orientation: bool = True
+    boxes: str | None = None
+    box_format: Literal["xywh", "xyxy"] = "xywh"
+    keypoints: str | None = None
+    masks: str | None = None
+    with_crop: bool = False
 
     def _validate(self) -> None:
         is_backend = self.backend in ("auto", "pillow", "simplejpeg")
         _check(self, "backend", is_backend, "choose 'auto', 'pillow' or 'simplejpeg'")
         _check(self, "mode", self.mode in ("RGB", "L"), "choose 'RGB' or 'L'")
         _check(self, "layout", self.layout in (None, "CHW", "HWC"), "choose 'CHW', 'HWC' or None")
-        _check(self, "orientation", isinstance(self.orientation, bool), "choose True or False")
+        for name in ("orientation", "with_crop"):
+            _check(self, name, isinstance(getattr(self, name), bool), "choose True or False")
+        for name in ("boxes", "keypoints", "masks"):
+            _check(self, name, isinstance(getattr(self, name), str | None), "give the name of a field")
+        _check(self, "box_format", self.box_format in ("xywh", "xyxy"), "choose 'xywh' or 'xyxy'")
         is_size = self.size is None or _is_size(self.size)
         _check(self, "size", is_size, "give size as (height, width), both at least 1")
         is_crop = self.crop in (None, "random", "center") or isinstance(self.crop, RandomResizedCrop | CenterCrop)

@@ -451,6 +451,12 @@ def recode_source(source: Source, recode: Recode) -> Source:
     if not images:
         fields = ", ".join(f"{name}: {field}" for name, field in source.fields.items())
         raise UsageError(f"{source.url} has no images to re-encode ({fields})", "leave --resize and --quality out")
+    boxes = source.fields.get("boxes")
+    if recode.size is not None and boxes is not None and boxes.kind == "ragged" and boxes.shape == (4,):
+        problem = f"resize would move the pixels of {source.url}, and its field 'boxes' would keep its coordinates"
+        raise UsageError(
+            problem, "resize when you read, Decode(size=, boxes='boxes'), or leave boxes out with --fields"
+        )
     recoded = {name: recode.field(field) for name, field in source.fields.items()}
     notes, change = {**source.notes, "images": recode.options()}, partial(_recode, recode, images)
     return transform_source(source, change, fields=recoded, notes=notes)

@@ -30,9 +30,10 @@ from streamloader.engine.transform import (
     collate,
     takes_rng,
 )
-from streamloader.errors import EngineError, StreamloaderError, wrapped
+from streamloader.errors import DecodeError, EngineError, StreamloaderError, wrapped
 from streamloader.format.manifest import Field, FieldLayout
 from streamloader.format.values import from_bytes
+from streamloader.images.targets import move_boxes, move_points
 from streamloader.options import Pack
 from streamloader.order.schedule import BatchPlan
 from streamloader.stats import Counters
@@ -382,12 +383,15 @@ class Stages:
 
     def _start_decode(self, batch: Batch, images: Mapping[str, Sequence[memoryview]]) -> None:
         parts = _divide(len(batch.plan.samples), 4 * self._threads)
-        finish_part = _countdown(len(parts) * len(images), partial(self._start_transform, batch))
-        for decode in [self._image_decoder(batch, name, items) for name, items in images.items()]:
+        crops = {name: np.zeros((len(items), 5), np.int64) for name, items in images.items()}
+        finish_part = _countdown(len(parts) * len(images), partial(self._finish_decode, batch, crops))
+        for decode in [self._image_decoder(batch, name, items, crops[name]) for name, items in images.items()]:
             for part in parts:
                 self._decode.submit(partial(self._decode_part, decode, part, finish_part), batch.fail)
 
-    def _image_decoder(self, batch: Batch, name: str, items: Sequence[memoryview]) -> Callable[[int], None]:
+    def _image_decoder(
+        self, batch: Batch, name: str, items: Sequence[memoryview], crops: NDArray[np.int64]
+    ) -> Callable[[int], None]:
         """Put the column of an image field into the batch; return a function that decodes the image of one row."""
         plan, decoder, samples = batch.plan, self._config.decoders[name], batch.plan.samples.tolist()
         out: list[NDArray[Any] | None] | NDArray[Any] = [None] * len(items)
@@ -395,14 +399,33 @@ class Stages:
             shape = decoder.shape(items[0], samples[0])
             out = self._buffers.lease((len(items), *shape), decoder.dtype, LIVE_BATCHES)
         draws = decoder.draws(self._options.seed, plan.epoch, plan.positions) or [[]] * len(items)
-        batch.columns[name] = out
+        batch.columns[name] = out[..., 0] if decoder.mask and isinstance(out, np.ndarray) else out
 
         def decode(i: int) -> None:
-            image = decoder.decode(items[i], samples[i], out[i], draws[i])
+            image = decoder.decode(items[i], samples[i], out[i], draws[i], crops[i])
             if isinstance(out, list):
-                out[i] = image
+                out[i] = image[..., 0] if decoder.mask else image
 
         return decode
+
+    def _finish_decode(self, batch: Batch, crops: Mapping[str, NDArray[np.int64]]) -> None:
+        """Move boxes and key points with their images, and add the columns of what is left of them, and of crops."""
+        for name, crop in crops.items():
+            options = self._config.decoders[name].options
+            move = partial(move_boxes, form=options.box_format)
+            if options.boxes is not None:
+                batch.columns |= _moved(options.boxes, batch.columns, crop, partial(move, size=options.size))
+            if options.keypoints is not None:
+                batch.columns |= _moved(options.keypoints, batch.columns, crop, partial(move_points, size=options.size))
+            if options.masks is not None:
+                for row in np.flatnonzero((crops[options.masks] != crop).any(1))[:1].tolist():
+                    problem = (
+                        f"sample {batch.plan.samples[row]}: the sizes of {name!r} and its {options.masks!r} differ"
+                    )
+                    raise DecodeError(problem, "store masks of the size of their image, as it is after it is turned")
+            if options.with_crop:
+                batch.columns[f"{name}_crop"] = crop
+        self._start_transform(batch)
 
     def _decode_part(self, decode: Callable[[int], None], part: range, finish_part: Job) -> None:
         begin = time.thread_time()
@@ -449,6 +472,15 @@ class Stages:
     def _finish_transform(self, batch: Batch, samples: Sequence[Sample]) -> None:
         batch.columns = collate(samples, batch.plan.samples.tolist(), self._config.tensors)
         batch.finished.set()
+
+
+def _moved(name: str, columns: Mapping[str, Any], crops: NDArray[np.int64], move: Callable[..., Any]) -> dict[str, Any]:
+    """Return the moved column of a field of boxes or points, and the column of what is valid."""
+    column = columns[name]
+    if not isinstance(column, Ragged):
+        return dict(zip((name, f"{name}_valid"), move(column, crops), strict=True))
+    values, valid = move(column.values, np.repeat(crops, np.diff(column.offsets), axis=0))
+    return {name: Ragged(values, column.offsets), f"{name}_valid": Ragged(valid, column.offsets)}
 
 
 def _join_at_exit(workers: Sequence[WorkerThreads]) -> None:

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from PIL import Image, UnidentifiedImageError
 
 from streamloader.errors import DecodeError, UsageError
-from streamloader.images.pillow import eight_bits, orientation
+from streamloader.images.pillow import class_numbers, eight_bits, orientation
 from streamloader.options import CenterCrop, Decode, Normalization, RandomResizedCrop
 
 # Philox4x64-10: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011), table 2 and section 3.3.
@@ -238,8 +238,10 @@ class Scratch(threading.local):
         return self._arrays[name][:size].reshape(shape)
 
 
-def resample(source: Pixels, k: int, box: Box, out: Pixels, *, opencv: bool) -> None:
+def resample(source: Pixels, k: int, box: Box, out: Pixels, *, opencv: bool, nearest: bool = False) -> None:
     """Resize a box of an image into `out`, bilinear; images have the shape (height, width, channels).
+
+    `nearest`: each pixel is that of the nearest one, without OpenCV.
 
     `box` is in pixels of the full-size image, and `source` is that image scaled down by `k`; the edges of the box are
     `snapped` to it. When shrinking to less than half, all pixels are averaged. Between half and full size, OpenCV
@@ -251,7 +253,8 @@ def resample(source: Pixels, k: int, box: Box, out: Pixels, *, opencv: bool) -> 
     size = (out.shape[1], out.shape[0])
     if not opencv:
         image = Image.fromarray(source if source.shape[2] == 3 else source[:, :, 0])
-        resized = np.asarray(image.resize(size, Image.Resampling.BILINEAR, box=(left, top, right, bottom)))
+        filter_ = Image.Resampling.NEAREST if nearest else Image.Resampling.BILINEAR
+        resized = np.asarray(image.resize(size, filter_, box=(left, top, right, bottom)))
         np.copyto(out, resized.reshape(out.shape))
         return
     import cv2
@@ -295,7 +298,7 @@ class ImageDecoder:
     """Decodes the images of the field `name` according to `options`.
 
     `fast`: simplejpeg decodes JPEGs. `opencv`: OpenCV resizes. `values`: the `normalized_values`, None without
-    normalisation.
+    normalisation. `mask`: the pixels are numbers of classes, as stored.
     """
 
     options: Decode
@@ -304,18 +307,22 @@ class ImageDecoder:
     crop: RandomResizedCrop | CenterCrop | None
     values: NDArray[np.float32] | None
     name: str = ""
+    mask: bool = False
     scratch: Scratch = field(default_factory=Scratch, repr=False)
 
     @classmethod
-    def choose(cls, options: Decode, name: str = "") -> ImageDecoder:
-        """Return the decoder of the field `name`. Raises `UsageError` if simplejpeg is required and not installed."""
+    def choose(cls, options: Decode, name: str = "", *, mask: bool = False) -> ImageDecoder:
+        """Return the decoder of the field `name`, which may have masks.
+
+        Raises `UsageError` if simplejpeg is required and not installed.
+        """
         installed = importlib.util.find_spec("simplejpeg") is not None
         if options.backend == "simplejpeg" and not installed:
             raise UsageError("simplejpeg is not installed", "pip install simplejpeg, or give decode='pillow'")
-        fast = installed and options.backend != "pillow"
+        fast = installed and options.backend != "pillow" and not mask
         opencv = fast and importlib.util.find_spec("cv2") is not None
         values = None if options.normalization is None else normalized_values(options.normalization)
-        return cls(options, fast, opencv, options.box, values, name)
+        return cls(options, fast, opencv, options.box, values, name, mask)
 
     @property
     def dtype(self) -> str:
@@ -353,12 +360,18 @@ class ImageDecoder:
         return header.height * header.width * (source + (0 if is_sequential(data) else 6))
 
     def decode(
-        self, data: memoryview, sample: int, out: NDArray[Any] | None = None, numbers: Sequence[float] | None = None
+        self,
+        data: memoryview,
+        sample: int,
+        out: NDArray[Any] | None = None,
+        numbers: Sequence[float] | None = None,
+        crop: NDArray[np.int64] | None = None,
     ) -> NDArray[Any]:
         """Return the decoded image, written to `out` if given, an array of its shape and `dtype`.
 
         `numbers`: the `draws` of this sample, for a random crop; by default those of position `sample` with seed 0 and
-        epoch 0. Raises `DecodeError`, which names the sample.
+        epoch 0. `crop`: gets the top, left, height and width of the crop, and 1 if the result is flipped. Raises
+        `DecodeError`, which names the sample.
         """
         if numbers is None:
             numbers = (self.draws(0, 0, np.array([sample])) or [[]])[0]
@@ -366,7 +379,11 @@ class ImageDecoder:
             header = self._measure(data)
             shape = (*(self.options.size or header.size), self.options.channels)
             if out is None or shape == out.shape:
-                return self._decode(data, header, np.empty(shape, self.dtype) if out is None else out, numbers)
+                out = np.empty(shape, self.dtype) if out is None else out
+                box, flip = self._decode(data, header, out, numbers)
+                if crop is not None:
+                    crop[:] = (*box, flip)
+                return out
         except Exception as error:
             raise self._error(sample, data, error) from error
         remedy = "give decode=Decode(size=(height, width)), or a transform that returns one shape"
@@ -382,8 +399,10 @@ class ImageDecoder:
             remedy = "lower memory= or batch_size, or free memory elsewhere"
         return DecodeError(f"{image} does not decode as an image ({len(data)} bytes{begin}: {reason})", remedy)
 
-    def _decode(self, data: memoryview, header: Header, out: NDArray[Any], numbers: Sequence[float]) -> NDArray[Any]:
-        """Decode into `out` and return it."""
+    def _decode(
+        self, data: memoryview, header: Header, out: NDArray[Any], numbers: Sequence[float]
+    ) -> tuple[Box, bool]:
+        """Decode into `out`; return the crop, and whether it is flipped."""
         pixels = out if self.values is None else self.scratch.array("small", *out.shape)
         stored, upright = (header.height, header.width), header.turn == 1
         box = self._box(*header.size, numbers)
@@ -393,12 +412,13 @@ class ImageDecoder:
             self._read(data, 1, stored, pixels)
         else:
             source, k = self._read_box(data, k, box if upright else Box(0, 0, *stored), stored)
-            resample(turned(source, header.turn), k, box, pixels, opencv=self.opencv)
-        if isinstance(self.crop, RandomResizedCrop) and numbers[0] < self.crop.flip:
+            resample(turned(source, header.turn), k, box, pixels, opencv=self.opencv, nearest=self.mask)
+        flip = isinstance(self.crop, RandomResizedCrop) and numbers[0] < self.crop.flip
+        if flip:
             mirror(pixels, opencv=self.opencv)
         if self.values is not None:
             normalize(pixels, self.values, out, opencv=self.opencv)
-        return out
+        return box, flip
 
     def _box(self, height: int, width: int, numbers: Sequence[float]) -> Box:
         crop, size = self.crop, self.options.size
@@ -451,10 +471,10 @@ class ImageDecoder:
         with Image.open(io.BytesIO(data)) as image:
             if (image.height, image.width) != size:
                 raise ValueError(f"headers disagree: {image.width} x {image.height} or {size[1]} x {size[0]} pixels")
-            if k > 1:
+            if k > 1 and not self.mask:
                 image.draft(self.options.mode, (image.width // k, image.height // k))  # scales a JPEG by k
             k = k if (image.height, image.width) != size else 1
-            array = np.asarray(eight_bits(image, self.options.mode))
+            array = class_numbers(image) if self.mask else np.asarray(eight_bits(image, self.options.mode))
         array = array if array.ndim == 3 else array[:, :, None]
         if array.shape == out.shape:
             np.copyto(out, array)

@@ -7,6 +7,7 @@ import struct
 from contextlib import suppress
 
 import numpy as np
+from numpy.typing import NDArray
 from PIL import Image
 
 _PNG_MODES = frozenset(["1", "L", "LA", "I;16", "I;16B", "P", "RGB", "RGBA"])
@@ -33,6 +34,14 @@ def eight_bits(image: Image.Image, mode: str = "") -> Image.Image:
         lab, srgb = ImageCms.createProfile("LAB"), ImageCms.createProfile("sRGB")
         image = ImageCms.profileToProfile(image, lab, srgb, outputMode="RGB") or image
     return image.convert(mode)
+
+
+def class_numbers(image: Image.Image) -> NDArray[np.uint8]:
+    """Return the pixels of a mask as they are stored: for a palette their numbers in it. Raises `ValueError`."""
+    values = np.asarray(image)
+    if values.ndim != 2 or values.dtype.kind not in "bui" or not 0 <= values.min() <= values.max() <= 255:
+        raise ValueError(f"a mask has one channel with numbers of classes from 0 to 255, not the mode {image.mode}")
+    return values.astype(np.uint8)
 
 
 def png_mode(image: Image.Image) -> Image.Image:

@@ -225,7 +225,7 @@ def _open_dataset(
         fields=options.fields,
         split=options.split,
         remainder="uneven",  # padded rows would count as samples
-        decode=dict.fromkeys(images, Decode(size=options.image_size)),
+        decode=dict.fromkeys(images, Decode(size=options.image_size, with_crop=True)),
         with_index=bool(options.workers),  # only then, since a field may have that name
         world=(0, 1),
         memory=options.memory,

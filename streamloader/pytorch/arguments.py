@@ -45,6 +45,8 @@ if TYPE_CHECKING:  # imported when a dataset needs it
     from streamloader.images.decode import ImageDecoder
     from streamloader.order.selection import Condition, Selection
 
+# the options of `Decode` that name fields, and the last axes that these may have
+_TARGETS = {"boxes": ((4,),), "keypoints": ((2,), (3,)), "masks": ((),)}
 PackChoice = None | Mapping[str, "Pack | int"]
 # step numbers by epoch: {3: range(100, 120)}
 StepChoice = None | Mapping[int, Iterable[int]]
@@ -223,9 +225,36 @@ def choose_decoders(fields: Mapping[str, Field], choice: DecodeChoice) -> dict[s
             raise FieldError(f"decode names {name!r}, which is not a fetched bytes field", remedy)
     if not each and not isinstance(choice, Mapping):
         raise FieldError(f"decode={choice!r}, and no field holds encoded images", "leave it out, or name the field")
-    return {
-        name: ImageDecoder.choose(_decode_options(value), name) for name, value in each.items() if value is not False
-    }
+    options = {name: _decode_options(value) for name, value in each.items() if value is not False}
+    masks = {given.masks: given for given in options.values() if given.masks is not None}
+    for name, given in masks.items():
+        options[name] = Decode(given.backend, "L", given.size, given.crop, orientation=given.orientation)
+    _check_targets(fields, options)
+    return {name: ImageDecoder.choose(given, name, mask=name in masks) for name, given in options.items()}
+
+
+def _check_targets(fields: Mapping[str, Field], options: Mapping[str, Decode]) -> None:
+    """Raise `FieldError` unless fields can be moved with their images, `UsageError` if boxes would stay behind."""
+    given = [(option, getattr(decode, option)) for decode in options.values() for option in _TARGETS]
+    named = {name: option for option, name in given if name is not None}
+    for name, option in named.items():
+        field = fields.get(name)
+        if field is None or (field.kind == "bytes") != (option == "masks") or field.shape[-1:] not in _TARGETS[option]:
+            problem = f"Decode({option}={name!r}) names a field that is {field or 'not fetched'}"
+            raise FieldError(problem, "boxes have 4 numbers, key points 2 or 3, and masks are encoded images")
+        if sum(name == other for _, other in given) > 1:
+            raise UsageError(f"Decode names the field {name!r} for several images", "give decode= a dict by image")
+    added = [f"{name}_valid" for name, option in named.items() if option != "masks"]
+    added += [f"{name}_crop" for name, decode in options.items() if decode.with_crop]
+    taken = next((column for column in added if column in fields), None)
+    if taken is not None:
+        raise FieldError(f"the dataset has a field {taken!r}, and the batch a column of that name", "rename the field")
+    boxes = fields.get("boxes")
+    moved = any(decode.size for decode in options.values()) and not any(d.with_crop for d in options.values())
+    if moved and "boxes" not in named and boxes is not None and boxes.kind == "ragged" and boxes.shape == (4,):
+        problem = "Decode(size=) moves the pixels, and the field 'boxes' would keep its coordinates"
+        remedy = "give Decode(boxes='boxes') to move it too, Decode(with_crop=True) to get the crops, or other fields="
+        raise UsageError(problem, remedy)
 
 
 def choose_layouts(decoders: Mapping[str, ImageDecoder], *, transformed: bool) -> frozenset[str]:
