@@ -138,6 +138,26 @@ def check(batch: dict[str, Any], rows: range) -> int:
     return cut
 
 
+def test_the_boxes_of_coco_are_cropped_with_their_image(tmp_path):
+    coco = Path(__file__).parents[1] / "formats/coco/input::/annotations/person_keypoints_train2017.json"
+    sl.convert(str(coco), tmp_path / "coco", format="coco", workers=0)
+    stored = sl.open(tmp_path / "coco")
+    decode = sl.Decode(size=(32, 48), crop="random", boxes="boxes", keypoints="keypoints", with_crop=True)
+    ds = sl.StreamingDataset(tmp_path / "coco", batch_size=len(stored), decode=decode, shuffle=False)
+    (batch,) = ds
+    for row in range(len(stored)):
+        top, left, height, width, _ = batch["image_crop"][row].tolist()
+        scale, origin = np.array([48 / width, 32 / height]), np.array([left, top])
+        corners = [stored[row]["boxes"][:, :2], stored[row]["boxes"][:, :2] + stored[row]["boxes"][:, 2:]]
+        low, high = (np.clip((corner - origin) * scale, 0, [48, 32]) for corner in corners)
+        edges = slice(*batch["boxes_offsets"][row : row + 2].tolist())
+        assert np.allclose(batch["boxes"][edges], np.concatenate([low, high - low], 1), atol=1e-3)
+        assert batch["boxes_valid"][edges].tolist() == (high > low).all(1).tolist()
+        points = stored[row]["keypoints"]
+        assert np.allclose(batch["keypoints"][edges, :, :2], (points[..., :2] - origin) * scale, atol=1e-3)
+        assert np.array_equal(batch["keypoints"][edges, :, 2], points[..., 2])
+
+
 def test_fixed_shapes_and_corners_move_too(pictures):
     decode = sl.Decode(**CROPS["random"], boxes="corners", box_format="xyxy", keypoints="centre")
     fields = ["image", "corners", "centre", "number"]
