@@ -645,6 +645,14 @@ def test_an_image_folder_of_torchvision_keeps_encoded_bytes_and_class_names(phot
         assert [(sample["image"], sample["label"]) for sample in ds] == expected
 
 
+def test_a_folder_of_torchvision_with_a_loader_of_its_own_is_read_by_it(photos, tmp_path):
+    samples = DatasetFolder(photos)
+    samples.loader = functools.partial(lambda path, size: default_loader(path).resize(size), size=(3, 2))
+    convert(samples, tmp_path / "out", workers=0)
+    ds = dataset.open(tmp_path / "out")
+    assert (kinds_of(ds), opened(ds[0]["f_0"]).size) == ({"f_0": "bytes:png", "f_1": "int64"}, (3, 2))
+
+
 def test_transformed_samples_of_torchvision_are_kept_as_they_are_with_class_names(photos, tmp_path):
     samples = DatasetFolder(photos, transform=lambda image: np.asarray(image.resize((4, 4))))
     convert(torch.utils.data.Subset(samples, range(9)), tmp_path / "out", workers=0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -60,12 +61,15 @@ def _read(value: Mapping[str, Any] | None, feature: Any) -> Any:
 def keep_encoded(samples: Any) -> Any:
     """Return the samples of a dataset with encoded media; the object itself if it has another class, or a transform."""
     classes = class_path(samples)
-    if _SUBSET in classes and isinstance(whole := keep_encoded(samples.dataset), Encoded):
-        select = getattr(whole.rows, "select", None)
-        rows = select(samples.indices) if select else [whole.rows[index] for index in samples.indices]
-        return replace(whole, name=_SUBSET, rows=rows)
+    if _SUBSET in classes:
+        subset = copy(samples)
+        subset.dataset = keep_encoded(samples.dataset)
+        return subset
     folder = f"{_FOLDER}.DatasetFolder" in classes and samples.transforms is None
-    if folder and (samples.loader.__module__, samples.loader.__name__) == (_FOLDER, "default_loader"):
+    if (
+        folder
+        and f"{samples.loader.__module__}.{getattr(samples.loader, '__name__', '')}" == f"{_FOLDER}.default_loader"
+    ):
         return Encoded(classes[0], samples.samples, {"image": None}, {"label": _names(samples)})
     if _HUGGING_FACE.isdisjoint(classes) or getattr(samples, "format", {}).get("type") == "custom":
         return samples
@@ -73,8 +77,8 @@ def keep_encoded(samples: Any) -> Any:
     media = {column: feature for column, feature in features.items() if getattr(feature, "decode", False)}
     for column, feature in media.items():
         samples = samples.cast_column(column, replace(feature, decode=False))
-    names = features.to_dict() if features else {}
-    return Encoded(classes[0], samples, media, {column: class_names(names, [column]) for column in names})
+    names = {column: class_names(features.to_dict(), [column]) for column in features}
+    return Encoded(classes[0], samples, media, names)
 
 
 def class_notes(samples: Any, fields: Mapping[str, Any], notes: Mapping[str, Any]) -> dict[str, Any]:
