@@ -61,7 +61,8 @@ ONLY_IN = {
     "crc32c": {"storage", "format", "conversion", "maintenance"},  # S3 compares it; TFRecords have it too
     # a source or a dataset may be a Zarr that others wrote; icechunk's store takes zarr-python's ranges
     "zarr": {"format", "storage", "conversion", "maintenance"},
-    "pyarrow h5py google zstandard distributed ray pyspark": {"conversion", "maintenance"},
+    "h5py google zstandard distributed ray pyspark": {"conversion", "maintenance"},
+    "pyarrow": {"conversion", "maintenance", "storage"},  # pages of references are Parquet
     "dask xarray": {"format", "conversion"},  # `sl.open(url).to_xarray()`; dask also runs conversions
 }
 

@@ -182,6 +182,34 @@ class ChainClient(FsspecClient):
                 return bytes(file.read())
 
 
+class ReadOnlyClient(FsspecClient):
+    """A client of a store whose objects are ranges of other objects, which are neither listed nor written.
+
+    Subclasses have `get_range`, `info` and `folders`.
+    """
+
+    def get(self, path: str) -> bytes:
+        """Return the object."""
+        return bytes(self.get_range(path, 0, 2**62))
+
+    def get_tail(self, path: str, size: int) -> bytes:
+        """Return the last `size` bytes, fewer if the object is smaller."""
+        info = self.info(path)
+        if info is None:
+            raise FileNotFoundError(path)
+        return bytes(self.get_range(path, max(0, info.size - size), info.size))
+
+    def list_page(self, folder: str, token: str | None) -> Page:  # noqa: ARG002
+        """Raise `UnsupportedError`."""
+        raise UnsupportedError(f"{folder}: the chunks of such a store are not listed", "read its arrays")
+
+    def put(self, path: str, data: Body) -> str:  # noqa: ARG002
+        """Raise `UnsupportedError`."""
+        raise UnsupportedError(f"{path}: a store of references is read only", "write to a bucket or a local folder")
+
+    create = put
+
+
 class MemoryClient(FsspecClient):
     """fsspec's memory filesystem, whose check for an existing file is not atomic."""
 
@@ -197,7 +225,7 @@ class LocalClient(FsspecClient):
     def get_range(self, path: str, start: int, stop: int, allocate: Allocate | None = None) -> memoryview:
         """Return bytes [start, stop), fewer if the file ends before `stop`; in `allocate(size)` if given."""
         count = 0
-        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe has no bytes, rather than no end
         try:
             body = (allocate or empty_buffer)(max(0, min(stop, os.fstat(file).st_size) - start))
             while count < len(body) and (size := os.preadv(file, [body[count:]], start + count)):

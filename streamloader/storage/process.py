@@ -10,6 +10,7 @@ Threads: `run_all` does the same work on many items, and `wait_for`, `take` and 
 
 from __future__ import annotations
 
+import atexit
 import errno
 import os
 import socket
@@ -18,8 +19,8 @@ import threading
 import warnings
 import weakref
 from _thread import start_new_thread
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from operator import methodcaller
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -145,6 +146,47 @@ def forked_after_obstore() -> bool:
             stacklevel=2,
         )
     return True
+
+
+EXIT_SECONDS = 10.0  # that the end of the interpreter waits for calls in other threads
+
+
+class _Calls:
+    """The calls of this process that its end waits for."""
+
+    def __init__(self) -> None:
+        self.changed, self.running, self.ending = threading.Condition(), 0, False
+        self._owner = Owner("calls")
+        atexit.register(self._finish)
+
+    def _finish(self) -> None:
+        if self._owner.here:  # a forked child has no such threads
+            with self.changed:
+                self.ending = True
+                self.changed.wait_for(lambda: not self.running, EXIT_SECONDS)
+
+
+_CALLS: PerProcess[_Calls] = PerProcess()
+
+
+@contextmanager
+def finished_before_exit() -> Iterator[None]:
+    """Keep the interpreter from ending during the block, for up to `EXIT_SECONDS`.
+
+    For native code that runs Python code, or has threads that do: when a daemon thread of this kind needs the
+    interpreter after its end, the process aborts or hangs.
+    """
+    calls = _CALLS.get(_Calls)
+    with calls.changed:
+        if calls.ending and threading.current_thread().daemon:
+            calls.changed.wait_for(lambda: False)  # the end of the process
+        calls.running += 1
+    try:
+        yield
+    finally:
+        with calls.changed:
+            calls.running -= 1
+            calls.changed.notify_all()
 
 
 Item = TypeVar("Item")

@@ -1,237 +1,403 @@
-"""Read-only clients of stores whose objects are ranges of other objects: kerchunk references and Icechunk repositories.
+"""Read-only client of a file of references, as kerchunk and VirtualiZarr write them: JSON, or a folder of Parquet.
 
-`reference://::URL` is a file of references, JSON or a Parquet folder, as kerchunk and VirtualiZarr write them. A URL in
-it may be relative to the file. `icechunk://::URL` is an Icechunk repository.
+`reference://::URL` is the store of such a file, whose objects are ranges of other objects. A URL in it may be relative
+to the file. Anybody may have written it, so nothing in it is evaluated but names and arithmetic of whole numbers, and
+it cannot make this process read whatever it names.
 """
 
 from __future__ import annotations
 
-import asyncio
+import ast
 import base64
-import importlib
+import ipaddress
+import itertools
+import json
+import operator
+import re
+import socket
 import threading
-from collections.abc import Callable, Coroutine, Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import lru_cache
+from math import prod
+from typing import Any, NamedTuple, TypeAlias
+from urllib.parse import unquote, urlsplit
 
-from streamloader.errors import NotFoundError, StorageError, UnsupportedError
-from streamloader.storage.buffers import Allocate, Body, Buffer
-from streamloader.storage.generic import FsspecClient
-from streamloader.storage.process import forked_after_obstore, note_obstore_use, run_all
-from streamloader.storage.store import ObjectInfo, Page, RangeReader, Store, join_path
-from streamloader.storage.url import Location
+import numpy as np
 
-Result = TypeVar("Result")
-OpenStore = Callable[[str, Mapping[str, Any] | None], Store]
-_REPOSITORY_OPTIONS = ("branch", "tag", "snapshot_id")
-_READ_ONLY = "a store of references is read only"
+from streamloader.errors import (
+    AccessError,
+    CorruptError,
+    FormatError,
+    MissingObjectError,
+    NotADatasetError,
+    NotFoundError,
+    StorageError,
+)
+from streamloader.storage.buffers import Allocate, Buffer
+from streamloader.storage.generic import ReadOnlyClient
+from streamloader.storage.process import finished_before_exit
+from streamloader.storage.store import ObjectInfo, Store
+from streamloader.storage.url import CHAIN, REFERENCES, Location, parse_location, redact
+
+OpenStore: TypeAlias = Callable[[str, Mapping[str, Any] | None], Store]
+MAX_GENERATED = 1 << 20  # references of the `gen` of a file: 20 s
+MAX_TEXT = 1 << 12  # characters of a URL that has expressions
+MAX_EXPRESSION = 1 << 10  # characters
+DOCUMENT = ".zmetadata"  # of a folder of Parquet
+COLUMNS = ("path", "offset", "size", "raw")  # of its pages
+PAGE_REFERENCES = 1 << 19  # of the pages of Parquet that are kept, but at least eight pages: about 90 bytes each
+_EXPRESSION = re.compile(r"\{\{(.*?)\}\}|\{[%#]", re.DOTALL)
+_OPERATORS: Mapping[type, Callable[[int, int], int]] = {
+    **{ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul},
+    **{ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod},
+}
+BUCKETS = ("s3", "gs", "az", "hf", "memory")  # protocols whose URLs name no host
+_INVALID = (ArithmeticError, AttributeError, LookupError, RecursionError, SyntaxError, TypeError, ValueError)
 
 
-class ReferenceClient(FsspecClient):
-    """A client of a file of references, which fsspec parses. Ranges are read by the clients of the URLs in it.
+class Range(NamedTuple):
+    """A range of the object at a URL, relative to the file; the whole object if `size` is None."""
+
+    url: str
+    offset: int = 0
+    size: int | None = None
+
+
+@contextmanager
+def _naming(where: str) -> Iterator[None]:
+    """Raise what goes wrong with values of a file in the block as `FormatError`s that name it."""
+    try:
+        yield
+    except _INVALID as error:
+        problem = f"{where} cannot be used ({type(error).__name__}: {error})"
+        raise FormatError(problem, "restore the file, or write the references again") from error
+
+
+class JsonReferences:
+    """The references of a JSON document, of version 0 or 1 of kerchunk's specification. Raises `FormatError`."""
+
+    def __init__(self, data: bytes, url: str) -> None:
+        self._url = url
+        with _naming(f"the file of references {url}"):
+            document = json.loads(data)
+            version = document.get("version")
+            if version not in (None, 1):
+                raise ValueError(f"version {version!r:.20} is not supported")
+            if version is None:
+                document = {"refs": document}
+            self._templates = dict(document.get("templates") or {})
+            self.values = dict(document.get("refs") or {})
+            for generator in document.get("gen") or ():
+                self.values |= self._generated(generator)
+
+    def find(self, key: str) -> Range | bytes:
+        """Return the object, or the range that it is. Raises `FileNotFoundError`, and `FormatError`."""
+        if key not in self.values:
+            raise FileNotFoundError(key)
+        value = self.values[key]
+        with _naming(f"the reference {key!r} in {self._url}, {value!r:.80},"):
+            if isinstance(value, Mapping):
+                return json.dumps(value).encode()
+            if isinstance(value, str):
+                return base64.b64decode(value[7:], validate=True) if value.startswith("base64:") else value.encode()
+            url, *span = value
+            return _range(expand(url, self._templates) if "{{" in url else url, *span)
+
+    def _generated(self, generator: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the references that an item of `gen` describes, one for each combination of its dimensions."""
+        dimensions = {
+            name: of if isinstance(of, list) else range(of.get("start", 0), of["stop"], of.get("step", 1))
+            for name, of in generator["dimensions"].items()
+        }
+        count = prod(map(len, dimensions.values()))
+        if count > MAX_GENERATED:
+            raise ValueError(f"gen makes {count} references, at most {MAX_GENERATED} are supported")
+        span = [generator[name] for name in ("offset", "length") if name in generator]
+        found = {}
+        for values in itertools.product(*dimensions.values()):
+            names = {**self._templates, **dict(zip(dimensions, values, strict=True))}
+            key, url = (expand(generator[name], names) for name in ("key", "url"))
+            found[key] = [url, *(int(expand(str(number), names)) for number in span)]
+        return found
+
+
+def expand(text: str, names: Mapping[str, Any]) -> str:
+    """Return a text with the values of the expressions `{{...}}` in it.
+
+    An expression is a name, a number, a text in quotes, arithmetic of whole numbers, or a template with its arguments,
+    as in `{{f(c='x')}}`. Raises ValueError for anything else: no name has attributes here.
+    """
+
+    def value_of(match: re.Match[str]) -> str:
+        name = (match[1] or "").strip()
+        if name in names and "{{" not in str(names[name]):  # also a name that Python reserves
+            return str(names[name])
+        try:
+            return str(_evaluate(_parsed(name), names))
+        except _INVALID as error:
+            supported = "names that the file defines, and whole numbers with + - * // %, are"
+            raise ValueError(f"the expression {match[0]!r:.80} is not supported: {supported}") from error
+
+    expanded = _EXPRESSION.sub(value_of, text[:MAX_TEXT])
+    if max(len(text), len(expanded)) > MAX_TEXT:
+        raise ValueError(f"it has more than {MAX_TEXT} characters")
+    return expanded
+
+
+@lru_cache(1 << 10)
+def _parsed(expression: str) -> ast.expr:
+    if len(expression) > MAX_EXPRESSION:
+        raise ValueError("it is too long")
+    return ast.parse(expression, mode="eval").body
+
+
+def _evaluate(node: ast.expr, names: Mapping[str, Any]) -> Any:
+    """Return the value of an expression. Raises one of `_INVALID` if it is not supported."""
+    match node:
+        case ast.Constant(value=int() | str() as value):
+            return value
+        case ast.Name(id=name) if "{{" not in str(names[name]):
+            return names[name]
+        case ast.BinOp(left=left, op=op, right=right):
+            terms = _evaluate(left, names), _evaluate(right, names)
+            if all(type(term) is int for term in terms):
+                return _OPERATORS[type(op)](*terms)
+        case ast.Call(func=ast.Name(id=name), args=[], keywords=keywords):
+            return expand(names[name], {str(given.arg): _evaluate(given.value, names) for given in keywords})
+    raise ValueError("not supported")
+
+
+def _range(url: Any, offset: Any = 0, size: Any = None) -> Range:
+    """Return a range. Raises ValueError unless its values can be one."""
+    numbers = (offset, 0 if size is None else size)
+    if type(url) is not str or not url or not all(type(n) is int and 0 <= n < 2**62 for n in numbers):
+        raise ValueError("not a URL, an offset and a length")
+    return Range(url, offset, size)
+
+
+class ParquetReferences:
+    """The references of a folder of Parquet pages, each with those of `record_size` chunks of an array, in their order.
+
+    Pages are read when they are needed. Raises `FormatError`; `CorruptError` for a page that cannot be read, and
+    `MissingObjectError` for one that does not exist.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._document = _get(store, DOCUMENT)
+        with _naming(f"the file of references {store.url}/{DOCUMENT}"):
+            document = json.loads(self._document)
+            self.values, self._record_size = dict(document["metadata"]), document["record_size"]
+            if type(self._record_size) is not int or self._record_size < 1:
+                raise ValueError(f"record_size {self._record_size!r:.20}")
+        self._page = lru_cache(max(8, PAGE_REFERENCES // self._record_size))(self._read_page)
+        self._loading: dict[tuple[str, int], threading.Lock] = {}
+
+    def find(self, key: str) -> Range | bytes:
+        """Return the object, or the range that it is. Raises `FileNotFoundError`, and as the class."""
+        if key == DOCUMENT:
+            return self._document
+        if key in self.values:
+            return json.dumps(self.values[key]).encode()
+        array, number = self._chunk(key)
+        page = array, number // self._record_size
+        with self._loading.setdefault(page, threading.Lock()):  # many chunks of a page are asked for at once
+            columns = self._page(*page)
+        with _naming(f"the reference {key!r} in {self._store.url}/{_page_path(*page)}"):
+            url, offset, size, data = (column[number % self._record_size] for column in columns)
+            if data is None and url is None:
+                raise FileNotFoundError(key)
+            return data if data is not None else _range(url, *((offset, size) if offset or size else ()))
+
+    def _chunk(self, key: str) -> tuple[str, int]:
+        """Return the array and the number of the chunk with a key. Raises `FileNotFoundError` if there is none."""
+        array = key
+        while f"{array}/.zarray" not in self.values:
+            array, slash, _ = array.rpartition("/")
+            if not slash:
+                raise FileNotFoundError(key)
+        with _naming(f"{array}/.zarray in {self._store.url}/{DOCUMENT}"):
+            document = self.values[f"{array}/.zarray"]
+            grid = [-(-n // size) for n, size in zip(document["shape"], document["chunks"], strict=True)]
+        place = re.split("[./]", key[len(array) + 1 :])
+        inside = all(part.isdecimal() and int(part) < n for part, n in zip(place, grid or [1], strict=False))
+        if len(place) != len(grid or [1]) or not inside:
+            raise FileNotFoundError(key)
+        return array, int(np.ravel_multi_index([int(part) for part in place], grid or [1]))
+
+    def _read_page(self, array: str, number: int) -> list[list[Any]]:
+        """Return the columns of a page, `COLUMNS`."""
+        path = _page_path(array, number)
+        where, remedy = f"the page of references {self._store.url}/{path}", "restore it, or write the references again"
+        try:
+            body = _get(self._store, path)
+        except NotFoundError as error:
+            raise MissingObjectError(f"{where} is missing", f"{remedy}; strict=False gives fill values") from error
+        with finished_before_exit():  # pyarrow must not end with the interpreter
+            import pyarrow as pa
+            from pyarrow.parquet import ParquetFile
+
+            try:
+                file = ParquetFile(pa.BufferReader(body))
+                if (rows := file.metadata.num_rows) > self._record_size:
+                    raise ValueError(f"it has {rows} references, and record_size is {self._record_size}")
+                table = file.read(use_threads=False)
+                empty = pa.nulls(rows)
+                given = [table.column(name) if name in table.column_names else empty for name in COLUMNS]
+                kinds = (pa.string(), pa.int64(), pa.int64(), pa.binary())
+                columns = [column.cast(kind).to_pylist() for column, kind in zip(given, kinds, strict=True)]
+            except (pa.ArrowException, OSError, ValueError) as error:
+                raise CorruptError(f"{where} cannot be read ({error})", remedy) from error
+        shared = {url: url for url in columns[0]}  # one text for all references to an object
+        return [[shared[url] for url in columns[0]], *columns[1:]]
+
+
+class ReferenceClient(ReadOnlyClient):
+    """A client of a file of references. Ranges are read by the clients of the URLs in it.
 
     The storage options are those of the file and of the objects that it refers to, unless there are `target_options`
-    for the file and `remote_options` for the objects.
+    for the file and `remote_options` for the objects. They are used for objects of the file's host or bucket only; of a
+    local file, for those in its folder. Others are read with `remote_options` alone, and only if these are given, or if
+    `allow`, a list of URLs of hosts, buckets or folders, has them. A chain of URLs is never read, and local files and
+    link-local addresses only with `allow`: whoever wrote the file could make this process read them.
     """
 
     def __init__(self, location: Location, open_store: OpenStore) -> None:
-        url = location.target.split("::", 1)[1]
-        options = dict(location.options)
-        target, remote = (options.pop(name, None) for name in ("target_options", "remote_options"))
-        self._options = {**(options if remote is None else remote), "retry": location.retry}
-        target = options if target is None else target
         super().__init__(None, location.retry, "")
-        self._references = _read_references(url, target)
-        self._folder = url.rpartition("/")[0]
-        self._open_store = open_store
-        self._readers: dict[str, RangeReader] = {}
+        options = dict(location.options)
+        names = ("target_options", "remote_options", "allow")
+        target, self._remote, allow = (options.pop(name, None) for name in names)
+        folder, name = _split(location.target.split("::", 1)[1])
+        store = open_store(folder, {**(options if target is None else target), "retry": location.retry})
+        self._location, self._open_store, self._shown = store.location, open_store, store.child(name).url
+        self._options = options if target is not None else store.location.options  # with the user of the URL
+        entries = [allow] if isinstance(allow, str) else allow
+        self._allowed = None if entries is None else [parse_location(entry, {}) for entry in entries]
+        self._references = _read_references(store, name)
+        self._stores: dict[str, Store] = {}
         self._opening = threading.Lock()
-
-    def get(self, path: str) -> bytes:
-        """Return the object."""
-        return bytes(self.get_range(path, 0, 2**62))
 
     def get_range(self, path: str, start: int, stop: int, allocate: Allocate | None = None) -> Buffer:
         """Return bytes [start, stop), fewer if the object ends before `stop`."""
-        reference = self._reference(path)
-        if isinstance(reference, bytes):
-            return reference[start:stop]
-        url, begin, end = reference[0], start, stop
-        if len(reference) > 1:
-            begin, end = reference[1] + start, reference[1] + min(stop, reference[2])
-        reader, name = self._reader(url)
+        found = self._references.find(path)
+        if isinstance(found, bytes):
+            return found[start:stop]
+        store, name = self._object(path, found.url)
+        begin, end = found.offset + start, found.offset + (stop if found.size is None else min(stop, found.size))
         try:
-            return reader.read(name, begin, end, allocate)
+            return store.reader().read(name, begin, end, allocate)
         except NotFoundError as error:  # no missing chunk: that has no reference
             remedy = "restore it, or correct the URL in the references"
-            raise StorageError(
-                f"{path} is a range of {url}, which cannot be found ({error.problem})", remedy
-            ) from error
-
-    def get_tail(self, path: str, size: int) -> bytes:
-        """Return the last `size` bytes, fewer if the object is smaller."""
-        reference = self._reference(path)
-        if isinstance(reference, bytes):
-            return reference[-size:]
-        if len(reference) == 1:
-            raise UnsupportedError(f"{path} refers to a whole object", "write references with offsets and lengths")
-        return bytes(self.get_range(path, max(0, reference[2] - size), reference[2]))
+            problem = f"{path} is a range of {redact(found.url)}, which cannot be found ({error.problem})"
+            raise StorageError(problem, remedy) from error
 
     def info(self, path: str) -> ObjectInfo | None:
         """Return the size of an object, or None if it does not exist."""
         try:
-            reference = self._reference(path)
+            found = self._references.find(path)
         except FileNotFoundError:
             return None
-        size = len(reference) if isinstance(reference, bytes) else reference[2] if len(reference) > 1 else 0
-        return ObjectInfo(path, size)
+        if isinstance(found, Range) and found.size is None:
+            store, name = self._object(path, found.url)
+            return store.head(name)
+        return ObjectInfo(path, len(found) if isinstance(found, bytes) else found.size or 0)
 
     def folders(self, folder: str) -> list[str]:
         """Return the names of the folders directly below a folder."""
         start = f"{folder}/" if folder else ""
-        below = (key[len(start) :] for key in self._references if key.startswith(start))
+        below = (key[len(start) :] for key in self._references.values if key.startswith(start))
         return list({key.partition("/")[0]: None for key in below if "/" in key})
 
-    def put(self, path: str, data: Body) -> str:  # noqa: ARG002
-        """Raise `UnsupportedError`."""
-        raise UnsupportedError(f"{path}: {_READ_ONLY}", "write to a bucket or a local folder")
-
-    create = put
-
-    def _reference(self, path: str) -> Any:
-        """Return the bytes of an object, or (URL,) or (URL, offset, size). Raises `FileNotFoundError`."""
-        try:
-            value = self._references[path]
-        except KeyError as error:
-            raise FileNotFoundError(path) from error
-        if isinstance(value, str):
-            return base64.b64decode(value[7:]) if value.startswith("base64:") else value.encode()
-        if isinstance(value, bytes):
-            return value
-        if not isinstance(value[0], str):  # Parquet has NaN for a chunk that does not exist
-            raise FileNotFoundError(path)
-        return (value[0], *map(int, value[1:]))  # which Parquet has as numpy's
-
-    def _reader(self, url: str) -> tuple[RangeReader, str]:
-        """Return a reader of the folder of a URL, and the name of the object in it."""
-        if "://" not in url and not url.startswith("/"):
-            url = join_path(self._folder, url)
-        folder, _, name = url.rpartition("/")
+    def _object(self, key: str, url: str) -> tuple[Store, str]:
+        """Return the store with the object at a URL, and its path there. Raises `AccessError` unless it may be read."""
+        is_relative = "://" not in url and "::" not in url and not url.startswith("/")
+        folder, name = _split(self._location.child(url).target if is_relative else url)
         with self._opening:
-            if folder not in self._readers:
-                self._readers[folder] = self._open_store(folder or "/", self._options).reader()
-            return self._readers[folder], name
+            if folder not in self._stores:
+                with _naming(f"the reference {key!r} in {self._shown}, {redact(url)!r:.200},"):
+                    location = parse_location(folder, {})
+                    options = self._options_for(location, is_relative=is_relative)
+                    if options is None:
+                        problem = f"the reference {key!r} in {self._shown} leads elsewhere, to {location.shown}"
+                        remedy = f"if you trust the file, give storage_options={{'allow': [{location.shown!r}]}}"
+                        raise AccessError(problem, f"{remedy}, and remote_options if it needs credentials")
+                    self._stores[folder] = self._open_store(folder, {**options, "retry": self.policy})
+            return self._stores[folder], name
 
-
-def _read_references(url: str, options: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the references of a JSON file, or of a Parquet folder, whose parts are read when they are needed."""
-    from fsspec.core import url_to_fs
-    from fsspec.implementations.reference import LazyReferenceMapper, ReferenceFileSystem
-
-    if url.endswith(".json"):
-        # it is only used to parse the file, so its remote filesystem does not matter
-        parsed = ReferenceFileSystem(url, target_options=options, remote_protocol="memory", skip_instance_cache=True)
-        return parsed.references  # type: ignore[no-any-return]
-    fs, path = url_to_fs(url, **options)
-    return LazyReferenceMapper(path, fs=fs, engine="pyarrow")  # type: ignore[no-any-return]
-
-
-class IcechunkClient(FsspecClient):
-    """A client of one snapshot of an Icechunk repository, by the package of that name, which reads its chunks.
-
-    The storage options `branch`, `tag` or `snapshot_id` choose the snapshot, the branch `main` by default; the others
-    are those of icechunk's storage.
-    """
-
-    def __init__(self, location: Location) -> None:
-        if forked_after_obstore():  # its runtime is like that of obstore
-            problem = f"{location.shown}: this process was forked after an Icechunk repository was used"
-            raise UnsupportedError(problem, "start processes with forkserver or spawn")
-        icechunk = importlib.import_module("icechunk")
-        super().__init__(None, location.retry, "")
-        chosen = {name: value for name, value in location.options.items() if name in _REPOSITORY_OPTIONS}
-        repository = icechunk.Repository.open(_icechunk_storage(icechunk, location))
-        session = repository.readonly_session(**(chosen or {"branch": "main"}))
-        note_obstore_use()
-        self._store = session.store
-
-    def get(self, path: str) -> bytes:
-        """Return the object."""
-        return self._read(path, None)
-
-    def get_range(self, path: str, start: int, stop: int, allocate: Allocate | None = None) -> Buffer:  # noqa: ARG002
-        """Return bytes [start, stop), fewer if the object ends before `stop`."""
-        return self._read(path, None)[:stop] if start == 0 else self._read(path, (start, stop))
-
-    def get_tail(self, path: str, size: int) -> bytes:
-        """Return the last `size` bytes, fewer if the object is smaller."""
-        return self._read(path, None)[-size:]
-
-    def info(self, path: str) -> ObjectInfo | None:
-        """Return the size of an object, or None if it does not exist."""
-        try:
-            return ObjectInfo(path, _run(self._store.getsize(path)))
-        except FileNotFoundError:
+    def _options_for(self, location: Location, *, is_relative: bool) -> Mapping[str, Any] | None:
+        """Return the options to read the objects in a folder with, None if they may not be read."""
+        own, remote = self._location, self._remote
+        if own.protocol == CHAIN:
+            is_own = is_relative and ".." not in unquote(location.target).split("/")
+        else:
+            is_own = _is_below(location, own, _origin(own))
+        if is_own:
+            return self._options if remote is None else remote
+        if location.protocol in (CHAIN, *REFERENCES):
             return None
-
-    def folders(self, folder: str) -> list[str]:
-        """Return the names of the folders directly below a folder."""
-
-        async def collect() -> list[str]:
-            return [name async for name in self._store.list_dir(folder)]
-
-        return [name for name in _run(collect()) if name != "zarr.json"]
-
-    def list_page(self, folder: str, token: str | None) -> Page:  # noqa: ARG002
-        """Raise `UnsupportedError`: chunks are not listed."""
-        raise UnsupportedError(f"{folder}: the chunks of a repository are not listed", "read its arrays")
-
-    def put(self, path: str, data: Body) -> str:  # noqa: ARG002
-        """Raise `UnsupportedError`."""
-        raise UnsupportedError(f"{path}: {_READ_ONLY}", "write it by icechunk")
-
-    create = put
-
-    def _read(self, path: str, byte_range: tuple[int, int] | None) -> bytes:
-        from zarr.abc.store import RangeByteRequest
-        from zarr.core.buffer import default_buffer_prototype
-
-        requested = None if byte_range is None else RangeByteRequest(*byte_range)
-
-        async def read() -> Any:
-            return await self._store.get(path, default_buffer_prototype(), requested)
-
-        buffer = _run(read())
-        if buffer is None:
-            raise FileNotFoundError(path)
-        return bytes(buffer.to_bytes())
+        if self._allowed is not None:
+            is_allowed = any(_is_below(location, entry, entry.path) for entry in self._allowed)
+        else:
+            is_allowed = remote is not None and location.protocol != "file" and not _is_link_local(location)
+        return (remote or {}) if is_allowed else None
 
 
-def _run(coroutine: Coroutine[Any, Any, Result]) -> Result:
-    """Return the result of a coroutine, in a thread if a loop runs in this one, as in a notebook."""
+def _read_references(store: Store, name: str) -> JsonReferences | ParquetReferences:
+    """Return the references of a JSON file, or of a Parquet folder, whose pages are read when they are needed."""
+    for is_json in (True, False) if name.endswith(".json") else (False, True):
+        with suppress(NotFoundError):
+            if is_json:
+                return JsonReferences(_get(store, name), store.child(name).url)
+            return ParquetReferences(store.child(name))
+    problem = f"there are no references at {store.child(name).url}"
+    raise NotADatasetError(problem, "give the URL of a JSON file, or of a folder of Parquet, and its storage_options")
+
+
+def _get(store: Store, path: str) -> bytes:
+    """Return an object. An error is not retried by the caller, since the store has done so."""
     try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return asyncio.run(coroutine)
-    return run_all(asyncio.run, [coroutine], 2)[0]
+        return store.get(path)
+    except StorageError as error:
+        error.attempts = 1
+        raise
 
 
-def _icechunk_storage(icechunk: Any, location: Location) -> Any:
-    """Return icechunk's storage of a URL. Raises `UnsupportedError` for another protocol, TypeError for an option."""
-    options = {name: value for name, value in location.options.items() if name not in _REPOSITORY_OPTIONS}
-    url = location.target.split("::", 1)[1]
-    protocol, _, path = url.rpartition("://")
-    if protocol in ("", "file", "local"):
-        return icechunk.local_filesystem_storage(path, **options)
-    bucket, _, prefix = path.partition("/")
-    if protocol in ("s3", "s3a"):
-        names = {"key": "access_key_id", "secret": "secret_access_key", "token": "session_token", "anon": "anonymous"}
-        options = {names.get(name, name): value for name, value in options.items()}
-        if str(options.get("endpoint_url", "")).startswith("http://"):
-            options = {"allow_http": True, "force_path_style": True, **options}
-        if "access_key_id" not in options and "anonymous" not in options:
-            options["from_env"] = True
-        return icechunk.s3_storage(bucket=bucket, prefix=prefix, **options)
-    if protocol in ("gs", "gcs"):
-        return icechunk.gcs_storage(bucket=bucket, prefix=prefix, **options)
-    problem = f"{location.shown}: the protocol {protocol!r} of an Icechunk repository"
-    raise UnsupportedError(problem, "use s3, gs or a local folder")
+def _split(url: str) -> tuple[str, str]:
+    """Return the folder and the name of the object at a URL; in a chained one, of its first link with a path."""
+    links = url.split("::")
+    index = next((index for index, link in enumerate(links) if "://" in link), 0)
+    folder, slash, name = links[index].rpartition("/")
+    links[index] = f"{folder}/" if folder.endswith(":/") or (slash and not folder) else folder or "."
+    return "::".join(links), name
+
+
+def _origin(location: Location) -> str:
+    """Return the host or bucket of a URL; of a local one its path."""
+    if location.protocol in ("file", "memory"):
+        return location.path if location.protocol == "file" else ""
+    return re.split(r"[/?#\\]", location.path, maxsplit=1)[0]
+
+
+def _is_below(location: Location, root: Location, path: str) -> bool:
+    """Return whether a location is that of `path`, a part of the path of `root`, or below it."""
+    schemes = [each.target.partition("://")[0].lower() for each in (location, root) if each.protocol == "http"]
+    same = location.protocol == root.protocol and len(set(schemes)) < 2  # https is not http
+    escapes = "/" in path and ".." in unquote(location.path).split("/")
+    return same and not escapes and f"{location.path}/".startswith(f"{path.rstrip('/')}/" if path else "")
+
+
+def _is_link_local(location: Location) -> bool:
+    """Return whether the host of a URL has a link-local address, as the metadata service of a cloud has."""
+    if location.protocol in BUCKETS:
+        return False
+    try:
+        found = socket.getaddrinfo(urlsplit(location.target).hostname, None)
+        addresses = [ipaddress.ip_address(str(info[4][0]).partition("%")[0]) for info in found]
+        return any((getattr(each, "ipv4_mapped", None) or each).is_link_local for each in addresses)
+    except (OSError, ValueError):
+        return False
+
+
+def _page_path(array: str, number: int) -> str:
+    return f"{array}/refs.{number}.parq"

@@ -317,7 +317,8 @@ def _open_client(location: Location) -> Client:
             return S3Client(location)
         if location.protocol in REFERENCES:
             from streamloader.storage import open_store
-            from streamloader.storage.references import IcechunkClient, ReferenceClient
+            from streamloader.storage.icechunk import IcechunkClient
+            from streamloader.storage.references import ReferenceClient
 
             is_icechunk = location.protocol == "icechunk"
             return IcechunkClient(location) if is_icechunk else ReferenceClient(location, open_store)

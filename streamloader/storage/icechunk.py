@@ -1,0 +1,104 @@
+"""Read-only client of Icechunk repositories: `icechunk://::URL`, read by the package of that name."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from streamloader.errors import UnsupportedError
+from streamloader.storage.buffers import Allocate, Buffer
+from streamloader.storage.generic import ReadOnlyClient
+from streamloader.storage.process import finished_before_exit, forked_after_obstore, note_obstore_use, run_all
+from streamloader.storage.store import ObjectInfo
+from streamloader.storage.url import Location
+
+Result = TypeVar("Result")
+_REPOSITORY_OPTIONS = ("branch", "tag", "snapshot_id")
+
+
+class IcechunkClient(ReadOnlyClient):
+    """A client of one snapshot of an Icechunk repository, by the package of that name, which reads its chunks.
+
+    The storage options `branch`, `tag` or `snapshot_id` choose the snapshot, the branch `main` by default; the others
+    are those of icechunk's storage.
+    """
+
+    def __init__(self, location: Location) -> None:
+        if forked_after_obstore():  # its runtime is like that of obstore
+            problem = f"{location.shown}: this process was forked after an Icechunk repository was used"
+            raise UnsupportedError(problem, "start processes with forkserver or spawn")
+        icechunk = importlib.import_module("icechunk")
+        super().__init__(None, location.retry, "")
+        chosen = {name: value for name, value in location.options.items() if name in _REPOSITORY_OPTIONS}
+        with finished_before_exit():
+            repository = icechunk.Repository.open(_icechunk_storage(icechunk, location))
+            session = repository.readonly_session(**(chosen or {"branch": "main"}))
+        note_obstore_use()
+        self._store = session.store
+
+    def get_range(self, path: str, start: int, stop: int, allocate: Allocate | None = None) -> Buffer:  # noqa: ARG002
+        """Return bytes [start, stop), fewer if the object ends before `stop`."""
+        return self._read(path, None)[:stop] if start == 0 else self._read(path, (start, stop))
+
+    def info(self, path: str) -> ObjectInfo | None:
+        """Return the size of an object, or None if it does not exist."""
+        try:
+            return ObjectInfo(path, _run(self._store.getsize(path)))
+        except FileNotFoundError:
+            return None
+
+    def folders(self, folder: str) -> list[str]:
+        """Return the names of the folders directly below a folder."""
+
+        async def collect() -> list[str]:
+            return [name async for name in self._store.list_dir(folder)]
+
+        return [name for name in _run(collect()) if name != "zarr.json"]
+
+    def _read(self, path: str, byte_range: tuple[int, int] | None) -> bytes:
+        from zarr.abc.store import RangeByteRequest
+        from zarr.core.buffer import default_buffer_prototype
+
+        requested = None if byte_range is None else RangeByteRequest(*byte_range)
+
+        async def read() -> Any:
+            return await self._store.get(path, default_buffer_prototype(), requested)
+
+        buffer = _run(read())
+        if buffer is None:
+            raise FileNotFoundError(path)
+        return bytes(buffer.to_bytes())
+
+
+def _run(coroutine: Coroutine[Any, Any, Result]) -> Result:
+    """Return the result of a coroutine, in a thread if a loop runs in this one, as in a notebook."""
+    with finished_before_exit():  # icechunk's threads call the loop
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            return asyncio.run(coroutine)
+        return run_all(asyncio.run, [coroutine], 2)[0]
+
+
+def _icechunk_storage(icechunk: Any, location: Location) -> Any:
+    """Return icechunk's storage of a URL. Raises `UnsupportedError` for another protocol, TypeError for an option."""
+    options = {name: value for name, value in location.options.items() if name not in _REPOSITORY_OPTIONS}
+    url = location.target.split("::", 1)[1]
+    protocol, _, path = url.rpartition("://")
+    if protocol in ("", "file", "local"):
+        return icechunk.local_filesystem_storage(path, **options)
+    bucket, _, prefix = path.partition("/")
+    if protocol in ("s3", "s3a"):
+        names = {"key": "access_key_id", "secret": "secret_access_key", "token": "session_token", "anon": "anonymous"}
+        options = {names.get(name, name): value for name, value in options.items()}
+        if str(options.get("endpoint_url", "")).startswith("http://"):
+            options = {"allow_http": True, "force_path_style": True, **options}
+        if "access_key_id" not in options and "anonymous" not in options:
+            options["from_env"] = True
+        return icechunk.s3_storage(bucket=bucket, prefix=prefix, **options)
+    if protocol in ("gs", "gcs"):
+        return icechunk.gcs_storage(bucket=bucket, prefix=prefix, **options)
+    problem = f"{location.shown}: the protocol {protocol!r} of an Icechunk repository"
+    raise UnsupportedError(problem, "use s3, gs or a local folder")

@@ -1,0 +1,286 @@
+"""Files of references by kerchunk and VirtualiZarr: what they may name, what is evaluated, and damage in every place."""
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from faulty import QuietHandler, QuietServer
+from hypothesis import example, given
+from hypothesis import strategies as st
+from torchrun import run_python
+from zarr_stores import STORES, values_of
+
+import streamloader as sl
+from streamloader import errors
+from streamloader.storage import open_store
+from streamloader.storage.references import expand
+
+OPTIONS = {"batch_size": 4, "sample_axis": "time"}
+VALUES = np.arange(16, dtype="<i4").reshape(4, 4)
+ARRAY = {"zarr_format": 2, "shape": [4, 4], "chunks": [1, 4], "dtype": "<i4", "order": "C", "fill_value": -1}
+DOCUMENTS = {
+    ".zgroup": {"zarr_format": 2},
+    "a/.zarray": {**ARRAY, "filters": None, "compressor": None},
+    "a/.zattrs": {"_ARRAY_DIMENSIONS": ["time", "x"]},
+}
+SECRET = "Bearer s3cr3t-of-the-file"
+
+
+def references(*chunks: Any, **more: Any) -> dict[str, Any]:
+    """A document of references to the rows of `VALUES`, which have the keys a/0.0, a/1.0 and so on."""
+    return {"version": 1, "refs": {**DOCUMENTS, **{f"a/{row}.0": chunk for row, chunk in enumerate(chunks)}}, **more}
+
+
+def read(path: Path | str, **options: Any) -> list[list[int]]:
+    """The values of `a`."""
+    dataset = sl.StreamingDataset(path, **OPTIONS, decode_cf=False, shuffle=False, **options)
+    return np.concatenate([batch["a"].numpy() for batch in dataset]).tolist()
+
+
+class Recorder(QuietServer):
+    """A web server of some bodies, which keeps the path and the headers of every request."""
+
+    def __init__(self, bodies: dict[str, bytes]) -> None:
+        super().__init__(RecordingHandler)
+        self.bodies = bodies
+        self.requests: list[tuple[str, str]] = []
+
+    @property
+    def seen(self) -> str:
+        """Everything that this server was sent."""
+        return " ".join(map("".join, self.requests))
+
+
+class RecordingHandler(QuietHandler):
+    """Serves the bodies of a `Recorder`."""
+
+    server: Recorder
+
+    def do_GET(self) -> None:
+        self.server.requests.append((self.path, str(self.headers)))
+        body = self.server.bodies.get(self.path.lstrip("/"))
+        self.respond(404) if body is None else self.respond_range(body)
+
+    do_HEAD = do_GET
+
+
+@contextmanager
+def recorders(bodies: dict[str, bytes]) -> Iterator[tuple[Recorder, Recorder]]:
+    """Two servers, both of which have the bodies."""
+    with Recorder(dict(bodies)).running() as first, Recorder(dict(bodies)).running() as second:
+        yield first, second
+
+
+def written(path: Path, document: Any) -> Path:
+    """A JSON file in a folder with `data`, the bytes of `VALUES`."""
+    path.parent.mkdir(exist_ok=True, parents=True)
+    (path.parent / "data").write_bytes(VALUES.tobytes())
+    path.write_text(json.dumps(document))
+    return path
+
+
+ATTACKS = [
+    *("u.__globals__[os].environ[SECRET_OF_A_TEST]", "u.__class__", "u[0]", "u!r", "u:>99", "0.real", "", " ", "u u"),
+    *(
+        "f.__globals__",
+        "f",
+        "f()",
+        "f('x')",
+        "f(c=1)[0]",
+        "f(**u)",
+        "open('x')",
+        "9**9",
+        "u*9",
+        "i/2",
+        "[1]",
+        "lambda: 1",
+    ),
+    *("u|upper", "nothing", "f(c=nothing)", "(" * 300, "-" * 3000, "'" + "x" * 5000 + "'", "1//0", "u if 1 else 2"),
+]
+
+
+@pytest.mark.parametrize("expression", ATTACKS)
+def test_an_expression_that_is_no_name_or_arithmetic_is_an_error_and_nothing_is_sent(expression, tmp_path, monkeypatch):
+    monkeypatch.setenv("SECRET_OF_A_TEST", "the-value-of-the-secret")
+    with recorders({"x": VALUES.tobytes()}) as (host, _):
+        url = f"{host.endpoint}/{{{{{expression}}}}}"
+        document = references([url, 0, 16], templates={"u": "x", "f": "{{c}}.nc"})
+        path = written(tmp_path / "refs.json", document)
+        with pytest.raises(errors.FormatError, match=r"'a/0.0' in .*refs.json.*is not supported|characters"):
+            read(path, fields=["a"], storage_options={"allow": [host.endpoint]})
+        assert host.requests == []
+
+
+@given(st.text("{}()[].,*+-/% 'uifc=1_\n", max_size=60), st.sampled_from(["x", 3, "{{c}}", "{{c}}{{c}}"]))
+@example("{{f(c=f(c=f(c=f(c=f(c=f(c=f(c=f(c=f(c=f(c=f(c=f(c=f(c='xxxx')))))))))))))}}", "{{c}}{{c}}")
+def test_any_expression_is_expanded_or_a_value_error(text, value):
+    try:
+        assert len(expand(text, {"u": value, "f": value, "i": 1})) <= 4096
+    except ValueError:
+        pass
+
+
+def test_templates_are_names_and_have_arguments(tmp_path):
+    chunks = [["{{u}}", 0, 16], ["{{ f(c='a') }}", 16, 16], ["{{is}}", 32, 16], ["data", 48, 16]]
+    document = references(*chunks, templates={"u": "data", "f": "d{{c}}t{{c}}", "is": "data"})
+    assert read(written(tmp_path / "refs.json", document)) == VALUES.tolist()
+
+
+def test_references_are_generated_from_dimensions(tmp_path):
+    rows = {
+        "key": "a/{{i}}.0",
+        "url": "{{f(c=e)}}",
+        "offset": "{{i * 16}}",
+        "length": 16,
+        "dimensions": {"i": {"stop": 2}},
+    }
+    more = {"i": {"start": 6, "stop": 10, "step": 2}, "j": [2]}
+    halves = {
+        **rows,
+        "key": "a/{{i // j - 1}}.0",
+        "offset": "{{(i - 2) * 8}}",
+        "length": "{{8 + 8}}",
+        "dimensions": more,
+    }
+    document = references(gen=[rows, halves], templates={"f": "dat{{c}}", "e": "a"})
+    assert read(written(tmp_path / "refs.json", document)) == VALUES.tolist()
+    wrong = {"dimensions": [3, {"i": 3}, {"i": {"stop": 10**12}}, {"i": {"stop": 10**99}}], "offset": ["{{i", "", [1]]}
+    for name, values in {**wrong, "key": [None, "{{k}}"], "url": [5]}.items():
+        for value in values:
+            document["gen"] = [rows | {name: value}]
+            with pytest.raises(errors.FormatError, match=r"the file of references .*/refs.json cannot be used"):
+                read(written(tmp_path / "refs.json", document))
+
+
+def test_headers_go_to_the_host_of_the_file_and_to_no_other(tmp_path):
+    rows = [[0, 16], [16, 16], [32, 16], [48, 16]]
+    with recorders({"data": VALUES.tobytes()}) as (own, other):
+        urls = ["data", f"{own.endpoint}/data", f"{other.endpoint}/data", "data"]
+        chunks = [[url, *row] for url, row in zip(urls, rows, strict=True)]
+        own.bodies["refs.json"] = json.dumps(references(*chunks)).encode()
+        url, options = f"{own.endpoint}/refs.json", {"headers": {"Authorization": SECRET, "X-Key": SECRET}}
+        with pytest.raises(errors.AccessError, match=r"'a/2.0' in .*refs.json leads elsewhere, to http://127.*'allow'"):
+            read(url, storage_options=options)
+        assert other.requests == []
+        assert own.seen.count(SECRET) == 2 * len(own.requests)
+        for more in ({"allow": other.endpoint}, {"allow": [f"{other.endpoint}/"]}):
+            assert read(url, storage_options={**options, **more}) == VALUES.tolist()
+        assert other.requests
+        assert SECRET not in other.seen
+        with pytest.raises(errors.AccessError, match="leads elsewhere"):
+            read(url, storage_options={**options, "allow": [f"{other.endpoint}/folder", "s3://127.0.0.1"]})
+        remote = {"target_options": options, "remote_options": {"headers": {"X-Key": "of the objects"}}}
+        assert read(url, storage_options=remote) == VALUES.tolist()
+        assert SECRET not in other.seen
+        assert "of the objects" in other.seen
+
+
+ELSEWHERE = [
+    *("file:///etc/passwd", "/etc/passwd", "local://etc/passwd", "/proc/self/environ", "/dev/zero", "../outside/data"),
+    *("x/../../outside/data", "simplecache::data", "simplecache::file:///etc/passwd", "reference://::/x.json"),
+    *("http://169.254.169.254/latest", "http://2852039166/latest", "http://0xA9FEA9FE/x", "http://[fe80::1]/x"),
+    *("http://[::ffff:169.254.169.254]/x", "http://user@169.254.169.254/x"),
+]
+
+
+@pytest.mark.parametrize("url", ELSEWHERE)
+@pytest.mark.parametrize("options", [{}, {"remote_options": {}}, {"allow": ["/etc/pass", "http://169.254.169"]}])
+def test_local_files_and_link_local_addresses_are_not_read_unless_they_are_allowed(url, options, tmp_path):
+    written(tmp_path / "outside" / "refs.json", {})
+    path = written(tmp_path / "own" / "refs.json", references([url, 0, 16]))
+    with pytest.raises(errors.AccessError, match=r"the reference 'a/0.0' in .*own/refs.json leads elsewhere"):
+        read(path, storage_options=options)
+
+
+HOSTS = [
+    *(
+        "http://evil.org/x",
+        "https://HOST/x",
+        "http://HOST.evil.org/x",
+        "http://HOST@evil.org/x",
+        "http://evil.org:80@HOST:1/x",
+    ),
+    *("http://HOST#@evil.org/x", "http://HOST\\@evil.org/x", "http://HOST\\.evil.org/x", "//evil.org/x", "s3://HOST/x"),
+    *("http://HOST:1/x", "http://evil.org#HOST/x", "ftp://HOST/x", " http://HOST/x"),
+]
+
+
+@pytest.mark.parametrize("url", HOSTS)
+def test_a_url_that_looks_like_the_own_host_is_another(url):
+    with recorders({}) as (own, _):
+        host = own.endpoint.removeprefix("http://")
+        own.bodies["refs.json"] = json.dumps(references([url.replace("HOST", host), 0, 16])).encode()
+        with pytest.raises(errors.StreamloaderError, match=r"the reference 'a/0.0' in .*refs.json"):
+            read(f"{own.endpoint}/refs.json", storage_options={"headers": {"X-Key": SECRET}})
+        assert {path for path, _ in own.requests} == {"/refs.json"}
+
+
+def test_an_allowed_folder_is_read_and_its_pipes_do_not_hang(tmp_path):
+    data = written(tmp_path / "data" / "refs.json", {}).parent
+    path = written(tmp_path / "own" / "refs.json", references(*([f"{data}/data", n, 16] for n in (0, 16, 32, 48))))
+    for entry in (str(data), f"file://{data}/", str(tmp_path)):
+        assert read(path, storage_options={"allow": [entry]}) == VALUES.tolist()
+    os.mkfifo(data / "pipe")
+    for name in (str(data / "pipe"), "/dev/zero"):
+        written(path, references([name, 0, 16]))
+        with pytest.raises(errors.CorruptError, match=r"chunk \[0:1, 0:4\] in .*own/refs.json"):
+            read(path, storage_options={"allow": "/"})
+
+
+def store(tmp_path: Path, name: str = "refs.parquet", source: str = "kerchunk.parquet") -> Path:
+    """A copy of a folder of Parquet pages, or of a file, beside the files that it refers to."""
+    for file in STORES.glob("*.nc"):
+        (tmp_path / file.name).symlink_to(file)
+    (shutil.copytree if (STORES / source).is_dir() else shutil.copy)(STORES / source, tmp_path / name)
+    return tmp_path / name
+
+
+def page(**columns: Any) -> bytes:
+    """A page of Parquet."""
+    out = pa.BufferOutputStream()
+    pq.write_table(pa.table(columns), out)
+    return out.getvalue().to_pybytes()
+
+
+PAGES = {
+    "truncated": lambda body: body[: len(body) // 2],
+    "empty": lambda body: b"",
+    "html": lambda body: b"<!DOCTYPE html><html>not found</html>",
+    "footer": lambda body: body[:-12] + bytes(8) + b"PAR1",
+    "too many rows": lambda body: page(path=["packed.nc"] * 99, offset=[0] * 99, size=[9] * 99),
+    "a number as URL": lambda body: page(path=[[1]] * 16, offset=[0] * 16, size=[9] * 16),
+    "too few rows": lambda body: page(path=["packed.nc"], offset=[0], size=[9]),
+    "a negative offset": lambda body: page(path=["packed.nc"] * 16, offset=[-5] * 16, size=[9] * 16),
+    "missing columns": lambda body: page(path=["packed.nc"] * 16, offset=["x"] * 16, raw=["y"] * 16),
+    "missing": lambda body: None,
+}
+
+
+@pytest.mark.parametrize("damage", PAGES)
+def test_a_page_that_cannot_be_read_is_an_error_that_names_it(damage, tmp_path):
+    path = store(tmp_path) / "z" / "refs.1.parq"
+    body = PAGES[damage](path.read_bytes())
+    path.unlink() if body is None else path.write_bytes(body)
+    with pytest.raises(errors.FormatError, match=r"refs\.parquet/z/refs\.1\.parq"):
+        list(sl.StreamingDataset(path.parent.parent, **OPTIONS, fields=["z"]))
+
+
+@pytest.mark.parametrize("name", ["refs.zarr", "combined", "refs.json"])
+def test_a_folder_of_pages_is_known_by_its_content(name, tmp_path):
+    dataset = sl.StreamingDataset(store(tmp_path, name), batch_size=23, sample_axis="time", fields=["z"], shuffle=False)
+    (batch,) = dataset
+    np.testing.assert_array_equal(batch["z"], values_of("kerchunk.parquet", "z"))
+
+
+def test_references_that_are_missing_are_named(tmp_path):
+    for name in ("x.json", "x.parquet"):
+        with pytest.raises(errors.NotADatasetError, match=f"there are no references at .*{name}"):
+            read(tmp_path / name)
