@@ -113,7 +113,13 @@ class NotFoundError(StorageError, FileNotFoundError, code="SL201"):
 
 
 class AccessError(StorageError, PermissionError, code="SL202"):
-    """Credentials are missing, wrong, or lack permission."""
+    """Credentials are missing, wrong, or lack permission.
+
+    `may_be_missing`: a 403 without a reason, which S3 also answers for an object that does not exist if the credentials
+    do not allow to list its bucket.
+    """
+
+    may_be_missing = False
 
 
 class EndpointError(StorageError, ConnectionError, code="SL203"):

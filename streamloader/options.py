@@ -394,10 +394,13 @@ class Sampling(Option):
     patches: Patch | None = None
     channels: Channels | Mapping[str, Channels] | None = None
     decode_cf: bool | Mapping[str, bool] = True
-    strict: bool = False
+    strict: bool | None = None
     normalize: Normalize = None
+    zarr_format: int | None = None
 
     def _validate(self) -> None:
+        if self.zarr_format not in (None, 2, 3):
+            raise UsageError(f"zarr_format={self.zarr_format!r:.60}", "give 2 or 3")
         given = self.channels.values() if isinstance(self.channels, Mapping) else ()
         several = Mapping if given and all(isinstance(value, Channels) for value in given) else Channels
         for name, kind, remedy in (

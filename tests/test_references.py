@@ -1,10 +1,13 @@
-"""Files of references by kerchunk and VirtualiZarr: what they may name, what is evaluated, and damage in every place."""
+"""Files of references by kerchunk and VirtualiZarr: what they may name, what is evaluated, and every damage."""
 
 import json
 import os
+import random
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +15,15 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import zarr
 from faulty import QuietHandler, QuietServer
 from hypothesis import example, given
 from hypothesis import strategies as st
 from torchrun import run_python
-from zarr_stores import STORES, values_of
+from zarr_stores import STORES, url_of, values_of
 
 import streamloader as sl
 from streamloader import errors
-from streamloader.storage import open_store
 from streamloader.storage.references import expand
 
 OPTIONS = {"batch_size": 4, "sample_axis": "time"}
@@ -52,6 +55,7 @@ class Recorder(QuietServer):
         super().__init__(RecordingHandler)
         self.bodies = bodies
         self.requests: list[tuple[str, str]] = []
+        self.absent = 404
 
     @property
     def seen(self) -> str:
@@ -60,14 +64,14 @@ class Recorder(QuietServer):
 
 
 class RecordingHandler(QuietHandler):
-    """Serves the bodies of a `Recorder`."""
+    """Serves the bodies of a `Recorder`; what is not there is `absent`."""
 
     server: Recorder
 
     def do_GET(self) -> None:
         self.server.requests.append((self.path, str(self.headers)))
         body = self.server.bodies.get(self.path.lstrip("/"))
-        self.respond(404) if body is None else self.respond_range(body)
+        self.respond(self.server.absent) if body is None else self.respond_range(body)
 
     do_HEAD = do_GET
 
@@ -122,10 +126,8 @@ def test_an_expression_that_is_no_name_or_arithmetic_is_an_error_and_nothing_is_
 @given(st.text("{}()[].,*+-/% 'uifc=1_\n", max_size=60), st.sampled_from(["x", 3, "{{c}}", "{{c}}{{c}}"]))
 @example("{{f(c=f(c=f(c=f(c=f(c=f(c=f(c=f(c=f(c=f(c=f(c=f(c=f(c='xxxx')))))))))))))}}", "{{c}}{{c}}")
 def test_any_expression_is_expanded_or_a_value_error(text, value):
-    try:
+    with suppress(ValueError):
         assert len(expand(text, {"u": value, "f": value, "i": 1})) <= 4096
-    except ValueError:
-        pass
 
 
 def test_templates_are_names_and_have_arguments(tmp_path):
@@ -284,3 +286,152 @@ def test_references_that_are_missing_are_named(tmp_path):
     for name in ("x.json", "x.parquet"):
         with pytest.raises(errors.NotADatasetError, match=f"there are no references at .*{name}"):
             read(tmp_path / name)
+
+
+def group(path: Path, version: int, **arrays: Any) -> dict[str, bytes]:
+    """The objects of a group, with arrays of the dimensions `time` and `x` in chunks of two elements."""
+    root = zarr.open_group(path, mode="w", zarr_format=version)
+    for name, values in arrays.items():
+        names = ["time", "x"][: values.ndim]
+        given = {"dimension_names": names} if version == 3 else {"attributes": {"_ARRAY_DIMENSIONS": names}}
+        root.create_array(name, data=values, chunks=(2, *values.shape[1:]), fill_value=-1, **given)
+    return {file.relative_to(path).as_posix(): file.read_bytes() for file in path.rglob("*") if file.is_file()}
+
+
+@pytest.mark.parametrize("version", [2, 3])
+@pytest.mark.parametrize("absent", [403, 404])
+def test_named_fields_of_a_store_that_cannot_be_listed_are_read_with_their_coordinate(version, absent, tmp_path):
+    hours = np.array([0, 1, 2, 5, 6, 7, 8, 9])
+    holes = np.where(np.arange(8) // 2 == 1, -1, np.arange(8))  # a chunk of fill values is not stored
+    bodies = group(tmp_path, version, time=hours, a=holes, **{"g/b": np.arange(8)})
+    options = {"sample_axis": "time", "windows": sl.Window(2), "batch_size": 1, "shuffle": False, "decode_cf": False}
+    with Recorder(bodies).running() as server:
+        server.absent = absent
+        for choice in (None, version):
+            dataset = sl.StreamingDataset(server.endpoint, fields=["a", "g/b"], zarr_format=choice, **options)
+            found = [(batch["a"][0].tolist(), batch["g/b"][0].tolist()) for batch in dataset]
+            firsts = [0, 1, 3, 4, 5, 6]  # no window has the gap between 2 and 5
+            assert found == [([holes[n], holes[n + 1]], [n, n + 1]) for n in firsts]
+            assert dataset.stats().missing_chunks > 0
+        assert not any(path.endswith("/") for path, _ in server.requests)
+        server.requests.clear()
+        sl.StreamingDataset(server.endpoint, fields=["a"], zarr_format=version, **options)
+        assert all(path.endswith("zarr.json") == (version == 3) for path, _ in server.requests if "/c/" not in path)
+
+
+def test_a_store_that_forbids_everything_is_an_access_error(tmp_path):
+    options = {"sample_axis": "time", "batch_size": 1, "fields": ["a"]}
+    bodies = group(tmp_path, 3, a=np.arange(8))
+    with Recorder({}).running() as server:
+        server.absent = 403
+        with pytest.raises(errors.AccessError):
+            sl.StreamingDataset(server.endpoint, **options)
+        server.bodies = {name: body for name, body in bodies.items() if name.endswith("zarr.json")}
+        with pytest.raises(errors.AccessError, match=r"/a/c/\d"):
+            list(sl.StreamingDataset(server.endpoint, **options))
+        with pytest.raises(errors.UsageError, match="zarr_format=4"):
+            sl.StreamingDataset(server.endpoint, **options, zarr_format=4)
+
+
+@pytest.mark.parametrize("chunks", [{}, {"a/0.0": None}])
+def test_a_field_without_any_chunk_is_an_error_unless_that_is_allowed(chunks, tmp_path):
+    document = references()
+    document["refs"].update(chunks)
+    with pytest.raises(errors.FormatError, match=r"no chunk of the array .*refs.json::/a |'a/0.0' in .*refs.json"):
+        read(written(tmp_path / "refs.json", document))
+    assert read(written(tmp_path / "refs.json", references()), strict=False) == [[-1] * 4] * 4
+    assert read(written(tmp_path / "refs.json", references(["data", 0, 16]))) == [[0, 1, 2, 3], *[[-1] * 4] * 3]
+    with pytest.raises(errors.MissingObjectError, match=r"the chunk \[1:2, 0:4\] in .* is missing"):
+        read(tmp_path / "refs.json", strict=True)
+
+
+@pytest.mark.parametrize("shards", [None, (4, 4)])
+def test_one_chunk_anywhere_is_enough(shards, tmp_path):
+    array = zarr.create_array(tmp_path / "a", shape=(64, 4), chunks=(2, 4), shards=shards, dtype="i4", fill_value=7)
+    array[62:] = 5
+    options = {"batch_size": 64, "sample_axis": 0, "shuffle": False}
+    (batch,) = sl.StreamingDataset(tmp_path / "a", **options)
+    assert batch["a"].flatten().tolist() == [7] * 248 + [5] * 8
+    zarr.create_array(tmp_path / "b", shape=(64, 4), chunks=(2, 4), shards=shards, dtype="i4")
+    with pytest.raises(errors.MissingObjectError, match=r"no chunk of the array .*/b exists; .*strict=False"):
+        list(sl.StreamingDataset(tmp_path / "b", **options))
+    (batch,) = sl.StreamingDataset(tmp_path / "b", **options, strict=False)
+    assert not batch["b"].any()
+
+
+@pytest.mark.parametrize("chain", ["simplecache::reference://::{}", "reference://::filecache::reference://::{}"])
+def test_fsspecs_own_parser_of_references_is_not_reached_by_a_chain(chain, tmp_path):
+    path = written(tmp_path / "refs.json", references(["data", 0, 16]))
+    with pytest.raises(errors.UnsupportedError, match=r"inside a chain.*begin the URL with reference://::"):
+        read(chain.format(path))
+
+
+def test_a_chain_reads_the_references_beside_its_file_and_no_others(tmp_path):
+    path = written(tmp_path / "own" / "refs.json", references(*(["data", n, 16] for n in (0, 16, 32, 48))))
+    url = f"reference://::simplecache::file://{path}"
+    cache = {"simplecache": {"cache_storage": str(tmp_path / "cache")}}
+    assert read(url, storage_options=cache) == VALUES.tolist()
+    for number, other in enumerate(("../own/data", f"{path.parent}/data", "simplecache::data")):
+        path = written(tmp_path / "own" / f"{number}.json", references([other, 0, 16]))
+        with pytest.raises(errors.AccessError, match="leads elsewhere"):
+            read(f"reference://::simplecache::file://{path}", storage_options=cache)
+
+
+MUTATIONS = [b"[", b"{", b"9", b'"', b"null", b"-", b"\xff", b"base64:", b"{{", b"1e9"]
+
+
+@pytest.mark.parametrize("name", ["kerchunk.json", "kerchunk.parquet"])
+def test_a_mutated_file_of_references_is_read_or_is_an_error_of_ours(name, tmp_path):
+    path = store(tmp_path, name, name)
+    parts = sorted(file for file in [path, *path.rglob("*")] if file.is_file())
+    originals = {file: file.read_bytes() for file in parts}
+    for seed in range(60):
+        rng = random.Random(seed)
+        file = rng.choice(parts)
+        body = bytearray(originals[file])
+        for _ in range(rng.choice([1, 1, 4])):
+            at = rng.randrange(len(body) + 1)
+            cut = at + rng.choice([0, 0, 1, 40, len(body)])
+            body[at:cut] = rng.choice([b"", bytes([rng.randrange(256)]), rng.choice(MUTATIONS)])
+        file.write_bytes(body)
+        try:
+            list(sl.StreamingDataset(path, batch_size=23, sample_axis="time", fields=["z"], shuffle=False))
+        except errors.StreamloaderError as error:
+            assert not isinstance(error, errors.EngineError), (seed, error)
+            assert name in str(error), (seed, error)
+        file.write_bytes(originals[file])
+
+
+EXIT = """
+import sys, warnings
+warnings.simplefilter("ignore")
+import streamloader as sl
+batches = iter(sl.StreamingDataset(sys.argv[1], batch_size=1, sample_axis="time", fields=["z", "t2m"], memory="64MiB"))
+next(batches)
+"""
+
+
+@pytest.mark.parametrize("name", ["kerchunk.parquet", "icechunk"])
+def test_a_process_ends_in_the_middle_of_a_pass(name):
+    command = [sys.executable, "-c", EXIT, url_of(name)]
+    started = [subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) for _ in range(6)]
+    said = [process.communicate(timeout=60)[1] for process in started]
+    assert [(process.returncode, text) for process, text in zip(started, said, strict=True)] == [(0, b"")] * 6
+
+
+def test_the_end_of_a_process_waits_for_native_calls_and_starts_no_more():
+    script = """
+import threading, time
+from streamloader.storage.process import finished_before_exit
+entered = threading.Event()
+def call():
+    with finished_before_exit():
+        entered.set()
+        time.sleep(0.5)
+        print("finished", flush=True)
+    with finished_before_exit():
+        print("started", flush=True)
+threading.Thread(target=call, daemon=True).start()
+entered.wait()
+"""
+    assert run_python("-c", script).stdout == "finished\n"

@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 
 _UNITS = ((1, "s"), (60, "min"), (3600, "h"))
 MOST_UNITS = 100  # of a unit, before the next one is used
-_NAMES = ("sample_axis", "length", "stride", "step", "history", "lead", "group", "patch", "patch_stride", "channels")
+_NAMES = (
+    *("sample_axis", "length", "stride", "step", "history", "lead", "group", "patch", "patch_stride", "channels"),
+    "zarr_format",
+)
 
 
 def parse_extent(text: str) -> Extent:
@@ -66,6 +69,7 @@ def sampling_options(command: Callable[..., Any]) -> Callable[..., Any]:
             option("--patch", parse=parse_sizes, help="Sizes of patches: y=256,x=256."),
             option("--patch-stride", parse=parse_sizes, help="From one patch to the next; default: its size."),
             option("--channels", help="Arrays to stack into one tensor: z@500,t2m."),
+            option("--zarr-format", parse=int, help="The version of Zarr, 2 or 3; default: what is found."),
         ]
     ):
         command = add(command)
@@ -85,6 +89,7 @@ def take_sampling(options: dict[str, Any]) -> Sampling:
         Window(**lengths) if lengths else None,
         Patch(patch, stride=given["patch_stride"]) if patch else None,
         Channels(*(name.strip() for name in channels.split(","))) if channels else None,
+        zarr_format=given["zarr_format"],
     )
 
 

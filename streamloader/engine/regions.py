@@ -165,7 +165,7 @@ class ArrayFields:
 
     columns: Mapping[str, RegionColumn]
     anchors: Anchors
-    strict: bool = False
+    strict: bool | None = False
     first: int = 0
     left_out: int = 0
 
@@ -342,6 +342,8 @@ class RegionReader:
             targets.append(Target(np.expand_dims(target, picked), first, each.affine))
         place = partial(reader.place, run.request, allocate=allocate)
         found = [place(chunk, body, targets, member.unpacking) for chunk in run.request.chunks]
+        if not all(found):
+            reader.check_exists()
         return found.count(False), found.count(True) * reader.array.chunk_bytes
 
     def _bounds(self, member: Member, each: Slice, low: Bound, high: Bound) -> tuple[Bound, Bound]:

@@ -137,9 +137,9 @@ class OpenedArrays:
         return float(pair[0]), float(pair[1])
 
     @property
-    def strict(self) -> bool:
-        """Whether a missing chunk is an error."""
-        return self.sampling.strict or self.manifest is not None
+    def strict(self) -> bool | None:
+        """Whether a missing chunk is an error; None: only if all chunks of a field are missing."""
+        return True if self.manifest is not None else self.sampling.strict
 
     def read(self, name: str) -> NDArray[Any]:
         """Return all values of an array, unpacked."""
@@ -262,11 +262,13 @@ def open_arrays(
     channels = (name.partition("@")[0] for column in sampling.columns.values() for name in column.names)
     named = dict.fromkeys([*(fields or ()), *(name for name in channels if name not in TIME_CHANNELS)])
     of_window = [] if sampling.windows is None or sampling.windows.group is None else [sampling.windows.group]
-    group = read_group(store, [*named, *of_window], [*getattr(where, "fields", ()), *of_window])
+    others = [*of_window, *(sampling.decode_cf if isinstance(sampling.decode_cf, Mapping) else ())]
+    beside = [*getattr(where, "fields", ()), *of_window]
+    group = read_group(store, [*named, *others], beside, zarr_format=sampling.zarr_format, listing=not named)
     manifest = own_manifest(group)
     if manifest is not None and "beside" in manifest.provenance:
         group = read_rechunked(store, group, [*named, *of_window])
-    opened = OpenedArrays(store, group, sampling, manifest, statistics or store, tuple(named) or ("",))
+    opened = OpenedArrays(group.store, group, sampling, manifest, statistics or store, tuple(named) or ("",))
     if opened.sample_axis in sampling.patch_dims:
         raise UsageError(f"patches along {opened.sample_axis!r}, the sample axis", "give windows=Window(...) for it")
     known = {channel[0] for channel in group.slices}
@@ -285,8 +287,8 @@ def open_arrays(
     columns = {name: _column(name, draft, opened, outputs, lengths) for name, draft in drafts.items()}
     arrays = ArrayFields(columns, anchors, opened.strict, outputs.first, left_out)
     _check_chunks(drafts.values(), memory)
-    manifest = _manifest(store, arrays)
-    return Dataset(store, manifest, tuple(columns), None, arrays)
+    manifest = _manifest(opened.store, arrays)
+    return Dataset(opened.store, manifest, tuple(columns), None, arrays)
 
 
 def _drafts(opened: OpenedArrays, fields: Sequence[str] | None) -> dict[str, Draft]:

@@ -16,13 +16,16 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from streamloader.errors import FieldError, FormatError, NotADatasetError, NotFoundError
-from streamloader.format.opening import get_document, parse_object
+from streamloader.errors import AccessError, FieldError, FormatError, NotADatasetError, NotFoundError
+from streamloader.format.opening import ROOT, get_document, parse_object
+from streamloader.storage import references_store
 from streamloader.storage.process import run_all
 from streamloader.storage.store import Store, join_path
 
 THREADS = 16  # concurrent requests for documents
 MAX_AXES = 32
+DOCUMENTS = (ROOT, ".zarray", ".zgroup")  # of a node, of version 3 and 2
+CONSOLIDATED = ".zmetadata"
 SPARSE = ("data", "indices", "indptr")  # the arrays of a matrix in compressed sparse rows
 # Dtypes of version 3, and filters of version 2, of values of variable length.
 VARIABLE: dict[str, Literal["text", "bytes"]] = {
@@ -275,18 +278,24 @@ def _fill_value(value: Any, dtype: np.dtype[Any]) -> Any:
 class ZarrGroup:
     """A group: its arrays by name, and its attributes. An array on its own is a group of one.
 
+    `store`: has its chunks; that of references, if the URL is that of a folder of them.
     `sparse`: the names of groups in it that are matrices in compressed sparse rows, as AnnData writes them. Arrays of
     these, such as `X/data`, `X/indices` and `X/indptr`, belong to the group too.
 
     Of a dataset that `--rechunk` wrote: its `sample_axis`, and the names of the arrays that are `slices` of others.
     """
 
-    url: str
+    store: Store
     arrays: Mapping[str, ZarrArray]
     attributes: Document
     sparse: frozenset[str] = frozenset()
     sample_axis: str = ""
     slices: Mapping[Channel, str] = field(default_factory=dict)
+
+    @property
+    def url(self) -> str:
+        """The URL."""
+        return self.store.url
 
     @property
     def dense(self) -> dict[str, ZarrArray]:
@@ -307,24 +316,34 @@ class ZarrGroup:
         return self.arrays[name]
 
 
-def read_group(store: Store, named: Collection[str] = (), beside: Collection[str] = ()) -> ZarrGroup:
+def read_group(
+    store: Store,
+    named: Collection[str] = (),
+    beside: Collection[str] = (),
+    *,
+    zarr_format: int | None = None,
+    listing: bool = True,
+) -> ZarrGroup:
     """Return the arrays directly in the group at the store's URL, from its consolidated metadata if it has any.
 
-    Otherwise the documents of all members are read. `named`: arrays and sparse matrices in groups below it, such as
-    `layers/counts`, which belong to the group too, as do the coordinates of these arrays and the arrays `beside` them.
-    Raises `NotADatasetError` if there is no Zarr metadata, and
-    `FormatError` if it is damaged, or for a sparse matrix of another kind than compressed rows.
+    Otherwise the documents of all members are read, without `listing` only those of `named`: arrays and sparse
+    matrices, in groups below it too, such as `layers/counts`, which belong to the group too, as do the coordinates of
+    these arrays and the arrays `beside` them. `zarr_format`: only documents of this version are asked for. Raises
+    `NotADatasetError` if there is no Zarr metadata, and `FormatError` if it is damaged, or for a sparse matrix of
+    another kind than compressed rows.
     """
-    root, documents = _read_root(store)
-    listed = store.children() if documents is None and "shape" not in root else ()
-    documents = {**(documents or {}), **_read_nodes(store, listed)}
+    names = [name for name in DOCUMENTS if zarr_format is None or (name == ROOT) == (zarr_format == 3)]
+    store, root, documents = _read_root(store, names)
+    read = partial(_read_nodes, store, names)
+    complete = documents is not None or listing
+    listed = store.children() if documents is None and listing and "shape" not in root else ()
+    documents = {**(documents or {}), **read(listed)}
     if "shape" not in root:
-        documents |= _read_nodes(store, [name for name in named if "shape" not in documents.get(name, {})])
-        documents |= _read_nodes(
-            store, [path for path in sorted(_paths_beside(documents, beside)) if path not in documents]
-        )
+        documents |= read([name for name in named if "shape" not in documents.get(name, {})])
+        others = _paths_beside(documents, beside, below=complete)
+        documents |= read([path for path in sorted(others) if path not in documents])
     sparse = frozenset(name for name, document in documents.items() if _is_sparse(name, document, strict=name in named))
-    documents |= _read_nodes(store, [f"{name}/{part}" for name in sparse for part in SPARSE])
+    documents |= read([f"{name}/{part}" for name in sparse for part in SPARSE])
     if "shape" in root:
         documents = {store.url.rstrip("/").rpartition("/")[2].partition(".")[0] or "data": root}
         paths = dict.fromkeys(documents, "")
@@ -336,7 +355,7 @@ def read_group(store: Store, named: Collection[str] = (), beside: Collection[str
     arrays = {
         name: ZarrArray.of(paths[name], document, axes) for name, document in documents.items() if "shape" in document
     }
-    return ZarrGroup(store.url, arrays, attributes, sparse)
+    return ZarrGroup(store, arrays, attributes, sparse)
 
 
 def read_rechunked(store: Store, group: ZarrGroup, named: Collection[str]) -> ZarrGroup:
@@ -357,16 +376,20 @@ def read_rechunked(store: Store, group: ZarrGroup, named: Collection[str]) -> Za
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         problem = f"{store.url}/{ARRAYS}/zarr.json is damaged ({error!r})"
         raise FormatError(problem, "copy or convert the dataset again") from error
-    return ZarrGroup(store.url, dict(sorted(arrays.items())), group.attributes, frozenset(), axis, slices)
+    return ZarrGroup(store, dict(sorted(arrays.items())), group.attributes, frozenset(), axis, slices)
 
 
-def _paths_beside(documents: Mapping[str, Document], beside: Collection[str]) -> set[str]:
-    """Return the paths of coordinates of arrays in groups below, and of other arrays: beside them, or above."""
+def _paths_beside(documents: Mapping[str, Document], beside: Collection[str], *, below: bool) -> set[str]:
+    """Return the paths of coordinates of arrays, and of other arrays: beside them, or above.
+
+    With `below`, those in groups below the root only.
+    """
     paths = set()
     for name, document in documents.items():
         folders = name.split("/")[:-1]
         dims = _names(document) if "shape" in document else ()
-        paths |= {"/".join([*folders[: n + 1], other]) for n in range(len(folders)) for other in (*dims, *beside)}
+        levels = range(int(below), len(folders) + 1)
+        paths |= {"/".join([*folders[:level], other]) for level in levels for other in (*dims, *beside)}
     return paths
 
 
@@ -379,59 +402,64 @@ def _is_sparse(name: str, document: Document, *, strict: bool) -> bool:
     return kind == "csr_matrix" and "shape" not in document
 
 
-def _read_root(store: Store) -> tuple[Document, dict[str, Document] | None]:
-    """Return the document of the root, and those of its members if they are consolidated."""
-    try:
-        root = _parsed(store, "zarr.json")
-    except NotFoundError:
-        pass
-    else:
+def _read_root(store: Store, names: Sequence[str]) -> tuple[Store, Document, dict[str, Document] | None]:
+    """Return the store of the group, the document of its root, and those of its members if they are consolidated."""
+    root = _parsed(store, ROOT) if ROOT in names else None
+    if root is not None:
         inline = root.get("consolidated_metadata")
         nodes = inline.get("metadata") if isinstance(inline, Mapping) else None
-        return root, None if nodes is None else {name: node for name, node in nodes.items() if "/" not in name}
-    try:
-        nodes = _parsed(store, ".zmetadata").get("metadata")
-    except NotFoundError:
-        document = _read_node(store, "")
+        return store, root, None if nodes is None else {name: node for name, node in nodes.items() if "/" not in name}
+    consolidated = _parsed(store, CONSOLIDATED) if names[-1] != ROOT else None
+    if consolidated is None:
+        document = _read_node(store, names, "")
         if document is None:
             problem = f"there is no Zarr metadata at {store.url}"
             remedy = "check the URL and the storage_options: it must be that of a Zarr group or array"
-            raise NotADatasetError(problem, remedy) from None
-        return document, None
+            try:
+                get_document(store, names[-1])  # an `AccessError`, if the store hides what there is
+            except NotFoundError as error:
+                raise NotADatasetError(problem, remedy) from error
+        return store, document or {}, None
+    nodes = consolidated.get("metadata")
     if not isinstance(nodes, Mapping):
-        raise FormatError(f"{store.url}/.zmetadata is damaged", "consolidate the metadata again")
+        raise FormatError(f"{store.url}/{CONSOLIDATED} is damaged", "consolidate the metadata again")
+    if "record_size" in consolidated:
+        store = references_store(store)
     members: dict[str, Document] = {}
     for key, node in nodes.items():
         name, _, kind = key.rpartition("/")
         if name and "/" not in name and kind in (".zarray", ".zgroup"):
             members[name] = {**node, "attributes": nodes.get(f"{name}/.zattrs", {})}
-    return {"attributes": nodes.get(".zattrs", {})}, members
+    return store, {"attributes": nodes.get(".zattrs", {})}, members
 
 
-def _read_nodes(store: Store, names: Sequence[str]) -> dict[str, Document]:
+def _read_nodes(store: Store, names: Sequence[str], paths: Sequence[str]) -> dict[str, Document]:
     """Return the documents of the nodes that exist."""
-    found = run_all(partial(_read_node, store), names, THREADS)
-    return {name: document for name, document in zip(names, found, strict=True) if document is not None}
+    found = run_all(partial(_read_node, store, names), paths, THREADS)
+    return {path: document for path, document in zip(paths, found, strict=True) if document is not None}
 
 
-def _read_node(store: Store, path: str) -> Document | None:
-    """Return the document of a node with its attributes, or None if there is no node at the path."""
-    for name in ("zarr.json", ".zarray", ".zgroup"):
-        try:
-            document = _parsed(store, join_path(path, name))
-        except NotFoundError:
-            continue
-        if name == "zarr.json":
-            return document
-        try:
-            return {**document, "attributes": _parsed(store, join_path(path, ".zattrs"))}
-        except NotFoundError:
-            return {**document, "attributes": {}}
+def _read_node(store: Store, names: Sequence[str], path: str) -> Document | None:
+    """Return the document of a node, with one of these names and its attributes, or None if there is no node."""
+    for name in names:
+        document = _parsed(store, join_path(path, name))
+        if document is not None:
+            beside = None if name == ROOT else _parsed(store, join_path(path, ".zattrs"))
+            return document if name == ROOT else {**document, "attributes": beside or {}}
     return None
 
 
-def _parsed(store: Store, path: str) -> dict[str, Any]:
-    return parse_object(get_document(store, path), f"{store.url}/{path}", "write the metadata again")
+def _parsed(store: Store, path: str) -> dict[str, Any] | None:
+    """Return a document, None if it does not exist. A store that must not be listed answers 403 then."""
+    try:
+        data = get_document(store, path)
+    except NotFoundError:
+        return None
+    except AccessError as error:
+        if not error.may_be_missing:
+            raise
+        return None
+    return parse_object(data, f"{store.url}/{path}", "write the metadata again")
 
 
 def _dimensions(document: Document, axes: tuple[str, ...]) -> tuple[str, ...]:

@@ -12,7 +12,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from streamloader.errors import CorruptError, FieldError, MissingObjectError, NotFoundError
+from streamloader.errors import (
+    AccessError,
+    CorruptError,
+    FieldError,
+    MissingObjectError,
+    NotFoundError,
+    StreamloaderError,
+)
 from streamloader.format.cf import Unpacking
 from streamloader.format.opening import reread
 from streamloader.format.reader import GAP_BYTES, MAX_REQUEST
@@ -35,6 +42,8 @@ Place = tuple[int, ...]  # of a chunk in the grid of an array
 ABSENT = empty_buffer(0)  # in place of the body of an object that does not exist
 INDEX_CACHE_BYTES = 64 << 20
 READ_THREADS = 8
+PROBES = 256  # objects that are asked for to know whether an array has any
+_MAYBE_MISSING = (NotFoundError, AccessError, MissingObjectError)
 
 
 class Target(NamedTuple):
@@ -68,10 +77,12 @@ class ArrayRun(NamedTuple):
 class ArrayReader:
     """Reads chunks of one array; thread-safe. A missing chunk has the fill value, or is an error if `strict`.
 
+    With `strict=False`, also the chunks of a page of references that is missing have the fill value.
+
     Raises `FormatError` for metadata, a fill value or a codec that cannot be used.
     """
 
-    def __init__(self, store: Store, array: ZarrArray, *, strict: bool = False) -> None:
+    def __init__(self, store: Store, array: ZarrArray, *, strict: bool | None = None) -> None:
         self.array = array
         self.codec: ChunkCodec = chunk_codec(array)
         self.strict = strict
@@ -79,6 +90,7 @@ class ArrayReader:
         self._store = store
         self._indexes: OrderedDict[Place, Index] = OrderedDict()
         self._lock = threading.Lock()
+        self._present = ""  # the path of an object that was read
         self._index_codec = None if array.sharding is None else index_codec(array)
 
     @property
@@ -151,9 +163,50 @@ class ArrayReader:
     def fetch(self, reader: RangeReader, run: ArrayRun, allocate: Allocate | None = None) -> memoryview:
         """Return the bytes of a run by one request, without retries; `ABSENT` if its object does not exist."""
         try:
-            return reader.read(run.path, run.start, run.stop, allocate)
-        except NotFoundError:
+            body = reader.read(run.path, run.start, run.stop, allocate)
+        except _MAYBE_MISSING as error:
+            self._check_missing(error)
             return ABSENT
+        self._present = run.path if run.stop else self._present
+        return body
+
+    def _check_missing(self, error: StreamloaderError) -> None:
+        """Raise the error of a read, unless the object is missing: a 403 says so if another one can be read now."""
+        if isinstance(error, MissingObjectError):  # a page of references
+            is_missing = self.strict is False
+        else:
+            is_missing = not isinstance(error, AccessError) or (error.may_be_missing and self._find(again=True))
+        if not is_missing:
+            raise error
+
+    def check_exists(self) -> None:
+        """Raise `MissingObjectError` if no object of the array is found, unless `strict` is False.
+
+        Up to `PROBES` are asked for, evenly spread over the array.
+        """
+        if self.strict is None and not self._find():
+            problem = f"no chunk of the array {self._store.child(self.array.path).url} exists"
+            raise MissingObjectError(problem, "check the URL, or read its fill value with strict=False")
+
+    def _find(self, *, again: bool = False) -> bool:
+        """Return whether an object of the array can be read; with `again` not only once."""
+        if self._present and not again:
+            return True
+        array = self.array
+        grid = [-(-n // size) for n, size in zip(array.shape, array.stored_chunks, strict=True)]
+        numbers = range(0, prod(grid), max(1, -(-prod(grid) // PROBES)))
+        places = (tuple(map(int, np.unravel_index(number, grid))) for number in numbers)
+        paths = [self._present] if self._present else [array.object_key(place) for place in places]
+        self._present = next(filter(None, run_all(self._readable, paths, READ_THREADS)), "")
+        return self._present != ""
+
+    def _readable(self, path: str) -> str:
+        """Return the path of an object if it can be read, else an empty one."""
+        try:
+            self._store.reader().read(path, 0, 1)
+        except _MAYBE_MISSING:
+            return ""
+        return path
 
     def decode(self, run: ArrayRun, chunk: StoredChunk, body: memoryview, out: NDArray[Any] | None) -> Any:
         """Return a chunk of a response as an array, None if it is missing.
@@ -274,8 +327,10 @@ class ArrayReader:
         try:
             last = index_is_last(self.array)
             data = self._store.get_tail(path, size) if last else self._store.get_range(path, 0, size)
-        except NotFoundError:
+        except _MAYBE_MISSING as error:
+            self._check_missing(error)
             return np.full(count, -1), np.full(count, -1)
+        self._present = path
         remedy = "restore the object, or write the shard again"
         if len(data) != size:
             raise CorruptError(f"{self._store.url}/{path} has {len(data)} bytes, its index takes {size}", remedy)

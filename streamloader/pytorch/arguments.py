@@ -69,9 +69,10 @@ class Source:
     patches: Patch | None = None
     channels: Channels | Mapping[str, Channels] | None = None
     decode_cf: bool | Mapping[str, bool] = True
-    strict: bool = False
+    strict: bool | None = None
     normalize: Normalize = None
     version: int | None = None
+    zarr_format: int | None = None
 
     @classmethod
     def of(cls, url: str, split: str | None, storage_options: Mapping[str, Any] | None, sampling: Sampling) -> Source:

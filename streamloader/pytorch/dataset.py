@@ -52,8 +52,9 @@ class StreamingDataset(BaseDataset):
     To read arrays of any Zarr store in place: `sample_axis`: the dimension that samples lie along, by name or number.
     `windows`: a `Window` of several elements of it. `patches`: a `Patch` of other dimensions. `channels`: arrays that
     are stacked into one tensor, `Channels(...)` or a dict of these by name. `decode_cf`: unpack values by their
-    attributes, as netCDF's conventions say; in a dict of bools by array, other arrays are True. `strict`: a missing
-    chunk is an error; else its elements have the fill value. `normalize`: (mean, std) by name of an array or a channel,
+    attributes, as netCDF's conventions say; in a dict of bools by array, other arrays are True. `strict`: True:
+    a missing chunk is an error; None: only if a field has none; False: its elements have the fill value. `zarr_format`:
+    2 or 3, if it is not to be found out. `normalize`: (mean, std) by name of an array or a channel,
     for (x - mean) / std as floats; or the path or URL of the file that `streamloader stats` writes; True reads what it
     saved in the dataset. Then `where` selects elements of the sample axis, also by times, `slice("2001-01", None)`.
     All of these read the fields of fixed shape of a streamloader dataset too, without `sample_axis`.
@@ -89,9 +90,10 @@ class StreamingDataset(BaseDataset):
         patches: Patch | None = None,
         channels: Channels | Mapping[str, Channels] | None = None,
         decode_cf: bool | Mapping[str, bool] = True,
-        strict: bool = False,
+        strict: bool | None = None,
         normalize: Normalize = None,
         version: int | None = None,
+        zarr_format: int | None = None,
     ) -> None:
         given = Arguments(
             *(batch_size, remainder, with_index, skip_steps, steps_per_epoch, on_batch),
@@ -104,6 +106,7 @@ class StreamingDataset(BaseDataset):
             strict=strict,
             normalize=normalize,
             version=version,
+            zarr_format=zarr_format,
         )
         super().__init__([source], given, shuffle=shuffle, seed=seed, world=world)
         if (batch_size or 1) > max(1, self.num_samples):

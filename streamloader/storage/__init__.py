@@ -14,9 +14,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from streamloader.storage.store import ObjectInfo, RangeReader, Store, check_protocol
-from streamloader.storage.url import parse_location, url_text
+from streamloader.storage.url import REFERENCES, parse_location, url_text
 
-__all__ = ["ObjectInfo", "RangeReader", "Store", "open_store", "references_url"]
+__all__ = ["ObjectInfo", "RangeReader", "Store", "open_store", "references_store", "references_url"]
 REFERENCE_FILES = (".json", ".parq", ".parquet")  # ends of URLs that are references to the arrays of other files
 
 
@@ -30,6 +30,14 @@ def open_store(url: str | os.PathLike[str], options: Mapping[str, Any] | None = 
     location = parse_location(url, options)
     check_protocol(location)
     return Store(location)
+
+
+def references_store(store: Store) -> Store:
+    """Return the store of the references in a folder of Parquet, which `store` shows as a folder."""
+    location = store.location.child(store.folder)
+    if location.protocol in REFERENCES:
+        return store
+    return open_store(f"reference://::{location.target}", {**location.options, "retry": location.retry})
 
 
 def references_url(url: str | os.PathLike[str]) -> str:

@@ -4,25 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import importlib
-from collections.abc import Coroutine
+import re
+from collections.abc import Coroutine, Mapping
 from typing import Any, TypeVar
 
-from streamloader.errors import UnsupportedError
+from streamloader.errors import AccessError, UnsupportedError
 from streamloader.storage.buffers import Allocate, Buffer
 from streamloader.storage.generic import ReadOnlyClient
 from streamloader.storage.process import finished_before_exit, forked_after_obstore, note_obstore_use, run_all
+from streamloader.storage.retry import client_errors
 from streamloader.storage.store import ObjectInfo
 from streamloader.storage.url import Location
 
 Result = TypeVar("Result")
-_REPOSITORY_OPTIONS = ("branch", "tag", "snapshot_id")
+_SNAPSHOT_OPTIONS = ("branch", "tag", "snapshot_id")
 
 
 class IcechunkClient(ReadOnlyClient):
     """A client of one snapshot of an Icechunk repository, by the package of that name, which reads its chunks.
 
     The storage options `branch`, `tag` or `snapshot_id` choose the snapshot, the branch `main` by default; the others
-    are those of icechunk's storage.
+    are those of icechunk's storage. Chunks in other objects are read below the URLs in `authorize_virtual_chunk_access`
+    only, with the `credentials` for each of these, anonymously without any: whoever wrote the repository chose them.
     """
 
     def __init__(self, location: Location) -> None:
@@ -31,9 +34,12 @@ class IcechunkClient(ReadOnlyClient):
             raise UnsupportedError(problem, "start processes with forkserver or spawn")
         icechunk = importlib.import_module("icechunk")
         super().__init__(None, location.retry, "")
-        chosen = {name: value for name, value in location.options.items() if name in _REPOSITORY_OPTIONS}
+        options = dict(location.options)
+        chosen = {name: options.pop(name) for name in _SNAPSHOT_OPTIONS if name in options}
+        access = _virtual_access(icechunk, options)
         with finished_before_exit():
-            repository = icechunk.Repository.open(_icechunk_storage(icechunk, location))
+            storage = _icechunk_storage(icechunk, location, options)
+            repository = icechunk.Repository.open(storage, authorize_virtual_chunk_access=access)
             session = repository.readonly_session(**(chosen or {"branch": "main"}))
         note_obstore_use()
         self._store = session.store
@@ -66,7 +72,15 @@ class IcechunkClient(ReadOnlyClient):
         async def read() -> Any:
             return await self._store.get(path, default_buffer_prototype(), requested)
 
-        buffer = _run(read())
+        try:
+            buffer = _run(read())
+        except client_errors() as error:
+            denied = re.search(r"url prefix (\S+?), .*authorize", str(error))
+            if denied is None:
+                raise
+            remedy = f"if you trust it, give storage_options={{'authorize_virtual_chunk_access': [{denied[1]!r}]}}"
+            problem = f"the chunk {path} is in another object, below {denied[1]}"
+            raise AccessError(problem, f"{remedy}, and credentials= if it needs any") from error
         if buffer is None:
             raise FileNotFoundError(path)
         return bytes(buffer.to_bytes())
@@ -82,17 +96,39 @@ def _run(coroutine: Coroutine[Any, Any, Result]) -> Result:
         return run_all(asyncio.run, [coroutine], 2)[0]
 
 
-def _icechunk_storage(icechunk: Any, location: Location) -> Any:
+def _virtual_access(icechunk: Any, options: dict[str, Any]) -> Any:
+    """Return icechunk's credentials by URL prefix, and remove the options that describe them. Raises TypeError."""
+    authorized = options.pop("authorize_virtual_chunk_access", None) or ()
+    if not isinstance(authorized, Mapping):
+        names = [authorized] if isinstance(authorized, str) else authorized
+        authorized = {name: {"anonymous": True} for name in names}
+    given = {**authorized, **(options.pop("credentials", None) or {})}
+    return icechunk.containers_credentials({name: _credentials(icechunk, name, each) for name, each in given.items()})
+
+
+def _credentials(icechunk: Any, url: str, options: Any) -> Any:
+    """Return icechunk's credentials for a URL, None for a web server or local files, which need none."""
+    kind = {"s3": "s3", "gs": "gcs", "gcs": "gcs", "az": "azure"}.get(url.partition("://")[0])
+    if not isinstance(options, Mapping):
+        return options  # icechunk's own; None allows those of the environment
+    return None if kind is None else getattr(icechunk, f"{kind}_credentials")(**_renamed(options))
+
+
+def _renamed(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options with icechunk's names of those of s3fs."""
+    names = {"key": "access_key_id", "secret": "secret_access_key", "token": "session_token", "anon": "anonymous"}
+    return {names.get(name, name): value for name, value in options.items()}
+
+
+def _icechunk_storage(icechunk: Any, location: Location, options: dict[str, Any]) -> Any:
     """Return icechunk's storage of a URL. Raises `UnsupportedError` for another protocol, TypeError for an option."""
-    options = {name: value for name, value in location.options.items() if name not in _REPOSITORY_OPTIONS}
     url = location.target.split("::", 1)[1]
     protocol, _, path = url.rpartition("://")
     if protocol in ("", "file", "local"):
         return icechunk.local_filesystem_storage(path, **options)
     bucket, _, prefix = path.partition("/")
     if protocol in ("s3", "s3a"):
-        names = {"key": "access_key_id", "secret": "secret_access_key", "token": "session_token", "anon": "anonymous"}
-        options = {names.get(name, name): value for name, value in options.items()}
+        options = _renamed(options)
         if str(options.get("endpoint_url", "")).startswith("http://"):
             options = {"allow_http": True, "force_path_style": True, **options}
         if "access_key_id" not in options and "anonymous" not in options:

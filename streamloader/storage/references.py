@@ -289,7 +289,8 @@ class ReferenceClient(ReadOnlyClient):
             return store.reader().read(name, begin, end, allocate)
         except NotFoundError as error:  # no missing chunk: that has no reference
             remedy = "restore it, or correct the URL in the references"
-            problem = f"{path} is a range of {redact(found.url)}, which cannot be found ({error.problem})"
+            where = f"{path!r} in {self._shown}"
+            problem = f"{where} is a range of {redact(found.url)}, which cannot be found ({error.problem})"
             raise StorageError(problem, remedy) from error
 
     def info(self, path: str) -> ObjectInfo | None:

@@ -81,6 +81,7 @@ _DENIED = (
     "UnauthorizedSSOTokenError UnauthenticatedError DefaultCredentialsError RefreshError ClientAuthenticationError "
     "PermissionDeniedError"
 )
+_NO_REASON = ("", "403", "AccessDenied", "Forbidden")  # codes of a 403 that a missing object may get
 _UNREACHABLE = (
     "Unreachable EndpointConnectionError ConnectTimeoutError ProxyConnectionError SSLError gaierror "
     "ClientConnectorError ConnectionRefusedError ServiceRequestError InvalidURL"
@@ -283,6 +284,8 @@ def storage_error(error: BaseException, url: str, secrets: Secrets = NO_SECRETS)
         return StorageError(f"{url}: {detail}", "check the store and storage_options")
     ours = rule.kind(f"{url}: {rule.problem} ({detail})", rule.remedy)
     ours.retry_after = facts.wait
+    if isinstance(ours, AccessError):
+        ours.may_be_missing = facts.status == 403 and facts.code in _NO_REASON
     if rule.attempts is not None:
         ours.attempts = rule.attempts
     return ours

@@ -298,6 +298,9 @@ def check_protocol(location: Location) -> None:
             raise UnsupportedError(f"{location.shown} needs the package icechunk", "pip install icechunk")
         return
     for protocol in (link.split("://", 1)[0] for link in location.target.split("::")):
+        if protocol in REFERENCES:  # fsspec's own would evaluate what is in the file
+            problem = f"{location.shown}: references are not supported inside a chain"
+            raise UnsupportedError(problem, f"begin the URL with {protocol}://::")
         try:
             importlib.import_module("fsspec").get_filesystem_class(protocol)
         except ValueError:

@@ -160,6 +160,7 @@ def open_slices(listing: Listing, selection: FieldSelection) -> Source:
     inner = listing.inner.strip("/")
     store = listing.store.child(inner) if inner else listing.store
     group = read_group(store, [channel.partition("@")[0] for channel in selection.rechunk])
+    store = group.store
     chosen = {channel: group.array(channel.partition("@")[0]) for channel in selection.rechunk}
     firsts = {array.dims[:1]: channel for channel, array in chosen.items()}
     axis = selection.sample_axis or "".join(next(iter(firsts)))
