@@ -1,6 +1,7 @@
 """The caller's transform: reproducible at any world size, the same in processes, and its failures named."""
 
 import datetime
+import os
 import subprocess
 import sys
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from datasets import before_error, numbers
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils.data import DataLoader
 from torchrun import environment
 from transform_tasks import NoMessage, Odd, Raising, kills_itself, noisy, summed, unpicklable
 
@@ -178,8 +180,66 @@ def test_a_value_that_cannot_be_stacked_is_named(url, value, shown, batch_size):
         return {"y": value if sample["label"] == datasets.value("label", 57) else torch.zeros(2)}
 
     ds = StreamingDataset(url, batch_size=batch_size, transform=transform, shuffle=False)
+    if batch_size is None and "in shapes" in shown:
+        assert [tuple(sample["y"].shape) for sample in ds] == [(2 + (i == 57),) for i in range(N)]
+        return
     with pytest.raises(TransformError, match=shown):
         list(ds)
+
+
+def many_sizes(sample: dict[str, Any]) -> dict[str, Any]:
+    i = int(sample["label"]) + 2**40
+    tensor = torch.full((2, 1 + i % 3), i)
+    return {"array": sample["x"][: i % 5], "tensor": tensor, "number": i, "name": sample["name"], f"only{i % 2}": b"x"}
+
+
+def test_without_a_batch_samples_of_any_sizes_and_keys_come_as_they_are(url):
+    ds = StreamingDataset(url, batch_size=None, transform=many_sizes, with_index=True)
+    seen = []
+    for sample in ds:
+        i = int(sample["index"])
+        seen.append(i)
+        assert sample["array"].tolist() == datasets.value("x", i)[: i % 5].tolist()
+        assert sample["tensor"].tolist() == [[i] * (1 + i % 3)] * 2
+        assert (sample["number"].item(), sample["name"]) == (i, datasets.value("name", i))
+        assert sample[f"only{i % 2}"] == b"x"
+        assert sample["valid"].item()
+    assert sorted(seen) == list(range(N))
+    loader = DataLoader(ds, batch_size=8, collate_fn=lambda samples: samples)
+    assert [len(samples) for samples in loader] == [8] * 25 + [3]
+
+
+@pytest.mark.parametrize("batch_size", [16, None])
+def test_a_ragged_field_stays_ragged_through_a_transform(url, batch_size):
+    def cut(sample: dict[str, Any]) -> dict[str, Any]:
+        return {**sample, "tok": sample["tok"][:2], "few": sample["tok"][:0]}
+
+    for change in (lambda sample: sample, cut):
+        plain = StreamingDataset(url, batch_size=batch_size)
+        for expected, found in zip(plain, StreamingDataset(url, batch_size=batch_size, transform=change), strict=True):
+            if change is not cut:
+                assert {name: str(value) for name, value in found.items()} == {
+                    name: str(value) for name, value in expected.items()
+                }
+            elif batch_size:
+                lengths = torch.diff(expected["tok_offsets"]).clamp(max=2)
+                assert torch.diff(found["tok_offsets"]).tolist() == lengths.tolist()
+                assert found["few"].shape == (16, 0)
+            else:
+                assert found["tok"].tolist() == expected["tok"][:2].tolist()
+
+
+def process_id(sample: dict[str, Any]) -> dict[str, Any]:
+    return {"process": os.getpid()}
+
+
+def test_transform_workers_are_started_once_for_all_epochs(url):
+    ds = StreamingDataset(url, batch_size=16, transform=process_id, transform_workers=2)
+    epochs = [{int(i) for batch in ds for i in batch["process"]} for _ in range(4)]
+    assert all(epoch == epochs[0] for epoch in epochs)
+    assert len(epochs[0]) == 2
+    ds.close()
+    assert len({int(i) for batch in ds for i in batch["process"]} | epochs[0]) == 4
 
 
 @pytest.mark.parametrize(

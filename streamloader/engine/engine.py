@@ -43,7 +43,7 @@ from streamloader.engine.memory import (
 )
 from streamloader.engine.regions import RegionReader
 from streamloader.engine.stages import Batch, LoaderConfig, StageOptions, Stages, WorkerThreads
-from streamloader.engine.transform import HeldTransform
+from streamloader.engine.transform import HeldTransform, TransformProcess
 from streamloader.errors import EngineError, ForkError, MemoryBudgetError, StreamloaderError, wrapped
 from streamloader.format.codecs import scratch_bytes
 from streamloader.format.manifest import FieldLayout
@@ -101,6 +101,7 @@ class Engine:
             return run.next_pass()
         # After a second pass more are likely: from then on the next pass is loaded while the current one drains.
         endless = run is not None and run.passes > 0
+        processes = [] if run is None else run.processes
         if run is not None:
             run.close()
         resident, budget = self.plan_memory(plan.need)
@@ -114,12 +115,12 @@ class Engine:
             names=self._names,
             streamed=streamed,
             resident={name: self._resident[name] for name in resident},
-            stack_images=plan.steps_at_once == 1 and self._transform is None,
+            batched=plan.steps_at_once == 1,
             transform=None if self._transform is None else weakref.ref(self._transform),
             seed=plan.seed,
         )
         # before other threads start, since it raises for an invalid transform
-        stages = Stages(options, memory, budget.cores, self.counters)
+        stages = Stages(options, memory, budget.cores, self.counters, processes)
         limits = self._pace, self._hedging
         fetcher = Fetcher(self.datasets, tuple(streamed), limits, memory, budget=budget, counters=self.counters)
         planned = plans(plan._replace(held=not streamed, chunk=self._first_chunk(plan, streamed)), endless=endless)
@@ -353,6 +354,7 @@ class Run:
 
     def __init__(self, core: Assembler, first: EpochPlan, transform: HeldTransform | None, *, endless: bool) -> None:
         self.core = core
+        self.processes: list[TransformProcess] = []  # of a complete pass, for the next one
         self.passes = 0  # that their consumers completed
         self._begun = 0  # passes
         self._upcoming = first
@@ -418,6 +420,8 @@ class Pipeline:
                 self._run.passes += 1
                 if self._run.alive:
                     self._close.detach()
+                else:
+                    self._run.processes = self._run.core.stages.release_processes()
                 self.close()
                 raise StopIteration
             self._finish(batch)

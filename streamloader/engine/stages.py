@@ -21,6 +21,7 @@ from streamloader.engine.memory import LIVE_BATCHES, Buffers, Memory
 from streamloader.engine.regions import ARRAYS
 from streamloader.engine.transform import (
     HeldTransform,
+    Ragged,
     RngKey,
     Sample,
     Tensors,
@@ -107,26 +108,17 @@ def _run(jobs: SimpleQueue[tuple[Job, OnError] | None]) -> None:
         del entry, job, on_error  # an idle thread must not keep the data of its last job alive
 
 
-class Ragged(NamedTuple):
-    """The concatenated ragged samples of a batch: sample i is `values[offsets[i]:offsets[i + 1]]`.
-
-    `values` has shape (sum of lengths, *inner), `offsets` is int64 of shape (samples + 1,). Packed `values` have shape
-    (rows, length): offsets refer to the flattened array, and values after the last offset are padding.
-    """
-
-    values: NDArray[Any]
-    offsets: NDArray[np.int64]
-
-
 @dataclass
 class Batch:
     """A batch in the making: `columns` by field (ndarray, list or `Ragged`), complete or failed once `finished` is set.
 
+    `singles`: the columns of each sample, of one row, if transformed samples are not batched.
     `places`: the number of `READY_BATCHES` that it counts as; more than one if it is much larger than the mean.
     """
 
     plan: BatchPlan
     columns: dict[str, Any] = field(default_factory=dict)
+    singles: Sequence[dict[str, Any]] | None = None
     error: StreamloaderError | None = None
     places: int = 1
     finished: threading.Event = field(default_factory=threading.Event)
@@ -246,18 +238,22 @@ class LoaderConfig:
 class StageOptions(NamedTuple):
     """The options of `Stages` for one pass. A batch has the columns `names`, in this order.
 
-    `streamed` fields come from the arena; `resident` fields are complete arrays in memory. `stack_images`: the images
-    of a batch are one array, so they must have one size; images for a transform, and of single samples, are a list of
-    arrays. `seed` keys the random numbers of the transform, with the plan's epoch and positions.
+    `streamed` fields come from the arena; `resident` fields are complete arrays in memory. `batched`: samples form
+    batches. `seed` keys the random numbers of the transform, with the plan's epoch and positions.
     """
 
     config: LoaderConfig
     names: tuple[str, ...]
     streamed: Mapping[str, FieldLayout]
     resident: Mapping[str, NDArray[Any]]
-    stack_images: bool
+    batched: bool
     transform: weakref.ref[HeldTransform] | None
     seed: int
+
+    @property
+    def stack_images(self) -> bool:
+        """Whether the images of a batch are one array, so that they must have one size, and not a list of arrays."""
+        return self.batched and self.transform is None
 
 
 # How long the interpreter's exit waits for the image or the transform that a thread is running.
@@ -267,7 +263,14 @@ EXIT_SECONDS = 5.0
 class Stages:
     """Gathers, decodes and transforms batches. Threads hold this object, never the `Pipeline`."""
 
-    def __init__(self, options: StageOptions, memory: Memory, threads: int, counters: Counters) -> None:
+    def __init__(
+        self,
+        options: StageOptions,
+        memory: Memory,
+        threads: int,
+        counters: Counters,
+        processes: Sequence[TransformProcess] = (),
+    ) -> None:
         self._options, self._config = options, options.config
         self.transforms = options.transform is not None
         self._arena = memory.arena
@@ -277,13 +280,13 @@ class Stages:
         self._variable = [
             name for name, of in options.streamed.items() if not of.field.fixed and name not in options.config.decoders
         ]
+        self._ragged = [name for name, of in options.streamed.items() if of.field.kind == "ragged"]
         self.decodes = bool(options.config.decoders)
-        self._processes: list[TransformProcess] = []
+        self._processes = list(processes)
         if options.transform is not None:
             transform = self._held_transform()
-            self._processes = [
-                TransformProcess(transform, options.config.tensors) for _ in range(options.config.transform_workers)
-            ]
+            for _ in range(options.config.transform_workers - len(processes)):
+                self._processes.append(TransformProcess(transform, options.config.tensors))
             self._with_rng = takes_rng(transform)
         self._closed = False
         self._decode = WorkerThreads("decode", threads if options.config.decoders else 0)
@@ -346,6 +349,11 @@ class Stages:
             threads.close()
         for process in self._processes:
             process.close()
+
+    def release_processes(self) -> list[TransformProcess]:
+        """Return the transform processes after the last batch, for the next pass; `close` does not end them."""
+        processes, self._processes = self._processes, []
+        return processes
 
     def join(self, seconds: float) -> bool:
         """Wait at most `seconds` for each thread; return whether all have ended."""
@@ -470,7 +478,11 @@ class Stages:
         return held.call
 
     def _finish_transform(self, batch: Batch, samples: Sequence[Sample]) -> None:
-        batch.columns = collate(samples, batch.plan.samples.tolist(), self._config.tensors)
+        numbers, tensors = batch.plan.samples.tolist(), self._config.tensors
+        if self._options.batched:
+            batch.columns = collate(samples, numbers, tensors, self._ragged)
+        else:
+            batch.singles = [collate([one], [number], tensors) for one, number in zip(samples, numbers, strict=True)]
         batch.finished.set()
 
 

@@ -17,12 +17,24 @@ from pkgutil import resolve_name
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from streamloader.errors import EngineError, TransformError, UsageError, message
 from streamloader.format.values import as_array
 
 Transform = Callable[..., Any]
 Sample = dict[str, Any]
+
+
+class Ragged(NamedTuple):
+    """The concatenated ragged samples of a batch: sample i is `values[offsets[i]:offsets[i + 1]]`.
+
+    `values` has shape (sum of lengths, *inner), `offsets` is int64 of shape (samples + 1,). Packed `values` have shape
+    (rows, length): offsets refer to the flattened array, and values after the last offset are padding.
+    """
+
+    values: NDArray[Any]
+    offsets: NDArray[np.int64]
 
 
 class Tensors(NamedTuple):
@@ -94,23 +106,29 @@ def apply(
     return out
 
 
-def collate(samples: Sequence[Sample], numbers: Sequence[int], tensors: Tensors | None = None) -> dict[str, Any]:
+def collate(
+    samples: Sequence[Sample], numbers: Sequence[int], tensors: Tensors | None = None, ragged: Sequence[str] = ()
+) -> dict[str, Any]:
     """Return samples as batch columns: arrays, tensors and numbers are stacked, other values become lists.
 
-    `numbers`: the sample numbers. Raises `TransformError`, which names the field and, if known, the sample.
+    Arrays of the fields `ragged` are concatenated. `numbers`: the sample numbers. Raises `TransformError`, which names
+    the field and, if known, the sample.
     """
     names = list(samples[0]) if samples else []
     for sample, number in zip(samples, numbers, strict=True):
         if list(sample) != names:
             problem = f"the transform returned keys {list(sample)} for sample {number} after {names}"
             raise TransformError(problem, "return the same keys, in the same order, for every sample")
-    return {name: _column(name, [sample[name] for sample in samples], numbers, tensors) for name in names}
+    columns = {name: [sample[name] for sample in samples] for name in names}
+    return {name: _column(name, columns[name], numbers, tensors, name in ragged) for name in names}
 
 
-def _column(name: str, values: list[Any], numbers: Sequence[int], tensors: Tensors | None) -> Any:
+def _column(name: str, values: list[Any], numbers: Sequence[int], tensors: Tensors | None, ragged: bool) -> Any:
     if isinstance(values[0], (str, bytes, list, dict, tuple)) or values[0] is None:
         return values
     try:
+        if ragged and all(isinstance(value, np.ndarray) for value in values):
+            return Ragged(np.concatenate(values), np.cumsum([0, *map(len, values)], dtype=np.int64))
         column = None if tensors is None else tensors.stack(name, values, numbers)
         return _stack(name, values, numbers) if column is None else column
     except TransformError:

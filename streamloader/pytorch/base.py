@@ -152,7 +152,7 @@ class Pass(SharedIterator):
             if not self._format.samples:
                 steps = split_steps(batch)
                 return [(to_tensors(columns, plan, self._format), len(plan.samples)) for plan, columns in steps]
-            samples = list(to_samples(batch.columns, batch.plan, self._format))
+            samples = list(to_samples(batch, self._format))
             return [(sample, 0 if number else len(samples)) for number, sample in enumerate(samples)]
         except BaseException:
             self.end()  # this batch is lost, and a later one must not take its place
@@ -208,6 +208,15 @@ def warn_of_costs(share: EpochShare, workers: int, repeated: int, *, fresh: bool
     ):
         if warning:
             warnings.warn(warning, stacklevel=3)
+
+
+def warn_of_repeats(epoch: int) -> None:
+    """Warn that a loop that ends early begins the same epoch again and again."""
+    warnings.warn(
+        f"epoch {epoch} begins anew: a loop that ends early does not advance the epoch, so it gets the same batches "
+        "each time; let steps_per_epoch= end it, call set_epoch(), or load a state to go on where it stopped",
+        stacklevel=3,
+    )
 
 
 def check_guarded() -> None:
@@ -408,7 +417,7 @@ class BaseDataset(IterableDataset[dict[str, Any]]):
 
     def _begin_epoch(self, rank: World, number: int, count: int) -> Position:
         """Return where the pass of worker `number` of `count` begins, and let the other workers begin there too."""
-        if self._options.steps_per_epoch is not None:
+        if (steps := self._options.steps_per_epoch) is not None:
             self._start = self._current
         start = self._begin(rank, count)
         lanes = self._start.lanes
@@ -422,7 +431,11 @@ class BaseDataset(IterableDataset[dict[str, Any]]):
         warn_of_costs(share, count, repeated, fresh=start.position == 0, shuffle=bool(start.lanes))
         if start.lanes != lanes and (rank.rank, number) == (0, 0):
             warn_of_lanes(rank.size, lanes, start.lanes)
-        self._epochs.begin(number, count, start.epoch)
+        again = self._epochs.begin(number, count, start.epoch)
+        # the batches of the pass before, if it is incomplete; one may be a look at the data
+        left = self._at[1] if isinstance(self._at, tuple) else int(in_worker())
+        if (rank.rank, number) == (0, 0) and again and left and again + left > 2 and steps is None:
+            warn_of_repeats(start.epoch)
         self._start = self._at = start
         return begin
 

@@ -201,11 +201,11 @@ class SharedEpochs:
     """The epoch of the next pass: the minimum over the workers of the last pass, or the epoch that was set since."""
 
     def __init__(self) -> None:
-        sizes = (1, 1, 1, 1, 1, len(POSITION_NAMES), MAX_WORKERS, MAX_WORKERS)
+        sizes = (1, 1, 1, 1, 1, 1, len(POSITION_NAMES), MAX_WORKERS, MAX_WORKERS)
         shared = torch.zeros(sum(sizes), dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
         fields = shared.split(sizes)
-        self._chosen, self._workers, self._reader, self._begun, self._version, self._position, *of_workers = fields
-        self._next, self._loaded = of_workers
+        self._chosen, self._workers, self._reader, self._begun, self._again, self._version, *others = fields
+        self._position, self._next, self._loaded = others
         self._seen_version = 0  # of the published position, by this copy
         self._name = uuid4().hex
 
@@ -239,17 +239,21 @@ class SharedEpochs:
             if lock is not None:
                 lock.close()
 
-    def begin(self, worker: int, workers: int, epoch: int) -> None:
-        """Record that a worker, one of `workers`, starts a pass of `epoch`.
+    def begin(self, worker: int, workers: int, epoch: int) -> int:
+        """Record that a worker, one of `workers`, starts a pass of `epoch`; return how often it has begun anew before.
 
         The first one to start records it for all, since it may finish before others have started.
         """
+        if not worker:
+            anew = int(self._reader) and int(self._begun) == epoch
+            self._again.fill_(int(self._again) + 1 if anew else 0)
         if int(self._workers) != workers:
             self._next[:workers] = epoch
             self._workers.fill_(workers)
         self._next[worker] = epoch
         self._begun.fill_(epoch)
         self._reader.fill_(os.getpid())
+        return int(self._again)
 
     def load(self, worker: int, workers: int, epoch: int) -> None:
         """Record that a worker, one of `workers`, has loaded a state of `epoch`."""

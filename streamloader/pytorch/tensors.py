@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from streamloader.engine.stages import Ragged
-from streamloader.engine.transform import Tensors, check_shapes
+from streamloader.engine.stages import Batch
+from streamloader.engine.transform import Ragged, Tensors, check_shapes
 from streamloader.errors import TransformError
 from streamloader.order.schedule import BatchPlan
 
@@ -73,8 +73,15 @@ def numbers(
     return {name: torch.from_numpy(values) for name, values in columns.items()}
 
 
-def to_samples(columns: Mapping[str, Any], plan: BatchPlan, form: BatchFormat) -> Iterator[dict[str, Any]]:
+def to_samples(batch: Batch, form: BatchFormat) -> Iterator[dict[str, Any]]:
     """Yield the samples of a batch: tensors without the batch axis, and elements of lists."""
+    columns, plan = batch.columns, batch.plan
+    if batch.singles is not None:
+        others = to_tensors({}, plan, form)
+        for i, single in enumerate(batch.singles):
+            values = to_tensors(single, plan, BatchFormat(samples=True, with_index=False, with_valid=False))
+            yield {name: column[0] for name, column in values.items()} | {name: of[i] for name, of in others.items()}
+        return
     out = to_tensors(columns, plan, form)
     for name, column in columns.items():
         if isinstance(column, Ragged):
