@@ -199,6 +199,24 @@ def test_a_slice_is_named_by_its_value_whatever_its_coordinate(tmp_path):
     np.testing.assert_array_equal(sl.open(tmp_path / "out")[:]["q_500"], values[:, 1])
 
 
+def test_arrays_of_groups_below_keep_their_coordinates(tmp_path):
+    root = zarr.open_group(tmp_path / "x.zarr", mode="w")
+    root.create_array("g/time", data=np.array([0, 1, 2, 10, 11, 12]), dimension_names=["time"]).attrs["units"] = (
+        "hours since 2001-01-01"
+    )
+    root.create_array("g/level", data=np.array([500, 850]), dimension_names=["level"])
+    values = np.arange(24).reshape(6, 2, 2)
+    root.create_array("g/z", data=values, dimension_names=["time", "level", "x"])
+    sl.convert(tmp_path / "x.zarr", str(tmp_path / "y"), rechunk=["g/z"])
+    options = {"sample_axis": "time", "windows": sl.Window("2h"), "channels": sl.Channels("g/z@850")}
+    for name in ("x.zarr", "y"):
+        dataset = sl.StreamingDataset(tmp_path / name, batch_size=4, with_index=True, **options)
+        (batch,) = dataset
+        for first, found in zip(batch["index"].tolist(), batch["channels"].numpy(), strict=True):
+            np.testing.assert_array_equal(found[:, 0], values[first : first + 2, 1])
+        assert sorted(batch["index"].tolist()) == [0, 1, 3, 4]
+
+
 def test_a_conversion_in_processes_and_a_shuffled_one_hold_the_same_rows(tmp_path):
     for name, options in (("a", {"workers": 2}), ("b", {"workers": 0, "shuffle": 3})):
         sl.convert(

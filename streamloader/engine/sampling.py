@@ -266,8 +266,9 @@ def open_arrays(
     beside = [*getattr(where, "fields", ()), *of_window]
     group = read_group(store, [*named, *others], beside, zarr_format=sampling.zarr_format, listing=not named)
     manifest = own_manifest(group)
-    if manifest is not None and "beside" in manifest.provenance:
-        group = read_rechunked(store, group, [*named, *of_window])
+    stored = None if manifest is None else manifest.provenance.get("beside")
+    if isinstance(stored, list):
+        group = read_rechunked(store, group, list(map(str, stored)))
     opened = OpenedArrays(group.store, group, sampling, manifest, statistics or store, tuple(named) or ("",))
     if opened.sample_axis in sampling.patch_dims:
         raise UsageError(f"patches along {opened.sample_axis!r}, the sample axis", "give windows=Window(...) for it")

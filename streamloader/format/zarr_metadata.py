@@ -361,7 +361,7 @@ def read_group(
 def read_rechunked(store: Store, group: ZarrGroup, named: Collection[str]) -> ZarrGroup:
     """Return the group of a dataset that `--rechunk` wrote, with the names and coordinates of the store it came from.
 
-    Raises `FormatError` if what is stored beside the fields is damaged.
+    `named`: the arrays that are stored beside the fields. Raises `FormatError` if these are damaged.
     """
     beside = read_group(store.child(ARRAYS), [name for name in named if "/" in name])
     arrays = {name: replace(array, path=join_path(ARRAYS, name)) for name, array in beside.arrays.items()}

@@ -170,7 +170,8 @@ def open_slices(listing: Listing, selection: FieldSelection) -> Source:
         raise SourceError(problem, "name the dimension of the samples with --sample-axis")
     used = {dim for array in chosen.values() for dim in array.dims}
     kept = {name: array for name, array in group.dense.items() if array.holds_numbers and name not in chosen}
-    coordinates = {name: array for name, array in kept.items() if array.dims == (name,) and name in used - {axis}}
+    others = [(dim,) for dim in used - {axis}]
+    coordinates = {n: a for n, a in kept.items() if a.dims == (n.rpartition("/")[2],) and a.dims in others}
     along = {name: array for name, array in chosen.items() if axis in array.dims}
     along |= {name: array for name, array in kept.items() if array.dims == (axis,)}  # `where=` compares them
     beside = {**coordinates, **{name: array for name, array in chosen.items() if name not in along}}
