@@ -186,7 +186,7 @@ def _time_units(array: ZarrArray) -> TimeUnits | None:
         return TimeUnits.of_numpy(str(options.get("unit")), options.get("scale_factor", 1))
     if isinstance(raw, str) and raw.lstrip("<>|=").startswith("M8"):
         return TimeUnits.of_numpy(*np.datetime_data(np.dtype(raw)))
-    return TimeUnits.parse(str(array.attributes.get("units", "")), str(array.attributes.get("calendar", "")))
+    return TimeUnits.parse(str(array.attributes.get("units", "")), str(array.attributes.get("calendar") or ""))
 
 
 def select_elements(opened: OpenedArrays, coordinate: Coordinate, where: Any) -> Ints:

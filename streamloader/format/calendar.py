@@ -207,7 +207,9 @@ class TimeUnits:
     def of_numpy(cls, unit: str, count: int) -> TimeUnits | None:
         """Return those of numpy's datetime64 in `count` units; None for months and years."""
         found, calendar = parse_unit(unit), _CALENDARS["proleptic_gregorian"]
-        return None if found is None else cls(found * count, calendar, calendar.day(1970, 1, 1) * DAY)
+        if found is None or type(count) is not int or count < 1:
+            return None
+        return cls(found * count, calendar, calendar.day(1970, 1, 1) * DAY)
 
     def times(self, values: NDArray[Any]) -> Ints:
         """Return the times of values, exactly; floats of minutes or more to the millisecond. NaN is `MISSING`."""
