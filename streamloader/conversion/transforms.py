@@ -451,8 +451,8 @@ def recode_source(source: Source, recode: Recode) -> Source:
     if not images:
         fields = ", ".join(f"{name}: {field}" for name, field in source.fields.items())
         raise UsageError(f"{source.url} has no images to re-encode ({fields})", "leave --resize and --quality out")
-    boxes = source.fields.get("boxes")
-    if recode.size is not None and boxes is not None and boxes.kind == "ragged" and boxes.shape == (4,):
+    boxes = source.fields.get("boxes", Field("text"))
+    if recode.size is not None and (boxes.kind, boxes.shape) == ("ragged", (4,)):
         problem = f"resize would move the pixels of {source.url}, and its field 'boxes' would keep its coordinates"
         raise UsageError(
             problem, "resize when you read, Decode(size=, boxes='boxes'), or leave boxes out with --fields"

@@ -420,17 +420,17 @@ class Stages:
         """Move boxes and key points with their images, and add the columns of what is left of them, and of crops."""
         for name, crop in crops.items():
             options = self._config.decoders[name].options
-            move = partial(move_boxes, form=options.box_format)
             if options.boxes is not None:
-                batch.columns |= _moved(options.boxes, batch.columns, crop, partial(move, size=options.size))
+                move = partial(move_boxes, size=options.size, form=options.box_format)
+                batch.columns |= _moved(options.boxes, batch.columns, crop, move)
             if options.keypoints is not None:
                 batch.columns |= _moved(options.keypoints, batch.columns, crop, partial(move_points, size=options.size))
-            if options.masks is not None:
-                for row in np.flatnonzero((crops[options.masks] != crop).any(1))[:1].tolist():
-                    problem = (
-                        f"sample {batch.plan.samples[row]}: the sizes of {name!r} and its {options.masks!r} differ"
-                    )
-                    raise DecodeError(problem, "store masks of the size of their image, as it is after it is turned")
+            differing = (crops[options.masks or name] != crop).any(1)
+            if differing.any():
+                problem = (
+                    f"sample {batch.plan.samples[differing][0]}: {name!r} and its {options.masks!r} differ in size"
+                )
+                raise DecodeError(problem, "store masks of the size of their image, as it is after it is turned")
             if options.with_crop:
                 batch.columns[f"{name}_crop"] = crop
         self._start_transform(batch)

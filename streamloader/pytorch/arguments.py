@@ -236,23 +236,22 @@ def choose_decoders(fields: Mapping[str, Field], choice: DecodeChoice) -> dict[s
 
 def _check_targets(fields: Mapping[str, Field], options: Mapping[str, Decode]) -> None:
     """Raise `FieldError` unless fields can be moved with their images, `UsageError` if boxes would stay behind."""
-    given = [(option, getattr(decode, option)) for decode in options.values() for option in _TARGETS]
-    named = {name: option for option, name in given if name is not None}
-    for name, option in named.items():
+    given = [(getattr(decode, option), option) for decode in options.values() for option in _TARGETS]
+    named = [(name, option) for name, option in given if name is not None]
+    for name, option in named:
         field = fields.get(name)
         if field is None or (field.kind == "bytes") != (option == "masks") or field.shape[-1:] not in _TARGETS[option]:
             problem = f"Decode({option}={name!r}) names a field that is {field or 'not fetched'}"
             raise FieldError(problem, "boxes have 4 numbers, key points 2 or 3, and masks are encoded images")
-        if sum(name == other for _, other in given) > 1:
-            raise UsageError(f"Decode names the field {name!r} for several images", "give decode= a dict by image")
-    added = [f"{name}_valid" for name, option in named.items() if option != "masks"]
-    added += [f"{name}_crop" for name, decode in options.items() if decode.with_crop]
-    taken = next((column for column in added if column in fields), None)
-    if taken is not None:
-        raise FieldError(f"the dataset has a field {taken!r}, and the batch a column of that name", "rename the field")
-    boxes = fields.get("boxes")
-    moved = any(decode.size for decode in options.values()) and not any(d.with_crop for d in options.values())
-    if moved and "boxes" not in named and boxes is not None and boxes.kind == "ragged" and boxes.shape == (4,):
+    moved = [name for name, _ in named]
+    columns = [*(fields.keys() - moved), *moved, *(f"{name}_crop" for name in options if options[name].with_crop)]
+    columns += [f"{name}_valid" for name, option in named if option != "masks"]
+    twice = sorted(column for column in set(columns) if columns.count(column) > 1)
+    if twice:
+        raise UsageError(f"a batch would have the column {twice[0]!r} twice", "name it for one image, or leave it out")
+    boxes = fields.get("boxes", Field("text"))
+    resized = any(decode.size for decode in options.values()) and not any(d.with_crop for d in options.values())
+    if resized and "boxes" not in moved and (boxes.kind, boxes.shape) == ("ragged", (4,)):
         problem = "Decode(size=) moves the pixels, and the field 'boxes' would keep its coordinates"
         remedy = "give Decode(boxes='boxes') to move it too, Decode(with_crop=True) to get the crops, or other fields="
         raise UsageError(problem, remedy)
