@@ -15,6 +15,7 @@ from zarr_stores import samples_of
 
 import streamloader as sl
 from streamloader import errors
+from streamloader.engine.coordinates import Coordinate
 
 
 @pytest.fixture(autouse=True)
@@ -130,6 +131,32 @@ def test_descending_times_give_targets_after_inputs(tmp_path):
     assert sorted(found) == [3, 4, 5, 6, 7, 8, 9]
     levels = write(tmp_path / "y.zarr", np.arange(10)[::-1].copy(), units="")
     assert windows_of(levels, windows=sl.Window(history=2, lead=1))[0][0] == ([0, 1], [2])
+
+
+@pytest.mark.parametrize("patches", [None, sl.Patch({"y": 8, "x": 40}), sl.Patch({"y": 8, "x": 8})])
+@pytest.mark.parametrize("windows", [sl.Window(history="3h", lead="2h"), sl.Window(history=2, lead=1), sl.Window(4)])
+def test_boxes_of_descending_times_are_in_the_order_of_time(windows, patches, tmp_path):
+    url = write(tmp_path / "x.zarr", np.arange(20)[::-1].copy())
+    values = np.arange(20 * 40 * 40, dtype="f4").reshape(20, 40, 40)
+    zarr.open_group(url).create_array("z", data=values, chunks=(7, 40, 40), dimension_names=["time", "y", "x"])
+    options = {"sample_axis": "time", "windows": windows, "patches": patches, "fields": ["z"], "with_index": True}
+    for sample in samples_of(list(sl.StreamingDataset(url, batch_size=4, **options))):
+        y, x = (int(sample.get(f"index_{dim}", 0)) for dim in "yx")
+        height, width = (40, 40) if patches is None else patches.size.values()
+        after = int(sample["index"])  # elements before it are later
+        for name in ("z", "z_target") if windows.lead else ("z",):
+            count = len(sample[name])
+            wanted = values[after - count + 1 : after + 1][::-1, y : y + height, x : x + width]
+            np.testing.assert_array_equal(sample[name], wanted)
+            after -= count
+
+
+def test_an_axis_without_a_coordinate_takes_no_memory():
+    """Such as that of a flat array of tokens."""
+    coordinate = Coordinate("token", "", 10**15, None)
+    segments = np.array([[0, 10**15]])
+    assert coordinate.usual(segments) == 1
+    assert coordinate.gaps(segments).size == 0
 
 
 @pytest.mark.parametrize("dtype", ["f4", "f8", "i4", "u4", "datetime64[s]"])

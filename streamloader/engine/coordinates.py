@@ -52,8 +52,7 @@ class Coordinate:
     @cached_property
     def _places(self) -> NDArray[np.float64]:
         """The values, less the first one if they are integers, so that differences are exact. NaN is missing."""
-        if self.values is None:
-            return np.arange(self.length, dtype=np.float64)
+        assert self.values is not None
         if self.values.dtype.kind == "f":
             return self.values.astype(np.float64)
         wide = self.values.astype(np.int64)
@@ -61,8 +60,10 @@ class Coordinate:
 
     def usual(self, segments: Ints) -> float:
         """Return the usual difference of neighbours in the segments, in units of the values; it has their sign."""
+        if self.values is None:
+            return 1.0
         steps = self._steps(segments)[1]
-        steps = np.diff(self._places) if not steps.size else steps
+        steps = steps if steps.size else np.diff(self._places)
         steps = steps[np.isfinite(steps)]
         return float(np.quantile(steps, 0.5, method="nearest")) if steps.size else 1.0
 
@@ -115,9 +116,8 @@ class Coordinate:
 
     def _lasts(self, passed: NDArray[np.float64], duration: float) -> NDArray[np.bool_]:
         """Return which differences of values are a duration, but for the rounding of floats."""
-        kind = self.values.dtype if self.values is not None and self.values.dtype.kind == "f" else np.float64
-        largest = np.max(np.abs(self._places), initial=0, where=np.isfinite(self._places))
-        rounding = 2 * float(np.spacing(np.asarray(largest, kind)))
+        floats = self.values if self.values is not None and self.values.dtype.kind == "f" else self._places
+        rounding = 2 * float(np.spacing(np.max(np.abs(floats), initial=0, where=np.isfinite(floats))))
         return np.asarray(np.abs(np.abs(passed) - duration) <= max(EXACT * duration, rounding))
 
     def keep_spans(self, spans: Iterable[Span], anchors: Ints) -> NDArray[np.bool_]:
