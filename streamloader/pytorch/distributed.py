@@ -201,7 +201,7 @@ class SharedEpochs:
     """The epoch of the next pass: the minimum over the workers of the last pass, or the epoch that was set since."""
 
     def __init__(self) -> None:
-        sizes = (1, 1, 1, 1, 1, 1, len(POSITION_NAMES), MAX_WORKERS, MAX_WORKERS)
+        sizes = (1, 1, 1, 1, 2, 1, len(POSITION_NAMES), MAX_WORKERS, MAX_WORKERS)
         shared = torch.zeros(sum(sizes), dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
         fields = shared.split(sizes)
         self._chosen, self._workers, self._reader, self._begun, self._again, self._version, *others = fields
@@ -245,20 +245,21 @@ class SharedEpochs:
         The first one to start records it for all, since it may finish before others have started.
         """
         if not worker:
-            anew = int(self._reader) and int(self._begun) == epoch
-            self._again.fill_(int(self._again) + 1 if anew else 0)
+            before, again = self._again.tolist()
+            self._again.copy_(torch.tensor([~epoch, again + 1 if before == ~epoch else 0]))
         if int(self._workers) != workers:
             self._next[:workers] = epoch
             self._workers.fill_(workers)
         self._next[worker] = epoch
         self._begun.fill_(epoch)
         self._reader.fill_(os.getpid())
-        return int(self._again)
+        return int(self._again[1])
 
     def load(self, worker: int, workers: int, epoch: int) -> None:
         """Record that a worker, one of `workers`, has loaded a state of `epoch`."""
         with self.choosing(workers):
             self.begin(worker, workers, epoch)
+            self._again.zero_()
         self._loaded[worker] = epoch
 
     def first_loaded(self, workers: int) -> int:
@@ -274,6 +275,7 @@ class SharedEpochs:
         """Set the epoch of the next pass: the user set it, or loaded a state."""
         self._begun.fill_(epoch)
         self._reader.zero_()
+        self._again.zero_()
         if self.next_epoch() != epoch:
             self._workers.zero_()
             self._chosen.fill_(epoch)
