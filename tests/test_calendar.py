@@ -16,7 +16,16 @@ CALENDARS = [
     *("noleap", "365_day", "all_leap", "366_day", "360_day"),
 ]
 UNITS = {"microseconds": 1, "milliseconds": 10**3, "seconds": 10**6, "minutes": 60 * 10**6, "hours": HOUR, "days": DAY}
-ORIGINS = ["1-1-1", "1500-02-28 18:00", "1582-10-04", "1582-10-15", "1583-03-01", "1900-02-28", "2000-02-29"]
+ORIGINS = [
+    "1-1-1",
+    "1500-02-28 18:00",
+    "1582-10-04",
+    "1582-10-15",
+    "1583-03-01",
+    "1900-02-28",
+    "2000-02-29",
+    "-5-12-30",
+]
 units = st.sampled_from(list(UNITS))
 calendars = st.sampled_from(CALENDARS)
 # days around the years that differ, and far ones
@@ -97,6 +106,14 @@ def test_units_are_read_as_people_write_them(text, unit):
     assert found.unit == unit
     assert found.calendar.format(found.origin) == "2000-01-01T00:00:00"
     assert found.origin % DAY == 0
+
+
+@pytest.mark.parametrize("calendar", ["standard", "julian"])
+def test_julian_days_begin_in_the_year_before_the_common_era_that_has_no_year_0(calendar):
+    text, number = "days since -4713-01-01 12:00", 2451545 + (13 if calendar == "julian" else 0)
+    found = TimeUnits.parse(text, calendar)
+    assert found.calendar.format(int(found.times(np.array([number]))[0])) == "2000-01-01T12:00:00"
+    assert of_cftime([number], text, calendar)[0].isoformat() == "2000-01-01T12:00:00"
 
 
 def test_months_have_a_length_in_years_of_360_days_only():

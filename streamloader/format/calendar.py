@@ -88,10 +88,9 @@ class Calendar:
     def day(self, year: int, month: int, day: int) -> int:
         """Return the number of a day. Raises `ValueError` for one that the calendar does not have."""
         date = year, month, day
-        late = date > (1582, 10, 14)
-        months = self._months(year, late)
-        absent = self.starts is _mixed and date > (1582, 10, 4) and not late
-        absent |= self.starts in (_julian, _mixed) and year < 1
+        late, from_1 = date > (1582, 10, 14), self.starts in (_julian, _mixed)
+        months = self._months(year + (from_1 and year < 0), late)  # the year -1 comes before the year 1
+        absent = (from_1 and year == 0) or (self.starts is _mixed and date > (1582, 10, 4) and not late)
         if absent or not 1 <= month <= 12 or not 1 <= day <= months[month] - months[month - 1]:
             raise ValueError(f"the {self.name} calendar has no {year:04}-{month:02}-{day:02}")
         return months[month - 1] + day - 1
