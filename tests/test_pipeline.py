@@ -18,48 +18,18 @@ from torchrun import run_python
 from transform_tasks import NoMessage
 
 from streamloader.errors import EndpointError, EngineError, StorageError, ThrottledError, TransientError
-from streamloader.format.reader import FieldReader
 from streamloader.format.writer import Writer
 from streamloader.options import Layout, RetryPolicy, Shuffle
-from streamloader.order.epoch_order import EpochOrder, OrderParams
+from streamloader.order.epoch_order import EpochOrder
 from streamloader.order.schedule import Share, World
 from streamloader.pytorch.dataset import StreamingDataset
 
 FIELDS = ["x", "label", "tok", "name"]
-LARGE_ROWS = Layout(shard_size=2 << 20, block_size=320_000, chunk_size=80_000, codec="none")
 
 
 @pytest.fixture(scope="module")
 def folder(data: Any) -> Path:
     return Path(data(512, "x", "label"))
-
-
-@pytest.mark.parametrize("position", [0, 256])
-def test_a_first_batch_waits_for_its_chunks_and_not_for_their_blocks(position, tmp_path, monkeypatch):
-    """No block belongs to two lanes: each of its parts would be read with the whole chunk between them."""
-    rows = np.arange(640 * 5000, dtype=np.float32).reshape(640, 5000)  # of 20 KB, which stay in their chunks
-    with Writer(tmp_path, {"x": "float32[5000]"}, layout=LARGE_ROWS, num_samples=640) as out:
-        out.write_batch({"x": rows})
-    shuffle = Shuffle(block=16, lanes=4, window=64)
-    ds = StreamingDataset(tmp_path, batch_size=32, shuffle=shuffle, with_index=True)
-    ds.load_state_dict({**ds.state_dict(), "position": position})
-    chunk = ds._datasets[0].manifest.fields["x"].chunk
-    assert 16 % chunk == 0 and chunk < 16
-    fetched: list[tuple[int, int]] = []
-    fetch = FieldReader.fetch
-
-    def record(self: FieldReader, reader: Any, run: Any, *rest: Any) -> memoryview:
-        fetched.append((run.first_sample, run.first_sample + run.num_samples))
-        return fetch(self, reader, run, *rest)
-
-    monkeypatch.setattr(FieldReader, "fetch", record)
-    batches = iter(ds)
-    first = next(batches)["index"].tolist()
-    of_first = [run for run in fetched if any(run[0] <= i < run[1] for i in first)]
-    assert sum(stop - start for start, stop in of_first) < 16 * len(of_first)
-    for start, stop in of_first:  # it begins and ends with a chunk that the batch needs
-        assert {start // chunk, (stop - 1) // chunk} <= {i // chunk for i in first}
-    assert first + seen(batches) == EpochOrder(640, OrderParams(16, 4, 64), 0, 0).samples_at(position, 640).tolist()
 
 
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from streamloader.errors import UsageError
 from streamloader.order import schedule as planner
 from streamloader.order.epoch_order import EpochOrder, OrderParams
-from streamloader.order.schedule import BLOCK_PARTS, BatchPlan, BlockRef, Share, World
+from streamloader.order.schedule import BatchPlan, BlockRef, Share, World
 
 
 @contextmanager
@@ -75,12 +75,12 @@ class Engine:
         assert not self.live
 
 
-def check_replay(share: Share, start: int, steps_at_once: int = 1, chunk: int = 0) -> Engine:
+def check_replay(share: Share, start: int, steps_at_once: int = 1) -> Engine:
     """Replays the plans against `Share.positions` and `EpochOrder.samples_at`."""
     order, engine, steps = share.order, Engine(), 0
     truth = order.samples_at(0, order.num_samples)
     taken: list[tuple[int, int]] = []
-    for plan in engine.run(share.plans(start, None, steps_at_once, chunk=chunk)):
+    for plan in engine.run(share.plans(start, None, steps_at_once)):
         assert plan.step == steps
         places = [start + step * share.global_batch for step in range(steps, share.num_steps(start))][:steps_at_once]
         positions = np.concatenate([share.positions(place) for place in places])
@@ -95,7 +95,7 @@ def check_replay(share: Share, start: int, steps_at_once: int = 1, chunk: int = 
         taken += [(first % order.lanes, ref.start) for first, ref in zip(firsts, plan.needs, strict=True)]
     assert steps == share.num_steps(start)
     assert share.remainder == "pad" or len(set(taken)) == len(taken)  # no unit and no lane's block is fetched twice
-    assert engine.most_live <= (BLOCK_PARTS if chunk else 1) * share.slots_needed(steps_at_once)
+    assert engine.most_live <= share.slots_needed(steps_at_once)
     with pytest.raises(UsageError, match="no step starts at position"):
         share.samples(start + share.global_steps(start) * share.global_batch)
     return engine
@@ -110,23 +110,6 @@ def test_replay_gives_the_samples_of_the_positions_within_the_slots(run, steps_a
     if not share.order.shuffle:
         unit, end = share.unit, share.num_samples
         assert all(ref.start % unit == 0 and ref.stop == min(ref.start + unit, end) for ref in engine.fetched)
-
-
-@settings(max_examples=300, deadline=None)
-@given(runs(), st.integers(1, 4), st.booleans(), st.integers(1, 20))
-def test_the_first_plan_may_fetch_the_chunks_that_it_needs_and_the_rest_is_fetched_later(run, steps, short, chunk):
-    share, start = run
-    with spans(short=short):
-        engine = check_replay(share, start, steps, chunk)
-        plans = list(share.plans(start, None, steps, chunk=chunk))
-        whole = [ref for plan in share.plans(start, None, steps) for ref in plan.needs]
-    for ref in plans[0].needs if plans else ():
-        needed = plans[0].samples[plans[0].tickets == ref.ticket] // chunk
-        assert (ref.start // chunk, (ref.stop - 1) // chunk) == (needed.min(), needed.max())
-    if share.divides and share.remainder == "uneven":  # no sample is fetched twice
-        parts, blocks = ([i for ref in refs for i in range(ref.start, ref.stop)] for refs in (engine.fetched, whole))
-        assert len(set(parts)) == len(parts) and set(parts) <= set(blocks)
-        assert start or len(parts) == len(blocks)
 
 
 @settings(max_examples=40, deadline=None)

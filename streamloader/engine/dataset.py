@@ -157,7 +157,7 @@ class EpochPlan(NamedTuple):
     """One rank's pass over an epoch from `position` on, `steps_at_once` steps in each plan.
 
     `gaps`: the skipped steps of this epoch and later ones. `seed` keys the random numbers of crops and transforms,
-    with epoch and position. `held`: every field is resident, so plans contain no blocks. `chunk`: as of `Part.plans`.
+    with epoch and position. `held`: every field is resident, so plans contain no blocks.
     """
 
     share: EpochShare
@@ -167,7 +167,6 @@ class EpochPlan(NamedTuple):
     numbers: SampleNumbers = SampleNumbers()
     gaps: Gaps = NO_GAPS
     held: bool = False
-    chunk: int = 0
 
     @property
     def need(self) -> Need:
@@ -178,7 +177,7 @@ class EpochPlan(NamedTuple):
         """Return the pass over the next epoch."""
         epoch = self.share.epoch
         share = self.share.at_epoch(epoch + 1)
-        return self._replace(share=share, position=0, gaps=self.gaps.after(epoch), chunk=0)  # it is loaded ahead
+        return self._replace(share=share, position=0, gaps=self.gaps.after(epoch))
 
     def batches(self, first_ticket: int = 0) -> Iterator[BatchPlan]:
         """Yield the plans of the pass, with tickets from `first_ticket` on; `samples` are numbers among all samples.
@@ -188,7 +187,7 @@ class EpochPlan(NamedTuple):
         ticket = first_ticket
         for start, stop in self.gaps.parts(self.share.epoch, self.position):
             begin = min(start, self.share.num_samples)
-            for plan in self.share.plans(begin, stop, self.steps_at_once, ticket, held=self.held, chunk=self.chunk):
+            for plan in self.share.plans(begin, stop, self.steps_at_once, ticket, held=self.held):
                 ticket += len(plan.needs)
                 samples = self.numbers.among_all(plan.samples)
                 yield plan if samples is plan.samples else plan._replace(samples=samples)

@@ -38,7 +38,6 @@ from streamloader.engine.memory import (
     Memory,
     allot,
     allowance,
-    in_parts,
     in_slots,
 )
 from streamloader.engine.regions import RegionReader
@@ -49,7 +48,7 @@ from streamloader.format.codecs import scratch_bytes
 from streamloader.format.manifest import FieldLayout
 from streamloader.format.reader import MAX_REQUEST, FieldReader
 from streamloader.options import MIB
-from streamloader.order.schedule import LOOK_AHEAD_ROWS, PLANNED_ROWS, BatchPlan, BlockRef, Need, Share
+from streamloader.order.schedule import LOOK_AHEAD_ROWS, PLANNED_ROWS, BatchPlan, BlockRef, Need
 from streamloader.stats import Counters
 from streamloader.storage.process import SIGNAL_SECONDS, Owner, finalize, take
 
@@ -123,7 +122,7 @@ class Engine:
         stages = Stages(options, memory, budget.cores, self.counters, processes)
         limits = self._pace, self._hedging
         fetcher = Fetcher(self.datasets, tuple(streamed), limits, memory, budget=budget, counters=self.counters)
-        planned = plans(plan._replace(held=not streamed, chunk=self._first_chunk(plan, streamed)), endless=endless)
+        planned = plans(plan._replace(held=not streamed), endless=endless)
         prefetcher = Prefetcher(planned, most=min(PLANNED, max(2, PLANNED_ROWS // plan.need.rows)))
         core = Assembler(prefetcher, fetcher, stages, memory, budget=budget, counters=self.counters)
         self.run = Run(core, plan, self._transform, endless=endless)
@@ -138,16 +137,6 @@ class Engine:
         run, self.run = self.run, None
         if run is not None:
             run.close()
-
-    def _first_chunk(self, plan: EpochPlan, layouts: Mapping[str, FieldLayout]) -> int:
-        """Return the samples of a chunk, if the first batch is to wait for its chunks instead of whole blocks.
-
-        0 if blocks cannot be cut between chunks, since fields differ in them, samples are selected or the datasets are
-        mixed; or if each part would take a slot of a whole block.
-        """
-        chunks = {layout.chunk for layout in layouts.values()}
-        plain = isinstance(plan.share, Share) and self.datasets[0].selection is None
-        return chunks.pop() if plain and len(chunks) == 1 and in_parts(layouts) else 0
 
     def _load_resident(self, names: Sequence[str]) -> None:
         self._closed = threading.Event()

@@ -25,7 +25,7 @@ from streamloader.errors import MemoryBudgetError
 from streamloader.format.codecs import Items
 from streamloader.format.manifest import FieldLayout
 from streamloader.options import MIB
-from streamloader.order.schedule import BLOCK_PARTS, BatchPlan
+from streamloader.order.schedule import BatchPlan
 from streamloader.stats import Counters
 from streamloader.storage.process import cpu_count
 
@@ -44,11 +44,6 @@ HUGE_BYTES = 1 << 22
 def in_slots(layout: FieldLayout) -> bool:
     """Return whether the rows of a field are copied into slots; otherwise slots refer to items of decoded chunks."""
     return layout.field.fixed and layout.field.item_bytes < LARGE_ROW and layout.codec != ARRAYS
-
-
-def in_parts(layouts: Mapping[str, FieldLayout]) -> bool:
-    """Return whether blocks may be fetched in parts: a slot without rows costs nothing until it is used."""
-    return not any(in_slots(layout) or layout.codec == ARRAYS for layout in layouts.values())
 
 
 class Arena:
@@ -72,8 +67,6 @@ class Arena:
         self.shape = (dict(layouts), slots, block, self.fills_batches, keeps)
         self._batch_memory = batch_memory
         self._batch_rows: dict[int, BatchRow] = {}  # by ticket
-        if in_parts(layouts):
-            slots *= BLOCK_PARTS
         self._count = slots
         self._free = list(range(slots))
         self._fixed: dict[str, Column] = {

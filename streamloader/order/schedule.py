@@ -104,24 +104,15 @@ class Part:
         return np.concatenate([samples for _, samples in self.read_held(span)])
 
     def plans(
-        self,
-        position: int,
-        stop: int | None = None,
-        steps_at_once: int = 1,
-        ticket: int = 0,
-        *,
-        held: bool = False,
-        chunk: int = 0,
+        self, position: int, stop: int | None = None, steps_at_once: int = 1, ticket: int = 0, *, held: bool = False
     ) -> Iterator[BatchPlan]:
         """Yield the plans of the rank's batches from a position to `stop`, or to the end of the epoch.
 
         A plan has the rows of `steps_at_once` steps, the last one of a span perhaps of fewer; more than one for steps
         of a single sample. Tickets count from `ticket`, so that schedules can follow one another. `held`: every field
-        is resident, so plans name samples and no blocks. `chunk`: samples of a chunk; the first plan then waits only
-        for the chunks from the first to the last that it needs of each block. 0: it waits for whole blocks.
+        is resident, so plans name samples and no blocks.
         """
         live: dict[Any, int] = {}
-        edges: dict[Any, Ints] = {}  # of the blocks of the first plan
         rows = self.batch * steps_at_once
         for span in cut_spans(self, position, self.num_steps(position, stop), steps_at_once):
             starts = range(span.first_step, span.first_step + span.steps, steps_at_once)
@@ -131,9 +122,6 @@ class Part:
                     yield from self._cut(rows, (np.zeros(samples.size, np.int64), samples, samples, positions), labels)
                 continue
             reads, parts = self.read(span, live)
-            if chunk and not span.first_step:
-                edges = _edges_of_needed(reads, rows, chunk)
-            reads = _split_blocks(reads, edges) if edges else reads
             tickets, opened, labels = _assign_tickets(reads, live, ticket, starts, rows)
             begin = 0
             for positions in parts:
@@ -143,7 +131,6 @@ class Part:
                 begin += positions.size
             ticket += opened
             live = {reads.keys[i]: int(tickets[i]) for i in np.flatnonzero((tickets >= 0) & ~reads.finished)}
-            edges = {key: edges[key] for key in edges if any((*key, i) in live for i in range(edges[key].size))}
 
     def _cut(self, rows: int, columns: tuple[Ints, Ints, Ints, Ints], labels: Labels) -> Iterator[BatchPlan]:
         """Yield plans of `rows` rows each. `columns`: the tickets, rows, samples and positions of all rows."""
@@ -363,7 +350,6 @@ Positions = Callable[[], Iterator[Ints]]
 Key = tuple[int, int]  # (lane, ordinal of the block); without shuffle (0, number of the unit)
 Item = TypeVar("Item")
 
-BLOCK_PARTS = 3  # the most fetches of a block: see `_edges_of_needed`
 MAX_ROWS = 2**22  # rows of a span, which bound the memory of planning: see `Need`
 PART_ROWS = 2**15  # rows whose positions are computed together
 FIRST_STEPS = 64  # maximum steps of the first span, for which the first batch waits
@@ -448,45 +434,6 @@ def read_lanes(order: EpochOrder, positions: Positions, span: Span, live: Collec
     start, end, finished = join_blocks(parts)
     first = order.block_numbers(np.array([key[1] for key in keys], np.int64)) * order.params.block
     return BlockReads(keys, first + start, first + end, finished | span.last, *rows)
-
-
-def _edges_of_needed(reads: BlockReads, count: int, chunk: int) -> dict[Any, Ints]:
-    """Return the first row of each part of the blocks that the first `count` rows need a part of, by key.
-
-    The part from the first needed chunk to the last is fetched on its own, and so is what is before and after it.
-    """
-    by_block = np.argsort(reads.block[:count], kind="stable")
-    blocks, first = np.unique(reads.block[:count][by_block], return_index=True)
-    samples = reads.start[reads.block[by_block]] + reads.row[by_block]
-    low = np.minimum.reduceat(samples, first) // chunk * chunk
-    high = (np.maximum.reduceat(samples, first) // chunk + 1) * chunk
-    columns = (blocks, reads.start[blocks], reads.stop[blocks], low, high)
-    edges: dict[Any, Ints] = {}
-    for block, start, stop, *needed in zip(*(column.tolist() for column in columns), strict=True):
-        inner = [edge - start for edge in needed if start < edge < stop]
-        if inner:
-            edges[reads.keys[block]] = np.array([0, *inner], np.int64)
-    return edges
-
-
-def _split_blocks(reads: BlockReads, edges: Mapping[Any, Ints]) -> BlockReads:
-    """Return the reads with the blocks of `edges` in parts, each with the key of its block and its number."""
-    whole = np.zeros(1, np.int64)
-    parts = [edges.get(key, whole) for key in reads.keys]
-    counts = np.array([part.size for part in parts], np.int64)
-    low, width = np.concatenate(parts), int((reads.stop - reads.start).max(initial=0)) + 1
-    first = np.repeat(np.arange(counts.size) * width, counts) + low
-    block = np.searchsorted(first, reads.block.astype(np.int64) * width + reads.row, side="right") - 1
-    start = np.repeat(reads.start, counts) + low
-    ends = np.cumsum(counts)
-    stop = np.append(start[1:], 0)
-    stop[ends - 1] = reads.stop
-    keys = [
-        key if part is whole else (*key, i)
-        for key, part in zip(reads.keys, parts, strict=True)
-        for i in range(part.size)
-    ]
-    return BlockReads(keys, start, stop, np.repeat(reads.finished, counts), block, reads.row - low[block])
 
 
 def join_blocks(parts: Sequence[BlockReads]) -> tuple[Ints, Ints, NDArray[np.bool_]]:
