@@ -133,7 +133,7 @@ def test_a_sparse_matrix_that_is_incomplete_is_no_field_unless_it_is_named(tmp_p
 
 
 def test_sparse_matrices_have_no_statistics(tmp_path):
-    with pytest.raises(errors.UsageError, match="'X' is a sparse matrix, which normalize= does not scale"):
+    with pytest.raises(errors.UsageError, match="'X' is a sparse matrix, which has no mean"):
         fit(str(TABLES[0]), Sampling(sample_axis=0))
 
 
@@ -155,6 +155,56 @@ def test_memory_counts_the_rows_of_a_batch(tmp_path):
     assert sum(len(batch["X_offsets"]) - 1 for batch in dataset) == 2000
 
 
+@pytest.mark.parametrize("store", TABLES, ids=lambda path: path.name)
+def test_categories_are_codes_with_class_names_and_select_rows(store, tables):
+    names = zarr.open_group(store, mode="r")["obs/kind/categories"][:].tolist()
+    options = {"sample_axis": 0, "batch_size": 1, "with_index": True}
+    dataset = sl.StreamingDataset(store, fields=["X", "obs/kind"], **options)
+    assert dataset.classes == {"obs/kind": tuple(names)}
+    for batch in dataset:
+        assert batch["obs/kind"] == tables["obs/kind/codes"][batch["index"]]
+    depth = tables["obs/depth"]
+    where = f"'obs/kind' == '{names[1]}' and 'obs/depth' >= {np.median(depth)}"
+    some = sl.StreamingDataset(store, fields=["X"], where=where, **options)
+    expected = np.flatnonzero((tables["obs/kind/codes"] == 1) & (depth >= np.median(depth)))
+    assert sorted(int(batch["index"]) for batch in some) == expected.tolist()
+    with pytest.raises(errors.SelectionError, match=f"none of its classes; .*'{names[0]}'"):
+        sl.StreamingDataset(store, fields=["X"], where="'obs/kind' == 'no such'", **options)
+
+
+@pytest.mark.parametrize("version", [2, 3])
+def test_missing_values_of_nullable_columns_are_nan(version, tmp_path):
+    root = zarr.open_group(tmp_path / "t.zarr", mode="w", zarr_format=version)
+    root.create_array("X", data=np.arange(24.0).reshape(8, 3), chunks=(3, 3))
+    columns = {"genes": np.arange(8), "passed": np.arange(8) % 2 == 0}
+    missing = np.arange(8) % 3 == 1
+    for name, values in columns.items():
+        kind = "nullable-boolean" if values.dtype == bool else "nullable-integer"
+        group = root.create_group(f"obs/{name}", attributes={"encoding-type": kind})
+        group.create_array("values", data=values)
+        group.create_array("mask", data=missing)
+    text = root.create_array("obs/donor", shape=(8,), dtype=str)
+    text[:] = np.array(list("aabbaabb"), dtype=object)
+    options = {"sample_axis": 0, "batch_size": 8, "shuffle": False, "remainder": "uneven", "with_index": True}
+    (batch,) = sl.StreamingDataset(tmp_path / "t.zarr", fields=["X", "obs/genes", "obs/passed"], **options)
+    for name, values in columns.items():
+        np.testing.assert_array_equal(batch[f"obs/{name}"], np.where(missing, np.nan, values))
+    scaled = {"fields": ["obs/genes"], "normalize": {"obs/genes": (1, 2)}}
+    (alone,) = sl.StreamingDataset(tmp_path / "t.zarr", **scaled, **options)
+    np.testing.assert_allclose(alone["obs/genes"], (np.where(missing, np.nan, np.arange(8)) - 1) / 2)
+    where = "'obs/genes' > 1 and 'obs/donor' == 'b'"
+    some = sl.StreamingDataset(tmp_path / "t.zarr", fields=["X"], where=where, **{**options, "batch_size": 1})
+    assert [int(batch["index"]) for batch in some] == [2, 3, 6]
+
+
+def test_a_matrix_in_columns_is_an_error_without_fields_too(tmp_path):
+    root = zarr.open_group(tmp_path / "t.zarr", mode="w")
+    root.create_group("X", attributes={"encoding-type": "csc_matrix", "shape": [8, 3]})
+    root.create_array("y", data=np.arange(8))
+    with pytest.raises(errors.FormatError, match=r"'X' is stored by columns; write it by rows: matrix\.tocsr\(\)"):
+        sl.StreamingDataset(tmp_path / "t.zarr", batch_size=1, sample_axis=0)
+
+
 BAD = {
     "columns": ({"fields": ["layers/by_column"]}, errors.FormatError, "stored by columns"),
     "windows": ({"fields": ["X"], "windows": sl.Window(2)}, errors.UsageError, "'X', a sparse matrix"),
@@ -168,7 +218,9 @@ BAD = {
     ),
     "no such axis": ({"fields": ["X"], "sample_axis": "obs"}, errors.UsageError, "sample_axis='obs' of 'X'"),
     "unknown": ({"fields": ["Y"]}, errors.FieldError, "no array 'Y'"),
-    "group": ({"fields": ["obs"]}, errors.FieldError, "no array 'obs'"),
+    "group": ({"fields": ["obs"]}, errors.FieldError, "'obs' of .* is a group, a dataframe"),
+    "texts": ({"fields": ["var/_index/values"]}, errors.FormatError, r"holds text \((string|variable_length_utf8)\)"),
+    "nullable texts": ({"fields": ["var/_index"]}, errors.FieldError, "is a group, a nullable-string-array"),
 }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from streamloader.errors import FieldError, SelectionError, UsageError
 from streamloader.format.calendar import MISSING, SECOND, Calendar, TimeUnits, parse_unit
+from streamloader.format.manifest import Manifest
 from streamloader.format.zarr_metadata import ZarrArray
 
 if TYPE_CHECKING:
@@ -189,6 +190,19 @@ def _time_units(array: ZarrArray) -> TimeUnits | None:
     return TimeUnits.parse(str(array.attributes.get("units", "")), str(array.attributes.get("calendar") or ""))
 
 
+def time_labels(manifest: Manifest) -> dict[str, Callable[[str], int]]:
+    """Return, for each field of times, the function from a date and time to the field's number."""
+    noted, attributes = (manifest.provenance.get(key) for key in ("units", "attributes"))
+    noted = {name: {"units": units} for name, units in noted.items()} if isinstance(noted, Mapping) else {}
+    found: dict[str, Callable[[str], int]] = {}
+    for name, said in {**noted, **(attributes if isinstance(attributes, Mapping) else {})}.items():
+        texts = {key: str(said.get(key, "")) for key in ("units", "calendar")} if isinstance(said, Mapping) else {}
+        units = TimeUnits.parse(texts["units"].partition(",")[0], texts["calendar"]) if texts else None
+        if units is not None and units.calendar is not None:
+            found[name] = units.number
+    return found
+
+
 def select_elements(opened: OpenedArrays, coordinate: Coordinate, where: Any) -> Ints:
     """Return the elements of the sample axis that `where=` selects, ascending.
 
@@ -201,15 +215,21 @@ def select_elements(opened: OpenedArrays, coordinate: Coordinate, where: Any) ->
     ):
         where = _between(coordinate, where)
     if isinstance(where, Condition):
-        columns = {}
+        near_names = {}
         for name in where.fields:
             near = opened.near(name)
             if near is None or opened.group.arrays[near].dims != (coordinate.name,):
                 known = [n for n, a in opened.group.arrays.items() if a.dims == (coordinate.name,)]
                 problem = f"where={where.text!r} uses {name!r}, which is not an array along {coordinate.name!r}"
                 raise SelectionError(problem, f"use {', '.join(known) or 'a slice or a mask'}")
-            columns[name] = opened.read_exactly(near)
-        where = where.mask(columns)
+            near_names[name] = near
+        arrays = {name: opened.group.arrays[near] for name, near in near_names.items()}
+        texts = [name for name, array in arrays.items() if array.values.kind == "text"]
+        classes = {name: names for name, near in near_names.items() if (names := opened.classes([near]).get(near))}
+        labels = {} if opened.manifest is None else time_labels(opened.manifest)
+        labels |= {name: units.number for name, array in arrays.items() if (units := _time_units(array)) is not None}
+        where = where.with_values(classes, texts, labels)
+        where = where.mask({name: opened.read_exactly(near) for name, near in near_names.items()})
     return Selection.of(where, coordinate.length).samples
 
 

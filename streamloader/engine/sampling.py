@@ -22,7 +22,7 @@ from streamloader.engine.regions import ARRAYS, ArrayFields, Member, Output, Par
 from streamloader.errors import FieldError, FormatError, MemoryBudgetError, NotFoundError, UsageError
 from streamloader.format.cf import Unpacking, unpacking_of
 from streamloader.format.geometry import order_pin
-from streamloader.format.manifest import FORMAT, Field, FieldLayout, Manifest, OrderPin, manifest_from_json
+from streamloader.format.manifest import FORMAT, Field, FieldLayout, Manifest, OrderPin, class_names, manifest_from_json
 from streamloader.format.opening import STATISTICS, read_object
 from streamloader.format.zarr_metadata import POSITIONAL, SPARSE, ZarrGroup, read_group, read_rechunked
 from streamloader.format.zarr_reader import ArrayReader, find_index, parse_channel
@@ -96,7 +96,7 @@ class OpenedArrays:
         if not decoded and array.document.get("unpacked"):
             problem = f"decode_cf={choice!r:.60}, and the conversion to {self.group.url} unpacked {name!r}"
             raise UsageError(problem, "convert with --rechunk and --raw")
-        if not decoded:
+        if not decoded or array.values.kind != "tensor":
             return None
         if name not in self._unpackings:
             where = f"the array {name!r} of {self.group.url}"
@@ -144,14 +144,27 @@ class OpenedArrays:
     def read(self, name: str) -> NDArray[Any]:
         """Return all values of an array, unpacked."""
         reader = ArrayReader(self.store, self.group.array(name), strict=self.strict)
-        return reader.read_all(self.unpacking(name))
+        return self._with_nulls(name, reader.read_all(self.unpacking(name)))
+
+    def _with_nulls(self, name: str, values: NDArray[Any]) -> NDArray[Any]:
+        """Return the values, as float64 with NaN for missing ones of a nullable column."""
+        mask = self.group.nullable.get(name)
+        missing = False if mask is None else ArrayReader(self.store, mask, strict=True).read_all().astype(bool)
+        return values if mask is None else np.where(missing, np.nan, values.astype(np.float64))
+
+    def classes(self, names: Iterable[str]) -> dict[str, list[str]]:
+        """Return the class names of those arrays that have them."""
+        categories = {name: self.group.categories[name] for name in names if name in self.group.categories}
+        readers = {name: ArrayReader(self.store, array, strict=True) for name, array in categories.items()}
+        read = {name: list(map(str, reader.read_all().tolist())) for name, reader in readers.items()}
+        return {**({} if self.manifest is None else class_names(self.manifest.provenance)), **read}
 
     def read_exactly(self, name: str) -> NDArray[Any]:
         """Return all values of an array as they are stored, or unpacked to float64: float32 would round times."""
         stored = ArrayReader(self.store, self.group.array(name), strict=self.strict).read_all()
         unpacking = self.unpacking(name)
         if unpacking is None or (unpacking.scale is None and unpacking.offset is None):
-            return stored
+            return self._with_nulls(name, stored)
         return unpacking.unpack(stored)
 
     def default_fields(self) -> list[str]:
@@ -163,6 +176,8 @@ class OpenedArrays:
         """
         needed = {*self.sampling.patch_dims, *([self.sample_axis] if self.sample_axis else [])}
         names = sorted(name for name in self.group.sparse if self._is_complete(name))
+        for name in (name for name, kind in self.group.groups.items() if kind == "csc_matrix"):
+            self.group.array(name)  # an error
         for name, array in self.group.dense.items():
             if needed <= set(array.dims) and name not in array.dims and array.holds_numbers:
                 names.append(name)
@@ -263,7 +278,8 @@ def open_arrays(
     named = dict.fromkeys([*(fields or ()), *(name for name in channels if name not in TIME_CHANNELS)])
     of_window = [] if sampling.windows is None or sampling.windows.group is None else [sampling.windows.group]
     others = [*of_window, *(sampling.decode_cf if isinstance(sampling.decode_cf, Mapping) else ())]
-    beside = [*getattr(where, "fields", ()), *of_window]
+    compared = getattr(where, "fields", ())
+    beside, others = [*compared, *of_window], [*others, *compared]
     group = read_group(store, [*named, *others], beside, zarr_format=sampling.zarr_format, listing=not named)
     manifest = own_manifest(group)
     stored = None if manifest is None else manifest.provenance.get("beside")
@@ -288,7 +304,7 @@ def open_arrays(
     columns = {name: _column(name, draft, opened, outputs, lengths) for name, draft in drafts.items()}
     arrays = ArrayFields(columns, anchors, opened.strict, outputs.first, left_out)
     _check_chunks(drafts.values(), memory)
-    manifest = _manifest(opened.store, arrays)
+    manifest = replace(_manifest(opened.store, arrays), provenance={"classes": opened.classes(columns)})
     return Dataset(opened.store, manifest, tuple(columns), None, arrays)
 
 
@@ -318,6 +334,9 @@ def _drafts(opened: OpenedArrays, fields: Sequence[str] | None) -> dict[str, Dra
         affine = opened.affine(name)
         member = Member(array.dims, (Slice({}, None, affine),), array, unpacking)
         shape, dtype = array.lengths, _float_if(_dtype_of(member), affine is not None)
+        if name in opened.group.nullable:
+            member = Member(array.dims, (Slice({}, None),), constant=_scaled(opened.read(name), affine))
+            dtype = "float64"
         drafts[name] = Draft(tuple(shape), tuple(shape.values()), dtype, (member,))
     drafts |= {name: _stack(name, opened, channels) for name, channels in stacked.items()}
     channels = [channel for column in stacked.values() for channel in column.names]

@@ -27,6 +27,9 @@ MAX_AXES = 32
 DOCUMENTS = (ROOT, ".zarray", ".zgroup")  # of a node, of version 3 and 2
 CONSOLIDATED = ".zmetadata"
 SPARSE = ("data", "indices", "indptr")  # the arrays of a matrix in compressed sparse rows
+# Columns of AnnData that are groups: their values, and the array beside these.
+NULLABLE = ("nullable-integer", "nullable-boolean")
+COLUMNS = {"categorical": ("codes", "categories"), **dict.fromkeys(NULLABLE, ("values", "mask"))}
 # Dtypes of version 3, and filters of version 2, of values of variable length.
 VARIABLE: dict[str, Literal["text", "bytes"]] = {
     **dict.fromkeys(("string", "vlen-utf8"), "text"),
@@ -174,7 +177,7 @@ class ZarrArray:
         """The dtype of decoded chunks, with its byte order; times are int64. Raises `FormatError` if it is none."""
         kind, dtype = self.values
         if kind != "tensor":
-            problem = f"the array {self.path!r} holds {kind}, and tensors hold numbers"
+            problem = f"the array {self.path!r} holds {kind} ({self.raw_dtype}), and tensors hold numbers"
             raise FormatError(problem, "leave the array out of the fields, or convert it with streamloader convert")
         return dtype
 
@@ -282,6 +285,10 @@ class ZarrGroup:
     `sparse`: the names of groups in it that are matrices in compressed sparse rows, as AnnData writes them. Arrays of
     these, such as `X/data`, `X/indices` and `X/indptr`, belong to the group too.
 
+    `groups`: the kinds of the groups in it that AnnData's attribute `encoding-type` states. Columns of AnnData that are
+    groups are arrays: the values of `nullable` ones, with the array that says which are missing, and the codes of
+    those in `categories`, with the array of the names of these.
+
     Of a dataset that `--rechunk` wrote: its `sample_axis`, and the names of the arrays that are `slices` of others.
     """
 
@@ -291,6 +298,9 @@ class ZarrGroup:
     sparse: frozenset[str] = frozenset()
     sample_axis: str = ""
     slices: Mapping[Channel, str] = field(default_factory=dict)
+    groups: Mapping[str, str] = field(default_factory=dict)
+    nullable: Mapping[str, ZarrArray] = field(default_factory=dict)
+    categories: Mapping[str, ZarrArray] = field(default_factory=dict)
 
     @property
     def url(self) -> str:
@@ -310,6 +320,11 @@ class ZarrGroup:
 
     def array(self, name: str) -> ZarrArray:
         """Return an array. Raises `FieldError` if there is none of this name."""
+        kind = "" if name in self.arrays else self.groups.get(name)
+        if kind == "csc_matrix":
+            raise FormatError(f"the matrix {name!r} is stored by columns", "write it by rows: matrix.tocsr()")
+        if kind:
+            raise FieldError(f"{name!r} of {self.url} is a group, a {kind}", "name an array, or a column of numbers")
         if name not in self.arrays:
             names = [*sorted(self.sparse), *self.dense]
             raise FieldError(f"{self.url} has no array {name!r}", f"its arrays are {', '.join(names) or 'none'}")
@@ -329,8 +344,7 @@ def read_group(
     Otherwise the documents of all members are read, without `listing` only those of `named`: arrays and sparse
     matrices, in groups below it too, such as `layers/counts`, which belong to the group too, as do the coordinates of
     these arrays and the arrays `beside` them. `zarr_format`: only documents of this version are asked for. Raises
-    `NotADatasetError` if there is no Zarr metadata, and `FormatError` if it is damaged, or for a sparse matrix of
-    another kind than compressed rows.
+    `NotADatasetError` if there is no Zarr metadata, and `FormatError` if it is damaged.
     """
     names = [name for name in DOCUMENTS if zarr_format is None or (name == ROOT) == (zarr_format == 3)]
     store, root, documents = _read_root(store, names)
@@ -342,20 +356,29 @@ def read_group(
         documents |= read([name for name in named if "shape" not in documents.get(name, {})])
         others = _paths_beside(documents, beside, below=complete)
         documents |= read([path for path in sorted(others) if path not in documents])
-    sparse = frozenset(name for name, document in documents.items() if _is_sparse(name, document, strict=name in named))
+    groups = {name: _encoding(document) for name, document in documents.items() if "shape" not in document}
+    sparse = frozenset(name for name, kind in groups.items() if kind == "csr_matrix")
+    parts = {name: COLUMNS[kind] for name, kind in groups.items() if kind in COLUMNS}
+    columns = {name: (f"{name}/{values}", f"{name}/{other}") for name, (values, other) in parts.items()}
+    found = read([path for paths in columns.values() for path in paths])
+    columns = {name: paths for name, paths in columns.items() if found.keys() >= set(paths)}
     documents |= read([f"{name}/{part}" for name in sparse for part in SPARSE])
     if "shape" in root:
         documents = {store.url.rstrip("/").rpartition("/")[2].partition(".")[0] or "data": root}
         paths = dict.fromkeys(documents, "")
     else:
-        paths = {name: name for name in documents}
+        documents |= {name: found[values] for name, (values, _) in columns.items()}
+        paths = {name: columns[name][0] if name in columns else name for name in documents}
     attributes = root.get("attributes") if "shape" not in root else {}
     attributes = attributes if isinstance(attributes, Mapping) else {}
     axes = _image_axes(attributes)
     arrays = {
         name: ZarrArray.of(paths[name], document, axes) for name, document in documents.items() if "shape" in document
     }
-    return ZarrGroup(store, arrays, attributes, sparse)
+    beside_values = {name: ZarrArray.of(path, found[path]) for name, (_, path) in columns.items()}
+    nullable = {name: array for name, array in beside_values.items() if groups[name] in NULLABLE}
+    categories = {name: array for name, array in beside_values.items() if name not in nullable}
+    return ZarrGroup(store, arrays, attributes, sparse, "", {}, groups, nullable, categories)
 
 
 def read_rechunked(store: Store, group: ZarrGroup, named: Collection[str]) -> ZarrGroup:
@@ -393,13 +416,10 @@ def _paths_beside(documents: Mapping[str, Document], beside: Collection[str], *,
     return paths
 
 
-def _is_sparse(name: str, document: Document, *, strict: bool) -> bool:
-    """Return whether a node is a matrix in compressed sparse rows. With `strict`, one in columns is a `FormatError`."""
+def _encoding(document: Document) -> str:
+    """Return the kind of a group that AnnData's attribute states, "" if there is none."""
     attributes = document.get("attributes")
-    kind = attributes.get("encoding-type") if isinstance(attributes, Mapping) else None
-    if kind == "csc_matrix" and strict:
-        raise FormatError(f"the matrix {name!r} is stored by columns", "write it by rows, as a csr_matrix")
-    return kind == "csr_matrix" and "shape" not in document
+    return str(attributes.get("encoding-type", "")) if isinstance(attributes, Mapping) else ""
 
 
 def _read_root(store: Store, names: Sequence[str]) -> tuple[Store, Document, dict[str, Document] | None]:

@@ -2,8 +2,9 @@
 
 A condition is text such as `label in (1, 2) and width >= 256`. It is parsed, and never run as Python. The grammar is a
 subset of Python's: field names, numbers, `True`, `False`, `+ - * / // %`, comparisons (also chained), `in` and `not in`
-with a list of numbers, `and`, `or`, `not`, parentheses. A class name in quotes stands for its number if it is compared
-with a field by `==`, `!=`, `in` or `not in`. Calls, attributes, indexes and powers are errors.
+with a list of numbers, `and`, `or`, `not`, parentheses. A text in quotes is a value of the field that it is compared
+with: a class name or a text, by `==`, `!=`, `in` or `not in`, or a time. Where no field is compared with it, it is the
+name of one: `'obs/cells' > 3`. Calls, attributes, indexes and powers are errors.
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ from __future__ import annotations
 import ast
 import hashlib
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import cached_property, reduce
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -106,7 +108,7 @@ def _sort_numbers(numbers: NDArray[Any], num_samples: int) -> NDArray[np.int64]:
 Column = NDArray[Any]
 
 MAX_CHARACTERS = 10_000
-GRAMMAR = "use fields, numbers, class names in quotes, comparisons, in (...), and, or, not, + - * / // %"
+GRAMMAR = "use fields, numbers, texts in quotes, comparisons, in (...), and, or, not, + - * / // %"
 
 _ARITHMETIC: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
@@ -141,7 +143,7 @@ class Condition:
             problem = f"where= has {len(text)} characters"
             raise SelectionError(problem, f"write at most {MAX_CHARACTERS}, or give a mask or sample numbers")
         try:
-            tree = ast.parse(text.strip(), mode="eval").body
+            tree = _parse(text)
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             reason = getattr(error, "msg", None) or str(error) or type(error).__name__
             raise SelectionError(f"where={text!r} cannot be read: {reason}", GRAMMAR) from error
@@ -154,27 +156,42 @@ class Condition:
             raise SelectionError(f"where={text!r} names no field", "compare a field with a value")
         return cls(text, names, tree)
 
-    def with_classes(self, classes: Mapping[str, Sequence[str]]) -> Condition:
-        """Return the condition with class names replaced by their numbers. `classes`: the class names of each field.
+    def with_values(
+        self,
+        classes: Mapping[str, Sequence[str]],
+        texts: Collection[str] = (),
+        times: Mapping[str, Callable[[str], int]] = MappingProxyType({}),
+    ) -> Condition:
+        """Return the condition with class names and times replaced by numbers.
 
-        Raises `SelectionError` if the field has no class names, and for an unknown name, with similar names.
+        `classes`: the class names of each field; `texts`: the fields of texts; `times`: for each field of times, the
+        function from a text to its number, which raises `ValueError`. Raises `SelectionError` if a field is none of
+        these, and for an unknown name, with similar names.
         """
-        tree = ast.parse(self.text.strip(), mode="eval").body
+        tree = _parse(self.text)
         for node in (child for child in ast.walk(tree) if isinstance(child, ast.Compare)):
-            for name in _class_names(node):
-                field = _compared_field(node, self.text)
-                problem = f"where={self.text!r} compares {field!r} with {name.value!r}"
-                name.value = _class_number(str(name.value), tuple(classes.get(field, ())), problem)
+            for value in _texts(node):
+                field, ordered = _compared_field(node, self.text)
+                problem = f"where={self.text!r} compares {field!r} with {value.value!r}"
+                if ordered and field not in times:
+                    raise SelectionError(f"{problem} by order", "compare texts by ==, !=, in or not in")
+                if field in times:
+                    try:
+                        value.value = times[field](str(value.value))
+                    except ValueError as error:
+                        raise SelectionError(f"{problem}: {error}", "write times as 2001-12-31T06:00") from error
+                elif field not in texts:
+                    value.value = _class_number(str(value.value), tuple(classes.get(field, ())), problem)
         return replace(self, _tree=tree)
 
-    def mask(self, columns: Mapping[str, Column]) -> NDArray[np.bool_]:
+    def mask(self, columns: Mapping[str, Any]) -> NDArray[np.bool_]:
         """Return whether the condition is true for each sample; shape (samples,).
 
-        `columns` has an array of one number per sample for each of `fields`. Integers are compared as int64 (uint64
-        stays), so that sums do not wrap at 255; floats as float64. Raises `SelectionError` for a number in place of a
-        condition, a division by 0, and for integers that may exceed 64 bits.
+        `columns` has one number per sample, or one text as str or UTF-8, for each of `fields`. Integers are compared as
+        int64 (uint64 stays), so that sums do not wrap at 255; floats as float64. Raises `SelectionError` for a number
+        in place of a condition, a division by 0, and for integers that may exceed 64 bits.
         """
-        wide = {name: _widen(columns[name]) for name in self.fields}
+        wide = {name: _widen(column) if _numeric(column := columns[name]) else column for name in self.fields}
         return np.ascontiguousarray(_evaluate(self.text, self._tree, lambda name, _: wide[name]))
 
 
@@ -224,8 +241,13 @@ class _Evaluation:
                 result = +self.number(operand)
             case ast.BinOp(op=op, left=left, right=right) if type(op) in _ARITHMETIC:
                 result = _compute(op, self.number(left), self.number(right))
-            case ast.Compare() if any(_class_names(node)):  # only while parsing, before `with_classes`
-                result = self.column(_compared_field(node, self.text), False) == 0
+            case ast.Compare() if wanted := {str(value.value) for value in _texts(node)}:
+                column = self.column(_compared_field(node, self.text)[0], False)
+                if _numeric(column):  # only while parsing, before `with_values`
+                    return column == 0
+                either = {*wanted, *(text.encode("utf-8", "surrogatepass") for text in wanted)}
+                found = np.fromiter((item in either for item in column), np.bool_, len(column))
+                result = ~found if isinstance(node.ops[0], ast.NotEq | ast.NotIn) else found
             case ast.Compare():
                 result = self.compare(node)
             case ast.Constant(value=bool() | int() | float() as result):
@@ -258,28 +280,58 @@ class _Evaluation:
         return SelectionError(f"{_source(node, self.text)!r} in where= {problem}", remedy)
 
 
-def _class_names(node: ast.Compare) -> Iterator[ast.Constant]:
-    """Yield the strings of a comparison."""
+def _numeric(column: Any) -> bool:
+    return isinstance(column, np.ndarray) and column.dtype.kind not in "OSTU"
+
+
+class _QuotedNames(ast.NodeTransformer):
+    """Makes names of the texts that are no values: those that no name is compared with, and outside comparisons."""
+
+    def visit_Constant(self, node: ast.Constant) -> ast.expr:
+        return ast.copy_location(ast.Name(node.value), node) if isinstance(node.value, str) else node
+
+    def visit_Compare(self, node: ast.Compare) -> ast.expr:
+        sides = [node.left, *node.comparators]
+        texts = [] if any(isinstance(side, ast.Name) for side in sides) else list(filter(_is_text, sides))
+        node.left, *node.comparators = (
+            side if isinstance(side, ast.Constant) and side not in texts[:1] else self.visit(side) for side in sides
+        )
+        return node
+
+    def visit(self, node: ast.AST) -> Any:
+        return node if isinstance(node, ast.Tuple | ast.List | ast.Set) else super().visit(node)
+
+
+def _parse(text: str) -> ast.expr:
+    tree: ast.expr = _QuotedNames().visit(ast.parse(text.strip(), mode="eval").body)
+    return tree
+
+
+def _is_text(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and isinstance(node.value, str)
+
+
+def _texts(node: ast.Compare) -> Iterator[ast.Constant]:
+    """Yield the texts of a comparison."""
     for side in (node.left, *node.comparators):
         for part in side.elts if isinstance(side, ast.Tuple | ast.List | ast.Set) else (side,):
             if isinstance(part, ast.Constant) and isinstance(part.value, str):
                 yield part
 
 
-def _compared_field(node: ast.Compare, text: str) -> str:
-    """Return the field that is compared with class names."""
+def _compared_field(node: ast.Compare, text: str) -> tuple[str, bool]:
+    """Return the field that is compared with texts, and whether that is by order."""
+    sides = (node.left, *node.comparators)
     match node.left, node.ops, node.comparators:
-        case (ast.Name(id=field), [ast.Eq() | ast.NotEq()], [ast.Constant()]) | (
-            ast.Constant(),
-            [ast.Eq() | ast.NotEq()],
-            [ast.Name(id=field)],
-        ):
-            return field
-        case (ast.Name(id=field), [ast.In() | ast.NotIn()], [ast.Tuple() | ast.List() | ast.Set() as names]):
-            if all(isinstance(name, ast.Constant) and isinstance(name.value, str | int) for name in names.elts):
-                return field
+        case (ast.Name(id=field), [ast.In() | ast.NotIn()], [ast.Tuple() | ast.List() | ast.Set() as listed]):
+            if all(isinstance(value, ast.Constant) and isinstance(value.value, str | int) for value in listed.elts):
+                return field, False
+        case _ if all(isinstance(side, ast.Name | ast.Constant) for side in sides):
+            names = [side.id for side in sides if isinstance(side, ast.Name)]
+            if len(names) == 1 and all(type(op) in _COMPARISONS for op in node.ops):
+                return names[0], len(node.ops) > 1 or not isinstance(node.ops[0], ast.Eq | ast.NotEq)
     raise SelectionError(
-        f"{_source(node, text)!r} in where= compares a class name with something other than one field",
+        f"{_source(node, text)!r} in where= compares a text with something other than one field",
         "write label == 'cat', label != 'cat', label in ('cat', 'dog') or label not in ('cat', 'dog')",
     )
 

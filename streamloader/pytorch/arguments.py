@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from streamloader.engine.dataset import THREADS, Dataset
+from streamloader.engine.coordinates import time_labels
+from streamloader.engine.dataset import Dataset
 from streamloader.engine.sampling import open_arrays
 from streamloader.errors import BatchError, FieldError, SelectionError, UsageError
 from streamloader.format.geometry import BLOCKS, nearest_power, next_power, order_pin
 from streamloader.format.manifest import Field, Manifest, OrderPin
 from streamloader.format.opening import open_root
-from streamloader.format.reader import FieldReader
+from streamloader.format.reader import FieldReader, read_columns
 from streamloader.options import (
     REMAINDERS,
     Channels,
@@ -348,9 +349,9 @@ def read_where(where: WhereChoice) -> Any:
 def choose_selection(where: Any, manifest: Manifest, store: Store, memory: int | None) -> Selection | None:
     """Return the selection of `where`, a result of `read_where`; None for all samples.
 
-    A condition reads its fields, which have one number per sample, in pieces; its class names are those of the
-    manifest. Raises `SelectionError` for an unknown or unsuitable field, before anything is read, and for an empty
-    selection; `MemoryBudgetError` if the numbers of the samples take more than `memory` bytes.
+    A condition reads its fields, which have one number or text per sample, in pieces; its class names and units of
+    times are those of the manifest. Raises `SelectionError` for an unknown or unsuitable field, before anything is
+    read, and for an empty selection; `MemoryBudgetError` if the numbers of the samples take more than `memory` bytes.
     """
     if where is None:
         return None
@@ -358,14 +359,16 @@ def choose_selection(where: Any, manifest: Manifest, store: Store, memory: int |
 
     if not isinstance(where, Condition):
         return Selection.of(where, manifest.num_samples, memory)
-    usable = [name for name, layout in manifest.fields.items() if layout.field.fixed and not layout.field.shape]
+    kinds = {name: layout.field for name, layout in manifest.fields.items()}
+    texts = [name for name, field in kinds.items() if field.kind == "text"]
+    usable = [name for name, field in kinds.items() if field.fixed and not field.shape] + texts
     for name in sorted(where.fields - set(usable)):
-        description = f"is {manifest.fields[name].field}" if name in manifest.fields else "is not a field"
+        description = f"is {kinds[name]}" if name in kinds else "is not a field"
         is_class = any(name in classes for classes in manifest.classes.values())
-        remedy = f"fields with one number per sample are {', '.join(usable) or 'none'}; or give a mask or indexes"
+        remedy = f"fields with a number or text per sample are {', '.join(usable) or 'none'}; or give a mask or indexes"
         problem = f"where={where.text!r} uses {name!r}, which {description}"
         raise SelectionError(problem, f"write the class as '{name}' in quotes; {remedy}" if is_class else remedy)
-    where = where.with_classes(manifest.classes)
+    where = where.with_values(manifest.classes, texts, time_labels(manifest))
     readers = {name: FieldReader(store, manifest, name) for name in where.fields}
     return Selection(_matching(where, readers, manifest.num_samples, memory), manifest.num_samples)
 
@@ -377,13 +380,13 @@ def _matching(
     from streamloader.order.selection import check_fits
 
     # a column as stored, with 64 bits, and intermediate results
-    sample_bytes = sum(reader.layout.field.item_bytes + 8 for reader in readers.values()) + 16
+    sizes = {name: reader.layout.nbytes // max(1, count) + 8 for name, reader in readers.items()}
+    sample_bytes = sum(size + (0 if readers[name].layout.field.fixed else 64) for name, size in sizes.items()) + 16
     piece = max(1, PIECE_BYTES // sample_bytes)
     bits, total = [], 0
     for start in range(0, count, piece):
         stop = min(start + piece, count)
-        columns: dict[str, Any] = {name: reader.read(start, stop, threads=THREADS) for name, reader in readers.items()}
-        mask = where.mask(columns)
+        mask = where.mask(read_columns(readers, start, stop))
         bits.append(np.packbits(mask))
         total += int(np.count_nonzero(mask))
     check_fits(total, memory)
