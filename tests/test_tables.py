@@ -77,7 +77,8 @@ def test_random_matrices_are_read_back(tmp_path, data):
     keep[data.draw(st.integers(0, len(lengths) - 1))] = True
     expected = np.zeros((len(lengths), 10))
     expected[np.repeat(np.arange(len(lengths)), lengths), values["indices"]] = values["data"]
-    options = {"fields": ["X"], "sample_axis": 0, "where": keep, "with_index": True}
+    # chunks of zeros are not stored, and may be all of them
+    options = {"fields": ["X"], "sample_axis": 0, "where": keep, "with_index": True, "strict": False}
     dataset = sl.StreamingDataset(
         tmp_path / "t.zarr", batch_size=data.draw(st.integers(1, min(9, int(keep.sum())))), **options
     )
@@ -116,7 +117,7 @@ def test_a_sparse_matrix_and_an_array_do_not_share_a_name(tmp_path):
     shutil.copytree(TABLES[1], tmp_path / "t.zarr")
     group = zarr.open_group(tmp_path / "t.zarr", mode="a")
     group.create_array("X_indices", data=np.arange(37))
-    for fields in (["X", "X_indices"], ["X_indices", "X"], ["X"]):
+    for fields in (["X", "X_indices"], ["X_indices", "X"]):
         with pytest.raises(errors.FieldError, match="'X_indices' is an array or a column, and the indices of"):
             sl.StreamingDataset(tmp_path / "t.zarr", batch_size=2, sample_axis=0, fields=fields)
     dataset = sl.StreamingDataset(TABLES[0], batch_size=2, sample_axis=0, fields=["X", "X_indices"])
@@ -147,7 +148,7 @@ def test_memory_counts_the_rows_of_a_batch(tmp_path):
     for name, dtype in (("data", "f4"), ("indices", "i4")):
         group.create_array(name, data=np.zeros(rows[-1], dtype), chunks=(50_000,))
     group.create_array("indptr", data=rows)
-    options = {"fields": ["X"], "sample_axis": 0, "batch_size": 10, "shuffle": False}
+    options = {"fields": ["X"], "sample_axis": 0, "batch_size": 10, "shuffle": False, "strict": False}
     with pytest.raises(errors.MemoryBudgetError, match="needs memory=") as caught:
         iter(sl.StreamingDataset(tmp_path / "t.zarr", memory=150_000_000, **options))
     needed = int(str(caught.value).split("needs memory=")[1].split()[0])
