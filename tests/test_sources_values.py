@@ -323,12 +323,6 @@ def test_times_are_an_error_unless_they_are_selected_as_whole_numbers_or_mapped(
         assert count == (MOMENT.date() - date(1970, 1, 1)).days
 
 
-def test_columns_that_no_map_function_can_get_are_named(tmp_path):
-    pq.write_table(pa.table({"price": pa.array([1, 2], pa.decimal128(5, 2)), "x": [1, 2]}), tmp_path / "it.parquet")
-    with pytest.raises(FieldError, match=r"holds 'price' \(decimal128.*; a map function gets every column: write"):
-        sl.convert(tmp_path / "it.parquet", tmp_path / "out", map=later, workers=0)
-
-
 def test_files_whose_times_have_different_units_are_refused(tmp_path):
     for unit in ("ms", "us"):
         pq.write_table(pa.table({"when": pa.array([MOMENT], pa.timestamp(unit))}), tmp_path / f"{unit}.parquet")

@@ -78,6 +78,7 @@ def transform_options(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.argument("dst")
 @transform_options
 @option("--fields", multiple=True, metavar="NAME[=TYPE],...", help="Fields to keep, optionally with types.")
+@option("--columns", metavar="NAME[=TYPE],...", help="Fields of SRC to read for --map; --fields chooses of its result.")
 @option("--fill", parse=parse_fill, help="Value that replaces missing ones of a field. May be repeated.", **PAIRS)
 @option("--raw", is_flag=True, help="Keep packed values (scale_factor, add_offset, _FillValue) as stored.")
 @option("--rechunk", metavar="NAME[@VALUE],...", help="Arrays of a Zarr store, and slices of them: t2m,z@500.")

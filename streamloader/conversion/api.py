@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from itertools import chain, islice
 from typing import Any
@@ -17,7 +18,7 @@ from streamloader.conversion.row_order import parse_splits
 from streamloader.conversion.shard_task import OnError, Quarantine, SkippedSample
 from streamloader.conversion.sources.base import raise_bad
 from streamloader.conversion.sources.encoded import class_notes
-from streamloader.conversion.sources.fields import flatten, parse_selection
+from streamloader.conversion.sources.fields import FieldsOption, flatten, parse_selection
 from streamloader.conversion.sources.objects import NAME as PYTHON
 from streamloader.conversion.sources.objects import as_samples, map_style, qualified_name
 from streamloader.conversion.sources.records import PROBED, infer_fields
@@ -33,9 +34,9 @@ _ARGUMENTS = (
     (r"--(overwrite|raw|resume)\b", r"\1=True"),
     (r"--fill (\w+)=(\w+)", r'fill={"\1": \2}'),
     (r"--on-error\b", "--on_error"),
-    (r'--(fields|format|on_error) "?(\w(?:[\w=:\[\],]*[\w\]])?)"?', r'\1="\2"'),
+    (r'--(fields|columns|format|on_error) "?(\w(?:[\w=:\[\],]*[\w\]])?)"?', r'\1="\2"'),
     (r"--sample-axis\b", "sample_axis="),
-    (r"--(fill|fields|format|on_error|map|rechunk|resize|quality|workers|against)\b", r"\1="),
+    (r"--(fill|fields|columns|format|on_error|map|rechunk|resize|quality|workers|against)\b", r"\1="),
 )
 
 
@@ -72,6 +73,7 @@ def convert(
     sample_axis: str | int | None = None,
     map: str | Callable[[dict[str, Any]], Any] | None = None,  # noqa: A002 - the name of the command's option
     map_batch: int | None = None,
+    columns: FieldsOption = None,
     resize: str | int | tuple[int, int] | None = None,
     quality: int | None = None,
     split: str | Mapping[str, float] | None = None,
@@ -93,8 +95,9 @@ def convert(
     a generator function. `fields` selects fields and their types; `fill` maps fields to the values that replace missing
     ones; `raw` keeps packed values (`scale_factor`, ...) as stored. `rechunk` names arrays of a Zarr store and slices
     of them, `"t2m,z@500"`, each of which becomes a field along the dimension `sample_axis`, by default their first.
-    `map` is a function of a sample, or with `map_batch` of that many samples. `resize` and `quality` re-encode images.
-    `split` is `"train=0.9,val=0.1"` or a mapping: each split becomes a dataset, with samples assigned at random.
+    `map` is a function of a sample, or with `map_batch` of that many samples, and `columns` the fields to read for it.
+    `resize` and `quality` re-encode images. `split` is `"train=0.9,val=0.1"` or a mapping: each split becomes a
+    dataset, with samples assigned at random.
     `shuffle` is the seed of a random order.
 
     `on_error` is "raise", "skip" or "quarantine" for bad samples. `engine` is "local", "dask", "ray" or "spark",
@@ -108,6 +111,9 @@ def convert(
     src = as_samples(src)
     path = os.fspath(src) if isinstance(src, str | os.PathLike) else ""
     selection, splits = parse_selection(fields, fill, raw, rechunk, sample_axis), parse_splits(split)
+    selection = replace(selection, columns=parse_selection(columns).fields)
+    if columns is not None and map is None:
+        raise errors.UsageError("columns without map", "give a map function of them, or choose with --fields")
     recode, mapper = parse_recode(resize, quality), parse_map(map, map_batch)
     transforms = TransformOptions(selection, recode, mapper, splits, shuffle, layout or Layout())
     options = RunOptions(workers, on_error, progress or ignore, parse_engine(engine))

@@ -160,8 +160,8 @@ class TransformOptions(Option):
 
     @property
     def source_selection(self) -> FieldSelection:
-        """The selection with which to open the source: all fields if a map function gets them."""
-        return replace(self.selection, fields={}, mapped=True) if self.mapper else self.selection
+        """The selection with which to open the source."""
+        return replace(self.selection, fields=self.selection.columns, mapped=True) if self.mapper else self.selection
 
     @property
     def split_text(self) -> str:

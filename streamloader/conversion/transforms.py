@@ -351,9 +351,13 @@ class MappedFragment:
 
 
 def _values(name: str, kind: Field, column: Column, rows: range) -> Any:
-    if kind.fixed:
-        return column[rows.start : rows.stop]
-    return [from_bytes(name, kind, memoryview(column[row]), row) for row in rows]
+    """Return values for a map function: an array if they have the shape of the field, else a list."""
+    values = column[rows.start : rows.stop]
+    if isinstance(values, np.ndarray):
+        return values
+    if kind.fixed and all(isinstance(v, np.ndarray | np.generic) and v.shape == kind.shape for v in values):
+        return np.array(values)
+    return [from_bytes(name, kind, memoryview(v), 0) if isinstance(v, bytes) else v for v in values]
 
 
 QUALITY = 95  # of resized JPEGs: with a higher quality, files grow without a visible difference
@@ -473,7 +477,7 @@ def _recode(
         recoded: list[bytes] = []
         for position, data in enumerate(columns[name]):
             try:
-                recoded.append(recode.image(data))
+                recoded.append(recode.image(data) if isinstance(data, bytes) else data)
             except problems as error:
                 recoded.append(b"")
                 problem = f"the image of field {name!r} cannot be decoded: {error}"

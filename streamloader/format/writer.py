@@ -26,14 +26,17 @@ from streamloader.storage.store import Store
 
 
 class Rows:
-    """Collects the samples of a shard. The operating system provides the reserved memory only as rows are written."""
+    """Collects the samples of a shard. The operating system provides the reserved memory only as rows are written.
 
-    def __init__(self, fields: Mapping[str, Field], capacity: int) -> None:
+    With `lists`, every column is a list, which may hold any values.
+    """
+
+    def __init__(self, fields: Mapping[str, Field], capacity: int, lists: bool = False) -> None:
         self._capacity = capacity
         self._count = 0
-        fixed = [(name, field) for name, field in fields.items() if field.fixed]
+        fixed = [(name, field) for name, field in fields.items() if field.fixed and not lists]
         self._arrays = {name: np.empty((capacity, *field.shape), field.dtype) for name, field in fixed}
-        self._lists: dict[str, list[bytes]] = {name: [] for name, field in fields.items() if not field.fixed}
+        self._lists: dict[str, list[bytes]] = {name: [] for name in fields if name not in self._arrays}
 
     def __len__(self) -> int:
         return self._count

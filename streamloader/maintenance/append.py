@@ -191,8 +191,14 @@ def _relabel(
         if isinstance(column, np.ndarray):
             columns[name] = _look_up(column, table)
         else:
-            columns[name] = [_look_up(np.frombuffer(item, table.dtype), table).tobytes() for item in column]
+            columns[name] = [_renumbered(item, table) for item in column]
     return columns
+
+
+def _renumbered(item: Any, table: NDArray[Any]) -> Any:
+    if isinstance(item, bytes):
+        return _look_up(np.frombuffer(item, table.dtype), table).tobytes()
+    return item if item is None else _look_up(np.asarray(item), table)[()]  # a value for a map function
 
 
 def _look_up(values: NDArray[Any], table: NDArray[Any]) -> NDArray[Any]:

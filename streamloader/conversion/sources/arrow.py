@@ -28,7 +28,7 @@ from streamloader.conversion.optional import Lazy
 from streamloader.conversion.sources import arrow_types, ranged_io
 from streamloader.conversion.sources.arrow_types import FREE, ArrowColumn, Leaf, read_json, same_column
 from streamloader.conversion.sources.base import AGAIN, BadSample, OnBad, Source, split_rows
-from streamloader.conversion.sources.fields import FieldSelection, SourceFormat, common_encoding
+from streamloader.conversion.sources.fields import ANY, FieldSelection, SourceFormat, common_encoding
 from streamloader.conversion.sources.files import Listing, field_names, head, require
 from streamloader.errors import FieldError, SourceChangedError, SourceError, StreamloaderError
 from streamloader.format.codecs import Column
@@ -130,6 +130,7 @@ class Tables:
     columns: Mapping[str, ArrowColumn]
     keys: Mapping[str, str]
     cuts: Sequence[Cut] = ()
+    mapped: bool = False
 
     @property
     def fields(self) -> dict[str, Field]:
@@ -148,7 +149,7 @@ class Tables:
 
     def sample(self, columns: Mapping[str, ArrowColumn], rows: NDArray[np.int64]) -> dict[str, Column]:
         """Return the given columns and rows, without bad rows."""
-        return replace(self, columns=columns, keys={}).fragment(rows)(lambda _: None) if columns else {}
+        return replace(self, columns=columns, keys={}, mapped=False).fragment(rows)(lambda _: None) if columns else {}
 
     def blocks(self, count: int) -> list[tuple[int, int]]:
         """Return the first row and the number of rows of up to `count` evenly spread blocks."""
@@ -166,7 +167,8 @@ class Tables:
         Holds up to one block of a file besides the columns. Raises `SourceError` or `SourceChangedError`.
         """
         store, keys = self.store, self.keys
-        out = Rows(self.fields, 0)
+        read = arrow_types.read_values if self.mapped else arrow_types.read_columns
+        out = Rows(self.fields, 0, self.mapped)
         position = 0
         for (table, selected), first, batch in self._batches():
             start, stop = np.searchsorted(selected, (first, first + batch.num_rows)).tolist()
@@ -174,14 +176,14 @@ class Tables:
             if not len(rows):
                 continue
             with reading(store, table.info, self.table_format.noun):
-                columns, bad = arrow_types.read_columns(batch, self.columns, rows - first)
+                columns, bad = read(batch, self.columns, rows - first)
             for index, (problem, remedy) in bad.items():
                 name = f"{store.url}/{table.info.path}: row {rows[index]}"
                 on_bad(BadSample(position + index, name, problem, remedy))
             good, values = len(rows) - len(bad), path_keys(table.info.path) if keys else {}
             columns |= {name: [values[key].encode(errors="replace")] * good for name, key in keys.items()}
             if not len(out):  # reserved only now: the schema alone does not prove the size of a row
-                out = Rows(self.fields, sum(len(rows) for _, rows in self.cuts))
+                out = Rows(self.fields, sum(len(rows) for _, rows in self.cuts), self.mapped)
             out.extend(columns, 0, good)
             position += len(rows)
         return out.columns()
@@ -271,10 +273,10 @@ def open_tables(
         if missing is not None:
             problem = f"{where} is in no folder {missing}=..., but {first.path} is"
             raise SourceError(problem, "put every file into one, or leave the key out with --fields")
-    tables = Tables(store, form, [table for table, _ in scanned], columns, keys)
+    tables = Tables(store, form, [table for table, _ in scanned], columns, keys, mapped=selection.mapped)
     tables = replace(tables, columns=_with_fill(tables, selection, listing.url))
     notes = _notes(tables, features or _features(expected), len(listing.files) - len(infos))
-    untyped = {name: column for name, column in tables.columns.items() if selection.fields.get(name) is None}
+    untyped = {name: c for name, c in tables.columns.items() if selection.fields.get(name) is None and not c.unfit}
     tables = replace(tables, columns={**tables.columns, **_sniffed(tables, untyped), **_shaped(tables, untyped)})
     identity = tuple(sorted(infos, key=lambda info: info.path))
     return Source(listing.url, identity, tables.fields, int(tables.counts.sum()), notes, tables.fragment)
@@ -303,22 +305,25 @@ def _choose(
     columns: dict[str, ArrowColumn] = {}
     refused: dict[str, FieldError] = {}
     for name, _, leaf in kept:
+        if leaf is None:
+            continue
         try:
-            columns |= {name: arrow_types.column_of(leaf, selection.fields.get(name), selection.mapped)} if leaf else {}
+            columns[name] = arrow_types.column_of(leaf, selection.fields.get(name), selection.mapped)
         except FieldError as error:
-            refused[name] = error
+            if selection.mapped:
+                columns[name] = ArrowColumn(leaf, ANY, unfit=True)
+            else:
+                refused[name] = error
     keys = {name: original for name, original, leaf in kept if leaf is None}
     if refused:
-        _raise_unsupported(refused, [*columns, *keys], url, selection.mapped)
+        _raise_unsupported(refused, [*columns, *keys], url)
     return columns, keys
 
 
-def _raise_unsupported(refused: Mapping[str, FieldError], accepted: list[str], url: str, mapped: bool) -> NoReturn:
+def _raise_unsupported(refused: Mapping[str, FieldError], accepted: list[str], url: str) -> NoReturn:
     types = ", ".join([error.problem for error in refused.values()][:3])
     more = f" and {len(refused) - 3} more" if len(refused) > 3 else ""
     problem = f"no field of the format holds {types}{more} of {url}"
-    if mapped:
-        raise FieldError(problem, "a map function gets every column: write the table without it, or with another type")
     times = [f"{name}=int64" for name, error in refused.items() if error.remedy]
     named = ",".join([*accepted[:_NAMED], *times[:_NAMED], *(["..."] if len(accepted) > _NAMED else [])]) or "a,b"
     if times:

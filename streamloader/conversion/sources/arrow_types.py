@@ -70,7 +70,8 @@ class ArrowColumn:
     """The column of a field. `sizes` are the lengths of the list levels around its numbers (or `FREE`).
 
     `unit` is that of times stored as whole numbers. `fill` replaces nulls; if it is None, nulls are bad. The integers
-    of a `widened` column become floats, so that `fill` can be a float, such as NaN.
+    of a `widened` column become floats, so that `fill` can be a float, such as NaN. No field holds the values of an
+    `unfit` column, which only a map function gets.
     """
 
     leaf: Leaf
@@ -79,6 +80,7 @@ class ArrowColumn:
     unit: str = ""
     fill: Any = None
     widened: bool = False
+    unfit: bool = False
 
 
 def leaves(schema: pa.Schema) -> list[Leaf]:
@@ -218,6 +220,8 @@ def _fits(sizes: Sequence[int], shape: Sequence[int]) -> bool:
 
 def same_column(leaf: Leaf, column: ArrowColumn) -> bool:
     """Return whether a leaf of another file is read in the same way as the column of the first file."""
+    if column.unfit:
+        return bool(leaf.type == column.leaf.type)
     try:
         other = column_of(leaf, column.field)
     except FieldError:
@@ -265,14 +269,36 @@ def read_columns(
     return {name: _to_rows(array, columns[name], kept) for name, array in arrays.items()}, bad
 
 
+def read_values(
+    batch: pa.RecordBatch, columns: Mapping[str, ArrowColumn], rows: NDArray[np.int64]
+) -> tuple[dict[str, Column], dict[int, tuple[str, str]]]:
+    """Return the columns of some rows as `read_columns` does, for a map function: no row is bad.
+
+    A value that its field does not hold is a Python value: a null is None. Raises an `ArrowException`.
+    """
+    return {name: _values(batch, column, rows) for name, column in columns.items()}, {}
+
+
+def _values(batch: pa.RecordBatch, column: ArrowColumn, rows: NDArray[np.int64]) -> Column:
+    stored, bad = ({"": []}, range(len(rows))) if column.unfit else read_columns(batch, {"": column}, rows)
+    if not bad:
+        return stored[""]
+    array, values = _member(batch, column.leaf), iter(stored[""])
+    array = array if column.unfit else _plain(array)  # texts as bytes, times as numbers
+    return [array[row].as_py() if index in bad else next(values) for index, row in enumerate(rows.tolist())]
+
+
+def _member(batch: pa.RecordBatch, leaf: Leaf) -> pa.Array:
+    array = batch.column(leaf.path[0])
+    array.validate()
+    for member in leaf.path[1:]:
+        array = pc.struct_field(array, [member])
+    return array
+
+
 def _checked(batch: pa.RecordBatch, column: ArrowColumn, rows: tuple[int, int], bad: BadRows) -> pa.Array:
     """Return a column of some rows, first and count, as `_plain` does, with fill values for nulls; add bad rows."""
-    array = batch.column(column.leaf.path[0])
-    array.validate()
-    array = array.slice(*rows)
-    for member in column.leaf.path[1:]:
-        array = pc.struct_field(array, [member])
-    array = _plain(array)
+    array = _plain(_member(batch, column.leaf).slice(*rows))
     if column.widened:
         dtype = np.dtype(column.field.dtype)
         numbers, nulls = _numbers(array.fill_null(0)), _nulls(array)

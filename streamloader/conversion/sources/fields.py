@@ -20,7 +20,9 @@ from streamloader.format.codecs import Column
 from streamloader.format.manifest import Field, check_name
 from streamloader.format.values import as_array, exact_in_float, from_bytes, leaves, to_column, to_value
 from streamloader.format.zarr_metadata import POSITIONAL
+from streamloader.options import is_whole
 
+ANY = Field("bytes")  # of a column for a map function: a list that may hold any Python values
 Value = TypeVar("Value")
 _COMMA = re.compile(r",(?![^\[]*\])")  # not within a shape
 
@@ -30,9 +32,10 @@ class FieldSelection:
     """The fields to keep, in order, each with its type or None for the source's type. Without any, all are kept.
 
     Names are those of fields, not those in the files. `fill` has the values that replace missing ones. `raw` keeps
-    packed values as stored. `mapped` says that a map function gets the fields, so that times become whole numbers
-    without a type for them. `rechunk`: the arrays of a Zarr store, and slices of them, that become fields along the
-    dimension `sample_axis`, "" for their first one.
+    packed values as stored. `mapped` says that a map function gets the fields: times become whole numbers without a
+    type for them, and values that no field holds come as they are. `columns`: what to read for a map function, as
+    `fields`. `rechunk`: the arrays of a Zarr store, and slices of them, that become fields along the dimension
+    `sample_axis`, "" for their first one.
     """
 
     fields: Mapping[str, Field | None] = field(default_factory=dict)
@@ -41,6 +44,7 @@ class FieldSelection:
     mapped: bool = False
     rechunk: tuple[str, ...] = ()
     sample_axis: str = ""
+    columns: Mapping[str, Field | None] = field(default_factory=dict)
 
     @property
     def notes(self) -> dict[str, Any]:
@@ -50,16 +54,17 @@ class FieldSelection:
             for name, value in self.fill.items()
         }
         notes = {"fill": fill, "raw": self.raw, "rechunk": list(self.rechunk), "sample_axis": self.sample_axis}
+        notes["read"] = [f"{name}={kind}" if kind else name for name, kind in self.columns.items()]
         return {key: value for key, value in notes.items() if value}
 
     @classmethod
     def from_provenance(cls, fields: Mapping[str, Field | None], provenance: Mapping[str, Any]) -> FieldSelection:
         """Return the selection of the given fields, with the `notes` of a provenance."""
         fill = provenance.get("fill")
-        raw, rechunk = provenance.get("raw") is True, provenance.get("rechunk")
-        names = tuple(map(str, rechunk)) if isinstance(rechunk, list) else ()
+        raw, lists = provenance.get("raw") is True, (provenance.get("rechunk"), provenance.get("read"))
+        names, read = (tuple(map(str, each)) if isinstance(each, list) else () for each in lists)
         fills, axis = dict(fill) if isinstance(fill, Mapping) else {}, str(provenance.get("sample_axis", ""))
-        return cls(fields, fills, raw, rechunk=names, sample_axis=axis)
+        return cls(fields, fills, raw, False, names, axis, parse_selection(read).fields)
 
     def includes(self, name: str) -> bool:
         """Return whether the field is kept."""
@@ -145,7 +150,7 @@ def parse_selection(
     names = tuple(part.strip() for part in rechunk.split(",")) if isinstance(rechunk, str) else tuple(rechunk or ())
     if sample_axis is not None and not names:
         raise UsageError(f"sample_axis={sample_axis!r} without rechunk", "give both: --rechunk names the arrays")
-    axis = f"{POSITIONAL}{sample_axis}" if isinstance(sample_axis, int) else sample_axis or ""
+    axis = f"{POSITIONAL}{sample_axis}" if is_whole(sample_axis, 0) else str(sample_axis or "")
     return FieldSelection(kinds, dict(fill or {}), raw, rechunk=names, sample_axis=axis)
 
 
@@ -344,7 +349,8 @@ def choose(source: Source, selection: FieldSelection) -> Source:
     """
     selection.check_fill(source.fields, source.url)
     stored = selection.pick(source.fields, source.url)
-    fields = {name: selection.fields.get(name) or field for name, field in stored.items()}
+    types = {} if selection.mapped else selection.fields  # a map function casts its own values, some of which are None
+    fields = {name: types.get(name) or field for name, field in stored.items()}
     if list(fields.items()) == list(source.fields.items()):
         return source
     for name, target in fields.items():

@@ -167,8 +167,10 @@ def _identity(source: Source, rows: NDArray[np.int64]) -> ObjectInfo:
     for name, column in source.fragment(rows)(lambda _: None).items():
         digest.update(f"{name} {source.fields[name]} {len(column)}\n".encode())
         for item in [column.tobytes()] if isinstance(column, np.ndarray) else column:
-            digest.update(len(item).to_bytes(8, "little"))
-            digest.update(item)
+            data = item.tobytes() if isinstance(item, np.ndarray) else item
+            data = data if isinstance(data, bytes) else repr(data).encode()
+            digest.update(len(data).to_bytes(8, "little"))
+            digest.update(data)
     return ObjectInfo("samples", source.num_samples, digest.hexdigest())
 
 

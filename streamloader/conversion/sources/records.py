@@ -7,6 +7,7 @@ values. Fields are inferred from a few samples, spread over the source; all samp
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import chain
@@ -18,7 +19,7 @@ from numpy.typing import NDArray
 
 from streamloader.conversion.sources.arrays import pick
 from streamloader.conversion.sources.base import BadSample, Fragment, OnBad, Source, split_rows, spread_rows
-from streamloader.conversion.sources.fields import FieldSelection, Settled, infer_field, settle
+from streamloader.conversion.sources.fields import ANY, FieldSelection, Settled, infer_field, settle
 from streamloader.conversion.sources.files import field_names
 from streamloader.errors import FieldError, SourceError, StreamloaderError
 from streamloader.format.codecs import Column
@@ -79,7 +80,8 @@ def infer_fields(url: str, samples: Sequence[Sample], selection: FieldSelection)
     keys = dict.fromkeys(key for _, _, sample in samples for key in sample)
     names = field_names(list(keys), url).values()
     # none of these samples may have a key that most samples lack
-    keys |= {name: None for name, field in selection.fields.items() if field and name in selection.fill.keys() - names}
+    may_lack = selection.fields if selection.mapped else selection.fill
+    keys |= {name: None for name, field in selection.fields.items() if field and name in may_lack.keys() - names}
     if not keys:
         raise SourceError(f"the samples of {url} are empty", "give each at least one value; a map function too")
     kept = pick(keys, selection, url)
@@ -87,11 +89,17 @@ def infer_fields(url: str, samples: Sequence[Sample], selection: FieldSelection)
     flags: set[str] = set()
     for name, key in kept.items():
         values = [(_unmasked(sample.get(key)), f"the field {name!r} of {where}") for _, where, sample in samples]
-        fields[name], flag = _infer(name, selection.fields.get(name), values)
+        values = [pair for pair in values if pair[0] is not None] if selection.mapped else values
+        try:
+            fields[name], flag = _infer(name, selection.fields.get(name), values, strict=selection.mapped)
+        except FieldError:
+            if not selection.mapped:
+                raise
+            fields[name], flag = ANY, False
         flags |= {name} if flag else set()
     typed = frozenset(name for name, field in selection.fields.items() if field is not None)
     fill = selection.fill_values(fields, url)
-    return SampleFields(kept, fields, typed, frozenset(flags), fill, complete=not selection.fields)
+    return SampleFields(kept, fields, typed, frozenset(flags), fill, not selection.fields, selection.mapped)
 
 
 def _unmasked(value: Any) -> Any:
@@ -99,11 +107,11 @@ def _unmasked(value: Any) -> Any:
     return value.data if isinstance(value, np.ma.MaskedArray) and value is not np.ma.masked else value
 
 
-def _infer(name: str, selected: Field | None, values: Sequence[tuple[Any, str]]) -> tuple[Field, bool]:
+def _infer(name: str, selected: Field | None, values: Sequence[tuple[Any, str]], *, strict: bool) -> tuple[Field, bool]:
     """Return the `selected` field, else the one inferred from the values and their names; and whether its numbers are
     made of bools.
 
-    A value that no field holds makes a bad sample when it is read, unless no field holds any of the values.
+    Raises `FieldError` if no field holds any of the values, or, if `strict`, each of them.
     """
     settled: list[Settled] = []
     first_error: FieldError | None = None
@@ -116,7 +124,7 @@ def _infer(name: str, selected: Field | None, values: Sequence[tuple[Any, str]])
     if selected:
         flags = [isinstance(value, np.ndarray) and value.dtype == np.bool_ for value in filled]
         return selected, selected.dtype != "bool" and bool(flags) and all(flags)
-    if first_error and not settled:
+    if first_error and (strict or not settled):
         reason = f"({first_error.problem}; {first_error.remedy})"
         remedy = f"leave it out by naming the fields to keep with --fields, or convert it with --map {reason}"
         raise FieldError(f"no field of the format holds the field {name!r}", remedy)
@@ -133,7 +141,8 @@ class SampleFields:
 
     The user has given the types of the `typed` fields: floats are rounded to them. Samples hold only bools in the
     fields that are `flags`, and numbers are made of them. `fill` has the values that replace missing ones. If the
-    fields are `complete`, a sample with another key is bad.
+    fields are `complete`, a sample with another key is bad. If they are `mapped`, a map function gets their values,
+    also those that no field holds.
     """
 
     originals: Mapping[str, str]
@@ -142,6 +151,7 @@ class SampleFields:
     flags: frozenset[str] = frozenset()
     fill: Mapping[str, Any] = field(default_factory=dict)
     complete: bool = False
+    mapped: bool = False
 
     @property
     def notes(self) -> dict[str, Any]:
@@ -159,25 +169,18 @@ class SampleFields:
 
     def settled(self, sample: Mapping[str, Any], name: str) -> dict[str, Settled]:
         """Return the value of each field, as arrays, text or bytes. Raises `FieldError`, which names the sample."""
-        out: dict[str, Settled] = {}
-        if self.complete and not sample.keys() <= self._keys:
-            self._check_keys(sample)
-        for field_name, key in self.originals.items():
-            value = sample.get(key)
-            if not isinstance(value, bytes | str) and type(value) is not np.ndarray:
-                missing = value is None or value is np.ma.masked
-                if missing and field_name in self.fill:
-                    out[field_name] = self._fill_value(field_name)
-                    continue
-                value = settle(self._unmasked(field_name, value), f"field {field_name!r} of sample {name}")
-            if isinstance(value, np.ndarray) and (value.dtype != self._dtypes[field_name] or field_name in self.flags):
-                self._check_dtype(field_name, value, name)
-            out[field_name] = value
-        return out
+        self._check_keys(sample)
+        return {field: self._settle(field, sample.get(key), name) for field, key in self.originals.items()}
 
-    def _fill_value(self, name: str) -> Settled:
-        field, fill = self.fields[name], self.fill[name]
-        return np.full(field.shape if field.fixed else (0, *field.shape), fill) if field.dtype else fill
+    def _settle(self, name: str, value: Any, sample: str) -> Any:
+        if not isinstance(value, bytes | str) and type(value) is not np.ndarray:
+            if (value is None or value is np.ma.masked) and name in self.fill:
+                field, fill = self.fields[name], self.fill[name]
+                return np.full(field.shape if field.fixed else (0, *field.shape), fill) if field.dtype else fill
+            value = settle(self._unmasked(name, value), f"field {name!r} of sample {sample}")
+        if isinstance(value, np.ndarray) and (value.dtype != self._dtypes[name] or name in self.flags):
+            self._check_dtype(name, value, sample)
+        return value
 
     def _unmasked(self, name: str, value: Any) -> Any:
         """Return the value with masked elements filled, a masked float as NaN."""
@@ -190,11 +193,15 @@ class SampleFields:
 
     def _check_keys(self, sample: Mapping[str, Any]) -> None:
         """Raise `FieldError` if the sample has a value for a key from which no field was inferred."""
+        if not self.complete or sample.keys() <= self._keys:
+            return
         key = next((key for key, value in sample.items() if key not in self._keys and value is not None), None)
         if key is not None:
             name = field_names([key], "")[key]
             names = ",".join(list(self.fields)[:8])
             problem = f"it has {key!r}, which is in none of the {PROBED} samples that the fields were inferred from"
+            if self.mapped:
+                raise FieldError(problem, f"name the fields that the map function gets, as in --columns {names},{name}")
             add = f"to add it, {name}=TYPE there and --fill {name}=VALUE for the samples that lack it"
             raise FieldError(problem, f"name the fields to keep, as in --fields {names}; {add}")
 
@@ -212,10 +219,19 @@ class SampleFields:
             if not same:
                 raise FieldError(f"{problem}, which does not hold its values", f"choose with --fields {name}=TYPE")
 
-    def values(self, sample: Mapping[str, Any], name: str) -> dict[str, NDArray[Any] | bytes]:
+    def values(self, sample: Mapping[str, Any], name: str) -> dict[str, Any]:
         """Return the value of each field, as columns hold it. Raises `FieldError`, which names the sample."""
+        if self.mapped:
+            self._check_keys(sample)
+            return {field: self._given(field, sample.get(key)) for field, key in self.originals.items()}
         settled = self.settled(sample, name)
         return {key: to_value(key, field, settled[key], name) for key, field in self.fields.items()}
+
+    def _given(self, name: str, value: Any) -> Any:
+        """Return a value for a map function: as its field holds it, else unchanged."""
+        with suppress(FieldError):
+            value = to_value(name, self.fields[name], self._settle(name, value, ""), "")
+        return value[()] if isinstance(value, np.ndarray) else value
 
     def bad_sample(self, sample: Mapping[str, Any], position: int, name: str) -> BadSample | None:
         """Return the sample as a bad one if it does not fit the fields, else None."""
@@ -236,7 +252,7 @@ class SampleFields:
 
 
 def _read_checked(records: RecordFragment, fields: SampleFields, capacity: int, on_bad: OnBad) -> dict[str, Column]:
-    rows = Rows(fields.fields, capacity)
+    rows = Rows(fields.fields, capacity, fields.mapped)
     for position, name, sample in records(on_bad):
         try:
             rows.add(fields.values(sample, name))

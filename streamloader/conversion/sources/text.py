@@ -275,7 +275,8 @@ _PROBED = 1024  # rows from which the types of columns are inferred
 class Table:
     """The columns of a table: the complete `header`, and the `originals` in it of the columns that are read, by field.
 
-    `fill` has the values of empty cells, by field. With `digits`, 1 and 0 are bools too.
+    `fill` has the values of empty cells, by field; for a map function, `mapped`, they are None. With `digits`, 1 and 0
+    are bools too.
     """
 
     header: tuple[str, ...]
@@ -283,6 +284,7 @@ class Table:
     fields: Mapping[str, Field]
     fill: Mapping[str, Any] = field(default_factory=dict)
     digits: bool = True
+    mapped: bool = False
 
     def columns(self, records: Sequence[bytes | memoryview], delimiter: bytes, count: int) -> dict[str, Column]:
         """Return the columns of `count` records, which may be concatenated.
@@ -300,7 +302,12 @@ class Table:
             try:
                 columns[name] = self._column(name, column)
             except ValueError:
-                raise self._cell_error(name, column[0].as_py()) from None
+                empty = pc.equal(pc.binary_length(column), 0)
+                if not self.mapped or not pc.any(empty).as_py():
+                    raise self._cell_error(name, column[0].as_py()) from None
+                filled = iter(self._column(name, column.filter(pc.invert(empty))))
+                values: list[Any] = [None if skip else next(filled) for skip in empty.to_pylist()]
+                columns[name] = values
         return columns
 
     def _cells(self, records: Sequence[bytes | memoryview], delimiter: bytes, count: int) -> dict[str, pa.Array]:
@@ -377,7 +384,7 @@ def read_table(pieces: Sequence[BlockRows], table: Table, on_bad: OnBad) -> dict
 
     Raises `SourceError`, `SourceChangedError`, or `UsageError` if pyarrow is not installed.
     """
-    rows = Rows(table.fields, sum(len(piece.rows) for piece in pieces))
+    rows = Rows(table.fields, sum(len(piece.rows) for piece in pieces), table.mapped)
     position = 0
     for records in read_blocks(pieces):
         for columns in _good_columns(records, table, position, on_bad):
@@ -419,6 +426,7 @@ def open_csv(listing: Listing, selection: FieldSelection) -> Source:
     fields = _fields(listing.url, files, raw, selection)
     digits = any(field is not None and field.dtype == "bool" for field in selection.fields.values())
     table = replace(raw, fields=fields, fill=selection.fill_values(fields, listing.url), digits=digits)
+    table = replace(table, mapped=selection.mapped)
 
     def fragment(rows: NDArray[np.int64]) -> Fragment:
         return partial(read_table, cut_rows(files, rows), table)
@@ -544,7 +552,7 @@ def parse_line(selection: FieldSelection, line: memoryview) -> dict[str, Any]:
     except json.JSONDecodeError as error:
         raise ValueError(f"it is not JSON: {error.msg} at character {error.pos + 1}") from None
     for key, value in values.items():
-        if type(value) in (int, float, list) and selection.includes(_name(key)):
+        if type(value) in (int, float, list) and selection.includes(_name(key)) and not selection.mapped:
             values[key] = _to_array(key, value)
     return values
 

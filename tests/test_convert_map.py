@@ -1,0 +1,167 @@
+"""What a map function gets: every value of the source, also those that no field holds, and None for a missing one."""
+
+import json
+from decimal import Decimal
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.feather as feather
+import pyarrow.parquet as pq
+import pytest
+from commands import run
+
+import streamloader as sl
+from streamloader.errors import FieldError, SourceError, UsageError
+
+ROWS: list[dict[str, Any]] = [
+    {"id": 1, "tags": ["a", "b"], "note": None, "size": [1, 2], "boxes": [{"x": 1}, {"x": 2}], "name": "one"},
+    {"id": 2, "tags": [], "note": None, "size": [3, 4], "boxes": [], "name": None},
+    {"id": None, "tags": None, "note": None, "size": [5, None], "boxes": None, "name": "three"},
+    {"id": 4, "tags": ["c"], "note": None, "size": None, "boxes": [{"x": 3}], "name": "four"},
+]
+SCHEMA = pa.schema(
+    {
+        **{"id": pa.int32(), "tags": pa.list_(pa.string()), "note": pa.null(), "size": pa.list_(pa.int16())},
+        **{"boxes": pa.list_(pa.struct({"x": pa.int64()})), "name": pa.string()},
+    }
+)
+
+
+def source(kind: str, root: Any) -> Any:
+    table, path = pa.Table.from_pylist(ROWS, SCHEMA), root / f"it.{kind}"
+    match kind:
+        case "parquet":
+            pq.write_table(table, path, row_group_size=2)
+        case "feather":
+            feather.write_feather(table, path, chunksize=3)
+        case "jsonl":
+            path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+        case "objects":
+            return ROWS
+    return path
+
+
+def as_json(sample: dict[str, Any]) -> dict[str, str]:
+    plain = {name: value.tolist() if hasattr(value, "tolist") else value for name, value in sample.items()}
+    return {"seen": json.dumps(plain)}
+
+
+def batch_as_json(batch: dict[str, Any]) -> dict[str, list[str]]:
+    rows = zip(*batch.values(), strict=True)
+    return {"seen": [as_json(dict(zip(batch, row, strict=True)))["seen"] for row in rows]}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("batch", [None, 3])
+@pytest.mark.parametrize("kind", ["parquet", "feather", "jsonl", "objects"])
+def test_a_map_function_gets_what_no_field_holds_and_none_for_nulls(kind, batch, workers, tmp_path):
+    function = as_json if batch is None else batch_as_json
+    sl.convert(source(kind, tmp_path), tmp_path / "out", map=function, map_batch=batch, workers=workers)
+    ds = sl.open(tmp_path / "out")
+    assert [json.loads(ds[i]["seen"]) for i in range(len(ds))] == ROWS
+
+
+def test_values_that_a_field_holds_are_numbers_and_arrays_of_its_type(tmp_path):
+    seen: list[Any] = []
+    src = source("parquet", tmp_path)
+    sl.convert(src, tmp_path / "out", map=lambda sample: seen.append(sample) or {"n": 1}, workers=0)
+    assert isinstance(seen[-1]["id"], np.int32)
+    assert (seen[-4]["size"].dtype, seen[-4]["size"].tolist()) == (np.int16, [1, 2])
+    seen.clear()
+    columns = {"x": np.arange(6, dtype="f4").reshape(3, 2), "n": [1, 2, None]}
+    sl.convert(
+        columns, tmp_path / "two", map=lambda batch: seen.append(batch) or {"n": [1] * 3}, map_batch=3, workers=0
+    )
+    assert np.array_equal(seen[-1]["x"], columns["x"])
+    assert (seen[-1]["x"].dtype, seen[-1]["n"]) == (np.float32, [1, 2, None])
+
+
+def test_decimals_and_late_lists_reach_a_map_function(tmp_path):
+    rows = [{"price": Decimal("1.50"), "x": [1, 2]}] * 200 + [{"price": None, "x": [1, 2, 3]}]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "it.parquet")
+
+    def priced(sample: dict[str, Any]) -> dict[str, Any]:
+        return {"price": float("nan" if sample["price"] is None else sample["price"]), "count": len(sample["x"])}
+
+    sl.convert(tmp_path / "it.parquet", tmp_path / "out", map=priced, workers=0)
+    ds = sl.open(tmp_path / "out")
+    assert ds[0] == {"price": 1.5, "count": 2}
+    assert (np.isnan(ds[200]["price"]), ds[200]["count"]) == (True, 3)
+
+
+def test_an_empty_cell_of_numbers_is_none_and_a_wrong_one_is_bad(tmp_path):
+    path = tmp_path / "it.csv"
+    path.write_text("n,name\n1,a\n,\n3,c\n")
+    sl.convert(path, tmp_path / "out", map=as_json, workers=0)
+    ds = sl.open(tmp_path / "out")
+    found = [json.loads(ds[i]["seen"]) for i in range(3)]
+    assert found == [{"n": 1, "name": "a"}, {"n": None, "name": ""}, {"n": 3, "name": "c"}]
+    path.write_text("n\n" + "1\n" * 5000 + "x\n" + "1\n" * 5000)
+    with pytest.raises(SourceError, match=r"it\.csv:5002: its column 'n' holds 'x', which is not int64"):
+        sl.convert(path, tmp_path / "bad", map=as_json, workers=0)
+    sl.convert(path, tmp_path / "texts", map=as_json, columns="n=text", workers=0)
+    assert sl.open(tmp_path / "texts")[5000]["seen"] == '{"n": "x"}'
+
+
+def test_fields_are_required_of_what_a_map_function_returns(tmp_path):
+    src = source("jsonl", tmp_path)
+    with pytest.raises(FieldError, match="no field of the format holds the field 'note'"):
+        sl.convert(src, tmp_path / "out", map=dict, workers=0)
+    sl.convert(src, tmp_path / "out", map=lambda sample: {**sample, "n": 1}, fields="n=int8", workers=0)
+    assert str(sl.open(tmp_path / "out").fields["n"]) == "int8"
+
+
+@pytest.mark.parametrize("kind", ["parquet", "jsonl", "objects"])
+def test_columns_chooses_what_is_read_also_for_appends(kind, tmp_path, monkeypatch):
+    src, out = source(kind, tmp_path), tmp_path / "out"
+    sl.convert(src, out, map=as_json, columns=["name", "id=int64"], workers=0)
+    expected = [{"name": row["name"], "id": row["id"]} for row in ROWS]
+    if kind != "objects":
+        sl.append(out, src, map=as_json, workers=0)
+        expected *= 2
+    ds = sl.open(out)
+    assert [json.loads(ds[i]["seen"]) for i in range(len(ds))] == expected
+    with pytest.raises(FieldError, match="has no field 'nope'"):
+        sl.convert(src, tmp_path / "no", map=as_json, columns="nope", workers=0)
+    with pytest.raises(UsageError, match=r"columns without map; give a map function"):
+        sl.convert(src, tmp_path / "no", columns="id", workers=0)
+
+
+def test_a_key_that_no_sampled_line_has_is_named_with_columns(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "made.py").write_text("def f(sample):\n    return {'late': sample.get('late') is not None}\n")
+    rows = [{"x": 1}] * 5000
+    rows[77] = {"x": 1, "late": 2}
+    (tmp_path / "it.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    arguments = ("convert", tmp_path / "it.jsonl", tmp_path / "out", "--map", "made:f", "--workers", 0)
+    assert "as in --columns x,late" in run(capsys, *arguments)[2]
+    assert run(capsys, *arguments, "--columns", "x,late=int64")[0] == 0
+    assert np.flatnonzero(sl.open(tmp_path / "out").read("late", 0, 5000)).tolist() == [77]
+
+
+def test_an_append_gives_a_map_function_the_class_numbers_of_the_dataset(tmp_path):
+    for number, names in enumerate((["cat", "dog"], ["dog", "emu", "cat"])):
+        features = {"label": {"_type": "ClassLabel", "names": names}}
+        metadata = {"huggingface": json.dumps({"info": {"features": features}})}
+        labels = pa.schema({"label": pa.int64()}, metadata)
+        pq.write_table(pa.table({"label": [0, None, len(names) - 1]}, labels), tmp_path / f"{number}.parquet")
+
+    def known(sample: dict[str, Any]) -> dict[str, Any]:
+        return {"label": np.int64(-1) if sample["label"] is None else sample["label"]}
+
+    sl.convert(tmp_path / "0.parquet", tmp_path / "out", map=known, workers=0)
+    sl.append(tmp_path / "out", tmp_path / "1.parquet", map=known, workers=0)
+    ds = sl.open(tmp_path / "out")
+    assert ds.read("label", 0, 6).tolist() == [0, -1, 1, 1, -1, 0]
+    assert ds.classes == {"label": ("cat", "dog", "emu")}
+
+
+def test_a_missing_image_reaches_a_map_function_beside_resized_ones(tmp_path):
+    from PIL import Image
+
+    rows = [{"image": Image.new("RGB", (20, 10))}, {"image": None}]
+    made = {"map": lambda sample: {"size": len(sample["image"] or b"")}, "resize": 5, "workers": 0}
+    sl.convert(rows, tmp_path / "out", **made)
+    sizes = sl.open(tmp_path / "out").read("size", 0, 2).tolist()
+    assert sizes[0] > 0 == sizes[1]
