@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from itertools import chain, islice
 from typing import Any
@@ -23,7 +22,6 @@ from streamloader.conversion.sources.objects import NAME as PYTHON
 from streamloader.conversion.sources.objects import as_samples, map_style, qualified_name
 from streamloader.conversion.sources.records import PROBED, infer_fields
 from streamloader.conversion.transforms import parse_map, parse_recode
-from streamloader.format.manifest import Field
 from streamloader.format.writer import Writer
 from streamloader.options import Layout
 from streamloader.storage import Store, open_store
@@ -66,7 +64,7 @@ def convert(
     dst: str | os.PathLike[str],
     *,
     format: str | None = None,  # noqa: A002 - the name of the command's option
-    fields: str | Iterable[str] | Mapping[str, str | Field | None] | None = None,
+    fields: FieldsOption = None,
     fill: Mapping[str, Any] | None = None,
     raw: bool = False,
     rechunk: str | Sequence[str] | None = None,
@@ -97,8 +95,7 @@ def convert(
     of them, `"t2m,z@500"`, each of which becomes a field along the dimension `sample_axis`, by default their first.
     `map` is a function of a sample, or with `map_batch` of that many samples, and `columns` the fields to read for it.
     `resize` and `quality` re-encode images. `split` is `"train=0.9,val=0.1"` or a mapping: each split becomes a
-    dataset, with samples assigned at random.
-    `shuffle` is the seed of a random order.
+    dataset, with samples assigned at random. `shuffle` is the seed of a random order.
 
     `on_error` is "raise", "skip" or "quarantine" for bad samples. `engine` is "local", "dask", "ray" or "spark",
     optionally with `=ADDRESS`. `workers` is the number of processes, by default one per core; 0 works in this process.
@@ -110,11 +107,8 @@ def convert(
     """
     src = as_samples(src)
     path = os.fspath(src) if isinstance(src, str | os.PathLike) else ""
-    selection, splits = parse_selection(fields, fill, raw, rechunk, sample_axis), parse_splits(split)
-    selection = replace(selection, columns=parse_selection(columns).fields)
-    if columns is not None and map is None:
-        raise errors.UsageError("columns without map", "give a map function of them, or choose with --fields")
-    recode, mapper = parse_recode(resize, quality), parse_map(map, map_batch)
+    selection, splits = parse_selection(fields, fill, raw, rechunk, sample_axis, columns=columns), parse_splits(split)
+    recode, mapper = parse_recode(resize, quality), parse_map(map, map_batch, columns)
     transforms = TransformOptions(selection, recode, mapper, splits, shuffle, layout or Layout())
     options = RunOptions(workers, on_error, progress or ignore, parse_engine(engine))
     store = open_store(dst, storage_options or {})
@@ -124,8 +118,7 @@ def convert(
         return _write_iterable(src, store, writer, transforms, options)
     options.check(transforms, path, store.url)
     source_options = default_options(source_options, path, storage_options, dst) if path else {}
-    conversion = Conversion(src, path, format, source_options, store, transforms, options)
-    return conversion.convert(overwrite, resume, dry_run)
+    return Conversion(src, path, format, source_options, store, transforms, options).convert(overwrite, resume, dry_run)
 
 
 def _write_iterable(

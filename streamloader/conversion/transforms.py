@@ -33,7 +33,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streamloader.conversion.sources.base import BadSample, Fragment, OnBad, Source, read_kept
-from streamloader.conversion.sources.fields import FieldSelection, flatten, from_dlpack, settle, transform_source
+from streamloader.conversion.sources.fields import (
+    FieldSelection,
+    FieldsOption,
+    flatten,
+    from_dlpack,
+    settle,
+    transform_source,
+)
 from streamloader.conversion.sources.media import IMAGE_ENCODINGS
 from streamloader.conversion.sources.records import Sample, open_records
 from streamloader.errors import UsageError
@@ -271,11 +278,13 @@ class Mapper:
         return options
 
 
-def parse_map(given: str | Function | None, batch: int | None) -> Mapper | None:
+def parse_map(given: str | Function | None, batch: int | None, columns: FieldsOption = None) -> Mapper | None:
     """Return the given function, or the one that `module:function` names; also searches the working directory.
 
-    Raises `UsageError` if it cannot be imported or called, and for an invalid `batch`.
+    Raises `UsageError` if it cannot be imported or called, for an invalid `batch`, and for `columns` without function.
     """
+    if columns is not None and given is None:
+        raise UsageError("columns without map", "give a map function of them, or choose with --fields")
     if batch is not None and (not is_whole(batch) or given is None):
         raise UsageError(f"map_batch={batch!r} with map={given!r}", "give a function and at least 1 sample")
     batch = plain_integers(batch)

@@ -129,6 +129,8 @@ def parse_selection(
     raw: bool = False,
     rechunk: str | Sequence[str] | None = None,
     sample_axis: str | int | None = None,
+    *,
+    columns: FieldsOption = None,
 ) -> FieldSelection:
     """Return the selection of `"image,label"`, `["image", "tokens=ragged:int32"]` or `{"image": None, "x": "int32"}`.
 
@@ -151,7 +153,8 @@ def parse_selection(
     if sample_axis is not None and not names:
         raise UsageError(f"sample_axis={sample_axis!r} without rechunk", "give both: --rechunk names the arrays")
     axis = f"{POSITIONAL}{sample_axis}" if is_whole(sample_axis, 0) else str(sample_axis or "")
-    return FieldSelection(kinds, dict(fill or {}), raw, rechunk=names, sample_axis=axis)
+    read = parse_selection(columns).fields if columns else {}
+    return FieldSelection(kinds, dict(fill or {}), raw, rechunk=names, sample_axis=axis, columns=read)
 
 
 @dataclass(frozen=True)
