@@ -100,16 +100,18 @@ class RetryPolicy(Option):
     a load balancer; a rank still fails with a clear error before NCCL's default timeout of 10 minutes ends the others.
     `request_seconds`: how long one request may fail while others succeed. `base_seconds`, `cap_seconds`: the wait
     before retry n (from 0) is uniform in [0, min(cap, base * 2^n)] ("full jitter"), so that clients that failed
-    together do not return together; the wait that the store asks for (Retry-After), up to the cap, is added.
-    `probe_seconds`: during an outage one request tests the endpoint every 0.5 to 1 times this long, and all others
-    wait; a run thus resumes within 2 s of the server's return, without a storm of requests. `report_seconds`: after
-    this time an outage is logged (on stderr unless logging is configured otherwise) and shown in `stats().waiting_for`.
+    together do not return together. `retry_after_seconds`: the longest wait that the store may ask for (Retry-After),
+    which is added, and shown in `stats().waiting_for`. `probe_seconds`: during an outage one request tests the endpoint
+    every 0.5 to 1 times this long, and all others wait; a run thus resumes within 2 s of the server's return, without a
+    storm of requests. `report_seconds`: after this time an outage is logged (on stderr unless logging is configured
+    otherwise) and shown in `stats().waiting_for`.
     `first_contact_attempts`: the number of attempts for an endpoint that has never responded, so that a wrong URL does
     not look like a hang.
 
     `response_seconds`, `min_bytes_per_second`: a response may take `response_seconds + bytes / min_bytes_per_second`,
     and may not fall behind that rate by more than `response_seconds` at any time; if it does, its connection is closed
-    and the request is repeated on a new one. A cloud store sends its first byte within 0.2 s, and 50-90 MB/s after
+    and the request is repeated on a new one. A read that is much later than others were, but at least 1 s, is repeated
+    sooner, once (S3, and http without obstore). A cloud store sends its first byte within 0.2 s, and 50-90 MB/s after
     that: 10 s allow for servers with a queue, and 64 KiB/s for a home connection of 10 Mbit/s that 16 requests share.
     Raise `response_seconds` for stores that read from tape.
 
@@ -120,6 +122,7 @@ class RetryPolicy(Option):
     request_seconds: float = 120.0
     base_seconds: float = 0.2
     cap_seconds: float = 20.0
+    retry_after_seconds: float = 30.0
     probe_seconds: float = 1.0
     report_seconds: float = 10.0
     first_contact_attempts: int = 3

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from datetime import UTC, datetime, timedelta
+from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from ipaddress import ip_address
 from pathlib import Path
@@ -78,7 +79,7 @@ class QuietHandler(BaseHTTPRequestHandler):
     def respond_badly(self, fault: str, content: bytes) -> None:
         """Respond to a GET of some content with a fault (see `FaultyServer`), or rightly where that is empty."""
         half = len(content) // 2
-        self.close_connection |= fault in (*GARBAGE, "stall", "close", "last", "trickle-status")
+        self.close_connection |= fault in (*GARBAGE, "stall", "close", "last", "trickle-status", "continue")
         self.trickle, self.truncate = fault == "trickle", fault == "truncate"
         if fault in GARBAGE:
             self.wfile.write(GARBAGE[fault])
@@ -88,6 +89,9 @@ class QuietHandler(BaseHTTPRequestHandler):
             self.respond(int(fault), SLOW_DOWN if fault == "503" else b"", self.server.error_headers)
         elif fault == "stall":
             self.server.released.wait()
+        elif fault == "continue":
+            while not self.server.released.is_set():
+                self.wfile.write(b"HTTP/1.1 100 Continue\r\n\r\n" * 1000)
         elif fault == "trickle-status":
             for byte in b"HTTP/1.1 206 Partial Content\r\nX-A: " + b"a" * 99:
                 self.wfile.write(bytes([byte]))
@@ -156,9 +160,10 @@ class FaultyServer(QuietServer):
     """`faults` are used up one for each GET.
 
     A fault is a status such as "503" (sent with `error_headers`), one of `GARBAGE`, "truncate", "trickle" (a byte of
-    the body a second), "trickle-status" (of the status line), "stall", "close", "last" (right, then the connection is
-    closed unannounced), "ignore-range", "wrong-range" (with its header), "shift" (without), "damage" (of all bytes),
-    "flip" (of one in the middle: a digit of a number, an entry of a table), "short", "expired" (credentials).
+    the body a second), "trickle-status" (of the status line), "continue" ("100 Continue" without end), "stall", "close",
+    "last" (right, then the connection is closed unannounced), "ignore-range", "wrong-range" (with its header), "shift"
+    (without), "damage" (of all bytes), "flip" (of one in the middle: a digit of a number, an entry of a table),
+    "short", "expired" (credentials).
     With `token` only requests that carry this session token succeed, also HEAD.
     """
 
@@ -205,3 +210,47 @@ def certified(folder: Path, hosts: Iterable[str], days: tuple[float, float] = (-
 def faulty_server(content: bytes, tls: ssl.SSLContext | None = None) -> AbstractContextManager[FaultyServer]:
     """Run the server in a thread until the block ends."""
     return FaultyServer(content, tls).running()
+
+
+class PassingServer(QuietServer):
+    """Passes requests on to the server at `behind`, except those that `picks` selects: they use up `faults`.
+
+    A fault is a status ("307" to `elsewhere`), "reset" (nothing is passed on), "lost" (the response is).
+    """
+
+    def __init__(self, behind: str, picks: Callable[[BaseHTTPRequestHandler], Any]) -> None:
+        super().__init__(_PassingHandler)
+        self.behind, self.picks, self.elsewhere = behind.removeprefix("http://"), picks, behind
+        self.faults: deque[str] = deque()
+
+
+class _PassingHandler(QuietHandler):
+    server: PassingServer
+
+    def do_GET(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        fault = self.server.faults.popleft() if self.server.faults and self.server.picks(self) else ""
+        if fault.isdigit():
+            self.respond(int(fault), b"", {"Location": self.server.elsewhere + self.path} if fault == "307" else {})
+            return
+        self.close_connection = bool(fault)
+        if fault == "reset":
+            return
+        with contextlib.closing(HTTPConnection(self.server.behind)) as behind:
+            behind.putrequest(self.command, self.path, skip_host=True, skip_accept_encoding=True)
+            for name, value in self.headers.items():
+                behind.putheader(name, value)
+            behind.endheaders(body)
+            response = behind.getresponse()
+            content = response.read()
+        if fault != "lost":
+            self.respond(response.status, content, dict(response.headers))
+
+    do_HEAD = do_PUT = do_POST = do_DELETE = do_GET
+
+
+def passing_server(
+    behind: str, picks: Callable[[BaseHTTPRequestHandler], Any]
+) -> AbstractContextManager[PassingServer]:
+    """Run the server in a thread until the block ends."""
+    return PassingServer(behind, picks).running()

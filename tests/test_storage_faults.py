@@ -4,6 +4,7 @@ import asyncio
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from unittest.mock import patch
 
 import fsspec
 import pytest
@@ -59,7 +60,7 @@ def reader(store):
     return store.reader()
 
 
-@pytest.mark.parametrize("fault", ["503", "500", "520", "599", "429", "truncate", "close", "stall", *GARBAGE])
+@pytest.mark.parametrize("fault", ["503", "500", "520", "599", "429", "204", "truncate", "close", "stall", *GARBAGE])
 def test_one_fault_costs_exactly_one_extra_request(server, store, reader, fault):
     server.faults.append(fault)
     data = store.retries.call(lambda: reader.read("x", 100, 5000))
@@ -149,6 +150,21 @@ def test_a_trickling_response_is_late_and_repeated_on_a_new_connection(server, s
     assert time.monotonic() - begin < 60  # each would take at least 99 s
     assert server.connections > connections
     assert server.gets == 9
+
+
+@pytest.mark.parametrize("plane", PLANES)
+@pytest.mark.parametrize("fault", ["stall", "trickle", "trickle-status", "continue"])
+def test_a_read_that_is_much_later_than_usual_is_repeated_at_once(server, plane, fault):
+    """The policy alone would wait for a minute; "100 Continue" without end would be waited for without end."""
+    with patch.dict(PLANES["s3-http"], {"config_kwargs": {"read_timeout": 60.0}}):
+        store = opened(plane, server.endpoint, replace(QUICK, response_seconds=60.0))
+    for _ in range(9):
+        assert bytes(store.reader().read("x", 0, 9)) == CONTENT[:9]
+    server.faults.append(fault)
+    begin = time.monotonic()
+    assert bytes(store.reader().read("x", 100, 5000)) == CONTENT[100:5000]
+    assert time.monotonic() - begin < 30
+    assert server.gets == 11
 
 
 @pytest.mark.parametrize("plane", PLANES)

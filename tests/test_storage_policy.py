@@ -21,7 +21,7 @@ from streamloader.errors import (
     UsageError,
 )
 from streamloader.options import RetryPolicy
-from streamloader.storage.retry import OUTAGE_AFTER_SECONDS, Outage, Progress, Retrier, Timing
+from streamloader.storage.retry import OUTAGE_AFTER_SECONDS, Outage, Patience, Progress, Retrier, Timing
 from streamloader.storage.url import parse_location
 
 
@@ -115,13 +115,26 @@ def test_no_retry_raises_the_failure_itself():
     assert raised.value is error
 
 
-@pytest.mark.parametrize(("asked", "slept"), [(0.0, 0.1), (7.0, 7.1), (3600.0, 20.1)])
+@pytest.mark.parametrize(("asked", "slept"), [(0.0, 0.1), (7.0, 7.1), (3600.0, 30.1)])
 def test_the_wait_that_a_store_asks_for_is_limited_by_the_policy(asked, slept):
     error = ThrottledError("slow down")
     error.retry_after = asked
     clock = Clock()
     clock.retrier().call(failing(error)[0])
     assert clock.slept == [pytest.approx(slept)]
+
+
+def test_a_wait_that_a_store_asks_for_is_shown_and_logged(caplog):
+    error = ThrottledError("slow down")
+    error.retry_after = 600.0
+    clock, seen = Clock(), []
+    retrier = Retrier(RetryPolicy(), "s3://b", clock.timing._replace(sleep=lambda _: seen.append(retrier.waiting_for)))
+    with caplog.at_level(logging.WARNING, "streamloader"):
+        retrier.call(failing(error)[0])
+    assert seen == ["s3://b asks to wait 600 s (Retry-After); the wait is 30 s"]
+    assert seen[0] in caplog.text
+    clock.now += 31
+    assert retrier.waiting_for == ""
 
 
 @settings(max_examples=30)
@@ -274,6 +287,30 @@ def test_a_trickle_is_late_at_once_wherever_it_begins():
             now += 1.0
             progress.received(1)
     assert now - begin <= RetryPolicy().response_seconds + 1
+
+
+def test_a_read_that_is_much_later_than_others_is_repeated_once_with_the_whole_time():
+    asked = []
+
+    def read(seconds):
+        asked.append(seconds)
+        if len(asked) == 1:
+            raise TimeoutError
+        return "done"
+
+    patience = Patience(RetryPolicy())
+    with pytest.raises(TimeoutError):  # nothing is known yet
+        patience.call(read)
+    for _ in range(100):
+        patience.began(0.5)
+    asked.clear()
+    assert patience.call(read) == "done"
+    assert asked == [1.0, 10.0]
+    for seconds in (2.0, 3.0, 4.0) * 9:  # a store that became slow
+        patience.began(seconds)
+    asked[:] = []
+    patience.call(asked.append)
+    assert 4.0 < asked[0] <= 10.0
 
 
 def test_impossible_policies_are_errors():

@@ -82,6 +82,8 @@ class Piece:
 
 # How often a waiting consumer checks for late requests.
 CHECK_SECONDS = 0.05
+# A request that times out is not alone if others count as late only after this time.
+SLOW_SECONDS = 5.0
 
 
 class Dropped(EngineError):  # noqa: N818 - no failure
@@ -456,8 +458,12 @@ class Fetcher:
         try:
             body = piece.field.fetch(piece.block.dataset.store.reader(), piece.run, self._bodies.allocate)
         except TransientError as error:
-            # a timeout too: fewer requests leave each of them more of a slow connection
-            if isinstance(error, ThrottledError) or isinstance(error.__cause__, TimeoutError):
+            # a timeout too, if others are slow as well: fewer requests leave each of them more of a slow connection
+            usual, late = (
+                self._hedging.deadline(piece.run.stop - piece.run.start),
+                isinstance(error.__cause__, TimeoutError),
+            )
+            if isinstance(error, ThrottledError) or (late and usual > SLOW_SECONDS):
                 self.pace.throttled()
             raise
         piece.sent = NEVER

@@ -12,6 +12,7 @@ import fcntl
 import os
 import re
 import threading
+import time
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -30,7 +31,7 @@ from streamloader.errors import UnsupportedError
 from streamloader.options import RetryPolicy
 from streamloader.storage.buffers import Allocate, Body, Buffer, body_bytes, buffers_of, empty_buffer
 from streamloader.storage.process import finalize
-from streamloader.storage.retry import HttpError, Progress, check_range, client_errors, facts_of, is_past_end
+from streamloader.storage.retry import HttpError, Patience, Progress, check_range, client_errors, facts_of, is_past_end
 from streamloader.storage.store import TEMPORARY_SUFFIX, ObjectInfo, Page, etag_of
 from streamloader.storage.url import CHAIN, Location, redact
 
@@ -298,25 +299,28 @@ class HttpClient(FsspecClient):
 
         signature(ClientSession._request).bind(None, "GET", "", **fs.kwargs)
         super().__init__(fs, policy, root)
+        self._patience = Patience(policy)
 
     def get(self, path: str) -> bytes:
         """Return the object."""
-        return bytes(sync(self.fs.loop, self._read, path, ""))
+        return self._patience.call(lambda seconds: bytes(sync(self.fs.loop, self._read, path, "", seconds)))
 
     def _cat(self, path: str, start: int, stop: int | None) -> bytes:
         byte_range = f"bytes={start}" if stop is None else f"bytes={start}-{stop - 1}"
-        return bytes(sync(self.fs.loop, self._read, path, byte_range))
+        return self._patience.call(lambda seconds: bytes(sync(self.fs.loop, self._read, path, byte_range, seconds)))
 
-    async def _read(self, path: str, byte_range: str) -> bytes:
+    async def _read(self, path: str, byte_range: str, seconds: float) -> bytes:
         """Return the bytes of a `Range`, or the object if `byte_range` is empty. Raises `TimeoutError`."""
         options = dict(self.fs.kwargs)
         headers = {"Accept-Encoding": "identity", **({"Range": byte_range} if byte_range else {})}
         options["headers"] = {**options.get("headers", {}), **headers}
-        session, progress, parts = await self.fs.set_session(), Progress(self.policy), []
+        session, progress, parts = await self.fs.set_session(), Progress(self.policy, seconds=seconds), []
+        begin = time.monotonic()
         async with (
             asyncio.timeout(progress.seconds_left()) as limit,
             session.get(self.fs.encode_url(path), **options) as response,
         ):
+            self._patience.began(time.monotonic() - begin)
             self.fs._raise_not_found_for_status(response, path)
             if byte_range and response.status != 206:
                 raise HttpError(200, "RangeNotSupported", f"HTTP status {response.status} for {byte_range}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,10 +17,11 @@ from typing import Any
 from streamloader.errors import UnsupportedError
 from streamloader.storage import process
 from streamloader.storage.buffers import Allocate, Buffer, empty_buffer
-from streamloader.storage.retry import HttpError, Progress, cause_of, client_errors, is_past_end
+from streamloader.storage.retry import HttpError, Patience, Progress, cause_of, client_errors, is_past_end
 from streamloader.storage.url import FSSPEC_OPTIONS, Location
 
 _GCS_IGNORED = {*FSSPEC_OPTIONS, "project", "access", "consistency", "cache_timeout", "default_location", "timeout"}
+HURRIED_SECONDS = 2.0
 # Options of adlfs and obstore, which adlfs also reads from the environment
 _AZURE_OPTIONS = ("account_name", "account_key", "sas_token", "client_id", "client_secret", "tenant_id")
 _AZURE_IGNORED = {*FSSPEC_OPTIONS, "max_concurrency", "blocksize", "assume_container_exists", "location_mode"}
@@ -107,8 +109,12 @@ class ObstoreClient:
 
         target = target_of(location)
         self.root = target.prefix
-        self._get, self._store = obstore.get, _new_store(target, location)
         self._policy = location.retry
+        # its timeouts are those of a client: that of the hurried one is used for whatever is usually there by then
+        self._hurried = min(HURRIED_SECONDS, self._policy.response_seconds)
+        self._get, self._store = obstore.get, _new_store(target, location, self._policy.response_seconds)
+        self._hurried_store = _new_store(target, location, self._hurried)
+        self._patience = Patience(self._policy)
         self._owner = process.Owner("clients")
 
     def get_range(self, path: str, start: int, stop: int, allocate: Allocate | None = None) -> Buffer:
@@ -118,10 +124,19 @@ class ObstoreClient:
         """
         self._owner.check()
         process.note_obstore_use()
-        progress, count = Progress(self._policy), 0
+        return self._patience.call(lambda seconds: self._read(path, start, stop, allocate, seconds))
+
+    def _read(self, path: str, start: int, stop: int, allocate: Allocate | None, seconds: float) -> Buffer:
+        hurried, begin = seconds <= self._hurried, time.monotonic()
+        progress, count = Progress(self._policy, seconds=seconds), 0
         try:
-            response = self._get(self._store, path, options={"range": (start, stop)})
+            response = self._get(
+                self._hurried_store if hurried else self._store, path, options={"range": (start, stop)}
+            )
+            self._patience.began(time.monotonic() - begin)
         except client_errors() as error:
+            if hurried and "kind: Timeout" in str(error):
+                raise TimeoutError from error
             if not is_past_end(error):
                 raise
             return b""
@@ -138,7 +153,7 @@ class ObstoreClient:
         return body[:count]
 
 
-def _new_store(target: Target, location: Location) -> Any:
+def _new_store(target: Target, location: Location, seconds: float) -> Any:
     """Return obstore's store. Raises `UnsupportedError` for options that it rejects."""
     from obstore import store
     from obstore.exceptions import BaseError
@@ -146,7 +161,7 @@ def _new_store(target: Target, location: Location) -> Any:
     timeouts = {
         "timeout": "1d",  # of a complete response, whose deadline `ObstoreClient.get_range` checks
         "connect_timeout": "5s",
-        "read_timeout": f"{round(location.retry.response_seconds * 1000)}ms",
+        "read_timeout": f"{round(seconds * 1000)}ms",
     }
     options: dict[str, Any] = {"client_options": {**timeouts, **target.http}, "retry_config": {"max_retries": 0}}
     classes: dict[str, Any] = {"gs": store.GCSStore, "az": store.AzureStore, "http": store.HTTPStore}

@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import NamedTuple, NoReturn, TypeVar
 
@@ -115,12 +115,12 @@ _RULES = (
     _Rule(EndpointError, "the server's certificate is not trusted", _CERTIFICATE, "CertificateVerifyFailed", 1),
     _Rule(TransientError, "the server sent another range than the requested one", _SERVER, "WrongRange", 3),
     _Rule(UnsupportedError, "the server ignores ranges", "use a server with ranged reads", "RangeNotSupported", 3),
-    _Rule(TransientError, "the server's response is malformed", _SERVER, "Malformed", 3),
+    _Rule(TransientError, "the server's response is malformed", _SERVER, "Malformed 203 204 205", 3),
     _Rule(NotFoundError, "its bucket does not exist", "check its name, or create it", "NoSuchBucket ContainerNotFound"),
     _Rule(ThrottledError, "the store asks to slow down", "send fewer requests at once", _THROTTLED),
     _Rule(AccessError, "the credentials have expired", "renew them", " ".join(sorted(EXPIRED))),
     _Rule(AccessError, "this machine's clock is wrong", "set the clock", "RequestTimeTooSkewed"),
-    _Rule(EndpointError, "the bucket is in another region or at another endpoint", _REGION, _OTHER_REGION, 1),
+    _Rule(EndpointError, "the bucket is in another region or at another endpoint", _REGION, _OTHER_REGION, 3),
     _Rule(StorageError, "no space is left", "free some space, or choose another location", _FULL),
     _Rule(StorageError, "the file is larger than the limit", "raise the limit (ulimit -f)", "EFBIG"),
     _Rule(AccessError, "no permission", _PERMISSIONS, "EACCES EPERM EROFS"),
@@ -328,6 +328,8 @@ Result = TypeVar("Result")
 OUTAGE_AFTER_SECONDS = 0.5
 # How often a waiting request checks whether another's probe has ended the outage
 POLL_SECONDS = 0.1
+# Responses may pause for this long: shorter pauses occur in every network
+LEAST_PATIENCE = 1.0
 
 _LOG = logging.getLogger("streamloader")
 
@@ -400,22 +402,52 @@ class Progress:
     `response_seconds` afterwards.
     """
 
-    def __init__(self, policy: RetryPolicy, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, policy: RetryPolicy, clock: Callable[[], float] = time.monotonic, seconds: float | None = None
+    ) -> None:
         self._policy, self._clock = policy, clock
-        self._late_at = clock() + policy.response_seconds
+        self._seconds = seconds or policy.response_seconds
+        self._late_at = clock() + self._seconds
 
     def received(self, size: int) -> None:
-        """Count bytes that have arrived."""
-        latest = self._clock() + self._policy.response_seconds
+        """Count bytes of the body that have arrived."""
+        latest = self._clock() + self._seconds
         self._late_at = min(latest, self._late_at + size / self._policy.min_bytes_per_second)
 
     def seconds_left(self) -> float:
         """Return how many seconds the next bytes may take. Raises `TimeoutError` if the response is late already."""
         left = self._late_at - self._clock()
         if left <= 0:
-            rate, seconds = self._policy.min_bytes_per_second, self._policy.response_seconds
-            raise TimeoutError(f"the response was more than {seconds:g} s behind {rate:g} bytes/s")
+            rate = self._policy.min_bytes_per_second
+            raise TimeoutError(f"the response was more than {self._seconds:g} s behind {rate:g} bytes/s")
         return left
+
+
+class Patience:
+    """How long the response to a read may take to begin, by how long others took: `seconds`.
+
+    It is the retransmission timer of TCP (RFC 6298): the smoothed mean plus four times the smoothed deviation. Later
+    pauses of the response may take as long.
+    """
+
+    def __init__(self, policy: RetryPolicy) -> None:
+        self._most = self._mean = policy.response_seconds
+        self._deviation, self._first = 0.0, True
+
+    def call(self, read: Callable[[float], Result]) -> Result:
+        """Return `read(seconds)`, which is repeated once with the policy's time: a wrong estimate costs one request."""
+        seconds = max(LEAST_PATIENCE, self._mean + 4 * self._deviation)
+        if seconds < self._most:
+            with suppress(TimeoutError):
+                return read(seconds)
+        return read(self._most)
+
+    def began(self, seconds: float) -> None:
+        """Record a response that began after `seconds`."""
+        if self._first:
+            self._first, self._mean, self._deviation = False, seconds, seconds / 2
+        self._deviation += (abs(seconds - self._mean) - self._deviation) / 4
+        self._mean += (seconds - self._mean) / 8
 
 
 class Retrier:
@@ -431,6 +463,7 @@ class Retrier:
         self._lock = threading.Lock()
         self._outage = Outage(policy)
         self._failing = 0  # requests that have failed at least once and have not ended
+        self._asked = float("-inf"), ""  # until when the store has asked to wait, in words
         self._thread = threading.local()
         self.reached = False
 
@@ -444,13 +477,9 @@ class Retrier:
             del self._thread.sleep
 
     def call(
-        self,
-        call: Callable[[], Result],
-        *,
-        on_retry: Callable[[StorageError, float], None] | None = None,
-        retryable: type[StorageError] = StorageError,
+        self, call: Callable[[], Result], *, on_retry: Callable[[StorageError, float], None] | None = None
     ) -> Result:
-        """Return the result of `call`, which is repeated after temporary failures of the class `retryable`.
+        """Return the result of `call`, which is repeated after temporary failures.
 
         `on_retry(error, seconds)` is called before the wait for each retry. Raises an error of the last failure's type,
         with the number of attempts and the total time.
@@ -466,7 +495,7 @@ class Retrier:
                 except (NotFoundError, ObjectExistsError):
                     self._succeeded()  # the endpoint has responded
                     raise
-                except retryable as error:
+                except StorageError as error:
                     delay = self._delay(request, sent, error)
                     if on_retry is not None:
                         on_retry(error, delay)
@@ -480,11 +509,14 @@ class Retrier:
 
     @property
     def waiting_for(self) -> str:
-        """The endpoint, duration and last error of an outage; empty before it has lasted for `report_seconds`."""
+        """The endpoint, duration and last error of an outage that has lasted for `report_seconds`, or a wait that the
+        store has asked for; else empty.
+        """
         with self._lock:
-            seconds = self._outage.seconds(self._timing.clock())
+            now = self._timing.clock()
+            seconds = self._outage.seconds(now)
             if not self._outage.declared or seconds < self.policy.report_seconds:
-                return ""
+                return self._asked[1] if now < self._asked[0] else ""
             return f"no request to {self._name} has succeeded for {seconds:.0f} s; last error: {self._outage.error}"
 
     def _delay(self, request: _Request, sent: float, error: StorageError) -> float:
@@ -507,7 +539,10 @@ class Retrier:
             over = outage.seconds(now) >= policy.outage_seconds
             over |= not outage.declared and alone >= policy.request_seconds
             over |= now - request.failed_at >= policy.outage_seconds + policy.request_seconds
-            requested = min(policy.cap_seconds, error.retry_after)
+            requested = min(policy.retry_after_seconds, error.retry_after)
+            if requested >= policy.report_seconds:
+                asked = f"{self._name} asks to wait {error.retry_after:g} s (Retry-After); the wait is {requested:g} s"
+                self._asked = now + requested, asked
             delay = requested if outage.declared else requested + policy.delay(request.backoffs, jitter)
             request.backoffs += not outage.declared
         temporary = self.reached or isinstance(error, ThrottledError) or error.attempts is not None

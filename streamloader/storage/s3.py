@@ -154,8 +154,8 @@ class S3Client:
     # ranged reads
 
     @contextlib.contextmanager
-    def _get(self, key: str, byte_range: str) -> Iterator[http.client.HTTPResponse]:
-        """Request the `Range`, or the object if `byte_range` is empty.
+    def _get(self, key: str, byte_range: str, seconds: float | None = None) -> Iterator[http.client.HTTPResponse]:
+        """Request the `Range`, or the object if `byte_range` is empty, whose response may take `seconds` to begin.
 
         Repeated if the response shows that the bucket is in another region, and once with new credentials if they have
         expired. Raises `HttpError`, also for another range than the requested one.
@@ -164,7 +164,9 @@ class S3Client:
         for attempt in range(MAX_RESENDS + 1):
             client, signed = self.client, self.sign(key)
             headers = {**signed.headers, "Range": byte_range} if byte_range else signed.headers
-            with self._pool.request("GET", signed.url, headers) as response:
+            begin, pool = time.monotonic(), self._pool
+            with pool.request("GET", signed.url, headers, seconds=seconds) as response:
+                pool.patience.began(time.monotonic() - begin)
                 # some servers respond to a range of an empty object with 200
                 if response.status == (206 if byte_range else 200) or (response.status == 200 and response.length == 0):
                     if byte_range:
@@ -184,8 +186,12 @@ class S3Client:
 
     def get(self, path: str) -> bytes:
         """Return the object."""
-        with self._get(path, "") as response:
-            return response.read()
+
+        def read(seconds: float) -> bytes:
+            with self._get(path, "", seconds) as response:
+                return response.read()
+
+        return self._pool.patience.call(read)
 
     def get_tail(self, path: str, size: int) -> bytes:
         """Return the last `size` bytes, fewer if the object is smaller."""
@@ -196,12 +202,15 @@ class S3Client:
         return self._read_range(path, f"bytes={start}-{stop - 1}", stop - start, allocate)
 
     def _read_range(self, path: str, byte_range: str, size: int, allocate: Allocate | None = None) -> memoryview:
-        try:
-            with self._get(path, byte_range) as response:
+        def read(seconds: float) -> memoryview:
+            with self._get(path, byte_range, seconds) as response:
                 if response.length is None:
                     return memoryview(response.read(size))
                 body = (allocate or empty_buffer)(min(size, response.length))  # the object may end before
                 return body[: _read_into(response, body)]
+
+        try:
+            return self._pool.patience.call(read)
         except HttpError as error:
             if not is_past_end(error):
                 raise
@@ -243,18 +252,20 @@ class S3Client:
             return self._template
 
     def _learn_region(self, key: str, used: _Template, failure: HttpError) -> bool:
-        """Return whether a failed GET should be repeated, because botocore now knows the region of the bucket.
+        """Return whether a failed GET should be repeated: botocore's client, which follows redirects, had more success.
 
-        botocore's client requests the object, follows the redirect and remembers the region.
+        It also remembers the region of the bucket.
         """
         if failure.status not in _REDIRECTS and failure.error_code not in _OTHER_REGION:
             return False
+        found = False
         with self._lock:
             if self._template is used:
                 with contextlib.suppress(*client_errors()):
                     self.call("GetObject", Key=key, Range="bytes=0-0")
+                    found = True
                 self._template = None
-            return self.template().scope != used.scope
+            return found or self.template().scope != used.scope
 
     # other operations
 

@@ -30,7 +30,7 @@ from streamloader.errors import AccessError, UnsupportedError
 from streamloader.options import RetryPolicy
 from streamloader.storage.buffers import Buffer
 from streamloader.storage.process import Owner, finalize
-from streamloader.storage.retry import HttpError, Progress
+from streamloader.storage.retry import HttpError, Patience, Progress
 
 MAX_IDLE = 128
 MAX_IDLE_SECONDS = 20.0  # servers and load balancers close idle connections after 60 s, some after 30 s
@@ -75,7 +75,8 @@ class Pool:
     """
 
     def __init__(self, policy: RetryPolicy, config: Config, verify: bool | str | None) -> None:
-        self._policy, self._config = replace(policy, response_seconds=float(config.read_timeout)), config
+        self.policy, self._config = replace(policy, response_seconds=float(config.read_timeout)), config
+        self.patience = Patience(self.policy)
         self._tls = _tls_context(verify, config.client_cert)
         self._idle: deque[_Idle] = deque()
         self._lock = threading.Lock()
@@ -85,12 +86,17 @@ class Pool:
 
     @contextmanager
     def request(
-        self, method: str, url: str, headers: Mapping[str, str], body: Iterator[Buffer] | None = None
+        self,
+        method: str,
+        url: str,
+        headers: Mapping[str, str],
+        body: Iterator[Buffer] | None = None,
+        seconds: float | None = None,
     ) -> Iterator[http.client.HTTPResponse]:
         """Send a request, whose `body` is an iterator of pieces, and yield the response.
 
-        The connection is reused if the block reads the response to its end. Raises `ForkError` in a forked child, which
-        shares the sockets with its parent.
+        The response may take `seconds` to begin, by default those of the policy. The connection is reused if the block
+        reads the response to its end. Raises `ForkError` in a forked child, which shares the sockets with its parent.
         """
         self._owner.check()
         parts = urlsplit(url)
@@ -105,7 +111,10 @@ class Pool:
         keep = False
         try:
             _send(connection, method, target, body, headers)
+            reader = _TimedReader(connection.sock, self.policy, seconds)
+            connection.response_class = partial(_response, reader)  # type: ignore[assignment]
             response = connection.getresponse()
+            reader.in_body = True
             yield response
             keep = response.isclosed() and connection.sock is not None
         finally:
@@ -129,7 +138,7 @@ class Pool:
             young = time.monotonic() - idle.since < MAX_IDLE_SECONDS
             # the origin changes when the bucket is found in another region
             if young and idle.origin == origin and not _is_readable(idle.connection.sock):
-                idle.connection.sock.settimeout(self._policy.response_seconds)
+                idle.connection.sock.settimeout(self.policy.response_seconds)
                 return idle.connection
             idle.connection.close()
 
@@ -147,12 +156,11 @@ class Pool:
             connection.connect()
         except OSError as error:  # differs from a failure of a request, whose server was reachable
             raise HttpError(0, "Unreachable", f"{origin}: {error}") from error
-        connection.sock.settimeout(self._policy.response_seconds)
+        connection.sock.settimeout(self.policy.response_seconds)
         connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for name, value in KEEPALIVE:
             if hasattr(socket, name):  # not on all platforms
                 connection.sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-        connection.response_class = partial(_response, self._policy)  # type: ignore[assignment]
         return connection
 
     def _proxy(self, url: str) -> Proxy | None:
@@ -198,21 +206,25 @@ def _tls_context(verify: bool | str | None, certificate: Any) -> ssl.SSLContext:
     return context
 
 
-def _response(policy: RetryPolicy, sock: socket.socket, *args: Any, **options: Any) -> http.client.HTTPResponse:
+def _response(reader: _TimedReader, sock: socket.socket, *args: Any, **options: Any) -> http.client.HTTPResponse:
     """Return a response with a deadline: the socket's timeout is for one `recv`, so a byte per second prevents it."""
     response = http.client.HTTPResponse(sock, *args, **options)
     response.fp.close()
-    response.fp = io.BufferedReader(_TimedReader(sock, policy))
+    response.fp = io.BufferedReader(reader)
     return response
 
 
 class _TimedReader(io.RawIOBase):
-    """Reads a socket. Raises `TimeoutError` if the bytes arrive more slowly than the policy allows."""
+    """Reads a socket. Raises `TimeoutError` if the bytes arrive more slowly than the policy allows.
 
-    def __init__(self, sock: socket.socket, policy: RetryPolicy) -> None:
+    Only those of the body, `in_body`, gain time: a server may send "100 Continue" without end.
+    """
+
+    def __init__(self, sock: socket.socket, policy: RetryPolicy, seconds: float | None) -> None:
         self._sock, self._timeout = sock, policy.response_seconds
         self._file = sock.makefile("rb", buffering=0)
-        self._progress = Progress(policy)
+        self._progress = Progress(policy, seconds=seconds)
+        self.in_body = False
 
     def readable(self) -> bool:
         return True
@@ -223,7 +235,8 @@ class _TimedReader(io.RawIOBase):
             self._sock.settimeout(timeout)
             self._timeout = timeout
         count = self._file.readinto(buffer)
-        self._progress.received(count or 0)
+        if self.in_body:
+            self._progress.received(count or 0)
         return count
 
     def close(self) -> None:

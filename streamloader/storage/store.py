@@ -13,13 +13,13 @@ import uuid
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from streamloader.errors import ObjectExistsError, StorageError, ThrottledError, UnsupportedError, UsageError
+from streamloader.errors import ObjectExistsError, StorageError, UnsupportedError, UsageError
 from streamloader.storage.buffers import Allocate, Body, Buffer, body_bytes, empty_buffer
 from streamloader.storage.process import PerProcess
 from streamloader.storage.retry import Retrier, cause_of, translated
@@ -187,10 +187,17 @@ class Store:
     def create(self, path: str, data: Buffer) -> ObjectInfo:
         """Write the object. Raises `ObjectExistsError` if it exists.
 
-        Atomic on S3, Google Cloud, Azure, local files and memory. Retried only if the store asked to slow down: after
-        a lost response, a retry could find the object of the first attempt.
+        Atomic on S3, Google Cloud, Azure, local files and memory. After a lost response, a retry may find the object of
+        an earlier attempt: an object with the content `data` then counts as that.
         """
-        etag = self._ask(object_path(path), lambda client, full: client.create(full, data), ThrottledError)
+        failures: list[StorageError] = []
+        try:
+            create = partial(self._ask, object_path(path), lambda client, full: client.create(full, data))
+            etag = create(lambda error, _: failures.append(error))
+        except ObjectExistsError:
+            if not failures or self.get_range(path, 0, body_bytes(data) + 1) != data:
+                raise
+            etag = ""
         return ObjectInfo(path, body_bytes(data), etag)
 
     def replace(self, path: str, data: Buffer, before: Buffer) -> ObjectInfo:
@@ -235,7 +242,10 @@ class Store:
         return self.location.child(self._below(path)).shown
 
     def _ask(
-        self, path: str, call: Callable[[Client, str], Result], retryable: type[StorageError] = StorageError
+        self,
+        path: str,
+        call: Callable[[Client, str], Result],
+        on_retry: Callable[[StorageError, float], None] | None = None,
     ) -> Result:
         """Return `call(client, full path)` for this process's client, with retries and our errors."""
         below = self._below(path)
@@ -245,7 +255,7 @@ class Store:
                 client = self._client()
                 return call(client, join_path(client.root, below))
 
-        return self.retries.call(ask, retryable=retryable)
+        return self.retries.call(ask, on_retry=on_retry)
 
     def _client(self) -> Client:
         return self._clients.get(lambda: _open_client(self.location))

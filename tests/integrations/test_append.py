@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from commands import run
 from conversions import contents, write_photos
+from faulty import passing_server
 from golden import assert_same
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -601,3 +602,26 @@ def test_the_command_appends_and_prints_the_new_version(data, tmp_path, capsys):
     assert "no append is under way" in run(capsys, "append", data, "--abandon")[1]
     for wrong in ([data], [data, source, "--abandon"]):
         assert "SRC, or --abandon" in run(capsys, "append", *wrong)[2]
+
+
+PASSING = ["500", "503", "reset", "lost"]
+
+
+@pytest.mark.parametrize("fault", PASSING)
+@pytest.mark.parametrize("header", ["If-None-Match", "If-Match"])
+def test_an_append_and_a_conversion_outlive_a_fault_of_each_conditional_put(fault, header, moto, tmp_path):
+    """Of the claim and of the root: after a lost response, what is stored decides."""
+    np.save(tmp_path / "x.npy", np.arange(40))
+    url = moto.url()
+    with passing_server(moto.endpoint, lambda request: request.headers.get(header)) as between:
+        options = {**moto.storage_options, "endpoint_url": between.endpoint, "retry": {"base_seconds": 0.01}}
+        if header == "If-None-Match":
+            between.faults.append(fault)
+        sl.convert(tmp_path / "x.npy", url, storage_options=options, workers=1)
+        assert not between.faults, "no such request was made"
+        between.faults.append(fault)
+        report = sl.append(url, tmp_path / "x.npy", storage_options=options, workers=1)
+        assert not between.faults, "no such request was made"
+    assert (report.before, report.added) == (40, 40)
+    found = sl.open(url, storage_options=moto.storage_options)
+    np.testing.assert_array_equal(np.concatenate([found[i]["x"][None] for i in range(80)]), [*range(40)] * 2)
