@@ -6,6 +6,7 @@ with faulty_server(b"...") as server:
 """
 
 import contextlib
+import gzip
 import re
 import ssl
 import sys
@@ -101,6 +102,7 @@ class QuietHandler(BaseHTTPRequestHandler):
             self.respond(200, content)
         elif fault != "close":
             changes = {"damage": lambda: bytes(byte ^ 1 for byte in content), "short": lambda: content[:half]}
+            changes |= {"zero": lambda: bytes(len(content)), "empty": bytes, "gzip": lambda: gzip.compress(content)}
             changes["flip"] = lambda: content[:half] + bytes([content[half] ^ 1]) + content[half + 1 :]
             changes["shift"] = lambda: content[-1:] + content[:-1]
             self.respond_range(changes[fault]() if fault in changes else content, fault == "wrong-range")
@@ -160,10 +162,10 @@ class FaultyServer(QuietServer):
     """`faults` are used up one for each GET.
 
     A fault is a status such as "503" (sent with `error_headers`), one of `GARBAGE`, "truncate", "trickle" (a byte of
-    the body a second), "trickle-status" (of the status line), "continue" ("100 Continue" without end), "stall", "close",
-    "last" (right, then the connection is closed unannounced), "ignore-range", "wrong-range" (with its header), "shift"
-    (without), "damage" (of all bytes), "flip" (of one in the middle: a digit of a number, an entry of a table),
-    "short", "expired" (credentials).
+    the body a second), "trickle-status" (of the status line), "continue" ("100 Continue" without end), "stall",
+    "close", "last" (right, then the connection is closed unannounced), "ignore-range", "wrong-range" (with its header),
+    "shift" (without), "damage" (of all bytes), "zero", "empty", "gzip", "flip" (of one in the middle: a digit of a
+    number, an entry of a table), "short", "expired" (credentials).
     With `token` only requests that carry this session token succeed, also HEAD.
     """
 

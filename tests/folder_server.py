@@ -23,6 +23,7 @@ class FolderServer(QuietServer):
         super().__init__(_Handler, port)
         self.url = self.endpoint
         self.faults: dict[str, list[str]] = {}
+        self.contents: dict[str, list[bytes]] = {}  # in place of those of the next GETs of a path
         self.paths: list[str] = []
         self.folder = folder
         self.behave = ""
@@ -86,7 +87,8 @@ class _Handler(QuietHandler):
     def _file(self, fault: str) -> None:
         path = self.server.folder / self.path.split("?")[0].lstrip("/")
         if path.is_file():
-            self.respond_badly(fault, path.read_bytes())
+            contents = [one for text, one in self.server.contents.items() if text in self.path and one]
+            self.respond_badly(fault, contents[0].pop(0) if contents else path.read_bytes())
         else:
             self.respond(404)
 

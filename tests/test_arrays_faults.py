@@ -3,12 +3,14 @@
 import json
 import shutil
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import zarr
+from folder_server import folder_server, location
 from servers import S3Server
 from torch.utils.data import DataLoader
 from torchrun import run_python
@@ -98,6 +100,44 @@ def test_a_damaged_chunk_is_an_error_that_names_it(store, chunk, damage, tmp_pat
     path.write_bytes(DAMAGE[damage](path.read_bytes()))
     with pytest.raises(errors.CorruptError, match=rf"the chunk \[6:12, .*\] in .*{chunk}"):
         list(sl.StreamingDataset(tmp_path / store, **TIME))
+
+
+PASSING = ["short", "flip", "damage", "zero", "empty", "gzip", "416", "204", "503"]
+
+
+@pytest.mark.parametrize("fault", PASSING)
+@pytest.mark.parametrize("plane", ["s3", "http", "fsspec"])
+def test_metadata_that_were_damaged_once_on_their_way_are_read_again(plane, fault):
+    with folder_server(STORES) as server:
+        for store, path in [("xarray3.zarr", "/zarr.json"), ("xarray2.zarr", "/.zmetadata")]:
+            url, options = location(server.url, plane, store)
+            server.faults[path] = [fault]
+            dataset = sl.StreamingDataset(url, **TIME, fields=["z"], storage_options=options)
+            assert not server.faults[path]
+            assert dataset.num_samples == 23
+
+
+def test_valid_json_with_a_changed_shape_is_read_again():
+    path = "xarray3.zarr/zarr.json"
+    with folder_server(STORES) as server:
+        document = (STORES / path).read_bytes()
+        server.contents[path] = [document.replace(b"23", b"22", 1)]
+        dataset = sl.StreamingDataset(f"{server.url}/xarray3.zarr", **TIME, windows=sl.Window(2))
+        assert not server.contents[path]
+        assert dataset.num_samples == len(anchors(2, 1))
+
+
+@pytest.mark.parametrize("times", [1, 10**9])
+def test_an_inner_chunk_of_a_shard_whose_index_was_read_is_not_missing(times):
+    """A shard that does not exist is fill values; one that was there before is an error."""
+    with folder_server(STORES) as server:
+        options = {**TIME, "fields": ["z"], "with_index": True, "strict": False}
+        dataset = sl.StreamingDataset(f"{server.url}/xarray3.zarr", **options)
+        server.behave, server.times = "404", times  # not for indexes
+        with nullcontext() if times == 1 else pytest.raises(errors.MissingObjectError, match="index of this shard"):
+            for sample in samples_of(list(dataset)):
+                np.testing.assert_array_equal(sample["z"], values_of("xarray3.zarr", "z")[int(sample["index"])])
+        assert server.times < times
 
 
 def test_a_flipped_bit_in_a_checked_chunk_or_index_is_an_error(tmp_path):

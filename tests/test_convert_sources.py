@@ -4,11 +4,14 @@ import io
 import pickle
 import sys
 import tarfile
+import uuid
 import zipfile
 from itertools import pairwise
+from urllib.parse import parse_qs
 
 import numpy as np
 import pytest
+from faulty import QuietHandler, serving
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sources import (
@@ -35,7 +38,7 @@ import streamloader as sl
 from streamloader.conversion.sources import formats
 from streamloader.conversion.sources import tar as tar_source
 from streamloader.conversion.sources.base import raise_bad
-from streamloader.conversion.sources.files import expand_braces, field_names
+from streamloader.conversion.sources.files import expand_braces, field_names, list_source
 from streamloader.errors import SourceError, StreamloaderError, UsageError
 from streamloader.storage import open_store
 from streamloader.storage.process import run_all
@@ -119,6 +122,66 @@ def test_braces_expand_like_webdatasets():
     assert list(expand_braces("{a,b}/{0..1}")) == ["a/0", "a/1", "b/0", "b/1"]
     with pytest.raises(SourceError, match="at most a million"):
         list(expand_braces("{0..99999999999}"))
+
+
+@pytest.mark.parametrize("scheme", ["memory", "s3", "file"])
+def test_a_name_with_brackets_is_meant_literally_where_it_exists_and_else_a_pattern(scheme, moto, tmp_path):
+    options = moto.storage_options if scheme == "s3" else {}
+    url = {"memory": f"memory://{uuid.uuid4().hex}/a", "s3": moto.url(), "file": tmp_path.as_uri()}[scheme]
+    store = open_store(url, options)
+    names = [
+        "data1/t.npy",
+        "data[1]/t.npy",
+        "data[1]/u3.npy",
+        "data[1]/u[0-9].npy",
+        "what?.npy",
+        "whatx.npy",
+        "a{b}.npy",
+    ]
+    for name in names:
+        store.put(name, b"x")
+
+    def listed(pattern):
+        found = list_source(f"{url}/{pattern}", options)
+        root = found.store.url.removeprefix(store.url).strip("/")
+        return [f"{root}/{info.path}".strip("/") for info in found.files]
+
+    for name in names:
+        assert listed(name) == [name]
+    assert listed("data[1]") == names[1:4]
+    assert listed("data[1]/*.npy") == names[1:4]
+    assert listed("data[1-1]/t.npy") == ["data1/t.npy"]
+    assert listed("what[a-z].npy") == ["whatx.npy"]
+    assert listed("*/t.npy") == names[:2]
+
+
+def test_the_query_of_a_presigned_url_is_no_pattern(tmp_path):
+    """And no message has it."""
+    seen = []
+
+    class Presigned(QuietHandler):
+        def do_GET(self):
+            seen.append(self.path)
+            path, _, query = self.path.partition("?")
+            if parse_qs(query) != {"X-Amz-Signature": ["se/cret+"], "X-Amz-Credential": ["b"]}:
+                self.respond(403)
+            elif self.command == "GET" and path == "/a/x.npy":  # the signature is for GET
+                self.respond_range(body.getvalue())
+            else:
+                self.respond(403 if self.command == "HEAD" else 404)
+
+        do_HEAD = do_GET
+
+    body = io.BytesIO()
+    np.save(body, np.arange(5))
+    with serving(Presigned) as server:
+        query = "?X-Amz-Signature=se%2Fcret%2B&X-Amz-Credential=b"
+        sl.convert(f"{server.endpoint}/a/x.npy{query}", tmp_path / "d", workers=1)
+        with pytest.raises(StreamloaderError) as raised:
+            sl.convert(f"{server.endpoint}/a/y.npy{query}", tmp_path / "e", workers=1)
+    assert len(sl.open(tmp_path / "d")) == 5
+    assert "cret" not in str(raised.value)
+    assert all("cret" not in path.read_text() for path in tmp_path.rglob("*.json"))
 
 
 def test_names_become_field_names_or_an_error():

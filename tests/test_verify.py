@@ -432,6 +432,28 @@ def test_a_web_server_that_does_not_list_is_verified_but_for_objects_too_many(wh
     assert {problem.path for problem in report.problems} == {gone, bad}
 
 
+ANY = [
+    "zarr.json",
+    "boxes/zarr.json",
+    "_streamloader/chunks/boxes",
+    "boxes/c/0",
+    "words/c/0",
+    "_streamloader/lengths/words/c/0",
+]
+
+
+@pytest.mark.parametrize("fault", ["short", "flip", "404"])
+@pytest.mark.parametrize("path", ANY)
+def test_what_was_damaged_or_missing_once_on_its_way_is_no_problem(path, fault, whole, tmp_path):
+    for name, data in whole.items():
+        open_store(tmp_path).put(name, data)
+    with folder_server(tmp_path) as server:
+        server.faults[f"/{path}"] = [fault]
+        report = sl.verify(server.url)
+        assert not server.faults[f"/{path}"]
+    assert report.ok, report.problems
+
+
 def test_the_command_prints_problems_and_exits_with_1(splits, capsys):
     status, out, err = run(capsys, "verify", splits)
     assert (status, out.count("\n")) == (0, 1)

@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from streamloader.errors import AccessError, FieldError, FormatError, NotADatasetError, NotFoundError
-from streamloader.format.opening import ROOT, get_document, parse_object
+from streamloader.format.opening import ROOT, get_document, parse_object, reread
 from streamloader.storage import references_store
 from streamloader.storage.process import run_all
 from streamloader.storage.store import Store, join_path
@@ -472,14 +472,15 @@ def _read_node(store: Store, names: Sequence[str], path: str) -> Document | None
 def _parsed(store: Store, path: str) -> dict[str, Any] | None:
     """Return a document, None if it does not exist. A store that must not be listed answers 403 then."""
     try:
-        data = get_document(store, path)
+        return reread(
+            lambda: parse_object(get_document(store, path), f"{store.url}/{path}", "write the metadata again")
+        )
     except NotFoundError:
         return None
     except AccessError as error:
         if not error.may_be_missing:
             raise
         return None
-    return parse_object(data, f"{store.url}/{path}", "write the metadata again")
 
 
 def _dimensions(document: Document, axes: tuple[str, ...]) -> tuple[str, ...]:

@@ -212,9 +212,13 @@ class ArrayReader:
         """Return a chunk of a response as an array, None if it is missing.
 
         It is decoded into C-contiguous `out` if given and the codec can. Raises `CorruptError`, or
-        `MissingObjectError` if this reader is strict; both name the object and the elements.
+        `MissingObjectError` if its shard has an index that lists it, or this reader is strict; both name the object and
+        the elements.
         """
         if chunk.start < 0 or body is ABSENT:
+            if chunk.start >= 0 and self.array.sharding is not None:
+                problem = f"{self._where(run, chunk)} is missing, although the index of this shard was read"
+                raise MissingObjectError(problem, "restore the object, or write the shard again")
             if self.strict:
                 remedy = "write the chunk, or read it as the fill value with strict=False"
                 raise MissingObjectError(f"{self._where(run, chunk)} is missing", remedy)
@@ -314,6 +318,8 @@ class ArrayReader:
                 return self._indexes[shard]
         index = reread(lambda: self._read_index(shard))
         with self._lock:
+            if index[0].max(initial=-1) < 0:  # another thread may have read it, although this one did not find it
+                index = self._indexes.get(shard, index)
             self._indexes[shard] = index
             most = max(2, INDEX_CACHE_BYTES // max(1, index[0].nbytes * 2))
             while len(self._indexes) > most:

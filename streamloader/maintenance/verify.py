@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -59,6 +59,7 @@ _TABLES = re.compile(rf"{re.escape(TABLES)}(\.(?P<generation>[1-9][0-9]{{0,18}})
 _NUMBERED = re.compile(r"(?P<name>[a-z][a-z0-9_]*)/c/(?P<number>0|[1-9][0-9]{0,18})(/0)*")
 
 Samples = tuple[int, int]  # [first, stop)
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -134,7 +135,7 @@ def verify(
         raise UsageError("format and source_options need a source", "give the source with --against")
     options = {} if against is None else default_options(source_options, against, storage_options, url)
     store, problems, listener = open_store(url, storage_options), Problems(), progress or ignore
-    datasets, names = _open(store, split, problems)
+    datasets, names = problems.confirmed(lambda: _open(store, split, problems))
     sizes = _list(store)
     views = [DatasetView(name, opened.manifest, opened.store, sizes, problems) for name, opened in datasets.items()]
     for view in views:
@@ -162,6 +163,7 @@ def _open(store: Store, split: str | None, problems: Problems) -> tuple[dict[str
         problems.add(Problem(error.problem, ROOT))
         return {}, ()
     datasets: dict[str, opening.Opened] = {}
+    damaged = False
     fatal = errors.VersionError if names else _NOT_VERIFIABLE  # a split that is no dataset means a damaged root
     for name in names if split is None and names else (split or "",):
         try:
@@ -169,13 +171,14 @@ def _open(store: Store, split: str | None, problems: Problems) -> tuple[dict[str
         except fatal:
             raise
         except FormatError as error:
+            damaged = True
             problems.add(Problem(error.problem, ROOT, name))
             with suppress(FormatError):  # the split has a manifest, too
                 if NAME.match(name):
                     datasets[name] = opening.open_root(store.child(name))
     manifests = {name: opened.manifest for name, opened in datasets.items()}
     mismatch = check_split_root(root, manifests, names) if names else ""
-    if mismatch and not problems.sorted():
+    if mismatch and not damaged:
         problems.add(Problem(f"{store.url}/{ROOT} does not match its splits: {mismatch}", ROOT))
     return datasets, names
 
@@ -218,13 +221,13 @@ def _check_paths(
 def _check_fields(views: Sequence[DatasetView], problems: Problems, listener: Listener) -> tuple[int, int]:
     """Check tables, shards and totals of all fields; return the number and the total size of the shards read."""
     checks = [FieldCheck(view, name) for view in views for name in view.manifest.fields]
-    run_all(FieldCheck.check_table, checks, THREADS)
+    run_all(lambda field: problems.confirmed(field.check_table), checks, THREADS)
     count = _counter("verify", sum(field.layout.stored for field in checks), listener)
     tasks = ((field, shard) for field in checks for shard in range(field.num_shards))
 
     def check(task: tuple[FieldCheck, int]) -> int:
         field, shard = task
-        return count(0 if problems.full else field.check_shard(shard))
+        return count(0 if problems.full else problems.confirmed(lambda: field.check_shard(shard)))
 
     objects = total = 0
     while not problems.full and (batch := list(islice(tasks, TASKS))):
@@ -258,17 +261,43 @@ class Problems:
     def __init__(self) -> None:
         self._by_text: dict[str, Problem] = {}
         self._lock = threading.Lock()
+        self._thread = threading.local()  # has the problems `unconfirmed` while `confirmed` runs
+
+    def confirmed(self, check: Callable[[], Result]) -> Result:
+        """Return `check()`, which is repeated once if it adds a problem or raises `FormatError`.
+
+        Most damage occurs in transfer, and a store may respond once that an object is missing.
+        """
+        for left in (1, 0):
+            self._thread.unconfirmed = unconfirmed = list[Problem]()
+            try:
+                result = check()
+            except FormatError:
+                if not left:
+                    raise
+                continue
+            finally:
+                del self._thread.unconfirmed
+            if not unconfirmed:
+                break
+        for problem in unconfirmed:
+            self.add(problem)
+        return result
 
     @property
     def full(self) -> bool:
         """Whether the limit is reached."""
-        return len(self._by_text) >= MAX_PROBLEMS
+        return len(self._by_text) + len(getattr(self._thread, "unconfirmed", ())) >= MAX_PROBLEMS
 
     def add(self, problem: Problem) -> None:
         """Add a problem, unless one with the same text was added or the limit is reached."""
+        if self.full:
+            return
+        if hasattr(self._thread, "unconfirmed"):
+            self._thread.unconfirmed.append(problem)
+            return
         with self._lock:
-            if not self.full:
-                self._by_text.setdefault(problem.problem, problem)
+            self._by_text.setdefault(problem.problem, problem)
 
     def sorted(self) -> tuple[Problem, ...]:
         """Return the problems by split, field and sample, independent of the order of threads."""
@@ -354,6 +383,9 @@ def check_documents(view: DatasetView) -> None:
     documents = dataset_documents(view.manifest)
 
     def check(node: str) -> None:
+        view.problems.confirmed(lambda: check_once(node))
+
+    def check_once(node: str) -> None:
         path = f"{node}/{ROOT}" if node else ROOT
         url, name = f"{view.store.url}/{path}", node.rpartition("/")[2]
         try:
@@ -453,13 +485,14 @@ class FieldCheck:
         self._table = ChunkTable(view.store, view.manifest, name)
         self._reader = FieldReader(view.store, view.manifest, name)
         self._damaged: set[int] = set()  # pages of the table
-        self._lock = threading.Lock()
-        self._stored = self._decoded = 0
+        # the bytes of each shard
+        self._stored, self._decoded = dict[int, int](), dict[int, int]()
         self._lengths, self._pages = LengthTable(view.store, view.manifest, name), dict[int, str]()
 
     def check_table(self) -> None:
         """Read every page of the chunk table, and compare the SHA-256 of the table with the manifest."""
         manifest, digest = self.view.manifest, hashlib.sha256()
+        self._table, self._damaged = ChunkTable(self.view.store, manifest, self.name), set()  # it remembers damage
         pages = range(-(-self.num_shards // self._rows))
         for page in pages:
             if self.view.problems.full:
@@ -482,6 +515,7 @@ class FieldCheck:
     def check_shard(self, number: int) -> int:
         """Check one shard object, and return its size in bytes; 0 if it is missing."""
         path, samples = self.layout.shard_key(self.name, number), self._samples(number, number + 1)
+        self._stored[number] = self._decoded[number] = 0
         size = self.view.size(path)
         if size is None:
             self._add(f"{self._url(path)} is missing, but the manifest lists it", path, samples)
@@ -510,14 +544,13 @@ class FieldCheck:
                 counted = expected
             else:
                 self._check(shard, size, expected, index)
-        with self._lock:
-            self._stored += counted
+        self._stored[number] = counted
         return size
 
     def check_totals(self) -> None:
         """Compare the total size of all shards with the manifest, for a field without other problems."""
-        decoded = self.layout.nbytes if self.layout.field.fixed else self._decoded
-        totals = ("stored", self.layout.stored, self._stored), ("nbytes", self.layout.nbytes, decoded)
+        decoded = self.layout.nbytes if self.layout.field.fixed else sum(self._decoded.values())
+        totals = ("stored", self.layout.stored, sum(self._stored.values())), ("nbytes", self.layout.nbytes, decoded)
         for key, expected, actual in totals:
             if expected != actual:
                 problem = f"the manifest of {self.view.store.url} has {key} {expected} of {self.name!r}"
@@ -647,8 +680,7 @@ class FieldCheck:
             self.view.add(problem, run.path, self.name, chunk=chunk, samples=(sample, sample + 1))
         if shard.lengths is not None:
             self._compare_lengths(run, placed, shard.lengths[run.first_sample - shard.samples[0] :])
-        with self._lock:
-            self._decoded += sum(int((items.stops - items.starts).sum()) for _, items in placed)
+        self._decoded[run.shard] += sum(int((items.stops - items.starts).sum()) for _, items in placed)
 
     def _compare_lengths(self, run: Run, placed: Sequence[Placed], lengths: NDArray[np.uint32]) -> None:
         """Report the first sample of each chunk that differs in size from `lengths`, those of the run's samples."""

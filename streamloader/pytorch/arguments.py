@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from streamloader.engine.coordinates import time_labels
 from streamloader.engine.dataset import Dataset
 from streamloader.engine.sampling import open_arrays
-from streamloader.errors import BatchError, FieldError, SelectionError, UsageError
+from streamloader.errors import BatchError, FieldError, FormatError, SelectionError, UsageError
 from streamloader.format.geometry import BLOCKS, nearest_power, next_power, order_pin
 from streamloader.format.manifest import Field, Manifest, OrderPin
 from streamloader.format.opening import open_root
@@ -159,7 +159,11 @@ def open_dataset(
         root = open_store(references_url(source.url), source.storage_options)
         store = root if source.split is None else root.child(source.split)
         names = fields if fields is None else choose_names(fields)
-        opened = open_arrays(store, source.sampling, names, where, aligned=shuffle, memory=memory, statistics=root)
+        options: dict[str, Any] = {"aligned": shuffle, "memory": memory, "statistics": root}
+        opened = None
+        with suppress(FieldError, FormatError):  # twice: no checksum shows whether metadata were damaged in transfer
+            opened = open_arrays(store, source.sampling, names, where, **options)
+        opened = opened or open_arrays(store, source.sampling, names, where, **options)
         check_names(opened.manifest, [*opened.names, *opened.output_names], columns)
         return opened
     manifest, store, _ = open_root(open_store(source.url, source.storage_options), source.split, source.version)

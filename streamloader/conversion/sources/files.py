@@ -9,6 +9,7 @@ import os
 import re
 import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property, partial
@@ -16,8 +17,9 @@ from itertools import chain
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, NoReturn
+from urllib.parse import parse_qsl
 
-from streamloader.errors import NotFoundError, SourceError
+from streamloader.errors import AccessError, NotFoundError, SourceError, UnsupportedError
 from streamloader.format.manifest import NAME
 from streamloader.storage import open_store
 from streamloader.storage.store import ObjectInfo, Store
@@ -161,7 +163,10 @@ def list_source(src: str | os.PathLike[str], options: Mapping[str, Any]) -> List
     if separator:
         listing = list_source(outer, options)
         return replace(listing, url=f"{listing.url}::/{inner}", inner=f"/{inner}")
-    if any(mark in text for mark in _MARKS) and ("://" in text or not Path(text).exists()):
+    if re.match(r"https?://[^?]*\?.*=", text):  # a presigned URL; params= is an option of fsspec's http
+        text, _, query = text.partition("?")
+        options = {**options, "params": dict(parse_qsl(query, keep_blank_values=True))}
+    if any(mark in text for mark in _MARKS) and not _exists(text, options):
         return _list_pattern(text, options)
     parent, _, name = text.rstrip("/").rpartition("/")
     in_bucket = "/" in text.partition("://")[2] if "://" in text else True  # s3://my.bucket is not a file
@@ -177,9 +182,24 @@ def list_source(src: str | os.PathLike[str], options: Mapping[str, Any]) -> List
     return Listing(store, store.url, files, folder=True)
 
 
+def _exists(text: str, options: Mapping[str, Any]) -> bool:
+    """Return whether a file or folder has this name, with marks of patterns in it."""
+    parent, _, name = text.rstrip("/").rpartition("/")
+    if "://" not in text:
+        return Path(text).exists()
+    if parent.count("/") < 2:  # a bucket or a host
+        return False
+    store = _open(parent, text, options)
+    with suppress(NotFoundError, AccessError, UnsupportedError):
+        return head(store, name) is not None or next(iter(store.list(name)), None) is not None
+    return False
+
+
 def _list_pattern(text: str, options: Mapping[str, Any]) -> Listing:
     parts = text.split("/")
-    first = next(i for i, part in enumerate(parts) if any(mark in part for mark in _MARKS))
+    marked = (i for i, part in enumerate(parts) if any(mark in part for mark in _MARKS))
+    # a folder with brackets in its name may be on the way to a pattern
+    first = next(i for i in marked if "[" not in parts[i] or not _exists("/".join(parts[: i + 1]), options))
     if "://" in text and first < 3:
         raise SourceError(f"{redact(text)} has a pattern for its bucket or host", "name one, and patterns below it")
     parent, pattern = "/".join(parts[:first]), "/".join(parts[first:])
