@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import icechunk
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -35,6 +36,7 @@ DOCUMENTS = {
     "a/.zattrs": {"_ARRAY_DIMENSIONS": ["time", "x"]},
 }
 SECRET = "Bearer s3cr3t-of-the-file"
+DENIED = b"<Error><Code>AccessDenied</Code><Message>Access Denied</Message></Error>"
 
 
 def references(*chunks: Any, **more: Any) -> dict[str, Any]:
@@ -70,8 +72,11 @@ class RecordingHandler(QuietHandler):
 
     def do_GET(self) -> None:
         self.server.requests.append((self.path, str(self.headers)))
-        body = self.server.bodies.get(self.path.lstrip("/"))
-        self.respond(self.server.absent) if body is None else self.respond_range(body)
+        body = self.server.bodies.get(self.path.partition("?")[0].lstrip("/"))
+        if body is None:
+            self.respond(self.server.absent, DENIED if self.server.absent == 403 else b"")
+        else:
+            self.respond_range(body)
 
     do_HEAD = do_GET
 
@@ -299,24 +304,55 @@ def group(path: Path, version: int, **arrays: Any) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("version", [2, 3])
-@pytest.mark.parametrize("absent", [403, 404])
-def test_named_fields_of_a_store_that_cannot_be_listed_are_read_with_their_coordinate(version, absent, tmp_path):
+@pytest.mark.parametrize(("absent", "protocol"), [(403, "http"), (404, "http"), (403, "s3")])
+def test_named_fields_of_a_store_that_cannot_be_listed_are_read_with_their_coordinate(
+    version, absent, protocol, tmp_path
+):
     hours = np.array([0, 1, 2, 5, 6, 7, 8, 9])
     holes = np.where(np.arange(8) // 2 == 1, -1, np.arange(8))  # a chunk of fill values is not stored
     bodies = group(tmp_path, version, time=hours, a=holes, **{"g/b": np.arange(8)})
     options = {"sample_axis": "time", "windows": sl.Window(2), "batch_size": 1, "shuffle": False, "decode_cf": False}
+    if protocol == "s3":
+        bodies = {f"bucket/{name}": body for name, body in bodies.items()}
     with Recorder(bodies).running() as server:
         server.absent = absent
+        url, options["storage_options"] = location(server.endpoint, protocol)
         for choice in (None, version):
-            dataset = sl.StreamingDataset(server.endpoint, fields=["a", "g/b"], zarr_format=choice, **options)
+            dataset = sl.StreamingDataset(url, fields=["a", "g/b"], zarr_format=choice, **options)
             found = [(batch["a"][0].tolist(), batch["g/b"][0].tolist()) for batch in dataset]
             firsts = [0, 1, 3, 4, 5, 6]  # no window has the gap between 2 and 5
             assert found == [([holes[n], holes[n + 1]], [n, n + 1]) for n in firsts]
             assert dataset.stats().missing_chunks > 0
-        assert not any(path.endswith("/") for path, _ in server.requests)
+        assert not any("list-type" in path or path.endswith("/") for path, _ in server.requests)
         server.requests.clear()
-        sl.StreamingDataset(server.endpoint, fields=["a"], zarr_format=version, **options)
-        assert all(path.endswith("zarr.json") == (version == 3) for path, _ in server.requests if "/c/" not in path)
+        sl.StreamingDataset(url, fields=["a"], zarr_format=version, **options)
+        assert all(path.endswith("zarr.json") == (version == 3) for path, _ in server.requests if "/time/" not in path)
+
+
+def location(endpoint: str, protocol: str) -> tuple[str, dict[str, Any]]:
+    """The URL and storage options by which a protocol reads a server."""
+    if protocol == "http":
+        return endpoint, {}
+    keys = {"key": "k", "secret": "s", "endpoint_url": endpoint, "client_kwargs": {"region_name": "us-east-1"}}
+    return "s3://bucket", keys
+
+
+@pytest.mark.parametrize("protocol", ["http", "s3"])
+def test_credentials_that_expire_are_no_missing_chunks(protocol, tmp_path):
+    bodies = {f"bucket/{name}": body for name, body in group(tmp_path, 3, a=np.arange(64)).items()}
+    with Recorder(bodies).running() as server:
+        server.absent = 403
+        url, options = location(server.endpoint, protocol)
+        url = url if protocol == "s3" else f"{url}/bucket"
+        shuffle = sl.Shuffle(window=4, lanes=1)
+        dataset = sl.StreamingDataset(
+            url, batch_size=2, sample_axis="time", fields=["a"], shuffle=shuffle, storage_options=options
+        )
+        batches = iter(dataset)
+        next(batches)
+        server.bodies = {}
+        with pytest.raises(errors.AccessError, match=r"/a/c/\d"):
+            list(batches)
 
 
 def test_a_store_that_forbids_everything_is_an_access_error(tmp_path):
@@ -400,6 +436,51 @@ def test_a_mutated_file_of_references_is_read_or_is_an_error_of_ours(name, tmp_p
             assert not isinstance(error, errors.EngineError), (seed, error)
             assert name in str(error), (seed, error)
         file.write_bytes(originals[file])
+
+
+def repository(tmp_path: Path, prefix: str, place: Any) -> str:
+    """The URL of an Icechunk repository whose chunks are ranges of `data` below a URL."""
+    config = icechunk.RepositoryConfig.default()
+    config.set_virtual_chunk_container(icechunk.VirtualChunkContainer(prefix, place))
+    made = icechunk.Repository.create(icechunk.local_filesystem_storage(str(tmp_path / "repository")), config)
+    made.save_config()
+    session = made.writable_session("main")
+    shape = {"shape": (4, 4), "chunks": (1, 4), "dtype": "<i4", "dimension_names": ["time", "x"]}
+    zarr.group(store=session.store).create_array("a", **shape, compressors=None, filters=None)
+    for row in range(4):
+        session.store.set_virtual_ref(f"a/c/{row}/0", f"{prefix}data", offset=16 * row, length=16)
+    session.commit("rows")
+    return f"icechunk://::{tmp_path / 'repository'}"
+
+
+def test_virtual_chunks_of_a_repository_are_read_where_that_is_authorized_with_its_own_credentials(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "of-the-environment")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "of-the-environment")
+    with Recorder({"bucket/data": VALUES.tobytes()}).running() as server:
+        place = {"endpoint_url": server.endpoint, "allow_http": True, "s3_compatible": True, "force_path_style": True}
+        url = repository(tmp_path, "s3://bucket/", icechunk.s3_store("us-east-1", **place))
+        for options in ({}, {"authorize_virtual_chunk_access": ["s3://other/"]}):
+            with pytest.raises(errors.AccessError, match=r"'authorize_virtual_chunk_access': \['s3://bucket/'\]"):
+                read(url, storage_options=options)
+        assert server.requests == []
+        for authorized in ("s3://bucket/", ["s3://bucket/"], {"s3://bucket/": icechunk.s3_anonymous_credentials()}):
+            assert read(url, storage_options={"authorize_virtual_chunk_access": authorized}) == VALUES.tolist()
+        assert "authorization" not in server.seen.lower()
+        keys = {"s3://bucket/": {"key": "of-the-chunks", "secret": "s"}}
+        assert read(url, storage_options={"credentials": keys}) == VALUES.tolist()
+        assert "Credential=of-the-chunks" in server.seen
+        assert "of-the-environment" not in server.seen
+
+
+def test_virtual_chunks_in_local_files_need_to_be_authorized(tmp_path):
+    written(tmp_path / "refs.json", {})
+    prefix = f"file://{tmp_path}/"
+    url = repository(tmp_path, prefix, icechunk.local_filesystem_store(str(tmp_path)))
+    with pytest.raises(errors.AccessError, match="'authorize_virtual_chunk_access'"):
+        read(url)
+    assert read(url, storage_options={"authorize_virtual_chunk_access": prefix}) == VALUES.tolist()
 
 
 EXIT = """
