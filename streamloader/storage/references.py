@@ -19,6 +19,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import lru_cache
+from importlib.util import find_spec
 from math import prod
 from typing import Any, NamedTuple, TypeAlias
 from urllib.parse import unquote, urlsplit
@@ -33,6 +34,7 @@ from streamloader.errors import (
     NotADatasetError,
     NotFoundError,
     StorageError,
+    UnsupportedError,
 )
 from streamloader.storage.buffers import Allocate, Buffer
 from streamloader.storage.generic import ReadOnlyClient
@@ -43,7 +45,6 @@ from streamloader.storage.url import CHAIN, REFERENCES, Location, parse_location
 OpenStore: TypeAlias = Callable[[str, Mapping[str, Any] | None], Store]
 MAX_GENERATED = 1 << 20  # references of the `gen` of a file: 20 s
 MAX_TEXT = 1 << 12  # characters of a URL that has expressions
-MAX_EXPRESSION = 1 << 10  # characters
 DOCUMENT = ".zmetadata"  # of a folder of Parquet
 COLUMNS = ("path", "offset", "size", "raw")  # of its pages
 PAGE_REFERENCES = 1 << 19  # of the pages of Parquet that are kept, but at least eight pages: about 90 bytes each
@@ -147,8 +148,6 @@ def expand(text: str, names: Mapping[str, Any]) -> str:
 
 @lru_cache(1 << 10)
 def _parsed(expression: str) -> ast.expr:
-    if len(expression) > MAX_EXPRESSION:
-        raise ValueError("it is too long")
     return ast.parse(expression, mode="eval").body
 
 
@@ -186,6 +185,8 @@ class ParquetReferences:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._document = _get(store, DOCUMENT)
+        if find_spec("pyarrow") is None:
+            raise UnsupportedError(f"{store.url} needs the package pyarrow", "pip install 'streamloader[references]'")
         with _naming(f"the file of references {store.url}/{DOCUMENT}"):
             document = json.loads(self._document)
             self.values, self._record_size = dict(document["metadata"]), document["record_size"]
@@ -269,7 +270,7 @@ class ReferenceClient(ReadOnlyClient):
         names = ("target_options", "remote_options", "allow")
         target, self._remote, allow = (options.pop(name, None) for name in names)
         folder, name = _split(location.target.split("::", 1)[1])
-        store = open_store(folder, {**(options if target is None else target), "retry": location.retry})
+        store = open_store(folder, {"retry": location.retry, **(options if target is None else target)})
         self._location, self._open_store, self._shown = store.location, open_store, store.child(name).url
         self._options = options if target is not None else store.location.options  # with the user of the URL
         entries = [allow] if isinstance(allow, str) else allow
@@ -323,7 +324,7 @@ class ReferenceClient(ReadOnlyClient):
                         problem = f"the reference {key!r} in {self._shown} leads elsewhere, to {location.shown}"
                         remedy = f"if you trust the file, give storage_options={{'allow': [{location.shown!r}]}}"
                         raise AccessError(problem, f"{remedy}, and remote_options if it needs credentials")
-                    self._stores[folder] = self._open_store(folder, {**options, "retry": self.policy})
+                    self._stores[folder] = self._open_store(folder, {"retry": self.policy, **options})
             return self._stores[folder], name
 
     def _options_for(self, location: Location, *, is_relative: bool) -> Mapping[str, Any] | None:
