@@ -14,10 +14,8 @@ from streamloader.errors import UsageError
 from streamloader.options import Channels, Extent, Patch, Sampling, Window
 
 if TYPE_CHECKING:
-    from streamloader.measure.arrays import ArrayReads, Cost, Rechunking
+    from streamloader.measure.arrays import ArrayReads, Rechunking
 
-_UNITS = ((1, "s"), (60, "min"), (3600, "h"))
-MOST_UNITS = 100  # of a unit, before the next one is used
 _NAMES = (
     *("sample_axis", "length", "stride", "step", "history", "lead", "group", "patch", "patch_stride", "channels"),
     "zarr_format",
@@ -113,30 +111,19 @@ def reads_lines(url: str, reads: Iterable[ArrayReads], cure: Rechunking | None) 
     if cure is not None:
         names, axis = ",".join(cure.names), f" --sample-axis {cure.sample_axis}" if cure.sample_axis is not None else ""
         yield f"          to read less: streamloader convert {url} DST --rechunk {names}{axis}"
-        yield (
-            f"          it takes {_cost(cure.conversion)} once; an epoch then takes {_cost(cure.after)},"
-            f" now {_cost(cure.before)}"
-        )
-
-
-def _cost(cost: Cost) -> str:
-    number, unit = next((cost.seconds / n, unit) for n, unit in _UNITS if cost.seconds / n < MOST_UNITS or unit == "h")
-    return f"{show_bytes(cost.bytes)}, {number:.0f} {unit} and {cost.dollars:.2g} USD"
+        yield f"          an epoch then reads about {show_bytes(cure.after)}, now {show_bytes(cure.before)}"
 
 
 def inspect_arrays(url: str, storage_options: Mapping[str, Any], sampling: Sampling, *, as_json: bool) -> None:
     """Show the arrays of a group that others wrote, and what samples read of them if they are declared."""
     from streamloader.measure.arrays import rechunking, sampled_reads, summarize
-    from streamloader.measure.forecast import DOLLARS_FOR_A_GET
-    from streamloader.measure.model import Machine
 
     arrays = summarize(url, storage_options)
     reads = sampled_reads(url, storage_options, sampling) if sampling.used else []
-    cure = rechunking(reads, sampling, Machine(), DOLLARS_FOR_A_GET)
+    cure = rechunking(reads, sampling)
     if as_json:
         facts = {"arrays": [asdict(array) for array in arrays], "reads": [each.to_dict() for each in reads]}
-        cures = {"rechunking": None if cure is None else cure.to_dict()}
-        click.echo(json.dumps({"url": url, **facts, **cures}, indent=1))
+        click.echo(json.dumps({"url": url, **facts, "rechunking": cure and asdict(cure)}, indent=1))
         return
     click.echo(f"{url}: {len(arrays)} arrays")
     rows = [

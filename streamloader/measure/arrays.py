@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 from streamloader.engine.coordinates import TIME_CHANNELS
 from streamloader.engine.dataset import Dataset
@@ -14,15 +14,12 @@ from streamloader.errors import FormatError
 from streamloader.format.zarr_codecs import chunk_codec
 from streamloader.format.zarr_metadata import ZarrArray, read_group
 from streamloader.format.zarr_reader import ArrayReader
-from streamloader.measure.model import Machine
-from streamloader.options import Layout, Sampling
+from streamloader.options import Sampling
 from streamloader.pytorch.arguments import Source, open_dataset
 from streamloader.storage import open_store, references_url
 
 SAMPLED_BLOCKS = 64
 SAMPLED_OBJECTS = 4  # of an array, whose sizes are asked for
-DECODE_RATE = 1.5e9  # decoded bytes per second and core, fetched too: bench/NOTES.md, "Arrays in place"
-DOLLARS_FOR_A_PUT = 5e-6  # S3 standard storage, us-east-1, November 2026
 # Reading this many times the bytes that samples use is worth a conversion: with fewer, an epoch or two are cheaper.
 WORTH_CONVERTING = 4.0
 
@@ -32,7 +29,6 @@ class ArrayReads:
     """What an epoch reads of one array: decoded bytes of the chunks, and those of the elements that samples use.
 
     `stored`: the bytes of these chunks in the store, from the sizes of some; equal to `read` if they are unknown.
-    `requests`: at most as many as chunks.
     """
 
     column: str
@@ -40,7 +36,6 @@ class ArrayReads:
     read: int
     used: int
     stored: int
-    requests: int
 
     @property
     def ratio(self) -> float:
@@ -61,66 +56,36 @@ def array_reads(dataset: Dataset) -> list[ArrayReads]:
             read = _bytes_read(reader, member, array, dataset.manifest.order.block)
             used = _bytes_used(column, member, array, reader.fields.unused)
             stored = int(read * _stored_share(dataset, array))
-            requests = read // array.array.chunk_bytes
-            found.append(ArrayReads(name, array.array.path or name, read, used, stored, requests))
+            found.append(ArrayReads(name, array.array.path or name, read, used, stored))
     return found
-
-
-class Cost(NamedTuple):
-    """What reading some bytes takes on a machine, and costs."""
-
-    bytes: int
-    seconds: float
-    dollars: float
 
 
 @dataclass(frozen=True)
 class Rechunking:
-    """A conversion after which samples read only what they use: what an epoch takes before and after it, and itself.
+    """A conversion after which samples read only what they use.
 
-    `names`: the value of `streamloader convert --rechunk`. `sample_axis`: that of `--sample-axis`.
+    `names`: the value of `streamloader convert --rechunk`. `sample_axis`: that of `--sample-axis`. `before`, `after`:
+    the stored bytes that an epoch reads, given that values compress as before.
     """
 
     names: tuple[str, ...]
-    before: Cost
-    conversion: Cost
-    after: Cost
     sample_axis: str | int | None
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return JSON values."""
-        costs = {name: getattr(self, name)._asdict() for name in ("before", "conversion", "after")}
-        return {"names": list(self.names), "sample_axis": self.sample_axis, **costs}
+    before: int
+    after: int
 
 
-def rechunking(
-    reads: Sequence[ArrayReads], sampling: Sampling, machine: Machine, dollars_for_a_get: float
-) -> Rechunking | None:
+def rechunking(reads: Sequence[ArrayReads], sampling: Sampling) -> Rechunking | None:
     """Return the conversion that is worth it, None if no array reads `WORTH_CONVERTING` times what is used.
 
     None for patches too: a dataset has whole samples in its chunks.
     """
     if sampling.patches is not None or not any(each.ratio > WORTH_CONVERTING for each in reads):
         return None
-    rate = machine.network * 125e6
-
-    def cost(size: float, decoded: float, requests: float, puts: float = 0) -> Cost:
-        seconds = max(size / rate, decoded / (DECODE_RATE * machine.cores))
-        return Cost(int(size), seconds, requests * dollars_for_a_get + puts * DOLLARS_FOR_A_PUT)
-
-    stored, decoded = sum(each.stored for each in reads), sum(each.read for each in reads)
-    used = sum(each.used for each in reads)
-    kept = used * stored / max(1, decoded)  # if it compresses as before
     stacked = [name for column in sampling.columns.values() for name in column.names]
     names = dict.fromkeys([*stacked, *(each.array for each in reads if each.column not in sampling.columns)])
-    requests, layout = sum(each.requests for each in reads), Layout()
-    return Rechunking(
-        tuple(name for name in names if name not in TIME_CHANNELS),
-        before=cost(stored, decoded, requests),
-        conversion=cost(stored + kept, decoded + used, requests, kept / layout.shard_size),
-        after=cost(kept, used, kept / layout.block_size),
-        sample_axis=sampling.sample_axis,
-    )
+    before = sum(each.stored for each in reads)
+    after = int(sum(each.used for each in reads) * before / max(1, sum(each.read for each in reads)))
+    return Rechunking(tuple(name for name in names if name not in TIME_CHANNELS), sampling.sample_axis, before, after)
 
 
 def _bytes_read(reader: RegionReader, member: Member, array: ArrayReader, block: int) -> int:

@@ -174,7 +174,6 @@ class Forecast:
         values = asdict(self)
         del values["drawn"]
         values["arrays"] = [reads.to_dict() for reads in self.arrays]
-        values["rechunking"] = None if self.rechunking is None else self.rechunking.to_dict()
         for name in ("rank", "together"):
             values[name]["design_effect"] = getattr(self, name).design_effect(1.0)
         return values
@@ -236,7 +235,7 @@ def forecast(url: str, options: ForecastOptions) -> Forecast:
         memory_alone=engine.least_memory(replace(together, batch=share.batch).need()),
         arrays=tuple(arrays),
         unused={} if dataset.arrays is None else dataset.arrays.unused,
-        rechunking=rechunking(arrays, options.sampling, options.machine, options.dollars_for_a_get),
+        rechunking=rechunking(arrays, options.sampling),
         rate=_rate(dataset, options, (streamed[0] * factor, streamed[1] * factor), later, budget),
         drawn=_first_blocks(share, params.block),
     )
