@@ -136,19 +136,16 @@ class Coordinate:
         passed = np.abs(self._places[anchors] - self._places[first])
         return self._lasts(passed - np.round(passed / stride) * stride + stride, stride)
 
-    def times(self) -> tuple[Ints, Calendar]:
-        """Return the values as times of a calendar. Raises `UsageError` if they are not."""
+    def times(self, what: str = "", remedy: str = "select elements by their numbers") -> tuple[Ints, Calendar]:
+        """Return the values as times of a calendar. Raises `UsageError` if they are not; `what` begins its text."""
         if self.values is None or self.units is None or self.units.calendar is None:
             problem = f"{self.name!r} of {self.url} is not a coordinate of times in a known calendar{self.attributes}"
-            raise UsageError(problem, "select elements by their numbers")
+            raise UsageError(what + problem, remedy)
         return self.units.times(self.values), self.units.calendar
 
     def fractions(self, name: str, channel: str) -> NDArray[np.float32]:
         """Return the fraction of the day or the year of each element. Raises `UsageError` if they are not times."""
-        try:
-            times, calendar = self.times()
-        except UsageError as error:
-            raise UsageError(f"the channel {channel!r}: {error.problem}", "leave it out") from error
+        times, calendar = self.times(f"the channel {channel!r}: ", "leave it out")
         return calendar.fractions(times, of_year=name == "time_of_year").astype(np.float32)
 
 
