@@ -30,9 +30,10 @@ from streamloader.conversion.api import convert, python_words
 from streamloader.conversion.row_order import SampleRows
 from streamloader.conversion.sources.fields import parse_selection
 from streamloader.conversion.transforms import function_digest, parse_recode
-from streamloader.errors import DestinationError, SourceError, StreamloaderError, UsageError
+from streamloader.errors import DecodeError, DestinationError, SourceError, StreamloaderError, UsageError
 from streamloader.format import dataset
 from streamloader.format.manifest import Field
+from streamloader.format.writer import Writer
 from streamloader.maintenance.verify import verify
 from streamloader.options import Decode
 from streamloader.pytorch.dataset import StreamingDataset
@@ -484,6 +485,38 @@ def test_a_script_needs_no_guard_of_its_main_module(tmp_path):
     begun, count, message = subprocess.check_output(command, cwd=tmp_path, text=True).splitlines()
     assert (begun, count) == ("begun", "9")
     assert "f is defined in the program that runs, __main__; define its" in message and "workers=0" in message
+
+
+def test_a_function_of_a_notebook_is_told_to_move_to_a_file(tmp_path):
+    script = (
+        "import numpy as np, streamloader as sl\n"
+        "def f(sample): return sample\n"
+        "for call in (\n"
+        "    lambda: sl.convert({'x': np.arange(9)}, 'out', map=f, workers=2),\n"
+        "    lambda: sl.convert({'x': np.arange(9)}, 'out', workers=0),\n"
+        "    lambda: next(iter(sl.StreamingDataset('out', batch_size=2, transform=f, transform_workers=1))),\n"
+        "):\n"
+        "    try:\n        call()\n"
+        "    except sl.errors.UsageError as error:\n        print(error)\n"
+    )
+    messages = subprocess.check_output([sys.executable, "-c", script], cwd=tmp_path, text=True).splitlines()
+    assert len(messages) == 2
+    for message, argument in zip(messages, ("workers=0", "transform_workers=0"), strict=True):
+        assert re.search(f"defined in a notebook or an interactive session.*a module, a .py file.* {argument}", message)
+        assert "__main__" not in message
+
+
+@pytest.mark.parametrize("header", [b"RIFF\0\0\0\0WAVEfmt ", b"fLaC\0\0\0\0", b"OggS\0\0\0\0", b"ID3\0\0\0\0\0"])
+def test_audio_that_is_taken_for_images_is_called_audio(header, tmp_path):
+    with Writer(tmp_path / "clips", {"audio": "bytes:mixed"}) as out:
+        out.write({"audio": header + bytes(100)})
+    with pytest.raises(DecodeError, match="it is audio: leave decode= out, or name the fields of images"):
+        next(iter(StreamingDataset(tmp_path / "clips", batch_size=1, decode=True)))
+    for suffix in ("wav", "flac"):
+        (tmp_path / "folder" / "bird").mkdir(parents=True, exist_ok=True)
+        (tmp_path / "folder" / "bird" / f"it.{suffix}").write_bytes(b"RIFF\0\0\0\0WAVEfmt " + bytes(100))
+    with pytest.raises(SourceError, match=r"it is audio: leave resize= and quality= out, or leave such samples out"):
+        convert(tmp_path / "folder", tmp_path / "out", resize=64, workers=0)
 
 
 # --- images

@@ -232,7 +232,7 @@ class RunOptions(Option):
                 problem = f"{url} is in the memory of this process: workers of {self.engine.name} cannot reach it"
                 raise errors.UsageError(problem, "use the local engine, or another store")
         if transforms.mapper is not None and self.uses_processes(*urls):
-            pack(transforms.mapper.function, f"function {transforms.mapper.name}")
+            pack(transforms.mapper.function, f"function {transforms.mapper.name.removeprefix('__main__:')}")
 
 
 @dataclass(frozen=True)

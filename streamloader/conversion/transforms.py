@@ -46,7 +46,7 @@ from streamloader.conversion.sources.records import Sample, open_records
 from streamloader.errors import UsageError
 from streamloader.format.codecs import Column
 from streamloader.format.manifest import Field
-from streamloader.format.values import from_bytes
+from streamloader.format.values import AUDIO, from_bytes, sniff
 from streamloader.options import is_whole, plain_integers
 
 _PLAIN = (bool, int, float, complex, str, bytes, bytearray, type(None), type(...), type(NotImplemented))
@@ -490,6 +490,8 @@ def _recode(
             except problems as error:
                 recoded.append(b"")
                 problem = f"the image of field {name!r} cannot be decoded: {error}"
-                bad.setdefault(position, BadSample(position, "", problem, data=data))
+                audio = sniff(data) in AUDIO
+                remedy = "it is audio: leave --resize and --quality out" if audio else "repair or remove it"
+                bad.setdefault(position, BadSample(position, "", problem, remedy, data))
         columns[name] = recoded
     return columns

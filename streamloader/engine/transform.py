@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from streamloader.errors import EngineError, TransformError, UsageError, message
 from streamloader.format.values import as_array
+from streamloader.storage.process import is_interactive
 
 Transform = Callable[..., Any]
 Sample = dict[str, Any]
@@ -185,10 +186,12 @@ class TransformProcess:
             problem = "transform_workers in a DataLoader worker, which may not have children"
             raise UsageError(problem, "use num_workers=0 with transform_workers")
         try:
-            pickle.dumps(transform)
+            if b"__main__" in pickle.dumps(transform) and is_interactive():
+                raise pickle.PicklingError("it is defined in a notebook or an interactive session")
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             problem = f"transform_workers with a transform that other processes cannot load ({error})"
-            raise UsageError(problem, "define it in a module, or use transform_workers=0") from error
+            remedy = "define it in a module, a .py file, that you import here, or use transform_workers=0"
+            raise UsageError(problem, remedy) from error
         ours, theirs = context.Pipe()
         self._pipe = ours
         args = (theirs, transform, ("", "") if tensors is None else (tensors.package, tensors.reducer))

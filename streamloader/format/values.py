@@ -182,6 +182,27 @@ def exact_in_float(array: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[np.bool
     return exact
 
 
+# the first bytes of common encodings
+_MAGIC = (
+    (b"\xff\xd8\xff", "jpeg"),
+    (b"\x89PNG\r\n\x1a\n", "png"),
+    (b"GIF8", "gif"),
+    (b"fLaC", "flac"),
+    (b"OggS", "ogg"),
+    (b"ID3", "mp3"),
+    (b"II*\0", "tiff"),
+)
+_RIFF = {b"WEBP": "webp", b"WAVE": "wav"}
+AUDIO = frozenset({"wav", "flac", "ogg", "mp3"})
+
+
+def sniff(data: bytes) -> str:
+    """Return the encoding of data, such as "jpeg", from the first bytes; "" if it is unknown."""
+    if data[:4] == b"RIFF":
+        return _RIFF.get(data[8:12], "")
+    return next((encoding for magic, encoding in _MAGIC if data.startswith(magic)), "")
+
+
 def row_bytes(fields: Mapping[str, Field], columns: Mapping[str, Column | Sequence[bytes]]) -> NDArray[np.int64]:
     """Return the decoded size of each sample of the columns in bytes: int64 (samples,)."""
     count = len(next(iter(columns.values())))

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from PIL import Image, UnidentifiedImageError
 
 from streamloader.errors import DecodeError, UsageError
+from streamloader.format.values import AUDIO, sniff
 from streamloader.images.pillow import class_numbers, eight_bits, orientation
 from streamloader.options import CenterCrop, Decode, Normalization, RandomResizedCrop
 
@@ -395,6 +396,8 @@ class ImageDecoder:
         begin = f" beginning {bytes(data[:4]).hex()}" if data else ""
         image = f"sample {sample} of field {self.name!r}" if self.name else f"sample {sample}"
         remedy = "repair or remove it in the source and convert again, or read the field without decode="
+        if sniff(bytes(data[:12])) in AUDIO:
+            remedy = "it is audio: leave decode= out, or name the fields of images, decode={'image': True}"
         if isinstance(error, MemoryError):
             remedy = "lower memory= or batch_size, or free memory elsewhere"
         return DecodeError(f"{image} does not decode as an image ({len(data)} bytes{begin}: {reason})", remedy)

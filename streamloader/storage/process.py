@@ -259,6 +259,11 @@ def run_all(work: Callable[[Item], Result], items: Iterable[Item], threads: int)
     return [results[index] for index in range(count)]
 
 
+def is_interactive() -> bool:
+    """Return whether a notebook or an interactive session runs, whose functions other processes cannot import."""
+    return not hasattr(sys.modules["__main__"], "__file__")
+
+
 def cpu_count() -> int:
     """Return the number of cores that this process may use: its affinity, or its cgroup quota if that is less."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)

@@ -18,7 +18,7 @@ from streamloader.conversion.sources.files import Listing
 from streamloader.errors import FieldError, UsageError
 from streamloader.format.codecs import Column
 from streamloader.format.manifest import Field, check_name
-from streamloader.format.values import as_array, exact_in_float, from_bytes, leaves, to_column, to_value
+from streamloader.format.values import as_array, exact_in_float, from_bytes, leaves, sniff, to_column, to_value
 from streamloader.format.zarr_metadata import POSITIONAL
 from streamloader.options import is_whole
 
@@ -175,17 +175,6 @@ class SourceFormat:
 
 Settled = NDArray[Any] | bytes | str
 
-# the first bytes of common encodings
-_MAGIC = (
-    (b"\xff\xd8\xff", "jpeg"),
-    (b"\x89PNG\r\n\x1a\n", "png"),
-    (b"GIF8", "gif"),
-    (b"fLaC", "flac"),
-    (b"OggS", "ogg"),
-    (b"ID3", "mp3"),
-    (b"II*\0", "tiff"),
-)
-_RIFF = {b"WEBP": "webp", b"WAVE": "wav"}
 _NUMBERS = frozenset({bool, int, float, np.int64, np.float64})
 _KINDS = "give numbers, text, bytes or arrays, or leave the field out"
 
@@ -303,13 +292,6 @@ def _changed_by_numpy(items: Sequence[Any], kinds: set[type], array: NDArray[Any
         if number.dtype.kind in "iu" and not exact_in_float(number, array.dtype).all():
             return f"{item} beside fractions, which {array.dtype} does not hold"
     return ""
-
-
-def sniff(data: bytes) -> str:
-    """Return the encoding of data, such as "jpeg", from the first bytes; "" if it is unknown."""
-    if data[:4] == b"RIFF":
-        return _RIFF.get(data[8:12], "")
-    return next((encoding for magic, encoding in _MAGIC if data.startswith(magic)), "")
 
 
 def common_encoding(values: Iterable[bytes]) -> str:

@@ -24,6 +24,7 @@ from streamloader.conversion.sources.records import PROBED, RecordFragment, Samp
 from streamloader.errors import SourceError, UsageError
 from streamloader.format.codecs import Column
 from streamloader.format.manifest import Field
+from streamloader.storage.process import is_interactive
 from streamloader.storage.store import ObjectInfo
 
 NAME = "python"
@@ -206,7 +207,8 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
         """Raise for a class or function of `__main__`; leave all other values to pickle."""
         if isinstance(value, type | FunctionType) and value.__module__ == "__main__":
-            raise pickle.PicklingError(f"{value.__qualname__} is defined in the program that runs, __main__")
+            where = "a notebook or an interactive session" if is_interactive() else "the program that runs, __main__"
+            raise pickle.PicklingError(f"{value.__qualname__} is defined in {where}")
         return NotImplemented
 
 
@@ -217,7 +219,7 @@ def pack(samples: Any, name: str) -> bytes:
         _Pickler(out, pickle.HIGHEST_PROTOCOL).dump(samples)
     except Exception as error:  # raised by the object's code
         problem = f"the {name} cannot be given to other processes: {type(error).__name__}: {error}"
-        remedy = "define its classes and functions in a module that this program imports, or use workers=0"
+        remedy = "define its classes and functions in a module, a .py file, that you import here, or use workers=0"
         raise UsageError(problem, remedy) from error
     return out.getvalue()
 
