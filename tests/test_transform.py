@@ -2,6 +2,7 @@
 
 import datetime
 import os
+import random
 import subprocess
 import sys
 from typing import Any
@@ -335,3 +336,62 @@ def test_masked_floats_of_a_transform_are_nan():
     assert {column.dtype for column in batch.values()} == {np.dtype("f4")}
     with pytest.raises(TransformError, match=r"field 'n' of samples 7, ... .* elements of int64 are masked"):
         collate([{"n": 1}, {"n": np.ma.masked}], [7, 8])
+
+
+def augmented(sample: dict[str, Any]) -> dict[str, Any]:
+    """What libraries of augmentations do: they draw from the generator of torch, without giving one."""
+    x = torch.from_numpy(sample["x"])
+    dropped = torch.nn.functional.dropout(x[:8] + 1)
+    drawn = [torch.rand(2), torch.randn(2), torch.randint(2**40, (2,)), torch.rand_like(x[:2]), torch.randperm(5)]
+    return {"drawn": torch.cat([*drawn, dropped, x[:2].clone().uniform_(3, 4)]), "label": sample["label"]}
+
+
+def drawn_by_label(url: str, **arguments: Any) -> dict[int, list[float]]:
+    ds = StreamingDataset(url, transform=augmented, seed=3, fields=["x", "label"], **arguments)
+    found: dict[int, list[float]] = {}
+    for batch in ds:
+        found |= rows(batch)
+    ds.close()
+    return found
+
+
+def rows(batch: dict[str, Any]) -> dict[int, list[float]]:
+    """What the samples of a batch have drawn, by label."""
+    valid = batch["valid"]
+    return dict(zip(batch["label"][valid].tolist(), batch["drawn"][valid].tolist(), strict=True))
+
+
+def test_torch_draws_the_numbers_of_a_sample_and_leaves_the_training_loop_its_own(url):
+    torch.manual_seed(7)
+    expected = torch.rand(50).tolist()
+    torch.manual_seed(7)
+    found, loop = {}, []
+    ds = StreamingDataset(url, batch_size=16, transform=augmented, seed=3, fields=["x", "label"])
+    for batch in ds:
+        found |= rows(batch)
+        loop += [torch.rand(1).item() for _ in range(3)]  # while other batches are transformed
+    assert loop == expected[: len(loop)]
+    assert len(loop) == 39
+    assert len({tuple(row) for row in found.values()}) == N
+    assert found == drawn_by_label(url, batch_size=5)
+    two = [drawn_by_label(url, batch_size=16, world=(rank, 2)) for rank in (0, 1)]
+    assert two[0] | two[1] == found
+    assert drawn_by_label(url, batch_size=16, transform_workers=2) == found
+
+
+def global_numbers(sample: dict[str, Any]) -> dict[str, Any]:
+    return {"label": sample["label"], "numpy": np.random.random(2), "python": random.random()}
+
+
+def test_processes_seed_numpy_and_python_for_each_sample(url):
+    found = []
+    for workers, batch_size in ((1, 16), (2, 5)):
+        ds = StreamingDataset(url, batch_size=batch_size, transform=global_numbers, transform_workers=workers)
+        columns = [[batch[name][batch["valid"]].tolist() for name in ("label", "numpy", "python")] for batch in ds]
+        found.append({label: (*two, one) for batch in columns for label, two, one in zip(*batch, strict=True)})
+        ds.close()
+    assert found[0] == found[1]
+    assert len({number for numbers in found[0].values() for number in numbers}) == 3 * N
+    state, numpys = random.getstate(), np.random.get_state()[1].tolist()
+    list(StreamingDataset(url, batch_size=16, transform=augmented, fields=["x", "label"]))
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == (state, numpys)

@@ -6,14 +6,17 @@ import inspect
 import io
 import multiprocessing
 import pickle
+import random
 import socket
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
+from hashlib import blake2b
 from multiprocessing.connection import Connection
 from pkgutil import resolve_name
+from struct import pack, unpack
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -42,13 +45,20 @@ class Tensors(NamedTuple):
     """How to handle the tensors of a framework, which the engine does not import.
 
     `stack(field, values, sample_numbers)` returns the values as one column, or None if they are not tensors.
-    `reducer`, "module:function", is the `reducer_override` of a `pickle.Pickler` that sends tensors by value; it is
-    loaded in processes that have imported `package`.
+    In processes that have imported `package`, two names are loaded, "module:name": `reducer` is the `reducer_override`
+    of a `pickle.Pickler` that sends tensors by value; `generator()` is a context in which this thread draws random
+    numbers from a generator of its own, which `generator().seed(number)` seeds.
     """
 
     package: str
     stack: Callable[[str, Sequence[Any], Sequence[int]], Any]
     reducer: str
+    generator: str
+
+    @property
+    def names(self) -> tuple[str, str, str]:
+        """The package, and the names to load."""
+        return self.package, self.reducer, self.generator
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,6 +78,10 @@ class RngKey(NamedTuple):
     epoch: int
     position: int
 
+    def seeds(self) -> tuple[int, ...]:
+        """Return three seeds of 64 bits, for other generators than `rng`."""
+        return unpack("<3Q", blake2b(pack("<3Q", *self), digest_size=24).digest())
+
     def rng(self) -> np.random.Generator:
         """Return a Philox generator with the key (seed, epoch) and a counter that starts at the position."""
         key = np.array([self.seed, self.epoch], np.uint64)  # numpy would convert a list of large integers to floats
@@ -86,17 +100,35 @@ def takes_rng(transform: Transform) -> bool:
 
 
 def apply(
-    transform: Transform, with_rng: bool, samples: Sequence[Sample], keys: Sequence[RngKey], numbers: Sequence[int]
+    transform: Transform,
+    samples: Sequence[Sample],
+    keys: Sequence[RngKey],
+    numbers: Sequence[int],
+    names: tuple[str, str, str] = ("", "", ""),
+    *,
+    with_rng: bool,
+    alone: bool,
 ) -> list[Sample]:
-    """Return the transformed samples.
+    """Return the transformed samples. `names`: those of `Tensors`.
+
+    Random numbers of tensors are seeded for each sample, in this thread. Those of numpy and Python belong to the
+    process: they are seeded if the transform runs `alone` in it, since others would get the same numbers again.
 
     Raises `TransformError`, which names the sample, for any exception of the transform. This includes SystemExit,
     which must not end the thread or process that runs the transform.
     """
     out = []
+    own = resolve_name(names[2])() if names[0] in sys.modules else None
     for sample, key, number in zip(samples, keys, numbers, strict=True):
+        for_tensors, for_numpy, for_python = key.seeds()
+        if alone:
+            np.random.seed(for_numpy >> 32)
+            random.seed(for_python)
+        if own is not None:
+            own.seed(for_tensors)
         try:
-            result = transform(sample, key.rng()) if with_rng else transform(sample)
+            with own or nullcontext():
+                result = transform(sample, key.rng()) if with_rng else transform(sample)
         except BaseException as error:
             problem = f"the transform raised {type(error).__name__} on sample {number}: {message(error)}"
             raise TransformError(problem, "fix it, or have it return a default for such samples") from error
@@ -194,7 +226,7 @@ class TransformProcess:
             raise UsageError(problem, remedy) from error
         ours, theirs = context.Pipe()
         self._pipe = ours
-        args = (theirs, transform, ("", "") if tensors is None else (tensors.package, tensors.reducer))
+        args = (theirs, transform, ("", "", "") if tensors is None else tensors.names)
         self._process = context.Process(target=_serve, args=args, name="streamloader-transform", daemon=True)
         self._process.start()
         self._responded = False
@@ -229,16 +261,16 @@ class TransformProcess:
             pipe.shutdown(socket.SHUT_RDWR)
 
 
-def _serve(pipe: Connection, transform: Transform, tensors: tuple[str, str]) -> None:
+def _serve(pipe: Connection, transform: Transform, names: tuple[str, str, str]) -> None:
     with_rng = takes_rng(transform)
-    package, reducer = tensors
+    package, reducer, _ = names
     while True:
         try:
             samples, keys, numbers = pipe.recv()
         except (EOFError, OSError, KeyboardInterrupt):  # Ctrl-C in a terminal reaches this process too
             return
         try:
-            done = apply(transform, with_rng, samples, keys, numbers)
+            done = apply(transform, samples, keys, numbers, names, with_rng=with_rng, alone=True)
             response = _dump(done, reduce=resolve_name(reducer) if package in sys.modules else None)
         except TransformError as error:
             response = _dump(error, _portable(error.__cause__))

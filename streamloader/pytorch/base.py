@@ -548,7 +548,8 @@ class BaseDataset(IterableDataset[dict[str, Any]]):
     def _engine(self) -> Engine:
         """Return the engine of this process: threads and clients survive neither a fork nor a pickle."""
         if self._cached_engine is None or not self._cached_engine.owner.here:
-            config = replace(self._config, ranks_here=distributed.ranks_on_this_machine(), tensors=TENSORS)
+            ranks_here = distributed.ranks_on_this_machine()
+            config = replace(self._config, ranks_here=ranks_here, alone=in_worker(), tensors=TENSORS)
             self._cached_engine = Engine(list(map(replace, self._datasets)), config)
             self._cached_engine.counters.note(
                 cores=max(1, cpu_count() // config.ranks_here), transformers=max(1, config.transform_workers)

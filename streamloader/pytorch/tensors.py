@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from streamloader.engine.stages import Batch
 from streamloader.engine.transform import Ragged, Tensors, check_shapes
@@ -128,7 +129,42 @@ def _rebuilt(data: NDArray[np.uint8], dtype: torch.dtype, shape: tuple[int, ...]
     return torch.from_numpy(data).view(dtype).reshape(shape)
 
 
-TENSORS = Tensors("torch", stack_tensors, f"{__name__}:reduce_tensor")
+class OwnGenerator(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A context in which CPU operations of this thread draw from a generator of its own, and not from torch's."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._generator = torch.Generator()
+
+    def seed(self, number: int) -> None:
+        """Seed the generator."""
+        self._generator.manual_seed(number)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call an operation, with this generator if it draws random numbers."""
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded in func.tags and kwargs.get("generator") is None:
+            on = args[0].device if args and isinstance(args[0], torch.Tensor) else kwargs.get("device") or "cpu"
+            overload = _with_generator(func) if torch.device(on).type == "cpu" else None
+            if overload is not None:
+                return overload(*args, **{**kwargs, "generator": self._generator})
+        return func(*args, **kwargs)
+
+
+def _with_generator(func: Any) -> Any:
+    """Return an operation, or its overload with the same arguments and a generator; None if there is none."""
+    expected = {argument.name: str(argument.type) for argument in func._schema.arguments}
+    if "generator" in expected:
+        return func
+    for name in func.overloadpacket.overloads():
+        overload = getattr(func.overloadpacket, name)
+        arguments = {argument.name: str(argument.type) for argument in overload._schema.arguments}
+        if arguments.pop("generator", None) and arguments == expected:
+            return overload
+    return None
+
+
+TENSORS = Tensors("torch", stack_tensors, f"{__name__}:reduce_tensor", f"{__name__}:OwnGenerator")
 
 
 def _copied(array: NDArray[Any]) -> torch.Tensor:
