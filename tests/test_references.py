@@ -57,7 +57,7 @@ class Recorder(QuietServer):
         super().__init__(RecordingHandler)
         self.bodies = bodies
         self.requests: list[tuple[str, str]] = []
-        self.absent = 404
+        self.absent, self.most = 404, 10**9
 
     @property
     def seen(self) -> str:
@@ -66,14 +66,14 @@ class Recorder(QuietServer):
 
 
 class RecordingHandler(QuietHandler):
-    """Serves the bodies of a `Recorder`; what is not there is `absent`."""
+    """Serves the bodies of a `Recorder`; what is not there is `absent`, as everything is after `most` requests."""
 
     server: Recorder
 
     def do_GET(self) -> None:
         self.server.requests.append((self.path, str(self.headers)))
         body = self.server.bodies.get(self.path.partition("?")[0].lstrip("/"))
-        if body is None:
+        if body is None or len(self.server.requests) > self.server.most:
             self.respond(self.server.absent, DENIED if self.server.absent == 403 else b"")
         else:
             self.respond_range(body)
@@ -344,15 +344,22 @@ def test_credentials_that_expire_are_no_missing_chunks(protocol, tmp_path):
         server.absent = 403
         url, options = location(server.endpoint, protocol)
         url = url if protocol == "s3" else f"{url}/bucket"
-        shuffle = sl.Shuffle(window=4, lanes=1)
         dataset = sl.StreamingDataset(
-            url, batch_size=2, sample_axis="time", fields=["a"], shuffle=shuffle, storage_options=options
+            url, batch_size=2, sample_axis="time", fields=["a"], storage_options=options, with_index=True
         )
-        batches = iter(dataset)
-        next(batches)
-        server.bodies = {}
+        server.most = len(server.requests) + 9
         with pytest.raises(errors.AccessError, match=r"/a/c/\d"):
-            list(batches)
+            for batch in dataset:
+                assert batch["a"].tolist() == batch["index"].tolist()
+
+
+def test_a_field_that_is_not_there_is_an_error_that_names_the_others(tmp_path):
+    bodies = group(tmp_path, 3, a=np.arange(8), b=np.arange(8))
+    options = {"sample_axis": "time", "batch_size": 1, "fields": ["c"]}
+    with pytest.raises(errors.FieldError, match=r"no array 'c'; its arrays are a, b"):
+        sl.StreamingDataset(tmp_path, **options)
+    with Recorder(bodies).running() as server, pytest.raises(errors.FieldError, match="no array 'c'"):
+        sl.StreamingDataset(server.endpoint, **options)
 
 
 def test_a_store_that_forbids_everything_is_an_access_error(tmp_path):

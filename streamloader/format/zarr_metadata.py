@@ -8,6 +8,7 @@ import json
 import re
 import struct
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import count
@@ -16,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from streamloader.errors import AccessError, FieldError, FormatError, NotADatasetError, NotFoundError
+from streamloader.errors import AccessError, FieldError, FormatError, NotADatasetError, NotFoundError, StorageError
 from streamloader.format.opening import ROOT, get_document, parse_object, reread
 from streamloader.storage import references_store
 from streamloader.storage.process import run_all
@@ -354,6 +355,9 @@ def read_group(
     documents = {**(documents or {}), **read(listed)}
     if "shape" not in root:
         documents |= read([name for name in named if "shape" not in documents.get(name, {})])
+        if not complete and not all(name in documents for name in named):
+            with suppress(StorageError):  # the error says what there is
+                documents = {**read(store.children()), **documents}
         others = _paths_beside(documents, beside, below=complete)
         documents |= read([path for path in sorted(others) if path not in documents])
     groups = {name: _encoding(document) for name, document in documents.items() if "shape" not in document}
