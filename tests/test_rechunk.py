@@ -164,6 +164,14 @@ def test_an_append_needs_the_same_coordinates_and_units(weather, tmp_path):
     assert sl.verify(tmp_path / "out").ok
 
 
+def test_mapped_fields_are_not_the_arrays_of_the_store(weather, tmp_path):
+    rechunk, half = {"rechunk": "T2M", "sample_axis": "time"}, lambda sample: {"t2m": sample["t2m"] / 2}
+    sl.convert(weather[0], tmp_path / "out", map=half, workers=0, **rechunk)
+    assert sl.verify(tmp_path / "out").ok
+    (batch,) = sl.StreamingDataset(tmp_path / "out", batch_size=32, windows=sl.Window(2), shuffle=False)
+    assert list(batch) == ["t2m", "valid"]
+
+
 def test_damage_beside_the_fields_is_found(weather, tmp_path):
     shutil.copytree(weather[1], tmp_path / "out")
     place, root = tmp_path / "out/_streamloader/arrays/lat/c/0", tmp_path / "out/_streamloader/arrays/zarr.json"

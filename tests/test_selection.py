@@ -399,6 +399,9 @@ def test_texts_and_times_select_samples(tmp_path):
     rows.assign(zoned=rows.ts.dt.tz_localize("UTC")).to_parquet(tmp_path / "rows.parquet")
     types = {"country": None, "ts": "int64", "zoned": "int64", "day": "int32", "n": None}
     sl.convert(tmp_path / "rows.parquet", tmp_path / "out", fields=types, workers=0)
+    sl.convert(tmp_path / "rows.parquet", tmp_path / "mapped", fields=types, map=dict, workers=0)
+    with pytest.raises(SelectionError, match="compares 'ts' with '2024-06-01' by order"):
+        StreamingDataset(tmp_path / "mapped", batch_size=1, where="ts > '2024-06-01'")  # a map may have changed them
     country, ts, june = rows.country, rows.ts, pd.Timestamp("2024-06-01")
     cases = {
         "country == 'de'": country == "de",
@@ -423,6 +426,8 @@ def test_texts_and_times_select_samples(tmp_path):
         ("ts >= 'June'", "'June' is not a date; write times as"),
         ("day > '2024-06-01T06:00'", "is between two of its values"),
         ("n == 'de'", "has no class names"),
+        *((text, "'country' in where= is a text; compare it with texts") for text in ("country == 3", "country > n")),
+        ("country and n > 3", "is a number, not a condition"),
         ("'de' == 'fr'", "uses 'de', which is not a field"),
     ):
         with pytest.raises(SelectionError, match=part):

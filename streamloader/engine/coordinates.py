@@ -189,7 +189,8 @@ def _time_units(array: ZarrArray) -> TimeUnits | None:
 
 def time_labels(manifest: Manifest) -> dict[str, Callable[[str], int]]:
     """Return, for each field of times, the function from a date and time to the field's number."""
-    noted, attributes = (manifest.provenance.get(key) for key in ("units", "attributes"))
+    known = {} if "map" in manifest.provenance else manifest.provenance  # a map may have changed them
+    noted, attributes = (known.get(key) for key in ("units", "attributes"))
     noted = {name: {"units": units} for name, units in noted.items()} if isinstance(noted, Mapping) else {}
     found: dict[str, Callable[[str], int]] = {}
     for name, said in {**noted, **(attributes if isinstance(attributes, Mapping) else {})}.items():

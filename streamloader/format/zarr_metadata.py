@@ -362,8 +362,7 @@ def read_group(
         documents |= read([path for path in sorted(others) if path not in documents])
     groups = {name: _encoding(document) for name, document in documents.items() if "shape" not in document}
     sparse = frozenset(name for name, kind in groups.items() if kind == "csr_matrix")
-    parts = {name: COLUMNS[kind] for name, kind in groups.items() if kind in COLUMNS}
-    columns = {name: (f"{name}/{values}", f"{name}/{other}") for name, (values, other) in parts.items()}
+    columns = {name: [f"{name}/{part}" for part in COLUMNS[kind]] for name, kind in groups.items() if kind in COLUMNS}
     found = read([path for paths in columns.values() for path in paths])
     columns = {name: paths for name, paths in columns.items() if found.keys() >= set(paths)}
     documents |= read([f"{name}/{part}" for name in sparse for part in SPARSE])

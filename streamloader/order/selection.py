@@ -220,6 +220,8 @@ class _Evaluation:
     def number(self, node: ast.expr) -> Any:
         """Return a node's numbers; bools of a field count as 0 and 1. Raises `SelectionError` for a condition."""
         value = self.column(node.id, False) if isinstance(node, ast.Name) else self.value(node)
+        if isinstance(node, ast.Name) and not _numeric(value):
+            raise self.error(node, "is a text", "compare it with texts in quotes by ==, !=, in or not in")
         if np.asarray(value).dtype != np.bool_:
             return value
         if not isinstance(node, ast.Name | ast.Constant):
@@ -292,7 +294,8 @@ class _QuotedNames(ast.NodeTransformer):
 
     def visit_Compare(self, node: ast.Compare) -> ast.expr:
         sides = [node.left, *node.comparators]
-        texts = [] if any(isinstance(side, ast.Name) for side in sides) else list(filter(_is_text, sides))
+        texts = [side for side in sides if isinstance(side, ast.Constant) and isinstance(side.value, str)]
+        texts = [] if any(isinstance(side, ast.Name) for side in sides) else texts
         node.left, *node.comparators = (
             side if isinstance(side, ast.Constant) and side not in texts[:1] else self.visit(side) for side in sides
         )
@@ -305,10 +308,6 @@ class _QuotedNames(ast.NodeTransformer):
 def _parse(text: str) -> ast.expr:
     tree: ast.expr = _QuotedNames().visit(ast.parse(text.strip(), mode="eval").body)
     return tree
-
-
-def _is_text(node: ast.expr) -> bool:
-    return isinstance(node, ast.Constant) and isinstance(node.value, str)
 
 
 def _texts(node: ast.Compare) -> Iterator[ast.Constant]:
