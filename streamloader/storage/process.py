@@ -21,7 +21,7 @@ import weakref
 from _thread import start_new_thread
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from operator import methodcaller
+from operator import is_, methodcaller
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, Generic, TypeVar
@@ -95,6 +95,10 @@ class _Watch(weakref.ref[Any]):
     """A weak reference whose callback can start a thread without Python code, by `methodcaller`."""
 
     start = staticmethod(start_new_thread)
+
+
+# Python 3.12 and later start no thread after this, and would print that of each watched object that ends with it.
+atexit.register(setattr, _Watch, "start", is_)
 
 
 def finalize(watched: object, call: Callable[..., None], *held: Any) -> weakref.finalize[..., Any]:
