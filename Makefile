@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+PIP := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --constraint constraints.txt
 # packages that are too heavy for everybody's environment
 INTEGRATIONS := .venv-integrations
 # more than the cores of a small machine, since many tests wait for a server or a process; a file is run by one process,
@@ -13,11 +14,12 @@ PARALLEL := -n 3 --dist loadfile --no-loadscope-reorder
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint types format bench bench-full bench-convert clean test-integrations test-long
+.PHONY: help install demo test test-python test-quick lint types format bench bench-full bench-convert clean test-integrations test-long
 
 help:
 	@echo "make demo         the main job: convert, train with two ranks, kill, resume, evaluate (a minute or two)"
 	@echo "make test         lint, types and all tests (about six minutes)"
+	@echo "make test-python  the quick half of the tests on another Python: make test-python PYTHON=python3.13"
 	@echo "make test-integrations  engines on real clusters, training frameworks, many kills: in an environment of its own"
 	@echo "make test-long    leaks over 200 cycles, an outage of a minute: ten minutes, in the same environment"
 	@echo "make lint         ruff; 'make format' repairs what it can"
@@ -34,7 +36,11 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(None if v >= (3, 11) else "$(PYTHON) is Python %d.%d: streamloader needs 3.11 or later, make PYTHON=..." % v[:2])'
 	@echo "installing into $(VENV), once: a minute or two"
 	@$(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+ifdef LEAN
+	@$(PIP) --no-deps torch
+	@$(BIN)/python tests/torch_without_cuda.py
+endif
+	@$(PIP) --editable '.[dev]'
 	@touch $@
 
 demo: $(STAMP)
@@ -44,6 +50,12 @@ demo: $(STAMP)
 test: lint types
 	$(BIN)/python -m pytest $(PARALLEL) -m 'not alone'
 	$(BIN)/python -m pytest -m alone
+
+test-python:
+	@$(MAKE) --no-print-directory test-quick LEAN=1 VENV=.venv-$$($(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+
+test-quick: $(STAMP)
+	$(BIN)/python -m pytest $(PARALLEL) -m 'not alone' --quick
 
 test-integrations: $(INTEGRATIONS)/.installed
 	$(INTEGRATIONS)/bin/python -m pytest tests/integrations $(PARALLEL) -m 'not long'
@@ -80,5 +92,5 @@ bench-convert: $(STAMP)
 	$(BIN)/python -m bench.conversion
 
 clean:
-	rm -rf $(VENV) $(INTEGRATIONS) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-3.* $(INTEGRATIONS) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

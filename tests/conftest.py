@@ -28,11 +28,20 @@ LONGEST = ["docs", "ddp", "outages", "cli", "convert_sources", "bench", "sources
 LONGEST += ["killed_conversions", "engines", "frameworks", "conversion_memory", "run_memory", "bad_destinations"]
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add --quick."""
+    parser.addoption("--quick", action="store_true", help="leave out the files that take longest")
+
+
 @pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Order the files by how long they take."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Order the files by how long they take, and leave out the longest with --quick."""
     rank = {f"test_{name}.py": number for number, name in enumerate(LONGEST)}
     items.sort(key=lambda item: rank.get(item.path.name, len(rank)))
+    if config.getoption("--quick"):
+        kept = [item for item in items if item.path.name not in rank]
+        config.hook.pytest_deselected(items=items[: len(items) - len(kept)])
+        items[:] = kept
 
 
 @pytest.fixture
