@@ -308,14 +308,22 @@ def cause_of(error: BaseException, secrets: Secrets = NO_SECRETS) -> BaseExcepti
     return ClientError(f"{type(error).__name__}: {text}").with_traceback(error.__traceback__)
 
 
-@contextmanager
-def translated(location: Location, path: str = "") -> Iterator[None]:
-    """Raise the exceptions of clients in the block as our errors, which name `path` below `location`."""
-    try:
-        yield
-    except client_errors() as error:
-        secrets = location.secrets
-        raise storage_error(error, location.child(path).shown, secrets) from cause_of(error, secrets)
+class translated:  # noqa: N801 - read as a function
+    """Raise the exceptions of clients in the block as our errors, which name `path` below `location`.
+
+    From a generator, `contextmanager` would make a reference cycle of them in Python 3.12 and later.
+    """
+
+    def __init__(self, location: Location, path: str = "") -> None:
+        self._location, self._path = location, path
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, client_errors()):
+            where, secrets = self._location.child(self._path).shown, self._location.secrets
+            raise storage_error(error, where, secrets) from cause_of(error, secrets)
 
 
 class ClientError(Exception):
