@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from streamloader.engine.dataset import Dataset
-from streamloader.errors import BatchError, FieldError, MixtureError
+from streamloader.errors import FieldError, MixtureError
 from streamloader.options import Channels, Normalize, Patch, Remainder, Shuffle, Window, is_whole, plain_integers
 from streamloader.order.state import Batches, check_mixture_options
 from streamloader.pytorch.arguments import Arguments, DecodeChoice, PackChoice, Source, StepChoice, WhereChoice
@@ -109,9 +109,6 @@ class StreamingDataset(BaseDataset):
             zarr_format=zarr_format,
         )
         super().__init__([source], given, shuffle=shuffle, seed=seed, world=world)
-        if (batch_size or 1) > max(1, self.num_samples):
-            samples = f"{self.num_samples} samples of {self._datasets[0].store.url}"
-            raise BatchError(f"batch_size={batch_size} is more than the {samples}", "choose a smaller one")
 
     @property
     def num_samples(self) -> int:
