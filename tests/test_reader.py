@@ -31,6 +31,7 @@ from streamloader.format.opening import open_root
 from streamloader.format.publish import begin, job_document
 from streamloader.format.reader import FieldReader
 from streamloader.options import Layout
+from streamloader.storage.buffers import LRUCache
 
 SMALL = Layout(samples_per_shard=16, chunk_size=64, block_size=256)
 IMAGES = {"image": Field.parse("uint8[1100]"), "blob": Field.parse("bytes")}
@@ -206,3 +207,16 @@ def test_a_root_with_any_value_replaced_opens_as_it_was_or_is_an_error(data):
         assert open_root(store).manifest.digest == ROOT_MANIFEST.digest
     except errors.StreamloaderError as error:
         assert isinstance(error, errors.FormatError), error
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 4)), max_size=40), st.integers(1, 10), st.integers(1, 3))
+def test_a_cache_holds_the_values_used_last_that_fit_its_limit(uses, limit, least):
+    cache, kept = LRUCache[int, int](limit, least), dict[int, int]()  # with its size, least recently used first
+    for key, size in uses:
+        kept[key] = kept.pop(key, size)
+        assert cache.add(key, size, size) == kept[key]
+        while sum(kept.values()) > limit and len(kept) > least:
+            del kept[next(iter(kept))]
+    assert [cache.get(key) for key in range(6)] == [kept.get(key) for key in range(6)]
+    for key in list(kept)[:1]:
+        assert cache.add(key, 9, 9, replace=True) == 9 and cache.get(key) == 9

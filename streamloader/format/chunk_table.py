@@ -11,7 +11,6 @@ import hashlib
 import math
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Iterator
 from functools import partial
 
@@ -23,6 +22,7 @@ from streamloader import errors
 from streamloader.format.codecs import CRC_BYTES, with_checksum
 from streamloader.format.manifest import FieldLayout, Manifest, tables_path
 from streamloader.format.opening import reread
+from streamloader.storage.buffers import LRUCache
 from streamloader.storage.process import wait_for
 from streamloader.storage.store import Store
 
@@ -95,14 +95,12 @@ class ChunkTable:
         self._skips: dict[int, list[tuple[int, int]]] = {}
         for shard, chunk, size in layout.skips:
             self._skips.setdefault(shard, []).append((chunk, size))
-        self._pages: OrderedDict[int, _Page] = OrderedDict()
-        self._max_pages = max(2, CACHE_BYTES // self._page_bytes)
-        self._lock = threading.Lock()
+        self._pages = LRUCache[int, _Page](CACHE_BYTES, 2)
 
     @property
     def kept_bytes(self) -> int:
         """The maximum size of the cached pages, in bytes: the whole table if it is small."""
-        return min(self._max_pages, self._num_pages) * self._page_bytes
+        return min(max(2, CACHE_BYTES // self._page_bytes), self._num_pages) * self._page_bytes
 
     def shard(self, index: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.uint32]]:
         """Return the byte range of each inner chunk of a shard, and its checksum.
@@ -147,11 +145,7 @@ class ChunkTable:
 
     def _page(self, number: int) -> NDArray[np.uint32]:
         """Return a page. One thread loads it while others wait, so a damaged page is read three times in total."""
-        with self._lock:
-            page = self._pages.setdefault(number, _Page())
-            self._pages.move_to_end(number)
-            while len(self._pages) > self._max_pages:
-                self._pages.popitem(last=False)
+        page = self._pages.add(number, _Page(), self._page_bytes)
         loads = page.loads
         wait_for(lambda seconds: page.lock.acquire(timeout=seconds))
         try:

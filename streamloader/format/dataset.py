@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import operator
 import os
-import threading
-from collections import OrderedDict
 from collections.abc import Mapping
 from functools import partial
 from importlib import import_module
@@ -23,6 +21,7 @@ from streamloader.format.opening import Opened, open_root
 from streamloader.format.reader import FieldReader
 from streamloader.format.values import from_bytes
 from streamloader.storage import open_store
+from streamloader.storage.buffers import LRUCache
 from streamloader.storage.process import PerProcess, run_all
 from streamloader.storage.store import Store
 
@@ -228,9 +227,7 @@ class _Readers:
 
     def __init__(self, store: Store, manifest: Manifest) -> None:
         self._fields = {name: FieldReader(store, manifest, name) for name in manifest.fields}
-        self._chunks: OrderedDict[tuple[str, int], tuple[Chunk, int]] = OrderedDict()
-        self._cached_bytes = 0
-        self._lock = threading.Lock()
+        self._chunks = LRUCache[tuple[str, int], Chunk](CACHE_BYTES)
 
     def read(self, name: str, start: int, stop: int) -> Any:
         """Return a column, read by concurrent requests without the cache."""
@@ -246,7 +243,7 @@ class _Readers:
 
     def sample(self, number: int) -> dict[str, Any]:
         """Return one sample; its chunks are cached for its neighbours."""
-        chunks = {name: self._cached((name, number // field.layout.chunk)) for name, field in self._fields.items()}
+        chunks = {name: self._chunks.get((name, number // field.layout.chunk)) for name, field in self._fields.items()}
         missing = [name for name, chunk in chunks.items() if chunk is None]
         chunks |= zip(missing, run_all(partial(self._load, number), missing, THREADS), strict=True)
         sample: dict[str, Any] = {}
@@ -268,17 +265,4 @@ class _Readers:
         column = field.read(first, min(first + field.layout.chunk, field.num_samples))
         chunk = column if isinstance(column, np.ndarray) else column[0][1]
         size = chunk.nbytes if isinstance(chunk, np.ndarray) else chunk.buffer.nbytes
-        with self._lock:
-            if (name, index) not in self._chunks:  # another thread may have cached it already
-                self._chunks[name, index] = chunk, size
-                self._cached_bytes += size
-            while self._cached_bytes > CACHE_BYTES and len(self._chunks) > 1:
-                self._cached_bytes -= self._chunks.popitem(last=False)[1][1]
-        return chunk
-
-    def _cached(self, key: tuple[str, int]) -> Chunk | None:
-        with self._lock:
-            if key not in self._chunks:
-                return None
-            self._chunks.move_to_end(key)
-            return self._chunks[key][0]
+        return self._chunks.add((name, index), chunk, size)

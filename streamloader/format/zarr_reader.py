@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
 from collections.abc import Collection, Iterable, Sequence
 from itertools import product
 from math import prod
@@ -33,7 +31,7 @@ from streamloader.format.zarr_codecs import (
     index_is_last,
 )
 from streamloader.format.zarr_metadata import Channel, ZarrArray, ZarrGroup
-from streamloader.storage.buffers import Allocate, empty_buffer
+from streamloader.storage.buffers import Allocate, LRUCache, empty_buffer
 from streamloader.storage.process import run_all
 from streamloader.storage.store import RangeReader, Store, cut_runs
 
@@ -88,8 +86,7 @@ class ArrayReader:
         self.strict = strict
         self._fill = np.array([array.fill], array.values.dtype.newbyteorder("="))
         self._store = store
-        self._indexes: OrderedDict[Place, Index] = OrderedDict()
-        self._lock = threading.Lock()
+        self._indexes = LRUCache[Place, Index](INDEX_CACHE_BYTES, 2)
         self._present = ""  # the path of an object that was read
         self._index_codec = None if array.sharding is None else index_codec(array)
 
@@ -312,19 +309,12 @@ class ArrayReader:
 
     def _index(self, shard: Place) -> Index:
         """Return the index of a shard; all chunks are missing if the shard does not exist."""
-        with self._lock:
-            if shard in self._indexes:
-                self._indexes.move_to_end(shard)
-                return self._indexes[shard]
+        cached = self._indexes.get(shard)
+        if cached is not None:
+            return cached
         index = reread(lambda: self._read_index(shard))
-        with self._lock:
-            if index[0].max(initial=-1) < 0:  # another thread may have read it, although this one did not find it
-                index = self._indexes.get(shard, index)
-            self._indexes[shard] = index
-            most = max(2, INDEX_CACHE_BYTES // max(1, index[0].nbytes * 2))
-            while len(self._indexes) > most:
-                self._indexes.popitem(last=False)
-        return index
+        found = index[0].max(initial=-1) >= 0  # another thread may have read it, although this one did not find it
+        return self._indexes.add(shard, index, 2 * index[0].nbytes, replace=found)
 
     def _read_index(self, shard: Place) -> Index:
         assert self._index_codec is not None

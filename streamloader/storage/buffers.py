@@ -1,11 +1,17 @@
-"""The bytes of objects: buffers, bodies of several buffers, their sizes and checksums."""
+"""The bytes of objects: buffers, bodies of several buffers, their sizes and checksums, and a cache with a limit."""
 
 from __future__ import annotations
 
+import threading
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
 
 import crc32c
 import numpy as np
+
+K = TypeVar("K")
+V = TypeVar("V")
 
 Buffer = bytes | bytearray | memoryview
 Body = Buffer | Sequence[Buffer]  # the content of an object; several buffers are concatenated
@@ -34,3 +40,31 @@ def body_crc32c(body: Body) -> int:
     for part in buffers_of(body):
         crc = crc32c.crc32c(part, crc)
     return crc
+
+
+class LRUCache(Generic[K, V]):
+    """The most recently used values: up to `limit` bytes of them, but at least `least` values; thread-safe."""
+
+    def __init__(self, limit: int, least: int = 1) -> None:
+        self._limit, self._least, self._bytes = limit, least, 0
+        self._values: OrderedDict[K, tuple[V, int]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, key: K) -> V | None:
+        """Return the value of a key, None if it is not cached."""
+        with self._lock:
+            if key not in self._values:
+                return None
+            self._values.move_to_end(key)
+            return self._values[key][0]
+
+    def add(self, key: K, value: V, size: int, *, replace: bool = False) -> V:
+        """Cache a value of `size` bytes, unless the key has one and `replace` is False; return the value of the key."""
+        with self._lock:
+            if replace or key not in self._values:
+                self._bytes += size - self._values.get(key, (value, 0))[1]
+                self._values[key] = value, size
+            self._values.move_to_end(key)
+            while self._bytes > self._limit and len(self._values) > self._least:
+                self._bytes -= self._values.popitem(last=False)[1][1]
+            return self._values[key][0]

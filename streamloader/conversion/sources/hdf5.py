@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import gc
 import struct
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -29,6 +28,7 @@ from streamloader.conversion.sources.fields import FieldSelection, SourceFormat
 from streamloader.conversion.sources.files import Listing, require
 from streamloader.errors import FieldError, SourceChangedError, SourceError
 from streamloader.format.manifest import Field
+from streamloader.storage.buffers import LRUCache
 from streamloader.storage.process import run_all
 from streamloader.storage.store import ObjectInfo, Store, cut_runs
 
@@ -60,7 +60,7 @@ class BlockFile(ranged_io.RangeFile):
     def __init__(self, store: Store, info: ObjectInfo) -> None:
         super().__init__(store, info)
         self.name = f"{store.url}/{info.path}"
-        self._blocks: OrderedDict[int, memoryview] = OrderedDict()
+        self._blocks = LRUCache[int, memoryview](BLOCKS * BLOCK_BYTES)
         if info.size:
             self._block(0)
 
@@ -80,16 +80,17 @@ class BlockFile(ranged_io.RangeFile):
         return max(0, stop - start)
 
     def _block(self, start: int) -> memoryview:
-        if start not in self._blocks:
-            ahead = ranged_io.READ_THREADS if start - BLOCK_BYTES in self._blocks else 1
-            stop = min(start + ahead * BLOCK_BYTES, self.info.size)
-            starts = [at for at in range(start, stop, BLOCK_BYTES) if at not in self._blocks]
-            ranges = [ranged_io.Range(self.info.path, at, min(at + BLOCK_BYTES, stop)) for at in starts]
-            self._blocks.update(zip(starts, ranged_io.read_ranges(self.store, ranges), strict=True))
-            while len(self._blocks) > BLOCKS:
-                self._blocks.popitem(last=False)
-        self._blocks.move_to_end(start)
-        return self._blocks[start]
+        cached = self._blocks.get(start)
+        if cached is not None:
+            return cached
+        ahead = ranged_io.READ_THREADS if self._blocks.get(start - BLOCK_BYTES) is not None else 1
+        stop = min(start + ahead * BLOCK_BYTES, self.info.size)
+        starts = [at for at in range(start, stop, BLOCK_BYTES) if self._blocks.get(at) is None]
+        ranges = [ranged_io.Range(self.info.path, at, min(at + BLOCK_BYTES, stop)) for at in starts]
+        blocks = dict(zip(starts, ranged_io.read_ranges(self.store, ranges), strict=True))
+        for at, block in blocks.items():
+            self._blocks.add(at, block, len(block))
+        return blocks[start]
 
 
 @contextmanager
