@@ -1,6 +1,7 @@
 """What comes out of `StreamingDataset`: every sample once, with its exact content, in the planned order."""
 
 import json
+import re
 import threading
 import time
 import weakref
@@ -37,7 +38,7 @@ from streamloader.errors import MemoryBudgetError as TooLittle
 from streamloader.format.reader import FieldReader
 from streamloader.options import Layout, Shuffle
 from streamloader.order.epoch_order import EpochOrder, OrderParams
-from streamloader.pytorch.dataset import StreamingDataset
+from streamloader.pytorch.dataset import Mixture, StreamingDataset
 
 N = 603
 GOLDEN = json.loads(reference.ORDERS.read_text(encoding="utf-8"))["orders"]
@@ -292,6 +293,29 @@ def test_ranks_share_every_global_batch(url, size, shuffle, recwarn):
     assert bool(warned) == (shuffle and size in (3, 11))
     assert all(f"{size} consumers" in text or f"{size} ranks are more than" in text for text in warned)
     assert not warned or size == 3 or any("set shuffle=Shuffle(lanes=16)" in text for text in warned)
+
+
+@pytest.mark.parametrize("kind", [StreamingDataset, Mixture])
+@pytest.mark.parametrize(
+    ("name", "ours"),
+    [
+        *(("drop_last", "remainder='drop'"), ("num_workers", "transform_workers="), ("collate_fn", "transform=")),
+        *(
+            ("sampler", "where="),
+            ("pin_memory", "pin_memory=True"),
+            ("device", "to(device"),
+            ("prefetch_factor", "memory="),
+        ),
+    ],
+)
+def test_an_argument_of_other_loaders_is_a_type_error_that_names_ours(url, kind, name, ours):
+    with pytest.raises(
+        TypeError, match=re.escape(f"{kind.__name__}() got an unexpected keyword argument {name!r}: use")
+    ) as error:
+        kind(url, batch_size=8, **{name: None})
+    assert ours in str(error.value)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'shufle'"):
+        kind(url, batch_size=8, shufle=True)
 
 
 BAD_ARGUMENTS: list[tuple[dict[str, Any], type[StreamloaderError], str]] = [

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import repeat
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,6 +36,17 @@ from streamloader.storage.process import cpu_count, wait_for
 
 if TYPE_CHECKING:
     from streamloader.order.mixture import EpochShare
+
+# Arguments of `DataLoader` and other loaders, and what a dataset has for them.
+ELSEWHERE = {
+    "drop_last": "remainder='drop'",
+    "num_workers": "transform_workers= for a slow transform, else leave it out: threads read and decode",
+    "prefetch_factor": "memory=",
+    "collate_fn": "transform= for each sample, or batch_size=None and DataLoader(dataset, collate_fn=...)",
+    "sampler": "where= to choose samples, Mixture to weigh datasets, shuffle=Shuffle(...) for the order",
+    "pin_memory": "DataLoader(dataset, batch_size=None, pin_memory=True)",
+    "device": "tensor.to(device, non_blocking=True) for each tensor of a batch",
+}
 
 # A pass that yields single samples still loads batches of this size, since the engine's work is per batch.
 SAMPLES_AT_ONCE = 64
@@ -258,6 +269,12 @@ class BaseDataset(IterableDataset[dict[str, Any]]):
 
     `mixture`: the fields of `RunState` that only a mixture has.
     """
+
+    def __new__(cls, *_: Any, **given: Any) -> Self:
+        """Raise `TypeError` for an argument that `DataLoader` has, naming what replaces it."""
+        for name in given.keys() & ELSEWHERE.keys():
+            raise TypeError(f"{cls.__name__}() got an unexpected keyword argument {name!r}: use {ELSEWHERE[name]}")
+        return super().__new__(cls)
 
     def __init__(
         self,
