@@ -346,3 +346,40 @@ def test_a_state_of_another_mixture_is_an_error(url):
             loader.load_state_dict(given)
     ds.load_state_dict(forced, force=True)
     assert ds.state_dict() == state
+
+
+def test_weights_count_the_elements_of_a_field_where_they_are_asked_to(tmp_path):
+    lengths = {"long": (200, 12), "short": (600, 3), "mixed": (400, 6)}
+    for name, (count, mean) in lengths.items():
+        with Writer(tmp_path / name, {"tok": "ragged:int32"}, layout=SMALL) as out:
+            for i in range(count):
+                out.write({"tok": np.zeros(mean + (i % 3 - 1) * (mean > 3), np.int32)})
+    long, short, mixed = (
+        Source(tmp_path / name, where=slice(0, count // 3 * 3)) for name, (count, _) in lengths.items()
+    )
+    weights = {long: 0.6, short: 0.3, mixed: 0.1}
+    options: dict[str, Any] = {"batch_size": 64, "with_index": True, "stop": "last"}
+    ds = Mixture(weights, weigh="tok", **options)
+    assert list(ds.shares("tok").values()) == pytest.approx([0.6, 0.3, 0.1], abs=0.001)
+    assert list(ds.shares().values()) == pytest.approx([0.3, 0.6, 0.1], abs=0.001)
+    tokens = np.zeros(3)
+    for batch in islice(ds, 30):
+        np.add.at(tokens, batch["source"].numpy(), np.diff(batch["tok_offsets"].numpy()))
+    assert (tokens / tokens.sum()).tolist() == pytest.approx([0.6, 0.3, 0.1], abs=0.01)
+    plain = Mixture(weights, **options)
+    assert list(plain.shares().values()) == pytest.approx([0.6, 0.3, 0.1])
+    assert list(plain.shares("tok").values()) == pytest.approx([0.828, 0.103, 0.069], abs=0.001)
+    resumed = Mixture(weights, weigh="tok", **options)
+    resumed.load_state_dict(ds.state_dict())
+    assert next(iter(resumed))["index"].tolist() == ds.samples(0, 30)["index"].tolist()
+    changed = Mixture({long: 1, short: 0}, weigh="tok", schedule={5: {short: 1, long: 1}}, **options)
+    assert list(changed.shares(step=4).values()) == [1, 0]
+    assert list(changed.shares(step=5).values()) == pytest.approx([0.2, 0.8], abs=0.001)
+    nested = Mixture({Mixture({long: 1, short: 1}, weigh="tok", **options): 1, mixed: 1}, **options)
+    assert list(nested.shares().values()) == pytest.approx([0.1, 0.4, 0.5], abs=0.001)
+    for error, keys, shown in [
+        (errors.FieldError, {long: 1}, "no variable-length field 'label' to weigh by"),
+        (errors.MixtureError, {Mixture({long: 1, short: 1}, **options): 1}, "weigh='label' of nested mixtures"),
+    ]:
+        with pytest.raises(error, match=shown):
+            Mixture(keys, weigh="label", **options)

@@ -312,7 +312,7 @@ class BaseDataset(IterableDataset[dict[str, Any]]):
             remainder=given.remainder,
             seed=seed,
             given=tuple(name for name in ORDER_NAMES if getattr(config, name) is not None),
-            **mixture,
+            **mixture | self._weighed(self._datasets),
         )
         EpochOrder(1, start.sources[0].params, seed, 0)  # raises for a seed that does not fit
         self._numbers = SampleNumbers.of(self._datasets)
@@ -339,6 +339,10 @@ class BaseDataset(IterableDataset[dict[str, Any]]):
     def _open(self, sources: Sequence[Source], fields: Sequence[str] | None) -> tuple[Dataset, ...]:
         conditions = [arguments.read_where(source.where) for source in sources]  # before anything is opened
         return tuple(map(partial(self._open_dataset, fields=fields), sources, conditions))
+
+    def _weighed(self, datasets: Sequence[Dataset]) -> dict[str, Any]:  # noqa: ARG002 - of a mixture
+        """Return the values of the state that depend on the lengths of samples."""
+        return {}
 
     def _identities(self, datasets: Sequence[Dataset]) -> tuple[SourceIdentity, ...]:
         return tuple(map(_identity, self._sources, datasets, repeat(self._order)))
@@ -513,7 +517,7 @@ class BaseDataset(IterableDataset[dict[str, Any]]):
             sources = arguments.choose_versions(sources, datasets, first.saved_sources(state))
         if sources != list(self._sources):
             datasets = self._open(sources, datasets[0].names)
-            first = replace(first, sources=self._identities(datasets))
+            first = replace(first, sources=self._identities(datasets), **self._weighed(datasets))
         size = resolve_world(self._world).size * (self._options.batch_size or 1)
         start = first.resumed(state, size, force=force)
         for dataset, source in zip(datasets, start.sources, strict=True):

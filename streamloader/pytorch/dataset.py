@@ -11,6 +11,7 @@ import torch
 
 from streamloader.engine.dataset import Dataset
 from streamloader.errors import FieldError, MixtureError
+from streamloader.format.lengths import LengthTable
 from streamloader.options import Channels, Normalize, Patch, Remainder, Shuffle, Window, is_whole, plain_integers
 from streamloader.order.state import Batches, check_mixture_options
 from streamloader.pytorch.arguments import Arguments, DecodeChoice, PackChoice, Source, StepChoice, WhereChoice
@@ -187,6 +188,21 @@ def choose_sources(weights: Weights, schedule: Mapping[int, Weights] | None) -> 
     return MixtureSpec(tuple(source for part in parts.values() for source in part.sources), tuple(flattened))
 
 
+def mean_length(dataset: Dataset, name: str) -> Fraction:
+    """Return the mean length of the samples of a variable-length field, of a selection by the table of lengths."""
+    layout = dataset.manifest.fields.get(name)
+    if dataset.arrays is not None or layout is None or layout.field.fixed:
+        problem = f"{dataset.store.url} has no variable-length field {name!r} to weigh by"
+        raise FieldError(problem, "name a field like ragged:int32, bytes or text")
+    total = layout.nbytes
+    if dataset.selection is not None:
+        if name not in dataset.manifest.lengths:
+            problem = f"{dataset.store.url} has no table of lengths of field {name!r}, which weighing a selection needs"
+            raise FieldError(problem, "convert the dataset again, or leave where= out")
+        total = int(LengthTable(dataset.store, dataset.manifest, name).read()[dataset.selection.samples].sum())
+    return Fraction(total, layout.field.item_bytes * max(1, dataset.num_samples))
+
+
 def _part(key: Any) -> MixtureSpec:
     nested = getattr(key, "_spec", None)
     if isinstance(nested, MixtureSpec):
@@ -228,6 +244,7 @@ class Mixture(BaseDataset):
     A key is a URL, a `Source`, or another mixture, whose sources divide its weight in their own proportions.
     Sources take turns of `unit` samples, spread so evenly that the count of each source in any window is off by less
     than two turns; `unit` is 8, or the largest divisor of 8 that divides the global batch.
+    `weigh="tokens"`: the weights count the elements of this variable-length field, and not samples; see `shares`.
     `batches="homogeneous"`: each global batch comes from one source. `schedule`: other weights from a step on,
     `{10_000: {a: 0.5, b: 0.5}}`; a source that is not listed has the weight 0.
 
@@ -249,6 +266,7 @@ class Mixture(BaseDataset):
         stop: Stop = "first",
         batches: Batches = "mixed",
         unit: int | None = None,
+        weigh: str | None = None,
         fields: Sequence[str] | None = None,
         shuffle: bool | Shuffle = True,
         seed: int = 0,
@@ -273,9 +291,35 @@ class Mixture(BaseDataset):
         unit = plain_integers(unit)
         check_mixture_options(stop, batches, unit)
         self._spec: MixtureSpec = choose_sources(sources, schedule)
+        self._given = self._spec
+        if weigh is not None and len(self._spec.sources) > len(sources):
+            raise MixtureError(f"weigh={weigh!r} of nested mixtures", "give it to the inner ones, or name all sources")
+        self._weigh = weigh
         mixture = {"stop": stop, "batches": batches, "unit": unit, "weights_by_step": self._spec.weights_by_step}
         super().__init__(self.sources, given, shuffle=shuffle, seed=seed, world=world, **mixture)
         check_same_fields(self.sources, self._datasets, with_index)
+
+    def _weighed(self, datasets: Sequence[Dataset]) -> dict[str, Any]:
+        from streamloader.order.mixture import exact_shares
+
+        if self._weigh is None:
+            return {}
+        means = [mean_length(dataset, self._weigh) for dataset in datasets]
+        if not all(means):
+            raise MixtureError(f"all samples of a source have no {self._weigh}", "leave it out, or leave weigh= out")
+        phases = [
+            (step, tuple(share / mean for share, mean in zip(shares, means, strict=True)))
+            for step, shares in self._given.shares
+        ]
+        self._spec = self._given._replace(shares=tuple((step, tuple(exact_shares(each))) for step, each in phases))
+        return {"weights_by_step": self._spec.weights_by_step}
+
+    def shares(self, field: str | None = None, *, step: int = 0) -> dict[Source, float]:
+        """Return the share of each source in the samples of a step, or in the elements of a variable-length `field`."""
+        weights = [weights for begin, weights in self._first.weights_by_step if begin <= step][-1]
+        means = [1 if field is None else mean_length(dataset, field) for dataset in self._datasets]
+        counts = [weight * mean for weight, mean in zip(weights, means, strict=True)]
+        return {source: float(count / sum(counts)) for source, count in zip(self.sources, counts, strict=True)}
 
     @property
     def sources(self) -> tuple[Source, ...]:
