@@ -3,16 +3,19 @@
 import base64
 import datetime
 import io
+import socket
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import SimpleNamespace
 from urllib.parse import urlsplit
 
+import boto3
 import botocore.auth
 import botocore.loaders
 import botocore.session
 import crc32c
+import moto as moto_package
 import numpy as np
 import pytest
 from aws import standing_in_for_aws
@@ -24,7 +27,7 @@ from faulty import NO_RETRY, QuietHandler, passing_server, serving
 from servers import STORE_CALLS
 
 import streamloader as sl
-from streamloader.errors import EndpointError
+from streamloader.errors import EndpointError, NotFoundError
 from streamloader.storage import open_store
 from streamloader.storage.s3 import SIGNATURE_SECONDS, S3Client
 from streamloader.storage.url import parse_location
@@ -178,7 +181,7 @@ def test_requests_equal_those_of_botocores_own_client(case, monkeypatch):
     if not ({"anon", "profile"} & options.keys() or {"AWS_PROFILE", "AWS_ACCESS_KEY_ID"} & env.keys()):
         options = {**KEYS, **options}
     sent = []
-    monkeypatch.setattr("streamloader.storage.s3._send", lambda _, **event: respond(sent, **event))
+    monkeypatch.setattr("streamloader.storage.s3._send", lambda _, request: respond(sent, request))
     ours = S3Client(parse_location(f"s3://{bucket}/folder", options))
     crc = base64.b64encode(crc32c.crc32c(BODY).to_bytes(4, "big")).decode()
     put = {"Body": BODY, **(options.get("s3_additional_kwargs") or {})}
@@ -327,3 +330,20 @@ def test_one_redirect_to_another_host_is_followed_as_botocore_does(name, moto, b
         STORE_CALLS[name](store)
         assert not server.faults
         assert not other.connections
+
+
+def test_no_request_passes_a_stub_of_botocore(monkeypatch):
+    """moto's in-process mock is one: the names of AWS are never resolved."""
+    monkeypatch.undo()  # of one_loader
+    monkeypatch.setattr(socket, "create_connection", lambda *_, **__: pytest.fail("a connection was opened"))
+    with moto_package.mock_aws():
+        boto3.client("s3", region_name="us-east-1").create_bucket(Bucket="mocked")
+        store = open_store("s3://mocked/folder", {"retry": NO_RETRY})
+        for ask in STORE_CALLS.values():
+            ask(store)
+        body = bytes(range(256)) * (3 << 12)  # of several pieces
+        store.put("large", [body[:100], body[100:]])
+        assert bytes(store.read("large", 5, 1 << 21)) == body[5 : 1 << 21]
+        assert store.get("large") == body
+        with pytest.raises(NotFoundError):
+            store.get("nothing")

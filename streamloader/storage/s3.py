@@ -29,6 +29,7 @@ from botocore import UNSIGNED, xform_name
 from botocore.awsrequest import AWSPreparedRequest, AWSRequest, AWSResponse
 from botocore.config import Config
 from botocore.exceptions import ClientError
+from botocore.hooks import first_non_none_response
 from botocore.utils import percent_encode
 from urllib3 import HTTPResponse
 
@@ -112,7 +113,8 @@ class S3Client:
         config, events = self.client.meta.config, self.client.meta.events
         self._pool = Pool(self._location.retry, config, verify)
         # weak, since the client is in a reference cycle, which would keep the connections open until it is collected
-        events.register("before-send.s3", partial(_send, weakref.ref(self._pool)))
+        send = partial(_send, weakref.ref(self._pool))
+        self.client._endpoint.http_session = SimpleNamespace(send=send, close=lambda: None)
         unsigned = config.merge(Config(s3={"payload_signing_enabled": False, **(config.s3 or {})}))
         events.register("before-sign.s3", partial(_skip_digest, unsigned))
         events.register("before-call.s3.HeadBucket", _end_redirects)
@@ -165,7 +167,11 @@ class S3Client:
             client, signed = self.client, self.sign(key)
             headers = {**signed.headers, "Range": byte_range} if byte_range else signed.headers
             begin, pool = time.monotonic(), self._pool
-            with pool.request("GET", signed.url, headers, seconds=seconds) as response:
+            # stubs, such as moto's mock_aws, respond to this event of botocore's client instead of the server
+            request = AWSRequest("GET", signed.url, headers).prepare()
+            stub = first_non_none_response(client.meta.events.emit("before-send.s3.GetObject", request=request))
+            sent: Any = contextlib.nullcontext(_Stub(stub)) if stub else None
+            with sent or pool.request("GET", signed.url, headers, seconds=seconds) as response:
                 pool.patience.began(time.monotonic() - begin)
                 # some servers respond to a range of an empty object with 200
                 if response.status == (206 if byte_range else 200) or (response.status == 200 and response.length == 0):
@@ -401,8 +407,11 @@ def _end_redirects(params: dict[str, Any], **_: Any) -> None:
     params["context"].setdefault("s3_redirect", {})["redirected"] = True
 
 
-def _send(pool: weakref.ref[Pool], request: AWSPreparedRequest, **_: Any) -> AWSResponse:
-    """Send a request of botocore's client over our connections, as its own have no deadline for a response."""
+def _send(pool: weakref.ref[Pool], request: AWSPreparedRequest) -> AWSResponse:
+    """Send a request of botocore's client over our connections, as its own have no deadline for a response.
+
+    In place of the `send` of its session, so that stubs come first.
+    """
     headers = {
         name: value.decode() if isinstance(value, bytes) else str(value)
         for name, value in request.headers.items()
@@ -416,6 +425,14 @@ def _send(pool: weakref.ref[Pool], request: AWSPreparedRequest, **_: Any) -> AWS
         content = io.BytesIO(response.read())
     raw = HTTPResponse(content, preload_content=False)
     return AWSResponse(request.url, response.status, dict(response.headers), raw)
+
+
+class _Stub(io.BytesIO):
+    """The response of a stub, with the attributes of a response that `_get` uses."""
+
+    def __init__(self, response: AWSResponse) -> None:
+        super().__init__(response.content)
+        self.status, self.headers, self.length = response.status_code, response.headers, len(response.content)
 
 
 def _skip_digest(unsigned: Config, request: AWSRequest, **_: Any) -> None:
@@ -449,9 +466,9 @@ class _Upload:
         """Go back to the start."""
         self._next = _pieces(self._parts)
 
-    def read(self, *_: int) -> Buffer:
-        """Return the next piece, whatever its size; empty at the end."""
-        return next(self._next, b"")
+    def read(self, size: int = -1) -> Buffer:
+        """Return the next piece, whatever its size, or everything that is left; empty at the end."""
+        return next(self._next, b"") if size >= 0 else b"".join(self._next)
 
     def split(self, size: int) -> Iterator[_Upload]:
         """Yield the body in parts of `size` bytes, without copies."""
