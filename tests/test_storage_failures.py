@@ -3,7 +3,9 @@
 import errno
 import re
 import socket
+import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 from faulty import QuietHandler, serving
@@ -18,7 +20,8 @@ from streamloader.errors import (
     UnsupportedError,
 )
 from streamloader.storage import open_store
-from streamloader.storage.retry import storage_error
+from streamloader.storage.retry import storage_error, translated
+from streamloader.storage.url import parse_location
 
 FIRST_CONTACT_SECONDS = 60
 
@@ -77,6 +80,23 @@ def test_an_endpoint_that_cannot_be_reached_is_an_error_at_once(endpoint, moto, 
     store = open_store("s3://bucket/x", {**options, "config_kwargs": {"connect_timeout": 0.25}})
     for ask in ASKS:
         assert "the endpoint cannot be reached" in message_of(store, ask, EndpointError)
+
+
+@pytest.mark.parametrize("url", ["s3://bucket/x", "https://example.invalid/x"])
+def test_a_proxy_of_the_environment_that_cannot_be_reached_is_named_without_its_password(url, monkeypatch):
+    monkeypatch.setenv("HTTPS_PROXY", "http://me:hidden-password@127.0.0.1:9")
+    options = {"key": "k", "secret": "s", "client_kwargs": {"region_name": "us-east-1"}} if url[:2] == "s3" else {}
+    with pytest.raises(EndpointError, match=r"https_proxy=http://127\.0\.0\.1:9") as raised:
+        open_store(url, options).read("x", 0, 9)
+    assert "hidden" not in str(raised.value)
+
+
+def test_a_connection_error_of_httpx_is_an_unreachable_endpoint(monkeypatch):
+    """By it `hf://` ends, which huggingface_hub reads: its class is no OSError."""
+    kind = type("ConnectError", (type("HTTPError", (Exception,), {}),), {"__module__": "httpx2"})
+    monkeypatch.setitem(sys.modules, "httpx2", SimpleNamespace(HTTPError=kind.__mro__[1]))
+    with pytest.raises(EndpointError, match="cannot be reached"), translated(parse_location("hf://datasets/a/b", {})):
+        raise kind("[Errno -2] Name or service not known")
 
 
 @pytest.mark.usefixtures("no_keys")

@@ -1,6 +1,7 @@
 """Servers that misbehave, for real: what each plane makes of it, and how many requests it costs."""
 
 import asyncio
+import contextlib
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -12,7 +13,7 @@ from faulty import GARBAGE, NO_RETRY, QuietHandler, faulty_server, serving
 from fsspec.asyn import AsyncFileSystem
 from servers import STORE_CALLS
 
-from streamloader.errors import NotFoundError, ThrottledError, TransientError, UnsupportedError
+from streamloader.errors import NotFoundError, StorageError, ThrottledError, TransientError, UnsupportedError
 from streamloader.options import RetryPolicy
 from streamloader.storage import open_store
 
@@ -135,6 +136,26 @@ def test_a_malformed_response_of_s3_is_asked_for_three_times(ask, text):
         with pytest.raises(TransientError, match="response is malformed"):
             STORE_CALLS[ask](store)
         assert len(responses) == 1
+
+
+@pytest.mark.parametrize("size", [2**40, 2**62, 2**70])
+@pytest.mark.parametrize("ask", ["get", "list", "head", "read", "get_tail"])
+@pytest.mark.parametrize("plane", PLANES)
+def test_a_content_length_beyond_reason_is_no_raw_memory_error(plane, ask, size):
+    class Handler(QuietHandler):
+        def do_GET(self):
+            self.close_connection = True
+            self.send_response(206 if self.headers.get("Range") else 200)
+            self.send_header("Content-Length", size)
+            self.end_headers()
+            self.wfile.write(b"short")
+
+        do_HEAD = do_GET
+
+    with serving(Handler) as server:
+        store = opened(plane, server.endpoint, RetryPolicy(**NO_RETRY))
+        with pytest.raises(StorageError) if ask == "get" else contextlib.suppress(StorageError):
+            STORE_CALLS[ask](store)
 
 
 def test_a_trickling_response_is_late_and_repeated_on_a_new_connection(server, store, reader):

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import NamedTuple, NoReturn, TypeVar
+from urllib.request import getproxies
 
 from streamloader.errors import (
     AccessError,
@@ -33,7 +34,7 @@ from streamloader.errors import (
     UnsupportedError,
 )
 from streamloader.options import RetryPolicy
-from streamloader.storage.url import NO_SECRETS, Location, Secrets
+from streamloader.storage.url import NO_SECRETS, Location, Secrets, redact
 
 MAX_CHAIN = 20  # exceptions of a chain of causes that are searched for secrets
 
@@ -47,6 +48,8 @@ _CLIENT_ROOTS = (
     ("botocore.exceptions", "ClientError"),
     ("botocore.parsers", "ResponseParserError"),
     ("aiohttp", "ClientError"),
+    ("httpx", "HTTPError"),
+    ("httpx2", "HTTPError"),
     ("obstore.exceptions", "BaseError"),
     ("gcsfs.retry", "HttpError"),
     ("google.auth.exceptions", "GoogleAuthError"),
@@ -84,7 +87,7 @@ _DENIED = (
 _NO_REASON = ("", "403", "AccessDenied", "Forbidden")  # codes of a 403 that a missing object may get
 _UNREACHABLE = (
     "Unreachable EndpointConnectionError ConnectTimeoutError ProxyConnectionError SSLError gaierror "
-    "ClientConnectorError ConnectionRefusedError ServiceRequestError InvalidURL"
+    "ClientConnectorError ConnectionRefusedError ConnectError ConnectTimeout ProxyError ServiceRequestError InvalidURL"
 )
 _EXISTS = "412 PreconditionFailed BlobAlreadyExists FileExistsError AlreadyExistsError"
 _MISSING = "404 NoSuchKey NoSuchUpload BlobNotFound FileNotFoundError IsADirectoryError NotADirectoryError"
@@ -282,7 +285,10 @@ def storage_error(error: BaseException, url: str, secrets: Secrets = NO_SECRETS)
     rule = next(rules, None)
     if rule is None:
         return StorageError(f"{url}: {detail}", "check the store and storage_options")
-    ours = rule.kind(f"{url}: {rule.problem} ({detail})", rule.remedy)
+    remedy, proxies = rule.remedy, {name: redact(proxy) for name, proxy in getproxies().items() if name != "no"}
+    if rule.signs == _UNREACHABLE and proxies:
+        remedy += f"; the environment names proxies: {', '.join(f'{name}_proxy={proxies[name]}' for name in proxies)}"
+    ours = rule.kind(f"{url}: {rule.problem} ({detail})", remedy)
     ours.retry_after = facts.wait
     if isinstance(ours, AccessError):
         ours.may_be_missing = facts.status == 403 and facts.code in _NO_REASON

@@ -195,7 +195,7 @@ class S3Client:
 
         def read(seconds: float) -> bytes:
             with self._get(path, "", seconds) as response:
-                return response.read()
+                return _read_all(response)
 
         return self._pool.patience.call(read)
 
@@ -422,7 +422,7 @@ def _send(pool: weakref.ref[Pool], request: AWSPreparedRequest) -> AWSResponse:
     connections = pool()
     assert connections is not None  # held by the caller
     with connections.request(request.method, request.url, headers, pieces) as response:
-        content = io.BytesIO(response.read())
+        content = io.BytesIO(_read_all(response))
     raw = HTTPResponse(content, preload_content=False)
     return AWSResponse(request.url, response.status, dict(response.headers), raw)
 
@@ -432,7 +432,12 @@ class _Stub(io.BytesIO):
 
     def __init__(self, response: AWSResponse) -> None:
         super().__init__(response.content)
-        self.status, self.headers, self.length = response.status_code, response.headers, len(response.content)
+        self.status, self.headers = response.status_code, response.headers
+
+    @property
+    def length(self) -> int:
+        """The number of bytes that are left."""
+        return self.getbuffer().nbytes - self.tell()
 
 
 def _skip_digest(unsigned: Config, request: AWSRequest, **_: Any) -> None:
@@ -494,6 +499,14 @@ def _pieces(body: Sequence[memoryview]) -> Iterator[Buffer]:
             yield from (part[at : at + PIECE_BYTES] for at in range(0, part.nbytes, PIECE_BYTES))
     if joined:
         yield joined
+
+
+def _read_all(response: http.client.HTTPResponse) -> bytes:
+    """Return the body, whose memory grows as it arrives: Content-Length may be beyond reason."""
+    body = b"".join(iter(partial(response.read, PIECE_BYTES), b""))
+    if response.length:
+        raise http.client.IncompleteRead(b"", response.length)
+    return body
 
 
 def _read_into(response: http.client.HTTPResponse, body: memoryview) -> int:

@@ -155,7 +155,8 @@ class Pool:
         try:
             connection.connect()
         except OSError as error:  # differs from a failure of a request, whose server was reachable
-            raise HttpError(0, "Unreachable", f"{origin}: {error}") from error
+            by = f" by the proxy {proxy.host}:{proxy.port}" if proxy else ""
+            raise HttpError(0, "Unreachable", f"{origin}{by}: {error}") from error
         connection.sock.settimeout(self.policy.response_seconds)
         connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for name, value in KEEPALIVE:
