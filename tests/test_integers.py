@@ -27,7 +27,8 @@ def root(tmp_path_factory):
     sl.convert({"x": np.arange(N) + N}, root / "b", workers=0, layout=layout)
     sl.convert([{"t": list(range(i + 1))} for i in range(N)], root / "ragged", workers=0)
     group = zarr.open_group(root / "z.zarr", mode="w")
-    group.create_array("v", shape=(8, 8, 8), chunks=(2, 8, 8), dtype="f4", dimension_names=["time", "y", "x"])
+    values = np.arange(512, dtype="f4").reshape(8, 8, 8)
+    group.create_array("v", data=values, chunks=(2, 8, 8), dimension_names=["time", "y", "x"])
     return root
 
 
@@ -149,7 +150,7 @@ def test_an_integer_may_be_one_of_numpy_and_anything_else_is_an_error_that_names
 
 
 def test_the_axis_of_samples_and_the_samples_to_read_may_be_integers_of_numpy(root):
-    zarr.open_group(root / "unnamed.zarr", mode="w").create_array("v", shape=(8, 8), dtype="f4")
+    zarr.open_group(root / "unnamed.zarr", mode="w").create_array("v", data=np.eye(8))
     found, expected = (stream(root, "unnamed.zarr", sample_axis=axis) for axis in (np.int64(1), 1))
     assert delivered(found) == delivered(expected)
     ds = sl.open(root / "a")
