@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from streamloader.cli.options import option, print_table, show_bytes
+from streamloader.cli.options import option, parse_names, print_table, several, show_bytes
 from streamloader.errors import UsageError
 from streamloader.options import Channels, Extent, Patch, Sampling, Window
 
 if TYPE_CHECKING:
     from streamloader.measure.arrays import ArrayReads, Rechunking
-
-_NAMES = (
-    *("sample_axis", "length", "stride", "step", "history", "lead", "group", "patch", "patch_stride", "channels"),
-    "zarr_format",
-)
 
 
 def parse_extent(text: str) -> Extent:
@@ -52,42 +47,39 @@ def parse_sizes(text: str) -> dict[str, int]:
     return sizes
 
 
-def sampling_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options that declare the samples of arrays to a command."""
-    axis = "Read arrays of any Zarr store in place: the dimension that samples lie along."
-    for add in reversed(
-        [
-            option("--sample-axis", parse=parse_extent, help=axis),
-            option("--length", parse=parse_extent, help="Elements of a window, or a duration such as 24h."),
-            option("--stride", parse=parse_extent, help="From one window to the next; default: 1 element."),
-            option("--step", parse=parse_extent, help="From one element of a window to the next; default: 1."),
-            option("--history", parse=parse_extent, help="Elements of the inputs of a forecast, with --lead."),
-            option("--lead", parse=parse_lead, help="Elements of its targets, or offsets: 6h,24h."),
-            option("--group", help="Windows have elements of one group: the array with its number."),
-            option("--patch", parse=parse_sizes, help="Sizes of patches: y=256,x=256."),
-            option("--patch-stride", parse=parse_sizes, help="From one patch to the next; default: its size."),
-            option("--channels", help="Arrays to stack into one tensor: z@500,t2m."),
-            option("--zarr-format", parse=int, help="The version of Zarr, 2 or 3; default: what is found."),
-        ]
-    ):
-        command = add(command)
-    return command
+# the options that declare the samples of arrays
+sampling_options = several(
+    option(
+        "--sample-axis",
+        parse=parse_extent,
+        help="Read arrays of any Zarr store in place: the dimension that samples lie along.",
+    ),
+    option("--length", parse=parse_extent, help="Elements of a window, or a duration such as 24h."),
+    option("--stride", parse=parse_extent, help="From one window to the next; default: 1 element."),
+    option("--step", parse=parse_extent, help="From one element of a window to the next; default: 1."),
+    option("--history", parse=parse_extent, help="Elements of the inputs of a forecast, with --lead."),
+    option("--lead", parse=parse_lead, help="Elements of its targets, or offsets: 6h,24h."),
+    option("--group", help="Windows have elements of one group: the array with its number."),
+    option("--patch", parse=parse_sizes, help="Sizes of patches: y=256,x=256."),
+    option("--patch-stride", parse=parse_sizes, help="From one patch to the next; default: its size."),
+    option("--channels", parse=parse_names, help="Arrays to stack into one tensor: z@500,t2m."),
+    option("--zarr-format", parse=int, help="The version of Zarr, 2 or 3; default: what is found."),
+)
 
 
 def take_sampling(options: dict[str, Any]) -> Sampling:
     """Remove the options of `sampling_options` from a command's options; return what they declare."""
-    given = {name: options.pop(name) for name in _NAMES}
-    lengths = {name: given[name] for name in ("length", "stride", "step", "history", "lead", "group")}
+    lengths = {name: options.pop(name) for name in ("length", "stride", "step", "history", "lead", "group")}
     lengths = {name: value for name, value in lengths.items() if value is not None}
-    patch, channels = given["patch"], given["channels"]
-    if given["patch_stride"] and not patch:
+    patch, patch_stride, channels = (options.pop(name) for name in ("patch", "patch_stride", "channels"))
+    if patch_stride and not patch:
         raise UsageError("--patch-stride without --patch", "give both")
     return Sampling(
-        given["sample_axis"],
+        options.pop("sample_axis"),
         Window(**lengths) if lengths else None,
-        Patch(patch, stride=given["patch_stride"]) if patch else None,
-        Channels(*(name.strip() for name in channels.split(","))) if channels else None,
-        zarr_format=given["zarr_format"],
+        Patch(patch, stride=patch_stride) if patch else None,
+        Channels(*channels) if channels else None,
+        zarr_format=options.pop("zarr_format"),
     )
 
 
@@ -122,7 +114,7 @@ def inspect_arrays(url: str, storage_options: Mapping[str, Any], sampling: Sampl
     reads = sampled_reads(url, storage_options, sampling) if sampling.used else []
     cure = rechunking(reads, sampling)
     if as_json:
-        facts = {"arrays": [asdict(array) for array in arrays], "reads": [each.to_dict() for each in reads]}
+        facts = {"arrays": [asdict(array) for array in arrays], "reads": [asdict(each) for each in reads]}
         click.echo(json.dumps({"url": url, **facts, "rechunking": cure and asdict(cure)}, indent=1))
         return
     click.echo(f"{url}: {len(arrays)} arrays")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict
 from inspect import unwrap
@@ -27,6 +27,7 @@ from streamloader.cli.options import (
     preview_lines,
     print_table,
     quiet_option,
+    several,
     show_bytes,
     show_classes,
     size_option,
@@ -54,7 +55,7 @@ BAD_SHOWN = 10  # skipped samples that are named
 PATHS_SHOWN = 5  # objects to remove that are named
 VALUE_SHOWN = 60  # characters of a text value
 MOST_LENGTHS = 10_000_000  # samples whose lengths `inspect` reads: about 20 MB
-TRANSFORMS = (
+transform_options = several(  # those that `convert` and `append` share
     option("--format", metavar="NAME", help="Format of SRC; detected by default."),
     option("--map", metavar="MODULE:FUNCTION", help="Function that maps a sample, a dict of its values, to another."),
     option("--map-batch", type=IntRange(min=1), help="Call the function with this many samples at once, as columns."),
@@ -64,13 +65,6 @@ TRANSFORMS = (
     option("--engine", default="local", metavar="NAME[=ADDRESS]", help="Executor: local, dask, ray or spark."),
     option("--workers", type=IntRange(min=0), help="Number of processes; default: one per core. 0: this process."),
 )
-
-
-def transform_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options that `convert` and `append` share to a command."""
-    for decorate in reversed(TRANSFORMS):
-        command = decorate(command)
-    return command
 
 
 @click.command()

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -64,6 +64,11 @@ def option(*names: str, parse: Callable[[Any], Any] | None = None, **settings: A
     if parse is not None:
         settings["callback"] = lambda _context, _option, value: None if value is None else parse(value)
     return click.option(*names, **settings)
+
+
+def several(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return the decorator that adds all of these options to a command."""
+    return lambda command: reduce(lambda changed, add: add(changed), reversed(options), command)
 
 
 def size_option(name: str, **settings: Any) -> Callable[[Any], Any]:

@@ -33,6 +33,7 @@ from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import Pipe, connection
 from queue import SimpleQueue
 from typing import Any, NamedTuple, TypeVar
@@ -40,7 +41,7 @@ from typing import Any, NamedTuple, TypeVar
 from streamloader.conversion.optional import need
 from streamloader.conversion.shard_task import Outcome, Task
 from streamloader.errors import EngineError, StreamloaderError, UsageError
-from streamloader.storage.process import SIGNAL_SECONDS, cpu_count
+from streamloader.storage.process import SIGNAL_SECONDS, cpu_count, in_thread
 
 ATTEMPTS = 3  # a shard whose worker died three times would fail a fourth time too
 FRAMES = 6  # innermost frames of a traceback that a message shows
@@ -185,20 +186,7 @@ def _in_threads(run: Callable[[Task], Result]) -> Callable[[Task, bool], Future[
 
     These threads are not joined: after Ctrl-C, a cluster may no longer respond.
     """
-
-    def submit(task: Task, _: bool) -> Future[Result]:
-        future: Future[Result] = Future()
-
-        def work() -> None:
-            try:
-                future.set_result(run(task))
-            except BaseException as error:  # noqa: BLE001 - passed to the caller
-                future.set_exception(error)
-
-        threading.Thread(target=work, name="streamloader-task", daemon=True).start()
-        return future
-
-    return submit
+    return lambda task, _: in_thread(partial(run, task), "streamloader-task")
 
 
 class Worker:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -29,6 +29,7 @@ class ArrayReads:
     """What an epoch reads of one array: decoded bytes of the chunks, and those of the elements that samples use.
 
     `stored`: the bytes of these chunks in the store, from the sizes of some; equal to `read` if they are unknown.
+    `ratio`: bytes read for each byte used.
     """
 
     column: str
@@ -36,15 +37,7 @@ class ArrayReads:
     read: int
     used: int
     stored: int
-
-    @property
-    def ratio(self) -> float:
-        """Bytes read for each byte used."""
-        return self.read / max(1, self.used)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return JSON values."""
-        return {**asdict(self), "ratio": round(self.ratio, 3)}
+    ratio: float
 
 
 def array_reads(dataset: Dataset) -> list[ArrayReads]:
@@ -55,8 +48,8 @@ def array_reads(dataset: Dataset) -> list[ArrayReads]:
         for member, array in reader.members():
             read = _bytes_read(reader, member, array, dataset.manifest.order.block)
             used = _bytes_used(column, member, array, reader.fields.unused)
-            stored = int(read * _stored_share(dataset, array))
-            found.append(ArrayReads(name, array.array.path or name, read, used, stored))
+            stored, ratio = int(read * _stored_share(dataset, array)), round(read / max(1, used), 3)
+            found.append(ArrayReads(name, array.array.path or name, read, used, stored, ratio))
     return found
 
 

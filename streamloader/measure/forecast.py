@@ -173,7 +173,6 @@ class Forecast:
         """Return JSON values, without `drawn`."""
         values = asdict(self)
         del values["drawn"]
-        values["arrays"] = [reads.to_dict() for reads in self.arrays]
         for name in ("rank", "together"):
             values[name]["design_effect"] = getattr(self, name).design_effect(1.0)
         return values

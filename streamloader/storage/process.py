@@ -5,7 +5,8 @@ raises in another process. One fact is global: whether obstore was used. Its run
 afterwards, even with a new store. A process that uses it records its id; an id of another process was inherited by a
 fork.
 
-Threads: `run_all` does the same work on many items, and `wait_for`, `take` and `join` are waits that Ctrl-C ends.
+Threads: `run_all` does the same work on many items, `in_thread` calls one function, and `wait_for`, `take`, `result_of`
+and `join` are waits that Ctrl-C ends.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import warnings
 import weakref
 from _thread import start_new_thread
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from operator import is_, methodcaller
 from pathlib import Path
@@ -219,6 +221,32 @@ def join(threads: Iterable[threading.Thread]) -> None:
     for thread in threads:
         while thread.is_alive():
             thread.join(SIGNAL_SECONDS)
+
+
+def in_thread(work: Callable[[], Result], name: str = "streamloader-io") -> Future[Result]:
+    """Call `work` in a daemon thread: one of an executor would keep the interpreter from exiting while it waits."""
+    future: Future[Result] = Future()
+    threading.Thread(target=_do, args=(work, future), name=name, daemon=True).start()
+    return future
+
+
+def _do(work: Callable[[], Result], future: Future[Result]) -> None:
+    try:
+        future.set_result(work())
+    except BaseException as error:  # noqa: BLE001 - raised by the caller
+        future.set_exception(error)
+    finally:
+        del future  # a cycle: the traceback of the error has this frame
+
+
+def result_of(future: Future[Result]) -> Result:
+    """Wait for the result of work, and return it or raise its error; Ctrl-C ends the wait."""
+    while not wait([future], SIGNAL_SECONDS).done:
+        pass
+    try:
+        return future.result()
+    finally:
+        del future  # a cycle: the traceback of an error has this frame
 
 
 def run_all(work: Callable[[Item], Result], items: Iterable[Item], threads: int) -> list[Result]:

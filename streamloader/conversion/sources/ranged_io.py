@@ -15,12 +15,11 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, groupby
 from operator import itemgetter
-from queue import SimpleQueue
-from threading import Thread
 from typing import Any, BinaryIO, cast
 
 import numpy as np
@@ -29,7 +28,7 @@ from numpy.typing import NDArray
 from streamloader.conversion.optional import Lazy
 from streamloader.conversion.sources.base import damaged
 from streamloader.errors import SourceChangedError
-from streamloader.storage.process import PerProcess, run_all, take
+from streamloader.storage.process import PerProcess, in_thread, result_of, run_all
 from streamloader.storage.store import ObjectInfo, Store, cut_runs
 
 BLOCK = 1 << 20  # bytes that are decompressed at once
@@ -238,37 +237,14 @@ def open_content(store: Store, info: ObjectInfo) -> Content:
 
 def _pieces(content: Content, ahead: int) -> Iterator[memoryview]:
     """Yield a file request by request, with `ahead` further requests in flight."""
-    size, pending = content.info.size, deque[Callable[[], memoryview]]()
+    size, pending = content.info.size, deque[Future[memoryview]]()
     for start in range(0, size, REQUEST_BYTES):
         request = Range(content.info.path, start, min(start + REQUEST_BYTES, size))
-        pending.append(_start(partial(read_range, content.store, request)))
+        pending.append(in_thread(partial(read_range, content.store, request)))
         if len(pending) > ahead:
-            yield pending.popleft()()
+            yield result_of(pending.popleft())
     while pending:
-        yield pending.popleft()()
-
-
-def _start(work: Callable[[], memoryview]) -> Callable[[], memoryview]:
-    """Start work on a daemon thread, and return a function that waits for its result."""
-    done: SimpleQueue[memoryview | BaseException] = SimpleQueue()
-
-    def run() -> None:
-        try:
-            done.put(work())
-        except BaseException as error:  # noqa: BLE001 - `wait` raises it
-            done.put(error)
-
-    def wait() -> memoryview:
-        result = take(done)
-        try:
-            if isinstance(result, BaseException):
-                raise result
-            return result
-        finally:
-            del result  # its traceback refers to this frame
-
-    Thread(target=run, name="streamloader-io", daemon=True).start()
-    return wait
+        yield result_of(pending.popleft())
 
 
 READ_THREADS = 8  # a small file costs one round trip, so several are read at the same time

@@ -25,19 +25,12 @@ from streamloader.errors import FieldError, SourceError
 from streamloader.format.manifest import FORMAT, Field, Manifest
 from streamloader.format.opening import open_root
 from streamloader.format.reader import FieldReader, Placed, Run
-from streamloader.format.zarr_metadata import ARRAYS, Document, ZarrArray
+from streamloader.format.zarr_metadata import ARRAYS, DOCUMENTS, Document, ZarrArray
 from streamloader.format.zarr_reader import ArrayReader
 from streamloader.storage.process import run_all
-from streamloader.storage.store import ObjectInfo, Store
-
-DOCUMENTS = ("zarr.json", ".zarray", ".zgroup")  # version 3 takes precedence
+from streamloader.storage.store import ObjectInfo, Store, join_path
 
 Files = Mapping[str, ObjectInfo]
-
-
-def _below(path: str, name: str) -> str:
-    """Return the path of the member `name` of the group at `path`; the root's path is empty."""
-    return f"{path}/{name}" if path else name
 
 
 def _files_of(files: Files, path: str) -> tuple[ObjectInfo, ...]:
@@ -57,11 +50,11 @@ def _document_at(store: Store, files: Files, path: str) -> Document | None:
 
     Raises `SourceError` for a document that cannot be read.
     """
-    key = next((key for name in DOCUMENTS if (key := _below(path, name)) in files), None)
+    key = next((key for name in DOCUMENTS if (key := join_path(path, name)) in files), None)
     if key is None:
         return None
     document = read_document(store, files[key])
-    attributes, beside = document.get("attributes"), _below(path, ".zattrs")
+    attributes, beside = document.get("attributes"), join_path(path, ".zattrs")
     if not key.endswith("zarr.json"):
         attributes = read_document(store, files[beside]) if beside in files else {}
     kind = "array" if key.endswith(".zarray") else document.get("node_type")
@@ -99,7 +92,7 @@ def _describe(store: Store, array: ZarrArray, where: str, stored: int) -> Field:
 
 def _matches(listing: Listing) -> bool:
     """Return whether the folder, or the group at `::/`, has a Zarr document."""
-    paths = {_below(group, name) for group in (listing.inner.strip("/"), "") for name in DOCUMENTS}
+    paths = {join_path(group, name) for group in (listing.inner.strip("/"), "") for name in DOCUMENTS}
     return listing.folder and any(info.path in paths for info in listing.files)
 
 
@@ -123,7 +116,9 @@ def open_source(listing: Listing, selection: FieldSelection) -> Source:
     if _is_dataset(node):
         return _open_dataset(listing, files, inner, selection)
     name = name or store.url.rpartition("/")[2].removesuffix(".zarr")
-    members = {name: inner} if _is_array(node) else {child: _below(inner, child) for child in _children(files, inner)}
+    members = (
+        {name: inner} if _is_array(node) else {child: join_path(inner, child) for child in _children(files, inner)}
+    )
     originals = arrays.pick(members, selection, listing.url)
     paths = [members[original] for original in originals.values()]
     nodes = zip(originals, paths, run_all(partial(_document_at, store, files), paths, READ_THREADS), strict=True)
