@@ -6,8 +6,7 @@ import json
 import os
 import threading
 from collections.abc import Mapping
-from contextlib import closing, suppress
-from queue import Empty, SimpleQueue
+from contextlib import closing
 from typing import Any
 
 import numpy as np
@@ -77,13 +76,11 @@ class Uploads:
     """Encodes and uploads shards in threads; at most `workers` shards are in progress."""
 
     def __init__(self, store: Store, workers: int) -> None:
-        self.workers = workers
-        self._store = store
-        self._tasks: SimpleQueue[tuple[Geometry, int, dict[str, Column]] | None] = SimpleQueue()
+        self.workers, self._store = workers, store
         self._free = threading.Semaphore(workers)
+        self._threads: list[threading.Thread] = []
         self._receipts: dict[int, Receipt] = {}
         self._failure: BaseException | None = None
-        self._threads: list[threading.Thread] = []
         self._next = 0
 
     def check(self) -> None:
@@ -95,35 +92,24 @@ class Uploads:
         """Submit the next shard. Waits until a worker is free."""
         wait_for(lambda seconds: self._free.acquire(timeout=seconds))
         self.check()
-        if len(self._threads) < self.workers:
-            thread = threading.Thread(target=self._work, name=f"streamloader-write-{self._next}", daemon=True)
-            self._threads.append(thread)
-            thread.start()
-        self._tasks.put((geometry, self._next, columns))
+        work, name = (geometry, self._next, columns), f"streamloader-write-{self._next}"
+        thread = threading.Thread(target=self._write, args=work, name=name, daemon=True)
+        thread.start()
+        self._threads = [thread, *(earlier for earlier in self._threads if earlier.is_alive())]
         self._next += 1
 
-    def join(self, drop: bool = False) -> dict[int, Receipt]:
-        """Wait for all shards and return their receipts; with `drop`, shards that have not begun are discarded.
-
-        Call `check` afterwards.
-        """
-        with suppress(Empty):
-            while drop:
-                self._tasks.get_nowait()
-        for _ in self._threads:
-            self._tasks.put(None)
+    def join(self) -> dict[int, Receipt]:
+        """Wait for all shards and return their receipts. Call `check` afterwards."""
         join(self._threads)
         return self._receipts
 
-    def _work(self) -> None:
-        while (task := self._tasks.get()) is not None:
-            geometry, index, columns = task
-            try:
-                if self._failure is None:
-                    self._receipts[index] = write_shard(self._store, geometry, index, columns)
-            except BaseException as error:  # noqa: BLE001 - the next write or close raises it
-                self._failure = self._failure or error
-            del task, columns  # frees the shard while the thread waits for the next one
+    def _write(self, geometry: Geometry, index: int, columns: dict[str, Column]) -> None:
+        try:
+            if self._failure is None:
+                self._receipts[index] = write_shard(self._store, geometry, index, columns)
+        except BaseException as error:  # noqa: BLE001 - the next write or close raises it
+            self._failure = self._failure or error
+        finally:
             self._free.release()
 
 
@@ -257,7 +243,7 @@ class Writer:
         if self._manifest is not None:
             return
         self._closed = True
-        self._uploads.join(drop=True)
+        self._uploads.join()
         with closing(self._claim):
             if self._claim.held():
                 erase(self._store)
