@@ -177,11 +177,9 @@ def _reading(planned: Forecast) -> str:
 
 def draw(planned: Forecast, path: Path) -> None:
     """Write a .png or a self-contained .html file. Raises `UsageError` if matplotlib is not installed."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise UsageError("--plot needs matplotlib", "pip install matplotlib") from None
-    figure = Figure(figsize=(11, 5.5), layout="constrained")
+    from streamloader.storage.optional import need
+
+    figure = need("matplotlib.figure").Figure(figsize=(11, 5.5), layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=[3, 1])
     dots = [(step, block) for step, blocks in enumerate(planned.drawn) for block in sorted(set(blocks))]
     dots = dots[:: max(1, -(-len(dots) // DOTS))]

@@ -38,9 +38,9 @@ from multiprocessing import Pipe, connection
 from queue import SimpleQueue
 from typing import Any, NamedTuple, TypeVar
 
-from streamloader.conversion.optional import need
 from streamloader.conversion.shard_task import Outcome, Task
 from streamloader.errors import EngineError, StreamloaderError, UsageError
+from streamloader.storage.optional import need
 from streamloader.storage.process import SIGNAL_SECONDS, cpu_count, in_thread
 
 ATTEMPTS = 3  # a shard whose worker died three times would fail a fourth time too

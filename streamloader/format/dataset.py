@@ -6,7 +6,6 @@ import operator
 import os
 from collections.abc import Mapping
 from functools import partial
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,6 +21,7 @@ from streamloader.format.reader import FieldReader
 from streamloader.format.values import from_bytes
 from streamloader.storage import open_store
 from streamloader.storage.buffers import LRUCache
+from streamloader.storage.optional import need
 from streamloader.storage.process import PerProcess, run_all
 from streamloader.storage.store import Store
 
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     import xarray
 
 THREADS = 16  # concurrent requests: they wait for the network, not for a core
+DASK = "'dask[array]' xarray"  # to be installed
 CACHE_BYTES = 64 << 20  # decoded chunks that are cached for the next `ds[i]`
 
 Chunk = NDArray[Any] | Items
@@ -154,7 +155,7 @@ class Dataset:
         The arrays can be pickled for dask's processes and clusters; their pickles contain the `storage_options`.
         Raises `UsageError` if dask is not installed.
         """
-        from_array = _need("dask.array").from_array
+        from_array = need("dask.array", DASK).from_array
         columns = {name: _LazyColumn(self, name) for name in self.fields}
         shards = {name: layout.shard for name, layout in self.manifest.fields.items()}
         return {name: from_array(column, (shards[name], *column.shape[1:])) for name, column in columns.items()}
@@ -166,7 +167,7 @@ class Dataset:
         `unify_chunks()` gives all variables the same blocks. xarray uses a field named `sample` with one value per
         sample as an index, which it reads at once. Raises `UsageError` if xarray or dask is not installed.
         """
-        module, variables = _need("xarray"), {}
+        module, variables = need("xarray", DASK), {}
         for name, array in self.to_dask().items():
             field, classes = self.fields[name], list(self.classes.get(name, ()))
             attributes = {"kind": field.kind, "encoding": field.encoding, "classes": classes}
@@ -211,15 +212,6 @@ class _LazyColumn:
             column = np.fromiter(column, object, len(column))
         values: NDArray[Any] = column[(rows, *rest, ...)]  # with `...`, one sample is an array too
         return values
-
-
-def _need(module: str) -> Any:
-    """Return the module. Raises `UsageError` with what to install if a package is missing."""
-    try:
-        return import_module(module)
-    except ModuleNotFoundError as error:
-        problem = f"the package {error.name} is not installed here"
-        raise UsageError(problem, "install it with pip install 'dask[array]' xarray") from error
 
 
 class _Readers:

@@ -21,7 +21,6 @@ import numpy as np
 
 from streamloader.conversion.api import default_options, for_python
 from streamloader.conversion.job import Listener, Progress, ignore
-from streamloader.conversion.optional import need
 from streamloader.conversion.sources.files import field_names
 from streamloader.conversion.sources.media import IMAGE_ENCODINGS
 from streamloader.conversion.sources.tar import INTEGERS, TEXTS
@@ -34,6 +33,7 @@ from streamloader.format.reader import FieldReader, read_columns
 from streamloader.options import MIB
 from streamloader.storage import open_store
 from streamloader.storage.buffers import Buffer
+from streamloader.storage.optional import need
 from streamloader.storage.process import run_all
 from streamloader.storage.store import Store
 

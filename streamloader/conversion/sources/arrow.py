@@ -24,7 +24,6 @@ from urllib.parse import unquote
 import numpy as np
 from numpy.typing import NDArray
 
-from streamloader.conversion.optional import Lazy
 from streamloader.conversion.sources import arrow_types, ranged_io
 from streamloader.conversion.sources.arrow_types import FREE, ArrowColumn, Leaf, read_json, same_column
 from streamloader.conversion.sources.base import AGAIN, BadSample, OnBad, Source, split_rows
@@ -34,6 +33,7 @@ from streamloader.errors import FieldError, SourceChangedError, SourceError, Str
 from streamloader.format.codecs import Column
 from streamloader.format.manifest import INTS, Field
 from streamloader.format.writer import Rows
+from streamloader.storage.optional import Lazy
 from streamloader.storage.process import run_all
 from streamloader.storage.store import ObjectInfo, Store
 

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from streamloader.conversion.optional import Lazy
 from streamloader.errors import FieldError
 from streamloader.format.codecs import Column
 from streamloader.format.manifest import INTS, Field
 from streamloader.format.values import exact_in_float
+from streamloader.storage.optional import Lazy
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -21,7 +21,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from streamloader.conversion.optional import Lazy
 from streamloader.conversion.sources import arrays, ranged_io
 from streamloader.conversion.sources.base import Source, damaged
 from streamloader.conversion.sources.fields import FieldSelection, SourceFormat
@@ -29,6 +28,7 @@ from streamloader.conversion.sources.files import Listing, require
 from streamloader.errors import FieldError, SourceChangedError, SourceError
 from streamloader.format.manifest import Field
 from streamloader.storage.buffers import LRUCache
+from streamloader.storage.optional import Lazy
 from streamloader.storage.process import run_all
 from streamloader.storage.store import ObjectInfo, Store, cut_runs
 

@@ -25,9 +25,9 @@ from typing import Any, BinaryIO, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from streamloader.conversion.optional import Lazy
 from streamloader.conversion.sources.base import damaged
 from streamloader.errors import SourceChangedError
+from streamloader.storage.optional import Lazy
 from streamloader.storage.process import PerProcess, in_thread, result_of, run_all
 from streamloader.storage.store import ObjectInfo, Store, cut_runs
 

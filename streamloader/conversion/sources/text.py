@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from streamloader.conversion.optional import Lazy, need
 from streamloader.conversion.sources.arrays import pick
 from streamloader.conversion.sources.base import BadSample, Fragment, OnBad, Source, split_rows, spread_rows
 from streamloader.conversion.sources.fields import FieldSelection, SourceFormat, integer_dtype, settle
@@ -34,6 +33,7 @@ from streamloader.format.codecs import Column
 from streamloader.format.manifest import Field
 from streamloader.format.values import to_column
 from streamloader.format.writer import Rows
+from streamloader.storage.optional import Lazy, need
 from streamloader.storage.process import run_all
 from streamloader.storage.store import ObjectInfo
 

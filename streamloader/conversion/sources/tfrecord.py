@@ -13,7 +13,6 @@ import crc32c
 import numpy as np
 from numpy.typing import NDArray
 
-from streamloader.conversion.optional import need
 from streamloader.conversion.sources.base import AGAIN, Source, damaged, spread_rows
 from streamloader.conversion.sources.fields import FieldSelection, SourceFormat
 from streamloader.conversion.sources.files import Listing, field_names, require
@@ -21,6 +20,7 @@ from streamloader.conversion.sources.ranged_io import READ_THREADS, read_spans
 from streamloader.conversion.sources.records import PROBED, RecordFile, RecordFragment, cut_files, open_records
 from streamloader.conversion.sources.tar import Reader, open_reader
 from streamloader.errors import SourceError
+from streamloader.storage.optional import need
 from streamloader.storage.process import run_all
 from streamloader.storage.store import ObjectInfo, Store
 

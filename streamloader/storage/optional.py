@@ -1,4 +1,4 @@
-"""Imports packages that only some sources and engines need, when they are used."""
+"""Imports packages that only some features need, when they are used."""
 
 from __future__ import annotations
 
@@ -9,16 +9,18 @@ from typing import Any
 from streamloader.errors import UsageError
 
 
-def need(module: str) -> ModuleType:
-    """Return the module. Raises `UsageError` with the package to install if it is missing."""
+def need(module: str, install: str = "") -> ModuleType:
+    """Return the module. Raises `UsageError` with what to `install` if it is missing, by default its package."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
             raise  # the package is installed, but one that it needs is missing
         name = module.partition(".")[0]
-        remedy = f"install it with pip install {'protobuf' if name == 'google' else name}"
-        raise UsageError(f"the package {name} is not installed here", remedy) from None
+        install = install or ("protobuf" if name == "google" else name)
+        raise UsageError(
+            f"the package {name} is not installed here", f"install it with pip install {install}"
+        ) from None
 
 
 class Lazy:
