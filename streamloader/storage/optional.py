@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from streamloader.errors import UsageError
+
+__all__ = ["Lazy", "arrow_csv", "ipc", "need", "pa", "pc", "pq"]
 
 
 def need(module: str, install: str = "") -> ModuleType:
@@ -31,3 +33,14 @@ class Lazy:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(need(self._module), name)
+
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    import pyarrow.compute as pc
+    import pyarrow.csv as arrow_csv
+    import pyarrow.parquet as pq
+    from pyarrow import ipc
+else:
+    pa, pc = Lazy("pyarrow"), Lazy("pyarrow.compute")
+    arrow_csv, ipc, pq = Lazy("pyarrow.csv"), Lazy("pyarrow.ipc"), Lazy("pyarrow.parquet")

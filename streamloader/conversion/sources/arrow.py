@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, takewhile
-from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn
+from typing import Any, BinaryIO, NoReturn
 from urllib.parse import unquote
 
 import numpy as np
@@ -33,16 +33,9 @@ from streamloader.errors import FieldError, SourceChangedError, SourceError, Str
 from streamloader.format.codecs import Column
 from streamloader.format.manifest import INTS, Field
 from streamloader.format.writer import Rows
-from streamloader.storage.optional import Lazy
+from streamloader.storage.optional import ipc, pa, pq
 from streamloader.storage.process import run_all
 from streamloader.storage.store import ObjectInfo, Store
-
-if TYPE_CHECKING:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-    from pyarrow import ipc
-else:
-    pa, ipc, pq = (Lazy(name) for name in ("pyarrow", "pyarrow.ipc", "pyarrow.parquet"))
 
 BEGIN_BYTES = 4 << 20  # decoded bytes of each of several files that are read at once
 

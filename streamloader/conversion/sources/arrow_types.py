@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,13 +19,7 @@ from streamloader.errors import FieldError
 from streamloader.format.codecs import Column
 from streamloader.format.manifest import INTS, Field
 from streamloader.format.values import exact_in_float
-from streamloader.storage.optional import Lazy
-
-if TYPE_CHECKING:
-    import pyarrow as pa
-    import pyarrow.compute as pc
-else:
-    pa, pc = Lazy("pyarrow"), Lazy("pyarrow.compute")
+from streamloader.storage.optional import pa, pc
 
 FREE = -1  # the length of a list level that differs from row to row
 _JSON = "arrow.json"  # stored as text

@@ -17,7 +17,7 @@ from functools import lru_cache, partial
 from itertools import chain, groupby
 from math import isfinite, isinf
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,16 +33,9 @@ from streamloader.format.codecs import Column
 from streamloader.format.manifest import Field
 from streamloader.format.values import to_column
 from streamloader.format.writer import Rows
-from streamloader.storage.optional import Lazy, need
+from streamloader.storage.optional import arrow_csv, need, pa, pc
 from streamloader.storage.process import run_all
 from streamloader.storage.store import ObjectInfo
-
-if TYPE_CHECKING:
-    import pyarrow as pa
-    import pyarrow.compute as pc
-    import pyarrow.csv as arrow_csv
-else:
-    pa, pc, arrow_csv = (Lazy(name) for name in ("pyarrow", "pyarrow.compute", "pyarrow.csv"))
 
 MAX_RECORD = 64 << 20  # bytes: records are held in memory, and parsing takes several times as much
 _NEWLINE, _QUOTE = ord("\n"), ord('"')
