@@ -12,7 +12,7 @@ import numpy as np
 from streamloader.format.chunk_table import rows_per_page, table_path
 from streamloader.format.codecs import BLOSC_LEVEL, ZSTD_LEVEL, typesize
 from streamloader.format.lengths import LENGTHS
-from streamloader.format.manifest import FORMAT, VERSION, FieldLayout, Manifest, tables_path
+from streamloader.format.manifest import FORMAT, VERSION, Field, FieldLayout, Manifest, tables_path
 
 Document = dict[str, Any]
 
@@ -61,10 +61,10 @@ def field_document(name: str, layout: FieldLayout, num_samples: int) -> Document
     """Return the document of a field's array: `sharding_indexed` along the sample axis, with the index at the end."""
     field = layout.field
     inner = list(field.shape) if field.fixed else []
-    data_type, fill = _data_type(layout)
+    data_type, fill, codec = _stored_type(field)
     sharding = {
         "chunk_shape": [layout.chunk, *inner],
-        "codecs": [_array_codec(layout), *_compressor(layout), {"name": "crc32c"}],
+        "codecs": [codec, *_compressor(layout), {"name": "crc32c"}],
         "index_codecs": [_bytes_codec(8), {"name": "crc32c"}],
         "index_location": "end",
     }
@@ -121,19 +121,14 @@ def _array_document(shape: list[int], chunk: list[int], data_type: str, fill: An
     }
 
 
-def _data_type(layout: FieldLayout) -> tuple[str, Any]:
-    kind, dtype = layout.field.kind, layout.field.dtype
-    if kind == "text":
-        return "string", ""
-    if kind != "tensor":
-        return "variable_length_bytes", ""
-    return dtype, np.zeros((), dtype).item()
-
-
-def _array_codec(layout: FieldLayout) -> Document:
-    if layout.field.kind == "tensor":
-        return _bytes_codec(np.dtype(layout.field.dtype).itemsize)
-    return {"name": "vlen-utf8" if layout.field.kind == "text" else "vlen-bytes", "configuration": {}}
+def _stored_type(field: Field) -> tuple[str, Any, Document]:
+    """Return the data type, the fill value and the first codec of a field's array."""
+    if field.kind == "text":
+        return "string", "", {"name": "vlen-utf8", "configuration": {}}
+    if not field.fixed:
+        return "variable_length_bytes", "", {"name": "vlen-bytes", "configuration": {}}
+    zero = np.zeros((), field.dtype)
+    return field.dtype, zero.item(), _bytes_codec(zero.itemsize)
 
 
 def _bytes_codec(itemsize: int) -> Document:

@@ -20,7 +20,6 @@ import json
 import os
 import re
 import socket
-import sys
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -222,7 +221,7 @@ class Claim:
 def check_not_running(store: Store, job: Mapping[str, Any] | None) -> None:
     """Raise `DestinationError` if the run of the job is alive on this machine."""
     run = job.get("run") if job else None
-    if not isinstance(run, dict) or not isinstance(run.get("id"), str) or not sys.platform.startswith("linux"):
+    if not isinstance(run, dict) or not isinstance(run.get("id"), str):
         return
     lock = lock_name(f"run-{run['id'][:64]}")
     if lock is not None:

@@ -290,9 +290,7 @@ def _choose(
     names = {leaf.name for leaf in leaves}
     originals = [(leaf.name, leaf) for leaf in leaves] + [(key, None) for key in path if key not in names]
     named = [(field_names([original], url)[original], original, leaf) for original, leaf in originals]
-    missing = selection.fields.keys() - {name for name, _, _ in named}
-    if missing:
-        raise FieldError(f"{url} has no field {min(missing)!r}", f"it has {', '.join(name for name, _, _ in named)}")
+    selection.pick({name: leaf for name, _, leaf in named}, url)  # raises for a field that does not exist
     kept = [(name, original, leaf) for name, original, leaf in named if selection.includes(name)]
     field_names([original for _, original, _ in kept], url)  # raises if two fields have one name
     columns: dict[str, ArrowColumn] = {}

@@ -65,11 +65,10 @@ def keep_encoded(samples: Any) -> Any:
         subset = copy(samples)
         subset.dataset = keep_encoded(samples.dataset)
         return subset
-    folder = f"{_FOLDER}.DatasetFolder" in classes and samples.transforms is None
-    if (
-        folder
-        and f"{samples.loader.__module__}.{getattr(samples.loader, '__name__', '')}" == f"{_FOLDER}.default_loader"
-    ):
+    if f"{_FOLDER}.DatasetFolder" in classes and samples.transforms is None:
+        loader = samples.loader
+        if f"{loader.__module__}.{getattr(loader, '__name__', '')}" != f"{_FOLDER}.default_loader":
+            return samples
         return Encoded(classes[0], samples.samples, {"image": None}, {"label": _names(samples)})
     if _HUGGING_FACE.isdisjoint(classes) or getattr(samples, "format", {}).get("type") == "custom":
         return samples

@@ -418,8 +418,8 @@ def open_csv(listing: Listing, selection: FieldSelection) -> Source:
     raw = Table(header, originals, dict.fromkeys(originals, Field("bytes")))
     fields = _fields(listing.url, files, raw, selection)
     digits = any(field is not None and field.dtype == "bool" for field in selection.fields.values())
-    table = replace(raw, fields=fields, fill=selection.fill_values(fields, listing.url), digits=digits)
-    table = replace(table, mapped=selection.mapped)
+    fill = selection.fill_values(fields, listing.url)
+    table = Table(header, originals, fields, fill, digits, selection.mapped)
 
     def fragment(rows: NDArray[np.int64]) -> Fragment:
         return partial(read_table, cut_rows(files, rows), table)
