@@ -33,7 +33,7 @@ from streamloader.format.codecs import Column, column_size, encode_chunk, measur
 from streamloader.format.geometry import Geometry, choose_layouts, settle
 from streamloader.format.lengths import page_path
 from streamloader.format.manifest import VERSION, Field, FieldLayout, Manifest, class_names, parse_json
-from streamloader.format.opening import ROOT, get_document, open_root, read_job, read_lines, read_pieces
+from streamloader.format.opening import ROOT, get_document, open_root, read_job, read_lines
 from streamloader.options import Layout, Option, is_whole
 from streamloader.storage.process import cpu_count
 from streamloader.storage.store import ObjectInfo, Store
@@ -399,7 +399,7 @@ def read_files(store: Store, path: str) -> Iterator[ObjectInfo]:
     Raises `NotFoundError`, and `FormatError` if `list_files` did not write it.
     """
     try:
-        for line in read_lines(read_pieces(store, path), MAX_LINE, f"{store.url}/{path}"):
+        for line in read_lines(store, path, MAX_LINE):
             name, size, etag = json.loads(line)
             yield ObjectInfo(str(name), int(size), str(etag))
     except (TypeError, ValueError, RecursionError) as error:

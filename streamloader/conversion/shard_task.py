@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from streamloader.conversion.sources.base import BadSample, Fragment, Source, raise_bad_rows, take_rows
 from streamloader.format.codecs import Column
 from streamloader.format.geometry import Geometry
-from streamloader.format.opening import read_lines, read_pieces
+from streamloader.format.opening import read_lines
 from streamloader.format.publish import BAD, Receipt, prepare_shard
 from streamloader.storage.process import run_all
 from streamloader.storage.store import Store
@@ -90,7 +90,7 @@ def _samples(store: Store, path: str, job: str) -> Iterator[SkippedSample]:
     Raises `FormatError` for a line that is too long.
     """
     try:
-        lines = read_lines(read_pieces(store, path), MAX_LINE, f"{store.url}/{path}")
+        lines = read_lines(store, path, MAX_LINE)
         if json.loads(next(lines))["job"] == job:
             yield from (SkippedSample(**json.loads(line)) for line in lines)
     except (KeyError, TypeError, ValueError, RecursionError, StopIteration):

@@ -452,9 +452,8 @@ def parse_recode(resize: str | int | tuple[int, int] | None, quality: int | None
     match = _SIZE.match("x".join(map(str, resize)) if isinstance(resize, tuple) else str(resize))
     sides = [int(side) for side in match.groups() if side] if match else [0]
     if min(sides) < 1:
-        raise UsageError(
-            f"resize={resize!r} is invalid", "give the shorter side in pixels, like 256, or height x width, 256x384"
-        )
+        remedy = "give the shorter side in pixels, like 256, or height x width, 256x384"
+        raise UsageError(f"resize={resize!r} is invalid", remedy)
     return Recode(sides[0] if len(sides) == 1 else (sides[0], sides[1]), quality)
 
 
@@ -467,9 +466,8 @@ def recode_source(source: Source, recode: Recode) -> Source:
     boxes = source.fields.get("boxes", Field("text"))
     if recode.size is not None and (boxes.kind, boxes.shape) == ("ragged", (4,)):
         problem = f"resize would move the pixels of {source.url}, and its field 'boxes' would keep its coordinates"
-        raise UsageError(
-            problem, "resize when you read, Decode(size=, boxes='boxes'), or leave boxes out with --fields"
-        )
+        remedy = "resize when you read, Decode(size=, boxes='boxes'), or leave boxes out with --fields"
+        raise UsageError(problem, remedy)
     recoded = {name: recode.field(field) for name, field in source.fields.items()}
     notes, change = {**source.notes, "images": recode.options()}, partial(_recode, recode, images)
     return transform_source(source, change, fields=recoded, notes=notes)

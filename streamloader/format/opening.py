@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 from streamloader.errors import FieldError, FormatError, IncompleteError, NotADatasetError, NotFoundError, UsageError
@@ -127,26 +127,22 @@ def get_document(store: Store, path: str) -> bytes:
     return store.get_range(path, 0, MAX_ROOT)  # by one request: it may be replaced between two
 
 
-def read_pieces(store: Store, path: str) -> Iterator[bytes]:
-    """Yield the bytes of an object of any size, `PIECE_BYTES` at a time. Raises `NotFoundError`."""
-    for start in itertools.count(0, PIECE_BYTES):
-        piece = store.get_range(path, start, start + PIECE_BYTES)
-        yield piece
-        if len(piece) < PIECE_BYTES:
-            return
+def read_lines(store: Store, path: str, limit: int) -> Iterator[bytes]:
+    """Yield the lines of an object of any size, without line ends; it is read `PIECE_BYTES` at a time.
 
-
-def read_lines(pieces: Iterable[bytes], limit: int, url: str) -> Iterator[bytes]:
-    """Yield the lines of the object `url`, given as `pieces`, without line ends.
-
-    Raises `FormatError` for a line that exceeds `limit` by more than one piece. Memory is bounded by the same size.
+    Raises `NotFoundError`, and `FormatError` for a line that exceeds `limit` by more than one piece. Memory is bounded
+    by the same size.
     """
     partial = b""
-    for piece in pieces:
+    for start in itertools.count(0, PIECE_BYTES):
+        piece = store.get_range(path, start, start + PIECE_BYTES)
         *lines, partial = (partial + piece).split(b"\n")
         yield from lines
         if len(partial) > limit:
-            raise FormatError(f"{url} has a line of over {limit} bytes, which streamloader does not write", "delete it")
+            problem = f"{store.url}/{path} has a line of over {limit} bytes, which streamloader does not write"
+            raise FormatError(problem, "delete it")
+        if len(piece) < PIECE_BYTES:
+            break
     if partial:
         yield partial
 
