@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property, lru_cache, partial
 from itertools import pairwise
@@ -94,24 +94,29 @@ class Output(NamedTuple):
 class RegionColumn:
     """Arrays that are read together into one region: its dimensions with the channel axis, and what is cut from it.
 
-    `lengths`: of the dimensions. `scales`: by anchored axis, the elements of this column for one of the anchors'.
-    `sizes`: by axis of patches, the elements of a patch. `sample_axis`: the dimension that windows lie along, or "".
+    `lengths`: of the dimensions, in their order. `sample_axis`: the dimension that windows lie along, or "". What is
+    known once the samples are: `outputs`; `scales`, by anchored axis, the elements of this column for one of the
+    anchors'; `sizes`, by axis of patches, the elements of a patch.
 
     `rows`: the first element of each row of a matrix in compressed sparse rows, and the end of the last one; int64
     (rows + 1,). Its samples are the elements of a row, in no `outputs`.
     """
 
     name: str
-    dims: tuple[str, ...]
-    lengths: tuple[int, ...]
+    lengths: Mapping[str, int]
     dtype: str
     members: tuple[Member, ...]
-    outputs: tuple[Output, ...]
-    scales: Mapping[str, Fraction]
-    sizes: Mapping[str, int]
     sample_axis: str
     channels: int = 0
     rows: Ints | None = None
+    outputs: tuple[Output, ...] = ()
+    scales: Mapping[str, Fraction] = field(default_factory=dict)
+    sizes: Mapping[str, int] = field(default_factory=dict)
+
+    @cached_property
+    def dims(self) -> tuple[str, ...]:
+        """The names of the dimensions, without the channel axis."""
+        return tuple(self.lengths)
 
     @cached_property
     def channel_axis(self) -> int:
@@ -123,6 +128,11 @@ class RegionColumn:
         """The position of the sample axis in an output."""
         position = self.dims.index(self.sample_axis) if self.sample_axis in self.dims else 0
         return position + int(self.channels > 0 and position > self.channel_axis)
+
+    @property
+    def mean_row(self) -> float:
+        """The mean number of elements of a sparse row, 1 for other columns."""
+        return 1.0 if self.rows is None else float(self.rows[-1]) / max(1, self.rows.size - 1)
 
     @property
     def sample_bytes(self) -> int:
@@ -139,13 +149,12 @@ class RegionColumn:
         """Return the first element and the end of the column's region for a box of the anchors' `axes`."""
         if self.rows is not None:
             return (int(self.rows[box.low[0]]),), (int(self.rows[box.high[0]]),)
-        low, high = [0] * len(self.dims), list(self.lengths)
+        low, high = dict.fromkeys(self.lengths, 0), dict(self.lengths)
         for axis, first, end in zip(axes, box.low, box.high, strict=True):
-            if axis in self.dims:
-                at = self.dims.index(axis)
-                low[at] = int(first * self.scales[axis])
-                high[at] = min(self.lengths[at], -int(-end * self.scales[axis] // 1))
-        return tuple(low), tuple(high)
+            if axis in self.lengths:
+                low[axis] = int(first * self.scales[axis])
+                high[axis] = min(self.lengths[axis], -int(-end * self.scales[axis] // 1))
+        return tuple(low.values()), tuple(high.values())
 
     def shape(self, low: Sequence[int], high: Sequence[int]) -> tuple[int, ...]:
         """Return the shape of a region, with the channel axis."""

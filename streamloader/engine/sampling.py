@@ -83,6 +83,11 @@ class OpenedArrays:
             raise UsageError(f"{self.group.url} has no sample axis", f"give sample_axis=, one of {', '.join(names)}")
         return f"{POSITIONAL}{axis}" if isinstance(axis, int) else axis
 
+    @property
+    def anchored(self) -> list[str]:
+        """The names of the axes along which windows and patches lie."""
+        return [*([self.sample_axis] if self.sample_axis else []), *self.sampling.patch_dims]
+
     def near(self, name: str) -> str | None:
         """Return the name of an array along the sample axis: as given, or of a group that fields are in."""
         found = (self.group.beside(field, name) for field in self.named)
@@ -174,7 +179,7 @@ class OpenedArrays:
 
         Raises `FieldError` if there are none, and for a field of a dataset that is not an array of numbers.
         """
-        needed = {*self.sampling.patch_dims, *([self.sample_axis] if self.sample_axis else [])}
+        needed = set(self.anchored)
         names = sorted(name for name in self.group.sparse if self._is_complete(name))
         for name in (name for name, kind in self.group.groups.items() if kind == "csc_matrix"):
             self.group.array(name)  # an error
@@ -238,25 +243,6 @@ def own_manifest(group: ZarrGroup) -> Manifest | None:
     return manifest_from_json(attributes, group.url)
 
 
-class Draft(NamedTuple):
-    """A column before its samples are known: its dimensions, their lengths, and its members.
-
-    `rows`: as of `RegionColumn`, whose sample axis is the only dimension then.
-    """
-
-    dims: tuple[str, ...]
-    lengths: tuple[int, ...]
-    dtype: str
-    members: tuple[Member, ...]
-    channels: int = 0
-    rows: Ints | None = None
-
-    @property
-    def mean_row(self) -> float:
-        """The mean number of elements of a sparse row, 1 for other columns."""
-        return 1.0 if self.rows is None else float(self.rows[-1]) / max(1, self.rows.size - 1)
-
-
 def open_arrays(
     store: Store,
     sampling: Sampling,
@@ -292,29 +278,29 @@ def open_arrays(
     for name in sampling.decode_cf if isinstance(sampling.decode_cf, Mapping) else ():
         if name not in known:
             group.array(name)
-    drafts = _drafts(opened, fields)
-    length = _sample_length(opened, drafts)
+    columns = _columns(opened, fields)
+    length = _sample_length(opened, columns)
     coordinate = None if not opened.sample_axis else read_coordinate(opened, opened.sample_axis, length)
     segments = _segments(opened, coordinate, where, length)
     outputs = _window_parts(sampling.windows, coordinate, segments)
     samples, left_out = _window_axis(opened, coordinate, segments, outputs)
-    axes = _axes(opened, drafts, samples)
-    anchors = Anchors(axes, aligned)
-    lengths = _reference_lengths(opened, drafts)
-    columns = {name: _column(name, draft, opened, outputs, lengths) for name, draft in drafts.items()}
-    arrays = ArrayFields(columns, anchors, opened.strict, outputs.first, left_out)
-    _check_chunks(drafts.values(), memory)
+    lengths = _reference_lengths(opened, columns)
+    axes = _axes(opened, columns, lengths, samples)
+    columns = {name: _with_outputs(column, opened, outputs, lengths) for name, column in columns.items()}
+    arrays = ArrayFields(columns, Anchors(axes, aligned), opened.strict, outputs.first, left_out)
+    _check_chunks(columns.values(), memory)
     manifest = replace(_manifest(opened.store, arrays), provenance={"classes": opened.classes(columns)})
     return Dataset(opened.store, manifest, tuple(columns), None, arrays)
 
 
-def _drafts(opened: OpenedArrays, fields: Sequence[str] | None) -> dict[str, Draft]:
+def _columns(opened: OpenedArrays, fields: Sequence[str] | None) -> dict[str, RegionColumn]:
+    """Return the columns, before their samples are known."""
     stacked = opened.sampling.columns
     names = list(fields) if fields is not None else [] if stacked else opened.default_fields()
     for name in names:
         if names.count(name) > 1 or name in stacked:
             raise FieldError(f"fields names {name!r} twice", "name each field once, and channels differently")
-    drafts: dict[str, Draft] = {}
+    columns: dict[str, RegionColumn] = {}
     given = {f"{name}{INDICES}": name for name in names if name in opened.group.sparse}
     for column, name in given.items():
         if column in opened.group.arrays or column in stacked:
@@ -322,31 +308,31 @@ def _drafts(opened: OpenedArrays, fields: Sequence[str] | None) -> dict[str, Dra
             raise FieldError(problem, "read one of them alone")
     for name in names:
         if name in opened.group.sparse:
-            drafts |= _sparse(name, opened)
+            columns |= _sparse(name, opened)
         if name in opened.group.sparse or name in given:
             continue
         array, unpacking = opened.group.array(name), opened.unpacking(name)
-        missing = {*opened.sampling.patch_dims, *([opened.sample_axis] if opened.sample_axis else [])} - set(array.dims)
+        missing = set(opened.anchored) - set(array.dims)
         if missing:
             problem = f"the array {name!r} of {opened.group.url} has the dimensions {', '.join(array.dims) or 'none'}"
             remedy = f"leave it out of fields=, or repeat it by Channels(...): it lacks {', '.join(sorted(missing))}"
             raise FieldError(problem, remedy)
         affine = opened.affine(name)
         member = Member(array.dims, (Slice({}, None, affine),), array, unpacking)
-        shape, dtype = array.lengths, _float_if(_dtype_of(member), affine is not None)
+        dtype = _float_if(_dtype_of(member), affine is not None)
         if name in opened.group.nullable:
             member = Member(array.dims, (Slice({}, None),), constant=_scaled(opened.read(name), affine))
             dtype = "float64"
-        drafts[name] = Draft(tuple(shape), tuple(shape.values()), dtype, (member,))
-    drafts |= {name: _stack(name, opened, channels) for name, channels in stacked.items()}
+        columns[name] = RegionColumn(name, array.lengths, dtype, (member,), opened.sample_axis)
+    columns |= {name: _stack(name, opened, channels) for name, channels in stacked.items()}
     channels = [channel for column in stacked.values() for channel in column.names]
-    floats = [name for name in names if name in drafts and np.dtype(drafts[name].dtype).kind == "f"]
+    floats = [name for name in names if name in columns and np.dtype(columns[name].dtype).kind == "f"]
     floats += [channel for channel in channels if channel not in TIME_CHANNELS]
     opened.check_normalization({*names, *channels}, floats)
-    return drafts
+    return columns
 
 
-def _sparse(name: str, opened: OpenedArrays) -> dict[str, Draft]:
+def _sparse(name: str, opened: OpenedArrays) -> dict[str, RegionColumn]:
     """Return the columns of a matrix in compressed sparse rows: its values, and `_indices`, their columns.
 
     Raises `UsageError` for declarations that need dense rows, and `FormatError` for arrays that do not fit together.
@@ -360,15 +346,16 @@ def _sparse(name: str, opened: OpenedArrays) -> dict[str, Draft]:
         raise UsageError(problem, "give sample_axis=0, its rows")
     rows = opened.read_exactly(f"{name}/indptr").astype(np.int64, copy=False)
     ascending = rows.ndim == 1 and rows.size and rows[0] == 0 and (rows[1:] >= rows[:-1]).all()
-    drafts = {}
+    columns = {}
     for column, part in ((name, "data"), (f"{name}{INDICES}", "indices")):
         array = opened.group.array(f"{name}/{part}")
         if not ascending or array.shape != (rows[-1],):
             problem = f"indptr of the sparse matrix {name!r} does not fit its {part}, of the shape {array.shape}"
             raise FormatError(problem, "write the matrix again")
         member = Member((ROWS,), array=array)
-        drafts[column] = Draft((opened.sample_axis,), (rows.size - 1,), array.dtype.name, (member,), rows=rows)
-    return drafts
+        lengths, axis = {opened.sample_axis: rows.size - 1}, opened.sample_axis
+        columns[column] = RegionColumn(column, lengths, array.dtype.name, (member,), axis, rows=rows)
+    return columns
 
 
 def _dtype_of(member: Member) -> str:
@@ -376,7 +363,7 @@ def _dtype_of(member: Member) -> str:
     return member.array.dtype.name if member.unpacking is None else member.unpacking.dtype
 
 
-def _stack(name: str, opened: OpenedArrays, channels: Channels) -> Draft:
+def _stack(name: str, opened: OpenedArrays, channels: Channels) -> RegionColumn:
     """Return the column of stacked arrays. Raises `FieldError` if their dimensions differ."""
     members: dict[str, Member] = {}
     shapes: dict[str, dict[str, int]] = {}
@@ -398,7 +385,7 @@ def _stack(name: str, opened: OpenedArrays, channels: Channels) -> Draft:
     dtype = np.result_type(*(read or [np.dtype(np.float32)]))
     scaled = any(each.affine is not None for member in members.values() for each in member.slices)
     dtype_name = _float_if(dtype.name, bool(constants) or scaled)
-    return Draft(tuple(first), tuple(first.values()), dtype_name, tuple(members.values()), len(channels.names))
+    return RegionColumn(name, first, dtype_name, tuple(members.values()), opened.sample_axis, len(channels.names))
 
 
 def _float_if(dtype: str, needed: bool) -> str:
@@ -416,10 +403,9 @@ def _channel(opened: OpenedArrays, channel: str, number: int) -> tuple[str, Memb
         values = _scaled(coordinate.fractions(source, channel), affine)
         return channel, Member((axis,), (Slice({}, number),), constant=values), {axis: len(values)}
     array = opened.group.array(source)
-    picks = find_index(opened.store, opened.group, sliced or channel, {axis, *opened.sampling.patch_dims})
+    picks = find_index(opened.store, opened.group, sliced or channel, opened.anchored)
     shape = {dim: n for dim, n in array.lengths.items() if dim not in picks}
-    anchored = {*([axis] if axis else []), *opened.sampling.patch_dims}
-    if anchored <= set(shape) and len(shape) > 1:
+    if set(opened.anchored) <= set(shape) and len(shape) > 1:
         slices = (Slice(picks, number, affine),)
         return source, Member(array.dims, slices, array, opened.unpacking(source)), shape
     values = opened.read(source)[tuple(picks.get(dim, slice(None)) for dim in array.dims)]
@@ -432,23 +418,21 @@ def _scaled(values: NDArray[Any], affine: tuple[float, float] | None) -> NDArray
     return values if affine is None else np.asarray((values - affine[0]) / affine[1], np.float32)
 
 
-def _sample_length(opened: OpenedArrays, drafts: Mapping[str, Draft]) -> int:
+def _sample_length(opened: OpenedArrays, columns: Mapping[str, RegionColumn]) -> int:
     """Return the length of the sample axis. Raises `FieldError` if arrays have different lengths."""
-    axis, lengths = opened.sample_axis, dict[str, int]()
+    axis = opened.sample_axis
     if not axis:
         return 0
-    for name, draft in drafts.items():
-        if axis in draft.dims:
-            lengths[name] = draft.lengths[draft.dims.index(axis)]
+    lengths = {name: column.lengths[axis] for name, column in columns.items() if axis in column.lengths}
     if not lengths:
         arrays = {n: a for n, a in opened.group.arrays.items() if axis in a.dims}
         arrays = {n: a for n, a in arrays.items() if n in opened.named} or arrays
-        lengths = {n: a.shape[a.dims.index(axis)] for n, a in arrays.items()}
+        lengths = {n: a.lengths[axis] for n, a in arrays.items()}
     if not lengths:
         dims = dict.fromkeys(dim for array in opened.group.arrays.values() for dim in array.dims)
         problem = f"no array of {opened.group.url} has the dimension {axis!r}"
         raise FieldError(problem, f"choose sample_axis= from {', '.join(dims) or 'none'}")
-    if len(set(lengths.values())) > 1 and drafts:
+    if len(set(lengths.values())) > 1 and columns:
         counts = ", ".join(f"{name} {length}" for name, length in lengths.items())
         problem = f"the arrays of {opened.group.url} have different lengths along {axis!r}: {counts}"
         raise FieldError(problem, "name arrays of one length in fields=")
@@ -581,35 +565,33 @@ def _window_axis(
     return replace(made, offsets=outputs.offsets), left_out
 
 
-def _reference_lengths(opened: OpenedArrays, drafts: Mapping[str, Draft]) -> dict[str, int]:
+def _reference_lengths(opened: OpenedArrays, columns: Mapping[str, RegionColumn]) -> dict[str, int]:
     """Return the lengths of the anchored axes in the first column that has all of them. Raises `FieldError`."""
-    needed = [*([opened.sample_axis] if opened.sample_axis else []), *opened.sampling.patch_dims]
-    first = next((draft for draft in drafts.values() if set(needed) <= set(draft.dims)), None)
+    first = next((column for column in columns.values() if set(opened.anchored) <= set(column.lengths)), None)
     if first is None:
-        problem = f"no field of {opened.group.url} has {', '.join(needed)}"
+        problem = f"no field of {opened.group.url} has {', '.join(opened.anchored)}"
         raise FieldError(problem, "name an array that has them")
-    return {dim: first.lengths[first.dims.index(dim)] for dim in needed}
+    return {dim: first.lengths[dim] for dim in opened.anchored}
 
 
-def _axes(opened: OpenedArrays, drafts: Mapping[str, Draft], samples: Axis | None) -> tuple[Axis, ...]:
-    """Return the anchored axes. Raises `UsageError` if a patch does not fit."""
-    lengths = _reference_lengths(opened, drafts)
+def _axes(
+    opened: OpenedArrays, columns: Mapping[str, RegionColumn], lengths: Mapping[str, int], samples: Axis | None
+) -> tuple[Axis, ...]:
+    """Return the anchored axes, of these lengths. Raises `UsageError` if a patch does not fit."""
     found = [] if samples is None else [samples]
-    for dim in opened.sampling.patch_dims:
-        found.append(_patch_axis(opened, drafts, dim, lengths[dim]))
-    names = [axis.name for axis in found]
-    having = {dim: [draft for draft in drafts.values() if dim in draft.dims] for dim in names}
-    chunks = {dim: max(_reference_chunk(draft, dim, lengths[dim]) for draft in having[dim]) for dim in names}
-    volume = sum(_element_bytes(draft, names, lengths) for draft in drafts.values())
+    found += [_patch_axis(opened, columns, dim, lengths[dim]) for dim in opened.sampling.patch_dims]
+    having = {dim: [column for column in columns.values() if dim in column.lengths] for dim in lengths}
+    chunks = {dim: max(_reference_chunk(column, dim, lengths[dim]) for column in having[dim]) for dim in lengths}
+    volume = sum(_element_bytes(column, lengths) for column in columns.values())
     cells = choose_cells([CellAxis(a.length, chunks[a.name], a.stride, a.reach) for a in found], volume)
     count = prod(-(-axis.length // cell) for axis, cell in zip(found, cells, strict=True))
     if count > MAX_CELLS:
-        problem = f"{count} boxes of chunks of {next(iter(drafts))!r} are more than {MAX_CELLS}"
+        problem = f"{count} boxes of chunks of {next(iter(columns))!r} are more than {MAX_CELLS}"
         raise FormatError(problem, "read a part of the array, or one with larger chunks")
     return tuple(replace(axis, cell=cell) for axis, cell in zip(found, cells, strict=True))
 
 
-def _patch_axis(opened: OpenedArrays, drafts: Mapping[str, Draft], dim: str, length: int) -> Axis:
+def _patch_axis(opened: OpenedArrays, columns: Mapping[str, RegionColumn], dim: str, length: int) -> Axis:
     patch = opened.sampling.patches
     assert patch is not None
     size, stride, margin = patch.along(dim)
@@ -619,12 +601,11 @@ def _patch_axis(opened: OpenedArrays, drafts: Mapping[str, Draft], dim: str, len
         problem = f"patches of {size} elements{with_margin} along {dim!r}, which has {length}"
         raise UsageError(problem, "give a smaller patch")
     snap = 1
-    for name, draft in drafts.items():
-        if dim not in draft.dims:
+    for name, column in columns.items():
+        if dim not in column.lengths:
             continue
-        own = draft.lengths[draft.dims.index(dim)]
-        scale = resolution(own, length)
-        usable = min(usable, int(own / scale))
+        scale = resolution(column.lengths[dim], length)
+        usable = min(usable, int(column.lengths[dim] / scale))
         snap = lcm(snap, scale.denominator)
         if (extent * scale).denominator > 1 or (stride * scale).denominator > 1:
             problem = f"patches of {extent} elements along {dim!r}, {stride} apart, are {extent * scale} of {name!r}"
@@ -654,63 +635,59 @@ def resolution(length: int, reference: int) -> Fraction:
     return Fraction(length, reference)
 
 
-def _reference_chunk(draft: Draft, dim: str, length: int) -> int:
+def _reference_chunk(column: RegionColumn, dim: str, length: int) -> int:
     """Return the largest chunk of a column along a dimension, in elements of the first column.
 
     Sparse rows end anywhere in a chunk, so that neighbouring cells read the chunk between them twice. For them it is
     that of up to `ROW_CHUNKS`, as far as the limits of cells allow.
     """
-    if draft.rows is not None:
-        (array,) = (member.array for member in draft.members if member.array is not None)
+    if column.rows is not None:
+        (array,) = (member.array for member in column.members if member.array is not None)
         count = min(ROW_CHUNKS, array.shape[0] // array.chunks[0] // LEAST_CELLS, CELL_BYTES // 2 // array.chunk_bytes)
-        return max(1, min(length, int(max(1, count) * array.chunks[0] / max(1.0, draft.mean_row))))
-    chunks = [m.array.chunks[m.dims.index(dim)] for m in draft.members if m.array is not None and dim in m.dims]
-    scale = resolution(draft.lengths[draft.dims.index(dim)], length)
+        return max(1, min(length, int(max(1, count) * array.chunks[0] / max(1.0, column.mean_row))))
+    chunks = [m.array.chunks[m.dims.index(dim)] for m in column.members if m.array is not None and dim in m.dims]
+    scale = resolution(column.lengths[dim], length)
     return max(1, min(length, int(max(chunks, default=1) / scale)))
 
 
-def _element_bytes(draft: Draft, anchored: Sequence[str], lengths: Mapping[str, int]) -> float:
+def _element_bytes(column: RegionColumn, references: Mapping[str, int]) -> float:
     """Return the bytes of a column in a box of one element of every anchored axis."""
-    size = np.dtype(draft.dtype).itemsize * max(1, draft.channels) * draft.mean_row
-    whole = prod(n for dim, n in zip(draft.dims, draft.lengths, strict=True) if dim not in anchored)
-    shares = [draft.lengths[draft.dims.index(dim)] / lengths[dim] for dim in anchored if dim in draft.dims]
-    return float(size * whole * prod(shares))
+    size = np.dtype(column.dtype).itemsize * max(1, column.channels) * column.mean_row
+    return float(size * prod(n / references.get(dim, 1) for dim, n in column.lengths.items()))
 
 
-def _column(
-    name: str, draft: Draft, opened: OpenedArrays, outputs: WindowParts, references: Mapping[str, int]
+def _with_outputs(
+    column: RegionColumn, opened: OpenedArrays, outputs: WindowParts, references: Mapping[str, int]
 ) -> RegionColumn:
-    if draft.rows is not None:
-        given = (ROWS,), (int(draft.rows[-1]),), draft.dtype, draft.members, ()
-        return RegionColumn(name, *given, {}, {}, opened.sample_axis, rows=draft.rows)
-    lengths = dict(zip(draft.dims, draft.lengths, strict=True))
+    """Return a column with what is cut from it. `references`: the lengths of the anchored axes."""
+    if column.rows is not None:
+        return replace(column, lengths={ROWS: int(column.rows[-1])})
+    lengths, patch = column.lengths, opened.sampling.patches
     scales = {dim: resolution(lengths[dim], length) for dim, length in references.items() if dim in lengths}
-    patch = opened.sampling.patches
     sizes = {}
     for dim in (dim for dim in opened.sampling.patch_dims if dim in lengths):
         size, _, margin = (1, 1, 0) if patch is None else patch.along(dim)
         sizes[dim] = int((size + 2 * margin) * scales[dim])
-    own = draft.dims, draft.lengths, draft.dtype, draft.members, ()
-    column = RegionColumn(name, *own, scales, sizes, opened.sample_axis, draft.channels)
 
     def output(suffix: str, parts: tuple[Part, ...]) -> Output:
         count = sum(part.length for part in parts)
         shape = [sizes.get(dim, n) if dim != opened.sample_axis else count for dim, n in lengths.items()]
-        if draft.channels:
-            shape.insert(column.channel_axis, draft.channels)
+        if column.channels:
+            shape.insert(column.channel_axis, column.channels)
         if not count and opened.sample_axis in lengths:
-            position = draft.dims.index(opened.sample_axis)
-            del shape[position + int(draft.channels > 0 and position >= column.channel_axis)]
-        return Output(name + suffix, tuple(shape), parts)
+            position = column.dims.index(opened.sample_axis)
+            del shape[position + int(column.channels > 0 and position >= column.channel_axis)]
+        return Output(column.name + suffix, tuple(shape), parts)
 
-    if opened.sample_axis not in lengths:  # the same for every sample
-        return replace(column, outputs=(output("", (Part(0, 0, 0, 1),)),))
-    made = [output("", outputs.parts), *([output("_target", outputs.target)] if outputs.target else [])]
-    return replace(column, outputs=tuple(made))
+    if opened.sample_axis in lengths:
+        made = [output("", outputs.parts), *([output("_target", outputs.target)] if outputs.target else [])]
+    else:  # the same for every sample
+        made = [output("", (Part(0, 0, 0, 1),))]
+    return replace(column, outputs=tuple(made), scales=scales, sizes=sizes)
 
 
-def _check_chunks(drafts: Iterable[Draft], memory: int | None) -> None:
-    arrays = [member.array for draft in drafts for member in draft.members if member.array is not None]
+def _check_chunks(columns: Iterable[RegionColumn], memory: int | None) -> None:
+    arrays = [member.array for column in columns for member in column.members if member.array is not None]
     largest = max(arrays, key=lambda array: array.chunk_bytes, default=None)
     if memory is not None and largest is not None and largest.chunk_bytes > memory:
         problem = f"a chunk of the array {largest.path!r} has {largest.chunk_bytes} bytes, and memory={memory}"
@@ -751,7 +728,9 @@ def _order(samples: int, block: int, block_bytes: int, requests: int) -> OrderPi
 
 def _digest(column: RegionColumn, anchors: Anchors) -> str:
     """Return the SHA-256 of what determines the values and the samples of a column, in hexadecimal."""
-    digest = hashlib.sha256(repr((column.dims, column.lengths, column.dtype, column.outputs, column.channels)).encode())
+    digest = hashlib.sha256(
+        repr((column.dims, tuple(column.lengths.values()), column.dtype, column.outputs, column.channels)).encode()
+    )
     if column.rows is not None:
         digest.update(column.rows.astype("<i8").tobytes())
     for member in column.members:

@@ -92,7 +92,7 @@ def _bytes_read(reader: RegionReader, member: Member, array: ArrayReader, block:
 
 
 def _bytes_used(column: RegionColumn, member: Member, array: ArrayReader, unused: dict[str, int]) -> int:
-    lengths = dict(zip(column.dims, column.lengths, strict=True))
+    lengths = dict(column.lengths)
     for dim, scale in column.scales.items():
         lengths[dim] -= int(unused[dim] * scale)
     return prod(lengths.values()) * len(member.slices) * array.array.dtype.itemsize
