@@ -8,7 +8,7 @@ are NaN.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import isfinite, isnan
@@ -22,6 +22,7 @@ from streamloader.errors import FormatError
 PIECE_ELEMENTS = 1 << 16  # unpacked at once, so that temporary float64 values fit in a core's cache
 # Limits in unpacked units are rounded by up to this share of a step: scale, offset and limits may have been float32.
 ROUNDED = 0.01
+_LONGEST = 500  # items of an attribute that are shown
 _NUMBER = re.compile(r"[-+]?(?:(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?|inf)", re.IGNORECASE)
 
 
@@ -30,41 +31,49 @@ class Unpacking:
     """How stored values become floats: those in `fills` or outside `valid` become NaN, others value * scale + offset.
 
     `valid` limits the values before they are scaled. `stored`: the native dtype of stored values. `view`: the dtype
-    they have by the attribute `_Unsigned`.
+    they have by the attribute `_Unsigned`. `dtype`: that of unpacked values. `wide`: whether they are computed as
+    float64, and rounded once.
     """
 
     stored: np.dtype[Any]
     view: np.dtype[Any]
-    scale: float | None = None
-    offset: float | None = None
+    dtype: str
+    scale: Any = None
+    offset: Any = None
     fills: tuple[float, ...] = ()
     valid: tuple[float, float] | None = None
+    wide: bool = True
 
-    @property
-    def dtype(self) -> str:
-        """The dtype of unpacked values."""
-        return self.stored.name if self.stored.kind == "f" else "float32" if self.stored.itemsize <= 2 else "float64"
+    def __str__(self) -> str:
+        scale = "" if self.scale is None else f" * {self.scale}"
+        offset = "" if self.offset is None else f" + {self.offset}"
+        fills = f", NaN for {' and '.join(map(str, self.fills))}" if self.fills else ""
+        return f"{self.view.name}{scale}{offset}{fills}"
 
     def apply(self, stored: NDArray[Any]) -> NDArray[Any]:
-        """Return the unpacked values. They are computed as float64 and rounded once."""
+        """Return the unpacked values."""
         with np.errstate(over="ignore"):
-            return self.unpack(stored).astype(self.dtype)
+            return self.unpack(stored, "float64" if self.wide else self.dtype).astype(self.dtype, copy=False)
 
-    def unpack(self, stored: NDArray[Any]) -> NDArray[np.float64]:
-        """Return the unpacked values as float64."""
-        values = stored.view(self.view)
-        out = values.astype(np.float64)
-        missing = np.zeros(stored.shape, np.bool_)
-        for fill in self.fills:
-            missing |= (values == fill) | (stored == fill)
-        if self.valid is not None:
-            missing |= (values < self.valid[0]) | (values > self.valid[1])
+    def unpack(self, stored: NDArray[Any], dtype: str = "float64") -> NDArray[Any]:
+        """Return the unpacked values, computed in a dtype."""
+        out = stored.view(self.view).astype(dtype)
         if self.scale is not None:
             out *= self.scale
         if self.offset is not None:
             out += self.offset
-        out[missing] = np.nan
+        if self.fills or self.valid is not None:
+            out[self.missing(stored)] = np.nan
         return out
+
+    def missing(self, stored: NDArray[Any]) -> NDArray[np.bool_]:
+        """Return which values are missing: fill values, and those outside the valid range."""
+        values, missing = stored.view(self.view), np.zeros(stored.shape, np.bool_)
+        for fill in self.fills:
+            missing |= (values == fill) | (stored == fill)
+        if self.valid is not None:
+            missing |= (values < self.valid[0]) | (values > self.valid[1])
+        return missing
 
     @cached_property
     def _table(self) -> NDArray[Any] | None:
@@ -90,23 +99,42 @@ class Unpacking:
             out[first : first + rows] = self.apply(np.ascontiguousarray(stored[first : first + rows]))
 
 
-def unpacking_of(attributes: Mapping[str, Any], dtype: np.dtype[Any], where: str) -> Unpacking | None:
+def unpacking_of(
+    attributes: Mapping[str, Any], dtype: np.dtype[Any], where: str, *, as_xarray: bool = False
+) -> Unpacking | None:
     """Return how the values of an array with these attributes are unpacked; None if they are kept as they are.
 
+    `as_xarray`: as its `mask_and_scale` does, which has no valid range, and computes in the dtype that it returns.
     Raises `FormatError` for an attribute that is not a number.
     """
     stored = dtype.newbyteorder("=")
     if stored.kind not in "iuf":
         return None
-    sign = {"true": "u", "false": "i"}.get(str(attributes.get("_Unsigned", "")).lower(), stored.kind)
+    sign = {"true": "u", "false": "i"}.get(attribute_text(attributes.get("_Unsigned", "")).lower(), stored.kind)
     view = np.dtype(f"{sign}{stored.itemsize}") if stored.kind in "iu" else stored
-    scale, offset = (_number(attributes, name, where) for name in ("scale_factor", "add_offset"))
-    fills = [*_numbers(attributes, "_FillValue", where), *_numbers(attributes, "missing_value", where)]
-    fills = [stored.type(fill).item() for fill in fills if not isnan(fill)] if stored.kind == "f" else fills
-    limits = _valid_limits(attributes, view, scale, offset)
-    if scale is None and offset is None and not fills and limits is None:
-        return None
-    return Unpacking(stored, view, scale, offset, tuple(dict.fromkeys(fills)), limits)
+    scale, offset = (_factor(attributes, name, where, texts=not as_xarray) for name in ("scale_factor", "add_offset"))
+    fills = _fills(attributes, stored, where)
+    limits = None if as_xarray else _valid_limits(attributes, view, scale, offset)
+    changes = scale is not None or offset is not None or fills or limits is not None
+    name = stored.name if stored.kind == "f" else "float32" if stored.itemsize <= 2 else "float64"
+    if as_xarray and (scale is not None or offset is not None):
+        name = _scaled_dtype(attributes, stored, scale, offset, fills)
+    elif as_xarray and not fills:
+        changes, name = view != stored, view.name
+        if attribute_text(attributes.get("dtype")) == "bool":  # how xarray stores bools in netCDF
+            changes, name = True, "bool"
+    return Unpacking(stored, view, name, scale, offset, fills, limits, not as_xarray) if changes else None
+
+
+def _scaled_dtype(
+    attributes: Mapping[str, Any], stored: np.dtype[Any], scale: Any, offset: Any, fills: Collection[float]
+) -> str:
+    """Return the dtype that xarray chooses for packed values."""
+    if stored.kind == "f" and not fills and not attributes.keys().isdisjoint(("_FillValue", "missing_value")):  # NaN
+        return stored.name
+    types = {np.asarray(factor).dtype.name for factor in (scale, offset) if factor is not None}
+    wide = stored.kind in "iu" and stored.itemsize == 4 and offset is not None
+    return "float32" if types == {"float32"} and scale is not None and not wide else "float64"
 
 
 def _valid_limits(
@@ -140,21 +168,52 @@ def _reinterpreted(limit: float, view: np.dtype[Any]) -> float:
     return (limit - least) % size + least if -size // 2 <= limit < size else limit
 
 
-def _numbers(attributes: Mapping[str, Any], name: str, where: str) -> list[float]:
-    value = attributes.get(name)
-    if value is None:
-        return []
-    items = value if isinstance(value, list) else [value]
+def attribute_text(value: Any) -> str:
+    """Return an attribute as text; of many numbers, the first ones."""
+    if isinstance(value, bytes):
+        return value.decode("utf-8", "replace")
+    if isinstance(value, np.ndarray | list | tuple):
+        items = value.reshape(-1) if isinstance(value, np.ndarray) else value
+        return ", ".join(attribute_text(item) for item in items[:_LONGEST])
+    return str(value)
+
+
+def _numbers(attributes: Mapping[str, Any], name: str, where: str) -> list[Any]:
+    """Return the numbers of an attribute: one, a list or an array, as Python numbers; texts are read."""
+    values = np.ravel(np.asarray(attributes.get(name, []))).tolist()
     try:
-        return [float(item.replace("Infinity", "inf")) if isinstance(item, str) else float(item) for item in items]
+        return [value if type(value) in (int, float) else float(value) for value in values if value is not None]
     except (TypeError, ValueError) as error:
-        problem = f"{where} has the {name} {value!r:.60}, which is not a number"
-        raise FormatError(problem, "read it as it is stored with decode_cf=False") from error
+        raise _not_a_number(attributes, name, where) from error
 
 
-def _number(attributes: Mapping[str, Any], name: str, where: str) -> float | None:
-    numbers = _numbers(attributes, name, where)
-    if len(numbers) > 1:
-        problem = f"{where} has {len(numbers)} numbers as {name}"
-        raise FormatError(problem, "read it as it is stored with decode_cf=False")
+def _not_a_number(attributes: Mapping[str, Any], name: str, where: str) -> FormatError:
+    problem = f"{where} has the {name} {attribute_text(attributes[name])!r:.60}, which is not one number"
+    return FormatError(problem, "read it as it is stored with decode_cf=False")
+
+
+def _factor(attributes: Mapping[str, Any], name: str, where: str, *, texts: bool) -> Any:
+    """Return a scale or an offset, None if there is none: a numpy scalar of its dtype, or a Python number.
+
+    With the latter, as JSON has it, numpy computes in the dtype of the array, as xarray does. `texts`: they are read.
+    """
+    value, numbers = attributes.get(name), _numbers(attributes, name, where)
+    if len(numbers) > 1 or (isinstance(value, str | bytes) and not texts):
+        raise _not_a_number(attributes, name, where)
+    if numbers and isinstance(value, np.generic | np.ndarray) and value.dtype.kind in "iuf":
+        return np.ravel(value.astype(value.dtype.newbyteorder("=")))[0]
     return numbers[0] if numbers else None
+
+
+def _fills(attributes: Mapping[str, Any], dtype: np.dtype[Any], where: str) -> tuple[float, ...]:
+    """Return the values that represent missing ones, as Python numbers; NaN needs no unpacking."""
+    fills: dict[float, None] = {}  # a set in order
+    for number in (number for name in ("_FillValue", "missing_value") for number in _numbers(attributes, name, where)):
+        if dtype.kind == "f" and not isnan(number):  # a fill value may have another width than the array
+            with np.errstate(over="ignore"):
+                cast = float(dtype.type(number))
+            if isfinite(cast) == isfinite(number):
+                fills[cast] = None
+        elif not isnan(number):
+            fills[int(number) if number == number // 1 else number] = None
+    return tuple(fills)

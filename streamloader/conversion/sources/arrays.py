@@ -12,8 +12,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain
-from math import isfinite, isnan
 from typing import Any
 
 import numpy as np
@@ -23,7 +21,8 @@ from streamloader.conversion.sources.base import AGAIN, BadSample, OnBad, Source
 from streamloader.conversion.sources.fields import FieldSelection
 from streamloader.conversion.sources.files import field_names
 from streamloader.conversion.sources.ranged_io import read_rows
-from streamloader.errors import FieldError, SourceError, StreamloaderError
+from streamloader.errors import FieldError, FormatError, SourceError, StreamloaderError
+from streamloader.format.cf import Unpacking, attribute_text, unpacking_of
 from streamloader.format.codecs import Column
 from streamloader.format.manifest import MAX_CHUNK_BYTES, Field
 from streamloader.format.values import exact_in_float
@@ -43,7 +42,7 @@ Bad = Iterator[tuple[int, str]]  # the position and the problem of each bad row
 @dataclass(frozen=True, eq=False)
 class Container:
     """A file or store whose arrays have `num_samples` rows each. `where` is its URL for messages; `notes` are written
-    to the provenance; `decodings` has the fields with packed values.
+    to the provenance; `unpackings` has the fields with packed values.
 
     `read(rows, into)`, small and picklable, reads ascending rows as stored. It raises `SourceError`,
     `SourceChangedError`, or a `StorageError`.
@@ -54,7 +53,7 @@ class Container:
     fields: Mapping[str, Field]
     read: Read
     notes: Mapping[str, Any] = field(default_factory=dict)
-    decodings: Mapping[str, Decoding] = field(default_factory=dict)
+    unpackings: Mapping[str, Unpacking] = field(default_factory=dict)
 
     def packing(self, name: str) -> dict[str, str]:
         """Return the attributes with which the stored values of a field are decoded."""
@@ -63,14 +62,15 @@ class Container:
 
     def read_decoded(self, rows: NDArray[np.int64], into: Into) -> Bad:
         """Read rows and decode them; yield the rows that have a value which their field cannot hold."""
-        stored = {name: empty_column(decoding.stored, len(rows)) for name, decoding in self.decodings.items()}
+        packed = {name: replace(self.fields[name], dtype=each.stored.name) for name, each in self.unpackings.items()}
+        stored = {name: empty_column(kind, len(rows)) for name, kind in packed.items()}
         self.read(rows, {**into, **stored})
         for name, kind in self.fields.items():
             if kind.fixed and kind.dtype == "bool":  # files may store any byte for true
                 np.minimum(into[name].view(np.uint8), 1, out=into[name].view(np.uint8))
             bad: Bad = _not_utf8(into[name]) if kind.kind == "text" else iter(())
-            if name in self.decodings:
-                bad = self.decodings[name].apply(stored.pop(name), into[name])
+            if name in self.unpackings:
+                bad = _unpack(self.unpackings[name], stored.pop(name), into[name])
             for i, problem in bad:
                 yield i, f"its field {name!r} {problem}"
 
@@ -211,7 +211,7 @@ ATTRIBUTES = (
     *("_FillValue", "add_offset", "calendar", "dtype", "flag_meanings", "flag_values", "long_name", "missing_value"),
     *("scale_factor", "standard_name", "units", "valid_max", "valid_min", "valid_range", "_Unsigned"),
 )
-_DECODED_BYTES = 16 << 20  # bytes of values that are decoded at once
+_CHECKED_BYTES = 16 << 20  # of values, at once
 
 
 Dimensions = Mapping[str, tuple[str, ...]]
@@ -245,143 +245,46 @@ def along_samples(
     return kept, {"dimension": leaders[0], "passed_over": skipped}
 
 
-def _text(value: Any) -> str:
-    if isinstance(value, bytes):
-        return value.decode("utf-8", "replace")
-    if isinstance(value, np.ndarray | list | tuple):
-        items = value.reshape(-1) if isinstance(value, np.ndarray) else value
-        return ", ".join(_text(item) for item in items[:_LONGEST])
-    return str(value)
-
-
-@dataclass(frozen=True)
-class Decoding:
-    """How the values of an array are decoded, as by xarray's `decode_cf` and `mask_and_scale`.
-
-    Stored values are cast to `dtype`, multiplied by `scale`, and increased by `offset`; values in `fills` become NaN.
-    `view` is the dtype to which stored values are reinterpreted, if an attribute says that their sign differs.
-    """
-
-    stored: Field
-    dtype: str
-    scale: Any = None
-    offset: Any = None
-    fills: tuple[Any, ...] = ()
-    view: str = ""
-
-    def __str__(self) -> str:
-        scale = "" if self.scale is None else f" * {self.scale}"
-        offset = "" if self.offset is None else f" + {self.offset}"
-        fills = f", NaN for {' and '.join(map(str, self.fills))}" if self.fills else ""
-        return f"{self.view or self.stored.dtype}{scale}{offset}{fills}"
-
-    def apply(self, stored: NDArray[Any], out: NDArray[Any]) -> Bad:
-        """Fill `out` with the decoded values; yield the rows with a value that its dtype does not hold exactly."""
-        step = max(1, _DECODED_BYTES * len(out) // max(1, out.nbytes))
-        for first in range(0, len(out), step):
-            inexact = self._apply(stored[first : first + step], out[first : first + step])
-            for row in np.flatnonzero(inexact.reshape(len(inexact), -1).any(axis=1)).tolist():
-                yield first + row, f"holds a whole number that {self.dtype} does not hold exactly: keep it with --raw"
-
-    def _apply(self, stored: NDArray[Any], out: NDArray[Any]) -> NDArray[np.bool_]:
-        values = stored.view(self.view) if self.view else stored
-        missing = np.zeros(stored.shape, np.bool_)
-        for fill in self.fills:
-            missing |= (stored == fill) | (values == fill)
-        out[...] = values
-        inexact = np.zeros(stored.shape, np.bool_)
-        masked = self.scale is None and self.offset is None and out.dtype.kind == "f"
-        if masked and values.dtype.kind in "iu" and values.dtype.itemsize == 8:
-            inexact = ~exact_in_float(values, out.dtype) & ~missing
-        if self.scale is not None:
-            out *= self.scale
-        if self.offset is not None:
-            out += self.offset
-        if self.fills:
-            out[missing] = np.nan
-        return inexact
-
-
-def decoding_of(attributes: Mapping[str, Any], stored: Field, where: str) -> Decoding | None:
-    """Return the decoding of an array with the given attributes; None if it needs none.
-
-    Raises `SourceError`, which names `where`, for a scale or an offset that is not one number.
-    """
-    dtype = np.dtype(stored.dtype) if stored.fixed else np.dtype(bool)
-    if dtype.kind == "b":
-        return None
-    fills = _fills(attributes, dtype)
-    scale, offset = (_factor(attributes.get(name), name, where) for name in ("scale_factor", "add_offset"))
-    sign = {"true": "u", "false": "i"}.get(_text(attributes.get("_Unsigned", "")), dtype.kind)
-    view = np.dtype(f"{sign}{dtype.itemsize}").name if dtype.kind in "iu" and dtype.kind != sign else ""
-    decoded = view
-    if scale is not None or offset is not None:
-        nan_fill = dtype.kind == "f" and not fills and not attributes.keys().isdisjoint(("_FillValue", "missing_value"))
-        decoded = stored.dtype if nan_fill else _scaled_dtype(dtype, scale, offset)  # as xarray does
-    elif fills:
-        decoded = stored.dtype if dtype.kind == "f" else "float32" if dtype.itemsize <= 2 else "float64"
-    elif _text(attributes.get("dtype", "")) == "bool":  # how xarray stores bools in netCDF
-        decoded, view = "bool", ""
-    return Decoding(stored, decoded, scale, offset, fills, view) if decoded else None
-
-
-def _fills(attributes: Mapping[str, Any], dtype: np.dtype[Any]) -> tuple[Any, ...]:
-    """Return the values that represent missing ones, as Python numbers; NaN needs no decoding."""
-    fills: dict[Any, None] = {}  # a set in order
-    values = [np.ravel(np.asarray(attributes.get(name, []))).tolist() for name in ("_FillValue", "missing_value")]
-    for value in chain(*values):
-        number = float(value) if value in ("Infinity", "-Infinity") else value  # Zarr writes them as text
-        if type(number) not in (int, float) or isnan(number):
+def _unpack(unpacking: Unpacking, stored: NDArray[Any], out: NDArray[Any]) -> Bad:
+    """Fill `out` with the unpacked values; yield the rows with a whole number that its dtype does not hold exactly."""
+    unpacking.write(stored, out)
+    values = stored.view(unpacking.view)
+    scaled = unpacking.scale is not None or unpacking.offset is not None
+    if scaled or out.dtype.kind != "f" or values.dtype.kind == "f" or values.dtype.itemsize < 8:
+        return
+    step = max(1, _CHECKED_BYTES * len(out) // max(1, out.nbytes))
+    for first in range(0, len(out), step):
+        rows = slice(first, first + step)
+        exact = exact_in_float(values[rows], out.dtype)
+        if exact.all():
             continue
-        if dtype.kind == "f":  # a fill value may have another width than the array
-            with np.errstate(over="ignore"):
-                cast = float(dtype.type(number))
-            if isfinite(cast) == isfinite(number):
-                fills[cast] = None
-        else:
-            fills[int(number) if number == number // 1 else number] = None
-    return tuple(fills)
-
-
-def _factor(value: Any, name: str, where: str) -> Any:
-    """Return a scale or an offset as a numpy scalar of its dtype, or None.
-
-    A Python number, as JSON has it, stays one: numpy then computes in the dtype of the array, as xarray does.
-    """
-    if value is None or type(value) in (int, float):
-        return value
-    array = np.ravel(np.asarray(value))
-    if array.size != 1 or array.dtype.kind not in "iuf":
-        text = _text(value)[:_LONGEST]
-        raise SourceError(f"{where} has the {name} {text!r}, which is not one number", "keep it as stored with --raw")
-    return array.astype(array.dtype.newbyteorder("="))[0]
-
-
-def _scaled_dtype(stored: np.dtype[Any], scale: Any, offset: Any) -> str:
-    """Return the dtype that xarray chooses for packed values."""
-    types = {np.asarray(factor).dtype.name for factor in (scale, offset) if factor is not None}
-    wide = stored.kind in "iu" and stored.itemsize == 4 and offset is not None
-    return "float32" if types == {"float32"} and scale is not None and not wide else "float64"
+        inexact = ~(exact | unpacking.missing(stored[rows]))
+        for row in np.flatnonzero(inexact.reshape(len(inexact), -1).any(axis=1)).tolist():
+            yield first + row, f"holds a whole number that {out.dtype} does not hold exactly: keep it with --raw"
 
 
 def decoded(container: Container, attributes: Mapping[str, Mapping[str, Any]], raw: bool) -> Container:
-    """Return the container with decodings for its packed arrays, unless they are kept `raw`, and with notes on them.
+    """Return the container with the unpacking of its packed arrays, unless they are kept `raw`, and with notes on them.
 
-    `attributes` are those of each field. Raises `SourceError` as `decoding_of`.
+    `attributes` are those of each field. Raises `SourceError` for one that is not a number.
     """
-    decodings: dict[str, Decoding] = {}
+    unpackings: dict[str, Unpacking] = {}
     kept: dict[str, dict[str, str]] = {}
     for name, kind in container.fields.items():
-        present = attributes.get(name, {})
-        decoding = None if raw else decoding_of(present, kind, f"{container.where}: {name!r}")
-        if decoding is not None:
-            decodings[name] = decoding
-        keys = [key for key in ATTRIBUTES if key in present and (decoding is None or key not in PACKING)]
+        present, unpacking = attributes.get(name, {}), None
+        if kind.fixed and not raw:
+            try:
+                where = f"{container.where}: {name!r}"
+                unpacking = unpacking_of(present, np.dtype(kind.dtype), where, as_xarray=True)
+            except FormatError as error:
+                raise SourceError(error.problem, "keep it as stored with --raw") from error
+        if unpacking is not None:
+            unpackings[name] = unpacking
+        keys = [key for key in ATTRIBUTES if key in present and (unpacking is None or key not in PACKING)]
         if keys:  # as text: provenance has no floats
-            kept[name] = {key: _text(present[key])[:_LONGEST] for key in keys}
+            kept[name] = {key: attribute_text(present[key])[:_LONGEST] for key in keys}
     notes = {**container.notes, **({"attributes": kept} if kept else {})}
-    if not decodings:
-        return replace(container, notes=notes)
-    notes["decoded"] = {name: str(decoding) for name, decoding in decodings.items()}
-    changed = {name: replace(decoding.stored, dtype=decoding.dtype) for name, decoding in decodings.items()}
-    return replace(container, fields={**container.fields, **changed}, notes=notes, decodings=decodings)
+    if unpackings:
+        notes["decoded"] = {name: str(unpacking) for name, unpacking in unpackings.items()}
+    changed = {name: replace(container.fields[name], dtype=unpacking.dtype) for name, unpacking in unpackings.items()}
+    return replace(container, fields={**container.fields, **changed}, notes=notes, unpackings=unpackings)
