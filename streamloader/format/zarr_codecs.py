@@ -154,10 +154,9 @@ class ChunkCodec:
         if name in _STREAMS:
             out = np.empty(self.most_stored if size is None else size, np.uint8) if out is None else out
             return out[: _decompress(partial(_STREAMS[name], step), stored.cast("B"), out)]
-        if name in _FRAMES and out is None:
-            out = np.empty(_frame_size(name, stored.cast("B"), size, self.most_stored), np.uint8)
-        elif name in _FRAMES:
-            _frame_size(name, stored.cast("B"), size, self.most_stored)
+        if name in _FRAMES:
+            found = _frame_size(name, stored.cast("B"), size, self.most_stored)
+            out = np.empty(found, np.uint8) if out is None else out
         elif name.startswith("vlen"):  # it allocates as many items as the chunk declares
             declared, items = int.from_bytes(stored.cast("B")[:4], "little"), prod(self.shape)
             if declared > items:
@@ -224,6 +223,31 @@ def _frame_size(name: str, frame: memoryview, size: int | None, most: int) -> in
     return found
 
 
+class ShardIndex:
+    """The index of each shard of an array: `nbytes` at the end of the object if `is_last`, else at the beginning.
+
+    `grid`: the number of inner chunks along each axis. Raises `FormatError` for one that is compressed.
+    """
+
+    def __init__(self, array: ZarrArray, sharding: Mapping[str, Any]) -> None:
+        codecs = _configurations(sharding.get("index_codecs"), array.path)
+        if any(name not in ("bytes", "crc32c") for name, _ in codecs):
+            raise FormatError(f"the index of the shards of {array.path!r} is compressed", "write the array again")
+        self.grid = tuple(outer // inner for outer, inner in zip(array.stored_chunks, array.chunks, strict=True))
+        self.nbytes = 16 * prod(self.grid) + CRC_BYTES * sum(name == "crc32c" for name, _ in codecs)
+        self.is_last = sharding.get("index_location", "end") == "end"
+        self._codec = _codec_of_version_3(array, codecs, (*self.grid, 2), np.dtype("uint64"))
+
+    def parse(self, data: memoryview) -> Index:
+        """Return the offset and the size of each inner chunk. Raises `CorruptError`."""
+        entries = self._codec.decode(data).reshape(-1, 2).astype(np.uint64)
+        empty = entries[:, 0] == _EMPTY
+        if (entries[~empty] >= 2**62).any():
+            raise CorruptError("an offset is too large")
+        offsets, sizes = (np.where(empty, -1, entries[:, i].astype(np.int64)) for i in (0, 1))
+        return offsets, sizes
+
+
 class _Shard:
     """The codec `sharding_indexed` inside another one, with the interface of numcodecs."""
 
@@ -235,17 +259,17 @@ class _Shard:
         document = {**outer.document, "shape": shape, "chunk_grid": grid, "codecs": codecs}
         self._array = array = ZarrArray(outer.path, document, ())
         try:
-            self._codec, self._index = chunk_codec(array), index_codec(array)
+            self._codec, self._index = chunk_codec(array), ShardIndex(array, configuration)
         except RecursionError:
             raise FormatError(f"the shards of {outer.path!r} are nested too deep", "write the array again") from None
 
     def decode(self, data: Any) -> NDArray[Any]:
         """Return the elements of all chunks. Raises `CorruptError`."""
-        array, body, size = self._array, memoryview(data).cast("B"), index_bytes(self._array)
-        index = body[max(0, len(body) - size) :] if index_is_last(array) else body[:size]
-        offsets, sizes = index_entries(self._index, index)
+        array, index, body = self._array, self._index, memoryview(data).cast("B")
+        stored = body[max(0, len(body) - index.nbytes) :] if index.is_last else body[: index.nbytes]
+        offsets, sizes = index.parse(stored)
         out = np.full(array.shape, array.fill, array.values.dtype.newbyteorder("="))
-        found = zip(np.ndindex(*self._index.shape[:-1]), offsets.tolist(), sizes.tolist(), strict=True)
+        found = zip(np.ndindex(*index.grid), offsets.tolist(), sizes.tolist(), strict=True)
         for place, offset, count in found:
             if offset >= 0:
                 box: tuple[Any, ...] = tuple(
@@ -344,38 +368,6 @@ def _configurations(codecs: Any, path: str) -> Configurations:
     except (TypeError, KeyError, AttributeError):
         pass
     raise FormatError(f"the codecs of the array {path!r} are damaged: {codecs!r:.80}", "write the array again")
-
-
-def index_codec(array: ZarrArray) -> ChunkCodec:
-    """Return the codec of the index of an array's shards: (offset, size) of each inner chunk, u64."""
-    assert array.sharding is not None
-    grid = tuple(outer // inner for outer, inner in zip(array.stored_chunks, array.chunks, strict=True))
-    codecs = _configurations(array.sharding.get("index_codecs"), array.path)
-    if any(name not in ("bytes", "crc32c") for name, _ in codecs):
-        raise FormatError(f"the index of the shards of {array.path!r} is compressed", "write the array again")
-    return _codec_of_version_3(array, codecs, (*grid, 2), np.dtype("uint64"))
-
-
-def index_bytes(array: ZarrArray) -> int:
-    """Return the stored bytes of the index of a shard."""
-    assert array.sharding is not None
-    sums = [name for name, _ in _configurations(array.sharding.get("index_codecs"), array.path) if name == "crc32c"]
-    return 16 * prod(array.stored_chunks) // prod(array.chunks) + CRC_BYTES * len(sums)
-
-
-def index_is_last(array: ZarrArray) -> bool:
-    """Return whether the index of a shard follows its chunks."""
-    return array.sharding is None or array.sharding.get("index_location", "end") == "end"
-
-
-def index_entries(codec: ChunkCodec, data: memoryview) -> Index:
-    """Return the index of a shard, decoded by its codec. Raises `CorruptError`."""
-    entries = codec.decode(data).reshape(-1, 2).astype(np.uint64)
-    empty = entries[:, 0] == _EMPTY
-    if (entries[~empty] >= 2**62).any():
-        raise CorruptError("an offset is too large")
-    offsets, sizes = (np.where(empty, -1, entries[:, i].astype(np.int64)) for i in (0, 1))
-    return offsets, sizes
 
 
 def _with_zarr_python(array: ZarrArray, codecs: Configurations, shape: tuple[int, ...]) -> ChunkCodec:

@@ -87,8 +87,7 @@ class ZarrArray:
     @property
     def attributes(self) -> Document:
         """The user's attributes."""
-        attributes = self.document.get("attributes")
-        return attributes if isinstance(attributes, Mapping) else {}
+        return _mapping(self.document.get("attributes"))
 
     @cached_property
     def shape(self) -> tuple[int, ...]:
@@ -111,6 +110,11 @@ class ZarrArray:
         sizes = self.document.get("chunks") if self.version == 2 else _configuration(grid).get("chunk_shape")
         return _sizes(sizes, 1, self.path, len(self.shape))
 
+    @property
+    def grid(self) -> tuple[int, ...]:
+        """The number of objects along each dimension."""
+        return tuple(-(-n // size) for n, size in zip(self.shape, self.stored_chunks, strict=True))
+
     @cached_property
     def sharding(self) -> Document | None:
         """The configuration of the codec `sharding_indexed`, or None."""
@@ -118,8 +122,7 @@ class ZarrArray:
         first = codecs[0] if self.version == 3 and isinstance(codecs, list) and len(codecs) == 1 else None
         if not isinstance(first, Mapping) or first.get("name") != "sharding_indexed":
             return None
-        configuration = first.get("configuration")
-        return configuration if isinstance(configuration, Mapping) else {}
+        return _configuration(first)
 
     @cached_property
     def chunks(self) -> tuple[int, ...]:
@@ -243,6 +246,11 @@ class ZarrArray:
         return hashlib.sha256(data.encode()).hexdigest()
 
 
+def _mapping(value: Any) -> Document:
+    """Return a value of a document, empty if it is not a mapping."""
+    return value if isinstance(value, Mapping) else {}
+
+
 def _named(value: Any) -> Document:
     """Return an extension point of version 3, which may be a name alone, as a mapping."""
     return value if isinstance(value, Mapping) else {"name": value} if isinstance(value, str) else {}
@@ -250,8 +258,7 @@ def _named(value: Any) -> Document:
 
 def _configuration(point: Document) -> Document:
     """Return the configuration of an extension point, empty if it has none."""
-    configuration = point.get("configuration")
-    return configuration if isinstance(configuration, Mapping) else {}
+    return _mapping(point.get("configuration"))
 
 
 def _sizes(value: Any, least: int, path: str, count: int | None = None) -> tuple[int, ...]:
@@ -372,8 +379,7 @@ def read_group(
     else:
         documents |= {name: found[values] for name, (values, _) in columns.items()}
         paths = {name: columns[name][0] if name in columns else name for name in documents}
-    attributes = root.get("attributes") if "shape" not in root else {}
-    attributes = attributes if isinstance(attributes, Mapping) else {}
+    attributes = _mapping(root.get("attributes")) if "shape" not in root else {}
     axes = _image_axes(attributes)
     arrays = {
         name: ZarrArray.of(paths[name], document, axes) for name, document in documents.items() if "shape" in document
@@ -421,16 +427,14 @@ def _paths_beside(documents: Mapping[str, Document], beside: Collection[str], *,
 
 def _encoding(document: Document) -> str:
     """Return the kind of a group that AnnData's attribute states, "" if there is none."""
-    attributes = document.get("attributes")
-    return str(attributes.get("encoding-type", "")) if isinstance(attributes, Mapping) else ""
+    return str(_mapping(document.get("attributes")).get("encoding-type", ""))
 
 
 def _read_root(store: Store, names: Sequence[str]) -> tuple[Store, Document, dict[str, Document] | None]:
     """Return the store of the group, the document of its root, and those of its members if they are consolidated."""
     root = _parsed(store, ROOT) if ROOT in names else None
     if root is not None:
-        inline = root.get("consolidated_metadata")
-        nodes = inline.get("metadata") if isinstance(inline, Mapping) else None
+        nodes = _mapping(root.get("consolidated_metadata")).get("metadata")
         return store, root, None if nodes is None else {name: node for name, node in nodes.items() if "/" not in name}
     consolidated = _parsed(store, CONSOLIDATED) if names[-1] != ROOT else None
     if consolidated is None:
@@ -504,8 +508,7 @@ def _distinct(names: tuple[str, ...]) -> tuple[str, ...]:
 
 def _names(document: Document) -> tuple[str, ...]:
     """Return the names that a document has for all of its dimensions, empty if it has none."""
-    attributes = document.get("attributes")
-    beside = attributes.get("_ARRAY_DIMENSIONS") if isinstance(attributes, Mapping) else None
+    beside = _mapping(document.get("attributes")).get("_ARRAY_DIMENSIONS")
     for names in (document.get("dimension_names"), beside):
         if isinstance(names, list) and len(names) == _rank(document) and all(isinstance(name, str) for name in names):
             return tuple(names)

@@ -21,15 +21,7 @@ from streamloader.errors import (
 from streamloader.format.cf import Unpacking
 from streamloader.format.opening import reread
 from streamloader.format.reader import GAP_BYTES, MAX_REQUEST
-from streamloader.format.zarr_codecs import (
-    ChunkCodec,
-    Index,
-    chunk_codec,
-    index_bytes,
-    index_codec,
-    index_entries,
-    index_is_last,
-)
+from streamloader.format.zarr_codecs import ChunkCodec, Index, ShardIndex, chunk_codec
 from streamloader.format.zarr_metadata import Channel, ZarrArray, ZarrGroup
 from streamloader.storage.buffers import Allocate, LRUCache, empty_buffer
 from streamloader.storage.process import run_all
@@ -88,7 +80,7 @@ class ArrayReader:
         self._store = store
         self._indexes = LRUCache[Place, Index](INDEX_CACHE_BYTES, 2)
         self._present = ""  # the path of an object that was read
-        self._index_codec = None if array.sharding is None else index_codec(array)
+        self._shards = None if array.sharding is None else ShardIndex(array, array.sharding)
 
     @property
     def request_bytes(self) -> int:
@@ -98,11 +90,7 @@ class ArrayReader:
     @property
     def kept_bytes(self) -> int:
         """The most bytes of the indexes of shards that are cached."""
-        array = self.array
-        if array.sharding is None:
-            return 0
-        shards = prod(-(-n // size) for n, size in zip(array.shape, array.stored_chunks, strict=True))
-        return min(INDEX_CACHE_BYTES, shards * index_bytes(array))
+        return 0 if self._shards is None else min(INDEX_CACHE_BYTES, prod(self.array.grid) * self._shards.nbytes)
 
     def places(self, boxes: Sequence[tuple[Place, Place]]) -> list[Place]:
         """Return the places of the chunks that the boxes [low, high) touch, each once."""
@@ -126,22 +114,20 @@ class ArrayReader:
 
         Reads the indexes of shards that are not cached. Raises `CorruptError` for a damaged one, and `StorageError`.
         """
-        array = self.array
-        places = self.places(boxes)
-        if array.sharding is None:
+        places, shards = self.places(boxes), self._shards
+        if shards is None:
             stop = self.request_bytes
-            return [ArrayRun(array.object_key(at), 0, stop, (StoredChunk(at, 0, stop),)) for at in places]
-        per_shard = tuple(outer // inner for outer, inner in zip(array.stored_chunks, array.chunks, strict=True))
+            return [ArrayRun(self.array.object_key(at), 0, stop, (StoredChunk(at, 0, stop),)) for at in places]
         by_shard: dict[Place, list[Place]] = {}
         for place in places:
-            by_shard.setdefault(tuple(at // n for at, n in zip(place, per_shard, strict=True)), []).append(place)
-        return [run for shard, places in by_shard.items() for run in self._runs_of(shard, places, per_shard)]
+            by_shard.setdefault(tuple(at // n for at, n in zip(place, shards.grid, strict=True)), []).append(place)
+        return [run for shard, places in by_shard.items() for run in self._runs_of(shards, shard, places)]
 
-    def _runs_of(self, shard: Place, places: Sequence[Place], per_shard: Place) -> Iterable[ArrayRun]:
+    def _runs_of(self, shards: ShardIndex, shard: Place, places: Sequence[Place]) -> Iterable[ArrayRun]:
         """Yield the requests for chunks of a shard, in the order of their bytes."""
-        inside = np.array(places, np.int64).reshape(len(places), -1) % per_shard
-        numbers = np.ravel_multi_index(tuple(inside.T), per_shard) if per_shard else np.zeros(1, np.int64)
-        offsets, sizes = (column[numbers] for column in self._index(shard))
+        inside = np.array(places, np.int64).reshape(len(places), -1) % shards.grid
+        numbers = np.ravel_multi_index(tuple(inside.T), shards.grid) if shards.grid else np.zeros(1, np.int64)
+        offsets, sizes = (column[numbers] for column in self._index(shards, shard))
         order = np.argsort(offsets, kind="stable")
         missing, path = int((offsets < 0).sum()), self.array.object_key(shard)
         absent = tuple(StoredChunk(places[i], -1, -1) for i in order[:missing].tolist())
@@ -189,8 +175,7 @@ class ArrayReader:
         """Return whether an object of the array can be read; with `again` not only once."""
         if self._present and not again:
             return True
-        array = self.array
-        grid = [-(-n // size) for n, size in zip(array.shape, array.stored_chunks, strict=True)]
+        array, grid = self.array, self.array.grid
         numbers = range(0, prod(grid), max(1, -(-prod(grid) // PROBES)))
         places = (tuple(map(int, np.unravel_index(number, grid))) for number in numbers)
         paths = [self._present] if self._present else [array.object_key(place) for place in places]
@@ -307,22 +292,19 @@ class ArrayReader:
         at: tuple[Any, ...] = (*(slice(a - o, b - o) for (a, b), o in zip(spans, low, strict=True)), ...)
         return out[at], (*(slice(a - o, b - o) for (a, b), o in zip(spans, first, strict=True)), ...)
 
-    def _index(self, shard: Place) -> Index:
+    def _index(self, shards: ShardIndex, shard: Place) -> Index:
         """Return the index of a shard; all chunks are missing if the shard does not exist."""
         cached = self._indexes.get(shard)
         if cached is not None:
             return cached
-        index = reread(lambda: self._read_index(shard))
+        index = reread(lambda: self._read_index(shards, shard))
         found = index[0].max(initial=-1) >= 0  # another thread may have read it, although this one did not find it
         return self._indexes.add(shard, index, 2 * index[0].nbytes, replace=found)
 
-    def _read_index(self, shard: Place) -> Index:
-        assert self._index_codec is not None
-        path, size = self.array.object_key(shard), index_bytes(self.array)
-        count = prod(self._index_codec.shape[:-1])
+    def _read_index(self, shards: ShardIndex, shard: Place) -> Index:
+        path, size, count = self.array.object_key(shard), shards.nbytes, prod(shards.grid)
         try:
-            last = index_is_last(self.array)
-            data = self._store.get_tail(path, size) if last else self._store.get_range(path, 0, size)
+            data = self._store.get_tail(path, size) if shards.is_last else self._store.get_range(path, 0, size)
         except _MAYBE_MISSING as error:
             self._check_missing(error)
             return np.full(count, -1), np.full(count, -1)
@@ -331,7 +313,7 @@ class ArrayReader:
         if len(data) != size:
             raise CorruptError(f"{self._store.url}/{path} has {len(data)} bytes, its index takes {size}", remedy)
         try:
-            return index_entries(self._index_codec, memoryview(data))
+            return shards.parse(memoryview(data))
         except CorruptError as error:
             raise CorruptError(f"the index of {self._store.url}/{path} is damaged: {error.problem}", remedy) from error
 

@@ -101,8 +101,7 @@ def _bytes_used(column: RegionColumn, member: Member, array: ArrayReader, unused
 def _stored_share(dataset: Dataset, array: ArrayReader) -> float:
     """Return stored over decoded bytes, from the sizes of some objects; 1 if none is known."""
     zarr = array.array
-    grid = [-(-n // size) for n, size in zip(zarr.shape, zarr.stored_chunks, strict=True)]
-    places = {tuple(n * i // SAMPLED_OBJECTS for n in grid) for i in range(SAMPLED_OBJECTS)}
+    places = {tuple(n * i // SAMPLED_OBJECTS for n in zarr.grid) for i in range(SAMPLED_OBJECTS)}
     infos = [dataset.store.head(zarr.object_key(place)) for place in sorted(places)]
     sizes = [info.size for info in infos if info is not None and info.size]
     decoded = prod(zarr.stored_chunks) * zarr.dtype.itemsize
