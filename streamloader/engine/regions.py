@@ -237,10 +237,11 @@ class RegionReader:
         self.fields = fields
         self.column = fields.columns[name]
         self.num_samples = len(fields.anchors)
-        self._readers = [
-            None if member.array is None else ArrayReader(store, member.array, strict=fields.strict)
-            for member in self.column.members
-        ]
+        self._readers = {  # by the number of the member
+            number: ArrayReader(store, member.array, strict=fields.strict)
+            for number, member in enumerate(self.column.members)
+            if member.array is not None
+        }
 
     @property
     def fills_rows(self) -> bool:
@@ -254,14 +255,14 @@ class RegionReader:
     @property
     def request_bytes(self) -> int:
         """The most bytes of a request for one chunk."""
-        return max((reader.request_bytes for reader in self._readers if reader is not None), default=1)
+        return max((reader.request_bytes for reader in self._readers.values()), default=1)
 
     @property
     def kept_bytes(self) -> int:
         """The most bytes of values that are kept for all blocks, and of the indexes of shards."""
         constants = sum(member.constant.nbytes for member in self.column.members if member.constant is not None)
         constants += 0 if self.column.rows is None else self.column.rows.nbytes
-        return constants + sum(reader.kept_bytes for reader in self._readers if reader is not None)
+        return constants + sum(reader.kept_bytes for reader in self._readers.values())
 
     @property
     def scratch_bytes(self) -> int:
@@ -274,8 +275,7 @@ class RegionReader:
 
     def members(self) -> list[tuple[Member, ArrayReader]]:
         """Return the members whose chunks are read, each with its reader."""
-        pairs = zip(self.column.members, self._readers, strict=True)
-        return [(member, reader) for member, reader in pairs if reader is not None]
+        return [(self.column.members[number], reader) for number, reader in self._readers.items()]
 
     def boxes_of(self, member: Member, low: Bound, high: Bound) -> list[tuple[Bound, Bound]]:
         """Return the box of an array that each of its slices has in the region [low, high)."""
@@ -308,16 +308,14 @@ class RegionReader:
         """Return the requests for the chunks of the samples [start, stop). Raises as `ArrayReader.runs`."""
         runs = []
         for number, (low, high) in enumerate(self.regions(start, stop)):
-            for index, (member, reader) in enumerate(zip(self.column.members, self._readers, strict=True)):
-                if reader is None:
-                    continue
-                requests = reader.runs(self.boxes_of(member, low, high))
+            for index, reader in self._readers.items():
+                requests = reader.runs(self.boxes_of(self.column.members[index], low, high))
                 runs += [RegionRun(number, index, request, start, stop - start) for request in requests]
         return runs or [RegionRun(0, 0, ArrayRun("", 0, 0, ()), start, stop - start)]
 
     def fetch(self, reader: RangeReader, run: RegionRun, allocate: Allocate | None = None) -> memoryview:
         """Return the bytes of a run by one request, without retries."""
-        array = self._readers[run.member]
+        array = self._readers.get(run.member)
         return ABSENT if array is None else array.fetch(reader, run.request, allocate)
 
     def write_constants(self, block: BlockRegions) -> None:
@@ -338,7 +336,7 @@ class RegionReader:
 
         Raises `CorruptError`, or `MissingObjectError` for a missing chunk if the dataset is strict.
         """
-        reader, member = self._readers[run.member], self.column.members[run.member]
+        reader, member = self._readers.get(run.member), self.column.members[run.member]
         if reader is None or not run.request.chunks:
             return 0, 0
         low, high = block.bounds[run.region]

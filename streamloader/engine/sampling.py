@@ -370,10 +370,8 @@ def _stack(name: str, opened: OpenedArrays, channels: Channels) -> RegionColumn:
     for number, channel in enumerate(channels.names):
         source, member, shape = _channel(opened, channel, number)
         shapes[channel] = shape
-        if source in members:
-            members[source] = replace(members[source], slices=members[source].slices + member.slices)
-        else:
-            members[source] = member
+        others = members[source].slices if source in members else ()
+        members[source] = replace(member, slices=others + member.slices)
     first = max(shapes.values(), key=len)
     constants = {channel for channel, member in members.items() if member.constant is not None}
     for channel, shape in shapes.items():
@@ -561,8 +559,8 @@ def _window_axis(
         if not counts.size:
             problem = f"no window along {coordinate.name!r} has the durations of {opened.sampling.windows}"
             raise UsageError(problem, "the steps of its times differ: give numbers of elements, or select a part")
-    made = Axis(coordinate.name, coordinate.length, starts, counts, outputs.stride, outputs.extent, 1)
-    return replace(made, offsets=outputs.offsets), left_out
+    found = coordinate.name, coordinate.length, starts, counts, outputs.stride, outputs.extent, 1
+    return Axis(*found, offsets=outputs.offsets), left_out
 
 
 def _reference_lengths(opened: OpenedArrays, columns: Mapping[str, RegionColumn]) -> dict[str, int]:

@@ -264,9 +264,8 @@ def _configuration(point: Document) -> Document:
 def _sizes(value: Any, least: int, path: str, count: int | None = None) -> tuple[int, ...]:
     valid = isinstance(value, list) and all(type(size) is int and least <= size < 2**63 for size in value)
     if not valid or len(value) > MAX_AXES or (count is not None and len(value) != count):
-        raise FormatError(
-            f"the metadata of the array {path!r} is damaged: sizes {value!r:.80}", "write the array again"
-        )
+        problem = f"the metadata of the array {path!r} is damaged: sizes {value!r:.80}"
+        raise FormatError(problem, "write the array again")
     return tuple(value)
 
 

@@ -116,9 +116,7 @@ def open_source(listing: Listing, selection: FieldSelection) -> Source:
     if _is_dataset(node):
         return _open_dataset(listing, files, inner, selection)
     name = name or store.url.rpartition("/")[2].removesuffix(".zarr")
-    members = (
-        {name: inner} if _is_array(node) else {child: join_path(inner, child) for child in _children(files, inner)}
-    )
+    members = {name: inner} if _is_array(node) else {each: join_path(inner, each) for each in _children(files, inner)}
     originals = arrays.pick(members, selection, listing.url)
     paths = [members[original] for original in originals.values()]
     nodes = zip(originals, paths, run_all(partial(_document_at, store, files), paths, READ_THREADS), strict=True)

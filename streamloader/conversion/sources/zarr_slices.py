@@ -185,7 +185,7 @@ def open_slices(listing: Listing, selection: FieldSelection) -> Source:
         known = members.get(source, Member(array, unpacking, {}, array.dims.index(axis)))
         picks = find_index(store, group, channel, {axis})
         members[source] = replace(known, picks={**known.picks, name: picks})
-    lengths = {channel: array.shape[array.dims.index(axis)] for channel, array in along.items()}
+    lengths = {channel: array.lengths[axis] for channel, array in along.items()}
     fields = {name: members[channel.partition("@")[0]].field(name) for name, channel in names.items()}
     described = {name: _describe(name, channel, members[channel.partition("@")[0]]) for name, channel in names.items()}
     read, notes = partial(read_members, store, tuple(members.values())), {"arrays": names, "beside": sorted(beside)}
