@@ -284,9 +284,8 @@ def open_arrays(
     segments = _segments(opened, coordinate, where, length)
     outputs = _window_parts(sampling.windows, coordinate, segments)
     samples, left_out = _window_axis(opened, coordinate, segments, outputs)
-    lengths = _reference_lengths(opened, columns)
-    axes = _axes(opened, columns, lengths, samples)
-    columns = {name: _with_outputs(column, opened, outputs, lengths) for name, column in columns.items()}
+    axes = _axes(opened, columns, samples)
+    columns = {name: _with_outputs(column, axes, outputs) for name, column in columns.items()}
     arrays = ArrayFields(columns, Anchors(axes, aligned), opened.strict, outputs.first, left_out)
     _check_chunks(columns.values(), memory)
     manifest = replace(_manifest(opened.store, arrays), provenance={"classes": opened.classes(columns)})
@@ -563,19 +562,16 @@ def _window_axis(
     return Axis(*found, offsets=outputs.offsets), left_out
 
 
-def _reference_lengths(opened: OpenedArrays, columns: Mapping[str, RegionColumn]) -> dict[str, int]:
-    """Return the lengths of the anchored axes in the first column that has all of them. Raises `FieldError`."""
+def _axes(opened: OpenedArrays, columns: Mapping[str, RegionColumn], samples: Axis | None) -> tuple[Axis, ...]:
+    """Return the anchored axes. Raises `UsageError` if a patch does not fit, and `FieldError` for too few dimensions.
+
+    Their lengths are those of the first column that has all of them.
+    """
     first = next((column for column in columns.values() if set(opened.anchored) <= set(column.lengths)), None)
     if first is None:
         problem = f"no field of {opened.group.url} has {', '.join(opened.anchored)}"
         raise FieldError(problem, "name an array that has them")
-    return {dim: first.lengths[dim] for dim in opened.anchored}
-
-
-def _axes(
-    opened: OpenedArrays, columns: Mapping[str, RegionColumn], lengths: Mapping[str, int], samples: Axis | None
-) -> tuple[Axis, ...]:
-    """Return the anchored axes, of these lengths. Raises `UsageError` if a patch does not fit."""
+    lengths = {dim: first.lengths[dim] for dim in opened.anchored}
     found = [] if samples is None else [samples]
     found += [_patch_axis(opened, columns, dim, lengths[dim]) for dim in opened.sampling.patch_dims]
     having = {dim: [column for column in columns.values() if dim in column.lengths] for dim in lengths}
@@ -654,30 +650,25 @@ def _element_bytes(column: RegionColumn, references: Mapping[str, int]) -> float
     return float(size * prod(n / references.get(dim, 1) for dim, n in column.lengths.items()))
 
 
-def _with_outputs(
-    column: RegionColumn, opened: OpenedArrays, outputs: WindowParts, references: Mapping[str, int]
-) -> RegionColumn:
-    """Return a column with what is cut from it. `references`: the lengths of the anchored axes."""
+def _with_outputs(column: RegionColumn, axes: Sequence[Axis], outputs: WindowParts) -> RegionColumn:
+    """Return a column with what is cut from it for samples along the anchored axes."""
     if column.rows is not None:
         return replace(column, lengths={ROWS: int(column.rows[-1])})
-    lengths, patch = column.lengths, opened.sampling.patches
-    scales = {dim: resolution(lengths[dim], length) for dim, length in references.items() if dim in lengths}
-    sizes = {}
-    for dim in (dim for dim in opened.sampling.patch_dims if dim in lengths):
-        size, _, margin = (1, 1, 0) if patch is None else patch.along(dim)
-        sizes[dim] = int((size + 2 * margin) * scales[dim])
+    lengths, sample_axis = column.lengths, column.sample_axis
+    own = [axis for axis in axes if axis.name in lengths]
+    scales = {axis.name: resolution(lengths[axis.name], axis.length) for axis in own}
+    sizes = {axis.name: int(axis.extent * scales[axis.name]) for axis in own if axis.name != sample_axis}
 
     def output(suffix: str, parts: tuple[Part, ...]) -> Output:
         count = sum(part.length for part in parts)
-        shape = [sizes.get(dim, n) if dim != opened.sample_axis else count for dim, n in lengths.items()]
+        shape = [sizes.get(dim, n) if dim != sample_axis else count for dim, n in lengths.items()]
         if column.channels:
             shape.insert(column.channel_axis, column.channels)
-        if not count and opened.sample_axis in lengths:
-            position = column.dims.index(opened.sample_axis)
-            del shape[position + int(column.channels > 0 and position >= column.channel_axis)]
+        if not count and sample_axis in lengths:
+            del shape[column.sample_position]
         return Output(column.name + suffix, tuple(shape), parts)
 
-    if opened.sample_axis in lengths:
+    if sample_axis in lengths:
         made = [output("", outputs.parts), *([output("_target", outputs.target)] if outputs.target else [])]
     else:  # the same for every sample
         made = [output("", (Part(0, 0, 0, 1),))]
@@ -704,11 +695,8 @@ def _manifest(store: Store, arrays: ArrayFields) -> Manifest:
         layouts[name] = FieldLayout(kind, block, block, ARRAYS, resident=False, nbytes=size, stored=size)
         tables[name] = _digest(column, anchors)
     readers = [RegionReader(store, name, layouts[name], arrays) for name in layouts]
-    held, requests = (
-        sum(values) for values in zip(*((r.most_bytes(block), r.pieces(block)) for r in readers), strict=True)
-    )
-    order = _order(samples, block, held, requests)
-    return Manifest(samples, block, layouts, order, tables)
+    held, requests = sum(r.most_bytes(block) for r in readers), sum(r.pieces(block) for r in readers)
+    return Manifest(samples, block, layouts, _order(samples, block, held, requests), tables)
 
 
 def _order(samples: int, block: int, block_bytes: int, requests: int) -> OrderPin:

@@ -272,9 +272,7 @@ class _Shard:
         found = zip(np.ndindex(*index.grid), offsets.tolist(), sizes.tolist(), strict=True)
         for place, offset, count in found:
             if offset >= 0:
-                box: tuple[Any, ...] = tuple(
-                    slice(at * n, at * n + n) for at, n in zip(place, array.chunks, strict=True)
-                )
+                box = tuple(slice(at * n, at * n + n) for at, n in zip(place, array.chunks, strict=True))
                 out[box] = self._codec.decode(body[offset : offset + count])
         return out
 

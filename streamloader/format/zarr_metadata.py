@@ -521,9 +521,7 @@ def _rank(document: Document) -> int:
 
 def _image_axes(attributes: Document) -> tuple[str, ...]:
     """Return the names of the axes of an OME-Zarr image, version 0.4 or 0.5; empty for other groups."""
-    ome = attributes.get("ome")
-    scales = (ome if isinstance(ome, Mapping) else attributes).get("multiscales")
-    first = scales[0] if isinstance(scales, list) and scales and isinstance(scales[0], Mapping) else {}
-    axes = first.get("axes")
+    scales = (_mapping(attributes.get("ome")) or attributes).get("multiscales")
+    axes = _mapping(scales[0]).get("axes") if isinstance(scales, list) and scales else None
     names = [axis.get("name") if isinstance(axis, Mapping) else axis for axis in axes] if isinstance(axes, list) else []
     return tuple(map(str, names)) if all(isinstance(name, str) for name in names) else ()

@@ -258,12 +258,10 @@ class ArrayReader:
         a target. Raises as `decode`.
         """
         first = [at * size for at, size in zip(chunk.place, self.array.chunks, strict=True)]
-        whole = self.codec.plain and unpacking is None and len(targets) == 1
         inside = [self._overlap(first, target.out, target.first) for target in targets]
-        direct = inside[0][0] if whole and inside[0][0].shape == self.codec.shape else None
-        if direct is not None and not (direct.flags.c_contiguous and direct.dtype == self.codec.dtype):
-            direct = None
-        out = direct
+        one, codec = inside[0][0], self.codec
+        like_chunk = (one.shape, one.dtype) == (codec.shape, codec.dtype) and one.flags.c_contiguous
+        out = direct = one if like_chunk and codec.plain and unpacking is None and len(targets) == 1 else None
         if out is None and self.codec.plain and allocate is not None:
             out = np.frombuffer(allocate(self.array.chunk_bytes), self.codec.dtype).reshape(self.codec.shape)
         values = self.decode(run, chunk, body, out)

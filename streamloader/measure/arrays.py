@@ -129,10 +129,8 @@ def sampled_reads(url: str, storage_options: Mapping[str, Any] | None, sampling:
 
 def summarize(url: str, storage_options: Mapping[str, Any] | None = None) -> list[ArraySummary]:
     """Return the arrays of the group at a URL. Raises `NotADatasetError` if there is no Zarr, and `FormatError`."""
-    return [
-        _summary(name, array)
-        for name, array in read_group(open_store(references_url(url), storage_options)).arrays.items()
-    ]
+    group = read_group(open_store(references_url(url), storage_options))
+    return [_summary(name, array) for name, array in group.arrays.items()]
 
 
 def _summary(name: str, array: ZarrArray) -> ArraySummary:
