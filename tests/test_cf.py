@@ -47,6 +47,12 @@ def test_values_are_those_of_xarray(dtype, attributes, seed):
     np.testing.assert_array_equal(spread, out)
 
 
+def test_a_large_fill_value_is_compared_exactly():
+    unpacking = unpacking_of({"_FillValue": 2**60 + 1}, np.dtype("i8"), "x")
+    found = unpacking.apply(np.array([2**60, 2**60 + 1], np.int64))
+    np.testing.assert_array_equal(found, [2.0**60, np.nan])
+
+
 def test_both_fill_values_are_missing():
     unpacking = unpacking_of({"_FillValue": -1, "missing_value": [7, 8]}, np.dtype("i2"), "x")
     out = np.empty(4, np.float32)

@@ -173,6 +173,11 @@ def test_a_scale_that_is_not_a_number_is_refused(factor, tmp_path):
     assert_error(StreamloaderError, r"'v' has the scale_factor '0\.1.*', which is not one number; .*--raw", path)
 
 
+def test_a_fill_value_that_is_not_a_number_is_refused(tmp_path):
+    path = write(tmp_path, {"missing_value": "none"}, np.ones((ROWS, 3), "i2"), ".nc")
+    assert_error(StreamloaderError, r"'v' has the missing_value 'none', which is not one number; .*--raw", path)
+
+
 def test_attributes_of_an_hdf5_that_no_netcdf_library_wrote_change_nothing(tmp_path):
     with h5py.File(tmp_path / "it.h5", "w") as file:
         file["v"] = np.arange(5, dtype="i2")
