@@ -87,10 +87,8 @@ class Coordinate:
         wrong = np.flatnonzero((steps <= 0) if usual > 0 else (steps >= 0))
         if wrong.size:
             at = int(pairs[wrong[0]])
-            pair = f"{self.values[at]} and {self.values[at + 1]}"
-            problem = (
-                f"the coordinate {self.name!r} of {self.url} is not monotonic: elements {at} and {at + 1} are {pair}"
-            )
+            pair = f"elements {at} and {at + 1} are {self.values[at]} and {self.values[at + 1]}"
+            problem = f"the coordinate {self.name!r} of {self.url} is not monotonic: {pair}"
             raise UsageError(problem, "sort the store, or select a part that ascends with where=slice(start, stop)")
         after: Ints = pairs[~(np.abs(steps) <= GAP * abs(usual))] + 1
         return after

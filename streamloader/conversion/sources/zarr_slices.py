@@ -71,8 +71,8 @@ class Member:
         Each chunk is read once, in pieces of neighbouring chunks of up to `PIECE_BYTES`.
         """
         reader, chunk = ArrayReader(store, self.array), self.axes[0][2]
-        number = rows // chunk
-        steps, most = np.diff(number), max(1, PIECE_BYTES // (max(1, self._row_bytes) * chunk))
+        number, row_bytes = rows // chunk, prod(self.inner) * self.array.values.dtype.itemsize
+        steps, most = np.diff(number), max(1, PIECE_BYTES // (max(1, row_bytes) * chunk))
         cuts = np.flatnonzero((steps > 1) | ((steps == 1) & (number[1:] % most == 0))) + 1
         for low, high in pairwise([0, *cuts.tolist(), len(rows)] if len(rows) else []):
             dtype = self.array.values.dtype.newbyteorder("=")
@@ -85,10 +85,6 @@ class Member:
                 if isinstance(column, list):
                     items = piece[name].tolist()
                     column.extend(x.encode("utf-8", "surrogatepass") if isinstance(x, str) else bytes(x) for x in items)
-
-    @property
-    def _row_bytes(self) -> int:
-        return prod(self.inner) * self.array.values.dtype.itemsize
 
     def _read_piece(self, reader: ArrayReader, rows: NDArray[np.int64], into: Mapping[str, NDArray[Any]]) -> None:
         """Read rows of neighbouring chunks. If some are left out, in boxes of about `PIECE_BYTES` with all rows."""
