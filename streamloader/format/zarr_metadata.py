@@ -118,11 +118,9 @@ class ZarrArray:
     @cached_property
     def sharding(self) -> Document | None:
         """The configuration of the codec `sharding_indexed`, or None."""
-        codecs = self.document.get("codecs")
-        first = codecs[0] if self.version == 3 and isinstance(codecs, list) and len(codecs) == 1 else None
-        if not isinstance(first, Mapping) or first.get("name") != "sharding_indexed":
-            return None
-        return _configuration(first)
+        codecs = self.document.get("codecs") if self.version == 3 else None
+        only = _mapping(codecs[0]) if isinstance(codecs, list) and len(codecs) == 1 else {}
+        return _configuration(only) if only.get("name") == "sharding_indexed" else None
 
     @cached_property
     def chunks(self) -> tuple[int, ...]:
