@@ -426,11 +426,11 @@ def test_a_dict_of_columns_may_hold_texts_and_lists(tmp_path):
 @pytest.mark.parametrize(
     ("command", "python"),
     [
-        ("or leave such samples out with --on-error skip", "or leave such samples out with on_error=skip"),
-        ("go on with --on-error skip or quarantine, or --overwrite", "go on with on_error=skip or quarantine, or"),
-        ("name them, as in --fields x,y[2,3], or --map", "name them, as in fields=x,y[2,3], or map="),
+        ("or leave such samples out with --on-error skip", 'or leave such samples out with on_error="skip"'),
+        ("go on with --on-error skip or quarantine, or --overwrite", 'go on with on_error="skip" or quarantine, or'),
+        ("name them, as in --fields x,y[2,3], or --map", 'name them, as in fields="x,y[2,3]", or map='),
         ('such as --fields "tokens=uint16[2048]", or --fields', 'such as fields="tokens=uint16[2048]", or fields='),
-        ("store counts, --fields x,when=int64, or --fill y=VALUE", 'fields=x,when=int64, or fill={"y": VALUE}'),
+        ("store counts, --fields x,when=int64, or --fill y=VALUE", 'fields="x,when=int64", or fill={"y": VALUE}'),
         ("give a value with --fill, or leave --raw out", "give a value with fill=, or leave raw=True out"),
         ("end it: streamloader append --abandon", "end it: streamloader append --abandon"),
     ],

@@ -27,15 +27,22 @@ from streamloader.options import Layout
 from streamloader.storage import Store, open_store
 from streamloader.storage.url import url_text
 
-# an option in a remedy, which is an argument of `convert` too; after some, a value follows
-_OPTION = re.compile(r"--((?:columns|fields|format|on-error)\b ?|(?!abandon|sparse)[a-z-]+)")
+# options of the command, as remedies name them, and the arguments of `convert` that replace them
+_ARGUMENTS = (
+    (r"--(overwrite|raw|resume)\b", r"\1=True"),
+    (r"--fill (\w+)=(\w+)", r'fill={"\1": \2}'),
+    (r"--on-error\b", "--on_error"),
+    (r'--(fields|columns|format|on_error) "?(\w(?:[\w=:\[\],]*[\w\]])?)"?', r'\1="\2"'),
+    (r"--sample-axis\b", "sample_axis="),
+    (r"--(fill|fields|columns|format|on_error|map|rechunk|resize|quality|workers|against)\b", r"\1="),
+)
 
 
 def python_words(remedy: str) -> str:
-    """Return a remedy with options replaced by arguments: `--on-error skip` becomes `on_error=skip`."""
-    remedy = re.sub(r"--(overwrite|raw|resume)\b", r"\1=True", remedy)
-    remedy = re.sub(r"--fill (\w+)=(\w+)", r'fill={"\1": \2}', remedy)
-    return _OPTION.sub(lambda option: f"{option[1].strip().replace('-', '_')}=", remedy)
+    """Return a remedy with options replaced by arguments: `--on-error skip` becomes `on_error="skip"`."""
+    for option, argument in _ARGUMENTS:
+        remedy = re.sub(option, argument, remedy)
+    return remedy
 
 
 @contextmanager
