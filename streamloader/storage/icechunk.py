@@ -75,7 +75,7 @@ class IcechunkClient(ReadOnlyClient):
         try:
             buffer = _run(read())
         except client_errors() as error:
-            denied = re.search(r"url prefix (\S+?), .*authorize", str(error))
+            denied = re.search(r"url prefix (\S+?),\s.*authorize", str(error), re.DOTALL)  # it is wrapped
             if denied is None:
                 raise
             remedy = f"if you trust it, give storage_options={{'authorize_virtual_chunk_access': [{denied[1]!r}]}}"
