@@ -186,7 +186,7 @@ class ParquetReferences:
         self._store = store
         self._document = _get(store, DOCUMENT)
         if find_spec("pyarrow") is None:
-            raise UnsupportedError(f"{store.url} needs the package pyarrow", "pip install 'streamloader[references]'")
+            raise UnsupportedError(f"{store.url} needs the package pyarrow", "install it with pip install pyarrow")
         with _naming(f"the file of references {store.url}/{DOCUMENT}"):
             document = json.loads(self._document)
             self.values, self._record_size = dict(document["metadata"]), document["record_size"]

@@ -184,11 +184,12 @@ def list_source(src: str | os.PathLike[str], options: Mapping[str, Any]) -> List
 
 def _exists(text: str, options: Mapping[str, Any]) -> bool:
     """Return whether a file or folder has this name, with marks of patterns in it."""
-    parent, _, name = text.rstrip("/").rpartition("/")
     if "://" not in text:
         return Path(text).exists()
-    if parent.count("/") < 2:  # a bucket or a host
+    host, slash, _ = text.partition("://")[2].partition("/")
+    if not slash or any(mark in host for mark in _MARKS):
         return False
+    parent, _, name = text.rstrip("/").rpartition("/")
     store = _open(parent, text, options)
     with suppress(NotFoundError, AccessError, UnsupportedError):
         return head(store, name) is not None or next(iter(store.list(name)), None) is not None
