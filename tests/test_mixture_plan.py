@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from test_schedule import Engine, spans
 
@@ -153,8 +153,24 @@ def naive(mix: Mix, start: int, stop: int) -> Iterator[int]:
             yield samples(source, epoch)[position]
 
 
+def undivided(order: EpochOrder, fetch: int, turn: int, batch: int, size: int) -> tuple[MixShare, int]:
+    """One source whose one lane `size` ranks do not divide."""
+    mix = Mix((Stream(order, 0, fetch),), SourceOrder((Phase.of_all(0, turn, (1,)),), 1), "first")
+    return MixShare(mix, 0, batch, World(0, size), "pad"), 0
+
+
+# Turns that the ranks divide: the rows of a rank are spread over the whole step, so most are in blocks of their own.
+UNSHUFFLED = undivided(EpochOrder(145, OrderParams(1, 1, 2), 0, 0, shuffle=False), 3, turn=4, batch=36, size=4)
+SHUFFLED = undivided(EpochOrder(2000, OrderParams(16, 1, 32), 0, 0), 1, turn=8, batch=64, size=8)
+# Single samples in plans of many steps: they are spread over the plan, whatever the turns.
+SINGLE = undivided(EpochOrder(145, OrderParams(1, 1, 2), 0, 0, shuffle=False), 3, turn=1, batch=1, size=4)
+
+
 @settings(max_examples=60, deadline=None)
-@given(shares(), st.sampled_from((1, 3)), st.booleans())
+@given(run=shares(), steps_at_once=st.sampled_from((1, 3)), short=st.booleans())
+@example(run=UNSHUFFLED, steps_at_once=1, short=False)
+@example(run=SHUFFLED, steps_at_once=1, short=False)
+@example(run=SINGLE, steps_at_once=36, short=False)
 def test_replay_gives_the_rows_of_the_mixture_within_the_slots(run, steps_at_once, short):
     share, first = run
     with spans(short=short):

@@ -337,6 +337,11 @@ class MixShare(Part):
         return [stream.first.lanes for stream in self.mix.streams]
 
     @property
+    def _fetch_blocks(self) -> list[int]:
+        """The samples of a fetch of each stream."""
+        return [stream.first.fetch_params(stream.unit).block for stream in self.mix.streams]
+
+    @property
     def span_rows(self) -> int:
         """The maximum number of rows of this rank that are planned together; at least a batch is."""
         windows = [stream.first.fetch_params(stream.unit).window for stream in self.mix.streams]
@@ -393,16 +398,22 @@ class MixShare(Part):
     def slots_needed(self, steps_at_once: int = 1) -> int:
         """Return the maximum number of blocks that a schedule holds at once, the same on every rank.
 
-        It is the sum over the streams of `Share.slots_needed`, and as much again for each epoch of the stream that may
-        begin within a plan while the previous one ends, but at most the rows of the plan.
+        It is the sum over the streams of `Share.slots_needed`, and as much again for each epoch of a stream that may
+        begin within a plan while the previous one ends.
+
+        If the world size R does not divide turns and lanes, a rank may read all lanes, as a single rank does. But its
+        rows are spread over all R * rows positions of the plan. So keys increase by up to (R - 1) * rows more, summed
+        over streams, lanes and epochs: one more block for each B of them, the smallest of the streams' blocks.
+
+        In any case a plan adds at most one block for each of its rows to those that are held when it begins.
         """
-        rows, total = steps_at_once * self.batch, 0
+        rows, size = steps_at_once * self.batch, self.world.size if self.divides else 1
+        held, added = 0, -(-(self.world.size - size) * rows // min(self._fetch_blocks))
         for stream in self.mix.streams:
-            size = self.world.size if self.divides else 1
             slots = Share(stream.first, rows, World(0, size), "pad", stream.unit).slots_needed()
-            epochs_begun = 1 + self.world.size * rows // stream.num_samples
-            total += slots + min(rows, epochs_begun * slots)
-        return total
+            held += slots
+            added += slots * (1 + self.world.size * rows // stream.num_samples)
+        return held + min(rows, added)
 
     def at_epoch(self, epoch: int) -> MixShare:
         """Return the rank's part of another epoch."""
@@ -410,9 +421,9 @@ class MixShare(Part):
 
     def need(self, steps_at_once: int) -> Need:
         """Return the memory that a pass needs."""
-        block = max(stream.first.fetch_params(stream.unit).block for stream in self.mix.streams)
         plan_bytes = ahead_bytes(self) + SPAN_BYTES * self.span_rows
-        return Need(block, self.slots_needed(steps_at_once), steps_at_once * self.batch, plan_bytes, plan_bytes)
+        rows, slots = steps_at_once * self.batch, self.slots_needed(steps_at_once)
+        return Need(max(self._fetch_blocks), slots, rows, plan_bytes, plan_bytes)
 
     def read_held(self, span: Span) -> list[tuple[Ints, Ints]]:
         """Return (positions, samples) of a span's rows, with samples numbered in the mixture."""
