@@ -165,12 +165,17 @@ SHUFFLED = undivided(EpochOrder(2000, OrderParams(16, 1, 32), 0, 0), 1, turn=8, 
 # Single samples in plans of many steps: they are spread over the plan, whatever the turns.
 SINGLE = undivided(EpochOrder(145, OrderParams(1, 1, 2), 0, 0, shuffle=False), 3, turn=1, batch=1, size=4)
 
+# Short spans in which other ranks have rows of the rare source, and this one only a block that is still live.
+RARE = [Stream(EpochOrder(n, OrderParams(2, 8, 4), 2, 0), base, 1) for n, base in ((100, 0), (30, 100))]
+RARE_MIX = Mix(tuple(RARE), SourceOrder((Phase.of_all(0, 2, (8, 1)),), 2), "first")
+
 
 @settings(max_examples=60, deadline=None)
 @given(run=shares(), steps_at_once=st.sampled_from((1, 3)), short=st.booleans())
 @example(run=UNSHUFFLED, steps_at_once=1, short=False)
 @example(run=SHUFFLED, steps_at_once=1, short=False)
 @example(run=SINGLE, steps_at_once=36, short=False)
+@example(run=(MixShare(RARE_MIX, 0, 2, World(2, 3), "pad"), 0), steps_at_once=1, short=True)
 def test_replay_gives_the_rows_of_the_mixture_within_the_slots(run, steps_at_once, short):
     share, first = run
     with spans(short=short):

@@ -418,7 +418,9 @@ def read_lanes(order: EpochOrder, positions: Positions, span: Span, live: Collec
     table = np.empty((2, lanes.size * width), dtype)
     keys: list[Key] = []
     parts: list[BlockReads] = []
-    for begin, lane, stop in zip(range(0, table[0].size, width), lanes.tolist(), stops.tolist(), strict=True):
+    # the width is 0 if this rank has no row of the span, only live blocks
+    begins = (np.arange(lanes.size) * width).tolist()
+    for begin, lane, stop in zip(begins, lanes.tolist(), stops.tolist(), strict=True):
         part = _read_lane(order, lane, low, stop)
         np.add(part.block, len(keys), out=table[0, begin : begin + stop - low], casting="same_kind")
         table[1, begin : begin + stop - low] = part.row
