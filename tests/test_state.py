@@ -77,6 +77,15 @@ def test_force_passes_another_digest_and_nothing_else():
         changed(digest="def", seed=4).resumed(CURSOR.to_dict(), force=True)
 
 
+def test_force_needs_the_number_of_samples_that_states_of_earlier_releases_do_not_have():
+    earlier = {name: value for name, value in CURSOR.to_dict().items() if name != "samples"}
+    assert CURSOR.resumed(earlier, force=True) == CURSOR
+    for force in (False, True):
+        with pytest.raises(StateError, match="digest 'abc' instead of 'def'") as raised:
+            changed(digest="def", num_samples=11).resumed(earlier, force=force)
+        assert "force" not in raised.value.remedy
+
+
 @settings(max_examples=200, deadline=None)
 @given(st.integers(0, 200), st.integers(1, 5), st.integers(1, 8), st.sampled_from(("pad", "drop", "uneven")), st.data())
 def test_advancing_step_by_step_reaches_the_next_epoch_after_the_last_step(num_samples, size, batch, remainder, data):

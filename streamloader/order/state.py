@@ -388,19 +388,21 @@ class RunState:
 
         Only the parameters of the order that the caller chose (`given`) are compared. A mixture, whose steps have
         `global_batch` samples, may have new sources and other weights than the state; these hold from its position on.
-        `force` ignores digests, for copies of the datasets with the same samples. Raises `StateError`, with both
-        values, if the state is of another run, and if a value is missing or invalid.
+        `force` ignores digests, for copies of the datasets with the same samples, if the state has their number. Raises
+        `StateError`, with both values, if the state is of another run, and if a value is missing or invalid.
         """
         sources = self.saved_sources(state)
         progress = _read_progress(state)
         compared = {name: read_value(state, name, str) for name in ("stop", "batches") if self.stop}
         compared |= {"shuffle": read_value(state, "shuffle", bool)}
         differing = _differences(compared | {name: progress[name] for name in ("remainder", "seed")}, self)
+        counted = bool(self.stop) or "samples" in state  # states of earlier releases have no number of samples
+        force = force and counted
         if not self.stop:
             differing = sources[0].differences(self.sources[0], self.given, force=force) + differing
         if differing:
             remedy = "open the dataset as it was when the state was saved, or start without the state"
-            if len(differing) == 1 and differing[0].startswith("digest"):
+            if counted and len(differing) == 1 and differing[0].startswith("digest"):
                 remedy = "open the dataset that the state is of, or pass force=True if this is a copy of it"
             raise StateError(f"the state is of another run: it has {', '.join(differing)}", remedy)
         numbers, params = self._match_sources(sources, force=force), self._params
