@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 from torchrun import environment
-from transform_tasks import NoMessage, Odd, Raising, kills_itself, noisy, summed, unpicklable
+from transform_tasks import NoMessage, Odd, Raising, draws_from_torch, kills_itself, noisy, summed, unpicklable
 
 from streamloader.engine.transform import RngKey, collate, takes_rng
 from streamloader.errors import EngineError, TransformError, UsageError
@@ -230,6 +230,27 @@ def test_a_ragged_field_stays_ragged_through_a_transform(url, batch_size):
                 assert found["tok"].tolist() == expected["tok"][:2].tolist()
 
 
+@pytest.mark.parametrize(
+    ("first", "second", "shown"),
+    [
+        (np.ma.array([1, 2], mask=[1, 0]), np.ones(1, int), "'tok' of sample 7, .* elements of int64 are masked"),
+        (np.ones(1, int), np.array(["2026-11-23"], "M8[D]"), r"'tok' of sample 8 as an array of datetime64"),
+        (np.array([{}]), np.array([]), r"'tok' of sample 7 as an array of object"),
+        (np.ones(2, np.int32), np.array([]), "'tok' of sample 8 as an array of float64 after one of int32"),
+    ],
+)
+def test_a_ragged_value_that_cannot_be_concatenated_is_named(first, second, shown):
+    with pytest.raises(TransformError, match=shown):
+        collate([{"tok": first}, {"tok": second}], [7, 8], ragged=["tok"])
+
+
+def test_masked_floats_of_a_ragged_field_are_nan():
+    masked = np.ma.array([1, 2, 3], "f4", mask=[1, 0, 0])
+    values, offsets = collate([{"tok": masked}, {"tok": masked[:1]}], [7, 8], ragged=["tok"])["tok"]
+    assert np.array_equal(values, [np.nan, 2, 3, np.nan], equal_nan=True)
+    assert (type(values), values.dtype, offsets.tolist()) == (np.ndarray, np.dtype("f4"), [0, 3, 4])
+
+
 def process_id(sample: dict[str, Any]) -> dict[str, Any]:
     return {"process": os.getpid()}
 
@@ -395,3 +416,27 @@ def test_processes_seed_numpy_and_python_for_each_sample(url):
     state, numpys = random.getstate(), np.random.get_state()[1].tolist()
     list(StreamingDataset(url, batch_size=16, transform=augmented, fields=["x", "label"]))
     assert (random.getstate(), np.random.get_state()[1].tolist()) == (state, numpys)
+
+
+def test_a_transform_that_imports_torch_itself_draws_the_same_numbers_from_the_first_sample_on(url):
+    found = []
+    for workers in (0, 1):
+        ds = StreamingDataset(url, batch_size=16, transform=draws_from_torch, transform_workers=workers, shuffle=False)
+        found.append(rows(next(iter(ds))))
+        ds.close()
+    assert found[0] == found[1]
+
+
+def test_a_dataloader_worker_keeps_the_global_generators_of_its_collate_fn(url):
+    def seeded(worker: int) -> None:
+        random.seed(5)
+        np.random.seed(5)
+
+    ds = StreamingDataset(url, batch_size=16, transform=lambda sample: {"label": sample["label"]})
+    drawn = list(DataLoader(ds, None, num_workers=1, worker_init_fn=seeded, collate_fn=draw))
+    python, numpys = random.Random(5), np.random.RandomState(5)
+    assert drawn == [(python.random(), numpys.random()) for _ in drawn]
+
+
+def draw(batch: dict[str, Any]) -> tuple[float, float]:
+    return random.random(), np.random.random()

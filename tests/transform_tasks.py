@@ -50,6 +50,12 @@ class NoMessage(Exception):
         raise ZeroDivisionError
 
 
+def draws_from_torch(sample: dict[str, Any]) -> dict[str, Any]:
+    import torch  # as a transform does whose module must be cheap to import
+
+    return {"drawn": torch.rand(2), "label": sample["label"]}
+
+
 def slow(sample: dict[str, Any]) -> dict[str, Any]:
     time.sleep(0.01)
     return {"label": sample["label"]}

@@ -223,7 +223,7 @@ class LoaderConfig:
     """The options that turn samples into batches, and the memory budget (`memory` in bytes, None for the default).
 
     `decoders`: the image fields to decode. `packs`: the ragged fields to pack. `tensors` handles tensors that a
-    transform returns. `alone`: see `apply`.
+    transform returns.
     """
 
     decoders: Mapping[str, ImageDecoder] = field(default_factory=dict)
@@ -232,7 +232,6 @@ class LoaderConfig:
     transform_workers: int = 0
     memory: int | None = None
     ranks_here: int = 1
-    alone: bool = False
     tensors: Tensors | None = None
 
 
@@ -468,9 +467,9 @@ class Stages:
         if self._processes:
             samples[rows] = self._processes[worker].run(samples[rows], keys, numbers)
         else:
-            names = ("", "", "") if self._config.tensors is None else self._config.tensors.names
-            options = {"with_rng": self._with_rng, "alone": self._config.alone}
-            samples[rows] = apply(self._held_transform(), samples[rows], keys, numbers, names, **options)
+            generator = "" if self._config.tensors is None else self._config.tensors.generator
+            transform, with_rng = self._held_transform(), self._with_rng
+            samples[rows] = apply(transform, samples[rows], keys, numbers, generator, with_rng=with_rng)
         self._counters.add(transform_seconds=time.perf_counter() - begin)
         finish_part()
 

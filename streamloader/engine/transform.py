@@ -8,7 +8,6 @@ import multiprocessing
 import pickle
 import random
 import socket
-import sys
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
@@ -45,20 +44,19 @@ class Tensors(NamedTuple):
     """How to handle the tensors of a framework, which the engine does not import.
 
     `stack(field, values, sample_numbers)` returns the values as one column, or None if they are not tensors.
-    In processes that have imported `package`, two names are loaded, "module:name": `reducer` is the `reducer_override`
-    of a `pickle.Pickler` that sends tensors by value; `generator()` is a context in which this thread draws random
-    numbers from a generator of its own, which `generator().seed(number)` seeds.
+    Two names are loaded where the transform runs, "module:name": `reducer` is the `reducer_override` of a
+    `pickle.Pickler` that sends tensors by value; `generator()` is a context in which this thread draws random numbers
+    from a generator of its own, which `generator().seed(number)` seeds.
     """
 
-    package: str
     stack: Callable[[str, Sequence[Any], Sequence[int]], Any]
     reducer: str
     generator: str
 
     @property
-    def names(self) -> tuple[str, str, str]:
-        """The package, and the names to load."""
-        return self.package, self.reducer, self.generator
+    def names(self) -> tuple[str, str]:
+        """The names to load."""
+        return self.reducer, self.generator
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,21 +102,21 @@ def apply(
     samples: Sequence[Sample],
     keys: Sequence[RngKey],
     numbers: Sequence[int],
-    names: tuple[str, str, str] = ("", "", ""),
+    generator: str = "",
     *,
     with_rng: bool,
-    alone: bool,
+    alone: bool = False,
 ) -> list[Sample]:
-    """Return the transformed samples. `names`: those of `Tensors`.
+    """Return the transformed samples. `generator`: that of `Tensors`.
 
     Random numbers of tensors are seeded for each sample, in this thread. Those of numpy and Python belong to the
-    process: they are seeded if the transform runs `alone` in it, since others would get the same numbers again.
+    process: they are seeded if it does nothing but transform, `alone`, since others would get the same numbers again.
 
     Raises `TransformError`, which names the sample, for any exception of the transform. This includes SystemExit,
     which must not end the thread or process that runs the transform.
     """
     out = []
-    own = resolve_name(names[2])() if names[0] in sys.modules else None
+    own = resolve_name(generator)() if generator else None
     for sample, key, number in zip(samples, keys, numbers, strict=True):
         for_tensors, for_numpy, for_python = key.seeds()
         if alone:
@@ -161,7 +159,7 @@ def _column(name: str, values: list[Any], numbers: Sequence[int], tensors: Tenso
         return values
     try:
         if ragged and all(isinstance(value, np.ndarray) for value in values):
-            return Ragged(np.concatenate(values), np.cumsum([0, *map(len, values)], dtype=np.int64))
+            return _concatenate(name, values, numbers)
         column = None if tensors is None else tensors.stack(name, values, numbers)
         return _stack(name, values, numbers) if column is None else column
     except TransformError:
@@ -172,10 +170,31 @@ def _column(name: str, values: list[Any], numbers: Sequence[int], tensors: Tenso
         raise TransformError(problem, "return arrays or numbers of one shape and dtype, or a list") from error
 
 
+def _concatenate(name: str, values: list[Any], numbers: Sequence[int]) -> Ragged:
+    arrays = _to_arrays(name, values, numbers)
+    for array, number in zip(arrays, numbers, strict=True):
+        _check_dtype(name, array.dtype, number)
+        if array.dtype != arrays[0].dtype:
+            problem = f"the transform returned {name!r} of sample {number} as an array of {array.dtype}"
+            problem += f" after one of {arrays[0].dtype}"
+            raise TransformError(problem, "return one dtype for every sample, also where an array is empty")
+    return Ragged(np.concatenate(arrays), np.cumsum([0, *map(len, arrays)], dtype=np.int64))
+
+
 def _stack(name: str, values: list[Any], numbers: Sequence[int]) -> Any:
-    arrays = []
     if any(value is np.ma.masked for value in values):  # the others tell its dtype
         values = list(as_array(values))
+    arrays = _to_arrays(name, values, numbers)
+    if arrays[0].dtype == object and not isinstance(values[0], np.ndarray):
+        return values
+    for array, number in zip(arrays, numbers, strict=True):
+        _check_dtype(name, array.dtype, number)
+    check_shapes(name, arrays)
+    return np.stack(arrays)
+
+
+def _to_arrays(name: str, values: list[Any], numbers: Sequence[int]) -> list[NDArray[Any]]:
+    arrays = []
     for value, number in zip(values, numbers, strict=True):
         try:
             arrays.append(as_array(value))
@@ -183,12 +202,7 @@ def _stack(name: str, values: list[Any], numbers: Sequence[int]) -> Any:
             problem = f"the transform returned {type(value).__name__} as {name!r} of sample {number}"
             problem += f", which is not an array ({type(error).__name__}: {message(error)})"
             raise TransformError(problem, "return arrays, tensors or numbers, or a list") from error
-    if arrays[0].dtype == object and not isinstance(values[0], np.ndarray):
-        return values
-    for array, number in zip(arrays, numbers, strict=True):
-        _check_dtype(name, array.dtype, number)
-    check_shapes(name, arrays)
-    return np.stack(arrays)
+    return arrays
 
 
 def _check_dtype(name: str, dtype: np.dtype[Any], number: int) -> None:
@@ -226,7 +240,7 @@ class TransformProcess:
             raise UsageError(problem, remedy) from error
         ours, theirs = context.Pipe()
         self._pipe = ours
-        args = (theirs, transform, ("", "", "") if tensors is None else tensors.names)
+        args = (theirs, transform, ("", "") if tensors is None else tensors.names)
         self._process = context.Process(target=_serve, args=args, name="streamloader-transform", daemon=True)
         self._process.start()
         self._responded = False
@@ -261,17 +275,18 @@ class TransformProcess:
             pipe.shutdown(socket.SHUT_RDWR)
 
 
-def _serve(pipe: Connection, transform: Transform, names: tuple[str, str, str]) -> None:
+def _serve(pipe: Connection, transform: Transform, names: tuple[str, str]) -> None:
     with_rng = takes_rng(transform)
-    package, reducer, _ = names
+    reducer, generator = names
+    reduce = resolve_name(reducer) if reducer else None  # imports the package before a transform draws from it
     while True:
         try:
             samples, keys, numbers = pipe.recv()
         except (EOFError, OSError, KeyboardInterrupt):  # Ctrl-C in a terminal reaches this process too
             return
         try:
-            done = apply(transform, samples, keys, numbers, names, with_rng=with_rng, alone=True)
-            response = _dump(done, reduce=resolve_name(reducer) if package in sys.modules else None)
+            done = apply(transform, samples, keys, numbers, generator, with_rng=with_rng, alone=True)
+            response = _dump(done, reduce=reduce)
         except TransformError as error:
             response = _dump(error, _portable(error.__cause__))
         except BaseException as error:  # noqa: BLE001 - the parent gets any error of pickling

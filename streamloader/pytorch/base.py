@@ -570,7 +570,7 @@ class BaseDataset(IterableDataset[dict[str, Any]]):
         """Return the engine of this process: threads and clients survive neither a fork nor a pickle."""
         if self._cached_engine is None or not self._cached_engine.owner.here:
             ranks_here = distributed.ranks_on_this_machine()
-            config = replace(self._config, ranks_here=ranks_here, alone=in_worker(), tensors=TENSORS)
+            config = replace(self._config, ranks_here=ranks_here, tensors=TENSORS)
             self._cached_engine = Engine(list(map(replace, self._datasets)), config)
             self._cached_engine.counters.note(
                 cores=max(1, cpu_count() // config.ranks_here), transformers=max(1, config.transform_workers)

@@ -164,7 +164,7 @@ def _with_generator(func: Any) -> Any:
     return None
 
 
-TENSORS = Tensors("torch", stack_tensors, f"{__name__}:reduce_tensor", f"{__name__}:OwnGenerator")
+TENSORS = Tensors(stack_tensors, f"{__name__}:reduce_tensor", f"{__name__}:OwnGenerator")
 
 
 def _copied(array: NDArray[Any]) -> torch.Tensor:
