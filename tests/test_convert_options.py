@@ -28,6 +28,7 @@ from sources import kinds_of
 from streamloader.conversion import job, shard_task
 from streamloader.conversion.api import convert, python_words
 from streamloader.conversion.row_order import SampleRows
+from streamloader.conversion.sources.encoded import Encoded, keep_encoded
 from streamloader.conversion.sources.fields import parse_selection
 from streamloader.conversion.transforms import function_digest, parse_recode
 from streamloader.errors import DecodeError, DestinationError, SourceError, StreamloaderError, UsageError
@@ -653,8 +654,9 @@ class ImageFolder:
         return len(self.samples)
 
     def __getitem__(self, number):
-        image = self.loader(self.samples[number][0])
-        return self.transform(image) if self.transform else image, self.samples[number][1]
+        path, label = self.samples[number]
+        image = self.transform(self.loader(path)) if self.transform else self.loader(path)
+        return image, self.target_transform(label) if self.target_transform else label
 
 
 def default_loader(path):
@@ -692,6 +694,36 @@ def test_transformed_samples_of_torchvision_are_kept_as_they_are_with_class_name
     ds = dataset.open(tmp_path / "out")
     assert kinds_of(ds) == {"f_0": "uint8[4,4,3]", "f_1": "int64"}
     assert ds.manifest.classes == {"f_1": ("ant", "bee")}
+
+
+class Relabelled(DatasetFolder):
+    def __getitem__(self, number):
+        image, label = super().__getitem__(number)
+        return image, label + 10
+
+
+class WithNumber(torch.utils.data.Subset):
+    def __getitem__(self, number):
+        image, label = super().__getitem__(number)
+        return image, label, number
+
+    def __getitems__(self, numbers):
+        return [self[number] for number in numbers]
+
+
+def test_a_subclass_or_a_transform_that_was_set_later_changes_the_samples(photos, tmp_path):
+    later = DatasetFolder(photos)
+    later.target_transform = lambda label: label + 10
+    numbered = WithNumber(DatasetFolder(photos), range(40))
+    for samples in (Relabelled(photos), later, torch.utils.data.Subset(Relabelled(photos), range(40)), numbered):
+        convert(samples, tmp_path / "out", workers=0, overwrite=True)
+        ds = dataset.open(tmp_path / "out")
+        expected = samples[39][1:]
+        assert tuple(ds[39][f"f_{i}"] for i in range(1, len(ds.fields))) == expected
+    assert isinstance(keep_encoded(type("ImageFolder", (DatasetFolder,), {})(photos)), Encoded)
+    rows = type("Dataset", (list,), {"__module__": "datasets.arrow_dataset", "features": {}})
+    assert isinstance(keep_encoded(rows()), Encoded)
+    assert not isinstance(keep_encoded(type("Rows", (rows,), {})()), Encoded)
 
 
 # --- order

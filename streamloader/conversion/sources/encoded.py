@@ -59,18 +59,26 @@ def _read(value: Mapping[str, Any] | None, feature: Any) -> Any:
 
 
 def keep_encoded(samples: Any) -> Any:
-    """Return the samples of a dataset with encoded media; the object itself if it has another class, or a transform."""
+    """Return the samples of a dataset with encoded media; the object itself if it has another class, or a transform.
+
+    A subclass that may return other samples than its base class has another class.
+    """
     classes = class_path(samples)
-    if _SUBSET in classes:
+    if classes[0] == _SUBSET:
         subset = copy(samples)
         subset.dataset = keep_encoded(samples.dataset)
         return subset
-    if f"{_FOLDER}.DatasetFolder" in classes and samples.transforms is None:
+    if f"{_FOLDER}.DatasetFolder" in classes:
+        kind: Any = type(samples)
+        folder = kind.__mro__[classes.index(f"{_FOLDER}.DatasetFolder")]
+        own = (kind.__getitem__, kind.__len__) != (folder.__getitem__, folder.__len__)
+        if own or not samples.transform is samples.target_transform is None:
+            return samples
         loader = samples.loader
         if f"{loader.__module__}.{getattr(loader, '__name__', '')}" != f"{_FOLDER}.default_loader":
             return samples
         return Encoded(classes[0], samples.samples, {"image": None}, {"label": _names(samples)})
-    if _HUGGING_FACE.isdisjoint(classes) or getattr(samples, "format", {}).get("type") == "custom":
+    if classes[0] not in _HUGGING_FACE or getattr(samples, "format", {}).get("type") == "custom":
         return samples
     features: Any = samples.features or {}
     media = {column: feature for column, feature in features.items() if getattr(feature, "decode", False)}
