@@ -4,6 +4,8 @@ The oracle is the picture: a white rectangle, whose place in the decoded image i
 """
 
 import io
+import struct
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from PIL import Image
 
 import streamloader as sl
 from streamloader.errors import DecodeError, FieldError, UsageError
+from streamloader.images.pillow import class_numbers
 from streamloader.images.targets import move_boxes, move_points
 from streamloader.options import RandomResizedCrop
 
@@ -242,6 +245,31 @@ def test_a_mask_of_another_size_or_with_larger_numbers_is_an_error(mask, tmp_pat
     decode = sl.Decode(size=(8, 8), masks="mask")
     with pytest.raises(DecodeError, match=r"sample 1: 'image' and its 'mask' differ in size|from 0 to 255"):
         list(sl.StreamingDataset(tmp_path / "d", batch_size=2, decode=decode))
+
+
+def test_a_mask_of_few_bits_has_the_numbers_that_are_stored():
+    """PNG has 1, 2 or 4 bits, of grey or a palette, and PGM its own greatest number; Pillow scales all grey to 255."""
+    numbers = np.array([[0, 1, 2, 3]], np.uint8)
+    files = [f"P5 4 1 {greatest}\n".encode() + numbers.tobytes() for greatest in (3, 9, 254, 255)]
+    files += [b"P2 4 1 1000\n0 1 2 3\n", b"P5 4 1 65535\n" + numbers.astype(">u2").tobytes()]
+    for bits in (2, 4, 8):
+        for mode in ("L", "P"):
+            out = io.BytesIO()
+            image = Image.frombytes(mode, (4, 1), numbers.tobytes())
+            if mode == "P":
+                image.putpalette(bytes(3 * 2**bits))
+            image.save(out, "png", bits=bits)
+            files.append(out.getvalue())
+    # 4 bits of grey, which Pillow writes with a palette only
+    header = struct.pack(">IIBBBBB", 4, 1, 4, 0, 0, 0, 0)
+    chunks = [(b"IHDR", header), (b"IDAT", zlib.compress(b"\0\x01\x23")), (b"IEND", b"")]
+    four = [
+        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data)) for kind, data in chunks
+    ]
+    files.append(b"\x89PNG\r\n\x1a\n" + b"".join(four))
+    for file in files:
+        with Image.open(io.BytesIO(file)) as image:
+            assert np.array_equal(class_numbers(image), numbers), (file[:12], image.mode)
 
 
 SIDE = st.integers(1, 300)

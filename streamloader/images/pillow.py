@@ -38,10 +38,25 @@ def eight_bits(image: Image.Image, mode: str = "") -> Image.Image:
 
 def class_numbers(image: Image.Image) -> NDArray[np.uint8]:
     """Return the pixels of a mask as they are stored: for a palette their numbers in it. Raises `ValueError`."""
+    greatest = _greatest(image)
     values = np.asarray(image)
+    if greatest and values.ndim == 2:  # Pillow has scaled them
+        values = np.rint(values * (greatest / (65535 if image.mode == "I" else 255))).astype(np.int32)
     if values.ndim != 2 or values.dtype.kind not in "bui" or not 0 <= values.min() <= values.max() <= 255:
         raise ValueError(f"a mask has one channel with numbers of classes from 0 to 255, not the mode {image.mode}")
     return values.astype(np.uint8)
+
+
+def _greatest(image: Image.Image) -> int:
+    """Return the number in a file of grey that Pillow makes white when it loads the image; 0 if it keeps the numbers.
+
+    That are files of 2 and 4 bits, and PGM with another number than that of 8 or 16 bits.
+    """
+    codec, _, _, args = (getattr(image, "tile", None) or [("", (), 0, "")])[0]
+    if codec.startswith("ppm"):
+        return int(args[1])
+    raw_mode = args if isinstance(args, str) else str((args or [""])[0])
+    return {"L;2": 3, "L;4": 15}.get(raw_mode[:3], 0)
 
 
 def png_mode(image: Image.Image) -> Image.Image:
