@@ -286,3 +286,25 @@ def test_unused_counts_the_elements_that_windows_step_over_and_that_no_patch_of_
     for window, wanted in windows.items():
         assert unused(sample_axis="t", fields=["v"], windows=window) == {"t": wanted}
     assert unused(patches=sl.Patch({"y": 16, "x": 16}), fields=["0", "1"]) == {"y": 1, "x": 1}
+
+
+def test_unsigned_values_are_the_same_in_place_and_rechunked(tmp_path):
+    stored = np.array([0, -1, -56, 4], np.int8)
+    url = write(tmp_path / "x.zarr", 3, {"a": {"_Unsigned": "true"}}, a=stored)
+    sl.convert(url, tmp_path / "out", rechunk="a", workers=0)
+    for each in (url, tmp_path / "out"):
+        (batch,) = sl.StreamingDataset(each, batch_size=4, sample_axis="time", fields=["a"], shuffle=False)
+        assert batch["a"].numpy().dtype == np.uint8
+        assert batch["a"].tolist() == [0, 255, 200, 4]
+
+
+def test_a_slice_is_at_the_unpacked_value_of_its_coordinate(tmp_path):
+    group = zarr.open_group(tmp_path / "x.zarr", mode="w")
+    group.create_array("z", data=np.arange(6.0).reshape(3, 2), dimension_names=["time", "lev"])
+    level = group.create_array("lev", data=np.array([100, 200], "i2"), dimension_names=["lev"])
+    level.attrs["add_offset"] = -100
+    channels, url = sl.Channels("z@100"), str(tmp_path / "x.zarr")
+    (batch,) = sl.StreamingDataset(url, batch_size=3, sample_axis="time", channels=channels, shuffle=False)
+    assert batch["channels"][:, 0].tolist() == [1, 3, 5]
+    sl.convert(url, tmp_path / "out", rechunk="z@100", workers=0)
+    assert sl.open(tmp_path / "out")[:]["z_100"].tolist() == [1, 3, 5]

@@ -158,3 +158,16 @@ def test_values_of_the_other_byte_order_are_unpacked():
 def test_attributes_that_are_no_numbers_are_an_error(attributes):
     with pytest.raises(FormatError, match="decode_cf=False"):
         unpacking_of(attributes, np.dtype("i2"), "x")
+
+
+@pytest.mark.parametrize("as_xarray", [False, True])
+@pytest.mark.parametrize(("stored", "unsigned"), [("i1", "true"), ("i4", "true"), ("i8", "true"), ("u2", "false")])
+def test_values_of_the_other_sign_alone_stay_integers(stored, unsigned, as_xarray):
+    values = np.array([0, 3, -1, -56], f"i{stored[1:]}").view(stored)
+    attributes = {"_Unsigned": unsigned}
+    wanted = xr.decode_cf(xr.Dataset({"x": ("n", values, attributes)}))["x"].values
+    unpacking = unpacking_of(attributes, values.dtype, "x", as_xarray=as_xarray)
+    out = np.empty(4, unpacking.dtype)
+    unpacking.write(values, out)
+    assert out.dtype == wanted.dtype
+    np.testing.assert_array_equal(out, wanted)

@@ -30,6 +30,8 @@ _NUMBER = re.compile(r"[-+]?(?:(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?|inf)", re.IGNOR
 class Unpacking:
     """How stored values become floats: those in `fills` or outside `valid` become NaN, others value * scale + offset.
 
+    With `_Unsigned` alone, they become integers of the other sign.
+
     `valid` limits the values before they are scaled. `stored`: the native dtype of stored values. `view`: the dtype
     they have by the attribute `_Unsigned`. `dtype`: that of unpacked values. `wide`: whether they are computed as
     float64, and rounded once.
@@ -115,15 +117,17 @@ def unpacking_of(
     scale, offset = (_factor(attributes, name, where, texts=not as_xarray) for name in ("scale_factor", "add_offset"))
     fills = _fills(attributes, stored, where)
     limits = None if as_xarray else _valid_limits(attributes, view, scale, offset)
-    changes = scale is not None or offset is not None or fills or limits is not None
+    scaled = scale is not None or offset is not None
+    changes = scaled or fills or limits is not None
     name = stored.name if stored.kind == "f" else "float32" if stored.itemsize <= 2 else "float64"
-    if as_xarray and (scale is not None or offset is not None):
+    if as_xarray and scaled:
         name = _scaled_dtype(attributes, stored, scale, offset, fills)
-    elif as_xarray and not fills:
-        changes, name = view != stored, view.name
-        if attribute_text(attributes.get("dtype")) == "bool":  # how xarray stores bools in netCDF
+    elif not changes:
+        changes, name = view != stored, view.name  # integers of the other sign stay integers
+        if as_xarray and attribute_text(attributes.get("dtype")) == "bool":  # how xarray stores bools in netCDF
             changes, name = True, "bool"
-    return Unpacking(stored, view, name, scale, offset, fills, limits, not as_xarray) if changes else None
+    wide = not as_xarray and name.startswith("float")
+    return Unpacking(stored, view, name, scale, offset, fills, limits, wide) if changes else None
 
 
 def _scaled_dtype(

@@ -18,7 +18,7 @@ from streamloader.errors import (
     NotFoundError,
     StreamloaderError,
 )
-from streamloader.format.cf import Unpacking
+from streamloader.format.cf import Unpacking, unpacking_of
 from streamloader.format.opening import reread
 from streamloader.format.reader import GAP_BYTES, MAX_REQUEST
 from streamloader.format.zarr_codecs import ChunkCodec, Index, ShardIndex, chunk_codec
@@ -349,7 +349,9 @@ def find_index(store: Store, group: ZarrGroup, channel: str, skipped: Collection
     for other in candidates:
         coordinate = group.arrays.get(group.beside(name, other) or "")
         if other in array.dims and coordinate is not None and coordinate.dims == (other,):
-            values = ArrayReader(store, coordinate).read_all()
+            where = f"{store.url}/{coordinate.path}"
+            unpacking = unpacking_of(coordinate.netcdf_attributes, coordinate.values.dtype, where)
+            values = ArrayReader(store, coordinate).read_all(unpacking)
             matches = np.flatnonzero(values == value)
             if matches.size == 1:
                 found[other] = int(matches[0])
