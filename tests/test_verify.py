@@ -1,6 +1,7 @@
 """Verification: whole datasets are, and of a damaged one exactly what is damaged is named."""
 
 import json
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -20,8 +21,9 @@ from streamloader.format.codecs import index_size
 from streamloader.format.metadata import dataset_documents, to_bytes
 from streamloader.format.opening import open_root
 from streamloader.format.publish import finish, read_receipts, write_split_root
-from streamloader.maintenance.verify import MAX_PROBLEMS, rows_of
+from streamloader.maintenance.verify import MAX_PROBLEMS, Problem, Problems, rows_of
 from streamloader.storage import open_store
+from streamloader.storage.process import run_all
 
 KINDS = {
     "image": sl.Field.parse("uint8[40,33]"),
@@ -371,6 +373,16 @@ def test_no_more_than_a_thousand_problems_are_collected():
     report = check({path: data for path, data in objects.items() if "blob/c/" not in path or path.startswith("_")})
     assert len(report.problems) == MAX_PROBLEMS
     assert [problem.path for problem in report.problems[:3]] == ["blob/c/0", "blob/c/1", "blob/c/2"]
+
+
+def test_threads_that_add_problems_together_do_not_exceed_the_limit():
+    interval, found = sys.getswitchinterval(), Problems()
+    sys.setswitchinterval(1e-6)
+    try:
+        run_all(lambda number: [found.add(Problem(f"{number} {i}")) for i in range(400)], range(8), 8)
+    finally:
+        sys.setswitchinterval(interval)
+    assert len(found.sorted()) == MAX_PROBLEMS
 
 
 @pytest.fixture

@@ -291,13 +291,13 @@ class Problems:
 
     def add(self, problem: Problem) -> None:
         """Add a problem, unless one with the same text was added or the limit is reached."""
-        if self.full:
-            return
         if hasattr(self._thread, "unconfirmed"):
-            self._thread.unconfirmed.append(problem)
+            if not self.full:
+                self._thread.unconfirmed.append(problem)
             return
         with self._lock:
-            self._by_text.setdefault(problem.problem, problem)
+            if not self.full:
+                self._by_text.setdefault(problem.problem, problem)
 
     def sorted(self) -> tuple[Problem, ...]:
         """Return the problems by split, field and sample, independent of the order of threads."""
