@@ -314,3 +314,15 @@ def test_inspect_shows_why_an_array_cannot_be_read(tmp_path, capsys):
     assert status == 0
     assert "tensors hold numbers" in problems["complex"]
     assert not problems["plain"]
+
+
+def test_a_slice_of_an_array_without_the_sample_axis_is_read_from_the_array_beside(tmp_path):
+    group = zarr.open_group(tmp_path / "x.zarr", mode="w")
+    group.create_array("v", data=np.arange(24.0).reshape(4, 2, 3), dimension_names=["time", "lev", "x"])
+    group.create_array("mask", data=np.arange(6.0).reshape(3, 2), dimension_names=["x", "lev"])
+    group.create_array("lev", data=np.array([1, 2]), dimension_names=["lev"])
+    chosen = {"rechunk": "v@lev=2,mask@2", "sample_axis": "time"}
+    report = sl.convert(tmp_path / "x.zarr", tmp_path / "out", workers=0, **chosen)
+    assert report.num_samples == 4
+    channels = sl.Channels("v@lev=2", "mask@2")
+    assert_same_samples(tmp_path / "x.zarr", tmp_path / "out", sample_axis="time", channels=channels)

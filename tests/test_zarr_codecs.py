@@ -188,8 +188,29 @@ def test_streams_may_have_parts_and_zeros_at_their_end(name, padding):
     data = VALUES.tobytes()
     parts = [get_codec({"id": name}).encode(part) for part in (data[:40], data[40:])]
     np.testing.assert_array_equal(decoded(array(2, compressor={"id": name}), b"".join(parts) + padding), VALUES)
+
+
+@pytest.mark.parametrize("name", ["zlib", "bz2"])
+@pytest.mark.parametrize("rest", [b"another", b"x", bytes(3) + b"another"])
+def test_what_begins_no_stream_is_ignored_after_one_as_numcodecs_does(name, rest):
+    codec = get_codec({"id": name})
+    body = codec.encode(VALUES.tobytes())
+    assert codec.decode(body + rest) == VALUES.tobytes()
+    np.testing.assert_array_equal(decoded(array(2, compressor={"id": name}), body + rest), VALUES)
     with pytest.raises(errors.CorruptError):
-        decoded(array(2, compressor={"id": name}), b"".join(parts) + b"x")
+        decoded(array(2, compressor={"id": name}), body[:-1])
+    with pytest.raises(errors.CorruptError):
+        decoded(array(2, compressor={"id": name}), rest)
+
+
+@pytest.mark.parametrize("name", ["gzip", "lzma"])
+def test_what_begins_no_stream_is_an_error_in_other_codecs_as_in_numcodecs(name):
+    codec = get_codec({"id": name})
+    body = codec.encode(VALUES.tobytes()) + b"another"
+    with pytest.raises((gzip.BadGzipFile, lzma.LZMAError)):
+        codec.decode(body)
+    with pytest.raises(errors.CorruptError):
+        decoded(array(2, compressor={"id": name}), body)
 
 
 class Flipped(BytesBytesCodec):

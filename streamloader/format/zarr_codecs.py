@@ -153,7 +153,7 @@ class ChunkCodec:
         name, stored = step.codec_id, memoryview(data)
         if name in _STREAMS:
             out = np.empty(self.most_stored if size is None else size, np.uint8) if out is None else out
-            return out[: _decompress(partial(_STREAMS[name], step), stored.cast("B"), out)]
+            return out[: _decompress(partial(_STREAMS[name], step), stored.cast("B"), out, name in ("zlib", "bz2"))]
         if name in _FRAMES:
             found = _frame_size(name, stored.cast("B"), size, self.most_stored)
             out = np.empty(found, np.uint8) if out is None else out
@@ -189,20 +189,29 @@ def _dtypes(step: Any, default: np.dtype[Any]) -> tuple[np.dtype[Any], np.dtype[
     return after, np.dtype(getattr(step, "encode_dtype", None) or getattr(step, "astype", after))
 
 
-def _decompress(start: Callable[[], Any], data: memoryview, out: NDArray[np.uint8]) -> int:
-    """Decompress the streams in `data` into `out`, and return the bytes. Raises `CorruptError` if they do not fit."""
-    stream, at = None, 0
+def _decompress(start: Callable[[], Any], data: memoryview, out: NDArray[np.uint8], ignores: bool) -> int:
+    """Decompress the streams in `data` into `out`, and return the bytes. Raises `CorruptError` if they do not fit.
+
+    `ignores`: what follows a stream and gives no bytes is ignored, as numcodecs does.
+    """
+    stream, at, before = None, 0, 0
     for first in range(0, len(data), _FEED):
         rest = bytes(data[first : first + _FEED])
         while rest := rest if stream or not at else rest.lstrip(b"\0"):  # zeros may pad a stream
-            stream = stream or start()
-            part = stream.decompress(rest, len(out) - at + 1)
+            if stream is None:
+                stream, before = start(), at
+            try:
+                part = stream.decompress(rest, len(out) - at + 1)
+            except (OSError, zlib.error):
+                if ignores and at == before > 0:
+                    return at
+                raise
             if at + len(part) > len(out):
                 raise CorruptError(f"it decompresses to more than {len(out)} bytes")
             out[at : at + len(part)] = np.frombuffer(part, np.uint8)
             at += len(part)
             rest, stream = (stream.unused_data, None) if stream.eof else (b"", stream)
-    if stream:
+    if stream and not (ignores and at == before > 0):
         raise CorruptError("it is cut off")
     return at
 

@@ -170,7 +170,7 @@ def open_slices(listing: Listing, selection: FieldSelection) -> Source:
     coordinates = {n: a for n, a in kept.items() if a.dims == (n.rpartition("/")[2],) and a.dims in others}
     along = {name: array for name, array in chosen.items() if axis in array.dims}
     along |= {name: array for name, array in kept.items() if array.dims == (axis,)}  # `where=` compares them
-    beside = {**coordinates, **{name: array for name, array in chosen.items() if name not in along}}
+    beside = coordinates | {name.partition("@")[0]: array for name, array in chosen.items() if name not in along}
     short = field_names([_COORDINATE.sub("@", name) for name in along], listing.url).values()
     names = dict(zip(short, along, strict=True))
     members: dict[str, Member] = {}
