@@ -182,6 +182,26 @@ def test_a_missing_time_is_a_gap(missing, tmp_path):
     assert 7 not in windows_of(url, where=slice("1999", None))[0]
 
 
+def test_times_before_the_first_known_one_may_be_missing(tmp_path):
+    times = np.datetime64("2001-01-01", "h") + np.arange(9)
+    times[:2] = np.datetime64("NaT")
+    url = write(tmp_path / "x.zarr", times)
+    assert sorted(windows_of(url, windows=sl.Window("3h"))[0]) == [2, 3, 4, 5, 6]
+    write(tmp_path / "none.zarr", np.full(9, np.datetime64("NaT", "h")))
+    assert len(windows_of(tmp_path / "none.zarr", windows=sl.Window(1))[0]) == 9
+    with pytest.raises(errors.SelectionError, match=r"selects none of the times \(all are missing\)"):
+        windows_of(tmp_path / "none.zarr", where=slice("2000", None))
+
+
+def test_times_with_the_fill_value_are_missing(tmp_path):
+    url = write(tmp_path / "x.zarr", np.array([0, 1, -1, 3, 4, 5]))
+    zarr.open_array(f"{url}/time").attrs.update({"_FillValue": -1, "units": "hours since 2000-01-01"})
+    assert sorted(windows_of(url, windows=sl.Window(2))[0]) == [0, 3, 4]
+    assert sorted(windows_of(url, where=slice(None, "2000-01-01T01:30"))[0]) == [0, 1]
+    with pytest.raises(errors.SelectionError, match="none of the times 2000-01-01T00:00:00 to 2000-01-01T05:00:00"):
+        windows_of(url, where=slice(None, "1999-12-31T23:30"))
+
+
 def test_groups_below_have_their_coordinates_levels_groups_and_conditions(tmp_path):
     times = [*range(10), *range(20, 30)]
     url = write(tmp_path / "x.zarr", times, group="g/h", run=np.repeat([1, 2], 10))

@@ -2,9 +2,11 @@
 
 import asyncio
 import json
+import operator
 
 import numpy as np
 import pytest
+import xarray as xr
 import zarr
 from zarr_stores import STORES, samples_of, url_of, values_of
 
@@ -14,6 +16,15 @@ from streamloader.measure.statistics import fit
 from streamloader.options import Sampling
 from streamloader.storage import open_store, references_url
 from streamloader.storage.store import Store
+
+COMPARISONS = {
+    "<": operator.lt,
+    "<=": operator.le,
+    ">": operator.gt,
+    ">=": operator.ge,
+    "==": operator.eq,
+    "!=": operator.ne,
+}
 
 
 def write(path, version=3, attributes=None, **arrays):
@@ -308,3 +319,43 @@ def test_a_slice_is_at_the_unpacked_value_of_its_coordinate(tmp_path):
     assert batch["channels"][:, 0].tolist() == [1, 3, 5]
     sl.convert(url, tmp_path / "out", rechunk="z@100", workers=0)
     assert sl.open(tmp_path / "out")[:]["z_100"].tolist() == [1, 3, 5]
+
+
+@pytest.mark.parametrize("constant", [2, 20200303])
+def test_integers_beside_a_constant_channel_are_exact(constant, tmp_path):
+    """float32 rounds integers above 2 ** 24; smaller ones, and floats, stay float32."""
+    arrays = {"a": np.array([20200303, 20200305], "i4"), "small": np.array([1, 2], "u1"), "f": np.ones(2, "f4")}
+    url = write(tmp_path / "x.zarr", **arrays)
+    height = zarr.open_group(url).create_array("h", shape=(), dtype="i4")
+    height[()] = constant
+    columns = {name: sl.Channels(name, "h") for name in arrays}
+    options = {"batch_size": 2, "sample_axis": "time", "channels": columns, "shuffle": False}
+    (batch,) = sl.StreamingDataset(url, **options)
+    for name, values in arrays.items():
+        assert batch[name].tolist() == [[value, constant] for value in values.tolist()]
+        wide = name == "a" or constant > 2**24
+        assert batch[name].numpy().dtype == ("f8" if wide else "f4")
+    options |= {"fields": ["a"], "channels": sl.Channels("a", "f"), "normalize": {"a": (20200300, 1), "f": (0, 1)}}
+    (batch,) = sl.StreamingDataset(url, **options)
+    assert batch["a"].tolist() == batch["channels"][:, 0].tolist() == [3, 5]
+
+
+def test_missing_values_satisfy_no_comparison_but_inequality(tmp_path):
+    """As in xarray, to which fill values and NaT are missing."""
+    stored = xr.Dataset(
+        {
+            "v": ("time", np.array([3, -1, 2, 9], "i4"), {"_FillValue": 2}),
+            "u": ("time", np.array([1, -1, 2, 3], "i1"), {"_FillValue": 2, "_Unsigned": "true"}),
+            "t": ("time", np.array([3, -1, 24, 30]), {"_FillValue": -1, "units": "hours since 2000-01-03"}),
+            "d": ("time", np.array(["2000-01-02", "NaT", "2000-01-04", "2000-01-05"], "M8[s]")),
+        }
+    )
+    attributes = {name: array.attrs for name, array in stored.items()}
+    url = write(tmp_path / "x.zarr", 3, attributes, **{name: array.values for name, array in stored.items()})
+    options = {"batch_size": None, "sample_axis": "time", "fields": ["v"], "with_index": True, "shuffle": False}
+    for name, column in xr.decode_cf(stored).items():
+        value = np.datetime64("2000-01-04") if column.dtype.kind == "M" else 3
+        for sign, compare in COMPARISONS.items():
+            text = f"{name} {sign} {value if value == 3 else repr(str(value))}"
+            found = [int(sample["index"]) for sample in sl.StreamingDataset(url, **options, where=text)]
+            assert found == np.flatnonzero(compare(column, value)).tolist(), text

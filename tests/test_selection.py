@@ -434,6 +434,13 @@ def test_texts_and_times_select_samples(tmp_path):
             StreamingDataset(tmp_path / "out", batch_size=1, where=where)
 
 
+def test_missing_times_satisfy_no_comparison_but_inequality():
+    times = np.array([np.iinfo(np.int64).min, 3, 9])
+    for text, wanted in (("ts < '5'", [False, True, False]), ("ts != '3'", [True, False, True])):
+        condition = Condition.parse(text).with_values({}, times={"ts": int})
+        assert condition.mask({"ts": times}).tolist() == wanted
+
+
 @pytest.mark.parametrize(("text", "part"), WRONG)
 def test_an_invalid_condition_is_an_error_that_names_its_part(text, part):
     with pytest.raises(SelectionError, match=part):

@@ -52,12 +52,13 @@ class Coordinate:
 
     @cached_property
     def _places(self) -> NDArray[np.float64]:
-        """The values, less the first one if they are integers, so that differences are exact. NaN is missing."""
+        """The values, less the first known one if they are integers, so that differences are exact. NaN is missing."""
         assert self.values is not None
         if self.values.dtype.kind == "f":
             return self.values.astype(np.float64)
         wide = self.values.astype(np.int64)
-        return np.where(wide == MISSING, np.nan, (wide - wide[:1]).astype(np.float64))
+        known = wide != MISSING
+        return np.where(known, (wide - wide[known][:1].sum()).astype(np.float64), np.nan)
 
     def usual(self, segments: Ints) -> float:
         """Return the usual difference of neighbours in the segments, in units of the values; it has their sign."""
@@ -242,7 +243,9 @@ def _between(coordinate: Coordinate, labels: slice) -> Ints:
     except (ValueError, TypeError) as error:
         raise SelectionError(f"where={labels} is not a range of times: {error}", "write times as 2001-12-31") from error
     if not selected.size:
-        span = " to ".join(calendar.format(int(end)) for end in (times[times != MISSING].min(), times.max()))
+        known = times[times != MISSING]
+        ends = (known.min(), known.max()) if known.size else ()
+        span = " to ".join(calendar.format(int(end)) for end in ends) or "(all are missing)"
         problem = f"where={labels.start}:{labels.stop} selects none of the times {span}"
         raise SelectionError(problem, f"select some of {coordinate.name!r}")
     return selected

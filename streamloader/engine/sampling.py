@@ -165,12 +165,17 @@ class OpenedArrays:
         return {**({} if self.manifest is None else class_names(self.manifest.provenance)), **read}
 
     def read_exactly(self, name: str) -> NDArray[Any]:
-        """Return all values of an array as they are stored, or unpacked to float64: float32 would round times."""
-        stored = ArrayReader(self.store, self.group.array(name), strict=self.strict).read_all()
+        """Return all values of an array as they are stored, or as float64 if some are packed, or missing: NaN.
+
+        float32 would round times.
+        """
+        values = ArrayReader(self.store, self.group.array(name), strict=self.strict).read_all()
         unpacking = self.unpacking(name)
-        if unpacking is None or (unpacking.scale is None and unpacking.offset is None):
-            return self._with_nulls(name, stored)
-        return unpacking.unpack(stored)
+        if unpacking is not None:
+            packed = unpacking.scale is not None or unpacking.offset is not None
+            exact = not packed and not unpacking.missing(values).any()
+            values = values.view(unpacking.view) if exact else unpacking.unpack(values)
+        return self._with_nulls(name, values)
 
     def default_fields(self) -> list[str]:
         """Return the arrays that are fields without `fields=`: with the sample axis, and numbers, but no coordinates.
@@ -378,16 +383,22 @@ def _stack(name: str, opened: OpenedArrays, channels: Channels) -> RegionColumn:
         if list(shape.items()) != list(subset.items()):
             problem = f"the channel {channel!r} of {name!r} has the dimensions {shape}, another one {first}"
             raise FieldError(problem, "select one element of other dimensions, as in 'z@500', or leave it out")
-    read = [np.dtype(_dtype_of(member)) for member in members.values() if member.array is not None]
-    dtype = np.result_type(*(read or [np.dtype(np.float32)]))
-    scaled = any(each.affine is not None for member in members.values() for each in member.slices)
-    dtype_name = _float_if(dtype.name, bool(constants) or scaled)
-    return RegionColumn(name, first, dtype_name, tuple(members.values()), opened.sample_axis, len(channels.names))
+    dtype = np.result_type(*(each for member in members.values() for each in _channel_dtypes(member))).name
+    return RegionColumn(name, first, dtype, tuple(members.values()), opened.sample_axis, len(channels.names))
+
+
+def _channel_dtypes(member: Member) -> list[str]:
+    """Return the dtypes that hold the channels of a member: constants are float32, unless that rounds integers."""
+    if member.constant is None:
+        return [_float_if(_dtype_of(member), each.affine is not None) for each in member.slices]
+    values = member.constant
+    rounded = values.dtype.kind in "iu" and not np.array_equal(values.astype(np.float32), values)
+    return ["float32", values.dtype.name] if rounded else ["float32"]
 
 
 def _float_if(dtype: str, needed: bool) -> str:
-    """Return the dtype, or float32 if floats are `needed` and it is none."""
-    return "float32" if needed and np.dtype(dtype).kind != "f" else dtype
+    """Return the dtype; if floats are `needed`, float32 for integers of up to 16 bits, and float64 for wider ones."""
+    return np.result_type(dtype, np.float32).name if needed and np.dtype(dtype).kind != "f" else dtype
 
 
 def _channel(opened: OpenedArrays, channel: str, number: int) -> tuple[str, Member, dict[str, int]]:

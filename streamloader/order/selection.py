@@ -130,11 +130,12 @@ _COMPARISONS: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
 
 @dataclass(frozen=True, eq=False)
 class Condition:
-    """A parsed condition. `fields`: the names of the fields that it uses."""
+    """A parsed condition. `fields`: the names of the fields that it uses; `_times`: those whose least int64 is NaT."""
 
     text: str
     fields: frozenset[str]
     _tree: ast.expr
+    _times: Collection[str] = ()
 
     @classmethod
     def parse(cls, text: str) -> Condition:
@@ -182,16 +183,20 @@ class Condition:
                         raise SelectionError(f"{problem}: {error}", "write times as 2001-12-31T06:00") from error
                 elif field not in texts:
                     value.value = _class_number(str(value.value), tuple(classes.get(field, ())), problem)
-        return replace(self, _tree=tree)
+        return replace(self, _tree=tree, _times=tuple(times))
 
     def mask(self, columns: Mapping[str, Any]) -> NDArray[np.bool_]:
         """Return whether the condition is true for each sample; shape (samples,).
 
         `columns` has one number per sample, or one text as str or UTF-8, for each of `fields`. Integers are compared as
-        int64 (uint64 stays), so that sums do not wrap at 255; floats as float64. Raises `SelectionError` for a number
-        in place of a condition, a division by 0, and for integers that may exceed 64 bits.
+        int64 (uint64 stays), so that sums do not wrap at 255; floats as float64; times as float64 with NaN if some are
+        missing. Raises `SelectionError` for a number in place of a condition, a division by 0, and for integers that
+        may exceed 64 bits.
         """
         wide = {name: _widen(column) if _numeric(column := columns[name]) else column for name in self.fields}
+        for name in self.fields & set(self._times):
+            missing = wide[name] == np.iinfo(np.int64).min
+            wide[name] = np.where(missing, np.nan, wide[name]) if np.any(missing) else wide[name]
         return np.ascontiguousarray(_evaluate(self.text, self._tree, lambda name, _: wide[name]))
 
 
