@@ -6,6 +6,7 @@ import random
 import shutil
 import subprocess
 import sys
+import tracemalloc
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -25,7 +26,8 @@ from zarr_stores import STORES, url_of, values_of
 
 import streamloader as sl
 from streamloader import errors
-from streamloader.storage.references import expand
+from streamloader.storage import open_store
+from streamloader.storage.references import ParquetReferences, expand
 
 OPTIONS = {"batch_size": 4, "sample_axis": "time"}
 VALUES = np.arange(16, dtype="<i4").reshape(4, 4)
@@ -58,6 +60,7 @@ class Recorder(QuietServer):
         self.bodies = bodies
         self.requests: list[tuple[str, str]] = []
         self.absent, self.most = 404, 10**9
+        self.redirects: dict[str, str] = {}
 
     @property
     def seen(self) -> str:
@@ -73,6 +76,9 @@ class RecordingHandler(QuietHandler):
     def do_GET(self) -> None:
         self.server.requests.append((self.path, str(self.headers)))
         body = self.server.bodies.get(self.path.partition("?")[0].lstrip("/"))
+        if self.path in self.server.redirects:
+            self.respond(302, headers={"Location": self.server.redirects[self.path]})
+            return
         if body is None or len(self.server.requests) > self.server.most:
             self.respond(self.server.absent, DENIED if self.server.absent == 403 else b"")
         else:
@@ -190,11 +196,29 @@ def test_headers_go_to_the_host_of_the_file_and_to_no_other(tmp_path):
         assert "of the objects" in other.seen
 
 
+def test_a_redirect_takes_no_options_to_another_host(tmp_path):
+    with recorders({"data": VALUES.tobytes()}) as (own, other):
+        own.bodies["refs.json"] = json.dumps(references(*(["moved", n, 16] for n in (0, 16, 32, 48)))).encode()
+        url = f"{own.endpoint}/refs.json"
+        key = {"headers": {"X-Api-Key": SECRET}}
+        choices = [key, {"target_options": {}, "remote_options": key}, {"remote_options": {}}, {"allow": own.endpoint}]
+        for options in choices:
+            own.redirects["/moved"] = f"{other.endpoint}/data"
+            with pytest.raises(errors.AccessError, match=f"{own.endpoint}/moved redirects .*{other.endpoint}/data"):
+                read(url, storage_options=options)
+            assert other.requests == []
+            own.redirects["/moved"] = "/data"
+            assert read(url, storage_options=options) == VALUES.tolist()
+        own.redirects["/moved"] = f"{other.endpoint}/data"
+        assert read(url) == VALUES.tolist()  # as for any other dataset
+
+
 ELSEWHERE = [
     *("file:///etc/passwd", "/etc/passwd", "local://etc/passwd", "/proc/self/environ", "/dev/zero", "../outside/data"),
     *("x/../../outside/data", "simplecache::data", "simplecache::file:///etc/passwd", "reference://::/x.json"),
     *("http://169.254.169.254/latest", "http://2852039166/latest", "http://0xA9FEA9FE/x", "http://[fe80::1]/x"),
-    *("http://[::ffff:169.254.169.254]/x", "http://user@169.254.169.254/x"),
+    *("http://[::ffff:169.254.169.254]/x", "http://user@169.254.169.254/x", "http://name.invalid/x", "http://\u2100/y"),
+    *("link", "x/../link", "folder/data"),
 ]
 
 
@@ -203,8 +227,20 @@ ELSEWHERE = [
 def test_local_files_and_link_local_addresses_are_not_read_unless_they_are_allowed(url, options, tmp_path):
     written(tmp_path / "outside" / "refs.json", {})
     path = written(tmp_path / "own" / "refs.json", references([url, 0, 16]))
+    (path.parent / "link").symlink_to("/etc/passwd")
+    (path.parent / "folder").symlink_to(tmp_path / "outside")
     with pytest.raises(errors.AccessError, match=r"the reference 'a/0.0' in .*own/refs.json leads elsewhere"):
         read(path, storage_options=options)
+
+
+IMPOSSIBLE = ["x\0y", "x\ud800", "http://127.0.0.1:99999999/y", "dir:///x/y", "data://x/y"]
+
+
+@pytest.mark.parametrize("url", IMPOSSIBLE)
+def test_a_reference_that_no_client_can_read_is_named(url, tmp_path):
+    path = written(tmp_path / "refs.json", references([url, 0, 16]))
+    with pytest.raises(errors.StreamloaderError, match=r"the reference 'a/0.0' in .*refs.json"):
+        read(path, fields=["a"], storage_options={"remote_options": {}})
 
 
 HOSTS = [
@@ -245,7 +281,7 @@ def test_an_allowed_folder_is_read_and_its_pipes_do_not_hang(tmp_path):
 def store(tmp_path: Path, name: str = "refs.parquet", source: str = "kerchunk.parquet") -> Path:
     """A copy of a folder of Parquet pages, or of a file, beside the files that it refers to."""
     for file in STORES.glob("*.nc"):
-        (tmp_path / file.name).symlink_to(file)
+        shutil.copy(file, tmp_path)
     (shutil.copytree if (STORES / source).is_dir() else shutil.copy)(STORES / source, tmp_path / name)
     return tmp_path / name
 
@@ -267,6 +303,7 @@ PAGES = {
     "too few rows": lambda body: page(path=["packed.nc"], offset=[0], size=[9]),
     "a negative offset": lambda body: page(path=["packed.nc"] * 16, offset=[-5] * 16, size=[9] * 16),
     "missing columns": lambda body: page(path=["packed.nc"] * 16, offset=["x"] * 16, raw=["y"] * 16),
+    "too many bytes": lambda body: page(raw=[bytes([n]) * (1 << 25) for n in range(9)]),
     "missing": lambda body: None,
 }
 
@@ -278,6 +315,20 @@ def test_a_page_that_cannot_be_read_is_an_error_that_names_it(damage, tmp_path):
     path.unlink() if body is None else path.write_bytes(body)
     with pytest.raises(errors.FormatError, match=r"refs\.parquet/z/refs\.1\.parq"):
         list(sl.StreamingDataset(path.parent.parent, **OPTIONS, fields=["z"]))
+
+
+def test_a_page_that_repeats_a_large_value_takes_the_memory_of_one(tmp_path):
+    path = store(tmp_path) / "z" / "refs.0.parq"
+    value = bytes(1 << 22)
+    repeated = {"raw": pa.DictionaryArray.from_arrays([0] * 16, [value]), "path": [None] * 16}
+    path.write_bytes(page(**repeated, offset=[0] * 16, size=[0] * 16))
+    found = ParquetReferences(open_store(path.parent.parent))
+    tracemalloc.start()
+    try:
+        assert found.find("z/" + ".".join("0" * len(found.values["z/.zarray"]["shape"]))) == value
+        assert tracemalloc.get_traced_memory()[1] < 4 * len(value)
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize("name", ["refs.zarr", "combined", "refs.json"])

@@ -14,7 +14,7 @@ import re
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from html import unescape
 from inspect import signature
@@ -27,7 +27,7 @@ from urllib.parse import urljoin
 from fsspec.asyn import sync
 from fsspec.core import url_to_fs
 
-from streamloader.errors import UnsupportedError
+from streamloader.errors import AccessError, UnsupportedError
 from streamloader.options import RetryPolicy
 from streamloader.storage.buffers import Allocate, Body, Buffer, body_bytes, buffers_of, empty_buffer
 from streamloader.storage.process import finalize
@@ -354,6 +354,32 @@ class HttpClient(FsspecClient):
     def delete(self, paths: Sequence[str]) -> None:
         """Raise `UnsupportedError`."""
         self.put(paths[0], b"")
+
+
+def without_redirects(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options of fsspec's HTTP with which a redirect to another scheme, host or port raises `AccessError`.
+
+    Clients send headers of the user to the host of a redirect too. obstore has no such option, and is not used then.
+    """
+    import aiohttp
+    from yarl import URL
+
+    async def check(_session: Any, _context: Any, request: aiohttp.TraceRequestRedirectParams) -> None:
+        headers = request.response.headers
+        try:
+            target = request.url.join(URL(headers.get("Location") or headers.get("URI") or ""))
+            if target.origin() == request.url.origin():
+                return
+        except ValueError:
+            target = URL()
+        request.response.close()
+        problem = f"{redact(str(request.url))} redirects to another host, {redact(str(target))!r}"
+        raise AccessError(problem, "if you trust that, give its URL instead of the one that redirects")
+
+    trace = aiohttp.TraceConfig()
+    trace.on_request_redirect.append(check)
+    client = dict(options.get("client_kwargs") or {})
+    return {**options, "client_kwargs": {**client, "trace_configs": [*client.get("trace_configs", ()), trace]}}
 
 
 _CLIENTS = {CHAIN: ChainClient, "file": LocalClient, "http": HttpClient, "memory": MemoryClient}

@@ -13,11 +13,13 @@ import ipaddress
 import itertools
 import json
 import operator
+import os
 import re
 import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import replace
 from functools import lru_cache
 from importlib.util import find_spec
 from math import prod
@@ -37,7 +39,7 @@ from streamloader.errors import (
     UnsupportedError,
 )
 from streamloader.storage.buffers import Allocate, Buffer
-from streamloader.storage.generic import ReadOnlyClient
+from streamloader.storage.generic import ReadOnlyClient, without_redirects
 from streamloader.storage.process import finished_before_exit
 from streamloader.storage.store import ObjectInfo, Store
 from streamloader.storage.url import CHAIN, REFERENCES, Location, parse_location, redact
@@ -45,6 +47,8 @@ from streamloader.storage.url import CHAIN, REFERENCES, Location, parse_location
 OpenStore: TypeAlias = Callable[[str, Mapping[str, Any] | None], Store]
 MAX_GENERATED = 1 << 20  # references of the `gen` of a file: 20 s
 MAX_TEXT = 1 << 12  # characters of a URL that has expressions
+MAX_PAGE_BYTES = 1 << 28  # of a page of Parquet, decompressed
+MAX_PAGE_ROWS = 1 << 20
 DOCUMENT = ".zmetadata"  # of a folder of Parquet
 COLUMNS = ("path", "offset", "size", "raw")  # of its pages
 PAGE_REFERENCES = 1 << 19  # of the pages of Parquet that are kept, but at least eight pages: about 90 bytes each
@@ -240,18 +244,47 @@ class ParquetReferences:
             from pyarrow.parquet import ParquetFile
 
             try:
-                file = ParquetFile(pa.BufferReader(body))
-                if (rows := file.metadata.num_rows) > self._record_size:
-                    raise ValueError(f"it has {rows} references, and record_size is {self._record_size}")
-                table = file.read(use_threads=False)
-                empty = pa.nulls(rows)
+                metadata = ParquetFile(pa.BufferReader(body)).metadata
+                _check_page(metadata, min(self._record_size, MAX_PAGE_ROWS))
+                names = [name for name in COLUMNS if name in metadata.schema.names]
+                texts = [name for name in names if name in ("path", "raw")]
+                table = ParquetFile(pa.BufferReader(body), read_dictionary=texts).read(names, use_threads=False)
+                empty = pa.nulls(table.num_rows)
                 given = [table.column(name) if name in table.column_names else empty for name in COLUMNS]
                 kinds = (pa.string(), pa.int64(), pa.int64(), pa.binary())
-                columns = [column.cast(kind).to_pylist() for column, kind in zip(given, kinds, strict=True)]
+                return [_values_of(column, kind) for column, kind in zip(given, kinds, strict=True)]
             except (pa.ArrowException, OSError, ValueError) as error:
                 raise CorruptError(f"{where} cannot be read ({error})", remedy) from error
-        shared = {url: url for url in columns[0]}  # one text for all references to an object
-        return [[shared[url] for url in columns[0]], *columns[1:]]
+
+
+def _check_page(metadata: Any, rows: int) -> None:
+    """Raise ValueError for a page with more rows, nested columns, or too many bytes."""
+    if metadata.num_rows > rows:
+        raise ValueError(f"it has {metadata.num_rows} references, at most {rows} are expected")
+    size = sum(metadata.row_group(group).total_byte_size for group in range(metadata.num_row_groups))
+    if size > MAX_PAGE_BYTES:
+        raise ValueError(f"it has {size} bytes when it is decompressed, at most {MAX_PAGE_BYTES} are supported")
+    columns = map(metadata.schema.column, range(metadata.num_columns))
+    if any(column.path != column.name for column in columns):
+        raise ValueError("it has nested columns")
+
+
+def _values_of(column: Any, kind: Any) -> list[Any]:
+    """Return the values of a column. References with equal ones share an object: a small page may repeat a large one.
+
+    Raises ValueError for texts or bytes without a dictionary.
+    """
+    import pyarrow as pa
+
+    if not pa.types.is_dictionary(column.type):
+        if kind != pa.int64() and not pa.types.is_null(column.type):
+            raise ValueError(f"it has values of the type {column.type}, not {kind}")
+        return column.cast(kind).to_pylist()  # type: ignore[no-any-return]
+    found: list[Any] = []
+    for chunk in column.chunks:
+        values = chunk.dictionary.cast(kind).to_pylist()
+        found += [None if index is None else values[index] for index in chunk.indices.to_pylist()]
+    return found
 
 
 class ReferenceClient(ReadOnlyClient):
@@ -261,7 +294,8 @@ class ReferenceClient(ReadOnlyClient):
     for the file and `remote_options` for the objects. They are used for objects of the file's host or bucket only; of a
     local file, for those in its folder. Others are read with `remote_options` alone, and only if these are given, or if
     `allow`, a list of URLs of hosts, buckets or folders, has them. A chain of URLs is never read, and local files and
-    link-local addresses only with `allow`: whoever wrote the file could make this process read them.
+    link-local addresses only with `allow`: whoever wrote the file could make this process read them. A symbolic link is
+    what it leads to. With any of these options, a web server of the objects may not redirect to another host.
     """
 
     def __init__(self, location: Location, open_store: OpenStore) -> None:
@@ -274,7 +308,8 @@ class ReferenceClient(ReadOnlyClient):
         self._location, self._open_store, self._shown = store.location, open_store, store.child(name).url
         self._options = options if target is not None else store.location.options  # with the user of the URL
         entries = [allow] if isinstance(allow, str) else allow
-        self._allowed = None if entries is None else [parse_location(entry, {}) for entry in entries]
+        self._allowed = None if entries is None else [_resolved(parse_location(entry, {})) for entry in entries]
+        self._may_redirect = not location.options and not self._options
         self._references = _read_references(store, name)
         self._stores: dict[str, Store] = {}
         self._opening = threading.Lock()
@@ -284,10 +319,11 @@ class ReferenceClient(ReadOnlyClient):
         found = self._references.find(path)
         if isinstance(found, bytes):
             return found[start:stop]
-        store, name = self._object(path, found.url)
         begin, end = found.offset + start, found.offset + (stop if found.size is None else min(stop, found.size))
         try:
-            return store.reader().read(name, begin, end, allocate)
+            with self._naming(path, found.url):
+                store, name = self._object(path, found.url)
+                return store.reader().read(name, begin, end, allocate)
         except NotFoundError as error:  # no missing chunk: that has no reference
             remedy = "restore it, or correct the URL in the references"
             where = f"{path!r} in {self._shown}"
@@ -301,8 +337,9 @@ class ReferenceClient(ReadOnlyClient):
         except FileNotFoundError:
             return None
         if isinstance(found, Range) and found.size is None:
-            store, name = self._object(path, found.url)
-            return store.head(name)
+            with self._naming(path, found.url):
+                store, name = self._object(path, found.url)
+                return store.head(name)
         return ObjectInfo(path, len(found) if isinstance(found, bytes) else found.size or 0)
 
     def folders(self, folder: str) -> list[str]:
@@ -314,18 +351,25 @@ class ReferenceClient(ReadOnlyClient):
     def _object(self, key: str, url: str) -> tuple[Store, str]:
         """Return the store with the object at a URL, and its path there. Raises `AccessError` unless it may be read."""
         is_relative = "://" not in url and "::" not in url and not url.startswith("/")
-        folder, name = _split(self._location.child(url).target if is_relative else url)
+        target = self._location.child(url).target if is_relative else url
+        if "::" not in target and target.partition("://")[0] in (target, "file", "local"):
+            target = _resolved(parse_location(target, {})).target
+        folder, name = _split(target)
         with self._opening:
             if folder not in self._stores:
-                with _naming(f"the reference {key!r} in {self._shown}, {redact(url)!r:.200},"):
-                    location = parse_location(folder, {})
-                    options = self._options_for(location, is_relative=is_relative)
-                    if options is None:
-                        problem = f"the reference {key!r} in {self._shown} leads elsewhere, to {location.shown}"
-                        remedy = f"if you trust the file, give storage_options={{'allow': [{location.shown!r}]}}"
-                        raise AccessError(problem, f"{remedy}, and remote_options if it needs credentials")
-                    self._stores[folder] = self._open_store(folder, {"retry": self.policy, **options})
+                location = parse_location(folder, {})
+                options = self._options_for(location, is_relative=is_relative)
+                if options is None:
+                    problem = f"the reference {key!r} in {self._shown} leads elsewhere, to {location.shown}"
+                    remedy = f"if you trust the file, give storage_options={{'allow': [{location.shown!r}]}}"
+                    raise AccessError(problem, f"{remedy}, and remote_options if it needs credentials")
+                if location.protocol == "http" and not self._may_redirect:
+                    options = without_redirects(options)
+                self._stores[folder] = self._open_store(folder, {"retry": self.policy, **options})
             return self._stores[folder], name
+
+    def _naming(self, key: str, url: str) -> AbstractContextManager[None]:
+        return _naming(f"the reference {key!r} in {self._shown}, {redact(url)!r:.200},")
 
     def _options_for(self, location: Location, *, is_relative: bool) -> Mapping[str, Any] | None:
         """Return the options to read the objects in a folder with, None if they may not be read."""
@@ -333,7 +377,7 @@ class ReferenceClient(ReadOnlyClient):
         if own.protocol == CHAIN:
             is_own = is_relative and ".." not in unquote(location.target).split("/")
         else:
-            is_own = _is_below(location, own, _origin(own))
+            is_own = _is_below(location, own, _origin(_resolved(own)))
         if is_own:
             return self._options if remote is None else remote
         if location.protocol in (CHAIN, *REFERENCES):
@@ -374,6 +418,11 @@ def _split(url: str) -> tuple[str, str]:
     return "::".join(links), name
 
 
+def _resolved(location: Location) -> Location:
+    """Return a local location without symbolic links, another one as it is."""
+    return replace(location, target=os.path.realpath(location.path)) if location.protocol == "file" else location
+
+
 def _origin(location: Location) -> str:
     """Return the host or bucket of a URL; of a local one its path."""
     if location.protocol in ("file", "memory"):
@@ -390,7 +439,7 @@ def _is_below(location: Location, root: Location, path: str) -> bool:
 
 
 def _is_link_local(location: Location) -> bool:
-    """Return whether the host of a URL has a link-local address, as the metadata service of a cloud has."""
+    """Return whether a URL's host may have a link-local address, as a cloud's metadata service: also if unknown."""
     if location.protocol in BUCKETS:
         return False
     try:
@@ -398,7 +447,7 @@ def _is_link_local(location: Location) -> bool:
         addresses = [ipaddress.ip_address(str(info[4][0]).partition("%")[0]) for info in found]
         return any((getattr(each, "ipv4_mapped", None) or each).is_link_local for each in addresses)
     except (OSError, ValueError):
-        return False
+        return True
 
 
 def _page_path(array: str, number: int) -> str:
