@@ -141,6 +141,22 @@ def check(batch: dict[str, Any], rows: range) -> int:
     return cut
 
 
+@pytest.mark.parametrize("turn", [3, 6, 2])
+@pytest.mark.parametrize("backend", ["auto", "pillow"])
+def test_a_box_is_in_place_in_a_turned_jpeg_of_an_odd_size(turn, backend, tmp_path):
+    """Such a JPEG is decoded at reduced size if its sides are multiples of the reduction only."""
+    picture = np.zeros((601, 603, 3), np.uint8)
+    picture[300:340, 200:240] = 255
+    with sl.Writer(tmp_path / "d", {"image": "bytes:jpeg", "boxes": "float32[4]"}) as out:
+        out.write({"image": encoded(picture, turn, "jpeg"), "boxes": [200, 300, 40, 40]})
+    decode = sl.Decode(backend, size=(64, 64), boxes="boxes")
+    (batch,) = sl.StreamingDataset(tmp_path / "d", batch_size=1, decode=decode)
+    white = batch["image"][0, :, :, 0].numpy().astype(float)
+    left, top, width, height = batch["boxes"][0].tolist()
+    for axis, middle in ((0, left + width / 2), (1, top + height / 2)):
+        assert abs((np.arange(64) + 0.5) @ white.sum(axis) / white.sum() - middle) < 0.15
+
+
 def test_the_boxes_of_coco_are_cropped_with_their_image(tmp_path):
     coco = Path(__file__).parents[1] / "formats/coco/input::/annotations/person_keypoints_train2017.json"
     sl.convert(str(coco), tmp_path / "coco", format="coco", workers=0)

@@ -410,6 +410,8 @@ class ImageDecoder:
         stored, upright = (header.height, header.width), header.turn == 1
         box = self._box(*header.size, numbers)
         k = reduction(box, (out.shape[0], out.shape[1]))
+        if not upright:  # the last reduced pixel may be cut by the edge, and would be the first after a flip
+            k = math.gcd(k, *stored)
         box = snapped(box, k, *header.size)
         if self.options.size is None and upright:
             self._read(data, 1, stored, pixels)
