@@ -22,7 +22,7 @@ from commands import run
 from conversions import SMALL, Exported, contents, interrupted, write_photos
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from PIL import Image, ImageCms
+from PIL import Image, ImageCms, ImageOps
 from sources import kinds_of
 
 from streamloader.conversion import job, shard_task
@@ -584,6 +584,22 @@ def test_a_turned_photograph_is_reduced_for_the_size_that_it_gets():
     assert abs(one.std() - other.std()) < 2, "detail is not lost by reducing too far"
 
 
+@pytest.mark.parametrize("turn", range(2, 9))
+def test_a_turned_photograph_of_an_odd_size_is_not_moved_when_it_is_reduced(turn):
+    """The oracle is the same file without its tag, turned after it is resized at full size."""
+    pixels = np.zeros((601, 603, 3), np.uint8)
+    pixels[300:340, 200:240] = 255
+    exif = Image.Exif()
+    exif[0x0112] = turn
+    out = io.BytesIO()
+    Image.fromarray(pixels).save(out, "JPEG", quality=95, exif=exif)
+    small = np.asarray(opened(parse_recode((64, 64), None).image(out.getvalue())).convert("L"), float)
+    upright = np.asarray(ImageOps.exif_transpose(opened(out.getvalue())).convert("L"), float)
+    for axis in (0, 1):
+        centres = [(np.arange(len(p)) + 0.5) @ p / p.sum() / len(p) * 64 for p in (small.sum(axis), upright.sum(axis))]
+        assert abs(centres[0] - centres[1]) < 0.1
+
+
 @pytest.mark.parametrize(("options", "expected"), [({"quality": 100}, 128), ({"resize": 4}, 32768)])
 def test_16_bits_of_grey_are_scaled_to_a_jpeg_and_kept_in_a_png(options, expected, tmp_path):
     (tmp_path / "photos" / "a").mkdir(parents=True)
@@ -606,7 +622,7 @@ def test_an_image_object_of_any_mode_keeps_its_colour(mode, tmp_path):
         image = Image.frombytes(mode, (4, 4), values.tobytes())
     else:
         via = {"La": "LA", "RGBa": "RGBA", "PA": "P"}.get(mode, "RGB")
-        image = Image.new("I", (4, 4), 103 * 257) if mode == "I" else colour.convert(via).convert(mode)
+        image = Image.new("I", (4, 4), 103) if mode == "I" else colour.convert(via).convert(mode)
     convert([{"image": image}, {"image": colour}], tmp_path / "out", workers=0)
     ds = StreamingDataset(tmp_path / "out", batch_size=2, decode=True, shuffle=False)
     assert str(ds.fields["image"]) in ("bytes:png", "bytes:mixed")

@@ -18,6 +18,7 @@ from torchrun import run_python
 
 from streamloader.errors import DecodeError, UsageError
 from streamloader.images.decode import DRAWS, ImageDecoder
+from streamloader.images.pillow import encode
 from streamloader.options import Decode, RandomResizedCrop
 from streamloader.pytorch.dataset import StreamingDataset
 
@@ -174,7 +175,7 @@ GREYS = {
     "16 bits": (Image.fromarray(SIXTEEN), "png"),
     "16 bits, big-endian": (Image.frombytes("I;16B", (4, 1), SIXTEEN.byteswap().tobytes()), "tiff"),
     "16 bits in JPEG 2000": (Image.fromarray(np.tile(SIXTEEN, (4, 1))), "jpeg2000"),
-    "32 bits": (Image.fromarray(SIXTEEN.astype(np.int32)), "tiff"),
+    "16 bits in PGM": (Image.fromarray(SIXTEEN), "ppm"),
     "floats": (Image.fromarray((SIXTEEN / 65535).astype(np.float32)), "tiff"),
 }
 
@@ -188,12 +189,31 @@ def test_grey_of_more_than_8_bits_is_scaled(case, mode):
     assert pixels[0].tolist() == [[v] * pixels.shape[2] for v in (0, 1, 128, 255)]
 
 
-@pytest.mark.parametrize("values", [np.float32([[0, 2]]), np.float32([[0, np.nan]]), np.int32([[-1, 0]])])
+@pytest.mark.parametrize(
+    "values", [np.float32([[0, 2]]), np.float32([[0, np.nan]]), np.int32([[-1, 0]]), np.int32([[0, 256]])]
+)
 def test_greys_of_which_the_white_is_unknown_are_an_error(values):
     out = io.BytesIO()
     Image.fromarray(values).save(out, "tiff")
-    with pytest.raises(DecodeError, match=r"its values are from .* expected 0 to (1|65535)\)"):
+    with pytest.raises(DecodeError, match=r"its values are from .* expected 0 to (1|255)\)"):
         ImageDecoder.choose(Decode()).decode(memoryview(out.getvalue()), 0)
+
+
+def test_32_bits_up_to_255_are_kept():
+    """As of an image of 8 bits that was converted, which Pillow does for arithmetic."""
+    out = io.BytesIO()
+    Image.fromarray(picture(3)).convert("L").convert("I").save(out, "tiff")
+    pixels = ImageDecoder.choose(Decode(mode="L")).decode(memoryview(out.getvalue()), 0)[:, :, 0]
+    assert np.array_equal(pixels, np.asarray(Image.fromarray(picture(3)).convert("L")))
+
+
+@pytest.mark.parametrize("mode", ["I;16", "I;16B", "I;16L", "I;16N", "PGM"])
+def test_a_stored_image_object_of_16_bits_keeps_all_of_them(mode):
+    values = SIXTEEN.byteswap() if mode == "I;16B" else SIXTEEN
+    pgm = io.BytesIO(b"P5 4 1 65535\n" + SIXTEEN.byteswap().tobytes())
+    image = Image.open(pgm) if mode == "PGM" else Image.frombytes(mode, (4, 1), values.tobytes())
+    with Image.open(io.BytesIO(encode(image))) as stored:
+        assert (stored.format, np.asarray(stored).tolist()) == ("PNG", SIXTEEN.tolist())
 
 
 AUGMENT = Decode(size=(12, 16), crop=RandomResizedCrop(flip=0.5), normalize="imagenet")

@@ -406,19 +406,21 @@ class Recode:
         """
         from PIL import Image
 
-        from streamloader.images.pillow import eight_bits, orientation, png_mode, transpose
+        from streamloader.images.pillow import eight_bits, orientation, png_mode, sixteen_bits, transpose
 
         with Image.open(io.BytesIO(data)) as opened:
             was_jpeg = opened.format == "JPEG"
             turn = orientation(opened.info.get("exif", b""))
-            if self.size is not None:
+            # libjpeg fills up the last pixel of a side that is no multiple of 8; the image must not begin with it
+            if self.size is not None and (turn == 1 or not any(side % 8 for side in opened.size)):
                 width, height = self._target(opened.size if turn < 5 else (opened.height, opened.width))
                 opened.draft(None, (width, height) if turn < 5 else (height, width))
-            image = transpose(opened, turn)
+            image = transpose(sixteen_bits(opened), turn)
             image.load()
         target = self._target(image.size)
         if target != image.size:
             image = image.convert("RGB") if image.mode in ("P", "PA") else image
+            image = eight_bits(image) if image.mode in ("I", "F") else image  # the resized values may overshoot
             gap = None if image.mode.startswith("I;16") else 3.0  # Pillow cannot reduce 16 bits
             image = image.resize(target, Image.Resampling.LANCZOS, reducing_gap=gap)
         out = io.BytesIO()

@@ -18,15 +18,16 @@ def eight_bits(image: Image.Image, mode: str = "") -> Image.Image:
     """Return an image as `mode`, "RGB" or "L"; by default "L" for an image with one channel of grey.
 
     Of 16 bits the upper 8 are kept, as Pillow does for RGB; floats are multiplied by 255. Raises `ValueError` for
-    numbers beyond 16 bits and floats outside 0 to 1, since it is unknown which of them is white.
+    32-bit numbers beyond 255 and floats outside 0 to 1, since it is unknown which of them is white.
     """
+    image = sixteen_bits(image)
     mode = mode or ("L" if Image.getmodebase(image.mode) == "L" else "RGB")
     if image.mode[0] in "IF":
         values = np.asarray(image)
-        low, high, white = values.min(), values.max(), 1 if image.mode == "F" else 65535
+        low, high, white = values.min(), values.max(), {"F": 1, "I": 255}.get(image.mode, 65535)
         if not 0 <= low <= high <= white:  # nor with NaN
             raise ValueError(f"its values are from {low} to {high}, expected 0 to {white}")
-        values = np.rint(values * np.float32(255)) if white == 1 else values >> 8
+        values = np.rint(values * np.float32(255)) if white == 1 else values >> (8 if white == 65535 else 0)
         image = Image.fromarray(values.astype(np.uint8))
     elif image.mode == "LAB":
         from PIL import ImageCms
@@ -34,6 +35,15 @@ def eight_bits(image: Image.Image, mode: str = "") -> Image.Image:
         lab, srgb = ImageCms.createProfile("LAB"), ImageCms.createProfile("sRGB")
         image = ImageCms.profileToProfile(image, lab, srgb, outputMode="RGB") or image
     return image.convert(mode)
+
+
+def sixteen_bits(image: Image.Image) -> Image.Image:
+    """Return an image of 16 bits that Pillow has opened with 32, or in another byte order than PNG's, as "I;16"."""
+    if image.mode == "I" and image.format in ("PNG", "PPM"):
+        return image.convert("I;16")
+    if image.mode in ("I;16L", "I;16N"):
+        return Image.fromarray(np.asarray(image).astype(np.uint16))
+    return image
 
 
 def class_numbers(image: Image.Image) -> NDArray[np.uint8]:
@@ -71,7 +81,7 @@ def encode(image: Image.Image) -> bytes:
 
     Raises what Pillow raises for images that it cannot load or encode.
     """
-    out = io.BytesIO()
+    out, image = io.BytesIO(), sixteen_bits(image)
     if image.mode in ("I", "F"):
         image.save(out, "TIFF", compression="tiff_adobe_deflate")
     else:
