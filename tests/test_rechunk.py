@@ -326,3 +326,20 @@ def test_a_slice_of_an_array_without_the_sample_axis_is_read_from_the_array_besi
     assert report.num_samples == 4
     channels = sl.Channels("v@lev=2", "mask@2")
     assert_same_samples(tmp_path / "x.zarr", tmp_path / "out", sample_axis="time", channels=channels)
+
+
+def test_attributes_without_a_json_number_keep_their_meaning_in_strict_json(tmp_path):
+    group = zarr.open_group(tmp_path / "x.zarr", mode="w")
+    group.create_array("v", data=np.arange(4.0), dimension_names=["time"])
+    mask = group.create_array("mask", data=np.array([1, np.inf, 3]), dimension_names=["x"])
+    mask.attrs.update({"_FillValue": np.nan, "missing_value": np.inf})
+    time = group.create_array("time", data=np.arange(4.0), dimension_names=["time"])
+    time.attrs.update({"_FillValue": np.nan, "valid_min": -np.inf})
+    sl.convert(tmp_path / "x.zarr", tmp_path / "out", rechunk="v,mask", sample_axis="time", workers=0)
+    for document in (tmp_path / "out/_streamloader/arrays").rglob("zarr.json"):
+        json.loads(document.read_text(), parse_constant=pytest.fail)
+    channels = sl.Channels("v", "time")
+    assert_same_samples(tmp_path / "x.zarr", tmp_path / "out", sample_axis="time", channels=channels)
+    fields = {"sample_axis": "x", "fields": ["mask"]}
+    (found,) = sl.StreamingDataset(tmp_path / "out/_streamloader/arrays", batch_size=3, shuffle=False, **fields)
+    np.testing.assert_array_equal(found["mask"], [1, np.nan, 3])

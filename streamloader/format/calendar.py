@@ -77,6 +77,11 @@ class Calendar:
     name: str
     starts: Callable[[Ints], Ints]
 
+    @property
+    def _from_1(self) -> bool:
+        """Whether the year -1 comes before the year 1."""
+        return self.starts in (_julian, _mixed)
+
     def _months(self, year: int, late: bool) -> list[int]:
         """Return the number of the first day of each month and of the next year; `late`: as after the reform."""
         starts = self.starts if self.starts is not _mixed else _gregorian if late else _early
@@ -88,9 +93,9 @@ class Calendar:
     def day(self, year: int, month: int, day: int) -> int:
         """Return the number of a day. Raises `ValueError` for one that the calendar does not have."""
         date = year, month, day
-        late, from_1 = date > (1582, 10, 14), self.starts in (_julian, _mixed)
-        months = self._months(year + (from_1 and year < 0), late)  # the year -1 comes before the year 1
-        absent = (from_1 and year == 0) or (self.starts is _mixed and date > (1582, 10, 4) and not late)
+        late = date > (1582, 10, 14)
+        months = self._months(year + (self._from_1 and year < 0), late)
+        absent = (self._from_1 and year == 0) or (self.starts is _mixed and date > (1582, 10, 4) and not late)
         if absent or not 1 <= month <= 12 or not 1 <= day <= months[month] - months[month - 1]:
             raise ValueError(f"the {self.name} calendar has no {year:04}-{month:02}-{day:02}")
         return months[month - 1] + day - 1
@@ -117,7 +122,7 @@ class Calendar:
         if date[2]:
             end = start + DAY
         else:
-            following = (year, month + 1, 1) if date[1] and month < 12 else (year + 1, 1, 1)
+            following = (year, month + 1, 1) if date[1] and month < 12 else (year + 1 or int(self._from_1), 1, 1)
             end = self.day(*following) * DAY
         if clock:
             passed, unit = _parse_clock(clock)
@@ -132,7 +137,8 @@ class Calendar:
         months = self._months(year, day >= _REFORM)
         month = bisect_right(months, day)
         clock = f"{rest // HOUR:02}:{rest % HOUR // MINUTE:02}:{rest % MINUTE // SECOND:02}"
-        return f"{year:04}-{month:02}-{day - months[month - 1] + 1:02}T{clock}"
+        year -= self._from_1 and year < 1
+        return f"{year:0{4 + (year < 0)}}-{month:02}-{day - months[month - 1] + 1:02}T{clock}"
 
     def fractions(self, times: Ints, of_year: bool) -> NDArray[np.float64]:
         """Return how much of the day, or of the year, has passed at each time; NaN for missing ones."""

@@ -220,6 +220,7 @@ def _beside(store: Store, attributes: Mapping[str, Any], found: Mapping[str, Zar
         data = values.astype(values.dtype.newbyteorder("<")).tobytes()
         objects["/".join([name, "c", *("0" for _ in values.shape)])] = with_checksum(data)
     nodes[""] = group_document(attributes, nodes)
-    documents = {f"{name}/zarr.json".lstrip("/"): json.dumps(node, sort_keys=True) for name, node in nodes.items()}
-    objects |= {path: text.encode() for path, text in documents.items()}
+    for name, node in nodes.items():
+        strict = json.loads(json.dumps(node), parse_constant=str)  # JSON has no NaN; attributes may be texts
+        objects[f"{name}/zarr.json".lstrip("/")] = json.dumps(strict, sort_keys=True, allow_nan=False).encode()
     return {f"{ARRAYS}/{path}": data for path, data in objects.items()}
