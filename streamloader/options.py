@@ -111,7 +111,7 @@ class RetryPolicy(Option):
     `response_seconds`, `min_bytes_per_second`: a response may take `response_seconds + bytes / min_bytes_per_second`,
     and may not fall behind that rate by more than `response_seconds` at any time; if it does, its connection is closed
     and the request is repeated on a new one. A read that is much later than others were, but at least 1 s, is repeated
-    sooner, once (S3, and http without obstore). A cloud store sends its first byte within 0.2 s, and 50-90 MB/s after
+    sooner, once (S3, http, gs and az by obstore). A cloud store sends its first byte within 0.2 s, and 50-90 MB/s after
     that: 10 s allow for servers with a queue, and 64 KiB/s for a home connection of 10 Mbit/s that 16 requests share.
     Raise `response_seconds` for stores that read from tape.
 

@@ -74,8 +74,8 @@ class Stats:
 
     `in_flight` is the current limit of concurrent requests, `cores` the number of cores that this rank decodes with,
     and `transformers` the number of threads or processes that run the transform. `client` names the data plane and why
-    it was chosen. `waiting_for` is empty except during an outage of the store; then it names the endpoint, how long the
-    loader has waited for it, and the last error.
+    it was chosen. `waiting_for` is empty except during an outage of the store, when it names the endpoint, how long the
+    loader has waited for it, and the last error; and while the store asks for a long wait (Retry-After).
     """
 
     batches: int = 0

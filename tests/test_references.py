@@ -27,6 +27,7 @@ from zarr_stores import STORES, url_of, values_of
 import streamloader as sl
 from streamloader import errors
 from streamloader.storage import open_store
+from streamloader.storage.icechunk import _virtual_access
 from streamloader.storage.references import ParquetReferences, expand
 
 OPTIONS = {"batch_size": 4, "sample_axis": "time"}
@@ -530,6 +531,18 @@ def test_virtual_chunks_of_a_repository_are_read_where_that_is_authorized_with_i
         assert read(url, storage_options={"credentials": keys}) == VALUES.tolist()
         assert "Credential=of-the-chunks" in server.seen
         assert "of-the-environment" not in server.seen
+
+
+def test_virtual_chunks_are_authorized_by_any_scheme_of_a_store(tmp_path):
+    prefix = f"file://{tmp_path}/"
+    url = repository(tmp_path, prefix, icechunk.local_filesystem_store(str(tmp_path)))
+    for name in ("az://b/", "abfs://b/", "abfss://b/"):
+        with pytest.raises(errors.UnsupportedError, match=f"below {name} anonymously; give its credentials"):
+            read(url, storage_options={"authorize_virtual_chunk_access": [name]})
+    (access,) = _virtual_access(icechunk, {"authorize_virtual_chunk_access": "s3a://b/"}).values()
+    assert isinstance(access, icechunk.Credentials.S3)
+    written(tmp_path / "refs.json", {})
+    assert read(url, storage_options={"credentials": {"abfs://b/": {"sas_token": "s"}, prefix: {}}}) == VALUES.tolist()
 
 
 def test_virtual_chunks_in_local_files_need_to_be_authorized(tmp_path):

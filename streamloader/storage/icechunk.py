@@ -14,7 +14,7 @@ from streamloader.storage.generic import ReadOnlyClient
 from streamloader.storage.process import finished_before_exit, forked_after_obstore, note_obstore_use, run_all
 from streamloader.storage.retry import client_errors
 from streamloader.storage.store import ObjectInfo
-from streamloader.storage.url import Location
+from streamloader.storage.url import ALIASES, Location
 
 Result = TypeVar("Result")
 _SNAPSHOT_OPTIONS = ("branch", "tag", "snapshot_id")
@@ -25,7 +25,8 @@ class IcechunkClient(ReadOnlyClient):
 
     The storage options `branch`, `tag` or `snapshot_id` choose the snapshot, the branch `main` by default; the others
     are those of icechunk's storage. Chunks in other objects are read below the URLs in `authorize_virtual_chunk_access`
-    only, with the `credentials` for each of these, anonymously without any: whoever wrote the repository chose them.
+    and `credentials` only, anonymously (Azure not) unless there are `credentials` for one: whoever wrote the repository
+    chose them.
     """
 
     def __init__(self, location: Location) -> None:
@@ -108,9 +109,13 @@ def _virtual_access(icechunk: Any, options: dict[str, Any]) -> Any:
 
 def _credentials(icechunk: Any, url: str, options: Any) -> Any:
     """Return icechunk's credentials for a URL, None for a web server or local files, which need none."""
-    kind = {"s3": "s3", "gs": "gcs", "gcs": "gcs", "az": "azure"}.get(url.partition("://")[0])
+    scheme = url.partition("://")[0]
+    kind = {"s3": "s3", "gs": "gcs", "az": "azure"}.get(ALIASES.get(scheme, scheme))
     if not isinstance(options, Mapping):
         return options  # icechunk's own; None allows those of the environment
+    if kind == "azure" and "anonymous" in options:
+        remedy = f"give its credentials: storage_options={{'credentials': {{{url!r}: {{'sas_token': ...}}}}}}"
+        raise UnsupportedError(f"icechunk does not read chunks below {url} anonymously", remedy)
     return None if kind is None else getattr(icechunk, f"{kind}_credentials")(**_renamed(options))
 
 

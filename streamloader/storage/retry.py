@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple, NoReturn, TypeVar
 from urllib.request import getproxies
@@ -441,7 +441,7 @@ class Patience:
     """How long the response to a read may take to begin, by how long others took: `seconds`.
 
     It is the retransmission timer of TCP (RFC 6298): the smoothed mean plus four times the smoothed deviation. Later
-    pauses of the response may take as long.
+    pauses of the response may take as long, and one that takes longer counts as that.
     """
 
     def __init__(self, policy: RetryPolicy) -> None:
@@ -452,8 +452,10 @@ class Patience:
         """Return `read(seconds)`, which is repeated once with the policy's time: a wrong estimate costs one request."""
         seconds = max(LEAST_PATIENCE, self._mean + 4 * self._deviation)
         if seconds < self._most:
-            with suppress(TimeoutError):
+            try:
                 return read(seconds)
+            except TimeoutError:
+                self.began(seconds)  # it took that long at least: of a store that often pauses, this learns
         return read(self._most)
 
     def began(self, seconds: float) -> None:
@@ -527,11 +529,14 @@ class Retrier:
         store has asked for; else empty.
         """
         with self._lock:
-            now = self._timing.clock()
-            seconds = self._outage.seconds(now)
-            if not self._outage.declared or seconds < self.policy.report_seconds:
-                return self._asked[1] if now < self._asked[0] else ""
-            return f"no request to {self._name} has succeeded for {seconds:.0f} s; last error: {self._outage.error}"
+            return self._long_outage() or (self._asked[1] if self._timing.clock() < self._asked[0] else "")
+
+    def _long_outage(self) -> str:
+        """Return the words for an outage of at least `report_seconds`, else nothing. The caller has the lock."""
+        seconds = self._outage.seconds(self._timing.clock())
+        if not self._outage.declared or seconds < self.policy.report_seconds:
+            return ""
+        return f"no request to {self._name} has succeeded for {seconds:.0f} s; last error: {self._outage.error}"
 
     def _delay(self, request: _Request, sent: float, error: StorageError) -> float:
         """Record a failure, and return the seconds to wait before the retry. Raises the error if there is none."""
@@ -556,6 +561,8 @@ class Retrier:
             requested = min(policy.retry_after_seconds, error.retry_after)
             if requested >= policy.report_seconds:
                 asked = f"{self._name} asks to wait {error.retry_after:g} s (Retry-After); the wait is {requested:g} s"
+                if now >= self._asked[0]:
+                    _LOG.warning("streamloader: %s", asked)
                 self._asked = now + requested, asked
             delay = requested if outage.declared else requested + policy.delay(request.backoffs, jitter)
             request.backoffs += not outage.declared
@@ -597,16 +604,16 @@ class Retrier:
             self.reached = True
             seconds, reported = self._outage.seconds(now), self._outage.reported
             self._outage.succeeded(now)
+            self._asked = self._asked[0], ""
         if reported:
             _LOG.warning("streamloader resumes: requests to %s succeed again after %.0f s", self._name, seconds)
 
     def _report(self) -> None:
         """Log an outage once, after it has lasted for `report_seconds`."""
-        if self._outage.reported or not (text := self.waiting_for):
-            return
         with self._lock:
-            first, self._outage.reported = not self._outage.reported, True
-        if first:
+            text = "" if self._outage.reported else self._long_outage()
+            self._outage.reported |= bool(text)
+        if text:
             _LOG.warning("streamloader retries for up to %.0f s: %s", self.policy.outage_seconds, text)
 
 

@@ -19,10 +19,10 @@ from streamloader.errors import UnsupportedError, UsageError
 from streamloader.options import RetryPolicy
 
 # fsspec's other names of a protocol
-_ALIASES = {"s3a": "s3", "gcs": "gs", "abfs": "az", "abfss": "az", "https": "http", "local": "file"}
+ALIASES = {"s3a": "s3", "gcs": "gs", "abfs": "az", "abfss": "az", "https": "http", "local": "file"}
 # A URL of one of these without its :// is a typo, not a local path
 _PROTOCOLS = {
-    *(*_ALIASES, *_ALIASES.values(), "memory"),
+    *(*ALIASES, *ALIASES.values(), "memory"),
     *("adl", "wasb", "wasbs", "oss", "oci", "hdfs", "webhdfs", "ftp", "sftp", "ssh", "hf"),
 }
 _FOLDERS = {"file", "local", "memory"}  # also usual names of folders: local//x is a path
@@ -228,7 +228,7 @@ def _parse(url: str | os.PathLike[str], options: dict[str, Any]) -> Location:
         return Location(target, CHAIN, options, secrets)
     scheme, rest = target.split("://", 1)
     scheme = scheme.lower()
-    protocol, target = _ALIASES.get(scheme, scheme), f"{scheme}://{rest}"
+    protocol, target = ALIASES.get(scheme, scheme), f"{scheme}://{rest}"
     _check_endpoint(options)
     if protocol == "file":
         return Location(f"file://{_absolute(rest or '/')}", protocol, options, secrets)
@@ -253,7 +253,7 @@ def _check_slashes(target: str) -> None:
     is_folder = parts and ":" not in parts[2] and parts[1].lower() in _FOLDERS
     if parts and parts[1].lower() in _PROTOCOLS and not is_folder:
         scheme, marks, path = parts.groups()
-        root = "/" if "/" in marks and _ALIASES.get(scheme.lower(), scheme.lower()) == "file" else ""
+        root = "/" if "/" in marks and ALIASES.get(scheme.lower(), scheme.lower()) == "file" else ""
         url = redact(f"{scheme.lower()}://{root}{path}")
         shown = scheme + url[len(scheme) :].replace(f"://{root}", marks, 1)
         missing = f"a // is missing after {scheme}:" if ":" in marks else f"a : is missing after {scheme}"
