@@ -359,3 +359,15 @@ def test_missing_values_satisfy_no_comparison_but_inequality(tmp_path):
             text = f"{name} {sign} {value if value == 3 else repr(str(value))}"
             found = [int(sample["index"]) for sample in sl.StreamingDataset(url, **options, where=text)]
             assert found == np.flatnonzero(compare(column, value)).tolist(), text
+
+
+def test_times_and_conditions_are_unsigned_as_their_attribute_says(tmp_path):
+    stored = {
+        "time": np.array([120, 124, 128, 132], "u1").view("i1"),
+        "run": np.array([1, 200, 200, 4], "u1").view("i1"),
+    }
+    attributes = {"time": {"_Unsigned": "true", "units": "hours since 2000-01-01"}, "run": {"_Unsigned": "true"}}
+    url = write(tmp_path / "x.zarr", 3, attributes, **stored, a=np.arange(4.0))
+    options = {"batch_size": 1, "sample_axis": "time", "fields": ["a"]}
+    assert sl.StreamingDataset(url, where="run == 200", **options).num_samples == 2
+    assert sl.StreamingDataset(url, windows=sl.Window("8h"), **options).num_samples == 3
