@@ -199,7 +199,8 @@ class Decode(Option):
     `normalize`: (mean, std), one number per channel, for (x / 255 - mean) / std; "imagenet" is `IMAGENET`. `layout`:
     "CHW" or "HWC"; None is "CHW" with `normalize`, else "HWC". In both layouts the channels of a pixel are adjacent in
     memory: a "CHW" batch has torch's `channels_last` memory format. A transform gets "HWC". `orientation`:
-    images are turned as their EXIF orientation says, before they are cropped; False leaves pixels as they are stored.
+    images are turned as their EXIF orientation says, before they are cropped; False leaves pixels as they are stored,
+    except of TIFF, which Pillow turns itself.
 
     Fields that are cropped, resized and flipped with their image: `boxes`, four numbers for each box (`box_format`:
     "xywh" for x, y, width, height; "xyxy" for two corners); `keypoints`, x and y, or x, y and visibility, for each;

@@ -5,6 +5,8 @@ the same from every backend, exactly normalised, with no memory but the batch's 
 import importlib.util
 import io
 import math
+import struct
+import zlib
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image, ImageOps
 
+from streamloader.conversion.transforms import Recode
 from streamloader.errors import DecodeError, UsageError
 from streamloader.images import decode as decoding
 from streamloader.images.decode import DRAWS, Box, ImageDecoder, draws, first_rows, normalize
@@ -371,6 +374,53 @@ def test_an_image_is_what_its_exif_orientation_says_before_it_is_cropped(kind, t
             assert np.abs(decode(decoder, data) - expected).mean() < (10 if "size" in choice else 3), choice
     stored = ImageDecoder.choose(Decode(orientation=False))
     assert np.abs(decode(stored, data) - SMOOTH).mean() < 3
+
+
+def png_chunk(kind: bytes, data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+
+def unusual_orientations() -> dict[str, bytes]:
+    """Files that say in an unusual place or type that they are to be turned by 90 degrees."""
+    png, jpeg = with_orientation("png", 1), with_orientation("jpeg", 1)
+    begin, end = png[:33], png[33:-12]  # IHDR; without IEND
+    end = end[end.index(b"IDAT") - 4 :]
+    exif = b"MM\0*\0\0\0\x08\0\x01" + struct.pack(">HHII", 0x0112, 4, 1, 6) + bytes(4)  # of type LONG
+    xmp = b'<rdf:Description tiff:Orientation="6"/>'
+    profile = b"Raw profile type exif\0\0" + zlib.compress(f"\nexif\n{len(exif)}\n{exif.hex()}\n".encode())
+    text = b"XML:com.adobe.xmp" + bytes(5) + xmp
+    chunks = {"eXIf": (b"eXIf", exif), "profile": (b"zTXt", profile), "XMP": (b"iTXt", text)}
+    files = {f"png, {name} before": begin + png_chunk(*chunk) + end + png[-12:] for name, chunk in chunks.items()}
+    files |= {f"png, {name} after": begin + end + png_chunk(*chunk) + png[-12:] for name, chunk in chunks.items()}
+    rest = jpeg[jpeg.index(b"\xff\xdb") :]
+    for name, content in (("LONG", b"Exif\0\0" + exif), ("XMP", b"http://ns.adobe.com/xap/1.0/\0" + xmp)):
+        segment = b"\xff\xe1" + struct.pack(">H", len(content) + 2) + content
+        files |= {
+            f"jpeg, {name}, {len(fill)} fill bytes": b"\xff\xd8" + fill + segment + rest for fill in (b"", b"\xff\xff")
+        }
+    return files
+
+
+@pytest.mark.parametrize("place", UNUSUAL := unusual_orientations())
+def test_an_orientation_is_found_wherever_pillow_finds_it(place):
+    data = UNUSUAL[place]
+    with Image.open(io.BytesIO(data)) as image:
+        expected = np.asarray(ImageOps.exif_transpose(image), np.int64)
+    assert expected.shape == (90, 130, 3)
+    for decoder in decoders(Decode()):
+        assert decoder.shape(memoryview(data), 0) == expected.shape
+        assert np.abs(decode(decoder, data) - expected).mean() < 3
+    with Image.open(io.BytesIO(Recode(quality=95).image(data))) as image:
+        assert np.abs(np.asarray(image, np.int64) - expected).mean() < 3
+
+
+def test_floats_take_no_more_memory_than_is_claimed():
+    out = io.BytesIO()
+    Image.new("F", (1000, 1000), 0.5).save(out, "tiff", compression="tiff_adobe_deflate")
+    data, decoder = memoryview(out.getvalue()), ImageDecoder.choose(Decode(mode="L", size=(9, 9)))
+    by_pillow = (4 + 1) * 1000**2  # not seen by Python: the image, and the result
+    with within(decoder.scratch_bytes(data, decoder.measure(data, 0)) - by_pillow):
+        decoder.decode(data, 0)
 
 
 @pytest.mark.parametrize("turn", [1, 6])

@@ -406,11 +406,11 @@ class Recode:
         """
         from PIL import Image
 
-        from streamloader.images.pillow import eight_bits, orientation, png_mode, sixteen_bits, transpose
+        from streamloader.images.pillow import eight_bits, image_orientation, png_mode, sixteen_bits, transpose
 
         with Image.open(io.BytesIO(data)) as opened:
             was_jpeg = opened.format == "JPEG"
-            turn = orientation(opened.info.get("exif", b""))
+            turn = image_orientation(opened, data)
             # libjpeg fills up the last pixel of a side that is no multiple of 8; the image must not begin with it
             if self.size is not None and (turn == 1 or not any(side % 8 for side in opened.size)):
                 width, height = self._target(opened.size if turn < 5 else (opened.height, opened.width))

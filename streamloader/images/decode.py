@@ -24,7 +24,7 @@ from PIL import Image, UnidentifiedImageError
 
 from streamloader.errors import DecodeError, UsageError
 from streamloader.format.values import AUDIO, sniff
-from streamloader.images.pillow import class_numbers, eight_bits, orientation
+from streamloader.images.pillow import class_numbers, eight_bits, image_orientation, orientation
 from streamloader.options import CenterCrop, Decode, Normalization, RandomResizedCrop
 
 # Philox4x64-10: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011), table 2 and section 3.3.
@@ -194,18 +194,24 @@ def is_sequential(data: memoryview) -> bool:
     return next(kinds, 0) in _SOF
 
 
-def _exif(data: memoryview) -> bytes:
-    """Return the EXIF data of a JPEG, empty if it has none."""
-    for marker, at in _segments(data):
-        if marker == 0xE1 and bytes(data[at + 4 : at + 10]) == b"Exif\0\0":
-            return bytes(data[at + 4 : at + 2 + int.from_bytes(data[at + 2 : at + 4], "big")])
-    return b""
+def _metadata(data: memoryview) -> list[bytes]:
+    """Return the EXIF data and the XMP of a JPEG, empty if it has none."""
+    parts = [
+        bytes(data[at + 4 : at + 2 + int.from_bytes(data[at + 2 : at + 4], "big")])
+        for marker, at in _segments(data)
+        if marker == 0xE1
+    ]
+    heads = (b"Exif\0\0", b"http://ns.adobe.com/xap/1.0/\0")
+    return [next((part for part in parts if part.startswith(head)), b"") for head in heads]
 
 
 def _segments(data: memoryview) -> Iterator[tuple[int, int]]:
     """Yield the marker and the position of each segment of a JPEG header."""
     at = 2
     while at + 10 <= len(data) and data[at] == 0xFF:
+        if data[at + 1] == 0xFF:  # a fill byte
+            at += 1
+            continue
         yield data[at + 1], at
         at += 2 + int.from_bytes(data[at + 2 : at + 4], "big")
 
@@ -436,18 +442,21 @@ class ImageDecoder:
     def _measure(self, data: memoryview) -> Header:
         """Return the header. Raises `ValueError` if the image is too large."""
         size: tuple[int, int] | None = None
-        exif = b""
+        turn = 1
         if self.fast and data[:3] == _JPEG_MAGIC:
             import simplejpeg
 
             with suppress(ValueError):  # as in `_read`
-                size, exif = simplejpeg.decode_jpeg_header(data)[:2], _exif(data)
+                size = simplejpeg.decode_jpeg_header(data)[:2]
+                turn = orientation(*_metadata(data)) if self.options.orientation else 1
         if size is None:
             with Image.open(io.BytesIO(data)) as image:
-                size, exif = (image.height, image.width), image.info.get("exif", b"")
+                size = (image.height, image.width)
+                if self.options.orientation and size[0] * size[1] <= MAX_PIXELS:
+                    turn = image_orientation(image, data)
         if size[0] * size[1] > MAX_PIXELS:
             raise ValueError(f"{size[1]} x {size[0]} pixels are more than {MAX_PIXELS}")
-        return Header(*size, orientation(exif) if self.options.orientation else 1)
+        return Header(*size, turn)
 
     def _read_box(self, data: memoryview, k: int, box: Box, size: tuple[int, int]) -> tuple[Pixels, int]:
         """Decode at least the rows of `box`; return the image and its scale as `_read` does."""

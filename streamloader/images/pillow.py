@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import struct
 from contextlib import suppress
 
@@ -27,7 +28,11 @@ def eight_bits(image: Image.Image, mode: str = "") -> Image.Image:
         low, high, white = values.min(), values.max(), {"F": 1, "I": 255}.get(image.mode, 65535)
         if not 0 <= low <= high <= white:  # nor with NaN
             raise ValueError(f"its values are from {low} to {high}, expected 0 to {white}")
-        values = np.rint(values * np.float32(255)) if white == 1 else values >> (8 if white == 65535 else 0)
+        if white == 1:
+            values = values * np.float32(255)
+            np.rint(values, out=values)
+        elif white == 65535:
+            values = values >> 8
         image = Image.fromarray(values.astype(np.uint8))
     elif image.mode == "LAB":
         from PIL import ImageCms
@@ -90,26 +95,49 @@ def encode(image: Image.Image) -> bytes:
 
 
 _ORIENTATION = 0x0112
+_NUMBERS = {1: "B", 4: "I"}  # types of EXIF; the orientation should have that of "H"
+_XMP_ORIENTATION = re.compile(rb'tiff:Orientation(?:="|>)([1-8])')
+_PNG_XMP, _RAW_PROFILE = "XML:com.adobe.xmp", "Raw profile type exif"
+_PNG_METADATA = {"exif": b"eXIf", _PNG_XMP: _PNG_XMP.encode(), _RAW_PROFILE: _RAW_PROFILE.encode()}
 _TRANSPOSES = (0, 3, 1, 5, 4, 6, 2)  # the numbers of Pillow's `Transpose` for the orientations 2 to 8
 
 
-def orientation(exif: bytes) -> int:
-    """Return the orientation in EXIF data: 1 as stored, which is also the answer without a valid one, to 8.
+def orientation(exif: bytes, xmp: bytes = b"") -> int:
+    """Return the orientation in EXIF data, or else in XMP: 1 as stored, which is also the answer without one, to 8.
 
     Pillow's parser takes longer, and raises for data that are damaged elsewhere.
     """
     data = exif.removeprefix(b"Exif\0\0")
     order = {b"II": "<", b"MM": ">"}.get(data[:2])
-    if order is None:
-        return 1
     with suppress(struct.error):  # damaged
-        (first,) = struct.unpack_from(f"{order}I", data, 4)
-        (count,) = struct.unpack_from(f"{order}H", data, first)
+        (first,) = struct.unpack_from(f"{order}I", data, 4) if order else (0,)
+        (count,) = struct.unpack_from(f"{order}H", data, first) if order else (0,)
         for at in range(first + 2, first + 2 + 12 * count, 12):
-            tag, _, _, value = struct.unpack_from(f"{order}HHIH", data, at)
+            tag, kind = struct.unpack_from(f"{order}HH", data, at)
+            (value,) = struct.unpack_from(f"{order}{_NUMBERS.get(kind, 'H')}", data, at + 8)
             if tag == _ORIENTATION and 1 <= value <= 8:
                 return int(value)
-    return 1
+    found = _XMP_ORIENTATION.search(xmp)
+    return int(found[1]) if found else 1
+
+
+def image_orientation(image: Image.Image, data: bytes | memoryview) -> int:
+    """Return the EXIF orientation of an image opened from `data`, wherever Pillow's `exif_transpose` finds it.
+
+    It is 1 for TIFF, which Pillow turns itself. A PNG that has it after its pixels is loaded.
+    """
+    if image.format == "TIFF":
+        return 1
+    if image.format == "PNG":
+        content = bytes(data)
+        if any(key not in image.info and chunk in content for key, chunk in _PNG_METADATA.items()):
+            image.load()
+    exif, raw = image.info.get("exif", b""), image.info.get(_RAW_PROFILE)
+    if raw and not exif:
+        with suppress(ValueError):  # damaged
+            exif = bytes.fromhex("".join(raw.split("\n")[3:]))
+    xmp = image.info.get(_PNG_XMP) or image.info.get("xmp", b"")
+    return orientation(exif, xmp.encode() if isinstance(xmp, str) else xmp)
 
 
 def transpose(image: Image.Image, turn: int) -> Image.Image:
