@@ -352,7 +352,7 @@ class ReferenceClient(ReadOnlyClient):
         """Return the store with the object at a URL, and its path there. Raises `AccessError` unless it may be read."""
         is_relative = "://" not in url and "::" not in url and not url.startswith("/")
         target = self._location.child(url).target if is_relative else url
-        if "::" not in target and target.partition("://")[0] in (target, "file", "local"):
+        if "::" not in target and target.partition("://")[0].lower() in (target.lower(), "file", "local"):
             target = _resolved(parse_location(target, {})).target
         folder, name = _split(target)
         with self._opening:
