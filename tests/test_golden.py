@@ -91,7 +91,7 @@ def test_the_script_makes_the_same_bytes_again(name, tmp_path):
 
 
 def test_golden_data_stays_small():
-    assert sum(path.stat().st_size for path in GOLDEN.rglob("*") if path.is_file()) < 310_000
+    assert sum(path.stat().st_size for path in GOLDEN.rglob("*") if path.is_file()) < 300_000
 
 
 def manifest_at(folder):

@@ -174,7 +174,7 @@ def appended(count: int) -> Fields:
 
 
 DATASETS: dict[str, Fields] = {
-    "tensors": tensors(11),
+    "tensors": tensors(5),
     "variable": variable(11),
     "mixed": mixed(21),
     "only_resident": only_resident(37),
