@@ -1,16 +1,18 @@
 """`rm-incomplete`: what unfinished conversions left goes, all of it; finished datasets and other things stay."""
 
 import json
-from contextlib import closing
+from contextlib import closing, suppress
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from commands import run
-from conversions import contents, interrupted
+from conversions import contents, interrupted, wait_for
 
 import streamloader as sl
 from streamloader.cli import datasets
+from streamloader.format.opening import read_job
+from streamloader.format.publish import check_not_running
 from streamloader.maintenance.cleanup import find_incomplete, remove_incomplete
 from streamloader.storage import open_store
 
@@ -54,8 +56,17 @@ def test_the_objects_of_an_unclosed_writer_are_removed(tmp_path):
     with pytest.raises(sl.errors.DestinationError, match=r"is being written by another run, process \d+ of this"):
         remove_incomplete(store, found)
     del out
+    wait_for(lambda: not_running(store))  # a thread closes the socket of the run
     remove_incomplete(store, found)
     assert contents(tmp_path / "out") == {}
+
+
+def not_running(store):
+    """Whether no run of this machine writes there."""
+    with suppress(sl.errors.DestinationError):
+        check_not_running(store, read_job(store))
+        return True
+    return False
 
 
 @pytest.mark.parametrize("split", SPLITS)
