@@ -67,8 +67,8 @@ class Stats:
 
     `request_seconds` (requests in flight) and `transform_seconds` (your transform) are sums over all threads.
     `unpack_seconds` (checking and decompressing chunks), `decode_seconds` (decoding images) and `cpu_seconds` (this
-    whole process, since the first batch) are CPU time. `hedges` counts second requests for a slow first one;
-    those by which a client repeats a read that stalls (see `RetryPolicy`) are not counted.
+    whole process, since the first batch) are CPU time. `hedges` counts second requests for a slow first one.
+    `requests` counts these, retries, and what a client sends again because the response begins late.
 
     `missing_chunks`: chunks of arrays that do not exist, whose elements have the fill value.
 

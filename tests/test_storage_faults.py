@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -183,9 +184,24 @@ def test_a_read_that_is_much_later_than_usual_is_repeated_at_once(server, plane,
         assert bytes(store.reader().read("x", 0, 9)) == CONTENT[:9]
     server.faults.append(fault)
     begin = time.monotonic()
-    assert bytes(store.reader().read("x", 100, 5000)) == CONTENT[100:5000]
+    repeats = []
+    reader = replace(store.reader(), on_repeat=lambda: repeats.append(1))
+    assert bytes(reader.read("x", 100, 5000)) == CONTENT[100:5000]
     assert time.monotonic() - begin < 30
-    assert server.gets == 11
+    assert (server.gets, repeats) == (11, [1])
+
+
+def test_a_late_read_of_the_object_of_a_reference_is_counted(server, tmp_path):
+    (tmp_path / "refs.json").write_text(json.dumps({"a": [f"{server.endpoint}/bucket/x", 100, 5000]}))
+    options = {"allow": server.endpoint, "remote_options": {}, "retry": replace(QUICK, response_seconds=60.0)}
+    repeats = []
+    store = open_store(f"reference://::{tmp_path}/refs.json", options)
+    reader = replace(store.reader(), on_repeat=lambda: repeats.append(1))
+    for _ in range(9):
+        assert bytes(reader.read("a", 0, 9)) == CONTENT[100:109]
+    server.faults.append("stall")
+    assert bytes(reader.read("a", 0, 5000)) == CONTENT[100:5100]
+    assert (server.gets, repeats) == (11, [1])
 
 
 @pytest.mark.parametrize("plane", PLANES)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -213,7 +213,7 @@ def load_field(field: FieldReader, store: Store, counters: Counters, sleep: Call
     Calls `sleep` to wait before a retry. Raises storage and format errors, and exceptions of `sleep`.
     """
     out = np.empty((field.num_samples, *field.layout.field.shape), field.layout.field.dtype)
-    reader = store.reader()
+    reader = replace(store.reader(), on_repeat=partial(counters.add, requests=1))
 
     def request(run: Run) -> memoryview:
         counters.add(requests=1)

@@ -456,7 +456,8 @@ class Fetcher:
         if number or piece.fresh:
             piece.fresh, piece.sent = False, begin
         try:
-            body = piece.field.fetch(piece.block.dataset.store.reader(), piece.run, self._bodies.allocate)
+            reader = replace(piece.block.dataset.store.reader(), on_repeat=partial(self._counters.add, requests=1))
+            body = piece.field.fetch(reader, piece.run, self._bodies.allocate)
         except TransientError as error:
             # a timeout too, if others are slow as well: fewer requests leave each of them more of a slow connection
             usual, late = (

@@ -27,7 +27,7 @@ from streamloader.format.zarr_metadata import ZarrArray
 from streamloader.format.zarr_reader import ABSENT, ArrayReader, ArrayRun, Target
 from streamloader.order.anchors import Anchors, Box, count_unused
 from streamloader.order.schedule import BatchPlan
-from streamloader.storage.buffers import Allocate
+from streamloader.storage.buffers import Allocate, empty_buffer
 from streamloader.storage.store import RangeReader, Store
 
 Ints = NDArray[np.int64]
@@ -313,7 +313,7 @@ class RegionReader:
                 runs += [RegionRun(number, index, request, start, stop - start) for request in requests]
         return runs or [RegionRun(0, 0, ArrayRun("", 0, 0, ()), start, stop - start)]
 
-    def fetch(self, reader: RangeReader, run: RegionRun, allocate: Allocate | None = None) -> memoryview:
+    def fetch(self, reader: RangeReader, run: RegionRun, allocate: Allocate = empty_buffer) -> memoryview:
         """Return the bytes of a run by one request, without retries."""
         array = self._readers.get(run.member)
         return ABSENT if array is None else array.fetch(reader, run.request, allocate)

@@ -167,7 +167,7 @@ class FieldReader:
                     runs.append(run._replace(picks=samples[first:last], place=place + first))
         return runs
 
-    def fetch(self, reader: RangeReader, run: Run, allocate: Allocate | None = None) -> memoryview:
+    def fetch(self, reader: RangeReader, run: Run, allocate: Allocate = empty_buffer) -> memoryview:
         """Return the bytes of a run by one request, without retries.
 
         Clients that read in place use the memory of `allocate(size)`. Raises `MissingObjectError` or `StorageError`.

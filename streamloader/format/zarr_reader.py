@@ -143,7 +143,7 @@ class ArrayReader:
             ]
             yield ArrayRun(path, begin, int(stops[first:end].max()), tuple(chunks))
 
-    def fetch(self, reader: RangeReader, run: ArrayRun, allocate: Allocate | None = None) -> memoryview:
+    def fetch(self, reader: RangeReader, run: ArrayRun, allocate: Allocate = empty_buffer) -> memoryview:
         """Return the bytes of a run by one request, without retries; `ABSENT` if its object does not exist."""
         try:
             body = reader.read(run.path, run.start, run.stop, allocate)

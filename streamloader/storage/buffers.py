@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import crc32c
 import numpy as np
@@ -21,6 +21,19 @@ Allocate = Callable[[int], memoryview]  # returns writable memory of a size in b
 def empty_buffer(size: int) -> memoryview:
     """Return `size` bytes of writable memory, uninitialized; no bytes for a negative size."""
     return memoryview(np.empty(max(0, size), np.uint8))  # type: ignore[arg-type]
+
+
+class Receiver(NamedTuple):
+    """What the response to a read needs of its caller: `allocate(size)` returns the memory for its bytes.
+
+    `on_repeat()` is called when the request is sent again, because its response is late.
+    """
+
+    allocate: Allocate = empty_buffer
+    on_repeat: Callable[[], object] = bool
+
+
+RECEIVER = Receiver()
 
 
 def buffers_of(body: Body) -> list[memoryview]:

@@ -29,7 +29,7 @@ from fsspec.core import url_to_fs
 
 from streamloader.errors import AccessError, UnsupportedError
 from streamloader.options import RetryPolicy
-from streamloader.storage.buffers import Allocate, Body, Buffer, body_bytes, buffers_of, empty_buffer
+from streamloader.storage.buffers import RECEIVER, Body, Buffer, Receiver, body_bytes, buffers_of
 from streamloader.storage.process import finalize
 from streamloader.storage.retry import HttpError, Patience, Progress, check_range, client_errors, facts_of, is_past_end
 from streamloader.storage.store import TEMPORARY_SUFFIX, ObjectInfo, Page, etag_of
@@ -88,9 +88,9 @@ class FsspecClient:
         coroutine = getattr(self.fs, f"_{method}")
         return sync(self.fs.loop, coroutine, path, timeout=self.policy.deadline(size), **options)
 
-    def get_range(self, path: str, start: int, stop: int, allocate: Allocate | None = None) -> Buffer:  # noqa: ARG002 - filesystems allocate the bytes themselves
+    def get_range(self, path: str, start: int, stop: int, receiver: Receiver = RECEIVER) -> Buffer:
         """Return bytes [start, stop), fewer if the object ends before `stop`."""
-        data = self._read_range(path, start, stop)
+        data = self._read_range(path, start, stop, receiver)
         if len(data) > stop - start:
             raise HttpError(200, "RangeNotSupported", f"received {len(data)} bytes for a range of {stop - start}")
         return data
@@ -99,15 +99,15 @@ class FsspecClient:
         """Return the last `size` bytes, fewer if the object is smaller."""
         return self._read_range(path, -size, None)
 
-    def _read_range(self, path: str, start: int, stop: int | None) -> bytes:
+    def _read_range(self, path: str, start: int, stop: int | None, receiver: Receiver = RECEIVER) -> bytes:
         try:
-            return self._cat(path, start, stop)
+            return self._cat(path, start, stop, receiver)
         except client_errors() as error:
             if not is_past_end(error):
                 raise
             return b""
 
-    def _cat(self, path: str, start: int, stop: int | None) -> bytes:
+    def _cat(self, path: str, start: int, stop: int | None, _receiver: Receiver) -> bytes:
         return self._timed("cat_file", path, (stop or 0) - start, start=start, end=stop)  # type: ignore[no-any-return]
 
     def info(self, path: str) -> ObjectInfo | None:
@@ -174,10 +174,10 @@ class ChainClient(FsspecClient):
         super().__init__(fs, policy, root)
         self._reading: dict[str, threading.Lock] = {}
 
-    def _cat(self, path: str, start: int, stop: int | None) -> bytes:
+    def _cat(self, path: str, start: int, stop: int | None, receiver: Receiver) -> bytes:
         with self._reading.setdefault(path, threading.Lock()):
             if start >= 0:
-                return super()._cat(path, start, stop)
+                return super()._cat(path, start, stop, receiver)
             with self.fs.open(path, "rb") as file:  # cat_file needs the attribute size of a file, which some lack
                 file.seek(max(0, file.seek(0, os.SEEK_END) + start))
                 return bytes(file.read())
@@ -223,12 +223,12 @@ class MemoryClient(FsspecClient):
 class LocalClient(FsspecClient):
     """Local files, which are written under a temporary name in the same folder, then renamed or linked."""
 
-    def get_range(self, path: str, start: int, stop: int, allocate: Allocate | None = None) -> memoryview:
-        """Return bytes [start, stop), fewer if the file ends before `stop`; in `allocate(size)` if given."""
+    def get_range(self, path: str, start: int, stop: int, receiver: Receiver = RECEIVER) -> memoryview:
+        """Return bytes [start, stop), fewer if the file ends before `stop`; in `receiver.allocate(size)`."""
         count = 0
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe has no bytes, rather than no end
         try:
-            body = (allocate or empty_buffer)(max(0, min(stop, os.fstat(file).st_size) - start))
+            body = receiver.allocate(max(0, min(stop, os.fstat(file).st_size) - start))
             while count < len(body) and (size := os.preadv(file, [body[count:]], start + count)):
                 count += size
         finally:
@@ -303,13 +303,16 @@ class HttpClient(FsspecClient):
 
     def get(self, path: str) -> bytes:
         """Return the object."""
-        return self._patience.call(lambda seconds: bytes(sync(self.fs.loop, self._read, path, "", seconds)))
+        return self._patience.call(lambda seconds: self._read(path, "", seconds))
 
-    def _cat(self, path: str, start: int, stop: int | None) -> bytes:
+    def _cat(self, path: str, start: int, stop: int | None, receiver: Receiver) -> bytes:
         byte_range = f"bytes={start}" if stop is None else f"bytes={start}-{stop - 1}"
-        return self._patience.call(lambda seconds: bytes(sync(self.fs.loop, self._read, path, byte_range, seconds)))
+        return self._patience.call(lambda seconds: self._read(path, byte_range, seconds), receiver)
 
-    async def _read(self, path: str, byte_range: str, seconds: float) -> bytes:
+    def _read(self, path: str, byte_range: str, seconds: float) -> bytes:
+        return bytes(sync(self.fs.loop, self._read_async, path, byte_range, seconds))
+
+    async def _read_async(self, path: str, byte_range: str, seconds: float) -> bytes:
         """Return the bytes of a `Range`, or the object if `byte_range` is empty. Raises `TimeoutError`."""
         options = dict(self.fs.kwargs)
         headers = {"Accept-Encoding": "identity", **({"Range": byte_range} if byte_range else {})}

@@ -9,7 +9,7 @@ from collections.abc import Coroutine, Mapping
 from typing import Any, TypeVar
 
 from streamloader.errors import AccessError, UnsupportedError
-from streamloader.storage.buffers import Allocate, Buffer
+from streamloader.storage.buffers import RECEIVER, Buffer, Receiver
 from streamloader.storage.generic import ReadOnlyClient
 from streamloader.storage.process import finished_before_exit, forked_after_obstore, note_obstore_use, run_all
 from streamloader.storage.retry import client_errors
@@ -45,7 +45,7 @@ class IcechunkClient(ReadOnlyClient):
         note_obstore_use()
         self._store = session.store
 
-    def get_range(self, path: str, start: int, stop: int, allocate: Allocate | None = None) -> Buffer:  # noqa: ARG002
+    def get_range(self, path: str, start: int, stop: int, receiver: Receiver = RECEIVER) -> Buffer:  # noqa: ARG002
         """Return bytes [start, stop), fewer if the object ends before `stop`."""
         return self._read(path, None)[:stop] if start == 0 else self._read(path, (start, stop))
 

@@ -11,12 +11,13 @@ import os
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from streamloader.errors import UnsupportedError
 from streamloader.storage import process
-from streamloader.storage.buffers import Allocate, Buffer, empty_buffer
+from streamloader.storage.buffers import RECEIVER, Allocate, Buffer, Receiver
 from streamloader.storage.retry import HttpError, Patience, Progress, cause_of, client_errors, is_past_end
 from streamloader.storage.url import FSSPEC_OPTIONS, Location
 
@@ -117,16 +118,16 @@ class ObstoreClient:
         self._patience = Patience(self._policy)
         self._owner = process.Owner("clients")
 
-    def get_range(self, path: str, start: int, stop: int, allocate: Allocate | None = None) -> Buffer:
-        """Return bytes [start, stop) of an object, fewer if it ends before `stop`; in `allocate(size)` if given.
+    def get_range(self, path: str, start: int, stop: int, receiver: Receiver = RECEIVER) -> Buffer:
+        """Return bytes [start, stop) of an object, fewer if it ends before `stop`; in `receiver.allocate(size)`.
 
         Raises `TimeoutError` if they arrive more slowly than the policy allows.
         """
         self._owner.check()
         process.note_obstore_use()
-        return self._patience.call(lambda seconds: self._read(path, start, stop, allocate, seconds))
+        return self._patience.call(partial(self._read, path, start, stop, receiver.allocate), receiver)
 
-    def _read(self, path: str, start: int, stop: int, allocate: Allocate | None, seconds: float) -> Buffer:
+    def _read(self, path: str, start: int, stop: int, allocate: Allocate, seconds: float) -> Buffer:
         hurried, begin = seconds <= self._hurried, time.monotonic()
         progress, count = Progress(self._policy, seconds=seconds), 0
         try:
@@ -142,7 +143,7 @@ class ObstoreClient:
             return b""
         except ValueError as error:
             raise OSError(f"obstore cannot parse the name: {error}") from error
-        body = (allocate or empty_buffer)(response.range[1] - response.range[0])
+        body = allocate(response.range[1] - response.range[0])
         for part in response.stream(min_chunk_size=1):  # as they arrive, about 300 KB each
             if count + len(part) > len(body):
                 raise HttpError(206, "WrongRange", f"received more than the {len(body)} bytes of the range")

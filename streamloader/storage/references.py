@@ -38,7 +38,7 @@ from streamloader.errors import (
     StorageError,
     UnsupportedError,
 )
-from streamloader.storage.buffers import Allocate, Buffer
+from streamloader.storage.buffers import RECEIVER, Buffer, Receiver
 from streamloader.storage.generic import ReadOnlyClient, without_redirects
 from streamloader.storage.process import finished_before_exit
 from streamloader.storage.store import ObjectInfo, Store
@@ -314,7 +314,7 @@ class ReferenceClient(ReadOnlyClient):
         self._stores: dict[str, Store] = {}
         self._opening = threading.Lock()
 
-    def get_range(self, path: str, start: int, stop: int, allocate: Allocate | None = None) -> Buffer:
+    def get_range(self, path: str, start: int, stop: int, receiver: Receiver = RECEIVER) -> Buffer:
         """Return bytes [start, stop), fewer if the object ends before `stop`."""
         found = self._references.find(path)
         if isinstance(found, bytes):
@@ -323,7 +323,8 @@ class ReferenceClient(ReadOnlyClient):
         try:
             with self._naming(path, found.url):
                 store, name = self._object(path, found.url)
-                return store.reader().read(name, begin, end, allocate)
+                reader = replace(store.reader(), on_repeat=receiver.on_repeat)
+                return reader.read(name, begin, end, receiver.allocate)
         except NotFoundError as error:  # no missing chunk: that has no reference
             remedy = "restore it, or correct the URL in the references"
             where = f"{path!r} in {self._shown}"

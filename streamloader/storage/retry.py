@@ -34,6 +34,7 @@ from streamloader.errors import (
     UnsupportedError,
 )
 from streamloader.options import RetryPolicy
+from streamloader.storage.buffers import RECEIVER, Receiver
 from streamloader.storage.url import NO_SECRETS, Location, Secrets, redact
 
 MAX_CHAIN = 20  # exceptions of a chain of causes that are searched for secrets
@@ -448,7 +449,7 @@ class Patience:
         self._most = self._mean = policy.response_seconds
         self._deviation, self._first = 0.0, True
 
-    def call(self, read: Callable[[float], Result]) -> Result:
+    def call(self, read: Callable[[float], Result], receiver: Receiver = RECEIVER) -> Result:
         """Return `read(seconds)`, which is repeated once with the policy's time: a wrong estimate costs one request."""
         seconds = max(LEAST_PATIENCE, self._mean + 4 * self._deviation)
         if seconds < self._most:
@@ -456,6 +457,7 @@ class Patience:
                 return read(seconds)
             except TimeoutError:
                 self.began(seconds)  # it took that long at least: of a store that often pauses, this learns
+                receiver.on_repeat()
         return read(self._most)
 
     def began(self, seconds: float) -> None:

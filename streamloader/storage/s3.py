@@ -34,7 +34,16 @@ from botocore.utils import percent_encode
 from urllib3 import HTTPResponse
 
 from streamloader.errors import AccessError
-from streamloader.storage.buffers import Allocate, Body, Buffer, body_bytes, body_crc32c, buffers_of, empty_buffer
+from streamloader.storage.buffers import (
+    RECEIVER,
+    Body,
+    Buffer,
+    Receiver,
+    body_bytes,
+    body_crc32c,
+    buffers_of,
+    empty_buffer,
+)
 from streamloader.storage.retry import EXPIRED, HttpError, check_range, client_errors, facts_of, is_past_end, xml_error
 from streamloader.storage.s3_http import PIECE_BYTES, Pool
 from streamloader.storage.store import ObjectInfo, Page, etag_of
@@ -203,20 +212,20 @@ class S3Client:
         """Return the last `size` bytes, fewer if the object is smaller."""
         return bytes(self._read_range(path, f"bytes=-{size}", size))
 
-    def get_range(self, path: str, start: int, stop: int, allocate: Allocate | None = None) -> memoryview:
-        """Return bytes [start, stop) of the object, fewer if it ends before `stop`; in `allocate(size)` if given."""
-        return self._read_range(path, f"bytes={start}-{stop - 1}", stop - start, allocate)
+    def get_range(self, path: str, start: int, stop: int, receiver: Receiver = RECEIVER) -> memoryview:
+        """Return bytes [start, stop) of the object, fewer if it ends before `stop`; in `receiver.allocate(size)`."""
+        return self._read_range(path, f"bytes={start}-{stop - 1}", stop - start, receiver)
 
-    def _read_range(self, path: str, byte_range: str, size: int, allocate: Allocate | None = None) -> memoryview:
+    def _read_range(self, path: str, byte_range: str, size: int, receiver: Receiver = RECEIVER) -> memoryview:
         def read(seconds: float) -> memoryview:
             with self._get(path, byte_range, seconds) as response:
                 if response.length is None:
                     return memoryview(response.read(size))
-                body = (allocate or empty_buffer)(min(size, response.length))  # the object may end before
+                body = receiver.allocate(min(size, response.length))  # the object may end before
                 return body[: _read_into(response, body)]
 
         try:
-            return self._pool.patience.call(read)
+            return self._pool.patience.call(read, receiver)
         except HttpError as error:
             if not is_past_end(error):
                 raise

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streamloader.errors import ObjectExistsError, StorageError, UnsupportedError, UsageError
-from streamloader.storage.buffers import Allocate, Body, Buffer, body_bytes, empty_buffer
+from streamloader.storage.buffers import Allocate, Body, Buffer, Receiver, body_bytes, empty_buffer
 from streamloader.storage.process import PerProcess
 from streamloader.storage.retry import Retrier, cause_of, translated
 from streamloader.storage.url import REFERENCES, S3_CLIENT_OPTIONS, S3_OPTIONS, Location, redact
@@ -80,22 +80,24 @@ class RangeReader:
     """The data plane: blocking ranged reads below the folder `root`, without retries. Thread-safe; for one process.
 
     `kind` is the client's name (`http`, `file`, `obstore` or `fsspec`), `reason` says why it was chosen, and
-    `fetch(path, start, stop, allocate)` is its function.
+    `fetch(path, start, stop, receiver)` is its function. `on_repeat()` is called when a request is sent again because
+    its response is late.
     """
 
     kind: str
     reason: str
-    fetch: Callable[[str, int, int, Allocate | None], Buffer]
+    fetch: Callable[[str, int, int, Receiver], Buffer]
     root: str
     location: Location
+    on_repeat: Callable[[], object] = bool
 
     def below(self, path: str) -> RangeReader:
         """Return a reader of the folder `path`, which shares the connections."""
         path = checked_path(path)
         return replace(self, root=join_path(self.root, path), location=self.location.child(path)) if path else self
 
-    def read(self, path: str, start: int, stop: int, allocate: Allocate | None = None) -> memoryview:
-        """Return bytes [start, stop) of the object, fewer if it ends before `stop`, with one request.
+    def read(self, path: str, start: int, stop: int, allocate: Allocate = empty_buffer) -> memoryview:
+        """Return bytes [start, stop) of the object, fewer if it ends before `stop`, with one request unless it is late.
 
         `allocate(size)` returns the memory to read into; clients that allocate their own buffers do not call it.
         Raises a `StorageError`: `NotFoundError`, `AccessError`, `EndpointError`, `ThrottledError`, or
@@ -104,7 +106,8 @@ class RangeReader:
         if stop <= start:
             return empty_buffer(0)
         with translated(self.location, path):
-            return memoryview(self.fetch(join_path(self.root, object_path(path)), start, stop, allocate))
+            full = join_path(self.root, object_path(path))
+            return memoryview(self.fetch(full, start, stop, Receiver(allocate, self.on_repeat)))
 
 
 @dataclass(eq=False, repr=False)
@@ -149,7 +152,7 @@ class Store:
             return b""
         return self._ask(object_path(path), lambda client, full: bytes(client.get_range(full, start, stop)))
 
-    def read(self, path: str, start: int, stop: int, allocate: Allocate | None = None) -> memoryview:
+    def read(self, path: str, start: int, stop: int, allocate: Allocate = empty_buffer) -> memoryview:
         """Return bytes [start, stop) by the data plane, with retries; see `RangeReader.read`."""
         reader = self.reader()
         return self.retries.call(lambda: reader.read(path, start, stop, allocate))

@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 
 from streamloader.conversion.sources.base import damaged
 from streamloader.errors import SourceChangedError
+from streamloader.storage.buffers import empty_buffer
 from streamloader.storage.optional import Lazy
 from streamloader.storage.process import PerProcess, in_thread, result_of, run_all
 from streamloader.storage.store import ObjectInfo, Store, cut_runs
@@ -272,7 +273,7 @@ def read_range(store: Store, request: Range, out: memoryview | None = None) -> m
     """
     if request.start == request.stop:
         return memoryview(b"")
-    allocate = None if out is None else lambda size: out[:size]
+    allocate = empty_buffer if out is None else lambda size: out[:size]
     data = store.read(request.path, request.start, request.stop, allocate)
     if len(data) != request.stop - request.start:
         problem = f"{store.url}/{request.path} ends at byte {request.start + len(data)}"
