@@ -4,13 +4,11 @@ import contextlib
 import functools
 import io
 import json
-import operator
 import os
 import re
 import subprocess
 import sys
 import threading
-import types
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +17,7 @@ import pandas
 import pytest
 import torch
 from commands import run
-from conversions import SMALL, Exported, contents, interrupted, write_photos
+from conversions import SMALL, Exported, contents, interrupted, module_at, write_photos
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageCms, ImageOps
@@ -30,7 +28,7 @@ from streamloader.conversion.api import convert, python_words
 from streamloader.conversion.row_order import SampleRows
 from streamloader.conversion.sources.encoded import Encoded, keep_encoded
 from streamloader.conversion.sources.fields import parse_selection
-from streamloader.conversion.transforms import function_digest, parse_recode
+from streamloader.conversion.transforms import parse_map, parse_recode
 from streamloader.errors import DecodeError, DestinationError, SourceError, StreamloaderError, UsageError
 from streamloader.format import dataset
 from streamloader.format.manifest import Field
@@ -102,7 +100,10 @@ BAD_OPTIONS = {
     "no such function": ({"map": "os:nothing"}, "cannot be imported"),
     "no function": ({"map": "os:sep"}, "is a str"),
     "no colon": ({"map": "os"}, "module:function"),
-    "batch without map": ({"map_batch": 3}, "map_batch=3"),
+    "batch without map": ({"map_batch": 3}, "map_batch without map"),
+    "key without map": ({"cache_key": "v2"}, "cache_key without map"),
+    "no text as key": ({"map": dict, "cache_key": 2}, "cache_key=2"),
+    "no batch": ({"map": dict, "map_batch": 0}, "map_batch=0"),
     "negative seed": ({"shuffle": -1}, "shuffle=-1"),
     "unknown on_error": ({"on_error": "ignore"}, "raise, skip, quarantine"),
     "overwrite and resume": ({"overwrite": True, "resume": True}, "give one of them"),
@@ -185,147 +186,81 @@ def test_a_batch_of_another_length_is_an_error(arrays, tmp_path):
         convert(arrays, tmp_path / "out", map=too_few, map_batch=10, workers=0)
 
 
-def source_of(factor=2, constant=1, *, helper="return n"):
-    """A function whose body is the same each time, of a module whose helper, default and constants are not."""
-    text = f"""
-OFFSET = {constant}
-class Shift:
-    def apply(self, n): {helper}
-def helper(n): return Shift().apply(n) + OFFSET
-def f(sample, factor={factor}): return {{"n": helper(int(sample["n"])) * factor, "x": sample["x"]}}
-"""
-    module = {"__name__": "module_of_a_user"}
-    exec(text, module)
-    return module["f"]
-
-
-def scaled(sample, by):
-    return {"n": sample["n"] * by, "x": sample["x"]}
-
-
 def spread(sample, by):
     return {"x": sample["x"] * by}
 
 
-def closed_over(by):
-    return lambda sample: {"n": sample["n"] * by[0], "x": sample["x"]}
+def spread_a_little(sample, by):
+    return {"x": sample["x"] * by}
 
+
+USER = """
+import operator
+from functools import partial
+
+OFFSET = 1
+
+def helper(n):
+    return n + OFFSET
+
+def f(sample, factor=2):
+    return {"n": helper(sample["n"]) * factor}
+
+def scaled(by):
+    return lambda sample: {"n": sample["n"] * by}
 
 class Scale:
-    """A callable with state."""
-
     def __init__(self, by):
-        self.table = {"by": np.array([by])}
+        self.by = by
 
     def __call__(self, sample):
-        return {"n": sample["n"] * self.table["by"][0], "x": sample["x"]}
+        return {"n": sample["n"] * self.by}
 
-
-def helpers(text):
-    """A module of the user's own, which `using` and imports find."""
-    module = sys.modules["helpers_of_a_user"] = types.ModuleType("helpers_of_a_user")
-    exec(f"import sys\nhere = sys.modules[__name__]\ndef g(n): {text}", vars(module))
-    return module
-
-
-def using(module):
-    return lambda sample: {"n": module.g(sample["n"])}
-
-
-def imports(text):
-    helpers(text)
-
-    def function(sample):
-        import helpers_of_a_user
-
-        return {"n": helpers_of_a_user.here.g(sample["n"])}
-
-    return function
-
-
-def imports_a_name(text):
-    helpers(text)
-
-    def function(samples):
-        def one(sample):
-            from helpers_of_a_user import g
-
-            return g(sample["n"])
-
-        return {"n": [one(sample) for sample in samples]}
-
-    return function
-
-
-def given_a_package(text):
-    package = types.ModuleType("package_of_a_user")
-    package.inner = helpers(text)
-    return lambda sample, *, package=package: {"n": package.inner.g(sample["n"])}
-
-
-def made_by(factor):
-    class Meta(type):
-        def __call__(cls, n):
-            return n * factor
-
-    class Made(metaclass=Meta):
-        pass
-
-    return lambda sample: {"n": Made(sample["n"])}
-
-
-# what makes one function of each of two values
-FUNCTIONS = {
-    "the value of a partial": (lambda by: functools.partial(scaled, by=by), 2, 3),
-    "the function of a partial": (
-        lambda text: functools.partial(source_of(helper=text), factor=2),
-        *("return n", "return n + 1"),
-    ),
-    "a closure": (lambda by: closed_over([by]), 2, 3),
-    "a default": (lambda by: source_of(factor=by), 2, 3),
-    "a global": (lambda by: source_of(constant=by), 2, 3),
-    "a helper": (lambda text: source_of(helper=text), "return n", "return n + 1"),
-    "a module": (lambda text: using(helpers(text)), "return n", "return n + 1"),
-    "an import": (imports, "return n", "return n + 1"),
-    "an import of a name": (imports_a_name, "return n", "return n + 1"),
-    "a module in a package": (given_a_package, "return n", "return n + 1"),
-    "a metaclass": (made_by, 2, 3),
-    "a tensor": (lambda by: closed_over([torch.tensor([by])]), 2, 3),
-    "the mask of an array": (lambda mask: closed_over(np.ma.masked_array([1, 2], mask)), [0, 1], [1, 0]),
-    "state": (Scale, 2, 3),
-    "a bound method": (lambda by: Scale(by).__call__, 2, 3),
-    "another function": (lambda found: found, doubled, first_of_x),
-    "a C function's state": (operator.itemgetter, "n", "x"),
-    "the object of a C method": (lambda by: {"n": by}.get, 1, 2),
+exec("def g(sample): return sample")
+"""
+# a function of that module, what replaces a text there, and whether it is another function then
+CHANGES = {
+    "its source": ("f", ("* factor", "/ factor"), True),
+    "a default": ("f", ("factor=2", "factor=3"), True),
+    "another place": ("f", ("import operator", "import operator\n\n"), False),
+    "a helper": ("f", ("n + OFFSET", "n - OFFSET"), False),
+    "a global": ("f", ("OFFSET = 1", "OFFSET = 2"), False),
+    "the source of a closure": ("scaled(2)", ('"n": sample', '"m": sample'), True),
+    "the function of a partial": ("partial(partial(f), factor=3)", ("* factor", "/ factor"), True),
+    "the class of an object": ("Scale(2)", ("* self.by", "+ self.by"), True),
+    "a method": ("Scale(2).__call__", ("* self.by", "+ self.by"), True),
+    "the module of a function without source": ("g", ("return sample", "return dict(sample)"), True),
+    "the module of an object of a package": ("operator.itemgetter('n')", ("OFFSET = 1", "OFFSET = 2"), False),
+    "the module of a method in C": ("{'n': 1}.get", ("OFFSET = 1", "OFFSET = 2"), False),
 }
 
 
-@pytest.mark.parametrize("case", FUNCTIONS)
-def test_a_function_that_does_something_else_is_another_one(case, monkeypatch):
-    monkeypatch.setitem(sys.modules, "helpers_of_a_user", None)
-    make, one, other = FUNCTIONS[case]
-    function = make(one)
-    first = function_digest(function)
-    assert first == function_digest(make(one)), "made anew, it is the same"
-    assert first.digest != function_digest(make(other)).digest
-    assert not first.unknown
+def options_of(function, **options):
+    return parse_map(function, None, **options).options()
 
 
-def test_a_module_of_which_anything_may_be_used_has_no_known_state():
-    unknown = function_digest(closed_over([types.ModuleType("helpers_of_a_user")])).unknown
-    assert re.search(r"'by' in the closure of .* is the module helpers_of_a_user", unknown)
+@pytest.mark.parametrize("case", CHANGES)
+def test_a_function_with_another_source_is_another_one(case, tmp_path, monkeypatch):
+    shown, replaced, other = CHANGES[case]
+    found = []
+    for text in (USER, USER.replace(*replaced)):
+        path = tmp_path / str(len(found)) / "module_of_a_user.py"
+        path.parent.mkdir()
+        path.write_text(text)
+        monkeypatch.setitem(sys.modules, path.stem, module_at(path))
+        found.append(options_of(eval(shown, vars(sys.modules[path.stem]))))
+    assert (found[0] != found[1]) == other
 
 
-def test_a_function_is_the_same_in_every_process(tmp_path):
-    (tmp_path / "user.py").write_text("def f(sample):\n    return {'n': sample['n'] in {'a', 'b', 'c'}}\n")
-    program = "from user import f; from streamloader.conversion.transforms import function_digest as d; print(d(f))"
-    env = {**os.environ, "PYTHONPATH": f"{tmp_path}:{':'.join(sys.path)}"}
-    command = [sys.executable, "-c", program]
-    first, second = (subprocess.check_output(command, env={**env, "PYTHONHASHSEED": seed}) for seed in ("1", "2"))
-    assert first == second
+def test_a_function_is_known_by_its_source_and_its_key_not_by_what_it_holds():
+    first, second = (functools.partial(spread, by=by) for by in (2, 3))
+    assert options_of(first) == options_of(second)
+    assert options_of(first) != options_of(functools.partial(spread_a_little, by=2))
+    assert options_of(first, cache_key="2") != options_of(second, cache_key="3")
+    assert options_of(first)["function"] == "test_convert_options:spread"
 
 
-def test_a_job_is_never_resumed_with_a_function_whose_state_is_unknown(arrays, tmp_path):
+def test_a_job_resumes_with_a_function_that_holds_a_lock(arrays, tmp_path):
     lock = threading.Lock()
 
     def locked(sample):
@@ -333,20 +268,27 @@ def test_a_job_is_never_resumed_with_a_function_whose_state_is_unknown(arrays, t
             return {"x": sample["x"]}
 
     interrupted(arrays, tmp_path / "out", 2, map=locked)
-    message = r"since 'lock' in the closure of .*locked is a _thread.lock.*overwrite=True"
-    with pytest.raises(DestinationError, match=message):
-        convert(arrays, tmp_path / "out", map=locked, layout=SMALL, workers=0)
-    assert convert(arrays, tmp_path / "out", map=locked, layout=SMALL, workers=0, overwrite=True).shards_kept == 0
-    with pytest.raises(DestinationError, match=r"'lock' in the closure of"):
-        convert(arrays, tmp_path / "out", map=locked, layout=SMALL, workers=0, resume=True)
+    assert convert(arrays, tmp_path / "out", map=locked, layout=SMALL, workers=0).shards_kept == 2
+
+
+def test_the_command_has_the_key_of_a_function(arrays, tmp_path, capsys):
+    command = ("convert", arrays, tmp_path / "out", "--map", "test_convert_options:doubled", "--workers", 0, "--quiet")
+    assert run(capsys, *command, "--cache-key", "v1")[0] == 0
+    assert run(capsys, *command, "--cache-key", "v1", "--resume")[0] == 0
+    status, _, message = run(capsys, *command, "--cache-key", "v2", "--resume")
+    assert status == 2 and "options.map.cache_key" in message
 
 
 # what another option is called where the conversion is unfinished, and where it is finished
 OTHER_OPTIONS = {
-    "the function's state": ({"map": functools.partial(spread, by=4)}, r"map\.source is '\w+' there and", "map.source"),
+    "the key of what the function uses": (
+        {"cache_key": "4"},
+        "map.cache_key is '2' there and '4' here",
+        "map.cache_key",
+    ),
     "the function": (
         {"map": doubled},
-        r"map\.function is 'functools:partial' there",
+        r"map\.function is 'test_convert_options:spread' there and .*; map\.source is '\w{16}' there",
         "map.function, options.map.source",
     ),
     "its batch": ({"map_batch": 10}, "map.batch is None there and 10 here", "options.map.batch"),
@@ -358,7 +300,7 @@ OTHER_OPTIONS = {
 
 @pytest.mark.parametrize("case", OTHER_OPTIONS)
 def test_other_options_neither_resume_nor_accept_what_is_there(case, arrays, tmp_path):
-    options = {"map": functools.partial(spread, by=2), "layout": SMALL, "workers": 0}
+    options = {"map": functools.partial(spread, by=2), "cache_key": "2", "layout": SMALL, "workers": 0}
     changes, unfinished, finished = OTHER_OPTIONS[case]
     others, out = options | changes, tmp_path / "out"
     interrupted(arrays, out, 2, **options)

@@ -59,6 +59,7 @@ transform_options = several(  # those that `convert` and `append` share
     option("--format", metavar="NAME", help="Format of SRC; detected by default."),
     option("--map", metavar="MODULE:FUNCTION", help="Function that maps a sample, a dict of its values, to another."),
     option("--map-batch", type=IntRange(min=1), help="Call the function with this many samples at once, as columns."),
+    option("--cache-key", metavar="TEXT", help="Change it if what the function uses changes, to not resume with it."),
     option("--resize", metavar="SIDE|HxW", help="Resize images: the shorter side, or height x width, in pixels."),
     option("--quality", type=IntRange(1, 100), help="Encode every image as JPEG of this quality."),
     option("--shuffle", type=IntRange(min=0), metavar="SEED", help="Write the samples in a random order."),

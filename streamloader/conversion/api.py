@@ -72,6 +72,7 @@ def convert(
     map: str | Callable[[dict[str, Any]], Any] | None = None,  # noqa: A002 - the name of the command's option
     map_batch: int | None = None,
     columns: FieldsOption = None,
+    cache_key: str | None = None,
     resize: str | int | tuple[int, int] | None = None,
     quality: int | None = None,
     split: str | Mapping[str, float] | None = None,
@@ -94,21 +95,21 @@ def convert(
     ones; `raw` keeps packed values (`scale_factor`, ...) as stored. `rechunk` names arrays of a Zarr store and slices
     of them, `"t2m,z@500"`, each of which becomes a field along the dimension `sample_axis`, by default their first.
     `map` is a function of a sample, or with `map_batch` of that many samples, and `columns` the fields to read for it.
-    `resize` and `quality` re-encode images. `split` is `"train=0.9,val=0.1"` or a mapping: each split becomes a
-    dataset, with samples assigned at random. `shuffle` is the seed of a random order.
-
+    A resume notices another name or source text of this function, and another `cache_key`, any text: change it if what
+    the function uses changes. `resize` and `quality` re-encode images. `split` is `"train=0.9,val=0.1"` or a mapping:
+    each split becomes a dataset, with samples assigned at random. `shuffle` is the seed of a random order.
     `on_error` is "raise", "skip" or "quarantine" for bad samples. `engine` is "local", "dask", "ray" or "spark",
     optionally with `=ADDRESS`. `workers` is the number of processes, by default one per core; 0 works in this process.
     To resume an interrupted conversion, repeat the call; `resume` also accepts a finished dataset of the same source
-    and options. `overwrite` replaces an existing dataset, and `dry_run` writes nothing. `source_options` are the
-    storage options of `src`, by default `storage_options` if both URLs have the same protocol.
+    and options. `overwrite` replaces a dataset, `dry_run` writes nothing. `source_options` are the storage options of
+    `src`, by default `storage_options` if both URLs have the same protocol.
 
     Raises `UsageError`, `SourceError`, `SourceChangedError`, `DestinationError`, `EngineError`, or a `StorageError`.
     """
     src = as_samples(src)
     path = os.fspath(src) if isinstance(src, str | os.PathLike) else ""
     selection, splits = parse_selection(fields, fill, raw, rechunk, sample_axis, columns=columns), parse_splits(split)
-    recode, mapper = parse_recode(resize, quality), parse_map(map, map_batch, columns)
+    recode, mapper = parse_recode(resize, quality), parse_map(map, map_batch, columns, cache_key)
     transforms = TransformOptions(selection, recode, mapper, splits, shuffle, layout or Layout())
     options = RunOptions(workers, on_error, progress or ignore, parse_engine(engine))
     store = open_store(dst, storage_options or {})
@@ -116,7 +117,6 @@ def convert(
         _check_iterable(transforms, options, resume or dry_run)
         writer = partial(Writer, dst, layout=layout, overwrite=overwrite, storage_options=storage_options)
         return _write_iterable(src, store, writer, transforms, options)
-    options.check(transforms, path, store.url)
     source_options = default_options(source_options, path, storage_options, dst) if path else {}
     return Conversion(src, path, format, source_options, store, transforms, options).convert(overwrite, resume, dry_run)
 

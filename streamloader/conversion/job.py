@@ -320,14 +320,6 @@ class Job:
         options = self.document["options"]
         return {key: options[key] for key in ("map", "fill", "raw") if options.get(key)}
 
-    @property
-    def unknown(self) -> str:
-        """Why it is unknown whether the map function is the same as in another run; "" if it is known."""
-        function = self.document["options"]["map"] or {}
-        if "unknown" not in function:
-            return ""
-        return f"it is unknown whether its map function is still {function['function']}, since {function['unknown']}"
-
 
 def make_job(source: Source, format_name: str, transforms: TransformOptions, keep_bad: bool) -> Job:
     """Plan a conversion; the same source and options give the same job. Reads some rows.
@@ -459,8 +451,6 @@ def read_finished(store: Store, job: Job) -> dict[str, Manifest] | None:
     """
     if store.head(ROOT) is None:
         return None
-    if job.unknown:
-        raise errors.DestinationError(f"{store.url} holds a finished dataset, and {job.unknown}", _REMEDY)
     try:
         record = parse_json(get_document(store, RECORD))
     except (errors.NotFoundError, ValueError, RecursionError):
@@ -521,10 +511,6 @@ def claim_destination(store: Store, job: Job, existing: Mapping[str, Any] | None
 
 def _other_job_error(store: Store, job: Job, stored: Mapping[str, Any]) -> errors.StreamloaderError:
     """Return the error for a destination with the unfinished job `stored`, which is not `job`."""
-    if job.unknown:
-        problem = f"the unfinished conversion at {store.url} cannot be resumed: {job.unknown}"
-        remedy = "make it a function without such state, or start again with --overwrite"
-        return errors.DestinationError(problem, remedy)
     differences = _differences(stored.get("options"), job.document["options"])
     if not differences and stored.get("source") != job.document["source"]:
         try:
@@ -713,6 +699,7 @@ class Conversion:
     def convert(self, overwrite: bool, resume: bool, dry_run: bool) -> Report:
         """Convert, or resume; write nothing with `dry_run`."""
         store, options = self.store, self.options
+        options.check(self.transforms, self.path, store.url)
         if dry_run:
             preview = self.plan().preview
             return Report(store.url, preview.format, preview, {}, preview.shards, 0)

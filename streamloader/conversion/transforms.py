@@ -1,46 +1,25 @@
-"""Transforms samples between the source and the dataset: the user's map function, and re-encoding of images.
-
-A map function is identified by a digest of everything that its results depend on, as far as that can be found: for a
-user's function its compiled code, defaults, closure, the globals that the code reads, and the modules that it imports.
-Functions and classes among these are included in the same way, and attributes of a user's module if the code names
-them. Objects of installed packages are identified by name and version of the package, other objects by their class and
-the state from which they are copied. The digest is unknown if an object has no such state, such as a lock or an open
-file.
-"""
+"""Transforms samples between the source and the dataset: the user's map function, and re-encoding of images."""
 
 from __future__ import annotations
 
-import copyreg
-import dis
 import hashlib
-import importlib.util
+import inspect
 import io
 import pkgutil
 import re
 import sys
-import sysconfig
-import types
-import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from streamloader.conversion.sources.base import BadSample, Fragment, OnBad, Source, read_kept
-from streamloader.conversion.sources.fields import (
-    FieldSelection,
-    FieldsOption,
-    flatten,
-    from_dlpack,
-    settle,
-    transform_source,
-)
+from streamloader.conversion.sources.fields import FieldSelection, FieldsOption, flatten, settle, transform_source
 from streamloader.conversion.sources.media import IMAGE_ENCODINGS
 from streamloader.conversion.sources.records import Sample, open_records
 from streamloader.errors import UsageError
@@ -48,210 +27,6 @@ from streamloader.format.codecs import Column
 from streamloader.format.manifest import Field
 from streamloader.format.values import AUDIO, from_bytes, sniff
 from streamloader.options import is_whole, plain_integers
-
-_PLAIN = (bool, int, float, complex, str, bytes, bytearray, type(None), type(...), type(NotImplemented))
-# attributes that the interpreter and copyreg add to a class, some of them late; methods of dataclasses are included
-_CLASS_EXTRAS = (
-    *("__dict__", "__weakref__", "__doc__", "__module__", "__abstractmethods__", "_abc_impl", "__firstlineno__"),
-    *("__dataclass_fields__", "__dataclass_params__", "__static_attributes__"),
-    *("__slotnames__", "__annotations__", "__annotate_func__", "__annotations_cache__"),
-)
-_CODE = (
-    *("co_code", "co_argcount", "co_posonlyargcount", "co_kwonlyargcount", "co_flags", "co_names", "co_varnames"),
-    *("co_freevars", "co_cellvars", "co_exceptiontable", "co_consts"),
-)
-
-
-class FunctionDigest(NamedTuple):
-    """A SHA-256 in hex; if it cannot be computed, it is empty and `unknown` is the reason."""
-
-    digest: str
-    unknown: str = ""
-
-
-def function_digest(function: Callable[..., Any]) -> FunctionDigest:
-    """Return the digest of a callable. It is the same in every process that runs the same version of Python."""
-    try:
-        return FunctionDigest(_digest(function, "it"))
-    except RecursionError:
-        return FunctionDigest("", "its state is nested too deeply")
-    except _UnknownStateError as error:
-        return FunctionDigest("", str(error))
-
-
-class _UnknownStateError(Exception):
-    """The state of a value is unknown."""
-
-
-def _digest(value: Any, where: str) -> str:
-    digest = _Digest()
-    digest.add(value, where)
-    return digest.hash.hexdigest()
-
-
-class _Digest:
-    """A hash of Python values, each with its type and length, so that different sequences of values differ."""
-
-    def __init__(self) -> None:
-        self.hash = hashlib.sha256()
-        self._seen: dict[int, tuple[int, Any]] = {}  # by id, which is unique only while its object lives
-
-    def add(self, value: Any, where: str) -> None:
-        """Add a value; `where` names it in the message of `_UnknownStateError`."""
-        kind = type(value)
-        if kind in _PLAIN:
-            self._write(kind.__name__, repr(value).encode(errors="surrogatepass"))
-        elif kind in (set, frozenset):  # their order differs between processes
-            self._write(kind.__name__, "".join(sorted(_digest(item, where) for item in value)).encode())
-        elif kind is np.ndarray and not value.dtype.hasobject:
-            self._write(f"array {value.dtype.str} {value.shape}", value.tobytes())
-        elif kind in (tuple, types.CodeType) or not self._add_reference(value):
-            parts = list(_parts(value, where))
-            self._write(kind.__name__, str(len(parts)).encode())
-            for name, part in parts:
-                self.add(part, name)
-
-    def _write(self, tag: str, data: bytes) -> None:
-        self.hash.update(f"{tag} {len(data)} ".encode() + data)
-
-    def _add_reference(self, value: Any) -> bool:
-        """Add a reference if the value was added before; return whether it was."""
-        count = len(self._seen)
-        number, _ = self._seen.setdefault(id(value), (count, value))
-        if number < count:
-            self._write("again", str(number).encode())
-        return number < count
-
-
-def _parts(value: Any, where: str) -> Iterable[tuple[str, Any]]:
-    """Return the parts of a value, each with its `where`."""
-    kind = type(value)
-    if kind in _PARTS:
-        return ((where, part) for part in _PARTS[kind](value))
-    if kind in (dict, types.MappingProxyType):
-        return (pair for key, item in value.items() for pair in ((where, key), (f"{where}[{key!r}]", item)))
-    if kind is types.BuiltinFunctionType and not isinstance(value.__self__, types.ModuleType | None):
-        return (where, value.__name__), (where, value.__self__)
-    if isinstance(value, types.FunctionType | types.BuiltinFunctionType | type) and _installed(value.__module__):
-        package = sys.modules.get(str(value.__module__).partition(".")[0])
-        name = f"{value.__module__}:{value.__qualname__} {getattr(package, '__version__', '')}"
-        return ((where, name),)
-    if kind is types.FunctionType:
-        return _function_parts(value)
-    return _class_parts(value) if isinstance(value, type) else ((where, part) for part in _state(value, where))
-
-
-def _state(value: Any, where: str) -> Sequence[Any]:
-    """Return the class of an object, and the state from which it is copied. Raises `_UnknownStateError`."""
-    kind = type(value)
-    if isinstance(value, types.ModuleType) and _installed(value.__name__):
-        return [value.__name__, getattr(value, "__version__", "")]
-    if isinstance(value, types.ModuleType):
-        raise _UnknownStateError(f"{where} is the module {value.__name__}, of which any attribute may be used")
-    exported = from_dlpack(value) if hasattr(kind, "__dlpack__") and not isinstance(value, np.ndarray) else None
-    if exported is not None:
-        return [kind, exported]  # the state of a tensor has addresses
-    wrapped = getattr(value, "__wrapped__", None)
-    if callable(wrapped):  # functools.cache and similar objects are copied by name
-        return [kind, wrapped]
-    try:
-        reduced = copyreg.dispatch_table.get(kind, lambda copied: copied.__reduce_ex__(4))(value)  # type: ignore[no-untyped-call]
-    except Exception:  # noqa: BLE001 - the object's own code may raise anything
-        reduced = None
-    if isinstance(reduced, tuple):
-        items = (part and list(part) for part in reduced[3:5])  # of a list and of a dict, as iterators
-        return [kind, *reduced[:3], *items]
-    if isinstance(reduced, str) and _installed(getattr(value, "__module__", None) or kind.__module__):
-        return [kind, reduced]
-    raise _UnknownStateError(f"{where} is a {kind.__module__}.{kind.__qualname__}, whose state is unknown")
-
-
-_PARTS: Mapping[type, Callable[[Any], Iterable[Any]]] = {
-    list: list,
-    tuple: list,
-    types.MethodType: lambda method: [method.__func__, method.__self__],
-    staticmethod: lambda method: [method.__func__],
-    classmethod: lambda method: [method.__func__],
-    property: lambda member: [member.fget, member.fset, member.fdel],
-    types.CodeType: lambda code: [getattr(code, name, b"") for name in _CODE],
-}
-
-
-def _function_parts(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    name, codes, defaults = f"the function {function.__qualname__}", _codes(function.__code__), function.__kwdefaults__
-    yield name, (function.__qualname__, function.__code__, list(defaults or ()))
-    yield f"an attribute of {name}", function.__dict__
-    names = {used for code in codes for used in code.co_names}
-    for value in (*(function.__defaults__ or ()), *(defaults or {}).values()):
-        yield from _used_parts(f"a default of {name}", value, names)
-    for variable, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        if cell != types.CellType():  # not empty
-            yield name, variable
-            yield from _used_parts(f"{variable!r} in the closure of {name}", cell.cell_contents, names)
-    for read, value in sorted(_globals_read(function, codes).items()):
-        yield from _used_parts(f"the global {read!r} of {name}", value, names)
-    for module in _imported(function, codes):
-        yield from _used_parts(f"the module {module.__name__} in {name}", module, names)
-
-
-def _used_parts(
-    where: str, value: Any, names: set[str], within: tuple[types.ModuleType, ...] = ()
-) -> Iterator[tuple[str, Any]]:
-    """Yield a value that a function uses; for a user's module the attributes with names in the function's code."""
-    if not isinstance(value, types.ModuleType) or _installed(value.__name__):
-        yield where, value
-    elif value not in within:  # modules may refer to each other
-        yield where, value.__name__
-        for attribute in sorted(names & vars(value).keys()):
-            yield from _used_parts(f"{where}, {attribute!r}", vars(value)[attribute], names, (*within, value))
-
-
-def _codes(code: types.CodeType) -> list[types.CodeType]:
-    """Return the code object, and all code objects within it."""
-    inner = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
-    return [code, *chain.from_iterable(map(_codes, inner))]
-
-
-def _globals_read(function: types.FunctionType, codes: Iterable[types.CodeType]) -> dict[str, Any]:
-    """Return the globals that the code reads, without builtins."""
-    steps = chain.from_iterable(map(dis.get_instructions, codes))
-    reads = {step.argval for step in steps if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
-    return {name: function.__globals__[name] for name in reads & function.__globals__.keys()}
-
-
-def _imported(function: types.FunctionType, codes: Iterable[types.CodeType]) -> Iterator[types.ModuleType]:
-    """Yield the user's modules that the code imports when it runs, unless they cannot be imported."""
-    for code in codes:
-        steps = [step for step in dis.get_instructions(code) if step.opname != "EXTENDED_ARG"]
-        for level, fromlist, instruction in zip(steps, steps[1:], steps[2:], strict=False):
-            name = instruction.argval
-            if instruction.opname != "IMPORT_NAME" or (not level.argval and _installed(name)):
-                continue
-            with suppress(Exception):  # the module's own code may raise anything
-                yield __import__(name, function.__globals__, None, fromlist.argval, level.argval)
-
-
-def _class_parts(kind: type) -> Iterator[tuple[str, Any]]:
-    name = f"the class {kind.__qualname__}"
-    yield name, (kind.__qualname__, type(kind), kind.__bases__)
-    for member, value in sorted(vars(kind).items()):
-        slot = isinstance(value, types.GetSetDescriptorType | types.MemberDescriptorType)
-        if member not in _CLASS_EXTRAS and not slot:
-            yield f"{member!r} of {name}", (member, value)
-
-
-def _installed(module: str | None) -> bool:
-    """Return whether a module belongs to the interpreter or an installed package, which its version identifies."""
-    top = str(module or "builtins").partition(".")[0]
-    if top == "__main__":
-        return False
-    if top in sys.stdlib_module_names or top == __name__.partition(".")[0]:
-        return True
-    module_or_spec = sys.modules.get(top) or importlib.util.find_spec(top)  # which imports nothing
-    file = getattr(module_or_spec, "__file__", None) or getattr(module_or_spec, "origin", None)
-    folders = {sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib")}
-    return file is not None and any(Path(file).is_relative_to(folder) for folder in folders)
-
 
 Function = Callable[[dict[str, Any]], Any]
 
@@ -261,49 +36,69 @@ class Mapper:
     """A function from samples to samples.
 
     If `batch` is None, the function gets one sample, as a mapping of values. Otherwise it gets that many samples, as a
-    mapping of columns, and returns as many. `identity` is computed before the first call, which may change the
-    function's state.
+    mapping of columns, and returns as many. `source` and `cache_key` tell whether it is the function of an earlier run.
     """
 
     function: Function
     name: str
     batch: int | None
-    identity: FunctionDigest
+    source: str
+    cache_key: str | None
 
     def options(self) -> dict[str, Any]:
-        """Return JSON values that identify the function; they differ at each call if its digest is unknown."""
-        options = {"function": self.name, "source": self.identity.digest, "batch": self.batch}
-        if self.identity.unknown:
-            options |= {"unknown": self.identity.unknown, "call": uuid.uuid4().hex}
-        return options
+        """Return JSON values that identify the function."""
+        return {"function": self.name, "source": self.source, "cache_key": self.cache_key, "batch": self.batch}
 
 
-def parse_map(given: str | Function | None, batch: int | None, columns: FieldsOption = None) -> Mapper | None:
+def parse_map(
+    given: str | Function | None, batch: int | None, columns: FieldsOption = None, cache_key: str | None = None
+) -> Mapper | None:
     """Return the given function, or the one that `module:function` names; also searches the working directory.
 
-    Raises `UsageError` if it cannot be imported or called, for an invalid `batch`, and for `columns` without function.
+    Raises `UsageError` if it cannot be imported or called, for an invalid `batch` or `cache_key`, and for one of the
+    other arguments without a function.
     """
-    if columns is not None and given is None:
-        raise UsageError("columns without map", "give a map function of them, or choose with --fields")
-    if batch is not None and (not is_whole(batch) or given is None):
-        raise UsageError(f"map_batch={batch!r} with map={given!r}", "give a function and at least 1 sample")
-    batch = plain_integers(batch)
+    if batch is not None and not is_whole(batch):
+        raise UsageError(f"map_batch={batch!r} is invalid", "give at least 1 sample")
+    if cache_key is not None and not isinstance(cache_key, str):
+        raise UsageError(f"cache_key={cache_key!r} is invalid", 'give a text, such as "v2"')
     if given is None:
+        for name, value in {"columns": columns, "map_batch": batch, "cache_key": cache_key}.items():
+            if value is not None:
+                raise UsageError(f"{name} without map", "give a map function, or leave it out")
         return None
-    if callable(given):
-        name = f"{getattr(given, '__module__', '')}:{getattr(given, '__qualname__', type(given).__qualname__)}"
-        return Mapper(given, name, batch, function_digest(given))
-    if not all(given.partition(":")):
-        raise UsageError(f"map={given!r} names no function", "write it as module:function")
+    function = given if callable(given) else _import(given)
+    named = function
+    while isinstance(named, partial):
+        named = named.func
+    if not hasattr(named, "__qualname__"):
+        named = type(named)  # of a callable object
+    name = given if isinstance(given, str) else f"{getattr(named, '__module__', None) or ''}:{named.__qualname__}"
+    source = hashlib.sha256(_source_text(named).encode(errors="surrogatepass")).hexdigest()[:16]
+    return Mapper(function, name, plain_integers(batch), source, cache_key)
+
+
+def _import(name: str) -> Any:
+    if not all(name.partition(":")):
+        raise UsageError(f"map={name!r} names no function", "write it as module:function")
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))  # as for `python -m`, but not for a console script
     try:
-        function: Any = pkgutil.resolve_name(given)
+        function = pkgutil.resolve_name(name)
     except (ImportError, AttributeError, ValueError) as error:
-        raise UsageError(f"map={given!r} cannot be imported: {error}", "run in its folder, or install it") from error
+        raise UsageError(f"map={name!r} cannot be imported: {error}", "run in its folder, or install it") from error
     if not callable(function):
-        raise UsageError(f"map={given!r} is a {type(function).__name__}", "name a function")
-    return Mapper(function, given, batch, function_digest(function))
+        raise UsageError(f"map={name!r} is a {type(function).__name__}", "name a function")
+    return function
+
+
+def _source_text(named: Any) -> str:
+    """Return the source text of a function or class; if it has none, its name and the text of its module, if any."""
+    with suppress(OSError, TypeError):
+        return inspect.getsource(named)
+    with suppress(OSError, TypeError):
+        return f"{named.__qualname__}\n{inspect.getsource(inspect.getmodule(named))}"  # type: ignore[arg-type]
+    return str(named.__qualname__)
 
 
 def map_source(source: Source, mapper: Mapper, selection: FieldSelection) -> Source:

@@ -71,6 +71,7 @@ def append(
     format: str | None = None,  # noqa: A002 - the name in `convert`
     map: str | Callable[[dict[str, Any]], Any] | None = None,  # noqa: A002 - the name in `convert`
     map_batch: int | None = None,
+    cache_key: str | None = None,
     resize: str | int | tuple[int, int] | None = None,
     quality: int | None = None,
     shuffle: int | None = None,
@@ -82,11 +83,11 @@ def append(
 ) -> AppendReport:
     """Append the samples of `src` to the finished dataset at `url`, or to one `split` of it.
 
-    `format`, `map`, `map_batch`, `resize`, `quality`, `shuffle`, `engine`, `workers` and the options of the stores are
-    those of `convert`. The source must have every field of the dataset, with a type that can be cast without loss;
-    other fields are left out. Class numbers are changed to those of the dataset, and new classes get the next numbers.
-    A bad sample ends the append. Readers see the earlier version until the append is published, and those that opened
-    it keep reading it. To resume an interrupted append, repeat the call: it writes the same bytes.
+    `format`, `map`, `map_batch`, `cache_key`, `resize`, `quality`, `shuffle`, `engine`, `workers` and the options of
+    the stores are those of `convert`. The source must have every field of the dataset, with a type that can be cast
+    without loss; other fields are left out. Class numbers are changed to those of the dataset, and new classes get the
+    next numbers. A bad sample ends the append. Readers see the earlier version until the append is published, and those
+    that opened it keep reading it. To resume an interrupted append, repeat the call: it writes the same bytes.
 
     Raises `FieldError` if the fields differ, `SourceError` for the source, `DestinationError` if another append is in
     progress or was published in the meantime, `UsageError` for other arguments and for samples that are too large for
@@ -101,7 +102,7 @@ def append(
     fields = {name: layout.field for name, layout in opened.manifest.fields.items()}
     types = {name: None if field.kind == "bytes" else field for name, field in fields.items()}
     selection = FieldSelection.from_provenance(types, opened.manifest.provenance)
-    recode, mapper = parse_recode(resize, quality), parse_map(map, map_batch)
+    recode, mapper = parse_recode(resize, quality), parse_map(map, map_batch, cache_key=cache_key)
     transforms = TransformOptions(selection, recode, mapper, shuffle=shuffle)
     name, source = open_source(src, format, source_options, transforms.source_selection)
     if splits := source.notes.get("splits"):
