@@ -69,6 +69,8 @@ $(INTEGRATIONS)/.installed: pyproject.toml constraints.txt
 	@$(INTEGRATIONS)/bin/python -m pip install --quiet --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[integrations]'
 	@# LitData requires torchvision, which it imports for media only
 	@$(INTEGRATIONS)/bin/python -m pip install --quiet --quiet --disable-pip-version-check --constraint constraints.txt --no-deps litdata tifffile zstd
+	@# beside torch for the CPU it cannot be imported, which those who find it would try: see tests/torchvision_of_any_build.py
+	@$(INTEGRATIONS)/bin/python -m pip install --quiet --quiet --disable-pip-version-check --constraint constraints.txt --no-deps --target $(INTEGRATIONS)/torchvision torchvision
 	@touch $@
 
 lint: $(STAMP)
