@@ -17,7 +17,6 @@ from streamloader import errors
 from streamloader.errors import MemoryBudgetError
 from streamloader.format.writer import Writer
 from streamloader.measure.forecast import Forecast, ForecastOptions, Mixing, forecast, mixings
-from streamloader.measure.model import Machine
 from streamloader.options import Layout, Shuffle
 from streamloader.order.epoch_order import EpochOrder, OrderParams
 from streamloader.order.schedule import Share, World
@@ -146,33 +145,11 @@ def test_a_world_that_does_not_divide_the_lanes_reads_more(folder):
     assert three.bytes > one.bytes
 
 
-def test_what_is_in_memory_waits_for_no_request(folder):
-    machines = [Machine(latency=seconds) for seconds in (0.0, 1.0)]
-    held, streamed = (
-        [forecast(str(folder), ForecastOptions(fields=(name,), machine=one)).rate for one in machines]
-        for name in ("label", "x")
-    )
-    assert held[0] == held[1]
-    assert streamed[0].samples_per_second > streamed[1].samples_per_second
-
-
-def test_gathering_takes_as_long_for_a_selected_sample_as_for_any(tmp_path):
-    with Writer(tmp_path / "d", {"x": "uint8[4096]", "label": "int64"}, layout=Layout(codec="none")) as out:
-        out.write_batch({"x": np.zeros((16384, 4096), np.uint8), "label": np.arange(16384)})
-    machine = Machine(network=1e6, cores=1e6, latency=0.0, connection=1e15)
-    half, whole = (
-        forecast(str(tmp_path / "d"), ForecastOptions(fields=("x",), where=where, machine=machine)).rate
-        for where in ("label < 8192", None)
-    )
-    assert half.limit == whole.limit == "gather"
-    assert half.samples_per_second == pytest.approx(whole.samples_per_second, rel=0.05)
-
-
 def test_the_command_prints_a_line_for_each_topic(folder, capsys):
     status, out, err = run(capsys, "plan", folder, "--world-size", 3, "--batch-size", 8)
     assert (status, err) == (0, "")
     lines = out.splitlines()
-    topics = "steps order memory requests reading rate mixing"
+    topics = "steps order memory requests reading mixing"
     assert " ".join(line.split()[0] for line in lines[1:-1]) == topics
     assert lines[0].endswith(": 603 samples")
     assert "26 an epoch, of 8 samples on each of 3 ranks (24 together)" in lines[1]

@@ -46,12 +46,6 @@ DOTS = 20_000  # a plot cannot resolve more
 PAGE = """<!doctype html><meta charset="utf-8"><title>{title}</title>
 <body style="font: 14px sans-serif"><h1>{title}</h1><pre>{text}</pre>{picture}
 """
-LIMITS = {
-    "network": "the network",
-    "connections": "the number of connections",
-    "cores": "the cores",
-    "gather": "the thread that gathers",
-}
 OUTPUT = click.Path(path_type=Path, dir_okay=False)
 
 
@@ -89,23 +83,18 @@ def parse_image_size(text: str) -> tuple[int, int] | None:
 @option("--no-shuffle", is_flag=True, help="Read samples in stored order.")
 @size_option("--memory", help="Memory for the loader of a rank, say 2GiB; default: what it needs.")
 @option("--ranks-per-machine", "ranks_here", type=int, default=1, help="Ranks that share a machine.")
-@option("--network", type=float, default=25.0, help="Network of a machine in Gbit/s.")
-@option("--latency", type=float, default=30.0, help="Median time to the first byte in ms.")
-@option("--cores", type=float, default=8, help="Cores of a machine.")
 @option("--get-price", type=float, default=0.4, help="Price of a million GETs in USD.")
 @storage_option
 @json_option
 @option("--plot", type=OUTPUT, help="Draw the plan to this .png or .html file (needs matplotlib).")
 def plan(*, url: str, no_shuffle: bool, get_price: float, as_json: bool, plot: Path | None, **options: Any) -> None:
-    """Forecast training on the dataset at URL: memory, requests, cost, rate, and how well batches mix.
+    """Forecast training on the dataset at URL: memory, requests, cost, and how well batches mix.
 
     Reads no samples; with --where it reads the small fields that the condition names.
     """
     from streamloader.measure.forecast import ForecastOptions, forecast
-    from streamloader.measure.model import Machine
 
     sampling = take_sampling(options)
-    machine = Machine(options.pop("network"), options.pop("cores"), latency=options.pop("latency") / 1e3)
     if plot is not None and plot.suffix not in (".png", ".html"):
         raise UsageError(f"--plot {plot}", "name a file that ends with .png or .html")
     order = {name: options.pop(name) for name in ("block", "lanes", "window")}
@@ -114,9 +103,7 @@ def plan(*, url: str, no_shuffle: bool, get_price: float, as_json: bool, plot: P
     shuffle = not no_shuffle and Shuffle(**order)
     with name_memory_options("--window, --lanes or --batch-size"):
         price = get_price / 1e6
-        chosen = ForecastOptions(
-            shuffle=shuffle, dollars_for_a_get=price, machine=machine, sampling=sampling, **options
-        )
+        chosen = ForecastOptions(shuffle=shuffle, dollars_for_a_get=price, sampling=sampling, **options)
         planned = forecast(url, chosen)
     click.echo(json.dumps(planned.to_dict(), indent=1) if as_json else "\n".join(forecast_lines(planned)))
     if plot is not None:
@@ -134,7 +121,6 @@ def forecast_lines(planned: Forecast) -> list[str]:
     ]
     held = f"; {', '.join(planned.held)} held in memory" if planned.held else ""
     held += "; blocks are kept in memory, and not read again in later epochs" if planned.kept else ""
-    rate, ranks = planned.rate, planned.world_size
     return [
         f"{planned.url}: {planned.num_samples:,} samples",
         f"steps     {planned.steps:,} an epoch, of {planned.batch_size:,} samples on each of "
@@ -145,9 +131,6 @@ def forecast_lines(planned: Forecast) -> list[str]:
         f"requests  {planned.requests:,} an epoch over all ranks, of {each}: {show_bytes(planned.bytes)}, "
         f"{planned.dollars:.2g} USD",
         f"reading   {_reading(planned)}",
-        f"rate      {rate.samples_per_second:,.0f} samples/s and {rate.megabytes_per_second:,.0f} MB/s on each rank, "
-        f"{rate.samples_per_second * ranks:,.0f} and {rate.megabytes_per_second * ranks:,.0f} on all; limited by "
-        f"{LIMITS[rate.limit]}; {rate.in_flight} requests in flight on each",
         *unused_lines(planned.unused),
         *reads_lines(planned.url, planned.arrays, planned.rechunking),
         f"mixing    the batch of a rank {mixed[0]}",

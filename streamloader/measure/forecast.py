@@ -1,4 +1,4 @@
-"""Forecasts the memory, requests, cost and rate of training on a dataset, and how well its batches mix."""
+"""Forecasts the memory, requests and cost of training on a dataset, and how well its batches mix."""
 
 from __future__ import annotations
 
@@ -10,11 +10,9 @@ import numpy as np
 
 from streamloader.engine.dataset import Dataset
 from streamloader.engine.engine import Engine
-from streamloader.engine.memory import Budget
 from streamloader.engine.stages import LoaderConfig
 from streamloader.errors import UsageError
 from streamloader.measure.arrays import SAMPLED_BLOCKS, ArrayReads, Rechunking, array_reads, rechunking
-from streamloader.measure.model import Machine, Rate, load_of, predict
 from streamloader.options import Sampling, Shuffle
 from streamloader.order.epoch_order import EpochOrder, params_for_world
 from streamloader.order.schedule import Share, World
@@ -104,7 +102,7 @@ class ForecastOptions:
     """Options of `forecast`. Raises `UsageError` for invalid numbers.
 
     `batch_size`: the samples of a rank's batch. `memory`: bytes, as in `StreamingDataset`. `ranks_here`: the number of
-    ranks that share a `machine`, whose `ranks` they replace.
+    ranks that share the memory of a machine.
     """
 
     world_size: int = 1
@@ -116,7 +114,6 @@ class ForecastOptions:
     memory: int | None = None
     ranks_here: int = 1
     dollars_for_a_get: float = DOLLARS_FOR_A_GET
-    machine: Machine = field(default_factory=Machine)
     storage_options: Mapping[str, Any] = field(default_factory=dict)
     sampling: Sampling = field(default_factory=Sampling)
 
@@ -133,9 +130,9 @@ class Forecast:
     `block`, `lanes`, `window`: the order of a new run on these ranks. `pinned_lanes`: the lanes of the dataset. `held`:
     the fields that every rank holds in memory. `kept`: whether blocks are kept in memory for later epochs. `requests`,
     `bytes`, `dollars`: those of all ranks in the first epoch. `rank`, `together`:
-    how the batch of a rank and the global batch mix. `rate`: of a rank in later epochs. `drawn`: the block of
-    each row of the first global batches. `arrays`: what is read of each array, for a dataset that is read as arrays,
-    `unused` the elements of each axis that no sample reads, and `rechunking` the conversion after which less is read.
+    how the batch of a rank and the global batch mix. `drawn`: the block of each row of the first global batches.
+    `arrays`: what is read of each array, for a dataset that is read as arrays, `unused` the elements of each axis that
+    no sample reads, and `rechunking` the conversion after which less is read.
 
     `memory`: the bytes that the loader of a rank may use. `least_memory`: the least that it needs. `memory_alone`: the
     least that a single rank needs to resume such a run.
@@ -163,7 +160,6 @@ class Forecast:
     pinned_lanes: int
     shuffle: bool
     memory_alone: int
-    rate: Rate
     arrays: tuple[ArrayReads, ...]
     unused: Mapping[str, int]
     rechunking: Rechunking | None
@@ -204,11 +200,9 @@ def forecast(url: str, options: ForecastOptions) -> Forecast:
     streamed = _estimate_reads(dataset, streaming, params.block)
     resident = _estimate_reads(replace(dataset, selection=None), held, max(1, dataset.manifest.num_samples))
     requests, size = (round(a * factor + b * world.size) for a, b in zip(streamed, resident, strict=True))
-    later = [] if budget.keeps else streaming
     arrays = array_reads(dataset)
     if arrays:  # requests for whole objects do not state their size
         size = round(sum(reads.stored for reads in arrays) * factor)
-        streamed = streamed[0], size / factor
     return Forecast(
         url=open_store(url, options.storage_options).url,
         num_samples=count,
@@ -235,23 +229,8 @@ def forecast(url: str, options: ForecastOptions) -> Forecast:
         arrays=tuple(arrays),
         unused={} if dataset.arrays is None else dataset.arrays.unused,
         rechunking=rechunking(arrays, options.sampling),
-        rate=_rate(dataset, options, (streamed[0] * factor, streamed[1] * factor), later, budget),
         drawn=_first_blocks(share, params.block),
     )
-
-
-def _rate(
-    dataset: Dataset, options: ForecastOptions, reads: tuple[float, float], names: Sequence[str], budget: Budget
-) -> Rate:
-    """Return the rate of a rank. Without streamed fields, batches take the place of requests, without latency."""
-    latency = options.machine.latency if names else 0.0
-    machine, count = replace(options.machine, ranks=options.ranks_here, latency=latency), max(1, dataset.num_samples)
-    part = count / max(1, dataset.manifest.num_samples)  # that is selected
-    layouts = [dataset.layouts[name] for name in names or dataset.names]
-    layouts = [replace(layout, nbytes=round(part * layout.nbytes)) for layout in layouts]
-    requests, size = reads if names else (count / options.batch_size, 0.0)
-    load = load_of(layouts, (count, options.batch_size), (max(1.0, requests), size))
-    return predict(replace(load, in_flight=budget.threads, ahead=budget.threads * max(1, len(names))), machine)
 
 
 def _ranks_per_unit(unit: int, share: Share) -> float:
