@@ -16,11 +16,11 @@ from PIL import Image
 from streamloader import errors
 from streamloader.errors import MemoryBudgetError
 from streamloader.format.writer import Writer
-from streamloader.measure.forecast import Forecast, ForecastOptions, Mixing, forecast, mixings
+from streamloader.measure.forecast import Forecast, ForecastOptions, Mixing, forecast, forecast_mixture, mixings
 from streamloader.options import Layout, Shuffle
 from streamloader.order.epoch_order import EpochOrder, OrderParams
 from streamloader.order.schedule import Share, World
-from streamloader.pytorch.dataset import StreamingDataset
+from streamloader.pytorch.dataset import Mixture, StreamingDataset
 
 N = 603
 
@@ -164,6 +164,72 @@ def test_ranks_that_take_parts_of_a_chunk_in_turn_all_read_it(folder, capsys):
         assert text in run(capsys, "plan", folder, "--no-shuffle", "--world-size", 4, "--batch-size", size)[1]
 
 
+LENGTHS = {
+    "web": (1800, 20),
+    "books": (120, 500),
+    "code=1": (600, 100),
+}  # the samples of each source, and tokens of one
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """URLs of three datasets whose documents have different lengths; one of them has a = in its name."""
+    folder = tmp_path_factory.mktemp("sources")
+    for name, (count, length) in LENGTHS.items():
+        with Writer(folder / name, {"tok": "ragged:int32", "label": "int64"}, layout=Layout(1 << 16, 32, 8)) as out:
+            tok = [np.zeros(length + i % 3 - 1, np.int32) for i in range(count)]
+            out.write_batch({"tok": tok, "label": np.arange(count)})
+    return [str(folder / name) for name in LENGTHS]
+
+
+@pytest.mark.parametrize("weigh", [None, "tok"])
+@pytest.mark.parametrize("stop", ["first", "last"])
+@pytest.mark.parametrize("size", [1, 2])
+def test_the_shares_of_a_mixture_are_those_of_the_epoch_that_follows(sources, weigh, stop, size):
+    chosen, weights = ForecastOptions(size, batch_size=16, fields=("tok",)), (0.6, 0.3, 0.1)
+    planned = forecast_mixture(list(zip(sources, weights, strict=True)), chosen, weigh=weigh, stop=stop)
+    options: dict[str, Any] = {"batch_size": 16, "fields": ["tok"], "weigh": weigh, "stop": stop, "with_index": True}
+    ranks = [Mixture(dict(zip(sources, weights, strict=True)), world=(rank, size), **options) for rank in range(size)]
+    batches = [batch for ds in ranks for batch in ds]
+    origins = np.concatenate([batch["source"][batch["valid"]] for batch in batches])
+    lengths = np.concatenate([np.diff(batch["tok_offsets"])[batch["valid"]] for batch in batches])
+    samples, tokens = np.bincount(origins, minlength=3), np.bincount(origins, lengths, minlength=3)
+    assert (planned.num_samples, planned.steps * size) == (origins.size, len(batches))
+    assert [each.share for each in planned.sources] == pytest.approx(samples / samples.sum(), abs=0.025)
+    assert [each.field_shares["tok"] for each in planned.sources] == pytest.approx(tokens / tokens.sum(), abs=0.05)
+    assert [each.passes * each.num_samples for each in planned.sources] == samples.tolist()
+    weighed = [each.share if weigh is None else each.field_shares["tok"] for each in planned.sources]
+    assert weighed == pytest.approx(weights, abs=0.001)
+    assert sum(ds.stats().requests for ds in ranks) == pytest.approx(planned.requests, rel=0.25)
+    assert sum(ds.stats().bytes_fetched for ds in ranks) == pytest.approx(planned.bytes, rel=0.25)
+    least = {**options, "memory": planned.least_memory}
+    assert next(iter(Mixture(dict(zip(sources, weights, strict=True)), world=(0, size), **least)))
+
+
+def test_the_command_shows_both_shares_of_each_source_of_a_mixture(sources, capsys):
+    arguments = (*sources, "--weights", "0.6,0.3,0.1", "--batch-size", 16)
+    status, out, err = run(capsys, "plan", *arguments)
+    assert (status, err) == (0, "")
+    assert re.search(r"source +┃ weight ┃ share of samples ┃ share of tok ┃ samples ┃ passes", out)
+    for name, shares in (("web", "60.0% .* 7.0%"), ("books", "30.0% .* 87.2%"), ("code=1", "10.0% .* 5.8%")):
+        assert re.search(rf"/{name} .* {shares} ", out)
+    assert out.startswith("mixture of 3 sources: 392 samples an epoch\nsteps     25 an epoch, of 16 samples")
+    shown = run(capsys, "plan", *arguments, "--weigh", "tok", "--world-size", 3, "--json")[1]
+    parts = json.loads(shown)["sources"]
+    assert [round(part["field_shares"]["tok"], 3) for part in parts] == [0.6, 0.3, 0.1]
+    assert parts[0]["share"] > 0.9
+    assert "more than that: 3 consumers" in run(capsys, "plan", *arguments, "--world-size", 3)[1]
+    assert "set --unit and --lanes to multiples of 3" in run(capsys, "plan", *arguments, "--world-size", 3)[1]
+    assert "take parts of the same" in run(capsys, "plan", *arguments, "--world-size", 2, "--no-shuffle")[1]
+
+
+def test_sources_without_lengths_have_a_share_of_samples_alone(sources, folder, capsys):
+    where = "--where", "label >= 0", "--fields", "label"
+    shown = run(capsys, "plan", *sources[:2], "--weights", "1,3", "--batch-size", 8, *where, "--json")[1]
+    parts = json.loads(shown)["sources"]
+    assert [(part["share"], part["field_shares"]) for part in parts] == [(0.25, {}), (0.75, {})]
+
+
 def test_the_command_prints_json(folder, capsys):
     status, out, _ = run(capsys, "plan", folder, "--batch-size", 32, "--no-shuffle", "--json", "--get-price", 1000)
     planned = json.loads(out)
@@ -190,7 +256,7 @@ def test_the_plan_is_drawn(folder, tmp_path, name, capsys):
 
 BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"world_size": 0}, "WorldError", "rank 0 is invalid for world size 0"),
-    ({"batch_size": 0}, "BatchError", "a batch of 0 samples"),
+    ({"batch_size": 0}, "BatchError", "batch_size=0"),
     ({"fields": ("x", "nothing")}, "FieldError", "no field 'nothing'"),
     ({"shuffle": Shuffle(block=3)}, "UsageError", r"Shuffle\(block=3\) cuts chunks"),
     ({"ranks_here": 0}, "UsageError", "ranks_here=0"),
@@ -211,6 +277,13 @@ def test_errors_of_the_command_are_one_line(folder, tmp_path, capsys):
         ((folder, "--memory", "1KB"), " or more, or a smaller --window, --lanes or --batch-size ["),
         ((folder, "--plot", "plan.pdf"), "ends with .png or .html"),
         ((folder, "--no-shuffle", "--lanes", 4), "--no-shuffle with"),
+        ((folder, folder), "2 URLs without --weights"),
+        ((folder, "--weigh", "tok"), "--weigh without --weights"),
+        ((folder, folder, "--weights", "1"), "2 URLs with 1 weight;"),
+        ((folder, folder, "--weights", "1,x"), "--weights '1,x'"),
+        ((folder, folder, "--weights", "1,nan"), "SL107"),
+        ((folder, "--weights", "1", "--weigh", "nothing"), "no variable-length field 'nothing'"),
+        ((folder, "--weights", "1", "--plot", "plan.png"), "one URL without --weights"),
         ((tmp_path / "nothing",), "SL301"),
     ):
         status, out, err = run(capsys, "plan", *arguments)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import io
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +23,7 @@ from streamloader.cli.arrays import (
 )
 from streamloader.cli.options import (
     Step,
+    counted,
     display,
     fields_option,
     json_option,
@@ -40,7 +41,7 @@ from streamloader.options import Channels, Sampling, Shuffle
 if TYPE_CHECKING:
     from streamloader.measure.bench import BenchProgress
     from streamloader.measure.ceiling import Ceiling
-    from streamloader.measure.forecast import Forecast
+    from streamloader.measure.forecast import Forecast, MixtureForecast
 
 DOTS = 20_000  # a plot cannot resolve more
 PAGE = """<!doctype html><meta charset="utf-8"><title>{title}</title>
@@ -69,8 +70,22 @@ def parse_image_size(text: str) -> tuple[int, int] | None:
     return size if all(size) else None
 
 
+def parse_weights(text: str) -> tuple[float, ...]:
+    """Parse `0.7,0.3`. Raises `UsageError`."""
+    try:
+        return tuple(map(float, text.split(",")))
+    except ValueError as error:
+        raise UsageError(f"--weights {text!r}", "give a number for each URL: 0.7,0.3") from error
+
+
 @click.command()
-@click.argument("url")
+@click.argument("urls", nargs=-1, required=True, metavar="URL...")
+@option("--weights", parse=parse_weights, help="The weight of each URL in a mixture of them: 0.7,0.3.")
+@option("--weigh", help="The field whose elements the weights count, say tokens; default: samples.")
+@option(
+    "--stop", type=click.Choice(["first", "last"]), help="The source that ends an epoch of a mixture; default: first."
+)
+@option("--unit", type=int, help="Samples of a turn of a mixture; default: 8, if it divides the global batch.")
 @option("--world-size", type=int, default=1, help="Number of ranks.")
 @option("--batch-size", type=int, default=256, help="Samples per batch of a rank.")
 @fields_option
@@ -87,55 +102,115 @@ def parse_image_size(text: str) -> tuple[int, int] | None:
 @storage_option
 @json_option
 @option("--plot", type=OUTPUT, help="Draw the plan to this .png or .html file (needs matplotlib).")
-def plan(*, url: str, no_shuffle: bool, get_price: float, as_json: bool, plot: Path | None, **options: Any) -> None:
+def plan(
+    *, urls: tuple[str, ...], no_shuffle: bool, get_price: float, as_json: bool, plot: Path | None, **options: Any
+) -> None:
     """Forecast training on the dataset at URL: memory, requests, cost, and how well batches mix.
+
+    Several URLs with --weights are a mixture: prints the share of each in samples, and in the elements of
+    variable-length fields such as tokens. The other options hold for every source.
 
     Reads no samples; with --where it reads the small fields that the condition names.
     """
-    from streamloader.measure.forecast import ForecastOptions, forecast
+    from streamloader.measure.forecast import ForecastOptions, forecast, forecast_mixture
 
-    sampling = take_sampling(options)
-    if plot is not None and plot.suffix not in (".png", ".html"):
-        raise UsageError(f"--plot {plot}", "name a file that ends with .png or .html")
+    sampling, weights = take_sampling(options), options.pop("weights")
+    mixture = {name: value for name in ("weigh", "stop", "unit") if (value := options.pop(name)) is not None}
+    _check_plan(urls, weights, mixture, plot)
     order = {name: options.pop(name) for name in ("block", "lanes", "window")}
     if no_shuffle and any(order.values()):
         raise UsageError("--no-shuffle with --block, --lanes or --window", "leave one of them out")
     shuffle = not no_shuffle and Shuffle(**order)
+    price = get_price / 1e6
+    chosen = ForecastOptions(shuffle=shuffle, dollars_for_a_get=price, sampling=sampling, **options)
     with name_memory_options("--window, --lanes or --batch-size"):
-        price = get_price / 1e6
-        chosen = ForecastOptions(shuffle=shuffle, dollars_for_a_get=price, sampling=sampling, **options)
-        planned = forecast(url, chosen)
+        if weights is not None:
+            mixed = forecast_mixture(list(zip(urls, weights, strict=True)), chosen, **mixture)
+            print_mixture(mixed, as_json=as_json)
+            return
+        planned = forecast(urls[0], chosen)
     click.echo(json.dumps(planned.to_dict(), indent=1) if as_json else "\n".join(forecast_lines(planned)))
     if plot is not None:
         draw(planned, plot)
 
 
+def _check_plan(
+    urls: Sequence[str], weights: Sequence[float] | None, mixture: Mapping[str, Any], plot: Path | None
+) -> None:
+    if plot is not None and (weights is not None or plot.suffix not in (".png", ".html")):
+        raise UsageError(f"--plot {plot}", "name a file that ends with .png or .html, and one URL without --weights")
+    if weights is None and (len(urls) > 1 or mixture):
+        given = f"{len(urls)} URLs" if len(urls) > 1 else f"--{next(iter(mixture))}"
+        raise UsageError(f"{given} without --weights", "give a weight for each URL: --weights 0.7,0.3")
+    if weights is not None and len(weights) != len(urls):
+        problem = f"{counted(len(urls), 'URL')} with {counted(len(weights), 'weight')}"
+        raise UsageError(problem, "give a weight for each URL: --weights 0.7,0.3")
+
+
 def forecast_lines(planned: Forecast) -> list[str]:
     """Return the forecast as lines of text."""
-    global_batch = planned.world_size * planned.batch_size
-    each = show_bytes(planned.bytes / planned.requests) if planned.requests else "0 B"
     mixed = [
         f"({mixing.rows:,} rows) comes from {mixing.blocks:,.0f} blocks; the variance of its mean is at most "
         f"{mixing.design_effect(1.0):.2f} times that of independent rows"
         for mixing in (planned.rank, planned.together)
     ]
-    held = f"; {', '.join(planned.held)} held in memory" if planned.held else ""
-    held += "; blocks are kept in memory, and not read again in later epochs" if planned.kept else ""
     return [
         f"{planned.url}: {planned.num_samples:,} samples",
-        f"steps     {planned.steps:,} an epoch, of {planned.batch_size:,} samples on each of "
-        f"{planned.world_size:,} ranks ({global_batch:,} together)",
+        _steps_line(planned),
         f"order     blocks of {planned.block:,} samples, {planned.lanes} lanes, a window of {planned.window:,} in each",
         *_more_lanes(planned),
-        f"memory    {show_bytes(planned.memory)} for each rank, at least {show_bytes(planned.least_memory)}{held}",
-        f"requests  {planned.requests:,} an epoch over all ranks, of {each}: {show_bytes(planned.bytes)}, "
-        f"{planned.dollars:.2g} USD",
+        _memory_line(planned),
+        _requests_line(planned),
         f"reading   {_reading(planned)}",
         *unused_lines(planned.unused),
         *reads_lines(planned.url, planned.arrays, planned.rechunking),
         f"mixing    the batch of a rank {mixed[0]}",
         f"          the global batch {mixed[1]}",
     ]
+
+
+def _steps_line(planned: Forecast | MixtureForecast) -> str:
+    return (
+        f"steps     {planned.steps:,} an epoch, of {planned.batch_size:,} samples on each of "
+        f"{planned.world_size:,} ranks ({planned.world_size * planned.batch_size:,} together)"
+    )
+
+
+def _memory_line(planned: Forecast | MixtureForecast) -> str:
+    held = f"; {', '.join(planned.held)} held in memory" if planned.held else ""
+    held += "; blocks are kept in memory, and not read again in later epochs" if planned.kept else ""
+    return f"memory    {show_bytes(planned.memory)} for each rank, at least {show_bytes(planned.least_memory)}{held}"
+
+
+def _requests_line(planned: Forecast | MixtureForecast, about: str = "") -> str:
+    each = show_bytes(planned.bytes / planned.requests) if planned.requests else "0 B"
+    return (
+        f"requests  {about}{planned.requests:,} an epoch over all ranks, of {each}: {show_bytes(planned.bytes)}, "
+        f"{planned.dollars:.2g} USD"
+    )
+
+
+def print_mixture(planned: MixtureForecast, *, as_json: bool) -> None:
+    """Print the forecast of a mixture as JSON, or as lines of text and a table of its sources."""
+    if as_json:
+        click.echo(json.dumps(planned.to_dict(), indent=1))
+        return
+    click.echo(f"mixture of {counted(len(planned.sources), 'source')}: {planned.num_samples:,} samples an epoch")
+    click.echo("\n".join([_steps_line(planned), _memory_line(planned), _requests_line(planned, "about ")]))
+    rereads = planned.rereads.replace("unit= and shuffle=Shuffle(lanes=)", "--unit and --lanes")
+    click.echo(f"reading   {f'more than that: {rereads}' if rereads else 'each block once'}")
+    fields = planned.sources[0].field_shares
+    right = ["weight", "share of samples", *(f"share of {name}" for name in fields), "samples", "passes"]
+    right += ["requests", "bytes"]
+    rows = (
+        [
+            *(source.url, f"{source.weight:g}", f"{source.share:.1%}"),
+            *(f"{source.field_shares[name]:.1%}" for name in fields),
+            *(f"{source.num_samples:,}", f"{source.passes:.2f}", f"{source.requests:,}", show_bytes(source.bytes)),
+        ]
+        for source in planned.sources
+    )
+    print_table(["source", *right], rows, right)
 
 
 def _more_lanes(planned: Forecast) -> Iterator[str]:

@@ -1,8 +1,9 @@
-"""Forecasts the memory, requests and cost of training on a dataset, and how well its batches mix."""
+"""Forecasts the memory, requests and cost of training on a dataset or a mixture, and how well its batches mix."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -11,12 +12,13 @@ import numpy as np
 from streamloader.engine.dataset import Dataset
 from streamloader.engine.engine import Engine
 from streamloader.engine.stages import LoaderConfig
-from streamloader.errors import UsageError
+from streamloader.errors import FieldError, UsageError
 from streamloader.measure.arrays import SAMPLED_BLOCKS, ArrayReads, Rechunking, array_reads, rechunking
 from streamloader.options import Sampling, Shuffle
-from streamloader.order.epoch_order import EpochOrder, params_for_world
+from streamloader.order.mixture import EpochShare, MixShare, Stop, Stream
 from streamloader.order.schedule import Share, World
-from streamloader.pytorch.arguments import Source, WhereChoice, choose_order, open_dataset, read_shuffle, read_where
+from streamloader.pytorch.arguments import Source, WhereChoice
+from streamloader.pytorch.dataset import Mixture, StreamingDataset
 from streamloader.storage import open_store
 
 STEPS = 16  # steps that are sampled: the error of their mean is a few percent
@@ -122,32 +124,29 @@ class ForecastOptions:
             problem = f"ranks_here={self.ranks_here}, dollars_for_a_get={self.dollars_for_a_get}"
             raise UsageError(problem, "give at least one rank, and no negative price")
 
+    def arguments(self) -> dict[str, Any]:
+        """Return the arguments of `StreamingDataset` and `Mixture` for the first rank."""
+        shared = {name: getattr(self, name) for name in ("batch_size", "fields", "shuffle", "memory")}
+        return shared | {"world": (0, self.world_size)}
 
-@dataclass(frozen=True)
-class Forecast:
-    """The forecast of an epoch over all ranks, on the dataset at `url`.
+    def source(self, url: str) -> Source:
+        """Return the source at a URL."""
+        return replace(Source.of(url, self.split, self.storage_options, self.sampling), where=self.where)
 
-    `block`, `lanes`, `window`: the order of a new run on these ranks. `pinned_lanes`: the lanes of the dataset. `held`:
-    the fields that every rank holds in memory. `kept`: whether blocks are kept in memory for later epochs. `requests`,
-    `bytes`, `dollars`: those of all ranks in the first epoch. `rank`, `together`:
-    how the batch of a rank and the global batch mix. `drawn`: the block of each row of the first global batches.
-    `arrays`: what is read of each array, for a dataset that is read as arrays, `unused` the elements of each axis that
-    no sample reads, and `rechunking` the conversion after which less is read.
 
-    `memory`: the bytes that the loader of a rank may use. `least_memory`: the least that it needs. `memory_alone`: the
-    least that a single rank needs to resume such a run.
+@dataclass(frozen=True, kw_only=True)
+class EpochForecast:
+    """The forecast of an epoch over all ranks.
+
+    `held`: the fields that every rank holds in memory. `kept`: whether blocks are kept in memory for later epochs.
+    `requests`, `bytes`, `dollars`: those of all ranks in the first epoch. `memory`: the bytes that the loader of a rank
+    may use. `least_memory`: the least that it needs.
     """
 
-    url: str
     num_samples: int
     world_size: int
     batch_size: int
-    block: int
-    lanes: int
-    window: int
-    blocks: int
     steps: int
-    read_factor: float
     memory: int
     least_memory: int
     held: tuple[str, ...]
@@ -155,6 +154,25 @@ class Forecast:
     requests: int
     bytes: int
     dollars: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forecast(EpochForecast):
+    """The forecast of an epoch on the dataset at `url`.
+
+    `block`, `lanes`, `window`: the order of a new run on these ranks. `pinned_lanes`: the lanes of the dataset.
+    `rank`, `together`: how the batch of a rank and the global batch mix. `drawn`: the block of each row of the first
+    global batches. `arrays`: what is read of each array, for a dataset that is read as arrays, `unused` the elements of
+    each axis that no sample reads, and `rechunking` the conversion after which less is read. `memory_alone`: the least
+    memory that a single rank needs to resume such a run.
+    """
+
+    url: str
+    block: int
+    lanes: int
+    window: int
+    blocks: int
+    read_factor: float
     rank: Mixing
     together: Mixing
     pinned_lanes: int
@@ -180,52 +198,27 @@ def forecast(url: str, options: ForecastOptions) -> Forecast:
     Raises the errors of opening a dataset; `FieldError`, `WorldError`, `BatchError`, `SelectionError` or `UsageError`
     for invalid options; and `MemoryBudgetError` if the window does not fit in the memory.
     """
-    world, condition = World(0, options.world_size), read_where(options.where)  # checked before anything is read
-    source = Source.of(url, options.split, options.storage_options, options.sampling)
-    dataset = open_dataset(source, condition, options.fields, ("valid",), shuffle=options.shuffle is not False)
-    count = dataset.num_samples
-    config = read_shuffle(options.shuffle)
-    params = pinned = choose_order(dataset.manifest, config, dataset.selection)
-    if config.lanes is None:
-        params = params_for_world(count, pinned, world.size)
-    order = EpochOrder(count, params, 0, 0, options.shuffle is not False)
-    share = Share(order, options.batch_size, world, "pad", dataset.unit(params))
-    engine = Engine([dataset], LoaderConfig(memory=options.memory, ranks_here=options.ranks_here))
-    params, need = share.fetch_params, share.need()
-    held, budget = engine.plan_memory(share.need(engine.steps_at_once(share)))
+    loader = StreamingDataset(**vars(options.source(url)), **options.arguments())
+    (dataset,), share = loader._datasets, loader._first_share()
+    assert isinstance(share, Share)
+    order, params = share.order, share.order.params
     together = replace(share, batch=share.global_batch, world=World(0, 1))
     rank_mixing, together_mixing = mixings((share, together))
     factor = share.read_factor if order.shuffle else _ranks_per_unit(params.block, share)
-    streaming = [name for name in dataset.names if name not in held]
-    streamed = _estimate_reads(dataset, streaming, params.block)
-    resident = _estimate_reads(replace(dataset, selection=None), held, max(1, dataset.manifest.num_samples))
-    requests, size = (round(a * factor + b * world.size) for a, b in zip(streamed, resident, strict=True))
     arrays = array_reads(dataset)
-    if arrays:  # requests for whole objects do not state their size
-        size = round(sum(reads.stored for reads in arrays) * factor)
     return Forecast(
+        **_epoch(loader, share, [factor], options)[0],
         url=open_store(url, options.storage_options).url,
-        num_samples=count,
-        world_size=options.world_size,
-        batch_size=options.batch_size,
         block=params.block,
         lanes=order.lanes,
         window=params.window,
-        blocks=-(-count // params.block),
-        steps=share.global_steps(0),
+        blocks=-(-dataset.num_samples // params.block),
         read_factor=factor,
-        memory=budget.bytes,
-        least_memory=engine.least_memory(need),
-        held=tuple(held),
-        kept=budget.keeps,
-        requests=requests,
-        bytes=size,
-        dollars=requests * options.dollars_for_a_get,
         rank=rank_mixing,
         together=together_mixing,
-        pinned_lanes=pinned.lanes if order.shuffle else 1,
+        pinned_lanes=max(loader._first.lanes, default=1),
         shuffle=order.shuffle,
-        memory_alone=engine.least_memory(replace(together, batch=share.batch).need()),
+        memory_alone=loader._engine().least_memory(replace(together, batch=share.batch).need()),
         arrays=tuple(arrays),
         unused={} if dataset.arrays is None else dataset.arrays.unused,
         rechunking=rechunking(arrays, options.sampling),
@@ -241,6 +234,117 @@ def _ranks_per_unit(unit: int, share: Share) -> float:
     return min(float(share.world.size), runs)
 
 
+@dataclass(frozen=True)
+class SourceForecast:
+    """What an epoch of a mixture takes of one source, which has `num_samples`.
+
+    `share`: its share of the samples. `field_shares`: that of the elements of each variable-length field whose lengths
+    are known. `passes`: how many times the epoch takes all its samples. `requests`, `bytes`: about those of all ranks.
+    """
+
+    url: str
+    weight: float
+    num_samples: int
+    share: float
+    field_shares: Mapping[str, float]
+    passes: float
+    requests: int
+    bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixtureForecast(EpochForecast):
+    """The forecast of the first epoch of a mixture.
+
+    `rereads`: why several ranks read a block, so that `requests` and `bytes` are the least; "" if one rank reads it.
+    """
+
+    sources: tuple[SourceForecast, ...]
+    rereads: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return JSON values."""
+        return asdict(self)
+
+
+def forecast_mixture(
+    weights: Sequence[tuple[str, float]],
+    options: ForecastOptions,
+    *,
+    weigh: str | None = None,
+    stop: Stop = "first",
+    unit: int | None = None,
+) -> MixtureForecast:
+    """Forecast the first epoch of a mixture of URLs with `weights`. The other arguments are those of `Mixture`.
+
+    `options` are those of every source. Raises the errors of `forecast`, and `MixtureError`.
+    """
+    sources = {options.source(url): weight for url, weight in weights}
+    mixture = Mixture(sources, weigh=weigh, stop=stop, unit=unit, **options.arguments())
+    share = mixture._first_share()
+    assert isinstance(share, MixShare)
+    places = share.mix.source_order.places(share.num_samples).tolist()
+    passes = [place / dataset.num_samples for place, dataset in zip(places, mixture._datasets, strict=True)]
+    epoch, reads = _epoch(mixture, share, list(map(_passes_read, share.mix.streams, places)), options)
+    shares, field_shares = mixture.shares(), _field_shares(mixture, weigh)
+    parts = []
+    for number, (source, weight) in enumerate(sources.items()):
+        dataset, of_fields = mixture._datasets[number], {name: each[source] for name, each in field_shares.items()}
+        counts = dataset.num_samples, shares[source], of_fields, passes[number], *reads[number]
+        parts.append(SourceForecast(dataset.store.url, weight, *counts))
+    shuffled = options.shuffle is not False
+    in_order = "" if shuffled or share.divides else "without shuffle, ranks take parts of the same blocks"
+    rereads = in_order or share.describe_rereads(fresh=True, shuffle=shuffled)
+    return MixtureForecast(**epoch, sources=tuple(parts), rereads=rereads)
+
+
+def _passes_read(stream: Stream, samples: int) -> float:
+    """Return how many times the first `samples` of a stream read a source: the last blocks are those of its window."""
+    passes, rest = divmod(samples, stream.num_samples)
+    params = stream.first.fetch_params(stream.unit)
+    ahead = min(rest * params.block, rest + stream.first.lanes * params.window)
+    return passes + min(1.0, ahead / stream.num_samples)
+
+
+def _field_shares(mixture: Mixture, weigh: str | None) -> dict[str, dict[Source, float]]:
+    """Return the share of each source in the elements of every variable-length field whose lengths are known."""
+    names = {name for name, field in mixture.fields.items() if not field.fixed} | ({weigh} if weigh else set())
+    shares = {}
+    for name in sorted(names):
+        with suppress(FieldError):  # of a selection without a table of lengths
+            shares[name] = mixture.shares(name)
+    return shares
+
+
+def _epoch(
+    loader: StreamingDataset | Mixture, share: EpochShare, passes: Sequence[float], options: ForecastOptions
+) -> tuple[dict[str, Any], list[list[int]]]:
+    """Return the values of an `EpochForecast`, and the (requests, bytes) of each dataset, of which it has `passes`."""
+    engine = Engine(loader._datasets, LoaderConfig(memory=options.memory, ranks_here=options.ranks_here))
+    held, budget = engine.plan_memory(share.need(engine.steps_at_once(share)))
+    reads = []
+    for dataset, source, times in zip(loader._datasets, loader._first.sources, passes, strict=True):
+        streamed = _estimate_reads(dataset, [name for name in dataset.names if name not in held], source.params.block)
+        whole = replace(dataset, selection=None)
+        resident = _estimate_reads(whole, held, max(1, dataset.manifest.num_samples))  # by every rank, once
+        reads.append([round(a * times + b * options.world_size) for a, b in zip(streamed, resident, strict=True)])
+    requests, size = map(sum, zip(*reads, strict=True))
+    values: dict[str, Any] = {
+        "num_samples": share.num_samples,
+        "world_size": options.world_size,
+        "batch_size": options.batch_size,
+        "steps": share.global_steps(0),
+        "memory": budget.bytes,
+        "least_memory": engine.least_memory(share.need(1)),
+        "held": tuple(held),
+        "kept": budget.keeps,
+        "requests": requests,
+        "bytes": size,
+        "dollars": requests * options.dollars_for_a_get,
+    }
+    return values, reads
+
+
 def _estimate_reads(dataset: Dataset, names: Sequence[str], block: int) -> tuple[float, float]:
     """Return the (requests, bytes) of these fields for one pass in blocks, from up to `MAX_BLOCKS` of them."""
     starts = range(0, dataset.num_samples, block)
@@ -250,6 +354,8 @@ def _estimate_reads(dataset: Dataset, names: Sequence[str], block: int) -> tuple
         stop = min(start + block, dataset.num_samples)
         sizes += [run.stop - run.start for name in names for run in dataset.runs(name, start, stop)]
     scale = len(starts) / max(1, len(chosen))
+    if dataset.arrays is not None:  # requests for whole objects do not state their size
+        return len(sizes) * scale, sum(reads.stored for reads in array_reads(dataset))
     return len(sizes) * scale, sum(sizes) * scale
 
 

@@ -566,6 +566,11 @@ class BaseDataset(IterableDataset[dict[str, Any]]):
         units = [dataset.unit(source.params) for dataset, source in zip(self._datasets, start.sources, strict=True)]
         return start.share(self._options.batch_size or 1, world, units)
 
+    def _first_share(self) -> EpochShare:
+        """Return this rank's part of epoch 0 of a new run."""
+        world = resolve_world(self._world)
+        return self._share(self._settled(self._first, world, 1), world)
+
     def _step_numbers(self, epoch: int, step: int, rank: int | None, workers: int) -> NDArray[np.int64]:
         """Return the sample numbers of a step, of one rank or of all."""
         world, workers = resolve_world(self._world), whole("workers", workers)

@@ -312,7 +312,8 @@ class Mixture(BaseDataset):
         weights = [weights for begin, weights in self._first.weights_by_step if begin <= step][-1]
         means = [1 if field is None else mean_length(dataset, field) for dataset in self._datasets]
         counts = [weight * mean for weight, mean in zip(weights, means, strict=True)]
-        return {source: float(count / sum(counts)) for source, count in zip(self.sources, counts, strict=True)}
+        total = sum(counts) or 1  # of samples that are all empty
+        return {source: float(count / total) for source, count in zip(self.sources, counts, strict=True)}
 
     @property
     def sources(self) -> tuple[Source, ...]:
