@@ -12,13 +12,14 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from math import prod
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from streamloader.conversion.sources.base import AGAIN, BadSample, OnBad, Source, damaged, drop_rows, split_rows
-from streamloader.conversion.sources.fields import FieldSelection
+from streamloader.conversion.sources.fields import ANY, FieldSelection
 from streamloader.conversion.sources.files import field_names
 from streamloader.conversion.sources.ranged_io import read_rows
 from streamloader.errors import FieldError, FormatError, SourceError, StreamloaderError
@@ -36,6 +37,7 @@ _LONGEST = 500  # characters of an attribute or a message that are kept
 
 Into = Mapping[str, Any]  # the column to fill for each field: an array (rows, *shape), or a list to extend
 Read = Callable[[NDArray[np.int64], Into], None]
+Kind = Field | np.dtype[Any]  # of the rows of an array: if no field holds them, their dtype, for a map function
 Bad = Iterator[tuple[int, str]]  # the position and the problem of each bad row
 
 
@@ -50,10 +52,15 @@ class Container:
 
     where: str
     num_samples: int
-    fields: Mapping[str, Field]
+    kinds: Mapping[str, Kind]
     read: Read
     notes: Mapping[str, Any] = field(default_factory=dict)
     unpackings: Mapping[str, Unpacking] = field(default_factory=dict)
+
+    @property
+    def fields(self) -> dict[str, Field]:
+        """The fields of the rows, `ANY` for values that only a map function gets."""
+        return {name: ANY if isinstance(kind, np.dtype) else kind for name, kind in self.kinds.items()}
 
     def packing(self, name: str) -> dict[str, str]:
         """Return the attributes with which the stored values of a field are decoded."""
@@ -62,8 +69,9 @@ class Container:
 
     def read_decoded(self, rows: NDArray[np.int64], into: Into) -> Bad:
         """Read rows and decode them; yield the rows that have a value which their field cannot hold."""
-        packed = {name: replace(self.fields[name], dtype=each.stored.name) for name, each in self.unpackings.items()}
-        stored = {name: empty_column(kind, len(rows)) for name, kind in packed.items()}
+        stored: dict[str, NDArray[Any]] = {}
+        for name, each in self.unpackings.items():
+            stored[name] = np.empty((len(rows), *self.fields[name].shape), each.stored.newbyteorder("<"))
         self.read(rows, {**into, **stored})
         for name, kind in self.fields.items():
             if kind.fixed and kind.dtype == "bool":  # files may store any byte for true
@@ -76,13 +84,11 @@ class Container:
 
 
 def _read_pieces(
-    fields: Mapping[str, Field], pieces: Sequence[tuple[Container, NDArray[np.int64]]], on_bad: OnBad
+    kinds: Mapping[str, Kind], pieces: Sequence[tuple[Container, NDArray[np.int64]]], on_bad: OnBad
 ) -> dict[str, Column]:
     """Return the columns of the given rows of each container; a row that its fields cannot hold is bad."""
     count = sum(len(rows) for _, rows in pieces)
-    columns: dict[str, Column] = {
-        name: empty_column(field, count) if field.fixed else [] for name, field in fields.items()
-    }
+    columns = {name: empty_column(kind, count) for name, kind in kinds.items()}
     bad: dict[int, BadSample] = {}
     done = 0
     for container, rows in pieces:
@@ -98,9 +104,11 @@ def _read_pieces(
     return drop_rows(columns, bad) if bad else columns
 
 
-def empty_column(field: Field, count: int) -> NDArray[Any]:
-    """Return an uninitialised column of a field of fixed shape."""
-    return np.empty((count, *field.shape), np.dtype(field.dtype).newbyteorder("<"))
+def empty_column(kind: Kind, count: int) -> Column:
+    """Return an uninitialised column of rows of a fixed size, a list to extend for others."""
+    if isinstance(kind, np.dtype):
+        return np.empty(count, kind)
+    return np.empty((count, *kind.shape), np.dtype(kind.dtype).newbyteorder("<")) if kind.fixed else []
 
 
 def stack(url: str, files: Sequence[ObjectInfo], containers: Sequence[Container], raw: bool = False) -> Source:
@@ -110,8 +118,8 @@ def stack(url: str, files: Sequence[ObjectInfo], containers: Sequence[Container]
     """
     first = containers[0]
     for container in containers[1:]:
-        if dict(container.fields) != dict(first.fields):
-            fields, expected = (", ".join(f"{k}={v}" for k, v in c.fields.items()) for c in (container, first))
+        if dict(container.kinds) != dict(first.kinds):
+            fields, expected = (", ".join(f"{k}={v}" for k, v in c.kinds.items()) for c in (container, first))
             problem = f"{container.where} holds {fields}, {first.where} {expected}"
             raise SourceError(problem, "give all files the same arrays, or convert those that differ on their own")
         differ = next((name for name in first.fields if container.packing(name) != first.packing(name)), None)
@@ -122,7 +130,7 @@ def stack(url: str, files: Sequence[ObjectInfo], containers: Sequence[Container]
 
     def fragment(rows: NDArray[np.int64]) -> partial[dict[str, Column]]:
         pieces = [(replace(containers[number], notes={}), within) for number, _, within in split_rows(counts, rows)]
-        return partial(_read_pieces, dict(first.fields), pieces)
+        return partial(_read_pieces, dict(first.kinds), pieces)
 
     return Source(url, files, dict(first.fields), int(counts.sum()), first.notes, fragment)
 
@@ -159,9 +167,22 @@ def tensor_field(dtype: np.dtype[Any], shape: tuple[int, ...], where: str) -> Fi
     return field
 
 
+def kind_of(describe: Callable[[], Field], dtype: np.dtype[Any], shape: tuple[int, ...], mapped: bool) -> Kind:
+    """Return the field that a function describes; if no field holds the rows and they are `mapped`, their dtype.
+
+    Raises the `SourceError` of the function, also for rows without values, or of 2 GiB.
+    """
+    try:
+        return describe()
+    except SourceError:
+        if not mapped or not shape or not 0 < dtype.itemsize * prod(shape[1:]) < 1 << 31:
+            raise
+        return np.dtype((dtype, shape[1:]))
+
+
 def unfit(problem: str, remedy: str = "") -> SourceError:
     """Return the error for an array that no field holds, and that the user may leave out."""
-    leave_out = "leave it out: name the fields to keep with --fields"
+    leave_out = "leave it out: name the fields to keep with --fields, or those that a map function gets with --columns"
     return SourceError(problem, f"{remedy}, or {leave_out}" if remedy else leave_out)
 
 
@@ -201,7 +222,7 @@ def read_column(store: Store, path: str, starts: NDArray[np.int64], dtype: np.dt
     """Fill a column with rows that begin at the bytes `starts` of a file, which stores values as `dtype`."""
     if column.size:
         read_rows(store, path, starts, column.reshape(len(column), -1).view(np.uint8))
-    if dtype.byteorder == ">":
+    if dtype.byteorder == ">" != column.dtype.byteorder:
         column.byteswap(inplace=True)
 
 
@@ -287,4 +308,4 @@ def decoded(container: Container, attributes: Mapping[str, Mapping[str, Any]], r
     if unpackings:
         notes["decoded"] = {name: str(unpacking) for name, unpacking in unpackings.items()}
     changed = {name: replace(container.fields[name], dtype=unpacking.dtype) for name, unpacking in unpackings.items()}
-    return replace(container, fields={**container.fields, **changed}, notes=notes, unpackings=unpackings)
+    return replace(container, kinds={**container.kinds, **changed}, notes=notes, unpackings=unpackings)

@@ -169,13 +169,14 @@ def _container(
     stored: dict[str, H5Array] = {}
     attributes: dict[str, dict[str, Any]] = {}
     for name, dataset in datasets.items():
-        stored[name] = _describe(dataset, f"{raw.name}::{dataset.name}", raw.info.size, selection.fields.get(name))
+        where, selected = f"{raw.name}::{dataset.name}", selection.fields.get(name)
+        stored[name] = _describe(dataset, where, raw.info.size, selected, selection.mapped)
         present = set(dataset.attrs)  # other attributes may have types that h5py cannot read
         attributes[name] = {key: dataset.attrs[key] for key in arrays.ATTRIBUTES if key in present}
     length = arrays.common_length({array.path: array.shape[0] for array in stored.values()}, raw.name)
-    fields = {name: array.field for name, array in stored.items()}
+    kinds = {name: array.kind for name, array in stored.items()}
     read = partial(_read_file, ranged_io.Content(raw.store, raw.info), stored)
-    container = arrays.Container(raw.name, length, fields, read, notes)
+    container = arrays.Container(raw.name, length, kinds, read, notes)
     return arrays.decoded(container, attributes, selection.raw or not netcdf)
 
 
@@ -259,7 +260,7 @@ class H5Array:
     """
 
     path: str
-    field: Field
+    kind: arrays.Kind
     shape: tuple[int, ...]
     dtype: str
     start: int | None = None
@@ -271,11 +272,11 @@ def _dtype(dataset: Any) -> Any:
     return dataset.dtype if items is None else items
 
 
-def _describe(dataset: Any, where: str, size: int, selected: Field | None) -> H5Array:
+def _describe(dataset: Any, where: str, size: int, selected: Field | None, mapped: bool) -> H5Array:
     """Return the description of an h5py dataset; `selected` is the field that the user gives for it, if any.
 
-    `where` names it, `size` is that of its file in bytes. Raises `SourceError` for values that no field holds, and for
-    a compression filter that is not installed.
+    `where` names it, `size` is that of its file in bytes. Raises `SourceError` for values that no field holds, unless
+    they are `mapped`, and for a compression filter that is not installed.
     """
     created = dataset.id.get_create_plist()
     for number in range(created.get_nfilters()):
@@ -293,22 +294,27 @@ def _describe(dataset: Any, where: str, size: int, selected: Field | None) -> H5
     shape = tuple(int(n) for n in dataset.shape)
     stored = dataset.id.get_type().get_size()
     arrays.check_claim(where, prod(shape) * stored, size, prod(dataset.chunks or ()) * stored)
-    start = None
+    kind = arrays.kind_of(partial(_field_of, dtype, shape, where, selected), dtype, shape, mapped)
+    fixed = isinstance(kind, Field) and kind.fixed
+    start = _start(dataset, size, dtype.itemsize * prod(shape), where) if fixed else None
+    return H5Array(dataset.name, kind, shape, str(items), start)
+
+
+def _field_of(dtype: np.dtype[Any], shape: tuple[int, ...], where: str, selected: Field | None) -> Field:
+    """Return the field of a dataset of h5py's dtype. Raises `SourceError` for values that no field holds."""
+    items = h5py.check_vlen_dtype(dtype)
     if h5py.check_string_dtype(dtype) is not None:
-        field = Field("text")
         chars = len(shape) == 2 and dtype.kind == "S" and dtype.itemsize == 1
         if len(shape) != 1 and not chars:
             raise arrays.unfit(f"{where} holds texts in the shape {shape}, a field has one for each sample")
         arrays.tensor_field(np.dtype(np.uint8), shape if chars else (*shape, dtype.itemsize), where)  # checks sizes
-    elif h5py.check_vlen_dtype(dtype) is not None:
-        field = _ragged(items, shape, where, selected)
-    else:
-        if dtype.kind not in "biuf" or dtype.subdtype is not None:
-            values = "references" if dtype.kind == "O" else "compound values" if dtype.names else f"values of {dtype}"
-            raise arrays.unfit(f"{where} holds {values}, which no field holds")
-        field = arrays.tensor_field(dtype, shape, where)
-        start = _start(dataset, size, field.item_bytes * shape[0], where)
-    return H5Array(dataset.name, field, shape, str(items), start)
+        return Field("text")
+    if items is not None:
+        return _ragged(items, shape, where, selected)
+    if dtype.kind not in "biuf" or dtype.subdtype is not None:
+        values = "references" if dtype.kind == "O" else "compound values" if dtype.names else f"values of {dtype}"
+        raise arrays.unfit(f"{where} holds {values}, which no field holds")
+    return arrays.tensor_field(dtype, shape, where)
 
 
 def _ragged(items: Any, shape: tuple[int, ...], where: str, selected: Field | None) -> Field:
@@ -339,8 +345,9 @@ def _read_file(
     """Read rows of the arrays of a file, which is opened with h5py once if an array needs it."""
     for name, array in stored.items():
         if array.start is not None:
-            starts = array.start + rows * array.field.item_bytes
-            arrays.read_column(content.store, content.info.path, starts, np.dtype(array.dtype), into[name])
+            dtype = np.dtype(array.dtype)
+            starts = array.start + rows * (dtype.itemsize * prod(array.shape[1:]))
+            arrays.read_column(content.store, content.info.path, starts, dtype, into[name])
     in_library = {name: array for name, array in stored.items() if array.start is None}
     if not in_library:
         return
@@ -358,7 +365,7 @@ def _read_file(
 def _read_dataset(dataset: Any, rows: NDArray[np.int64], column: NDArray[Any] | list[bytes]) -> None:
     text = h5py.check_string_dtype(dataset.dtype) is not None
     step, longest = 1, PIECE_ITEMS
-    if dataset.dtype.kind != "O":
+    if not dataset.dtype.hasobject:
         step = int(dataset.chunks[0]) if dataset.chunks else 1
         longest = max(step, PIECE_BYTES // (dataset.dtype.itemsize * prod(dataset.shape[1:])))
     first = rows // step * step
@@ -366,14 +373,24 @@ def _read_dataset(dataset: Any, rows: NDArray[np.int64], column: NDArray[Any] | 
         block = dataset[int(rows[i]) : int(rows[j - 1]) + 1]
         if len(block) != j - i:
             block = block[rows[i:j] - rows[i]]
+        _restore_items(block, dataset.dtype)
         if isinstance(column, np.ndarray):
             column[i:j] = block
         elif text:
             texts = np.ascontiguousarray(block).view(f"S{block.shape[1]}") if block.ndim == 2 else block
             column.extend(texts.reshape(-1).tolist())
         else:
-            stored = np.dtype(_dtype(dataset))  # h5py keeps the stored bytes, with the machine's dtype
-            column.extend(item.view(stored).astype(stored.newbyteorder("<"), copy=False).tobytes() for item in block)
+            column.extend(item.astype(item.dtype.newbyteorder("<"), copy=False).tobytes() for item in block)
+
+
+def _restore_items(values: NDArray[Any], dtype: np.dtype[Any]) -> None:
+    """Give the arrays in values of h5py's dtype their own dtype: h5py keeps stored bytes, with the machine's dtype."""
+    items = h5py.check_vlen_dtype(dtype)
+    if isinstance(items, np.dtype) and not items.hasobject:
+        for index, item in np.ndenumerate(values):
+            values[index] = item.view(items)
+    for name in dtype.names or ():
+        _restore_items(values[name], dtype[name])
 
 
 def _scan_netcdf(raw: BlockFile, inner: str, selection: FieldSelection) -> arrays.Container:
@@ -389,11 +406,14 @@ def _scan_netcdf(raw: BlockFile, inner: str, selection: FieldSelection) -> array
     originals = arrays.pick(dimensions, selection, raw.name)
     originals, notes = arrays.along_samples(originals, dimensions, bool(selection.fields), raw.name, {unlimited})
     variables = {field: stored[name] for field, name in originals.items()}
-    fields = {field: _field(stored[name], f"{raw.name}::/{name}") for field, name in originals.items()}
+    kinds: dict[str, arrays.Kind] = {}
+    for field, variable in variables.items():
+        describe = partial(_field, variable, f"{raw.name}::/{originals[field]}")
+        kinds[field] = arrays.kind_of(describe, variable.dtype, variable.shape, selection.mapped)
     length = next(iter(variables.values())).shape[0]
     read = partial(_read_classic, ranged_io.Content(raw.store, raw.info), variables)
     attributes = {field: variable.attributes for field, variable in variables.items()}
-    container = arrays.Container(raw.name, length, fields, read, {**notes, "arrays": originals})
+    container = arrays.Container(raw.name, length, kinds, read, {**notes, "arrays": originals})
     return arrays.decoded(container, attributes, selection.raw)
 
 
@@ -414,9 +434,10 @@ class Variable:
 
     @property
     def row_dtype(self) -> np.dtype[Any]:
-        """The dtype of one row; the characters of a row are one text."""
+        """The dtype of one row; the characters along one dimension are one text."""
         shape = self.shape[1:]
-        return np.dtype(f"S{prod(shape)}") if self.dtype.kind == "S" else np.dtype((self.dtype, shape))
+        text = self.dtype.kind == "S" and len(shape) < 2
+        return np.dtype(f"S{prod(shape)}") if text else np.dtype((self.dtype, shape))
 
 
 class _Header:

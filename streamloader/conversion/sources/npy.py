@@ -8,10 +8,11 @@ from __future__ import annotations
 import io
 import struct
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -35,31 +36,51 @@ _LOCAL_HEADER = 30  # bytes before the name of a zip member; the last four are t
 
 @dataclass(frozen=True)
 class NpyArray:
-    """An array whose rows are contiguous from byte `start` of a file, or of its compressed `member` if that is set."""
+    """An array whose rows are contiguous from byte `start` of a file, or of its compressed `member` if that is set.
+
+    `dtype` is that of the stored values, `shape` that of a row.
+    """
 
     info: ObjectInfo
     start: int
     dtype: np.dtype[Any]
+    shape: tuple[int, ...]
     count: int
-    field: Field
+    kind: arrays.Kind
     member: str = ""
 
+    @property
+    def row_bytes(self) -> int:
+        """The bytes of a row."""
+        return self.dtype.itemsize * prod(self.shape)
 
-def _parse(head: bytes | memoryview, info: ObjectInfo, start: int, size: int, where: str) -> NpyArray:
+
+def _read_utf8_header(file: io.BytesIO, max_header_size: int) -> Any:
+    """Read the header of version 3, which is that of version 2 in UTF-8."""
+    (length,) = struct.unpack("<I", file.read(4))
+    text = file.read(length).decode().encode("ascii", "backslashreplace")  # the header is a Python literal
+    file = io.BytesIO(struct.pack("<I", len(text)) + text)
+    return npy_format.read_array_header_2_0(file, max_header_size=max_header_size)
+
+
+_HEADERS: dict[tuple[int, int], Callable[..., Any]] = {
+    (1, 0): npy_format.read_array_header_1_0,
+    (2, 0): npy_format.read_array_header_2_0,
+    (3, 0): _read_utf8_header,
+}
+
+
+def _parse(head: bytes | memoryview, info: ObjectInfo, start: int, size: int, where: str, *, mapped: bool) -> NpyArray:
     """Return the array in the `size` bytes from `start` on, which begin with `head`; `where` names it in messages.
 
-    Raises `SourceError` unless it is a complete, plain array of a supported dtype, in C order.
+    Raises `SourceError` unless it is a complete, plain array in C order, of a dtype that fields have or `mapped`.
     """
     file = io.BytesIO(head)
-    readers: dict[tuple[int, int], Callable[..., Any]] = {
-        (1, 0): npy_format.read_array_header_1_0,
-        (2, 0): npy_format.read_array_header_2_0,
-    }
     with arrays.reading(f"{where} is not a readable .npy"):
         version = npy_format.read_magic(file)
-        if version not in readers:
-            raise ValueError(f"format version {version[0]}.{version[1]}, which only structured arrays use")
-        shape, fortran, dtype = readers[version](file, max_header_size=_HEADER_BYTES)
+        if version not in _HEADERS:
+            raise ValueError(f"format version {version[0]}.{version[1]}")
+        shape, fortran, dtype = _HEADERS[version](file, max_header_size=_HEADER_BYTES)
         if min(shape, default=0) < 0:
             raise ValueError(f"its shape is {shape}")
     if dtype.hasobject:
@@ -67,36 +88,43 @@ def _parse(head: bytes | memoryview, info: ObjectInfo, start: int, size: int, wh
     if fortran and len(shape) > 1:
         problem = f"{where} is in Fortran order: rows are not contiguous"
         raise SourceError(problem, "save numpy.ascontiguousarray(array)")
-    field = arrays.tensor_field(dtype, tuple(shape), where)
-    needed = file.tell() + field.item_bytes * shape[0]
+    kind = arrays.kind_of(partial(arrays.tensor_field, dtype, shape, where), dtype, shape, mapped)
+    needed = file.tell() + dtype.itemsize * prod(shape)
     if needed > size:
         raise damaged(f"{where} has {size} bytes, its header says {needed}: it is truncated, or damaged")
-    return NpyArray(info, start + file.tell(), dtype, shape[0], field)
+    return NpyArray(info, start + file.tell(), dtype, shape[1:], shape[0], kind)
 
 
-def _npy_array(store: Store, info: ObjectInfo) -> NpyArray:
-    head = read_range(store, Range(info.path, 0, min(info.size, _HEADER_BYTES)))
-    return _parse(head, info, 0, info.size, f"{store.url}/{info.path}")
+def _npy_arrays(listing: Listing, files: Sequence[ObjectInfo], selection: FieldSelection) -> dict[str, NpyArray]:
+    """Return the selected arrays of .npy files by name."""
+    stored, store = dict[str, NpyArray](), listing.store
+    infos = {info.path.removesuffix(".npy"): info for info in files}
+    for name in arrays.pick(infos, selection, listing.url).values():
+        info = infos[name]
+        head = read_range(store, Range(info.path, 0, min(info.size, _HEADER_BYTES)))
+        stored[name] = _parse(head, info, 0, info.size, f"{store.url}/{info.path}", mapped=selection.mapped)
+    return stored
 
 
-def _npz_arrays(store: Store, info: ObjectInfo) -> dict[str, NpyArray]:
-    """Return the arrays of an .npz by name. Raises `SourceError` if it is not a zip of plain arrays."""
-    stored: dict[str, NpyArray] = {}
+def _npz_arrays(listing: Listing, info: ObjectInfo, selection: FieldSelection) -> dict[str, NpyArray]:
+    """Return the selected arrays of an .npz by name. Raises `SourceError` if it is not a zip of plain arrays."""
+    stored, store = dict[str, NpyArray](), listing.store
     with _opened(store, info) as archive:
-        for entry in archive.infolist():
-            name = entry.filename.removesuffix(".npy")
+        entries = {entry.filename.removesuffix(".npy"): entry for entry in archive.infolist()}
+        for name in arrays.pick(entries, selection, listing.url).values():
+            entry, where = entries[name], f"{store.url}/{info.path}:{name}"
             if name == entry.filename:
                 raise SourceError(f"{store.url}/{info.path} holds {name!r}", "an .npz holds .npy members only")
-            where = f"{store.url}/{info.path}:{name}"
             with archive.open(entry) as file:
                 head = file.read(_HEADER_BYTES)
             if entry.compress_type == zipfile.ZIP_STORED:
                 start = entry.header_offset + _LOCAL_HEADER
                 start += sum(struct.unpack("<HH", read_range(store, Range(info.path, start - 4, start))))
-                stored[name] = _parse(head, info, start, min(entry.file_size, info.size - start), where)
+                size = min(entry.file_size, info.size - start)
+                stored[name] = _parse(head, info, start, size, where, mapped=selection.mapped)
             else:
-                array = _parse(head, info, 0, entry.file_size, where)
-                arrays.check_claim(where, array.field.item_bytes * array.count, entry.compress_size)
+                array = _parse(head, info, 0, entry.file_size, where, mapped=selection.mapped)
+                arrays.check_claim(where, array.row_bytes * array.count, entry.compress_size)
                 stored[name] = replace(array, member=entry.filename)
     return stored
 
@@ -113,7 +141,7 @@ def _decompress_rows(store: Store, array: NpyArray, rows: NDArray[np.int64], out
 
     Raises `SourceError` for a damaged or truncated member.
     """
-    size = array.field.item_bytes
+    size = array.row_bytes
     per_piece = max(1, _PIECE_BYTES // size)
     with _opened(store, array.info) as archive, archive.open(array.member) as file:
         file.read(array.start)
@@ -124,7 +152,7 @@ def _decompress_rows(store: Store, array: NpyArray, rows: NDArray[np.int64], out
             if len(data) != (stop - first) * size:
                 raise damaged(f"{store.url}/{array.info.path}: {array.member} is truncated")
             i, j = np.searchsorted(rows, (first, stop))
-            out[i:j] = np.frombuffer(data, array.dtype).reshape(-1, *array.field.shape)[rows[i:j] - first]
+            out[i:j] = np.frombuffer(data, array.dtype).reshape(-1, *array.shape)[rows[i:j] - first]
 
 
 def _read(store: Store, stored: Mapping[str, NpyArray], rows: NDArray[np.int64], into: arrays.Into) -> None:
@@ -132,11 +160,11 @@ def _read(store: Store, stored: Mapping[str, NpyArray], rows: NDArray[np.int64],
         if array.member:
             _decompress_rows(store, array, rows, into[name])
         else:
-            starts = array.start + rows * array.field.item_bytes
+            starts = array.start + rows * array.row_bytes
             arrays.read_column(store, array.info.path, starts, array.dtype, into[name])
 
 
-def open_npy(listing: Listing, _selection: FieldSelection) -> Source:
+def open_npy(listing: Listing, selection: FieldSelection) -> Source:
     """Return the source; row n of every array is sample n.
 
     Raises `SourceError` for arrays of unequal length, for arrays that are not plain (pickled, object, complex, ...),
@@ -146,16 +174,16 @@ def open_npy(listing: Listing, _selection: FieldSelection) -> Source:
     if len(files) > 1 and listing.of("npz"):
         raise SourceError(f"{listing.url} holds {len(files)} files, .npz among them", "give one .npz at a time")
     if extension(files[0].path) == "npz":
-        by_name = _npz_arrays(listing.store, files[0])
+        by_name = _npz_arrays(listing, files[0], selection)
     else:
-        by_name = {info.path.removesuffix(".npy"): _npy_array(listing.store, info) for info in files}
+        by_name = _npy_arrays(listing, files, selection)
     if not by_name:
         raise SourceError(f"{listing.url} holds no array", "add arrays to it")
     originals = {field: name for name, field in field_names(list(by_name), listing.url).items()}
     count = arrays.common_length({name: array.count for name, array in by_name.items()}, listing.url)
     stored = {field: by_name[name] for field, name in originals.items()}
-    fields, read = {name: array.field for name, array in stored.items()}, partial(_read, listing.store, stored)
-    container = arrays.Container(listing.url, count, fields, read, {"arrays": originals})
+    kinds, read = {name: array.kind for name, array in stored.items()}, partial(_read, listing.store, stored)
+    container = arrays.Container(listing.url, count, kinds, read, {"arrays": originals})
     return arrays.stack(listing.url, files, [container])
 
 
@@ -194,7 +222,7 @@ def open_tokens(listing: Listing, selection: FieldSelection) -> Source:
         if field.fixed:
             count, remainder = divmod(values, field.item_bytes // dtype.itemsize)
             unused += remainder
-        array = NpyArray(info, start, dtype, count, field)
+        array = NpyArray(info, start, dtype, field.shape, count, field)
         read = partial(_read, store, {name: array}) if field.fixed else partial(_read_cuts, store, array)
         containers.append(arrays.Container(where, count, {name: field}, read))
     if not any(container.num_samples for container in containers):

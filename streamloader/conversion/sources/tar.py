@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from streamloader.conversion.sources import ranged_io
 from streamloader.conversion.sources.base import BadSample, OnBad, Source, damaged, split_rows
-from streamloader.conversion.sources.fields import FieldSelection, SourceFormat
+from streamloader.conversion.sources.fields import ANY, FieldSelection, SourceFormat
 from streamloader.conversion.sources.files import Listing, field_names, require
 from streamloader.conversion.sources.media import IMAGE_ENCODINGS, image_bytes
 from streamloader.conversion.sources.ranged_io import Content, Range, Stream, open_content, read_range, read_spans
@@ -206,7 +206,9 @@ def open_source(listing: Listing, selection: FieldSelection) -> Source:
             array: Any = decode(member[_BLOCK:]) if field is None else None
             fields[name] = field or Field("tensor", array.dtype.name, array.shape)
         except FieldError as error:
-            raise SourceError(f"{where}: {error.problem}", error.remedy) from error
+            if not selection.mapped:
+                raise SourceError(f"{where}: {error.problem}", error.remedy) from error
+            fields[name] = ANY
         except ValueError as error:
             raise SourceError(f"{where}: {error}", "pickled arrays are refused; write it again") from None
         selected = selection.fields.get(name)
@@ -214,7 +216,7 @@ def open_source(listing: Listing, selection: FieldSelection) -> Source:
             fields[name] = selected  # the first sample cannot tell that arrays differ in length
     suffixes = {name: suffix for suffix, name in names.items()}
     notes = {"members": suffixes, "passed_over": sum(index.passed_over for index in indexes)}
-    samples = SampleFields(suffixes, fields)
+    samples = SampleFields(suffixes, fields, mapped=selection.mapped)
     return Source(listing.url, tars, fields, sum(counts), notes, lambda rows: samples.fragment(cut(rows), len(rows)))
 
 

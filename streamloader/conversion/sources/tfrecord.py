@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from array import array
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -37,14 +37,7 @@ _MESSAGES = {
 }
 
 
-@dataclass(frozen=True)
-class BytesList:
-    """A feature of several byte strings, which no field holds."""
-
-    count: int
-
-
-Feature = NDArray[Any] | bytes | BytesList | None
+Feature = NDArray[Any] | bytes | list[bytes] | None
 
 
 @cache
@@ -73,7 +66,7 @@ def _example_class() -> Any:
 
 
 def parse_example(data: memoryview) -> dict[str, Feature]:
-    """Return the features by name: int64 and float32 arrays of one axis, bytes, or None for a feature without a value.
+    """Return the features by name: int64 and float32 arrays of one axis, bytes, lists of several bytes, or None.
 
     Raises ValueError if the data are not a tf.train.Example, `UsageError` without protobuf.
     """
@@ -94,7 +87,7 @@ def _feature(feature: Any) -> Feature:
     if kind == "float_list":
         return np.array(values, np.float32)
     if len(values) > 1:
-        return BytesList(len(values))
+        return list(values)
     return values[0] if values else None
 
 
