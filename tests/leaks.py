@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 KINDS = ["break", "close", "epochs", "load_state_dict", "samples", "transform", "failing transform", "images"]
-KINDS += ["mixture"]
+KINDS += ["mixture", "replay"]
 PIXELS = (64, 1024)
 BATCH = 16
 # A window of about 8 MB, so that a few that are left exceed this.
@@ -136,6 +136,7 @@ def cycles(folder: Path) -> dict[str, Callable[[], None]]:
         "transform workers": lambda: begin(dataset(transform=mean, transform_workers=1)),
         "images": lambda: begin(StreamingDataset(images, batch_size=BATCH, decode=True)),
         "mixture": lambda: begin(Mixture({str(arrays): 1.0}, batch_size=BATCH)),
+        "replay": lambda: begin(dataset().replay(0, [1, 3])),
         "DataLoader workers": lambda: begin(DataLoader(dataset(), batch_size=None, num_workers=2)),
     }
 

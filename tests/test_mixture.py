@@ -230,16 +230,16 @@ def test_sources_may_be_parts_of_datasets(url):
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_samples_names_each_step_and_a_state_further_ahead_skips_steps(url, size):
+def test_samples_names_each_step_and_steps_can_be_skipped_and_replayed(url, size):
     world = (size - 1, size)
     ds = open_mixture(url, WEIGHTS, world=world)
     whole = [(labels(batch), batch["source"].tolist(), batch["index"].tolist()) for batch in ds]
     for step, (_, source, index) in enumerate(whole):
         found = ds.samples(0, step, world[0])
         assert (found["source"].tolist(), found["index"].tolist()) == (source, index)
-    later = open_mixture(url, WEIGHTS, world=world)
-    later.load_state_dict(later.state_dict(batches=4))
-    assert take(later) == [batch for batch, _, _ in whole[4:]]
+    assert take(ds.replay(0, [2, 5])) == [whole[2][0], whole[5][0]]
+    left = open_mixture(url, WEIGHTS, world=world, skip_steps={0: [1, 3]})
+    assert take(left) == [batch for step, (batch, _, _) in enumerate(whole) if step not in (1, 3)]
     with pytest.raises(errors.UsageError, match="no step starts"):
         ds.samples(0, 10_000)
 

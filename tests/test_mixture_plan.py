@@ -181,7 +181,7 @@ def test_replay_gives_the_rows_of_the_mixture_within_the_slots(run, steps_at_onc
     with spans(short=short):
         begin = share.bounds[0]
         engine, steps = Engine(), first
-        for plan in engine.run(share.plans(first * share.global_batch, steps_at_once)):
+        for plan in engine.run(share.plans(first * share.global_batch, None, steps_at_once)):
             count = min(steps_at_once, share.num_steps(0) - steps)
             assert plan.samples.size == count * share.batch
             for step in range(count):

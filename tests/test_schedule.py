@@ -80,7 +80,7 @@ def check_replay(share: Share, start: int, steps_at_once: int = 1) -> Engine:
     order, engine, steps = share.order, Engine(), 0
     truth = order.samples_at(0, order.num_samples)
     taken: list[tuple[int, int]] = []
-    for plan in engine.run(share.plans(start, steps_at_once)):
+    for plan in engine.run(share.plans(start, None, steps_at_once)):
         assert plan.step == steps
         places = [start + step * share.global_batch for step in range(steps, share.num_steps(start))][:steps_at_once]
         positions = np.concatenate([share.positions(place) for place in places])
@@ -116,7 +116,9 @@ def test_replay_gives_the_samples_of_the_positions_within_the_slots(run, steps_a
 @given(runs(), st.integers(1, 4))
 def test_plans_of_resident_fields_name_no_blocks_and_the_same_samples(run, steps_at_once):
     share, start = run
-    for plain, held in zip(*(share.plans(start, steps_at_once, held=held) for held in (False, True)), strict=True):
+    for plain, held in zip(
+        *(share.plans(start, None, steps_at_once, held=held) for held in (False, True)), strict=True
+    ):
         assert (held.step, held.needs, held.done) == (plain.step, (), ())
         for name in ("samples", "positions", "valid"):
             assert getattr(held, name).tolist() == getattr(plain, name).tolist()

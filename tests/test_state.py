@@ -1,20 +1,23 @@
-"""The state of a run: advanced by what was delivered; one further ahead leaves steps out."""
+"""The state of a run: advanced by what was delivered, over steps that are left out; the other steps are as ever."""
 
 import json
 from dataclasses import replace
 from typing import Any
 
+import datasets
 import pytest
 import torch
-from datasets import take
+from datasets import flat, take
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_schedule import Engine, runs
 from torch.utils.data import DataLoader
 
+from streamloader.engine.dataset import EpochPlan
 from streamloader.errors import StateError, UsageError, WorldError
 from streamloader.order.epoch_order import EpochOrder, OrderParams
 from streamloader.order.schedule import Share, World
-from streamloader.order.state import STATE_FORMAT, RunState, SourceIdentity
+from streamloader.order.state import NO_GAPS, STATE_FORMAT, Gap, Gaps, RunState, SourceIdentity
 from streamloader.pytorch.dataset import StreamingDataset
 
 SOURCE = SourceIdentity("abc", "train", None, 10, OrderParams(4, 2, 8))
@@ -142,50 +145,161 @@ def dataset(url: str, batch_size: int | None = 16, world: tuple[int, int] = (0, 
     return StreamingDataset(url, batch_size=batch_size, fields=["x"], with_index=True, world=world, **more)  # type: ignore[arg-type]
 
 
-def ahead(ds: StreamingDataset, batches: int) -> StreamingDataset:
-    """The dataset, whose next pass leaves out the next batches."""
-    ds.load_state_dict(json.loads(json.dumps(ds.state_dict(batches=batches))))
-    return ds
+@st.composite
+def gapped(draw: st.DrawFn) -> tuple[Share, int, set[int], Gaps]:
+    """A run, and steps of its epoch to leave out: those that `position` is a step of."""
+    share, position = draw(runs())
+    count = share.global_steps(position)
+    left_out = draw(st.sets(st.integers(0, max(0, count - 1)), max_size=min(count, 12))) if count else set()
+    return share, position, left_out, Gaps.of_steps(share.epoch, left_out, position, share.global_batch)
+
+
+@settings(max_examples=150, deadline=None)
+@given(gapped(), st.integers(1, 5))
+def test_the_steps_that_are_left_have_the_same_rows_within_the_same_slots(run, at_once):
+    share, position, left_out, gaps = run
+    wanted = [plan.samples.tolist() for step, plan in enumerate(share.plans(position)) if step not in left_out]
+    engine = Engine()
+    plan = EpochPlan(share=share, position=position, seed=share.order.seed, gaps=gaps)
+    assert [made.samples.tolist() for made in engine.run(plan.batches())] == wanted
+    assert engine.most_live <= share.slots_needed()
+    assert gaps.steps(share, share.epoch, position) == len(wanted)
+    rows = [made.samples.tolist() for made in plan._replace(steps_at_once=at_once).batches(7)]
+    assert flat(rows) == flat(wanted)
+
+
+@settings(max_examples=150, deadline=None)
+@given(gapped())
+def test_a_state_passes_gaps_and_records_them(run):
+    share, position, left_out, gaps = run
+    run = changed(num_samples=share.num_samples)
+    start = replace(run, epoch=share.epoch, position=position)
+    left = [step for step in range(share.global_steps(position)) if step not in left_out]
+    cursor = start
+    for taken in range(1, len(left) + 1):
+        cursor = cursor.advance(1, share, gaps)
+        assert cursor == start.advance(taken, share, gaps)
+        if taken < len(left):
+            assert (cursor.epoch, cursor.position) == (share.epoch, position + left[taken] * share.global_batch)
+    assert run.resumed(json.loads(json.dumps(cursor.to_dict()))) == cursor
+    if left:
+        assert (cursor.epoch, cursor.position, cursor.skipped) == (share.epoch + 1, 0, gaps.entries)
+    with pytest.raises(UsageError, match="past the end"):
+        start.advance(len(left) + 1, share, gaps)
+
+
+def test_a_run_that_begins_within_a_gap_begins_after_it():
+    gaps = Gaps((Gap(0, 10, 30), Gap(0, 40, 50), Gap(1, 0, 10)))
+    assert list(gaps.parts(0, 20)) == [(30, 40), (50, None)]
+    assert gaps.walk(0, 20, 0, 10) == 30
+    assert gaps.walk(0, 20, 1, 10) == 50
+    assert gaps.after(0) == Gaps((Gap(1, 0, 10),))
+    assert list(NO_GAPS.parts(3, 7)) == [(7, None)]
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_a_state_further_ahead_leaves_steps_out_on_every_rank(url, size):
+def test_steps_are_left_out_on_every_rank(url, size):
+    skips = {0: [0, 3, 4], 1: range(2)}
+    batch = 64 // size
     for rank in range(size):
-        every = take(iter(dataset(url, 64 // size, (rank, size))))
-        before = dataset(url, 64 // size, (rank, size))
-        assert take(iter(before), 3) == every[:3]
-        after = dataset(url, 64 // size, (rank, size))
-        after.load_state_dict(before.state_dict())
-        assert take(iter(ahead(after, 2))) == every[5:]
-        assert after.state_dict()["epoch"] == 1
+        plain, skipping = dataset(url, batch, (rank, size)), dataset(url, batch, (rank, size), skip_steps=skips)
+        for epoch in range(3):
+            assert len(skipping) == len(plain) - len(skips.get(epoch, ()))
+            every = take(iter(plain))
+            left = [batch for step, batch in enumerate(every) if step not in skips.get(epoch, ())]
+            assert take(iter(skipping)) == left
+            for step in skips.get(epoch, ()):
+                assert skipping.samples(epoch, step, rank).tolist() == every[step]
+        assert skipping.state_dict()["skipped"] == [[0, 0, 64], [0, 192, 320], [1, 0, 128]]
+        assert "skipped" not in plain.state_dict()
 
 
-def test_a_state_leaves_single_samples_out_too(url):
-    assert take(iter(ahead(dataset(url, None), 300))) == take(iter(dataset(url, None)))[300:]
+def test_a_run_resumes_over_a_gap_from_any_step_at_another_world_size(url):
+    skips = {0: range(3, 6)}
+    every = take(iter(dataset(url, 32, skip_steps=skips)))
+    for taken in range(1, len(every)):
+        before = dataset(url, 32, skip_steps=skips)
+        assert take(iter(before), taken) == every[:taken]
+        state = json.loads(json.dumps(before.state_dict()))
+        assert state == before.state_dict(batches=taken)
+        assert state.get("skipped", []) == ([[0, 96, 192]] if taken >= 3 else [])
+        ranks = [dataset(url, 16, (rank, 2), skip_steps=skips) for rank in range(2)]
+        for ds in ranks:
+            ds.load_state_dict(state)
+        together = [sorted(one + two) for one, two in zip(*map(take, ranks), strict=True)]
+        assert together == [sorted(batch) for batch in every[taken:]]
 
 
-def test_a_state_gives_steps_again_with_their_random_numbers(url):
+def test_steps_can_be_left_out_when_a_state_is_loaded(url):
+    before = dataset(url, 32)
+    every = take(iter(before), 2)
+    after = dataset(url, 32, skip_steps={0: range(4, 7)})
+    after.load_state_dict(before.state_dict())
+    every += take(iter(after))
+    assert every == [batch for step, batch in enumerate(take(iter(dataset(url, 32)))) if step not in (4, 5, 6)]
+    later = after.state_dict()
+    assert (later["epoch"], later["position"], later["skipped"]) == (1, 0, [[0, 128, 224]])
+
+
+def test_steps_of_single_samples_are_left_out_too(url):
+    one = take(dataset(url, None))
+    assert take(dataset(url, None, skip_steps={0: range(100, 300)})) == one[:100] + one[300:]
+
+
+def test_replay_repeats_steps_and_keeps_the_state(url):
     ds = dataset(url, transform=with_noise)
-    first, second = list(ds), list(ds)
-    for epoch, batches, step in ((0, first, 30), (1, second, 7), (1, second, 8)):
-        later = dataset(url, transform=with_noise)
-        later.set_epoch(epoch)
-        again = next(iter(ahead(later, step)))
-        assert torch.equal(again["x"], batches[step]["x"])
-        assert torch.equal(again["index"], ds.samples(epoch, step))
+    batches = list(ds)
+    iterator = iter(ds)
+    next(iterator)
+    state = ds.state_dict()
+    again = list(ds.replay(0, [30, 7, 8]))
+    assert len(again) == 3
+    for step, batch in zip((7, 8, 30), again, strict=True):
+        assert torch.equal(batch["x"], batches[step]["x"])
+        assert torch.equal(batch["index"], ds.samples(0, step))
+    assert ds.state_dict() == state
+    with pytest.raises(Exception, match="this pass was ended"):
+        next(iterator)
+    ds.load_state_dict(state)
+    assert next(iter(ds))["index"].equal(ds.samples(1, 1))
 
 
 def with_noise(sample: dict[str, Any], rng: Any) -> dict[str, Any]:
     return {"x": sample["x"] + rng.random()}
 
 
-def test_a_state_beyond_the_epoch_is_an_error(url):
-    with pytest.raises(UsageError, match="past the end"):
-        dataset(url).state_dict(batches=39)
+INVALID: list[tuple[Any, str]] = [
+    ([3, 4], r"skip_steps=\[3, 4\]"),
+    ({0: 5}, "skip_steps={0: 5}"),
+    ({0: [1.5]}, r"skip_steps={0: \[1.5\]}"),
+    *(({epoch: [step]}, "whole numbers") for epoch, step in ((0, True), (-1, 0), (0, -1))),
+]
 
 
-def test_a_state_of_earlier_releases_may_tell_skipped_steps():
-    assert CURSOR.resumed(CURSOR.to_dict() | {"skipped": [[0, 0, 8]]}) == CURSOR
+@pytest.mark.parametrize(("skips", "shown"), INVALID)
+def test_invalid_skip_steps_are_an_error_before_anything_is_opened(tmp_path, skips, shown):
+    with pytest.raises(UsageError, match=shown):
+        dataset(str(tmp_path / "nothing"), skip_steps=skips)
+
+
+def test_unknown_steps_are_an_error_before_anything_is_read(url):
+    late, all_of_it = dataset(url, skip_steps={0: [38]}), dataset(url, skip_steps={2: range(38)})
+    with pytest.raises(UsageError, match="skip_steps names step 38 of epoch 0, which has 38"):
+        iter(late)
+    with pytest.raises(UsageError, match="leaves nothing of epoch 2"):
+        len(all_of_it)
+    for steps in ([38], [], [-1]):
+        with pytest.raises(UsageError):
+            late.replay(0, steps)
+    assert late.stats().requests == 0
+    workers = DataLoader(dataset(url, skip_steps={0: [3]}), batch_size=None, num_workers=2)
+    datasets.assert_workers_refuse(workers, UsageError, "skip_steps with 2 DataLoader workers")
+
+
+@pytest.mark.parametrize("skipped", [3, [3], [[0, 1]], [[0, 1, -2]], [[0, 1, 2.0]], [[0, 1, True]]])
+def test_a_state_with_invalid_gaps_is_an_error(skipped):
+    with pytest.raises(StateError, match="skipped"):
+        CURSOR.resumed(CURSOR.to_dict() | {"skipped": skipped})
 
 
 # ---- which samples a step delivers

@@ -16,6 +16,7 @@ from streamloader.format.manifest import Field, FieldLayout, Manifest
 from streamloader.format.reader import FieldReader, Run
 from streamloader.order.epoch_order import OrderParams
 from streamloader.order.schedule import BatchPlan, Need
+from streamloader.order.state import NO_GAPS, Gaps
 from streamloader.stats import Counters
 from streamloader.storage.process import run_all
 from streamloader.storage.store import Store
@@ -155,8 +156,8 @@ class SampleNumbers:
 class EpochPlan(NamedTuple):
     """One rank's pass over an epoch from `position` on, `steps_at_once` steps in each plan.
 
-    `seed` keys the random numbers of crops and transforms, with epoch and position. `held`: every field is resident, so
-    plans contain no blocks.
+    `gaps`: the skipped steps of this epoch and later ones. `seed` keys the random numbers of crops and transforms,
+    with epoch and position. `held`: every field is resident, so plans contain no blocks.
     """
 
     share: EpochShare
@@ -164,6 +165,7 @@ class EpochPlan(NamedTuple):
     seed: int
     steps_at_once: int = 1
     numbers: SampleNumbers = SampleNumbers()
+    gaps: Gaps = NO_GAPS
     held: bool = False
 
     @property
@@ -173,13 +175,22 @@ class EpochPlan(NamedTuple):
 
     def following(self) -> EpochPlan:
         """Return the pass over the next epoch."""
-        return self._replace(share=self.share.at_epoch(self.share.epoch + 1), position=0)
+        epoch = self.share.epoch
+        share = self.share.at_epoch(epoch + 1)
+        return self._replace(share=share, position=0, gaps=self.gaps.after(epoch))
 
     def batches(self, first_ticket: int = 0) -> Iterator[BatchPlan]:
-        """Yield the plans of the pass, with tickets from `first_ticket` on; `samples` are numbers among all samples."""
-        for plan in self.share.plans(self.position, self.steps_at_once, first_ticket, held=self.held):
-            samples = self.numbers.among_all(plan.samples)
-            yield plan if samples is plan.samples else plan._replace(samples=samples)
+        """Yield the plans of the pass, with tickets from `first_ticket` on; `samples` are numbers among all samples.
+
+        Each part between gaps has its own schedule, so a block on both sides of a gap is read twice.
+        """
+        ticket = first_ticket
+        for start, stop in self.gaps.parts(self.share.epoch, self.position):
+            begin = min(start, self.share.num_samples)
+            for plan in self.share.plans(begin, stop, self.steps_at_once, ticket, held=self.held):
+                ticket += len(plan.needs)
+                samples = self.numbers.among_all(plan.samples)
+                yield plan if samples is plan.samples else plan._replace(samples=samples)
 
 
 def plans(first: EpochPlan, *, endless: bool) -> Iterator[BatchPlan | None]:

@@ -69,9 +69,9 @@ class Part:
         remaining = max(0, self.num_samples - position)
         return remaining // self.global_batch if self.remainder == "drop" else -(-remaining // self.global_batch)
 
-    def num_steps(self, position: int) -> int:
-        """Return the number of steps from a position to the end of the epoch, in which this rank has a row."""
-        return self.global_steps(position)
+    def num_steps(self, position: int, stop: int | None = None) -> int:
+        """Return the number of steps from a position to `stop`, or to the end, in which this rank has a row."""
+        return self.global_steps(position) if stop is None else (stop - position) // self.global_batch
 
     @property
     def span_steps(self) -> int:
@@ -104,9 +104,9 @@ class Part:
         return np.concatenate([samples for _, samples in self.read_held(span)])
 
     def plans(
-        self, position: int, steps_at_once: int = 1, ticket: int = 0, *, held: bool = False
+        self, position: int, stop: int | None = None, steps_at_once: int = 1, ticket: int = 0, *, held: bool = False
     ) -> Iterator[BatchPlan]:
-        """Yield the plans of the rank's batches from a position to the end of the epoch.
+        """Yield the plans of the rank's batches from a position to `stop`, or to the end of the epoch.
 
         A plan has the rows of `steps_at_once` steps, the last one of a span perhaps of fewer; more than one for steps
         of a single sample. Tickets count from `ticket`, so that schedules can follow one another. `held`: every field
@@ -114,7 +114,7 @@ class Part:
         """
         live: dict[Any, int] = {}
         rows = self.batch * steps_at_once
-        for span in cut_spans(self, position, self.num_steps(position), steps_at_once):
+        for span in cut_spans(self, position, self.num_steps(position, stop), steps_at_once):
             starts = range(span.first_step, span.first_step + span.steps, steps_at_once)
             if held:
                 labels: Labels = zip(starts, repeat(()), repeat(()), strict=False)
@@ -179,10 +179,10 @@ class Share(Part):
         """Whether the world size divides the lanes, so that every lane is read by one rank."""
         return self.order.lanes % self.world.size == 0
 
-    def num_steps(self, position: int) -> int:
+    def num_steps(self, position: int, stop: int | None = None) -> int:
         """Return the number of steps as `Part` does. With "uneven", this rank may have no row in the last one."""
-        steps = self.global_steps(position)
-        if steps and self.remainder == "uneven":
+        steps = super().num_steps(position, stop)
+        if stop is None and steps and self.remainder == "uneven":
             return steps - (self.positions(position + (steps - 1) * self.global_batch).size == 0)
         return steps
 

@@ -1,8 +1,11 @@
-"""The state of a run over a dataset or a mixture, as JSON values that any world size resumes from (rules 9 and 10)."""
+"""The state of a run over a dataset or a mixture, as JSON values that any world size can resume from (rules 9 and 10).
+
+`Gaps` are the steps that a run skips.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, astuple, dataclass, replace
 from itertools import accumulate, pairwise, repeat
 from math import gcd
@@ -16,6 +19,83 @@ from streamloader.order.schedule import Part, Share, World
 
 if TYPE_CHECKING:  # imported on demand, since most runs have no mixture
     from streamloader.order.mixture import EpochShare, Mix, SourceOrder, Stop
+
+
+class Gap(NamedTuple):
+    """The positions [start, stop) of an epoch that a run skips: whole steps of that run."""
+
+    epoch: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Gaps:
+    """The gaps of one or more epochs, in order, with at least one step between two gaps of an epoch."""
+
+    entries: tuple[Gap, ...] = ()
+
+    @classmethod
+    def of_steps(cls, epoch: int, steps: Collection[int], offset: int, global_batch: int) -> Gaps:
+        """Return gaps that skip these steps of an epoch. Step i starts at `offset` + i * `global_batch`."""
+        gaps: list[Gap] = []
+        for step in sorted(set(steps)):
+            start = offset + step * global_batch
+            if gaps and gaps[-1].stop == start:
+                start = gaps.pop().start
+            gaps.append(Gap(epoch, start, offset + (step + 1) * global_batch))
+        return cls(tuple(gaps))
+
+    @classmethod
+    def of_all_but(cls, epoch: int, steps: Collection[int], count: int, offset: int, global_batch: int) -> Gaps:
+        """Return gaps that skip all of the `count` steps of an epoch except these. Steps start as in `of_steps`."""
+        kept = sorted(set(steps))
+        bounds = zip([0, *(step + 1 for step in kept)], [*kept, count], strict=True)
+        edges = [(offset + first * global_batch, offset + stop * global_batch) for first, stop in bounds]
+        return cls(tuple(Gap(epoch, start, stop) for start, stop in edges if start < stop))
+
+    def __add__(self, other: Gaps) -> Gaps:
+        return Gaps(self.entries + other.entries)
+
+    def after(self, epoch: int) -> Gaps:
+        """Return the gaps of later epochs."""
+        return Gaps(tuple(gap for gap in self.entries if gap.epoch > epoch))
+
+    def parts(self, epoch: int, position: int) -> Iterator[tuple[int, int | None]]:
+        """Yield (start, stop) of each part between gaps, from a position to the end of the epoch (None)."""
+        for gap in self._from(epoch, position):
+            if position < gap.start:
+                yield position, gap.start
+            position = gap.stop
+        yield position, None  # beyond the end of the epoch if its last step is skipped
+
+    def walk(self, epoch: int, position: int, steps: int, global_batch: int) -> int:
+        """Return the start of the next step after `steps` steps from a position on.
+
+        It is the end of the epoch or more if no step follows.
+        """
+        for gap in self._from(epoch, position):
+            before = max(0, gap.start - position) // global_batch
+            if steps < before:
+                break
+            steps -= before
+            position = gap.stop
+        return position + steps * global_batch
+
+    def steps(self, share: Part, epoch: int, position: int) -> int:
+        """Return the number of steps from a position on in which the share's rank has a row."""
+        return sum(share.num_steps(start, stop) for start, stop in self.parts(epoch, position))
+
+    def between(self, epoch: int, start: int, stop: int | None) -> tuple[Gap, ...]:
+        """Return the gaps of an epoch from `start` to `stop`, None for the end of the epoch."""
+        return tuple(gap for gap in self._from(epoch, start) if stop is None or gap.stop <= stop)
+
+    def _from(self, epoch: int, position: int) -> Iterator[Gap]:
+        """Yield the gaps of an epoch that end after a position."""
+        return (gap for gap in self.entries if gap.epoch == epoch and gap.stop > position)
+
+
+NO_GAPS = Gaps()
 
 
 STATE_FORMAT = 1
@@ -80,7 +160,7 @@ def _differences(saved: dict[str, Any], current: object) -> list[str]:
 class RunState:
     """The progress of an endless run over `sources`: it has delivered everything before `position` of `epoch`.
 
-    The state is the same on every rank, and valid at every world size.
+    The state is the same on every rank, and valid at every world size. `skipped`: the steps that the run skipped.
 
     `workers`: the DataLoader workers, which deliver in turn; 1 without workers. `extra`: how many of them have
     delivered a batch from `position` on, on each of `ranks` ranks, with `batch` samples. Between two rounds of the
@@ -113,6 +193,7 @@ class RunState:
     ranks: int = 0
     batch: int = 0
     inside: bool = False
+    skipped: tuple[Gap, ...] = ()
     fresh: bool = True
     given: tuple[str, ...] = ORDER_NAMES
 
@@ -226,7 +307,7 @@ class RunState:
         anchor = (self.epoch, start)
         return replace(self, source_order=source_order, anchor=anchor, position=0, extra=0, ranks=0, batch=0)
 
-    def advance(self, batches: int, share: Part) -> RunState:
+    def advance(self, batches: int, share: Part, gaps: Gaps = NO_GAPS) -> RunState:
         """Return the state after `batches` more batches of every rank, at most to the end of the epoch.
 
         `share` is that of a consumer: a rank, or a DataLoader worker (whose world is `workers` times as large). After
@@ -235,16 +316,22 @@ class RunState:
         if not batches:
             return self
         rounds, extra = divmod(self.extra + batches, self.workers)
-        if rounds + (extra > 0) > share.global_steps(self.position):
+        last, position = (
+            gaps.walk(self.epoch, self.position, count, share.global_batch) for count in (max(0, rounds - 1), rounds)
+        )
+        if (rounds and not share.global_steps(last)) or (extra and not share.global_steps(position)):
             problem = f"{batches} batches from position {self.position} go past the end of the epoch"
             raise UsageError(problem, "advance by fewer batches")
         ranks, batch = (share.world.size // self.workers, share.batch) if extra else (0, 0)
-        moved = self.moved(self.position + rounds * share.global_batch, share)
-        return replace(moved, extra=extra, ranks=ranks, batch=batch)
+        return replace(self.moved(position, share, gaps), extra=extra, ranks=ranks, batch=batch)
 
-    def moved(self, position: int, share: Part) -> RunState:
-        """Return the state at a later position of this epoch, where a step ends; past the end, at the next epoch."""
-        return replace(self, position=position) if share.global_steps(position) else self.next_epoch()
+    def moved(self, position: int, share: Part, gaps: Gaps = NO_GAPS) -> RunState:
+        """Return the state at a later position of this epoch, from `gaps.walk`; past the end, at the next epoch."""
+        ended = not share.global_steps(position)
+        skipped = (*self.skipped, *gaps.between(self.epoch, self.position, None if ended else position))
+        if ended:
+            return replace(self.next_epoch(), skipped=skipped)
+        return replace(self, position=position, skipped=skipped)
 
     def next_epoch(self) -> RunState:
         """Return the state at the start of the next epoch."""
@@ -292,6 +379,8 @@ class RunState:
             if values["selection"] is None:
                 del values["selection"]
         values |= {name: getattr(self, name) for name in names}
+        if self.skipped:
+            values["skipped"] = [list(gap) for gap in self.skipped]
         return {"format": STATE_FORMAT, **values}
 
     def resumed(self, state: Any, global_batch: int = 1, *, force: bool = False) -> RunState:
@@ -367,7 +456,7 @@ class RunState:
 
 def _read_progress(state: dict[str, Any]) -> dict[str, Any]:
     """Return the values of a state that change during a run. Raises `StateError` for missing and invalid values."""
-    state = {"ranks": 0, "batch": 0, "inside": False, **state}
+    state = {"ranks": 0, "batch": 0, "inside": False, "skipped": [], **state}
     remainder = read_value(state, "remainder", str)
     if remainder not in REMAINDERS:
         raise StateError(f"the state's remainder is {remainder!r}, not one of {', '.join(REMAINDERS)}", _NEW_RUN)
@@ -375,7 +464,8 @@ def _read_progress(state: dict[str, Any]) -> dict[str, Any]:
     numbers = {name: read_value(state, name, int) for name in names}
     if min(numbers.values()) < 0 or not numbers["extra"] < numbers["workers"]:
         raise StateError(f"the state {state} is invalid", _NEW_RUN)
-    return {"remainder": remainder, **numbers, "inside": read_value(state, "inside", bool)}
+    skipped = tuple(Gap(*gap) for gap in read_list(state, "skipped", [(int, int, int)]))
+    return {"remainder": remainder, **numbers, "inside": read_value(state, "inside", bool), "skipped": skipped}
 
 
 def read_list(state: dict[str, Any], name: str, shape: Any) -> Any:

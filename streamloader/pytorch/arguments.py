@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
@@ -36,7 +36,7 @@ from streamloader.options import (
 )
 from streamloader.order.epoch_order import OrderParams
 from streamloader.order.schedule import Part
-from streamloader.order.state import SourceIdentity
+from streamloader.order.state import NO_GAPS, Gaps, RunState, SourceIdentity
 from streamloader.pytorch.tensors import OFFSETS
 from streamloader.stats import BatchReport
 from streamloader.storage import open_store, references_url
@@ -49,6 +49,8 @@ if TYPE_CHECKING:  # imported when a dataset needs it
 # the options of `Decode` that name fields, and the last axes that these may have
 _TARGETS = {"boxes": ((4,),), "keypoints": ((2,), (3,)), "masks": ((),)}
 PackChoice = None | Mapping[str, "Pack | int"]
+# step numbers by epoch: {3: range(100, 120)}
+StepChoice = None | Mapping[int, Iterable[int]]
 DecodeChoice = None | bool | str | Decode | Mapping[str, "Decode | str | bool"]
 # a condition, a slice, a mask with a bool per sample, or sample numbers; masks and numbers may be tensors. The samples
 # of arrays are the elements of their sample axis, and slices may have labels of times.
@@ -94,6 +96,7 @@ class Arguments(Option):
     batch_size: int | None
     remainder: Remainder
     with_index: bool
+    skip_steps: StepChoice
     steps_per_epoch: int | None
     on_batch: Callable[[BatchReport], None] | None
     fields: Sequence[str] | None
@@ -434,3 +437,47 @@ def _holds(dtype: np.dtype[Any], pad: int | float) -> bool:
         return -most <= pad <= most or pad in (math.inf, -math.inf) or math.isnan(pad)
     low, high = (0, 1) if dtype.kind == "b" else (int(np.iinfo(dtype).min), int(np.iinfo(dtype).max))
     return low <= pad <= high and pad == int(pad)
+
+
+def read_steps(name: str, choice: StepChoice) -> dict[int, tuple[int, ...]]:
+    """Return the steps of each epoch, ascending. Raises `UsageError` for an invalid number of an epoch or step."""
+    if choice is None:
+        return {}
+    if not isinstance(choice, Mapping):
+        raise UsageError(f"{name}={choice!r:.60}", f"give steps by epoch: {name}={{0: range(100, 120)}}")
+    steps_by_epoch: dict[int, tuple[int, ...]] = {}
+    for epoch, steps in choice.items():
+        numbers = list(steps) if isinstance(steps, Iterable) else [None]
+        if not all(is_whole(number, 0) for number in (epoch, *numbers)):
+            raise UsageError(f"{name}={{{epoch!r}: {steps!r:.60}}}", "give whole numbers of at least 0")
+        steps_by_epoch[int(epoch)] = tuple(sorted(set(map(int, numbers))))
+    return steps_by_epoch
+
+
+def choose_gaps(skips: Mapping[int, Sequence[int]], start: RunState, share: Part) -> Gaps:
+    """Return the positions of the steps to skip, from the epoch of `start` on.
+
+    Raises `UsageError` for a step that the epoch does not have, for an epoch without other steps, and with several
+    DataLoader workers, since each of their batches is a part of several steps.
+    """
+    if skips and start.workers > 1:
+        remedy = "use num_workers=0; transform_workers= runs slow transforms"
+        raise UsageError(f"skip_steps with {start.workers} DataLoader workers", remedy)
+    gaps = NO_GAPS
+    for epoch in sorted(epoch for epoch in skips if epoch >= start.epoch and skips[epoch]):
+        offset = start.position % share.global_batch if epoch == start.epoch else 0
+        count, last = share.global_steps(offset), skips[epoch][-1]
+        if last >= count:
+            raise UsageError(f"skip_steps names step {last} of epoch {epoch}, which has {count} steps", "leave it out")
+        if len(skips[epoch]) == count:
+            raise UsageError(f"skip_steps leaves nothing of epoch {epoch}", f"begin with epoch {epoch + 1}: set_epoch")
+        gaps += Gaps.of_steps(epoch, skips[epoch], offset, share.global_batch)
+    return gaps
+
+
+def gaps_around(steps: Sequence[int], epoch: int, offset: int, share: Part) -> Gaps:
+    """Return the positions of all other steps of an epoch. Raises `UsageError` for a step that it does not have."""
+    count = share.global_steps(offset)
+    if not steps or steps[-1] >= count:
+        raise UsageError(f"steps {list(steps)[-3:]} of epoch {epoch}, which has {count} steps", "give other steps")
+    return Gaps.of_all_but(epoch, steps, count, offset, share.global_batch)

@@ -8,7 +8,7 @@ import time
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import repeat
@@ -26,7 +26,7 @@ from streamloader.format.manifest import Field
 from streamloader.options import Shuffle, is_whole, parse_size, whole
 from streamloader.order.epoch_order import EpochOrder
 from streamloader.order.schedule import World
-from streamloader.order.state import ORDER_NAMES, RunState, SourceIdentity, read_value
+from streamloader.order.state import NO_GAPS, ORDER_NAMES, Gaps, RunState, SourceIdentity, read_value
 from streamloader.pytorch import arguments, distributed
 from streamloader.pytorch.arguments import Arguments, Source
 from streamloader.pytorch.distributed import SharedEpochs, WorldChoice, in_worker, resolve_world, worker
@@ -61,22 +61,26 @@ class Position(NamedTuple):
     share: EpochShare
     start: RunState
     ahead: int = 0
+    gaps: Gaps = NO_GAPS
 
     @property
     def steps(self) -> int:
         """The number of steps of all ranks from this consumer's first one on."""
-        return self.share.global_steps(self.position(0))
+        parts = self.gaps.parts(self.start.epoch, self.position(0))
+        share, size = self.share, self.share.global_batch
+        return sum(share.global_steps(start) if stop is None else (stop - start) // size for start, stop in parts)
 
     def position(self, steps: int) -> int:
         """Return the global position of this consumer's next step, after `steps` steps."""
-        return self.start.position + (self.ahead + steps) * self.share.global_batch
+        begin = self.start.position + self.ahead * self.share.global_batch
+        return self.gaps.walk(self.start.epoch, begin, steps, self.share.global_batch)
 
     def cursor(self, steps: int) -> RunState:
         """Return the state after `steps` steps of this consumer; with workers, only this worker resumes there."""
         position = self.position(steps)
         if self.ahead and self.share.global_steps(position):
             position -= self.ahead * self.share.global_batch
-        state = self.start.moved(position, self.share)
+        state = self.start.moved(position, self.share, self.gaps)
         if self.start.workers == 1:
             return state
         ranks = self.share.world.size // self.start.workers
@@ -285,7 +289,9 @@ class BaseDataset(IterableDataset[dict[str, Any]]):
         super().__init__()
         seed = whole("seed", seed, 0)
         config = arguments.read_shuffle(shuffle)
-        self._options = replace(given, fields=None)  # workers get a pickled copy, and fields may be a view
+        # workers get a pickled copy, and steps and fields may be generators or views
+        self._options = replace(given, skip_steps=None, fields=None)
+        self._skips = arguments.read_steps("skip_steps", given.skip_steps)
         self._world = None if world is None else resolve_world(world)
         columns = ("index",) * given.with_index + ("valid",) * (given.remainder == "pad")
         memory = None if given.memory is None else parse_size(given.memory, "memory=")
@@ -386,7 +392,7 @@ class BaseDataset(IterableDataset[dict[str, Any]]):
             return self._options.steps_per_epoch
         start = replace(self._start_of(self.epoch, world, workers), position=0, extra=0, workers=workers)
         shares = [self._share(start, world.consumer(number, workers)) for number in range(workers)]
-        counts = [share.num_steps(0) for share in shares]
+        counts = [arguments.choose_gaps(self._skips, start, share).steps(share, start.epoch, 0) for share in shares]
         if loader is None or loader.batch_size is None:
             return sum(counts)
         # each worker fills its own batches; the DataLoader divides this length by its batch size
@@ -442,7 +448,7 @@ class BaseDataset(IterableDataset[dict[str, Any]]):
         part = (number + start.extra) % count
         share = self._share(start, rank.consumer(part, count))
         arguments.check_share(share)
-        begin = Position(share, start, int(part < start.extra))
+        begin = Position(share, start, int(part < start.extra), arguments.choose_gaps(self._skips, start, share))
         warn_of_costs(share, count, repeated, fresh=start.position == 0, shuffle=bool(start.lanes))
         if start.lanes != lanes and (rank.rank, number) == (0, 0):
             warn_of_lanes(rank.size, lanes, start.lanes)
@@ -494,7 +500,7 @@ class BaseDataset(IterableDataset[dict[str, Any]]):
             start = self._start_of(epoch, world, workers)
             share = self._share(start, World(0, world.size * workers))
             start = start.with_workers(workers, world.size, share.batch)[0]
-            return start.advance(batches, share).to_dict()
+            return start.advance(batches, share, arguments.choose_gaps(self._skips, start, share)).to_dict()
         if self._read_by_workers():
             remedy = "save state_dict(batches=<trained>, workers=<num_workers>), or use torchdata's StatefulDataLoader"
             raise StateError("DataLoader workers read this dataset, and this process does not know how far", remedy)
@@ -528,6 +534,20 @@ class BaseDataset(IterableDataset[dict[str, Any]]):
         self._loaded = True
         self._steps = max(0, steps)
         self._iteration_start = self._current, self._steps
+
+    def replay(self, epoch: int, steps: Iterable[int]) -> Iterator[dict[str, Any]]:
+        """Deliver some steps of an epoch again, ascending and with the same crops; steps count as in `samples`.
+
+        Ends the current pass; the position of training does not change. Raises `UsageError` for an invalid step.
+        """
+        epoch = whole("epoch", epoch, 0)
+        self._end_pass()
+        world = resolve_world(self._world)
+        start = self._start_of(epoch, world)
+        share = self._share(start, world)
+        start = replace(start, position=start.position % share.global_batch, extra=0, workers=1, ranks=0, batch=0)
+        gaps = arguments.gaps_around(arguments.read_steps("steps", {epoch: steps})[epoch], epoch, start.position, share)
+        return self._run(Position(share, start, gaps=gaps), _no_dataset)
 
     def stats(self) -> Stats:
         """Return the statistics of this process's loader, with a verdict on its bottleneck."""
@@ -621,6 +641,7 @@ class BaseDataset(IterableDataset[dict[str, Any]]):
 
     def _complete(self, epoch: int) -> None:
         self._epochs.complete(worker()[0], epoch)
+        self._start = replace(self._start, skipped=self._current.skipped)
         # another epoch was chosen if set_epoch was called during the pass
         self._at = self._start.next_epoch() if self._start.epoch == epoch else self._start
         self._pass = None
@@ -647,8 +668,9 @@ class BaseDataset(IterableDataset[dict[str, Any]]):
             state = self._settled(state, world, 1)
             share = self._share(state, World(0, world.size))
             state = state.with_workers(1, world.size, share.batch)[0]
-            count = min(batches, max(1, share.num_steps(state.position)))
-            state = state.advance(count, share)
+            gaps = arguments.choose_gaps(self._skips, state, share)
+            count = min(batches, max(1, gaps.steps(share, state.epoch, state.position)))
+            state = state.advance(count, share, gaps)
             batches -= count
         return state, steps
 
@@ -660,6 +682,7 @@ class BaseDataset(IterableDataset[dict[str, Any]]):
             seed=begin.start.seed,
             steps_at_once=SAMPLES_AT_ONCE if self._format.samples else engine.steps_at_once(begin.share),
             numbers=self._numbers,
+            gaps=begin.gaps,
         )
         run = Pass(engine.start(plan), begin, dataset, self._format)
         self._pass = weakref.ref(run)

@@ -14,7 +14,7 @@ from streamloader.errors import FieldError, MixtureError
 from streamloader.format.lengths import LengthTable
 from streamloader.options import Channels, Normalize, Patch, Remainder, Shuffle, Window, is_whole, plain_integers
 from streamloader.order.state import Batches, check_mixture_options
-from streamloader.pytorch.arguments import Arguments, DecodeChoice, PackChoice, Source, WhereChoice
+from streamloader.pytorch.arguments import Arguments, DecodeChoice, PackChoice, Source, StepChoice, WhereChoice
 from streamloader.pytorch.base import BaseDataset
 from streamloader.pytorch.distributed import WorldChoice
 from streamloader.pytorch.tensors import numbers
@@ -41,6 +41,7 @@ class StreamingDataset(BaseDataset):
     `pack`: ragged fields whose documents are packed into rows of one length, `{"tokens": 2049}` or
     `{"tokens": Pack(2049, pad=)}`. `transform(sample[, rng])`: called with each sample, a dict of numpy arrays, bytes
     and str; `rng` is keyed by seed, epoch and position. `transform_workers`: the number of processes that run it.
+    `skip_steps`: steps to skip, by epoch: `{0: range(100, 120)}`.
     `steps_per_epoch`: each iteration yields this many batches, and resumes where the last one stopped.
     `world`: (rank, size), a process group, or a `DeviceMesh` with the names of its data-parallel dimensions,
     `(mesh, "dp")`; default torch.distributed's, else the launcher's environment.
@@ -78,6 +79,7 @@ class StreamingDataset(BaseDataset):
         pack: PackChoice = None,
         transform: Callable[..., Any] | None = None,
         transform_workers: int = 0,
+        skip_steps: StepChoice = None,
         steps_per_epoch: int | None = None,
         with_index: bool = False,
         world: WorldChoice = None,
@@ -94,8 +96,10 @@ class StreamingDataset(BaseDataset):
         version: int | None = None,
         zarr_format: int | None = None,
     ) -> None:
-        shared = batch_size, remainder, with_index, steps_per_epoch, on_batch, fields, decode, pack, transform
-        given = Arguments(*shared, transform_workers, memory)
+        given = Arguments(
+            *(batch_size, remainder, with_index, skip_steps, steps_per_epoch, on_batch),
+            *(fields, decode, pack, transform, transform_workers, memory),
+        )
         source = Source(
             *(url, split, where, storage_options),
             *(sample_axis, windows, patches, channels),
@@ -271,14 +275,17 @@ class Mixture(BaseDataset):
         pack: PackChoice = None,
         transform: Callable[..., Any] | None = None,
         transform_workers: int = 0,
+        skip_steps: StepChoice = None,
         steps_per_epoch: int | None = None,
         with_index: bool = False,
         world: WorldChoice = None,
         memory: int | str | None = None,
         on_batch: Callable[[BatchReport], None] | None = None,
     ) -> None:
-        shared = batch_size, remainder, with_index, steps_per_epoch, on_batch, fields, decode, pack, transform
-        given = Arguments(*shared, transform_workers, memory)
+        given = Arguments(
+            *(batch_size, remainder, with_index, skip_steps, steps_per_epoch, on_batch),
+            *(fields, decode, pack, transform, transform_workers, memory),
+        )
         if remainder == "uneven":
             raise MixtureError('remainder="uneven" of a mixture', 'choose "pad" or "drop": a mixture has no end')
         unit = plain_integers(unit)
