@@ -18,10 +18,9 @@ import re
 import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import lru_cache
-from importlib.util import find_spec
 from math import prod
 from typing import Any, NamedTuple, TypeAlias
 from urllib.parse import unquote, urlsplit
@@ -36,10 +35,10 @@ from streamloader.errors import (
     NotADatasetError,
     NotFoundError,
     StorageError,
-    UnsupportedError,
 )
 from streamloader.storage.buffers import RECEIVER, Buffer, Receiver
 from streamloader.storage.generic import ReadOnlyClient, without_redirects
+from streamloader.storage.optional import pa, pq
 from streamloader.storage.process import finished_before_exit
 from streamloader.storage.store import ObjectInfo, Store
 from streamloader.storage.url import CHAIN, REFERENCES, Location, parse_location, redact
@@ -189,8 +188,6 @@ class ParquetReferences:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._document = _get(store, DOCUMENT)
-        if find_spec("pyarrow") is None:
-            raise UnsupportedError(f"{store.url} needs the package pyarrow", "install it with pip install pyarrow")
         with _naming(f"the file of references {store.url}/{DOCUMENT}"):
             document = json.loads(self._document)
             self.values, self._record_size = dict(document["metadata"]), document["record_size"]
@@ -210,10 +207,14 @@ class ParquetReferences:
         with self._loading.setdefault(page, threading.Lock()):  # many chunks of a page are asked for at once
             columns = self._page(*page)
         with _naming(f"the reference {key!r} in {self._store.url}/{_page_path(*page)}"):
-            url, offset, size, data = (column[number % self._record_size] for column in columns)
+            url, offset, size, data = (column[number % self._record_size].as_py() for column in columns)
             if data is None and url is None:
                 raise FileNotFoundError(key)
-            return data if data is not None else _range(url, *((offset, size) if offset or size else ()))
+            if data is None:
+                return _range(url, *((offset, size) if offset or size else ()))
+            if not isinstance(data, bytes):
+                raise TypeError("raw is no binary column")
+            return data
 
     def _chunk(self, key: str) -> tuple[str, int]:
         """Return the array and the number of the chunk with a key. Raises `FileNotFoundError` if there is none."""
@@ -225,14 +226,17 @@ class ParquetReferences:
         with _naming(f"{array}/.zarray in {self._store.url}/{DOCUMENT}"):
             document = self.values[f"{array}/.zarray"]
             grid = [-(-n // size) for n, size in zip(document["shape"], document["chunks"], strict=True)]
-        place = re.split("[./]", key[len(array) + 1 :])
-        inside = all(part.isdecimal() and int(part) < n for part, n in zip(place, grid or [1], strict=False))
-        if len(place) != len(grid or [1]) or not inside:
-            raise FileNotFoundError(key)
-        return array, int(np.ravel_multi_index([int(part) for part in place], grid or [1]))
+        try:
+            place = [int(part) for part in re.split("[./]", key[len(array) + 1 :])]
+            return array, int(np.ravel_multi_index(place, grid or [1]))
+        except ValueError:
+            raise FileNotFoundError(key) from None
 
-    def _read_page(self, array: str, number: int) -> list[list[Any]]:
-        """Return the columns of a page, `COLUMNS`."""
+    def _read_page(self, array: str, number: int) -> list[Any]:
+        """Return the columns of a page, `COLUMNS`.
+
+        Texts and bytes stay in dictionaries: a small page may repeat a large value.
+        """
         path = _page_path(array, number)
         where, remedy = f"the page of references {self._store.url}/{path}", "restore it, or write the references again"
         try:
@@ -240,51 +244,24 @@ class ParquetReferences:
         except NotFoundError as error:
             raise MissingObjectError(f"{where} is missing", f"{remedy}; strict=False gives fill values") from error
         with finished_before_exit():  # pyarrow must not end with the interpreter
-            import pyarrow as pa
-            from pyarrow.parquet import ParquetFile
-
             try:
-                metadata = ParquetFile(pa.BufferReader(body)).metadata
+                metadata = pq.read_metadata(pa.BufferReader(body))
                 _check_page(metadata, min(self._record_size, MAX_PAGE_ROWS))
-                names = [name for name in COLUMNS if name in metadata.schema.names]
+                names = [name for name in COLUMNS if name in metadata.schema.to_arrow_schema().names]
                 texts = [name for name in names if name in ("path", "raw")]
-                table = ParquetFile(pa.BufferReader(body), read_dictionary=texts).read(names, use_threads=False)
-                empty = pa.nulls(table.num_rows)
-                given = [table.column(name) if name in table.column_names else empty for name in COLUMNS]
-                kinds = (pa.string(), pa.int64(), pa.int64(), pa.binary())
-                return [_values_of(column, kind) for column, kind in zip(given, kinds, strict=True)]
-            except (pa.ArrowException, OSError, ValueError) as error:
+                table = pq.ParquetFile(pa.BufferReader(body), read_dictionary=texts).read(names, use_threads=False)
+            except (pa.ArrowException, LookupError, OSError, ValueError) as error:
                 raise CorruptError(f"{where} cannot be read ({error})", remedy) from error
+        return [table.column(name) if name in names else pa.nulls(table.num_rows) for name in COLUMNS]
 
 
 def _check_page(metadata: Any, rows: int) -> None:
-    """Raise ValueError for a page with more rows, nested columns, or too many bytes."""
+    """Raise ValueError for a page with more rows or too many bytes."""
     if metadata.num_rows > rows:
         raise ValueError(f"it has {metadata.num_rows} references, at most {rows} are expected")
     size = sum(metadata.row_group(group).total_byte_size for group in range(metadata.num_row_groups))
     if size > MAX_PAGE_BYTES:
         raise ValueError(f"it has {size} bytes when it is decompressed, at most {MAX_PAGE_BYTES} are supported")
-    columns = map(metadata.schema.column, range(metadata.num_columns))
-    if any(column.path != column.name for column in columns):
-        raise ValueError("it has nested columns")
-
-
-def _values_of(column: Any, kind: Any) -> list[Any]:
-    """Return the values of a column. References with equal ones share an object: a small page may repeat a large one.
-
-    Raises ValueError for texts or bytes without a dictionary.
-    """
-    import pyarrow as pa
-
-    if not pa.types.is_dictionary(column.type):
-        if kind != pa.int64() and not pa.types.is_null(column.type):
-            raise ValueError(f"it has values of the type {column.type}, not {kind}")
-        return column.cast(kind).to_pylist()  # type: ignore[no-any-return]
-    found: list[Any] = []
-    for chunk in column.chunks:
-        values = chunk.dictionary.cast(kind).to_pylist()
-        found += [None if index is None else values[index] for index in chunk.indices.to_pylist()]
-    return found
 
 
 class ReferenceClient(ReadOnlyClient):
@@ -321,8 +298,7 @@ class ReferenceClient(ReadOnlyClient):
             return found[start:stop]
         begin, end = found.offset + start, found.offset + (stop if found.size is None else min(stop, found.size))
         try:
-            with self._naming(path, found.url):
-                store, name = self._object(path, found.url)
+            with self._opened(path, found.url) as (store, name):
                 reader = replace(store.reader(), on_repeat=receiver.on_repeat)
                 return reader.read(name, begin, end, receiver.allocate)
         except NotFoundError as error:  # no missing chunk: that has no reference
@@ -338,8 +314,7 @@ class ReferenceClient(ReadOnlyClient):
         except FileNotFoundError:
             return None
         if isinstance(found, Range) and found.size is None:
-            with self._naming(path, found.url):
-                store, name = self._object(path, found.url)
+            with self._opened(path, found.url) as (store, name):
                 return store.head(name)
         return ObjectInfo(path, len(found) if isinstance(found, bytes) else found.size or 0)
 
@@ -348,6 +323,12 @@ class ReferenceClient(ReadOnlyClient):
         start = f"{folder}/" if folder else ""
         below = (key[len(start) :] for key in self._references.values if key.startswith(start))
         return list({key.partition("/")[0]: None for key in below if "/" in key})
+
+    @contextmanager
+    def _opened(self, key: str, url: str) -> Iterator[tuple[Store, str]]:
+        """Yield the store with the object at a URL, and its path there; errors in the block name the reference."""
+        with _naming(f"the reference {key!r} in {self._shown}, {redact(url)!r:.200},"):
+            yield self._object(key, url)
 
     def _object(self, key: str, url: str) -> tuple[Store, str]:
         """Return the store with the object at a URL, and its path there. Raises `AccessError` unless it may be read."""
@@ -368,9 +349,6 @@ class ReferenceClient(ReadOnlyClient):
                     options = without_redirects(options)
                 self._stores[folder] = self._open_store(folder, {"retry": self.policy, **options})
             return self._stores[folder], name
-
-    def _naming(self, key: str, url: str) -> AbstractContextManager[None]:
-        return _naming(f"the reference {key!r} in {self._shown}, {redact(url)!r:.200},")
 
     def _options_for(self, location: Location, *, is_relative: bool) -> Mapping[str, Any] | None:
         """Return the options to read the objects in a folder with, None if they may not be read."""
