@@ -252,43 +252,34 @@ def result_of(future: Future[Result]) -> Result:
 def run_all(work: Callable[[Item], Result], items: Iterable[Item], threads: int) -> list[Result]:
     """Return `[work(item) for item in items]`, computed by up to `threads` threads.
 
-    After a failure no further item is started; the first failure is raised when the started ones have ended. The
+    After a failure no further item is started; a failure is raised when the started ones have ended. The
     threads are daemons, since an executor's would keep the interpreter from exiting while a request stalls. A single
     item gets a thread too, since Ctrl-C cannot interrupt a client's call on the main thread.
     """
-    todo = list(enumerate(items))
-    if threads <= 1 or not todo:
-        return [work(item) for _, item in todo]
-    todo.reverse()
+    numbered = list(enumerate(items))
+    if threads <= 1 or not numbered:
+        return [work(item) for _, item in numbered]
+    todo = iter(numbered)  # threads may share the iterator of a list
     results: dict[int, Result] = {}
-    failures: list[BaseException] = []
 
     def consume() -> None:
-        while not failures:
-            try:
-                index, item = todo.pop()  # atomic
-            except IndexError:
-                return
-            try:
+        try:
+            for index, item in todo:
                 results[index] = work(item)
-            except BaseException as error:  # noqa: BLE001 - raised by the caller
-                failures.append(error)
+        except BaseException:
+            list(todo)  # the others end after their current items
+            raise
 
-    count = len(todo)
-    pool = [threading.Thread(target=consume, name="streamloader-io", daemon=True) for _ in range(min(threads, count))]
+    futures: list[Future[None]] = []
     try:
-        for thread in pool:
-            thread.start()
-        join(pool)
-    except BaseException:  # Ctrl-C: the threads end after their current items
-        todo.clear()
-        raise
-    try:
-        if failures:
-            raise failures[0]
+        for _ in range(min(threads, len(numbered))):
+            futures.append(in_thread(consume))
+        wait_for(lambda seconds: not wait(futures, seconds).not_done)
     finally:
-        failures.clear()  # a cycle: the traceback of the failure has this frame
-    return [results[index] for index in range(count)]
+        list(todo)  # Ctrl-C
+    while futures:
+        result_of(futures.pop())
+    return [results[index] for index, _ in numbered]
 
 
 def is_interactive() -> bool:

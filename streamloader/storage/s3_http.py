@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import http.client
 import io
-import select
 import socket
 import ssl
 import threading
@@ -25,6 +24,7 @@ from urllib.parse import urlsplit
 from botocore.config import Config
 from botocore.httpsession import ProxyConfiguration, get_cert_path
 from botocore.utils import get_environ_proxies
+from urllib3.util import wait_for_read
 
 from streamloader.errors import AccessError, UnsupportedError
 from streamloader.options import RetryPolicy
@@ -118,29 +118,25 @@ class Pool:
             yield response
             keep = response.isclosed() and connection.sock is not None
         finally:
-            with self._lock:
-                keep = keep and len(self._idle) < MAX_IDLE
-                now = time.monotonic()
-                if keep:
-                    self._idle.append(_Idle(origin, connection, now))
-                while self._idle and now - self._idle[0].since > MAX_IDLE_SECONDS:
-                    self._idle.popleft().connection.close()
-            if not keep:
+            if keep and len(self._idle) < MAX_IDLE:
+                self._idle.append(_Idle(origin, connection, time.monotonic()))
+            else:
                 connection.close()
 
     def _take(self, origin: Origin, proxy: Proxy | None) -> http.client.HTTPConnection:
         """Return a connection to `origin`: the last used one, unless it is old or the server has closed it."""
-        while True:
-            with self._lock:
-                idle = self._idle.pop() if self._idle else None
-            if idle is None:
-                return self._connect(origin, proxy)
-            young = time.monotonic() - idle.since < MAX_IDLE_SECONDS
-            # the origin changes when the bucket is found in another region
-            if young and idle.origin == origin and not _is_readable(idle.connection.sock):
-                idle.connection.sock.settimeout(self.policy.response_seconds)
-                return idle.connection
-            idle.connection.close()
+        with self._lock:
+            while self._idle and time.monotonic() - self._idle[0].since >= MAX_IDLE_SECONDS:
+                self._idle.popleft().connection.close()
+            idle = self._idle.pop() if self._idle else None
+        if idle is None:
+            return self._connect(origin, proxy)
+        # the origin changes when the bucket is found in another region; the server has closed what is readable
+        if idle.origin == origin and not wait_for_read(idle.connection.sock, timeout=0):
+            idle.connection.sock.settimeout(self.policy.response_seconds)
+            return idle.connection
+        idle.connection.close()
+        return self._take(origin, proxy)
 
     def _connect(self, origin: Origin, proxy: Proxy | None) -> http.client.HTTPConnection:
         """Return a new connection. Raises `HttpError` if the server cannot be reached."""
@@ -249,10 +245,3 @@ def _close_all(connections: deque[_Idle]) -> None:
     with suppress(IndexError):
         while True:  # at exit, other threads may still return connections
             connections.pop().connection.close()
-
-
-def _is_readable(sock: Any) -> bool:
-    """Return whether a socket is readable, which means for an idle connection that the server has closed it."""
-    poll = select.poll()
-    poll.register(sock, select.POLLIN)
-    return bool(poll.poll(0))
