@@ -340,6 +340,14 @@ def test_a_folder_of_pages_is_known_by_its_content(name, tmp_path):
     np.testing.assert_array_equal(batch["z"], values_of("kerchunk.parquet", "z"))
 
 
+def test_a_store_of_references_is_read_only(tmp_path):
+    found = open_store(f"reference://::{written(tmp_path / 'refs.json', references(['data', 0, 16]))}")
+    writes = [lambda: found.put("a/0.0", b""), lambda: found.create("a/1.0", b""), lambda: found.delete(["a/0.0"])]
+    for write in [*writes, lambda: found.replace("a/0.0", b"", found.get("a/0.0"))]:
+        with pytest.raises(errors.UnsupportedError, match=r"refs.json::/a/\d.0: .* are read only"):
+            write()
+
+
 def test_references_that_are_missing_are_named(tmp_path):
     for name in ("x.json", "x.parquet"):
         with pytest.raises(errors.NotADatasetError, match=f"there are no references at .*{name}"):

@@ -184,7 +184,7 @@ class ChainClient(FsspecClient):
 
 
 class ReadOnlyClient(FsspecClient):
-    """A client of a store whose objects are ranges of other objects, which are neither listed nor written.
+    """A client of a store whose objects are ranges of other objects, which are not listed.
 
     Subclasses have `get_range`, `info` and `folders`.
     """
@@ -203,12 +203,6 @@ class ReadOnlyClient(FsspecClient):
     def list_page(self, folder: str, token: str | None) -> Page:  # noqa: ARG002
         """Raise `UnsupportedError`."""
         raise UnsupportedError(f"{folder}: the chunks of such a store are not listed", "read its arrays")
-
-    def put(self, path: str, data: Body) -> str:  # noqa: ARG002
-        """Raise `UnsupportedError`."""
-        raise UnsupportedError(f"{path}: a store of references is read only", "write to a bucket or a local folder")
-
-    create = put
 
 
 class MemoryClient(FsspecClient):
@@ -347,16 +341,6 @@ class HttpClient(FsspecClient):
                 for url in _links_below(page, self.get(page)):
                     (pages if url.endswith("/") else files).append(url)
         return [info for info in map(self.info, files) if info is not None], None
-
-    def put(self, path: str, data: Body) -> str:  # noqa: ARG002
-        """Raise `UnsupportedError`."""
-        raise UnsupportedError(f"{redact(path)}: HTTP servers are read only", "write to a bucket or a local folder")
-
-    create = put
-
-    def delete(self, paths: Sequence[str]) -> None:
-        """Raise `UnsupportedError`."""
-        self.put(paths[0], b"")
 
 
 def without_redirects(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -119,16 +119,10 @@ def _call_here(owner: Owner, call: Callable[..., None], *held: Any) -> None:
     if owner.here:
         call(*held)
     else:
-        keep(held)
+        _INHERITED.append(held)
 
 
 _INHERITED: list[object] = []  # never freed: that would touch resources that the parent uses
-
-
-def keep(value: object) -> None:
-    """Keep a value of the parent process until this process ends."""
-    _INHERITED.append(value)
-
 
 _OBSTORE_USERS: set[int] = set()  # ids of this process and of those that it was forked from
 _WARNED: set[int] = set()

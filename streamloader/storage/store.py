@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 TEMPORARY_SUFFIX = ".streamloader-tmp"
 _IN_PLACE = {"s3": ("http", "S3"), "file": ("file", "local files")}  # kind and name of clients that read into buffers
+READ_ONLY = ("http", *REFERENCES)  # protocols
 _ALWAYS_INSTALLED = {"s3", "file", "memory"}  # protocols whose packages are required by this one
 
 
@@ -184,7 +185,7 @@ class Store:
 
     def put(self, path: str, data: Body) -> ObjectInfo:
         """Write the object, on S3 with one request below 1 GiB. Readers see the complete object or none."""
-        etag = self._ask(object_path(path), lambda client, full: client.put(full, data))
+        etag = self._ask(self._written(path), lambda client, full: client.put(full, data))
         return ObjectInfo(path, body_bytes(data), etag)
 
     def create(self, path: str, data: Buffer) -> ObjectInfo:
@@ -195,7 +196,7 @@ class Store:
         """
         failures: list[StorageError] = []
         try:
-            create = partial(self._ask, object_path(path), lambda client, full: client.create(full, data))
+            create = partial(self._ask, self._written(path), lambda client, full: client.create(full, data))
             etag = create(lambda error, _: failures.append(error))
         except ObjectExistsError:
             if not failures or self.get_range(path, 0, body_bytes(data) + 1) != data:
@@ -209,14 +210,14 @@ class Store:
         Atomic on S3 servers that support `If-Match`, in local files and in memory. Elsewhere, a write of another
         process between our read and write is lost. Raises `NotFoundError` if the object does not exist.
         """
-        etag = self._ask(object_path(path), lambda client, full: client.replace(full, data, before))
+        etag = self._ask(self._written(path), lambda client, full: client.replace(full, data, before))
         if etag is None:
             raise ObjectExistsError(f"{self._shown(path)} was changed by another writer", "read it again")
         return ObjectInfo(path, body_bytes(data), etag)
 
     def delete(self, paths: Iterable[str]) -> None:
         """Delete the objects, and ignore those that do not exist."""
-        below = [self._below(object_path(path)) for path in paths]
+        below = [self._below(self._written(path)) for path in paths]
         if below:
             self._ask("", lambda client, _: client.delete([join_path(client.root, path) for path in below]))
 
@@ -237,6 +238,13 @@ class Store:
 
     def __repr__(self) -> str:
         return f"Store({self.url!r})"
+
+    def _written(self, path: str) -> str:
+        """Return the path of an object to write. Raises `UnsupportedError` if the store is read only."""
+        if self.location.protocol in READ_ONLY:
+            problem = f"{self._shown(path)}: web servers and stores of references are read only"
+            raise UnsupportedError(problem, "write to a bucket or a local folder")
+        return object_path(path)
 
     def _below(self, path: str) -> str:
         return join_path(self.folder, checked_path(path))
