@@ -28,7 +28,8 @@ import streamloader as sl
 from streamloader import errors
 from streamloader.storage import open_store
 from streamloader.storage.icechunk import _virtual_access
-from streamloader.storage.references import ParquetReferences, expand
+from streamloader.storage.references import ParquetReferences, ReferenceClient, expand
+from streamloader.storage.url import parse_location
 
 OPTIONS = {"batch_size": 4, "sample_axis": "time"}
 VALUES = np.arange(16, dtype="<i4").reshape(4, 4)
@@ -195,6 +196,28 @@ def test_headers_go_to_the_host_of_the_file_and_to_no_other(tmp_path):
         assert read(url, storage_options=remote) == VALUES.tolist()
         assert SECRET not in other.seen
         assert "of the objects" in other.seen
+
+
+@pytest.mark.parametrize("protocol", ["http", "s3"])
+def test_folders_of_a_host_share_a_client(protocol, tmp_path):
+    opened = []
+
+    def counted(url: str, options: Any) -> Any:
+        opened.append(url)
+        return open_store(url, options)
+
+    with recorders({"bucket/data": VALUES.tobytes()}) as (host, _):
+        host.bodies |= {f"bucket/{n}/x.y/data": VALUES[n].tobytes() for n in range(4)}
+        url, options = location(host.endpoint, protocol)
+        url = url if protocol == "s3" else f"{url}/bucket"
+        urls = [f"{url}/{n}/x.y/data" for n in range(4)]
+        path = written(tmp_path / "refs.json", references(*([one, 0, 16] for one in urls), [f"{url}/data", 0, 16]))
+        options = {"allow": [f"{url}/{n}" for n in range(4)], "remote_options": options}
+        client = ReferenceClient(parse_location(f"reference://::{path}", options), counted)
+        assert [client.get(f"a/{n}.0") for n in range(4)] == [VALUES[n].tobytes() for n in range(4)]
+        assert len(opened) == 2  # of the file, and of the host
+        with pytest.raises(errors.AccessError, match="leads elsewhere"):
+            client.get("a/4.0")
 
 
 def test_a_redirect_takes_no_options_to_another_host(tmp_path):

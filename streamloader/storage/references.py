@@ -57,6 +57,8 @@ _OPERATORS: Mapping[type, Callable[[int, int], int]] = {
     **{ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod},
 }
 BUCKETS = ("s3", "gs", "az", "hf", "memory")  # protocols whose URLs name no host
+# a host or bucket, and a path that is the same in all encodings
+_FOLDER = re.compile(r"((?:s3a?|gs|gcs|https?)://[\w.-]+(?::\d+)?)((?:/[\w=~-][\w.=~-]*)*)", re.ASCII)
 _INVALID = (ArithmeticError, AttributeError, LookupError, RecursionError, SyntaxError, TypeError, ValueError)
 
 
@@ -288,7 +290,8 @@ class ReferenceClient(ReadOnlyClient):
         self._allowed = None if entries is None else [_resolved(parse_location(entry, {})) for entry in entries]
         self._may_redirect = not location.options and not self._options
         self._references = _read_references(store, name)
-        self._stores: dict[str, Store] = {}
+        self._stores: dict[str, Store] = {}  # of folders that may be read
+        self._hosts: dict[str, Store] = {}  # whose clients they share
         self._opening = threading.Lock()
 
     def get_range(self, path: str, start: int, stop: int, receiver: Receiver = RECEIVER) -> Buffer:
@@ -347,7 +350,10 @@ class ReferenceClient(ReadOnlyClient):
                     raise AccessError(problem, f"{remedy}, and remote_options if it needs credentials")
                 if location.protocol == "http" and not self._may_redirect:
                     options = without_redirects(options)
-                self._stores[folder] = self._open_store(folder, {"retry": self.policy, **options})
+                host, below = found.groups() if (found := _FOLDER.fullmatch(folder)) else (folder, "")
+                if host not in self._hosts:
+                    self._hosts[host] = self._open_store(host, {"retry": self.policy, **options})
+                self._stores[folder] = self._hosts[host].child(below[1:])
             return self._stores[folder], name
 
     def _options_for(self, location: Location, *, is_relative: bool) -> Mapping[str, Any] | None:
