@@ -140,7 +140,7 @@ def test_a_key_that_no_sampled_line_has_is_named_with_columns(tmp_path, capsys, 
     rows[77] = {"x": 1, "late": 2}
     (tmp_path / "it.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     arguments = ("convert", tmp_path / "it.jsonl", tmp_path / "out", "--map", "made:f", "--workers", 0)
-    assert "as in --columns x,late" in run(capsys, *arguments)[2]
+    assert 'as in columns="x,late"' in run(capsys, *arguments)[2]
     assert run(capsys, *arguments, "--columns", "x,late=int64")[0] == 0
     assert np.flatnonzero(sl.open(tmp_path / "out").read("late", 0, 5000)).tolist() == [77]
 

@@ -24,7 +24,7 @@ from PIL import Image, ImageCms, ImageOps
 from sources import kinds_of
 
 from streamloader.conversion import job, shard_task
-from streamloader.conversion.api import convert, python_words
+from streamloader.conversion.api import convert
 from streamloader.conversion.row_order import SampleRows
 from streamloader.conversion.sources.encoded import Encoded, keep_encoded
 from streamloader.conversion.sources.fields import parse_selection
@@ -366,28 +366,15 @@ def test_a_dict_of_columns_may_hold_texts_and_lists(tmp_path):
     assert ds[1]["name"] == "b" and ds[1]["tokens"].tolist() == [2, 3] and ds[2]["n"] == 2 and ds[1]["texts"] == "bb"
 
 
-@pytest.mark.parametrize(
-    ("command", "python"),
-    [
-        ("or leave such samples out with --on-error skip", 'or leave such samples out with on_error="skip"'),
-        ("go on with --on-error skip or quarantine, or --overwrite", 'go on with on_error="skip" or quarantine, or'),
-        ("name them, as in --fields x,y[2,3], or --map", 'name them, as in fields="x,y[2,3]", or map='),
-        ('such as --fields "tokens=uint16[2048]", or --fields', 'such as fields="tokens=uint16[2048]", or fields='),
-        ("store counts, --fields x,when=int64, or --fill y=VALUE", 'fields="x,when=int64", or fill={"y": VALUE}'),
-        ("give a value with --fill, or leave --raw out", "give a value with fill=, or leave raw=True out"),
-        ("end it: streamloader append --abandon", "end it: streamloader append --abandon"),
-    ],
-)
-def test_remedies_name_the_arguments_of_python(command, python):
-    assert python in python_words(command)
-
-
-def test_each_interface_names_its_own_options(tmp_path, capsys):
+def test_errors_name_options_for_python_and_for_the_command(tmp_path, capsys):
     np.save(tmp_path / "x.npy", np.arange(3))
     convert(tmp_path / "x.npy", tmp_path / "out", workers=0)
-    with pytest.raises(DestinationError, match=r"resume=True .*, overwrite=True"):
+    with pytest.raises(
+        DestinationError, match=r"resume=True \(--resume\) .*, or give overwrite=True \(--overwrite\)"
+    ) as error:
         convert(tmp_path / "x.npy", tmp_path / "out", workers=0)
-    assert "use --resume to accept" in run(capsys, "convert", tmp_path / "x.npy", tmp_path / "out", "--quiet")[2]
+    shown = run(capsys, "convert", tmp_path / "x.npy", tmp_path / "out", "--quiet")[2]
+    assert shown == f"error: {error.value}\n"
 
 
 def test_columns_of_a_table_are_read_by_position(tmp_path):

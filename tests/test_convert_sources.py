@@ -265,7 +265,7 @@ UNREADABLE = {
     "no utf-8": (tarred({"1.txt": b"", "2.txt": b"\xff"}), "2.txt: 'utf-8' codec can't decode byte 0xff in position 0"),
     "shapes differ": (
         tarred({"1.npy": npy_bytes(XS), "2.npy": npy_bytes(np.zeros(4))}),
-        r"it.tar: 2: field 'npy' .*has shape \(4,\), expected \(3,\); .* npy=ragged:float64",
+        r"it.tar: 2: field 'npy' .*has shape \(4,\), expected \(3,\); .*npy=ragged:float64",
     ),
     "npz cut": (zipped(lambda data: data[:-40]), r"it\.npz is not an \.npz, or is damaged"),
     "npz spoiled": (zipped(lambda data: data[:2000] + bytes(100) + data[2100:]), r"it\.npz is not an \.npz, or is dam"),

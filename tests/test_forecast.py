@@ -273,8 +273,8 @@ def test_invalid_options_are_errors(folder, options, error, shown):
 
 def test_errors_of_the_command_are_one_line(folder, tmp_path, capsys):
     for arguments, shown in (
-        ((folder, "--memory", "1KB"), "but --memory 1000; give --memory "),
-        ((folder, "--memory", "1KB"), " or more, or a smaller --window, --lanes or --batch-size ["),
+        ((folder, "--memory", "1KB"), "but memory=1000; give memory="),
+        ((folder, "--memory", "1KB"), " or more, or a smaller batch_size or shuffle=Shuffle(window=, lanes=) ["),
         ((folder, "--plot", "plan.pdf"), "ends with .png or .html"),
         ((folder, "--no-shuffle", "--lanes", 4), "--no-shuffle with"),
         ((folder, folder), "2 URLs without --weights"),

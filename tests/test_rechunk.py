@@ -141,7 +141,7 @@ def test_times_without_units_and_values_that_are_kept_as_stored(version, tmp_pat
     for out in ("raw", "out"):
         assert_same_samples(tmp_path / "x.zarr", tmp_path / out, **declared)
     assert_same_samples(tmp_path / "x.zarr", tmp_path / "raw", decode_cf=False, **declared)
-    with pytest.raises(errors.UsageError, match="unpacked 'v'; convert with --rechunk and --raw"):
+    with pytest.raises(errors.UsageError, match="unpacked 'v'; convert with rechunk= and raw=True"):
         sl.StreamingDataset(tmp_path / "out", batch_size=1, decode_cf=False, **declared)
 
 

@@ -151,7 +151,7 @@ def test_empty_cells_are_filled(tmp_path):
     assert str(found) == str([[1, 0.5, "x", True], [-1, nan, "none", False], [3, inf, "none", False]])
     some = opened(tmp_path, "c,a", fill={"a": 0})
     assert rows_of(some) == [{"c": "x", "a": 1}, {"c": "", "a": 0}, {"c": "", "a": 3}]
-    with pytest.raises(SourceError, match=r"it\.csv:3: its column 'b' is empty; give .* --fill b=VALUE"):
+    with pytest.raises(SourceError, match=r"it\.csv:3: its column 'b' is empty; give .*--fill b=VALUE"):
         read(opened(tmp_path, "a,b", fill={"a": 0}))
 
 
@@ -209,7 +209,7 @@ BAD_ROWS = {
     "no int": (b"one,2.5,x,true\n", r"its column 'N' holds 'one', which is not int64; .* n=text in"),
     "float for int": (b"1.0,2.5,x,true\n", r"its column 'N' holds '1.0', which is not int64; .* n=float64 in"),
     "large": (b"9999999999999999999,2.5,x,true\n", "its column 'N' holds '9999999999999999999', which is not int64"),
-    "empty int": (b",2.5,x,true\n", "its column 'N' is empty; give .* --fill n=VALUE, or .* n=text in"),
+    "empty int": (b",2.5,x,true\n", "its column 'N' is empty; give .*--fill n=VALUE.*, or .* n=text in"),
     "rounded": (b"1,9007199254740993,x,true\n", "'x' holds 9007199254740993, which float64 does not hold exactly"),
     "rounded, with a sign": (b"1,+9007199254740993,x,true\n", r"'x' holds \+9007199254740993, which float64 does not"),
     "rounded, with zeros": (b"1,-009007199254740993,x,true\n", "'x' holds -009007199254740993, which float64 does"),

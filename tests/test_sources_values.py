@@ -138,7 +138,7 @@ def test_files_that_are_packed_in_different_ways_are_one_dataset_unless_raw(tmp_
         (folder / "it.nc").rename(tmp_path / f"{number}.nc")
     expected = np.concatenate([oracle(tmp_path / f"{number}.nc", ".nc") for number in range(2)])
     assert np.array_equal(read(opened(tmp_path))["v"], expected, equal_nan=True)
-    with pytest.raises(SourceError, match=r"'v' of .*0\.nc and .*1\.nc is packed in different ways; leave --raw out"):
+    with pytest.raises(SourceError, match=r"'v' of .*0\.nc and .*1\.nc is packed in different ways; leave raw=True"):
         opened(tmp_path, raw=True)
 
 
@@ -162,7 +162,7 @@ def test_a_whole_number_that_decoding_would_round_is_a_bad_sample(tmp_path):
     values = np.arange(ROWS * 3).reshape(ROWS, 3)
     values[5, 1] = 2**53 + 1
     path = write(tmp_path, {"_FillValue": np.int64(4)}, values, ".nc")
-    with pytest.raises(SourceError, match=r"row 5 of .*it\.nc: its field 'v' holds .* keep it with --raw"):
+    with pytest.raises(SourceError, match=r"row 5 of .*it\.nc: its field 'v' holds .* keep it with raw=True"):
         read(opened(path))
     assert np.array_equal(read(opened(path, raw=True))["v"], values)
 
@@ -232,7 +232,7 @@ def test_a_list_of_another_length_is_a_bad_sample(late, written):
     assert np.array_equal(found, lists[:135] + lists[136:])
     assert [one.position for one in bad] == [135]
     assert bad[0].problem == "the column 'x' is not a list of the shape [3]"
-    assert "ragged:int64, with --fields" in bad[0].remedy
+    assert "ragged:int64, with fields=" in bad[0].remedy
 
 
 def test_a_shorter_last_list_keeps_lists_ragged(written):
@@ -314,7 +314,7 @@ def test_times_are_an_error_unless_they_are_selected_as_whole_numbers_or_mapped(
     array, unit = TIMES[case]
     (tmp_path / "src").mkdir()
     src = write_table(tmp_path / "src", pa.table({"when": array, "x": [1]}), "file")
-    assert_error(FieldError, r"'when' \(.*\) of .*; store times as .*--fields x,when=int64", src)
+    assert_error(FieldError, r"'when' \(.*\) of .*; store times as .*fields=.x,when=int64", src)
     sl.convert(src, tmp_path / "out", fields="x,when=int64", workers=0)
     sl.convert(src, tmp_path / "mapped", map=later, workers=0)
     ds, mapped = sl.open(tmp_path / "out"), sl.open(tmp_path / "mapped")

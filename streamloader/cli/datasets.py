@@ -8,7 +8,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict
-from inspect import unwrap
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -99,7 +98,7 @@ def convert(*, src: str, dst: str, shard_size: int, codec: CodecChoice, quiet: b
     layout, dry_run = Layout(shard_size=shard_size, codec=codec), options["dry_run"]
     interrupted = "interrupted: finished shards are kept, run the same command again to resume"
     with display(quiet or dry_run, interrupted) as shown:
-        report = unwrap(run)(src, dst, layout=layout, progress=shown.update, **options)
+        report = run(src, dst, layout=layout, progress=shown.update, **options)
     if dry_run:
         click.echo("\n".join(preview_lines(report.preview)))
     elif not quiet:
@@ -163,7 +162,7 @@ def append(*, url: str, src: str | None, abandon: bool, quiet: bool, **options: 
     else:
         with display(quiet, "interrupted: the dataset is as it was, run the same command again to resume") as shown:
             try:
-                report = unwrap(run)(url, src, progress=shown.update, **options)
+                report = run(url, src, progress=shown.update, **options)
             except NotADatasetError as error:
                 with suppress(StreamloaderError):
                     root = read_root(open_store(src, options["source_options"] or options["storage_options"]))
@@ -197,7 +196,7 @@ def export(*, url: str, dst: str, quiet: bool, **options: Any) -> None:
     from streamloader.storage.url import redact
 
     with display(quiet, f"interrupted: {redact(dst)} is incomplete, remove it") as shown:
-        report = unwrap(run)(url, dst, progress=shown.update, **options)
+        report = run(url, dst, progress=shown.update, **options)
     if not quiet:
         size = f"{show_bytes(report.bytes)} in {counted(report.files, 'file')}"
         click.echo(f"exported {counted(report.num_samples, 'sample')} to {report.url}: {size}, {shown.seconds}")
@@ -221,7 +220,7 @@ def verify(*, url: str, as_json: bool, quiet: bool, **options: Any) -> None:
     from streamloader.maintenance.verify import verify as run
 
     with display(quiet) as shown:
-        report = unwrap(run)(url, progress=shown.update, **options)
+        report = run(url, progress=shown.update, **options)
     if as_json:
         click.echo(json.dumps(report.to_dict(), indent=1))
     else:

@@ -6,7 +6,6 @@ import html
 import io
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +34,7 @@ from streamloader.cli.options import (
     split_option,
     storage_option,
 )
-from streamloader.errors import MemoryBudgetError, UsageError
+from streamloader.errors import UsageError
 from streamloader.options import Channels, Sampling, Shuffle
 
 if TYPE_CHECKING:
@@ -48,17 +47,6 @@ PAGE = """<!doctype html><meta charset="utf-8"><title>{title}</title>
 <body style="font: 14px sans-serif"><h1>{title}</h1><pre>{text}</pre>{picture}
 """
 OUTPUT = click.Path(path_type=Path, dir_okay=False)
-
-
-@contextmanager
-def name_memory_options(smaller: str) -> Iterator[None]:
-    """Name options, not Python's arguments, in an error about too little memory; `smaller` ones need less of it."""
-    try:
-        yield
-    except MemoryBudgetError as error:
-        remedy = f"{error.remedy.partition(',')[0]}, or a smaller {smaller}"  # it begins: give memory=... or more
-        error.problem, error.remedy = (text.replace("memory=", "--memory ") for text in (error.problem, remedy))
-        raise
 
 
 def parse_image_size(text: str) -> tuple[int, int] | None:
@@ -123,12 +111,11 @@ def plan(
     shuffle = not no_shuffle and Shuffle(**order)
     price = get_price / 1e6
     chosen = ForecastOptions(shuffle=shuffle, dollars_for_a_get=price, sampling=sampling, **options)
-    with name_memory_options("--window, --lanes or --batch-size"):
-        if weights is not None:
-            mixed = forecast_mixture(list(zip(urls, weights, strict=True)), chosen, **mixture)
-            print_mixture(mixed, as_json=as_json)
-            return
-        planned = forecast(urls[0], chosen)
+    if weights is not None:
+        mixed = forecast_mixture(list(zip(urls, weights, strict=True)), chosen, **mixture)
+        print_mixture(mixed, as_json=as_json)
+        return
+    planned = forecast(urls[0], chosen)
     click.echo(json.dumps(planned.to_dict(), indent=1) if as_json else "\n".join(forecast_lines(planned)))
     if plot is not None:
         draw(planned, plot)
@@ -318,7 +305,7 @@ def bench(*, url: str, as_json: bool, **options: Any) -> None:
     from streamloader.measure.bench import BenchOptions
     from streamloader.measure.bench import bench as run
 
-    with display() as shown, name_memory_options("--batch-size"):
+    with display() as shown:
 
         def listen(progress: BenchProgress) -> None:
             rates = {"samples/s": progress.samples_per_second, "MB/s": progress.megabytes_per_second}

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import chain, islice
 from typing import Any
@@ -27,38 +25,7 @@ from streamloader.options import Layout
 from streamloader.storage import Store, open_store
 from streamloader.storage.url import url_text
 
-# options of the command, as remedies name them, and the arguments of `convert` that replace them
-_ARGUMENTS = (
-    (r"--(overwrite|raw|resume)\b", r"\1=True"),
-    (r"--fill (\w+)=(\w+)", r'fill={"\1": \2}'),
-    (r"--on-error\b", "--on_error"),
-    (r'--(fields|columns|format|on_error) "?(\w(?:[\w=:\[\],]*[\w\]])?)"?', r'\1="\2"'),
-    (r"--sample-axis\b", "sample_axis="),
-    (r"--(fill|fields|columns|format|on_error|map|rechunk|resize|quality|workers|against)\b", r"\1="),
-)
 
-
-def python_words(remedy: str) -> str:
-    """Return a remedy with options replaced by arguments: `--on-error skip` becomes `on_error="skip"`."""
-    for option, argument in _ARGUMENTS:
-        remedy = re.sub(option, argument, remedy)
-    return remedy
-
-
-@contextmanager
-def for_python() -> Iterator[None]:
-    """Replace options of the command by arguments in the remedies of errors, for callers from Python.
-
-    The command calls the undecorated function.
-    """
-    try:
-        yield
-    except errors.StreamloaderError as error:
-        error.remedy = python_words(error.remedy)
-        raise
-
-
-@for_python()
 def convert(
     src: str | os.PathLike[str] | Any,
     dst: str | os.PathLike[str],

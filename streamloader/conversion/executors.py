@@ -336,7 +336,7 @@ def parse_engine(text: str) -> EngineChoice:
         example = CLUSTERS["dask"].example
         raise UsageError(f"there is no engine {text!r}", f"choose local, {', '.join(CLUSTERS)}, or e.g. {example}")
     if equals and name == "local":
-        remedy = "local is this machine; --workers sets its number of processes"
+        remedy = "local is this machine; workers= sets its number of processes"
         raise UsageError(f"the engine {text!r} has an address", remedy)
     if address.startswith("sc://"):
         raise UsageError(f"{address} is Spark Connect, which cannot run tasks", "give the URL of the master")

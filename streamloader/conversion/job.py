@@ -48,8 +48,9 @@ PROBE_RUNS = 16  # places in the source: it is often sorted, and similar samples
 PROBE_ROWS = 1 << 20
 CLAIM_SECONDS = 1.0  # interval of checking the claim while tasks are submitted
 ROUNDS = 5  # of writing again what others delete or overwrite; bad samples take two
-_REMEDY = "choose another destination, or give --overwrite"
-_DONE = "it is finished: use --resume to accept it if this conversion made it, --overwrite, or another destination"
+_AGAIN = "start again with overwrite=True (--overwrite)"
+_REMEDY = "choose another destination, or give overwrite=True (--overwrite)"
+_DONE = f"it is finished: give resume=True (--resume) to accept it if this conversion made it, or {_REMEDY}"
 
 Phase = Literal["scan", "write", "finish", "verify", "compare", "export"]
 
@@ -395,7 +396,7 @@ def read_files(store: Store, path: str) -> Iterator[ObjectInfo]:
             name, size, etag = json.loads(line)
             yield ObjectInfo(str(name), int(size), str(etag))
     except (TypeError, ValueError, RecursionError) as error:
-        raise errors.FormatError(f"{store.url}/{path} is damaged ({error})", "start again with --overwrite") from error
+        raise errors.FormatError(f"{store.url}/{path} is damaged ({error})", _AGAIN) from error
 
 
 def first_change(before: Iterable[ObjectInfo], files: Sequence[ObjectInfo]) -> str:
@@ -518,11 +519,11 @@ def _other_job_error(store: Store, job: Job, stored: Mapping[str, Any]) -> error
         except errors.NotFoundError:
             change = "it has other files"
         problem = f"the source {job.source.url} changed since the conversion to {store.url} began: {change}"
-        return errors.SourceChangedError(problem, "restore the source, or start again with --overwrite")
+        return errors.SourceChangedError(problem, f"restore the source, or {_AGAIN}")
     differences = differences or _differences(stored, job.document)  # another version plans other sizes
     texts = [f"{name} is {there!r} there and {here!r} here" for name, (there, here) in list(differences.items())[:3]]
     problem = f"{store.url} holds the unfinished conversion of another job ({'; '.join(texts)})"
-    return errors.DestinationError(problem, "give the same options to resume it, or --overwrite to start again")
+    return errors.DestinationError(problem, f"give the same options to resume it, or {_AGAIN}")
 
 
 class SplitRun:
@@ -539,7 +540,7 @@ class SplitRun:
         if self.skipped and not keep_bad:
             first = self.skipped[min(self.skipped)]
             problem = f"{first.name}: {first.problem} (an earlier run left out {len(self.skipped)} such samples)"
-            remedy = "resume with --on-error skip or quarantine, or repair the source and use --overwrite"
+            remedy = f'give on_error="skip" (--on-error skip), or repair the source and {_AGAIN}'
             raise errors.SourceError(problem, remedy)
         self.plan = self._base = plan  # `plan` has no bad samples once it is settled
         if self.skipped and store.head(SETTLED) is not None:
@@ -738,5 +739,5 @@ class Conversion:
         change = first_change(job.source.files, files)
         if change:
             problem = f"the source {job.source.url} changed while it was converted: {change}"
-            remedy = "do not change it during the conversion, and start again with --overwrite"
+            remedy = f"do not change it during the conversion, and {_AGAIN}"
             raise errors.SourceChangedError(problem, remedy)

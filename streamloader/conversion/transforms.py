@@ -259,11 +259,11 @@ def recode_source(source: Source, recode: Recode) -> Source:
     images = tuple(name for name, f in source.fields.items() if f.kind == "bytes" and f.encoding in _IMAGES)
     if not images:
         fields = ", ".join(f"{name}: {field}" for name, field in source.fields.items())
-        raise UsageError(f"{source.url} has no images to re-encode ({fields})", "leave --resize and --quality out")
+        raise UsageError(f"{source.url} has no images to re-encode ({fields})", "leave resize= and quality= out")
     boxes = source.fields.get("boxes", Field("text"))
     if recode.size is not None and (boxes.kind, boxes.shape) == ("ragged", (4,)):
         problem = f"resize would move the pixels of {source.url}, and its field 'boxes' would keep its coordinates"
-        remedy = "resize when you read, Decode(size=, boxes='boxes'), or leave boxes out with --fields"
+        remedy = "resize when you read, Decode(size=, boxes='boxes'), or leave boxes out with fields="
         raise UsageError(problem, remedy)
     recoded = {name: recode.field(field) for name, field in source.fields.items()}
     notes, change = {**source.notes, "images": recode.options()}, partial(_recode, recode, images)
@@ -286,7 +286,7 @@ def _recode(
                 recoded.append(b"")
                 problem = f"the image of field {name!r} cannot be decoded: {error}"
                 audio = sniff(data) in AUDIO
-                remedy = "it is audio: leave --resize and --quality out" if audio else "repair or remove it"
+                remedy = "it is audio: leave resize= and quality= out" if audio else "repair or remove it"
                 bad.setdefault(position, BadSample(position, "", problem, remedy, data))
         columns[name] = recoded
     return columns

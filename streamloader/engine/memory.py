@@ -530,7 +530,7 @@ def allot(demand: Demand, memory: int | None, ranks_here: int = 1) -> Budget:
             f"{demand.slot_bytes} bytes, {LIVE_BATCHES} batches of {demand.batch_bytes}, resident fields of "
             f"{demand.resident_bytes}, indexes and plans of {demand.index_bytes}, one request), "
             f"but {'memory=' if memory is not None else 'the machine allows it '}{limit}",
-            f"give memory={least} or more, or a smaller shuffle=Shuffle(window=, lanes=)",
+            f"give memory={least} or more, or a smaller batch_size or shuffle=Shuffle(window=, lanes=)",
         )
     threads = min(MAX_THREADS, 1 + (limit - least) // thread)
     # at least as many as the plan needs, which may exceed the number of blocks: two lanes may hold the same one

@@ -100,7 +100,7 @@ class OpenedArrays:
         decoded = choice.get(name_there, True) if isinstance(choice, Mapping) else choice
         if not decoded and array.document.get("unpacked"):
             problem = f"decode_cf={choice!r:.60}, and the conversion to {self.group.url} unpacked {name!r}"
-            raise UsageError(problem, "convert with --rechunk and --raw")
+            raise UsageError(problem, "convert with rechunk= and raw=True (--raw)")
         if not decoded or array.values.kind != "tensor":
             return None
         if name not in self._unpackings:

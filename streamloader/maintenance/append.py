@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from streamloader.conversion.api import default_options, for_python
+from streamloader.conversion.api import default_options
 from streamloader.conversion.executors import open_executor, parse_engine, run_tasks
 from streamloader.conversion.job import Listener, Progress, RunOptions, TransformOptions, describe_source, ignore, probe
 from streamloader.conversion.row_order import SampleRows
@@ -62,7 +62,6 @@ class AppendReport:
     shards_kept: int
 
 
-@for_python()
 def append(
     url: str | os.PathLike[str],
     src: str | os.PathLike[str],
@@ -426,5 +425,5 @@ def _matching(source: Source, base: Manifest) -> Source:
         encoding = source.fields[name].encoding
         if field.encoding not in ("", encoding) and not (field.encoding == MIXED and encoding):
             problem = f"field {name!r} is {source.fields[name]} in {source.url}, the dataset has {field}"
-            raise FieldError(problem, "use the same encoding (--quality makes JPEGs), or convert all samples again")
+            raise FieldError(problem, "use the same encoding (quality= makes JPEGs), or convert all samples again")
     return choose(source, FieldSelection(fields))

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from streamloader.conversion.api import default_options, for_python
+from streamloader.conversion.api import default_options
 from streamloader.conversion.job import Listener, Progress, ignore
 from streamloader.conversion.sources.files import field_names
 from streamloader.conversion.sources.media import IMAGE_ENCODINGS
@@ -76,7 +76,7 @@ class ExportFormat:
 def plan_npz(task: Task) -> Files:
     """Plan an .npz file for each piece. Raises `FieldError` for a field without a fixed shape: it would be pickled."""
     fixed = ",".join(name for name, layout in task.layouts.items() if layout.field.fixed)
-    choose = f"leave it out with --fields {fixed}, or " if fixed else ""
+    choose = f'leave it out with fields="{fixed}", or ' if fixed else ""
     for name, layout in task.layouts.items():
         if not layout.field.fixed:
             problem = f"field {name!r} is {layout.field}, an .npz holds arrays of fixed shape"
@@ -140,7 +140,7 @@ def plan_webdataset(task: Task) -> Files:
         suffix = suffix_of(name, layout.field)
         if suffix in members:
             problem = f"the fields {members[suffix]!r} and {name!r} would both have members named .{suffix}"
-            raise FieldError(problem, "export one of them at a time, with --fields")
+            raise FieldError(problem, "export one of them at a time, with fields=")
         members[suffix] = name
     return partial(_tar_files, task, sorted(members.items()))
 
@@ -253,7 +253,6 @@ class ExportReport:
     bytes: int
 
 
-@for_python()
 def export(
     url: str | os.PathLike[str],
     dst: str | os.PathLike[str],

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streamloader import errors
-from streamloader.conversion.api import default_options, for_python
+from streamloader.conversion.api import default_options
 from streamloader.conversion.job import FILES, RECORD, Listener, Phase, Progress, ignore
 from streamloader.conversion.row_order import SampleRows, assign, own_rows, parse_splits
 from streamloader.conversion.shard_task import QUARANTINE
@@ -111,7 +111,6 @@ class VerifyReport:
         return {**asdict(self), "ok": self.ok}
 
 
-@for_python()
 def verify(
     url: str | os.PathLike[str],
     *,
@@ -132,7 +131,7 @@ def verify(
     the errors of the source.
     """
     if against is None and (format or source_options):
-        raise UsageError("format and source_options need a source", "give the source with --against")
+        raise UsageError("format and source_options need a source", "give the source with against=")
     options = {} if against is None else default_options(source_options, against, storage_options, url)
     store, problems, listener = open_store(url, storage_options), Problems(), progress or ignore
     datasets, names = problems.confirmed(lambda: _open(store, split, problems))

@@ -304,7 +304,7 @@ OTHERS = [
     ("", "there is no engine ''; choose local, dask, ray, spark"),
     ("slurm", "there is no engine 'slurm'"),
     ("Dask", "there is no engine 'Dask'"),
-    ("local=4", "has an address; local is this machine; --workers"),
+    ("local=4", "has an address; local is this machine; workers="),
     ("dask=", "'dask=' has no address; write dask, or e.g. dask=tcp://host:8786"),
     ("dask=host", "has no address"),
     ("ray=host", "'ray=host' has no address; write ray, or e.g. ray=ray://host:10001"),

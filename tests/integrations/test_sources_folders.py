@@ -350,7 +350,7 @@ def test_a_missing_or_unreadable_transcript_is_a_bad_sample(tmp_path):
         3: "it has no transcript",
     }
     assert source.notes["passed_over"] == 1
-    assert_error(SourceError, r"d\.wav: it has no transcript.* --fields audio,path", source)
+    assert_error(SourceError, r"d\.wav: it has no transcript.*fields=.audio,path", source)
     assert len(rows_of(opened(tmp_path, "audio"))) == 4
 
 

@@ -125,7 +125,7 @@ def stack(url: str, files: Sequence[ObjectInfo], containers: Sequence[Container]
         differ = next((name for name in first.fields if container.packing(name) != first.packing(name)), None)
         if raw and differ is not None:
             problem = f"{differ!r} of {first.where} and {container.where} is packed in different ways"
-            raise SourceError(problem, "leave --raw out, or convert the files on their own")
+            raise SourceError(problem, "leave raw=True (--raw) out, or convert the files on their own")
     counts = np.array([container.num_samples for container in containers], np.int64)
 
     def fragment(rows: NDArray[np.int64]) -> partial[dict[str, Column]]:
@@ -182,7 +182,7 @@ def kind_of(describe: Callable[[], Field], dtype: np.dtype[Any], shape: tuple[in
 
 def unfit(problem: str, remedy: str = "") -> SourceError:
     """Return the error for an array that no field holds, and that the user may leave out."""
-    leave_out = "leave it out: name the fields to keep with --fields, or those that a map function gets with --columns"
+    leave_out = "leave it out: name the fields to keep with fields=, or those that a map function gets with columns="
     return SourceError(problem, f"{remedy}, or {leave_out}" if remedy else leave_out)
 
 
@@ -256,7 +256,7 @@ def along_samples(
     leaders = [name for name in leaders if name in unlimited] or leaders
     if len(leaders) > 1:
         problem = f"as many variables of {where} have {leaders[0]!r} as have {leaders[1]!r} for their first dimension"
-        raise SourceError(problem, "name the fields of one of them with --fields")
+        raise SourceError(problem, "name the fields of one of them with fields=")
     skipped = [name for name in axes if first.get(name) != leaders[0]]
     if selected and skipped:
         name = skipped[0]
@@ -281,7 +281,7 @@ def _unpack(unpacking: Unpacking, stored: NDArray[Any], out: NDArray[Any]) -> Ba
             continue
         inexact = ~(exact | unpacking.missing(stored[rows]))
         for row in np.flatnonzero(inexact.reshape(len(inexact), -1).any(axis=1)).tolist():
-            yield first + row, f"holds a whole number that {out.dtype} does not hold exactly: keep it with --raw"
+            yield first + row, f"holds a whole number that {out.dtype} cannot hold: keep it with raw=True (--raw)"
 
 
 def decoded(container: Container, attributes: Mapping[str, Mapping[str, Any]], raw: bool) -> Container:
@@ -298,7 +298,7 @@ def decoded(container: Container, attributes: Mapping[str, Mapping[str, Any]], r
                 where = f"{container.where}: {name!r}"
                 unpacking = unpacking_of(present, np.dtype(kind.dtype), where, as_xarray=True)
             except FormatError as error:
-                raise SourceError(error.problem, "keep it as stored with --raw") from error
+                raise SourceError(error.problem, "keep it as stored with raw=True (--raw)") from error
         if unpacking is not None:
             unpackings[name] = unpacking
         keys = [key for key in ATTRIBUTES if key in present and (unpacking is None or key not in PACKING)]

@@ -265,7 +265,7 @@ def open_tables(
         missing = next((key for key in keys.values() if key not in path_keys(table.info.path)), None)
         if missing is not None:
             problem = f"{where} is in no folder {missing}=..., but {first.path} is"
-            raise SourceError(problem, "put every file into one, or leave the key out with --fields")
+            raise SourceError(problem, "put every file into one, or leave the key out with fields=")
     tables = Tables(store, form, [table for table, _ in scanned], columns, keys, mapped=selection.mapped)
     tables = replace(tables, columns=_with_fill(tables, selection, listing.url))
     notes = _notes(tables, features or _features(expected), len(listing.files) - len(infos))
@@ -318,14 +318,14 @@ def _raise_unsupported(refused: Mapping[str, FieldError], accepted: list[str], u
     times = [f"{name}=int64" for name, error in refused.items() if error.remedy]
     named = ",".join([*accepted[:_NAMED], *times[:_NAMED], *(["..."] if len(accepted) > _NAMED else [])]) or "a,b"
     if times:
-        raise FieldError(problem, f"store times as whole numbers in their unit, --fields {named}, or leave them out")
-    lists = ", or read lists of lists of one shape with --fields x=float32[2,3]" if "list" in problem else ""
-    raise FieldError(problem, f"leave it out by naming the fields to keep, --fields {named}{lists}")
+        raise FieldError(problem, f'store times as whole numbers in their unit, fields="{named}", or leave them out')
+    lists = ', or read lists of lists of one shape with fields="x=float32[2,3]"' if "list" in problem else ""
+    raise FieldError(problem, f'leave it out by naming the fields to keep, fields="{named}"{lists}')
 
 
 def _check_columns(leaves: Sequence[Leaf], where: str, columns: Iterable[ArrowColumn], first: str, more: bool) -> None:
     """Raise `SourceError` unless the file `where` has the columns of the file `first`, and `more` only if allowed."""
-    remedy = "give all files one schema, or name the fields that they share with --fields"
+    remedy = "give all files one schema, or name the fields that they share with fields="
     by_path = {leaf.path: leaf for leaf in leaves}
     for column in columns:
         name, expected = column.leaf.name, f"{column.leaf.kind} in {first}"

@@ -236,7 +236,7 @@ def class_names(features: Any, path: Sequence[str]) -> list[str]:
     return names if isinstance(names, list) and all(isinstance(name, str) for name in names) else []
 
 
-_FILL = "give nulls a value with --fill NAME=VALUE, or leave the column out by naming the fields to keep with --fields"
+_FILL = 'give nulls a value with fill={"NAME": VALUE} (--fill NAME=VALUE), or name the fields to keep with fields='
 
 
 class BadRows(dict[int, tuple[str, str]]):
@@ -380,14 +380,14 @@ def _check_text(array: pa.Array, column: ArrowColumn, bad: BadRows) -> None:
     except pa.ArrowInvalid:
         values = [value or b"" for value in array.to_pylist()]
         rows = [row for row, value in enumerate(values) if value.decode(errors="ignore").encode() != value]
-        remedy = "repair it, or read the column as bytes with --fields"
+        remedy = "repair it, or read the column as bytes with fields="
         bad.add(np.array(rows, np.int64), column, "is not UTF-8 text", remedy)
 
 
 def _shape_remedy(field: Field) -> str:
     ragged = Field("ragged", field.dtype, field.shape[1:])
     remedy = "give all rows that shape"
-    return f"{remedy}, or declare rows of any length, {ragged}, with --fields" if field.fixed else remedy
+    return f"{remedy}, or declare rows of any length, {ragged}, with fields=" if field.fixed else remedy
 
 
 def _to_rows(array: pa.Array, column: ArrowColumn, kept: NDArray[np.int64]) -> Column:

@@ -42,7 +42,8 @@ def damaged(problem: str) -> SourceError:
 
 def raise_bad(bad: BadSample) -> None:
     """Raise `SourceError` for a bad sample."""
-    raise SourceError(f"{bad.name}: {bad.problem}", f"{bad.remedy}, or leave such samples out with --on-error skip")
+    skip = 'leave such samples out with on_error="skip" (--on-error skip)'
+    raise SourceError(f"{bad.name}: {bad.problem}", f"{bad.remedy}, or {skip}")
 
 
 def raise_bad_rows(rows: Sequence[int] | NDArray[np.int64]) -> OnBad:

@@ -331,7 +331,7 @@ def _annotations(listing: Listing) -> ObjectInfo:
         raise SourceError(f"{listing.url} holds no JSON file of annotations", remedy)
     if len(candidates) > 1:
         paths = ", ".join(info.path for info in candidates[:4]) + (", ..." if len(candidates) > 4 else "")
-        remedy = f"choose one, like {listing.url}::/{candidates[0].path}, or choose another --format"
+        remedy = f"choose one, like {listing.url}::/{candidates[0].path}, or another format="
         raise SourceError(f"{listing.url} holds {len(candidates)} files of annotations: {paths}", remedy)
     return candidates[0]
 

@@ -151,7 +151,7 @@ def parse_selection(
     kinds = {name: None if kind is None else Field.parse(kind) for name, kind in pairs}
     names = tuple(part.strip() for part in rechunk.split(",")) if isinstance(rechunk, str) else tuple(rechunk or ())
     if sample_axis is not None and not names:
-        raise UsageError(f"sample_axis={sample_axis!r} without rechunk", "give both: --rechunk names the arrays")
+        raise UsageError(f"sample_axis={sample_axis!r} without rechunk", "give both: rechunk= names the arrays")
     axis = f"{POSITIONAL}{sample_axis}" if is_whole(sample_axis, 0) else str(sample_axis or "")
     read = parse_selection(columns).fields if columns else {}
     return FieldSelection(kinds, dict(fill or {}), raw, rechunk=names, sample_axis=axis, columns=read)
@@ -192,7 +192,7 @@ def settle(value: Any, where: str) -> Settled:
     if isinstance(value, bytes | bytearray | memoryview):
         return bytes(value)
     if value is None or value is np.ma.masked:
-        raise FieldError(f"{where} is missing", "give every sample a value, or fill it in with --fill")
+        raise FieldError(f"{where} is missing", "give every sample a value, or fill it in with fill=")
     if isinstance(value, Mapping):
         raise FieldError(f"{where} is a {type(value).__name__}", "give each value a field of its own")
     if hasattr(value, "save") and hasattr(value, "getbands"):
@@ -347,7 +347,7 @@ def _check_cast(name: str, stored: Field, target: Field) -> None:
     problem = f"field {name!r} is {stored} in the source, which cannot become {target}"
     numbers = {"tensor", "ragged"}
     if (stored.kind in numbers) != (target.kind in numbers):
-        raise FieldError(problem, "choose another type, or convert it with --map")
+        raise FieldError(problem, "choose another type, or convert it with map=")
     inner, target_inner = (field.shape[1:] if field.fixed else field.shape for field in (stored, target))
     if inner != target_inner or (stored.fixed and target.fixed and stored.shape != target.shape):
         raise FieldError(problem, "keep its shape")

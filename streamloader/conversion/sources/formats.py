@@ -49,9 +49,9 @@ def _detect(listing: Listing) -> str:
     matching = [name for name in matching if FORMATS[name].marked] or matching
     if len(matching) > 1:
         names = " and ".join(matching)
-        raise UsageError(f"{listing.url} fits the formats {names}", f"choose with --format {matching[0]}")
+        raise UsageError(f"{listing.url} fits the formats {names}", f'choose with format="{matching[0]}"')
     if not matching:
         paths = ", ".join(info.path for info in listing.files[:3])
-        remedy = f"docs/conversion.md lists all formats; name the format with --format ({', '.join(FORMATS)})"
+        remedy = f"docs/conversion.md lists all formats; name the format with format= ({', '.join(FORMATS)})"
         raise SourceError(f"no known format fits {listing.url} ({len(listing.files)} files: {paths}, ...)", remedy)
     return matching[0]

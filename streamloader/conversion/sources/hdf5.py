@@ -143,7 +143,7 @@ def _scan_hdf5(raw: BlockFile, inner: str, selection: FieldSelection, netcdf: bo
         where = f"{raw.name}::{node.name}" if inner else raw.name
         single = isinstance(node, h5py.Dataset)
         if single and netcdf:
-            raise SourceError(f"{where} is a variable", "give its group, and name it with --fields")
+            raise SourceError(f"{where} is a variable", "give its group, and name it with fields=")
         names, groups = ([node.name.rpartition("/")[2]], []) if single else _names_in(node)
         originals = arrays.pick(names, selection, where)
         datasets = {field: node if single else _child(node, name, where) for field, name in originals.items()}

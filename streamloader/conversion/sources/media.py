@@ -266,7 +266,7 @@ def _source(listing: Listing, selection: FieldSelection, medium: Medium) -> Sour
     texts = [beside.get(info.path.rpartition(".")[0]) for info in files]
     if any(texts):
         media.append((TRANSCRIPTS, texts))
-        remedy = f"add it, or keep the other fields only: --fields {','.join(fields)}"
+        remedy = f'add it, or keep the other fields only: fields="{",".join(fields)}"'
         fields["text"] = Field("text")
         for row in [row for row, text in enumerate(texts) if text is None]:
             on_bad(row, "it has no transcript, a .txt of its name, as others have", remedy)

@@ -217,7 +217,7 @@ def open_tokens(listing: Listing, selection: FieldSelection) -> Source:
         values, remainder = divmod(info.size - start, dtype.itemsize)
         if remainder:
             problem = f"{where} has {info.size} bytes, which is not a whole number of {field.dtype} values"
-            raise SourceError(problem, "check the type of --fields, or fetch the file again")
+            raise SourceError(problem, "check the type in fields=, or fetch the file again")
         count = -(-values // CUT)
         if field.fixed:
             count, remainder = divmod(values, field.item_bytes // dtype.itemsize)
@@ -226,7 +226,7 @@ def open_tokens(listing: Listing, selection: FieldSelection) -> Source:
         read = partial(_read, store, {name: array}) if field.fixed else partial(_read_cuts, store, array)
         containers.append(arrays.Container(where, count, {name: field}, read))
     if not any(container.num_samples for container in containers):
-        raise SourceError(f"no file of {listing.url} holds a row of {field}", "give shorter rows with --fields")
+        raise SourceError(f"no file of {listing.url} holds a row of {field}", "give shorter rows with fields=")
     headers = sum(start > 0 for start in starts)
     notes = {"passed_over_values": unused, **({"headers": headers} if headers else {})}
     return replace(arrays.stack(listing.url, files, containers), notes=notes)
@@ -240,8 +240,8 @@ def _token_field(listing: Listing, selection: FieldSelection) -> tuple[str, Fiel
     selected = ", ".join(name if field is None else f"{name}={field}" for name, field in selection.fields.items())
     selected = f"; asked for {selected}" if selected else ""
     problem = f"a .bin such as {listing.files[0].path} does not describe its values{selected}"
-    examples = 'rows of one length with --fields "tokens=uint16[2048]", or pieces of up to 4096 values'
-    remedy = f'name one field and the type of its values: {examples} with --fields "tokens=ragged:uint16"'
+    examples = 'rows of one length with fields="tokens=uint16[2048]", or pieces of up to 4096 values'
+    remedy = f'name one field and the type of its values: {examples} with fields="tokens=ragged:uint16"'
     raise UsageError(problem, remedy)
 
 

@@ -34,7 +34,7 @@ from streamloader.storage.store import ObjectInfo, Store, cut_runs
 
 BLOCK = 1 << 20  # bytes that are decompressed at once
 MAGIC_BYTES = 16
-CHANGED = "leave the source alone while it is converted, and start again with --overwrite"
+CHANGED = "leave the source alone while it is converted, and start again with overwrite=True (--overwrite)"
 _FEED = 64 << 10  # input bytes at a time: zlib returns a copy of unused input, so small pieces are copied less
 _FEED_ZSTD = 512  # zstandard does not limit its output; 4 bytes can encode a block of 128 KiB, so this gives <= 16 MiB
 _XZ_MEMORY = 256 << 20  # xz -9 needs 65 MiB, a header may request 4 GiB

@@ -126,12 +126,12 @@ def _infer(name: str, selected: Field | None, values: Sequence[tuple[Any, str]],
         return selected, selected.dtype != "bool" and bool(flags) and all(flags)
     if first_error and (strict or not settled):
         reason = f"({first_error.problem}; {first_error.remedy})"
-        remedy = f"leave it out by naming the fields to keep with --fields, or convert it with --map {reason}"
+        remedy = f"leave it out by naming the fields to keep with fields=, or convert it with map= {reason}"
         raise FieldError(f"no field of the format holds the field {name!r}", remedy)
     try:
         return infer_field(name, settled), False
     except FieldError as error:
-        remedy = f"{error.remedy}; declare it with --fields, or convert it with --map"
+        remedy = f"{error.remedy}; declare it with fields=, or convert it with map="
         raise FieldError(error.problem, remedy) from None
 
 
@@ -201,9 +201,10 @@ class SampleFields:
             names = ",".join(list(self.fields)[:8])
             problem = f"it has {key!r}, which is in none of the {PROBED} samples that the fields were inferred from"
             if self.mapped:
-                raise FieldError(problem, f"name the fields that the map function gets, as in --columns {names},{name}")
-            add = f"to add it, {name}=TYPE there and --fill {name}=VALUE for the samples that lack it"
-            raise FieldError(problem, f"name the fields to keep, as in --fields {names}; {add}")
+                raise FieldError(problem, f'name the fields that the map function gets, as in columns="{names},{name}"')
+            fill = f'fill={{"{name}": VALUE}} (--fill {name}=VALUE)'
+            remedy = f'name the fields to keep, as in fields="{names}"; to add it, {name}=TYPE there'
+            raise FieldError(problem, f"{remedy} and {fill} for the samples that lack it")
 
     def _check_dtype(self, name: str, value: NDArray[Any], sample: str) -> None:
         """Raise `FieldError` for bools among numbers, and for floats that an inferred type would round."""
@@ -217,7 +218,7 @@ class SampleFields:
             with np.errstate(over="ignore"):
                 same = np.array_equal(value.astype(expected), value, equal_nan=True)
             if not same:
-                raise FieldError(f"{problem}, which does not hold its values", f"choose with --fields {name}=TYPE")
+                raise FieldError(f"{problem}, which does not hold its values", f'choose with fields="{name}=TYPE"')
 
     def values(self, sample: Mapping[str, Any], name: str) -> dict[str, Any]:
         """Return the value of each field, as columns hold it. Raises `FieldError`, which names the sample."""
@@ -242,7 +243,7 @@ class SampleFields:
             for key, field in self.fields.items():
                 if field.fixed and field.shape and shaped(f"field {key!r} of sample {name} has shape"):
                     ragged = Field("ragged", field.dtype, field.shape[1:])
-                    remedy = f"samples of several lengths are ragged: --fields {key}={ragged}"
+                    remedy = f'samples of several lengths are ragged: fields="{key}={ragged}"'
             return BadSample(position, name, error.problem, remedy)
         return None
 

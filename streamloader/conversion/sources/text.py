@@ -347,14 +347,15 @@ class Table:
         target = self.fields[name]
         shown = cell[:_SHOWN].decode("utf-8", "replace") + ("..." if len(cell) > _SHOWN else "")
         other = "float64" if target.dtype != "float64" and _FLOAT.match(cell.strip()) else "text"
-        problem, remedy = f"holds {shown!r}, which is not {target}", f"correct it, or say {name}={other} in --fields"
+        problem, remedy = f"holds {shown!r}, which is not {target}", f"correct it, or say {name}={other} in fields="
         if target.kind == "text":
-            problem, remedy = "is not UTF-8 text", f"write it in UTF-8, or keep its bytes with {name}=bytes in --fields"
+            problem, remedy = "is not UTF-8 text", f"write it in UTF-8, or keep its bytes with {name}=bytes in fields="
         elif not cell.strip():
             problem = "is empty"
-            remedy = f"give empty cells a value with --fill {name}=VALUE, or keep them with {name}=text in --fields"
+            remedy = f'give empty cells a value with fill={{"{name}": VALUE}} (--fill {name}=VALUE), or keep them'
+            remedy += f" with {name}=text in fields="
         elif target.dtype.startswith("float") and not _is_held(cell, target):
-            problem, remedy = f"holds {shown}, which {target} does not hold exactly", f"say {name}=text in --fields"
+            problem, remedy = f"holds {shown}, which {target} does not hold exactly", f"say {name}=text in fields="
         return FieldError(f"its column {self.originals[name]!r} {problem}", remedy)
 
 
@@ -602,7 +603,7 @@ def _to_array(key: str, value: Any) -> NDArray[Any]:
         problem = f"its {key!r} is a {'list that holds a ' if is_list else ''}number that float64 does not hold"
     except FieldError as error:
         problem = error.problem
-    json_text = f"leave it out by naming the fields to keep with --fields, or keep it as JSON with {key}=text there"
+    json_text = f"leave it out by naming the fields to keep with fields=, or keep it as JSON with {key}=text there"
     raise FieldError(problem, json_text if is_list else "store it as text")
 
 

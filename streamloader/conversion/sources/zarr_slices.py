@@ -163,7 +163,7 @@ def open_slices(listing: Listing, selection: FieldSelection) -> Source:
     if not any(axis in array.dims for array in chosen.values()) or not (selection.sample_axis or len(firsts) == 1):
         found = ", ".join(f"{''.join(dim) or 'none'} of {channel}" for dim, channel in firsts.items())
         problem = f"the samples of {store.url} lie along {axis or 'no dimension'!r}, and first dimensions are {found}"
-        raise SourceError(problem, "name the dimension of the samples with --sample-axis")
+        raise SourceError(problem, "name the dimension of the samples with sample_axis= (--sample-axis)")
     used = {dim for array in chosen.values() for dim in array.dims}
     kept = {name: array for name, array in group.dense.items() if array.holds_numbers and name not in chosen}
     others = [(dim,) for dim in used - {axis}]
@@ -213,7 +213,8 @@ def _beside(store: Store, attributes: Mapping[str, Any], found: Mapping[str, Zar
         where, size = f"{store.url}/{array.path}", prod(array.shape) * array.dtype.itemsize
         if size > arrays.MAX_STORED_CHUNK:
             problem = f"{where} has {size} bytes, and is stored whole, since it lacks the sample axis"
-            raise SourceError(problem, f"leave it out, or give another --sample-axis, one of {', '.join(array.dims)}")
+            others = f"give another sample_axis= (--sample-axis), one of {', '.join(array.dims)}"
+            raise SourceError(problem, f"leave it out, or {others}")
         with named(f"{where} cannot be read"):
             values = ArrayReader(store, array).read_all()
         nodes[name] = plain_document(values.shape, array.dtype, array.dims, array.netcdf_attributes)
