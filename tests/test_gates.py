@@ -59,8 +59,8 @@ ONLY_IN = {
     "sklearn moto streamloader": {"demo"},
     "numcodecs": {"format"},
     "crc32c": {"storage", "format", "conversion", "maintenance"},  # S3 compares it; TFRecords have it too
-    # a source or a dataset may be a Zarr that others wrote; icechunk's store takes zarr-python's ranges
-    "zarr": {"format", "storage", "conversion", "maintenance"},
+    # icechunk's store takes zarr-python's ranges; map functions get arrays of any dtype of zarr-python
+    "zarr": {"storage", "conversion"},
     "h5py google zstandard distributed ray pyspark": {"conversion", "maintenance"},
     "pyarrow": {"conversion", "maintenance", "storage"},  # pages of references are Parquet
     "dask xarray": {"format", "conversion"},  # `sl.open(url).to_xarray()`; dask also runs conversions

@@ -1,13 +1,11 @@
 """Decodes the chunks of Zarr arrays that others wrote.
 
-The codecs of version 2, and those of version 3 that numcodecs has, are decoded by numcodecs; others by zarr-python.
-No decoder of a stored chunk returns more bytes than the metadata says: a few bytes can decompress to gigabytes.
+The codecs are those of numcodecs, in version 3 under their own names or as `numcodecs.*`. No decoder of a stored chunk returns more bytes than the metadata says: a few bytes can decompress to gigabytes.
 """
 
 from __future__ import annotations
 
 import bz2
-import json
 import lzma
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +14,6 @@ from functools import cached_property, partial
 from math import prod
 from typing import Any
 
-import crc32c
 import numcodecs
 import numcodecs.blosc
 import numpy as np
@@ -30,10 +27,9 @@ from streamloader.format.manifest import MAX_CHUNK_BYTES
 from streamloader.format.zarr_metadata import ZarrArray
 from streamloader.options import MIB
 
-Decode = Callable[[memoryview], Any]
 Configurations = Sequence[tuple[str, Mapping[str, Any]]]  # the names and options of codecs
 Index = tuple[NDArray[np.int64], NDArray[np.int64]]  # offset and size of each inner chunk of a shard; -1 if missing
-# Packages that have codecs which numcodecs and zarr-python do not, by the beginning of the codec's name.
+# Packages that have codecs which numcodecs does not, by the beginning of the codec's name.
 PACKAGES = {
     **dict.fromkeys(("imagecodecs", "jpeg2k"), "imagecodecs"),
     **dict.fromkeys(("grib", "fits", "record_member", "zstd_hdf5"), "kerchunk"),
@@ -61,24 +57,9 @@ _COMPRESSORS = (*_INTO, *_ADDED)
 _FILTERS = ("delta", "fixedscaleoffset", "quantize", "bitround", "astype", "packbits", "categorize")
 _OBJECTS = ("json2", "msgpack2", "vlen-array")  # they decode to any number of Python objects
 _NUMCODECS = "numcodecs."  # begins the names of its codecs in version 3
-_BYTES = ("crc32c", "blosc", "zstd", "gzip")  # compressors and checksums of version 3
+# Codecs of version 3 whose options do not matter for decoding, and differ from those of numcodecs.
+_OWN = ("crc32c", "blosc", "zstd", "gzip", "vlen-utf8", "vlen-bytes")
 _EMPTY = 2**64 - 1  # offset and size of a missing chunk in the index of a shard
-
-
-class _Checksum:
-    """The codec `crc32c` of version 3, with the interface of numcodecs."""
-
-    codec_id = "crc32c"
-
-    def decode(self, data: Any, out: NDArray[np.uint8] | None = None) -> Any:
-        """Return the bytes without their checksum, copied to `out` if given. Raises `CorruptError`."""
-        view = memoryview(data).cast("B")
-        body, stored = view[:-CRC_BYTES], int.from_bytes(view[-CRC_BYTES:], "little")
-        if len(view) < CRC_BYTES or crc32c.crc32c(body) != stored:
-            raise CorruptError("its checksum does not match")
-        if out is not None:
-            out[:] = np.frombuffer(body, np.uint8)
-        return body
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,19 +67,18 @@ class ChunkCodec:
     """Decodes chunks of one shape to arrays of `dtype`, which may have another byte order than the machine.
 
     `steps`: codecs of numcodecs, in the order in which they decode. `layout`: the axes of the array as they are stored,
-    slowest first. `other` decodes what the steps return by zarr-python.
+    slowest first.
     """
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
     steps: Sequence[Any] = ()
     layout: tuple[int, ...] = ()
-    other: Decode | None = None
 
     @property
     def plain(self) -> bool:
         """Whether `decode` has an argument `out`: the last step decompresses to the bytes of an array in memory."""
-        natural = self.dtype.isnative and self.layout == tuple(range(len(self.shape))) and self.other is None
+        natural = self.dtype.isnative and self.layout == tuple(range(len(self.shape)))
         return natural and bool(self.steps) and self.steps[-1].codec_id in _INTO
 
     @cached_property
@@ -111,14 +91,12 @@ class ChunkCodec:
             return MAX_CHUNK_BYTES
         size = prod(self.shape) * self.dtype.itemsize
         most = size + size // 64 + MIB // 4
-        expands = self.other is not None or any(step.codec_id not in _COMPRESSORS for step in self.steps)
-        return 4 * most if expands else most
+        return 4 * most if any(step.codec_id not in _COMPRESSORS for step in self.steps) else most
 
     @cached_property
     def _sizes(self) -> list[int | None]:
         """The bytes before each step, and those after the last one; None where they are unknown."""
-        known = self.other is None and self.dtype.kind != "O"
-        sizes = [prod(self.shape) * self.dtype.itemsize if known else None]
+        sizes = [None if self.dtype.kind == "O" else prod(self.shape) * self.dtype.itemsize]
         for step in reversed(self.steps):
             sizes.insert(0, None if sizes[0] is None else _encoded_size(step, sizes[0]))
         return sizes
@@ -135,8 +113,6 @@ class ChunkCodec:
                 into = out.reshape(-1).view(np.uint8) if out is not None and number == len(self.steps) - 1 else None
                 data = self._decode_step(step, data, self._sizes[number + 1], into)
             _check_size(data, self._sizes[-1])
-            if self.other is not None:
-                return np.asarray(self.other(data)).reshape(self.shape)
             if out is not None:
                 return out
             flat = data if isinstance(data, np.ndarray) else np.frombuffer(data, np.uint8)
@@ -145,7 +121,7 @@ class ChunkCodec:
             return flat.reshape([self.shape[axis] for axis in self.layout]).transpose(np.argsort(self.layout))
         except CorruptError:
             raise
-        except Exception as error:  # numcodecs and zarr-python raise many kinds for damaged bytes
+        except Exception as error:  # numcodecs raises many kinds for damaged bytes
             raise CorruptError(f"it does not decode ({type(error).__name__}: {error})") from error
 
     def _decode_step(self, step: Any, data: Any, size: int | None, out: NDArray[np.uint8] | None) -> Any:
@@ -320,9 +296,10 @@ def _codec_of_version_3(array: ZarrArray, codecs: Configurations, shape: tuple[i
         elif name == "sharding_indexed" and not steps:
             steps.append(_Shard(array, configuration, [shape[axis] for axis in layout]))
             dtype = dtype.newbyteorder("=")
-        elif (step := _step(name, configuration, encoded, array.path)) is None:
-            return _with_zarr_python(array, codecs, shape)
         else:
+            default = {"elementsize": encoded.itemsize} if name.removeprefix(_NUMCODECS) == "shuffle" else {}
+            options = {} if name in _OWN else {**default, **configuration}
+            step = _numcodec({**options, "id": name}, array.path)
             if step.codec_id in _FILTERS:
                 after, encoded = _dtypes(step, encoded)
                 dtype = dtype if steps else dtype.newbyteorder(after.byteorder)
@@ -330,24 +307,12 @@ def _codec_of_version_3(array: ZarrArray, codecs: Configurations, shape: tuple[i
     return ChunkCodec(shape, dtype, steps[::-1], layout)
 
 
-def _step(name: str, configuration: Mapping[str, Any], dtype: np.dtype[Any], path: str) -> Any:
-    """Return a codec of version 3 for values of a dtype, with the interface of numcodecs; None if that has none."""
-    if name == "crc32c":
-        return _Checksum()
-    if name in ("blosc", "zstd", "gzip", "vlen-utf8", "vlen-bytes"):
-        return _numcodec({"id": name}, path)
-    if not name.startswith(_NUMCODECS):
-        return None
-    default = {"elementsize": dtype.itemsize} if name == "numcodecs.shuffle" else {}
-    return _numcodec({"id": name, **default, **configuration}, path)
-
-
 def _numcodec(configuration: Any, path: str) -> Any:
     """Return a codec of numcodecs. Raises `FormatError` for an unknown one, and for one that decodes to objects."""
     name = str(configuration.get("id") if isinstance(configuration, Mapping) else configuration)
     if "pickle" in name:
         raise FormatError(f"the array {path!r} holds pickled objects, which are never read", "store plain values")
-    if name in _OBJECTS:
+    if name.removeprefix(_NUMCODECS) in _OBJECTS:
         raise FormatError(f"the array {path!r} has the codec {name!r}, for objects", "leave it out of the fields")
     try:
         step = get_codec({**configuration, "id": name.removeprefix(_NUMCODECS)})
@@ -375,43 +340,3 @@ def _configurations(codecs: Any, path: str) -> Configurations:
     except (TypeError, KeyError, AttributeError):
         pass
     raise FormatError(f"the codecs of the array {path!r} are damaged: {codecs!r:.80}", "write the array again")
-
-
-def _with_zarr_python(array: ZarrArray, codecs: Configurations, shape: tuple[int, ...]) -> ChunkCodec:
-    """Return the codec of chunks that zarr-python decodes, but for the last compressors and checksums.
-
-    It opens an array of the one chunk. Raises `FormatError` for an unknown codec, and for one beside shards, whose
-    chunks zarr-python would decompress without a limit.
-    """
-    import zarr
-    from zarr.buffer import cpu
-    from zarr.storage import MemoryStore
-
-    names = [name for name, _ in codecs]
-    end = len(codecs)
-    while names[end - 1] in _BYTES or names[end - 1].removeprefix(_NUMCODECS) in _COMPRESSORS:
-        end -= 1
-    document = {
-        **array.document,
-        "shape": shape,
-        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": shape}},
-        "chunk_key_encoding": {"name": "v2"},
-        "codecs": [{"name": name, "configuration": dict(configuration)} for name, configuration in codecs[:end]],
-    }
-    key = ".".join("0" * len(shape)) or "0"
-
-    def decode(body: Any) -> Any:
-        stored = {"zarr.json": json.dumps(document).encode(), key: bytes(body)}
-        buffers: dict[str, Any] = {name: cpu.Buffer.from_bytes(data) for name, data in stored.items()}
-        return zarr.open_array(MemoryStore(buffers, read_only=True), mode="r", zarr_format=3)
-
-    try:
-        if "sharding_indexed" in names:
-            raise ValueError("beside shards")
-        decode(b"")
-    except Exception as error:  # zarr-python raises several kinds
-        name = next(name for name in names if name not in ("transpose", "bytes", "sharding_indexed", *_BYTES))
-        raise _unknown(name, array.path, error) from error
-    last = _codec_of_version_3(array, codecs[end:], shape, array.values.dtype)
-    native = array.values.dtype.newbyteorder("=")
-    return ChunkCodec(shape, native, last.steps, other=lambda body: decode(body)[...])
