@@ -133,9 +133,9 @@ def test_an_element_size_that_is_none_is_an_error(size, version):
 @pytest.mark.parametrize("name", ["json2", "msgpack2", "vlen-array"])
 def test_codecs_of_objects_are_refused(name):
     refused = array(2, filters=[{"id": name}]), array(codecs=[codec(name)]), array(codecs=[codec(f"numcodecs.{name}")])
-    for given in refused:
+    for each in refused:
         with pytest.raises(errors.FormatError, match=f"has the codec '(numcodecs.)?{name}', for objects"):
-            chunk_codec(given)
+            chunk_codec(each)
 
 
 def test_shards_that_are_nested_without_end_are_an_error():
@@ -261,7 +261,8 @@ def test_missing_chunks_of_nested_shards_have_the_fill_value(tmp_path):
 def test_codecs_of_numcodecs_have_their_own_names_too_as_zarrs_writes_them():
     steps = [get_codec({"id": "shuffle", "elementsize": 4}), get_codec({"id": "bz2"})]
     body = steps[1].encode(steps[0].encode(VALUES))
-    np.testing.assert_array_equal(decoded(array(codecs=[LITTLE, codec("shuffle"), codec("bz2", level=1)]), body), VALUES)
+    chain = [LITTLE, codec("shuffle"), codec("bz2", level=1)]
+    np.testing.assert_array_equal(decoded(array(codecs=chain), body), VALUES)
 
 
 @pytest.mark.parametrize("chain", [[LITTLE, codec("flipped")], [shards(LITTLE, shape=(3, 2)), codec("flipped")]])

@@ -177,12 +177,8 @@ def read_coordinate(opened: OpenedArrays, axis: str, length: int) -> Coordinate:
 
 def _time_units(array: ZarrArray) -> TimeUnits | None:
     """Return what the values of an array are, from a dtype of times or CF's attributes; None if they are not times."""
-    raw = array.document.get("data_type", array.document.get("dtype"))
-    options = raw.get("configuration", {}) if isinstance(raw, dict) else {}
-    if isinstance(raw, dict) and raw.get("name") == "numpy.datetime64":
-        return TimeUnits.of_numpy(str(options.get("unit")), options.get("scale_factor", 1))
-    if isinstance(raw, str) and raw.lstrip("<>|=").startswith("M8"):
-        return TimeUnits.of_numpy(*np.datetime_data(np.dtype(raw)))
+    if array.numpy_dtype.kind == "M":
+        return TimeUnits.of_numpy(array.numpy_dtype)
     return TimeUnits.parse(str(array.attributes.get("units", "")), str(array.attributes.get("calendar") or ""))
 
 

@@ -153,16 +153,17 @@ class OpenedArrays:
 
     def _with_nulls(self, name: str, values: NDArray[Any]) -> NDArray[Any]:
         """Return the values, as float64 with NaN for missing ones of a nullable column."""
-        mask = self.group.nullable.get(name)
+        mask = self.group.parts.get(f"{name}/mask")
         missing = False if mask is None else ArrayReader(self.store, mask, strict=True).read_all().astype(bool)
         return values if mask is None else np.where(missing, np.nan, values.astype(np.float64))
 
     def classes(self, names: Iterable[str]) -> dict[str, list[str]]:
         """Return the class names of those arrays that have them."""
-        categories = {name: self.group.categories[name] for name in names if name in self.group.categories}
-        readers = {name: ArrayReader(self.store, array, strict=True) for name, array in categories.items()}
-        read = {name: list(map(str, reader.read_all().tolist())) for name, reader in readers.items()}
-        return {**({} if self.manifest is None else class_names(self.manifest.provenance)), **read}
+        found = {} if self.manifest is None else class_names(self.manifest.provenance)
+        for name in names:
+            if array := self.group.parts.get(f"{name}/categories"):
+                found[name] = list(map(str, ArrayReader(self.store, array, strict=True).read_all().tolist()))
+        return found
 
     def read_exactly(self, name: str) -> NDArray[Any]:
         """Return all values of an array as they are stored, or as float64 if some are packed, or missing: NaN.
@@ -324,7 +325,7 @@ def _columns(opened: OpenedArrays, fields: Sequence[str] | None) -> dict[str, Re
         affine = opened.affine(name)
         member = Member(array.dims, (Slice({}, None, affine),), array, unpacking)
         dtype = _float_if(_dtype_of(member), affine is not None)
-        if name in opened.group.nullable:
+        if f"{name}/mask" in opened.group.parts:
             member = Member(array.dims, (Slice({}, None),), constant=_scaled(opened.read(name), affine))
             dtype = "float64"
         columns[name] = RegionColumn(name, array.lengths, dtype, (member,), opened.sample_axis)

@@ -209,10 +209,11 @@ class TimeUnits:
             return cls(unit)
 
     @classmethod
-    def of_numpy(cls, unit: str, count: int) -> TimeUnits | None:
-        """Return those of numpy's datetime64 in `count` units; None for months and years."""
+    def of_numpy(cls, dtype: np.dtype[Any]) -> TimeUnits | None:
+        """Return those of numpy's datetime64; None for months and years."""
+        unit, count = np.datetime_data(dtype)
         found, calendar = parse_unit(unit), _CALENDARS["proleptic_gregorian"]
-        if found is None or type(count) is not int or count < 1:
+        if found is None or not count:
             return None
         return cls(found * count, calendar, calendar.day(1970, 1, 1) * DAY)
 

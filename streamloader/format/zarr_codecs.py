@@ -1,6 +1,7 @@
 """Decodes the chunks of Zarr arrays that others wrote.
 
-The codecs are those of numcodecs, in version 3 under their own names or as `numcodecs.*`. No decoder of a stored chunk returns more bytes than the metadata says: a few bytes can decompress to gigabytes.
+The codecs are those of numcodecs, in version 3 under their own names or as `numcodecs.*`. No decoder of a stored chunk
+returns more bytes than the metadata says: a few bytes can decompress to gigabytes.
 """
 
 from __future__ import annotations

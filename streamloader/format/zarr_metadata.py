@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import re
 import struct
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
@@ -29,8 +28,10 @@ DOCUMENTS = (ROOT, ".zarray", ".zgroup")  # of a node, of version 3 and 2
 CONSOLIDATED = ".zmetadata"
 SPARSE = ("data", "indices", "indptr")  # the arrays of a matrix in compressed sparse rows
 # Columns of AnnData that are groups: their values, and the array beside these.
-NULLABLE = ("nullable-integer", "nullable-boolean")
-COLUMNS = {"categorical": ("codes", "categories"), **dict.fromkeys(NULLABLE, ("values", "mask"))}
+COLUMNS = {
+    "categorical": ("codes", "categories"),
+    **dict.fromkeys(("nullable-integer", "nullable-boolean"), ("values", "mask")),
+}
 # Dtypes of version 3, and filters of version 2, of values of variable length.
 VARIABLE: dict[str, Literal["text", "bytes"]] = {
     **dict.fromkeys(("string", "vlen-utf8"), "text"),
@@ -144,10 +145,24 @@ class ZarrArray:
         raw = self.document.get("dtype" if self.version == 2 else "data_type")
         return raw.get("name") if isinstance(raw, Mapping) else raw
 
+    @cached_property
+    def numpy_dtype(self) -> np.dtype[Any]:
+        """The dtype of numpy that the document names, with the unit of times; object if numpy has none."""
+        raw, options = self.raw_dtype, _configuration(_named(self.document.get("data_type")))
+        try:
+            if raw in FIXED_TEXTS:
+                size = np.dtype(f"{FIXED_TEXTS[raw]}1").itemsize
+                return np.dtype(f"{FIXED_TEXTS[raw]}{options['length_bytes'] // size}")
+            if raw in TIMES:
+                return np.dtype(f"{raw.removeprefix('numpy.')}[{options.get('scale_factor', 1)}{options['unit']}]")
+            return np.dtype(raw if isinstance(raw, str) else object)
+        except (TypeError, ValueError, KeyError):
+            return np.dtype(object)
+
     @property
     def holds_times(self) -> bool:
         """Whether the values are times or durations of numpy."""
-        return self.raw_dtype in TIMES or re.match("[<>]?[mM]8", str(self.raw_dtype)) is not None
+        return self.numpy_dtype.kind in "mM"
 
     @cached_property
     def values(self) -> Values:
@@ -155,19 +170,10 @@ class ZarrArray:
         raw, filters = self.raw_dtype, self.document.get("filters")
         if raw == "|O" and isinstance(filters, list):
             raw = next((name for item in filters if (name := str(_named(item).get("id"))) in VARIABLE), raw)
-        try:
-            if not isinstance(raw, str):
-                raise TypeError(f"{raw!r}")
-            if raw in VARIABLE:
-                return Values(VARIABLE[raw], np.dtype(object))
-            if raw in FIXED_TEXTS:
-                length = _configuration(_named(self.document.get("data_type")))["length_bytes"]
-                dtype = np.dtype(f"{FIXED_TEXTS[raw]}{length // np.dtype(f'{FIXED_TEXTS[raw]}1').itemsize}")
-            else:
-                dtype = np.dtype(np.int64 if raw in TIMES else raw)
-        except (TypeError, ValueError, KeyError):
-            dtype = np.dtype(object)
-        if dtype.kind in "Mm":
+        if isinstance(raw, str) and raw in VARIABLE:
+            return Values(VARIABLE[raw], np.dtype(object))
+        dtype = self.numpy_dtype
+        if self.holds_times:
             dtype = np.dtype(np.int64).newbyteorder(dtype.byteorder)
         if dtype.kind not in "biufSU" or not 0 < dtype.itemsize <= (MAX_TEXT if dtype.kind in "SU" else 8):
             problem = f"the array {self.path!r} holds values of {raw!r}, and tensors hold numbers of up to 64 bits"
@@ -291,8 +297,8 @@ class ZarrGroup:
     these, such as `X/data`, `X/indices` and `X/indptr`, belong to the group too.
 
     `groups`: the kinds of the groups in it that AnnData's attribute `encoding-type` states. Columns of AnnData that are
-    groups are arrays: the values of `nullable` ones, with the array that says which are missing, and the codes of
-    those in `categories`, with the array of the names of these.
+    groups are arrays, of their values or codes; `parts` has the array beside these by its path: `NAME/mask`, which says
+    what is missing, or `NAME/categories`, the names of the codes.
 
     Of a dataset that `--rechunk` wrote: its `sample_axis`, and the names of the arrays that are `slices` of others.
     """
@@ -304,8 +310,7 @@ class ZarrGroup:
     sample_axis: str = ""
     slices: Mapping[Channel, str] = field(default_factory=dict)
     groups: Mapping[str, str] = field(default_factory=dict)
-    nullable: Mapping[str, ZarrArray] = field(default_factory=dict)
-    categories: Mapping[str, ZarrArray] = field(default_factory=dict)
+    parts: Mapping[str, ZarrArray] = field(default_factory=dict)
 
     @property
     def url(self) -> str:
@@ -353,38 +358,29 @@ def read_group(
     """
     names = [name for name in DOCUMENTS if zarr_format is None or (name == ROOT) == (zarr_format == 3)]
     store, root, documents = _read_root(store, names)
-    read = partial(_read_nodes, store, names)
-    complete = documents is not None or listing
-    listed = store.children() if documents is None and listing and "shape" not in root else ()
-    documents = {**(documents or {}), **read(listed)}
-    if "shape" not in root:
-        documents |= read([name for name in named if "shape" not in documents.get(name, {})])
-        if not complete and not all(name in documents for name in named):
-            with suppress(StorageError):  # the error says what there is
-                documents = {**read(store.children()), **documents}
-        others = _paths_beside(documents, beside, below=complete)
-        documents |= read([path for path in sorted(others) if path not in documents])
+    if "shape" in root:
+        name = store.url.rstrip("/").rpartition("/")[2].partition(".")[0] or "data"
+        return ZarrGroup(store, {name: ZarrArray.of("", root)}, {})
+    read, complete = partial(_read_nodes, store, names), documents is not None or listing
+    documents = read(store.children()) if documents is None and listing else documents or {}
+    documents |= read([name for name in named if "shape" not in documents.get(name, {})])
+    if not complete and not all(name in documents for name in named):
+        with suppress(StorageError):  # the error says what there is
+            documents = {**read(store.children()), **documents}
+    others = _paths_beside(documents, beside, below=complete)
+    documents |= read([path for path in sorted(others) if path not in documents])
     groups = {name: _encoding(document) for name, document in documents.items() if "shape" not in document}
     sparse = frozenset(name for name, kind in groups.items() if kind == "csr_matrix")
     columns = {name: [f"{name}/{part}" for part in COLUMNS[kind]] for name, kind in groups.items() if kind in COLUMNS}
     found = read([path for paths in columns.values() for path in paths])
     columns = {name: paths for name, paths in columns.items() if found.keys() >= set(paths)}
     documents |= read([f"{name}/{part}" for name in sparse for part in SPARSE])
-    if "shape" in root:
-        documents = {store.url.rstrip("/").rpartition("/")[2].partition(".")[0] or "data": root}
-        paths = dict.fromkeys(documents, "")
-    else:
-        documents |= {name: found[values] for name, (values, _) in columns.items()}
-        paths = {name: columns[name][0] if name in columns else name for name in documents}
-    attributes = _mapping(root.get("attributes")) if "shape" not in root else {}
-    axes = _image_axes(attributes)
-    arrays = {
-        name: ZarrArray.of(paths[name], document, axes) for name, document in documents.items() if "shape" in document
-    }
-    beside_values = {name: ZarrArray.of(path, found[path]) for name, (_, path) in columns.items()}
-    nullable = {name: array for name, array in beside_values.items() if groups[name] in NULLABLE}
-    categories = {name: array for name, array in beside_values.items() if name not in nullable}
-    return ZarrGroup(store, arrays, attributes, sparse, "", {}, groups, nullable, categories)
+    documents |= {name: found[values] for name, (values, _) in columns.items()}
+    attributes = _mapping(root.get("attributes"))
+    axes, stored = _image_axes(attributes), {name: each for name, each in documents.items() if "shape" in each}
+    arrays = {name: ZarrArray.of(columns.get(name, [name])[0], stored[name], axes) for name in stored}
+    parts = {path: ZarrArray.of(path, found[path]) for _, path in columns.values()}
+    return ZarrGroup(store, arrays, attributes, sparse, groups=groups, parts=parts)
 
 
 def read_rechunked(store: Store, group: ZarrGroup, named: Collection[str]) -> ZarrGroup:
