@@ -147,7 +147,7 @@ def test_a_flipped_bit_in_a_checked_chunk_or_index_is_an_error(tmp_path):
         damaged = bytearray(data)
         damaged[at] ^= 1
         path.write_bytes(damaged)
-        with pytest.raises(errors.CorruptError, match=r"the index of .*z/c/0/0/0/0 is damaged: .*crc32c checksum do not match"):
+        with pytest.raises(errors.CorruptError, match=r"the index of .*z/c/0/0/0/0 is damaged: .*crc32c checksum"):
             list(sl.StreamingDataset(tmp_path / "xarray3.zarr", **TIME))
 
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,10 +14,8 @@ from numpy.typing import NDArray
 from streamloader.errors import FieldError, SelectionError, UsageError
 from streamloader.format.calendar import MISSING, SECOND, Calendar, TimeUnits, parse_unit
 from streamloader.format.manifest import Manifest
-from streamloader.format.zarr_metadata import ZarrArray
-
-if TYPE_CHECKING:
-    from streamloader.engine.sampling import OpenedArrays
+from streamloader.format.zarr_metadata import ZarrArray, ZarrGroup
+from streamloader.order.anchors import expand_anchors
 
 Ints = NDArray[np.int64]
 TIME_CHANNELS = ("time_of_day", "time_of_year")
@@ -71,10 +69,7 @@ class Coordinate:
 
     def _steps(self, segments: Ints) -> tuple[Ints, NDArray[np.float64]]:
         """Return the elements whose next one is in the same segment, and the differences of the two."""
-        inside = np.zeros(self.length + 1, np.int64)
-        np.add.at(inside, segments[:, 0], 1)
-        np.add.at(inside, segments[:, 1] - 1, -1)
-        pairs = np.flatnonzero(np.cumsum(inside)[: max(0, self.length - 1)] > 0)
+        pairs, _ = expand_anchors(segments[:, 0], np.maximum(0, segments[:, 1] - segments[:, 0] - 1), 1)
         return pairs, self._places[pairs + 1] - self._places[pairs]
 
     def gaps(self, segments: Ints) -> Ints:
@@ -148,34 +143,34 @@ class Coordinate:
         return calendar.fractions(times, of_year=name == "time_of_year").astype(np.float32)
 
 
-def read_coordinate(opened: OpenedArrays, axis: str, length: int) -> Coordinate:
+def read_coordinate(
+    group: ZarrGroup, fields: Iterable[str], axis: str, length: int, read: Callable[[str], NDArray[Any]]
+) -> Coordinate:
     """Return the coordinate of a sample axis: the values of the array of its name, if that has one dimension.
 
-    It is in the group of the arrays that are read, or in the nearest one above. Raises `FieldError` if these have
-    several, with other values.
+    It is in the group of the `fields`, or in the nearest one above. `read`: returns the values of an array. Raises
+    `FieldError` if there are several, with other values.
     """
-    arrays = opened.group.arrays
-    along = [field for field in opened.named if field not in arrays or axis in arrays[field].dims]
-    found = {name: None for field in along if (name := opened.group.beside(field, axis)) is not None}
-    read: list[tuple[str, NDArray[Any]]] = []
-    for name in found:
-        array = arrays[name]
-        if array.dims == (axis,) and array.shape == (length,) and array.holds_numbers:  # names, say, have no order
-            read.append((name, opened.read_exactly(name)))
-    for name, values in read[1:]:
-        if not np.array_equal(values, read[0][1]):
-            problem = f"the arrays {read[0][0]!r} and {name!r} of {opened.group.url} differ, and samples lie along both"
+    arrays, found = group.arrays, dict[str, NDArray[Any]]()
+    for field in fields:
+        name = group.beside(field, axis) if field not in arrays or axis in arrays[field].dims else None
+        if name is None or name in found or arrays[name].dims != (axis,) or arrays[name].shape != (length,):
+            continue
+        if arrays[name].holds_numbers:  # names, say, have no order
+            found[name] = read(name)
+    if not found:
+        return Coordinate(axis, group.url, length, None)
+    (name, values), *others = found.items()
+    for other, differing in others:
+        if not np.array_equal(differing, values):
+            problem = f"the arrays {name!r} and {other!r} of {group.url} differ, and samples lie along both"
             raise FieldError(problem, "read the groups apart, or in a Mixture")
-    if not read:
-        return Coordinate(axis, opened.group.url, length, None)
-    array = arrays[read[0][0]]
+    array = arrays[name]
     said = ", ".join(f"{key}={array.attributes[key]!r}" for key in ("units", "calendar") if key in array.attributes)
-    return Coordinate(
-        axis, opened.group.url, length, read[0][1], _time_units(array), f" (it has {said})" if said else ""
-    )
+    return Coordinate(axis, group.url, length, values, time_units(array), f" (it has {said})" if said else "")
 
 
-def _time_units(array: ZarrArray) -> TimeUnits | None:
+def time_units(array: ZarrArray) -> TimeUnits | None:
     """Return what the values of an array are, from a dtype of times or CF's attributes; None if they are not times."""
     if array.numpy_dtype.kind == "M":
         return TimeUnits.of_numpy(array.numpy_dtype)
@@ -196,33 +191,16 @@ def time_labels(manifest: Manifest) -> dict[str, Callable[[str], int]]:
     return found
 
 
-def select_elements(opened: OpenedArrays, coordinate: Coordinate, where: Any) -> Ints:
-    """Return the elements of the sample axis that `where=` selects, ascending.
+def select_elements(coordinate: Coordinate, where: Any) -> Ints:
+    """Return the elements of the sample axis that a slice, a mask or numbers select, ascending.
 
-    Raises `SelectionError` for an unknown array or label, and an empty selection.
+    Raises `SelectionError` for an unknown label, and an empty selection.
     """
-    from streamloader.order.selection import Condition, Selection
+    from streamloader.order.selection import Selection
 
-    if isinstance(where, slice) and not all(
-        end is None or hasattr(end, "__index__") for end in (where.start, where.stop)
-    ):
-        where = _between(coordinate, where)
-    if isinstance(where, Condition):
-        near_names = {}
-        for name in where.fields:
-            near = opened.near(name)
-            if near is None or opened.group.arrays[near].dims != (coordinate.name,):
-                known = [n for n, a in opened.group.arrays.items() if a.dims == (coordinate.name,)]
-                problem = f"where={where.text!r} uses {name!r}, which is not an array along {coordinate.name!r}"
-                raise SelectionError(problem, f"use {', '.join(known) or 'a slice or a mask'}")
-            near_names[name] = near
-        arrays = {name: opened.group.arrays[near] for name, near in near_names.items()}
-        texts = [name for name, array in arrays.items() if array.values.kind == "text"]
-        classes = {name: names for name, near in near_names.items() if (names := opened.classes([near]).get(near))}
-        labels = {} if opened.manifest is None else time_labels(opened.manifest)
-        labels |= {name: units.number for name, array in arrays.items() if (units := _time_units(array)) is not None}
-        where = where.with_values(classes, texts, labels)
-        where = where.mask({name: opened.read_exactly(near) for name, near in near_names.items()})
+    ends = (where.start, where.stop) if isinstance(where, slice) else ()
+    if any(end is not None and not hasattr(end, "__index__") for end in ends):
+        return _between(coordinate, where)
     return Selection.of(where, coordinate.length).samples
 
 

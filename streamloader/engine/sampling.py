@@ -6,20 +6,21 @@ import hashlib
 import os
 import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
 from math import isfinite, lcm, prod
 from numbers import Real
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from streamloader.engine.coordinates import TIME_CHANNELS, Coordinate, Span, read_coordinate, select_elements
+from streamloader.engine import coordinates
+from streamloader.engine.coordinates import TIME_CHANNELS, Coordinate, Span
 from streamloader.engine.dataset import Dataset
 from streamloader.engine.regions import ARRAYS, ArrayFields, Member, Output, Part, RegionColumn, RegionReader, Slice
-from streamloader.errors import FieldError, FormatError, MemoryBudgetError, NotFoundError, UsageError
+from streamloader.errors import FieldError, FormatError, MemoryBudgetError, NotFoundError, SelectionError, UsageError
 from streamloader.format.cf import Unpacking, unpacking_of
 from streamloader.format.geometry import order_pin
 from streamloader.format.manifest import FORMAT, Field, FieldLayout, Manifest, OrderPin, class_names, manifest_from_json
@@ -43,6 +44,9 @@ from streamloader.order.anchors import (
 from streamloader.storage import open_store
 from streamloader.storage.store import Store
 
+if TYPE_CHECKING:
+    from streamloader.order.selection import Condition
+
 Ints = NDArray[np.int64]
 # The default order keeps at most this many bytes of regions in memory, but at least a window of two blocks.
 WINDOW_BYTES = 1 << 30
@@ -61,13 +65,11 @@ class OpenedArrays:
     `manifest`: that of a dataset that streamloader wrote, else None. `statistics`: where `normalize=True` finds them.
     """
 
-    store: Store
     group: ZarrGroup
     sampling: Sampling
     manifest: Manifest | None
     statistics: Store
     named: tuple[str, ...] = ("",)  # fields and the arrays of channels, if any are given
-    _unpackings: dict[str, Unpacking | None] = field(default_factory=dict)
 
     @cached_property
     def sample_axis(self) -> str:
@@ -103,10 +105,7 @@ class OpenedArrays:
             raise UsageError(problem, "convert with rechunk= and raw=True (--raw)")
         if not decoded or array.values.kind != "tensor":
             return None
-        if name not in self._unpackings:
-            where = f"the array {name!r} of {self.group.url}"
-            self._unpackings[name] = unpacking_of(array.netcdf_attributes, array.dtype, where)
-        return self._unpackings[name]
+        return unpacking_of(array.netcdf_attributes, array.dtype, f"the array {name!r} of {self.group.url}")
 
     @cached_property
     def _normalization(self) -> Mapping[str, Any]:
@@ -141,42 +140,38 @@ class OpenedArrays:
             raise UsageError(problem, "give (mean, std), with std above 0; leave out arrays that are constant")
         return float(pair[0]), float(pair[1])
 
+    def coordinate(self, length: int) -> Coordinate:
+        """Return the coordinate of the sample axis, which has a length. Raises `FieldError`."""
+        return coordinates.read_coordinate(self.group, self.named, self.sample_axis, length, self.read)
+
     @property
     def strict(self) -> bool | None:
         """Whether a missing chunk is an error; None: only if all chunks of a field are missing."""
         return True if self.manifest is not None else self.sampling.strict
-
-    def read(self, name: str) -> NDArray[Any]:
-        """Return all values of an array, unpacked."""
-        reader = ArrayReader(self.store, self.group.array(name), strict=self.strict)
-        return self._with_nulls(name, reader.read_all(self.unpacking(name)))
-
-    def _with_nulls(self, name: str, values: NDArray[Any]) -> NDArray[Any]:
-        """Return the values, as float64 with NaN for missing ones of a nullable column."""
-        mask = self.group.parts.get(f"{name}/mask")
-        missing = False if mask is None else ArrayReader(self.store, mask, strict=True).read_all().astype(bool)
-        return values if mask is None else np.where(missing, np.nan, values.astype(np.float64))
 
     def classes(self, names: Iterable[str]) -> dict[str, list[str]]:
         """Return the class names of those arrays that have them."""
         found = {} if self.manifest is None else class_names(self.manifest.provenance)
         for name in names:
             if array := self.group.parts.get(f"{name}/categories"):
-                found[name] = list(map(str, ArrayReader(self.store, array, strict=True).read_all().tolist()))
+                found[name] = list(map(str, ArrayReader(self.group.store, array, strict=True).read_all().tolist()))
         return found
 
-    def read_exactly(self, name: str) -> NDArray[Any]:
+    def read(self, name: str) -> NDArray[Any]:
         """Return all values of an array as they are stored, or as float64 if some are packed, or missing: NaN.
 
         float32 would round times.
         """
-        values = ArrayReader(self.store, self.group.array(name), strict=self.strict).read_all()
+        values = ArrayReader(self.group.store, self.group.array(name), strict=self.strict).read_all()
         unpacking = self.unpacking(name)
         if unpacking is not None:
             packed = unpacking.scale is not None or unpacking.offset is not None
             exact = not packed and not unpacking.missing(values).any()
             values = values.view(unpacking.view) if exact else unpacking.unpack(values)
-        return self._with_nulls(name, values)
+        if mask := self.group.parts.get(f"{name}/mask"):
+            missing = ArrayReader(self.group.store, mask, strict=True).read_all().astype(bool)
+            values = np.where(missing, np.nan, values.astype(np.float64))
+        return values
 
     def default_fields(self) -> list[str]:
         """Return the arrays that are fields without `fields=`: with the sample axis, and numbers, but no coordinates.
@@ -269,24 +264,23 @@ def open_arrays(
     channels = (name.partition("@")[0] for column in sampling.columns.values() for name in column.names)
     named = dict.fromkeys([*(fields or ()), *(name for name in channels if name not in TIME_CHANNELS)])
     of_window = [] if sampling.windows is None or sampling.windows.group is None else [sampling.windows.group]
-    others = [*of_window, *(sampling.decode_cf if isinstance(sampling.decode_cf, Mapping) else ())]
-    compared = getattr(where, "fields", ())
-    beside, others = [*compared, *of_window], [*others, *compared]
+    beside, decoded = [*getattr(where, "fields", ()), *of_window], sampling.decode_cf
+    choices = decoded if isinstance(decoded, Mapping) else {}
+    others = [*beside, *choices]
     group = read_group(store, [*named, *others], beside, zarr_format=sampling.zarr_format, listing=not named)
     manifest = own_manifest(group)
     stored = None if manifest is None else manifest.provenance.get("beside")
     if isinstance(stored, list):
         group = read_rechunked(store, group, list(map(str, stored)))
-    opened = OpenedArrays(group.store, group, sampling, manifest, statistics or store, tuple(named) or ("",))
+    opened = OpenedArrays(group, sampling, manifest, statistics or store, tuple(named) or ("",))
     if opened.sample_axis in sampling.patch_dims:
         raise UsageError(f"patches along {opened.sample_axis!r}, the sample axis", "give windows=Window(...) for it")
     known = {channel[0] for channel in group.slices}
-    for name in sampling.decode_cf if isinstance(sampling.decode_cf, Mapping) else ():
-        if name not in known:
-            group.array(name)
+    for name in choices.keys() - known:
+        group.array(name)
     columns = _columns(opened, fields)
     length = _sample_length(opened, columns)
-    coordinate = None if not opened.sample_axis else read_coordinate(opened, opened.sample_axis, length)
+    coordinate = opened.coordinate(length) if opened.sample_axis else None
     segments = _segments(opened, coordinate, where, length)
     outputs = _window_parts(sampling.windows, coordinate, segments)
     samples, left_out = _window_axis(opened, coordinate, segments, outputs)
@@ -294,8 +288,8 @@ def open_arrays(
     columns = {name: _with_outputs(column, axes, outputs) for name, column in columns.items()}
     arrays = ArrayFields(columns, Anchors(axes, aligned), opened.strict, outputs.first, left_out)
     _check_chunks(columns.values(), memory)
-    manifest = replace(_manifest(opened.store, arrays), provenance={"classes": opened.classes(columns)})
-    return Dataset(opened.store, manifest, tuple(columns), None, arrays)
+    manifest = replace(_manifest(group.store, arrays), provenance={"classes": opened.classes(columns)})
+    return Dataset(group.store, manifest, tuple(columns), None, arrays)
 
 
 def _columns(opened: OpenedArrays, fields: Sequence[str] | None) -> dict[str, RegionColumn]:
@@ -349,7 +343,7 @@ def _sparse(name: str, opened: OpenedArrays) -> dict[str, RegionColumn]:
     if opened.sample_axis not in {f"{POSITIONAL}0", *firsts}:
         problem = f"sample_axis={opened.sampling.sample_axis!r} of {name!r}, a sparse matrix"
         raise UsageError(problem, "give sample_axis=0, its rows")
-    rows = opened.read_exactly(f"{name}/indptr").astype(np.int64, copy=False)
+    rows = opened.read(f"{name}/indptr").astype(np.int64, copy=False)
     ascending = rows.ndim == 1 and rows.size and rows[0] == 0 and (rows[1:] >= rows[:-1]).all()
     columns = {}
     for column, part in ((name, "data"), (f"{name}{INDICES}", "indices")):
@@ -408,11 +402,11 @@ def _channel(opened: OpenedArrays, channel: str, number: int) -> tuple[str, Memb
     source = sliced or channel.partition("@")[0]
     axis, affine = opened.sample_axis, opened.affine(channel)
     if source in TIME_CHANNELS and source not in opened.group.arrays:
-        coordinate = read_coordinate(opened, axis, _sample_length(opened, {}))
+        coordinate = opened.coordinate(_sample_length(opened, {}))
         values = _scaled(coordinate.fractions(source, channel), affine)
         return channel, Member((axis,), (Slice({}, number),), constant=values), {axis: len(values)}
     array = opened.group.array(source)
-    picks = find_index(opened.store, opened.group, sliced or channel, opened.anchored)
+    picks = find_index(opened.group, sliced or channel, opened.anchored)
     shape = {dim: n for dim, n in array.lengths.items() if dim not in picks}
     if set(opened.anchored) <= set(shape) and len(shape) > 1:
         slices = (Slice(picks, number, affine),)
@@ -528,15 +522,35 @@ def _segments(opened: OpenedArrays, coordinate: Coordinate | None, where: Any, l
         return np.array([[0, 0]], np.int64)
     segments = np.array([[0, length]], np.int64)
     if where is not None:
-        segments = runs_of(select_elements(opened, coordinate, where))
+        where = _compare(opened, coordinate.name, where) if hasattr(where, "with_values") else where
+        segments = runs_of(coordinates.select_elements(coordinate, where))
     window = opened.sampling.windows
     if window is not None and window.group is not None:
-        groups = opened.read_exactly(opened.near(window.group) or window.group)
+        groups = opened.read(opened.near(window.group) or window.group)
         if groups.shape != (length,):
             problem = f"Window(group={window.group!r}) names an array of the shape {groups.shape}"
             raise FieldError(problem, f"name one with a number for each of the {length} elements")
         segments = split_segments(segments, np.flatnonzero(groups[1:] != groups[:-1]) + 1)
     return segments
+
+
+def _compare(opened: OpenedArrays, axis: str, condition: Condition) -> NDArray[np.bool_]:
+    """Return for which elements of the sample axis a condition is true. Raises `SelectionError` for unknown arrays."""
+    paths, arrays = dict[str, str](), opened.group.arrays
+    for name in condition.fields:
+        path = opened.near(name)
+        if path is None or arrays[path].dims != (axis,):
+            known = [n for n, a in arrays.items() if a.dims == (axis,)]
+            problem = f"where={condition.text!r} uses {name!r}, which is not an array along {axis!r}"
+            raise SelectionError(problem, f"use {', '.join(known) or 'a slice or a mask'}")
+        paths[name] = path
+    texts = [name for name, path in paths.items() if arrays[path].values.kind == "text"]
+    classes = {name: opened.classes([path]).get(path, ()) for name, path in paths.items()}
+    labels = {} if opened.manifest is None else coordinates.time_labels(opened.manifest)
+    units = {name: coordinates.time_units(arrays[path]) for name, path in paths.items()}
+    labels |= {name: each.number for name, each in units.items() if each is not None}
+    condition = condition.with_values(classes, texts, labels)
+    return condition.mask({name: opened.read(path) for name, path in paths.items()})
 
 
 def _window_axis(

@@ -334,7 +334,7 @@ def parse_channel(channel: str) -> Channel:
         raise FieldError(f"the channel {channel!r} selects no number", "write it like 'z@500'") from None
 
 
-def find_index(store: Store, group: ZarrGroup, channel: str, skipped: Collection[str]) -> dict[str, int]:
+def find_index(group: ZarrGroup, channel: str, skipped: Collection[str]) -> dict[str, int]:
     """Return the index on a dimension that a channel `z@500` or `z@level=500` selects; empty for a channel `z`.
 
     Dimensions in `skipped` are not searched. Raises `FieldError` for an unknown array, and unless exactly one
@@ -349,9 +349,9 @@ def find_index(store: Store, group: ZarrGroup, channel: str, skipped: Collection
     for other in candidates:
         coordinate = group.arrays.get(group.beside(name, other) or "")
         if other in array.dims and coordinate is not None and coordinate.dims == (other,):
-            where = f"{store.url}/{coordinate.path}"
+            where = f"{group.url}/{coordinate.path}"
             unpacking = unpacking_of(coordinate.netcdf_attributes, coordinate.values.dtype, where)
-            values = ArrayReader(store, coordinate).read_all(unpacking)
+            values = ArrayReader(group.store, coordinate).read_all(unpacking)
             matches = np.flatnonzero(values == value)
             if matches.size == 1:
                 found[other] = int(matches[0])

@@ -179,7 +179,7 @@ def open_slices(listing: Listing, selection: FieldSelection) -> Source:
         raw = selection.raw or channel == axis or channel in kept  # it is unpacked when it is read in place
         unpacking = None if raw else unpacking_of(array.netcdf_attributes, array.dtype, f"{store.url}/{source}")
         known = members.get(source, Member(array, unpacking, {}, array.dims.index(axis)))
-        picks = find_index(store, group, channel, {axis})
+        picks = find_index(group, channel, {axis})
         members[source] = replace(known, picks={**known.picks, name: picks})
     lengths = {channel: array.lengths[axis] for channel, array in along.items()}
     fields = {name: members[channel.partition("@")[0]].field(name) for name, channel in names.items()}
