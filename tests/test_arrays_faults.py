@@ -190,19 +190,20 @@ def test_an_unknown_codec_of_version_3_is_named(tmp_path):
         sl.StreamingDataset(store, **TIME, fields=["t2m"])
 
 
-def test_other_codecs_are_decoded_by_zarr_python(tmp_path):
-    values = np.arange(100, dtype=np.int32)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from zarr.codecs.numcodecs import Delta
+@pytest.mark.parametrize("damage", [5, "x", [], [1], {"t2m": 5}, {"t2m/.zarray": "x"}])
+@pytest.mark.parametrize(("store", "name"), [("xarray2.zarr", ".zmetadata"), ("xarray3.zarr", "zarr.json")])
+def test_damaged_consolidated_metadata_is_an_error_that_names_its_document(store, name, damage, tmp_path):
+    path = copied(tmp_path, store) / name
+    edited(path, lambda document: document.get("consolidated_metadata", document).update(metadata=damage))
+    with pytest.raises(errors.FormatError, match=f"{store}/{name} is damaged; consolidate the metadata again"):
+        sl.StreamingDataset(path.parent, **TIME)
 
-        group = zarr.open_group(tmp_path / "x.zarr", mode="w")
-        filters = [Delta(dtype="<i4")]
-        group.create_array(
-            "a", shape=100, chunks=10, dtype="i4", filters=filters, compressors=None, dimension_names=["n"]
-        )[:] = values
-        (batch,) = sl.StreamingDataset(tmp_path / "x.zarr", batch_size=100, sample_axis="n", shuffle=False)
-    np.testing.assert_array_equal(batch["a"], values)
+
+def test_an_unknown_encoding_of_the_keys_of_chunks_is_an_error_and_no_chunk_is_missing(tmp_path):
+    store = copied(tmp_path, "python3.zarr")
+    edited(store / "t2m" / "zarr.json", lambda d: d.update(chunk_key_encoding={"name": "fanout"}))
+    with pytest.raises(errors.FormatError, match="the array 't2m' has the chunk key encoding 'fanout'"):
+        list(sl.StreamingDataset(store, **TIME, fields=["t2m"], strict=False))
 
 
 @pytest.mark.parametrize("times", [[0, 6, 12, 6, 18], [0, 0, 6, 12, 18]])

@@ -237,9 +237,12 @@ class ZarrArray:
         configuration = _configuration(encoding)
         if self.version == 2:
             prefixed, separator = False, self.document.get("dimension_separator") or "."
-        else:
-            prefixed = encoding.get("name", "default") == "default"
+        elif (name := encoding.get("name", "default")) in ("default", "v2"):
+            prefixed = name == "default"
             separator = configuration.get("separator", "/" if prefixed else ".")
+        else:
+            problem = f"the array {self.path!r} has the chunk key encoding {name!r:.80}"
+            raise FormatError(problem, "write it with the encoding 'default' or 'v2'")
         parts = (["c"] if prefixed else []) + list(map(str, place or ([] if prefixed else [0])))
         return join_path(self.path, str(separator).join(parts))
 
@@ -428,7 +431,9 @@ def _read_root(store: Store, names: Sequence[str]) -> tuple[Store, Document, dic
     root = _parsed(store, ROOT) if ROOT in names else None
     if root is not None:
         nodes = _mapping(root.get("consolidated_metadata")).get("metadata")
-        return store, root, None if nodes is None else {name: node for name, node in nodes.items() if "/" not in name}
+        if nodes is None:
+            return store, root, None
+        return store, root, {name: node for name, node in _nodes(nodes, store, ROOT).items() if "/" not in name}
     consolidated = _parsed(store, CONSOLIDATED) if names[-1] != ROOT else None
     if consolidated is None:
         document = _read_node(store, names, "")
@@ -440,9 +445,7 @@ def _read_root(store: Store, names: Sequence[str]) -> tuple[Store, Document, dic
             except NotFoundError as error:
                 raise NotADatasetError(problem, remedy) from error
         return store, document or {}, None
-    nodes = consolidated.get("metadata")
-    if not isinstance(nodes, Mapping):
-        raise FormatError(f"{store.url}/{CONSOLIDATED} is damaged", "consolidate the metadata again")
+    nodes = _nodes(consolidated.get("metadata"), store, CONSOLIDATED)
     if "record_size" in consolidated:
         store = references_store(store)
     members: dict[str, Document] = {}
@@ -451,6 +454,13 @@ def _read_root(store: Store, names: Sequence[str]) -> tuple[Store, Document, dic
         if name and "/" not in name and kind in (".zarray", ".zgroup"):
             members[name] = {**node, "attributes": nodes.get(f"{name}/.zattrs", {})}
     return store, {"attributes": nodes.get(".zattrs", {})}, members
+
+
+def _nodes(nodes: Any, store: Store, path: str) -> Mapping[str, Document]:
+    """Return the documents in consolidated metadata. Raises `FormatError` for what is none."""
+    if not isinstance(nodes, Mapping) or not all(isinstance(node, Mapping) for node in nodes.values()):
+        raise FormatError(f"{store.url}/{path} is damaged", "consolidate the metadata again")
+    return nodes
 
 
 def _read_nodes(store: Store, names: Sequence[str], paths: Sequence[str]) -> dict[str, Document]:
