@@ -1,4 +1,4 @@
-"""`streamloader plan` forecasts training on a dataset; `streamloader bench` measures what limits the loader."""
+"""`streamloader plan` forecasts training on a dataset; `streamloader bench` measures the loader."""
 
 from __future__ import annotations
 
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from streamloader.measure.ceiling import Ceiling
     from streamloader.measure.forecast import Forecast, MixtureForecast
 
+MIN_BYTES = 1_000_000  # for CPU seconds per GB: fewer say nothing
 DOTS = 20_000  # a plot cannot resolve more
 PAGE = """<!doctype html><meta charset="utf-8"><title>{title}</title>
 <body style="font: 14px sans-serif"><h1>{title}</h1><pre>{text}</pre>{picture}
@@ -291,16 +292,15 @@ def stats(
 @fields_option
 @split_option
 @option("--seconds", type=float, default=10.0, help="Duration of each stage.")
-@option("--workers", type=IntRange(min=0), default=0, help="Number of DataLoader workers.")
 @size_option("--memory", help="Memory for the loader, say 2GiB; default: what its window needs.")
 @option("--image-size", default="224", parse=parse_image_size, help="Image size, 224 or 192x256; 0: do not decode.")
 @storage_option
 @json_option
-@option("--trace", type=OUTPUT, help="Write a JSON line for each batch to this file.")
 def bench(*, url: str, as_json: bool, **options: Any) -> None:
-    """Measure the endpoint of the dataset at URL and the loader, and find what limits the loader.
+    """Measure the endpoint of the dataset at URL, this machine, and the loader.
 
-    The stages: fetch, fetch and unpack, decode images from memory, the loader. Nothing is written.
+    The stages: fetch, fetch and unpack, decode images from memory, which are the ceilings of the loader, and the
+    loader. Nothing is written.
     """
     from streamloader.measure.bench import BenchOptions
     from streamloader.measure.bench import bench as run
@@ -320,10 +320,10 @@ def bench(*, url: str, as_json: bool, **options: Any) -> None:
     click.echo(f"{measured}, the first after {result.first_batch_seconds:.2f} s")
     right = ("samples/s", "MB/s", "CPU s/GB", "requests", "per request")
     print_table(("stage", *right), map(_cells, (*result.ceilings, result.loader)), right)
-    click.echo(result.verdict)
+    click.echo(f"the loader is {result.stats.verdict}")
 
 
 def _cells(row: Ceiling) -> list[str]:
-    cpu = f"{row.cpu_seconds_per_gigabyte:.2f}" if row.cpu_seconds and row.bytes else ""
+    cpu = f"{row.cpu_seconds_per_gigabyte:.2f}" if row.bytes >= MIN_BYTES else ""
     requests, size = (f"{row.requests:,}", show_bytes(row.bytes / row.requests)) if row.requests else ("", "")
     return [row.name, f"{row.samples_per_second:,.0f}", f"{row.megabytes_per_second:,.1f}", cpu, requests, size]
