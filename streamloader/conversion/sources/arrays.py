@@ -188,9 +188,11 @@ def unfit(problem: str, remedy: str = "") -> SourceError:
 
 @contextmanager
 def reading(problem: str) -> Iterator[None]:
-    """Raise the errors of a library that reads damaged data as `SourceError`, with the problem."""
+    """Raise the errors of a library or a reader of Zarr about damaged data as `SourceError`, with the problem."""
     try:
         yield
+    except FormatError as error:
+        raise SourceError(f"{problem}: {error.problem}", error.remedy) from error
     except StreamloaderError:
         raise
     except Exception as error:  # each library and codec has its own errors, and numpy evaluates headers as Python

@@ -41,11 +41,7 @@ PIECE_ITEMS = 256  # items of variable length that are read at once
 _NO_VALUES = b"This is a netCDF dimension but not a netCDF variable"
 MAX_HEADER = 64 << 20
 RECORDS_BYTES = 32 << 20  # of records that are read at once
-_CHAR = 2
-_TYPES = {
-    **{1: ">i1", _CHAR: "S1", 3: ">i2", 4: ">i4", 5: ">f4", 6: ">f8"},
-    **{7: ">u1", 8: ">u2", 9: ">u4", 10: ">i8", 11: ">u8"},
-}
+_TYPES = ("", ">i1", "S1", ">i2", ">i4", ">f4", ">f8", ">u1", ">u2", ">u4", ">i8", ">u8")  # by their code
 _DIMENSIONS, _VARIABLES, _ATTRIBUTES = 10, 11, 12
 
 
@@ -454,8 +450,8 @@ class _Header:
 
         Raises `SourceError` if the file is truncated; ValueError and others for a damaged header.
         """
-        records = self._unpack(self._count)  # -1 if it was written as a stream
-        dimensions = [(self._name(), self._natural()) for _ in range(self._list(_DIMENSIONS))]
+        records = self._number(least=-1)  # -1 if it was written as a stream
+        dimensions = [(self._name(), self._number()) for _ in range(self._list(_DIMENSIONS))]
         self._attributes()
         variables: dict[str, Variable] = {}
         for _ in range(self._list(_VARIABLES)):
@@ -464,21 +460,17 @@ class _Header:
                 raise ValueError(f"the variable {name!r} is there twice")
             variables[name] = self._variable(name, dimensions)
         unlimited = next((name for name, length in dimensions if length == 0), "")
-        if records < -1:
-            raise ValueError(f"it has {records} records")
         return self._with_records(variables, records), unlimited
 
     def _variable(self, name: str, dimensions: list[tuple[str, int]]) -> Variable:
-        axes = [dimensions[self._natural()] for _ in range(self._natural())]
+        axes = [dimensions[self._number()] for _ in range(self._number())]
         attributes = self._attributes()
-        code = self._unpack(">i")
-        if code not in _TYPES:
-            raise ValueError(f"{name!r} has the unknown type {code}")
-        self._unpack(self._count)  # the stored size is wrong for large variables; it is computed instead
+        dtype = self._dtype()
+        self._take(struct.calcsize(self._count))  # the stored size is wrong for large variables
         lengths = tuple(length for _, length in axes)
         if 0 in lengths[1:]:
             raise ValueError(f"{name!r} has the dimension of the records behind another")
-        dtype, start = np.dtype(_TYPES[code]), self._natural(self._offset)
+        start = self._number(self._offset)
         stride, names = dtype.itemsize * prod(lengths[1:]), tuple(dimension for dimension, _ in axes)
         return Variable(names, dtype, lengths, start, stride, attributes, lengths[:1] == (0,))
 
@@ -505,31 +497,34 @@ class _Header:
         """Return the attributes that describe values."""
         out: dict[str, Any] = {}
         for _ in range(self._list(_ATTRIBUTES)):
-            name, code, count = self._name(), self._unpack(">i"), self._natural()
-            dtype = np.dtype(_TYPES[code])
+            name, dtype, count = self._name(), self._dtype(), self._number()
             values = self._padded(count * dtype.itemsize)
             if name in arrays.ATTRIBUTES:
-                out[name] = values if code == _CHAR else np.frombuffer(values, dtype)
+                out[name] = values if dtype.kind == "S" else np.frombuffer(values, dtype)
         return out
 
     def _list(self, tag: int) -> int:
         """Return the length of a list; an absent list is two zeros."""
-        actual, count = self._unpack(">i"), self._natural()
+        actual, count = self._number(">i"), self._number()
         if actual != tag and (actual, count) != (0, 0):
             raise ValueError(f"the tag {actual} where {tag} belongs")
         return count
 
     def _name(self) -> str:
-        return self._padded(self._natural()).decode("utf-8")
+        return self._padded(self._number()).decode("utf-8")
 
-    def _natural(self, layout: str = "") -> int:
-        number = self._unpack(layout or self._count)
-        if number < 0:
+    def _dtype(self) -> np.dtype[Any]:
+        code = self._number(">i")
+        if not 0 < code < len(_TYPES):
+            raise ValueError(f"the unknown type {code} before byte {self._raw.tell()}")
+        return np.dtype(_TYPES[code])
+
+    def _number(self, layout: str = "", least: int = 0) -> int:
+        layout = layout or self._count
+        number = int(struct.unpack(layout, self._take(struct.calcsize(layout)))[0])
+        if number < least:
             raise ValueError(f"the number {number} before byte {self._raw.tell()}")
         return number
-
-    def _unpack(self, layout: str) -> int:
-        return int(struct.unpack(layout, self._take(struct.calcsize(layout)))[0])
 
     def _padded(self, size: int) -> bytes:
         return self._take(-(-size // 4) * 4)[:size]

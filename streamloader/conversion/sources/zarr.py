@@ -21,7 +21,7 @@ from streamloader.conversion.sources.base import Source
 from streamloader.conversion.sources.fields import FieldSelection, SourceFormat
 from streamloader.conversion.sources.files import Listing
 from streamloader.conversion.sources.ranged_io import READ_THREADS, read_document
-from streamloader.conversion.sources.zarr_slices import Member, named, open_slices, read_members
+from streamloader.conversion.sources.zarr_slices import Member, open_slices, read_members
 from streamloader.errors import FieldError, FormatError, SourceError
 from streamloader.format.manifest import FORMAT, Field, Manifest
 from streamloader.format.opening import open_root
@@ -198,7 +198,7 @@ def _container(
     for name, array in stored.items():
         where = f"{store.url}/{array.path}".rstrip("/")
         problem = f"the array {where} cannot be opened"
-        with arrays.reading(problem), named(problem):
+        with arrays.reading(problem):
             kinds[name] = _describe(store, array, where, size, mapped)
             lengths[notes["arrays"][name]] = array.shape[0]
     read = partial(read_members, store, tuple(Member(array, None, {name: {}}) for name, array in stored.items()))

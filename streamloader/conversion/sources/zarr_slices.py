@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import pairwise, product
@@ -24,7 +23,7 @@ from streamloader.conversion.sources import arrays
 from streamloader.conversion.sources.base import Source
 from streamloader.conversion.sources.fields import FieldSelection
 from streamloader.conversion.sources.files import Listing, field_names
-from streamloader.errors import FormatError, SourceError
+from streamloader.errors import SourceError
 from streamloader.format.cf import Unpacking, unpacking_of
 from streamloader.format.codecs import with_checksum
 from streamloader.format.manifest import Field
@@ -134,17 +133,8 @@ def read_members(store: Store, members: Sequence[Member], rows: NDArray[np.int64
     for member in members:
         columns = {name: into[name] for name in member.picks if name in into}
         if columns:
-            with named(f"{store.url}/{member.array.path}".rstrip("/") + " cannot be read"):
+            with arrays.reading(f"{store.url}/{member.array.path}".rstrip("/") + " cannot be read"):
                 member.read(store, rows, columns)
-
-
-@contextmanager
-def named(problem: str) -> Iterator[None]:
-    """Raise a `FormatError` of the reader as `SourceError`, with the problem."""
-    try:
-        yield
-    except FormatError as error:
-        raise SourceError(f"{problem}: {error.problem}", error.remedy) from error
 
 
 def open_slices(listing: Listing, selection: FieldSelection) -> Source:
@@ -215,7 +205,7 @@ def _beside(store: Store, attributes: Mapping[str, Any], found: Mapping[str, Zar
             problem = f"{where} has {size} bytes, and is stored whole, since it lacks the sample axis"
             others = f"give another sample_axis= (--sample-axis), one of {', '.join(array.dims)}"
             raise SourceError(problem, f"leave it out, or {others}")
-        with named(f"{where} cannot be read"):
+        with arrays.reading(f"{where} cannot be read"):
             values = ArrayReader(store, array).read_all()
         nodes[name] = plain_document(values.shape, array.dtype, array.dims, array.netcdf_attributes)
         data = values.astype(values.dtype.newbyteorder("<")).tobytes()
