@@ -219,7 +219,10 @@ def test_the_command_shows_both_shares_of_each_source_of_a_mixture(sources, caps
     assert [round(part["field_shares"]["tok"], 3) for part in parts] == [0.6, 0.3, 0.1]
     assert parts[0]["share"] > 0.9
     assert "more than that: 3 consumers" in run(capsys, "plan", *arguments, "--world-size", 3)[1]
-    assert "set --unit and --lanes to multiples of 3" in run(capsys, "plan", *arguments, "--world-size", 3)[1]
+    assert (
+        "set unit= and shuffle=Shuffle(lanes=) to multiples of 3"
+        in run(capsys, "plan", *arguments, "--world-size", 3)[1]
+    )
     assert "take parts of the same" in run(capsys, "plan", *arguments, "--world-size", 2, "--no-shuffle")[1]
 
 
@@ -240,7 +243,7 @@ def test_the_command_prints_json(folder, capsys):
     assert "drawn" not in planned
 
 
-@pytest.mark.parametrize("name", ["plan.png", "plan.html"])
+@pytest.mark.parametrize("name", ["plan.png", "plan.svg"])
 def test_the_plan_is_drawn(folder, tmp_path, name, capsys):
     assert run(capsys, "plan", folder, "--batch-size", 32, "--plot", tmp_path / name)[0] == 0
     if name.endswith("png"):
@@ -248,10 +251,7 @@ def test_the_plan_is_drawn(folder, tmp_path, name, capsys):
             assert picture.width > 800
             assert len(set(picture.convert("L").resize((40, 20)).tobytes())) > 10  # not one colour
     else:
-        page = (tmp_path / name).read_text()
-        assert "<svg" in page
-        assert "comes from" in page
-        assert not re.search(r"https?://(?!www.w3.org|matplotlib.org|purl.org|creativecommons.org)", page)
+        assert "<svg" in (tmp_path / name).read_text()
 
 
 BAD: list[tuple[dict[str, Any], str, str]] = [
@@ -275,7 +275,7 @@ def test_errors_of_the_command_are_one_line(folder, tmp_path, capsys):
     for arguments, shown in (
         ((folder, "--memory", "1KB"), "but memory=1000; give memory="),
         ((folder, "--memory", "1KB"), " or more, or a smaller batch_size or shuffle=Shuffle(window=, lanes=) ["),
-        ((folder, "--plot", "plan.pdf"), "ends with .png or .html"),
+        ((folder, "--plot", "plan.html"), "name a .png, .svg or .pdf file"),
         ((folder, "--no-shuffle", "--lanes", 4), "--no-shuffle with"),
         ((folder, folder), "2 URLs without --weights"),
         ((folder, "--weigh", "tok"), "--weigh without --weights"),

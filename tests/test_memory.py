@@ -161,7 +161,6 @@ def test_a_job_file_that_is_too_large_is_not_read_whole_by_runs_that_hold_or_tak
         ("bad/0.json", "has a line of over 33554432 bytes"),
         ("files", "has a line of over 1048576 bytes"),
         ("parts/0", "differs from its receipt"),
-        ("conversion.json", "has over 67108864 bytes"),
         ("append/receipts/0.json", "has over 67108864 bytes"),
         ("append/parts/0", "differs from its receipt"),
     ],
@@ -174,7 +173,7 @@ def test_what_a_conversion_left_is_refused_where_it_is_too_large(name, problem, 
         if name.startswith("append"):
             append(out, more, workers=0, progress=progress)
         else:
-            convert(source, out, workers=0, progress=progress, resume=name == "conversion.json")
+            convert(source, out, workers=0, progress=progress)
 
     def at_the_end(progress: Progress) -> None:
         if progress.phase == "finish":  # all shards are written, the small fields are about to be gathered
@@ -184,11 +183,9 @@ def test_what_a_conversion_left_is_refused_where_it_is_too_large(name, problem, 
 
     for file in (source, more):
         file.write_text('{"x": 7}\n' * 10)
-    if name.startswith(("append", "conversion")):
+    if name.startswith("append"):
         convert(source, out, workers=0)
-    if name == "conversion.json":
-        plant(large)
-    elif "parts" not in name:
+    if "parts" not in name:
         with suppress(KeyboardInterrupt):
             run(at_the_end)
     if name == "files":

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import html
-import io
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -44,9 +42,7 @@ if TYPE_CHECKING:
 
 MIN_BYTES = 1_000_000  # for CPU seconds per GB: fewer say nothing
 DOTS = 20_000  # a plot cannot resolve more
-PAGE = """<!doctype html><meta charset="utf-8"><title>{title}</title>
-<body style="font: 14px sans-serif"><h1>{title}</h1><pre>{text}</pre>{picture}
-"""
+PLOTS = (".png", ".svg", ".pdf")
 OUTPUT = click.Path(path_type=Path, dir_okay=False)
 
 
@@ -90,7 +86,7 @@ def parse_weights(text: str) -> tuple[float, ...]:
 @option("--get-price", type=float, default=0.4, help="Price of a million GETs in USD.")
 @storage_option
 @json_option
-@option("--plot", type=OUTPUT, help="Draw the plan to this .png or .html file (needs matplotlib).")
+@option("--plot", type=OUTPUT, help="Draw the plan to this .png, .svg or .pdf file (needs matplotlib).")
 def plan(
     *, urls: tuple[str, ...], no_shuffle: bool, get_price: float, as_json: bool, plot: Path | None, **options: Any
 ) -> None:
@@ -125,8 +121,8 @@ def plan(
 def _check_plan(
     urls: Sequence[str], weights: Sequence[float] | None, mixture: Mapping[str, Any], plot: Path | None
 ) -> None:
-    if plot is not None and (weights is not None or plot.suffix not in (".png", ".html")):
-        raise UsageError(f"--plot {plot}", "name a file that ends with .png or .html, and one URL without --weights")
+    if plot is not None and (weights is not None or plot.suffix not in PLOTS):
+        raise UsageError(f"--plot {plot}", "name a .png, .svg or .pdf file, and one URL without --weights")
     if weights is None and (len(urls) > 1 or mixture):
         given = f"{len(urls)} URLs" if len(urls) > 1 else f"--{next(iter(mixture))}"
         raise UsageError(f"{given} without --weights", "give a weight for each URL: --weights 0.7,0.3")
@@ -185,8 +181,7 @@ def print_mixture(planned: MixtureForecast, *, as_json: bool) -> None:
         return
     click.echo(f"mixture of {counted(len(planned.sources), 'source')}: {planned.num_samples:,} samples an epoch")
     click.echo("\n".join([_steps_line(planned), _memory_line(planned), _requests_line(planned, "about ")]))
-    rereads = planned.rereads.replace("unit= and shuffle=Shuffle(lanes=)", "--unit and --lanes")
-    click.echo(f"reading   {f'more than that: {rereads}' if rereads else 'each block once'}")
+    click.echo(f"reading   {f'more than that: {planned.rereads}' if planned.rereads else 'each block once'}")
     fields = planned.sources[0].field_shares
     right = ["weight", "share of samples", *(f"share of {name}" for name in fields), "samples", "passes"]
     right += ["requests", "bytes"]
@@ -222,7 +217,7 @@ def _reading(planned: Forecast) -> str:
 
 
 def draw(planned: Forecast, path: Path) -> None:
-    """Write a .png or a self-contained .html file. Raises `UsageError` if matplotlib is not installed."""
+    """Draw the forecast to a file. Raises `UsageError` if matplotlib is not installed."""
     from streamloader.storage.optional import need
 
     figure = need("matplotlib.figure").Figure(figsize=(11, 5.5), layout="constrained")
@@ -236,14 +231,7 @@ def draw(planned: Forecast, path: Path) -> None:
     right.plot(range(len(counts)), counts, color="#0b6e99")
     right.set(title="distinct blocks per global batch", xlabel="step", ylim=(0, max([1, *counts]) * 1.1))
     figure.suptitle(f"{planned.num_samples:,} samples, {planned.world_size} ranks, {planned.batch_size} a batch")
-    if path.suffix == ".png":
-        figure.savefig(path, dpi=120)
-        return
-    picture = io.StringIO()
-    figure.savefig(picture, format="svg")
-    svg, title = picture.getvalue(), html.escape(f"Plan of {planned.url}")
-    text = html.escape("\n".join(forecast_lines(planned)))
-    path.write_text(PAGE.format(title=title, text=text, picture=svg[svg.index("<svg") :]))
+    figure.savefig(path, dpi=120)
 
 
 @click.command()

@@ -32,15 +32,14 @@ from streamloader.format import publish
 from streamloader.format.codecs import Column, column_size, encode_chunk, measure_codec
 from streamloader.format.geometry import Geometry, choose_layouts, settle
 from streamloader.format.lengths import page_path
-from streamloader.format.manifest import VERSION, Field, FieldLayout, Manifest, class_names, parse_json
-from streamloader.format.opening import ROOT, get_document, open_root, read_job, read_lines
+from streamloader.format.manifest import VERSION, Field, FieldLayout, Manifest, class_names
+from streamloader.format.opening import ROOT, open_root, read_job, read_lines
 from streamloader.options import Layout, Option, is_whole
 from streamloader.storage.process import cpu_count
 from streamloader.storage.store import ObjectInfo, Store
 from streamloader.storage.url import redact
 
 FILES = "_streamloader/files"
-RECORD = "_streamloader/conversion.json"  # options of a finished conversion that the manifest does not have
 SETTLED = f"{publish.BAD}/settled"  # exists once every sample was read, so that all bad samples are known
 MAX_LINE = 1 << 20  # bytes per line of a file list: a path has up to 4 KiB, a signed URL more
 PROBE_BYTES = 16 << 20  # maximum to read for choosing codecs, unless 16 samples are larger
@@ -315,12 +314,6 @@ class Job:
         """The SHA-256 of the document: of source, options and geometry, which determine all written bytes."""
         return hashlib.sha256(json.dumps(self.document, sort_keys=True).encode()).hexdigest()
 
-    @property
-    def record(self) -> Mapping[str, Any]:
-        """The options that determine the written bytes and are not in the manifest."""
-        options = self.document["options"]
-        return {key: options[key] for key in ("map", "fill", "raw") if options.get(key)}
-
 
 def make_job(source: Source, format_name: str, transforms: TransformOptions, keep_bad: bool) -> Job:
     """Plan a conversion; the same source and options give the same job. Reads some rows.
@@ -452,17 +445,13 @@ def read_finished(store: Store, job: Job) -> dict[str, Manifest] | None:
     """
     if store.head(ROOT) is None:
         return None
-    try:
-        record = parse_json(get_document(store, RECORD))
-    except (errors.NotFoundError, ValueError, RecursionError):
-        record = {}  # its options are unknown
     manifests: dict[str, Manifest] = {}
     for plan in job.splits:
         manifests[plan.name] = manifest = open_root(store, plan.name or None).manifest
         provenance = {key: value for key, value in manifest.provenance.items() if key != "left_out"}
         fields = {name: layout.field for name, layout in manifest.fields.items()}
-        stored = {**provenance, "options": record, "fields": fields}
-        differences = _differences(stored, {**plan.provenance, "options": job.record, "fields": job.preview.fields})
+        planned_fields = {**plan.provenance, "fields": job.preview.fields}
+        differences = _differences({**provenance, "fields": fields}, planned_fields)
         if not differences:  # compare with the layout that the plan gives to as many samples and stored bytes
             bulk = [name for name, layout in plan.geometry.layouts.items() if not layout.resident]
             sizes = {name: manifest.fields[name].stored for name in bulk}
@@ -633,8 +622,6 @@ class Run:
             for split in splits:
                 quarantine.add_all(split.plan.name, split.store, split.skipped)
             quarantine.flush()
-        if job.record:
-            store.put(RECORD, json.dumps(job.record, sort_keys=True).encode())
         beside = job.source.beside()
         for split in splits:
             split.remove_surplus()

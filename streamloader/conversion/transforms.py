@@ -107,7 +107,7 @@ def map_source(source: Source, mapper: Mapper, selection: FieldSelection) -> Sou
     def cut(rows: NDArray[np.int64]) -> MappedFragment:
         return MappedFragment(source.fragment(rows), dict(source.fields), mapper)
 
-    notes = {key: value for key, value in source.notes.items() if key != "beside"} | {"map": mapper.name}
+    notes = {key: value for key, value in source.notes.items() if key != "beside"} | {"map": mapper.options()}
     return open_records(source.url, source.files, source.num_samples, cut, selection, notes=notes)
 
 

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from streamloader import errors
 from streamloader.conversion.api import default_options
-from streamloader.conversion.job import FILES, RECORD, Listener, Phase, Progress, ignore
+from streamloader.conversion.job import FILES, Listener, Phase, Progress, ignore
 from streamloader.conversion.row_order import SampleRows, assign, own_rows, parse_splits
 from streamloader.conversion.shard_task import QUARANTINE
 from streamloader.conversion.sources.base import BadSample, Source
@@ -50,6 +50,7 @@ PIECE_BYTES = 8 * MIB  # of a shard that a thread reads and decodes at once, unl
 THREADS = 16  # each waits for the network, checks and decodes; together they hold about 300 MB
 COMPARE_THREADS = 4  # each holds the samples of a shard twice: from the dataset and from the source
 TASKS = 10_000  # shards planned at once: a hostile manifest may list more shards than fit in memory
+OLD_NOTES = "_streamloader/conversion.json"  # written by conversions of earlier releases
 LEFTOVERS = (opening.JOB, FILES, CLAIM, *(f"{folder}/" for folder in (PARTS, opening.RECEIPTS, BAD, APPEND)))
 # these errors are raised, because there is nothing to verify; other format errors are problems of the dataset
 _NOT_VERIFIABLE = (errors.NotADatasetError, errors.IncompleteError, errors.VersionError)
@@ -204,7 +205,7 @@ def _check_paths(
         first, _, below = path.partition("/")
         split, inner = (first, below) if first in names else ("", path)
         view = by_split.get(split)
-        known = inner in (ROOT, RECORD, STATISTICS) or inner.startswith(QUARANTINE.removesuffix(".jsonl"))
+        known = inner in (ROOT, OLD_NOTES, STATISTICS) or inner.startswith(QUARANTINE.removesuffix(".jsonl"))
         if known or (view.owns(inner) if view else split):
             continue
         in_dataset = inner.partition("/")[0] in {INTERNAL, *(view.manifest.fields if view else ())}
