@@ -389,7 +389,7 @@ class Channels:
         _check(self, "names", valid and len(set(names)) == len(names), "give different names of arrays")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Sampling(Option):
     """How the arrays of a Zarr group become samples; see `StreamingDataset`."""
 

@@ -29,7 +29,7 @@ def test_moments_of_parts_merge_to_those_of_the_whole():
 
 
 def test_statistics_are_those_of_the_selected_elements():
-    sampling = Sampling("time", channels=sl.Channels("z@500", "t2m", "orog"))
+    sampling = Sampling(sample_axis="time", channels=sl.Channels("z@500", "t2m", "orog"))
     found = fit(url_of("xarray3.zarr"), sampling, where=slice(2, 20))
     for name, values in (
         ("z@500", values_of("xarray3.zarr", "z")[2:20, 0]),

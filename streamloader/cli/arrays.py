@@ -75,10 +75,10 @@ def take_sampling(options: dict[str, Any]) -> Sampling:
     if patch_stride and not patch:
         raise UsageError("--patch-stride without --patch", "give both")
     return Sampling(
-        options.pop("sample_axis"),
-        Window(**lengths) if lengths else None,
-        Patch(patch, stride=patch_stride) if patch else None,
-        Channels(*channels) if channels else None,
+        sample_axis=options.pop("sample_axis"),
+        windows=Window(**lengths) if lengths else None,
+        patches=Patch(patch, stride=patch_stride) if patch else None,
+        channels=Channels(*channels) if channels else None,
         zarr_format=options.pop("zarr_format"),
     )
 

@@ -264,7 +264,7 @@ def stats(
     """
     from streamloader.measure.statistics import document_of, fit, save_in
 
-    sampling = Sampling(sample_axis, channels=Channels(*channels) if channels else None, decode_cf=not raw)
+    sampling = Sampling(sample_axis=sample_axis, channels=Channels(*channels) if channels else None, decode_cf=not raw)
     document = document_of(url, split, where, fit(url, sampling, split=split, where=where, **options))
     if save:
         save_in(url, document, options["storage_options"])

@@ -124,7 +124,7 @@ class ArraySummary:
 
 def sampled_reads(url: str, storage_options: Mapping[str, Any] | None, sampling: Sampling) -> list[ArrayReads]:
     """Return what an epoch of the declared samples of a URL reads. Raises the errors of opening it."""
-    return array_reads(open_dataset(Source.of(url, None, storage_options, sampling), None, None))
+    return array_reads(open_dataset(Source(url, None, None, storage_options, **vars(sampling)), None, None))
 
 
 def summarize(url: str, storage_options: Mapping[str, Any] | None = None) -> list[ArraySummary]:

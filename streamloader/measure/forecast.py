@@ -131,7 +131,7 @@ class ForecastOptions:
 
     def source(self, url: str) -> Source:
         """Return the source at a URL."""
-        return replace(Source.of(url, self.split, self.storage_options, self.sampling), where=self.where)
+        return Source(url, self.split, self.where, self.storage_options, **vars(self.sampling))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,20 +20,7 @@ from streamloader.format.geometry import BLOCKS, nearest_power, next_power, orde
 from streamloader.format.manifest import Field, Manifest, OrderPin
 from streamloader.format.opening import open_root
 from streamloader.format.reader import FieldReader, read_columns
-from streamloader.options import (
-    REMAINDERS,
-    Channels,
-    Decode,
-    Normalize,
-    Option,
-    Pack,
-    Patch,
-    Remainder,
-    Sampling,
-    Shuffle,
-    Window,
-    is_whole,
-)
+from streamloader.options import REMAINDERS, Decode, Option, Pack, Remainder, Sampling, Shuffle, is_whole
 from streamloader.order.epoch_order import OrderParams
 from streamloader.order.schedule import Part
 from streamloader.order.state import NO_GAPS, Gaps, RunState, SourceIdentity
@@ -58,32 +45,14 @@ WhereChoice = None | str | slice | Sequence[bool] | Sequence[int] | np.ndarray[A
 
 
 @dataclass(frozen=True, eq=False)
-class Source:
+class Source(Sampling):
     """A dataset of a mixture. The arguments are those of `StreamingDataset`."""
 
     url: str | os.PathLike[str]
     split: str | None = None
     where: WhereChoice = None
     storage_options: Mapping[str, Any] | None = field(default_factory=dict)
-    sample_axis: str | int | None = None
-    windows: Window | None = None
-    patches: Patch | None = None
-    channels: Channels | Mapping[str, Channels] | None = None
-    decode_cf: bool | Mapping[str, bool] = True
-    strict: bool | None = None
-    normalize: Normalize = None
     version: int | None = None
-    zarr_format: int | None = None
-
-    @classmethod
-    def of(cls, url: str, split: str | None, storage_options: Mapping[str, Any] | None, sampling: Sampling) -> Source:
-        """Return the source of a URL whose samples are declared by `sampling`."""
-        return cls(url, split, None, storage_options, **vars(sampling))
-
-    @property
-    def sampling(self) -> Sampling:
-        """How the arrays of the dataset become samples."""
-        return Sampling(**{option.name: getattr(self, option.name) for option in fields(Sampling)})
 
 
 @dataclass(frozen=True)
@@ -153,7 +122,7 @@ def open_dataset(
 
     `columns`: the names of the batch's columns other than fields. `shuffle`: as in `Anchors.aligned`.
     """
-    if source.sampling.used:
+    if source.used:
         if source.version is not None:
             raise UsageError(f"version={source.version} of arrays in place", "leave it out, or leave sample_axis= out")
         root = open_store(references_url(source.url), source.storage_options)
@@ -162,8 +131,8 @@ def open_dataset(
         options: dict[str, Any] = {"aligned": shuffle, "memory": memory, "statistics": root}
         opened = None
         with suppress(FieldError, FormatError):  # twice: no checksum shows whether metadata were damaged in transfer
-            opened = open_arrays(store, source.sampling, names, where, **options)
-        opened = opened or open_arrays(store, source.sampling, names, where, **options)
+            opened = open_arrays(store, source, names, where, **options)
+        opened = opened or open_arrays(store, source, names, where, **options)
         check_names(opened.manifest, [*opened.names, *opened.output_names], columns)
         return opened
     manifest, store, _ = open_root(open_store(source.url, source.storage_options), source.split, source.version)

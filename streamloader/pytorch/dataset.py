@@ -101,12 +101,14 @@ class StreamingDataset(BaseDataset):
             *(fields, decode, pack, transform, transform_workers, memory),
         )
         source = Source(
-            *(url, split, where, storage_options),
-            *(sample_axis, windows, patches, channels),
+            *(url, split, where, storage_options, version),
+            sample_axis=sample_axis,
+            windows=windows,
+            patches=patches,
+            channels=channels,
             decode_cf=decode_cf,
             strict=strict,
             normalize=normalize,
-            version=version,
             zarr_format=zarr_format,
         )
         super().__init__([source], given, shuffle=shuffle, seed=seed, world=world)
