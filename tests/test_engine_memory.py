@@ -73,7 +73,7 @@ def test_rows_are_those_of_their_tickets_whatever_was_claimed_and_released(data)
         places = arena.locate(tickets, rows)
         arena.take("x", places, out)
         assert out.tolist() == [[t * BLOCK + r] * 2 for t, r in zip(tickets, rows, strict=True)]
-        assert [bytes(item) for item in arena.items("raw", places)] == [
+        assert [bytes(item) for item in arena.chunks["raw"].items(places)] == [
             b"%d" % (t * BLOCK + r) for t, r in zip(tickets, rows, strict=True)
         ]
     arena.clear()
@@ -101,7 +101,7 @@ def test_a_slot_is_assigned_at_its_first_claim_and_not_after_its_release():
 def test_items_that_a_batch_holds_outlive_their_slot():
     arena = Arena(LAYOUTS, 1, BLOCK)
     fill(arena, 0)
-    held = arena.items("raw", arena.locate(np.zeros(1, np.int64), np.array([3])))
+    held = arena.chunks["raw"].items(arena.locate(np.zeros(1, np.int64), np.array([3])))
     arena.release(0)
     fill(arena, 1)
     assert bytes(held[0]) == b"3"

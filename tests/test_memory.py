@@ -106,7 +106,7 @@ def test_the_body_of_a_loading_block_counts_once_beside_batches(tmp_path, monkey
     dataset = open_source(Source(tmp_path / "d"), None, None)
     budget = Budget(slots=4, threads=1, bytes=1 << 30, body_bytes=1 << 30, exact=True)
     memory, limits = Memory.of(dataset.layouts, 4, budget, Counters()), (Pace(1), Hedging())
-    fetcher = Fetcher([dataset], dataset.names, limits, memory, budget=budget, counters=Counters())
+    fetcher = Fetcher([dataset], dataset.names, limits, memory)
     with closing(fetcher):
         memory.arena.reserve(0)
         fetcher.load(BlockRef(0, 0, 4))

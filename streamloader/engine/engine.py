@@ -119,13 +119,11 @@ class Engine:
             seed=plan.seed,
         )
         # before other threads start, since it raises for an invalid transform
-        stages = Stages(options, memory, budget.cores, self.counters, processes)
-        limits = self._pace, self._hedging
-        fetcher = Fetcher(self.datasets, tuple(streamed), limits, memory, budget=budget, counters=self.counters)
+        stages = Stages(options, memory, processes)
+        fetcher = Fetcher(self.datasets, tuple(streamed), (self._pace, self._hedging), memory)
         planned = plans(plan._replace(held=not streamed), endless=endless)
         prefetcher = Prefetcher(planned, most=min(PLANNED, max(2, PLANNED_ROWS // plan.need.rows)))
-        core = Assembler(prefetcher, fetcher, stages, memory, budget=budget, counters=self.counters)
-        self.run = Run(core, plan, self._transform, endless=endless)
+        self.run = Run(Assembler(prefetcher, fetcher, stages, memory), plan, self._transform, endless=endless)
         return self.run.next_pass()
 
     def close(self) -> None:
@@ -151,15 +149,10 @@ class Engine:
         run, self.run = self.run, None
         if run is not None:
             memory = run.core.memory
-            if memory.arena.shape == (
-                layouts,
-                budget.slots,
-                block,
-                budget.fills_batches,
-                budget.keeps,
-            ) and run.core.join(JOIN_SECONDS):
+            shape = layouts, budget.slots, block, budget.fills_batches, budget.keeps
+            if memory.arena.shape == shape and run.core.join(JOIN_SECONDS):
                 memory.arena.clear()
-                return memory
+                return memory._replace(budget=budget)
         return Memory.of(layouts, block, budget, self.counters)
 
     def plan_memory(self, need: Need) -> tuple[list[str], Budget]:
@@ -453,19 +446,17 @@ class Pipeline:
 class Assembler:
     """Assembles batches on its own thread; the other threads hold it too. See the diagram of the module."""
 
-    def __init__(
-        self, plans: Prefetcher, fetcher: Fetcher, stages: Stages, memory: Memory, *, budget: Budget, counters: Counters
-    ) -> None:
+    def __init__(self, plans: Prefetcher, fetcher: Fetcher, stages: Stages, memory: Memory) -> None:
         self.plans = plans
         self.stages = stages
         self.memory = memory
-        self.counters = counters
+        self.counters = memory.counters
         self._fetcher = fetcher
         self._arena = memory.arena
         # Slots bound the number of blocks. The bytes of decoded chunks differ, so the fetcher bounds these.
-        self._budget = budget
+        self._budget = memory.budget
         # With `memory=`, the headers of images give their size.
-        self._measures_images = budget.exact and stages.decodes
+        self._measures_images = self._budget.exact and stages.decodes
         self._last_bytes = 0  # of the variable-size columns of the previous plan's batch
         self._ahead = 0  # blocks that were admitted and that no batch has waited for yet
         self._planned: deque[BatchPlan | None] = deque()  # None: the end of a pass

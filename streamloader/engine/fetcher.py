@@ -29,14 +29,13 @@ from functools import partial
 from typing import Any
 
 from streamloader.engine.dataset import Dataset, SampleNumbers
-from streamloader.engine.memory import NO_SLOT, TOLERANCE_BYTES, Budget, Memory, in_slots
+from streamloader.engine.memory import NO_SLOT, TOLERANCE_BYTES, Memory, in_slots
 from streamloader.engine.regions import BlockKey, BlockRegions, RegionReader
 from streamloader.engine.stages import Job, WorkerThreads
 from streamloader.errors import EngineError, StorageError, StreamloaderError, ThrottledError, TransientError, wrapped
 from streamloader.format.opening import reread
 from streamloader.format.reader import FieldReader
 from streamloader.order.schedule import BlockRef
-from streamloader.stats import Counters
 
 NEVER = float("inf")
 
@@ -107,14 +106,7 @@ class Fetcher:
     """Loads admitted blocks with up to `budget.threads` concurrent requests; one consumer waits for blocks."""
 
     def __init__(
-        self,
-        datasets: Sequence[Dataset],
-        names: Sequence[str],
-        limits: tuple[Pace, Hedging],
-        memory: Memory,
-        *,
-        budget: Budget,
-        counters: Counters,
+        self, datasets: Sequence[Dataset], names: Sequence[str], limits: tuple[Pace, Hedging], memory: Memory
     ) -> None:
         self._datasets = datasets
         self._starts = SampleNumbers.of(datasets).selected_from
@@ -123,12 +115,12 @@ class Fetcher:
         # rows of batches are counted as slots are
         counted = [] if self._arena.fills_batches else names
         self._by_items = [name for name in counted if not in_slots(datasets[0].layouts[name])]
-        self._budget = budget
+        self._budget = budget = memory.budget
         self.needed = 0  # bytes of the blocks in use: a batch has waited for them, and later ones still need them
         self._last_weight = -1, 0  # the ticket of the next block, and its weight
         self._expected = 0  # bytes of blocks that are loading
         self._unpacking: list[int] = []  # tickets of the pieces that wait for memory to decode into
-        self._counters = counters
+        self._counters = memory.counters
         self.pace, self._hedging = limits
         self.pace.allow(budget.threads)
         self._blocks: dict[int, LoadingBlock] = {}
@@ -460,11 +452,9 @@ class Fetcher:
             body = piece.field.fetch(reader, piece.run, self._bodies.allocate)
         except TransientError as error:
             # a timeout too, if others are slow as well: fewer requests leave each of them more of a slow connection
-            usual, late = (
-                self._hedging.deadline(piece.run.stop - piece.run.start),
-                isinstance(error.__cause__, TimeoutError),
-            )
-            if isinstance(error, ThrottledError) or (late and usual > SLOW_SECONDS):
+            usual = self._hedging.deadline(piece.run.stop - piece.run.start)
+            late = isinstance(error.__cause__, TimeoutError) and usual > SLOW_SECONDS
+            if late or isinstance(error, ThrottledError):
                 self.pace.throttled()
             raise
         piece.sent = NEVER

@@ -30,6 +30,7 @@ from streamloader.stats import Counters
 from streamloader.storage.process import cpu_count
 
 Column = NDArray[Any]
+Layouts = Mapping[str, FieldLayout]  # by field
 NO_SLOT = -1
 # A slot stores chunk, start and stop of each item.
 ITEM_BYTES = 3 * 4
@@ -50,22 +51,16 @@ class Arena:
     """`slots` blocks of `block` samples: one array for each field `in_slots`, chunks with offsets for the others.
 
     Fields of arrays that others wrote have regions instead: see `regions.py`. If blocks fill rows of batches,
-    `batch_memory` leases these. `keeps`: regions are kept for later epochs.
+    `lease` makes these. `keeps`: regions are kept for later epochs.
     """
 
     def __init__(
-        self,
-        layouts: Mapping[str, FieldLayout],
-        slots: int,
-        block: int,
-        *,
-        batch_memory: Lease | None = None,
-        keeps: bool = False,
+        self, layouts: Layouts, slots: int, block: int, lease: Lease | None = None, *, keeps: bool = False
     ) -> None:
         self.block = block
-        self.keeps, self.fills_batches = keeps, batch_memory is not None
+        self.keeps, self.fills_batches = keeps, lease is not None
         self.shape = (dict(layouts), slots, block, self.fills_batches, keeps)
-        self._batch_memory = batch_memory
+        self._lease = lease
         self._batch_rows: dict[int, BatchRow] = {}  # by ticket
         self._count = slots
         self._free = list(range(slots))
@@ -74,14 +69,10 @@ class Arena:
             for name, layout in layouts.items()
             if in_slots(layout)
         }
-        self._regions = {
-            name: Regions(slots, block, keeps=keeps) for name, layout in layouts.items() if layout.codec == ARRAYS
-        }
-        self._items = {
-            name: _Chunks(slots, block)
-            for name, layout in layouts.items()
-            if not (layout.field.fixed and (name in self._fixed or name in self._regions))
-        }
+        arrays = [name for name, layout in layouts.items() if layout.codec == ARRAYS]
+        self.regions = {name: Regions(slots, block, keeps=keeps) for name in arrays}
+        in_rows = {name for name in {*self._fixed, *arrays} if layouts[name].field.fixed}
+        self.chunks = {name: _Chunks(slots, block) for name in layouts if name not in in_rows}
         self._slots: dict[int, int] = {}  # by ticket
         self._first_row = np.zeros(1024, np.int64)  # of the slot of each ticket, modulo the length of this array
         self._lock = threading.Lock()
@@ -100,8 +91,8 @@ class Arena:
 
     def expect(self, plan: BatchPlan) -> None:
         """Prepare the batch of a plan before its blocks are reserved, if blocks fill rows of batches."""
-        if self._batch_memory is not None:
-            batch = BatchRows(plan, self._batch_memory)
+        if self._lease is not None:
+            batch = BatchRows(plan, self._lease)
             self._batch_rows |= {ticket: BatchRow(batch, row) for ticket, row in batch.rows.items()}
 
     def reserve(self, ticket: int) -> None:
@@ -130,9 +121,9 @@ class Arena:
             self._batch_rows.pop(ticket, None)
             slot = self._slots.pop(ticket)
             if slot != NO_SLOT:
-                for chunks in self._items.values():
+                for chunks in self.chunks.values():
                     chunks.drop(slot)
-                for regions in self._regions.values():
+                for regions in self.regions.values():
                     regions.drop(slot, complete=complete)
                 self._free.append(slot)
 
@@ -144,27 +135,21 @@ class Arena:
         self, name: str, ticket: int, slot: int, make: Callable[[BatchRow | None], BlockRegions]
     ) -> tuple[BlockRegions, bool]:
         """Return the regions of a field in the slot of a ticket, and whether this call made them."""
-        return self._regions[name].open(slot, partial(make, self._batch_rows.get(ticket)), self._opening)
+        return self.regions[name].open(slot, partial(make, self._batch_rows.get(ticket)), self._opening)
 
     def has_kept(self, keys: Sequence[BlockKey]) -> bool:
         """Return whether the regions of a block, one for each field, were kept."""
-        return all(map(Regions.has, self._regions.values(), keys))
+        return all(map(Regions.has, self.regions.values(), keys))
 
     def reopen(self, ticket: int, keys: Sequence[BlockKey]) -> None:
         """Claim the slot of a ticket for the regions of a block that were kept."""
         slot = self.claim(ticket)
-        for (name, regions), key in zip(self._regions.items(), keys, strict=True):
+        for (name, regions), key in zip(self.regions.items(), keys, strict=True):
             self.keep_rows(name, slot, regions.reopen(slot, key))
-
-    def gather(
-        self, name: str, places: NDArray[np.int64], lease: Lease, key: tuple[int, int]
-    ) -> dict[str, NDArray[Any]]:
-        """Return the columns that are cut from the regions of a field. `key`: (seed, epoch) of random patches."""
-        return self._regions[name].gather(places, lease, key)
 
     def keep_rows(self, name: str, slot: int, block: BlockRegions) -> None:
         """Store where the sparse rows of a block are, if its column has any."""
-        if name in self._items:
+        if name in self.chunks:
             self.keep(name, slot, block.items)
 
     def keep(self, name: str, slot: int, chunks: Sequence[tuple[int, Items]]) -> None:
@@ -172,7 +157,7 @@ class Arena:
 
         The row may be negative: items outside the block are ignored. Parts of a block may arrive in any order.
         """
-        self._items[name].keep(slot, chunks, self._lock)
+        self.chunks[name].keep(slot, chunks, self._lock)
 
     def locate(self, tickets: NDArray[np.int64], rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the arena's row of each row of the blocks with these tickets."""
@@ -187,16 +172,8 @@ class Arena:
             self._fixed[name].take(places, axis=0, out=out, mode="clip")
             return
         into, size = out.reshape(-1).view(np.uint8).data, math.prod(out.shape[1:]) * out.itemsize
-        for number, item in enumerate(self.items(name, places)):
+        for number, item in enumerate(self.chunks[name].items(places)):
             into[number * size : (number + 1) * size] = item
-
-    def items(self, name: str, places: NDArray[np.int64]) -> list[memoryview]:
-        """Return the bytes of rows of a field that is not in slots, as views that keep their chunk alive."""
-        return self._items[name].items(places)
-
-    def item_bytes(self, name: str, places: NDArray[np.int64]) -> int:
-        """Return the total number of bytes of rows of a field that is not in slots."""
-        return self._items[name].item_bytes(places)
 
     def _grow(self, span: int) -> None:
         table = np.zeros(2 << span.bit_length(), np.int64)
@@ -232,9 +209,11 @@ class _Chunks:
         self._buffers[slot] = []
 
     def item_bytes(self, places: NDArray[np.int64]) -> int:
+        """Return the total number of bytes of rows."""
         return int((self._stops[places] - self._starts[places]).sum(dtype=np.int64))
 
     def items(self, places: NDArray[np.int64]) -> list[memoryview]:
+        """Return the bytes of rows, as views that keep their chunk alive."""
         columns = (places // self._block, self._chunk[places], self._starts[places], self._stops[places])
         entries = zip(*(column.tolist() for column in columns), strict=True)
         return [self._buffers[slot][chunk][start:stop] for slot, chunk, start, stop in entries]
@@ -487,24 +466,26 @@ class Budget(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """The memory of bodies, blocks and batches. The next pass reuses it, so that its pages have been touched."""
+    """The memory of bodies, blocks and batches, its budget, and the counters of the loader that uses it.
+
+    The next pass reuses it, so that its pages have been touched.
+    """
 
     bodies: Buffers
     arena: Arena
     buffers: Buffers
+    budget: Budget
+    counters: Counters
 
     @classmethod
-    def of(cls, layouts: Mapping[str, FieldLayout], block: int, budget: Budget, counters: Counters) -> Memory:
+    def of(cls, layouts: Layouts, block: int, budget: Budget, counters: Counters) -> Memory:
         """Return memory for blocks of `block` samples."""
         most = LIVE_BATCHES * budget.batch_bytes + TOLERANCE_BYTES if budget.exact else math.inf
         columns_alive = len(layouts) * (LIVE_BATCHES + READY_BATCHES + (budget.slots if budget.fills_batches else 1))
         buffers = Buffers(counters, keep=columns_alive, most=most)
         lease = partial(buffers.lease, usual=LIVE_BATCHES) if budget.fills_batches else None
-        return cls(
-            bodies=Buffers(Counters(), keep=budget.slots + MAX_THREADS, most=budget.body_bytes),
-            arena=Arena(layouts, budget.slots, block, batch_memory=lease, keeps=budget.keeps),
-            buffers=buffers,
-        )
+        bodies = Buffers(Counters(), keep=budget.slots + MAX_THREADS, most=budget.body_bytes)
+        return cls(bodies, Arena(layouts, budget.slots, block, lease, keeps=budget.keeps), buffers, budget, counters)
 
 
 def allot(demand: Demand, memory: int | None, ranks_here: int = 1) -> Budget:

@@ -36,8 +36,7 @@ from streamloader.format.manifest import Field, FieldLayout
 from streamloader.format.values import from_bytes
 from streamloader.images.targets import move_boxes, move_points
 from streamloader.options import Pack
-from streamloader.order.schedule import BatchPlan
-from streamloader.stats import Counters
+from streamloader.order.schedule import BatchPlan, Ints
 from streamloader.storage.process import finalize
 
 if TYPE_CHECKING:
@@ -166,13 +165,7 @@ def _of_step(column: Any, number: int, first: int, stop: int) -> Any:
 
 
 def items_to_column(
-    name: str,
-    kind: Field,
-    items: Sequence[memoryview],
-    samples: NDArray[np.int64],
-    buffers: Buffers,
-    *,
-    pack: Pack | None = None,
+    name: str, kind: Field, items: list[memoryview], samples: Ints, buffers: Buffers, *, pack: Pack | None = None
 ) -> Any:
     """Return the batch column of a variable-size field: a list of bytes or str, or a `Ragged`, packed as `pack` says.
 
@@ -263,20 +256,13 @@ EXIT_SECONDS = 5.0
 class Stages:
     """Gathers, decodes and transforms batches. Threads hold this object, never the `Pipeline`."""
 
-    def __init__(
-        self,
-        options: StageOptions,
-        memory: Memory,
-        threads: int,
-        counters: Counters,
-        processes: Sequence[TransformProcess] = (),
-    ) -> None:
+    def __init__(self, options: StageOptions, memory: Memory, processes: Sequence[TransformProcess]) -> None:
         self._options, self._config = options, options.config
         self.transforms = options.transform is not None
         self._arena = memory.arena
         self._buffers = memory.buffers
-        self._counters = counters
-        self._threads = threads
+        self._counters = memory.counters
+        self._threads = memory.budget.cores
         self._variable = [
             name for name, of in options.streamed.items() if not of.field.fixed and name not in options.config.decoders
         ]
@@ -289,7 +275,7 @@ class Stages:
                 self._processes.append(TransformProcess(transform, options.config.tensors))
             self._with_rng = takes_rng(transform)
         self._closed = False
-        self._decode = WorkerThreads("decode", threads if options.config.decoders else 0)
+        self._decode = WorkerThreads("decode", self._threads if options.config.decoders else 0)
         self._transform = [
             WorkerThreads("transform", 1) for _ in range(max(1, len(self._processes)) if options.transform else 0)
         ]
@@ -304,9 +290,9 @@ class Stages:
         The blocks must be loaded. Raises `DecodeError` for an image without a valid header.
         """
         places = self._arena.locate(plan.tickets, plan.rows)
-        size, scratch = sum(self._arena.item_bytes(name, places) for name in self._variable), 0
+        size, scratch = sum(self._arena.chunks[name].item_bytes(places) for name in self._variable), 0
         for name, decoder in self._config.decoders.items():
-            items = self._arena.items(name, places)
+            items = self._arena.chunks[name].items(places)
             unsized = decoder.options.size is None
             headers = items[:1] if unsized and self._options.stack_images else items  # stacked ones have one size
             sizes = list(map(decoder.measure, headers, plan.samples.tolist()))
@@ -360,25 +346,20 @@ class Stages:
         return all(threads.join(seconds) for threads in (self._decode, *self._transform))
 
     def _gather(
-        self,
-        batch: Batch,
-        name: str,
-        layout: FieldLayout,
-        places: NDArray[np.int64],
-        images: dict[str, list[memoryview]],
+        self, batch: Batch, name: str, layout: FieldLayout, places: Ints, images: dict[str, list[memoryview]]
     ) -> None:
         """Put the column of a field into the batch, or its encoded items into `images`."""
         plan, field = batch.plan, layout.field
         if layout.codec == ARRAYS and field.fixed:
             lease = partial(self._buffers.lease, usual=LIVE_BATCHES)
-            batch.columns |= self._arena.gather(name, places, lease, (self._options.seed, plan.epoch))
+            batch.columns |= self._arena.regions[name].gather(places, lease, (self._options.seed, plan.epoch))
             return
         if field.fixed:
             out = self._buffers.lease((len(plan.samples), *field.shape), field.dtype, LIVE_BATCHES)
             self._arena.take(name, places, out)
             batch.columns[name] = out
             return
-        items = self._arena.items(name, places)
+        items = self._arena.chunks[name].items(places)
         if name in self._config.decoders:
             images[name] = items
         else:
@@ -398,7 +379,7 @@ class Stages:
                 self._decode.submit(partial(self._decode_part, decode, part, finish_part), batch.fail)
 
     def _image_decoder(
-        self, batch: Batch, name: str, items: Sequence[memoryview], crops: NDArray[np.int64]
+        self, batch: Batch, name: str, items: Sequence[memoryview], crops: Ints
     ) -> Callable[[int], None]:
         """Put the column of an image field into the batch; return a function that decodes the image of one row."""
         plan, decoder, samples = batch.plan, self._config.decoders[name], batch.plan.samples.tolist()
@@ -416,7 +397,7 @@ class Stages:
 
         return decode
 
-    def _finish_decode(self, batch: Batch, crops: Mapping[str, NDArray[np.int64]]) -> None:
+    def _finish_decode(self, batch: Batch, crops: Mapping[str, Ints]) -> None:
         """Move boxes and key points with their images, and add the columns of what is left of them, and of crops."""
         for name, crop in crops.items():
             options = self._config.decoders[name].options
@@ -488,7 +469,7 @@ class Stages:
         batch.finished.set()
 
 
-def _moved(name: str, columns: Mapping[str, Any], crops: NDArray[np.int64], move: Callable[..., Any]) -> dict[str, Any]:
+def _moved(name: str, columns: Mapping[str, Any], crops: Ints, move: Callable[..., Any]) -> dict[str, Any]:
     """Return the moved column of a field of boxes or points, and the column of what is valid."""
     column = columns[name]
     if not isinstance(column, Ragged):

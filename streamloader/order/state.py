@@ -100,6 +100,8 @@ NO_GAPS = Gaps()
 
 STATE_FORMAT = 1
 ORDER_NAMES = ("block", "lanes", "window")
+# the values of a state that change during a run
+PROGRESS_NAMES = ("epoch", "position", "extra", "workers", "ranks", "batch")
 # Default samples per turn: the ranks of a machine take equal parts of each turn, and the shares of a batch are exact to
 # about as many samples.
 DEFAULT_UNIT = 8
@@ -215,6 +217,11 @@ class RunState:
         return (0, 0, 0) if self.fresh or self.stop else astuple(self.sources[0].params)
 
     @property
+    def progress(self) -> list[int]:
+        """The values of `PROGRESS_NAMES`."""
+        return [getattr(self, name) for name in PROGRESS_NAMES]
+
+    @property
     def lanes(self) -> tuple[int, ...]:
         """The number of lanes of each source; empty without shuffle."""
         return tuple(source.params.lanes for source in self.sources) if self.shuffle else ()
@@ -294,14 +301,10 @@ class RunState:
         source_order = SourceOrder(tuple(phases), len(self.sources))
         return replace(source_order, phases=source_order.phases_from(0, unit))
 
-    def _run_position(self) -> int:
-        """Return the position of a mixture's run, counted over all its epochs."""
-        return self.mix().bounds(self.epoch)[0] + self.position
-
     def _changed(self, later: SourceOrder, unit: int) -> RunState:
         """Return the state with the phases of `later`, in turns of `unit` samples, from its position on."""
         assert self.source_order is not None
-        start = self._run_position()
+        start = self.mix().bounds(self.epoch)[0] + self.position  # over all epochs of the run
         earlier = (phase for phase in self.source_order.phases if phase.start < start)
         source_order = replace(self.source_order, phases=(*earlier, *later.phases_from(start, unit)))
         anchor = (self.epoch, start)
@@ -362,8 +365,7 @@ class RunState:
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON values that `resumed` reads. A mixture must be settled."""
-        names = ["shuffle", "remainder", "seed", "epoch", "position", "extra", "workers"]
-        names += ["ranks", "batch"] * bool(self.ranks) + ["inside"] * self.inside
+        names = ["shuffle", "remainder", "seed", *PROGRESS_NAMES[: 6 if self.ranks else 4], *["inside"] * self.inside]
         if self.stop:
             assert self.source_order is not None
             phases = self.source_order.phases
@@ -460,8 +462,7 @@ def _read_progress(state: dict[str, Any]) -> dict[str, Any]:
     remainder = read_value(state, "remainder", str)
     if remainder not in REMAINDERS:
         raise StateError(f"the state's remainder is {remainder!r}, not one of {', '.join(REMAINDERS)}", _NEW_RUN)
-    names = ("seed", "epoch", "position", "extra", "workers", "ranks", "batch")
-    numbers = {name: read_value(state, name, int) for name in names}
+    numbers = {name: read_value(state, name, int) for name in ("seed", *PROGRESS_NAMES)}
     if min(numbers.values()) < 0 or not numbers["extra"] < numbers["workers"]:
         raise StateError(f"the state {state} is invalid", _NEW_RUN)
     skipped = tuple(Gap(*gap) for gap in read_list(state, "skipped", [(int, int, int)]))

@@ -193,14 +193,15 @@ def choose_decoders(fields: Mapping[str, Field], choice: DecodeChoice) -> dict[s
     from streamloader.images.decode import ENCODINGS, ImageDecoder
 
     images = [name for name, field in fields.items() if field.kind == "bytes" and field.encoding in ENCODINGS]
-    each = dict(choice) if isinstance(choice, Mapping) else dict.fromkeys(images, choice)
+    each: dict[str, Any] = dict(choice) if isinstance(choice, Mapping) else dict.fromkeys(images, choice)
     for name in each:
         if name not in fields or fields[name].kind != "bytes":
             remedy = f"choose from {', '.join(images) or 'none'}"
             raise FieldError(f"decode names {name!r}, which is not a fetched bytes field", remedy)
     if not each and not isinstance(choice, Mapping):
         raise FieldError(f"decode={choice!r}, and no field holds encoded images", "leave it out, or name the field")
-    options = {name: _decode_options(value) for name, value in each.items() if value is not False}
+    each = {name: Decode() if value is True else value for name, value in each.items() if value is not False}
+    options = {name: value if isinstance(value, Decode) else Decode(value) for name, value in each.items()}
     masks = {given.masks: given for given in options.values() if given.masks is not None}
     for name, given in masks.items():
         options[name] = Decode(given.backend, "L", given.size, given.crop, orientation=given.orientation)
@@ -243,12 +244,6 @@ def choose_layouts(decoders: Mapping[str, ImageDecoder], *, transformed: bool) -
             problem = f"Decode(layout='CHW') of {name!r} with a transform, which gets height x width x channels"
             raise UsageError(problem, "omit layout, and let the transform return image.transpose(2, 0, 1)")
     return frozenset()
-
-
-def _decode_options(value: Decode | str | bool) -> Decode:
-    if isinstance(value, Decode):
-        return value
-    return Decode() if value is True else Decode(backend=value)  # type: ignore[arg-type]
 
 
 def choose_order(manifest: Manifest, config: Shuffle, selection: Selection | None) -> OrderParams:

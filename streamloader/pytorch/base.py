@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import repeat
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
@@ -26,7 +25,7 @@ from streamloader.format.manifest import Field
 from streamloader.options import Shuffle, is_whole, parse_size, whole
 from streamloader.order.epoch_order import EpochOrder
 from streamloader.order.schedule import World
-from streamloader.order.state import NO_GAPS, ORDER_NAMES, Gaps, RunState, SourceIdentity, read_value
+from streamloader.order.state import NO_GAPS, ORDER_NAMES, PROGRESS_NAMES, Gaps, RunState, SourceIdentity, read_value
 from streamloader.pytorch import arguments, distributed
 from streamloader.pytorch.arguments import Arguments, Source
 from streamloader.pytorch.distributed import SharedEpochs, WorldChoice, in_worker, resolve_world, worker
@@ -47,6 +46,19 @@ ELSEWHERE = {
     "pin_memory": "DataLoader(dataset, batch_size=None, pin_memory=True)",
     "device": "tensor.to(device, non_blocking=True) for each tensor of a batch",
 }
+
+REPEATED_ROUND = (
+    "the state is within a round of DataLoader workers, and their number, the world or the batch size changed: "
+    "{} batches of each rank are repeated"
+)
+SEVERAL_WORKERS = (
+    "{} DataLoader workers on each rank: an epoch has the same samples, but the composition of its batches depends on "
+    "num_workers; num_workers=0 is as fast, transform_workers= runs slow transforms"
+)
+REPEATED_EPOCH = (
+    "epoch {} begins anew: a loop that ends early does not advance the epoch, so it gets the same batches each time; "
+    "let steps_per_epoch= end it, call set_epoch(), or load a state to go on where it stopped"
+)
 
 # A pass that yields single samples still loads batches of this size, since the engine's work is per batch.
 SAMPLES_AT_ONCE = 64
@@ -196,37 +208,13 @@ def _no_dataset() -> None:
     """The `dataset` of a pass that does not advance a position, or no longer."""
 
 
-def warn_of_lanes(size: int, before: tuple[int, ...], after: tuple[int, ...]) -> None:
-    """Warn that a run has more lanes than the dataset, since it has more ranks than lanes."""
+def describe_lanes(size: int, before: tuple[int, ...], after: tuple[int, ...]) -> str:
+    """Return a warning that a run has more lanes than the dataset, since it has more ranks than lanes."""
     pinned, used = (", ".join(map(str, sorted(set(lanes)))) for lanes in (before, after))
-    warnings.warn(
+    return (
         f"{size} ranks are more than the dataset's {pinned} lanes: this run uses {used} lanes, so that fewer ranks "
         "read the same block, and its states keep them at any number of ranks; "
-        f"set shuffle=Shuffle(lanes={max(after)}) to begin other runs in this order",
-        stacklevel=3,
-    )
-
-
-def warn_of_costs(share: EpochShare, workers: int, repeated: int, *, fresh: bool, shuffle: bool) -> None:
-    """Warn of repeated batches, of DataLoader workers, and of blocks that several ranks read."""
-    state = "the state is within a round of DataLoader workers, and their number, the world or the batch size changed"
-    order = "an epoch has the same samples, but the composition of its batches depends on num_workers"
-    remedy = "num_workers=0 is as fast, transform_workers= runs slow transforms"
-    for warning in (
-        f"{state}: {repeated} batches of each rank are repeated" if repeated else "",
-        f"{workers} DataLoader workers on each rank: {order}; {remedy}" if workers > 1 else "",
-        share.describe_rereads(fresh=fresh, shuffle=shuffle),
-    ):
-        if warning:
-            warnings.warn(warning, stacklevel=3)
-
-
-def warn_of_repeats(epoch: int) -> None:
-    """Warn that a loop that ends early begins the same epoch again and again."""
-    warnings.warn(
-        f"epoch {epoch} begins anew: a loop that ends early does not advance the epoch, so it gets the same batches "
-        "each time; let steps_per_epoch= end it, call set_epoch(), or load a state to go on where it stopped",
-        stacklevel=3,
+        f"set shuffle=Shuffle(lanes={max(after)}) to begin other runs in this order"
     )
 
 
@@ -345,7 +333,13 @@ class BaseDataset(IterableDataset[dict[str, Any]]):
         return {}
 
     def _identities(self, datasets: Sequence[Dataset]) -> tuple[SourceIdentity, ...]:
-        return tuple(map(_identity, self._sources, datasets, repeat(self._order)))
+        return tuple(map(self._identity, self._sources, datasets))
+
+    def _identity(self, source: Source, dataset: Dataset) -> SourceIdentity:
+        manifest, selection = dataset.manifest, dataset.selection
+        params = arguments.choose_order(manifest, self._order, selection)
+        digest, version = None if selection is None else selection.digest, 0 if dataset.arrays else manifest.generation
+        return SourceIdentity(manifest.digest, source.split, digest, dataset.num_samples, params, version)
 
     def __repr__(self) -> str:
         urls = ", ".join(dataset.store.url for dataset in self._datasets)
@@ -449,14 +443,19 @@ class BaseDataset(IterableDataset[dict[str, Any]]):
         share = self._share(start, rank.consumer(part, count))
         arguments.check_share(share)
         begin = Position(share, start, int(part < start.extra), arguments.choose_gaps(self._skips, start, share))
-        warn_of_costs(share, count, repeated, fresh=start.position == 0, shuffle=bool(start.lanes))
-        if start.lanes != lanes and (rank.rank, number) == (0, 0):
-            warn_of_lanes(rank.size, lanes, start.lanes)
         again = self._epochs.begin(number, count, start.epoch)
         # the batches of the pass before, if it is incomplete; one may be a look at the data
         left = self._at[1] if isinstance(self._at, tuple) else int(in_worker())
+        if repeated:
+            warnings.warn(REPEATED_ROUND.format(repeated), stacklevel=3)
+        if count > 1:
+            warnings.warn(SEVERAL_WORKERS.format(count), stacklevel=3)
+        if rereads := share.describe_rereads(fresh=start.position == 0, shuffle=bool(start.lanes)):
+            warnings.warn(rereads, stacklevel=3)
+        if start.lanes != lanes and (rank.rank, number) == (0, 0):
+            warnings.warn(describe_lanes(rank.size, lanes, start.lanes), stacklevel=3)
         if (rank.rank, number) == (0, 0) and again and left and again + left > 2 and steps is None:
-            warn_of_repeats(start.epoch)
+            warnings.warn(REPEATED_EPOCH.format(start.epoch), stacklevel=3)
         self._start = self._at = start
         return begin
 
@@ -611,18 +610,18 @@ class BaseDataset(IterableDataset[dict[str, Any]]):
             self._epochs.load(number, count, start.epoch)
         else:
             self._epochs.choose(start.epoch)
-            values = (start.epoch, start.position, start.extra, start.workers, start.ranks, start.batch, start.pin)
-            self._epochs.publish((*values, *start.order))
+            self._epochs.publish((*start.progress, start.pin, *start.order))
 
     def _begin(self, world: World, workers: int) -> RunState:
         """Return where the next pass begins."""
-        position: dict[str, Any] | None = self._epochs.update() if in_worker() else None
-        if position is not None:  # the parent of a persistent worker set a new start
-            if position.pop("pin") not in (0, self._start.pin):
+        values = self._epochs.update() if in_worker() else None
+        if values is not None:  # the parent of a persistent worker set a new start
+            *progress, pin, block, lanes, window = values
+            if pin not in (0, self._start.pin):
                 problem = "the state has other sources, versions or weights"
                 raise StateError(problem, "make a new DataLoader, with new workers")
-            order = [position.pop(name) for name in ORDER_NAMES]
-            self._start = replace(self._start, **position).with_order(*order)
+            now: dict[str, Any] = dict(zip(PROGRESS_NAMES, progress, strict=True))
+            self._start = replace(self._start, **now).with_order(block, lanes, window)
         own, self._own = self._own, False
         return self._start_of(self._start.epoch if own else self._epochs.next_epoch(), world, workers)
 
@@ -670,8 +669,7 @@ class BaseDataset(IterableDataset[dict[str, Any]]):
             state = state.with_workers(1, world.size, share.batch)[0]
             gaps = arguments.choose_gaps(self._skips, state, share)
             count = min(batches, max(1, gaps.steps(share, state.epoch, state.position)))
-            state = state.advance(count, share, gaps)
-            batches -= count
+            state, batches = state.advance(count, share, gaps), batches - count
         return state, steps
 
     def _run(self, begin: Position, dataset: Callable[[], BaseDataset | None]) -> Pass:
@@ -687,10 +685,3 @@ class BaseDataset(IterableDataset[dict[str, Any]]):
         run = Pass(engine.start(plan), begin, dataset, self._format)
         self._pass = weakref.ref(run)
         return run
-
-
-def _identity(source: Source, dataset: Dataset, config: Shuffle) -> SourceIdentity:
-    digest = None if dataset.selection is None else dataset.selection.digest
-    params = arguments.choose_order(dataset.manifest, config, dataset.selection)
-    manifest, version = dataset.manifest, 0 if dataset.arrays else dataset.manifest.generation
-    return SourceIdentity(manifest.digest, source.split, digest, dataset.num_samples, params, version)

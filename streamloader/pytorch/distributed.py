@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, get_worker_info
 
 from streamloader.errors import UsageError, WorldError
 from streamloader.order.schedule import World
-from streamloader.order.state import ORDER_NAMES
+from streamloader.order.state import ORDER_NAMES, PROGRESS_NAMES
 from streamloader.storage.process import lock_name
 
 if TYPE_CHECKING:
@@ -193,15 +193,15 @@ def _parse_int(value: object) -> int:
 
 MAX_WORKERS = 512
 LOCKED_SECONDS = 0.001  # between attempts to lock
-# The values of a state that change during a run.
-POSITION_NAMES = ("epoch", "position", "extra", "workers", "ranks", "batch", "pin", *ORDER_NAMES)
+# of a position: the progress, the pin, and the order of a state
+POSITION_VALUES = len(PROGRESS_NAMES) + 1 + len(ORDER_NAMES)
 
 
 class SharedEpochs:
     """The epoch of the next pass: the minimum over the workers of the last pass, or the epoch that was set since."""
 
     def __init__(self) -> None:
-        sizes = (1, 1, 1, 1, 2, 1, len(POSITION_NAMES), MAX_WORKERS, MAX_WORKERS)
+        sizes = (1, 1, 1, 1, 2, 1, POSITION_VALUES, MAX_WORKERS, MAX_WORKERS)
         shared = torch.zeros(sum(sizes), dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
         fields = shared.split(sizes)
         self._chosen, self._workers, self._reader, self._begun, self._again, self._version, *others = fields
@@ -281,14 +281,15 @@ class SharedEpochs:
             self._chosen.fill_(epoch)
 
     def publish(self, position: Sequence[int]) -> None:
-        """Tell workers, which may be running, where the next pass begins: the values of `POSITION_NAMES`."""
+        """Tell workers, which may be running, where the next pass begins: `POSITION_VALUES` numbers."""
         self._position.copy_(torch.tensor(position))
         self._seen_version = int(self._version) + 1
         self._version.fill_(self._seen_version)
 
-    def update(self) -> dict[str, int] | None:
+    def update(self) -> list[int] | None:
         """Return the position that the parent published since the last call of this copy, or None."""
         if self._seen_version == int(self._version):
             return None
         self._seen_version = int(self._version)
-        return dict(zip(POSITION_NAMES, self._position.tolist(), strict=True))
+        values: list[int] = self._position.tolist()
+        return values
