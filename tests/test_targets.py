@@ -259,8 +259,25 @@ def test_a_mask_of_another_size_or_with_larger_numbers_is_an_error(mask, tmp_pat
             pictures = {name: sample(number)[name] for name in ("image", "mask")}
             out.write(pictures if number == 0 else {**pictures, "mask": encoded(mask, 1)})
     decode = sl.Decode(size=(8, 8), masks="mask")
-    with pytest.raises(DecodeError, match=r"sample 1: 'image' and its 'mask' differ in size|from 0 to 255"):
+    with pytest.raises(DecodeError, match=r"sample 1: 'mask' differs in size from its image|from 0 to 255"):
         list(sl.StreamingDataset(tmp_path / "d", batch_size=2, decode=decode))
+
+
+@pytest.mark.parametrize("crop", [None, "center", RandomResizedCrop(flip=0.5)])
+@pytest.mark.parametrize("turn", [1, 2, 3, 6])
+def test_a_mask_without_orientation_lies_on_a_turned_photograph_of_odd_size(turn, crop, tmp_path):
+    picture = np.zeros((375, 501, 3), np.uint8)
+    picture[100:300, 150:400] = 255
+    mask = encoded(picture[:, :, 0] // 255, 1)
+    with sl.Writer(tmp_path / "d", {"image": "bytes:jpeg", "mask": "bytes:png"}) as out:
+        for _ in range(20):
+            out.write({"image": encoded(picture, turn, "jpeg"), "mask": mask})
+    decode = sl.Decode(size=(40, 40), crop=crop, masks="mask")
+    (batch,) = sl.StreamingDataset(tmp_path / "d", batch_size=20, decode={"image": decode})
+    light = batch["image"][..., 0].int()
+    assert not (light[batch["mask"] == 1] < 20).any()
+    assert not (light[batch["mask"] == 0] > 235).any()
+    assert (batch["mask"] == 1).any()
 
 
 def test_a_mask_of_few_bits_has_the_numbers_that_are_stored():

@@ -31,7 +31,7 @@ from streamloader.engine.transform import (
     collate,
     takes_rng,
 )
-from streamloader.errors import DecodeError, EngineError, StreamloaderError, wrapped
+from streamloader.errors import EngineError, StreamloaderError, wrapped
 from streamloader.format.manifest import Field, FieldLayout
 from streamloader.format.values import from_bytes
 from streamloader.images.targets import move_boxes, move_points
@@ -372,46 +372,51 @@ class Stages:
 
     def _start_decode(self, batch: Batch, images: Mapping[str, Sequence[memoryview]]) -> None:
         parts = _divide(len(batch.plan.samples), 4 * self._threads)
-        crops = {name: np.zeros((len(items), 5), np.int64) for name, items in images.items()}
-        finish_part = _countdown(len(parts) * len(images), partial(self._finish_decode, batch, crops))
-        for decode in [self._image_decoder(batch, name, items, crops[name]) for name, items in images.items()]:
+        crops = {name: np.zeros((len(items), 7), np.int64) for name, items in images.items() if not self._is_mask(name)}
+        finish_part = _countdown(len(parts) * len(crops), partial(self._finish_decode, batch, crops))
+        for decode in [self._image_decoder(batch, name, images, crop) for name, crop in crops.items()]:
             for part in parts:
                 self._decode.submit(partial(self._decode_part, decode, part, finish_part), batch.fail)
 
+    def _is_mask(self, name: str) -> bool:
+        return self._config.decoders[name].mask
+
     def _image_decoder(
-        self, batch: Batch, name: str, items: Sequence[memoryview], crops: Ints
+        self, batch: Batch, name: str, images: Mapping[str, Sequence[memoryview]], crops: Ints
     ) -> Callable[[int], None]:
-        """Put the column of an image field into the batch; return a function that decodes the image of one row."""
-        plan, decoder, samples = batch.plan, self._config.decoders[name], batch.plan.samples.tolist()
+        """Put the column of an image field into the batch, and that of its masks.
+
+        Returns a function that decodes the image of one row, and its mask with the same crop.
+        """
+        plan, decoder, items = batch.plan, self._config.decoders[name], images[name]
+        samples = plan.samples.tolist()
         out: list[NDArray[Any] | None] | NDArray[Any] = [None] * len(items)
         if self._options.stack_images or decoder.options.size is not None:
             shape = decoder.shape(items[0], samples[0])
             out = self._buffers.lease((len(items), *shape), decoder.dtype, LIVE_BATCHES)
         draws = decoder.draws(self._options.seed, plan.epoch, plan.positions) or [[]] * len(items)
         batch.columns[name] = out[..., 0] if decoder.mask and isinstance(out, np.ndarray) else out
+        masks = decoder.options.masks
+        decode_mask = None if masks is None else self._image_decoder(batch, masks, images, crops)
 
         def decode(i: int) -> None:
             image = decoder.decode(items[i], samples[i], out[i], draws[i], crops[i])
             if isinstance(out, list):
                 out[i] = image[..., 0] if decoder.mask else image
+            if decode_mask is not None:
+                decode_mask(i)
 
         return decode
 
     def _finish_decode(self, batch: Batch, crops: Mapping[str, Ints]) -> None:
         """Move boxes and key points with their images, and add the columns of what is left of them, and of crops."""
-        for name, crop in crops.items():
-            options = self._config.decoders[name].options
+        for name, crop_and_size in crops.items():
+            options, crop = self._config.decoders[name].options, crop_and_size[:, :5].copy()
             if options.boxes is not None:
                 move = partial(move_boxes, size=options.size, form=options.box_format)
                 batch.columns |= _moved(options.boxes, batch.columns, crop, move)
             if options.keypoints is not None:
                 batch.columns |= _moved(options.keypoints, batch.columns, crop, partial(move_points, size=options.size))
-            differing = (crops[options.masks or name] != crop).any(1)
-            if differing.any():
-                problem = (
-                    f"sample {batch.plan.samples[differing][0]}: {name!r} and its {options.masks!r} differ in size"
-                )
-                raise DecodeError(problem, "store masks of the size of their image, as it is after it is turned")
             if options.with_crop:
                 batch.columns[f"{name}_crop"] = crop
         self._start_transform(batch)

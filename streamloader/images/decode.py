@@ -33,11 +33,12 @@ _MULTIPLIERS = (0xD2E7470EE14C6C93, 0xCA5A826395121157)
 _WEYL = (0x9E3779B97F4A7C15, 0xBB67AE8584CAA73B)
 _MASK = (1 << 64) - 1
 
+Ints = NDArray[np.int64]
 Words = NDArray[np.uint64]
 Pixels = NDArray[np.uint8]
 
 
-def draws(seed: int, epoch: int, positions: NDArray[np.int64], count: int) -> NDArray[np.float64]:
+def draws(seed: int, epoch: int, positions: Ints, count: int) -> NDArray[np.float64]:
     """Return random numbers in [0, 1) of shape (positions, count), a pure function of seed, epoch and position.
 
     Row i has exactly the bits of
@@ -336,7 +337,7 @@ class ImageDecoder:
         """The dtype of decoded images: "float32" with normalisation, else "uint8"."""
         return "uint8" if self.values is None else "float32"
 
-    def draws(self, seed: int, epoch: int, positions: NDArray[np.int64]) -> list[list[float]] | None:
+    def draws(self, seed: int, epoch: int, positions: Ints) -> list[list[float]] | None:
         """Return the random numbers that `decode` needs, a list for each position; None without a random crop."""
         if not isinstance(self.crop, RandomResizedCrop):
             return None
@@ -372,27 +373,31 @@ class ImageDecoder:
         sample: int,
         out: NDArray[Any] | None = None,
         numbers: Sequence[float] | None = None,
-        crop: NDArray[np.int64] | None = None,
+        crop: Ints | None = None,
     ) -> NDArray[Any]:
         """Return the decoded image, written to `out` if given, an array of its shape and `dtype`.
 
         `numbers`: the `draws` of this sample, for a random crop; by default those of position `sample` with seed 0 and
-        epoch 0. `crop`: gets the top, left, height and width of the crop, and 1 if the result is flipped. Raises
-        `DecodeError`, which names the sample.
+        epoch 0. `crop`: gets the top, left, height and width of the crop, 1 if the result is flipped, and the size of
+        the image that it is of; a mask is cropped as it says. Raises `DecodeError`, which names the sample.
         """
         if numbers is None:
             numbers = (self.draws(0, 0, np.array([sample])) or [[]])[0]
         try:
             header = self._measure(data)
             shape = (*(self.options.size or header.size), self.options.channels)
-            if out is None or shape == out.shape:
+            fits = not self.mask or crop is None or header.size == tuple(crop[5:])
+            if fits and (out is None or shape == out.shape):
                 out = np.empty(shape, self.dtype) if out is None else out
-                box, flip = self._decode(data, header, out, numbers)
+                box, flip = self._decode(data, header, out, numbers, crop if self.mask else None)
                 if crop is not None:
-                    crop[:] = (*box, flip)
+                    crop[:] = (*box, flip, *header.size)
                 return out
         except Exception as error:
             raise self._error(sample, data, error) from error
+        if not fits or out is None:
+            problem = f"sample {sample}: {self.name!r} differs in size from its image"
+            raise DecodeError(problem, "store masks of the size of their image, as it is after it is turned")
         remedy = "give decode=Decode(size=(height, width)), or a transform that returns one shape"
         raise DecodeError(f"sample {sample} decodes to shape {shape}, others of its batch to {out.shape}", remedy)
 
@@ -409,22 +414,23 @@ class ImageDecoder:
         return DecodeError(f"{image} does not decode as an image ({len(data)} bytes{begin}: {reason})", remedy)
 
     def _decode(
-        self, data: memoryview, header: Header, out: NDArray[Any], numbers: Sequence[float]
+        self, data: memoryview, header: Header, out: NDArray[Any], numbers: Sequence[float], crop: Ints | None
     ) -> tuple[Box, bool]:
-        """Decode into `out`; return the crop, and whether it is flipped."""
+        """Decode into `out`; return the crop, which is `crop` if that is given, and whether the result is flipped."""
         pixels = out if self.values is None else self.scratch.array("small", *out.shape)
         stored, upright = (header.height, header.width), header.turn == 1
-        box = self._box(*header.size, numbers)
+        box = self._box(*header.size, numbers) if crop is None else Box(*crop[:4].tolist())
         k = reduction(box, (out.shape[0], out.shape[1]))
         if not upright:  # the last reduced pixel may be cut by the edge, and would be the first after a flip
             k = math.gcd(k, *stored)
-        box = snapped(box, k, *header.size)
+        box = snapped(box, k, *header.size) if crop is None else box
         if self.options.size is None and upright:
             self._read(data, 1, stored, pixels)
         else:
             source, k = self._read_box(data, k, box if upright else Box(0, 0, *stored), stored)
             resample(turned(source, header.turn), k, box, pixels, opencv=self.opencv, nearest=self.mask)
-        flip = isinstance(self.crop, RandomResizedCrop) and numbers[0] < self.crop.flip
+        flips = isinstance(self.crop, RandomResizedCrop) and numbers[0] < self.crop.flip
+        flip = flips if crop is None else bool(crop[4])
         if flip:
             mirror(pixels, opencv=self.opencv)
         if self.values is not None:

@@ -204,7 +204,7 @@ def choose_decoders(fields: Mapping[str, Field], choice: DecodeChoice) -> dict[s
     options = {name: value if isinstance(value, Decode) else Decode(value) for name, value in each.items()}
     masks = {given.masks: given for given in options.values() if given.masks is not None}
     for name, given in masks.items():
-        options[name] = Decode(given.backend, "L", given.size, given.crop, orientation=given.orientation)
+        options[name] = Decode(given.backend, "L", given.size, orientation=given.orientation)
     _check_targets(fields, options)
     return {name: ImageDecoder.choose(given, name, mask=name in masks) for name, given in options.items()}
 
