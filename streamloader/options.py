@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any, Literal
@@ -63,8 +63,8 @@ def _is_number(value: object) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _is_pair(value: object) -> bool:
-    return isinstance(value, tuple | list) and len(value) == 2 and all(map(_is_number, value))
+def _is_pair(value: object, valid: Callable[[object], bool] = _is_number) -> bool:
+    return isinstance(value, tuple | list) and len(value) == 2 and all(map(valid, value))
 
 
 @dataclass(frozen=True)
@@ -234,7 +234,7 @@ class Decode(Option):
         for name in ("boxes", "keypoints", "masks"):
             _check(self, name, isinstance(getattr(self, name), str | None), "give the name of a field")
         _check(self, "box_format", self.box_format in ("xywh", "xyxy"), "choose 'xywh' or 'xyxy'")
-        is_size = self.size is None or _is_size(self.size)
+        is_size = self.size is None or _is_pair(self.size, is_whole)
         _check(self, "size", is_size, "give size as (height, width), both at least 1")
         is_crop = self.crop in (None, "random", "center") or isinstance(self.crop, RandomResizedCrop | CenterCrop)
         _check(self, "crop", is_crop, "choose 'random', 'center', RandomResizedCrop(...), CenterCrop(...) or None")
@@ -266,16 +266,11 @@ class Decode(Option):
         return IMAGENET if self.normalize == "imagenet" else self.normalize
 
 
-def _is_size(size: object) -> bool:
-    return isinstance(size, tuple | list) and len(size) == 2 and all(map(is_whole, size))
+def _is_normalization(value: Any, channels: int) -> bool:
+    def of_channels(part: object) -> bool:
+        return isinstance(part, tuple | list) and len(part) == channels and all(map(_is_number, part))
 
-
-def _is_normalization(value: object, channels: int) -> bool:
-    if not isinstance(value, tuple | list) or len(value) != 2:
-        return False
-    if any(not isinstance(part, tuple | list) or len(part) != channels for part in value):
-        return False
-    return all(_is_number(number) for part in value for number in part) and all(value[1])
+    return _is_pair(value, of_channels) and all(value[1])
 
 
 @dataclass(frozen=True)

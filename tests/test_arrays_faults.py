@@ -18,7 +18,7 @@ from zarr_stores import STORES, anchors, samples_of, url_of, values_of
 
 import streamloader as sl
 from streamloader import errors
-from streamloader.engine.fetcher import Dropped, Fetcher
+from streamloader.engine.fetcher import Fetcher, PassEnded
 from streamloader.storage import open_store
 
 TIME = {"sample_axis": "time", "batch_size": 2}
@@ -282,11 +282,11 @@ def test_a_late_request_of_a_complete_block_opens_no_regions_in_its_slot():
     opened: list[str] = []
 
     def dropped(*_):
-        raise Dropped
+        raise PassEnded
 
     arena = SimpleNamespace(open_regions=lambda *_: opened.append("x"), fills_batches=False)
     stub = SimpleNamespace(_fetch=dropped, _arena=arena, _damaged=dropped, _allocate_region=dropped)
     piece = SimpleNamespace(block=SimpleNamespace(ref=SimpleNamespace(start=0, stop=4)))
-    with pytest.raises(Dropped):
+    with pytest.raises(PassEnded):
         Fetcher._fill_regions(stub, piece, SimpleNamespace(name="x"), 0, 1)
     assert not opened

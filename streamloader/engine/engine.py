@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streamloader.engine.dataset import Dataset, EpochPlan, load_field, plans
-from streamloader.engine.fetcher import FIRST, Fetcher, Hedging, Pace, sleeper
+from streamloader.engine.fetcher import FIRST, Fetcher, Hedging, Pace, PassEnded, sleeper
 from streamloader.engine.memory import (
     ITEM_BYTES,
     LIVE_BATCHES,
@@ -277,13 +277,6 @@ def _mean_bytes(reader: FieldReader | RegionReader) -> float:
     return reader.layout.nbytes / max(1, reader.num_samples)
 
 
-def pass_ended() -> EngineError:
-    """Return the error of a pass that was ended."""
-    return EngineError(
-        "this pass was ended by a later iter(), load_state_dict() or close()", "iterate one pass at a time"
-    )
-
-
 class Prefetcher:
     """Makes up to `most` plans ahead. One thread runs it, another one takes plans, and any thread may close it."""
 
@@ -383,9 +376,6 @@ class Pipeline:
         self._next: Batch | None = None  # if Ctrl-C ended the wait for a batch, the next call returns it
         self._failed = False
         self.completed = False
-
-    def __iter__(self) -> Pipeline:
-        return self
 
     def __next__(self) -> Batch:
         """Return the next batch. Raises its error, StopIteration after the last, `EngineError` if closed or failed."""
@@ -561,7 +551,7 @@ class Assembler:
     def check_open(self) -> None:
         """Raise `EngineError` once closed: no more batches are finished."""
         if self._closed:
-            raise pass_ended()
+            raise PassEnded
 
     def fail(self, error: BaseException) -> None:
         """Record an error that belongs to no batch; the consumer's thread raises it."""

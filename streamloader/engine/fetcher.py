@@ -85,19 +85,21 @@ CHECK_SECONDS = 0.05
 SLOW_SECONDS = 5.0
 
 
-class Dropped(EngineError):  # noqa: N818 - no failure
-    """Ends a request that is no longer needed: another was faster, or the pass was ended."""
+class PassEnded(EngineError):  # noqa: N818 - no failure
+    """The pass was ended. Within the fetcher it also ends a request that another one was faster than."""
 
     def __init__(self) -> None:
-        super().__init__("this pass was ended while it read the dataset", "iterate one pass at a time")
+        super().__init__(
+            "this pass was ended by a later iter(), load_state_dict() or close()", "iterate one pass at a time"
+        )
 
 
 def sleeper(closed: threading.Event) -> Callable[[float], None]:
-    """Return a sleep function that raises `Dropped` once `closed` is set."""
+    """Return a sleep function that raises `PassEnded` once `closed` is set."""
 
     def sleep(seconds: float) -> None:
         if closed.wait(seconds):
-            raise Dropped
+            raise PassEnded
 
     return sleep
 
@@ -299,7 +301,7 @@ class Fetcher:
             with piece.block.dataset.store.retries.waits_by(self.sleep):
                 self._fill(piece, number)
             loaded = True
-        except Dropped:
+        except PassEnded:
             pass
         except BaseException as problem:  # noqa: BLE001 - a batch waits for the piece, so it must finish
             first, count = piece.run.first_sample, piece.run.num_samples
@@ -323,7 +325,7 @@ class Fetcher:
         name, ref, layout = piece.field.name, piece.block.ref, piece.field.layout
         slot = self._arena.claim(ref.ticket)
         if slot == NO_SLOT:
-            raise Dropped
+            raise PassEnded
         if isinstance(piece.field, RegionReader):
             self._fill_regions(piece, piece.field, slot, number)
             return
@@ -379,7 +381,7 @@ class Fetcher:
     def _allocate(self, piece: Piece, size: int) -> memoryview:
         """Return memory to decode into. Blocks ahead wait, in their order, until it fits: only bodies state this size.
 
-        A block that a batch waits for gets it at once. Raises `Dropped` once closed, and `MemoryBudgetError`.
+        A block that a batch waits for gets it at once. Raises `PassEnded` once closed, and `MemoryBudgetError`.
         """
         block = piece.block
         ticket = block.ref.ticket
@@ -394,7 +396,7 @@ class Fetcher:
             self._unpacking.remove(ticket)
             self._places += 1
             if self._closed.is_set():
-                raise Dropped
+                raise PassEnded
             if ticket <= self._awaited:
                 self._budget.check(self.needed + block.held + size)
             piece.unpacked += size
@@ -427,13 +429,13 @@ class Fetcher:
             self._changed.notify_all()
 
     def _fetch(self, piece: Piece, number: int) -> memoryview:
-        """Return the body of a piece and make the caller its only decoder. Raises `Dropped` if it is not needed."""
+        """Return the body of a piece and make the caller its only decoder. Raises `PassEnded` if it is not needed."""
         request = partial(self._request, piece, number)
         retries = piece.block.dataset.store.retries
         body = request() if number else retries.call(request, on_retry=partial(self._count_retry, piece))
         with self._changed:
             if piece.finished or piece.writer is not None or self._closed.is_set():
-                raise Dropped
+                raise PassEnded
             piece.writer = number
             self._writers += 1
             piece.body_at = time.thread_time()
@@ -442,7 +444,7 @@ class Fetcher:
     def _request(self, piece: Piece, number: int) -> memoryview:
         """Return the response to one request, and record its time."""
         if piece.finished or self._closed.is_set():
-            raise Dropped
+            raise PassEnded
         self._counters.add(requests=int(piece.run.stop > 0), hedges=int(number > 0))
         begin = time.perf_counter()
         if number or piece.fresh:

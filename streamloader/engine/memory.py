@@ -534,10 +534,6 @@ def machine_memory() -> int:
     """Return the bytes of memory that this process may use: the machine's, or the control group's if less."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        try:
-            text = Path(path).read_text().strip()
-        except OSError:
-            continue
-        if text.isdigit():
-            total = min(total, int(text))
+        with suppress(OSError, ValueError):  # absent, or "max"
+            total = min(total, int(Path(path).read_text()))
     return total

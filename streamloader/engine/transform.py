@@ -53,11 +53,6 @@ class Tensors(NamedTuple):
     reducer: str
     generator: str
 
-    @property
-    def names(self) -> tuple[str, str]:
-        """The names to load."""
-        return self.reducer, self.generator
-
 
 @dataclass(frozen=True, eq=False)
 class HeldTransform:
@@ -240,7 +235,7 @@ class TransformProcess:
             raise UsageError(problem, remedy) from error
         ours, theirs = context.Pipe()
         self._pipe = ours
-        args = (theirs, transform, ("", "") if tensors is None else tensors.names)
+        args = (theirs, transform, *([] if tensors is None else [tensors.reducer, tensors.generator]))
         self._process = context.Process(target=_serve, args=args, name="streamloader-transform", daemon=True)
         self._process.start()
         self._responded = False
@@ -275,9 +270,8 @@ class TransformProcess:
             pipe.shutdown(socket.SHUT_RDWR)
 
 
-def _serve(pipe: Connection, transform: Transform, names: tuple[str, str]) -> None:
+def _serve(pipe: Connection, transform: Transform, reducer: str = "", generator: str = "") -> None:
     with_rng = takes_rng(transform)
-    reducer, generator = names
     reduce = resolve_name(reducer) if reducer else None  # imports the package before a transform draws from it
     while True:
         try:

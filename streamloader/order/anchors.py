@@ -282,17 +282,9 @@ def _read_factor(axes: Sequence[CellAxis], cells: Sequence[int]) -> float:
 def count_unused(axis: Axis) -> int:
     """Return the number of elements of an axis that no sample reads, without jitter."""
     offsets = np.arange(axis.extent) if axis.offsets is None else axis.offsets
-    ends = axis.first + (axis.count - 1) * axis.stride + axis.extent
-    if (axis.first[1:] < ends[:-1]).any():  # windows between two of them were left out
-        used = np.zeros(axis.length, np.bool_)
-        anchors = axis.elements(np.arange(axis.num_anchors))
-        for offset in offsets.tolist():
-            used[anchors + offset] = True
-        return axis.length - int(np.count_nonzero(used))
-    # Elements of one remainder by the stride are read by runs of `count` anchors, one run for each of their offsets.
-    remainder, turn = offsets % axis.stride, offsets // axis.stride
-    order = np.lexsort((turn, remainder))
-    same = np.diff(remainder[order]) == 0
-    gaps, times = np.unique(np.diff(turn[order])[same], return_counts=True)
-    runs = (offsets.size - int(same.sum())) * axis.num_anchors + times @ np.minimum.outer(gaps, axis.count).sum(axis=1)
-    return axis.length - int(runs)
+    anchors = axis.elements(np.arange(axis.num_anchors))
+    change = np.zeros(axis.length + 1, np.int64)  # of the number of samples that read an element, from one to the next
+    for low, high in runs_of(offsets).tolist():
+        change[anchors + low] += 1
+        change[anchors + high] -= 1
+    return axis.length - int(np.count_nonzero(np.cumsum(change)))

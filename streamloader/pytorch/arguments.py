@@ -32,7 +32,6 @@ from streamloader.storage.store import Store
 if TYPE_CHECKING:  # imported when a dataset needs it
     from streamloader.images.decode import ImageDecoder
     from streamloader.order.selection import Condition, Selection
-
 # the options of `Decode` that name fields, and the last axes that these may have
 _TARGETS = {"boxes": ((4,),), "keypoints": ((2,), (3,)), "masks": ((),)}
 PackChoice = None | Mapping[str, "Pack | int"]

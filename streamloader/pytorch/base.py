@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 from torch.utils.data import IterableDataset
 
 from streamloader.engine.dataset import Dataset, EpochPlan, SampleNumbers
-from streamloader.engine.engine import Engine, Pipeline, pass_ended
+from streamloader.engine.engine import Engine, Pipeline
+from streamloader.engine.fetcher import PassEnded
 from streamloader.engine.stages import Batch, LoaderConfig, split_steps
 from streamloader.errors import MixtureError, StateError, UsageError
 from streamloader.format.manifest import Field
@@ -32,9 +33,6 @@ from streamloader.pytorch.distributed import SharedEpochs, WorldChoice, in_worke
 from streamloader.pytorch.tensors import TENSORS, BatchFormat, to_samples, to_tensors
 from streamloader.stats import BatchReport, Stats
 from streamloader.storage.process import cpu_count, wait_for
-
-if TYPE_CHECKING:
-    from streamloader.order.mixture import EpochShare
 
 # Arguments of `DataLoader` and other loaders, and what a dataset has for them.
 ELSEWHERE = {
@@ -59,6 +57,9 @@ REPEATED_EPOCH = (
     "epoch {} begins anew: a loop that ends early does not advance the epoch, so it gets the same batches each time; "
     "let steps_per_epoch= end it, call set_epoch(), or load a state to go on where it stopped"
 )
+
+if TYPE_CHECKING:
+    from streamloader.order.mixture import EpochShare
 
 # A pass that yields single samples still loads batches of this size, since the engine's work is per batch.
 SAMPLES_AT_ONCE = 64
@@ -138,7 +139,7 @@ class Pass(SharedIterator):
     def _take(self) -> dict[str, Any]:
         pipeline = self._pipeline
         if pipeline is None:
-            raise pass_ended()
+            raise PassEnded
         asked, waiting = time.perf_counter(), self._waiting  # another thread may call `end`
         if waiting:
             pipeline.check_process()  # as `next` does

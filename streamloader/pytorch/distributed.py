@@ -92,16 +92,15 @@ def _of_torch(given: Any) -> World | None:
         if rank < 0:
             raise WorldError("this process is not in the process group of world=", "give a group that contains it")
         return World(rank, torch.distributed.get_world_size(given))
-    if isinstance(given, DeviceMesh):
-        return _of_mesh(given, given.mesh_dim_names or ("",) * given.ndim, chosen=None)
-    if isinstance(given, tuple) and len(given) == 2 and isinstance(given[0], DeviceMesh):
-        mesh, chosen = given
-        return _of_mesh(mesh, mesh.mesh_dim_names or (), [chosen] if isinstance(chosen, str) else list(chosen))
+    mesh, chosen = given if isinstance(given, tuple) and len(given) == 2 else (given, None)
+    if isinstance(mesh, DeviceMesh):
+        return _of_mesh(mesh, [chosen] if isinstance(chosen, str) else chosen)
     return None
 
 
-def _of_mesh(mesh: DeviceMesh, names: Sequence[str], chosen: Sequence[str] | None) -> World:
+def _of_mesh(mesh: DeviceMesh, chosen: Sequence[str] | None) -> World:
     """Return the world whose ranks are the data-parallel coordinates, numbered row by row in the order of the mesh."""
+    names = mesh.mesh_dim_names or ("",) * mesh.ndim
     unknown = [name for name in chosen or () if name not in names]
     if unknown or (chosen is not None and not chosen) or (chosen is None and mesh.ndim != 1):
         shown = ", ".join(map(repr, names)) if any(names) else f"{mesh.ndim} without names"

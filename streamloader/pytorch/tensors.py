@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -151,6 +152,7 @@ class OwnGenerator(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **kwargs)
 
 
+@cache
 def _with_generator(func: Any) -> Any:
     """Return an operation, or its overload with the same arguments and a generator; None if there is none."""
     expected = {argument.name: str(argument.type) for argument in func._schema.arguments}
