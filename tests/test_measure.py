@@ -13,7 +13,7 @@ from folder_server import folder_server
 import streamloader as sl
 from streamloader.errors import CorruptError, DecodeError, FieldError, NotADatasetError, UsageError
 from streamloader.measure.bench import BenchOptions, BenchProgress, bench
-from streamloader.measure.ceiling import WORKS, Ceiling, Effort, image_ceiling, read_ceiling
+from streamloader.measure.ceiling import Ceiling, Effort, image_ceiling, read_ceiling
 from streamloader.options import Layout
 
 ZSTD = Layout(shard_size=1 << 16, block_size=1 << 14, chunk_size=1 << 12, codec="zstd")
@@ -40,8 +40,8 @@ def test_a_ceiling_makes_the_requests_of_a_first_epoch(everything, fields):
     assert sum(int(batch["valid"].sum()) for batch in dataset) == 700
     stats = dataset.stats()
     dataset.close()
-    for work in WORKS:
-        ceiling = read_ceiling(str(everything), fields=fields, work=work)  # type: ignore[arg-type]
+    for unpack in (False, True):
+        ceiling = read_ceiling(str(everything), fields=fields, unpack=unpack)
         assert (ceiling.samples, ceiling.bytes, ceiling.requests) == (700, stats.bytes_fetched, stats.requests)
         assert ceiling.seconds > 0
         assert ceiling.samples_per_second == pytest.approx(700 / ceiling.seconds)
@@ -57,12 +57,17 @@ def test_later_passes_do_not_fetch_held_fields_again(everything):
 
 @pytest.mark.alone
 def test_a_ceiling_stops_in_time_and_counts_what_it_did(everything):
-    counted: list[tuple[int, int]] = []
+    counted: list[tuple[int, int, int]] = []
     begin = time.perf_counter()
-    effort = Effort(seconds=0.3, passes=10**9, in_flight=2, advance=lambda *amounts: counted.append(amounts))
-    ceiling = read_ceiling(str(everything), work="decode", effort=effort)
+    effort = Effort(
+        seconds=0.3,
+        passes=10**9,
+        in_flight=2,
+        watch=lambda tally: counted.append((tally.samples, tally.bytes, tally.requests)),
+    )
+    ceiling = read_ceiling(str(everything), unpack=True, effort=effort)
     assert 0.3 <= ceiling.seconds <= time.perf_counter() - begin < 100
-    assert (ceiling.samples, ceiling.bytes) == tuple(map(sum, zip(*counted, strict=True)))
+    assert (ceiling.samples, ceiling.bytes, ceiling.requests) == counted[-1]
     assert ceiling.requests == len(counted)
     assert 0 < ceiling.cpu_seconds <= 3 * ceiling.seconds
 
@@ -90,7 +95,7 @@ def test_decoding_checks_and_fetching_does_not(everything, tmp_path):
     shard.write_bytes(body)
     assert read_ceiling(str(tmp_path / "damaged")).samples == 100
     with pytest.raises(CorruptError, match="damaged"):
-        read_ceiling(str(tmp_path / "damaged"), work="decode")
+        read_ceiling(str(tmp_path / "damaged"), unpack=True)
 
 
 def test_an_empty_dataset_has_a_ceiling_of_nothing(tmp_path):
@@ -125,7 +130,6 @@ def test_invalid_arguments_are_errors(everything):
         with pytest.raises(UsageError):
             BenchOptions(**bad)
     for url, options, error, shown in (
-        (everything, {"work": "guess"}, UsageError, "none of fetch, decode"),
         (everything, {"fields": ["nope"]}, FieldError, "no field 'nope'"),
         (everything, {"fields": "x"}, FieldError, "give a list"),
         (everything / "nothing", {}, NotADatasetError, "nothing"),

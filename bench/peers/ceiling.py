@@ -49,7 +49,7 @@ def measure(spec: Spec) -> ceiling.Ceiling:
     options = spec.s3fs_options
     if spec.extra["ceiling"] == "image":
         return ceiling.image_ceiling(spec.url, options, "jpeg", crop(), IMAGE_SECONDS)
-    return ceiling.read_ceiling(spec.url, options, work=spec.extra["ceiling"])
+    return ceiling.read_ceiling(spec.url, options, unpack=spec.extra["ceiling"] == "decode")
 
 
 if __name__ == "__main__":

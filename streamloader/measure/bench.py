@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
@@ -15,7 +13,7 @@ from streamloader.format.manifest import Manifest
 from streamloader.format.opening import open_root
 from streamloader.format.reader import MAX_REQUEST
 from streamloader.images.decode import ENCODINGS
-from streamloader.measure.ceiling import Advance, Ceiling, Effort, Work, image_ceiling, read_ceiling
+from streamloader.measure.ceiling import Ceiling, Effort, Tally, Watch, image_ceiling, read_ceiling
 from streamloader.options import MIB, Decode
 from streamloader.pytorch.dataset import StreamingDataset
 from streamloader.stats import BatchReport, Stats, quotient
@@ -88,29 +86,24 @@ Listener = Callable[[BenchProgress], None]
 
 
 class Meter:
-    """Adds up the samples and bytes of each stage, and reports progress to a listener every `TICK_SECONDS`."""
+    """Reports the progress of one stage after the other to a listener, at most every `TICK_SECONDS`."""
 
     def __init__(self, seconds: float, stages: int, listen: Listener | None) -> None:
         self._listen, self._seconds, self._total = listen, seconds, seconds * stages
-        self._lock = threading.Lock()
         self._number = -1
 
-    def begin(self, stage: str) -> Advance:
-        """Begin the next stage. Returns a function that counts its samples and bytes."""
-        self._stage, self._number = stage, self._number + 1
-        self._samples = self._bytes = 0
-        self._begin, self._reported = time.perf_counter(), 0.0
-        self._advance(0, 0)
-        return self._advance
+    def begin(self, stage: str) -> Watch:
+        """Begin the next stage. Returns the function that watches its tally."""
+        self._stage, self._number, self._next = stage, self._number + 1, 0.0
+        self._watch(Tally())
+        return self._watch
 
-    def _advance(self, samples: int, size: int) -> None:
-        with self._lock:
-            self._samples, self._bytes, now = self._samples + samples, self._bytes + size, time.perf_counter()
-            if self._listen is None or now - self._reported < TICK_SECONDS:
-                return
-            self._reported, elapsed = now, now - self._begin
-            done = self._number * self._seconds + min(elapsed, self._seconds)
-            rates = quotient(self._samples, elapsed), quotient(self._bytes / 1e6, elapsed)
+    def _watch(self, tally: Tally) -> None:
+        seconds = tally.seconds
+        if self._listen is not None and seconds >= self._next:
+            self._next = seconds + TICK_SECONDS
+            done = self._number * self._seconds + min(seconds, self._seconds)
+            rates = quotient(tally.samples, seconds), quotient(tally.bytes / 1e6, seconds)
             self._listen(BenchProgress(self._stage, done, self._total, *rates))
 
 
@@ -141,10 +134,23 @@ def bench(url: str, options: BenchOptions | None = None, progress: Listener | No
     meter = Meter(options.seconds, len(concurrencies) + 2 + len(images), progress)
     ceilings = _measure_reading(url, options, concurrencies, meter)
     ceilings += [_measure_decoding(url, options, name, meter) for name in images]
-    advance = meter.begin("loader")
-    with closing(_open_dataset(url, options, batch_size, images, lambda batch: advance(batch.samples, 0))) as dataset:
-        loader, stats, first = _measure_loader(dataset, options.seconds)
+    with closing(_open_dataset(url, options, batch_size, images, lambda batch: tally.add(batch.samples, 0))) as dataset:
+        tally = Tally(meter.begin("loader"))
+        first = _run_loader(dataset, tally, options.seconds)
+        loader, stats = tally.ceiling("loader"), dataset.stats()
+    # bytes that are fetched before the first batch count too, and so does the time from the start of the pass
+    loader = replace(loader, samples=stats.samples, bytes=stats.bytes_fetched, requests=stats.requests)
     return BenchResult(store.url, manifest.num_samples, batch_size, first, tuple(ceilings), loader, stats)
+
+
+def _run_loader(dataset: StreamingDataset, tally: Tally, seconds: float) -> float:
+    """Iterate over epochs, one after the other, for `seconds`; return the time of the first batch."""
+    first = 0.0
+    for _ in chain.from_iterable(repeat(dataset)):
+        first = first or tally.seconds
+        if tally.seconds >= seconds:
+            break
+    return first
 
 
 def _open_dataset(
@@ -188,34 +194,19 @@ def _choose_concurrencies(manifest: Manifest, options: BenchOptions) -> list[int
 def _measure_reading(url: str, options: BenchOptions, concurrencies: list[int], meter: Meter) -> list[Ceiling]:
     """Return the ceiling of fetching at each concurrency, then that of fetching and unpacking at the fastest one."""
 
-    def measure(work: Work, name: str, in_flight: int) -> Ceiling:
+    def measure(name: str, in_flight: int, unpack: bool = False) -> Ceiling:
         effort = Effort(in_flight, options.seconds, MANY_PASSES, meter.begin(name))
-        ceiling = read_ceiling(url, options.storage_options, options.fields, work, effort, split=options.split)
-        return replace(ceiling, name=name)
+        where = url, options.storage_options, options.fields
+        return replace(read_ceiling(*where, effort, unpack=unpack, split=options.split), name=name)
 
-    fetches = {count: measure("fetch", f"fetch, {count} at once", count) for count in concurrencies}
+    fetches = {count: measure(f"fetch, {count} at once", count) for count in concurrencies}
     best = max(fetches, key=lambda count: fetches[count].megabytes_per_second)
-    return [*fetches.values(), measure("decode", f"fetch and unpack, {best} at once", best)]
+    return [*fetches.values(), measure(f"fetch and unpack, {best} at once", best, unpack=True)]
 
 
 def _measure_decoding(url: str, options: BenchOptions, name: str, meter: Meter) -> Ceiling:
     """Return the ceiling of decoding one field of images from memory."""
     decode, storage_options = Decode(size=options.image_size), options.storage_options
-    advance = meter.begin(f"decode {name}")
-    ceiling = image_ceiling(url, storage_options, name, decode, options.seconds, split=options.split, advance=advance)
+    watch = meter.begin(f"decode {name}")
+    ceiling = image_ceiling(url, storage_options, name, decode, options.seconds, split=options.split, watch=watch)
     return replace(ceiling, name=f"decode {name} from memory")
-
-
-def _measure_loader(dataset: StreamingDataset, duration: float) -> tuple[Ceiling, Stats, float]:
-    """Return the loader's rates, its stats, and the seconds to the first batch, from epochs one after the other.
-
-    Time counts from the start of the pass, since bytes that are fetched before the first batch count too.
-    """
-    cpu, begin, first = time.process_time(), time.perf_counter(), 0.0
-    for _ in chain.from_iterable(repeat(dataset)):
-        now = time.perf_counter()
-        first = first or now - begin
-        if now - begin >= duration:
-            break
-    seconds, cpu, stats = time.perf_counter() - begin, time.process_time() - cpu, dataset.stats()
-    return Ceiling("loader", stats.samples, stats.bytes_fetched, seconds, stats.requests, cpu), stats, first

@@ -8,9 +8,9 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Any
 
 import numpy as np
 
@@ -29,10 +29,6 @@ IN_FLIGHT = 16
 # Limits of the encoded images that are decoded repeatedly: more than a core's cache, little compared with a loader.
 IMAGE_BYTES = 64 * MIB
 IMAGES = 4096
-
-Advance = Callable[[int, int], None]
-Work = Literal["fetch", "decode"]
-WORKS: tuple[str, ...] = get_args(Work)
 
 
 @dataclass(frozen=True)
@@ -62,22 +58,49 @@ class Ceiling:
         return quotient(self.cpu_seconds, self.bytes / 1e9)
 
 
-def ignore(samples: int, size: int) -> None:
-    """Report nothing: the default `advance`."""
+class Tally:
+    """Adds up samples, bytes and requests from any thread, and the time since it was made.
+
+    `watch(tally)` is called after each addition, one at a time.
+    """
+
+    def __init__(self, watch: Watch | None = None) -> None:
+        self.samples = self.bytes = self.requests = 0
+        self._watch, self._lock = watch, threading.Lock()
+        self._cpu, self._begin = time.process_time(), time.perf_counter()
+
+    @property
+    def seconds(self) -> float:
+        """The seconds since the tally was made."""
+        return time.perf_counter() - self._begin
+
+    def add(self, samples: int, size: int) -> None:
+        """Count the samples and bytes of a request."""
+        with self._lock:
+            self.samples, self.bytes, self.requests = self.samples + samples, self.bytes + size, self.requests + 1
+            if self._watch is not None:
+                self._watch(self)
+
+    def ceiling(self, name: str) -> Ceiling:
+        """Return the totals."""
+        cpu = time.process_time() - self._cpu
+        return Ceiling(name, self.samples, self.bytes, self.seconds, self.requests, cpu)
+
+
+Watch = Callable[[Tally], None]
 
 
 @dataclass(frozen=True)
 class Effort:
     """The extent of a measurement: concurrent requests, and `passes` over the dataset, cut off after `seconds`.
 
-    `seconds`: 0 for no limit. `advance(samples, bytes)` is called for each request, on the thread that made it. Raises
-    `UsageError` for invalid numbers.
+    `seconds`: 0 for no limit. `watch`: as in `Tally`. Raises `UsageError` for invalid numbers.
     """
 
     in_flight: int = IN_FLIGHT
     seconds: float = 0.0
     passes: int = 1
-    advance: Advance = ignore
+    watch: Watch | None = None
 
     def __post_init__(self) -> None:
         if self.in_flight < 1 or self.passes < 1 or self.seconds < 0:
@@ -89,36 +112,33 @@ def read_ceiling(
     url: str,
     storage_options: Mapping[str, Any] | None = None,
     fields: Sequence[str] | None = None,
-    work: Work = "fetch",
     effort: Effort | None = None,
     *,
+    unpack: bool = False,
     split: str | None = None,
 ) -> Ceiling:
     """Measure reading a dataset in random order of its blocks, without shuffle and batches.
 
-    `work`: "fetch" requests the ranges that the loader would request, with its client, and drops the bytes. "decode"
-    also checks and decodes every chunk into reused memory; encoded images stay encoded. Resident fields are read first,
-    and once.
+    Requests the ranges that the loader would request, with its client, and drops the bytes. `unpack`: also checks and
+    decodes every chunk into reused memory; encoded images stay encoded. Resident fields are read first, and once.
 
-    Raises a `StreamloaderError` as opening and reading do, and `CorruptError` for damaged bytes with "decode".
+    Raises a `StreamloaderError` as opening and reading do, and `CorruptError` for damaged bytes with `unpack`.
     """
-    if work not in WORKS:
-        raise UsageError(f"work={work!r} is none of {', '.join(WORKS)}", "choose one of them")
     effort = effort or Effort()
     dataset = open_dataset(Source(url, split, storage_options=storage_options), None, fields)
     client, retries = dataset.store.reader(), dataset.store.retries
     memory = Buffers(Counters(), keep=effort.in_flight)  # fresh pages cost more than the copy itself
-    runs, lock, stop, tally = _runs(dataset, effort.passes), threading.Lock(), threading.Event(), _Tally(effort.advance)
+    runs, lock, stop, tally = _runs(dataset, effort.passes), threading.Lock(), threading.Event(), Tally(effort.watch)
 
     def read_runs(_: int) -> None:
-        while not stop.is_set() and not (effort.seconds and tally.elapsed() >= effort.seconds):
+        while not stop.is_set() and not (effort.seconds and tally.seconds >= effort.seconds):
             with lock:
                 task = next(runs, None)
             if task is None:
                 return
             reader, run, samples = task
             body = retries.call(partial(reader.fetch, client, run, memory.allocate))
-            if work == "decode":
+            if unpack:
                 field = reader.layout.field
                 out = memory.lease((run.num_samples, *field.shape), field.dtype) if field.fixed else None
                 reader.decode(run, body, out)
@@ -130,7 +150,7 @@ def read_ceiling(
         run_all(read_runs, range(effort.in_flight), effort.in_flight + 1)  # never on the main thread, for Ctrl-C
     finally:
         stop.set()
-    return tally.ceiling(work, len(tally.amounts))
+    return tally.ceiling("fetch and unpack" if unpack else "fetch")
 
 
 def image_ceiling(
@@ -141,7 +161,7 @@ def image_ceiling(
     seconds: float = 5.0,
     *,
     split: str | None = None,
-    advance: Advance = ignore,
+    watch: Watch | None = None,
 ) -> Ceiling:
     """Measure decoding images of the dataset from memory, with one thread for each core.
 
@@ -154,18 +174,18 @@ def image_ceiling(
     numbers = decoder.draws(0, 0, np.array([sample for sample, _ in images], np.int64))
     draws: Sequence[Sequence[float] | None] = numbers or [None] * len(images)
     threads, size = cpu_count(), decoder.options.size
-    tally = _Tally(advance)
+    tally = Tally(watch)
 
     def decode_images(index: int) -> None:
         out = None if size is None else np.empty((*size, decoder.options.channels), decoder.dtype)
-        while index < len(images) or tally.elapsed() < seconds:
+        while index < len(images) or tally.seconds < seconds:
             sample, data = images[index % len(images)]
             decoder.decode(data, sample, out, draws[index % len(images)])
             tally.add(1, len(data))
             index += threads
 
     run_all(decode_images, range(threads) if images else (), threads)
-    return tally.ceiling("image decode", 0)
+    return replace(tally.ceiling("image decode"), requests=0)
 
 
 def _runs(dataset: Dataset, passes: int) -> Iterator[tuple[FieldReader, Run, int]]:
@@ -190,30 +210,6 @@ def _block_runs(
     runs = [(reader, run) for reader in readers for run in reader.runs(start, stop)]
     for number, (reader, run) in enumerate(runs, 1):
         yield reader, run, samples if number == len(runs) else 0
-
-
-class _Tally:
-    """Adds up samples and bytes from any thread, and the time since it was made."""
-
-    def __init__(self, advance: Advance) -> None:
-        self.amounts: list[tuple[int, int]] = []  # appended to without a lock
-        self._advance = advance
-        self._cpu, self._begin = time.process_time(), time.perf_counter()
-
-    def add(self, samples: int, size: int) -> None:
-        """Count samples and bytes."""
-        self.amounts.append((samples, size))
-        self._advance(samples, size)
-
-    def elapsed(self) -> float:
-        """Return the seconds since the tally was made."""
-        return time.perf_counter() - self._begin
-
-    def ceiling(self, name: str, requests: int) -> Ceiling:
-        """Return the totals."""
-        seconds, cpu = self.elapsed(), time.process_time() - self._cpu
-        samples, size = sum(samples for samples, _ in self.amounts), sum(size for _, size in self.amounts)
-        return Ceiling(name, samples, size, seconds, requests, cpu)
 
 
 def _load_images(dataset: Dataset) -> list[tuple[int, memoryview]]:
