@@ -301,6 +301,8 @@ def test_inspect_and_plan_name_the_conversion_if_little_of_what_is_read_is_used(
         assert "an epoch then reads about" in out
     facts = json.loads(run(capsys, "inspect", *arguments, "--json")[1])
     assert facts["rechunking"]["after"] < facts["rechunking"]["before"] / 2
+    planned = json.loads(run(capsys, "plan", *arguments, "--batch-size", "4", "--world-size", "3", "--json")[1])
+    assert planned["bytes"] == round(planned["read_factor"] * sum(each["stored"] for each in planned["arrays"]))
     whole = (url, "--sample-axis", "time")
     assert "--rechunk" not in run(capsys, "inspect", *whole)[1]
 

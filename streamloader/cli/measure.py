@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -101,34 +101,24 @@ def plan(
 
     sampling, weights = take_sampling(options), options.pop("weights")
     mixture = {name: value for name in ("weigh", "stop", "unit") if (value := options.pop(name)) is not None}
-    _check_plan(urls, weights, mixture, plot)
+    mixed = weights is not None or len(urls) > 1 or bool(mixture)
+    if mixed and len(weights or ()) != len(urls):
+        problem = f"{counted(len(urls), 'URL')} with {counted(len(weights or ()), 'weight')}"
+        raise UsageError(problem, "give a weight for each URL: --weights 0.7,0.3")
+    if plot is not None and (mixed or plot.suffix not in PLOTS):
+        raise UsageError(f"--plot {plot}", "name a .png, .svg or .pdf file, and one URL without --weights")
     order = {name: options.pop(name) for name in ("block", "lanes", "window")}
     if no_shuffle and any(order.values()):
         raise UsageError("--no-shuffle with --block, --lanes or --window", "leave one of them out")
-    shuffle = not no_shuffle and Shuffle(**order)
-    price = get_price / 1e6
+    shuffle, price = not no_shuffle and Shuffle(**order), get_price / 1e6
     chosen = ForecastOptions(shuffle=shuffle, dollars_for_a_get=price, sampling=sampling, **options)
-    if weights is not None:
-        mixed = forecast_mixture(list(zip(urls, weights, strict=True)), chosen, **mixture)
-        print_mixture(mixed, as_json=as_json)
+    if mixed:
+        print_mixture(forecast_mixture(list(zip(urls, weights, strict=True)), chosen, **mixture), as_json=as_json)
         return
     planned = forecast(urls[0], chosen)
     click.echo(json.dumps(planned.to_dict(), indent=1) if as_json else "\n".join(forecast_lines(planned)))
     if plot is not None:
         draw(planned, plot)
-
-
-def _check_plan(
-    urls: Sequence[str], weights: Sequence[float] | None, mixture: Mapping[str, Any], plot: Path | None
-) -> None:
-    if plot is not None and (weights is not None or plot.suffix not in PLOTS):
-        raise UsageError(f"--plot {plot}", "name a .png, .svg or .pdf file, and one URL without --weights")
-    if weights is None and (len(urls) > 1 or mixture):
-        given = f"{len(urls)} URLs" if len(urls) > 1 else f"--{next(iter(mixture))}"
-        raise UsageError(f"{given} without --weights", "give a weight for each URL: --weights 0.7,0.3")
-    if weights is not None and len(weights) != len(urls):
-        problem = f"{counted(len(urls), 'URL')} with {counted(len(weights), 'weight')}"
-        raise UsageError(problem, "give a weight for each URL: --weights 0.7,0.3")
 
 
 def forecast_lines(planned: Forecast) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -155,6 +155,10 @@ class EpochForecast:
     bytes: int
     dollars: float
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return JSON values."""
+        return asdict(self)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast(EpochForecast):
@@ -185,7 +189,7 @@ class Forecast(EpochForecast):
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON values, without `drawn`."""
-        values = asdict(self)
+        values = super().to_dict()
         del values["drawn"]
         for name in ("rank", "together"):
             values[name]["design_effect"] = getattr(self, name).design_effect(1.0)
@@ -205,9 +209,9 @@ def forecast(url: str, options: ForecastOptions) -> Forecast:
     together = replace(share, batch=share.global_batch, world=World(0, 1))
     rank_mixing, together_mixing = mixings((share, together))
     factor = share.read_factor if order.shuffle else _ranks_per_unit(params.block, share)
-    arrays = array_reads(dataset)
+    epoch, (reads,) = _epoch(loader, share, [factor], options)
     return Forecast(
-        **_epoch(loader, share, [factor], options)[0],
+        **epoch,
         url=open_store(url, options.storage_options).url,
         block=params.block,
         lanes=order.lanes,
@@ -219,9 +223,9 @@ def forecast(url: str, options: ForecastOptions) -> Forecast:
         pinned_lanes=max(loader._first.lanes, default=1),
         shuffle=order.shuffle,
         memory_alone=loader._engine().least_memory(replace(together, batch=share.batch).need()),
-        arrays=tuple(arrays),
+        arrays=tuple(reads.arrays),
         unused={} if dataset.arrays is None else dataset.arrays.unused,
-        rechunking=rechunking(arrays, options.sampling),
+        rechunking=rechunking(reads.arrays, options.sampling),
         drawn=_first_blocks(share, params.block),
     )
 
@@ -262,10 +266,6 @@ class MixtureForecast(EpochForecast):
     sources: tuple[SourceForecast, ...]
     rereads: str
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return JSON values."""
-        return asdict(self)
-
 
 def forecast_mixture(
     weights: Sequence[tuple[str, float]],
@@ -290,8 +290,8 @@ def forecast_mixture(
     parts = []
     for number, (source, weight) in enumerate(sources.items()):
         dataset, of_fields = mixture._datasets[number], {name: each[source] for name, each in field_shares.items()}
-        counts = dataset.num_samples, shares[source], of_fields, passes[number], *reads[number]
-        parts.append(SourceForecast(dataset.store.url, weight, *counts))
+        counts = dataset.num_samples, shares[source], of_fields, passes[number]
+        parts.append(SourceForecast(dataset.store.url, weight, *counts, reads[number].requests, reads[number].bytes))
     shuffled = options.shuffle is not False
     in_order = "" if shuffled or share.divides else "without shuffle, ranks take parts of the same blocks"
     rereads = in_order or share.describe_rereads(fresh=True, shuffle=shuffled)
@@ -316,19 +316,31 @@ def _field_shares(mixture: Mixture, weigh: str | None) -> dict[str, dict[Source,
     return shares
 
 
+class Reads(NamedTuple):
+    """What an epoch reads of a dataset: requests and stored bytes, and what it reads of each array."""
+
+    requests: int
+    bytes: int
+    arrays: list[ArrayReads]
+
+
 def _epoch(
     loader: StreamingDataset | Mixture, share: EpochShare, passes: Sequence[float], options: ForecastOptions
-) -> tuple[dict[str, Any], list[list[int]]]:
-    """Return the values of an `EpochForecast`, and the (requests, bytes) of each dataset, of which it has `passes`."""
+) -> tuple[dict[str, Any], list[Reads]]:
+    """Return the values of an `EpochForecast`, and what it reads of each dataset, of which it has `passes`."""
     engine = Engine(loader._datasets, LoaderConfig(memory=options.memory, ranks_here=options.ranks_here))
     held, budget = engine.plan_memory(share.need(engine.steps_at_once(share)))
     reads = []
     for dataset, source, times in zip(loader._datasets, loader._first.sources, passes, strict=True):
-        streamed = _estimate_reads(dataset, [name for name in dataset.names if name not in held], source.params.block)
-        whole = replace(dataset, selection=None)
-        resident = _estimate_reads(whole, held, max(1, dataset.manifest.num_samples))  # by every rank, once
-        reads.append([round(a * times + b * options.world_size) for a, b in zip(streamed, resident, strict=True)])
-    requests, size = map(sum, zip(*reads, strict=True))
+        streamed = [name for name in dataset.names if name not in held]
+        count, size = _estimate_reads(dataset, streamed, source.params.block)
+        whole, arrays = replace(dataset, selection=None), array_reads(dataset)
+        held_count, held_size = _estimate_reads(whole, held, max(1, dataset.manifest.num_samples))
+        if arrays:  # requests for whole objects do not state their size
+            size = sum(each.stored for each in arrays)
+        count, size = count * times + held_count * options.world_size, size * times + held_size * options.world_size
+        reads.append(Reads(round(count), round(size), arrays))
+    requests = sum(each.requests for each in reads)
     values: dict[str, Any] = {
         "num_samples": share.num_samples,
         "world_size": options.world_size,
@@ -339,7 +351,7 @@ def _epoch(
         "held": tuple(held),
         "kept": budget.keeps,
         "requests": requests,
-        "bytes": size,
+        "bytes": sum(each.bytes for each in reads),
         "dollars": requests * options.dollars_for_a_get,
     }
     return values, reads
@@ -354,8 +366,6 @@ def _estimate_reads(dataset: Dataset, names: Sequence[str], block: int) -> tuple
         stop = min(start + block, dataset.num_samples)
         sizes += [run.stop - run.start for name in names for run in dataset.runs(name, start, stop)]
     scale = len(starts) / max(1, len(chosen))
-    if dataset.arrays is not None:  # requests for whole objects do not state their size
-        return len(sizes) * scale, sum(reads.stored for reads in array_reads(dataset))
     return len(sizes) * scale, sum(sizes) * scale
 
 
