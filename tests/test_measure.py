@@ -13,7 +13,7 @@ from folder_server import folder_server
 import streamloader as sl
 from streamloader.errors import CorruptError, DecodeError, FieldError, NotADatasetError, UsageError
 from streamloader.measure.bench import BenchOptions, BenchProgress, bench
-from streamloader.measure.ceiling import Ceiling, Effort, image_ceiling, read_ceiling
+from streamloader.measure.ceiling import Ceiling, image_ceiling, read_ceiling
 from streamloader.options import Layout
 
 ZSTD = Layout(shard_size=1 << 16, block_size=1 << 14, chunk_size=1 << 12, codec="zstd")
@@ -48,24 +48,20 @@ def test_a_ceiling_makes_the_requests_of_a_first_epoch(everything, fields):
 
 
 def test_later_passes_do_not_fetch_held_fields_again(everything):
-    once, twice = (read_ceiling(str(everything), fields=["x", "label"], effort=Effort(passes=n)) for n in (1, 2))
-    bulk = read_ceiling(str(everything), fields=["x"])
-    assert twice.samples == 2 * once.samples
-    assert twice.bytes - once.bytes == bulk.bytes
-    assert read_ceiling(str(everything), fields=["label"], effort=Effort(passes=10**9)).samples == 700
+    held, bulk = (read_ceiling(str(everything), fields=[name]) for name in ("label", "x"))
+    both = read_ceiling(str(everything), fields=["x", "label"], seconds=0.3)
+    assert both.samples > 700
+    assert both.bytes - held.bytes == pytest.approx(bulk.bytes * both.samples / 700, rel=0.1)
+    assert read_ceiling(str(everything), fields=["label"], seconds=60.0).samples == 700
 
 
 @pytest.mark.alone
 def test_a_ceiling_stops_in_time_and_counts_what_it_did(everything):
     counted: list[tuple[int, int, int]] = []
     begin = time.perf_counter()
-    effort = Effort(
-        seconds=0.3,
-        passes=10**9,
-        in_flight=2,
-        watch=lambda tally: counted.append((tally.samples, tally.bytes, tally.requests)),
-    )
-    ceiling = read_ceiling(str(everything), unpack=True, effort=effort)
+    options: dict[str, Any] = {"unpack": True, "seconds": 0.3, "in_flight": 2}
+    options["watch"] = lambda tally: counted.append((tally.samples, tally.bytes, tally.requests))
+    ceiling = read_ceiling(str(everything), **options)
     assert 0.3 <= ceiling.seconds <= time.perf_counter() - begin < 100
     assert (ceiling.samples, ceiling.bytes, ceiling.requests) == counted[-1]
     assert ceiling.requests == len(counted)
@@ -82,7 +78,7 @@ def test_a_ceiling_reads_a_split_of_a_bucket(seaweedfs):
 def test_a_throttled_ceiling_retries(everything):
     with folder_server(everything) as server:
         server.behave, server.times = "503", 3
-        ceiling = read_ceiling(server.url, fields=["x"], effort=Effort(in_flight=2))
+        ceiling = read_ceiling(server.url, fields=["x"], in_flight=2)
         assert server.times == 0
         assert (ceiling.samples, ceiling.requests) == (700, server.gets - 3)
 
@@ -123,9 +119,8 @@ def test_a_field_without_images_and_a_damaged_image_are_errors(images, tmp_path)
 
 
 def test_invalid_arguments_are_errors(everything):
-    for bad in ({"in_flight": 0}, {"passes": 0}, {"seconds": -1.0}):
-        with pytest.raises(UsageError):
-            Effort(**bad)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="in_flight=0"):
+        read_ceiling(str(everything), in_flight=0)
     for bad in ({"seconds": 0.0}, {"fields": ()}):
         with pytest.raises(UsageError):
             BenchOptions(**bad)

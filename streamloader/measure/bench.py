@@ -13,7 +13,7 @@ from streamloader.format.manifest import Manifest
 from streamloader.format.opening import open_root
 from streamloader.format.reader import MAX_REQUEST
 from streamloader.images.decode import ENCODINGS
-from streamloader.measure.ceiling import Ceiling, Effort, Tally, Watch, image_ceiling, read_ceiling
+from streamloader.measure.ceiling import Ceiling, Tally, Watch, image_ceiling, read_ceiling
 from streamloader.options import MIB, Decode
 from streamloader.pytorch.dataset import StreamingDataset
 from streamloader.stats import BatchReport, Stats, quotient
@@ -112,7 +112,6 @@ BATCH_SIZE = 256
 CONCURRENCIES = (16, 64)
 # Limit of the bytes in flight for ceilings without `memory`. The client keeps each body twice.
 FLIGHT_BYTES = 1024 * MIB
-MANY_PASSES = 10**9  # until the time is over
 
 
 def bench(url: str, options: BenchOptions | None = None, progress: Listener | None = None) -> BenchResult:
@@ -195,9 +194,17 @@ def _measure_reading(url: str, options: BenchOptions, concurrencies: list[int], 
     """Return the ceiling of fetching at each concurrency, then that of fetching and unpacking at the fastest one."""
 
     def measure(name: str, in_flight: int, unpack: bool = False) -> Ceiling:
-        effort = Effort(in_flight, options.seconds, MANY_PASSES, meter.begin(name))
-        where = url, options.storage_options, options.fields
-        return replace(read_ceiling(*where, effort, unpack=unpack, split=options.split), name=name)
+        ceiling = read_ceiling(
+            url,
+            options.storage_options,
+            options.fields,
+            unpack=unpack,
+            split=options.split,
+            in_flight=in_flight,
+            seconds=options.seconds,
+            watch=meter.begin(name),
+        )
+        return replace(ceiling, name=name)
 
     fetches = {count: measure(f"fetch, {count} at once", count) for count in concurrencies}
     best = max(fetches, key=lambda count: fetches[count].megabytes_per_second)

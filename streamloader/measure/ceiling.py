@@ -26,6 +26,7 @@ from streamloader.stats import Counters, quotient
 from streamloader.storage.process import cpu_count, run_all
 
 IN_FLIGHT = 16
+MANY_PASSES = 10**9  # until the time is over
 # Limits of the encoded images that are decoded repeatedly: more than a core's cache, little compared with a loader.
 IMAGE_BYTES = 64 * MIB
 IMAGES = 4096
@@ -90,48 +91,36 @@ class Tally:
 Watch = Callable[[Tally], None]
 
 
-@dataclass(frozen=True)
-class Effort:
-    """The extent of a measurement: concurrent requests, and `passes` over the dataset, cut off after `seconds`.
-
-    `seconds`: 0 for no limit. `watch`: as in `Tally`. Raises `UsageError` for invalid numbers.
-    """
-
-    in_flight: int = IN_FLIGHT
-    seconds: float = 0.0
-    passes: int = 1
-    watch: Watch | None = None
-
-    def __post_init__(self) -> None:
-        if self.in_flight < 1 or self.passes < 1 or self.seconds < 0:
-            problem = f"in_flight={self.in_flight}, passes={self.passes}, seconds={self.seconds}"
-            raise UsageError(problem, "give in_flight and passes of at least 1, and seconds of at least 0")
-
-
 def read_ceiling(
     url: str,
     storage_options: Mapping[str, Any] | None = None,
     fields: Sequence[str] | None = None,
-    effort: Effort | None = None,
     *,
     unpack: bool = False,
     split: str | None = None,
+    in_flight: int = IN_FLIGHT,
+    seconds: float | None = None,
+    watch: Watch | None = None,
 ) -> Ceiling:
     """Measure reading a dataset in random order of its blocks, without shuffle and batches.
+
+    Makes `in_flight` concurrent requests, for one pass or, if given, for `seconds`. `watch`: as in `Tally`.
 
     Requests the ranges that the loader would request, with its client, and drops the bytes. `unpack`: also checks and
     decodes every chunk into reused memory; encoded images stay encoded. Resident fields are read first, and once.
 
     Raises a `StreamloaderError` as opening and reading do, and `CorruptError` for damaged bytes with `unpack`.
     """
-    effort = effort or Effort()
+    if in_flight < 1:
+        raise UsageError(f"in_flight={in_flight}", "give 1 or more")
     dataset = open_dataset(Source(url, split, storage_options=storage_options), None, fields)
     client, retries = dataset.store.reader(), dataset.store.retries
-    memory = Buffers(Counters(), keep=effort.in_flight)  # fresh pages cost more than the copy itself
-    runs, lock, stop, tally = _runs(dataset, effort.passes), threading.Lock(), threading.Event(), Tally(effort.watch)
+    memory = Buffers(Counters(), keep=in_flight)  # fresh pages cost more than the copy itself
+    runs = _runs(dataset, passes=1 if seconds is None else MANY_PASSES)
+    lock, stop, tally = threading.Lock(), threading.Event(), Tally(watch)
 
     def read_runs(_: int) -> None:
-        while not stop.is_set() and not (effort.seconds and tally.seconds >= effort.seconds):
+        while not stop.is_set() and (seconds is None or tally.seconds < seconds):
             with lock:
                 task = next(runs, None)
             if task is None:
@@ -147,7 +136,7 @@ def read_ceiling(
             del body  # frees its memory for the next request
 
     try:
-        run_all(read_runs, range(effort.in_flight), effort.in_flight + 1)  # never on the main thread, for Ctrl-C
+        run_all(read_runs, range(in_flight), in_flight + 1)  # never on the main thread, for Ctrl-C
     finally:
         stop.set()
     return tally.ceiling("fetch and unpack" if unpack else "fetch")
@@ -219,7 +208,7 @@ def _load_images(dataset: Dataset) -> list[tuple[int, memoryview]]:
     """
     images: list[tuple[int, memoryview]] = []
     size = 0
-    for reader, run, _ in _runs(dataset, 1):
+    for reader, run, _ in _runs(dataset, passes=1):
         if reader.layout.field.kind != "bytes":
             raise FieldError(f"field {reader.name!r} is {reader.layout.field}", "name a field of encoded images")
         chunks = reader.decode(run, reader.request(run)()) or []
