@@ -142,8 +142,6 @@ class SampleNumbers:
         """Convert numbers among the selected samples to numbers among all samples."""
         if not any(self.selections):
             return samples
-        if len(self.selections) == 1 and self.selections[0] is not None:
-            return self.selections[0].samples[samples]
         source = np.searchsorted(self.selected_from, samples, side="right") - 1
         numbers = samples - np.array(self.selected_from)[source]
         for index, selection in enumerate(self.selections):

@@ -209,23 +209,15 @@ class ArrayFields:
 
 
 class RegionRun(NamedTuple):
-    """A request for chunks of one member, which go to one region of a block."""
+    """A request for the bytes [start, stop) of chunks of one member, which go to one region of a block."""
 
     region: int
     member: int
     request: ArrayRun
+    start: int
+    stop: int
     first_sample: int
     num_samples: int
-
-    @property
-    def start(self) -> int:
-        """The first byte that is requested."""
-        return self.request.start
-
-    @property
-    def stop(self) -> int:
-        """The end of the bytes that are requested."""
-        return self.request.stop
 
 
 class RegionReader:
@@ -306,12 +298,13 @@ class RegionReader:
 
     def runs(self, start: int, stop: int) -> list[RegionRun]:
         """Return the requests for the chunks of the samples [start, stop). Raises as `ArrayReader.runs`."""
-        runs = []
+        found: list[tuple[int, int, ArrayRun]] = []
         for number, (low, high) in enumerate(self.regions(start, stop)):
             for index, reader in self._readers.items():
                 requests = reader.runs(self.boxes_of(self.column.members[index], low, high))
-                runs += [RegionRun(number, index, request, start, stop - start) for request in requests]
-        return runs or [RegionRun(0, 0, ArrayRun("", 0, 0, ()), start, stop - start)]
+                found += [(number, index, request) for request in requests]
+        found = found or [(0, 0, ArrayRun("", 0, 0, ()))]
+        return [RegionRun(*each, each[-1].start, each[-1].stop, start, stop - start) for each in found]
 
     def fetch(self, reader: RangeReader, run: RegionRun, allocate: Allocate = empty_buffer) -> memoryview:
         """Return the bytes of a run by one request, without retries."""

@@ -178,18 +178,11 @@ class Writer:
 
     def write(self, sample: Mapping[str, Any]) -> None:
         """Add one sample, with a value for each field. An invalid sample raises `FieldError` and is not added."""
-        self._check_open(1)
         check_names(self._fields, sample, f"sample {self._count}")
         values = {name: to_value(name, field, sample[name], self._count) for name, field in self._fields.items()}
-        self._rows.add(values)
-        self._count += 1
-        if self._geometry is None:
-            sizes = (value.nbytes if isinstance(value, np.ndarray) else len(value) for value in values.values())
-            self._probed += sum(sizes)
-            if self._probed >= PROBE_BYTES:
-                self._choose_geometry()
-        elif len(self._rows) == self._geometry.samples_per_shard:
-            self._submit_shard()
+        self._add(
+            {name: value[None] if isinstance(value, np.ndarray) else [value] for name, value in values.items()}, 1
+        )
 
     def write_batch(self, columns: Mapping[str, Any]) -> None:
         """Add a batch of samples: for each field an array (samples, *shape) or a list of values.
@@ -197,18 +190,7 @@ class Writer:
         An invalid batch raises `FieldError`, and none of its samples is added.
         """
         count, checked = to_columns(self._fields, columns, self._count)
-        self._check_open(count)
-        start = 0
-        if self._geometry is None:
-            sums = self._probed + np.cumsum(row_bytes(self._fields, checked))
-            start = min(int(np.searchsorted(sums, PROBE_BYTES)) + 1, count)
-            self._rows.extend(checked, 0, start)
-            self._probed = int(sums[start - 1]) if start else self._probed
-            if self._probed >= PROBE_BYTES:
-                self._choose_geometry()
-        if self._geometry is not None:
-            self._fill(self._geometry, checked, start, count)
-        self._count += count
+        self._add(checked, count)
 
     def close(self) -> Manifest:
         """Write the last shard, publish the dataset and return its manifest, also when called again.
@@ -259,6 +241,21 @@ class Writer:
             self.abort()
         except StorageError as problem:  # the first error is raised
             error.add_note(f"what was written could not be removed: {problem}")
+
+    def _add(self, columns: Mapping[str, Column], count: int) -> None:
+        """Add checked samples: the first ones determine the geometry, and full shards are submitted."""
+        self._check_open(count)
+        start = 0
+        if self._geometry is None:
+            sums = self._probed + np.cumsum(row_bytes(self._fields, columns))
+            start = min(int(np.searchsorted(sums, PROBE_BYTES)) + 1, count)
+            self._rows.extend(columns, 0, start)
+            self._probed = int(sums[start - 1]) if start else self._probed
+            if self._probed >= PROBE_BYTES:
+                self._choose_geometry()
+        if self._geometry is not None:
+            self._fill(self._geometry, columns, start, count)
+        self._count += count
 
     def _check_open(self, count: int) -> None:
         """Raise `UsageError` if `count` more samples cannot be written, or the error of an earlier upload."""

@@ -318,18 +318,15 @@ def _numcodec(configuration: Any, path: str) -> Any:
     try:
         step = get_codec({**configuration, "id": name.removeprefix(_NUMCODECS)})
     except Exception as error:  # an unknown name or invalid options, of any codec
-        raise _unknown(name, path, error) from error
+        short = name.removeprefix(_NUMCODECS)
+        package = next((package for start, package in PACKAGES.items() if short.startswith(start)), None)
+        remedy = f"install {package}" if package else "install the package that has it, or write the array again"
+        problem = f"the array {path!r} has the codec {name!r}, which cannot be used here ({error})"
+        raise FormatError(problem, remedy) from error
     if step.codec_id == "shuffle" and (type(step.elementsize) is not int or step.elementsize < 1):
         problem = f"the codec {name!r} of the array {path!r} has the element size {step.elementsize!r:.20}"
         raise FormatError(problem, "write the array again")
     return step
-
-
-def _unknown(name: str, path: str, error: Exception) -> FormatError:
-    short = name.removeprefix(_NUMCODECS)
-    package = next((package for start, package in PACKAGES.items() if short.startswith(start)), None)
-    remedy = f"install {package}" if package else "install the package that has it, or write the array again"
-    return FormatError(f"the array {path!r} has the codec {name!r}, which cannot be used here ({error})", remedy)
 
 
 def _configurations(codecs: Any, path: str) -> Configurations:
