@@ -332,3 +332,22 @@ def test_an_unknown_calendar_is_named(tmp_path):
     with pytest.raises(errors.UsageError, match=r"known calendar \(it has units='days since .*', calendar='martian'\)"):
         windows_of(url, where=slice("2001", None))
     assert len(windows_of(url, windows=sl.Window("2d"))[0]) == 8
+
+
+CONDITIONS = {
+    "time >= '2024-06-03T06:00'": range(9, 40),
+    "time == '2024-06-03T06:00'": [9],
+    "time in ('2024-06-03T06:00', '2024-06-03T12:00')": [9, 10],
+    "time < '2024-06-01T00:30' or time > '2024-06-10T16:00'": [0, 39],
+}
+
+
+@pytest.mark.parametrize(("where", "kept"), CONDITIONS.items())
+def test_conditions_compare_times_that_are_parts_of_their_unit(where, kept, tmp_path):
+    group = zarr.open_group(tmp_path / "x.zarr", mode="w")
+    group.create_array("v", data=np.arange(40.0), dimension_names=["time"])
+    days = group.create_array("time", data=np.arange(40) / 4, dimension_names=["time"])
+    days.attrs["units"] = "days since 2024-06-01"
+    options = {"batch_size": 64, "sample_axis": "time", "shuffle": False, "remainder": "uneven", "where": where}
+    (batch,) = sl.StreamingDataset(tmp_path / "x.zarr", **options)
+    assert batch["v"].tolist() == list(kept)

@@ -177,12 +177,12 @@ def time_units(array: ZarrArray) -> TimeUnits | None:
     return TimeUnits.parse(str(array.attributes.get("units", "")), str(array.attributes.get("calendar") or ""))
 
 
-def time_labels(manifest: Manifest) -> dict[str, Callable[[str], int]]:
+def time_labels(manifest: Manifest) -> dict[str, Callable[[str], float]]:
     """Return, for each field of times, the function from a date and time to the field's number."""
     known = {} if "map" in manifest.provenance else manifest.provenance  # a map may have changed them
     noted, attributes = (known.get(key) for key in ("units", "attributes"))
     noted = {name: {"units": units} for name, units in noted.items()} if isinstance(noted, Mapping) else {}
-    found: dict[str, Callable[[str], int]] = {}
+    found: dict[str, Callable[[str], float]] = {}
     for name, said in {**noted, **(attributes if isinstance(attributes, Mapping) else {})}.items():
         texts = {key: str(said.get(key, "")) for key in ("units", "calendar")} if isinstance(said, Mapping) else {}
         units = TimeUnits.parse(texts["units"].partition(",")[0], texts["calendar"]) if texts else None

@@ -217,14 +217,12 @@ class TimeUnits:
             return None
         return cls(found * count, calendar, calendar.day(1970, 1, 1) * DAY)
 
-    def number(self, text: str) -> int:
-        """Return the value of the first time that a date means. Raises `ValueError` for none, or one between values."""
+    def number(self, text: str) -> float:
+        """Return the value of the first time that a date means, exact if it is whole. Raises `ValueError` for none."""
         if self.calendar is None:
             raise ValueError("its calendar is unknown")
         value = (self.calendar.parse(text)[0] - self.origin) / self.unit
-        if value.denominator > 1:
-            raise ValueError(f"{text!r} is between two of its values")
-        return int(value)
+        return int(value) if value.denominator == 1 else float(value)
 
     def times(self, values: NDArray[Any]) -> Ints:
         """Return the times of values, exactly; floats of minutes or more to the millisecond. NaN is `MISSING`."""

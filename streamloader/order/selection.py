@@ -161,7 +161,7 @@ class Condition:
         self,
         classes: Mapping[str, Sequence[str]],
         texts: Collection[str] = (),
-        times: Mapping[str, Callable[[str], int]] = MappingProxyType({}),
+        times: Mapping[str, Callable[[str], float]] = MappingProxyType({}),
     ) -> Condition:
         """Return the condition with class names and times replaced by numbers.
 
@@ -328,7 +328,9 @@ def _compared_field(node: ast.Compare, text: str) -> tuple[str, bool]:
     sides = (node.left, *node.comparators)
     match node.left, node.ops, node.comparators:
         case (ast.Name(id=field), [ast.In() | ast.NotIn()], [ast.Tuple() | ast.List() | ast.Set() as listed]):
-            if all(isinstance(value, ast.Constant) and isinstance(value.value, str | int) for value in listed.elts):
+            if all(
+                isinstance(value, ast.Constant) and isinstance(value.value, str | float | int) for value in listed.elts
+            ):
                 return field, False
         case _ if all(isinstance(side, ast.Name | ast.Constant) for side in sides):
             names = [side.id for side in sides if isinstance(side, ast.Name)]
