@@ -178,7 +178,7 @@ def test_a_patch_that_a_finer_level_cannot_hold_is_an_error(tmp_path):
     group = zarr.open_group(tmp_path / "x.zarr", mode="w")
     group.create_array("0", data=np.zeros((511, 4)), dimension_names=["y", "x"])
     group.create_array("1", data=np.zeros((256, 2)), dimension_names=["y", "x"])
-    with pytest.raises(errors.UsageError, match="of which all levels have 255"):
+    with pytest.raises(errors.UsageError, match="which has 255 in all arrays"):
         sl.StreamingDataset(tmp_path / "x.zarr", batch_size=1, patches=sl.Patch({"y": 256}), fields=["1", "0"])
 
 

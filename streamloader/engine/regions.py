@@ -137,9 +137,8 @@ class RegionColumn:
     @property
     def sample_bytes(self) -> int:
         """The bytes of one sample of all outputs, of sparse rows the mean."""
-        if self.rows is not None:
-            return int(self.rows[-1]) * np.dtype(self.dtype).itemsize // max(1, self.rows.size - 1)
-        return sum(prod(output.shape) for output in self.outputs) * np.dtype(self.dtype).itemsize
+        values = sum(prod(output.shape) for output in self.outputs) if self.rows is None else self.mean_row
+        return int(values * np.dtype(self.dtype).itemsize)
 
     def lease(self, count: int, lease: Lease) -> list[NDArray[Any]]:
         """Return memory for `count` samples of each output."""
@@ -555,11 +554,9 @@ def _copy(
     corners = fields.anchors.corners(samples, key)
     region = number
     if any(len(block.stops) > 1 for block in blocks):
-        base = np.cumsum([0, *(len(block.stops) for block in blocks)])
-        inside = [np.searchsorted(block.stops, rows[number == n], side="right") for n, block in enumerate(blocks)]
-        region = base[number]
-        for n, part in enumerate(inside):
-            region[number == n] += part
+        most = max(block.stops[-1] for block in blocks)
+        ends = np.concatenate([np.array(block.stops) + n * most for n, block in enumerate(blocks)])
+        region = np.searchsorted(ends, number * most + rows, side="right")
     origins = np.array([origin for block in blocks for origin in block.origins], np.int64).T
     scales = [column.scales[axis] for axis in fields.axes if axis in column.dims]
     used = [corners[n] for n, axis in enumerate(fields.axes) if axis in column.dims]

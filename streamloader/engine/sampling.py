@@ -181,7 +181,8 @@ class OpenedArrays:
         Raises `FieldError` if there are none, and for a field of a dataset that is not an array of numbers.
         """
         needed = set(self.anchored)
-        names = sorted(name for name in self.group.sparse if self._is_complete(name))
+        parts = {name: [self.group.arrays.get(f"{name}/{part}") for part in SPARSE] for name in self.group.sparse}
+        names = sorted(name for name, found in parts.items() if all(part and part.holds_numbers for part in found))
         for name in (name for name, kind in self.group.groups.items() if kind == "csc_matrix"):
             self.group.array(name)  # an error
         for name, array in self.group.dense.items():
@@ -196,11 +197,6 @@ class OpenedArrays:
             problem = f"no array of {self.group.url} has numbers along {', '.join(sorted(needed))}"
             raise FieldError(problem, f"choose sample_axis= from the dimensions of its arrays ({found or 'none'})")
         return names
-
-    def _is_complete(self, name: str) -> bool:
-        """Return whether a sparse matrix has its arrays, of numbers."""
-        parts = [self.group.arrays.get(f"{name}/{part}") for part in SPARSE]
-        return all(part is not None and part.holds_numbers for part in parts)
 
 
 def read_normalization(store: Store, normalize: Normalize) -> Mapping[str, Any]:
@@ -615,12 +611,7 @@ def _patch_axis(opened: OpenedArrays, columns: Mapping[str, RegionColumn], dim: 
     patch = opened.sampling.patches
     assert patch is not None
     size, stride, margin = patch.along(dim)
-    extent, usable = size + 2 * margin, length
-    if extent > length:
-        with_margin = f" with a margin of {margin}" if margin else ""
-        problem = f"patches of {size} elements{with_margin} along {dim!r}, which has {length}"
-        raise UsageError(problem, "give a smaller patch")
-    snap = 1
+    extent, usable, snap = size + 2 * margin, length, 1
     for name, column in columns.items():
         if dim not in column.lengths:
             continue
@@ -631,7 +622,8 @@ def _patch_axis(opened: OpenedArrays, columns: Mapping[str, RegionColumn], dim: 
             problem = f"patches of {extent} elements along {dim!r}, {stride} apart, are {extent * scale} of {name!r}"
             raise UsageError(problem, f"give sizes and strides that are multiples of {scale.denominator}")
     if extent > usable:
-        problem = f"patches of {extent} elements along {dim!r}, of which all levels have {usable}"
+        with_margin = f" with a margin of {margin}" if margin else ""
+        problem = f"patches of {size} elements{with_margin} along {dim!r}, which has {usable} in all arrays"
         raise UsageError(problem, "give a smaller patch")
     count = (usable - extent) // stride + 1
     if not patch.random:
