@@ -408,6 +408,14 @@ def test_groups_of_netcdf4_are_named_in_the_url(tmp_path):
     assert_error(SourceError, "is a variable", f"{tmp_path / 'it.nc'}::/inner/v")
 
 
+def test_a_netcdf4_variable_with_the_name_of_another_dimension_has_its_own_name(tmp_path):
+    with netCDF4.Dataset(tmp_path / "it.nc", "w") as file:
+        file.createDimension("time", 3)
+        file.createDimension("level", 2)
+        file.createVariable("level", "i4", ("time", "level"))[:] = [[1, 2], [3, 4], [5, 6]]
+    assert read(opened(tmp_path / "it.nc", "level"))["level"].tolist() == [[1, 2], [3, 4], [5, 6]]
+
+
 def test_a_netcdf4_variable_shorter_than_its_unlimited_dimension_is_refused(tmp_path):
     with netCDF4.Dataset(tmp_path / "it.nc", "w") as file:
         file.createDimension("time", None)

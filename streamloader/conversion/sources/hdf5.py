@@ -39,6 +39,7 @@ PIECE_BYTES = 16 << 20  # read from a dataset at once, unless a chunk is larger
 PIECE_ITEMS = 256  # items of variable length that are read at once
 # the netCDF library's mark of a dimension without values
 _NO_VALUES = b"This is a netCDF dimension but not a netCDF variable"
+_NO_COORDINATE = "_nc4_non_coord_"  # its prefix for a variable with the name of a dimension that it does not have first
 MAX_HEADER = 64 << 20
 RECORDS_BYTES = 32 << 20  # of records that are read at once
 _TYPES = ("", ">i1", "S1", ">i2", ">i4", ">f4", ">f8", ">u1", ">u2", ">u4", ">i8", ">u8")  # by their code
@@ -141,8 +142,10 @@ def _scan_hdf5(raw: BlockFile, inner: str, selection: FieldSelection, netcdf: bo
         if single and netcdf:
             raise SourceError(f"{where} is a variable", "give its group, and name it with fields=")
         names, groups = ([node.name.rpartition("/")[2]], []) if single else _names_in(node)
-        originals = arrays.pick(names, selection, where)
-        datasets = {field: node if single else _child(node, name, where) for field, name in originals.items()}
+        names.sort(key=lambda name: name.startswith(_NO_COORDINATE))  # the dimension's own dataset has no values
+        stored = {name.removeprefix(_NO_COORDINATE): name for name in names}
+        originals = arrays.pick(stored, selection, where)
+        datasets = {field: node if single else _child(node, stored[name], where) for field, name in originals.items()}
         notes: dict[str, Any] = {"passed_over": groups} if groups else {}
         if netcdf:
             originals = {field: name for field, name in originals.items() if not _lacks_values(datasets[field])}
