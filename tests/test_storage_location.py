@@ -102,6 +102,11 @@ def test_a_mistyped_storage_option_of_a_web_server_is_named():
     open_store("http://127.0.0.1:9/x", {"headers": {"X-Key": "1"}, "proxy": "http://127.0.0.1:9"})
 
 
+def test_an_option_that_is_no_url_is_reported_as_such(tmp_path):
+    with pytest.raises(UsageError, match=r"^'s3:/b' is not a URL: a // is missing after s3:; write s3://b"):
+        open_store(f"reference://::{tmp_path}/x.json", {"allow": ["s3:/b"]}).get("a")
+
+
 def test_empty_and_signed_urls_cannot_hold_a_dataset():
     for url in ("", "   "):
         with pytest.raises(UsageError):

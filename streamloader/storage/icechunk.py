@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib
 import re
 from collections.abc import Coroutine, Mapping
 from typing import Any, TypeVar
@@ -11,6 +10,7 @@ from typing import Any, TypeVar
 from streamloader.errors import AccessError, UnsupportedError
 from streamloader.storage.buffers import RECEIVER, Buffer, Receiver
 from streamloader.storage.generic import ReadOnlyClient
+from streamloader.storage.optional import need
 from streamloader.storage.process import finished_before_exit, forked_after_obstore, note_obstore_use, run_all
 from streamloader.storage.retry import client_errors
 from streamloader.storage.store import ObjectInfo
@@ -33,7 +33,7 @@ class IcechunkClient(ReadOnlyClient):
         if forked_after_obstore():  # its runtime is like that of obstore
             problem = f"{location.shown}: this process was forked after an Icechunk repository was used"
             raise UnsupportedError(problem, "start processes with forkserver or spawn")
-        icechunk = importlib.import_module("icechunk")
+        icechunk = need("icechunk")
         super().__init__(None, location.retry, "")
         options = dict(location.options)
         chosen = {name: options.pop(name) for name in _SNAPSHOT_OPTIONS if name in options}

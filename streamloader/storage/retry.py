@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple, NoReturn, TypeVar
+from typing import NamedTuple, TypeVar
 from urllib.request import getproxies
 
 from streamloader.errors import (
@@ -515,6 +515,12 @@ class Retrier:
                     raise
                 except StorageError as error:
                     delay = self._delay(request, sent, error)
+                    if delay is None and request.attempts == 1:
+                        raise
+                    if delay is None:
+                        seconds = self._timing.clock() - request.begin
+                        problem = f"{error.problem} ({request.attempts} attempts in {seconds:.1f} s)"
+                        raise type(error)(problem, error.remedy) from error
                     if on_retry is not None:
                         on_retry(error, delay)
                     sleep(delay)
@@ -540,8 +546,8 @@ class Retrier:
             return ""
         return f"no request to {self._name} has succeeded for {seconds:.0f} s; last error: {self._outage.error}"
 
-    def _delay(self, request: _Request, sent: float, error: StorageError) -> float:
-        """Record a failure, and return the seconds to wait before the retry. Raises the error if there is none."""
+    def _delay(self, request: _Request, sent: float, error: StorageError) -> float | None:
+        """Record a failure, and return the seconds to wait before the retry, None if there is none."""
         timing, policy = self._timing, self.policy
         now, jitter = timing.clock(), timing.jitter()
         request.attempts += 1
@@ -552,7 +558,7 @@ class Retrier:
         if error.attempts is not None:
             request.limited += 1
             if request.limited >= error.attempts:
-                self._give_up(request, error, now)
+                return None
         with self._lock:
             outage = self._outage
             outage.failed(sent, now, jitter, error.problem)
@@ -571,7 +577,7 @@ class Retrier:
         temporary = self.reached or isinstance(error, ThrottledError) or error.attempts is not None
         temporary |= isinstance(error, TransientError) and request.attempts < policy.first_contact_attempts
         if over or not temporary:
-            self._give_up(request, error, now)
+            return None
         self._report()
         return delay
 
@@ -581,15 +587,6 @@ class Retrier:
             self._failing -= 1
             if not self._failing:
                 self._outage.forget()
-
-    def _give_up(self, request: _Request, error: StorageError, now: float) -> NoReturn:
-        if request.attempts == 1:
-            try:
-                raise error
-            finally:
-                del error  # its traceback has this frame
-        problem = f"{error.problem} ({request.attempts} attempts in {now - request.begin:.1f} s)"
-        raise type(error)(problem, error.remedy) from error
 
     def _wait_for_turn(self, sleep: Callable[[float], None]) -> None:
         while self._outage.declared:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import difflib
 import importlib
-import importlib.util
 import re
 import uuid
 from bisect import bisect_right
@@ -33,9 +32,13 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 TEMPORARY_SUFFIX = ".streamloader-tmp"
-_IN_PLACE = {"s3": ("http", "S3"), "file": ("file", "local files")}  # kind and name of clients that read into buffers
+_READERS = {  # by protocol: `kind` and `reason` of a `RangeReader` over the store's client
+    "s3": ("http", "S3: bodies are read into their final buffers"),
+    "file": ("file", "local files: bodies are read into their final buffers"),
+    **{protocol: (protocol, "ranges of other objects") for protocol in REFERENCES},
+}
 READ_ONLY = ("http", *REFERENCES)  # protocols
-_ALWAYS_INSTALLED = {"s3", "file", "memory"}  # protocols whose packages are required by this one
+_NOT_OF_FSSPEC = ("s3", "file", "memory", *REFERENCES)  # or always installed
 
 
 class ObjectInfo(NamedTuple):
@@ -281,19 +284,15 @@ class Store:
     def _open_reader(self) -> RangeReader:
         """Return a reader over the client of S3 or local files, over obstore, or over fsspec if obstore cannot read."""
         location = self.location
-        if location.protocol in REFERENCES:
-            kind, reason = location.protocol, "ranges of other objects"
-        elif location.protocol in _IN_PLACE:
-            kind, name = _IN_PLACE[location.protocol]
-            reason = f"{name}: bodies are read into their final buffers"
-        else:
+        kind, reason = _READERS.get(location.protocol, ("fsspec", ""))
+        if not reason:
             from streamloader.storage.object_store import ObstoreClient
 
             try:
                 obstore, reason = ObstoreClient(location), f"obstore supports {location.protocol}"
                 return RangeReader("obstore", reason, obstore.get_range, obstore.root, location)
             except UnsupportedError as error:
-                kind, reason = "fsspec", error.problem
+                reason = error.problem
         client = self._client()
         return RangeReader(kind, reason, client.get_range, client.root, location)
 
@@ -312,11 +311,7 @@ def _shared(key: str) -> tuple[PerProcess[Retrier], PerProcess[Client], PerProce
 
 def check_protocol(location: Location) -> None:
     """Raise `UnsupportedError` for a protocol that is unknown to fsspec or whose package is not installed."""
-    if location.protocol in _ALWAYS_INSTALLED:
-        return
-    if location.protocol in REFERENCES:
-        if location.protocol == "icechunk" and importlib.util.find_spec("icechunk") is None:
-            raise UnsupportedError(f"{location.shown} needs the package icechunk", "pip install icechunk")
+    if location.protocol in _NOT_OF_FSSPEC:
         return
     for protocol in (link.split("://", 1)[0] for link in location.target.split("::")):
         if protocol in REFERENCES:  # fsspec's own would evaluate what is in the file
@@ -350,6 +345,8 @@ def _open_client(location: Location) -> Client:
         from streamloader.storage.generic import open_fsspec_client
 
         return open_fsspec_client(location)
+    except UsageError:
+        raise
     except (TypeError, ValueError) as error:
         raise _wrong_option(location, error) from cause_of(error, location.secrets)
 

@@ -65,7 +65,7 @@ FSSPEC_OPTIONS = (
     *("use_listings_cache", "listings_expiry_time", "max_paths", "skip_instance_cache", "asynchronous", "loop"),
     *("default_block_size", "default_fill_cache", "default_cache_type", "block_size", "cache_options", "batch_size"),
 )
-_REFERENCE = re.compile(r"(?P<protocol>reference|icechunk)://(?:::(?P<url>.*))?", re.DOTALL)
+_REFERENCE = re.compile(r"(?P<protocol>reference|icechunk)(?:(?:://)?::(?P<url>.*)|://)", re.DOTALL)
 REFERENCES = ("reference", "icechunk")  # protocols of stores whose objects are ranges of others: reference://::URL
 CHAIN = "chain"  # our name for the protocol of chained URLs (simplecache::s3://...), whose options are per link
 MIN_SECRET = 6  # characters; shorter values also occur in harmless words
@@ -212,20 +212,17 @@ def url_text(url: object) -> str:
 def _parse(url: str | os.PathLike[str], options: dict[str, Any]) -> Location:
     target = url_text(url)
     secrets = secrets_of(target, options)
-    if (match := _REFERENCE.match(target)) and not match["url"]:
-        problem = f"{redact(target)} names no store"
-        raise UsageError(
-            problem, f"write {match['protocol']}://:: and its URL: {match['protocol']}://::s3://bucket/name"
-        )
-    if "::" not in target and "://" not in target:
+    if reference := _REFERENCE.match(target):
+        protocol, rest = reference["protocol"], (reference["url"] or "").rstrip("/")
+        if not rest:
+            remedy = f"write {protocol}://:: and its URL: {protocol}://::s3://bucket/name"
+            raise UsageError(f"{redact(target)} names no store", remedy)
+        return Location(f"{protocol}://::{rest}", protocol, options, secrets)
+    if "::" in target:
+        return Location(target, CHAIN, options, secrets)
+    if "://" not in target:
         _check_slashes(target)
         return Location(_absolute(target), "file", options, secrets)
-    if "::" in target:
-        first, _, rest = target.partition("::")
-        protocol = first.removesuffix("://")
-        if protocol in REFERENCES:
-            return Location(f"{protocol}://::{rest.rstrip('/')}", protocol, options, secrets)
-        return Location(target, CHAIN, options, secrets)
     scheme, rest = target.split("://", 1)
     scheme = scheme.lower()
     protocol, target = ALIASES.get(scheme, scheme), f"{scheme}://{rest}"
