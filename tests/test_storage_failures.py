@@ -131,7 +131,7 @@ def test_a_local_folder_without_permission_is_an_error(tmp_path):
     ],
 )
 def test_builtin_exceptions_have_their_kind_and_remedy(error, kind, words):
-    found = storage_error(error, "/disk/it")
+    found = storage_error(error, parse_location("/disk/it", {}))
     assert type(found) is kind
     assert re.match(f"/disk/it: {words}", str(found))
     assert str(error) in str(found)
@@ -159,7 +159,7 @@ def test_headers_that_obstore_cannot_read_are_a_temporary_failure(headers, words
 
 
 def test_a_storage_error_is_returned_unchanged_and_the_context_of_an_exception_is_ignored():
-    assert storage_error(known := NotFoundError("x"), "s3://b/k") is known
+    assert storage_error(known := NotFoundError("x"), parse_location("s3://b/k", {})) is known
     error = TimeoutError("slow")
     error.__context__ = PermissionError("another matter")
-    assert type(storage_error(error, "s3://b/k")) is TransientError
+    assert type(storage_error(error, parse_location("s3://b/k", {}))) is TransientError

@@ -97,7 +97,7 @@ def test_no_failure_shows_a_secret(way, status, caplog):
                 failed += 1
                 assert_clean("".join(traceback.format_exception(error)) + repr(error) + repr(error.__cause__))
     assert failed >= 4
-    assert_clean(f"{store!r} {store.url} {store.location!r} {store.location} {store.location.secrets}")
+    assert_clean(f"{store!r} {store.url} {store.location!r} {store.location}")
     assert_clean(caplog.text + "".join(str(vars(record)) for record in caplog.records))
 
 
@@ -237,9 +237,9 @@ def test_values_of_secret_options_are_redacted_in_a_clients_text(options):
     location = parse_location("az://box/x", options)
     error = ConnectionError("without a secret")
     error.__cause__ = OSError(f"denied: {SECRET} {quote(SECRET, safe='')} {b64encode(SECRET.encode()).decode()}")
-    ours = storage_error(error, location.shown, location.secrets)
-    ours.__cause__ = cause_of(error, location.secrets)
-    assert_clean("".join(traceback.format_exception(ours)) + repr(location.secrets))
+    ours = storage_error(error, location)
+    ours.__cause__ = cause_of(error, location)
+    assert_clean("".join(traceback.format_exception(ours)) + repr(location))
 
 
 @pytest.mark.parametrize(
@@ -256,8 +256,8 @@ def test_secrets_of_the_environment_are_redacted(name, value, monkeypatch):
     monkeypatch.setenv(name, value)
     location = parse_location("s3://bucket/x", {})
     error = OSError(f"{value} {SECRET} {quote(SECRET, safe='')}")
-    ours = storage_error(error, location.shown, location.secrets)
-    assert_clean(str(ours) + repr(cause_of(error, location.secrets)))
+    ours = storage_error(error, location)
+    assert_clean(str(ours) + repr(cause_of(error, location)))
 
 
 def test_a_password_with_an_at_sign_is_taken_from_the_url():
@@ -269,4 +269,4 @@ def test_a_password_with_an_at_sign_is_taken_from_the_url():
 
 def test_harmless_causes_are_kept():
     error = OSError("disk failure")
-    assert cause_of(error, parse_location("s3://bucket", {"secret": SECRET}).secrets) is error
+    assert cause_of(error, parse_location("s3://bucket", {"secret": SECRET})) is error

@@ -169,8 +169,8 @@ def _new_store(target: Target, location: Location, seconds: float) -> Any:
     try:
         return classes[location.protocol](target.bucket, **options, **target.config)
     except (ValueError, TypeError, BaseError) as error:
-        detail = " ".join(location.secrets.redact(str(error)).split())[:200]
-        raise UnsupportedError(f"obstore rejects the options: {detail}") from cause_of(error, location.secrets)
+        detail = " ".join(location.redact(str(error)).split())[:200]
+        raise UnsupportedError(f"obstore rejects the options: {detail}") from cause_of(error, location)
 
 
 _TARGETS = {"gs": _gcs_target, "az": _azure_target, "http": _http_target}

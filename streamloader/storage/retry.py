@@ -35,7 +35,7 @@ from streamloader.errors import (
 )
 from streamloader.options import RetryPolicy
 from streamloader.storage.buffers import RECEIVER, Receiver
-from streamloader.storage.url import NO_SECRETS, Location, Secrets, redact
+from streamloader.storage.url import Location, redact
 
 MAX_CHAIN = 20  # exceptions of a chain of causes that are searched for secrets
 
@@ -269,15 +269,12 @@ def check_range(requested: str, content_range: str | None) -> None:
         raise HttpError(206, "WrongRange", f"requested {requested}, the response has {content_range}")
 
 
-def storage_error(error: BaseException, url: str, secrets: Secrets = NO_SECRETS) -> StorageError:
-    """Return our error for a client's exception at `url`, which is redacted.
-
-    Raise it `from cause_of(error, secrets)`.
-    """
+def storage_error(error: BaseException, location: Location) -> StorageError:
+    """Return our error for a client's exception at a location. Raise it `from cause_of(error, location)`."""
     if isinstance(error, StorageError):
         return error
-    facts = facts_of(error)
-    detail = " ".join(secrets.redact(facts.text).split())[:200]
+    facts, url = facts_of(error), location.shown
+    detail = " ".join(location.redact(facts.text).split())[:200]
     if not facts.code.isdigit() and facts.code not in _OUR_CODES and facts.code not in detail:
         detail = f"{facts.code}: {detail}"
     detail = detail or type(error).__name__
@@ -298,7 +295,7 @@ def storage_error(error: BaseException, url: str, secrets: Secrets = NO_SECRETS)
     return ours
 
 
-def cause_of(error: BaseException, secrets: Secrets = NO_SECRETS) -> BaseException | None:
+def cause_of(error: BaseException, location: Location) -> BaseException | None:
     """Return the cause to chain to our error: `error`, or a `ClientError` with its redacted text if a message in its
     chain contains a secret.
     """
@@ -309,9 +306,9 @@ def cause_of(error: BaseException, secrets: Secrets = NO_SECRETS) -> BaseExcepti
     while link is not None and len(texts) < MAX_CHAIN:
         texts += [str(link), *getattr(link, "__notes__", ())]
         link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
-    if link is None and all(secrets.redact(text) == text for text in texts):
+    if link is None and all(location.redact(text) == text for text in texts):
         return error
-    text = " ".join(secrets.redact(texts[0]).split())
+    text = " ".join(location.redact(texts[0]).split())
     return ClientError(f"{type(error).__name__}: {text}").with_traceback(error.__traceback__)
 
 
@@ -329,8 +326,7 @@ class translated:  # noqa: N801 - read as a function
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if isinstance(error, client_errors()):
-            where, secrets = self._location.child(self._path).shown, self._location.secrets
-            raise storage_error(error, where, secrets) from cause_of(error, secrets)
+            raise storage_error(error, self._location.child(self._path)) from cause_of(error, self._location)
 
 
 class ClientError(Exception):

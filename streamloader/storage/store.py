@@ -348,12 +348,12 @@ def _open_client(location: Location) -> Client:
     except UsageError:
         raise
     except (TypeError, ValueError) as error:
-        raise _wrong_option(location, error) from cause_of(error, location.secrets)
+        raise _wrong_option(location, error) from cause_of(error, location)
 
 
 def _wrong_option(location: Location, error: Exception) -> UsageError:
     """Return the error for options that a client rejects, with the name of the wrong option if it is known."""
-    detail = location.secrets.redact(str(error))
+    detail = location.redact(str(error))
     remedy = "see the parameters of the protocol's fsspec filesystem"
     name = re.search(r"unexpected keyword argument '(\w+)'", detail)
     if name is not None:

@@ -86,28 +86,12 @@ def _without_user(url: re.Match[str]) -> str:
     return url[0] if is_container else f"{url[1]}://"
 
 
-@dataclass(frozen=True)
-class Secrets:
-    """Values that must not appear in any text: secrets of the storage options, the URL and the environment."""
-
-    values: tuple[str, ...] = field(default=(), repr=False)
-
-    def redact(self, text: str) -> str:
-        """Return the text with these values masked, and redacted as by `redact`."""
-        for value in (*self.values, *_environment_secrets()):
-            text = text.replace(value, MASK)
-        return redact(text)
-
-
-NO_SECRETS = Secrets()
-
-
 def _environment_secrets() -> tuple[str, ...]:
     proxies = {f"{name} url": f"{name}://{url.partition('://')[2] or url}" for name, url in getproxies().items()}
-    return secrets_of("", {**{name: os.environ.get(name, "") for name in _ENVIRONMENT}, **proxies}).values
+    return secrets_of("", {**{name: os.environ.get(name, "") for name in _ENVIRONMENT}, **proxies})
 
 
-def secrets_of(url: str, options: Mapping[str, Any]) -> Secrets:
+def secrets_of(url: str, options: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the values of options with secret names, and the users and passwords of all URLs."""
     secrets = set(_url_secrets(url))
     for name, value in _strings(options, ""):
@@ -119,7 +103,7 @@ def secrets_of(url: str, options: Mapping[str, Any]) -> Secrets:
             secrets.update((value, value.rpartition(" ")[2], *(part for part in parts if len(part) > 2 * MIN_SECRET)))
     secrets.update([value.strip() for value in secrets])  # a secret read from a file may end with a line break
     secrets |= {form for value in secrets for form in (quote(value, safe=""), unquote(value), _base64(value))}
-    return Secrets(tuple(sorted((text for text in secrets if len(text) >= MIN_SECRET), key=len, reverse=True)))
+    return tuple(sorted((text for text in secrets if len(text) >= MIN_SECRET), key=len, reverse=True))
 
 
 def _strings(value: Any, name: str) -> Iterator[tuple[str, str]]:
@@ -152,7 +136,7 @@ class Location:
     target: str
     protocol: str
     options: Mapping[str, Any]
-    secrets: Secrets = NO_SECRETS  # of the URL and options before parsing
+    secrets: tuple[str, ...] = ()  # of the URL and options before parsing
     retry: RetryPolicy = field(default_factory=RetryPolicy)
 
     def __repr__(self) -> str:
@@ -167,6 +151,12 @@ class Location:
     def path(self) -> str:
         """Return the URL after `://`: the host or bucket, if the protocol has one, and the path."""
         return self.target.split("://", 1)[-1]
+
+    def redact(self, text: str) -> str:
+        """Return the text without the secrets of the storage options, the URL and the environment, as by `redact`."""
+        for value in (*self.secrets, *_environment_secrets()):
+            text = text.replace(value, MASK)
+        return redact(text)
 
     def child(self, path: str) -> Location:
         """Return the location of `path` below this one; in a chained URL, below its first link with a path."""
