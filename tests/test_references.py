@@ -22,6 +22,7 @@ from faulty import QuietHandler, QuietServer
 from hypothesis import example, given
 from hypothesis import strategies as st
 from torchrun import run_python
+from zarr.abc.store import RangeByteRequest
 from zarr_stores import STORES, url_of, values_of
 
 import streamloader as sl
@@ -563,6 +564,23 @@ def test_virtual_chunks_of_a_repository_are_read_where_that_is_authorized_with_i
         assert read(url, storage_options={"credentials": keys}) == VALUES.tolist()
         assert "Credential=of-the-chunks" in server.seen
         assert "of-the-environment" not in server.seen
+
+
+def test_the_beginning_of_a_chunk_of_a_repository_is_read_without_the_rest(tmp_path, monkeypatch):
+    written(tmp_path / "refs.json", {})
+    prefix = f"file://{tmp_path}/"
+    url = repository(tmp_path, prefix, icechunk.local_filesystem_store(str(tmp_path)))
+    store = open_store(url, {"authorize_virtual_chunk_access": prefix})
+    asked = []
+    get = icechunk.IcechunkStore.get
+    monkeypatch.setattr(
+        icechunk.IcechunkStore, "get", lambda self, key, *more: asked.append((key, more[1])) or get(self, key, *more)
+    )
+    assert store.get_range("a/c/1/0", 0, 8) == VALUES[1].tobytes()[:8]
+    assert store.get("a/c/1/0") == VALUES[1].tobytes() == store.get_range("a/c/1/0", 0, 2**40)
+    assert asked[0] == ("a/c/1/0", RangeByteRequest(0, 8))
+    document = store.get("a/zarr.json")
+    assert store.get_range("a/zarr.json", 5, 2**40) == document[5:]
 
 
 def test_virtual_chunks_are_authorized_by_any_scheme_of_a_store(tmp_path):
