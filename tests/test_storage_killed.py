@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from faulty import passing_server
 from servers import end_keeper, start_keeper
 
 from streamloader.errors import StorageError
@@ -78,6 +79,19 @@ def test_large_objects_go_up_in_parts_and_a_failed_one_is_aborted(seaweedfs, mon
         store.put("failed", content)
     assert uploads(seaweedfs, bucket) == []
     assert store.head("failed") is None
+
+
+def test_an_upload_in_parts_whose_last_response_is_lost_is_sent_again(moto, monkeypatch):
+    monkeypatch.setattr(s3_module, "PART_BYTES", 5 * MIB)
+    content = os.urandom(MIB) * 11
+    bucket = moto.new_bucket()
+    with passing_server(moto.endpoint, lambda request: request.command == "POST" and "uploadId" in request.path) as it:
+        it.faults.append("lost")
+        store = open_store(f"s3://{bucket}/x", {**moto.storage_options, "endpoint_url": it.endpoint})
+        store.put("large", content)
+        assert not it.faults
+        assert store.get("large") == content
+    assert uploads(moto, bucket) == []
 
 
 def test_a_server_of_the_tests_and_its_folder_end_with_their_starter(tmp_path):

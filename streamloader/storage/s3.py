@@ -354,7 +354,8 @@ class S3Client:
                 parts.append({"PartNumber": number, "ETag": response["ETag"]})
             return etag_of(self.call("CompleteMultipartUpload", **upload, MultipartUpload={"Parts": parts}))
         except BaseException:
-            self.call("AbortMultipartUpload", **upload)
+            with contextlib.suppress(*client_errors()):  # it may be complete, its response lost
+                self.call("AbortMultipartUpload", **upload)
             raise
 
     def create(self, path: str, data: Buffer) -> str:
