@@ -3,6 +3,7 @@
 import errno
 import os
 import pickle
+import shutil
 import threading
 import uuid
 import weakref
@@ -309,6 +310,28 @@ def test_a_chained_url_is_a_store(tmp_path):
     assert [info.path for info in store.list()] == ["a/b"]
     with pytest.raises(NotFoundError, match=r"zip://folder/c::"):
         store.get("c")
+
+
+CHAINS = ["simplecache::file://{}", "simplecache::{}", "zip://::file://{}.zip", "zip://::{}.zip"]
+
+
+@pytest.mark.parametrize("chain", CHAINS)
+def test_a_chain_over_local_files_is_read_as_any_store(chain, tmp_path):
+    folder = tmp_path / "data"
+    open_store(folder).put("a/b", b"hello")
+    shutil.make_archive(str(folder), "zip", folder)
+    store = open_store(chain.format(folder))
+    assert ([info.path for info in store.list()], store.children()) == (["a/b"], ["a"])
+    assert (store.head("a/b").size, store.head("a/c")) == (5, None)
+    assert (store.get("a/b"), bytes(store.read("a/b", 1, 4)), store.get_tail("a/b", 2)) == (b"hello", b"ell", b"lo")
+    with pytest.raises(NotFoundError, match=r"data/a/c: it does not exist|zip://a/c::|data.zip/a/c"):
+        store.get("a/c")
+
+
+def test_objects_at_the_root_of_a_protocol_are_listed_by_paths_that_can_be_read():
+    store, name = open_store("memory://"), uuid.uuid4().hex
+    store.put(f"{name}/x", b"1")
+    assert f"{name}/x" in [info.path for info in store.list()]
 
 
 def test_threads_read_a_file_that_a_chained_cache_is_downloading():

@@ -17,7 +17,7 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from html import unescape
-from inspect import signature
+from inspect import iscoroutinefunction, signature
 from itertools import starmap
 from pathlib import Path
 from types import FunctionType
@@ -49,7 +49,7 @@ def open_fsspec_client(location: Location) -> FsspecClient:
     if protocol in ("gs", "az", "http"):  # the filesystems with a listings cache
         options["use_listings_cache"] = False
     fs, root = url_to_fs(location.target, **options)
-    client = _CLIENTS.get(protocol, FsspecClient)(fs, location.retry, root)
+    client = _CLIENTS.get(protocol, FsspecClient)(fs, location.retry, root or fs.root_marker)
     if protocol != CHAIN:  # a filesystem of our own
         finalize(client, _release, fs).atexit = False
     return client
@@ -83,9 +83,10 @@ class FsspecClient:
 
     def _timed(self, method: str, path: str, size: int, **options: Any) -> Any:
         """Call a method with the deadline of a response of `size` bytes, if the filesystem is asynchronous."""
-        if method not in vars(self.fs):  # fsspec sets a blocking copy of each asynchronous method
+        coroutine = getattr(self.fs, f"_{method}", None)
+        # fsspec sets a blocking copy of each asynchronous method, and a cache shows those of the class below it
+        if method not in vars(self.fs) or not iscoroutinefunction(coroutine):
             return getattr(self.fs, method)(path, **options)
-        coroutine = getattr(self.fs, f"_{method}")
         return sync(self.fs.loop, coroutine, path, timeout=self.policy.deadline(size), **options)
 
     def get_range(self, path: str, start: int, stop: int, receiver: Receiver = RECEIVER) -> Buffer:
@@ -125,7 +126,10 @@ class FsspecClient:
     def list_page(self, folder: str, token: str | None) -> Page:  # noqa: ARG002 - only S3 has pages
         """Return the objects below a folder, and no token of another page."""
         self.fs.invalidate_cache()
-        infos, prefix = self._timed("find", folder, UNKNOWN_BYTES, detail=True), folder.rstrip("/") + "/"
+        infos, prefix = (
+            self._timed("find", folder, UNKNOWN_BYTES, detail=True),
+            f"{folder.rstrip('/')}/" if folder else "",
+        )
         files = {path: info for path, info in infos.items() if info["type"] == "file" and path.startswith(prefix)}
         return list(starmap(_object_info, files.items())), None
 

@@ -397,7 +397,7 @@ def _get(store: Store, path: str) -> bytes:
 def _split(url: str) -> tuple[str, str]:
     """Return the folder and the name of the object at a URL; in a chained one, of its first link with a path."""
     links = url.split("::")
-    index = next((index for index, link in enumerate(links) if "://" in link), 0)
+    index = next((index for index, link in enumerate(links) if "://" in link), -1)
     folder, slash, name = links[index].rpartition("/")
     links[index] = f"{folder}/" if folder.endswith(":/") or (slash and not folder) else folder or "."
     return "::".join(links), name

@@ -175,10 +175,11 @@ class Store:
         token: str | None = None
         while True:
             objects, token = self._ask(prefix, lambda client, full: client.list_page(full, token))  # noqa: B023
-            root = join_path(self._client().root, self.folder).rstrip("/")
+            root = join_path(self._client().root, self.folder)
+            start = len(f"{root.rstrip('/')}/") if root else 0
             for entry in objects:
                 if not entry.path.endswith(TEMPORARY_SUFFIX):
-                    yield entry._replace(path=entry.path[len(root) + 1 if root else 0 :])
+                    yield entry._replace(path=entry.path[start:])
             if not token:
                 return
 
@@ -313,7 +314,8 @@ def check_protocol(location: Location) -> None:
     """Raise `UnsupportedError` for a protocol that is unknown to fsspec or whose package is not installed."""
     if location.protocol in _NOT_OF_FSSPEC:
         return
-    for protocol in (link.split("://", 1)[0] for link in location.target.split("::")):
+    links = location.target.split("::")
+    for protocol in (link.partition("://")[0] for link in links if "://" in link or link.isidentifier()):
         if protocol in REFERENCES:  # fsspec's own would evaluate what is in the file
             problem = f"{location.shown}: references are not supported inside a chain"
             raise UnsupportedError(problem, f"begin the URL with {protocol}://::")

@@ -165,7 +165,7 @@ class Location:
         links = self.target.split("::")
         if self.protocol in REFERENCES:  # shown only
             return replace(self, target=f"{self.target}::/{path}")
-        index = next((index for index, link in enumerate(links) if "://" in link), 0)
+        index = next((index for index, link in enumerate(links) if "://" in link), -1)
         links[index] += path if links[index].endswith("/") else "/" + path
         return replace(self, target="::".join(links))
 
