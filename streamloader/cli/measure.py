@@ -236,26 +236,16 @@ def draw(planned: Forecast, path: Path) -> None:
 @option("--output", type=OUTPUT, help="Write them to this file, for normalize=; default: print them.")
 @option("--save", is_flag=True, help="Save them in the dataset, for normalize=True.")
 @storage_option
-def stats(
-    *,
-    url: str,
-    split: str | None,
-    sample_axis: str | int | None,
-    channels: tuple[str, ...] | None,
-    where: str | slice | None,
-    raw: bool,
-    output: Path | None,
-    save: bool,
-    **options: Any,
-) -> None:
+def stats(*, url: str, raw: bool, output: Path | None, save: bool, **options: Any) -> None:
     """Fit the mean and the standard deviation of the arrays and images at URL, to normalise them by normalize=.
 
     Those of images are numbers from 0 to 1 for each channel: Decode(normalize=(mean, std)).
     """
     from streamloader.measure.statistics import document_of, fit, save_in
 
-    sampling = Sampling(sample_axis=sample_axis, channels=Channels(*channels) if channels else None, decode_cf=not raw)
-    document = document_of(url, split, where, fit(url, sampling, split=split, where=where, **options))
+    axis, channels = options.pop("sample_axis"), options.pop("channels")
+    sampling = Sampling(sample_axis=axis, channels=Channels(*channels) if channels else None, decode_cf=not raw)
+    document = document_of(url, options["split"], options["where"], fit(url, sampling, **options))
     if save:
         save_in(url, document, options["storage_options"])
     if output is not None:

@@ -74,7 +74,7 @@ def parse_map(
     if not hasattr(named, "__qualname__"):
         named = type(named)  # of a callable object
     name = given if isinstance(given, str) else f"{getattr(named, '__module__', None) or ''}:{named.__qualname__}"
-    source = hashlib.sha256(_source_text(named).encode(errors="surrogatepass")).hexdigest()[:16]
+    source = hashlib.sha256(_source_text(named).encode()).hexdigest()[:16]
     return Mapper(function, name, plain_integers(batch), source, cache_key)
 
 
