@@ -320,6 +320,20 @@ def test_small_integers_do_not_wrap_and_large_ones_compare_exactly():
     assert Condition.parse(f"small < {10**30}").mask(columns).tolist() == [True, True]
 
 
+def test_differences_and_negatives_of_64_bits_do_not_wrap():
+    columns = {
+        "id": np.array([5, 7], np.uint64),
+        "least": np.array([-(2**63), 3]),
+        "large": np.array([2**63], np.uint64),
+    }
+    assert Condition.parse("id - 6 < 0").mask(columns).tolist() == [True, False]
+    assert Condition.parse("-id < -6").mask(columns).tolist() == [False, True]
+    assert Condition.parse(f"least == -{2**63}").mask(columns).tolist() == [True, False]
+    for text in ("-least > 0", "-large < 0", "large - 1 > 0"):
+        with pytest.raises(SelectionError, match="may exceed 64 bits"):
+            Condition.parse(text).mask(columns)
+
+
 CLASSES = {"label": ["ant", "cat", "dog", "catfish"], "width": ["cat", "narrow"]}
 
 

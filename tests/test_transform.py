@@ -349,6 +349,13 @@ def test_collating_keeps_dtypes_and_stacks_numbers():
     assert collate([], []) == {}
 
 
+def test_a_column_with_none_or_a_text_is_a_list_wherever_it_stands():
+    for values in ([None, 1.5], [1.5, None], [np.zeros(2), None], ["a", 1], [1, "a"], [1, b"a"]):
+        assert collate([{"a": value} for value in values], [0, 1]) == {"a": values}
+    with pytest.raises(TransformError, match="sample 1 as an array of <U1, which tensors do not have"):
+        collate([{"a": 1}, {"a": np.array("a")}], [0, 1])
+
+
 def test_masked_floats_of_a_transform_are_nan():
     rows = np.ma.array([[1, 2], [3, 4]], "f4", mask=[[0, 1], [0, 0]])
     batch = collate([{"row": row, "last": row[1]} for row in rows], [0, 1])

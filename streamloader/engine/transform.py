@@ -180,9 +180,9 @@ def _stack(name: str, values: list[Any], numbers: Sequence[int]) -> Any:
     if any(value is np.ma.masked for value in values):  # the others tell its dtype
         values = list(as_array(values))
     arrays = _to_arrays(name, values, numbers)
-    if arrays[0].dtype == object and not isinstance(values[0], np.ndarray):
-        return values
-    for array, number in zip(arrays, numbers, strict=True):
+    for value, array, number in zip(values, arrays, numbers, strict=True):
+        if array.dtype.kind in "OUS" and not isinstance(value, np.ndarray):  # None, a text or another object
+            return values
         _check_dtype(name, array.dtype, number)
     check_shapes(name, arrays)
     return np.stack(arrays)

@@ -74,7 +74,7 @@ def exact_shares(weights: Sequence[float | Rational]) -> list[Fraction]:
 
 def _fraction(weight: float | Rational) -> Fraction:
     try:
-        fraction = Fraction(str(weight)) if isinstance(weight, float) else Fraction(weight)
+        fraction = Fraction(str(weight)) if isinstance(weight, float | np.floating) else Fraction(weight)
     except (TypeError, ValueError, OverflowError) as error:
         raise MixtureError(f"the weight {weight!r} is not a number", "give a number of at least 0") from error
     if fraction < 0:

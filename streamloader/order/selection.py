@@ -189,9 +189,9 @@ class Condition:
         """Return whether the condition is true for each sample; shape (samples,).
 
         `columns` has one number per sample, or one text as str or UTF-8, for each of `fields`. Integers are compared as
-        int64 (uint64 stays), so that sums do not wrap at 255; floats as float64; times as float64 with NaN if some are
-        missing. Raises `SelectionError` for a number in place of a condition, a division by 0, and for integers that
-        may exceed 64 bits.
+        int64 (uint64 with larger numbers stays), so that sums do not wrap at 255; floats as float64; times as float64
+        with NaN if some are missing. Raises `SelectionError` for a number in place of a condition, a division by 0, and
+        for integers that may exceed 64 bits.
         """
         wide = {name: _widen(column) if _numeric(column := columns[name]) else column for name in self.fields}
         for name in self.fields & set(self._times):
@@ -243,7 +243,7 @@ class _Evaluation:
             case ast.UnaryOp(op=ast.Not(), operand=operand):
                 result = np.logical_not(self.condition(operand))
             case ast.UnaryOp(op=ast.USub(), operand=operand):
-                result = -self.number(operand)
+                result = _compute(ast.Sub(), 0, self.number(operand))
             case ast.UnaryOp(op=ast.UAdd(), operand=operand):
                 result = +self.number(operand)
             case ast.BinOp(op=op, left=left, right=right) if type(op) in _ARITHMETIC:
@@ -357,7 +357,8 @@ def _class_number(name: str, names: Sequence[str], problem: str) -> int:
 def _compute(op: ast.operator, left: Any, right: Any) -> Any:
     """Apply an operator. Raises `OverflowError` if integers may exceed 64 bits, which numpy would wrap silently."""
     sizes = [_magnitude(left), _magnitude(right)]
-    if isinstance(op, ast.Add | ast.Sub | ast.Mult) and None not in sizes:
+    exact = isinstance(left, int) and isinstance(right, int)  # Python's own
+    if isinstance(op, ast.Add | ast.Sub | ast.Mult) and None not in sizes and not exact:
         largest = operator.mul(*sizes) if isinstance(op, ast.Mult) else sum(sizes)
         if largest >= 2**63:
             raise OverflowError("its numbers may exceed 64 bits")
@@ -374,7 +375,7 @@ def _magnitude(value: Any) -> Any:
 
 
 def _widen(column: Column) -> Column:
-    if column.dtype.kind in "iu" and column.dtype != np.uint64:
+    if column.dtype.kind in "iu" and (column.dtype != np.uint64 or column.max(initial=0) < 2**63):
         return column.astype(np.int64)
     return column.astype(np.float64) if column.dtype.kind == "f" else column
 

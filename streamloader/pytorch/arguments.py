@@ -50,7 +50,7 @@ class Source(Sampling):
     url: str | os.PathLike[str]
     split: str | None = None
     where: WhereChoice = None
-    storage_options: Mapping[str, Any] | None = field(default_factory=dict)
+    storage_options: Mapping[str, Any] | None = field(default_factory=dict, repr=False)  # may have secrets
     version: int | None = None
 
 
