@@ -240,7 +240,7 @@ def test_the_command_prints_json(folder, capsys):
     assert "drawn" not in planned
 
 
-@pytest.mark.parametrize("name", ["plan.png", "plan.svg"])
+@pytest.mark.parametrize("name", ["plan.png", "plan.svg", "plan.html"])
 def test_the_plan_is_drawn(folder, tmp_path, name, capsys):
     assert run(capsys, "plan", folder, "--batch-size", 32, "--plot", tmp_path / name)[0] == 0
     if name.endswith("png"):
@@ -248,7 +248,9 @@ def test_the_plan_is_drawn(folder, tmp_path, name, capsys):
             assert picture.width > 800
             assert len(set(picture.convert("L").resize((40, 20)).tobytes())) > 10  # not one colour
     else:
-        assert "<svg" in (tmp_path / name).read_text()
+        text = (tmp_path / name).read_text()
+        assert "<svg" in text
+        assert ("<pre>" in text) == name.endswith("html")
 
 
 BAD: list[tuple[dict[str, Any], str, str]] = [
@@ -272,7 +274,7 @@ def test_errors_of_the_command_are_one_line(folder, tmp_path, capsys):
     for arguments, shown in (
         ((folder, "--memory", "1KB"), "but memory=1000; give memory="),
         ((folder, "--memory", "1KB"), " or more, or a smaller batch_size or shuffle=Shuffle(window=, lanes=) ["),
-        ((folder, "--plot", "plan.html"), "name a .png, .svg or .pdf file"),
+        ((folder, "--plot", "plan.pdf"), "name a .png, .svg or .html file"),
         ((folder, "--no-shuffle", "--lanes", 4), "--no-shuffle with"),
         ((folder, folder), "2 URLs with 0 weights"),
         ((folder, "--weigh", "tok"), "1 URL with 0 weights"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import html
+import io
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -42,7 +44,10 @@ if TYPE_CHECKING:
 
 MIN_BYTES = 1_000_000  # for CPU seconds per GB: fewer say nothing
 DOTS = 20_000  # a plot cannot resolve more
-PLOTS = (".png", ".svg", ".pdf")
+PLOTS = (".png", ".svg", ".html")
+PAGE = """<!doctype html><meta charset="utf-8"><title>{title}</title>
+<body style="font: 14px sans-serif"><h1>{title}</h1><pre>{text}</pre>{picture}
+"""
 OUTPUT = click.Path(path_type=Path, dir_okay=False)
 
 
@@ -86,7 +91,7 @@ def parse_weights(text: str) -> tuple[float, ...]:
 @option("--get-price", type=float, default=0.4, help="Price of a million GETs in USD.")
 @storage_option
 @json_option
-@option("--plot", type=OUTPUT, help="Draw the plan to this .png, .svg or .pdf file (needs matplotlib).")
+@option("--plot", type=OUTPUT, help="Draw the plan to this .png, .svg or .html file (needs matplotlib).")
 def plan(
     *, urls: tuple[str, ...], no_shuffle: bool, get_price: float, as_json: bool, plot: Path | None, **options: Any
 ) -> None:
@@ -106,7 +111,7 @@ def plan(
         problem = f"{counted(len(urls), 'URL')} with {counted(len(weights or ()), 'weight')}"
         raise UsageError(problem, "give a weight for each URL: --weights 0.7,0.3")
     if plot is not None and (mixed or plot.suffix not in PLOTS):
-        raise UsageError(f"--plot {plot}", "name a .png, .svg or .pdf file, and one URL without --weights")
+        raise UsageError(f"--plot {plot}", "name a .png, .svg or .html file, and one URL without --weights")
     order = {name: options.pop(name) for name in ("block", "lanes", "window")}
     if no_shuffle and any(order.values()):
         raise UsageError("--no-shuffle with --block, --lanes or --window", "leave one of them out")
@@ -207,7 +212,7 @@ def _reading(planned: Forecast) -> str:
 
 
 def draw(planned: Forecast, path: Path) -> None:
-    """Draw the forecast to a file. Raises `UsageError` if matplotlib is not installed."""
+    """Draw the forecast to a file; a page has its text too. Raises `UsageError` if matplotlib is not installed."""
     from streamloader.storage.optional import need
 
     figure = need("matplotlib.figure").Figure(figsize=(11, 5.5), layout="constrained")
@@ -221,7 +226,14 @@ def draw(planned: Forecast, path: Path) -> None:
     right.plot(range(len(counts)), counts, color="#0b6e99")
     right.set(title="distinct blocks per global batch", xlabel="step", ylim=(0, max([1, *counts]) * 1.1))
     figure.suptitle(f"{planned.num_samples:,} samples, {planned.world_size} ranks, {planned.batch_size} a batch")
-    figure.savefig(path, dpi=120)
+    if path.suffix != ".html":
+        figure.savefig(path, dpi=120)
+        return
+    picture = io.StringIO()
+    figure.savefig(picture, format="svg")
+    svg, title = picture.getvalue(), html.escape(f"Plan of {planned.url}")
+    text = html.escape("\n".join(forecast_lines(planned)))
+    path.write_text(PAGE.format(title=title, text=text, picture=svg[svg.index("<svg") :]))
 
 
 @click.command()
