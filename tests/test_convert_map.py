@@ -310,6 +310,24 @@ def test_a_map_function_gets_the_arrays_of_a_tar_that_no_field_holds(tmp_path):
         assert all(np.array_equal(sample[f"{name}_npy"], ARRAYS[name][: row + 1]) for name in names)
 
 
+def test_members_of_a_tar_that_are_not_chosen_are_not_read(tmp_path, monkeypatch):
+    pickled = io.BytesIO()
+    np.save(pickled, np.array([{}, None], object))
+    with tarfile.open(tmp_path / "it.tar", "w") as tar:
+        for row in range(FEW):
+            for suffix, data in {"bin": bytes(300_000), "cls": str(X[row]).encode(), "npy": pickled.getvalue()}.items():
+                member = tarfile.TarInfo(f"{row}.{suffix}")
+                member.size = len(data)
+                tar.addfile(member, io.BytesIO(data))
+    with pytest.raises(SourceError, match=r"0\.npy: it is not an \.npy"):
+        sl.convert(tmp_path / "it.tar", tmp_path / "no", workers=0)
+    sl.convert(tmp_path / "it.tar", tmp_path / "out", map=dict, columns="cls", workers=0)
+    sl.convert(tmp_path / "it.tar", tmp_path / "x", fields="cls=int16", workers=0)
+    assert sl.open(tmp_path / "x").read("cls", 0, FEW).tolist() == X.tolist()
+    with pytest.raises(FieldError, match="has no field 'nope'; it has bin, cls, npy"):
+        sl.convert(tmp_path / "it.tar", tmp_path / "no", fields="nope", workers=0)
+
+
 def test_files_whose_rows_differ_in_dtype_are_not_joined_for_a_map_function(tmp_path):
     for number, dtype in enumerate(([("n", "<i4")], [("n", "<i8")])):
         with h5py.File(tmp_path / f"{number}.h5", "w") as file:

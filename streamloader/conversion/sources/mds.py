@@ -167,7 +167,7 @@ def _reader(column: Column, index: Index) -> Read:
     try:
         read, size = encoding_of(column.encoding)
     except ValueError as error:
-        remedy = "leave it out by naming the fields to keep with fields="
+        remedy = "leave it out: name the fields to keep with fields=, or those that a map function gets with columns="
         raise index.error(f"has the column {column.key!r} of {column.encoding!r}: {error}", remedy) from None
     if size != column.size:
         declared = f"says {column.size or 'varying'} bytes of the column {column.key!r}"

@@ -191,16 +191,19 @@ def open_source(listing: Listing, selection: FieldSelection) -> Source:
     first = filled[0]
     for index in filled:
         _check_same(index.suffixes, first.suffixes, index.first_key, index.content.where)
-    names = field_names(list(first.suffixes), listing.url)
+    names = {name: suffix for suffix, name in field_names(list(first.suffixes), listing.url).items()}
+    suffixes = selection.pick(names, listing.url)
+    kept = [first.suffixes.index(suffix) for suffix in suffixes.values()]
     counts = [len(index.spans) for index in filled]
 
     def cut(rows: NDArray[np.int64]) -> RecordFragment:
-        pieces = [(filled[n].content, filled[n].spans[within]) for n, _, within in split_rows(counts, rows)]
-        return partial(read_samples, first.suffixes, pieces)
+        pieces = [(filled[n].content, filled[n].spans[within][:, kept]) for n, _, within in split_rows(counts, rows)]
+        return partial(read_samples, tuple(suffixes.values()), pieces)
 
     fields: dict[str, Field] = {}
-    for suffix, member in zip(first.suffixes, next(_members([(first.content, first.spans[:1])])), strict=True):
-        name, where = names[suffix], f"{first.content.where}: {first.first_key}.{suffix}"
+    probe = next(_members([(first.content, first.spans[:1, kept])]))
+    for (name, suffix), member in zip(suffixes.items(), probe, strict=True):
+        where = f"{first.content.where}: {first.first_key}.{suffix}"
         field, decode = decoder_of(suffix)
         try:
             array: Any = decode(member[_BLOCK:]) if field is None else None
@@ -214,7 +217,6 @@ def open_source(listing: Listing, selection: FieldSelection) -> Source:
         selected = selection.fields.get(name)
         if selected and selected.kind == "ragged" and fields[name].fixed:
             fields[name] = selected  # the first sample cannot tell that arrays differ in length
-    suffixes = {name: suffix for suffix, name in names.items()}
     notes = {"members": suffixes, "passed_over": sum(index.passed_over for index in indexes)}
     samples = SampleFields(suffixes, fields, mapped=selection.mapped)
     return Source(listing.url, tars, fields, sum(counts), notes, lambda rows: samples.fragment(cut(rows), len(rows)))
