@@ -295,7 +295,7 @@ def _checked(batch: pa.RecordBatch, column: ArrowColumn, rows: tuple[int, int], 
     array = _plain(_member(batch, column.leaf).slice(*rows))
     if column.widened:
         dtype = np.dtype(column.field.dtype)
-        numbers, nulls = _numbers(array.fill_null(0)), _nulls(array)
+        numbers, nulls = numbers_of(array.fill_null(0)), _nulls(array)
         problem = f"is a whole number that {dtype} does not hold exactly"
         bad.add(np.flatnonzero(~exact_in_float(numbers, dtype)), column, problem, "choose another type")
         floats = numbers.astype(dtype)
@@ -359,7 +359,7 @@ def _inner_values(
     """
     edges = np.arange(len(array) + 1)
     for level in range(1, len(column.sizes) + 1):
-        lengths = _numbers(pc.list_value_length(array).fill_null(0)).astype(np.int64, copy=False)
+        lengths = numbers_of(pc.list_value_length(array).fill_null(0)).astype(np.int64, copy=False)
         edges = np.concatenate(([0], np.cumsum(lengths)))[edges]
         array = _with_fill(_plain(array.flatten()), column, level)  # flatten omits the values of null lists
         yield array, lengths, edges
@@ -371,7 +371,7 @@ def _rows_of(positions: NDArray[np.int64], edges: NDArray[np.int64]) -> NDArray[
 
 def _nulls(array: pa.Array) -> NDArray[np.int64]:
     """Return the positions of nulls."""
-    return np.flatnonzero(_numbers(array.is_null())) if array.null_count else np.zeros(0, np.int64)
+    return np.flatnonzero(numbers_of(array.is_null())) if array.null_count else np.zeros(0, np.int64)
 
 
 def _check_text(array: pa.Array, column: ArrowColumn, bad: BadRows) -> None:
@@ -398,7 +398,7 @@ def _to_rows(array: pa.Array, column: ArrowColumn, kept: NDArray[np.int64]) -> C
     edges, flat = np.arange(len(array) + 1), array
     for inner, _, inner_edges in _inner_values(array, column):
         flat, edges = inner, inner_edges
-    numbers = _numbers(flat)
+    numbers = numbers_of(flat)
     numbers = numbers.astype(numbers.dtype.newbyteorder("<"), copy=False)
     if column.field.kind == "ragged":
         data, size = numbers.view(np.uint8).data, numbers.itemsize
@@ -410,7 +410,7 @@ def _to_rows(array: pa.Array, column: ArrowColumn, kept: NDArray[np.int64]) -> C
     return numbers.reshape(-1, *column.field.shape)
 
 
-def _numbers(array: pa.Array) -> NDArray[Any]:
+def numbers_of(array: pa.Array) -> NDArray[Any]:
     """Return the values of an array of numbers or bools; numbers as a view. The value of a null is arbitrary.
 
     pyarrow's own conversions import pandas if it is installed, which takes 0.4 s and 50 MB.

@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streamloader.conversion.sources.arrays import pick
+from streamloader.conversion.sources.arrow_types import numbers_of
 from streamloader.conversion.sources.base import BadSample, Fragment, OnBad, Source, split_rows, spread_rows
 from streamloader.conversion.sources.fields import FieldSelection, SourceFormat, integer_dtype, settle
 from streamloader.conversion.sources.files import Listing, field_names, inner_extension, require
@@ -332,11 +333,11 @@ class Table:
             indices = pc.index_in(cells, value_set=pa.array(words))
             if indices.null_count:
                 raise ValueError("a cell that is not a bool")
-            bools: NDArray[np.bool_] = np.array(list(words.values()))[indices.to_numpy()]
+            bools: NDArray[np.bool_] = np.array(list(words.values()))[numbers_of(indices)]
             return bools
         floats = target.dtype.startswith("float")  # parsed as float64: Arrow makes large values of float32 infinite
         kind = pa.float64() if floats else getattr(pa, target.dtype)()
-        numbers = pc.ascii_trim(cells.view(pa.string()), " \t").cast(kind).to_numpy()
+        numbers = numbers_of(pc.ascii_trim(cells.view(pa.string()), " \t").cast(kind))
         # smaller whole numbers are all exact
         large = floats and bool((np.abs(numbers) >= 1 << (np.finfo(target.dtype).nmant + 1)).any())
         if large and not all(_is_held(cell, target) for cell in cells.to_pylist()):
