@@ -451,12 +451,12 @@ def read_finished(store: Store, job: Job) -> dict[str, Manifest] | None:
         provenance = {key: value for key, value in manifest.provenance.items() if key != "left_out"}
         fields = {name: layout.field for name, layout in manifest.fields.items()}
         planned_fields = {**plan.provenance, "fields": job.preview.fields}
-        differences = _differences({**provenance, "fields": fields}, planned_fields)
+        differences = compare_documents({**provenance, "fields": fields}, planned_fields)
         if not differences:  # compare with the layout that the plan gives to as many samples and stored bytes
             bulk = [name for name, layout in plan.geometry.layouts.items() if not layout.resident]
             sizes = {name: manifest.fields[name].stored for name in bulk}
             planned = settle(plan.geometry, manifest.num_samples, sizes)
-            differences = _differences(_sizes(manifest, manifest.fields), _sizes(planned, planned.layouts))
+            differences = compare_documents(_sizes(manifest, manifest.fields), _sizes(planned, planned.layouts))
         if differences:
             problem = f"{store.url} holds a finished dataset of another source, or made with other options"
             raise errors.DestinationError(f"{problem}: {', '.join(differences)} differ", _REMEDY)
@@ -469,14 +469,15 @@ def _sizes(dataset: Manifest | Geometry, layouts: Mapping[str, FieldLayout]) -> 
     return {"samples_per_shard": dataset.samples_per_shard, "block": dataset.order.block, **fields}
 
 
-def _differences(stored: Any, expected: Any, name: str = "") -> dict[str, tuple[Any, Any]]:
-    """Return the pairs of values that differ between two nested documents, by keys joined with dots."""
-    if not isinstance(stored, Mapping) and not isinstance(expected, Mapping):
+def compare_documents(stored: Any, expected: Any, name: str = "") -> dict[str, tuple[Any, Any]]:
+    """Return the pairs of values that differ between two documents, by keys joined with dots; None if missing."""
+    if isinstance(stored, list) and isinstance(expected, list) and len(stored) == len(expected):
+        stored, expected = dict(enumerate(stored)), dict(enumerate(expected))
+    if not isinstance(stored, Mapping) or not isinstance(expected, Mapping):
         return {} if stored == expected else {name: (stored, expected)}
-    first, second = (value if isinstance(value, Mapping) else {"": value} for value in (stored, expected))
     differences: dict[str, tuple[Any, Any]] = {}
-    for key in sorted({*first, *second}):
-        differences |= _differences(first.get(key), second.get(key), f"{name}.{key}".strip("."))
+    for key in sorted({*stored, *expected}):
+        differences |= compare_documents(stored.get(key), expected.get(key), f"{name}.{key}".lstrip("."))
     return differences
 
 
@@ -501,7 +502,7 @@ def claim_destination(store: Store, job: Job, existing: Mapping[str, Any] | None
 
 def _other_job_error(store: Store, job: Job, stored: Mapping[str, Any]) -> errors.StreamloaderError:
     """Return the error for a destination with the unfinished job `stored`, which is not `job`."""
-    differences = _differences(stored.get("options"), job.document["options"])
+    differences = compare_documents(stored.get("options"), job.document["options"])
     if not differences and stored.get("source") != job.document["source"]:
         try:
             change = first_change(read_files(store, FILES), job.source.files) or "its files are in another order"
@@ -509,7 +510,7 @@ def _other_job_error(store: Store, job: Job, stored: Mapping[str, Any]) -> error
             change = "it has other files"
         problem = f"the source {job.source.url} changed since the conversion to {store.url} began: {change}"
         return errors.SourceChangedError(problem, f"restore the source, or {_AGAIN}")
-    differences = differences or _differences(stored, job.document)  # another version plans other sizes
+    differences = differences or compare_documents(stored, job.document)  # another version plans other sizes
     texts = [f"{name} is {there!r} there and {here!r} here" for name, (there, here) in list(differences.items())[:3]]
     problem = f"{store.url} holds the unfinished conversion of another job ({'; '.join(texts)})"
     return errors.DestinationError(problem, f"give the same options to resume it, or {_AGAIN}")

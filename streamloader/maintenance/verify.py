@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from streamloader import errors
 from streamloader.conversion.api import default_options
-from streamloader.conversion.job import FILES, Listener, Phase, Progress, ignore
+from streamloader.conversion.job import FILES, Listener, Phase, Progress, compare_documents, ignore
 from streamloader.conversion.row_order import SampleRows, assign, own_rows, parse_splits
 from streamloader.conversion.shard_task import QUARANTINE
 from streamloader.conversion.sources.base import BadSample, Source
@@ -268,21 +268,16 @@ class Problems:
 
         Most damage occurs in transfer, and a store may respond once that an object is missing.
         """
-        for left in (1, 0):
-            self._thread.unconfirmed = unconfirmed = list[Problem]()
-            try:
-                result = check()
-            except FormatError:
-                if not left:
-                    raise
-                continue
-            finally:
-                del self._thread.unconfirmed
+        self._thread.unconfirmed = unconfirmed = list[Problem]()
+        try:
+            result = check()
             if not unconfirmed:
-                break
-        for problem in unconfirmed:
-            self.add(problem)
-        return result
+                return result
+        except FormatError:
+            pass
+        finally:
+            del self._thread.unconfirmed
+        return check()
 
     @property
     def full(self) -> bool:
@@ -420,8 +415,14 @@ def difference(expected: Mapping[str, Any], found: Mapping[str, Any]) -> str:
 
     Below `attributes`, additional keys are ignored, as readers of the manifest do.
     """
-    expected, found = (json.loads(json.dumps(document), object_hook=_normalise) for document in (expected, found))
-    return _difference(expected, found, "", strict=True)
+    documents = [json.loads(json.dumps(document), object_hook=_normalise) for document in (found, expected)]
+    for path, values in compare_documents(*documents).items():
+        shown, wanted = (text if len(text) <= 60 else f"{text[:60]}..." for text in map(repr, values))
+        if values[1] is not None:
+            return f"{path} is missing" if values[0] is None else f"{path} is {shown}, expected {wanted}"
+        if "attributes" not in path.split("."):
+            return f"{path} is unexpected"
+    return ""
 
 
 def _normalise(node: dict[str, Any]) -> dict[str, Any]:
@@ -432,23 +433,6 @@ def _normalise(node: dict[str, Any]) -> dict[str, Any]:
     if node.get("data_type") == "bytes":  # another name of the same type
         node["data_type"] = "variable_length_bytes"
     return node
-
-
-def _difference(expected: Any, found: Any, where: str, strict: bool) -> str:
-    if isinstance(expected, list) and isinstance(found, list) and len(expected) == len(found):
-        pairs = enumerate(zip(expected, found, strict=True))
-        return next(filter(None, (_difference(*pair, f"{where}[{i}]", strict) for i, pair in pairs)), "")
-    if not isinstance(expected, dict) or not isinstance(found, dict):
-        texts = [text if len(text) <= 60 else f"{text[:60]}..." for text in (repr(found), repr(expected))]
-        return "" if expected == found else f"{where} is {texts[0]}, expected {texts[1]}"
-    for key, value in expected.items():
-        path = f"{where}.{key}".lstrip(".")
-        if key not in found:
-            return f"{path} is missing"
-        if mismatch := _difference(value, found[key], path, strict and key != "attributes"):
-            return mismatch
-    unexpected = next((key for key in found if key not in expected), None)
-    return f"{where}.{unexpected}".lstrip(".") + " is unexpected" if unexpected is not None and strict else ""
 
 
 @dataclass(frozen=True, eq=False)
