@@ -180,6 +180,9 @@ def test_a_patch_that_a_finer_level_cannot_hold_is_an_error(tmp_path):
     group.create_array("1", data=np.zeros((256, 2)), dimension_names=["y", "x"])
     with pytest.raises(errors.UsageError, match="which has 255 in all arrays"):
         sl.StreamingDataset(tmp_path / "x.zarr", batch_size=1, patches=sl.Patch({"y": 256}), fields=["1", "0"])
+    group.create_array("none", data=np.zeros((4, 0)), dimension_names=["t", "z"])
+    with pytest.raises(errors.UsageError, match="along 'z', which has 0"):
+        sl.StreamingDataset(tmp_path / "x.zarr", batch_size=1, patches=sl.Patch({"z": 1}), fields=["none"])
 
 
 def test_filters_that_store_wider_values_are_read(tmp_path):

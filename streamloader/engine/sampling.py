@@ -613,7 +613,7 @@ def _patch_axis(opened: OpenedArrays, columns: Mapping[str, RegionColumn], dim: 
     size, stride, margin = patch.along(dim)
     extent, usable, snap = size + 2 * margin, length, 1
     for name, column in columns.items():
-        if dim not in column.lengths:
+        if dim not in column.lengths or extent > length:
             continue
         scale = resolution(column.lengths[dim], length)
         usable = min(usable, int(column.lengths[dim] / scale))
