@@ -190,6 +190,21 @@ def test_an_unknown_codec_of_version_3_is_named(tmp_path):
         sl.StreamingDataset(store, **TIME, fields=["t2m"])
 
 
+def test_an_index_that_claims_a_large_chunk_is_an_error(tmp_path):
+    array = zarr.create_array(
+        tmp_path / "x.zarr", shape=(4, 8), chunks=(2, 8), shards=(4, 8), dtype="f4", dimension_names=["t", "k"]
+    )
+    array[...] = 1
+    document = tmp_path / "x.zarr" / "zarr.json"
+    index = [{"name": "bytes", "configuration": {"endian": "little"}}]
+    edited(document, lambda d: d["codecs"][0]["configuration"].update(index_codecs=index))
+    shard = tmp_path / "x.zarr" / "c" / "0" / "0"
+    entries = np.array([[0, 64 << 20], [2**64 - 1, 2**64 - 1]], "<u8")
+    shard.write_bytes(bytes(64 << 20) + entries.tobytes())
+    with pytest.raises(errors.CorruptError, match="is damaged: a chunk of 67108864 bytes is larger"):
+        list(sl.StreamingDataset(tmp_path / "x.zarr", batch_size=2, sample_axis="t"))
+
+
 @pytest.mark.parametrize("damage", [5, "x", [], [1], {"t2m": 5}, {"t2m/.zarray": "x"}])
 @pytest.mark.parametrize(("store", "name"), [("xarray2.zarr", ".zmetadata"), ("xarray3.zarr", "zarr.json")])
 def test_damaged_consolidated_metadata_is_an_error_that_names_its_document(store, name, damage, tmp_path):

@@ -69,15 +69,12 @@ class ChunkRows(NamedTuple):
 
 def select_items(items: Items, part: ChunkRows, *, copied: bool = False) -> Items:
     """Return the selected items of a chunk, `copied` or if they are less than half of its bytes."""
-    if part.selected is None and not copied:
-        padded = part.rows < len(items)
-        return Items(items.buffer, items.starts[: part.rows], items.stops[: part.rows]) if padded else items
-    rows = np.arange(part.rows) if part.selected is None else part.selected
+    rows = slice(part.rows) if part.selected is None else part.selected
     starts, stops = items.starts[rows], items.stops[rows]
-    edges = np.concatenate([[0], np.cumsum(stops - starts)])
-    if 2 * edges[-1] >= len(items.buffer) and not copied:
+    if not copied and (part.selected is None or 2 * (stops - starts).sum() >= len(items.buffer)):
         return Items(items.buffer, starts, stops)
-    joined = b"".join(items[i] for i in rows.tolist())
+    edges = np.concatenate([[0], np.cumsum(stops - starts)])
+    joined = b"".join(items.buffer[start:stop] for start, stop in zip(starts.tolist(), stops.tolist(), strict=True))
     return Items(memoryview(joined), edges[:-1], edges[1:])
 
 

@@ -311,7 +311,10 @@ class ArrayReader:
         if len(data) != size:
             raise CorruptError(f"{self._store.url}/{path} has {len(data)} bytes, its index takes {size}", remedy)
         try:
-            return shards.parse(memoryview(data))
+            offsets, sizes = shards.parse(memoryview(data))
+            if sizes.max(initial=0) > self.codec.most_stored:
+                raise CorruptError(f"a chunk of {sizes.max()} bytes is larger than its metadata allows")
+            return offsets, sizes
         except CorruptError as error:
             raise CorruptError(f"the index of {self._store.url}/{path} is damaged: {error.problem}", remedy) from error
 
