@@ -41,7 +41,7 @@ def whole(name: str, value: Any, minimum: int = 1) -> int:
 def plain_integers(value: Any) -> Any:
     """Return numpy's integers as ints, also within tuples, lists and dicts; other values unchanged."""
     if type(value) in (tuple, list):
-        return type(value)(map(plain_integers, value))
+        return type(value)(item if type(item) is int else plain_integers(item) for item in value)  # may have millions
     if isinstance(value, dict):
         return {plain_integers(key): plain_integers(item) for key, item in value.items()}
     return int(value) if isinstance(value, Integral) and not isinstance(value, bool) else value

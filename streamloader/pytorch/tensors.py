@@ -144,21 +144,25 @@ class OwnGenerator(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call an operation, with this generator if it draws random numbers."""
         kwargs = kwargs or {}
-        if torch.Tag.nondeterministic_seeded in func.tags and kwargs.get("generator") is None:
-            on = args[0].device if args and isinstance(args[0], torch.Tensor) else kwargs.get("device") or "cpu"
-            overload = _with_generator(func) if torch.device(on).type == "cpu" else None
-            if overload is not None:
-                return overload(*args, **{**kwargs, "generator": self._generator})
-        return func(*args, **kwargs)
+        overload = _with_generator(func)
+        if overload is None or kwargs.get("generator") is not None:
+            return func(*args, **kwargs)
+        device = args[0].device if args and isinstance(args[0], torch.Tensor) else kwargs.get("device") or "cpu"
+        if torch.device(device).type != "cpu":
+            return func(*args, **kwargs)
+        return overload(*args, **{**kwargs, "generator": self._generator})
 
 
 @cache
 def _with_generator(func: Any) -> Any:
-    """Return an operation, or its overload with the same arguments and a generator; None if there is none."""
+    """Return an operation that draws random numbers, or its overload with the same arguments and a generator.
+
+    None for other operations, and if there is none.
+    """
     expected = {argument.name: str(argument.type) for argument in func._schema.arguments}
     if "generator" in expected:
         return func
-    for name in func.overloadpacket.overloads():
+    for name in func.overloadpacket.overloads() if torch.Tag.nondeterministic_seeded in func.tags else ():
         overload = getattr(func.overloadpacket, name)
         arguments = {argument.name: str(argument.type) for argument in overload._schema.arguments}
         if arguments.pop("generator", None) and arguments == expected:
