@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from zlib import crc32
 
 from streamloader.errors import BatchError, StateError, UsageError
-from streamloader.options import REMAINDERS, Remainder, is_whole
+from streamloader.options import REMAINDERS, Remainder
 from streamloader.order.epoch_order import EpochOrder, OrderParams, params_for_world
 from streamloader.order.schedule import Part, Share, World
 
@@ -525,7 +525,5 @@ def check_mixture_options(stop: str, batches: str, unit: int | None) -> None:
         raise UsageError(f"stop={stop!r}", 'choose "first" or "last"')
     if batches not in ("mixed", "homogeneous"):
         raise UsageError(f"batches={batches!r}", 'choose "mixed" or "homogeneous"')
-    if unit is not None and not is_whole(unit):
-        raise UsageError(f"unit={unit!r}", "give a whole number of samples, at least 1")
     if unit is not None and batches == "homogeneous":
         raise UsageError(f"unit={unit} with homogeneous batches", "leave it out: a turn is a whole batch")

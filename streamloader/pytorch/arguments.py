@@ -20,7 +20,7 @@ from streamloader.format.geometry import BLOCKS, nearest_power, next_power, orde
 from streamloader.format.manifest import Field, Manifest, OrderPin
 from streamloader.format.opening import open_root
 from streamloader.format.reader import FieldReader, read_columns
-from streamloader.options import REMAINDERS, Decode, Option, Pack, Remainder, Sampling, Shuffle, is_whole
+from streamloader.options import REMAINDERS, Decode, Option, Pack, Remainder, Sampling, Shuffle, is_whole, whole
 from streamloader.order.epoch_order import OrderParams
 from streamloader.order.schedule import Part
 from streamloader.order.state import NO_GAPS, Gaps, RunState, SourceIdentity
@@ -89,8 +89,7 @@ class Arguments(Option):
             raise UsageError(f"transform_workers={workers!r} with transform={transform}", "give both, or neither")
         if steps is None:
             return
-        if not is_whole(steps):
-            raise UsageError(f"steps_per_epoch={steps!r}", "give a whole number of at least 1")
+        whole("steps_per_epoch", steps)
         if size is None:
             raise UsageError(f"steps_per_epoch={steps} with batch_size=None", "give a batch_size: a step is a batch")
         if self.remainder == "uneven":  # ranks have different numbers of steps

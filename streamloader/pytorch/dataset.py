@@ -12,7 +12,7 @@ import torch
 from streamloader.engine.dataset import Dataset
 from streamloader.errors import FieldError, MixtureError
 from streamloader.format.lengths import LengthTable
-from streamloader.options import Channels, Normalize, Patch, Remainder, Shuffle, Window, is_whole, plain_integers
+from streamloader.options import Channels, Normalize, Patch, Remainder, Shuffle, Window, is_whole, whole
 from streamloader.order.state import Batches, check_mixture_options
 from streamloader.pytorch.arguments import Arguments, DecodeChoice, PackChoice, Source, StepChoice, WhereChoice
 from streamloader.pytorch.base import BaseDataset
@@ -290,7 +290,7 @@ class Mixture(BaseDataset):
         )
         if remainder == "uneven":
             raise MixtureError('remainder="uneven" of a mixture', 'choose "pad" or "drop": a mixture has no end')
-        unit = plain_integers(unit)
+        unit = None if unit is None else whole("unit", unit)
         check_mixture_options(stop, batches, unit)
         self._spec: MixtureSpec = choose_sources(sources, schedule)
         self._given = self._spec
