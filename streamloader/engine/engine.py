@@ -365,13 +365,14 @@ def _end(core: Assembler, *workers: WorkerThreads) -> None:
 class Pipeline:
     """Iterates over the finished batches of a run's next pass, in their order.
 
-    An error is raised at the batch that it belongs to. `completed`: the last batch was returned. Closing or deleting
-    the pipeline before that ends the run. One thread at a time may ask for batches; any thread may close.
+    An error is raised at the batch that it belongs to. `completed`: the last batch was returned. `close()`, or deleting
+    the pipeline, before that ends the run; a thread that waits for a batch gets an `EngineError`. One thread at a time
+    may ask for batches; any thread may close.
     """
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self._close = finalize(self, run.close)
+        self.close = finalize(self, run.close)
         self._owner = Owner("threads of this pass")
         self._next: Batch | None = None  # if Ctrl-C ended the wait for a batch, the next call returns it
         self._failed = False
@@ -391,7 +392,7 @@ class Pipeline:
                 self.completed = True
                 self._run.passes += 1
                 if self._run.alive:
-                    self._close.detach()
+                    self.close.detach()
                 else:
                     self._run.processes = self._run.core.stages.release_processes()
                 self.close()
@@ -410,10 +411,6 @@ class Pipeline:
         """Raise `ForkError` in a forked child."""
         if not self._owner.here:
             raise ForkError("this pass belongs to the process that was forked", "call iter(dataset) in this one")
-
-    def close(self) -> None:
-        """End an incomplete pass and its run; a thread that waits for a batch gets an `EngineError`."""
-        self._close()
 
     def _finish(self, batch: Batch) -> None:
         """Wait for the batch, and raise its error."""

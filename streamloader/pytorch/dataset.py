@@ -141,9 +141,7 @@ class StreamingDataset(BaseDataset):
         batches. If a loaded state begins within the epoch, steps are aligned with the steps after it. Raises
         `UsageError` for a step that the epoch does not have.
         """
-        numbers = self._step_numbers(epoch, step, rank, workers)
-        arrays = self._datasets[0].arrays
-        return torch.from_numpy(numbers if arrays is None else arrays.indexes(numbers)["index"])
+        return numbers(self._step_numbers(epoch, step, rank, workers), (), self._format.indexes)["index"]
 
 
 Weights = Mapping[Any, float]  # of a URL, a Source, or a Mixture
