@@ -83,10 +83,9 @@ def test_the_least_memory_of_a_forecast_is_what_the_loader_accepts(folder):
 def test_mixing_counts_the_blocks_of_a_batch():
     batch = mixing(100_000, OrderParams(10, 64, 40), 256, "pad")
     assert 150 < batch.blocks < 256
-    assert batch.design_effect(0) == 1
-    assert 1 < batch.design_effect(0.5) < batch.design_effect(1.0) < 3
+    assert 1 < batch.design_effect < 3
     in_order = mixing(100_000, OrderParams(10, 64, 40), 50, "pad", shuffle=False)
-    assert (in_order.blocks, in_order.sharing) == (5, 9)
+    assert (in_order.blocks, round(in_order.design_effect)) == (5, 10)
     assert mixing(0, OrderParams(10, 1, 20), 8, "pad").blocks == 0
 
 
@@ -96,7 +95,7 @@ def test_the_design_effect_of_few_blocks_is_that_of_their_batches(blocks, lanes)
     block, batch = 96, 64
     n = blocks * block
     params = OrderParams(block, lanes, 4 * block)
-    planned = mixing(n, params, batch).design_effect(1.0)
+    planned = mixing(n, params, batch).design_effect
     ratios = []
     for seed in range(60):
         values = np.repeat(np.random.default_rng(seed).standard_normal(blocks), block)
@@ -111,7 +110,7 @@ def test_a_short_last_block_does_not_blur_the_design_effect():
     """Of a full shuffle: 1 for independent rows, whatever a few batches hold of each block."""
     params = OrderParams(4096, 1, 4 * 4096)
     shares = [Share(EpochOrder(10_000, params, seed, 0), 1024, World(0, 1), "drop") for seed in range(20)]
-    found = [mixings([share])[0].design_effect(1.0) for share in shares]
+    found = [mixings([share])[0].design_effect for share in shares]
     assert 0.2 < min(found) <= max(found) < 2.5
     assert np.mean(found) == pytest.approx(1 - 1024 / 10_000, abs=0.25)
 

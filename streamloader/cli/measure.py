@@ -130,7 +130,7 @@ def forecast_lines(planned: Forecast) -> list[str]:
     """Return the forecast as lines of text."""
     mixed = [
         f"({mixing.rows:,} rows) comes from {mixing.blocks:,.0f} blocks; the variance of its mean is at most "
-        f"{mixing.design_effect(1.0):.2f} times that of independent rows"
+        f"{mixing.design_effect:.2f} times that of independent rows"
         for mixing in (planned.rank, planned.together)
     ]
     return [

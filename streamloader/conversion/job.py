@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -107,6 +108,20 @@ Listener = Callable[[Progress], None]
 
 def ignore(_: Progress) -> None:
     """Do nothing: the default listener."""
+
+
+def counter(phase: Phase, total: int, listener: Listener | None) -> Callable[..., int]:
+    """Return a thread-safe function that adds to `done` and `bytes`, reports both, and returns its first argument."""
+    progress, lock, listener = Progress(phase, total=total), threading.Lock(), listener or ignore
+
+    def count(done: int, size: int = 0) -> int:
+        nonlocal progress
+        with lock:
+            progress = replace(progress, done=progress.done + done, bytes=progress.bytes + size)
+            listener(progress)
+        return done
+
+    return count
 
 
 @dataclass(frozen=True)

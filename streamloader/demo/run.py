@@ -32,7 +32,6 @@ from PIL import Image
 import streamloader as sl
 from streamloader.errors import DestinationError, EngineError, StreamloaderError
 
-DIGIT_SCALE = 4
 CROP = 160  # pixels
 CROP_STEP = 40  # pixels
 RUN_SECONDS = 240.0  # a training run that takes longer is killed
@@ -52,14 +51,11 @@ Event = dict[str, Any]
 
 
 def write_digits(folder: Path) -> int:
-    """Write scikit-learn's 1797 digits as grey 32 x 32 images `<folder>/<digit>/<number>.png`; return their number.
-
-    The originals are 8 x 8 with values from 0 to 16.
-    """
+    """Write scikit-learn's 1797 digits as grey 8 x 8 images `<folder>/<digit>/<number>.png`; return their number."""
     from sklearn.datasets import load_digits
 
     data = load_digits()
-    images = np.minimum(data.images * 16, 255).astype(np.uint8).repeat(DIGIT_SCALE, axis=1).repeat(DIGIT_SCALE, axis=2)
+    images = np.minimum(data.images * 16, 255).astype(np.uint8)  # values are from 0 to 16
     for number, (pixels, label) in enumerate(zip(images, data.target, strict=True)):
         _save(pixels, folder / str(label) / f"{number:04d}.png")
     return len(images)

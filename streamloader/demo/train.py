@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import streamloader as sl
-from streamloader.demo.run import DIGIT_SCALE
 
 GLOBAL_BATCH = 96
 CHECKPOINT_STEPS = 7
@@ -58,9 +57,8 @@ def report(event: str, **values: Any) -> None:
 
 
 def network() -> nn.Sequential:
-    """Return a small convolutional network: (b, 1, 32, 32) pixels from 0 to 1 -> (b, 10) logits."""
+    """Return a small convolutional network: (b, 1, 8, 8) pixels from 0 to 1 -> (b, 10) logits."""
     return nn.Sequential(
-        nn.AvgPool2d(DIGIT_SCALE),
         *(nn.Conv2d(1, 32, 3, padding=1), nn.ReLU()),
         *(nn.Conv2d(32, 64, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
         *(nn.Flatten(), nn.Dropout(0.3), nn.Linear(1024, 10)),

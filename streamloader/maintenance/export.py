@@ -10,7 +10,6 @@ from __future__ import annotations
 import io
 import os
 import tarfile
-import threading
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -20,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from streamloader.conversion.api import default_options
-from streamloader.conversion.job import Listener, Progress, ignore
+from streamloader.conversion.job import Listener, counter
 from streamloader.conversion.sources.files import field_names
 from streamloader.conversion.sources.media import IMAGE_ENCODINGS
 from streamloader.conversion.sources.tar import INTEGERS, TEXTS
@@ -285,24 +284,22 @@ def export(
     task = Task(layouts, total, _piece_size(manifest, layouts, kind.overhead))
     make_files = kind.plan(task)
     target = _open_empty(dst, default_options(target_options, dst, storage_options, url), store.url)
-    report, lock, listener = ExportReport(target.url, 0, 0, 0), threading.Lock(), progress or ignore
+    count = counter("export", total, progress)
 
-    def put(files: Iterator[File], samples: int) -> None:
-        nonlocal report
+    def put(files: Iterable[File], samples: int) -> list[int]:
         sizes = [target.put(path, data).size for path, data in files]
-        with lock:
-            done, size = report.num_samples + samples, report.bytes + sum(sizes)
-            report = ExportReport(target.url, done, report.files + len(sizes), size)
-            listener(Progress("export", done, total, bytes=size))
+        count(samples, sum(sizes))
+        return sizes
 
-    def write(number: int) -> None:
+    def write(number: int) -> list[int]:
         start = number * task.piece
         stop = min(start + task.piece, total)
-        put(make_files(number, start, read_columns(readers, start, stop)), stop - start)
+        return put(make_files(number, start, read_columns(readers, start, stop)), stop - start)
 
-    run_all(write, range(max(1, -(-total // task.piece))), THREADS)  # an empty dataset has one piece
-    put(kind.last(task) if kind.last else iter(()), 0)
-    return report
+    pieces = range(max(1, -(-total // task.piece)))  # an empty dataset has one
+    sizes = [size for written in run_all(write, pieces, THREADS) for size in written]
+    sizes += put(kind.last(task) if kind.last else (), 0)
+    return ExportReport(target.url, total, len(sizes), sum(sizes))
 
 
 def _piece_size(manifest: Manifest, layouts: Mapping[str, FieldLayout], overhead: int) -> int:

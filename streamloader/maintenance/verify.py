@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from streamloader import errors
 from streamloader.conversion.api import default_options
-from streamloader.conversion.job import FILES, Listener, Phase, Progress, compare_documents, ignore
+from streamloader.conversion.job import FILES, Listener, compare_documents, counter
 from streamloader.conversion.row_order import SampleRows, assign, own_rows, parse_splits
 from streamloader.conversion.shard_task import QUARANTINE
 from streamloader.conversion.sources.base import BadSample, Source
@@ -134,7 +134,7 @@ def verify(
     if against is None and (format or source_options):
         raise UsageError("format and source_options need a source", "give the source with against=")
     options = {} if against is None else default_options(source_options, against, storage_options, url)
-    store, problems, listener = open_store(url, storage_options), Problems(), progress or ignore
+    store, problems = open_store(url, storage_options), Problems()
     datasets, names = problems.confirmed(lambda: _open(store, split, problems))
     sizes = _list(store)
     views = [DatasetView(name, opened.manifest, opened.store, sizes, problems) for name, opened in datasets.items()]
@@ -143,10 +143,10 @@ def verify(
             check_documents(view)
         check_arrays(view)
     leftovers, others = _check_paths(store, views, names, sizes or {}, problems)
-    objects, size = _check_fields(views, problems, listener)
+    objects, size = _check_fields(views, problems, progress)
     compared, samples = 0, {view.split: view.manifest.num_samples for view in views}
     if against is not None:
-        count = _counter("compare", sum(samples.values()), listener)
+        count = counter("compare", sum(samples.values()), progress)
         compared = sum(_compare(view, (against, format, options), count) for view in views)
     flags = sizes is not None, any(view.appending for view in views)
     return VerifyReport(store.url, samples, objects, size, compared, leftovers, others, *flags, problems.sorted())
@@ -218,11 +218,11 @@ def _check_paths(
     return leftovers, others
 
 
-def _check_fields(views: Sequence[DatasetView], problems: Problems, listener: Listener) -> tuple[int, int]:
+def _check_fields(views: Sequence[DatasetView], problems: Problems, listener: Listener | None) -> tuple[int, int]:
     """Check tables, shards and totals of all fields; return the number and the total size of the shards read."""
     checks = [FieldCheck(view, name) for view in views for name in view.manifest.fields]
     run_all(lambda field: problems.confirmed(field.check_table), checks, THREADS)
-    count = _counter("verify", sum(field.layout.stored for field in checks), listener)
+    count = counter("verify", sum(field.layout.stored for field in checks), listener)
     tasks = ((field, shard) for field in checks for shard in range(field.num_shards))
 
     def check(task: tuple[FieldCheck, int]) -> int:
@@ -239,20 +239,6 @@ def _check_fields(views: Sequence[DatasetView], problems: Problems, listener: Li
         if (field.view.split, field.name) not in damaged:
             field.check_totals()
     return objects, total
-
-
-def _counter(phase: Phase, total: int, listener: Listener) -> Callable[[int], int]:
-    """Return a thread-safe function that adds to the progress, reports it, and returns its argument."""
-    lock, done = threading.Lock(), 0
-
-    def add(count: int) -> int:
-        nonlocal done
-        with lock:
-            done += count
-            listener(Progress(phase, done, total))
-        return count
-
-    return add
 
 
 class Problems:

@@ -29,30 +29,28 @@ MAX_EXAMINED = 1 << 27  # arrivals, which take one or two seconds: with long win
 class Mixing:
     """How well batches of `rows` rows mix.
 
-    `blocks`: the mean number of distinct blocks in a batch. `sharing`: the mean number of other rows of the batch from
-    the block of a row; (rows - 1) / n for rows drawn uniformly from n blocks. `alike`: the probability that two samples
-    drawn from the whole epoch are of one block. `met`: the probability that a row of these batches and a sample drawn
-    from the whole epoch are.
+    `blocks`: the mean number of distinct blocks in a batch. `design_effect`: the variance of a batch's mean around the
+    epoch's mean, relative to that of independent rows, if the rows of a block are equal, as in a source that is sorted
+    by class.
     """
 
     rows: int
     blocks: float
-    sharing: float
-    alike: float = 0.0
-    met: float = 0.0
+    design_effect: float
 
-    def design_effect(self, correlation: float) -> float:
-        """Return the variance of a batch's mean around the epoch's mean, relative to that of independent rows.
 
-        `correlation`: the correlation of two rows of one block. It is 1 if the rows of a block are equal, as in a
-        source that is sorted by class, and 0 if the source was shuffled. With many blocks, the result is
-        1 + correlation * sharing (Kish, Survey Sampling, 1965, for clusters). Few blocks are a finite population: the
-        mean of a batch that has all of them in proportion equals that of the epoch.
-        """
-        if self.alike >= 1:  # one block, which is shuffled completely
-            return 1.0
-        variance = 1 + correlation * (self.sharing - self.rows * (2 * self.met - self.alike))
-        return max(0.0, variance / (1 - correlation * self.alike))
+def design_effect(rows: int, sharing: float, alike: float, met: float) -> float:
+    """Return the design effect of batches of `rows` rows from blocks of equal rows.
+
+    `sharing`: the mean number of other rows of the batch from the block of a row; (rows - 1) / n for rows drawn
+    uniformly from n blocks. `alike`: the probability that two samples drawn from the whole epoch are of one block.
+    `met`: the probability that a row of these batches and a sample drawn from the whole epoch are. With many blocks,
+    the result is 1 + sharing (Kish, Survey Sampling, 1965, for clusters). Few blocks are a finite population: the mean
+    of a batch that has all of them in proportion equals that of the epoch.
+    """
+    if alike >= 1:  # one block, which is shuffled completely
+        return 1.0
+    return max(0.0, (1 + sharing - rows * (2 * met - alike)) / (1 - alike))
 
 
 def mixings(shares: Sequence[Share]) -> list[Mixing]:
@@ -82,7 +80,11 @@ def mixings(shares: Sequence[Share]) -> list[Mixing]:
             totals[number] += rows.size, counts.size, (counts * (counts - 1)).sum(), counts @ samples / max(1, size)
     alike = (full * order.params.block**2 + last**2) / max(1, size) ** 2
     return [
-        Mixing(share.batch, blocks / max(1, len(chosen)), pairs / max(1, rows), alike, met / max(1, rows))
+        Mixing(
+            share.batch,
+            blocks=blocks / max(1, len(chosen)),
+            design_effect=design_effect(share.batch, pairs / max(1, rows), alike, met / max(1, rows)),
+        )
         for share, (rows, blocks, pairs, met) in zip(shares, totals.tolist(), strict=True)
     ]
 
@@ -191,8 +193,6 @@ class Forecast(EpochForecast):
         """Return JSON values, without `drawn`."""
         values = super().to_dict()
         del values["drawn"]
-        for name in ("rank", "together"):
-            values[name]["design_effect"] = getattr(self, name).design_effect(1.0)
         return values
 
 
