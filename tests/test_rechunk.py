@@ -178,7 +178,10 @@ def test_damage_beside_the_fields_is_found(weather, tmp_path):
     place.write_bytes(place.read_bytes()[:-1] + b"x")
     (problem,) = sl.verify(tmp_path / "out").problems
     assert "arrays/lat/c/0 is damaged" in problem.problem
+    unnamed = json.loads(root.read_bytes())
+    unnamed["attributes"]["fields"]["t2m"]["name"] = True
     for damaged in (
+        json.dumps(unnamed).encode(),
         b"{}",
         b'{"node_type": "group", "attributes": {"sample_axis": "time", "fields": {"t2m": []}}}',
         b"[",

@@ -401,10 +401,10 @@ def read_rechunked(store: Store, group: ZarrGroup, named: Collection[str]) -> Za
             document, stored = {**group.arrays[path].document, **fields[path]}, [dim for dim in dims if dim != axis]
             arrays[name] = ZarrArray(path, document, (axis, *stored), tuple(dims))
             slices |= dict.fromkeys(map(tuple, channels), name)
+        return ZarrGroup(store, dict(sorted(arrays.items())), group.attributes, frozenset(), axis, slices)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         problem = f"{store.url}/{ARRAYS}/zarr.json is damaged ({error!r})"
         raise FormatError(problem, "copy or convert the dataset again") from error
-    return ZarrGroup(store, dict(sorted(arrays.items())), group.attributes, frozenset(), axis, slices)
 
 
 def _paths_beside(documents: Mapping[str, Document], beside: Collection[str], *, below: bool) -> set[str]:
