@@ -374,3 +374,11 @@ def test_times_and_conditions_are_unsigned_as_their_attribute_says(tmp_path):
     options = {"batch_size": 1, "sample_axis": "time", "fields": ["a"]}
     assert sl.StreamingDataset(url, where="run == 200", **options).num_samples == 2
     assert sl.StreamingDataset(url, windows=sl.Window("8h"), **options).num_samples == 3
+
+
+def test_samples_without_elements_are_an_error_that_names_the_array(tmp_path):
+    group = zarr.open_group(tmp_path / "x.zarr", mode="w")
+    for name, width in (("a", 3), ("none", 0)):
+        group.create_array(name, data=np.ones((4, width)), dimension_names=["t", f"{name}_k"])
+    with pytest.raises(errors.FieldError, match=r"samples of 'none' have the shape \(0,\), without elements; leave it"):
+        sl.StreamingDataset(tmp_path / "x.zarr", batch_size=1, sample_axis="t")

@@ -684,6 +684,9 @@ def _with_outputs(column: RegionColumn, axes: Sequence[Axis], outputs: WindowPar
             shape.insert(column.channel_axis, column.channels)
         if not count and sample_axis in lengths:
             del shape[column.sample_position]
+        if 0 in shape:
+            problem = f"samples of {column.name!r} have the shape {tuple(shape)}, without elements"
+            raise FieldError(problem, "leave it out of fields= and channels=")
         return Output(column.name + suffix, tuple(shape), parts)
 
     if sample_axis in lengths:
