@@ -383,3 +383,12 @@ def test_weights_count_the_elements_of_a_field_where_they_are_asked_to(tmp_path)
     ]:
         with pytest.raises(error, match=shown):
             Mixture(keys, weigh="label", **options)
+
+
+def test_a_source_is_checked_when_it_is_made_and_hides_its_storage_options():
+    with pytest.raises(errors.UsageError, match="windows=3; give a Window"):
+        Source("memory://x", windows=3)  # type: ignore[arg-type]
+    first, second = (Source("memory://x", storage_options={"secret": "hidden"}, sample_axis=np.int64(1)) for _ in "ab")  # type: ignore[arg-type]
+    assert "hidden" not in repr(first)
+    assert type(first.sample_axis) is int
+    assert len({first: 1, second: 2}) == 2
