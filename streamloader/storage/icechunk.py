@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
-from collections.abc import Coroutine, Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any
+
+from fsspec.asyn import get_loop, sync
 
 from streamloader.errors import AccessError, UnsupportedError
 from streamloader.storage.buffers import RECEIVER, Buffer, Receiver
 from streamloader.storage.generic import ReadOnlyClient
 from streamloader.storage.optional import need
-from streamloader.storage.process import finished_before_exit, forked_after_obstore, note_obstore_use, run_all
+from streamloader.storage.process import finished_before_exit, forked_after_obstore, note_obstore_use
 from streamloader.storage.retry import client_errors
 from streamloader.storage.store import ObjectInfo
 from streamloader.storage.url import ALIASES, Location
 
-Result = TypeVar("Result")
 _SNAPSHOT_OPTIONS = ("branch", "tag", "snapshot_id")
 
 
@@ -54,7 +54,7 @@ class IcechunkClient(ReadOnlyClient):
     def info(self, path: str) -> ObjectInfo | None:
         """Return the size of an object, or None if it does not exist."""
         try:
-            return ObjectInfo(path, _run(self._store.getsize(path)))
+            return ObjectInfo(path, _run(self._store.getsize, path))
         except FileNotFoundError:
             return None
 
@@ -64,19 +64,15 @@ class IcechunkClient(ReadOnlyClient):
         async def collect() -> list[str]:
             return [name async for name in self._store.list_dir(folder)]
 
-        return [name for name in _run(collect()) if name != "zarr.json"]
+        return [name for name in _run(collect) if name != "zarr.json"]
 
     def _read(self, path: str, byte_range: tuple[int, int] | None) -> bytes:
         from zarr.abc.store import RangeByteRequest
         from zarr.core.buffer import default_buffer_prototype
 
         requested = None if byte_range is None else RangeByteRequest(*byte_range)
-
-        async def read() -> Any:
-            return await self._store.get(path, default_buffer_prototype(), requested)
-
         try:
-            buffer = _run(read())
+            buffer = _run(self._store.get, path, default_buffer_prototype(), requested)
         except client_errors() as error:
             denied = re.search(r"url prefix (\S+?),\s.*authorize", str(error), re.DOTALL)  # it is wrapped
             if denied is None:
@@ -89,14 +85,10 @@ class IcechunkClient(ReadOnlyClient):
         return bytes(buffer.to_bytes())
 
 
-def _run(coroutine: Coroutine[Any, Any, Result]) -> Result:
-    """Return the result of a coroutine, in a thread if a loop runs in this one, as in a notebook."""
+def _run(function: Callable[..., Coroutine[Any, Any, Any]], *arguments: Any) -> Any:
+    """Return the result of a coroutine function, on fsspec's loop: another may run in this thread, as in a notebook."""
     with finished_before_exit():  # icechunk's threads call the loop
-        try:
-            asyncio.get_running_loop()
-        except RuntimeError:
-            return asyncio.run(coroutine)
-        return run_all(asyncio.run, [coroutine], 2)[0]
+        return sync(get_loop(), function, *arguments)
 
 
 def _virtual_access(icechunk: Any, options: dict[str, Any]) -> Any:
