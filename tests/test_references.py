@@ -6,8 +6,10 @@ import random
 import shutil
 import subprocess
 import sys
+import time
 import tracemalloc
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import zarr
+from datasets import assert_threads_end
 from faulty import QuietHandler, QuietServer
+from folder_server import folder_server
 from hypothesis import example, given
 from hypothesis import strategies as st
 from torchrun import run_python
@@ -341,6 +345,35 @@ def test_a_page_that_cannot_be_read_is_an_error_that_names_it(damage, tmp_path):
     path.unlink() if body is None else path.write_bytes(body)
     with pytest.raises(errors.FormatError, match=r"refs\.parquet/z/refs\.1\.parq"):
         list(sl.StreamingDataset(path.parent.parent, **OPTIONS, fields=["z"]))
+
+
+def test_a_page_is_asked_for_again_by_the_pass_that_needs_it(tmp_path):
+    path = store(tmp_path)
+    with folder_server(tmp_path) as server:
+        retry = {"base_seconds": 0.01}
+        url = f"{server.url}/{path.name}"
+        server.faults["/z/refs.0.parq"] = ["503"] * 3
+        dataset = sl.StreamingDataset(url, **OPTIONS, fields=["z"], storage_options={"retry": retry})
+        assert len(list(dataset)) == len(dataset)
+        assert dataset.stats().retries == 3
+
+
+def test_a_pass_that_ends_while_a_page_cannot_be_read_leaves_no_thread(tmp_path):
+    path = store(tmp_path)
+    with folder_server(tmp_path) as server:
+        retry = {"base_seconds": 9e9, "cap_seconds": 9e9}
+        url = f"{server.url}/{path.name}"
+        dataset = sl.StreamingDataset(url, **OPTIONS, fields=["z"], storage_options={"retry": retry})
+        server.faults["/z/refs."] = ["503"] * 999
+        batches = iter(dataset)
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(next, batches)
+            while not any("/z/refs." in asked for asked in server.paths):
+                time.sleep(0.01)
+            dataset.close()
+            with pytest.raises(errors.StreamloaderError):
+                waiting.result(60)
+        assert_threads_end()
 
 
 def test_a_page_that_repeats_a_large_value_takes_the_memory_of_one(tmp_path):

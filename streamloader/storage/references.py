@@ -189,7 +189,7 @@ class ParquetReferences:
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._document = _get(store, DOCUMENT)
+        self._document = store.get(DOCUMENT)
         with _naming(f"the file of references {store.url}/{DOCUMENT}"):
             document = json.loads(self._document)
             self.values, self._record_size = dict(document["metadata"]), document["record_size"]
@@ -242,7 +242,7 @@ class ParquetReferences:
         path = _page_path(array, number)
         where, remedy = f"the page of references {self._store.url}/{path}", "restore it, or write the references again"
         try:
-            body = _get(self._store, path)
+            body = self._store.get(path)
         except NotFoundError as error:
             raise MissingObjectError(f"{where} is missing", f"{remedy}; strict=False gives fill values") from error
         with finished_before_exit():  # pyarrow must not end with the interpreter
@@ -278,12 +278,13 @@ class ReferenceClient(ReadOnlyClient):
     """
 
     def __init__(self, location: Location, open_store: OpenStore) -> None:
-        super().__init__(None, location.retry, "")
+        # the caller retries, and waits as it likes
+        super().__init__(None, replace(location.retry, outage_seconds=0.0, request_seconds=0.0), "")
         options = dict(location.options)
         names = ("target_options", "remote_options", "allow")
         target, self._remote, allow = (options.pop(name, None) for name in names)
         folder, name = _split(location.target.split("::", 1)[1])
-        store = open_store(folder, {"retry": location.retry, **(options if target is None else target)})
+        store = open_store(folder, {"retry": self.policy, **(options if target is None else target)})
         self._location, self._open_store, self._shown = store.location, open_store, store.child(name).url
         self._options = options if target is not None else store.location.options  # with the user of the URL
         entries = [allow] if isinstance(allow, str) else allow
@@ -379,19 +380,10 @@ def _read_references(store: Store, name: str) -> JsonReferences | ParquetReferen
     for is_json in (True, False) if name.endswith(".json") else (False, True):
         with suppress(NotFoundError):
             if is_json:
-                return JsonReferences(_get(store, name), store.child(name).url)
+                return JsonReferences(store.get(name), store.child(name).url)
             return ParquetReferences(store.child(name))
     problem = f"there are no references at {store.child(name).url}"
     raise NotADatasetError(problem, "give the URL of a JSON file, or of a folder of Parquet, and its storage_options")
-
-
-def _get(store: Store, path: str) -> bytes:
-    """Return an object. An error is not retried by the caller, since the store has done so."""
-    try:
-        return store.get(path)
-    except StorageError as error:
-        error.attempts = 1
-        raise
 
 
 def _split(url: str) -> tuple[str, str]:
