@@ -344,10 +344,8 @@ class Fetcher:
             with self._changed:
                 piece.block.held += sum(chunk.buffer.nbytes for _, chunk in chunks) - piece.unpacked
                 piece.unpacked = 0
-        self._counters.add(
-            unpack_seconds=time.thread_time() - piece.body_at,
-            bytes_decoded=piece.run.num_samples * layout.field.item_bytes if layout.field.fixed else 0,
-        )
+        decoded = piece.run.num_samples * layout.field.item_bytes if layout.field.fixed else 0
+        self._counters.add(unpack_seconds=time.thread_time() - piece.body_at, bytes_decoded=decoded)
 
     def _fill_regions(self, piece: Piece, field: RegionReader, slot: int, number: int) -> None:
         """Fetch a piece and decode its chunks into the regions of its block.

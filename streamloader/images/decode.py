@@ -197,11 +197,8 @@ def is_sequential(data: memoryview) -> bool:
 
 def _metadata(data: memoryview) -> list[bytes]:
     """Return the EXIF data and the XMP of a JPEG, empty if it has none."""
-    parts = [
-        bytes(data[at + 4 : at + 2 + int.from_bytes(data[at + 2 : at + 4], "big")])
-        for marker, at in _segments(data)
-        if marker == 0xE1
-    ]
+    starts = [at for marker, at in _segments(data) if marker == 0xE1]
+    parts = [bytes(data[at + 4 : at + 2 + int.from_bytes(data[at + 2 : at + 4], "big")]) for at in starts]
     heads = (b"Exif\0\0", b"http://ns.adobe.com/xap/1.0/\0")
     return [next((part for part in parts if part.startswith(head)), b"") for head in heads]
 

@@ -179,10 +179,9 @@ class Anchors:
         boxes = []
         for low, high in pairwise(edges):
             corners = [axis.elements(row[low:high]) for axis, row in zip(self.axes, anchors, strict=True)]
-            ends = [
-                min(axis.length, int(part.max()) + axis.reach) for axis, part in zip(self.axes, corners, strict=True)
-            ]
-            boxes.append(Box(start + low, start + high, tuple(int(part.min()) for part in corners), tuple(ends)))
+            last = [int(part.max()) + axis.reach for axis, part in zip(self.axes, corners, strict=True)]
+            ends = tuple(min(axis.length, end) for axis, end in zip(self.axes, last, strict=True))
+            boxes.append(Box(start + low, start + high, tuple(int(part.min()) for part in corners), ends))
         return boxes
 
 
@@ -255,11 +254,8 @@ def choose_cells(axes: Sequence[CellAxis], element_bytes: float) -> tuple[int, .
         if whole < axis.length and allowed(trial):
             cells = trial
     while _read_factor(axes, cells) > HALO:
-        trials = [
-            [*cells[:number], min(axis.length, 2 * cells[number]), *cells[number + 1 :]]
-            for number, axis in enumerate(axes)
-            if cells[number] < axis.length
-        ]
+        larger = [min(axis.length, 2 * cell) for axis, cell in zip(axes, cells, strict=True)]
+        trials = [[*cells[:n], larger[n], *cells[n + 1 :]] for n in range(len(axes)) if larger[n] > cells[n]]
         trials = [trial for trial in trials if allowed(trial)]
         if not trials:
             break

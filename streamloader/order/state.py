@@ -441,11 +441,8 @@ class RunState:
         """Return the number of the source of this run that equals each source of a state."""
         numbers: list[int] = []
         for source in sources:
-            equal = [
-                number
-                for number, current in enumerate(self.sources)
-                if number not in numbers and not source.differences(current, self.given, force=force)
-            ]
+            others = [number for number in range(len(self.sources)) if number not in numbers]
+            equal = [n for n in others if not source.differences(self.sources[n], self.given, force=force)]
             if not equal:
                 expected = [current.to_dict() for current in self.sources]
                 problem = f"the state has a source {source.to_dict()}, which is none of this run's: {expected}"
