@@ -246,7 +246,7 @@ class RegionReader:
     @property
     def request_bytes(self) -> int:
         """The most bytes of a request for one chunk."""
-        return max((reader.request_bytes for reader in self._readers.values()), default=1)
+        return max((reader.codec.most_stored for reader in self._readers.values()), default=1)
 
     @property
     def kept_bytes(self) -> int:

@@ -83,11 +83,6 @@ class ArrayReader:
         self._shards = None if array.sharding is None else ShardIndex(array, array.sharding)
 
     @property
-    def request_bytes(self) -> int:
-        """The most bytes of a request for one chunk."""
-        return self.codec.most_stored
-
-    @property
     def kept_bytes(self) -> int:
         """The most bytes of the indexes of shards that are cached."""
         return 0 if self._shards is None else min(INDEX_CACHE_BYTES, prod(self.array.grid) * self._shards.nbytes)
@@ -102,9 +97,9 @@ class ArrayReader:
 
     def count_requests(self, boxes: Sequence[tuple[Place, Place]]) -> int:
         """Return about the number of requests for the chunks that the boxes touch, without reading an index."""
-        sizes, total = self.array.chunks if self.array.sharding is None else self.array.stored_chunks, 0
+        total = 0
         for low, high in boxes:
-            objects = prod(-(-b // n) - a // n for a, b, n in zip(low, high, sizes, strict=True))
+            objects = prod(-(-b // n) - a // n for a, b, n in zip(low, high, self.array.stored_chunks, strict=True))
             size = prod(b - a for a, b in zip(low, high, strict=True)) * self.array.values.dtype.itemsize
             total += objects if self.array.sharding is None else max(objects, size // MAX_REQUEST)
         return total
@@ -116,7 +111,7 @@ class ArrayReader:
         """
         places, shards = self.places(boxes), self._shards
         if shards is None:
-            stop = self.request_bytes
+            stop = self.codec.most_stored
             return [ArrayRun(self.array.object_key(at), 0, stop, (StoredChunk(at, 0, stop),)) for at in places]
         by_shard: dict[Place, list[Place]] = {}
         for place in places:
@@ -217,16 +212,12 @@ class ArrayReader:
             problem = f"{self._where(run, chunk)} is damaged: {error.problem}"
             raise CorruptError(problem, "restore the object, or write the chunk again") from error
 
-    def read(self, low: Place, high: Place, unpacking: Unpacking | None = None) -> NDArray[Any]:
-        """Return the elements of a box, unpacked, by concurrent requests with retries."""
-        dtype = self.array.values.dtype.newbyteorder("=") if unpacking is None else np.dtype(unpacking.dtype)
-        out = np.empty([b - a for a, b in zip(low, high, strict=True)], dtype)
-        self.read_into([Target(out, low)], unpacking)
-        return out
-
     def read_all(self, unpacking: Unpacking | None = None) -> NDArray[Any]:
-        """Return all elements, as `read` does."""
-        return self.read((0,) * len(self.array.shape), self.array.shape, unpacking)
+        """Return all elements, unpacked, by concurrent requests with retries."""
+        dtype = self.array.values.dtype.newbyteorder("=") if unpacking is None else np.dtype(unpacking.dtype)
+        out = np.empty(self.array.shape, dtype)
+        self.read_into([Target(out, (0,) * out.ndim)], unpacking)
+        return out
 
     def read_into(self, targets: Sequence[Target], unpacking: Unpacking | None = None) -> None:
         """Fill the targets, unpacked, by concurrent requests with retries; each chunk is read once."""
