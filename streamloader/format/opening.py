@@ -114,15 +114,17 @@ def _open_root(store: Store, split: str | None) -> Opened:
 
 
 def get_document(store: Store, path: str) -> bytes:
-    """Return the bytes of a JSON document, by one request: it may be replaced between two.
+    """Return the bytes of a JSON document, by one request if it has less than `PIECE_BYTES`.
 
     Raises `NotFoundError`, and `FormatError` for over `MAX_ROOT` bytes.
     """
-    data = store.get_range(path, 0, MAX_ROOT + 1)
-    if len(data) > MAX_ROOT:
+    data = store.get_range(path, 0, PIECE_BYTES)
+    if len(data) < PIECE_BYTES:
+        return data
+    if store.get_range(path, MAX_ROOT, MAX_ROOT + 1):
         problem = f"{store.url}/{path} has over {MAX_ROOT} bytes, the limit for documents of a dataset"
         raise FormatError(problem, "delete it")
-    return data
+    return store.get_range(path, 0, MAX_ROOT)  # by one request: it may be replaced between two
 
 
 def read_lines(store: Store, path: str, limit: int) -> Iterator[bytes]:
