@@ -164,8 +164,8 @@ def test_a_request_that_stalls_for_good_holds_neither_the_pass_nor_the_memory_of
     assert server.times == 0
     assert ds.stats().hedges >= 1
     assert ds._engine().run is not None
-    memory = ds._engine().run.core.memory
+    arena = ds._engine().run.core.memory.arena
     read(ds)
-    assert ds._engine().run.core.memory is memory
+    assert ds._engine().run.core.memory.arena is arena
     server.released.set()
     ds.close()
