@@ -44,6 +44,8 @@ class Numbers:
             raise SourceError(f"row {self.shard} is bad", "remove it")
         if self.failure == "bug":
             raise KeyError("a bug of ours")
+        if self.failure == "exits":
+            sys.exit(3)
         if self.failure == "endless":
             time.sleep(1000)
         return {"x": np.arange(self.shard, self.shard + ROWS, dtype=np.int64), "name": [b"%d" % self.shard] * ROWS}

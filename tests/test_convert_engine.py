@@ -50,6 +50,12 @@ def test_a_task_that_always_kills_its_worker_fails(local, tmp_path):
     assert Run(tmp_path).reads(3) == ATTEMPTS
 
 
+def test_a_task_that_ends_its_worker_fails(local, capfd):
+    with pytest.raises(EngineError, match=r"shard 3 of .*out failed with status 1, 3 times in all"):
+        local({3: "exits"})
+    assert capfd.readouterr().err.count("SystemExit: 3") == ATTEMPTS
+
+
 def test_the_failure_of_the_earliest_task_is_raised_and_finished_ones_are_kept(local, tmp_path):
     with pytest.raises(SourceError, match="row 2 is bad; remove it"):
         local({2: "bad", 3: "bad"})

@@ -271,7 +271,7 @@ def _run_tasks(lane: connection.Connection, reading: threading.Lock) -> None:
             lane.send(run(lane.recv()))
     except (EOFError, OSError):
         pass  # the parent has ended
-    except Exception:  # noqa: BLE001 - a task that cannot be unpickled
+    except BaseException:  # noqa: BLE001 - a task that cannot be unpickled, SystemExit of a map function
         traceback.print_exc()
     os._exit(1)
 
