@@ -23,9 +23,12 @@ settings.register_profile("unhurried", parent=settings(), deadline=None)
 settings.load_profile("unhurried")
 
 
-# what takes longest is begun first: with pytest-xdist a file is run by one process, and the others would wait for it
+# files that --quick leaves out
 LONGEST = ["docs", "ddp", "outages", "cli", "convert_sources", "bench", "sources_text", "storage_faults", "workers"]
+LONGEST += ["forecast", "verify", "pipeline", "shuffles"]
 LONGEST += ["killed_conversions", "engines", "frameworks", "conversion_memory", "run_memory", "bad_destinations"]
+# what takes long is begun first: with pytest-xdist a file is run by one process, and the others would wait for it
+FIRST = ["docs", "arrays", *LONGEST[1:], "arrays_faults", "transform", "references", "streaming_dataset", "leaks"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -36,12 +39,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Order the files by how long they take, and leave out the longest with --quick."""
-    rank = {f"test_{name}.py": number for number, name in enumerate(LONGEST)}
+    rank = {f"test_{name}.py": number for number, name in enumerate(FIRST)}
     items.sort(key=lambda item: rank.get(item.path.name, len(rank)))
     if config.getoption("--quick"):
-        kept = [item for item in items if item.path.name not in rank]
-        config.hook.pytest_deselected(items=items[: len(items) - len(kept)])
-        items[:] = kept
+        left_out = {f"test_{name}.py" for name in LONGEST}
+        config.hook.pytest_deselected(items=[item for item in items if item.path.name in left_out])
+        items[:] = [item for item in items if item.path.name not in left_out]
 
 
 @pytest.fixture

@@ -216,7 +216,7 @@ def test_the_forecast_of_a_selection_is_that_of_its_own_order(large):
     labels = np.concatenate([ds.samples(epoch, step).numpy() for epoch in range(8) for step in range(8)])
     found = _variance_ratio((labels.reshape(-1, 256) - 1001) * classes // 2332, classes)
     assert planned.read_factor == 1
-    assert found - 1 <= planned.together.design_effect(1.0) <= found + 3
+    assert found - 1 <= planned.together.design_effect <= found + 3
 
 
 @given(st.lists(st.binary(max_size=30), min_size=1, max_size=30), st.data())
