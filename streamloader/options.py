@@ -411,8 +411,8 @@ class Sampling(Option):
             value = getattr(self, name)
             if value is not None and not isinstance(value, kind):
                 raise UsageError(f"{name}={value!r:.60}", remedy)
-        each = self.decode_cf.values() if isinstance(self.decode_cf, Mapping) else [self.decode_cf]
-        if not all(isinstance(value, bool) for value in each):
+        each = self.decode_cf.items() if isinstance(self.decode_cf, Mapping) else [("", self.decode_cf)]
+        if not all(isinstance(name, str) and isinstance(value, bool) for name, value in each):
             raise UsageError(f"decode_cf={self.decode_cf!r:.60}", "give True, False, or a dict of these by array")
         if not (self.sample_axis is None or isinstance(self.sample_axis, str) or is_whole(self.sample_axis, 0)):
             raise UsageError(f"sample_axis={self.sample_axis!r:.60}", "give the name or the number of a dimension")

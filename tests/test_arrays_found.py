@@ -108,7 +108,7 @@ def test_arrays_are_unpacked_by_choice_of_each(tmp_path):
     np.testing.assert_array_equal(batch["b"].numpy(), [0, 0.5, 1, np.nan])
     with pytest.raises(errors.FieldError, match="has no array 'c'"):
         sl.StreamingDataset(url, decode_cf={"c": False}, **options)
-    for wrong in ("a", ["a"], {"a": 1}, None):
+    for wrong in ("a", ["a"], {"a": 1}, {5: True}, None):
         with pytest.raises(errors.UsageError, match="give True, False, or a dict of these by array"):
             sl.StreamingDataset(url, decode_cf=wrong, **options)
 
