@@ -99,7 +99,7 @@ class Interrupted(Run):
 
 def test_workers_end_with_a_failure_of_the_caller(local):
     with pytest.raises(KeyboardInterrupt):
-        local(dict.fromkeys((1, 2, 3), "endless"), count=4, kind=Interrupted)
+        local(dict.fromkeys((1, 3), "endless"), count=4, kind=Interrupted)  # both in the second worker
 
 
 @dataclass(frozen=True)
