@@ -117,6 +117,18 @@ def test_metadata_that_were_damaged_once_on_their_way_are_read_again(plane, faul
             assert dataset.num_samples == 23
 
 
+def test_a_chunk_that_is_read_to_know_whether_any_exists_is_asked_for_again(tmp_path):
+    store = copied(tmp_path, "xarray3.zarr")
+    shutil.rmtree(store / "z/c/0")
+    retry = {"base_seconds": 0.01, "cap_seconds": 0.05}
+    with folder_server(tmp_path) as server:
+        server.faults["/z/c/1/"] = ["503"] * 9
+        options = {"fields": ["z"], "shuffle": False, "storage_options": {"retry": retry}}
+        dataset = sl.StreamingDataset(f"{server.url}/xarray3.zarr", **TIME | options)
+        assert len(list(dataset)) == len(dataset)
+        assert dataset.stats().missing_chunks
+
+
 def test_valid_json_with_a_changed_shape_is_read_again():
     path = "xarray3.zarr/zarr.json"
     with folder_server(STORES) as server:

@@ -94,8 +94,10 @@ def _import(name: str) -> Any:
 
 def _source_text(named: Any) -> str:
     """Return the source text of a function or class; if it has none, its name and the text of its module, if any."""
-    with suppress(OSError, TypeError):
-        return inspect.getsource(named)
+    # of `exec`: Python 3.13 would take the text of `python -c`, which has the same file name
+    if getattr(getattr(named, "__code__", None), "co_filename", "") != "<string>":
+        with suppress(OSError, TypeError):
+            return inspect.getsource(named)
     with suppress(OSError, TypeError):
         return f"{named.__qualname__}\n{inspect.getsource(inspect.getmodule(named))}"  # type: ignore[arg-type]
     return str(named.__qualname__)

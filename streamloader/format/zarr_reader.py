@@ -174,7 +174,9 @@ class ArrayReader:
         numbers = range(0, prod(grid), max(1, -(-prod(grid) // PROBES)))
         places = (tuple(map(int, np.unravel_index(number, grid))) for number in numbers)
         paths = [self._present] if self._present else [array.object_key(place) for place in places]
-        self._present = next(filter(None, run_all(self._readable, paths, READ_THREADS)), "")
+        # retried here, and not in those threads: this one may be of a pass, whose end ends the wait
+        found = self._store.retries.call(lambda: run_all(self._readable, paths, READ_THREADS))
+        self._present = next(filter(None, found), "")
         return self._present != ""
 
     def _readable(self, path: str) -> str:
