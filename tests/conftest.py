@@ -25,7 +25,6 @@ settings.load_profile("unhurried")
 
 # files that --quick leaves out
 LONGEST = ["docs", "ddp", "outages", "cli", "convert_sources", "bench", "sources_text", "storage_faults", "workers"]
-LONGEST += ["forecast", "verify", "pipeline", "shuffles"]
 LONGEST += ["killed_conversions", "engines", "frameworks", "conversion_memory", "run_memory", "bad_destinations"]
 # what takes long is begun first: with pytest-xdist a file is run by one process, and the others would wait for it
 FIRST = ["docs", "arrays", *LONGEST[1:], "arrays_faults", "transform", "references", "streaming_dataset", "leaks"]

@@ -76,7 +76,7 @@ def _leads(lead):
     return lead if isinstance(lead, tuple) else range(1, lead + 1)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(store=st.sampled_from(GRIDS), sampling=samplings(), data=st.data())
 def test_random_windows_and_patches_have_the_values_of_xarray(store, sampling, data):
     window, offsets, leads, patch, where = sampling

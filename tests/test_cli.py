@@ -218,14 +218,14 @@ def test_killed_processes_leave_nothing_and_the_same_command_resumes(photos, tmp
     rng, out = random.Random(int(os.environ.get("STREAMLOADER_TEST_SEED", "0"))), tmp_path / "out"
     goal = rng.randrange(3, 12)
     with converting(photos, out, *SMALL) as process:
+        wait_for(lambda: len(group(process.pid)) == 3)  # at once: on a busy machine it may end before it is looked at
         wait_for(lambda: receipts(out) >= goal)
-        assert len(group(process.pid)) > 1
         assert not any(maps_shared_memory(pid) for pid in group(process.pid))
         process.kill()
         process.wait()
         wait_for(lambda: not group(process.pid))
     with converting(photos, out, *SMALL) as process:
-        wait_for(lambda: len(group(process.pid)) > 1)  # a busy machine may start the second worker late
+        wait_for(lambda: len(group(process.pid)) == 3)
         # at once: a worker that is stopped first may hold the lock of the queue of tasks, and the other waits forever
         os.kill(min(set(group(process.pid)) - {process.pid}), signal.SIGKILL)
         assert process.wait(300) == 0, errors_of(out)
@@ -274,7 +274,7 @@ def test_bench_prints_a_table_and_a_verdict(numbers, capsys, monkeypatch):
     assert re.search(r"700 samples, batches of 32, the first after \d+\.\d\d s$", lines[0])
     for word in ("fetch, 16 at once", "fetch and unpack", "loader", "samples/s", "MB/s", "CPU s/GB"):
         assert word in shown
-    assert re.match(r"the loader is \w+-bound: training waited ", lines[-1])
+    assert re.match(r"(network|decode|loader)-bound: \d\.\d\d of what ", lines[-1])
     assert not CONTROL.search(shown + err)
     assert re.match(r"fetch, 16 at once: 0 of 1 s", err)
     assert re.search(r"^fetch, \d+ at once: .* MB/s", err, re.MULTILINE)
@@ -287,7 +287,7 @@ def test_bench_prints_json(numbers, capsys):
     result = json.loads(shown)
     assert (result["num_samples"], result["batch_size"]) == (700, 256)
     assert [stage["name"] for stage in result["stages"]][-1] == "loader"
-    assert result["verdict"].split("-")[0] in ("network", "decode", "gather", "consumer")
+    assert result["verdict"].split("-")[0] in ("network", "decode", "loader")
 
 
 def test_bench_decodes_images_to_the_given_size(tmp_path, capsys):

@@ -1,7 +1,8 @@
-"""Measuring: ceilings do what an epoch of the loader does, no more and no less; a bench measures both."""
+"""Measuring: ceilings do what an epoch of the loader does, no more and no less; a bench tells what limits it."""
 
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,10 @@ from folder_server import folder_server
 
 import streamloader as sl
 from streamloader.errors import CorruptError, DecodeError, FieldError, NotADatasetError, UsageError
-from streamloader.measure.bench import BenchOptions, BenchProgress, bench
+from streamloader.measure.bench import BenchOptions, BenchProgress, bench, judge
 from streamloader.measure.ceiling import Ceiling, image_ceiling, read_ceiling
 from streamloader.options import Layout
+from streamloader.stats import Stats
 
 ZSTD = Layout(shard_size=1 << 16, block_size=1 << 14, chunk_size=1 << 12, codec="zstd")
 
@@ -133,6 +135,49 @@ def test_invalid_arguments_are_errors(everything):
             read_ceiling(str(url), **options)
 
 
+# ---- the verdict, from made-up figures
+
+
+def figures(samples_per_second: float, name: str = "") -> Ceiling:
+    """One second of samples of 1 MB, that keeps 1.8 cores busy."""
+    return Ceiling(name, round(samples_per_second), round(samples_per_second * 1e6), 1.0, 41, 1.8)
+
+
+STATS = Stats(batches=10, seconds=1.0, wait_seconds=1.0, request_seconds=41.0, bytes_fetched=10**9, requests=10)
+FAST: dict[str, Any] = {"fetch": figures(1000), "unpack": figures(950), "images": [], "loader": figures(930)}
+FAST |= {"stats": STATS, "cores": 2}
+
+
+def test_a_loader_near_the_endpoint_is_network_bound():
+    ratio, verdict = judge(**FAST)
+    assert ratio == pytest.approx(0.93)
+    assert verdict.startswith("network-bound: 0.93 of what this endpoint gives; 41 requests in flight; ")
+
+
+def test_unpacking_that_halves_the_ceiling_is_decode_bound():
+    ratio, verdict = judge(**FAST | {"unpack": figures(500), "loader": figures(480)})
+    assert ratio == pytest.approx(0.96)
+    assert verdict.startswith("decode-bound: 0.96 of what fetching and unpacking chunks give; 2 cores busy; ")
+    assert "lz4" in verdict
+    idle = replace(figures(500), cpu_seconds=0.3)
+    assert judge(**FAST | {"unpack": idle})[1].startswith("network-bound"), "it is not unpacking that took the time"
+
+
+def test_images_that_decode_slower_than_they_come_are_decode_bound():
+    ratio, verdict = judge(**FAST | {"images": [figures(200), figures(200)], "loader": figures(90), "cores": 1})
+    assert ratio == pytest.approx(0.9), "two images of each sample: 100 samples/s"
+    assert verdict.startswith("decode-bound: 0.90 of what decoding the images alone gives; 1 core busy; ")
+    assert "fewer pixels" in verdict
+    assert judge(**FAST | {"images": [figures(5000)]})[1].startswith("network-bound")
+
+
+def test_a_loader_far_below_its_ceilings_says_so_and_why():
+    ratio, verdict = judge(**FAST | {"loader": figures(400)})
+    assert ratio == pytest.approx(0.4)
+    assert verdict.startswith("loader-bound: 0.40 of what this endpoint gives; 41 requests in flight; what it waited")
+    assert STATS.verdict in verdict
+
+
 # ---- real runs
 
 
@@ -153,9 +198,8 @@ def test_a_bench_measures_every_stage_and_reports_progress(everything):
     assert {one.stage for one in reported} == {*names, "loader"}
     assert all(0 <= one.done_seconds <= one.total_seconds == pytest.approx(1.2) for one in reported)
     assert [one.done_seconds for one in reported] == sorted(one.done_seconds for one in reported)
-    values = json.loads(json.dumps(result.to_dict()))
-    assert values["stages"][-1]["name"] == "loader"
-    assert values["verdict"] == result.stats.verdict
+    assert "-bound: " in result.verdict
+    assert json.loads(json.dumps(result.to_dict()))["stages"][-1]["name"] == "loader"
 
 
 def test_a_bench_of_images_decodes_them(images):
@@ -165,6 +209,11 @@ def test_a_bench_of_images_decodes_them(images):
     assert result.stats.decode_seconds > 0
     encoded_only = bench(str(images), BenchOptions(seconds=0.1, image_size=None))
     assert all("decode image" not in ceiling.name for ceiling in encoded_only.ceilings)
+
+
+def test_a_bench_of_held_fields_is_memory_bound(everything):
+    result = bench(str(everything), BenchOptions(seconds=0.2, fields=("label", "flag")))
+    assert result.verdict.startswith("memory-bound: every field is held in memory")
 
 
 def test_a_bench_reads_a_field_named_as_a_column_of_the_batch(tmp_path):

@@ -129,6 +129,8 @@ def test_a_state_of_one_worker_is_for_the_same_round_alone():
     assert cursor.with_workers(2, 2, 8) == (cursor, 0)
     with pytest.raises(StateError, match="inside one of 2 DataLoader workers"):
         cursor.with_workers(2, 1, 16)
+    with pytest.raises(UsageError, match="workers=0 is invalid"):
+        cursor.with_workers(0, 1, 8)
 
 
 N = 603

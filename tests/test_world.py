@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from streamloader.errors import BatchError, WorldError
+from streamloader.errors import BatchError, UsageError, WorldError
 from streamloader.order.epoch_order import EpochOrder, OrderParams
 from streamloader.order.schedule import Share, World
 from streamloader.pytorch.dataset import StreamingDataset
@@ -103,13 +103,15 @@ def test_consumers_of_all_ranks_are_a_world_of_their_own(size, workers):
 def test_an_impossible_world_or_worker_is_an_error_with_both_numbers(number, count):
     with pytest.raises(WorldError, match=f"rank {number} is invalid for world size {count}"):
         World(number, count)
-    with pytest.raises(WorldError, match=f"rank {number} is invalid for world size {count}"):
+    with pytest.raises(WorldError, match=f"worker {number} is invalid for {count} workers"):
         World(0, 1).consumer(number, count)
 
 
 def test_an_impossible_share_is_an_error():
     with pytest.raises(BatchError, match="batch of 0 "):
         share_of(10, 1, 0, World(0, 1), "pad")
+    with pytest.raises(UsageError, match="remainder='wrap'; choose one of pad, drop, uneven"):
+        share_of(10, 1, 1, World(0, 1), "wrap")
 
 
 NAMES = ("a", "b", "c")

@@ -1,4 +1,4 @@
-"""`streamloader plan` forecasts training on a dataset; `streamloader bench` measures the loader."""
+"""`streamloader plan` forecasts training on a dataset; `streamloader bench` measures what limits the loader."""
 
 from __future__ import annotations
 
@@ -277,10 +277,9 @@ def stats(*, url: str, raw: bool, output: Path | None, save: bool, **options: An
 @storage_option
 @json_option
 def bench(*, url: str, as_json: bool, **options: Any) -> None:
-    """Measure the endpoint of the dataset at URL, this machine, and the loader.
+    """Measure the endpoint of the dataset at URL and the loader, and find what limits the loader.
 
-    The stages: fetch, fetch and unpack, decode images from memory, which are the ceilings of the loader, and the
-    loader. Nothing is written.
+    The stages: fetch, fetch and unpack, decode images from memory, the loader. Nothing is written.
     """
     from streamloader.measure.bench import BenchOptions
     from streamloader.measure.bench import bench as run
@@ -300,7 +299,7 @@ def bench(*, url: str, as_json: bool, **options: Any) -> None:
     click.echo(f"{measured}, the first after {result.first_batch_seconds:.2f} s")
     right = ("samples/s", "MB/s", "CPU s/GB", "requests", "per request")
     print_table(("stage", *right), map(_cells, (*result.ceilings, result.loader)), right)
-    click.echo(f"the loader is {result.stats.verdict}")
+    click.echo(result.verdict)
 
 
 def _cells(row: Ceiling) -> list[str]:

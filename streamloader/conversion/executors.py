@@ -10,8 +10,8 @@
 - Ctrl-C and exceptions of `on_done` end the run at once.
 
 Local workers are not forked, since a storage client that was used before a fork hangs. Each is a program of its own,
-`python -m streamloader.conversion.executors FD...`, and inherits sockets, which have no name. After a kill -9 of any
-process, no semaphore and no shared memory is left, and no process either, because the sockets close.
+`python -m streamloader.conversion.executors FD`, and inherits a socket, which has no name. After a kill -9 of any
+process, no semaphore and no shared memory is left, and no process either, because the socket closes.
 
 If this process is already connected to Ray or Spark, that connection is used and stays open: a process can have only
 one.
@@ -29,12 +29,13 @@ import threading
 import traceback
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing import Pipe, connection
+from queue import SimpleQueue
 from typing import Any, NamedTuple, TypeVar
 
 from streamloader.conversion.shard_task import Outcome, Task
@@ -45,7 +46,6 @@ from streamloader.storage.process import SIGNAL_SECONDS, cpu_count, in_thread
 ATTEMPTS = 3  # a shard whose worker died three times would fail a fourth time too
 FRAMES = 6  # innermost frames of a traceback that a message shows
 EXCERPT = 400  # characters from the start and the end of a message, which may contain tracebacks of several programs
-LANES = 2  # tasks of a worker: while one shard is written, another is read
 ENDING_SECONDS = 10.0  # for a worker to print a traceback and exit
 
 # By default, glibc returns every large array to the system, which clears the pages again for the next shard; without
@@ -68,13 +68,18 @@ class WorkerDiedError(Exception):
     """The worker died while it ran the task, which may be retried."""
 
 
+def _wait(futures: Collection[Future[Result]]) -> Collection[Future[Result]]:
+    return wait(futures, SIGNAL_SECONDS, FIRST_COMPLETED).done  # briefly, so that Ctrl-C ends it
+
+
 @dataclass(frozen=True)
 class Executor:
     """Runs tasks. `name` is for messages.
 
     `submit(task, retry)` starts a task. Its future ends with the result, with `WorkerDiedError`, or with an exception
     of the engine. `slots()` is the number of tasks that run at the same time now; `ahead` tasks per slot are submitted,
-    so that no slot is idle, and at most `limit` in total (0: no limit).
+    so that no slot is idle, and at most `limit` in total (0: no limit). `wait(futures)` waits briefly, and returns the
+    futures that have ended.
     """
 
     name: str
@@ -82,6 +87,7 @@ class Executor:
     slots: Callable[[], int]
     ahead: int = 2
     limit: int = 0
+    wait: Callable[[Collection[Future[Result]]], Collection[Future[Result]]] = _wait
 
     def capacity(self) -> int:
         """Return the number of tasks that may be submitted now, at least 1: adaptive clusters start without workers."""
@@ -111,7 +117,7 @@ def _run_all(
             free -= 1
         if not submitted:
             return failures
-        for future in wait(submitted, SIGNAL_SECONDS, FIRST_COMPLETED).done:  # briefly, so that Ctrl-C ends it
+        for future in executor.wait(submitted.keys()):
             number, task, deaths = submitted.pop(future)
             error = future.exception()
             if isinstance(error, WorkerDiedError) and deaths + 1 < ATTEMPTS:
@@ -160,9 +166,13 @@ def open_local(workers: int) -> Iterator[Executor]:
     if not workers:
         yield Executor("local", _run_here, lambda: 1, ahead=1)
         return
-    with ExitStack() as stack:
-        pool = WorkerPool(workers, stack)
-        yield Executor("local", pool.submit, lambda: workers * LANES, ahead=1)
+    pool = WorkerPool(workers)
+    try:
+        pool.start()
+        yield Executor("local", pool.submit, lambda: workers, wait=pool.wait)
+    finally:
+        for worker in pool.workers:
+            worker.close()
 
 
 def _run_here(task: Task, _: bool) -> Future[Result]:
@@ -180,98 +190,131 @@ def _in_threads(run: Callable[[Task], Result]) -> Callable[[Task, bool], Future[
 
 
 class Worker:
-    """A process that runs a task in each of its lanes, which are sockets: it reads a shard while it writes another."""
+    """A process and its tasks: the future of each, and whether it is a retry."""
 
     def __init__(self) -> None:
-        self._alive, alive = Pipe()
-        pairs = [Pipe() for _ in range(LANES)]
-        self.idle = deque(ours for ours, _ in pairs)  # lanes without a task
-        ends = [alive, *(theirs for _, theirs in pairs)]
+        self.channel, theirs = Pipe()
         # Ctrl-C in a terminal reaches the whole process group, but the parent decides what happens. SIGINT is blocked
         # from the start, because an interpreter that is still importing would print a traceback.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
-            descriptors, null = [end.fileno() for end in ends], subprocess.DEVNULL
-            command = [sys.executable, "-P", "-m", "streamloader.conversion.executors", *map(str, descriptors)]
+            end, null = theirs.fileno(), subprocess.DEVNULL
+            command = [sys.executable, "-P", "-m", "streamloader.conversion.executors", str(end)]
             env = {**MALLOC_SETTINGS, **os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-            self.process = subprocess.Popen(command, stdin=null, stdout=null, pass_fds=descriptors, env=env)
+            self.process = subprocess.Popen(command, stdin=null, stdout=null, pass_fds=(end,), env=env)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        for end in ends:
-            end.close()
+        theirs.close()
+        self.assigned: deque[tuple[Future[Result], bool]] = deque()
+        self.ready = True  # for another task
 
-    def run(self, lane: connection.Connection, task: Task) -> Result:
-        """Run a task in a lane, in a thread of the caller. Raises `WorkerDiedError`."""
-        try:
-            lane.send(task)
-            result: Result = lane.recv()
-        except (EOFError, OSError):  # OSError: it was killed in the middle of a message
-            with suppress(subprocess.TimeoutExpired):
-                self.process.wait(ENDING_SECONDS)
-            status = self.close()
-            how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"failed with status {status}"
-            raise WorkerDiedError(how) from None
-        self.idle.append(lane)
-        return result
+    def accepts(self, retry: bool) -> bool:
+        """Return whether it can take a task now. A retry runs alone, so that the task at which workers die is known."""
+        return self.ready and not (self.assigned and (retry or any(is_retry for _, is_retry in self.assigned)))
 
-    def run_alone(self, task: Task) -> Result:
-        """Run one task, and end the process."""
-        try:
-            return self.run(self.idle.popleft(), task)
-        finally:
-            self.close()
+    def assign(self, task: Task, future: Future[Result], retry: bool) -> None:
+        """Send a task to the process."""
+        self.assigned.append((future, retry))
+        self.ready = False
+        with suppress(ConnectionError):  # the process has died: `WorkerPool.wait` finds the closed channel
+            self.channel.send(task)
 
     def close(self) -> int:
         """Kill the process if it still runs, and return its status."""
         self.process.kill()
+        self.channel.close()
         return self.process.wait()
+
+    def fail(self) -> list[Future[Result]]:
+        """Fail the futures of the worker, which closed its channel, and return them."""
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(ENDING_SECONDS)
+        status = self.close()
+        how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"failed with status {status}"
+        for future, _ in self.assigned:
+            future.set_exception(WorkerDiedError(how))
+        return [future for future, _ in self.assigned]
 
 
 class WorkerPool:
-    """Worker processes on this machine, which `stack` ends. Only one thread submits tasks."""
+    """Worker processes on this machine. Only the thread that calls `wait` sends tasks and receives results."""
 
-    def __init__(self, count: int, stack: ExitStack) -> None:
-        self._stack = stack
-        self.workers = [self._start() for _ in range(count)]
+    def __init__(self, count: int) -> None:
+        self.workers: list[Worker] = []
+        self._count = count
+        self._queue: deque[tuple[Task, Future[Result], bool]] = deque()
 
-    def _start(self) -> Worker:
-        worker = Worker()
-        self._stack.callback(worker.close)
-        return worker
+    def start(self) -> None:
+        """Start missing workers."""
+        while len(self.workers) < self._count:
+            self.workers.append(Worker())
 
     def submit(self, task: Task, retry: bool) -> Future[Result]:
-        """Run a task in the worker with the fewest; a retry alone, so that the task at which workers die is known."""
-        self.workers = [self._start() if worker.process.poll() is not None else worker for worker in self.workers]
-        worker = self._start() if retry else max(self.workers, key=lambda worker: len(worker.idle))
-        run = worker.run_alone if retry else partial(worker.run, worker.idle.popleft())
-        return in_thread(partial(run, task), "streamloader-task")
+        """Add a task to the queue."""
+        future: Future[Result] = Future()
+        self._queue.append((task, future, retry))
+        return future
+
+    def wait(self, _: Collection[Future[Result]]) -> list[Future[Result]]:
+        """Assign tasks to workers, wait briefly for messages, and return the futures that have ended."""
+        self.start()
+        while self._queue and (free := [worker for worker in self.workers if worker.accepts(self._queue[0][2])]):
+            free[0].assign(*self._queue.popleft())
+        busy: dict[object, Worker] = {w.channel: w for w in self.workers if w.assigned or not w.ready}
+        done = [self._receive(busy[channel]) for channel in connection.wait(list(busy), SIGNAL_SECONDS)]  # type: ignore[arg-type]
+        return [future for futures in done for future in futures]
+
+    def _receive(self, worker: Worker) -> list[Future[Result]]:
+        try:
+            message: Result | None = worker.channel.recv()
+        except (EOFError, OSError):  # OSError: it was killed in the middle of a message
+            self.workers.remove(worker)
+            return worker.fail()
+        if message is None:
+            worker.ready = True
+            return []
+        future, _ = worker.assigned.popleft()
+        future.set_result(message)
+        return [future]
 
 
-def main(alive: int, *lanes: int) -> None:
-    """Run tasks from these sockets until `alive` is closed, which also a kill -9 of the parent does.
+def main(descriptor: int) -> None:
+    """Run tasks from the socket `descriptor` until the other end is closed, which also a kill -9 of the parent does.
 
-    A shard is read while another is written, because a write needs little CPU time.
+    A shard is read while the previous one is written, because a write needs little CPU time. The worker sends None when
+    it can take another task, and a result for each task, in their order.
     """
-    reading = threading.Lock()
-    for lane in lanes:
-        threading.Thread(target=_run_tasks, args=(connection.Connection(lane), reading), daemon=True).start()
-    with suppress(EOFError, OSError):
-        connection.Connection(alive).recv()  # nothing is sent
-    os._exit(1)
+    tasks: SimpleQueue[Task] = SimpleQueue()
+    writing: Future[None] | None = None
+    with connection.Connection(descriptor) as channel, ThreadPoolExecutor(1) as writer:
+        threading.Thread(target=_receive_tasks, args=(channel, tasks), daemon=True).start()
+        send_lock = threading.Lock()
 
+        def write(task: Task, prepared: Callable[[], Outcome] | StreamloaderError) -> None:
+            result = prepared if isinstance(prepared, StreamloaderError) else attempt(task, prepared)
+            with send_lock:
+                channel.send(result)
 
-def _run_tasks(lane: connection.Connection, reading: threading.Lock) -> None:
-    def run(task: Task) -> Result:  # a function, so that nothing refers to a shard that is written
-        with reading:
+        def read(task: Task) -> Future[None]:
+            """Read a task, and start to write it. As a function, so that only the writer refers to the shard."""
             prepared = attempt(task, task.prepare)
-        return prepared if isinstance(prepared, StreamloaderError) else attempt(task, prepared)
+            if writing is not None:
+                writing.result()  # so that at most two shards are in memory
+            return writer.submit(write, task, prepared)
 
+        while True:
+            writing = read(tasks.get())
+            with send_lock:
+                channel.send(None)
+
+
+def _receive_tasks(channel: connection.Connection, tasks: SimpleQueue[Task]) -> None:
     try:
         while True:
-            lane.send(run(lane.recv()))
+            tasks.put(channel.recv())
     except (EOFError, OSError):
         pass  # the parent has ended
-    except BaseException:  # noqa: BLE001 - a task that cannot be unpickled, SystemExit of a map function
+    except Exception:  # noqa: BLE001 - a task that cannot be unpickled
         traceback.print_exc()
     os._exit(1)
 
@@ -437,4 +480,4 @@ CLUSTERS = {
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    main(int(sys.argv[1]))

@@ -1,8 +1,8 @@
-"""`streamloader bench`: measures ceilings on the user's dataset, then the loader."""
+"""`streamloader bench`: measures ceilings on the user's dataset, then the loader, and names what limits it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain, repeat
@@ -16,8 +16,9 @@ from streamloader.images.decode import ENCODINGS
 from streamloader.measure.ceiling import Ceiling, Tally, Watch, image_ceiling, read_ceiling
 from streamloader.options import MIB, Decode
 from streamloader.pytorch.dataset import StreamingDataset
-from streamloader.stats import BatchReport, Stats, quotient
+from streamloader.stats import BUSY, BatchReport, Stats, quotient
 from streamloader.storage import open_store
+from streamloader.storage.process import cpu_count
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,10 @@ class BenchOptions:
 
 @dataclass(frozen=True)
 class BenchResult:
-    """The ceilings of the dataset at `url`, the loader's rates, and its `stats`, whose `verdict` names its limit."""
+    """The ceilings of the dataset at `url`, the loader's rates and `stats`, and a `verdict`.
+
+    `verdict`: its first word is the limit. `ratio`: the share of the lowest ceiling that the loader reached.
+    """
 
     url: str
     num_samples: int
@@ -55,6 +59,8 @@ class BenchResult:
     ceilings: tuple[Ceiling, ...]
     loader: Ceiling
     stats: Stats
+    ratio: float
+    verdict: str
 
     def to_dict(self) -> dict[str, Any]:
         """Return the result as JSON values, with the rates of each stage."""
@@ -62,10 +68,7 @@ class BenchResult:
         del values["ceilings"], values["loader"]
         rates = ("samples_per_second", "megabytes_per_second")
         stages = (*self.ceilings, self.loader)
-        return values | {
-            "verdict": self.stats.verdict,
-            "stages": [asdict(stage) | {name: getattr(stage, name) for name in rates} for stage in stages],
-        }
+        return values | {"stages": [asdict(stage) | {name: getattr(stage, name) for name in rates} for stage in stages]}
 
 
 TICK_SECONDS = 0.1
@@ -107,6 +110,54 @@ class Meter:
             self._listen(BenchProgress(self._stage, done, self._total, *rates))
 
 
+# Unpacking chunks is the limit if its rate is below this share of fetching alone and it keeps the cores busy. If the
+# cores are not busy, other programs caused the difference.
+UNPACKING_SHARE = 0.8
+# A loader below this share of its ceiling is itself the limit.
+LOADER_SHARE = 0.7
+
+
+def judge(
+    *,
+    fetch: Ceiling,
+    unpack: Ceiling,
+    images: Sequence[Ceiling],
+    loader: Ceiling,
+    stats: Stats,
+    cores: int,
+    held: bool = False,
+) -> tuple[float, str]:
+    """Return the share of the lowest ceiling that the loader reached, and a verdict that explains it in a sentence.
+
+    `fetch` and `unpack` are ceilings of the same bytes, `images` of decoding alone. If fetching or unpacking is the
+    limit, the ratio is of bytes: samples of the shuffle window that is still being filled were fetched, but not
+    delivered. `stats`: those of the loader. `held`: whether every field is held in memory, so that only the
+    first epoch fetches.
+    """
+    if held:
+        rate = f"{loader.samples_per_second:,.0f} samples/s"
+        return 1.0, f"memory-bound: every field is held in memory after the first epoch; {rate} from there"
+    busy = f"{cores} core{'' if cores == 1 else 's'} busy"
+    decoding = quotient(1.0, sum(quotient(1.0, image.samples_per_second) for image in images))  # all images of a sample
+    slower = unpack.megabytes_per_second < UNPACKING_SHARE * fetch.megabytes_per_second
+    if images and decoding < unpack.samples_per_second:
+        limit, ratio = "decode", quotient(loader.samples_per_second, decoding)
+        reached = f"{ratio:.2f} of what decoding the images alone gives; {busy}"
+        remedy = "choose fewer pixels, simplejpeg and OpenCV, or more cores"
+    elif slower and unpack.cpu_seconds >= BUSY * cores * unpack.seconds:
+        limit, ratio = "decode", quotient(loader.megabytes_per_second, unpack.megabytes_per_second)
+        reached = f"{ratio:.2f} of what fetching and unpacking chunks give; {busy}"
+        remedy = "choose codec lz4 or none, or more cores"
+    else:
+        limit, ratio = "network", quotient(loader.megabytes_per_second, fetch.megabytes_per_second)
+        in_flight = f"{stats.requests_in_flight:.3g} requests in flight"
+        reached = f"{ratio:.2f} of what this endpoint gives; {in_flight}"
+        remedy = "a faster endpoint or network, or fewer bytes per sample, gives more"
+    if ratio >= LOADER_SHARE:
+        return ratio, f"{limit}-bound: {reached}; {remedy}"
+    return ratio, f"loader-bound: {reached}; what it waited for: {stats.verdict}"
+
+
 BATCH_SIZE = 256
 # Concurrent requests that are tried for the endpoint's ceiling: enough for a near server, and for a far one.
 CONCURRENCIES = (16, 64)
@@ -131,15 +182,21 @@ def bench(url: str, options: BenchOptions | None = None, progress: Listener | No
         next(iter(dataset))  # raises errors of the arguments before anything is measured
     concurrencies = _choose_concurrencies(manifest, options)
     meter = Meter(options.seconds, len(concurrencies) + 2 + len(images), progress)
-    ceilings = _measure_reading(url, options, concurrencies, meter)
-    ceilings += [_measure_decoding(url, options, name, meter) for name in images]
+    *fetches, unpack = _measure_reading(url, options, concurrencies, meter)
+    decoded = [_measure_decoding(url, options, name, meter) for name in images]
     with closing(_open_dataset(url, options, batch_size, images, lambda batch: tally.add(batch.samples, 0))) as dataset:
         tally = Tally(meter.begin("loader"))
         first = _run_loader(dataset, tally, options.seconds)
         loader, stats = tally.ceiling("loader"), dataset.stats()
     # bytes that are fetched before the first batch count too, and so does the time from the start of the pass
     loader = replace(loader, samples=stats.samples, bytes=stats.bytes_fetched, requests=stats.requests)
-    return BenchResult(store.url, manifest.num_samples, batch_size, first, tuple(ceilings), loader, stats)
+    fetch = max(fetches, key=lambda ceiling: ceiling.megabytes_per_second)
+    held = all(manifest.fields[name].resident for name in options.fields or manifest.fields)
+    ratio, verdict = judge(
+        fetch=fetch, unpack=unpack, images=decoded, loader=loader, stats=stats, cores=cpu_count(), held=held
+    )
+    ceilings = (*fetches, unpack, *decoded)
+    return BenchResult(store.url, manifest.num_samples, batch_size, first, ceilings, loader, stats, ratio, verdict)
 
 
 def _run_loader(dataset: StreamingDataset, tally: Tally, seconds: float) -> float:

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streamloader.errors import BatchError, UsageError, WorldError
-from streamloader.options import Remainder
+from streamloader.options import REMAINDERS, Remainder
 from streamloader.order.epoch_order import EpochOrder, OrderParams
 
 
@@ -36,7 +36,12 @@ class World:
             raise WorldError(f"rank {self.rank} is invalid for world size {self.size}", "give 0 <= rank < size")
 
     def consumer(self, worker: int, workers: int) -> World:
-        """Return the rank of a DataLoader worker: rank + size * worker of size * workers."""
+        """Return the rank of a DataLoader worker: rank + size * worker of size * workers.
+
+        Raises `WorldError` for an invalid number of a worker, or of workers.
+        """
+        if workers < 1 or not 0 <= worker < workers:
+            raise WorldError(f"worker {worker} is invalid for {workers} workers", "give 0 <= worker < workers")
         return World(self.rank + self.size * worker, self.size * workers)
 
 
@@ -140,7 +145,7 @@ class Part:
 class Share(Part):
     """The part of an epoch of a dataset that one rank reads. `unit`: samples per fetch without shuffle.
 
-    Raises `BatchError` for an invalid `batch`.
+    Raises `BatchError` or `UsageError` for an invalid `batch` or `remainder`.
     """
 
     order: EpochOrder
@@ -152,6 +157,8 @@ class Share(Part):
     def __post_init__(self) -> None:
         if self.batch < 1:
             raise BatchError(f"a batch of {self.batch} samples is invalid", "set batch_size= to 1 or more")
+        if self.remainder not in REMAINDERS:
+            raise UsageError(f"remainder={self.remainder!r}", f"choose one of {', '.join(REMAINDERS)}")
 
     @cached_property
     def num_samples(self) -> int:  # type: ignore[override]

@@ -351,6 +351,8 @@ class RunState:
         not fill a part of the other: `repeated` batches of each rank come again. Raises `StateError` if such a state is
         of a single worker, since it does not know which batches of the round were delivered.
         """
+        if workers < 1:
+            raise UsageError(f"workers={workers} is invalid", "give 1 or more")
         same = (workers, ranks, batch) == (self.workers, self.ranks, self.batch)
         if self.inside and not same:
             saved = f"{self.workers} DataLoader workers on each of {self.ranks} ranks with batch_size={self.batch}"
