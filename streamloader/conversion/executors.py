@@ -286,7 +286,9 @@ def main(descriptor: int) -> None:
     """
     tasks: SimpleQueue[Task] = SimpleQueue()
     writing: Future[None] | None = None
-    with connection.Connection(descriptor) as channel, ThreadPoolExecutor(1) as writer:
+    # not closed here: the thread that reads it would end this process, with another status than a task that exits
+    channel = connection.Connection(descriptor)
+    with ThreadPoolExecutor(1) as writer:
         threading.Thread(target=_receive_tasks, args=(channel, tasks), daemon=True).start()
         send_lock = threading.Lock()
 
