@@ -151,6 +151,34 @@ def test_a_killed_transform_process_is_an_error_at_its_batch(url):
     assert before_error(ds, EngineError, r"a transform process died \(exit code -9\)")[0] == list(range(56))
 
 
+DEAD = """
+import gc
+from streamloader.engine.transform import TransformProcess
+from streamloader.errors import EngineError
+
+if __name__ == "__main__":
+    process = TransformProcess(dict)
+    process._process.kill()
+    process._process.join()
+    try:
+        process.run([{"x": 1}], [], [0])
+    except EngineError as error:
+        assert "exit code -9" in str(error)
+        cycle = [error]
+        cycle.append(cycle)
+    del cycle
+    gc.collect()
+"""
+
+
+def test_the_error_of_a_process_that_died_can_be_collected(tmp_path):
+    # Python 3.13 writes what else happens to stderr, as "Exception ignored in"; earlier ones in development mode
+    (tmp_path / "dead.py").write_text(DEAD)
+    command = [sys.executable, "-X", "dev", "-W", "ignore", str(tmp_path / "dead.py")]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60, env=environment())
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_a_transform_that_processes_cannot_load_is_an_error(url):
     with pytest.raises(UsageError, match="transform_workers with a transform that other processes cannot load"):
         iter(StreamingDataset(url, batch_size=8, transform=lambda sample: sample, transform_workers=1))

@@ -244,7 +244,8 @@ class TransformProcess:
     def run(self, samples: Sequence[Sample], keys: Sequence[RngKey], numbers: Sequence[int]) -> list[Sample]:
         """Return the transformed samples. Raises `TransformError`, or `EngineError` if the process died."""
         try:
-            self._pipe.send((samples, keys, numbers))
+            # not `send`, whose error holds a view of a BytesIO: Python 3.13 reports that it cannot close it
+            self._pipe.send_bytes(pickle.dumps((samples, keys, numbers), pickle.HIGHEST_PROTOCOL))
             response = self._pipe.recv_bytes()
         except (EOFError, OSError) as error:
             self._process.join(1)

@@ -91,7 +91,7 @@ def _npz_files(number: int, _: int, columns: Columns) -> Iterator[File]:
             # not np.savez, which writes the time of day and refuses an array named `file`
             with archive.open(zipfile.ZipInfo(f"{name}.npy"), "w", force_zip64=True) as member:
                 np.lib.format.write_array(member, np.ascontiguousarray(column), allow_pickle=False)
-    yield f"part-{number:05}.npz", out.getbuffer()
+    yield f"part-{number:05}.npz", out.getvalue()
 
 
 def plan_parquet(task: Task) -> Files:
@@ -154,7 +154,7 @@ def _tar_files(task: Task, members: list[tuple[str, str]], number: int, first: i
                 member = tarfile.TarInfo(f"{first + row:0{digits}}.{suffix}")  # no owner, time 0, mode 644
                 member.size = len(data)
                 tar.addfile(member, io.BytesIO(data))
-    yield f"shard-{number:06}.tar", out.getbuffer()
+    yield f"shard-{number:06}.tar", out.getvalue()
 
 
 def suffix_of(name: str, field: Field) -> str:
