@@ -17,6 +17,7 @@ import os
 import socket
 import sys
 import threading
+import time
 import warnings
 import weakref
 from _thread import start_new_thread
@@ -161,9 +162,21 @@ class _Calls:
 
     def _finish(self) -> None:
         if self._owner.here:  # a forked child has no such threads
+            until = time.monotonic() + EXIT_SECONDS
             with self.changed:
                 self.ending = True
-                self.changed.wait_for(lambda: not self.running, EXIT_SECONDS)
+                while (self.running or _are_delivering()) and time.monotonic() < until:
+                    self.changed.wait(0.01)
+
+
+def _are_delivering() -> bool:
+    """Return whether a thread of native code passes a result to an event loop, which may have used it already."""
+    for frame in sys._current_frames().values():
+        while frame.f_back is not None:
+            frame = frame.f_back  # noqa: PLW2901 - the call by native code, since threads of Python begin otherwise
+        if frame.f_code.co_name == "call_soon_threadsafe":
+            return True
+    return False
 
 
 _CALLS: PerProcess[_Calls] = PerProcess()
