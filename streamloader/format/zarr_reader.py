@@ -168,16 +168,17 @@ class ArrayReader:
 
     def _find(self, *, again: bool = False) -> bool:
         """Return whether an object of the array can be read; with `again` not only once."""
-        if self._present and not again:
+        present = self._present  # other threads change it
+        if present and not again:
             return True
         array, grid = self.array, self.array.grid
         numbers = range(0, prod(grid), max(1, -(-prod(grid) // PROBES)))
         places = (tuple(map(int, np.unravel_index(number, grid))) for number in numbers)
-        paths = [self._present] if self._present else [array.object_key(place) for place in places]
+        paths = [present] if present else [array.object_key(place) for place in places]
         # retried here, and not in those threads: this one may be of a pass, whose end ends the wait
         found = self._store.retries.call(lambda: run_all(self._readable, paths, READ_THREADS))
-        self._present = next(filter(None, found), "")
-        return self._present != ""
+        self._present = present = next(filter(None, found), "")
+        return present != ""
 
     def _readable(self, path: str) -> str:
         """Return the path of an object if it can be read, else an empty one."""
