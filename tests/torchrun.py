@@ -17,6 +17,26 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": path}
 
 
+STOP = """
+import builtins, os, signal
+
+def stop(*words, show=print, **how):
+    show(*words, **how)
+    if words == ({line!r},):
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+builtins.print = stop
+"""
+
+
+def stopping_at(folder: Path, line: str) -> dict[str, str]:
+    """The environment of a run that gets no further than this line, which it prints, until it is killed."""
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(STOP.format(line=line))
+    given = environment()
+    return given | {"PYTHONPATH": os.pathsep.join([str(folder), given["PYTHONPATH"]])}
+
+
 def command(ranks: int, script: str, *arguments: str, log: Path) -> list[str]:
     """torchrun of a script of this folder, on a port of its own choice, with its log in a folder that is given."""
     options = ["--nnodes=1", f"--nproc-per-node={ranks}", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0"]

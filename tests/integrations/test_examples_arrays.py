@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from servers import S3Server
 from test_kill import descendants, entries
-from torchrun import TESTS, environment, run_python
+from torchrun import TESTS, run_python, stopping_at
 
 EXAMPLES = TESTS.parent / "examples"
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
@@ -75,14 +75,14 @@ def test_the_weather_of_two_killed_ranks_is_resumed_by_three(keys, tmp_path):
         (tmp_path / "stderr").open("w") as errors,
         subprocess.Popen(
             [sys.executable, *command(2, "first", "--make")],
-            env=environment(),
+            env=stopping_at(tmp_path / "stop", "step 50"),
             stdout=subprocess.PIPE,
             stderr=errors,
             text=True,
             cwd=tmp_path,
         ) as process,
     ):
-        # an epoch has 31 steps, and the last checkpoint is of step 45
+        # an epoch has 31 steps, and the last checkpoint is of step 45: step 50 is not finished
         lines = list(takewhile(lambda line: line != "step 48\n", process.stdout))
         for pid in [process.pid, *descendants(process.pid)]:
             os.kill(pid, signal.SIGKILL)

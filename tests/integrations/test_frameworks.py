@@ -13,7 +13,7 @@ from accelerate.data_loader import IterableDatasetShard, prepare_data_loader
 from test_docs import HEAVY, Reader, check, photos, reader  # noqa: F401 - two fixtures
 from test_kill import descendants, entries
 from torch.utils.data import DataLoader
-from torchrun import TESTS, environment, run_python
+from torchrun import TESTS, environment, run_python, stopping_at
 
 import streamloader as sl
 from streamloader.cli.main import main as streamloader
@@ -44,16 +44,17 @@ class Runs:
         self._framework, self._url = framework, url
         self._count = 0
 
-    def start(self, ranks: int, *more: str) -> subprocess.Popen[str]:
-        """Start a run with so many ranks."""
+    def start(self, ranks: int, *more: str, until: str = "") -> subprocess.Popen[str]:
+        """Start a run with so many ranks, which gets no further than a line, if one is given."""
         self._count += 1
         log = self.folder / f"log-{self._count}"
         options = ["--checkpoints", str(self.folder / "checkpoints"), "--step-log", str(log), "--epochs", str(EPOCHS)]
         script = str(EXAMPLES / f"{self._framework}_train.py")
+        given = stopping_at(self.folder / "stop", until) if until else environment()
         with (self.folder / f"stderr-{self._count}").open("w") as errors:
             return subprocess.Popen(
                 [sys.executable, *TORCHRUN, f"--nproc-per-node={ranks}", script, self._url, *options, *more],
-                env=environment() | {"PYTHONWARNINGS": "default", "TMPDIR": str(self.folder)},
+                env=given | {"PYTHONWARNINGS": "default", "TMPDIR": str(self.folder)},
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 text=True,
@@ -106,7 +107,7 @@ def test_a_run_that_ends_between_checkpoints_goes_on_at_another_world_size(frame
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_a_run_that_is_killed_goes_on_from_its_last_checkpoint(framework, url, tmp_path):
     runs = Runs(framework, url, tmp_path)
-    with runs.start(2) as process:
+    with runs.start(2, until="step 14") as process:  # of 18: a run that has ended is not resumed
         assert process.stdout is not None
         assert "step 8\n" in process.stdout, (tmp_path / "stderr-1").read_text()[-6000:]  # reads up to it
         for pid in [process.pid, *descendants(process.pid)]:
