@@ -4,6 +4,7 @@ import hashlib
 import io
 import json
 import tarfile
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -21,6 +22,7 @@ from streamloader.conversion.sources.formats import open_source
 from streamloader.conversion.sources.ranged_io import read_range
 from streamloader.errors import SourceError
 from streamloader.format.values import from_bytes
+from streamloader.storage.process import join
 
 FORMATS = Path(__file__).parent.parent / "formats"
 
@@ -228,7 +230,8 @@ class Reads(list[Any]):
     """The ranges that are read."""
 
     def drain(self) -> int:
-        """Return how many bytes the ranges have, and forget them."""
+        """Return how many bytes the ranges have, those that threads read ahead included, and forget them."""
+        join([thread for thread in threading.enumerate() if thread.name == "streamloader-io"])
         found = sum(one.stop - one.start for one in self)
         self.clear()
         return found
