@@ -372,7 +372,7 @@ def test_no_more_than_a_thousand_problems_are_collected():
     objects = written(columns_of(kinds, 1010), kinds, sl.Layout(samples_per_shard=1, block_size=1, chunk_size=1))
     report = check({path: data for path, data in objects.items() if "blob/c/" not in path or path.startswith("_")})
     shards = [int(problem.path.removeprefix("blob/c/")) for problem in report.problems]
-    assert len(set(shards)) == MAX_PROBLEMS
+    assert len(shards) == len(set(shards)) == MAX_PROBLEMS  # a thread that is late may add none
     assert shards == sorted(shards)
 
 
