@@ -327,3 +327,13 @@ def test_workers_choose_one_epoch_although_one_completes_the_last_pass_meanwhile
         epochs.begin(0, 2, epoch)
     thread.join(30)
     assert chosen == [epoch] == [1]
+
+
+def test_a_state_that_is_loaded_while_workers_complete_its_epoch_is_where_the_next_pass_begins():
+    epochs = SharedEpochs()
+    for number in (0, 1):
+        epochs.begin(number, 2, 3)
+    epochs.choose(3)
+    for number in (0, 1):
+        epochs.complete(number, 3)
+    assert epochs.next_epoch() == 3

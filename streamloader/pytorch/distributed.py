@@ -275,9 +275,8 @@ class SharedEpochs:
         self._begun.fill_(epoch)
         self._reader.zero_()
         self._again.zero_()
-        if self.next_epoch() != epoch:
-            self._workers.zero_()
-            self._chosen.fill_(epoch)
+        self._chosen.fill_(epoch)
+        self._workers.zero_()  # also if the epoch is the same: workers that read ahead may complete it meanwhile
 
     def publish(self, position: Sequence[int]) -> None:
         """Tell workers, which may be running, where the next pass begins: `POSITION_VALUES` numbers."""
