@@ -6,11 +6,13 @@ import re
 import threading
 import time
 from contextlib import closing, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from conversions import wait_for
 from datasets import within
 from PIL import Image
 
@@ -18,7 +20,7 @@ from streamloader.conversion.api import convert
 from streamloader.conversion.job import Listener, Progress, SplitPlan, SplitRun, first_change, list_files, read_files
 from streamloader.conversion.row_order import SampleRows
 from streamloader.conversion.shard_task import QUARANTINE_BYTES, Quarantine, SkippedSample, read_skipped, write_skipped
-from streamloader.engine.fetcher import Fetcher, Hedging, Pace
+from streamloader.engine.fetcher import Fetcher, Hedging, LoadingBlock, Pace, Piece
 from streamloader.engine.memory import Budget, Buffers, Memory
 from streamloader.errors import CorruptError, DecodeError, FormatError, MemoryBudgetError, ObjectExistsError
 from streamloader.format import opening
@@ -27,6 +29,7 @@ from streamloader.format.dataset import open as open_dataset
 from streamloader.format.geometry import Geometry
 from streamloader.format.manifest import Field, FieldLayout, OrderPin
 from streamloader.format.publish import begin, job_document, take_over
+from streamloader.format.reader import FieldReader
 from streamloader.format.writer import Writer
 from streamloader.maintenance.append import append
 from streamloader.options import Layout, Shuffle
@@ -36,6 +39,7 @@ from streamloader.pytorch.arguments import open_dataset as open_source
 from streamloader.pytorch.dataset import StreamingDataset
 from streamloader.stats import Counters
 from streamloader.storage import open_store
+from streamloader.storage.process import in_thread
 from streamloader.storage.store import ObjectInfo
 
 
@@ -116,6 +120,42 @@ def test_the_body_of_a_loading_block_counts_once_beside_batches(tmp_path, monkey
         assert fetcher.wait(0) is None
         assert 4 << 20 <= fetcher.reserve_for_batches(0) <= 5 << 20
         fetcher.forget(0)
+
+
+def test_an_earlier_block_is_loaded_before_threads_wait_for_the_memory_of_a_later_one(tmp_path, monkeypatch):
+    with Writer(tmp_path / "d", {"x": "bytes"}, num_samples=16, layout=Layout(codec="zstd", chunk_size=1)) as out:
+        for _ in range(16):
+            out.write({"x": bytes(4 << 20)})
+    dataset = open_source(Source(tmp_path / "d"), None, None)
+    # a block may decode a quarter of these bytes before the one in front of it is complete
+    budget = Budget(slots=2, threads=2, bytes=64 << 20, body_bytes=64 << 20, exact=True)
+    memory = Memory.of(dataset.layouts, 8, budget, Counters())
+    fetcher = Fetcher([dataset], dataset.names, (Pace(2), Hedging()), memory)
+    runs, load_field, request = FieldReader.runs, Fetcher._load_field, Fetcher._request
+    begun = threading.Event(), threading.Event()  # the two blocks, the first one's requests before those of the second
+
+    def load_one_after_the_other(self: Fetcher, block: LoadingBlock, name: str) -> None:
+        if block.ref.ticket:
+            begun[1].set()
+        assert begun[not block.ref.ticket].wait(300)
+        load_field(self, block, name)
+
+    def request_late(self: Fetcher, piece: Piece, number: int) -> memoryview:
+        if piece.run.first_sample == 0:
+            begun[0].set()
+            wait_for(lambda: fetcher._unpacking or fetcher._blocks[0].left == 1)
+        return request(self, piece, number)
+
+    monkeypatch.setattr(FieldReader, "runs", lambda self, start, stop: runs(self, start, stop, 1))  # one a sample
+    monkeypatch.setattr(Fetcher, "_load_field", load_one_after_the_other)
+    monkeypatch.setattr(Fetcher, "_request", request_late)
+    with closing(fetcher):
+        for ticket in range(2):
+            memory.arena.reserve(ticket)
+            fetcher.load(BlockRef(ticket, 8 * ticket, 8 * ticket + 8))
+        assert in_thread(partial(fetcher.wait, 0)).result(300) is None
+        fetcher.forget(0)
+        memory.arena.release(0)
 
 
 def test_bodies_count_what_is_in_use_and_free_what_is_not_within_their_limit():

@@ -23,9 +23,11 @@ import threading
 import time
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from heapq import heappop, heappush
+from itertools import count
 from typing import Any
 
 from streamloader.engine.dataset import Dataset, SampleNumbers
@@ -128,7 +130,9 @@ class Fetcher:
         self._blocks: dict[int, LoadingBlock] = {}
         self._pieces: set[Piece] = set()
         self._changed = threading.Condition()
-        self._pending: deque[Job] = deque()  # wait for a place
+        # wait for a place: those of earlier blocks first, since later ones may wait for memory that these free
+        self._pending: list[tuple[int, int, Job]] = []
+        self._numbers = count()
         self._hedges: deque[Job] = deque()  # have a place, wait for a thread
         self._places = self._busy = self._writers = 0  # places taken, busy threads, pieces being decoded
         self._awaited = -1  # the ticket that the consumer waits for
@@ -187,8 +191,7 @@ class Fetcher:
             if self._closed.is_set() or kept:
                 return
             self._expected += weight
-            self._pending.extend(partial(self._load_field, block, name) for name in self._names)
-            self._dispatch()
+            self._queue(ref.ticket, (partial(self._load_field, block, name) for name in self._names))
 
     def wait(self, ticket: int) -> StreamloaderError | None:
         """Wait until the block is complete, then count it as in use. Return its error, once. Stops early when closed.
@@ -251,13 +254,19 @@ class Fetcher:
         keys = [(reader, ref.start, ref.stop) for reader in dataset.region_readers.values()]
         return keys if self._arena.has_kept(keys) else []
 
+    def _queue(self, ticket: int, jobs: Iterable[Job]) -> None:
+        """Queue the jobs of a block. Requires the lock."""
+        for job in jobs:
+            heappush(self._pending, (ticket, next(self._numbers), job))
+        self._dispatch()
+
     def _dispatch(self) -> None:
         """Submit jobs while places and threads are free. Requires the lock."""
         while self._busy < self._budget.threads and not self._closed.is_set():
             if self._hedges:
                 job = self._hedges.popleft()
             elif self._pending and self._places < self.pace.limit:
-                job = self._pending.popleft()
+                job = heappop(self._pending)[2]
                 self._places += 1
             else:
                 return
@@ -291,8 +300,7 @@ class Fetcher:
             block.left += len(pieces) - 1
             self._pieces.update(pieces)
             if not self._closed.is_set():
-                self._pending.extendleft(partial(self._load_piece, piece, 0) for piece in reversed(pieces[1:]))
-                self._dispatch()
+                self._queue(block.ref.ticket, (partial(self._load_piece, piece, 0) for piece in pieces[1:]))
         self._load_piece(pieces[0], 0)
 
     def _load_piece(self, piece: Piece, number: int) -> None:
