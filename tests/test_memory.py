@@ -103,7 +103,7 @@ def test_the_body_of_a_loading_block_counts_once_beside_batches(tmp_path, monkey
     def request_and_wait(self: Fetcher, *args: Any) -> memoryview:
         body = request(self, *args)
         arrived.set()
-        resume.wait(10)
+        resume.wait(300)
         return body
 
     monkeypatch.setattr(Fetcher, "_request", request_and_wait)
@@ -114,7 +114,7 @@ def test_the_body_of_a_loading_block_counts_once_beside_batches(tmp_path, monkey
     with closing(fetcher):
         memory.arena.reserve(0)
         fetcher.load(BlockRef(0, 0, 4))
-        assert arrived.wait(10)
+        assert arrived.wait(300)
         assert 4 << 20 <= fetcher.reserve_for_batches(0) <= 5 << 20
         resume.set()
         assert fetcher.wait(0) is None

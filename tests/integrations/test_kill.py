@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from itertools import count, islice
 from pathlib import Path
 from textwrap import dedent, indent
@@ -91,8 +92,17 @@ class Child:
 
 
 def descendants(pid: int) -> list[int]:
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    try:
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except (FileNotFoundError, ProcessLookupError):  # it has ended since it was listed
+        return []
     return [each for child in children for each in (int(child), *descendants(int(child)))]
+
+
+def kill_all(pids: Iterable[int]) -> None:
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def entries(paths: Iterable[Path]) -> Iterator[dict[str, Any]]:
@@ -229,8 +239,7 @@ def test_a_killed_rank_ends_the_others_and_leaves_nothing(tmp_path, folder, temp
         run.communicate(timeout=300)
     finally:
         if run.poll() is None:
-            for pid in [*descendants(run.pid), run.pid]:
-                os.kill(pid, signal.SIGKILL)
+            kill_all([*descendants(run.pid), run.pid])
             run.communicate()
     assert run.returncode != 0
     assert_all_end(pids)
@@ -308,8 +317,7 @@ def killed(url: Path, folder: Path, attempt: int, ranks: int, steps: int | None)
         if steps is None or len(lines) < steps:
             assert run.wait(300) == 0, (folder / f"stderr-{attempt}").read_text()[-6000:]
             return True
-        for pid in [run.pid, *descendants(run.pid)]:
-            os.kill(pid, signal.SIGKILL)
+        kill_all([run.pid, *descendants(run.pid)])
     return False
 
 
