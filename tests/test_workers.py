@@ -337,3 +337,39 @@ def test_a_state_that_is_loaded_while_workers_complete_its_epoch_is_where_the_ne
     for number in (0, 1):
         epochs.complete(number, 3)
     assert epochs.next_epoch() == 3
+
+
+COMPUTES = """
+import os, signal, threading
+from streamloader.order import epoch_order
+from streamloader.order.epoch_order import BlockPermutation, EpochOrder, OrderParams
+from streamloader.pytorch import dataset
+
+begun, go, parent = threading.Event(), threading.Event(), os.getpid()
+
+class Slow(BlockPermutation):
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        if os.getpid() == parent:
+            begun.set()
+            go.wait()
+
+def order():
+    return EpochOrder(1000, OrderParams(8, 2, 16), 0, 0)
+
+epoch_order.BlockPermutation = Slow
+threading.Thread(target=lambda: order()._permutation).start()
+begun.wait()
+child = os.fork()
+if not child:
+    signal.alarm(60)
+    order()._permutation
+    os._exit(0)
+status = os.waitpid(child, 0)[1]
+go.set()
+assert status == 0, status
+"""
+
+
+def test_a_child_computes_what_a_thread_of_its_parent_was_computing():
+    run_python("-W", "ignore", "-c", COMPUTES)

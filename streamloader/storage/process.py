@@ -24,6 +24,7 @@ from _thread import start_new_thread
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
+from functools import cached_property
 from operator import is_, methodcaller
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -124,6 +125,19 @@ def _call_here(owner: Owner, call: Callable[..., None], *held: Any) -> None:
 
 
 _INHERITED: list[object] = []  # never freed: that would touch resources that the parent uses
+
+
+def _unlock_properties() -> None:
+    for name in [name for name in sys.modules if name.startswith("streamloader.")]:
+        for kind in [kind for kind in vars(sys.modules[name]).values() if isinstance(kind, type)]:
+            for value in vars(kind).values():
+                if isinstance(value, cached_property):
+                    vars(value)["lock"] = threading.RLock()
+
+
+# Python 3.11 locks a cached property of all objects of a class while it is computed, maybe in a thread of the parent.
+if sys.version_info < (3, 12):
+    os.register_at_fork(after_in_child=_unlock_properties)
 
 _OBSTORE_USERS: set[int] = set()  # ids of this process and of those that it was forked from
 _WARNED: set[int] = set()
