@@ -242,21 +242,28 @@ def _wait_ready(server: S3Server, keeper: subprocess.Popen[bytes]) -> str:
     from botocore.exceptions import BotoCoreError, ClientError
 
     deadline = time.monotonic() + READY_SECONDS
-    host, port = server.endpoint.removeprefix("http://").split(":")
+    port = int(server.endpoint.rpartition(":")[2])
     problem = "it does not listen"
     while time.monotonic() < deadline:
-        if keeper.poll() is not None:
-            return f"it ended with {keeper.returncode}"
+        if select.select([keeper.stdout], [], [], 0)[0]:
+            return f"it ended by itself: {problem}"
         try:
-            socket.create_connection((host, int(port)), timeout=1).close()
-            bucket = server.new_bucket()
-            with contextlib.closing(server.client()) as client:
-                client.put_object(Bucket=bucket, Key="ready", Body=b"yes")
-            return ""
+            if _listens(server.pid, port):  # else another server, which took its port, may answer
+                bucket = server.new_bucket()
+                with contextlib.closing(server.client()) as client:
+                    client.put_object(Bucket=bucket, Key="ready", Body=b"yes")
+                return ""
         except (OSError, BotoCoreError, ClientError) as error:
             problem = str(error)
         time.sleep(0.05)
     return problem
+
+
+def _listens(pid: int, port: int) -> bool:
+    """Return whether the process has a socket that listens at this port."""
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()]
+    found = {f"socket:[{row[9]}]" for row in rows if row[1].endswith(f":{port:04X}") and row[3] == "0A"}
+    return any(os.readlink(file) in found for file in Path(f"/proc/{pid}/fd").iterdir())
 
 
 def _keep(folder: str, leftovers: list[str], command: list[str]) -> int:
@@ -271,7 +278,8 @@ def _keep(folder: str, leftovers: list[str], command: list[str]) -> int:
     print(server.pid, flush=True)
     server_end = os.pidfd_open(server.pid)
     ended, _, _ = select.select([server_end, 0], [], [])
-    if server_end in ended:  # it ended by itself: keep its log until the starter has read it
+    if server_end in ended:  # it ended by itself: tell the starter, and keep its log until the starter has read it
+        os.close(1)
         select.select([0], [], [], READY_SECONDS)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(server.pid, signal.SIGKILL)
