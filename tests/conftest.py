@@ -57,6 +57,12 @@ def no_keys(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take no read for late before its policy does, so that requests can be counted if the process stands still."""
+    monkeypatch.setattr("streamloader.storage.retry.LEAST_PATIENCE", 60.0)
+
+
+@pytest.fixture
 def ctrl_c() -> Iterator[None]:
     """Let the test's processes get SIGINT, also where pytest ignores it, as what a script starts with `&` does."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)

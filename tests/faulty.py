@@ -11,6 +11,7 @@ import re
 import ssl
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -174,6 +175,7 @@ class FaultyServer(QuietServer):
         self.content = content
         self.faults: deque[str] = deque()
         self.gets = 0
+        self.asked_at: list[float] = []  # when, by the monotonic clock
         self.token = ""
 
 
@@ -189,6 +191,7 @@ class _Handler(QuietHandler):
 
     def do_GET(self) -> None:
         self.server.gets += 1
+        self.server.asked_at.append(time.monotonic())
         fault = self.server.faults.popleft() if self.server.faults else ""
         self.respond_badly("expired" if self.expired else fault, self.server.content)
 

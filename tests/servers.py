@@ -263,7 +263,7 @@ def _listens(pid: int, port: int) -> bool:
     """Return whether the process has a socket that listens at this port."""
     rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()]
     found = {f"socket:[{row[9]}]" for row in rows if row[1].endswith(f":{port:04X}") and row[3] == "0A"}
-    return any(os.readlink(file) in found for file in Path(f"/proc/{pid}/fd").iterdir())
+    return any(str(file.readlink()) in found for file in Path(f"/proc/{pid}/fd").iterdir())
 
 
 def _keep(folder: str, leftovers: list[str], command: list[str]) -> int:

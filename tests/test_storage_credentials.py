@@ -16,7 +16,7 @@ from streamloader.storage.s3 import S3Client
 from streamloader.storage.url import parse_location
 
 CONTENT = b"0123456789"
-pytestmark = pytest.mark.usefixtures("no_keys")
+pytestmark = pytest.mark.usefixtures("no_keys", "patient")
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import re
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -24,6 +25,9 @@ QUICK = RetryPolicy(
     outage_seconds=3.0, base_seconds=0.01, probe_seconds=0.1, response_seconds=1.0, min_bytes_per_second=1e6
 )
 
+# and with this one no response, if the process stands still for a while
+PATIENT = replace(QUICK, outage_seconds=60.0, response_seconds=30.0)
+
 PLANES = {
     "s3-http": {"key": "k", "secret": "s", "config_kwargs": {"read_timeout": 0.5}},
     "http-obstore": {},
@@ -41,6 +45,7 @@ def running():
 def server(running):
     running.faults.clear()
     running.gets = 0
+    running.asked_at.clear()
     return running
 
 
@@ -62,12 +67,26 @@ def reader(store):
     return store.reader()
 
 
-@pytest.mark.parametrize("fault", ["503", "500", "520", "599", "429", "204", "truncate", "close", "stall", *GARBAGE])
-def test_one_fault_costs_exactly_one_extra_request(server, store, reader, fault):
+@pytest.fixture(params=PLANES)
+def patient_store(request, running, patient, monkeypatch):
+    monkeypatch.setitem(PLANES["s3-http"], "config_kwargs", {"read_timeout": 30.0})
+    return opened(request.param, running.endpoint, PATIENT)
+
+
+def assert_one_fault_costs_one_request(fault, server, store):
     server.faults.append(fault)
-    data = store.retries.call(lambda: reader.read("x", 100, 5000))
+    data = store.retries.call(lambda: store.reader().read("x", 100, 5000))
     assert bytes(data) == CONTENT[100:5000]
     assert server.gets == 2
+
+
+@pytest.mark.parametrize("fault", ["503", "500", "520", "599", "429", "204", "truncate", "close", *GARBAGE])
+def test_one_fault_costs_exactly_one_extra_request(server, patient_store, fault):
+    assert_one_fault_costs_one_request(fault, server, patient_store)
+
+
+def test_a_response_that_stalls_costs_exactly_one_extra_request(server, store):
+    assert_one_fault_costs_one_request("stall", server, store)
 
 
 @pytest.mark.parametrize(
@@ -77,10 +96,10 @@ def test_one_fault_costs_exactly_one_extra_request(server, store, reader, fault)
         *(("404", NotFoundError), ("ignore-range", UnsupportedError)),
     ],
 )
-def test_a_reader_asks_once_and_raises_the_kind_of_failure(server, reader, store, fault, kind):
+def test_a_reader_asks_once_and_raises_the_kind_of_failure(server, patient_store, fault, kind):
     server.faults.append(fault)
     with pytest.raises(kind) as raised:
-        reader.read("x", 100, 200)
+        patient_store.reader().read("x", 100, 200)
     assert type(raised.value) is kind
     assert server.gets == 1
     assert "bucket/x" in str(raised.value)
@@ -95,7 +114,8 @@ def test_a_reader_asks_once_and_raises_the_kind_of_failure(server, reader, store
         ("ignore-range", UnsupportedError, "the server ignores ranges"),
     ],
 )
-def test_a_response_that_contradicts_its_request_is_asked_for_three_times(server, store, reader, fault, kind, words):
+def test_a_response_that_contradicts_its_request_is_asked_for_three_times(server, patient_store, fault, kind, words):
+    store, reader = patient_store, patient_store.reader()
     server.faults.extend([fault] * 2)
     assert bytes(store.retries.call(lambda: reader.read("x", 100, 200))) == CONTENT[100:200]
     assert server.gets == 3
@@ -124,12 +144,14 @@ def test_a_malformed_response_of_s3_is_asked_for_three_times(ask, text):
         def do_GET(self):
             self.close_connection = True
             head, body = (responses.pop(), "") if ask == "head" else ("Server: a proxy", responses.pop())
-            self.wfile.write(f"HTTP/1.1 200 OK\r\n{head}\r\n\r\n{body}".encode())
+            self.wfile.write(f"HTTP/1.1 200 OK\r\nConnection: close\r\n{head}\r\n\r\n{body}".encode())
 
         do_HEAD = do_GET
 
     with serving(Handler) as server:
-        store = open_store("s3://bucket", {"key": "k", "secret": "s", "endpoint_url": server.endpoint, "retry": QUICK})
+        store = open_store(
+            "s3://bucket", {"key": "k", "secret": "s", "endpoint_url": server.endpoint, "retry": PATIENT}
+        )
         responses += [LISTING if ask == "list" else "Content-Length: 3", text, text]
         (info,) = [store.head("a")] if ask == "head" else list(store.list())
         assert (info.path, info.size) == ("a", 3)
@@ -260,13 +282,17 @@ def test_each_request_of_an_asynchronous_client_has_a_deadline(ask, arguments):
 
 def test_a_lasting_fault_ends_with_its_kind_after_the_policy(server, store, reader):
     server.faults.extend(["503"] * 999)
+    seconds = []
     with ThreadPoolExecutor(2) as pool:
         by_data_plane = pool.submit(store.retries.call, lambda: reader.read("x", 0, 10))
         by_control_plane = pool.submit(store.get, "x")
         for future in (by_data_plane, by_control_plane):
-            with pytest.raises(ThrottledError, match=r"attempts in [34]\.\d s"):
+            with pytest.raises(ThrottledError, match=r"attempts in \d+\.\d s") as raised:
                 future.result(300)
+            seconds.append(float(re.search(r"in (\d+\.\d) s", str(raised.value))[1]))
+    assert max(seconds) >= 3.0  # of the one that began first
     assert 2 < server.gets < 160
+    assert sum(at > server.asked_at[0] + 3.0 for at in server.asked_at) <= 2  # the last attempt of each
 
 
 def test_http_is_read_only_and_objects_are_missing_only_where_the_server_responds_so(server):

@@ -14,6 +14,7 @@ from streamloader.storage import open_store
 from streamloader.storage.s3_http import MAX_IDLE_SECONDS
 
 CONTENT = bytes(range(256)) * 16
+pytestmark = pytest.mark.usefixtures("patient")
 
 
 @pytest.fixture
