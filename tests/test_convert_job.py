@@ -299,6 +299,18 @@ def test_a_run_that_begins_just_before_another_names_it(photos, tmp_path, monkey
     assert report.shards_kept == 1, "it is resumed, not mistaken for other objects"
 
 
+def test_a_run_that_ends_just_before_it_would_be_resumed_is_named(photos, tmp_path, monkeypatch, expected):
+    def ends(*_):
+        monkeypatch.undo()
+        sl.convert(photos, tmp_path / "out", layout=SMALL, workers=0)
+
+    interrupted(photos, tmp_path / "out", 1)
+    monkeypatch.setattr(jobs.publish, "check_not_running", ends)
+    with pytest.raises(DestinationError, match="another run has ended what is resumed"):
+        sl.convert(photos, tmp_path / "out", layout=SMALL, workers=0)
+    assert contents(tmp_path / "out") == expected
+
+
 def test_receipts_of_another_job_are_never_taken(photos, tmp_path, expected):
     interrupted(photos, tmp_path / "out", 4)
     receipts = tmp_path / "out" / "_streamloader" / "receipts"

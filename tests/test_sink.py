@@ -242,3 +242,18 @@ def test_a_second_writer_at_one_destination_is_an_error():
         with pytest.raises(errors.DestinationError, match="another run"):
             second(store, publish.job_document("writer", MIXED))
     claim.close()
+
+
+def test_a_run_that_begins_while_another_overwrites_is_not_taken_over(monkeypatch):
+    store, job, claims = memory_store(), publish.job_document("writer", MIXED), []
+
+    def begins(store: Store) -> dict[str, Any]:  # just after the job file was read, which there was not
+        monkeypatch.undo()
+        claims.append(publish.begin(store, job))
+        return {}
+
+    monkeypatch.setattr(publish, "_job", begins)
+    with pytest.raises(errors.DestinationError, match="another run"):
+        publish.begin(store, job, overwrite=True)
+    assert claims[0].held()
+    claims[0].close()

@@ -251,11 +251,11 @@ def begin(store: Store, job: Mapping[str, Any], overwrite: bool = False) -> Clai
     if not overwrite:
         check_free(store)
         return Claim(store, job, None)
-    document, old_job = _root(store), _job(store)
-    try:
+    try:  # before the checks: a run that begins after them has written another
         before: bytes | None = get_document(store, JOB)
     except errors.NotFoundError:
         before = None
+    document, old_job = _root(store), _job(store)
     check_not_running(store, old_job)
     fields, splits = _contents(document, old_job)
     claim = Claim(store, job_document("writer", fields, splits), before)
@@ -281,7 +281,10 @@ def job_document(
 
 def take_over(store: Store, job: Mapping[str, Any]) -> Claim:
     """Claim a destination to resume the `job` of another run. Raises `DestinationError` if that run is alive."""
-    before = get_document(store, JOB)
+    try:
+        before = get_document(store, JOB)
+    except errors.NotFoundError as error:
+        raise errors.DestinationError(f"another run has ended what is resumed at {store.url}", _WAIT) from error
     next(iter(store.list(RECEIPTS)), None)  # without permission to list, this raises before anything is changed
     check_not_running(store, parse_json(before))
     return Claim(store, {key: value for key, value in job.items() if key != "run"}, before)
