@@ -206,7 +206,7 @@ def test_erasing_takes_a_dataset_and_nothing_else(state):
     for path, data in others.items():
         store.put(path, data)
     splits = ["train", "val"] if "splits" in state else []
-    publish.begin(store, publish.job_document("convert", MIXED, splits=splits))
+    publish.begin(store, publish.job_document("convert", MIXED, splits=splits)).close()  # else a thread closes it
     for child in [store.child(split) for split in splits] or [store]:
         write_shards(child, geometry, columns_of(MIXED, 40))
         if not state.startswith("unfinished"):
