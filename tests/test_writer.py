@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from conversions import wait_for
 from format_data import ALL_KINDS, StoreProxy, column_of, equal, memory_store, objects_of, public, some_fields
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -275,6 +276,7 @@ def test_writing_waits_while_all_workers_are_busy(monkeypatch):
     feeder.start()
     for _ in range(2):
         assert arrived.acquire(timeout=300)
+    wait_for(lambda: written == 2)
     feeder.join(0.3)  # it must stay blocked, however long one waits: two shards at work, the third is whole
     assert feeder.is_alive() and written == 2
     gate.set()
