@@ -6,6 +6,7 @@ import itertools
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,6 +20,21 @@ from PIL import Image
 import streamloader as sl
 from streamloader.conversion.job import Progress
 
+# `streamloader`, whose conversions wait before their last steps while there is a file, the first argument: they run
+# until somebody has seen them, also on a busy machine
+HELD = """
+import os, sys, time
+from pathlib import Path
+from streamloader.cli.main import main
+from streamloader.cli.options import Display
+update, held, parent = Display.update, Path(sys.argv[1]), os.getppid()
+def wait(display, progress):
+    update(display, progress)
+    while progress.phase == "finish" and held.exists() and os.getppid() == parent:
+        time.sleep(0.01)
+Display.update = wait
+main(sys.argv[2:])
+"""
 SMALL = sl.Layout(shard_size=4096, block_size=1024, chunk_size=512)  # many shards of little
 
 
@@ -109,11 +125,15 @@ def errors_of(dst: Path) -> str:
 
 
 @contextlib.contextmanager
-def converting(src: Path, dst: Path, *options: str) -> Iterator[subprocess.Popen[bytes]]:
-    """Run `streamloader convert` in a process group of its own, which has ended afterwards without temporary files."""
+def converting(src: Path, dst: Path, *options: str, held: Path | None = None) -> Iterator[subprocess.Popen[bytes]]:
+    """Run `streamloader convert` in a process group of its own, which has ended afterwards without temporary files.
+
+    It waits before its last steps while there is a file `held`.
+    """
     temporary = dst.with_suffix(".tmp")
     temporary.mkdir(exist_ok=True)
-    env, command = {**os.environ, "TMPDIR": str(temporary)}, [*COMMAND, "convert", str(src), str(dst), *options]
+    program = COMMAND if held is None else [sys.executable, "-c", HELD, str(held)]
+    env, command = {**os.environ, "TMPDIR": str(temporary)}, [*program, "convert", str(src), str(dst), *options]
     with dst.with_suffix(".stderr").open("w") as errors:  # a file: nobody reads a pipe meanwhile
         process = subprocess.Popen(command, env=env, start_new_session=True, stderr=errors, stdout=subprocess.DEVNULL)
     try:

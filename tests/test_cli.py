@@ -5,18 +5,20 @@ import os
 import random
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
-from functools import partial
+from functools import partial, partialmethod
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import rich.progress
 from commands import COMMAND, on_a_terminal, run
 from conversions import contents, converting, errors_of, group, wait_for, write_photos
 from datasets import assert_threads_end, encoded, picture, write, write_images
-from servers import free_ports
 
 import streamloader as sl
 from streamloader.cli.main import main
@@ -170,17 +172,19 @@ def test_a_failed_conversion_prints_one_line(case, tmp_path, capsys):
 @pytest.mark.parametrize("command", ["convert", "inspect"])
 def test_the_error_of_a_store_is_one_line(command, photos, seaweedfs, capsys):
     url = seaweedfs.url("out")
-    (port,) = free_ports(1)
     good = seaweedfs.storage_options
-    cases = {
-        "wrong secret": (url, {**good, "secret": "wrong"}, "SL202"),
-        "wrong endpoint": (url, {**good, "endpoint_url": f"http://127.0.0.1:{port}"}, f"127.0.0.1:{port}"),
-        "no such bucket": ("s3://streamloader-no-such-bucket/x", good, "streamloader-no-such-bucket"),
-        "no such protocol": ("nosuch://x/y", {}, "nosuch"),
-    }
-    for target, given, word in cases.values():
-        places = [target] if command == "inspect" else [photos, target, "--workers", "0"]
-        assert word in fails(capsys, command, *places, *storage(given))
+    with socket.socket() as closed:  # bound, so that nobody listens there meanwhile
+        closed.bind(("127.0.0.1", 0))
+        port = closed.getsockname()[1]
+        cases = {
+            "wrong secret": (url, {**good, "secret": "wrong"}, "SL202"),
+            "wrong endpoint": (url, {**good, "endpoint_url": f"http://127.0.0.1:{port}"}, f"127.0.0.1:{port}"),
+            "no such bucket": ("s3://streamloader-no-such-bucket/x", good, "streamloader-no-such-bucket"),
+            "no such protocol": ("nosuch://x/y", {}, "nosuch"),
+        }
+        for target, given, word in cases.values():
+            places = [target] if command == "inspect" else [photos, target, "--workers", "0"]
+            assert word in fails(capsys, command, *places, *storage(given))
 
 
 def test_a_real_process_fails_the_same_way(tmp_path):
@@ -216,18 +220,19 @@ def test_killed_processes_leave_nothing_and_the_same_command_resumes(photos, tmp
     """Of a conversion the process that leads it is killed, and of the one that resumes it a worker."""
     sl.convert(photos, tmp_path / "whole", layout=sl.Layout(shard_size=2 << 10), split="train=0.8,val=0.2", workers=0)
     rng, out = random.Random(int(os.environ.get("STREAMLOADER_TEST_SEED", "0"))), tmp_path / "out"
-    goal = rng.randrange(3, 12)
-    with converting(photos, out, *SMALL) as process:
-        wait_for(lambda: len(group(process.pid)) == 3)  # at once: on a busy machine it may end before it is looked at
+    goal, held = rng.randrange(3, 12), tmp_path / "held"
+    held.touch()
+    with converting(photos, out, *SMALL, held=held) as process:
+        wait_for(lambda: len(group(process.pid)) == 3)
         wait_for(lambda: receipts(out) >= goal)
         assert not any(maps_shared_memory(pid) for pid in group(process.pid))
         process.kill()
         process.wait()
         wait_for(lambda: not group(process.pid))
-    with converting(photos, out, *SMALL) as process:
+    with converting(photos, out, *SMALL, held=held) as process:
         wait_for(lambda: len(group(process.pid)) == 3)
-        # at once: a worker that is stopped first may hold the lock of the queue of tasks, and the other waits forever
         os.kill(min(set(group(process.pid)) - {process.pid}), signal.SIGKILL)
+        held.unlink()
         assert process.wait(300) == 0, errors_of(out)
     assert "of 120 samples" in errors_of(out) and "kept from before" in errors_of(out)
     assert contents(out) == contents(tmp_path / "whole")
@@ -240,8 +245,9 @@ def blocks_sigint(pid):
 
 @pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_prints_how_to_resume(photos, tmp_path):
-    out = tmp_path / "out"
-    with converting(photos, out, *SMALL) as process:
+    out, held = tmp_path / "out", tmp_path / "held"
+    held.touch()
+    with converting(photos, out, *SMALL, held=held) as process:
         wait_for(lambda: len(group(process.pid)) == 3)  # the workers may still be importing
         assert all(blocks_sigint(pid) for pid in group(process.pid) if pid != process.pid)
         wait_for(lambda: receipts(out) >= 3)
@@ -337,9 +343,10 @@ def test_ctrl_c_ends_a_bench_at_once(numbers, capsys, monkeypatch):
 def test_progress_of_a_conversion_is_lines_in_a_pipe_or_ci_and_a_bar_on_a_terminal(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("streamloader.cli.options.MIN_ESTIMATE_SECONDS", 0.0)
     np.save(tmp_path / "rows.npy", np.random.default_rng(0).integers(0, 256, (640, 1024), np.uint8))
-    (tmp_path / "slowly.py").write_text("import time\ndef same(batch):\n    time.sleep(0.02)\n    return batch\n")
+    # else a thread shows what there is at its own times
+    monkeypatch.setattr(rich.progress.Progress, "update", partialmethod(rich.progress.Progress.update, refresh=True))
     monkeypatch.chdir(tmp_path)
-    options = ["--workers", "0", "--shard-size", "32KiB", "--map", "slowly:same", "--map-batch", "32"]
+    options = ["--workers", "0", "--shard-size", "32KiB"]
     convert = partial(on_a_terminal, "convert", "rows.npy")
     status, _, err = run(capsys, "convert", "rows.npy", "a", *options)
     in_ci = convert("b", *options, CI="true")
@@ -356,7 +363,7 @@ def test_progress_of_a_conversion_is_lines_in_a_pipe_or_ci_and_a_bar_on_a_termin
 
 def test_lines_come_at_the_start_of_a_phase_now_and_then_and_at_its_end(capsys, monkeypatch):
     now = iter([99.0, 100.0, 100.5, 102.0, 105.0, 106.0, 106.1, 106.2, 107.0])
-    monkeypatch.setattr("streamloader.cli.options.time.monotonic", lambda: next(now))
+    monkeypatch.setattr("streamloader.cli.options.time", SimpleNamespace(monotonic=lambda: next(now)))
     lines = Display()
     for done in (0, 10, 40, 50, 100, 100, 100):
         lines.show(Step("write", done, 100, "samples", "9 samples/s"))

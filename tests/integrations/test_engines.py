@@ -5,6 +5,7 @@ import importlib
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -16,7 +17,8 @@ import numpy as np
 import psutil
 import pytest
 import zarr
-from conversions import contents
+from commands import COMMAND
+from conversions import HELD, contents
 from engine_tasks import Run
 from servers import free_ports
 
@@ -183,7 +185,7 @@ def engine(cluster):
 
 
 def test_the_failure_of_the_earliest_task_is_raised_as_it_was(engine, tmp_path):
-    run = Run(tmp_path, {2: "bad", 3: "bad"}, count=20)
+    run = Run(tmp_path, dict.fromkeys(range(2, 20), "bad"), count=20)  # whichever ends first
     with pytest.raises(SourceError, match=r"^row 2 is bad; remove it \[SL501\]$") as caught:
         run.run(engine)
     assert (caught.value.problem, caught.value.remedy) == ("row 2 is bad", "remove it")
@@ -220,7 +222,7 @@ def test_a_connection_that_this_process_has_stays(cluster, engine, tmp_path):
         Run(tmp_path).run(f"{cluster.name}={other}")
 
 
-def convert(engine, source, tmp_path, out):
+def convert(engine, source, tmp_path, out, program=COMMAND):
     """The command that converts some hundred rows, of which each shard has 16, or slices of them."""
     if not (tmp_path / source).exists():
         x, y = np.random.default_rng(0).random((1500, 30)), np.arange(1500)
@@ -232,7 +234,7 @@ def convert(engine, source, tmp_path, out):
             z = np.stack([x - 1, x], axis=1)
             group.create_array("z", data=z, chunks=(100, 1, 30), dimension_names=["time", "level", "x"])
             group.create_array("y", data=y, chunks=(100,), dimension_names=["time"])
-    command = [sys.executable, "-m", "streamloader.cli.main", "convert", str(tmp_path / source), str(tmp_path / out)]
+    command = [*program, "convert", str(tmp_path / source), str(tmp_path / out)]
     command += ["--rechunk", "z@1,y"] if source == "it.zarr" else []
     return [*command, "--engine", engine, "--shard-size", "4KiB", "--quiet", "--workers", "2", "--split", "a=0.5,b=0.5"]
 
@@ -244,9 +246,11 @@ def test_a_conversion_that_ctrl_c_ends_is_resumed_to_the_same_bytes(engine, sour
     subprocess.run(convert("local", source, tmp_path, "expected"), check=True)
     rng = random.Random(f"{os.environ.get('STREAMLOADER_TEST_SEED', '0')} {engine}")
     count = rng.randrange(1, 60)
+    (tmp_path / "held").touch()
+    command = convert(engine, source, tmp_path, "out", [sys.executable, "-c", HELD, str(tmp_path / "held")])
     with (
         (tmp_path / "stderr").open("w") as errors,
-        subprocess.Popen(convert(engine, source, tmp_path, "out"), stderr=errors, start_new_session=True) as run,
+        subprocess.Popen(command, stderr=errors, start_new_session=True) as run,
     ):
         while run.poll() is None and len(list((tmp_path / "out").glob("*/_streamloader/receipts/*.json"))) < count:
             time.sleep(0.002)
@@ -272,9 +276,12 @@ def test_workers_of_clusters_do_not_reach_the_memory_of_this_process(engine, tmp
 
 @pytest.mark.parametrize("engine", ["dask=tcp://", "ray=", "ray=ray://", "spark=spark://"])
 def test_an_address_where_nothing_listens_is_named_at_once(engine, tmp_path):
-    address = f"127.0.0.1:{free_ports(1)[0]}"
-    with pytest.raises(EngineError, match=rf"no connection to .*{address}: .*refused; check that {engine[:3]}.* runs"):
-        Run(tmp_path).run(f"{engine}{address}")
+    with socket.socket() as closed:  # bound, so that nobody listens there meanwhile
+        closed.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{closed.getsockname()[1]}"
+        message = rf"no connection to .*{address}: .*refused; check that {engine[:3]}.* runs"
+        with pytest.raises(EngineError, match=message):
+            Run(tmp_path).run(f"{engine}{address}")
 
 
 @pytest.mark.parametrize("package", ["distributed", "ray", "pyspark"])
