@@ -138,6 +138,20 @@ def test_a_wait_that_a_store_asks_for_is_shown_and_logged(caplog):
     assert retrier.waiting_for == ""
 
 
+def test_a_handler_of_the_log_may_ask_what_is_waited_for():
+    error = ThrottledError("slow down")
+    error.retry_after = 600.0
+    retrier, seen = Clock().retrier(), []
+    handler = logging.Handler()
+    handler.emit = lambda record: seen.append(retrier._lock.locked() or retrier.waiting_for)
+    logging.getLogger("streamloader").addHandler(handler)
+    try:
+        retrier.call(failing(error)[0])
+    finally:
+        logging.getLogger("streamloader").removeHandler(handler)
+    assert seen == ["s3://b asks to wait 600 s (Retry-After); the wait is 30 s"]
+
+
 def test_a_wait_that_a_store_asks_for_is_not_shown_once_another_request_succeeds(caplog):
     error = ThrottledError("slow down")
     error.retry_after = 600.0

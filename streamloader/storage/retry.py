@@ -563,13 +563,14 @@ class Retrier:
             over |= not outage.declared and alone >= policy.request_seconds
             over |= now - request.failed_at >= policy.outage_seconds + policy.request_seconds
             requested = min(policy.retry_after_seconds, error.retry_after)
+            first, asked = now >= self._asked[0], ""
             if requested >= policy.report_seconds:
                 asked = f"{self._name} asks to wait {error.retry_after:g} s (Retry-After); the wait is {requested:g} s"
-                if now >= self._asked[0]:
-                    _LOG.warning("streamloader: %s", asked)
                 self._asked = now + requested, asked
             delay = requested if outage.declared else requested + policy.delay(request.backoffs, jitter)
             request.backoffs += not outage.declared
+        if asked and first:  # without the lock: a handler of the log may ask what is waited for
+            _LOG.warning("streamloader: %s", asked)
         temporary = self.reached or isinstance(error, ThrottledError) or error.attempts is not None
         temporary |= isinstance(error, TransientError) and request.attempts < policy.first_contact_attempts
         if over or not temporary:
