@@ -22,7 +22,7 @@ pytestmark = pytest.mark.alone
 
 FIELDS = ["x", "name", "label"]
 COUNT = 6000  # about 500 blocks of two streamed fields
-STALL_SECONDS = 60.0
+STALL_SECONDS = 12.0
 
 
 @pytest.fixture(scope="module")

@@ -290,7 +290,7 @@ def test_a_lasting_fault_ends_with_its_kind_after_the_policy(server, store, read
             with pytest.raises(ThrottledError, match=r"attempts in \d+\.\d s") as raised:
                 future.result(300)
             seconds.append(float(re.search(r"in (\d+\.\d) s", str(raised.value))[1]))
-    assert max(seconds) >= 3.0  # of the one that began first
+    assert 3.0 <= max(seconds) < 5.0  # of the one that began first
     assert 2 < server.gets < 160
     assert sum(at > server.asked_at[0] + 3.0 for at in server.asked_at) <= 2  # the last attempt of each
 

@@ -18,6 +18,7 @@ import socket
 import sys
 import threading
 import time
+import traceback
 import warnings
 import weakref
 from _thread import start_new_thread
@@ -185,12 +186,9 @@ class _Calls:
 
 def _are_delivering() -> bool:
     """Return whether a thread of native code passes a result to an event loop, which may have used it already."""
-    for frame in sys._current_frames().values():
-        while frame.f_back is not None:
-            frame = frame.f_back  # noqa: PLW2901 - the call by native code, since threads of Python begin otherwise
-        if frame.f_code.co_name == "call_soon_threadsafe":
-            return True
-    return False
+    stacks = [list(traceback.walk_stack(frame)) for frame in sys._current_frames().values()]
+    # the outermost call: threads of Python begin with another one
+    return any(stack[-1][0].f_code.co_name == "call_soon_threadsafe" for stack in stacks)
 
 
 _CALLS: PerProcess[_Calls] = PerProcess()
