@@ -41,8 +41,8 @@ from streamloader.conversion.sources.base import raise_bad
 from streamloader.conversion.sources.files import expand_braces, field_names, list_source
 from streamloader.errors import SourceError, StreamloaderError, UsageError
 from streamloader.storage import open_store
+from streamloader.storage.objects import cut_runs
 from streamloader.storage.process import run_all
-from streamloader.storage.store import cut_runs
 
 
 def test_every_format_has_its_cases():

@@ -39,8 +39,8 @@ from streamloader.pytorch.arguments import open_dataset as open_source
 from streamloader.pytorch.dataset import StreamingDataset
 from streamloader.stats import Counters
 from streamloader.storage import open_store
+from streamloader.storage.objects import ObjectInfo
 from streamloader.storage.process import in_thread
-from streamloader.storage.store import ObjectInfo
 
 
 def plant(path: Path) -> None:

@@ -28,7 +28,7 @@ from streamloader.conversion.sources.formats import open_source
 from streamloader.conversion.sources.hdf5 import BLOCK_BYTES, BlockFile
 from streamloader.errors import FormatError, SourceChangedError, SourceError, UsageError
 from streamloader.storage import open_store
-from streamloader.storage.store import ObjectInfo
+from streamloader.storage.objects import ObjectInfo
 
 
 def test_the_notes_have_the_meaning_of_values_and_what_is_left_out():

@@ -18,8 +18,9 @@ from streamloader.format.manifest import Field, Manifest
 from streamloader.format.opening import reread
 from streamloader.options import MIB
 from streamloader.storage.buffers import Allocate, empty_buffer
+from streamloader.storage.objects import cut_runs
 from streamloader.storage.process import run_all
-from streamloader.storage.store import RangeReader, Store, cut_runs
+from streamloader.storage.store import RangeReader, Store
 
 Out = NDArray[Any] | None
 Placed = tuple[int, Items]  # the row of the first item, and the items of a chunk

@@ -19,8 +19,9 @@ import numpy as np
 from streamloader.errors import AccessError, FieldError, FormatError, NotADatasetError, NotFoundError, StorageError
 from streamloader.format.opening import ROOT, get_document, parse_object, reread
 from streamloader.storage import references_store
+from streamloader.storage.objects import join_path
 from streamloader.storage.process import run_all
-from streamloader.storage.store import Store, join_path
+from streamloader.storage.store import Store
 
 THREADS = 16  # concurrent requests for documents
 MAX_AXES = 32

@@ -24,8 +24,9 @@ from streamloader.format.reader import GAP_BYTES, MAX_REQUEST
 from streamloader.format.zarr_codecs import ChunkCodec, Index, ShardIndex, chunk_codec
 from streamloader.format.zarr_metadata import Channel, ZarrArray, ZarrGroup
 from streamloader.storage.buffers import Allocate, LRUCache, empty_buffer
+from streamloader.storage.objects import cut_runs
 from streamloader.storage.process import run_all
-from streamloader.storage.store import RangeReader, Store, cut_runs
+from streamloader.storage.store import RangeReader, Store
 
 Place = tuple[int, ...]  # of a chunk in the grid of an array
 

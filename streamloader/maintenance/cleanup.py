@@ -10,7 +10,8 @@ from streamloader.conversion.job import FILES
 from streamloader.errors import AccessError, DestinationError, IncompleteError, NotADatasetError
 from streamloader.format.opening import JOB, open_root, read_job, read_root, split_names
 from streamloader.format.publish import CLAIM, check_not_running, erasable, erase, temporary
-from streamloader.storage.store import ObjectInfo, Store
+from streamloader.storage.objects import ObjectInfo
+from streamloader.storage.store import Store
 
 
 @dataclass(frozen=True)

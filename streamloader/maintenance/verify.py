@@ -42,8 +42,9 @@ from streamloader.format.zarr_metadata import ARRAYS, read_group
 from streamloader.format.zarr_reader import ArrayReader
 from streamloader.options import MIB
 from streamloader.storage import open_store
+from streamloader.storage.objects import cut_runs
 from streamloader.storage.process import cpu_count, run_all
-from streamloader.storage.store import Store, cut_runs
+from streamloader.storage.store import Store
 
 MAX_PROBLEMS = 1000  # further problems are usually of the same kind
 PIECE_BYTES = 8 * MIB  # of a shard that a thread reads and decodes at once, unless one chunk is larger

@@ -13,7 +13,8 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from streamloader.storage.store import ObjectInfo, RangeReader, Store, check_protocol
+from streamloader.storage.objects import ObjectInfo
+from streamloader.storage.store import RangeReader, Store, check_protocol
 from streamloader.storage.url import REFERENCES, parse_location, url_text
 
 __all__ = ["ObjectInfo", "RangeReader", "Store", "open_store", "references_store", "references_url"]

@@ -27,12 +27,12 @@ from urllib.parse import urljoin
 from fsspec.asyn import sync
 from fsspec.core import url_to_fs
 
-from streamloader.errors import AccessError, UnsupportedError
+from streamloader.errors import AccessError
 from streamloader.options import RetryPolicy
 from streamloader.storage.buffers import RECEIVER, Body, Buffer, Receiver, body_bytes, buffers_of
+from streamloader.storage.objects import TEMPORARY_SUFFIX, ObjectInfo, Page, etag_of
 from streamloader.storage.process import finalize
 from streamloader.storage.retry import HttpError, Patience, Progress, check_range, client_errors, facts_of, is_past_end
-from streamloader.storage.store import TEMPORARY_SUFFIX, ObjectInfo, Page, etag_of
 from streamloader.storage.url import CHAIN, Location, redact
 
 UNKNOWN_BYTES = 64 << 20  # the assumed size of an object or a listing of unknown size
@@ -67,11 +67,7 @@ def _release(fs: Any) -> None:
 
 
 class FsspecClient:
-    """A client of any filesystem; `root` is the path of the store's URL.
-
-    `put`, `create` and `replace` return the etag, or "" if it is unknown; `replace` returns None if the object was
-    changed by another writer.
-    """
+    """A `Client` of any filesystem."""
 
     def __init__(self, fs: Any, policy: RetryPolicy, root: str) -> None:
         self.fs, self.policy, self.root = fs, policy, root
@@ -185,28 +181,6 @@ class ChainClient(FsspecClient):
             with self.fs.open(path, "rb") as file:  # cat_file needs the attribute size of a file, which some lack
                 file.seek(max(0, file.seek(0, os.SEEK_END) + start))
                 return bytes(file.read())
-
-
-class ReadOnlyClient(FsspecClient):
-    """A client of a store whose objects are ranges of other objects, which are not listed.
-
-    Subclasses have `get_range`, `info` and `folders`.
-    """
-
-    def get(self, path: str) -> bytes:
-        """Return the object."""
-        return bytes(self.get_range(path, 0, 2**62))
-
-    def get_tail(self, path: str, size: int) -> bytes:
-        """Return the last `size` bytes, fewer if the object is smaller."""
-        info = self.info(path)
-        if info is None:
-            raise FileNotFoundError(path)
-        return bytes(self.get_range(path, max(0, info.size - size), info.size))
-
-    def list_page(self, folder: str, token: str | None) -> Page:  # noqa: ARG002
-        """Raise `UnsupportedError`."""
-        raise UnsupportedError(f"{folder}: the chunks of such a store are not listed", "read its arrays")
 
 
 class MemoryClient(FsspecClient):

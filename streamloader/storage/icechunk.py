@@ -10,11 +10,10 @@ from fsspec.asyn import get_loop, sync
 
 from streamloader.errors import AccessError, UnsupportedError
 from streamloader.storage.buffers import RECEIVER, Buffer, Receiver
-from streamloader.storage.generic import ReadOnlyClient
+from streamloader.storage.objects import ObjectInfo, ReadOnlyClient
 from streamloader.storage.optional import need
 from streamloader.storage.process import finished_before_exit, forked_after_obstore, note_obstore_use
 from streamloader.storage.retry import client_errors
-from streamloader.storage.store import ObjectInfo
 from streamloader.storage.url import ALIASES, Location
 
 _SNAPSHOT_OPTIONS = ("branch", "tag", "snapshot_id")
@@ -34,7 +33,6 @@ class IcechunkClient(ReadOnlyClient):
             problem = f"{location.shown}: this process was forked after an Icechunk repository was used"
             raise UnsupportedError(problem, "start processes with forkserver or spawn")
         icechunk = need("icechunk")
-        super().__init__(None, location.retry, "")
         options = dict(location.options)
         chosen = {name: options.pop(name) for name in _SNAPSHOT_OPTIONS if name in options}
         access = _virtual_access(icechunk, options)

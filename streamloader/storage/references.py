@@ -37,10 +37,11 @@ from streamloader.errors import (
     StorageError,
 )
 from streamloader.storage.buffers import RECEIVER, Buffer, Receiver
-from streamloader.storage.generic import ReadOnlyClient, without_redirects
+from streamloader.storage.generic import without_redirects
+from streamloader.storage.objects import ObjectInfo, ReadOnlyClient
 from streamloader.storage.optional import pa, pq
 from streamloader.storage.process import finished_before_exit
-from streamloader.storage.store import ObjectInfo, Store
+from streamloader.storage.store import Store
 from streamloader.storage.url import CHAIN, REFERENCES, Location, parse_location, redact
 
 OpenStore: TypeAlias = Callable[[str, Mapping[str, Any] | None], Store]
@@ -279,12 +280,12 @@ class ReferenceClient(ReadOnlyClient):
 
     def __init__(self, location: Location, open_store: OpenStore) -> None:
         # the caller retries, and waits as it likes
-        super().__init__(None, replace(location.retry, outage_seconds=0.0, request_seconds=0.0), "")
+        self._policy = replace(location.retry, outage_seconds=0.0, request_seconds=0.0)
         options = dict(location.options)
         names = ("target_options", "remote_options", "allow")
         target, self._remote, allow = (options.pop(name, None) for name in names)
         folder, name = _split(location.target.split("::", 1)[1])
-        store = open_store(folder, {"retry": self.policy, **(options if target is None else target)})
+        store = open_store(folder, {"retry": self._policy, **(options if target is None else target)})
         self._location, self._open_store, self._shown = store.location, open_store, store.child(name).url
         self._options = options if target is not None else store.location.options  # with the user of the URL
         entries = [allow] if isinstance(allow, str) else allow
@@ -353,7 +354,7 @@ class ReferenceClient(ReadOnlyClient):
                     options = without_redirects(options)
                 host, below = found.groups() if (found := _FOLDER.fullmatch(folder)) else (folder, "")
                 if host not in self._hosts:
-                    self._hosts[host] = self._open_store(host, {"retry": self.policy, **options})
+                    self._hosts[host] = self._open_store(host, {"retry": self._policy, **options})
                 self._stores[folder] = self._hosts[host].child(below[1:])
             return self._stores[folder], name
 

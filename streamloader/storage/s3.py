@@ -44,9 +44,9 @@ from streamloader.storage.buffers import (
     buffers_of,
     empty_buffer,
 )
+from streamloader.storage.objects import ObjectInfo, Page, etag_of
 from streamloader.storage.retry import EXPIRED, HttpError, check_range, client_errors, facts_of, is_past_end, xml_error
 from streamloader.storage.s3_http import PIECE_BYTES, Pool
-from streamloader.storage.store import ObjectInfo, Page, etag_of
 from streamloader.storage.url import FSSPEC_OPTIONS, S3_OPTIONS, Location
 
 CONNECT_SECONDS = 5.0  # s3fs's own default
@@ -96,9 +96,8 @@ class SignedGet:
 
 
 class S3Client:
-    """A client of one S3 bucket. Thread-safe; for one process. Paths are keys, `root` is the key in the store's URL.
+    """A `Client` of one S3 bucket. Thread-safe; for one process. Paths are keys.
 
-    `put`, `create` and `replace` return the etag; `replace` returns None if the object was changed by another writer.
     The constructor makes no request. It raises `AccessError`, `UsageError` or botocore's exceptions if options,
     credentials, certificates or the endpoint are missing or wrong.
     """

@@ -9,29 +9,19 @@ import difflib
 import importlib
 import re
 import uuid
-from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import Any, TypeVar
 
 from streamloader.errors import ObjectExistsError, StorageError, UnsupportedError, UsageError
 from streamloader.storage.buffers import Allocate, Body, Buffer, Receiver, body_bytes, empty_buffer
+from streamloader.storage.objects import TEMPORARY_SUFFIX, Client, ObjectInfo, checked_path, join_path, object_path
 from streamloader.storage.process import PerProcess
 from streamloader.storage.retry import Retrier, cause_of, translated
 from streamloader.storage.url import REFERENCES, S3_CLIENT_OPTIONS, S3_OPTIONS, Location, redact
 
-if TYPE_CHECKING:
-    from streamloader.storage.generic import FsspecClient
-    from streamloader.storage.s3 import S3Client
-
-    Client: TypeAlias = FsspecClient | S3Client
-
 Result = TypeVar("Result")
-TEMPORARY_SUFFIX = ".streamloader-tmp"
 _READERS = {  # by protocol: `kind` and `reason` of a `RangeReader` over the store's client
     "s3": ("http", "S3: bodies are read into their final buffers"),
     "file": ("file", "local files: bodies are read into their final buffers"),
@@ -39,44 +29,6 @@ _READERS = {  # by protocol: `kind` and `reason` of a `RangeReader` over the sto
 }
 READ_ONLY = ("http", *REFERENCES)  # protocols
 _NOT_OF_FSSPEC = ("s3", "file", "memory", *REFERENCES)  # or always installed
-
-
-class ObjectInfo(NamedTuple):
-    """One stored object: its path relative to the store, its size in bytes, and its etag, empty if unknown."""
-
-    path: str
-    size: int
-    etag: str = ""
-
-
-Page = tuple[Sequence[ObjectInfo], str | None]  # objects of a listing, and the token of its next page
-
-
-def etag_of(response: Any) -> str:
-    """Return the etag in a client's response, without quotes; empty if it has none."""
-    if not isinstance(response, dict):
-        return ""
-    return str(response.get("ETag") or response.get("etag") or "").strip('"')
-
-
-def join_path(root: str, path: str) -> str:
-    """Return the path below the folder `root`; either may be empty."""
-    return f"{root.rstrip('/')}/{path}" if root and path else root or path
-
-
-def checked_path(path: str) -> str:
-    """Return a relative path without trailing slashes. Raises `UsageError` for a path that could leave its store."""
-    path = path.rstrip("/") if path != "/" else path
-    if path and any(part in ("", ".", "..") for part in path.split("/")):
-        raise UsageError(f"{path!r} is not a path below a store", "give a relative path without '', '.' and '..' parts")
-    return path
-
-
-def object_path(path: str) -> str:
-    """Return the relative path of an object. Raises `UsageError` if it is empty or could leave its store."""
-    if not path or path.endswith("/"):
-        raise UsageError(f"{path!r} does not name an object", "name the object below its store")
-    return checked_path(path)
 
 
 @dataclass
@@ -368,20 +320,3 @@ def _wrong_option(location: Location, error: Exception) -> UsageError:
         return UsageError(f"{location.shown}: {detail}", f"begin it with http:// or https://; it comes from {origin}")
     options = sorted(location.options)
     return UsageError(f"{location.shown}: storage_options {options} do not fit the protocol: {detail}", remedy)
-
-
-def cut_runs(starts: NDArray[np.int64], stops: NDArray[np.int64], gap: int, longest: int) -> list[tuple[int, int]]:
-    """Return the index ranges [i, j) of ascending byte ranges that are read by one request each.
-
-    Neighbours are joined over gaps of at most `gap` bytes, up to `longest` bytes from first start to last stop.
-    """
-    breaks = [*(np.flatnonzero(starts[1:] - stops[:-1] > gap) + 1).tolist(), len(starts)]
-    runs: list[tuple[int, int]] = []
-    first = 0
-    while first < len(starts):
-        before_gap = breaks[bisect_right(breaks, first)]
-        within_longest = int(stops.searchsorted(starts[first] + longest, side="right"))
-        end = max(first + 1, min(before_gap, within_longest))
-        runs.append((first, end))
-        first = end
-    return runs

@@ -29,7 +29,7 @@ from streamloader.conversion.sources.tar import open_reader
 from streamloader.conversion.sources.tfrecord import parse_example, record_starts
 from streamloader.errors import FieldError, SourceError
 from streamloader.storage import open_store
-from streamloader.storage.store import ObjectInfo
+from streamloader.storage.objects import ObjectInfo
 
 
 def samples_in(src):

@@ -27,7 +27,8 @@ from streamloader.format.cf import Unpacking, attribute_text, unpacking_of
 from streamloader.format.codecs import Column
 from streamloader.format.manifest import MAX_CHUNK_BYTES, Field
 from streamloader.format.values import exact_in_float
-from streamloader.storage.store import ObjectInfo, Store
+from streamloader.storage.objects import ObjectInfo
+from streamloader.storage.store import Store
 
 MAX_STORED_CHUNK = 1 << 30  # bytes; a stored chunk is decoded at once
 # A few bytes may declare any size, since absent chunks read as the fill value. Real data do not compress this much.

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from streamloader.errors import SourceError
 from streamloader.format.codecs import Column
 from streamloader.format.manifest import Field
-from streamloader.storage.store import ObjectInfo
+from streamloader.storage.objects import ObjectInfo
 
 AGAIN = "fetch or make it again"
 

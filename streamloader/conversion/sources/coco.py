@@ -27,7 +27,7 @@ from streamloader.conversion.sources.ranged_io import READ_THREADS, Content, Str
 from streamloader.errors import SourceError
 from streamloader.format.codecs import Column
 from streamloader.format.manifest import Field
-from streamloader.storage.store import ObjectInfo
+from streamloader.storage.objects import ObjectInfo
 
 MAX_JSON = 8 << 30  # bytes: parsing takes several times as much memory
 _NAMED = re.compile(r"(?:instances|captions|person_keypoints)_(.*)\.json\Z", re.IGNORECASE)

@@ -22,7 +22,8 @@ from urllib.parse import parse_qsl
 from streamloader.errors import AccessError, NotFoundError, SourceError, UnsupportedError
 from streamloader.format.manifest import NAME
 from streamloader.storage import open_store
-from streamloader.storage.store import ObjectInfo, Store
+from streamloader.storage.objects import ObjectInfo
+from streamloader.storage.store import Store
 from streamloader.storage.url import redact
 
 

@@ -28,9 +28,10 @@ from streamloader.conversion.sources.files import Listing, require
 from streamloader.errors import FieldError, SourceChangedError, SourceError
 from streamloader.format.manifest import Field
 from streamloader.storage.buffers import LRUCache
+from streamloader.storage.objects import ObjectInfo, cut_runs
 from streamloader.storage.optional import Lazy
 from streamloader.storage.process import run_all
-from streamloader.storage.store import ObjectInfo, Store, cut_runs
+from streamloader.storage.store import Store
 
 h5py: Any = Lazy("h5py")
 BLOCK_BYTES = 1 << 20

@@ -26,7 +26,8 @@ from streamloader.conversion.sources.ranged_io import Content, Range, Stream, re
 from streamloader.conversion.sources.records import RecordFile, cut_files, open_records, parse_number
 from streamloader.errors import SourceError
 from streamloader.format.manifest import natural
-from streamloader.storage.store import ObjectInfo, Store
+from streamloader.storage.objects import ObjectInfo
+from streamloader.storage.store import Store
 
 NAME = "mds"
 VERSION = 2

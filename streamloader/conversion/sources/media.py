@@ -25,7 +25,8 @@ from streamloader.conversion.sources.ranged_io import Range, read_ranges
 from streamloader.errors import SourceError
 from streamloader.format.codecs import Column
 from streamloader.format.manifest import MAX_CHUNK_BYTES, Field
-from streamloader.storage.store import ObjectInfo, Store
+from streamloader.storage.objects import ObjectInfo
+from streamloader.storage.store import Store
 
 # by lower-case extension
 IMAGE_ENCODINGS = {

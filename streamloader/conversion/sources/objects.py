@@ -24,8 +24,8 @@ from streamloader.conversion.sources.records import PROBED, RecordFragment, Samp
 from streamloader.errors import SourceError, UsageError
 from streamloader.format.codecs import Column
 from streamloader.format.manifest import Field
+from streamloader.storage.objects import ObjectInfo
 from streamloader.storage.process import is_interactive
-from streamloader.storage.store import ObjectInfo
 
 NAME = "python"
 

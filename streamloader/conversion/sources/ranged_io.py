@@ -28,9 +28,10 @@ from numpy.typing import NDArray
 from streamloader.conversion.sources.base import damaged
 from streamloader.errors import SourceChangedError
 from streamloader.storage.buffers import empty_buffer
+from streamloader.storage.objects import ObjectInfo, cut_runs
 from streamloader.storage.optional import Lazy
 from streamloader.storage.process import PerProcess, in_thread, result_of, run_all
-from streamloader.storage.store import ObjectInfo, Store, cut_runs
+from streamloader.storage.store import Store
 
 BLOCK = 1 << 20  # bytes that are decompressed at once
 MAGIC_BYTES = 16

@@ -26,7 +26,7 @@ from streamloader.format.codecs import Column
 from streamloader.format.manifest import Field
 from streamloader.format.values import to_value
 from streamloader.format.writer import Rows
-from streamloader.storage.store import ObjectInfo
+from streamloader.storage.objects import ObjectInfo
 
 PROBED = 64  # samples from which fields are inferred: enough to notice lists of different lengths
 

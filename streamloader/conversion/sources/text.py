@@ -34,9 +34,9 @@ from streamloader.format.codecs import Column
 from streamloader.format.manifest import Field
 from streamloader.format.values import to_column
 from streamloader.format.writer import Rows
+from streamloader.storage.objects import ObjectInfo
 from streamloader.storage.optional import arrow_csv, need, pa, pc
 from streamloader.storage.process import run_all
-from streamloader.storage.store import ObjectInfo
 
 MAX_RECORD = 64 << 20  # bytes: records are held in memory, and parsing takes several times as much
 _NEWLINE, _QUOTE = ord("\n"), ord('"')

@@ -28,8 +28,9 @@ from streamloader.format.opening import open_root
 from streamloader.format.reader import FieldReader, Placed, Run
 from streamloader.format.zarr_metadata import ARRAYS, DOCUMENTS, Document, Values, ZarrArray
 from streamloader.format.zarr_reader import ArrayReader
+from streamloader.storage.objects import ObjectInfo, join_path
 from streamloader.storage.process import run_all
-from streamloader.storage.store import ObjectInfo, Store, join_path
+from streamloader.storage.store import Store
 
 Files = Mapping[str, ObjectInfo]
 
