@@ -211,9 +211,9 @@ def objects_of(store: Store) -> list[tuple[str, str]]:
 
 def read_csr_ceiling(store: Store, endpoint: str, counting: Counting) -> None:
     """Fetch and decode every chunk of a sparse matrix once an epoch, by the largest requests that the loader makes."""
-    from streamloader.format.zarr_metadata import read_group
-    from streamloader.format.zarr_reader import ArrayReader
     from streamloader.storage import open_store
+    from streamloader.zarr.metadata import read_group
+    from streamloader.zarr.reader import ArrayReader
 
     place = open_store(f"s3://{BUCKET}/{store.name}", {"endpoint_url": endpoint, "key": "k", "secret": "s"})
     arrays = read_group(place, ["X"]).arrays
@@ -241,9 +241,9 @@ def read_csr_ceiling(store: Store, endpoint: str, counting: Counting) -> None:
 
 def read_ceiling(store: Store, endpoint: str, counting: Counting) -> None:
     """Fetch and decode every chunk once an epoch, by threads, each into its own memory, which is used again."""
-    from streamloader.format.zarr_codecs import chunk_codec
-    from streamloader.format.zarr_metadata import read_group
     from streamloader.storage import open_store
+    from streamloader.zarr.codecs import chunk_codec
+    from streamloader.zarr.metadata import read_group
 
     place = open_store(f"s3://{BUCKET}/{store.name}", {"endpoint_url": endpoint, "key": "k", "secret": "s"})
     arrays = read_group(place).arrays

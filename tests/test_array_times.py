@@ -15,7 +15,7 @@ from zarr_stores import samples_of
 
 import streamloader as sl
 from streamloader import errors
-from streamloader.engine.coordinates import Coordinate
+from streamloader.zarr.coordinates import Coordinate
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamloader.format.calendar import DAY, HOUR, MISSING, TimeUnits
+from streamloader.zarr.calendar import DAY, HOUR, MISSING, TimeUnits
 
 CALENDARS = [
     *("standard", "gregorian", "proleptic_gregorian", "julian"),

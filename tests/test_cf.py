@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamloader.errors import FormatError
-from streamloader.format.cf import unpacking_of
+from streamloader.zarr.cf import unpacking_of
 
 DTYPES = ["i1", "u1", "i2", "u2", "i4", "u4", "i8", "f4", "f8"]
 numbers = st.one_of(st.integers(-100, 100).map(float), st.sampled_from([0.01, -2.5, 1e-3, 280.0]))

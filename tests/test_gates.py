@@ -42,12 +42,13 @@ ALLOWED = {
     "format": BASE | {"storage"},
     "order": BASE,
     "images": BASE | {"format"},
-    "engine": BASE | {"storage", "format", "order", "images"},
-    "pytorch": BASE | {"storage", "format", "order", "images", "engine"},
-    "conversion": BASE | {"storage", "format", "images"},
-    "maintenance": BASE | {"storage", "format", "conversion"},
-    "measure": BASE | {"storage", "format", "order", "images", "engine", "pytorch"},
-    "cli": BASE | {"storage", "format", "conversion", "maintenance", "demo", "pytorch", "measure"},
+    "zarr": BASE | {"storage", "format", "order"},
+    "engine": BASE | {"storage", "format", "order", "zarr", "images"},
+    "pytorch": BASE | {"storage", "format", "order", "zarr", "images", "engine"},
+    "conversion": BASE | {"storage", "format", "zarr", "images"},
+    "maintenance": BASE | {"storage", "format", "zarr", "conversion"},
+    "measure": BASE | {"storage", "format", "order", "zarr", "images", "engine", "pytorch"},
+    "cli": BASE | {"storage", "format", "zarr", "conversion", "maintenance", "demo", "pytorch", "measure"},
     "demo": BASE,
     "__init__": BASE | {"format", "conversion", "maintenance", "pytorch"},
 }
@@ -58,7 +59,7 @@ ONLY_IN = {
     "torch torchdata": {"pytorch", "demo", "measure"},
     "click rich": {"cli", "demo"},
     "sklearn moto streamloader": {"demo"},
-    "numcodecs": {"format"},
+    "numcodecs": {"format", "zarr"},
     "crc32c": {"storage", "format", "conversion", "maintenance"},  # S3 compares it; TFRecords have it too
     # icechunk's store takes zarr-python's ranges; map functions get arrays of any dtype of zarr-python
     "zarr": {"storage", "conversion"},

@@ -15,9 +15,9 @@ import streamloader as sl
 from streamloader import errors
 from streamloader.conversion.sources import zarr_slices
 from streamloader.conversion.sources.zarr_slices import Member, read_members
-from streamloader.format.zarr_metadata import read_group
-from streamloader.format.zarr_reader import ArrayReader
 from streamloader.storage import open_store
+from streamloader.zarr.metadata import read_group
+from streamloader.zarr.reader import ArrayReader
 
 
 @pytest.mark.parametrize("store", PLAIN)
@@ -266,7 +266,7 @@ def test_rows_that_are_left_out_take_little_memory(tmp_path):
 import resource, sys, numpy as np, zarr
 from streamloader.conversion.sources import zarr_slices
 from streamloader.conversion.sources.zarr_slices import Member, read_members
-from streamloader.format.zarr_metadata import read_group
+from streamloader.zarr.metadata import read_group
 from streamloader.storage import open_store
 store = open_store(sys.argv[1])
 member, peak = Member(read_group(store).array("z"), None, {"z": {}}), lambda: resource.getrusage(0).ru_maxrss

@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from numcodecs.registry import get_codec
 
 from streamloader import errors
-from streamloader.format.zarr_codecs import chunk_codec
-from streamloader.format.zarr_metadata import ZarrArray, read_group
-from streamloader.format.zarr_reader import ArrayReader
 from streamloader.storage import open_store
+from streamloader.zarr.codecs import chunk_codec
+from streamloader.zarr.metadata import ZarrArray, read_group
+from streamloader.zarr.reader import ArrayReader
 
 SHAPE = (6, 4)
 SIZE = 6 * 4 * 4

@@ -325,7 +325,7 @@ def inspect(*, url: str, split: str | None, storage_options: dict[str, Any], as_
 def _dataset_root(store: Store) -> dict[str, Any] | None:
     """Return the root document of a dataset, None for other Zarr. Raises `NotADatasetError` for anything else."""
     from streamloader.format.opening import manifest_json, read_root
-    from streamloader.format.zarr_metadata import read_group
+    from streamloader.zarr.metadata import read_group
 
     try:
         root = read_root(store)

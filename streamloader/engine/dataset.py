@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from streamloader.engine.regions import ArrayFields, RegionReader, RegionRun
 from streamloader.format.manifest import Field, FieldLayout, Manifest
 from streamloader.format.reader import FieldReader, Run
 from streamloader.order.epoch_order import OrderParams
@@ -20,6 +19,7 @@ from streamloader.order.state import NO_GAPS, Gaps
 from streamloader.stats import Counters
 from streamloader.storage.process import run_all
 from streamloader.storage.store import Store
+from streamloader.zarr.columns import ArrayFields, RegionReader, RegionRun
 
 if TYPE_CHECKING:
     from streamloader.order.mixture import EpochShare

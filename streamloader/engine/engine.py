@@ -40,7 +40,6 @@ from streamloader.engine.memory import (
     allowance,
     in_slots,
 )
-from streamloader.engine.regions import RegionReader
 from streamloader.engine.stages import Batch, LoaderConfig, StageOptions, Stages, WorkerThreads
 from streamloader.engine.transform import HeldTransform, TransformProcess
 from streamloader.errors import EngineError, ForkError, MemoryBudgetError, StreamloaderError, wrapped
@@ -51,6 +50,7 @@ from streamloader.options import MIB
 from streamloader.order.schedule import LOOK_AHEAD_ROWS, PLANNED_ROWS, BatchPlan, BlockRef, Need
 from streamloader.stats import Counters
 from streamloader.storage.process import SIGNAL_SECONDS, Owner, finalize, take
+from streamloader.zarr.columns import RegionReader
 
 if TYPE_CHECKING:
     from streamloader.order.mixture import EpochShare

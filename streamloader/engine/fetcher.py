@@ -32,12 +32,13 @@ from typing import Any
 
 from streamloader.engine.dataset import Dataset, SampleNumbers
 from streamloader.engine.memory import NO_SLOT, TOLERANCE_BYTES, Memory, in_slots
-from streamloader.engine.regions import BlockKey, BlockRegions, RegionReader
+from streamloader.engine.regions import BlockKey, BlockRegions
 from streamloader.engine.stages import Job, WorkerThreads
 from streamloader.errors import EngineError, StorageError, StreamloaderError, ThrottledError, TransientError, wrapped
 from streamloader.format.opening import reread
 from streamloader.format.reader import FieldReader
 from streamloader.order.schedule import BlockRef
+from streamloader.zarr.columns import RegionReader
 
 NEVER = float("inf")
 

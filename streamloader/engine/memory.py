@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from streamloader.engine.regions import ARRAYS, BatchRow, BatchRows, BlockKey, BlockRegions, Lease, Regions
+from streamloader.engine.regions import BatchRow, BatchRows, BlockKey, BlockRegions, Lease, Regions
 from streamloader.errors import MemoryBudgetError
 from streamloader.format.codecs import Items
 from streamloader.format.manifest import FieldLayout
@@ -28,6 +28,7 @@ from streamloader.options import MIB
 from streamloader.order.schedule import BatchPlan
 from streamloader.stats import Counters
 from streamloader.storage.process import cpu_count
+from streamloader.zarr.columns import ARRAYS
 
 Column = NDArray[Any]
 Layouts = Mapping[str, FieldLayout]  # by field

@@ -18,7 +18,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streamloader.engine.memory import LIVE_BATCHES, Buffers, Memory
-from streamloader.engine.regions import ARRAYS
 from streamloader.engine.transform import (
     HeldTransform,
     Ragged,
@@ -38,6 +37,7 @@ from streamloader.images.targets import move_boxes, move_points
 from streamloader.options import Pack
 from streamloader.order.schedule import BatchPlan, Ints
 from streamloader.storage.process import finalize
+from streamloader.zarr.columns import ARRAYS
 
 if TYPE_CHECKING:
     from streamloader.images.decode import ImageDecoder

@@ -38,13 +38,13 @@ from streamloader.format.metadata import dataset_documents, split_documents
 from streamloader.format.opening import ROOT, STATISTICS
 from streamloader.format.publish import APPEND, BAD, CLAIM, INTERNAL, PARTS
 from streamloader.format.reader import FieldReader, Placed, Run, bad_item, read_columns
-from streamloader.format.zarr_metadata import ARRAYS, read_group
-from streamloader.format.zarr_reader import ArrayReader
 from streamloader.options import MIB
 from streamloader.storage import open_store
 from streamloader.storage.objects import cut_runs
 from streamloader.storage.process import cpu_count, run_all
 from streamloader.storage.store import Store
+from streamloader.zarr.metadata import ARRAYS, read_group
+from streamloader.zarr.reader import ArrayReader
 
 MAX_PROBLEMS = 1000  # further problems are usually of the same kind
 PIECE_BYTES = 8 * MIB  # of a shard that a thread reads and decodes at once, unless one chunk is larger

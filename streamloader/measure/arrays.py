@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from streamloader.engine.coordinates import TIME_CHANNELS
 from streamloader.engine.dataset import Dataset
-from streamloader.engine.regions import Member, RegionColumn, RegionReader
 from streamloader.errors import FormatError
-from streamloader.format.zarr_codecs import chunk_codec
-from streamloader.format.zarr_metadata import ZarrArray, read_group
-from streamloader.format.zarr_reader import ArrayReader
 from streamloader.options import Sampling
 from streamloader.pytorch.arguments import Source, open_dataset
 from streamloader.storage import open_store, references_url
+from streamloader.zarr.codecs import chunk_codec
+from streamloader.zarr.columns import Member, RegionColumn, RegionReader
+from streamloader.zarr.coordinates import TIME_CHANNELS
+from streamloader.zarr.metadata import ZarrArray, read_group
+from streamloader.zarr.reader import ArrayReader
 
 SAMPLED_BLOCKS = 64
 SAMPLED_OBJECTS = 4  # of an array, whose sizes are asked for

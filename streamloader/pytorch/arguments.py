@@ -12,9 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from streamloader.engine.coordinates import time_labels
 from streamloader.engine.dataset import Dataset
-from streamloader.engine.sampling import open_arrays
 from streamloader.errors import BatchError, FieldError, FormatError, SelectionError, UsageError
 from streamloader.format.geometry import BLOCKS, nearest_power, next_power, order_pin
 from streamloader.format.manifest import Field, Manifest, OrderPin
@@ -28,6 +26,8 @@ from streamloader.pytorch.tensors import OFFSETS
 from streamloader.stats import BatchReport
 from streamloader.storage import open_store, references_url
 from streamloader.storage.store import Store
+from streamloader.zarr.coordinates import time_labels
+from streamloader.zarr.sampling import open_arrays
 
 if TYPE_CHECKING:  # imported when a dataset needs it
     from streamloader.images.decode import ImageDecoder
@@ -130,9 +130,10 @@ def open_dataset(
         opened = None
         with suppress(FieldError, FormatError):  # twice: no checksum shows whether metadata were damaged in transfer
             opened = open_arrays(store, source, names, where, **options)
-        opened = opened or open_arrays(store, source, names, where, **options)
-        check_names(opened.manifest, [*opened.names, *opened.output_names], columns)
-        return opened
+        store, manifest, arrays = opened or open_arrays(store, source, names, where, **options)
+        dataset = Dataset(store, manifest, tuple(arrays.columns), arrays=arrays)
+        check_names(manifest, [*dataset.names, *dataset.output_names], columns)
+        return dataset
     manifest, store, _ = open_root(open_store(source.url, source.storage_options), source.split, source.version)
     names = choose_fields(manifest, fields, columns)
     return Dataset(store, manifest, names, choose_selection(where, manifest, store, memory))

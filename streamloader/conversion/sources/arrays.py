@@ -23,12 +23,12 @@ from streamloader.conversion.sources.fields import ANY, FieldSelection
 from streamloader.conversion.sources.files import field_names
 from streamloader.conversion.sources.ranged_io import read_rows
 from streamloader.errors import FieldError, FormatError, SourceError, StreamloaderError
-from streamloader.format.cf import Unpacking, attribute_text, unpacking_of
 from streamloader.format.codecs import Column
 from streamloader.format.manifest import MAX_CHUNK_BYTES, Field
 from streamloader.format.values import exact_in_float
 from streamloader.storage.objects import ObjectInfo
 from streamloader.storage.store import Store
+from streamloader.zarr.cf import Unpacking, attribute_text, unpacking_of
 
 MAX_STORED_CHUNK = 1 << 30  # bytes; a stored chunk is decoded at once
 # A few bytes may declare any size, since absent chunks read as the fill value. Real data do not compress this much.

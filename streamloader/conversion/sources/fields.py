@@ -19,8 +19,8 @@ from streamloader.errors import FieldError, UsageError
 from streamloader.format.codecs import Column
 from streamloader.format.manifest import Field, check_name
 from streamloader.format.values import as_array, exact_in_float, from_bytes, leaves, sniff, to_column, to_value
-from streamloader.format.zarr_metadata import POSITIONAL
 from streamloader.options import is_whole
+from streamloader.zarr.metadata import POSITIONAL
 
 ANY = Field("bytes")  # of a column for a map function: a list that may hold any Python values
 Value = TypeVar("Value")

@@ -26,11 +26,11 @@ from streamloader.errors import FieldError, FormatError, SourceError
 from streamloader.format.manifest import FORMAT, Field, Manifest
 from streamloader.format.opening import open_root
 from streamloader.format.reader import FieldReader, Placed, Run
-from streamloader.format.zarr_metadata import ARRAYS, DOCUMENTS, Document, Values, ZarrArray
-from streamloader.format.zarr_reader import ArrayReader
 from streamloader.storage.objects import ObjectInfo, join_path
 from streamloader.storage.process import run_all
 from streamloader.storage.store import Store
+from streamloader.zarr.metadata import ARRAYS, DOCUMENTS, Document, Values, ZarrArray
+from streamloader.zarr.reader import ArrayReader
 
 Files = Mapping[str, ObjectInfo]
 

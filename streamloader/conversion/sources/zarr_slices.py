@@ -24,13 +24,13 @@ from streamloader.conversion.sources.base import Source
 from streamloader.conversion.sources.fields import FieldSelection
 from streamloader.conversion.sources.files import Listing, field_names
 from streamloader.errors import SourceError
-from streamloader.format.cf import Unpacking, unpacking_of
 from streamloader.format.codecs import with_checksum
 from streamloader.format.manifest import Field
 from streamloader.format.metadata import group_document, plain_document
-from streamloader.format.zarr_metadata import ARRAYS, ZarrArray, read_group
-from streamloader.format.zarr_reader import ArrayReader, Target, find_index, parse_channel
 from streamloader.storage.store import Store
+from streamloader.zarr.cf import Unpacking, unpacking_of
+from streamloader.zarr.metadata import ARRAYS, ZarrArray, read_group
+from streamloader.zarr.reader import ArrayReader, Target, find_index, parse_channel
 
 _COORDINATE = re.compile("@[^=]*=")  # in `z@level=500`, which becomes `z_500`
 PIECE_BYTES = 64 << 20  # decoded bytes of the rows that are read at once, unless those of one chunk are more

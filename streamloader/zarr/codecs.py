@@ -25,8 +25,8 @@ from numpy.typing import NDArray
 from streamloader.errors import CorruptError, FormatError
 from streamloader.format.codecs import CRC_BYTES, check_frame, has_zstd_size
 from streamloader.format.manifest import MAX_CHUNK_BYTES
-from streamloader.format.zarr_metadata import ZarrArray
 from streamloader.options import MIB
+from streamloader.zarr.metadata import ZarrArray
 
 Configurations = Sequence[tuple[str, Mapping[str, Any]]]  # the names and options of codecs
 Index = tuple[NDArray[np.int64], NDArray[np.int64]]  # offset and size of each inner chunk of a shard; -1 if missing

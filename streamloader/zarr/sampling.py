@@ -16,17 +16,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from streamloader.engine import coordinates
-from streamloader.engine.coordinates import TIME_CHANNELS, Coordinate, Span
-from streamloader.engine.dataset import Dataset
-from streamloader.engine.regions import ARRAYS, ArrayFields, Member, Output, Part, RegionColumn, RegionReader, Slice
 from streamloader.errors import FieldError, FormatError, MemoryBudgetError, NotFoundError, SelectionError, UsageError
-from streamloader.format.cf import Unpacking, unpacking_of
 from streamloader.format.geometry import order_pin
 from streamloader.format.manifest import FORMAT, Field, FieldLayout, Manifest, OrderPin, class_names, manifest_from_json
 from streamloader.format.opening import STATISTICS, read_object
-from streamloader.format.zarr_metadata import POSITIONAL, SPARSE, ZarrGroup, read_group, read_rechunked
-from streamloader.format.zarr_reader import ArrayReader, find_index, parse_channel
 from streamloader.options import Channels, Extent, Normalize, Sampling, Window
 from streamloader.order.anchors import (
     CELL_BYTES,
@@ -43,6 +36,12 @@ from streamloader.order.anchors import (
 )
 from streamloader.storage import open_store
 from streamloader.storage.store import Store
+from streamloader.zarr import coordinates
+from streamloader.zarr.cf import Unpacking, unpacking_of
+from streamloader.zarr.columns import ARRAYS, ArrayFields, Member, Output, Part, RegionColumn, RegionReader, Slice
+from streamloader.zarr.coordinates import TIME_CHANNELS, Coordinate, Span
+from streamloader.zarr.metadata import POSITIONAL, SPARSE, ZarrGroup, read_group, read_rechunked
+from streamloader.zarr.reader import ArrayReader, find_index, parse_channel
 
 if TYPE_CHECKING:
     from streamloader.order.selection import Condition
@@ -249,8 +248,8 @@ def open_arrays(
     aligned: bool = True,
     memory: int | None = None,
     statistics: Store | None = None,
-) -> Dataset:
-    """Return the dataset of the arrays at the store's URL.
+) -> tuple[Store, Manifest, ArrayFields]:
+    """Return the arrays at the store's URL as a dataset: their store, a manifest, and the columns and samples.
 
     `where`: a condition, a slice of elements or of labels of the coordinate, a mask or numbers of elements of the
     sample axis. `aligned`: see `Anchors`. `statistics`: where `normalize=True` finds them, by default there. Raises
@@ -285,7 +284,7 @@ def open_arrays(
     arrays = ArrayFields(columns, Anchors(axes, aligned), opened.strict, outputs.first, left_out)
     _check_chunks(columns.values(), memory)
     manifest = replace(_manifest(group.store, arrays), provenance={"classes": opened.classes(columns)})
-    return Dataset(group.store, manifest, tuple(columns), None, arrays)
+    return group.store, manifest, arrays
 
 
 def _columns(opened: OpenedArrays, fields: Sequence[str] | None) -> dict[str, RegionColumn]:

@@ -18,15 +18,15 @@ from streamloader.errors import (
     NotFoundError,
     StreamloaderError,
 )
-from streamloader.format.cf import Unpacking, unpacking_of
 from streamloader.format.opening import reread
 from streamloader.format.reader import GAP_BYTES, MAX_REQUEST
-from streamloader.format.zarr_codecs import ChunkCodec, Index, ShardIndex, chunk_codec
-from streamloader.format.zarr_metadata import Channel, ZarrArray, ZarrGroup
 from streamloader.storage.buffers import Allocate, LRUCache, empty_buffer
 from streamloader.storage.objects import cut_runs
 from streamloader.storage.process import run_all
 from streamloader.storage.store import RangeReader, Store
+from streamloader.zarr.cf import Unpacking, unpacking_of
+from streamloader.zarr.codecs import ChunkCodec, Index, ShardIndex, chunk_codec
+from streamloader.zarr.metadata import Channel, ZarrArray, ZarrGroup
 
 Place = tuple[int, ...]  # of a chunk in the grid of an array
 

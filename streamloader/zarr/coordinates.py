@@ -12,10 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streamloader.errors import FieldError, SelectionError, UsageError
-from streamloader.format.calendar import MISSING, SECOND, Calendar, TimeUnits, parse_unit
 from streamloader.format.manifest import Manifest
-from streamloader.format.zarr_metadata import ZarrArray, ZarrGroup
 from streamloader.order.anchors import expand_anchors
+from streamloader.zarr.calendar import MISSING, SECOND, Calendar, TimeUnits, parse_unit
+from streamloader.zarr.metadata import ZarrArray, ZarrGroup
 
 Ints = NDArray[np.int64]
 TIME_CHANNELS = ("time_of_day", "time_of_year")

@@ -1,0 +1,349 @@
+"""The columns that are read from arrays, and the chunks and boxes of elements that the samples of a block read.
+
+The *region* of a block is the box of elements that its samples read, one array for each column. Chunks are decoded into
+it once, whatever the number of samples that share them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from functools import cached_property, lru_cache, partial
+from math import prod
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from streamloader.format.manifest import FieldLayout
+from streamloader.order.anchors import Anchors, Box, count_unused
+from streamloader.storage.buffers import Allocate, empty_buffer
+from streamloader.storage.store import RangeReader, Store
+from streamloader.zarr.cf import Unpacking
+from streamloader.zarr.metadata import ZarrArray
+from streamloader.zarr.reader import ABSENT, ArrayReader, ArrayRun, Target
+
+Ints = NDArray[np.int64]
+Bound = tuple[int, ...]  # an element of a region for each dimension
+BOX_CACHE = 512
+SAMPLED_BLOCKS = 64  # whose sizes are compared to find the memory of a block
+ARRAYS = "zarr"  # the codec of a layout whose chunks have the codecs of their own metadata
+
+
+class Slice(NamedTuple):
+    """A slice of an array in a column: the index on each dimension that the column lacks, and its channel's number.
+
+    `channel` is None in a column without channels. `affine`: (mean, std) of the normalisation.
+    """
+
+    picks: Mapping[str, int]
+    channel: int | None = None
+    affine: tuple[float, float] | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Member:
+    """An array of a column, of which `slices` are read.
+
+    `constant`: values that are repeated for every sample instead of chunks that are read for each block; their
+    dimensions are some of the column's.
+    """
+
+    dims: tuple[str, ...]
+    slices: tuple[Slice, ...] = (Slice({}),)
+    array: ZarrArray | None = None
+    unpacking: Unpacking | None = None
+    constant: NDArray[Any] | None = None
+
+
+class Part(NamedTuple):
+    """Elements of an output along the sample axis: `length` from `offset` after the anchor, `step` apart, below 0
+    if times descend.
+
+    `at` is the first of them in the output; `length` 0 leaves the axis out.
+    """
+
+    at: int
+    offset: int
+    length: int
+    step: int
+
+
+class Output(NamedTuple):
+    """A column of the batch: its name, its shape for one sample, and where its elements are."""
+
+    name: str
+    shape: tuple[int, ...]
+    parts: tuple[Part, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class RegionColumn:
+    """Arrays that are read together into one region: its dimensions with the channel axis, and what is cut from it.
+
+    `lengths`: of the dimensions, in their order. `sample_axis`: the dimension that windows lie along, or "". What is
+    known once the samples are: `outputs`; `scales`, by anchored axis, the elements of this column for one of the
+    anchors'; `sizes`, by axis of patches, the elements of a patch.
+
+    `rows`: the first element of each row of a matrix in compressed sparse rows, and the end of the last one; int64
+    (rows + 1,). Its samples are the elements of a row, in no `outputs`.
+    """
+
+    name: str
+    lengths: Mapping[str, int]
+    dtype: str
+    members: tuple[Member, ...]
+    sample_axis: str
+    channels: int = 0
+    rows: Ints | None = None
+    outputs: tuple[Output, ...] = ()
+    scales: Mapping[str, Fraction] = field(default_factory=dict)
+    sizes: Mapping[str, int] = field(default_factory=dict)
+
+    @cached_property
+    def dims(self) -> tuple[str, ...]:
+        """The names of the dimensions, without the channel axis."""
+        return tuple(self.lengths)
+
+    @cached_property
+    def channel_axis(self) -> int:
+        """The position of the channel axis: after the sample axis."""
+        return 1 if self.sample_axis and self.dims[:1] == (self.sample_axis,) else 0
+
+    @cached_property
+    def sample_position(self) -> int:
+        """The position of the sample axis in an output."""
+        position = self.dims.index(self.sample_axis) if self.sample_axis in self.dims else 0
+        return position + int(self.channels > 0 and position > self.channel_axis)
+
+    @property
+    def mean_row(self) -> float:
+        """The mean number of elements of a sparse row, 1 for other columns."""
+        return 1.0 if self.rows is None else float(self.rows[-1]) / max(1, self.rows.size - 1)
+
+    @property
+    def sample_bytes(self) -> int:
+        """The bytes of one sample of all outputs, of sparse rows the mean."""
+        values = sum(prod(output.shape) for output in self.outputs) if self.rows is None else self.mean_row
+        return int(values * np.dtype(self.dtype).itemsize)
+
+    def region(self, axes: Sequence[str], box: Box) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the first element and the end of the column's region for a box of the anchors' `axes`."""
+        if self.rows is not None:
+            return (int(self.rows[box.low[0]]),), (int(self.rows[box.high[0]]),)
+        low, high = dict.fromkeys(self.lengths, 0), dict(self.lengths)
+        for axis, first, end in zip(axes, box.low, box.high, strict=True):
+            if axis in self.lengths:
+                low[axis] = int(first * self.scales[axis])
+                high[axis] = min(self.lengths[axis], -int(-end * self.scales[axis] // 1))
+        return tuple(low.values()), tuple(high.values())
+
+    def shape(self, low: Sequence[int], high: Sequence[int]) -> tuple[int, ...]:
+        """Return the shape of a region, with the channel axis."""
+        sizes = [b - a for a, b in zip(low, high, strict=True)]
+        if self.channels:
+            sizes.insert(self.channel_axis, self.channels)
+        return tuple(sizes)
+
+
+@dataclass(frozen=True, eq=False)
+class ArrayFields:
+    """The columns of a dataset of arrays, by field, and its samples. `strict`: a missing chunk is an error.
+
+    `first`: the element of a window that comes first in time, from its anchor on. `left_out`: the number of windows
+    that have other durations than those that were asked for.
+    """
+
+    columns: Mapping[str, RegionColumn]
+    anchors: Anchors
+    strict: bool | None = False
+    first: int = 0
+    left_out: int = 0
+
+    @cached_property
+    def axes(self) -> tuple[str, ...]:
+        """The names of the anchored axes."""
+        return tuple(axis.name for axis in self.anchors.axes)
+
+    @cached_property
+    def boxes(self) -> Callable[[int, int], list[Box]]:
+        """`Anchors.boxes`, cached: every column asks for the same blocks."""
+        return lru_cache(BOX_CACHE)(self.anchors.boxes)
+
+    @property
+    def unused(self) -> dict[str, int]:
+        """The number of elements of each anchored axis that no sample reads; random patches count as not moved."""
+        return {axis.name: count_unused(axis) for axis in self.anchors.axes}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Pickle without the cache."""
+        return {name: value for name, value in self.__dict__.items() if name != "boxes"}
+
+    def indexes(self, samples: Ints) -> dict[str, Ints]:
+        """Return the columns of `with_index`: `index`, the first element of each sample along the sample axis.
+
+        `index_y` and so on are those of the other anchored axes, without the offsets of random patches. Without a
+        sample axis, `index` is the number of the sample.
+        """
+        corners = dict(zip(self.axes, self.anchors.corners(samples), strict=True))
+        index = corners.pop(next(iter(self.columns.values())).sample_axis, samples)
+        return {"index": index + self.first, **{f"index_{name}": values for name, values in corners.items()}}
+
+
+class RegionRun(NamedTuple):
+    """A request for the bytes [start, stop) of chunks of one member, which go to one region of a block."""
+
+    region: int
+    member: int
+    request: ArrayRun
+    start: int
+    stop: int
+    first_sample: int
+    num_samples: int
+
+
+class BlockArrays(Protocol):
+    """The memory of the regions of a block: of each its array, and `bounds`, its first element and its end."""
+
+    arrays: list[NDArray[Any]]
+    bounds: list[tuple[Bound, Bound]]
+
+
+class RegionReader:
+    """Reads one field of a dataset of arrays: the counterpart of `FieldReader`, for regions of blocks; thread-safe."""
+
+    def __init__(self, store: Store, name: str, layout: FieldLayout, fields: ArrayFields) -> None:
+        self.name = name
+        self.layout = layout
+        self.fields = fields
+        self.column = fields.columns[name]
+        self.num_samples = len(fields.anchors)
+        self._readers = {  # by the number of the member
+            number: ArrayReader(store, member.array, strict=fields.strict)
+            for number, member in enumerate(self.column.members)
+            if member.array is not None
+        }
+
+    @property
+    def fills_rows(self) -> bool:
+        """Whether the region of one sample is a row of a batch: see `BatchRows`."""
+        outputs = self.column.outputs
+        if len(outputs) != 1 or len(outputs[0].parts) != 1 or outputs[0].parts[0].step != 1:
+            return False
+        ((low, high),) = self.regions(0, 1)
+        return prod(self.column.shape(low, high)) == prod(outputs[0].shape)
+
+    @property
+    def request_bytes(self) -> int:
+        """The most bytes of a request for one chunk."""
+        return max((reader.codec.most_stored for reader in self._readers.values()), default=1)
+
+    @property
+    def kept_bytes(self) -> int:
+        """The most bytes of values that are kept for all blocks, and of the indexes of shards."""
+        constants = sum(member.constant.nbytes for member in self.column.members if member.constant is not None)
+        constants += 0 if self.column.rows is None else self.column.rows.nbytes
+        return constants + sum(reader.kept_bytes for reader in self._readers.values())
+
+    @property
+    def scratch_bytes(self) -> int:
+        """The most bytes that a thread holds beside body and region: a decoded chunk, and one that is converted."""
+        sizes = [
+            reader.array.chunk_bytes * (1 if reader.codec.plain and member.unpacking is None else 2)
+            for member, reader in self.members()
+        ]
+        return max(sizes, default=0)
+
+    def members(self) -> list[tuple[Member, ArrayReader]]:
+        """Return the members whose chunks are read, each with its reader."""
+        return [(self.column.members[number], reader) for number, reader in self._readers.items()]
+
+    def boxes_of(self, member: Member, low: Bound, high: Bound) -> list[tuple[Bound, Bound]]:
+        """Return the box of an array that each of its slices has in the region [low, high)."""
+        return [self._bounds(member, each, low, high) for each in member.slices]
+
+    def regions(self, start: int, stop: int) -> list[tuple[Bound, Bound]]:
+        """Return the bounds of each region of the block of the samples [start, stop)."""
+        return [self.column.region(self.fields.axes, box) for box in self.fields.boxes(start, stop)]
+
+    def block_bytes(self, start: int, stop: int) -> int:
+        """Return the bytes of the regions of a block."""
+        sizes = (prod(self.column.shape(low, high)) for low, high in self.regions(start, stop))
+        return sum(sizes) * np.dtype(self.column.dtype).itemsize
+
+    def most_bytes(self, block: int) -> int:
+        """Return the bytes of the largest of some blocks of `block` samples: the first, the last, others between."""
+        firsts = range(0, self.num_samples, block)
+        # cells with fewer samples come last, and a block has several of them
+        some = {*firsts[:: max(1, len(firsts) // SAMPLED_BLOCKS)], *firsts[-SAMPLED_BLOCKS:]}
+        return max(self.block_bytes(first, min(first + block, self.num_samples)) for first in some)
+
+    def pieces(self, block: int) -> int:
+        """Return about the number of requests of a block: neighbouring chunks of a shard are read by one."""
+        pieces = 0
+        for low, high in self.regions(0, min(block, self.num_samples)):
+            pieces += sum(reader.count_requests(self.boxes_of(member, low, high)) for member, reader in self.members())
+        return max(1, pieces)
+
+    def runs(self, start: int, stop: int) -> list[RegionRun]:
+        """Return the requests for the chunks of the samples [start, stop). Raises as `ArrayReader.runs`."""
+        found: list[tuple[int, int, ArrayRun]] = []
+        for number, (low, high) in enumerate(self.regions(start, stop)):
+            for index, reader in self._readers.items():
+                requests = reader.runs(self.boxes_of(self.column.members[index], low, high))
+                found += [(number, index, request) for request in requests]
+        found = found or [(0, 0, ArrayRun("", 0, 0, ()))]
+        return [RegionRun(*each, each[-1].start, each[-1].stop, start, stop - start) for each in found]
+
+    def fetch(self, reader: RangeReader, run: RegionRun, allocate: Allocate = empty_buffer) -> memoryview:
+        """Return the bytes of a run by one request, without retries."""
+        array = self._readers.get(run.member)
+        return ABSENT if array is None else array.fetch(reader, run.request, allocate)
+
+    def write_constants(self, block: BlockArrays) -> None:
+        """Write the values that are constant to the regions of a block."""
+        dims = self.column.dims
+        for member in self.column.members:
+            if member.constant is None:
+                continue
+            wide = tuple(slice(None) if dim in member.dims else None for dim in dims)
+            for array, (low, high) in zip(block.arrays, block.bounds, strict=True):
+                at = tuple(slice(low[dims.index(dim)], high[dims.index(dim)]) for dim in member.dims)
+                self._channel(array, member.slices[0])[...] = member.constant[at][wide]
+
+    def write(self, run: RegionRun, body: memoryview, block: BlockArrays, allocate: Allocate) -> tuple[int, int]:
+        """Decode the chunks of a run into the regions of their block; return (missing chunks, decoded bytes).
+
+        Chunks that lie in a region only in part are decoded into memory from `allocate` first.
+
+        Raises `CorruptError`, or `MissingObjectError` for a missing chunk if the dataset is strict.
+        """
+        reader, member = self._readers.get(run.member), self.column.members[run.member]
+        if reader is None or not run.request.chunks:
+            return 0, 0
+        low, high = block.bounds[run.region]
+        targets = []
+        for each in member.slices:
+            target = self._channel(block.arrays[run.region], each)
+            target = target.transpose([self.column.dims.index(dim) for dim in member.dims if dim not in each.picks])
+            picked = tuple(axis for axis, dim in enumerate(member.dims) if dim in each.picks)
+            first = self._bounds(member, each, low, high)[0]
+            targets.append(Target(np.expand_dims(target, picked), first, each.affine))
+        place = partial(reader.place, run.request, allocate=allocate)
+        found = [place(chunk, body, targets, member.unpacking) for chunk in run.request.chunks]
+        if not all(found):
+            reader.check_exists()
+        return found.count(False), found.count(True) * reader.array.chunk_bytes
+
+    def _bounds(self, member: Member, each: Slice, low: Bound, high: Bound) -> tuple[Bound, Bound]:
+        """Return the box of an array that a slice of it has in the region [low, high)."""
+        at = [self.column.dims.index(dim) if dim not in each.picks else -1 for dim in member.dims]
+        first = tuple(each.picks[dim] if i < 0 else low[i] for dim, i in zip(member.dims, at, strict=True))
+        return first, tuple(first[n] + 1 if i < 0 else high[i] for n, i in enumerate(at))
+
+    def _channel(self, region: NDArray[Any], each: Slice) -> NDArray[Any]:
+        """Return the part of a region that a slice fills."""
+        if each.channel is None:
+            return region
+        return region[(slice(None),) * self.column.channel_axis + (each.channel, ...)]  # a view, of one element too
