@@ -10,13 +10,12 @@ and the stride of the rows of each variable. The rows of record variables are in
 from __future__ import annotations
 
 import gc
-import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,6 +44,8 @@ MAX_HEADER = 64 << 20
 RECORDS_BYTES = 32 << 20  # of records that are read at once
 _TYPES = ("", ">i1", "S1", ">i2", ">i4", ">f4", ">f8", ">u1", ">u2", ">u4", ">i8", ">u8")  # by their code
 _DIMENSIONS, _VARIABLES, _ATTRIBUTES = 10, 11, 12
+
+Item = TypeVar("Item")
 
 
 class BlockFile(ranged_io.RangeFile):
@@ -444,10 +445,10 @@ class _Header:
     """Parses the header of a classic file. Counts and offsets have 4 or 8 bytes, depending on the version."""
 
     def __init__(self, raw: BlockFile) -> None:
-        self._raw, self._size = raw, raw.info.size
+        self._raw = raw
         raw.seek(3)
-        version = self._take(1)[0]
-        self._count, self._offset = (">q" if version == 5 else ">i"), (">i" if version == 1 else ">q")
+        version = raw.read(1)
+        self._count, self._offset = (8 if version == b"\5" else 4), (4 if version == b"\1" else 8)
 
     def read(self) -> tuple[dict[str, Variable], str]:
         """Return the variables by name, and the dimension of the records, "" if there is none.
@@ -455,88 +456,67 @@ class _Header:
         Raises `SourceError` if the file is truncated; ValueError and others for a damaged header.
         """
         records = self._number(least=-1)  # -1 if it was written as a stream
-        dimensions = [(self._name(), self._number()) for _ in range(self._list(_DIMENSIONS))]
-        self._attributes()
-        variables: dict[str, Variable] = {}
-        for _ in range(self._list(_VARIABLES)):
-            name = self._name()
-            if name in variables:
-                raise ValueError(f"the variable {name!r} is there twice")
-            variables[name] = self._variable(name, dimensions)
-        unlimited = next((name for name, length in dimensions if length == 0), "")
-        return self._with_records(variables, records), unlimited
-
-    def _variable(self, name: str, dimensions: list[tuple[str, int]]) -> Variable:
-        axes = [dimensions[self._number()] for _ in range(self._number())]
-        attributes = self._attributes()
-        dtype = self._dtype()
-        self._take(struct.calcsize(self._count))  # the stored size is wrong for large variables
-        lengths = tuple(length for _, length in axes)
-        if 0 in lengths[1:]:
-            raise ValueError(f"{name!r} has the dimension of the records behind another")
-        start = self._number(self._offset)
-        stride, names = dtype.itemsize * prod(lengths[1:]), tuple(dimension for dimension, _ in axes)
-        return Variable(names, dtype, lengths, start, stride, attributes, lengths[:1] == (0,))
-
-    def _with_records(self, variables: dict[str, Variable], records: int) -> dict[str, Variable]:
-        """Return the variables with the number and stride of the records; each must end within the file."""
+        dimensions = self._list(_DIMENSIONS, self._number)
+        self._list(_ATTRIBUTES, self._attribute)
+        variables = self._list(_VARIABLES, partial(self._variable, list(dimensions.items())))
         recorded = [variable for variable in variables.values() if variable.record]
         # each variable of a record is padded to 4 bytes, unless it is the only one
         step = sum(-(-variable.stride // 4) * 4 for variable in recorded)
         step = recorded[0].stride if len(recorded) == 1 else step
         if records < 0:  # as many as the file holds
-            first = min((variable.start for variable in recorded), default=self._size)
-            records = max(0, self._size - first) // max(step, 1)
+            first = min((variable.start for variable in recorded), default=self._raw.info.size)
+            records = max(0, self._raw.info.size - first) // max(step, 1)
         for name, variable in variables.items():
             if variable.record:
                 variables[name] = replace(variable, shape=(records, *variable.shape[1:]), stride=step)
-            length = variables[name].shape[0] if variable.shape else 1
-            end = variable.start + (length - 1) * variables[name].stride + variable.stride if length else 0
-            if end > self._size:
-                problem = f"its variable {name!r} ends at byte {end}, the file has {self._size}"
+            rows = next(iter(variables[name].shape), 1)
+            end = variable.start + (rows - 1) * variables[name].stride + variable.stride if rows else 0
+            if end > self._raw.info.size:
+                problem = f"its variable {name!r} ends at byte {end}, the file has {self._raw.info.size}"
                 raise damaged(f"{self._raw.name} is truncated: {problem}")
-        return variables
+        return variables, next((name for name, length in dimensions.items() if length == 0), "")
 
-    def _attributes(self) -> dict[str, Any]:
-        """Return the attributes that describe values."""
-        out: dict[str, Any] = {}
-        for _ in range(self._list(_ATTRIBUTES)):
-            name, dtype, count = self._name(), self._dtype(), self._number()
-            values = self._padded(count * dtype.itemsize)
-            if name in arrays.ATTRIBUTES:
-                out[name] = values if dtype.kind == "S" else np.frombuffer(values, dtype)
-        return out
+    def _variable(self, dimensions: list[tuple[str, int]]) -> Variable:
+        axes = [dimensions[self._number()] for _ in range(self._number())]
+        attributes, dtype = self._list(_ATTRIBUTES, self._attribute), self._dtype()
+        self._take(self._count)  # the stored size is wrong for large variables
+        names, lengths = tuple(name for name, _ in axes), tuple(length for _, length in axes)
+        if 0 in lengths[1:]:
+            raise ValueError(f"the dimension of the records is behind another, {', '.join(names)}")
+        start, stride = self._number(self._offset), dtype.itemsize * prod(lengths[1:])
+        described = {key: value for key, value in attributes.items() if key in arrays.ATTRIBUTES}
+        return Variable(names, dtype, lengths, start, stride, described, lengths[:1] == (0,))
 
-    def _list(self, tag: int) -> int:
-        """Return the length of a list; an absent list is two zeros."""
-        actual, count = self._number(">i"), self._number()
+    def _attribute(self) -> Any:
+        dtype, count = self._dtype(), self._number()
+        values = self._take(count * dtype.itemsize)
+        return values if dtype.kind == "S" else np.frombuffer(values, dtype)
+
+    def _list(self, tag: int, item: Callable[[], Item]) -> dict[str, Item]:
+        """Return the items of a list by name; an absent list is two zeros."""
+        actual, count = self._number(4), self._number()
         if actual != tag and (actual, count) != (0, 0):
             raise ValueError(f"the tag {actual} where {tag} belongs")
-        return count
-
-    def _name(self) -> str:
-        return self._padded(self._number()).decode("utf-8")
+        items = {self._take(self._number()).decode(): item() for _ in range(count)}
+        if len(items) < count:
+            raise ValueError(f"one of the names {', '.join(items)[:200]} is there twice")
+        return items
 
     def _dtype(self) -> np.dtype[Any]:
-        code = self._number(">i")
-        if not 0 < code < len(_TYPES):
-            raise ValueError(f"the unknown type {code} before byte {self._raw.tell()}")
-        return np.dtype(_TYPES[code])
+        return np.dtype(_TYPES[self._number(4)])
 
-    def _number(self, layout: str = "", least: int = 0) -> int:
-        layout = layout or self._count
-        number = int(struct.unpack(layout, self._take(struct.calcsize(layout)))[0])
+    def _number(self, size: int = 0, least: int = 0) -> int:
+        number = int.from_bytes(self._take(size or self._count), signed=True)
         if number < least:
             raise ValueError(f"the number {number} before byte {self._raw.tell()}")
         return number
 
-    def _padded(self, size: int) -> bytes:
-        return self._take(-(-size // 4) * 4)[:size]
-
     def _take(self, size: int) -> bytes:
-        if self._raw.tell() + size > min(self._size, MAX_HEADER):
+        """Return the next `size` bytes, which are padded to 4."""
+        padded = -(-size // 4) * 4
+        if self._raw.tell() + padded > min(self._raw.info.size, MAX_HEADER):
             raise ValueError(f"{size} bytes from byte {self._raw.tell()} on are beyond its end")
-        return self._raw.read(size) or b""
+        return (self._raw.read(padded) or b"")[:size]
 
 
 def _field(variable: Variable, where: str) -> Field:
@@ -553,34 +533,33 @@ def _read_classic(
     content: ranged_io.Content, variables: Mapping[str, Variable], rows: NDArray[np.int64], into: arrays.Into
 ) -> None:
     """Read rows of variables: of record variables together, if most of the bytes of a record are selected."""
-    records = {name: variable for name, variable in variables.items() if variable.record}
-    selected = sum(variable.row_dtype.itemsize for variable in records.values())
-    if _extent(records) > min(RECORDS_BYTES, 2 * selected, *(variable.stride for variable in records.values())):
-        records = {}
-    groups = [{name: variable} for name, variable in variables.items() if name not in records]
-    for group in [*groups, records] if records else groups:
-        start, stride = min(variable.start for variable in group.values()), next(iter(group.values())).stride
-        offsets = [variable.start - start for variable in group.values()]
-        formats = [variable.row_dtype for variable in group.values()]
-        layout: Any = {"names": list(group), "formats": formats, "offsets": offsets, "itemsize": _extent(group)}
-        step = max(1, RECORDS_BYTES // _extent(group))
+    records = [variable for variable in variables.values() if variable.record]
+    selected = sum(variable.row_dtype.itemsize for variable in records)
+    most = min(RECORDS_BYTES, 2 * selected, *(variable.stride for variable in records))
+    joined = [name for name in variables if variables[name].record]
+    joined = joined if joined and _layout(variables, joined)[1].itemsize <= most else []
+    for names in [*([name] for name in variables if name not in joined), *([joined] if joined else [])]:
+        start, layout = _layout(variables, names)
+        step = max(1, RECORDS_BYTES // layout.itemsize)
         for first in range(0, len(rows), step):
-            piece = rows[first : first + step]
-            raw = np.empty((len(piece), _extent(group)), np.uint8)
-            ranged_io.read_rows(content.store, content.info.path, start + piece * stride, raw)
-            values = raw.view(np.dtype(layout)).reshape(-1)
-            for name in group:
-                column = into[name]
+            starts = start + rows[first : first + step] * variables[names[0]].stride
+            raw = np.empty((len(starts), layout.itemsize), np.uint8)
+            ranged_io.read_rows(content.store, content.info.path, starts, raw)
+            for name in names:
+                column, values = into[name], raw.view(layout).reshape(-1)[name]
                 if isinstance(column, list):
-                    column.extend(values[name].tolist())
+                    column.extend(values.tolist())
                 else:
-                    column[first : first + step] = values[name]
+                    column[first : first + step] = values
 
 
-def _extent(variables: Mapping[str, Variable]) -> int:
-    """Return the bytes from the start of the first variable's first row to the end of the last variable's first row."""
-    stop = max((variable.start + variable.row_dtype.itemsize for variable in variables.values()), default=0)
-    return stop - min((variable.start for variable in variables.values()), default=0)
+def _layout(variables: Mapping[str, Variable], names: Sequence[str]) -> tuple[int, np.dtype[Any]]:
+    """Return the first byte of the first rows of some variables, and the dtype of these rows together."""
+    chosen = [variables[name] for name in names]
+    start = min(variable.start for variable in chosen)
+    formats, offsets = [each.row_dtype for each in chosen], [each.start - start for each in chosen]
+    layout: Any = {"names": names, "formats": formats, "offsets": offsets}
+    return start, np.dtype(layout)
 
 
 FORMATS = (_format("hdf5", ("h5", "hdf5"), _scan_hdf5), _format("netcdf", ("nc", "nc4", "cdf"), _scan_netcdf))
