@@ -26,8 +26,8 @@ from sources import kinds_of
 from streamloader.conversion import job, shard_task
 from streamloader.conversion.api import convert
 from streamloader.conversion.row_order import SampleRows
-from streamloader.conversion.sources.encoded import Encoded, keep_encoded
 from streamloader.conversion.sources.fields import parse_selection
+from streamloader.conversion.sources.objects import Encoded, keep_encoded
 from streamloader.conversion.transforms import parse_map, parse_recode
 from streamloader.errors import DecodeError, DestinationError, SourceError, StreamloaderError, UsageError
 from streamloader.format import dataset

@@ -14,10 +14,9 @@ from streamloader.conversion.job import Conversion, Listener, Progress, Report, 
 from streamloader.conversion.row_order import parse_splits
 from streamloader.conversion.shard_task import OnError, Quarantine, SkippedSample
 from streamloader.conversion.sources.base import raise_bad
-from streamloader.conversion.sources.encoded import class_notes
 from streamloader.conversion.sources.fields import FieldsOption, flatten, parse_selection
 from streamloader.conversion.sources.objects import NAME as PYTHON
-from streamloader.conversion.sources.objects import as_samples, map_style, qualified_name
+from streamloader.conversion.sources.objects import as_samples, class_notes, map_style, qualified_name
 from streamloader.conversion.sources.records import PROBED, infer_fields
 from streamloader.conversion.transforms import parse_map, parse_recode
 from streamloader.format.writer import Writer
