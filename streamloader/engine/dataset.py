@@ -19,7 +19,8 @@ from streamloader.order.state import NO_GAPS, Gaps
 from streamloader.stats import Counters
 from streamloader.storage.process import run_all
 from streamloader.storage.store import Store
-from streamloader.zarr.columns import ArrayFields, RegionReader, RegionRun
+from streamloader.zarr.columns import ArrayFields, RegionReader
+from streamloader.zarr.reader import ArrayRun
 
 if TYPE_CHECKING:
     from streamloader.order.mixture import EpochShare
@@ -96,7 +97,7 @@ class Dataset:
         chunk = max((layout.chunk for layout in self.layouts.values() if not layout.resident), default=1024)
         return chunk if self.selection is None else max(chunk, params.block)
 
-    def runs(self, name: str, start: int, stop: int) -> Sequence[Run | RegionRun]:
+    def runs(self, name: str, start: int, stop: int) -> Sequence[Run | ArrayRun]:
         """Return the requests for a field of the samples [start, stop), numbered among the selected samples."""
         if self.arrays is not None:
             return self.region_readers[name].runs(start, stop)

@@ -147,23 +147,25 @@ def encode_index(entries: NDArray[np.uint32], skips: Mapping[int, int] | None = 
     return with_checksum(index.tobytes())
 
 
-def index_size(chunks: int) -> int:
+def index_size(chunks: int, checksums: int = 1) -> int:
     """Return the size in bytes of the index of a shard of `chunks` inner chunks."""
-    return 16 * chunks + CRC_BYTES
+    return 16 * chunks + CRC_BYTES * checksums
 
 
-def parse_index(tail: bytes, chunks: int) -> NDArray[np.uint64]:
-    """Return the index at the end of `tail`: uint64 (chunks, 2), offset and nbytes, both 2^64-1 for absent chunks.
+def parse_index(data: Buffer, chunks: int, dtype: str = "<u8", checksums: int = 1) -> NDArray[np.uint64]:
+    """Return the index of a shard: uint64 (chunks, 2), offset and nbytes, both 2^64-1 for absent chunks.
 
-    Raises `CorruptError` if `tail` is too short or the checksum of the index does not match.
+    Other writers may choose the byte order and have no checksum. Raises `CorruptError` for another size, and if the
+    checksum does not match.
     """
-    size = index_size(chunks)
-    if len(tail) < size:
-        raise CorruptError(f"the shard ends with {len(tail)} bytes, its index has {size}")
-    index = tail[len(tail) - size : -CRC_BYTES]
-    if crc32c.crc32c(index) != int.from_bytes(tail[-CRC_BYTES:], "little"):
-        raise CorruptError("the checksum of the shard's index does not match")
-    return np.frombuffer(index, "<u8").reshape(chunks, 2).astype(np.uint64)
+    index, size = memoryview(data), index_size(chunks, checksums)
+    if len(index) != size:
+        raise CorruptError(f"the index of the shard has {len(index)} bytes, expected {size}")
+    for _ in range(checksums):
+        index, stored = index[:-CRC_BYTES], index[-CRC_BYTES:]
+        if crc32c.crc32c(index) != int.from_bytes(stored, "little"):
+            raise CorruptError("the crc32c checksum of the shard's index does not match")
+    return np.frombuffer(index, dtype).reshape(chunks, 2).astype(np.uint64)
 
 
 def decode_fixed(layout: FieldLayout, data: memoryview, out: NDArray[Any]) -> None:

@@ -97,6 +97,14 @@ def chunk_rows(run: Run, chunk: int, first: int | None) -> Iterator[ChunkRows]:
         yield ChunkRows(rows, run.place + low - base, None if high - low == rows else run.picks[low:high] - start)
 
 
+def read_index(store: Store, path: str, chunks: int) -> NDArray[np.uint64] | None:
+    """Return the index of a shard of `chunks` inner chunks, None if it is damaged or there is no such shard."""
+    try:
+        return parse_index(store.get_tail(path, index_size(chunks)), chunks)
+    except (CorruptError, NotFoundError):
+        return None
+
+
 COLUMN_THREADS = 4  # concurrent requests for one column
 COLUMN_REQUEST = 8 * MIB
 MAX_REQUEST = 16 * MIB  # one request to a cloud store transfers 50-90 MB/s: larger requests only add latency
@@ -282,11 +290,7 @@ class FieldReader:
         """Return the error for a damaged chunk: `ModifiedError` if the shard's index belongs to another object."""
         layout = self.layout
         expected = np.stack([run.start + np.cumsum(run.sizes) - run.sizes, run.sizes], axis=1).astype(np.uint64)
-        try:
-            tail = self._store.get_tail(run.path, index_size(layout.chunks_per_shard))
-            index = parse_index(tail, layout.chunks_per_shard)
-        except (CorruptError, NotFoundError):
-            index = None  # truncated or deleted
+        index = read_index(self._store, run.path, layout.chunks_per_shard)
         if index is not None and not np.array_equal(index[run.chunk : run.chunk + len(run.sizes)], expected):
             return self._modified(run, i, "its index is intact, but does not match the manifest")
         problem = f"{self._where(run, i)} is damaged: {detail}"

@@ -27,17 +27,17 @@ from streamloader.conversion.shard_task import QUARANTINE
 from streamloader.conversion.sources.base import BadSample, Source
 from streamloader.conversion.sources.fields import FieldSelection
 from streamloader.conversion.sources.formats import open_source
-from streamloader.errors import CorruptError, FieldError, FormatError, NotFoundError, UsageError
+from streamloader.errors import FieldError, FormatError, NotFoundError, UsageError
 from streamloader.format import opening
 from streamloader.format.chunk_table import ChunkTable, page_path, rows_per_page, table_path
-from streamloader.format.codecs import ABSENT, CRC_BYTES, Column, index_size, parse_index
+from streamloader.format.codecs import ABSENT, CRC_BYTES, Column, index_size
 from streamloader.format.lengths import LENGTHS, LengthTable, page_digest
 from streamloader.format.lengths import page_path as lengths_page_path
 from streamloader.format.manifest import NAME, TABLES, Manifest, parse_json, tables_path
 from streamloader.format.metadata import dataset_documents, split_documents
 from streamloader.format.opening import ROOT, STATISTICS
 from streamloader.format.publish import APPEND, BAD, CLAIM, INTERNAL, PARTS
-from streamloader.format.reader import FieldReader, Placed, Run, bad_item, read_columns
+from streamloader.format.reader import FieldReader, Placed, Run, bad_item, read_columns, read_index
 from streamloader.options import MIB
 from streamloader.storage import open_store
 from streamloader.storage.objects import cut_runs
@@ -491,11 +491,7 @@ class FieldCheck:
         if size is None:
             self._add(f"{self._url(path)} is missing, but the manifest lists it", path, samples)
             return 0
-        try:
-            tail = self.view.store.get_tail(path, index_size(self.layout.chunks_per_shard))
-            index = parse_index(tail, self.layout.chunks_per_shard)
-        except (CorruptError, NotFoundError):
-            index = None
+        index = read_index(self.view.store, path, self.layout.chunks_per_shard)
         counted, lengths = size, None
         if self.name in self.view.manifest.lengths:
             try:

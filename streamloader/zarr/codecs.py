@@ -23,7 +23,7 @@ from numcodecs.registry import get_codec
 from numpy.typing import NDArray
 
 from streamloader.errors import CorruptError, FormatError
-from streamloader.format.codecs import CRC_BYTES, check_frame, has_zstd_size
+from streamloader.format.codecs import ABSENT, CRC_BYTES, check_frame, has_zstd_size, index_size, parse_index
 from streamloader.format.manifest import MAX_CHUNK_BYTES
 from streamloader.options import MIB
 from streamloader.zarr.metadata import ZarrArray
@@ -60,7 +60,6 @@ _OBJECTS = ("json2", "msgpack2", "vlen-array")  # they decode to any number of P
 _NUMCODECS = "numcodecs."  # begins the names of its codecs in version 3
 # Codecs of version 3 whose options do not matter for decoding, and differ from those of numcodecs.
 _OWN = ("crc32c", "blosc", "zstd", "gzip", "vlen-utf8", "vlen-bytes")
-_EMPTY = 2**64 - 1  # offset and size of a missing chunk in the index of a shard
 
 
 @dataclass(frozen=True, eq=False)
@@ -220,14 +219,15 @@ class ShardIndex:
         if any(name not in ("bytes", "crc32c") for name, _ in codecs):
             raise FormatError(f"the index of the shards of {array.path!r} is compressed", "write the array again")
         self.grid = tuple(outer // inner for outer, inner in zip(array.stored_chunks, array.chunks, strict=True))
-        self.nbytes = 16 * prod(self.grid) + CRC_BYTES * sum(name == "crc32c" for name, _ in codecs)
+        self._checksums = sum(name == "crc32c" for name, _ in codecs)
+        self._dtype = ">u8" if dict(codecs).get("bytes", {}).get("endian") == "big" else "<u8"
+        self.nbytes = index_size(prod(self.grid), self._checksums)
         self.is_last = sharding.get("index_location", "end") == "end"
-        self._codec = _codec_of_version_3(array, codecs, (*self.grid, 2), np.dtype("uint64"))
 
     def parse(self, data: memoryview) -> Index:
         """Return the offset and the size of each inner chunk. Raises `CorruptError`."""
-        entries = self._codec.decode(data).reshape(-1, 2).astype(np.uint64)
-        empty = entries[:, 0] == _EMPTY
+        entries = parse_index(data, prod(self.grid), self._dtype, self._checksums)
+        empty = entries[:, 0] == ABSENT
         if (entries[~empty] >= 2**62).any():
             raise CorruptError("an offset is too large")
         offsets, sizes = (np.where(empty, -1, entries[:, i].astype(np.int64)) for i in (0, 1))

@@ -56,6 +56,12 @@ class Member:
     unpacking: Unpacking | None = None
     constant: NDArray[Any] | None = None
 
+    @property
+    def dtype(self) -> str:
+        """The dtype of the array's values, unpacked."""
+        assert self.array is not None
+        return self.array.dtype.name if self.unpacking is None else self.unpacking.dtype
+
 
 class Part(NamedTuple):
     """Elements of an output along the sample axis: `length` from `offset` after the anchor, `step` apart, below 0
@@ -191,18 +197,6 @@ class ArrayFields:
         return {"index": index + self.first, **{f"index_{name}": values for name, values in corners.items()}}
 
 
-class RegionRun(NamedTuple):
-    """A request for the bytes [start, stop) of chunks of one member, which go to one region of a block."""
-
-    region: int
-    member: int
-    request: ArrayRun
-    start: int
-    stop: int
-    first_sample: int
-    num_samples: int
-
-
 class BlockArrays(Protocol):
     """The memory of the regions of a block: of each its array, and `bounds`, its first element and its end."""
 
@@ -286,20 +280,19 @@ class RegionReader:
             pieces += sum(reader.count_requests(self.boxes_of(member, low, high)) for member, reader in self.members())
         return max(1, pieces)
 
-    def runs(self, start: int, stop: int) -> list[RegionRun]:
+    def runs(self, start: int, stop: int) -> list[ArrayRun]:
         """Return the requests for the chunks of the samples [start, stop). Raises as `ArrayReader.runs`."""
-        found: list[tuple[int, int, ArrayRun]] = []
-        for number, (low, high) in enumerate(self.regions(start, stop)):
-            for index, reader in self._readers.items():
-                requests = reader.runs(self.boxes_of(self.column.members[index], low, high))
-                found += [(number, index, request) for request in requests]
-        found = found or [(0, 0, ArrayRun("", 0, 0, ()))]
-        return [RegionRun(*each, each[-1].start, each[-1].stop, start, stop - start) for each in found]
+        found: list[ArrayRun] = []
+        for region, (low, high) in enumerate(self.regions(start, stop)):
+            for member, reader in self._readers.items():
+                runs = reader.runs(self.boxes_of(self.column.members[member], low, high))
+                found += [ArrayRun(*run[:4], member, region, start, stop - start) for run in runs]
+        return found or [ArrayRun("", 0, 0, (), first_sample=start, num_samples=stop - start)]
 
-    def fetch(self, reader: RangeReader, run: RegionRun, allocate: Allocate = empty_buffer) -> memoryview:
+    def fetch(self, reader: RangeReader, run: ArrayRun, allocate: Allocate = empty_buffer) -> memoryview:
         """Return the bytes of a run by one request, without retries."""
         array = self._readers.get(run.member)
-        return ABSENT if array is None else array.fetch(reader, run.request, allocate)
+        return ABSENT if array is None else array.fetch(reader, run, allocate)
 
     def write_constants(self, block: BlockArrays) -> None:
         """Write the values that are constant to the regions of a block."""
@@ -312,7 +305,7 @@ class RegionReader:
                 at = tuple(slice(low[dims.index(dim)], high[dims.index(dim)]) for dim in member.dims)
                 self._channel(array, member.slices[0])[...] = member.constant[at][wide]
 
-    def write(self, run: RegionRun, body: memoryview, block: BlockArrays, allocate: Allocate) -> tuple[int, int]:
+    def write(self, run: ArrayRun, body: memoryview, block: BlockArrays, allocate: Allocate) -> tuple[int, int]:
         """Decode the chunks of a run into the regions of their block; return (missing chunks, decoded bytes).
 
         Chunks that lie in a region only in part are decoded into memory from `allocate` first.
@@ -320,7 +313,7 @@ class RegionReader:
         Raises `CorruptError`, or `MissingObjectError` for a missing chunk if the dataset is strict.
         """
         reader, member = self._readers.get(run.member), self.column.members[run.member]
-        if reader is None or not run.request.chunks:
+        if reader is None or not run.chunks:
             return 0, 0
         low, high = block.bounds[run.region]
         targets = []
@@ -330,8 +323,8 @@ class RegionReader:
             picked = tuple(axis for axis, dim in enumerate(member.dims) if dim in each.picks)
             first = self._bounds(member, each, low, high)[0]
             targets.append(Target(np.expand_dims(target, picked), first, each.affine))
-        place = partial(reader.place, run.request, allocate=allocate)
-        found = [place(chunk, body, targets, member.unpacking) for chunk in run.request.chunks]
+        place = partial(reader.place, run, allocate=allocate)
+        found = [place(chunk, body, targets, member.unpacking) for chunk in run.chunks]
         if not all(found):
             reader.check_exists()
         return found.count(False), found.count(True) * reader.array.chunk_bytes

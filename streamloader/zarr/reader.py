@@ -56,13 +56,18 @@ class StoredChunk(NamedTuple):
 class ArrayRun(NamedTuple):
     """Chunks that one request reads: the bytes [start, stop) of the object `path`. No request if both are 0.
 
-    An object that is a chunk may end before `stop`.
+    An object that is a chunk may end before `stop`. What follows is the number of the array and the region of a block
+    that it is for, and the samples of the block: see `RegionReader`.
     """
 
     path: str
     start: int
     stop: int
     chunks: tuple[StoredChunk, ...]
+    member: int = 0
+    region: int = 0
+    first_sample: int = 0
+    num_samples: int = 0
 
 
 class ArrayReader:
@@ -303,8 +308,6 @@ class ArrayReader:
             return np.full(count, -1), np.full(count, -1)
         self._present = path
         remedy = "restore the object, or write the shard again"
-        if len(data) != size:
-            raise CorruptError(f"{self._store.url}/{path} has {len(data)} bytes, its index takes {size}", remedy)
         try:
             offsets, sizes = shards.parse(memoryview(data))
             if sizes.max(initial=0) > self.codec.most_stored:

@@ -313,7 +313,7 @@ def _columns(opened: OpenedArrays, fields: Sequence[str] | None) -> dict[str, Re
             raise FieldError(problem, remedy)
         affine = opened.affine(name)
         member = Member(array.dims, (Slice({}, None, affine),), array, unpacking)
-        dtype = _float_if(_dtype_of(member), affine is not None)
+        dtype = _float_if(member.dtype, affine is not None)
         if f"{name}/mask" in opened.group.parts:
             member = Member(array.dims, (Slice({}, None),), constant=_scaled(opened.read(name), affine))
             dtype = "float64"
@@ -352,11 +352,6 @@ def _sparse(name: str, opened: OpenedArrays) -> dict[str, RegionColumn]:
     return columns
 
 
-def _dtype_of(member: Member) -> str:
-    assert member.array is not None
-    return member.array.dtype.name if member.unpacking is None else member.unpacking.dtype
-
-
 def _stack(name: str, opened: OpenedArrays, channels: Channels) -> RegionColumn:
     """Return the column of stacked arrays. Raises `FieldError` if their dimensions differ."""
     members: dict[str, Member] = {}
@@ -380,7 +375,7 @@ def _stack(name: str, opened: OpenedArrays, channels: Channels) -> RegionColumn:
 def _channel_dtypes(member: Member) -> list[str]:
     """Return the dtypes that hold the channels of a member: constants are float32, unless that rounds integers."""
     if member.constant is None:
-        return [_float_if(_dtype_of(member), each.affine is not None) for each in member.slices]
+        return [_float_if(member.dtype, each.affine is not None) for each in member.slices]
     values = member.constant
     rounded = values.dtype.kind in "iu" and not np.array_equal(values.astype(np.float32), values)
     return ["float32", values.dtype.name] if rounded else ["float32"]
