@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from streamloader.format.dataset import open as open  # noqa: A004 - `sl.open` reads as the builtin does
     from streamloader.format.manifest import Field as Field
     from streamloader.format.writer import Writer as Writer
+    from streamloader.loader.arguments import Source as Source
     from streamloader.maintenance.append import append as append
     from streamloader.maintenance.export import export as export
     from streamloader.maintenance.verify import verify as verify
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
     from streamloader.options import RetryPolicy as RetryPolicy
     from streamloader.options import Shuffle as Shuffle
     from streamloader.options import Window as Window
-    from streamloader.pytorch.arguments import Source as Source
     from streamloader.pytorch.dataset import Mixture as Mixture
     from streamloader.pytorch.dataset import StreamingDataset as StreamingDataset
     from streamloader.stats import Stats as Stats
@@ -50,7 +50,7 @@ _PUBLIC = {
     "maintenance.export": "export",
     "maintenance.verify": "verify",
     "options": "Channels Decode Layout Patch RetryPolicy Shuffle Window",
-    "pytorch.arguments": "Source",
+    "loader.arguments": "Source",
     "pytorch.dataset": "Mixture StreamingDataset",
     "stats": "Stats",
 }

@@ -20,7 +20,8 @@ from datasets import take
 from torch.utils.data import DataLoader
 
 from streamloader.errors import StateError
-from streamloader.pytorch.dataset import Mixture, Source, StreamingDataset
+from streamloader.loader.arguments import Source
+from streamloader.pytorch.dataset import Mixture, StreamingDataset
 
 
 def run_case(job: dict[str, Any], case: dict[str, Any]) -> dict[str, Any]:

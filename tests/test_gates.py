@@ -20,8 +20,8 @@ MAX_ARGUMENTS = 8
 
 MANY_ARGUMENTS = {
     # the issue fixes these; everything that comes later goes into their frozen option values
-    ("pytorch/dataset.py", "StreamingDataset.__init__"),
-    ("pytorch/dataset.py", "Mixture.__init__"),  # the same names
+    ("loader/dataset.py", "NumpyDataset.__init__"),
+    ("loader/dataset.py", "NumpyMixture.__init__"),  # the same names
     ("conversion/api.py", "convert"),
     ("maintenance/append.py", "append"),  # the same names
 }
@@ -44,19 +44,20 @@ ALLOWED = {
     "images": BASE | {"format"},
     "zarr": BASE | {"storage", "format", "order"},
     "engine": BASE | {"storage", "format", "order", "zarr", "images"},
-    "pytorch": BASE | {"storage", "format", "order", "zarr", "images", "engine"},
+    "loader": BASE | {"storage", "format", "order", "zarr", "images", "engine"},
+    "pytorch": BASE | {"order", "engine", "loader"},
     "conversion": BASE | {"storage", "format", "zarr", "images"},
     "maintenance": BASE | {"storage", "format", "zarr", "conversion"},
-    "measure": BASE | {"storage", "format", "order", "zarr", "images", "engine", "pytorch"},
-    "cli": BASE | {"storage", "format", "zarr", "conversion", "maintenance", "demo", "pytorch", "measure"},
+    "measure": BASE | {"storage", "format", "order", "zarr", "images", "engine", "loader"},
+    "cli": BASE | {"storage", "format", "zarr", "conversion", "maintenance", "demo", "measure"},
     "demo": BASE,
-    "__init__": BASE | {"format", "conversion", "maintenance", "pytorch"},
+    "__init__": BASE | {"format", "conversion", "maintenance", "loader", "pytorch"},
 }
 
 # third-party packages that only some stages may import; `import streamloader` is a user's import
 ONLY_IN = {
     "fsspec s3fs gcsfs adlfs obstore botocore aiobotocore boto3": {"storage"},
-    "torch torchdata": {"pytorch", "demo", "measure"},
+    "torch torchdata": {"pytorch", "demo"},
     "click rich": {"cli", "demo"},
     "sklearn moto streamloader": {"demo"},
     "numcodecs": {"format", "zarr"},
@@ -293,3 +294,23 @@ def test_each_step_imports_only_what_it_needs_and_starts_nothing(data):
 
 def test_importing_every_module_starts_no_thread_and_hides_no_public_name():
     assert run_python("-c", EVERY_MODULE).stdout.splitlines() == ["['MainThread']", "['errors']"]
+
+
+WITHOUT_TORCH = """
+import sys, runpy, streamloader as sl
+from streamloader.loader.dataset import NumpyDataset
+sys.modules['torch'] = None  # importing it is an error
+url = sys.argv[1]
+assert len(list(NumpyDataset(url, batch_size=8))) == 8
+for command in (['plan', url], ['inspect', url], ['bench', url, '--seconds', '0.1']):
+    sys.argv = ['streamloader', *command]
+    try:
+        runpy.run_module('streamloader.cli.main', run_name='__main__')
+    except SystemExit as ended:
+        assert not ended.code, (command, ended.code)
+print('done')
+"""
+
+
+def test_only_the_datasets_of_torch_import_torch(data):
+    assert run_python("-c", WITHOUT_TORCH, data(64, "x", "label")).stdout.splitlines()[-1] == "done"

@@ -31,11 +31,11 @@ from streamloader.format.manifest import Field, FieldLayout, OrderPin
 from streamloader.format.publish import begin, job_document, take_over
 from streamloader.format.reader import FieldReader
 from streamloader.format.writer import Writer
+from streamloader.loader.arguments import Source
+from streamloader.loader.arguments import open_dataset as open_source
 from streamloader.maintenance.append import append
 from streamloader.options import Layout, Shuffle
 from streamloader.order.schedule import BlockRef
-from streamloader.pytorch.arguments import Source
-from streamloader.pytorch.arguments import open_dataset as open_source
 from streamloader.pytorch.dataset import StreamingDataset
 from streamloader.stats import Counters
 from streamloader.storage import open_store

@@ -15,8 +15,9 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from streamloader import errors
 from streamloader.format.writer import Writer
+from streamloader.loader.arguments import Source
 from streamloader.options import Shuffle
-from streamloader.pytorch.dataset import Mixture, Source, StreamingDataset
+from streamloader.pytorch.dataset import Mixture, StreamingDataset
 
 COUNTS = {"a": 500, "b": 203, "c": 90}
 FIELDS = {"x": "float32[300]", "label": "int64", "name": "text", "tok": "ragged:int32"}

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from streamloader.errors import UsageError
 from streamloader.format.manifest import Field
 from streamloader.format.writer import Writer
+from streamloader.loader.arguments import choose_packs
 from streamloader.options import Pack
-from streamloader.pytorch.arguments import choose_packs
 from streamloader.pytorch.dataset import StreamingDataset
 
 KINDS = {

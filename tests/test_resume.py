@@ -16,8 +16,9 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 import streamloader as sl
 from streamloader.errors import FormatError, StateError, UsageError
+from streamloader.loader.arguments import Source
 from streamloader.options import Layout, Shuffle
-from streamloader.pytorch.dataset import Mixture, Source, StreamingDataset
+from streamloader.pytorch.dataset import Mixture, StreamingDataset
 
 N = 603
 FIELDS = ["x", "label"]

@@ -178,7 +178,8 @@ def test_states_of_workers_resume_exactly(shown):
 
 
 POSITIONS = """
-from streamloader.pytorch.dataset import Mixture, Source
+from streamloader.loader.arguments import Source
+from streamloader.pytorch.dataset import Mixture
 
 def stateful(ds):
     return StatefulDataLoader(ds, batch_size=None, num_workers=3, multiprocessing_context="fork")

@@ -18,10 +18,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from streamloader.errors import BatchError, UsageError, WorldError
+from streamloader.loader.world import LAUNCHERS, LOCAL_SIZES, ranks_on_this_machine
 from streamloader.order.epoch_order import EpochOrder, OrderParams
 from streamloader.order.schedule import Share, World
 from streamloader.pytorch.dataset import StreamingDataset
-from streamloader.pytorch.distributed import LAUNCHERS, LOCAL_SIZES, ranks_on_this_machine, resolve_world
+from streamloader.pytorch.distributed import resolve_world
 
 sizes = st.integers(1, 7)
 remainders = st.sampled_from(("pad", "drop", "uneven"))

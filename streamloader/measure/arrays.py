@@ -9,8 +9,8 @@ from typing import Any
 
 from streamloader.engine.dataset import Dataset
 from streamloader.errors import FormatError
+from streamloader.loader.arguments import Source, open_dataset
 from streamloader.options import Sampling
-from streamloader.pytorch.arguments import Source, open_dataset
 from streamloader.storage import open_store, references_url
 from streamloader.zarr.codecs import chunk_codec
 from streamloader.zarr.columns import Member, RegionColumn, RegionReader

@@ -13,9 +13,9 @@ from streamloader.format.manifest import Manifest
 from streamloader.format.opening import open_root
 from streamloader.format.reader import MAX_REQUEST
 from streamloader.images.decode import ENCODINGS
+from streamloader.loader.dataset import NumpyDataset
 from streamloader.measure.ceiling import Ceiling, Tally, Watch, image_ceiling, read_ceiling
 from streamloader.options import MIB, Decode
-from streamloader.pytorch.dataset import StreamingDataset
 from streamloader.stats import BUSY, BatchReport, Stats, quotient
 from streamloader.storage import open_store
 from streamloader.storage.process import cpu_count
@@ -199,7 +199,7 @@ def bench(url: str, options: BenchOptions | None = None, progress: Listener | No
     return BenchResult(store.url, manifest.num_samples, batch_size, first, ceilings, loader, stats, ratio, verdict)
 
 
-def _run_loader(dataset: StreamingDataset, tally: Tally, seconds: float) -> float:
+def _run_loader(dataset: NumpyDataset, tally: Tally, seconds: float) -> float:
     """Iterate over epochs, one after the other, for `seconds`; return the time of the first batch."""
     first = 0.0
     for _ in chain.from_iterable(repeat(dataset)):
@@ -215,8 +215,8 @@ def _open_dataset(
     batch_size: int,
     images: list[str],
     on_batch: Callable[[BatchReport], None] | None = None,
-) -> StreamingDataset:
-    return StreamingDataset(
+) -> NumpyDataset:
+    return NumpyDataset(
         url,
         batch_size=batch_size,
         fields=options.fields,

@@ -19,9 +19,9 @@ from streamloader.engine.memory import Buffers
 from streamloader.errors import FieldError, UsageError
 from streamloader.format.reader import FieldReader, Run
 from streamloader.images.decode import ImageDecoder
+from streamloader.loader.arguments import Source, open_dataset
 from streamloader.options import MIB, Decode
 from streamloader.order.epoch_order import BlockPermutation
-from streamloader.pytorch.arguments import Source, open_dataset
 from streamloader.stats import Counters, quotient
 from streamloader.storage.process import cpu_count, run_all
 

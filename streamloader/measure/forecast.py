@@ -13,12 +13,12 @@ from streamloader.engine.dataset import Dataset
 from streamloader.engine.engine import Engine
 from streamloader.engine.stages import LoaderConfig
 from streamloader.errors import FieldError, UsageError
+from streamloader.loader.arguments import Source, WhereChoice
+from streamloader.loader.dataset import NumpyDataset, NumpyMixture
 from streamloader.measure.arrays import SAMPLED_BLOCKS, ArrayReads, Rechunking, array_reads, rechunking
 from streamloader.options import Sampling, Shuffle
 from streamloader.order.mixture import EpochShare, MixShare, Stop, Stream
 from streamloader.order.schedule import Share, World
-from streamloader.pytorch.arguments import Source, WhereChoice
-from streamloader.pytorch.dataset import Mixture, StreamingDataset
 from streamloader.storage import open_store
 
 STEPS = 16  # steps that are sampled: the error of their mean is a few percent
@@ -202,7 +202,7 @@ def forecast(url: str, options: ForecastOptions) -> Forecast:
     Raises the errors of opening a dataset; `FieldError`, `WorldError`, `BatchError`, `SelectionError` or `UsageError`
     for invalid options; and `MemoryBudgetError` if the window does not fit in the memory.
     """
-    loader = StreamingDataset(**vars(options.source(url)), **options.arguments())
+    loader = NumpyDataset(**vars(options.source(url)), **options.arguments())
     (dataset,), share = loader._datasets, loader._first_share()
     assert isinstance(share, Share)
     order, params = share.order, share.order.params
@@ -280,7 +280,7 @@ def forecast_mixture(
     `options` are those of every source. Raises the errors of `forecast`, and `MixtureError`.
     """
     sources = {options.source(url): weight for url, weight in weights}
-    mixture = Mixture(sources, weigh=weigh, stop=stop, unit=unit, **options.arguments())
+    mixture = NumpyMixture(sources, weigh=weigh, stop=stop, unit=unit, **options.arguments())
     share = mixture._first_share()
     assert isinstance(share, MixShare)
     places = share.mix.source_order.places(share.num_samples).tolist()
@@ -306,7 +306,7 @@ def _passes_read(stream: Stream, samples: int) -> float:
     return passes + min(1.0, ahead / stream.num_samples)
 
 
-def _field_shares(mixture: Mixture, weigh: str | None) -> dict[str, dict[Source, float]]:
+def _field_shares(mixture: NumpyMixture, weigh: str | None) -> dict[str, dict[Source, float]]:
     """Return the share of each source in the elements of every variable-length field whose lengths are known."""
     names = {name for name, field in mixture.fields.items() if not field.fixed} | ({weigh} if weigh else set())
     shares = {}
@@ -325,7 +325,7 @@ class Reads(NamedTuple):
 
 
 def _epoch(
-    loader: StreamingDataset | Mixture, share: EpochShare, passes: Sequence[float], options: ForecastOptions
+    loader: NumpyDataset | NumpyMixture, share: EpochShare, passes: Sequence[float], options: ForecastOptions
 ) -> tuple[dict[str, Any], list[Reads]]:
     """Return the values of an `EpochForecast`, and what it reads of each dataset, of which it has `passes`."""
     engine = Engine(loader._datasets, LoaderConfig(memory=options.memory, ranks_here=options.ranks_here))

@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from streamloader.errors import FieldError, UsageError
 from streamloader.format.opening import STATISTICS
 from streamloader.images.decode import ENCODINGS
+from streamloader.loader.arguments import WhereChoice
+from streamloader.loader.dataset import NumpyDataset
 from streamloader.options import Sampling
-from streamloader.pytorch.arguments import WhereChoice
-from streamloader.pytorch.dataset import StreamingDataset
 from streamloader.storage import open_store
 
 BATCH_BYTES = 64 << 20
@@ -75,7 +75,7 @@ def fit(
     single = replace(sampling, windows=None, patches=None, normalize=None)
     options: dict[str, Any] = {**vars(single), "split": split, "where": where, "storage_options": storage_options}
     options |= {"shuffle": False, "remainder": "uneven", "memory": memory, "fields": fields}
-    probe = StreamingDataset(url, batch_size=1, **options)
+    probe = NumpyDataset(url, batch_size=1, **options)
     numbers = {name: field for name, field in probe.fields.items() if field.fixed}
     images = [name for name, field in probe.fields.items() if field.kind == "bytes" and field.encoding in ENCODINGS]
     others = {name: field for name, field in probe.fields.items() if name not in {*numbers, *images}}
@@ -88,11 +88,11 @@ def fit(
         size = sum(field.item_bytes for field in numbers.values())
         batch = max(1, min(probe.num_samples, BATCH_BYTES // max(1, size)))
         chosen = options if single.used else {**options, "fields": list(numbers)}
-        for columns in StreamingDataset(url, batch_size=batch, **chosen):
+        for columns in NumpyDataset(url, batch_size=batch, **chosen):
             _add(found, {name: [values] for name, values in _arrays_of(columns, single)})
     if images:
-        for sample in StreamingDataset(url, batch_size=None, decode=True, **{**options, "fields": images}):
-            _add(found, {name: list(sample[name].numpy().reshape(-1, 3).T / 255) for name in images})
+        for sample in NumpyDataset(url, batch_size=None, decode=True, **{**options, "fields": images}):
+            _add(found, {name: list(sample[name].reshape(-1, 3).T / 255) for name in images})
     empty = [name for name, moments in found.items() if not moments[0].count]
     if empty:
         raise FieldError(f"all values of {', '.join(empty)} are NaN", "leave them out")
@@ -126,6 +126,6 @@ def _arrays_of(columns: Mapping[str, Any], sampling: Sampling) -> Iterator[tuple
     for name, column in columns.items():
         if name in sampling.columns:
             for number, channel in enumerate(sampling.columns[name].names):
-                yield channel, column[:, number].numpy()
+                yield channel, column[:, number]
         else:
-            yield name, column.numpy()
+            yield name, column

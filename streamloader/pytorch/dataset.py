@@ -2,29 +2,50 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Mapping, Sequence
-from fractions import Fraction
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, Self
 
-import torch
+from torch.utils.data import IterableDataset
 
-from streamloader.engine.dataset import Dataset
-from streamloader.errors import FieldError, MixtureError
-from streamloader.format.lengths import LengthTable
-from streamloader.options import Channels, Normalize, Patch, Remainder, Shuffle, Window, is_whole, whole
-from streamloader.order.state import Batches, check_mixture_options
-from streamloader.pytorch.arguments import Arguments, DecodeChoice, PackChoice, Source, StepChoice, WhereChoice
-from streamloader.pytorch.base import BaseDataset
-from streamloader.pytorch.distributed import WorldChoice
-from streamloader.pytorch.tensors import numbers
-from streamloader.stats import BatchReport
+from streamloader.loader.base import Loader
+from streamloader.loader.dataset import NumpyDataset, NumpyMixture
+from streamloader.pytorch import distributed
+from streamloader.pytorch.distributed import SharedEpochs
+from streamloader.pytorch.tensors import TENSORS, to_tensors
 
-if TYPE_CHECKING:
-    from streamloader.order.mixture import Stop
+# Arguments of `DataLoader` and other loaders, and what a dataset has for them.
+ELSEWHERE = {
+    "drop_last": "remainder='drop'",
+    "num_workers": "transform_workers= for a slow transform, else leave it out: threads read and decode",
+    "prefetch_factor": "memory=",
+    "collate_fn": "transform= for each sample, or batch_size=None and DataLoader(dataset, collate_fn=...)",
+    "sampler": "where= to choose samples, Mixture to weigh datasets, shuffle=Shuffle(...) for the order",
+    "pin_memory": "DataLoader(dataset, batch_size=None, pin_memory=True)",
+    "device": "tensor.to(device, non_blocking=True) for each tensor of a batch",
+}
 
 
-class StreamingDataset(BaseDataset):
+class TorchLoader(Loader, IterableDataset[dict[str, Any]]):
+    """A loader of tensors, for torch's `DataLoader` and `torch.distributed`."""
+
+    _tensors = TENSORS
+    _convert = staticmethod(to_tensors)
+    _new_epochs = SharedEpochs
+    _resolve_world = staticmethod(distributed.resolve_world)
+    _worker = staticmethod(distributed.worker)
+    _in_worker = staticmethod(distributed.in_worker)
+    _length_asker = staticmethod(distributed.loader_asking_for_length)
+
+    def __new__(cls, *_: Any, **given: Any) -> Self:
+        """Raise `TypeError` for an argument that `DataLoader` has, naming what replaces it."""
+        for name in given.keys() & ELSEWHERE.keys():
+            raise TypeError(f"{cls.__name__}() got an unexpected keyword argument {name!r}: use {ELSEWHERE[name]}")
+        return super().__new__(cls)
+
+    def _check_caller(self) -> None:
+        distributed.check_loader(self._options.batch_size, self._rank.size)
+
+
+class StreamingDataset(NumpyDataset, TorchLoader):
     """Yields batches of a streamloader dataset, in an order that depends only on the seed and the epoch.
 
     Iterate it, or pass it to `DataLoader(ds, batch_size=None)`. It yields dicts: a tensor for each fixed-shape
@@ -64,181 +85,8 @@ class StreamingDataset(BaseDataset):
     at the batch that an error belongs to.
     """
 
-    def __init__(
-        self,
-        url: str | os.PathLike[str],
-        *,
-        batch_size: int | None,
-        fields: Sequence[str] | None = None,
-        split: str | None = None,
-        where: WhereChoice = None,
-        shuffle: bool | Shuffle = True,
-        seed: int = 0,
-        remainder: Remainder = "pad",
-        decode: DecodeChoice = None,
-        pack: PackChoice = None,
-        transform: Callable[..., Any] | None = None,
-        transform_workers: int = 0,
-        skip_steps: StepChoice = None,
-        steps_per_epoch: int | None = None,
-        with_index: bool = False,
-        world: WorldChoice = None,
-        memory: int | str | None = None,
-        on_batch: Callable[[BatchReport], None] | None = None,
-        storage_options: Mapping[str, Any] | None = None,
-        sample_axis: str | int | None = None,
-        windows: Window | None = None,
-        patches: Patch | None = None,
-        channels: Channels | Mapping[str, Channels] | None = None,
-        decode_cf: bool | Mapping[str, bool] = True,
-        strict: bool | None = None,
-        normalize: Normalize = None,
-        version: int | None = None,
-        zarr_format: int | None = None,
-    ) -> None:
-        given = Arguments(
-            *(batch_size, remainder, with_index, skip_steps, steps_per_epoch, on_batch),
-            *(fields, decode, pack, transform, transform_workers, memory),
-        )
-        source = Source(
-            *(url, split, where, storage_options, version),
-            sample_axis=sample_axis,
-            windows=windows,
-            patches=patches,
-            channels=channels,
-            decode_cf=decode_cf,
-            strict=strict,
-            normalize=normalize,
-            zarr_format=zarr_format,
-        )
-        super().__init__([source], given, shuffle=shuffle, seed=seed, world=world)
 
-    @property
-    def num_samples(self) -> int:
-        """The number of selected samples, over all ranks."""
-        return self._datasets[0].num_samples
-
-    @property
-    def unused(self) -> dict[str, int]:
-        """The elements of each axis of windows and patches that no sample reads; empty for other datasets.
-
-        Windows that would cross a border are left out, and so is the end of an axis that the stride does not reach.
-        """
-        arrays = self._datasets[0].arrays
-        return {} if arrays is None else arrays.unused
-
-    @property
-    def left_out(self) -> int:
-        """The number of windows that were left out, since their times are not the durations of `Window` apart."""
-        arrays = self._datasets[0].arrays
-        return 0 if arrays is None else arrays.left_out
-
-    def samples(self, epoch: int, step: int, rank: int | None = None, *, workers: int = 1) -> torch.Tensor:
-        """Return the sample numbers (`index`) of a step, without reading data.
-
-        Shape (rows,), int64; for windows, the first element of each. Those of one `rank`, or of all ranks in order.
-        Steps count from 0 in each epoch. Give the number of DataLoader `workers`, which determines the composition of
-        batches. If a loaded state begins within the epoch, steps are aligned with the steps after it. Raises
-        `UsageError` for a step that the epoch does not have.
-        """
-        return numbers(self._step_numbers(epoch, step, rank, workers), (), self._format.indexes)["index"]
-
-
-Weights = Mapping[Any, float]  # of a URL, a Source, or a Mixture
-
-
-class MixtureSpec(NamedTuple):
-    """The sources of a mixture, and the shares of each (with sum 1) by the step from which they apply, the first 0."""
-
-    sources: tuple[Source, ...]
-    shares: tuple[tuple[int, tuple[Fraction, ...]], ...]
-
-    @property
-    def weights_by_step(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
-        """The shares as integer weights."""
-        from streamloader.order.mixture import whole_weights
-
-        return tuple((step, whole_weights(shares)) for step, shares in self.shares)
-
-    def at(self, step: int) -> tuple[Fraction, ...]:
-        """Return the shares at a step."""
-        return [shares for begin, shares in self.shares if begin <= step][-1]
-
-
-def choose_sources(weights: Weights, schedule: Mapping[int, Weights] | None) -> MixtureSpec:
-    """Return the sources of a mixture, nested ones flattened. Raises `MixtureError` for an invalid mixture."""
-    from streamloader.order.mixture import exact_shares
-
-    if not isinstance(weights, Mapping) or not weights:
-        raise MixtureError(f"a mixture of {weights!r:.60}", "give a weight for each source: Mixture({a: 0.7, b: 0.3})")
-    parts = {key: _part(key) for key in weights}
-    phases = {0: weights, **dict(schedule or {})}
-    for step, changed in phases.items():
-        unknown = [key for key in changed if key not in parts] if isinstance(changed, Mapping) else [changed]
-        if not is_whole(step, 0) or unknown:
-            remedy = "give weights of the mixture's own sources, by whole steps"
-            raise MixtureError(f"schedule={{{step!r}: {changed!r:.60}}}", remedy)
-    shares = {int(step): exact_shares([changed.get(key, 0) for key in parts]) for step, changed in phases.items()}
-    steps = sorted({*shares, *(step for part in parts.values() for step, _ in part.shares)})
-    flattened = []
-    for step in steps:
-        outer = shares[max(begin for begin in shares if begin <= step)]
-        pairs = zip(outer, parts.values(), strict=True)
-        flattened.append((step, tuple(share * inner for share, part in pairs for inner in part.at(step))))
-    return MixtureSpec(tuple(source for part in parts.values() for source in part.sources), tuple(flattened))
-
-
-def mean_length(dataset: Dataset, name: str) -> Fraction:
-    """Return the mean length of the samples of a variable-length field, of a selection by the table of lengths."""
-    layout = dataset.manifest.fields.get(name)
-    if dataset.arrays is not None or layout is None or layout.field.fixed:
-        problem = f"{dataset.store.url} has no variable-length field {name!r} to weigh by"
-        raise FieldError(problem, "name a field like ragged:int32, bytes or text")
-    total = layout.nbytes
-    if dataset.selection is not None:
-        if name not in dataset.manifest.lengths:
-            problem = f"{dataset.store.url} has no table of lengths of field {name!r}, which weighing a selection needs"
-            raise FieldError(problem, "convert the dataset again, or leave where= out")
-        total = int(LengthTable(dataset.store, dataset.manifest, name).read()[dataset.selection.samples].sum())
-    return Fraction(total, layout.field.item_bytes * max(1, dataset.num_samples))
-
-
-def _part(key: Any) -> MixtureSpec:
-    nested = getattr(key, "_spec", None)
-    if isinstance(nested, MixtureSpec):
-        return nested
-    if not isinstance(key, str | os.PathLike | Source):
-        raise MixtureError(f"a source {key!r:.60}", "give a URL, a Source, or a Mixture")
-    return MixtureSpec((key if isinstance(key, Source) else Source(key),), ((0, (Fraction(1),)),))
-
-
-def check_same_fields(sources: Sequence[Source], datasets: Sequence[Dataset], with_index: bool) -> None:
-    """Raise `MixtureError`, which states the difference, unless all sources have the same fields."""
-    fields = datasets[0].fields
-    if with_index and "source" in fields:
-        raise FieldError("the datasets have a field 'source', and so has the batch", "leave it out with fields=")
-    for source, dataset in zip(sources, datasets, strict=True):
-        if (dataset.arrays is None) != (datasets[0].arrays is None):
-            problem = f"{sources[0].url} and {source.url} are not both read as arrays"
-            raise MixtureError(problem, "give sample_axis= of each Source, or of none")
-        if not dataset.num_samples:
-            raise MixtureError(f"the source {source.url} has no samples", "leave it out")
-        if missing := set(fields) ^ set(dataset.names):
-            problem = f"{source.url} and {sources[0].url} do not both have {', '.join(sorted(missing))}"
-            raise MixtureError(problem, "name the fields that all sources have in fields=")
-        for name, field in fields.items():
-            if field != dataset.fields[name] or _targets(dataset, name) != _targets(datasets[0], name):
-                problem = f"{name} is {field} in {sources[0].url} and {dataset.fields[name]} in {source.url}"
-                raise MixtureError(problem, "mix datasets with the same fields, or leave this one out with fields=")
-
-
-def _targets(dataset: Dataset, name: str) -> list[tuple[tuple[int, ...], int]]:
-    """Return the shape, and the number of parts, of each column that a field of arrays makes."""
-    outputs = () if dataset.arrays is None else dataset.arrays.columns[name].outputs
-    return [(output.shape, len(output.parts)) for output in outputs]
-
-
-class Mixture(BaseDataset):
+class Mixture(NumpyMixture, TorchLoader):
     """Yields batches of several datasets with the same fields, in exact proportions: `Mixture({a: 0.7, b: 0.3}, ...)`.
 
     A key is a URL, a `Source`, or another mixture, whose sources divide its weight in their own proportions.
@@ -256,80 +104,3 @@ class Mixture(BaseDataset):
     Everything else is as in `StreamingDataset`: the same global batches at every world size, exact resume. A mixture
     with more sources or other weights may load a state, and uses them from there on.
     """
-
-    def __init__(
-        self,
-        sources: Weights,
-        *,
-        batch_size: int | None,
-        schedule: Mapping[int, Weights] | None = None,
-        stop: Stop = "first",
-        batches: Batches = "mixed",
-        unit: int | None = None,
-        weigh: str | None = None,
-        fields: Sequence[str] | None = None,
-        shuffle: bool | Shuffle = True,
-        seed: int = 0,
-        remainder: Remainder = "pad",
-        decode: DecodeChoice = None,
-        pack: PackChoice = None,
-        transform: Callable[..., Any] | None = None,
-        transform_workers: int = 0,
-        skip_steps: StepChoice = None,
-        steps_per_epoch: int | None = None,
-        with_index: bool = False,
-        world: WorldChoice = None,
-        memory: int | str | None = None,
-        on_batch: Callable[[BatchReport], None] | None = None,
-    ) -> None:
-        given = Arguments(
-            *(batch_size, remainder, with_index, skip_steps, steps_per_epoch, on_batch),
-            *(fields, decode, pack, transform, transform_workers, memory),
-        )
-        if remainder == "uneven":
-            raise MixtureError('remainder="uneven" of a mixture', 'choose "pad" or "drop": a mixture has no end')
-        unit = None if unit is None else whole("unit", unit)
-        check_mixture_options(stop, batches, unit)
-        self._spec: MixtureSpec = choose_sources(sources, schedule)
-        self._given = self._spec
-        if weigh is not None and len(self._spec.sources) > len(sources):
-            raise MixtureError(f"weigh={weigh!r} of nested mixtures", "give it to the inner ones, or name all sources")
-        self._weigh = weigh
-        mixture = {"stop": stop, "batches": batches, "unit": unit, "weights_by_step": self._spec.weights_by_step}
-        super().__init__(self.sources, given, shuffle=shuffle, seed=seed, world=world, **mixture)
-        check_same_fields(self.sources, self._datasets, with_index)
-
-    def _weighed(self, datasets: Sequence[Dataset]) -> dict[str, Any]:
-        from streamloader.order.mixture import exact_shares
-
-        if self._weigh is None:
-            return {}
-        means = [mean_length(dataset, self._weigh) for dataset in datasets]
-        if not all(means):
-            raise MixtureError(f"all samples of a source have no {self._weigh}", "leave it out, or leave weigh= out")
-        phases = [
-            (step, tuple(share / mean for share, mean in zip(shares, means, strict=True)))
-            for step, shares in self._given.shares
-        ]
-        self._spec = self._given._replace(shares=tuple((step, tuple(exact_shares(each))) for step, each in phases))
-        return {"weights_by_step": self._spec.weights_by_step}
-
-    def shares(self, field: str | None = None, *, step: int = 0) -> dict[Source, float]:
-        """Return the share of each source in the samples of a step, or in the elements of a variable-length `field`."""
-        weights = [weights for begin, weights in self._first.weights_by_step if begin <= step][-1]
-        means = [1 if field is None else mean_length(dataset, field) for dataset in self._datasets]
-        counts = [weight * mean for weight, mean in zip(weights, means, strict=True)]
-        total = sum(counts) or 1  # of samples that are all empty
-        return {source: float(count / total) for source, count in zip(self.sources, counts, strict=True)}
-
-    @property
-    def sources(self) -> tuple[Source, ...]:
-        """The sources, including those of nested mixtures; `source` is an index into them."""
-        return self._spec.sources
-
-    def samples(self, epoch: int, step: int, rank: int | None = None, *, workers: int = 1) -> dict[str, torch.Tensor]:
-        """Return `source` and `index` of the samples of a step, without reading data.
-
-        The arguments are those of `StreamingDataset.samples`. Raises `UsageError` for a step that the epoch lacks.
-        """
-        return numbers(self._step_numbers(epoch, step, rank, workers), self._format.firsts, self._format.indexes)

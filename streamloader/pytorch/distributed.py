@@ -8,25 +8,19 @@ the last pass, the position that the parent set last, and the next epoch of each
 
 from __future__ import annotations
 
-import os
-import re
-import sys
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from socket import socket
-from types import FrameType
+from collections.abc import Iterator, Sequence
+from inspect import currentframe
+from traceback import walk_stack
 from typing import TYPE_CHECKING, Any, TypeAlias
-from uuid import uuid4
 
 import torch
 import torch.distributed
 from torch.utils.data import DataLoader, get_worker_info
 
 from streamloader.errors import UsageError, WorldError
+from streamloader.loader.epochs import SHARED, Epochs
+from streamloader.loader.world import read_world
 from streamloader.order.schedule import World
-from streamloader.order.state import ORDER_NAMES, PROGRESS_NAMES
-from streamloader.storage.process import lock_name
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -35,23 +29,6 @@ if TYPE_CHECKING:
 # a mesh with several dimensions comes with the names of its data-parallel dimensions
 WorldChoice: TypeAlias = (
     "tuple[int, int] | World | ProcessGroup | DeviceMesh | tuple[DeviceMesh, str | Sequence[str]] | None"
-)
-
-# The variables of launchers for rank and size; the first pair that is set is used. torchrun; Horovod; Open MPI; MPICH,
-# Intel MPI and srun --mpi=pmi2; MVAPICH2; srun. Slurm sets SLURM_PROCID in batch scripts too, SLURM_STEP_NUM_TASKS only
-# in steps.
-LAUNCHERS = (
-    ("RANK", "WORLD_SIZE"),
-    ("HOROVOD_RANK", "HOROVOD_SIZE"),
-    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
-    ("PMI_RANK", "PMI_SIZE"),
-    ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),
-    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
-)
-# The variables for the number of processes on this machine; Slurm lists it for each node, as "4(x2),3".
-LOCAL_SIZES = (
-    *("LOCAL_WORLD_SIZE", "HOROVOD_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"),
-    *("MV2_COMM_WORLD_LOCAL_SIZE", "SLURM_STEP_TASKS_PER_NODE"),
 )
 
 # Packages whose frames may be between a dataset and the loader that iterates it; any other frame ends the search.
@@ -67,20 +44,12 @@ def resolve_world(given: WorldChoice) -> World:
     processes that differ only in other dimensions have the same rank, and get the same batches. Does not communicate.
     Raises `WorldError` for an invalid value.
     """
-    if isinstance(given, World):
-        return given
-    if given is None:
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
+    if torch.distributed.is_available():
+        if given is None and torch.distributed.is_initialized():
             return World(torch.distributed.get_rank(), torch.distributed.get_world_size())
-        return _of_launcher(os.environ)
-    if torch.distributed.is_available() and (world := _of_torch(given)) is not None:
-        return world
-    try:
-        rank, size = given  # type: ignore[misc]
-    except (TypeError, ValueError):
-        remedy = "give world=(rank, size), a process group, or (mesh, 'its data-parallel dimension')"
-        raise WorldError(f"world={given!r:.200}", remedy) from None
-    return World(_parse_int(rank), _parse_int(size))
+        if not isinstance(given, World | None) and (world := _of_torch(given)) is not None:
+            return world
+    return read_world(given)
 
 
 def _of_torch(given: Any) -> World | None:
@@ -117,23 +86,6 @@ def _of_mesh(mesh: DeviceMesh, chosen: Sequence[str] | None) -> World:
     return World(rank, size)
 
 
-def _of_launcher(env: Mapping[str, str]) -> World:
-    if ("RANK" in env) != ("WORLD_SIZE" in env):
-        problem = f"RANK={env.get('RANK')} and WORLD_SIZE={env.get('WORLD_SIZE')} in the environment"
-        raise WorldError(problem, "set both or none, or give world=")
-    for rank, size in LAUNCHERS:
-        if rank in env and size in env:
-            return World(_parse_int(env[rank]), _parse_int(env[size]))
-    return World(0, 1)
-
-
-def ranks_on_this_machine() -> int:
-    """Return the number of loaders that share this machine's memory: local ranks times DataLoader workers."""
-    text = next((os.environ[name] for name in LOCAL_SIZES if name in os.environ), "1")
-    counts = [int(count) for count in re.findall(r"(?:^|,)(\d+)", text)]
-    return max([1, *counts]) * worker()[1]
-
-
 def worker() -> tuple[int, int]:
     """Return (number, count) of this DataLoader worker, or (0, 1) outside of a worker."""
     info = get_worker_info()
@@ -168,14 +120,12 @@ def loader_asking_for_length() -> DataLoader[Any] | None:
 
 def _loader_frames() -> Iterator[tuple[str, Any]]:
     """Yield function name and `self` of the loader frames that call this, innermost first."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
+    for frame, _ in walk_stack(currentframe()):
         module = f"{frame.f_globals.get('__name__', '')}."
         if module.startswith(_LOADER_PACKAGES):
             yield frame.f_code.co_name, frame.f_locals.get("self")
         elif not module.startswith("streamloader."):
             return
-        frame = frame.f_back
 
 
 def _collates(collate_fn: Any) -> bool:
@@ -183,111 +133,9 @@ def _collates(collate_fn: Any) -> bool:
     return (getattr(collate_fn, "__module__", None) or "").partition(".")[0] in ("torch", "transformers")
 
 
-def _parse_int(value: object) -> int:
-    try:
-        return int(str(value))
-    except ValueError:
-        raise WorldError(f"{value!r} is not a rank or world size", "give integers") from None
-
-
-MAX_WORKERS = 512
-LOCKED_SECONDS = 0.001  # between attempts to lock
-# of a position: the progress, the pin, and the order of a state
-POSITION_VALUES = len(PROGRESS_NAMES) + 1 + len(ORDER_NAMES)
-
-
-class SharedEpochs:
-    """The epoch of the next pass: the minimum over the workers of the last pass, or the epoch that was set since."""
+class SharedEpochs(Epochs):
+    """Epochs in memory that pickled copies of the dataset share, in any process of this machine."""
 
     def __init__(self) -> None:
-        sizes = (1, 1, 1, 1, 2, 1, POSITION_VALUES, MAX_WORKERS, MAX_WORKERS)
-        shared = torch.zeros(sum(sizes), dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
-        fields = shared.split(sizes)
-        self._chosen, self._workers, self._reader, self._begun, self._again, self._version, *others = fields
-        self._position, self._next, self._loaded = others
-        self._seen_version = 0  # of the published position, by this copy
-        self._name = uuid4().hex
-
-    def next_epoch(self) -> int:
-        """Return the epoch at which the next pass starts."""
-        workers = int(self._workers)
-        return int(self._next[:workers].min()) if workers else int(self._chosen)
-
-    @property
-    def begun_elsewhere(self) -> bool:
-        """Whether another process began the last pass."""
-        return int(self._reader) not in (0, os.getpid())
-
-    @property
-    def begun(self) -> int:
-        """The epoch of the pass that was begun last, or the epoch that was set since."""
-        return int(self._begun)
-
-    @contextmanager
-    def choosing(self, workers: int) -> Iterator[None]:
-        """Let one of several workers at a time choose its epoch, from `next_epoch` to `begin`.
-
-        Otherwise another one could complete the last pass and begin the next epoch between the two.
-        """
-        lock: socket | None = None
-        while workers > 1 and (lock := lock_name(f"epochs-{self._name}")) is None:
-            time.sleep(LOCKED_SECONDS)
-        try:
-            yield
-        finally:
-            if lock is not None:
-                lock.close()
-
-    def begin(self, worker: int, workers: int, epoch: int) -> int:
-        """Record that a worker, one of `workers`, starts a pass of `epoch`; return how often it has begun anew before.
-
-        The first one to start records it for all, since it may finish before others have started.
-        """
-        if not worker:
-            before, again = self._again.tolist()
-            self._again.copy_(torch.tensor([~epoch, again + 1 if before == ~epoch else 0]))
-        if int(self._workers) != workers:
-            self._next[:workers] = epoch
-            self._workers.fill_(workers)
-        self._next[worker] = epoch
-        self._begun.fill_(epoch)
-        self._reader.fill_(os.getpid())
-        return int(self._again[1])
-
-    def load(self, worker: int, workers: int, epoch: int) -> None:
-        """Record that a worker, one of `workers`, has loaded a state of `epoch`."""
-        with self.choosing(workers):
-            self.begin(worker, workers, epoch)
-            self._again.zero_()
-        self._loaded[worker] = epoch
-
-    def first_loaded(self, workers: int) -> int:
-        """Return the first epoch of the states that the workers have loaded."""
-        return int(self._loaded[:workers].min())
-
-    def complete(self, worker: int, epoch: int) -> None:
-        """Record that a worker has completed its pass of `epoch`, unless another epoch was set since."""
-        if int(self._next[worker]) == epoch:
-            self._next[worker] = epoch + 1
-
-    def choose(self, epoch: int) -> None:
-        """Set the epoch of the next pass: the user set it, or loaded a state."""
-        self._begun.fill_(epoch)
-        self._reader.zero_()
-        self._again.zero_()
-        self._chosen.fill_(epoch)
-        self._workers.zero_()  # also if the epoch is the same: workers that read ahead may complete it meanwhile
-
-    def publish(self, position: Sequence[int]) -> None:
-        """Tell workers, which may be running, where the next pass begins: `POSITION_VALUES` numbers."""
-        self._position.copy_(torch.tensor(position))
-        self._seen_version = int(self._version) + 1
-        self._version.fill_(self._seen_version)
-
-    def update(self) -> list[int] | None:
-        """Return the position that the parent published since the last call of this copy, or None."""
-        if self._seen_version == int(self._version):
-            return None
-        self._seen_version = int(self._version)
-        values: list[int] = self._position.tolist()
-        return values
+        shared = torch.zeros(SHARED.itemsize // 8, dtype=torch.int64)
+        super().__init__(shared.share_memory_())  # type: ignore[no-untyped-call]

@@ -1,100 +1,23 @@
-"""Converts finished batches to dicts of tensors."""
+"""Tensors: of finished batches, and those that a transform returns or draws at random."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from functools import cache
-from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from streamloader.engine.stages import Batch
-from streamloader.engine.transform import Ragged, Tensors, check_shapes
+from streamloader.engine.transform import Tensors, check_shapes
 from streamloader.errors import TransformError
-from streamloader.order.schedule import BatchPlan
-
-OFFSETS = "_offsets"
 
 
-class BatchFormat(NamedTuple):
-    """What iteration yields: single `samples` or batches, and the columns other than fields.
-
-    `firsts`: the number of the first sample of each source of a mixture; the columns are then `source` and `index`, the
-    number within the source. `indexes`: for each source of arrays, its function from sample numbers to the columns of
-    `with_index`. `channels_first`: the image fields that become (channels, height, width), without a copy.
-    """
-
-    samples: bool
-    with_index: bool
-    with_valid: bool
-    firsts: tuple[int, ...] = ()
-    indexes: tuple[Callable[[NDArray[np.int64]], dict[str, NDArray[np.int64]]] | None, ...] = ()
-    channels_first: frozenset[str] = frozenset()
-
-
-def to_tensors(columns: Mapping[str, Any], plan: BatchPlan, form: BatchFormat) -> dict[str, Any]:
-    """Return the columns of a batch as a dict.
-
-    Arrays become tensors that share their memory, a ragged field `name` becomes the tensors `name` (concatenated
-    values) and `name_offsets`, and lists stay lists. `index` is int64 and `valid` bool, both of shape (samples,).
-    """
-    out: dict[str, Any] = {}
-    for name, column in columns.items():
-        if isinstance(column, Ragged):
-            out[name] = _tensor(column.values)
-            out[name + OFFSETS] = torch.from_numpy(column.offsets)
-        else:
-            out[name] = _tensor(column) if isinstance(column, np.ndarray) else column
-            if name in form.channels_first and isinstance(column, np.ndarray):
-                out[name] = out[name].permute(0, 3, 1, 2)
-    if form.with_index:
-        out |= numbers(plan.samples, form.firsts, form.indexes)
-    if form.with_valid:
-        out["valid"] = _copied(plan.valid)
-    return out
-
-
-def numbers(
-    samples: NDArray[np.int64], firsts: tuple[int, ...], indexes: Sequence[Callable[..., Any] | None] = ()
-) -> dict[str, torch.Tensor]:
-    """Return `index` and, for a mixture, `source`, both int64 of shape (samples,); for patches, `index_y` and so on."""
-    source = np.searchsorted(firsts, samples, side="right") - 1 if firsts else np.zeros(samples.shape, np.int64)
-    local = samples - np.array(firsts)[source] if firsts else samples
-    if not any(indexes):
-        return {**({"source": torch.from_numpy(source)} if firsts else {}), "index": _copied(local)}
-    columns: dict[str, NDArray[np.int64]] = {}
-    for number, convert in enumerate(indexes):
-        rows = source == number
-        for name, values in ({"index": local[rows]} if convert is None else convert(local[rows])).items():
-            columns.setdefault(name, np.zeros(samples.shape, np.int64))[rows] = values
-    columns = {"source": source, **columns} if firsts else columns
-    return {name: torch.from_numpy(values) for name, values in columns.items()}
-
-
-def to_samples(batch: Batch, form: BatchFormat) -> Iterator[dict[str, Any]]:
-    """Yield the samples of a batch: tensors without the batch axis, and elements of lists."""
-    columns, plan = batch.columns, batch.plan
-    if batch.singles is not None:
-        others = to_tensors({}, plan, form)
-        for i, single in enumerate(batch.singles):
-            values = to_tensors(single, plan, BatchFormat(samples=True, with_index=False, with_valid=False))
-            yield {name: column[0] for name, column in values.items()} | {name: of[i] for name, of in others.items()}
-        return
-    out = to_tensors(columns, plan, form)
-    for name, column in columns.items():
-        if isinstance(column, Ragged):
-            edges = out.pop(name + OFFSETS).tolist()
-            out[name] = [out[name][a:b] for a, b in pairwise(edges)]
-        elif isinstance(column, list) and column and isinstance(column[0], np.ndarray):
-            out[name] = [_tensor(image) for image in column]
-            if name in form.channels_first:
-                out[name] = [image.permute(2, 0, 1) for image in out[name]]
-    for i in range(len(plan.samples)):
-        yield {name: column[i] for name, column in out.items()}
+def to_tensors(columns: dict[Any, Any]) -> dict[Any, Any]:
+    """Return the columns with tensors in place of arrays, whose memory they share. Lists stay lists."""
+    return {name: _tensor(column) if isinstance(column, np.ndarray) else column for name, column in columns.items()}
 
 
 def stack_tensors(name: str, values: Sequence[Any], samples: Sequence[int]) -> Any:
@@ -171,14 +94,6 @@ def _with_generator(func: Any) -> Any:
 
 
 TENSORS = Tensors(stack_tensors, f"{__name__}:reduce_tensor", f"{__name__}:OwnGenerator")
-
-
-def _copied(array: NDArray[Any]) -> torch.Tensor:
-    """Return a copy of a small array as a tensor.
-
-    numpy's copy and `torch.frombuffer` release the GIL, and then wait for it: 0.1 ms while other threads need it.
-    """
-    return torch.from_numpy(np.frombuffer(bytearray(array), array.dtype))
 
 
 def _tensor(array: np.ndarray[Any, Any]) -> torch.Tensor:

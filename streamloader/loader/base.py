@@ -1,4 +1,4 @@
-"""The base of `StreamingDataset` and `Mixture`: passes, epochs and states of an `IterableDataset`."""
+"""`Loader`, the base of all datasets that iterate: passes, epochs, the position of training, and its states."""
 
 from __future__ import annotations
 
@@ -11,39 +11,30 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
-from torch.utils.data import IterableDataset
 
 from streamloader.engine.dataset import Dataset, EpochPlan, SampleNumbers
 from streamloader.engine.engine import Engine, Pipeline
 from streamloader.engine.fetcher import PassEnded
 from streamloader.engine.stages import Batch, LoaderConfig, split_steps
+from streamloader.engine.transform import Tensors
 from streamloader.errors import MixtureError, StateError, UsageError
 from streamloader.format.manifest import Field
-from streamloader.options import Shuffle, is_whole, parse_size, whole
+from streamloader.loader import arguments
+from streamloader.loader.arguments import Arguments, Source
+from streamloader.loader.batches import BatchFormat, Columns
+from streamloader.loader.cursor import Cursor
+from streamloader.loader.epochs import SHARED, Epochs
+from streamloader.loader.world import ranks_on_this_machine, read_world
+from streamloader.options import is_whole, parse_size, whole
 from streamloader.order.epoch_order import EpochOrder
 from streamloader.order.schedule import World
-from streamloader.order.state import NO_GAPS, ORDER_NAMES, PROGRESS_NAMES, Gaps, RunState, SourceIdentity, read_value
-from streamloader.pytorch import arguments, distributed
-from streamloader.pytorch.arguments import Arguments, Source
-from streamloader.pytorch.distributed import SharedEpochs, WorldChoice, in_worker, resolve_world, worker
-from streamloader.pytorch.tensors import TENSORS, BatchFormat, to_samples, to_tensors
+from streamloader.order.state import ORDER_NAMES, PROGRESS_NAMES, RunState, SourceIdentity, read_value
 from streamloader.stats import BatchReport, Stats
 from streamloader.storage.process import cpu_count, wait_for
-
-# Arguments of `DataLoader` and other loaders, and what a dataset has for them.
-ELSEWHERE = {
-    "drop_last": "remainder='drop'",
-    "num_workers": "transform_workers= for a slow transform, else leave it out: threads read and decode",
-    "prefetch_factor": "memory=",
-    "collate_fn": "transform= for each sample, or batch_size=None and DataLoader(dataset, collate_fn=...)",
-    "sampler": "where= to choose samples, Mixture to weigh datasets, shuffle=Shuffle(...) for the order",
-    "pin_memory": "DataLoader(dataset, batch_size=None, pin_memory=True)",
-    "device": "tensor.to(device, non_blocking=True) for each tensor of a batch",
-}
 
 REPEATED_ROUND = (
     "the state is within a round of DataLoader workers, and their number, the world or the batch size changed: "
@@ -65,39 +56,21 @@ if TYPE_CHECKING:
 SAMPLES_AT_ONCE = 64
 
 
-class Position(NamedTuple):
-    """Where a consumer begins: its share, and the state of the pass.
+def describe_lanes(size: int, before: tuple[int, ...], after: tuple[int, ...]) -> str:
+    """Return a warning that a run has more lanes than the dataset, since it has more ranks than lanes."""
+    pinned, used = (", ".join(map(str, sorted(set(lanes)))) for lanes in (before, after))
+    return (
+        f"{size} ranks are more than the dataset's {pinned} lanes: this run uses {used} lanes, so that fewer ranks "
+        "read the same block, and its states keep them at any number of ranks; "
+        f"set shuffle=Shuffle(lanes={max(after)}) to begin other runs in this order"
+    )
 
-    DataLoader workers are consumers like ranks. `ahead`: the number of steps by which this one is ahead of the state.
-    """
 
-    share: EpochShare
-    start: RunState
-    ahead: int = 0
-    gaps: Gaps = NO_GAPS
-
-    @property
-    def steps(self) -> int:
-        """The number of steps of all ranks from this consumer's first one on."""
-        parts = self.gaps.parts(self.start.epoch, self.position(0))
-        share, size = self.share, self.share.global_batch
-        return sum(share.global_steps(start) if stop is None else (stop - start) // size for start, stop in parts)
-
-    def position(self, steps: int) -> int:
-        """Return the global position of this consumer's next step, after `steps` steps."""
-        begin = self.start.position + self.ahead * self.share.global_batch
-        return self.gaps.walk(self.start.epoch, begin, steps, self.share.global_batch)
-
-    def cursor(self, steps: int) -> RunState:
-        """Return the state after `steps` steps of this consumer; with workers, only this worker resumes there."""
-        position = self.position(steps)
-        if self.ahead and self.share.global_steps(position):
-            position -= self.ahead * self.share.global_batch
-        state = self.start.moved(position, self.share, self.gaps)
-        if self.start.workers == 1:
-            return state
-        ranks = self.share.world.size // self.start.workers
-        return replace(state, inside=True, ranks=ranks, batch=self.share.batch)
+def check_guarded() -> None:
+    """Raise `UsageError` if a spawned process iterates while it imports the script of its parent."""
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        problem = "processes of transform_workers= or DataLoader import this script, which iterates a dataset on import"
+        raise UsageError(problem, "put the training code below `if __name__ == '__main__':`")
 
 
 class SharedIterator(Iterator[dict[str, Any]]):
@@ -119,19 +92,18 @@ class SharedIterator(Iterator[dict[str, Any]]):
 
 
 class Pass(SharedIterator):
-    """Yields batches or samples, and reports them to the dataset. Deleting the pass ends its threads.
+    """Yields batches or samples, and reports them to the loader. Deleting the pass ends its threads.
 
-    `dataset` returns the dataset whose position this pass advances, or None.
+    `loader` returns the loader whose position this pass advances, or None.
     """
 
     def __init__(
-        self, pipeline: Pipeline, begin: Position, dataset: Callable[[], BaseDataset | None], form: BatchFormat
+        self, pipeline: Pipeline, begin: Cursor, loader: Callable[[], Loader | None], form: BatchFormat
     ) -> None:
         super().__init__()
-        self._begin = begin
-        self._dataset = dataset
+        self._cursor, self._last_step = begin, begin.steps_left
+        self._loader = loader
         self._format = form
-        self._steps, self._last_step = 0, begin.steps
         self._waiting: deque[tuple[dict[str, Any], int]] = deque()  # with the samples that are still to be reported
         self._pipeline: Pipeline | None = pipeline  # None once ended, so that a reference to this pass keeps no memory
         self._reported = time.perf_counter()
@@ -153,12 +125,13 @@ class Pass(SharedIterator):
         if unreported:
             waiting[0] = batch, 0
             self._report(unreported, asked)
+        cursor = Cursor(*self._cursor[:-1], self._cursor.steps + 1)  # half the time of `_replace`
         # A caller that knows the number of batches does not ask for one more, so the last batch completes the pass.
-        if len(waiting) == 1 and self._steps + 1 >= self._last_step:
+        if len(waiting) == 1 and cursor.steps >= self._last_step:
             next(pipeline, None)
-        self._steps += 1
-        if (dataset := self._dataset()) is not None:
-            dataset._deliver(self._begin, self._steps)
+        self._cursor = cursor
+        if (loader := self._loader()) is not None:
+            loader._at = cursor
         if pipeline.completed:
             self._complete_once()
         waiting.popleft()
@@ -174,67 +147,49 @@ class Pass(SharedIterator):
     def _converted(self, batch: Batch) -> list[tuple[dict[str, Any], int]]:
         try:
             if not self._format.samples:
-                steps = split_steps(batch)
-                return [(to_tensors(columns, plan, self._format), len(plan.samples)) for plan, columns in steps]
-            samples = list(to_samples(batch, self._format))
+                return [(self._format.batch(columns, plan), len(plan.samples)) for plan, columns in split_steps(batch)]
+            samples = self._format.each_sample(batch)
             return [(sample, 0 if number else len(samples)) for number, sample in enumerate(samples)]
         except BaseException:
             self.end()  # this batch is lost, and a later one must not take its place
             raise
 
     def _report(self, samples: int, asked: float) -> None:
-        dataset = self._dataset()
-        if dataset is None or dataset._options.on_batch is None:
+        loader, cursor = self._loader(), self._cursor
+        if loader is None or loader._options.on_batch is None:
             return
         before, self._reported = self._reported, time.perf_counter()
-        share, epoch = self._begin.share, self._begin.start.epoch
-        dataset._options.on_batch(
+        share, epoch = cursor.share_begun, cursor.start.epoch
+        loader._options.on_batch(
             BatchReport(
                 epoch=epoch,
-                step=epoch * share.num_steps(0) + self._begin.position(self._steps) // share.global_batch,
+                step=epoch * share.num_steps(0) + cursor.position // share.global_batch,
                 samples=samples,
                 wait_seconds=self._reported - asked,
                 seconds=self._reported - before,
-                worker=worker()[0],
+                worker=loader._worker()[0],
             )
         )
 
     def _complete_once(self) -> None:
-        dataset, self._dataset = self._dataset(), _no_dataset
-        if dataset is not None:
-            dataset._complete(self._begin.start.epoch)
+        loader, self._loader = self._loader(), no_loader
+        if loader is not None:
+            loader._complete(self._cursor.start.epoch)
 
 
-def _no_dataset() -> None:
-    """The `dataset` of a pass that does not advance a position, or no longer."""
-
-
-def describe_lanes(size: int, before: tuple[int, ...], after: tuple[int, ...]) -> str:
-    """Return a warning that a run has more lanes than the dataset, since it has more ranks than lanes."""
-    pinned, used = (", ".join(map(str, sorted(set(lanes)))) for lanes in (before, after))
-    return (
-        f"{size} ranks are more than the dataset's {pinned} lanes: this run uses {used} lanes, so that fewer ranks "
-        "read the same block, and its states keep them at any number of ranks; "
-        f"set shuffle=Shuffle(lanes={max(after)}) to begin other runs in this order"
-    )
-
-
-def check_guarded() -> None:
-    """Raise `UsageError` if a spawned process iterates while it imports the script of its parent."""
-    if getattr(multiprocessing.current_process(), "_inheriting", False):
-        problem = "processes of transform_workers= or DataLoader import this script, which iterates a dataset on import"
-        raise UsageError(problem, "put the training code below `if __name__ == '__main__':`")
+def no_loader() -> None:
+    """The `loader` of a pass that does not advance a position, or no longer."""
 
 
 class Steps(SharedIterator):
-    """Yields `steps` batches of a dataset, from the pass `first` and the passes after it.
+    """Yields `steps` batches of a loader, from the pass `first` and the passes after it.
 
-    The dataset keeps the pass of the last batch, and the next iteration resumes it.
+    The loader keeps the pass of the last batch, and the next iteration resumes it.
     """
 
-    def __init__(self, dataset: BaseDataset, first: Pass, steps: int) -> None:
+    def __init__(self, loader: Loader, first: Pass, steps: int) -> None:
         super().__init__()
-        self._dataset = dataset
+        self._loader = loader
         self._pass = first
         self._left = steps
 
@@ -243,51 +198,70 @@ class Steps(SharedIterator):
             raise StopIteration
         batch = next(self._pass, None)
         if batch is None:
-            self._pass = self._dataset._begin_pass()
+            self._pass = self._loader._begin_pass()
             batch = next(self._pass, None)
         self._left = self._left - 1 if batch is not None else 0
         if batch is None:
             raise StopIteration
         if not self._left:
-            self._dataset._kept = self._pass
+            self._loader._kept = self._pass
         return batch
 
 
-class BaseDataset(IterableDataset[dict[str, Any]]):
-    """The base of `StreamingDataset` and `Mixture`: passes over one or several datasets.
+class Loader:
+    """The base of datasets that iterate: passes over one or several datasets, in one process.
 
+    Yields arrays, and knows nothing of torch; the methods up to `_length_asker` are what `pytorch` replaces.
     `mixture`: the fields of `RunState` that only a mixture has.
     """
 
-    def __new__(cls, *_: Any, **given: Any) -> Self:
-        """Raise `TypeError` for an argument that `DataLoader` has, naming what replaces it."""
-        for name in given.keys() & ELSEWHERE.keys():
-            raise TypeError(f"{cls.__name__}() got an unexpected keyword argument {name!r}: use {ELSEWHERE[name]}")
-        return super().__new__(cls)
+    _tensors: ClassVar[Tensors | None] = None  # how to handle those that a transform returns
 
-    def __init__(
-        self,
-        sources: Sequence[Source],
-        given: Arguments,
-        *,
-        shuffle: bool | Shuffle,
-        seed: int,
-        world: WorldChoice,
-        **mixture: Any,
-    ) -> None:
-        super().__init__()
-        seed = whole("seed", seed, 0)
-        config = arguments.read_shuffle(shuffle)
-        # workers get a pickled copy, and steps and fields may be generators or views
-        self._options = replace(given, skip_steps=None, fields=None)
+    @staticmethod
+    def _convert(columns: Columns) -> Columns:
+        """Convert the arrays of a batch, in place."""
+        return columns
+
+    @staticmethod
+    def _resolve_world(given: Any) -> World:
+        """Return the rank and world size of `world=`."""
+        return read_world(given)
+
+    @staticmethod
+    def _new_epochs() -> Epochs:
+        return Epochs(np.zeros(SHARED.itemsize // 8, np.int64))
+
+    @staticmethod
+    def _worker() -> tuple[int, int]:
+        """Return (number, count) of this DataLoader worker, (0, 1) outside of workers."""
+        return 0, 1
+
+    @staticmethod
+    def _in_worker() -> bool:
+        """Return whether this process is a DataLoader worker."""
+        return False
+
+    def _check_caller(self) -> None:
+        """Raise `UsageError` for a loader that would batch batches, or split the samples of a rank."""
+
+    @staticmethod
+    def _length_asker() -> Any:
+        """Return the DataLoader whose `len` calls this, or None."""
+        return None
+
+    def __init__(self, sources: Sequence[Source], given: Arguments, **mixture: Any) -> None:
+        seed = whole("seed", given.seed, 0)
+        self._order = arguments.read_shuffle(given.shuffle)
+        # workers get a pickled copy; steps and fields may be generators or views, and a process group stays here
+        self._options = replace(given, skip_steps=None, fields=None, world=None)
         self._skips = arguments.read_steps("skip_steps", given.skip_steps)
-        self._world = None if world is None else resolve_world(world)
+        self._world = None if given.world is None else self._resolve_world(given.world)
         columns = ("index",) * given.with_index + ("valid",) * (given.remainder == "pad")
         memory = None if given.memory is None else parse_size(given.memory, "memory=")
         self._open_dataset = partial(
-            arguments.open_dataset, columns=columns, memory=memory, shuffle=shuffle is not False
+            arguments.open_dataset, columns=columns, memory=memory, shuffle=given.shuffle is not False
         )
-        self._sources, self._order = tuple(sources), config
+        self._sources = tuple(sources)
         self._datasets = self._open(self._sources, given.fields)
         decoders, transformed = arguments.choose_decoders(self.fields, given.decode), given.transform is not None
         packs = arguments.choose_packs(self.fields, given.pack, batch_size=given.batch_size, transformed=transformed)
@@ -297,10 +271,10 @@ class BaseDataset(IterableDataset[dict[str, Any]]):
             raise MixtureError("the mixture has the same samples of a dataset twice", "name each source once")
         start = RunState(
             sources=identities,
-            shuffle=shuffle is not False,
+            shuffle=given.shuffle is not False,
             remainder=given.remainder,
             seed=seed,
-            given=tuple(name for name in ORDER_NAMES if getattr(config, name) is not None),
+            given=tuple(name for name in ORDER_NAMES if getattr(self._order, name) is not None),
             **mixture | self._weighed(self._datasets),
         )
         EpochOrder(1, start.sources[0].params, seed, 0)  # raises for a seed that does not fit
@@ -312,18 +286,15 @@ class BaseDataset(IterableDataset[dict[str, Any]]):
             firsts=self._numbers.all_from if mixture else (),
             indexes=tuple(None if data.arrays is None else data.arrays.indexes for data in self._datasets),
             channels_first=arguments.choose_layouts(decoders, transformed=transformed),
+            convert=self._convert,
         )
         self._cached_engine: Engine | None = None
-        self._first = self._start = start
-        # the position of training: a state, or where a pass began and the steps delivered since
-        self._at: RunState | tuple[Position, int] = start
-        self._loaded = False
+        self._first = self._start = start  # of a new run; of the next pass
+        self._at = self._iteration = Cursor(start)  # the position of training; that at which the iteration began
         self._own = False  # whether this copy, in a worker of StatefulDataLoader, has loaded a state of its own
-        self._epochs = SharedEpochs()
+        self._epochs = self._new_epochs()
         self._pass: weakref.ref[Pass] | None = None
         self._kept: Pass | None = None  # between two iterations of `steps_per_epoch`
-        self._steps = 0  # delivered since the run began
-        self._iteration_start = (start, 0)  # the state and `_steps` at which the current iteration began
 
     def _open(self, sources: Sequence[Source], fields: Sequence[str] | None) -> tuple[Dataset, ...]:
         conditions = [arguments.read_where(source.where) for source in sources]  # before anything is opened
@@ -348,19 +319,13 @@ class BaseDataset(IterableDataset[dict[str, Any]]):
         return f"{type(self).__name__}({urls}: {sum(data.num_samples for data in self._datasets)} samples, {fields})"
 
     @property
-    def _current(self) -> RunState:
-        """The position of training. Made when it is asked for: a state takes longer than a small batch."""
-        at = self._at
-        return at if isinstance(at, RunState) else at[0].cursor(at[1])
-
-    @property
     def epoch(self) -> int:
         """The epoch of the current pass until its last batch is delivered, then that of the next pass.
 
         With `steps_per_epoch` it counts iterations; the state has the epoch of the data.
         """
         steps = self._options.steps_per_epoch
-        return self._epochs.next_epoch() if steps is None else self._steps // steps
+        return self._epochs.next_epoch() if steps is None else self._at.total // steps
 
     @property
     def fields(self) -> dict[str, Field]:
@@ -381,7 +346,7 @@ class BaseDataset(IterableDataset[dict[str, Any]]):
 
         For a DataLoader with workers, which act as ranks, it is the total of all workers.
         """
-        world, loader = resolve_world(self._world), distributed.loader_asking_for_length()
+        world, loader = self._rank, self._length_asker()
         workers = 1 if loader is None else max(1, loader.num_workers)
         if self._options.steps_per_epoch is not None:
             return self._options.steps_per_epoch
@@ -404,37 +369,37 @@ class BaseDataset(IterableDataset[dict[str, Any]]):
 
         With `steps_per_epoch`, resume where the last iteration stopped.
         """
-        distributed.check_loader(self._options.batch_size, resolve_world(self._world).size)
+        self._check_caller()
         check_guarded()
         steps = self._options.steps_per_epoch
         if steps is None:
             return self._resume_at_border() if self._own and not self._start.position else self._begin_pass()
-        self._check_no_workers(worker()[1], in_worker())
-        self._iteration_start = self._current, self._steps
+        self._check_no_workers(self._worker()[1], self._in_worker())
+        self._iteration = self._at
         kept = self._kept if self._kept is not None and self._kept is self._running() else None
-        return Steps(self, kept or self._begin_pass(), steps - self._steps % steps)
+        return Steps(self, kept or self._begin_pass(), steps - self._at.total % steps)
 
     def _resume_at_border(self) -> Iterator[dict[str, Any]]:
         """Begin the epoch of a worker's state, unless other workers are still in the one before, which is over here.
 
         It is asked for a batch once every worker has loaded its state.
         """
-        if self._epochs.first_loaded(worker()[1]) == self._start.epoch:
+        if self._epochs.first_loaded(self._worker()[1]) == self._start.epoch:
             yield from self._begin_pass()
         self._own = False
 
     def _begin_pass(self) -> Pass:
-        rank, (number, count) = resolve_world(self._world), worker()
+        rank, (number, count) = self._rank, self._worker()
         self._end_pass()
         with self._epochs.choosing(count):
             begin = self._begin_epoch(rank, number, count)
         # with `steps_per_epoch` this dataset may hold the pass, which then must not hold the dataset
         return self._run(begin, (lambda: self) if self._options.steps_per_epoch is None else weakref.ref(self))
 
-    def _begin_epoch(self, rank: World, number: int, count: int) -> Position:
+    def _begin_epoch(self, rank: World, number: int, count: int) -> Cursor:
         """Return where the pass of worker `number` of `count` begins, and let the other workers begin there too."""
         if (steps := self._options.steps_per_epoch) is not None:
-            self._start = self._current
+            self._start = self._at.state
         start = self._begin(rank, count)
         lanes = self._start.lanes
         start, repeated = start.with_workers(count, rank.size, self._options.batch_size or 1)
@@ -443,10 +408,10 @@ class BaseDataset(IterableDataset[dict[str, Any]]):
         part = (number + start.extra) % count
         share = self._share(start, rank.consumer(part, count))
         arguments.check_share(share)
-        begin = Position(share, start, int(part < start.extra), arguments.choose_gaps(self._skips, start, share))
+        gaps = arguments.choose_gaps(self._skips, start, share)
         again = self._epochs.begin(number, count, start.epoch)
         # the batches of the pass before, if it is incomplete; one may be a look at the data
-        left = self._at[1] if isinstance(self._at, tuple) else int(in_worker())
+        left = self._at.steps or int(self._in_worker())
         if repeated:
             warnings.warn(REPEATED_ROUND.format(repeated), stacklevel=3)
         if count > 1:
@@ -457,8 +422,10 @@ class BaseDataset(IterableDataset[dict[str, Any]]):
             warnings.warn(describe_lanes(rank.size, lanes, start.lanes), stacklevel=3)
         if (rank.rank, number) == (0, 0) and again and left and again + left > 2 and steps is None:
             warnings.warn(REPEATED_EPOCH.format(start.epoch), stacklevel=3)
-        self._start = self._at = start
-        return begin
+        loaded = self._at.loaded and not self._at.steps
+        self._start = start
+        self._at = Cursor(start, self._at.total, loaded, share, int(part < start.extra), gaps)
+        return self._at
 
     def set_epoch(self, epoch: int) -> None:
         """Let the next pass deliver this epoch from its beginning. Does nothing if it is the current epoch.
@@ -474,12 +441,12 @@ class BaseDataset(IterableDataset[dict[str, Any]]):
         if steps is not None:
             problem = f"set_epoch({epoch}) with steps_per_epoch={steps} before iteration {current}"
             raise UsageError(problem, f"call set_epoch({current}), or leave it out: each iteration resumes the last")
-        if self._loaded:
+        if self._at.loaded and not self._at.steps:
             problem = f"set_epoch({epoch}) right after a state of epoch {current} was loaded"
             raise StateError(problem, "resume with the loaded epoch, or do not load the state")
         self._set_start(self._start.beginning(epoch))
         if self._running() is None:
-            self._at = self._start
+            self._at = Cursor(self._start, self._at.total)
 
     def state_dict(self, batches: int | None = None, *, workers: int = 1) -> dict[str, Any]:
         """Return the position of training, as JSON-serializable values that are the same on every rank.
@@ -488,12 +455,12 @@ class BaseDataset(IterableDataset[dict[str, Any]]):
         frameworks that fetch ahead; with DataLoader workers also give their number, `workers`. Raises `StateError`
         without `batches` if DataLoader workers read, since this process does not know their positions.
         """
-        world, workers = resolve_world(self._world), whole("workers", workers)
+        world, workers = self._rank, whole("workers", workers)
         batches = None if batches is None else whole("batches", batches, 0)
         if self._options.steps_per_epoch is not None:
             self._check_no_workers(workers, self._read_by_workers())
-            now, steps = (self._current, self._steps) if batches is None else self._after(batches, world)
-            return {**self._settled(now, world, 1).to_dict(), "steps": steps}
+            now = self._at if batches is None else self._after(batches, world)
+            return {**self._settled(now.state, world, 1).to_dict(), "steps": now.total}
         if batches is not None:
             # workers begin passes by themselves: this process knows the start of their first pass only
             epoch = self._epochs.begun if self._read_by_workers() else self._start.epoch
@@ -504,7 +471,7 @@ class BaseDataset(IterableDataset[dict[str, Any]]):
         if self._read_by_workers():
             remedy = "save state_dict(batches=<trained>, workers=<num_workers>), or use torchdata's StatefulDataLoader"
             raise StateError("DataLoader workers read this dataset, and this process does not know how far", remedy)
-        return self._settled(self._current, world, worker()[1]).to_dict()
+        return self._settled(self._at.state, world, self._worker()[1]).to_dict()
 
     def load_state_dict(self, state: dict[str, Any], *, force: bool = False) -> None:
         """Let the next pass resume at the state, at any world size.
@@ -518,7 +485,7 @@ class BaseDataset(IterableDataset[dict[str, Any]]):
         if sources != list(self._sources):
             datasets = self._open(sources, datasets[0].names)
             first = replace(first, sources=self._identities(datasets), **self._weighed(datasets))
-        size = resolve_world(self._world).size * (self._options.batch_size or 1)
+        size = self._rank.size * (self._options.batch_size or 1)
         start = first.resumed(state, size, force=force)
         for dataset, source in zip(datasets, start.sources, strict=True):
             arguments.check_block(dataset.manifest, source.params.block, dataset.selection)
@@ -530,10 +497,7 @@ class BaseDataset(IterableDataset[dict[str, Any]]):
             self._numbers = SampleNumbers.of(datasets)
             self._format = self._format._replace(firsts=self._format.firsts and self._numbers.all_from)
         self._set_start(start)
-        self._at = self._start
-        self._loaded = True
-        self._steps = max(0, steps)
-        self._iteration_start = self._current, self._steps
+        self._at = self._iteration = Cursor(start, max(0, steps), loaded=True)
 
     def replay(self, epoch: int, steps: Iterable[int]) -> Iterator[dict[str, Any]]:
         """Deliver some steps of an epoch again, ascending and with the same crops; steps count as in `samples`.
@@ -542,12 +506,12 @@ class BaseDataset(IterableDataset[dict[str, Any]]):
         """
         epoch = whole("epoch", epoch, 0)
         self._end_pass()
-        world = resolve_world(self._world)
+        world = self._rank
         start = self._start_of(epoch, world)
         share = self._share(start, world)
         start = replace(start, position=start.position % share.global_batch, extra=0, workers=1, ranks=0, batch=0)
         gaps = arguments.gaps_around(arguments.read_steps("steps", {epoch: steps})[epoch], epoch, start.position, share)
-        return self._run(Position(share, start, gaps=gaps), _no_dataset)
+        return self._run(Cursor(start, share=share, gaps=gaps), no_loader)
 
     def stats(self) -> Stats:
         """Return the statistics of this process's loader, with a verdict on its bottleneck."""
@@ -561,21 +525,24 @@ class BaseDataset(IterableDataset[dict[str, Any]]):
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickle for workers. Resolves the rank, since a spawned worker cannot ask torch.distributed."""
-        world = resolve_world(self._world)
-        # a spawned worker does not see which loader splits its batches
-        distributed.check_loader(self._options.batch_size, world.size)
-        return self.__dict__ | {"_pass": None, "_kept": None, "_cached_engine": None, "_world": world}
+        self._check_caller()  # a spawned worker does not see which loader splits its batches
+        return self.__dict__ | {"_pass": None, "_kept": None, "_cached_engine": None, "_world": self._rank}
 
     def _engine(self) -> Engine:
         """Return the engine of this process: threads and clients survive neither a fork nor a pickle."""
         if self._cached_engine is None or not self._cached_engine.owner.here:
-            ranks_here = distributed.ranks_on_this_machine()
-            config = replace(self._config, ranks_here=ranks_here, tensors=TENSORS)
+            ranks_here = ranks_on_this_machine() * self._worker()[1]
+            config = replace(self._config, ranks_here=ranks_here, tensors=self._tensors)
             self._cached_engine = Engine(list(map(replace, self._datasets)), config)
             self._cached_engine.counters.note(
                 cores=max(1, cpu_count() // config.ranks_here), transformers=max(1, config.transform_workers)
             )
         return self._cached_engine
+
+    @property
+    def _rank(self) -> World:
+        """The rank of this process."""
+        return self._resolve_world(self._world)
 
     def _settled(self, start: RunState, world: World, workers: int) -> RunState:
         """Return the same position, with the values that depend on the world size."""
@@ -588,12 +555,11 @@ class BaseDataset(IterableDataset[dict[str, Any]]):
 
     def _first_share(self) -> EpochShare:
         """Return this rank's part of epoch 0 of a new run."""
-        world = resolve_world(self._world)
-        return self._share(self._settled(self._first, world, 1), world)
+        return self._share(self._settled(self._first, self._rank, 1), self._rank)
 
     def _step_numbers(self, epoch: int, step: int, rank: int | None, workers: int) -> NDArray[np.int64]:
         """Return the sample numbers of a step, of one rank or of all."""
-        world, workers = resolve_world(self._world), whole("workers", workers)
+        world, workers = self._rank, whole("workers", workers)
         rank = None if rank is None else whole("rank", rank, 0)
         start = self._start_of(whole("epoch", epoch, 0), world, workers)
         turn, number = divmod(whole("step", step, 0), workers)
@@ -605,17 +571,16 @@ class BaseDataset(IterableDataset[dict[str, Any]]):
 
     def _set_start(self, start: RunState) -> None:
         """Let the next pass begin at `start`, also in workers."""
-        self._start, self._own = start, in_worker()
+        self._start, self._own = start, self._in_worker()
         if self._own:
-            number, count = worker()
-            self._epochs.load(number, count, start.epoch)
+            self._epochs.load(*self._worker(), start.epoch)
         else:
             self._epochs.choose(start.epoch)
             self._epochs.publish((*start.progress, start.pin, *start.order))
 
     def _begin(self, world: World, workers: int) -> RunState:
         """Return where the next pass begins."""
-        values = self._epochs.update() if in_worker() else None
+        values = self._epochs.update() if self._in_worker() else None
         if values is not None:  # the parent of a persistent worker set a new start
             *progress, pin, block, lanes, window = values
             if pin not in (0, self._start.pin):
@@ -632,18 +597,14 @@ class BaseDataset(IterableDataset[dict[str, Any]]):
         return self._settled(start, world, workers)
 
     def _read_by_workers(self) -> bool:
-        return self._epochs.begun_elsewhere and self._running() is None and not in_worker()
-
-    def _deliver(self, begin: Position, steps: int) -> None:
-        self._loaded = False
-        self._steps += 1
-        self._at = begin, steps
+        return self._epochs.begun_elsewhere and self._running() is None and not self._in_worker()
 
     def _complete(self, epoch: int) -> None:
-        self._epochs.complete(worker()[0], epoch)
-        self._start = replace(self._start, skipped=self._current.skipped)
+        self._epochs.complete(self._worker()[0], epoch)
+        self._start = replace(self._start, skipped=self._at.state.skipped)
         # another epoch was chosen if set_epoch was called during the pass
-        self._at = self._start.next_epoch() if self._start.epoch == epoch else self._start
+        after = self._start.next_epoch() if self._start.epoch == epoch else self._start
+        self._at = Cursor(after, self._at.total)
         self._pass = None
 
     def _running(self) -> Pass | None:
@@ -660,10 +621,9 @@ class BaseDataset(IterableDataset[dict[str, Any]]):
             problem = f"{steps} with DataLoader workers, which do not know where the previous workers stopped"
             raise UsageError(problem, "use num_workers=0; transform_workers= runs slow transforms")
 
-    def _after(self, batches: int, world: World) -> tuple[RunState, int]:
-        """Return the state, and the steps of the run, after this many batches of the current iteration."""
-        state, steps = self._iteration_start
-        steps += batches
+    def _after(self, batches: int, world: World) -> Cursor:
+        """Return the position after this many batches of the current iteration."""
+        state, total = self._iteration.state, self._iteration.total + batches
         while batches:
             state = self._settled(state, world, 1)
             share = self._share(state, World(0, world.size))
@@ -671,18 +631,18 @@ class BaseDataset(IterableDataset[dict[str, Any]]):
             gaps = arguments.choose_gaps(self._skips, state, share)
             count = min(batches, max(1, gaps.steps(share, state.epoch, state.position)))
             state, batches = state.advance(count, share, gaps), batches - count
-        return state, steps
+        return Cursor(state, total)
 
-    def _run(self, begin: Position, dataset: Callable[[], BaseDataset | None]) -> Pass:
-        engine = self._engine()
+    def _run(self, begin: Cursor, loader: Callable[[], Loader | None]) -> Pass:
+        engine, share = self._engine(), begin.share_begun
         plan = EpochPlan(
-            share=begin.share,
-            position=begin.position(0),
+            share=share,
+            position=begin.position,
             seed=begin.start.seed,
-            steps_at_once=SAMPLES_AT_ONCE if self._format.samples else engine.steps_at_once(begin.share),
+            steps_at_once=SAMPLES_AT_ONCE if self._format.samples else engine.steps_at_once(share),
             numbers=self._numbers,
             gaps=begin.gaps,
         )
-        run = Pass(engine.start(plan), begin, dataset, self._format)
+        run = Pass(engine.start(plan), begin, loader, self._format)
         self._pass = weakref.ref(run)
         return run

@@ -18,11 +18,11 @@ from streamloader.format.geometry import BLOCKS, nearest_power, next_power, orde
 from streamloader.format.manifest import Field, Manifest, OrderPin
 from streamloader.format.opening import open_root
 from streamloader.format.reader import FieldReader, read_columns
+from streamloader.loader.batches import OFFSETS
 from streamloader.options import REMAINDERS, Decode, Option, Pack, Remainder, Sampling, Shuffle, is_whole, whole
 from streamloader.order.epoch_order import OrderParams
 from streamloader.order.schedule import Part
 from streamloader.order.state import NO_GAPS, Gaps, RunState, SourceIdentity
-from streamloader.pytorch.tensors import OFFSETS
 from streamloader.stats import BatchReport
 from streamloader.storage import open_store, references_url
 from streamloader.storage.store import Store
@@ -56,11 +56,14 @@ class Source(Sampling):
 
 @dataclass(frozen=True)
 class Arguments(Option):
-    """The arguments that `StreamingDataset` and `Mixture` share, except those of the order; see `StreamingDataset`.
+    """The arguments that `StreamingDataset` and `Mixture` share; see `StreamingDataset`.
 
     Raises `BatchError` and `UsageError` for values that are invalid for any dataset.
     """
 
+    shuffle: bool | Shuffle
+    seed: int
+    world: Any
     batch_size: int | None
     remainder: Remainder
     with_index: bool

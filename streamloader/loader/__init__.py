@@ -1,0 +1,1 @@
+"""Everything of a dataset that iterates but torch: opening, passes, epochs, states."""

@@ -1,0 +1,260 @@
+"""Datasets and mixtures that yield numpy arrays. `StreamingDataset` and `Mixture` make tensors of them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields as fields_of
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any
+
+from streamloader.engine.dataset import Dataset
+from streamloader.errors import FieldError, MixtureError
+from streamloader.format.lengths import LengthTable
+from streamloader.loader.arguments import Arguments, DecodeChoice, PackChoice, Source, StepChoice, WhereChoice
+from streamloader.loader.base import Loader
+from streamloader.options import Channels, Normalize, Patch, Remainder, Shuffle, Window, is_whole, whole
+from streamloader.order.state import Batches, check_mixture_options
+from streamloader.stats import BatchReport
+
+if TYPE_CHECKING:
+    from streamloader.order.mixture import Stop
+
+
+def _those_of(kind: type[Any], given: Mapping[str, Any]) -> Any:
+    """Return a dataclass whose fields are those of the arguments that have their names."""
+    return kind(**{field.name: given[field.name] for field in fields_of(kind)})
+
+
+class NumpyDataset(Loader):
+    """Yields what `StreamingDataset` yields, with the same arguments, as numpy arrays. Imports no torch.
+
+    `world`: (rank, size); default the launcher's environment. A batch's arrays are views of the loader's memory, which
+    is not used again while a view of it exists. Not for torch's `DataLoader`.
+    """
+
+    def __init__(
+        self,
+        url: str | os.PathLike[str],
+        *,
+        batch_size: int | None,
+        fields: Sequence[str] | None = None,
+        split: str | None = None,
+        where: WhereChoice = None,
+        shuffle: bool | Shuffle = True,
+        seed: int = 0,
+        remainder: Remainder = "pad",
+        decode: DecodeChoice = None,
+        pack: PackChoice = None,
+        transform: Callable[..., Any] | None = None,
+        transform_workers: int = 0,
+        skip_steps: StepChoice = None,
+        steps_per_epoch: int | None = None,
+        with_index: bool = False,
+        world: Any = None,
+        memory: int | str | None = None,
+        on_batch: Callable[[BatchReport], None] | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+        sample_axis: str | int | None = None,
+        windows: Window | None = None,
+        patches: Patch | None = None,
+        channels: Channels | Mapping[str, Channels] | None = None,
+        decode_cf: bool | Mapping[str, bool] = True,
+        strict: bool | None = None,
+        normalize: Normalize = None,
+        version: int | None = None,
+        zarr_format: int | None = None,
+    ) -> None:
+        given = locals()
+        super().__init__([_those_of(Source, given)], _those_of(Arguments, given))
+
+    @property
+    def num_samples(self) -> int:
+        """The number of selected samples, over all ranks."""
+        return self._datasets[0].num_samples
+
+    @property
+    def unused(self) -> dict[str, int]:
+        """The elements of each axis of windows and patches that no sample reads; empty for other datasets.
+
+        Windows that would cross a border are left out, and so is the end of an axis that the stride does not reach.
+        """
+        arrays = self._datasets[0].arrays
+        return {} if arrays is None else arrays.unused
+
+    @property
+    def left_out(self) -> int:
+        """The number of windows that were left out, since their times are not the durations of `Window` apart."""
+        arrays = self._datasets[0].arrays
+        return 0 if arrays is None else arrays.left_out
+
+    def samples(self, epoch: int, step: int, rank: int | None = None, *, workers: int = 1) -> Any:
+        """Return the sample numbers (`index`) of a step, without reading data.
+
+        Shape (rows,), int64; for windows, the first element of each. Those of one `rank`, or of all ranks in order.
+        Steps count from 0 in each epoch. Give the number of DataLoader `workers`, which determines the composition of
+        batches. If a loaded state begins within the epoch, steps are aligned with the steps after it. Raises
+        `UsageError` for a step that the epoch does not have.
+        """
+        return self._convert(self._format.numbers(self._step_numbers(epoch, step, rank, workers)))["index"]
+
+
+Weights = Mapping[Any, float]  # of a URL, a Source, or a mixture
+# the share of each source (with sum 1) by the step from which they apply, the first 0
+Shares = tuple[tuple[int, tuple[Fraction, ...]], ...]
+
+
+def _whole_weights(shares: Shares) -> dict[str, Any]:
+    from streamloader.order.mixture import whole_weights
+
+    return {"weights_by_step": tuple((step, whole_weights(each)) for step, each in shares)}
+
+
+def _at_step(by_step: Sequence[tuple[int, tuple[Any, ...]]], step: int) -> tuple[Any, ...]:
+    return [values for begin, values in by_step if begin <= step][-1]
+
+
+def choose_sources(weights: Weights, schedule: Mapping[int, Weights] | None) -> tuple[tuple[Source, ...], Shares]:
+    """Return the sources of a mixture, nested ones flattened, and shares. Raises `MixtureError` if it is invalid."""
+    from streamloader.order.mixture import exact_shares
+
+    if not isinstance(weights, Mapping) or not weights:
+        raise MixtureError(f"a mixture of {weights!r:.60}", "give a weight for each source: Mixture({a: 0.7, b: 0.3})")
+    parts = {key: _part(key) for key in weights}
+    phases = {0: weights, **dict(schedule or {})}
+    for step, changed in phases.items():
+        unknown = [key for key in changed if key not in parts] if isinstance(changed, Mapping) else [changed]
+        if not is_whole(step, 0) or unknown:
+            remedy = "give weights of the mixture's own sources, by whole steps"
+            raise MixtureError(f"schedule={{{step!r}: {changed!r:.60}}}", remedy)
+    shares = {int(step): exact_shares([changed.get(key, 0) for key in parts]) for step, changed in phases.items()}
+    steps = sorted({*shares, *(step for _, inner in parts.values() for step, _ in inner)})
+    flattened = []
+    for step in steps:
+        outer = shares[max(begin for begin in shares if begin <= step)]
+        pairs = zip(outer, parts.values(), strict=True)
+        flattened.append((step, tuple(share * each for share, (_, inner) in pairs for each in _at_step(inner, step))))
+    return tuple(source for inner, _ in parts.values() for source in inner), tuple(flattened)
+
+
+def mean_length(dataset: Dataset, name: str) -> Fraction:
+    """Return the mean length of the samples of a variable-length field, of a selection by the table of lengths."""
+    layout = dataset.manifest.fields.get(name)
+    if dataset.arrays is not None or layout is None or layout.field.fixed:
+        problem = f"{dataset.store.url} has no variable-length field {name!r} to weigh by"
+        raise FieldError(problem, "name a field like ragged:int32, bytes or text")
+    total = layout.nbytes
+    if dataset.selection is not None:
+        if name not in dataset.manifest.lengths:
+            problem = f"{dataset.store.url} has no table of lengths of field {name!r}, which weighing a selection needs"
+            raise FieldError(problem, "convert the dataset again, or leave where= out")
+        total = int(LengthTable(dataset.store, dataset.manifest, name).read()[dataset.selection.samples].sum())
+    return Fraction(total, layout.field.item_bytes * max(1, dataset.num_samples))
+
+
+def _part(key: Any) -> tuple[tuple[Source, ...], Shares]:
+    if isinstance(key, NumpyMixture):
+        return key.sources, key._shares
+    if not isinstance(key, str | os.PathLike | Source):
+        raise MixtureError(f"a source {key!r:.60}", "give a URL, a Source, or a Mixture")
+    return (key if isinstance(key, Source) else Source(key),), ((0, (Fraction(1),)),)
+
+
+def check_same_fields(sources: Sequence[Source], datasets: Sequence[Dataset], with_index: bool) -> None:
+    """Raise `MixtureError`, which states the difference, unless all sources have the same fields."""
+    fields = datasets[0].fields
+    if with_index and "source" in fields:
+        raise FieldError("the datasets have a field 'source', and so has the batch", "leave it out with fields=")
+    for source, dataset in zip(sources, datasets, strict=True):
+        if (dataset.arrays is None) != (datasets[0].arrays is None):
+            problem = f"{sources[0].url} and {source.url} are not both read as arrays"
+            raise MixtureError(problem, "give sample_axis= of each Source, or of none")
+        if not dataset.num_samples:
+            raise MixtureError(f"the source {source.url} has no samples", "leave it out")
+        if missing := set(fields) ^ set(dataset.names):
+            problem = f"{source.url} and {sources[0].url} do not both have {', '.join(sorted(missing))}"
+            raise MixtureError(problem, "name the fields that all sources have in fields=")
+        for name, field in fields.items():
+            if field != dataset.fields[name] or _targets(dataset, name) != _targets(datasets[0], name):
+                problem = f"{name} is {field} in {sources[0].url} and {dataset.fields[name]} in {source.url}"
+                raise MixtureError(problem, "mix datasets with the same fields, or leave this one out with fields=")
+
+
+def _targets(dataset: Dataset, name: str) -> list[tuple[tuple[int, ...], int]]:
+    """Return the shape, and the number of parts, of each column that a field of arrays makes."""
+    outputs = () if dataset.arrays is None else dataset.arrays.columns[name].outputs
+    return [(output.shape, len(output.parts)) for output in outputs]
+
+
+class NumpyMixture(Loader):
+    """Yields what `Mixture` yields, with the same arguments, as numpy arrays. Imports no torch."""
+
+    def __init__(
+        self,
+        sources: Weights,
+        *,
+        batch_size: int | None,
+        schedule: Mapping[int, Weights] | None = None,
+        stop: Stop = "first",
+        batches: Batches = "mixed",
+        unit: int | None = None,
+        weigh: str | None = None,
+        fields: Sequence[str] | None = None,
+        shuffle: bool | Shuffle = True,
+        seed: int = 0,
+        remainder: Remainder = "pad",
+        decode: DecodeChoice = None,
+        pack: PackChoice = None,
+        transform: Callable[..., Any] | None = None,
+        transform_workers: int = 0,
+        skip_steps: StepChoice = None,
+        steps_per_epoch: int | None = None,
+        with_index: bool = False,
+        world: Any = None,
+        memory: int | str | None = None,
+        on_batch: Callable[[BatchReport], None] | None = None,
+    ) -> None:
+        given = _those_of(Arguments, locals())
+        if remainder == "uneven":
+            raise MixtureError('remainder="uneven" of a mixture', 'choose "pad" or "drop": a mixture has no end')
+        unit = None if unit is None else whole("unit", unit)
+        check_mixture_options(stop, batches, unit)
+        chosen, self._shares = choose_sources(sources, schedule)
+        if weigh is not None and len(chosen) > len(sources):
+            raise MixtureError(f"weigh={weigh!r} of nested mixtures", "give it to the inner ones, or name all sources")
+        self._weigh, self._unweighed = weigh, self._shares
+        super().__init__(chosen, given, stop=stop, batches=batches, unit=unit)
+        check_same_fields(chosen, self._datasets, with_index)
+
+    def _weighed(self, datasets: Sequence[Dataset]) -> dict[str, Any]:
+        from streamloader.order.mixture import exact_shares
+
+        if self._weigh is not None:
+            means = [mean_length(dataset, self._weigh) for dataset in datasets]
+            if not all(means):
+                raise MixtureError(
+                    f"all samples of a source have no {self._weigh}", "leave it out, or leave weigh= out"
+                )
+            counts = ((step, map(Fraction.__truediv__, shares, means)) for step, shares in self._unweighed)
+            self._shares = tuple((step, tuple(exact_shares(list(each)))) for step, each in counts)
+        return _whole_weights(self._shares)
+
+    def shares(self, field: str | None = None, *, step: int = 0) -> dict[Source, float]:
+        """Return the share of each source in the samples of a step, or in the elements of a variable-length `field`."""
+        weights = _at_step(self._first.weights_by_step, step)
+        means = [1 if field is None else mean_length(dataset, field) for dataset in self._datasets]
+        counts = [weight * mean for weight, mean in zip(weights, means, strict=True)]
+        total = sum(counts) or 1  # of samples that are all empty
+        return {source: float(count / total) for source, count in zip(self.sources, counts, strict=True)}
+
+    @property
+    def sources(self) -> tuple[Source, ...]:
+        """The sources, including those of nested mixtures; `source` is an index into them."""
+        return self._sources
+
+    def samples(self, epoch: int, step: int, rank: int | None = None, *, workers: int = 1) -> dict[str, Any]:
+        """Return `source` and `index` of the samples of a step, without reading data.
+
+        The arguments are those of `StreamingDataset.samples`. Raises `UsageError` for a step that the epoch lacks.
+        """
+        return self._convert(self._format.numbers(self._step_numbers(epoch, step, rank, workers)))
