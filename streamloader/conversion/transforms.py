@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from streamloader.conversion.sources.base import BadSample, Fragment, OnBad, Source, read_kept
+from streamloader.conversion.sources.base import Bad, BadSample, Columns, Fragment, OnBad, Source, read_kept
 from streamloader.conversion.sources.fields import FieldSelection, FieldsOption, flatten, settle, transform_source
 from streamloader.conversion.sources.media import IMAGE_ENCODINGS
 from streamloader.conversion.sources.records import Sample, open_records
@@ -272,9 +272,7 @@ def recode_source(source: Source, recode: Recode) -> Source:
     return transform_source(source, change, fields=recoded, notes=notes)
 
 
-def _recode(
-    recode: Recode, images: Sequence[str], columns: dict[str, Column], bad: dict[int, BadSample]
-) -> dict[str, Column]:
+def _recode(recode: Recode, images: Sequence[str], columns: Columns, bad: Bad) -> Columns:
     """Return the columns with the images of the fields `images` re-encoded; an image that does not decode is bad."""
     from PIL import Image
 

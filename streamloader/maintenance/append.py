@@ -21,7 +21,7 @@ from streamloader.conversion.executors import open_executor, parse_engine, run_t
 from streamloader.conversion.job import Listener, Progress, RunOptions, TransformOptions, describe_source, ignore, probe
 from streamloader.conversion.row_order import SampleRows
 from streamloader.conversion.shard_task import Outcome, Task
-from streamloader.conversion.sources.base import BadSample, Source
+from streamloader.conversion.sources.base import Bad, Columns, Source
 from streamloader.conversion.sources.fields import FieldSelection, choose, transform_source
 from streamloader.conversion.sources.formats import open_source
 from streamloader.conversion.transforms import parse_map, parse_recode
@@ -40,6 +40,7 @@ ROUNDS = 5  # of writing again the shards that something else deletes or overwri
 # A shard of new samples decodes to at most so many times the bytes that a conversion allows, or that the dataset's own
 # shards have: conversions round to a power of two, which is a factor of up to 1.4, and sizes of samples vary.
 GROWTH = 2
+_AGAIN = "convert all samples again"
 MIXED = "mixed"  # the encoding of a field whose images have several: images of any encoding can be appended
 
 Classes = Mapping[str, Sequence[str]]
@@ -167,9 +168,7 @@ def relabel(source: Source, classes: Classes) -> Source:
             continue
         field = source.fields[name]
         if field.dtype not in INTS or (not field.fixed and field.shape):
-            raise FieldError(
-                f"the classes of {name!r} differ and {field} is not a class number", "convert all samples again"
-            )
+            raise FieldError(f"the classes of {name!r} differ and {field} is not a class number", _AGAIN)
         counts = Counter(names) | Counter(merged[name])
         ambiguous = next((class_name for class_name in names if counts[class_name] > 1), None)
         if ambiguous is not None:
@@ -177,14 +176,12 @@ def relabel(source: Source, classes: Classes) -> Source:
             raise FieldError(problem, "give them different names in the source, or convert all samples again")
         numbers = [merged[name].index(class_name) for class_name in names]
         if max(numbers, default=0) > np.iinfo(field.dtype).max:
-            raise FieldError(f"{len(merged[name])} classes of {name!r} do not fit {field}", "convert all samples again")
+            raise FieldError(f"{len(merged[name])} classes of {name!r} do not fit {field}", _AGAIN)
         tables[name] = np.array(numbers, field.stored_dtype)
     return transform_source(source, partial(_relabel, tables)) if tables else source
 
 
-def _relabel(
-    tables: Mapping[str, NDArray[Any]], columns: dict[str, Column], _: dict[int, BadSample]
-) -> dict[str, Column]:
+def _relabel(tables: Mapping[str, NDArray[Any]], columns: Columns, _: Bad) -> Columns:
     """Return the columns with new class numbers; other numbers, such as -1, are kept."""
     for name, table in tables.items():
         column = columns[name]

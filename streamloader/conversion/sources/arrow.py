@@ -409,10 +409,8 @@ def _sniffed(tables: Tables, columns: Mapping[str, ArrowColumn]) -> dict[str, Ar
     raw = {name: column for name, column in columns.items() if column.field.kind == "bytes"}
     blocks = tables.blocks(_SNIFFED_BLOCKS)
     values = tables.sample(raw, _first_rows(blocks, _SNIFFED_ROWS)) if blocks else {}
-    return {
-        name: replace(raw[name], field=Field("bytes", encoding=common_encoding(column)))
-        for name, column in values.items()
-    }
+    fields = {name: Field("bytes", encoding=common_encoding(column)) for name, column in values.items()}
+    return {name: replace(raw[name], field=field) for name, field in fields.items()}
 
 
 _MAGIC, _AFTER_MAGIC = b"ARROW1", 8

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from streamloader.conversion.sources.base import RowNumbers
 from streamloader.errors import FieldError
 from streamloader.format.codecs import Column
 from streamloader.format.manifest import INTS, Field
@@ -350,9 +351,7 @@ def _with_fill(array: pa.Array, column: ArrowColumn, level: int) -> pa.Array:
     return array.fill_null(pa.scalar(value, array.type))
 
 
-def _inner_values(
-    array: pa.Array, column: ArrowColumn
-) -> Iterator[tuple[pa.Array, NDArray[np.int64], NDArray[np.int64]]]:
+def _inner_values(array: pa.Array, column: ArrowColumn) -> Iterator[tuple[pa.Array, RowNumbers, RowNumbers]]:
     """Yield, for each list level, outermost first: the inner values, the lengths of the lists, and the edges of rows.
 
     The inner values of row r are those from `edges[r]` to `edges[r + 1]`.

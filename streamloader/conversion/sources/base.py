@@ -33,6 +33,9 @@ class BadSample:
 
 
 OnBad = Callable[[BadSample], None]
+Bad = dict[int, BadSample]  # by position
+Columns = dict[str, Column]
+RowNumbers = NDArray[np.int64]
 
 
 def damaged(problem: str) -> SourceError:
@@ -55,15 +58,12 @@ def raise_bad_rows(rows: Sequence[int] | NDArray[np.int64]) -> OnBad:
     return on_bad
 
 
-def take_rows(columns: Mapping[str, Column], rows: Sequence[int] | NDArray[np.int64]) -> dict[str, Column]:
+def take_rows(columns: Mapping[str, Column], rows: Sequence[int] | RowNumbers) -> Columns:
     """Return the given rows of the columns."""
-    return {
-        name: column[rows] if isinstance(column, np.ndarray) else [column[row] for row in rows]
-        for name, column in columns.items()
-    }
+    return {name: c[rows] if isinstance(c, np.ndarray) else [c[row] for row in rows] for name, c in columns.items()}
 
 
-def drop_rows(columns: Mapping[str, Column], bad: Container[int]) -> dict[str, Column]:
+def drop_rows(columns: Mapping[str, Column], bad: Container[int]) -> Columns:
     """Return the columns without the rows at the positions `bad`."""
     return take_rows(columns, [row for row in range(len(next(iter(columns.values())))) if row not in bad])
 
@@ -71,10 +71,10 @@ def drop_rows(columns: Mapping[str, Column], bad: Container[int]) -> dict[str, C
 # Reads some rows of a source: small, picklable, and with the same result at every call. It passes each bad sample to
 # its argument, and returns one column for each field, without the bad samples. It raises `SourceError` for a damaged
 # file, `SourceChangedError`, and whatever its argument raises.
-Fragment = Callable[[OnBad], dict[str, Column]]
+Fragment = Callable[[OnBad], Columns]
 
 
-def read_kept(fragment: Fragment, on_bad: OnBad) -> tuple[dict[str, Column], list[int]]:
+def read_kept(fragment: Fragment, on_bad: OnBad) -> tuple[Columns, list[int]]:
     """Return the columns of a fragment, and the position of each of their rows in it; pass bad samples to `on_bad`."""
     bad: list[BadSample] = []
     columns = fragment(bad.append)
@@ -99,13 +99,11 @@ class Source:
     fields: Mapping[str, Field]
     num_samples: int
     notes: Mapping[str, Any]
-    fragment: Callable[[NDArray[np.int64]], Fragment]
+    fragment: Callable[[RowNumbers], Fragment]
     beside: Callable[[], Mapping[str, bytes]] = dict
 
 
-def split_rows(
-    counts: Sequence[int] | NDArray[np.int64], rows: NDArray[np.int64]
-) -> list[tuple[int, int, NDArray[np.int64]]]:
+def split_rows(counts: Sequence[int] | RowNumbers, rows: RowNumbers) -> list[tuple[int, int, RowNumbers]]:
     """Return the number, the first row and the selected rows, counted from it, of each file with any of the `rows`.
 
     `counts` are the numbers of rows of the files; `rows` ascend.

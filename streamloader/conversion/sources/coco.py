@@ -41,6 +41,7 @@ _ASCII = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
 _UNICODE = json.JSONEncoder(separators=(",", ":"), allow_nan=False, ensure_ascii=False)
 
 Item = dict[str, Any]
+Entries = Sequence[tuple[int, Item]]  # each with the row of its image; rows ascend
 Parse = Callable[[Any], float | Sequence[float] | str]  # raises ValueError, which names the expected value
 
 
@@ -57,7 +58,7 @@ class Table:
     fields: dict[str, Field] = field(default_factory=dict)
     columns: dict[str, Column] = field(default_factory=dict)
 
-    def add(self, name: str, kind: Field, key: str, parse: Parse, entries: Sequence[tuple[int, Item]]) -> None:
+    def add(self, name: str, kind: Field, key: str, parse: Parse, entries: Entries) -> None:
         """Add a column with the values of a key of the entries, each with the row of its image; rows ascend.
 
         A tensor has one entry for each image; a ragged field, or a text with a JSON list, has any number.
@@ -215,9 +216,7 @@ def _check_distinct(where: str, key: str, noun: str, values: Sequence[int | str 
             raise SourceError(f"{where}: {both} have one {noun}, {_shown(value)}", "give each its own")
 
 
-def _add_annotations(
-    table: Table, known: Sequence[tuple[int, Item]], categories: Sequence[Item], where: str
-) -> dict[str, Any]:
+def _add_annotations(table: Table, known: Entries, categories: Sequence[Item], where: str) -> dict[str, Any]:
     """Add the columns of annotations, each with its row; return the notes on their classes and keypoints."""
     notes: dict[str, Any] = {}
     labels: dict[Any, int] = {}
@@ -336,9 +335,7 @@ def _annotations(listing: Listing) -> ObjectInfo:
     return candidates[0]
 
 
-def find_images(
-    names: Sequence[str | None], listing: Listing, annotations: ObjectInfo
-) -> Iterator[Sequence[ObjectInfo]]:
+def find_images(names: Sequence[str | None], listing: Listing, annotations: ObjectInfo) -> Iterator[list[ObjectInfo]]:
     """Yield the files that each image can have: one, unless it is missing or ambiguous.
 
     A file matches if its path ends with the image's name. Of several, one is preferred in the folder of the split

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from streamloader.conversion.sources.base import BadSample, Fragment, OnBad, Source, drop_rows, read_kept
+from streamloader.conversion.sources.base import Bad, BadSample, Columns, Fragment, OnBad, Source, drop_rows, read_kept
 from streamloader.conversion.sources.files import Listing
 from streamloader.errors import FieldError, UsageError
 from streamloader.format.codecs import Column
@@ -49,10 +49,7 @@ class FieldSelection:
     @property
     def notes(self) -> dict[str, Any]:
         """The options for the manifest's provenance, with which an append or a comparison reads its source."""
-        fill = {
-            name: value.decode(errors="replace") if isinstance(value, bytes) else str(value)
-            for name, value in self.fill.items()
-        }
+        fill = {key: v.decode(errors="replace") if isinstance(v, bytes) else str(v) for key, v in self.fill.items()}
         notes = {"fill": fill, "raw": self.raw, "rechunk": list(self.rechunk), "sample_axis": self.sample_axis}
         notes["read"] = [f"{name}={kind}" if kind else name for name, kind in self.columns.items()]
         return {key: value for key, value in notes.items() if value}
@@ -354,7 +351,7 @@ def _check_cast(name: str, stored: Field, target: Field) -> None:
 
 
 # A picklable function of columns. It adds bad samples, by position, to its second argument.
-Transform = Callable[[dict[str, Column], dict[int, BadSample]], dict[str, Column]]
+Transform = Callable[[Columns, Bad], Columns]
 
 
 def transform_source(source: Source, transform: Transform, **changes: Any) -> Source:
@@ -362,8 +359,8 @@ def transform_source(source: Source, transform: Transform, **changes: Any) -> So
     return replace(source, **changes, fragment=lambda rows: partial(_transform, source.fragment(rows), transform))
 
 
-def _transform(fragment: Fragment, transform: Transform, on_bad: OnBad) -> dict[str, Column]:
-    bad: dict[int, BadSample] = {}
+def _transform(fragment: Fragment, transform: Transform, on_bad: OnBad) -> Columns:
+    bad: Bad = {}
     stored, kept = read_kept(fragment, on_bad)
     columns = transform(stored, bad)
     for position, sample in sorted(bad.items()):
@@ -371,14 +368,12 @@ def _transform(fragment: Fragment, transform: Transform, on_bad: OnBad) -> dict[
     return drop_rows(columns, bad) if bad else columns
 
 
-def _cast(
-    stored: Mapping[str, Field], fields: Mapping[str, Field], columns: dict[str, Column], bad: dict[int, BadSample]
-) -> dict[str, Column]:
+def _cast(stored: Mapping[str, Field], fields: Mapping[str, Field], columns: Columns, bad: Bad) -> Columns:
     """Return the columns cast from their `stored` fields to `fields`; a sample that cannot be cast is bad."""
     return {name: _cast_column(name, stored[name], target, columns[name], bad) for name, target in fields.items()}
 
 
-def _cast_column(name: str, stored: Field, target: Field, column: Column, bad: dict[int, BadSample]) -> Column:
+def _cast_column(name: str, stored: Field, target: Field, column: Column, bad: Bad) -> Column:
     if stored == target or (stored.kind == target.kind == "bytes"):
         return column
     if stored.fixed and target.fixed:

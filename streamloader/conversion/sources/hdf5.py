@@ -21,9 +21,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streamloader.conversion.sources import arrays, ranged_io
-from streamloader.conversion.sources.base import Source, damaged
+from streamloader.conversion.sources.base import RowNumbers, Source, damaged
 from streamloader.conversion.sources.fields import FieldSelection, SourceFormat
 from streamloader.conversion.sources.files import Listing, require
+from streamloader.conversion.sources.ranged_io import Content
 from streamloader.errors import FieldError, SourceChangedError, SourceError
 from streamloader.format.manifest import Field
 from streamloader.storage.buffers import LRUCache
@@ -176,7 +177,7 @@ def _container(
         attributes[name] = {key: dataset.attrs[key] for key in arrays.ATTRIBUTES if key in present}
     length = arrays.common_length({array.path: array.shape[0] for array in stored.values()}, raw.name)
     kinds = {name: array.kind for name, array in stored.items()}
-    read = partial(_read_file, ranged_io.Content(raw.store, raw.info), stored)
+    read = partial(_read_file, Content(raw.store, raw.info), stored)
     container = arrays.Container(raw.name, length, kinds, read, notes)
     return arrays.decoded(container, attributes, selection.raw or not netcdf)
 
@@ -340,9 +341,7 @@ def _start(dataset: Any, size: int, nbytes: int, where: str) -> int | None:
     return int(start)
 
 
-def _read_file(
-    content: ranged_io.Content, stored: Mapping[str, H5Array], rows: NDArray[np.int64], into: arrays.Into
-) -> None:
+def _read_file(content: Content, stored: Mapping[str, H5Array], rows: RowNumbers, into: arrays.Into) -> None:
     """Read rows of the arrays of a file, which is opened with h5py once if an array needs it."""
     for name, array in stored.items():
         if array.start is not None:
@@ -412,7 +411,7 @@ def _scan_netcdf(raw: BlockFile, inner: str, selection: FieldSelection) -> array
         describe = partial(_field, variable, f"{raw.name}::/{originals[field]}")
         kinds[field] = arrays.kind_of(describe, variable.dtype, variable.shape, selection.mapped)
     length = next(iter(variables.values())).shape[0]
-    read = partial(_read_classic, ranged_io.Content(raw.store, raw.info), variables)
+    read = partial(_read_classic, Content(raw.store, raw.info), variables)
     attributes = {field: variable.attributes for field, variable in variables.items()}
     container = arrays.Container(raw.name, length, kinds, read, {**notes, "arrays": originals})
     return arrays.decoded(container, attributes, selection.raw)
@@ -529,9 +528,7 @@ def _field(variable: Variable, where: str) -> Field:
     return Field("text")
 
 
-def _read_classic(
-    content: ranged_io.Content, variables: Mapping[str, Variable], rows: NDArray[np.int64], into: arrays.Into
-) -> None:
+def _read_classic(content: Content, variables: Mapping[str, Variable], rows: RowNumbers, into: arrays.Into) -> None:
     """Read rows of variables: of record variables together, if most of the bytes of a record are selected."""
     records = [variable for variable in variables.values() if variable.record]
     selected = sum(variable.row_dtype.itemsize for variable in records)

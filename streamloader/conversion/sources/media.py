@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from streamloader.conversion.sources.base import BadSample, Fragment, OnBad, Source, drop_rows, take_rows
+from streamloader.conversion.sources.base import Bad, BadSample, Fragment, OnBad, Source, drop_rows, take_rows
 from streamloader.conversion.sources.fields import FieldSelection, SourceFormat
 from streamloader.conversion.sources.files import Listing, extension, hidden
 from streamloader.conversion.sources.ranged_io import Range, read_ranges
@@ -29,14 +29,10 @@ from streamloader.storage.objects import ObjectInfo
 from streamloader.storage.store import Store
 
 # by lower-case extension
-IMAGE_ENCODINGS = {
-    **{name: name for name in ("jpeg", "png", "webp", "gif", "bmp", "tiff", "ppm", "pgm", "jp2")},
-    **{"jpg": "jpeg", "tif": "tiff"},
-}
-AUDIO_ENCODINGS = {
-    **{name: name for name in ("wav", "flac", "mp3", "ogg", "opus", "m4a", "aiff")},
-    **{"oga": "ogg", "aif": "aiff"},
-}
+_SHORT = {"jpg": "jpeg", "tif": "tiff", "oga": "ogg", "aif": "aiff"}
+_IMAGES = ("jpeg", "jpg", "png", "webp", "gif", "bmp", "tiff", "tif", "ppm", "pgm", "jp2")
+_CLIPS = ("wav", "flac", "mp3", "ogg", "oga", "opus", "m4a", "aiff", "aif")
+IMAGE_ENCODINGS, AUDIO_ENCODINGS = ({name: _SHORT.get(name, name) for name in names} for names in (_IMAGES, _CLIPS))
 
 
 def image_problem(data: bytes) -> str:
@@ -154,23 +150,19 @@ class Medium:
 IMAGES = Medium("image", "image", IMAGE_ENCODINGS, image_problem)
 AUDIO = Medium("audio", "clip", AUDIO_ENCODINGS, audio_problem)
 TRANSCRIPTS = Medium("text", "transcript", {"txt": "text"}, text_problem, MAX_TEXT)
-Columns = Mapping[str, Column]
+Columns = dict[str, Column]
 Files = tuple[Medium, Sequence[ObjectInfo | None]]  # the file of each row, None for a bad sample
 
 
-def cut_media(
-    store: Store, media: Sequence[Files], columns: Columns, bad: Mapping[int, BadSample], rows: NDArray[np.int64]
-) -> Fragment:
+def cut_media(store: Store, media: list[Files], columns: Columns, bad: Bad, rows: NDArray[np.int64]) -> Fragment:
     """Return a fragment of the `media`, which are read later, and the `columns`, without the `bad` samples, by row."""
     numbers = rows.tolist()
     bad_here = {position: replace(bad[row], position=position) for position, row in enumerate(numbers) if row in bad}
-    chosen = [(medium, [infos[row] for row in numbers]) for medium, infos in media]
+    chosen: list[Files] = [(medium, [infos[row] for row in numbers]) for medium, infos in media]
     return partial(_read_media, store, chosen, take_rows(columns, numbers), bad_here)
 
 
-def _read_media(
-    store: Store, media: Sequence[Files], columns: Columns, bad: Mapping[int, BadSample], on_bad: OnBad
-) -> dict[str, Column]:
+def _read_media(store: Store, media: list[Files], columns: Columns, bad: Bad, on_bad: OnBad) -> Columns:
     """Return the columns of the files and the given columns; a file that cannot be decoded is bad.
 
     Raises `SourceChangedError`.

@@ -129,9 +129,8 @@ def open_object(samples: Any, selection: FieldSelection, workers: int = 0) -> So
         columns = {field: arrays[key] for field, key in keys.items()}
         fields = {field: Field("tensor", array.dtype.name, array.shape[1:]) for field, array in columns.items()}
         notes = {"object": name, **SampleFields(keys, fields).notes}
-        source = Source(
-            f"{NAME}:{name}", (), fields, count, notes, lambda rows: partial(_keep, take_rows(columns, rows))
-        )
+        url = f"{NAME}:{name}"
+        source = Source(url, (), fields, count, notes, lambda rows: partial(_keep, take_rows(columns, rows)))
         return choose(replace(source, files=(_identity(source, probed),)), selection)
     by_value = type(samples) in (list, tuple, Columns)
     probe = [samples[row] for row in probed.tolist()] if by_value else samples

@@ -194,9 +194,7 @@ def _kinds(probe: RecordFragment, selection: FieldSelection, url: str) -> tuple[
         for key, value in sample.items():
             seen.setdefault(key, set()).add(isinstance(value, np.ndarray) and value.size == 1)
     selected = {key: selection.fields.get(name) for key, name in field_names(list(seen), url).items()}
-    scalars = {
-        key for key, kind in selected.items() if (kind.fixed and not kind.shape if kind else seen[key] == {True})
-    }
+    scalars = {key for key, kind in selected.items() if (kind.fixed and not kind.shape if kind else all(seen[key]))}
     return frozenset(scalars), frozenset(key for key, kind in selected.items() if kind and kind.kind == "text")
 
 
