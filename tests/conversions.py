@@ -26,7 +26,7 @@ HELD = """
 import os, sys, time
 from pathlib import Path
 from streamloader.cli.main import main
-from streamloader.cli.options import Display
+from streamloader.cli.show import Display
 update, held, parent = Display.update, Path(sys.argv[1]), os.getppid()
 def wait(display, progress):
     update(display, progress)

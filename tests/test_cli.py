@@ -22,7 +22,8 @@ from datasets import assert_threads_end, encoded, picture, write, write_images
 
 import streamloader as sl
 from streamloader.cli.main import main
-from streamloader.cli.options import Display, Step, parse_options, show_bytes
+from streamloader.cli.options import parse_options
+from streamloader.cli.show import Display, Step, show_bytes
 from streamloader.errors import UsageError
 
 
@@ -273,7 +274,7 @@ def numbers(tmp_path_factory):
 
 
 def test_bench_prints_a_table_and_a_verdict(numbers, capsys, monkeypatch):
-    monkeypatch.setattr("streamloader.cli.options.LINE_SECONDS", 0.0)
+    monkeypatch.setattr("streamloader.cli.show.LINE_SECONDS", 0.0)
     status, shown, err = run(capsys, "bench", numbers, "--seconds", "0.2", "--batch-size", "32", "--fields", "x,label")
     assert status == 0
     lines = shown.splitlines()
@@ -341,7 +342,7 @@ def test_ctrl_c_ends_a_bench_at_once(numbers, capsys, monkeypatch):
 
 
 def test_progress_of_a_conversion_is_lines_in_a_pipe_or_ci_and_a_bar_on_a_terminal(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("streamloader.cli.options.MIN_ESTIMATE_SECONDS", 0.0)
+    monkeypatch.setattr("streamloader.cli.show.MIN_ESTIMATE_SECONDS", 0.0)
     np.save(tmp_path / "rows.npy", np.random.default_rng(0).integers(0, 256, (640, 1024), np.uint8))
     # else a thread shows what there is at its own times
     monkeypatch.setattr(rich.progress.Progress, "update", partialmethod(rich.progress.Progress.update, refresh=True))
@@ -363,7 +364,7 @@ def test_progress_of_a_conversion_is_lines_in_a_pipe_or_ci_and_a_bar_on_a_termin
 
 def test_lines_come_at_the_start_of_a_phase_now_and_then_and_at_its_end(capsys, monkeypatch):
     now = iter([99.0, 100.0, 100.5, 102.0, 105.0, 106.0, 106.1, 106.2, 107.0])
-    monkeypatch.setattr("streamloader.cli.options.time", SimpleNamespace(monotonic=lambda: next(now)))
+    monkeypatch.setattr("streamloader.cli.show.time", SimpleNamespace(monotonic=lambda: next(now)))
     lines = Display()
     for done in (0, 10, 40, 50, 100, 100, 100):
         lines.show(Step("write", done, 100, "samples", "9 samples/s"))

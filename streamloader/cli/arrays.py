@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from streamloader.cli.options import option, parse_names, print_table, several, show_bytes
+from streamloader.cli.options import option, parse_names, several
+from streamloader.cli.show import print_table, show_bytes
 from streamloader.errors import UsageError
 from streamloader.options import Channels, Extent, Patch, Sampling, Window
 

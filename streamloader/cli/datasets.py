@@ -13,28 +13,10 @@ from typing import TYPE_CHECKING, Any
 import click
 from click import Choice, IntRange
 
+from streamloader.cli import options as shared
 from streamloader.cli.arrays import inspect_arrays, parse_extent, sampling_options, take_sampling
-from streamloader.cli.options import (
-    PAIRS,
-    by_split,
-    counted,
-    display,
-    fields_option,
-    json_option,
-    option,
-    parse_fill,
-    preview_lines,
-    print_table,
-    quiet_option,
-    several,
-    show_bytes,
-    show_classes,
-    size_option,
-    source_option,
-    split_option,
-    storage_option,
-    target_option,
-)
+from streamloader.cli.options import option, several
+from streamloader.cli.show import by_split, counted, display, preview_lines, print_table, show_bytes, show_classes
 from streamloader.errors import FormatError, NotADatasetError, StreamloaderError, UsageError
 from streamloader.options import CODECS, CodecChoice, Layout
 
@@ -73,20 +55,25 @@ transform_options = several(  # those that `convert` and `append` share
 @transform_options
 @option("--fields", multiple=True, metavar="NAME[=TYPE],...", help="Fields to keep, optionally with types.")
 @option("--columns", metavar="NAME[=TYPE],...", help="Fields of SRC to read for --map; --fields chooses of its result.")
-@option("--fill", parse=parse_fill, help="Value that replaces missing ones of a field. May be repeated.", **PAIRS)
+@option(
+    "--fill",
+    parse=shared.parse_fill,
+    help="Value that replaces missing ones of a field. May be repeated.",
+    **shared.PAIRS,
+)
 @option("--raw", is_flag=True, help="Keep packed values (scale_factor, add_offset, _FillValue) as stored.")
 @option("--rechunk", metavar="NAME[@VALUE],...", help="Arrays of a Zarr store, and slices of them: t2m,z@500.")
 @option("--sample-axis", parse=parse_extent, help="The dimension of their samples; default: their first.")
 @option("--split", help="Assign samples to splits at random, say train=0.9,val=0.1.")
 @option("--on-error", type=Choice(ON_ERROR), default="raise", help="How to handle bad samples.")
-@size_option("--shard-size", default="64MiB", help="Stored size of a shard of the largest field.")
+@shared.size_option("--shard-size", default="64MiB", help="Stored size of a shard of the largest field.")
 @option("--codec", type=Choice(CODECS), default="auto", help="Compression of chunks.")
 @option("--dry-run", is_flag=True, help="Print what would be written, estimated from some rows; write nothing.")
 @option("--resume", is_flag=True, help="Succeed if DST is a finished dataset of the same source.")
 @option("--overwrite", is_flag=True, help="Replace an existing dataset, or discard an unfinished one.")
-@storage_option
-@source_option
-@quiet_option
+@shared.storage_option
+@shared.source_option
+@shared.quiet_option
 def convert(*, src: str, dst: str, shard_size: int, codec: CodecChoice, quiet: bool, **options: Any) -> None:
     """Convert SRC into a dataset at the URL DST.
 
@@ -137,12 +124,12 @@ def _kept(shards: int) -> str:
 @click.command()
 @click.argument("url")
 @click.argument("src", required=False)
-@split_option
+@shared.split_option
 @transform_options
 @option("--abandon", is_flag=True, help="Discard an interrupted append; the dataset stays as it was.")
-@storage_option
-@source_option
-@quiet_option
+@shared.storage_option
+@shared.source_option
+@shared.quiet_option
 def append(*, url: str, src: str | None, abandon: bool, quiet: bool, **options: Any) -> None:
     """Append the samples of SRC to the finished dataset at URL.
 
@@ -182,11 +169,11 @@ def append(*, url: str, src: str | None, abandon: bool, quiet: bool, **options: 
 @click.argument("url")
 @click.argument("dst")
 @option("--format", type=Choice(FORMATS), required=True, help="Format to write.")
-@fields_option
-@split_option
-@storage_option
-@target_option
-@quiet_option
+@shared.fields_option
+@shared.split_option
+@shared.storage_option
+@shared.target_option
+@shared.quiet_option
 def export(*, url: str, dst: str, quiet: bool, **options: Any) -> None:
     """Export the samples of the dataset at URL, in order, to files of another format at DST, an empty folder or URL.
 
@@ -207,9 +194,9 @@ def export(*, url: str, dst: str, quiet: bool, **options: Any) -> None:
 @option("--split", help="One split; default: all.")
 @option("--against", metavar="SRC", help="Source to compare every sample with.")
 @option("--format", metavar="NAME", help="Format of SRC; detected by default.")
-@storage_option
-@source_option
-@json_option
+@shared.storage_option
+@shared.source_option
+@shared.json_option
 @option("--quiet", is_flag=True, help="Show no progress.")
 def verify(*, url: str, as_json: bool, quiet: bool, **options: Any) -> None:
     """Check the whole dataset at URL, and report every problem.
@@ -249,7 +236,7 @@ def _findings(report: VerifyReport) -> Iterator[str]:
 @click.command("rm-incomplete")
 @click.argument("url")
 @option("--yes", is_flag=True, help="Do not ask for confirmation.")
-@storage_option
+@shared.storage_option
 def rm_incomplete(*, url: str, yes: bool, storage_options: dict[str, Any]) -> None:
     """Remove the unfinished dataset at URL, or the leftovers of killed writers beside a finished one.
 
@@ -289,8 +276,8 @@ def _to_remove(incomplete: Incomplete, size: str) -> Iterator[str]:
 @click.command()
 @click.argument("url")
 @option("--split", help="One split; default: all.")
-@storage_option
-@json_option
+@shared.storage_option
+@shared.json_option
 @sampling_options
 def inspect(*, url: str, split: str | None, storage_options: dict[str, Any], as_json: bool, **options: Any) -> None:
     """Show the fields, shapes, sizes, codecs, lengths, splits and one sample of the dataset at URL.

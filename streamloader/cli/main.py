@@ -11,7 +11,7 @@ import click
 from streamloader import __version__
 from streamloader.cli.datasets import append, convert, export, inspect, rm_incomplete, verify
 from streamloader.cli.measure import bench, plan, stats
-from streamloader.cli.options import INTERRUPTED
+from streamloader.cli.show import INTERRUPTED
 from streamloader.errors import StreamloaderError
 
 BAD_INPUT = 2  # the exit status of every foreseen error, as click's own

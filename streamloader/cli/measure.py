@@ -12,28 +12,10 @@ from typing import TYPE_CHECKING, Any
 import click
 from click import IntRange
 
-from streamloader.cli.arrays import (
-    parse_extent,
-    parse_where,
-    reads_lines,
-    sampling_options,
-    take_sampling,
-    unused_lines,
-)
-from streamloader.cli.options import (
-    Step,
-    counted,
-    display,
-    fields_option,
-    json_option,
-    option,
-    parse_names,
-    print_table,
-    show_bytes,
-    size_option,
-    split_option,
-    storage_option,
-)
+from streamloader.cli import arrays
+from streamloader.cli import options as shared
+from streamloader.cli.options import option, parse_names
+from streamloader.cli.show import Step, counted, display, print_table, show_bytes
 from streamloader.errors import UsageError
 from streamloader.options import Channels, Sampling, Shuffle
 
@@ -78,19 +60,19 @@ def parse_weights(text: str) -> tuple[float, ...]:
 @option("--unit", type=int, help="Samples of a turn of a mixture; default: 8, if it divides the global batch.")
 @option("--world-size", type=int, default=1, help="Number of ranks.")
 @option("--batch-size", type=int, default=256, help="Samples per batch of a rank.")
-@fields_option
-@split_option
-@sampling_options
-@option("--where", parse=parse_where, help='Which samples to read: "label in (1, 2) and width >= 256", or 0:800.')
+@shared.fields_option
+@shared.split_option
+@arrays.sampling_options
+@option("--where", parse=arrays.parse_where, help='Samples to read: "label in (1, 2) and width >= 256", or 0:800.')
 @option("--block", type=int, help="Samples that are fetched together; default: the dataset's.")
 @option("--lanes", type=int, help="Lanes that batches take samples from in turn; default: the dataset's.")
 @option("--window", type=int, help="Samples within which a lane is shuffled; default: the dataset's.")
 @option("--no-shuffle", is_flag=True, help="Read samples in stored order.")
-@size_option("--memory", help="Memory for the loader of a rank, say 2GiB; default: what it needs.")
+@shared.size_option("--memory", help="Memory for the loader of a rank, say 2GiB; default: what it needs.")
 @option("--ranks-per-machine", "ranks_here", type=int, default=1, help="Ranks that share a machine.")
 @option("--get-price", type=float, default=0.4, help="Price of a million GETs in USD.")
-@storage_option
-@json_option
+@shared.storage_option
+@shared.json_option
 @option("--plot", type=OUTPUT, help="Draw the plan to this .png, .svg or .html file (needs matplotlib).")
 def plan(
     *, urls: tuple[str, ...], no_shuffle: bool, get_price: float, as_json: bool, plot: Path | None, **options: Any
@@ -104,7 +86,7 @@ def plan(
     """
     from streamloader.measure.forecast import ForecastOptions, forecast, forecast_mixture
 
-    sampling, weights = take_sampling(options), options.pop("weights")
+    sampling, weights = arrays.take_sampling(options), options.pop("weights")
     mixture = {name: value for name in ("weigh", "stop", "unit") if (value := options.pop(name)) is not None}
     mixed = weights is not None or len(urls) > 1 or bool(mixture)
     if mixed and len(weights or ()) != len(urls):
@@ -141,8 +123,8 @@ def forecast_lines(planned: Forecast) -> list[str]:
         _memory_line(planned),
         _requests_line(planned),
         f"reading   {_reading(planned)}",
-        *unused_lines(planned.unused),
-        *reads_lines(planned.url, planned.arrays, planned.rechunking),
+        *arrays.unused_lines(planned.unused),
+        *arrays.reads_lines(planned.url, planned.arrays, planned.rechunking),
         f"mixing    the batch of a rank {mixed[0]}",
         f"          the global batch {mixed[1]}",
     ]
@@ -238,16 +220,16 @@ def draw(planned: Forecast, path: Path) -> None:
 
 @click.command()
 @click.argument("url")
-@fields_option
-@split_option
-@option("--sample-axis", parse=parse_extent, help="The dimension that samples lie along.")
+@shared.fields_option
+@shared.split_option
+@option("--sample-axis", parse=arrays.parse_extent, help="The dimension that samples lie along.")
 @option("--channels", parse=parse_names, help="Arrays, and slices of them: z@500,t2m; default: all arrays.")
-@option("--where", parse=parse_where, help="Which elements to read: 2001-01:2017-12, 0:800, or a condition.")
+@option("--where", parse=arrays.parse_where, help="Which elements to read: 2001-01:2017-12, 0:800, or a condition.")
 @option("--raw", is_flag=True, help="Take values as stored, without CF attributes.")
-@size_option("--memory", help="Memory for the loader, say 2GiB; default: what it needs.")
+@shared.size_option("--memory", help="Memory for the loader, say 2GiB; default: what it needs.")
 @option("--output", type=OUTPUT, help="Write them to this file, for normalize=; default: print them.")
 @option("--save", is_flag=True, help="Save them in the dataset, for normalize=True.")
-@storage_option
+@shared.storage_option
 def stats(*, url: str, raw: bool, output: Path | None, save: bool, **options: Any) -> None:
     """Fit the mean and the standard deviation of the arrays and images at URL, to normalise them by normalize=.
 
@@ -269,13 +251,13 @@ def stats(*, url: str, raw: bool, output: Path | None, save: bool, **options: An
 @click.command()
 @click.argument("url")
 @option("--batch-size", type=IntRange(min=1), help="Samples per batch; default: 256, or all of a smaller dataset.")
-@fields_option
-@split_option
+@shared.fields_option
+@shared.split_option
 @option("--seconds", type=float, default=10.0, help="Duration of each stage.")
-@size_option("--memory", help="Memory for the loader, say 2GiB; default: what its window needs.")
+@shared.size_option("--memory", help="Memory for the loader, say 2GiB; default: what its window needs.")
 @option("--image-size", default="224", parse=parse_image_size, help="Image size, 224 or 192x256; 0: do not decode.")
-@storage_option
-@json_option
+@shared.storage_option
+@shared.json_option
 def bench(*, url: str, as_json: bool, **options: Any) -> None:
     """Measure the endpoint of the dataset at URL and the loader, and find what limits the loader.
 

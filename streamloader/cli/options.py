@@ -1,31 +1,16 @@
-"""Shared by the commands: options, the formatting of numbers and tables, and progress on stderr."""
+"""Options that several commands have."""
 
 from __future__ import annotations
 
 import json
-import os
-import sys
-import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial, reduce
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from streamloader.errors import UsageError
 from streamloader.options import parse_size
-
-if TYPE_CHECKING:
-    from rich.progress import Progress as Bar
-
-    from streamloader.conversion.job import Preview, Progress
-
-INTERRUPTED = 130  # the exit status after Ctrl-C: 128 + SIGINT, as in shells
-CLASSES_SHOWN = 12
-LINE_SECONDS = 5.0  # between two lines of progress, if stderr is not a terminal
-MIN_ESTIMATE_SECONDS = 0.5  # an estimate of the time left is unreliable before this
 
 
 def parse_options(pairs: Iterable[str]) -> dict[str, Any]:
@@ -89,173 +74,9 @@ _STORE = "An option of the store, by its fsspec name; the value may be JSON. May
 storage_option = store_option("storage", _STORE, {})
 source_option = store_option("source", "The same for the store of SRC, if its options differ.")
 target_option = store_option("target", "The same for the store of DST, if its options differ.")
+_FILL = "Value that replaces missing ones of a field. May be repeated."
+fill_option = option("--fill", parse=parse_fill, help=_FILL, **PAIRS)
 quiet_option = option("--quiet", is_flag=True, help="Print errors only.")
 json_option = option("--json", "as_json", is_flag=True, help="Print JSON.")
 split_option = option("--split", help="The split, if the dataset has splits.")
 fields_option = option("--fields", parse=parse_names, help="Fields to read, say image,label; default: all.")
-
-
-def counted(count: int, noun: str) -> str:
-    """Format a number of things as `1 shard`, `1,024 shards`."""
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
-
-
-def by_split(counts: Mapping[str, int]) -> str:
-    """Format the samples of each split as ` (train 90, val 10)`; empty for a dataset without splits."""
-    named = ", ".join(f"{name} {count:,}" for name, count in counts.items() if name)
-    return f" ({named})" if named else ""
-
-
-def show_bytes(size: float) -> str:
-    """Format a number of bytes as `1.5 GiB`."""
-    if size < 1000:
-        return f"{size:.0f} B"
-    for unit in ("KiB", "MiB", "GiB"):
-        size /= 1024
-        if size < 1000:
-            return f"{size:.1f} {unit}"
-    return f"{size / 1024:,.1f} TiB"
-
-
-def show_classes(name: str, classes: Sequence[object]) -> str:
-    """Format the classes of a field as `label: 12 classes: ant, bee, ..., wasp`."""
-    shown = [str(class_name) for class_name in classes]
-    if len(shown) > CLASSES_SHOWN:
-        shown = [*shown[: CLASSES_SHOWN - 2], "...", shown[-1]]
-    return f"{name}: {len(classes):,} {'class' if len(classes) == 1 else 'classes'}: {', '.join(shown)}"
-
-
-def print_table(titles: Sequence[str], rows: Iterable[Sequence[object]], right: Collection[str]) -> None:
-    """Print a table on stdout; the columns `right` are aligned to the right."""
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    out, table = Console(highlight=False), Table()
-    if not out.is_terminal:
-        out.width = 160  # a pipe has no width: do not fold columns at 80
-    for title in titles:
-        table.add_column(title, justify="right" if title in right else "left")
-    for row in rows:
-        table.add_row(*(Text(str(cell)) for cell in row))
-    out.print(table)
-
-
-def preview_lines(preview: Preview) -> Iterator[str]:
-    """Yield lines that describe what a conversion will write."""
-    size = f"{counted(preview.num_samples, 'sample')} in {counted(preview.files, 'file')}"
-    yield f"{preview.format}: {size} at {preview.url}"
-    name_width = max(map(len, preview.fields))
-    type_width = max(len(str(field)) for field in preview.fields.values())
-    for name, field in preview.fields.items():
-        detail = f"  ({preview.details[name]})" if name in preview.details else ""
-        size = f"{show_bytes(preview.sizes[name])} per sample{detail}"
-        yield f"  {name:{name_width}}  {field!s:{type_width}}  {preview.codecs[name]:4}  {size}"
-    yield from (f"  {show_classes(name, classes)}" for name, classes in preview.classes.items())
-    yield f"about {show_bytes(preview.stored)} in {counted(preview.shards, 'shard')}{by_split(preview.splits)}"
-
-
-@dataclass(frozen=True)
-class Step:
-    """Progress at one moment: `done` of `total`, both in `unit`.
-
-    `label` names the phase, `rate` is text, and `kept` of `done` were finished by an earlier run.
-    """
-
-    label: str
-    done: float
-    total: float
-    unit: str
-    rate: str = ""
-    kept: float = 0
-
-    def left(self, elapsed: float) -> str:
-        """Return the time left as `h:mm:ss left`, at the rate of the `elapsed` seconds; empty if unknown."""
-        if elapsed < MIN_ESTIMATE_SECONDS or not self.kept < self.done < self.total:
-            return ""
-        seconds = round(elapsed * (self.total - self.done) / (self.done - self.kept))
-        return f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02} left"
-
-
-class Display:
-    """Shows progress on stderr: a bar on a terminal, else a line at the start and the end of a phase and between them.
-
-    Any thread may call it, but only one at a time.
-    """
-
-    def __init__(self, bar: Bar | None = None, quiet: bool = False) -> None:
-        self._bar, self._quiet = bar, quiet
-        if bar is not None:
-            bar.add_task("", total=None, amount="", rate="", left="")
-        self._created = time.monotonic()
-        self._begin = self._printed = 0.0  # when the rate began to count, and when the last line was printed
-        self._last: Step | None = None
-
-    @property
-    def seconds(self) -> str:
-        """The time since the command began, as text."""
-        return f"{time.monotonic() - self._created:.1f} s"
-
-    def print_line(self, line: str) -> None:
-        """Print a line, above the bar if there is one."""
-        if self._bar is not None:
-            self._bar.console.print(line, markup=False, highlight=False, soft_wrap=True)
-        elif not self._quiet:
-            click.echo(line, err=True)
-
-    def update(self, progress: Progress) -> None:
-        """Show the progress of a conversion, append, export or verification, with its rate."""
-        if progress.phase == "scan":
-            for line in preview_lines(progress.preview) if progress.preview else [progress.detail]:
-                self.print_line(f"scan: {line}")
-            return
-        if progress.phase == "compare" and self._last is not None and self._last.label == "verify":
-            self._begin = 0.0  # the unit changes from bytes to samples
-        in_bytes, now = progress.phase == "verify", time.monotonic()
-        elapsed = max(now - (self._begin or now), 1e-3)
-        rates = [] if in_bytes else [f"{(progress.done - progress.kept) / elapsed:,.0f} samples/s"]
-        if progress.phase != "compare":
-            rates.append(f"{(progress.done if in_bytes else progress.bytes) / elapsed / 1e6:,.1f} MB/s")
-        if progress.kept:
-            rates.append(f"{progress.kept} kept from before")
-        scale, unit = (1, "samples") if not in_bytes else (1e6, "MB") if progress.total >= 1e7 else (1e3, "kB")
-        done, total = progress.done / scale, progress.total / scale
-        self.show(Step(progress.phase, done, total, unit, ", ".join(rates), progress.kept))
-
-    def show(self, step: Step) -> None:
-        """Show a step; without a terminal, at most every `LINE_SECONDS` within a phase."""
-        now, last, self._last = time.monotonic(), self._last, step
-        self._begin = self._begin or now
-        left = step.left(now - self._begin)
-        if self._bar is not None:
-            (task,) = self._bar.task_ids
-            amount = f"{step.done:.0f}/{step.total:.0f} {step.unit}"
-            position: dict[str, Any] = {"description": step.label, "completed": step.done, "total": step.total}
-            self._bar.update(task, **position, amount=amount, rate=step.rate, left=left)
-            return
-        ends = step.done >= step.total and (last is None or last.done < step.total)
-        if last is not None and last.label == step.label and now - self._printed < LINE_SECONDS and not ends:
-            return
-        self._printed = now
-        parts = [f"{step.done:.0f} of {step.total:.0f} {step.unit}", step.rate, left]
-        self.print_line(f"{step.label}: {', '.join(part for part in parts if part)}")
-
-
-@contextmanager
-def display(quiet: bool = False, interrupted: str = "interrupted") -> Iterator[Display]:
-    """Yield a `Display`, which shows nothing if `quiet`. Ctrl-C prints `interrupted` and exits with 130."""
-    try:
-        # some CI systems provide a terminal, and all set CI
-        if quiet or not sys.stderr.isatty() or os.environ.get("CI") or os.environ.get("TERM") == "dumb":
-            yield Display(quiet=quiet)
-            return
-        from rich.console import Console
-        from rich.progress import BarColumn, Progress, TextColumn
-
-        columns = [TextColumn("{task.description}", markup=False), BarColumn()]
-        columns += [TextColumn(f"{{task.fields[{name}]}}", markup=False) for name in ("amount", "rate", "left")]
-        with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-            yield Display(bar)
-    except KeyboardInterrupt:
-        click.echo(interrupted, err=True)
-        sys.exit(INTERRUPTED)
