@@ -55,12 +55,7 @@ transform_options = several(  # those that `convert` and `append` share
 @transform_options
 @option("--fields", multiple=True, metavar="NAME[=TYPE],...", help="Fields to keep, optionally with types.")
 @option("--columns", metavar="NAME[=TYPE],...", help="Fields of SRC to read for --map; --fields chooses of its result.")
-@option(
-    "--fill",
-    parse=shared.parse_fill,
-    help="Value that replaces missing ones of a field. May be repeated.",
-    **shared.PAIRS,
-)
+@shared.fill_option
 @option("--raw", is_flag=True, help="Keep packed values (scale_factor, add_offset, _FillValue) as stored.")
 @option("--rechunk", metavar="NAME[@VALUE],...", help="Arrays of a Zarr store, and slices of them: t2m,z@500.")
 @option("--sample-axis", parse=parse_extent, help="The dimension of their samples; default: their first.")
