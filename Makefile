@@ -31,7 +31,7 @@ help:
 
 install: $(STAMP)
 
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml constraints.txt setup.py streamloader/format/_rows.c
 	@command -v $(PYTHON) >/dev/null || { echo "no '$(PYTHON)' here: name a Python 3.11 or later, make PYTHON=..." >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(None if v >= (3, 11) else "$(PYTHON) is Python %d.%d: streamloader needs 3.11 or later, make PYTHON=..." % v[:2])'
 	@echo "installing into $(VENV), once: a minute or two"
@@ -95,4 +95,5 @@ bench-convert: $(STAMP)
 
 clean:
 	rm -rf $(VENV) $(VENV)-3.* $(INTEGRATIONS) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -f streamloader/format/*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
