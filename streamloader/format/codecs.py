@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from streamloader.errors import CorruptError, FieldError
 from streamloader.format.manifest import MAX_CHUNK_BYTES, Field, FieldLayout
+from streamloader.format.rows import parse_lengths
 from streamloader.options import MIB, CodecChoice
 from streamloader.storage.buffers import Allocate, Buffer, body_bytes, body_crc32c, empty_buffer
 
@@ -218,20 +219,7 @@ def parse_items(data: memoryview, count: int) -> Items:
     size = data.nbytes
     if size > MAX_CHUNK_BYTES:
         raise CorruptError(f"the chunk has {size} decoded bytes, the format allows at most {MAX_CHUNK_BYTES}")
-    if size < 4 + 4 * count or int.from_bytes(data[:4], "little") != count:
-        raise CorruptError(f"the chunk of {size} bytes does not hold {count} items")
-    length_at = struct.Struct("<I").unpack_from
-    stops: list[int] = []
-    stop = 4
-    try:
-        for _ in range(count):
-            stop += 4 + length_at(data, stop)[0]
-            stops.append(stop)
-    except struct.error:
-        raise CorruptError(f"item {len(stops)} of the chunk begins at byte {stop} of {size}") from None
-    if stop != size:
-        raise CorruptError(f"the items of the chunk end at byte {stop} of {size}")
-    edges = np.array([4, *stops], np.int64)
+    edges = parse_lengths(data, count)
     return Items(data, edges[:-1] + 4, edges[1:])
 
 
