@@ -36,9 +36,8 @@ from streamloader.format.lengths import page_path
 from streamloader.format.manifest import VERSION, Field, FieldLayout, Manifest, class_names
 from streamloader.format.opening import ROOT, open_root, read_job, read_lines
 from streamloader.options import Layout, Option, is_whole
-from streamloader.storage.objects import ObjectInfo
+from streamloader.storage import ObjectInfo, Store
 from streamloader.storage.process import cpu_count
-from streamloader.storage.store import Store
 from streamloader.storage.url import redact
 
 FILES = "_streamloader/files"

@@ -19,11 +19,10 @@ from streamloader.format.metadata import field_document
 from streamloader.format.opening import Opened, open_root
 from streamloader.format.reader import FieldReader
 from streamloader.format.values import from_bytes
-from streamloader.storage import open_store
+from streamloader.storage import Store, open_store
 from streamloader.storage.buffers import LRUCache
 from streamloader.storage.optional import need
 from streamloader.storage.process import PerProcess, run_all
-from streamloader.storage.store import Store
 
 if TYPE_CHECKING:
     import dask.array

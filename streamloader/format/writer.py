@@ -19,9 +19,8 @@ from streamloader.format.manifest import Field, Manifest, check_name
 from streamloader.format.publish import Receipt, begin, erase, finish, job_document, write_shard
 from streamloader.format.values import check_names, row_bytes, to_columns, to_value
 from streamloader.options import MIB, Layout, whole
-from streamloader.storage import open_store
+from streamloader.storage import Store, open_store
 from streamloader.storage.process import cpu_count, join, wait_for
-from streamloader.storage.store import Store
 
 
 class Rows:

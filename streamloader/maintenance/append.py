@@ -32,8 +32,7 @@ from streamloader.format.geometry import EXPANSION, settle
 from streamloader.format.manifest import INTS, RESIDENT_TOTAL, Manifest, class_names
 from streamloader.format.opening import Opened, open_root, read_object
 from streamloader.options import Layout
-from streamloader.storage import open_store
-from streamloader.storage.store import Store
+from streamloader.storage import Store, open_store
 from streamloader.storage.url import redact
 
 ROUNDS = 5  # of writing again the shards that something else deletes or overwrites

@@ -10,8 +10,7 @@ from streamloader.conversion.job import FILES
 from streamloader.errors import AccessError, DestinationError, IncompleteError, NotADatasetError
 from streamloader.format.opening import JOB, open_root, read_job, read_root, split_names
 from streamloader.format.publish import CLAIM, check_not_running, erasable, erase, temporary
-from streamloader.storage.objects import ObjectInfo
-from streamloader.storage.store import Store
+from streamloader.storage import ObjectInfo, Store
 
 
 @dataclass(frozen=True)

@@ -30,11 +30,10 @@ from streamloader.format.metadata import field_document, group_document, to_byte
 from streamloader.format.opening import ROOT, open_root
 from streamloader.format.reader import FieldReader, read_columns
 from streamloader.options import MIB
-from streamloader.storage import open_store
+from streamloader.storage import Store, open_store
 from streamloader.storage.buffers import Buffer
 from streamloader.storage.optional import need
 from streamloader.storage.process import run_all
-from streamloader.storage.store import Store
 
 THREADS = 2  # one piece is read while another is written: memory holds both, and the file of one
 # size of a file; most shards are in this range

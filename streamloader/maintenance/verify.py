@@ -39,10 +39,9 @@ from streamloader.format.opening import ROOT, STATISTICS
 from streamloader.format.publish import APPEND, BAD, CLAIM, INTERNAL, PARTS
 from streamloader.format.reader import FieldReader, Placed, Run, bad_item, read_columns, read_index
 from streamloader.options import MIB
-from streamloader.storage import open_store
+from streamloader.storage import Store, open_store
 from streamloader.storage.objects import cut_runs
 from streamloader.storage.process import cpu_count, run_all
-from streamloader.storage.store import Store
 from streamloader.zarr.metadata import ARRAYS, read_group
 from streamloader.zarr.reader import ArrayReader
 

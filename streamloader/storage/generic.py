@@ -122,10 +122,8 @@ class FsspecClient:
     def list_page(self, folder: str, token: str | None) -> Page:  # noqa: ARG002 - only S3 has pages
         """Return the objects below a folder, and no token of another page."""
         self.fs.invalidate_cache()
-        infos, prefix = (
-            self._timed("find", folder, UNKNOWN_BYTES, detail=True),
-            f"{folder.rstrip('/')}/" if folder else "",
-        )
+        infos = self._timed("find", folder, UNKNOWN_BYTES, detail=True)
+        prefix = f"{folder.rstrip('/')}/" if folder else ""
         files = {path: info for path, info in infos.items() if info["type"] == "file" and path.startswith(prefix)}
         return list(starmap(_object_info, files.items())), None
 

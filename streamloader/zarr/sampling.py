@@ -34,8 +34,7 @@ from streamloader.order.anchors import (
     segment_anchors,
     split_segments,
 )
-from streamloader.storage import open_store
-from streamloader.storage.store import Store
+from streamloader.storage import Store, open_store
 from streamloader.zarr import coordinates
 from streamloader.zarr.cf import Unpacking, unpacking_of
 from streamloader.zarr.columns import ARRAYS, ArrayFields, Member, Output, Part, RegionColumn, RegionReader, Slice

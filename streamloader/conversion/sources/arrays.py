@@ -26,8 +26,7 @@ from streamloader.errors import FieldError, FormatError, SourceError, Streamload
 from streamloader.format.codecs import Column
 from streamloader.format.manifest import MAX_CHUNK_BYTES, Field
 from streamloader.format.values import exact_in_float
-from streamloader.storage.objects import ObjectInfo
-from streamloader.storage.store import Store
+from streamloader.storage import ObjectInfo, Store
 from streamloader.zarr.cf import Unpacking, attribute_text, unpacking_of
 
 MAX_STORED_CHUNK = 1 << 30  # bytes; a stored chunk is decoded at once

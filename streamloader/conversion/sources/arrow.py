@@ -33,10 +33,9 @@ from streamloader.errors import FieldError, SourceChangedError, SourceError, Str
 from streamloader.format.codecs import Column
 from streamloader.format.manifest import INTS, Field
 from streamloader.format.writer import Rows
-from streamloader.storage.objects import ObjectInfo
+from streamloader.storage import ObjectInfo, Store
 from streamloader.storage.optional import ipc, pa, pq
 from streamloader.storage.process import run_all
-from streamloader.storage.store import Store
 
 BEGIN_BYTES = 4 << 20  # decoded bytes of each of several files that are read at once
 

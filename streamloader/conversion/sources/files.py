@@ -21,9 +21,7 @@ from urllib.parse import parse_qsl
 
 from streamloader.errors import AccessError, NotFoundError, SourceError, UnsupportedError
 from streamloader.format.manifest import NAME
-from streamloader.storage import open_store
-from streamloader.storage.objects import ObjectInfo
-from streamloader.storage.store import Store
+from streamloader.storage import ObjectInfo, Store, open_store
 from streamloader.storage.url import redact
 
 

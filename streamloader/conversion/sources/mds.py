@@ -26,8 +26,7 @@ from streamloader.conversion.sources.ranged_io import Content, Range, Stream, re
 from streamloader.conversion.sources.records import RecordFile, cut_files, open_records, parse_number
 from streamloader.errors import SourceError
 from streamloader.format.manifest import natural
-from streamloader.storage.objects import ObjectInfo
-from streamloader.storage.store import Store
+from streamloader.storage import ObjectInfo, Store
 
 NAME = "mds"
 VERSION = 2

@@ -25,8 +25,7 @@ from streamloader.conversion.sources.ranged_io import Range, read_ranges
 from streamloader.errors import SourceError
 from streamloader.format.codecs import Column
 from streamloader.format.manifest import MAX_CHUNK_BYTES, Field
-from streamloader.storage.objects import ObjectInfo
-from streamloader.storage.store import Store
+from streamloader.storage import ObjectInfo, Store
 
 # by lower-case extension
 _SHORT = {"jpg": "jpeg", "tif": "tiff", "oga": "ogg", "aif": "aiff"}

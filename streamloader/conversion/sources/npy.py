@@ -26,9 +26,8 @@ from streamloader.conversion.sources.files import Listing, extension, field_name
 from streamloader.conversion.sources.ranged_io import READ_THREADS, Content, Range, open_file, read_range, read_spans
 from streamloader.errors import SourceError, UsageError
 from streamloader.format.manifest import Field
-from streamloader.storage.objects import ObjectInfo
+from streamloader.storage import ObjectInfo, Store
 from streamloader.storage.process import run_all
-from streamloader.storage.store import Store
 
 _HEADER_BYTES = 16 << 10  # longer headers are refused, as numpy does
 _PIECE_BYTES = 4 << 20  # decompressed at once

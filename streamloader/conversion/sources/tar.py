@@ -28,9 +28,8 @@ from streamloader.conversion.sources.ranged_io import Content, Range, Stream, op
 from streamloader.conversion.sources.records import RecordFragment, Sample, SampleFields, parse_number
 from streamloader.errors import FieldError, SourceError
 from streamloader.format.manifest import Field
-from streamloader.storage.objects import ObjectInfo
+from streamloader.storage import ObjectInfo, Store
 from streamloader.storage.process import run_all
-from streamloader.storage.store import Store
 
 _BLOCK = tarfile.BLOCKSIZE
 _MAX_NAME = 1 << 20  # bytes: a hostile header could declare a name of gigabytes

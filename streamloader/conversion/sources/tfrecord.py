@@ -20,10 +20,9 @@ from streamloader.conversion.sources.ranged_io import READ_THREADS, read_spans
 from streamloader.conversion.sources.records import PROBED, RecordFile, RecordFragment, cut_files, open_records
 from streamloader.conversion.sources.tar import Reader, open_reader
 from streamloader.errors import SourceError
-from streamloader.storage.objects import ObjectInfo
+from streamloader.storage import ObjectInfo, Store
 from streamloader.storage.optional import need
 from streamloader.storage.process import run_all
-from streamloader.storage.store import Store
 
 _PACKAGE = "streamloader"
 # TensorFlow's example.proto: messages and their fields, numbered from 1. A map is a list of entries.
