@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain, repeat
@@ -118,14 +118,7 @@ LOADER_SHARE = 0.7
 
 
 def judge(
-    *,
-    fetch: Ceiling,
-    unpack: Ceiling,
-    images: Sequence[Ceiling],
-    loader: Ceiling,
-    stats: Stats,
-    cores: int,
-    held: bool = False,
+    *, fetch: Ceiling, unpack: Ceiling, images: list[Ceiling], loader: Ceiling, stats: Stats, cores: int, held: bool
 ) -> tuple[float, str]:
     """Return the share of the lowest ceiling that the loader reached, and a verdict that explains it in a sentence.
 
@@ -176,15 +169,15 @@ def bench(url: str, options: BenchOptions | None = None, progress: Listener | No
     manifest, store, _ = open_root(open_store(url, options.storage_options), options.split)
     if not manifest.num_samples:
         raise UsageError(f"{store.url} has no samples", "give a dataset with samples")
-    batch_size = options.batch_size or min(BATCH_SIZE, manifest.num_samples)
+    options = replace(options, batch_size=options.batch_size or min(BATCH_SIZE, manifest.num_samples))
     images = _image_fields(manifest, options)
-    with closing(_open_dataset(url, options, batch_size, images)) as dataset:
+    with closing(_open_dataset(url, options, images)) as dataset:
         next(iter(dataset))  # raises errors of the arguments before anything is measured
     concurrencies = _choose_concurrencies(manifest, options)
     meter = Meter(options.seconds, len(concurrencies) + 2 + len(images), progress)
     *fetches, unpack = _measure_reading(url, options, concurrencies, meter)
     decoded = [_measure_decoding(url, options, name, meter) for name in images]
-    with closing(_open_dataset(url, options, batch_size, images, lambda batch: tally.add(batch.samples, 0))) as dataset:
+    with closing(_open_dataset(url, options, images, lambda batch: tally.add(batch.samples, 0))) as dataset:
         tally = Tally(meter.begin("loader"))
         first = _run_loader(dataset, tally, options.seconds)
         loader, stats = tally.ceiling("loader"), dataset.stats()
@@ -192,11 +185,11 @@ def bench(url: str, options: BenchOptions | None = None, progress: Listener | No
     loader = replace(loader, samples=stats.samples, bytes=stats.bytes_fetched, requests=stats.requests)
     fetch = max(fetches, key=lambda ceiling: ceiling.megabytes_per_second)
     held = all(manifest.fields[name].resident for name in options.fields or manifest.fields)
-    ratio, verdict = judge(
-        fetch=fetch, unpack=unpack, images=decoded, loader=loader, stats=stats, cores=cpu_count(), held=held
-    )
+    figures: dict[str, Any] = {"fetch": fetch, "unpack": unpack, "images": decoded, "loader": loader}
+    ratio, verdict = judge(**figures, stats=stats, cores=cpu_count(), held=held)
     ceilings = (*fetches, unpack, *decoded)
-    return BenchResult(store.url, manifest.num_samples, batch_size, first, ceilings, loader, stats, ratio, verdict)
+    counts = manifest.num_samples, options.batch_size or 0
+    return BenchResult(store.url, *counts, first, ceilings, loader, stats, ratio, verdict)
 
 
 def _run_loader(dataset: NumpyDataset, tally: Tally, seconds: float) -> float:
@@ -210,24 +203,12 @@ def _run_loader(dataset: NumpyDataset, tally: Tally, seconds: float) -> float:
 
 
 def _open_dataset(
-    url: str,
-    options: BenchOptions,
-    batch_size: int,
-    images: list[str],
-    on_batch: Callable[[BatchReport], None] | None = None,
+    url: str, options: BenchOptions, images: list[str], on_batch: Callable[[BatchReport], None] | None = None
 ) -> NumpyDataset:
-    return NumpyDataset(
-        url,
-        batch_size=batch_size,
-        fields=options.fields,
-        split=options.split,
-        remainder="uneven",  # padded rows would count as samples
-        decode=dict.fromkeys(images, Decode(size=options.image_size, with_crop=True)),
-        world=(0, 1),
-        memory=options.memory,
-        on_batch=on_batch,
-        storage_options=options.storage_options,
-    )
+    shared = {name: getattr(options, name) for name in ("batch_size", "fields", "split", "memory", "storage_options")}
+    shared["decode"] = dict.fromkeys(images, Decode(size=options.image_size, with_crop=True))
+    # uneven, since padded rows would count as samples
+    return NumpyDataset(url, remainder="uneven", world=(0, 1), on_batch=on_batch, **shared)
 
 
 def _image_fields(manifest: Manifest, options: BenchOptions) -> list[str]:
@@ -251,17 +232,9 @@ def _measure_reading(url: str, options: BenchOptions, concurrencies: list[int], 
     """Return the ceiling of fetching at each concurrency, then that of fetching and unpacking at the fastest one."""
 
     def measure(name: str, in_flight: int, unpack: bool = False) -> Ceiling:
-        ceiling = read_ceiling(
-            url,
-            options.storage_options,
-            options.fields,
-            unpack=unpack,
-            split=options.split,
-            in_flight=in_flight,
-            seconds=options.seconds,
-            watch=meter.begin(name),
-        )
-        return replace(ceiling, name=name)
+        shared: dict[str, Any] = {"split": options.split, "seconds": options.seconds, "watch": meter.begin(name)}
+        source = url, options.storage_options, options.fields
+        return replace(read_ceiling(*source, unpack=unpack, in_flight=in_flight, **shared), name=name)
 
     fetches = {count: measure(f"fetch, {count} at once", count) for count in concurrencies}
     best = max(fetches, key=lambda count: fetches[count].megabytes_per_second)

@@ -79,14 +79,11 @@ def mixings(shares: Sequence[Share]) -> list[Mixing]:
             samples = np.where(distinct == full, last, order.params.block)  # of each of these blocks
             totals[number] += rows.size, counts.size, (counts * (counts - 1)).sum(), counts @ samples / max(1, size)
     alike = (full * order.params.block**2 + last**2) / max(1, size) ** 2
-    return [
-        Mixing(
-            share.batch,
-            blocks=blocks / max(1, len(chosen)),
-            design_effect=design_effect(share.batch, pairs / max(1, rows), alike, met / max(1, rows)),
-        )
-        for share, (rows, blocks, pairs, met) in zip(shares, totals.tolist(), strict=True)
-    ]
+    mixed = []
+    for share, (taken, spread, pairs, met) in zip(shares, totals.tolist(), strict=True):
+        effect = design_effect(share.batch, pairs / max(1, taken), alike, met / max(1, taken))
+        mixed.append(Mixing(share.batch, spread / max(1, len(chosen)), effect))
+    return mixed
 
 
 def _spread(count: int, size: int) -> list[int]:

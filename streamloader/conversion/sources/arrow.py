@@ -477,34 +477,25 @@ def _messages(file: BinaryIO, start: int, size: int, where: str) -> Iterator[tup
 
 def _parse(data: bytes) -> tuple[int, int, int]:
     """Return type, length of the body in bytes, and number of rows from a message's metadata. Raises ValueError."""
-    message = _number(data, 0, "<I")
-    kind, body, rows = _value(data, message, 1, "<B"), _value(data, message, 3, "<q"), 0
-    header = _slot(data, message, 2)
-    if kind == _BATCH and header:
-        rows = _value(data, header + _number(data, header, "<I"), 0, "<q")
+
+    def number(at: int, layout: str = "<i") -> int:
+        if at < 0:  # struct would count it from the end
+            raise ValueError(f"byte {at}")
+        return int(struct.unpack_from(layout, data, at)[0])
+
+    def slot(table: int, at: int, layout: str) -> tuple[int, int]:
+        """Return the position and the value of the slot at byte `at` of a table's vtable; zeros for its default."""
+        vtable = table - number(table)
+        offset = number(vtable + at, "<H") if at < number(vtable, "<H") else 0
+        return (table + offset, number(table + offset, layout)) if offset else (0, 0)
+
+    message = number(0, "<I")
+    kind, body = (slot(message, at, layout)[1] for at, layout in ((6, "<B"), (10, "<q")))
+    header = sum(slot(message, 8, "<I"))  # a table, at this distance from the slot
+    rows = slot(header, 4, "<q")[1] if kind == _BATCH and header else 0
     if min(body, rows) < 0:
         raise ValueError("a negative length")
     return kind, body, rows
-
-
-def _value(data: bytes, table: int, slot: int, layout: str) -> int:
-    at = _slot(data, table, slot)
-    return _number(data, at, layout) if at else 0
-
-
-def _slot(data: bytes, table: int, number: int) -> int:
-    """Return the position of the value in a slot of a flatbuffer table, 0 if the slot has its default."""
-    vtable = table - _number(data, table, "<i")
-    at = 4 + 2 * number
-    offset = _number(data, vtable + at, "<H") if at < _number(data, vtable, "<H") else 0
-    return table + offset if offset else 0
-
-
-def _number(data: bytes, at: int, layout: str) -> int:
-    if at < 0:  # struct would count it from the end
-        raise ValueError(f"byte {at}")
-    number: int = struct.unpack_from(layout, data, at)[0]
-    return number
 
 
 def read_arrow_rows(store: Store, cut: Cut, columns: Sequence[ArrowColumn]) -> Batches:
