@@ -1,7 +1,5 @@
 """The command `streamloader`: its subcommands and the printing of errors. Imports stay light, so `--help` is fast."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Options that several commands have."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial, reduce

@@ -1,7 +1,5 @@
 """`sl.convert`, and what the functions of `maintenance` share with it."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial

@@ -17,8 +17,6 @@ If this process is already connected to Ray or Spark, that connection is used an
 one.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """Transforms samples between the source and the dataset: the user's map function, and re-encoding of images."""
 
-from __future__ import annotations
-
 import hashlib
 import inspect
 import io

@@ -4,8 +4,6 @@ Each rank logs the numbers of the samples that it trains on to a file of its own
 standard output. The run resumes from `checkpoint.pt` if that exists.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -3,8 +3,6 @@
 A claim, one object in the dataset, excludes other appends: only its holder writes.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections import Counter

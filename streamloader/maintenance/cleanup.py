@@ -1,7 +1,5 @@
 """Removes the objects of unfinished conversions, never a finished dataset."""
 
-from __future__ import annotations
-
 from collections.abc import Container, Iterable
 from dataclasses import dataclass
 from typing import Literal

@@ -5,8 +5,6 @@ the fields, and returns a function that makes the complete files of a piece from
 sample, and its columns. That function is called for pieces in any order and from any thread.
 """
 
-from __future__ import annotations
-
 import io
 import os
 import tarfile

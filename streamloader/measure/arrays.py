@@ -1,7 +1,5 @@
 """What an epoch reads of arrays that others wrote, and what it uses of that."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod

@@ -1,7 +1,5 @@
 """`streamloader bench`: measures ceilings on the user's dataset, then the loader, and names what limits it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace

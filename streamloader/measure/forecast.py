@@ -1,7 +1,5 @@
 """Forecasts the memory, requests and cost of training on a dataset or a mixture, and how well its batches mix."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace

@@ -1,7 +1,5 @@
 """The bytes of objects: buffers, bodies of several buffers, their sizes and checksums, and a cache with a limit."""
 
-from __future__ import annotations
-
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence

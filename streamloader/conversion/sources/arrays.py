@@ -5,8 +5,6 @@ If arrays have named dimensions and attributes, as xarray and netCDF write them,
 and packed values are decoded.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """A source of a conversion: numbered rows with one schema, read in fragments."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any

@@ -4,8 +4,6 @@ The file is parsed at once, since JSON has no index. Its annotations become colu
 ascending id. Each value is checked; an invalid one makes a bad sample of its image.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence

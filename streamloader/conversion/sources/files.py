@@ -3,8 +3,6 @@
 In local folders, links are followed, and modification times replace etags.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import stat

@@ -1,7 +1,5 @@
 """The registry of source formats, and the detection of a source's format. A new format is a module listed here."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Mapping

@@ -7,8 +7,6 @@ NetCDF 4 is HDF5. The classic formats (CDF-1, CDF-2, CDF-5) are read without a l
 and the stride of the rows of each variable. The rows of record variables are interleaved.
 """
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

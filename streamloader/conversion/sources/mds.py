@@ -3,8 +3,6 @@
 A shard is, little-endian: u32 count, u32 offsets[count + 1], the columns as JSON, the samples.
 """
 
-from __future__ import annotations
-
 import re
 import struct
 from collections import Counter

@@ -4,8 +4,6 @@ See formats/imagefolder/MAPPING.md and formats/audiofolder/MAPPING.md. Files sta
 cannot be decoded.
 """
 
-from __future__ import annotations
-
 import io
 import re
 import struct

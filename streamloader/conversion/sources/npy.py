@@ -3,8 +3,6 @@
 See formats/npy/MAPPING.md and formats/tokens/MAPPING.md.
 """
 
-from __future__ import annotations
-
 import io
 import struct
 import zipfile

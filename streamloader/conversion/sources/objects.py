@@ -3,8 +3,6 @@
 Images and other media in datasets of Hugging Face and torchvision stay encoded, and their class names are kept.
 """
 
-from __future__ import annotations
-
 import hashlib
 import inspect
 import pickle

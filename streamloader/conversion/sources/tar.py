@@ -3,8 +3,6 @@
 Only headers are read to find the members. Nothing is extracted; links and paths are only text.
 """
 
-from __future__ import annotations
-
 import io
 import re
 import tarfile

@@ -1,7 +1,5 @@
 """TFRecord files of tf.train.Example, read without TensorFlow. See formats/tfrecord/MAPPING.md."""
 
-from __future__ import annotations
-
 import re
 from array import array
 from collections.abc import Callable, Collection, Iterator

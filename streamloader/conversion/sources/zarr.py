@@ -8,8 +8,6 @@ arrays are read in place, each once for all slices in it; slices are unpacked to
 the sample axis, are stored beside the fields (SPEC.md, section 15): the dataset is then read in place as the store is.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
