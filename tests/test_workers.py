@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from torchrun import run_python
 
 from streamloader.pytorch.dataset import StreamingDataset
-from streamloader.pytorch.distributed import SharedEpochs
+from streamloader.pytorch.distributed import shared_epochs
 
 N = 603
 
@@ -310,7 +310,7 @@ def test_a_parent_of_workers_does_not_invent_a_state(shown):
 
 
 def test_workers_choose_one_epoch_although_one_completes_the_last_pass_meanwhile():
-    epochs, chosen = SharedEpochs(), list[int]()
+    epochs, chosen = shared_epochs(), list[int]()
     for number in (0, 1):
         epochs.begin(number, 2, 1)
     epochs.complete(0, 1)
@@ -331,7 +331,7 @@ def test_workers_choose_one_epoch_although_one_completes_the_last_pass_meanwhile
 
 
 def test_a_state_that_is_loaded_while_workers_complete_its_epoch_is_where_the_next_pass_begins():
-    epochs = SharedEpochs()
+    epochs = shared_epochs()
     for number in (0, 1):
         epochs.begin(number, 2, 3)
     epochs.choose(3)

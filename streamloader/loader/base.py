@@ -9,6 +9,7 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from copy import copy
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -26,13 +27,12 @@ from streamloader.format.manifest import Field
 from streamloader.loader import arguments
 from streamloader.loader.arguments import Arguments, Source
 from streamloader.loader.batches import BatchFormat, Columns
-from streamloader.loader.cursor import Cursor
-from streamloader.loader.epochs import SHARED, Epochs
+from streamloader.loader.epochs import Epochs
 from streamloader.loader.world import ranks_on_this_machine, read_world
 from streamloader.options import is_whole, parse_size, whole
 from streamloader.order.epoch_order import EpochOrder
 from streamloader.order.schedule import World
-from streamloader.order.state import ORDER_NAMES, PROGRESS_NAMES, RunState, SourceIdentity, read_value
+from streamloader.order.state import ORDER_NAMES, PROGRESS_NAMES, Cursor, RunState, SourceIdentity, read_value
 from streamloader.stats import BatchReport, Stats
 from streamloader.storage.process import cpu_count, wait_for
 
@@ -73,13 +73,37 @@ def check_guarded() -> None:
         raise UsageError(problem, "put the training code below `if __name__ == '__main__':`")
 
 
-class SharedIterator(Iterator[dict[str, Any]]):
-    """An iterator that several threads may share: each item goes to one of them."""
+class Pass(Iterator[Columns]):
+    """Yields batches or samples of a loader. Deleting the pass ends its threads.
 
-    def __init__(self) -> None:
+    Several threads may share it: each item goes to one of them. `left`: the number of batches, with which it goes on in
+    the epochs after this one. `advances`: whether it moves the loader's position, and reports to `on_batch`.
+    """
+
+    def __init__(self, loader: Loader, begin: Cursor, left: int | None = None, *, advances: bool = True) -> None:
         self._lock = threading.RLock()
+        self._format, self._left = loader._format, left
+        self._reported = time.perf_counter()
+        self._waiting: deque[tuple[Columns, int]] = deque()  # with the samples that are still to be reported
+        self._loader = loader if advances else None
+        self._begin(loader, begin)
 
-    def __next__(self) -> dict[str, Any]:
+    def _begin(self, loader: Loader, begin: Cursor) -> Pipeline:
+        self._cursor, self._last_step = begin, begin.steps_left
+        pipeline = loader._start_pipeline(begin)
+        self._pipeline: Pipeline | None = pipeline  # None once ended, so that a reference to this pass keeps no memory
+        loader._pass = weakref.ref(self)
+        return pipeline
+
+    def continued(self, loader: Loader, left: int) -> Pass:
+        """Return a pass over the `left` batches after those of this one, which has none left."""
+        following = copy(self)
+        following._loader, following._left = loader, left
+        self._pipeline = None
+        loader._pass = weakref.ref(following)
+        return following
+
+    def __next__(self) -> Columns:
         """Return the next batch or sample. Raises its error."""
         wait_for(lambda seconds: self._lock.acquire(timeout=seconds))
         try:
@@ -87,28 +111,9 @@ class SharedIterator(Iterator[dict[str, Any]]):
         finally:
             self._lock.release()
 
-    def _take(self) -> dict[str, Any]:
-        raise NotImplementedError
-
-
-class Pass(SharedIterator):
-    """Yields batches or samples, and reports them to the loader. Deleting the pass ends its threads.
-
-    `loader` returns the loader whose position this pass advances, or None.
-    """
-
-    def __init__(
-        self, pipeline: Pipeline, begin: Cursor, loader: Callable[[], Loader | None], form: BatchFormat
-    ) -> None:
-        super().__init__()
-        self._cursor, self._last_step = begin, begin.steps_left
-        self._loader = loader
-        self._format = form
-        self._waiting: deque[tuple[dict[str, Any], int]] = deque()  # with the samples that are still to be reported
-        self._pipeline: Pipeline | None = pipeline  # None once ended, so that a reference to this pass keeps no memory
-        self._reported = time.perf_counter()
-
-    def _take(self) -> dict[str, Any]:
+    def _take(self) -> Columns:
+        if self._left == 0:
+            raise StopIteration
         pipeline = self._pipeline
         if pipeline is None:
             raise PassEnded
@@ -118,8 +123,7 @@ class Pass(SharedIterator):
         else:
             made = next(pipeline, None)
             if made is None:
-                self._complete_once()
-                raise StopIteration
+                pipeline, made = self._begin_following()
             waiting.extend(self._converted(made))
         batch, unreported = waiting[0]
         if unreported:
@@ -129,13 +133,34 @@ class Pass(SharedIterator):
         # A caller that knows the number of batches does not ask for one more, so the last batch completes the pass.
         if len(waiting) == 1 and cursor.steps >= self._last_step:
             next(pipeline, None)
-        self._cursor = cursor
-        if (loader := self._loader()) is not None:
-            loader._at = cursor
-        if pipeline.completed:
-            self._complete_once()
+        self._advance(cursor, completed=pipeline.completed)
         waiting.popleft()
         return batch
+
+    def _advance(self, cursor: Cursor, *, completed: bool) -> None:
+        self._cursor = cursor
+        if self._loader is not None:
+            self._loader._at = cursor
+        if completed:
+            self._complete()
+        if self._left is not None and self._loader is not None:
+            self._left -= 1
+            if not self._left:
+                self._loader._kept, self._loader = self, None
+
+    def _begin_following(self) -> tuple[Pipeline, Batch]:
+        """Complete the epoch; if batches are left, return the pipeline of the next epoch, and its first batch."""
+        self._complete()
+        loader = self._loader
+        if loader is None:
+            raise StopIteration
+        pipeline = self._begin(loader, loader._begin_pass())
+        made = next(pipeline, None)
+        if made is None:
+            self._complete()
+            self._left = 0
+            raise StopIteration
+        return pipeline, made
 
     def end(self) -> None:
         """End the threads of this pass; `next` raises from now on."""
@@ -155,7 +180,7 @@ class Pass(SharedIterator):
             raise
 
     def _report(self, samples: int, asked: float) -> None:
-        loader, cursor = self._loader(), self._cursor
+        loader, cursor = self._loader, self._cursor
         if loader is None or loader._options.on_batch is None:
             return
         before, self._reported = self._reported, time.perf_counter()
@@ -167,87 +192,32 @@ class Pass(SharedIterator):
                 samples=samples,
                 wait_seconds=self._reported - asked,
                 seconds=self._reported - before,
-                worker=loader._worker()[0],
+                worker=loader._worker[0],
             )
         )
 
-    def _complete_once(self) -> None:
-        loader, self._loader = self._loader(), no_loader
-        if loader is not None:
-            loader._complete(self._cursor.start.epoch)
-
-
-def no_loader() -> None:
-    """The `loader` of a pass that does not advance a position, or no longer."""
-
-
-class Steps(SharedIterator):
-    """Yields `steps` batches of a loader, from the pass `first` and the passes after it.
-
-    The loader keeps the pass of the last batch, and the next iteration resumes it.
-    """
-
-    def __init__(self, loader: Loader, first: Pass, steps: int) -> None:
-        super().__init__()
-        self._loader = loader
-        self._pass = first
-        self._left = steps
-
-    def _take(self) -> dict[str, Any]:
-        if not self._left:
-            raise StopIteration
-        batch = next(self._pass, None)
-        if batch is None:
-            self._pass = self._loader._begin_pass()
-            batch = next(self._pass, None)
-        self._left = self._left - 1 if batch is not None else 0
-        if batch is None:
-            raise StopIteration
-        if not self._left:
-            self._loader._kept = self._pass
-        return batch
+    def _complete(self) -> None:
+        if self._loader is not None:
+            self._loader._complete(self._cursor.start.epoch)
+        if self._left is None:
+            self._loader = None
 
 
 class Loader:
     """The base of datasets that iterate: passes over one or several datasets, in one process.
 
-    Yields arrays, and knows nothing of torch; the methods up to `_length_asker` are what `pytorch` replaces.
+    Yields arrays, and knows nothing of torch; `pytorch` replaces the methods up to `_check_caller`.
     `mixture`: the fields of `RunState` that only a mixture has.
     """
 
     _tensors: ClassVar[Tensors | None] = None  # how to handle those that a transform returns
-
-    @staticmethod
-    def _convert(columns: Columns) -> Columns:
-        """Convert the arrays of a batch, in place."""
-        return columns
-
-    @staticmethod
-    def _resolve_world(given: Any) -> World:
-        """Return the rank and world size of `world=`."""
-        return read_world(given)
-
-    @staticmethod
-    def _new_epochs() -> Epochs:
-        return Epochs(np.zeros(SHARED.itemsize // 8, np.int64))
-
-    @staticmethod
-    def _worker() -> tuple[int, int]:
-        """Return (number, count) of this DataLoader worker, (0, 1) outside of workers."""
-        return 0, 1
-
-    @staticmethod
-    def _in_worker() -> bool:
-        """Return whether this process is a DataLoader worker."""
-        return False
+    _convert: Callable[[Columns], Columns] = dict  # the arrays of a batch
+    _resolve_world: Callable[[Any], World] = staticmethod(read_world)
+    _new_epochs: Callable[[], Epochs] = Epochs
+    _worker_info: Callable[[], tuple[int, int] | None] = staticmethod(lambda: None)  # (number, count) in workers
 
     def _check_caller(self) -> None:
         """Raise `UsageError` for a loader that would batch batches, or split the samples of a rank."""
-
-    @staticmethod
-    def _length_asker() -> Any:
-        """Return the DataLoader whose `len` calls this, or None."""
-        return None
 
     def __init__(self, sources: Sequence[Source], given: Arguments, **mixture: Any) -> None:
         seed = whole("seed", given.seed, 0)
@@ -305,13 +275,15 @@ class Loader:
         return {}
 
     def _identities(self, datasets: Sequence[Dataset]) -> tuple[SourceIdentity, ...]:
-        return tuple(map(self._identity, self._sources, datasets))
-
-    def _identity(self, source: Source, dataset: Dataset) -> SourceIdentity:
-        manifest, selection = dataset.manifest, dataset.selection
-        params = arguments.choose_order(manifest, self._order, selection)
-        digest, version = None if selection is None else selection.digest, 0 if dataset.arrays else manifest.generation
-        return SourceIdentity(manifest.digest, source.split, digest, dataset.num_samples, params, version)
+        identities = []
+        for source, dataset in zip(self._sources, datasets, strict=True):
+            manifest, selection = dataset.manifest, dataset.selection
+            params = arguments.choose_order(manifest, self._order, selection)
+            digest = None if selection is None else selection.digest
+            version = 0 if dataset.arrays else manifest.generation
+            of = SourceIdentity(manifest.digest, source.split, digest, dataset.num_samples, params, version)
+            identities.append(of)
+        return tuple(identities)
 
     def __repr__(self) -> str:
         urls = ", ".join(dataset.store.url for dataset in self._datasets)
@@ -342,22 +314,15 @@ class Loader:
         return {name: names for name, names in first.items() if all(other.get(name) == names for other in others)}
 
     def __len__(self) -> int:
-        """Return the number of batches of this rank in the next epoch (of samples with `batch_size=None`).
+        """Return the number of batches of this rank in the next epoch (of samples with `batch_size=None`)."""
+        return self._options.steps_per_epoch or sum(self._lengths(1))
 
-        For a DataLoader with workers, which act as ranks, it is the total of all workers.
-        """
-        world, loader = self._rank, self._length_asker()
-        workers = 1 if loader is None else max(1, loader.num_workers)
-        if self._options.steps_per_epoch is not None:
-            return self._options.steps_per_epoch
+    def _lengths(self, workers: int) -> list[int]:
+        """Return the number of batches of each of the workers in the next epoch."""
+        world = self._rank
         start = replace(self._start_of(self.epoch, world, workers), position=0, extra=0, workers=workers)
         shares = [self._share(start, world.consumer(number, workers)) for number in range(workers)]
-        counts = [arguments.choose_gaps(self._skips, start, share).steps(share, start.epoch, 0) for share in shares]
-        if loader is None or loader.batch_size is None:
-            return sum(counts)
-        # each worker fills its own batches; the DataLoader divides this length by its batch size
-        size = loader.batch_size if workers > 1 else 1
-        return sum(count // size * size if loader.drop_last else -(-count // size) * size for count in counts)
+        return [arguments.choose_gaps(self._skips, start, share).steps(share, start.epoch, 0) for share in shares]
 
     def __getitem__(self, index: Any) -> dict[str, Any]:
         """Raise `UsageError`: only iteration yields samples."""
@@ -373,28 +338,31 @@ class Loader:
         check_guarded()
         steps = self._options.steps_per_epoch
         if steps is None:
-            return self._resume_at_border() if self._own and not self._start.position else self._begin_pass()
-        self._check_no_workers(self._worker()[1], self._in_worker())
+            at_border = self._own and not self._start.position
+            return self._resume_at_border() if at_border else Pass(self, self._begin_pass())
+        self._check_no_workers(self._worker[1], self._in_worker)
         self._iteration = self._at
-        kept = self._kept if self._kept is not None and self._kept is self._running() else None
-        return Steps(self, kept or self._begin_pass(), steps - self._at.total % steps)
+        kept, left = self._kept, steps - self._at.total % steps
+        if kept is None or kept is not self._running():
+            return Pass(self, self._begin_pass(), left)
+        self._kept = None
+        return kept.continued(self, left)
 
     def _resume_at_border(self) -> Iterator[dict[str, Any]]:
         """Begin the epoch of a worker's state, unless other workers are still in the one before, which is over here.
 
         It is asked for a batch once every worker has loaded its state.
         """
-        if self._epochs.first_loaded(self._worker()[1]) == self._start.epoch:
-            yield from self._begin_pass()
+        if self._epochs.first_loaded(self._worker[1]) == self._start.epoch:
+            yield from Pass(self, self._begin_pass())
         self._own = False
 
-    def _begin_pass(self) -> Pass:
-        rank, (number, count) = self._rank, self._worker()
+    def _begin_pass(self) -> Cursor:
+        """End the current pass, and return where the next one begins."""
+        number, count = self._worker
         self._end_pass()
         with self._epochs.choosing(count):
-            begin = self._begin_epoch(rank, number, count)
-        # with `steps_per_epoch` this dataset may hold the pass, which then must not hold the dataset
-        return self._run(begin, (lambda: self) if self._options.steps_per_epoch is None else weakref.ref(self))
+            return self._begin_epoch(self._rank, number, count)
 
     def _begin_epoch(self, rank: World, number: int, count: int) -> Cursor:
         """Return where the pass of worker `number` of `count` begins, and let the other workers begin there too."""
@@ -411,7 +379,7 @@ class Loader:
         gaps = arguments.choose_gaps(self._skips, start, share)
         again = self._epochs.begin(number, count, start.epoch)
         # the batches of the pass before, if it is incomplete; one may be a look at the data
-        left = self._at.steps or int(self._in_worker())
+        left = self._at.steps or int(self._in_worker)
         if repeated:
             warnings.warn(REPEATED_ROUND.format(repeated), stacklevel=3)
         if count > 1:
@@ -471,7 +439,7 @@ class Loader:
         if self._read_by_workers():
             remedy = "save state_dict(batches=<trained>, workers=<num_workers>), or use torchdata's StatefulDataLoader"
             raise StateError("DataLoader workers read this dataset, and this process does not know how far", remedy)
-        return self._settled(self._at.state, world, self._worker()[1]).to_dict()
+        return self._settled(self._at.state, world, self._worker[1]).to_dict()
 
     def load_state_dict(self, state: dict[str, Any], *, force: bool = False) -> None:
         """Let the next pass resume at the state, at any world size.
@@ -511,7 +479,7 @@ class Loader:
         share = self._share(start, world)
         start = replace(start, position=start.position % share.global_batch, extra=0, workers=1, ranks=0, batch=0)
         gaps = arguments.gaps_around(arguments.read_steps("steps", {epoch: steps})[epoch], epoch, start.position, share)
-        return self._run(Cursor(start, share=share, gaps=gaps), no_loader)
+        return Pass(self, Cursor(start, share=share, gaps=gaps), advances=False)
 
     def stats(self) -> Stats:
         """Return the statistics of this process's loader, with a verdict on its bottleneck."""
@@ -531,13 +499,21 @@ class Loader:
     def _engine(self) -> Engine:
         """Return the engine of this process: threads and clients survive neither a fork nor a pickle."""
         if self._cached_engine is None or not self._cached_engine.owner.here:
-            ranks_here = ranks_on_this_machine() * self._worker()[1]
+            ranks_here = ranks_on_this_machine() * self._worker[1]
             config = replace(self._config, ranks_here=ranks_here, tensors=self._tensors)
             self._cached_engine = Engine(list(map(replace, self._datasets)), config)
             self._cached_engine.counters.note(
                 cores=max(1, cpu_count() // config.ranks_here), transformers=max(1, config.transform_workers)
             )
         return self._cached_engine
+
+    @property
+    def _worker(self) -> tuple[int, int]:
+        return self._worker_info() or (0, 1)
+
+    @property
+    def _in_worker(self) -> bool:
+        return self._worker_info() is not None
 
     @property
     def _rank(self) -> World:
@@ -571,16 +547,16 @@ class Loader:
 
     def _set_start(self, start: RunState) -> None:
         """Let the next pass begin at `start`, also in workers."""
-        self._start, self._own = start, self._in_worker()
+        self._start, self._own = start, self._in_worker
         if self._own:
-            self._epochs.load(*self._worker(), start.epoch)
+            self._epochs.load(*self._worker, start.epoch)
         else:
             self._epochs.choose(start.epoch)
             self._epochs.publish((*start.progress, start.pin, *start.order))
 
     def _begin(self, world: World, workers: int) -> RunState:
         """Return where the next pass begins."""
-        values = self._epochs.update() if self._in_worker() else None
+        values = self._epochs.update() if self._in_worker else None
         if values is not None:  # the parent of a persistent worker set a new start
             *progress, pin, block, lanes, window = values
             if pin not in (0, self._start.pin):
@@ -597,10 +573,10 @@ class Loader:
         return self._settled(start, world, workers)
 
     def _read_by_workers(self) -> bool:
-        return self._epochs.begun_elsewhere and self._running() is None and not self._in_worker()
+        return self._epochs.begun_elsewhere and self._running() is None and not self._in_worker
 
     def _complete(self, epoch: int) -> None:
-        self._epochs.complete(self._worker()[0], epoch)
+        self._epochs.complete(self._worker[0], epoch)
         self._start = replace(self._start, skipped=self._at.state.skipped)
         # another epoch was chosen if set_epoch was called during the pass
         after = self._start.next_epoch() if self._start.epoch == epoch else self._start
@@ -633,16 +609,15 @@ class Loader:
             state, batches = state.advance(count, share, gaps), batches - count
         return Cursor(state, total)
 
-    def _run(self, begin: Cursor, loader: Callable[[], Loader | None]) -> Pass:
+    def _start_pipeline(self, begin: Cursor) -> Pipeline:
         engine, share = self._engine(), begin.share_begun
-        plan = EpochPlan(
-            share=share,
-            position=begin.position,
-            seed=begin.start.seed,
-            steps_at_once=SAMPLES_AT_ONCE if self._format.samples else engine.steps_at_once(share),
-            numbers=self._numbers,
-            gaps=begin.gaps,
+        return engine.start(
+            EpochPlan(
+                share=share,
+                position=begin.position,
+                seed=begin.start.seed,
+                steps_at_once=SAMPLES_AT_ONCE if self._format.samples else engine.steps_at_once(share),
+                numbers=self._numbers,
+                gaps=begin.gaps,
+            )
         )
-        run = Pass(engine.start(plan), begin, loader, self._format)
-        self._pass = weakref.ref(run)
-        return run

@@ -104,12 +104,6 @@ Weights = Mapping[Any, float]  # of a URL, a Source, or a mixture
 Shares = tuple[tuple[int, tuple[Fraction, ...]], ...]
 
 
-def _whole_weights(shares: Shares) -> dict[str, Any]:
-    from streamloader.order.mixture import whole_weights
-
-    return {"weights_by_step": tuple((step, whole_weights(each)) for step, each in shares)}
-
-
 def _at_step(by_step: Sequence[tuple[int, tuple[Any, ...]]], step: int) -> tuple[Any, ...]:
     return [values for begin, values in by_step if begin <= step][-1]
 
@@ -227,7 +221,7 @@ class NumpyMixture(Loader):
         check_same_fields(chosen, self._datasets, with_index)
 
     def _weighed(self, datasets: Sequence[Dataset]) -> dict[str, Any]:
-        from streamloader.order.mixture import exact_shares
+        from streamloader.order.mixture import exact_shares, whole_weights
 
         if self._weigh is not None:
             means = [mean_length(dataset, self._weigh) for dataset in datasets]
@@ -237,7 +231,7 @@ class NumpyMixture(Loader):
                 )
             counts = ((step, map(Fraction.__truediv__, shares, means)) for step, shares in self._unweighed)
             self._shares = tuple((step, tuple(exact_shares(list(each)))) for step, each in counts)
-        return _whole_weights(self._shares)
+        return {"weights_by_step": tuple((step, whole_weights(each)) for step, each in self._shares)}
 
     def shares(self, field: str | None = None, *, step: int = 0) -> dict[Source, float]:
         """Return the share of each source in the samples of a step, or in the elements of a variable-length `field`."""

@@ -1,4 +1,8 @@
-"""The epoch of the next pass, and the position that the parent of DataLoader workers sets for them."""
+"""The epoch of the next pass, and the position that the parent of DataLoader workers sets for them.
+
+Workers iterate copies of the dataset, so the parent would not notice the end of an epoch, and persistent workers would
+not notice `set_epoch` and `load_state_dict`.
+"""
 
 from __future__ import annotations
 
@@ -31,11 +35,11 @@ SHARED = np.dtype(
 class Epochs:
     """The epoch of the next pass: the minimum over the workers of the last pass, or the epoch that was set since.
 
-    `shared`: zeros of int64, with the bytes of `SHARED`, in memory that pickled copies share if there are workers.
+    `shared`: zeros of int64, with the bytes of `SHARED`, in memory that pickled copies share; None without workers.
     """
 
-    def __init__(self, shared: Any) -> None:
-        self._shared = shared
+    def __init__(self, shared: Any = None) -> None:
+        self._shared = np.zeros(SHARED.itemsize // 8, np.int64) if shared is None else shared
         self._seen_version = 0  # of the published position, by this copy
         self._name = uuid4().hex
 

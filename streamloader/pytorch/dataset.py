@@ -9,7 +9,6 @@ from torch.utils.data import IterableDataset
 from streamloader.loader.base import Loader
 from streamloader.loader.dataset import NumpyDataset, NumpyMixture
 from streamloader.pytorch import distributed
-from streamloader.pytorch.distributed import SharedEpochs
 from streamloader.pytorch.tensors import TENSORS, to_tensors
 
 # Arguments of `DataLoader` and other loaders, and what a dataset has for them.
@@ -29,17 +28,30 @@ class TorchLoader(Loader, IterableDataset[dict[str, Any]]):
 
     _tensors = TENSORS
     _convert = staticmethod(to_tensors)
-    _new_epochs = SharedEpochs
+    _new_epochs = staticmethod(distributed.shared_epochs)
     _resolve_world = staticmethod(distributed.resolve_world)
-    _worker = staticmethod(distributed.worker)
-    _in_worker = staticmethod(distributed.in_worker)
-    _length_asker = staticmethod(distributed.loader_asking_for_length)
+    _worker_info = staticmethod(distributed.worker)
 
     def __new__(cls, *_: Any, **given: Any) -> Self:
         """Raise `TypeError` for an argument that `DataLoader` has, naming what replaces it."""
         for name in given.keys() & ELSEWHERE.keys():
             raise TypeError(f"{cls.__name__}() got an unexpected keyword argument {name!r}: use {ELSEWHERE[name]}")
         return super().__new__(cls)
+
+    def __len__(self) -> int:
+        """Return the number of batches of this rank in the next epoch (of samples with `batch_size=None`).
+
+        For a DataLoader with workers, which act as ranks, it is the total of all workers.
+        """
+        loader = distributed.loader_asking_for_length()
+        if loader is None or self._options.steps_per_epoch is not None:
+            return super().__len__()
+        counts = self._lengths(max(1, loader.num_workers))
+        if loader.batch_size is None:
+            return sum(counts)
+        # each worker fills its own batches; the DataLoader divides this length by its batch size
+        size = loader.batch_size if loader.num_workers > 1 else 1
+        return sum(count // size * size if loader.drop_last else -(-count // size) * size for count in counts)
 
     def _check_caller(self) -> None:
         distributed.check_loader(self._options.batch_size, self._rank.size)

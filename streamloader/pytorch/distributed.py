@@ -1,10 +1,4 @@
-"""Rank and world size, DataLoader workers, and the loader that iterates the dataset.
-
-`SharedEpochs`: workers iterate copies of the dataset, so the parent would not notice the end of an epoch, and
-persistent workers would not notice `set_epoch` and `load_state_dict`. A few bytes of anonymous shared memory (torch
-unlinks its name at once, so nothing is left after a kill) hold the epoch that was set last, the process and epoch of
-the last pass, the position that the parent set last, and the next epoch of each worker.
-"""
+"""Rank and world size, DataLoader workers, and the loader that iterates the dataset."""
 
 from __future__ import annotations
 
@@ -86,15 +80,10 @@ def _of_mesh(mesh: DeviceMesh, chosen: Sequence[str] | None) -> World:
     return World(rank, size)
 
 
-def worker() -> tuple[int, int]:
-    """Return (number, count) of this DataLoader worker, or (0, 1) outside of a worker."""
+def worker() -> tuple[int, int] | None:
+    """Return (number, count) of this DataLoader worker, None outside of workers."""
     info = get_worker_info()
-    return (0, 1) if info is None else (info.id, info.num_workers)
-
-
-def in_worker() -> bool:
-    """Return whether this process is a DataLoader worker."""
-    return get_worker_info() is not None
+    return None if info is None else (info.id, info.num_workers)
 
 
 def check_loader(batch_size: int | None, size: int) -> None:
@@ -133,9 +122,9 @@ def _collates(collate_fn: Any) -> bool:
     return (getattr(collate_fn, "__module__", None) or "").partition(".")[0] in ("torch", "transformers")
 
 
-class SharedEpochs(Epochs):
-    """Epochs in memory that pickled copies of the dataset share, in any process of this machine."""
+def shared_epochs() -> Epochs:
+    """Return epochs in memory that pickled copies of the dataset share, in any process of this machine.
 
-    def __init__(self) -> None:
-        shared = torch.zeros(SHARED.itemsize // 8, dtype=torch.int64)
-        super().__init__(shared.share_memory_())  # type: ignore[no-untyped-call]
+    The memory is anonymous: torch unlinks its name at once, so nothing is left after a kill.
+    """
+    return Epochs(torch.zeros(SHARED.itemsize // 8, dtype=torch.int64).share_memory_())  # type: ignore[no-untyped-call]
