@@ -75,13 +75,9 @@ def take_sampling(options: dict[str, Any]) -> Sampling:
     patch, patch_stride, channels = (options.pop(name) for name in ("patch", "patch_stride", "channels"))
     if patch_stride and not patch:
         raise UsageError("--patch-stride without --patch", "give both")
-    return Sampling(
-        sample_axis=options.pop("sample_axis"),
-        windows=Window(**lengths) if lengths else None,
-        patches=Patch(patch, stride=patch_stride) if patch else None,
-        channels=Channels(*channels) if channels else None,
-        zarr_format=options.pop("zarr_format"),
-    )
+    windows, patches = Window(**lengths) if lengths else None, Patch(patch, stride=patch_stride) if patch else None
+    shared = {name: options.pop(name) for name in ("sample_axis", "zarr_format")}
+    return Sampling(windows=windows, patches=patches, channels=Channels(*channels) if channels else None, **shared)
 
 
 def unused_lines(unused: Mapping[str, int]) -> Iterator[str]:

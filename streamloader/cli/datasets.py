@@ -326,10 +326,7 @@ def _facts(split: str | None, dataset: Dataset) -> dict[str, Any]:
     orientation = "applied by the conversion" if "images" in manifest.provenance else "stored, applied by decoding"
     return {
         "split": split,
-        "num_samples": manifest.num_samples,
-        "generation": manifest.generation,
-        "digest": manifest.digest,
-        "samples_per_shard": manifest.samples_per_shard,
+        **{key: getattr(manifest, key) for key in ("num_samples", "generation", "digest", "samples_per_shard")},
         "order": {key: getattr(manifest.order, key) for key in ("block", "lanes", "window")},
         "fields": {
             name: {**_field_facts(layout, manifest.num_samples), "lengths": _length_facts(name, dataset)}

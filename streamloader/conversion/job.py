@@ -194,15 +194,10 @@ class TransformOptions(Option):
 
     def options(self) -> Mapping[str, Any]:
         """Return the options as JSON values; only equal options resume an interrupted conversion."""
-        return {
-            "fields": {name: str(kind) if kind else None for name, kind in self.selection.fields.items()},
-            **self.selection.notes,
-            "recode": self.recode.options() if self.recode else None,
-            "map": self.mapper.options() if self.mapper else None,
-            "split": self.split_text,
-            "shuffle": self.shuffle,
-            **asdict(self.layout),
-        }
+        fields = {name: str(kind) if kind else None for name, kind in self.selection.fields.items()}
+        changes = {"recode": self.recode and self.recode.options(), "map": self.mapper and self.mapper.options()}
+        order = {"split": self.split_text, "shuffle": self.shuffle}
+        return {"fields": fields, **self.selection.notes, **changes, **order, **asdict(self.layout)}
 
 
 @dataclass(frozen=True)
@@ -336,12 +331,8 @@ def make_job(source: Source, format_name: str, transforms: TransformOptions, kee
     Raises `UsageError` for a split without samples, and as `probe`.
     """
     schema, described = probe(source, transforms.layout, keep_bad), describe_source(source, format_name)
-    provenance = {
-        "source": described,
-        **source.notes,
-        **transforms.selection.notes,
-        **({} if transforms.shuffle is None else {"shuffle": {"seed": transforms.shuffle}}),
-    }
+    order = {} if transforms.shuffle is None else {"shuffle": {"seed": transforms.shuffle}}
+    provenance = {"source": described, **source.notes, **transforms.selection.notes, **order}
     plans: list[SplitPlan] = []
     for name, numbers, split in _split_rows(source, transforms):
         rows = SampleRows.of(numbers, transforms.shuffle)

@@ -255,13 +255,9 @@ class _Append:
     def claim(self) -> dict[str, Any]:
         """The claim: the version, the source and the options of the append."""
         base, options = self.opened.manifest, self.transforms.options()
-        claim = {
-            "by": "append",
-            "base": base.digest,
-            "generation": base.generation + 1,
-            "source": {**self.source_info, "samples": self.source.num_samples},
-            "options": {key: options[key] for key in ("recode", "map", "shuffle")},
-        }
+        claim = {"by": "append", "base": base.digest, "generation": base.generation + 1}
+        claim |= {"source": {**self.source_info, "samples": self.source.num_samples}}
+        claim |= {"options": {key: options[key] for key in ("recode", "map", "shuffle")}}
         return dict(json.loads(json.dumps(claim)))  # equal to the value that `read_claim` returns
 
     @cached_property

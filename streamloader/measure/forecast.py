@@ -15,7 +15,7 @@ from streamloader.loader.arguments import Source, WhereChoice
 from streamloader.loader.dataset import NumpyDataset, NumpyMixture
 from streamloader.measure.arrays import SAMPLED_BLOCKS, ArrayReads, Rechunking, array_reads, rechunking
 from streamloader.options import Sampling, Shuffle
-from streamloader.order.mixture import EpochShare, MixShare, Stop, Stream
+from streamloader.order.mixture import EpochShare, MixShare, Stream
 from streamloader.order.schedule import Share, World
 from streamloader.storage import open_store
 
@@ -205,18 +205,15 @@ def forecast(url: str, options: ForecastOptions) -> Forecast:
     rank_mixing, together_mixing = mixings((share, together))
     factor = share.read_factor if order.shuffle else _ranks_per_unit(params.block, share)
     epoch, (reads,) = _epoch(loader, share, [factor], options)
+    epoch |= {"block": params.block, "lanes": order.lanes, "window": params.window, "shuffle": order.shuffle}
     return Forecast(
         **epoch,
         url=open_store(url, options.storage_options).url,
-        block=params.block,
-        lanes=order.lanes,
-        window=params.window,
         blocks=-(-dataset.num_samples // params.block),
         read_factor=factor,
         rank=rank_mixing,
         together=together_mixing,
         pinned_lanes=max(loader._first.lanes, default=1),
-        shuffle=order.shuffle,
         memory_alone=loader._engine().least_memory(replace(together, batch=share.batch).need()),
         arrays=tuple(reads.arrays),
         unused={} if dataset.arrays is None else dataset.arrays.unused,
@@ -263,19 +260,14 @@ class MixtureForecast(EpochForecast):
 
 
 def forecast_mixture(
-    weights: Sequence[tuple[str, float]],
-    options: ForecastOptions,
-    *,
-    weigh: str | None = None,
-    stop: Stop = "first",
-    unit: int | None = None,
+    weights: Sequence[tuple[str, float]], options: ForecastOptions, *, weigh: str | None = None, **arguments: Any
 ) -> MixtureForecast:
     """Forecast the first epoch of a mixture of URLs with `weights`. The other arguments are those of `Mixture`.
 
     `options` are those of every source. Raises the errors of `forecast`, and `MixtureError`.
     """
     sources = {options.source(url): weight for url, weight in weights}
-    mixture = NumpyMixture(sources, weigh=weigh, stop=stop, unit=unit, **options.arguments())
+    mixture = NumpyMixture(sources, weigh=weigh, **arguments, **options.arguments())
     share = mixture._first_share()
     assert isinstance(share, MixShare)
     places = share.mix.source_order.places(share.num_samples).tolist()
@@ -338,8 +330,7 @@ def _epoch(
     requests = sum(each.requests for each in reads)
     values: dict[str, Any] = {
         "num_samples": share.num_samples,
-        "world_size": options.world_size,
-        "batch_size": options.batch_size,
+        **{name: getattr(options, name) for name in ("world_size", "batch_size")},
         "steps": share.global_steps(0),
         "memory": budget.bytes,
         "least_memory": engine.least_memory(share.need(1)),

@@ -386,11 +386,8 @@ def _shaped(tables: Tables, columns: Mapping[str, ArrowColumn]) -> dict[str, Arr
     start, count = blocks[-1]  # its last row is often the one that is shorter
     cheap = {name: ragged[name] for name, field in fields.items() if count * field.item_bytes <= _MEASURED_BYTES}
     last = _lengths(tables, cheap, np.array([start + count - 1]))
-    return {
-        name: replace(ragged[name], field=field, sizes=field.shape)
-        for name, field in fields.items()
-        if last.get(name, set()) <= lengths[name]
-    }
+    kept = {name: field for name, field in fields.items() if last.get(name, set()) <= lengths[name]}
+    return {name: replace(ragged[name], field=field, sizes=field.shape) for name, field in kept.items()}
 
 
 def _lengths(tables: Tables, columns: Mapping[str, ArrowColumn], rows: NDArray[np.int64]) -> dict[str, set[int]]:

@@ -143,11 +143,7 @@ def read_spans(files: Sequence[Spans]) -> Iterator[memoryview]:
     Raises `SourceError` for a damaged file, `SourceChangedError` for one that is shorter than before.
     """
     for compressed, group in groupby(files, lambda spans: bool(spans[0].compression)):
-        runs = [
-            (content, starts[i:j], stops[i:j])
-            for content, starts, stops in group
-            for i, j in cut_runs(starts, stops, GAP_BYTES, REQUEST_BYTES)
-        ]
+        runs = [(file, a[i:j], b[i:j]) for file, a, b in group for i, j in cut_runs(a, b, GAP_BYTES, REQUEST_BYTES)]
         ranges = [Range(content.info.path, int(starts[0]), int(stops[-1])) for content, starts, stops in runs]
         data = _read_streams(runs) if compressed else read_ranges(files[0][0].store, ranges)
         for (_, starts, stops), view in zip(runs, data, strict=True):

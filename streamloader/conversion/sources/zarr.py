@@ -187,20 +187,17 @@ def open_source(listing: Listing, selection: FieldSelection) -> Source:
     passed_over = [*notes.pop("passed_over", ()), *groups]
     notes |= {"arrays": originals, **({"passed_over": passed_over} if passed_over else {})}
     used = _files_of(files, inner)
-    container = _container(listing, {field: stored[field] for field in originals}, notes, used, selection.mapped)
+    kept, size = {field: stored[field] for field in originals}, sum(info.size for info in used)
+    container = _container(listing, kept, notes, size, selection.mapped)
     attributes = {field: stored[field].netcdf_attributes for field in originals}
     return arrays.stack(listing.url, used, [arrays.decoded(container, attributes, selection.raw or not by_xarray)])
 
 
 def _container(
-    listing: Listing,
-    stored: Mapping[str, ZarrArray],
-    notes: Mapping[str, Any],
-    files: Sequence[ObjectInfo],
-    mapped: bool,
+    listing: Listing, stored: Mapping[str, ZarrArray], notes: Mapping[str, Any], size: int, mapped: bool
 ) -> arrays.Container:
-    """Return the container of arrays, as stored in the given files."""
-    store, size = listing.store, sum(info.size for info in files)
+    """Return the container of arrays, as stored in files of `size` bytes."""
+    store = listing.store
     kinds: dict[str, arrays.Kind] = {}
     lengths: dict[str, int] = {}
     for name, array in stored.items():
@@ -293,10 +290,7 @@ class Member:
         cuts = np.flatnonzero((steps > 1) | ((steps == 1) & (number[1:] % most == 0))) + 1
         for low, high in pairwise([0, *cuts.tolist(), len(rows)] if len(rows) else []):
             dtype = self.array.values.dtype.newbyteorder("=")
-            piece = {
-                name: np.empty(high - low, dtype) if isinstance(column, list) else column[low:high]
-                for name, column in into.items()
-            }
+            piece = {n: np.empty(high - low, dtype) if isinstance(c, list) else c[low:high] for n, c in into.items()}
             self._read_piece(reader, rows[low:high], piece)
             for name, column in into.items():
                 if isinstance(column, list):
