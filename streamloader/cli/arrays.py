@@ -15,7 +15,7 @@ from streamloader.errors import UsageError
 from streamloader.options import Channels, Extent, Patch, Sampling, Window
 
 if TYPE_CHECKING:
-    from streamloader.measure.arrays import ArrayReads, Rechunking
+    from streamloader.measure.arrays import ArrayReads, ArraySummary, Rechunking
 
 
 def parse_extent(text: str) -> Extent:
@@ -92,10 +92,8 @@ def reads_lines(url: str, reads: Iterable[ArrayReads], cure: Rechunking | None) 
     title = "arrays"
     for each in reads:
         stored = f" ({show_bytes(each.stored)} stored)" if each.stored != each.read else ""
-        yield (
-            f"{title:<10}{each.array}: reads {show_bytes(each.read)}{stored} for {show_bytes(each.used)}"
-            f" that samples use, {each.ratio:.1f} times"
-        )
+        sizes = f"reads {show_bytes(each.read)}{stored} for {show_bytes(each.used)} that samples use"
+        yield f"{title:<10}{each.array}: {sizes}, {each.ratio:.1f} times"
         title = ""
     if cure is not None:
         names, axis = ",".join(cure.names), f" --sample-axis {cure.sample_axis}" if cure.sample_axis is not None else ""
@@ -115,10 +113,7 @@ def inspect_arrays(url: str, storage_options: Mapping[str, Any], sampling: Sampl
         click.echo(json.dumps({"url": url, **facts, "rechunking": cure and asdict(cure)}, indent=1))
         return
     click.echo(f"{url}: {len(arrays)} arrays")
-    rows = [
-        (a.name, a.dtype, ", ".join(a.dims), _by(a.shape), _by(a.chunks), _by(a.shards), a.codecs, a.problem)
-        for a in arrays
-    ]
+    rows = [(a.name, a.dtype, ", ".join(a.dims), *_sizes(a), a.codecs, a.problem) for a in arrays]
     print_table(("array", "dtype", "dimensions", "shape", "chunk", "shard", "codecs", "problem"), rows, ())
     for line in reads_lines(url, reads, cure):
         click.echo(line)
@@ -126,5 +121,5 @@ def inspect_arrays(url: str, storage_options: Mapping[str, Any], sampling: Sampl
         click.echo("give --sample-axis to see what samples read")
 
 
-def _by(sizes: Iterable[int]) -> str:
-    return " x ".join(map(str, sizes))
+def _sizes(array: ArraySummary) -> list[str]:
+    return [" x ".join(map(str, sizes)) for sizes in (array.shape, array.chunks, array.shards)]

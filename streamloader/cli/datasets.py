@@ -341,15 +341,10 @@ def _facts(split: str | None, dataset: Dataset) -> dict[str, Any]:
 def _field_facts(layout: FieldLayout, num_samples: int) -> dict[str, Any]:
     facts = asdict(layout)
     del facts["skips"]
-    return {
-        **facts.pop("field"),
-        "shape": list(layout.field.shape),
-        "spec": str(layout.field),
-        **facts,
-        "ratio": round(layout.nbytes / layout.stored, 3) if layout.stored else None,
-        "chunks": -(-num_samples // layout.chunk),
-        "shards": layout.num_shards(num_samples),
-    }
+    field = {**facts.pop("field"), "shape": list(layout.field.shape), "spec": str(layout.field)}
+    ratio = round(layout.nbytes / layout.stored, 3) if layout.stored else None
+    counts = {"chunks": -(-num_samples // layout.chunk), "shards": layout.num_shards(num_samples)}
+    return {**field, **facts, "ratio": ratio, **counts}
 
 
 def _length_facts(name: str, dataset: Dataset) -> dict[str, float] | str | None:

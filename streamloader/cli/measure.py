@@ -131,10 +131,9 @@ def forecast_lines(planned: Forecast) -> list[str]:
 
 
 def _steps_line(planned: Forecast | MixtureForecast) -> str:
-    return (
-        f"steps     {planned.steps:,} an epoch, of {planned.batch_size:,} samples on each of "
-        f"{planned.world_size:,} ranks ({planned.world_size * planned.batch_size:,} together)"
-    )
+    ranks, size = planned.world_size, planned.batch_size
+    together = f"{size:,} samples on each of {ranks:,} ranks ({ranks * size:,} together)"
+    return f"steps     {planned.steps:,} an epoch, of {together}"
 
 
 def _memory_line(planned: Forecast | MixtureForecast) -> str:
@@ -145,10 +144,8 @@ def _memory_line(planned: Forecast | MixtureForecast) -> str:
 
 def _requests_line(planned: Forecast | MixtureForecast, about: str = "") -> str:
     each = show_bytes(planned.bytes / planned.requests) if planned.requests else "0 B"
-    return (
-        f"requests  {about}{planned.requests:,} an epoch over all ranks, of {each}: {show_bytes(planned.bytes)}, "
-        f"{planned.dollars:.2g} USD"
-    )
+    total = f"{show_bytes(planned.bytes)}, {planned.dollars:.2g} USD"
+    return f"requests  {about}{planned.requests:,} an epoch over all ranks, of {each}: {total}"
 
 
 def print_mixture(planned: MixtureForecast, *, as_json: bool) -> None:
@@ -162,14 +159,11 @@ def print_mixture(planned: MixtureForecast, *, as_json: bool) -> None:
     fields = planned.sources[0].field_shares
     right = ["weight", "share of samples", *(f"share of {name}" for name in fields), "samples", "passes"]
     right += ["requests", "bytes"]
-    rows = (
-        [
-            *(source.url, f"{source.weight:g}", f"{source.share:.1%}"),
-            *(f"{source.field_shares[name]:.1%}" for name in fields),
-            *(f"{source.num_samples:,}", f"{source.passes:.2f}", f"{source.requests:,}", show_bytes(source.bytes)),
-        ]
-        for source in planned.sources
-    )
+    rows = []
+    for source in planned.sources:
+        shares = [f"{share:.1%}" for share in (source.share, *(source.field_shares[name] for name in fields))]
+        counts = f"{source.num_samples:,}", f"{source.passes:.2f}", f"{source.requests:,}", show_bytes(source.bytes)
+        rows.append([source.url, f"{source.weight:g}", *shares, *counts])
     print_table(["source", *right], rows, right)
 
 

@@ -132,12 +132,9 @@ def _write_iterable(
 def _check_iterable(transforms: TransformOptions, options: RunOptions, resume_or_dry_run: bool) -> None:
     """Raise `UsageError` for options that need samples by number."""
     given: dict[str, Any] = {"resume or dry_run": resume_or_dry_run, "split": transforms.splits}
-    given |= {
-        "shuffle": transforms.shuffle is not None,
-        "map": transforms.mapper,
-        "resize or quality": transforms.recode,
-    }
-    for name, value in (given | {"engine": options.engine.name != "local"}).items():
+    given |= {"shuffle": transforms.shuffle is not None, "map": transforms.mapper}
+    given |= {"resize or quality": transforms.recode, "engine": options.engine.name != "local"}
+    for name, value in given.items():
         if value:
             problem = f"{name} needs samples by number, which an iterable does not have"
             raise errors.UsageError(problem, "do it in the iterable, or give a map-style dataset")

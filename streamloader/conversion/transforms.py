@@ -147,10 +147,8 @@ class MappedFragment:
             lengths = {name: len(column) for name, column in out.items()} if isinstance(out, Mapping) else type(out)
             raise UsageError(f"it returned {lengths} for {len(rows)} samples", "return a column of as many values")
         # arrays of other libraries, which may be on a device, become numpy arrays
-        out = {
-            name: settle(c, f"the column {name!r}") if hasattr(c, "__dlpack__") and not isinstance(c, np.ndarray) else c
-            for name, c in out.items()
-        }
+        foreign = {name for name, c in out.items() if hasattr(c, "__dlpack__") and not isinstance(c, np.ndarray)}
+        out = {name: settle(c, f"the column {name!r}") if name in foreign else c for name, c in out.items()}
         return [flatten({name: column[i] for name, column in out.items()}) for i in range(len(rows))]
 
 

@@ -12,11 +12,8 @@ from streamloader.conversion.sources.files import Listing, list_source
 from streamloader.conversion.sources.mds import has_index
 from streamloader.errors import SourceError, UsageError
 
-FORMATS: Mapping[str, SourceFormat] = {
-    source_format.name: source_format
-    for module in (media, tar, npy, arrow, coco, tfrecord, mds, hdf5, zarr, text)
-    for source_format in module.FORMATS
-}
+_MODULES = (media, tar, npy, arrow, coco, tfrecord, mds, hdf5, zarr, text)
+FORMATS: Mapping[str, SourceFormat] = {form.name: form for module in _MODULES for form in module.FORMATS}
 _LITDATA_CHUNK = re.compile(r"\Achunk-.*\.bin\Z")
 
 

@@ -34,10 +34,8 @@ MAX_UNPACKED = 1 << 30  # bytes: a compressed shard is decompressed into memory
 _CODECS = {"zstd": "zstd", "gz": "gzip", "bz2": "bzip2"}
 _SHARD = re.compile(r"\.mds(\.\w+)?\Z")
 # by the code that an array has if its dtype is not in the column's encoding
-_DTYPES = {
-    **{8: "uint8", 9: "int8", 16: "uint16", 17: "int16", 18: "float16", 32: "uint32", 33: "int32", 34: "float32"},
-    **{64: "uint64", 65: "int64", 66: "float64"},
-}
+_SMALL_DTYPES = {8: "uint8", 9: "int8", 16: "uint16", 17: "int16", 18: "float16"}
+_DTYPES = {**_SMALL_DTYPES, 32: "uint32", 33: "int32", 34: "float32", 64: "uint64", 65: "int64", 66: "float64"}
 _SCALARS = {"int": "int64", **{name: name for name in _DTYPES.values()}}
 _MAX_AXES = 30  # of a field
 _REFUSED = {
@@ -267,11 +265,9 @@ def encoding_of(name: str) -> tuple[Read, int]:
     """
     if name in _REFUSED:
         raise ValueError(_REFUSED[name])
-    readers: dict[str, Read] = {
-        **{"bytes": bytes, "jpeg": image_bytes, "png": image_bytes, "pil": _raw_image},
-        **{"str": bytes.decode, "json": bytes.decode},
-        **{"str_int": partial(parse_number, np.int64), "str_float": partial(parse_number, np.float64)},
-    }
+    readers: dict[str, Read] = {"bytes": bytes, "jpeg": image_bytes, "png": image_bytes, "pil": _raw_image}
+    readers |= {"str": bytes.decode, "json": bytes.decode, "str_int": partial(parse_number, np.int64)}
+    readers |= {"str_float": partial(parse_number, np.float64)}
     if name in readers:
         return readers[name], 0
     if name in _SCALARS:

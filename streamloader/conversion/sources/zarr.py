@@ -397,13 +397,10 @@ def _described(name: str, channel: str, member: Member) -> dict[str, Any]:
     """Return what the metadata of a field lacks to read it in place as the array or the slice that it was."""
     array, picks = member.array, member.picks[name]
     source, *_, value = parse_channel(channel)
-    described: dict[str, Any] = {
-        "name": name if picks else channel,
-        "channels": [[source, dim, value] for dim in ("", *picks)] if picks else [],
-        "dims": [dim for dim in array.dims if dim not in picks],
-        "unpacked": member.unpacking is not None,
-        "attributes": dict(array.netcdf_attributes) if member.unpacking is None else {},
-    }
+    unpacked, dims = member.unpacking is not None, [dim for dim in array.dims if dim not in picks]
+    described: dict[str, Any] = {"name": name if picks else channel, "dims": dims, "unpacked": unpacked}
+    described["channels"] = [[source, dim, value] for dim in ("", *picks)] if picks else []
+    described["attributes"] = {} if unpacked else dict(array.netcdf_attributes)
     times = array.document.get("data_type", array.document.get("dtype")) if array.holds_times else None
     return described if times is None else {**described, "data_type": times}
 
