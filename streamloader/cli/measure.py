@@ -74,9 +74,7 @@ def parse_weights(text: str) -> tuple[float, ...]:
 @shared.storage_option
 @shared.json_option
 @option("--plot", type=OUTPUT, help="Draw the plan to this .png, .svg or .html file (needs matplotlib).")
-def plan(
-    *, urls: tuple[str, ...], no_shuffle: bool, get_price: float, as_json: bool, plot: Path | None, **options: Any
-) -> None:
+def plan(*, urls: tuple[str, ...], no_shuffle: bool, as_json: bool, plot: Path | None, **options: Any) -> None:
     """Forecast training on the dataset at URL: memory, requests, cost, and how well batches mix.
 
     Several URLs with --weights are a mixture: prints the share of each in samples, and in the elements of
@@ -97,7 +95,7 @@ def plan(
     order = {name: options.pop(name) for name in ("block", "lanes", "window")}
     if no_shuffle and any(order.values()):
         raise UsageError("--no-shuffle with --block, --lanes or --window", "leave one of them out")
-    shuffle, price = not no_shuffle and Shuffle(**order), get_price / 1e6
+    shuffle, price = not no_shuffle and Shuffle(**order), options.pop("get_price") / 1e6
     chosen = ForecastOptions(shuffle=shuffle, dollars_for_a_get=price, sampling=sampling, **options)
     if mixed:
         print_mixture(forecast_mixture(list(zip(urls, weights, strict=True)), chosen, **mixture), as_json=as_json)

@@ -56,6 +56,7 @@ CONNECT_SECONDS = 10.0
 
 T = TypeVar("T")
 Result = Outcome | StreamloaderError
+OnDone = Callable[[Task, Outcome], None]
 
 
 class WorkerDiedError(Exception):
@@ -89,16 +90,14 @@ class Executor:
         return min(capacity, self.limit) if self.limit else capacity
 
 
-def run_tasks(executor: Executor, tasks: Iterator[Task], on_done: Callable[[Task, Outcome], None]) -> None:
+def run_tasks(executor: Executor, tasks: Iterator[Task], on_done: OnDone) -> None:
     """Run all tasks, as the module's docstring describes. Raises the error of the earliest failed task."""
     failures = _run_all(executor, tasks, on_done)
     if failures:
         raise failures.pop(min(failures))  # not kept here: its traceback refers to this frame
 
 
-def _run_all(
-    executor: Executor, tasks: Iterator[Task], on_done: Callable[[Task, Outcome], None]
-) -> dict[int, StreamloaderError]:
+def _run_all(executor: Executor, tasks: Iterator[Task], on_done: OnDone) -> dict[int, StreamloaderError]:
     """Run the tasks until one fails; return the errors by the number of the task."""
     pending = ((number, task, 0) for number, task in enumerate(tasks))
     retries: list[tuple[int, Task, int]] = []  # each with the number of workers that died

@@ -460,8 +460,7 @@ def read_finished(store: Store, job: Job) -> dict[str, Manifest] | None:
         differences = compare_documents({**provenance, "fields": fields}, planned_fields)
         if not differences:  # compare with the layout that the plan gives to as many samples and stored bytes
             bulk = [name for name, layout in plan.geometry.layouts.items() if not layout.resident]
-            sizes = {name: manifest.fields[name].stored for name in bulk}
-            planned = settle(plan.geometry, manifest.num_samples, sizes)
+            planned = settle(plan.geometry, manifest.num_samples, {name: manifest.fields[name].stored for name in bulk})
             differences = compare_documents(_sizes(manifest, manifest.fields), _sizes(planned, planned.layouts))
         if differences:
             problem = f"{store.url} holds a finished dataset of another source, or made with other options"
@@ -566,8 +565,7 @@ class SplitRun:
 
     def drop_stale(self) -> int:
         """Drop the receipts of shards whose objects are missing or differ; return their number of samples."""
-        stale = publish.check_receipts(self.store, self.receipts)
-        return sum(self.receipts.pop(shard).num_samples for shard in stale)
+        return sum(self.receipts.pop(shard).num_samples for shard in publish.check_receipts(self.store, self.receipts))
 
     def remove_surplus(self) -> None:
         """Delete the shards at the end that are no longer needed without the bad samples."""
@@ -605,8 +603,7 @@ class Run:
         unpublished = [plan for plan in job.splits if plan.name not in self._manifests]
         self._splits = [SplitRun(plan, stores[plan.name], options.keep_bad, job.id) for plan in unpublished]
         kept = [receipt.num_samples for split in self._splits for receipt in split.receipts.values()]
-        shards = [plan.num_shards for plan in job.splits if plan.name in self._manifests]
-        self._kept_shards = len(kept) + sum(shards)
+        self._kept_shards = len(kept) + sum(plan.num_shards for plan in job.splits if plan.name in self._manifests)
         self._kept = self._done = sum(kept) + sum(manifest.num_samples for manifest in self._manifests.values())
         self._stored = 0
 
@@ -671,8 +668,7 @@ class Run:
         options = {"keep_bad": self._options.keep_bad, "job": self._job.id}
         for split, plan, shard in shards:  # one at a time: a fragment of an image folder holds its paths
             self._claim.check(CLAIM_SECONDS)
-            rows = plan.shard_rows(shard)
-            yield Task.of(self._job.source, rows, split.store, plan.geometry, shard, **options)
+            yield Task.of(self._job.source, plan.shard_rows(shard), split.store, plan.geometry, shard, **options)
 
     def _report_progress(self, phase: Phase) -> None:
         total = self._job.preview.num_samples
@@ -733,5 +729,4 @@ class Conversion:
         change = first_change(job.source.files, files)
         if change:
             problem = f"the source {job.source.url} changed while it was converted: {change}"
-            remedy = f"do not change it during the conversion, and {_AGAIN}"
-            raise errors.SourceChangedError(problem, remedy)
+            raise errors.SourceChangedError(problem, f"do not change it during the conversion, and {_AGAIN}")

@@ -261,8 +261,7 @@ def recode_source(source: Source, recode: Recode) -> Source:
     boxes = source.fields.get("boxes", Field("text"))
     if recode.size is not None and (boxes.kind, boxes.shape) == ("ragged", (4,)):
         problem = f"resize would move the pixels of {source.url}, and its field 'boxes' would keep its coordinates"
-        remedy = "resize when you read, Decode(size=, boxes='boxes'), or leave boxes out with fields="
-        raise UsageError(problem, remedy)
+        raise UsageError(problem, "resize when you read, Decode(size=, boxes='boxes'), or leave boxes out with fields=")
     recoded = {name: recode.field(field) for name, field in source.fields.items()}
     notes, change = {**source.notes, "images": recode.options()}, partial(_recode, recode, images)
     return transform_source(source, change, fields=recoded, notes=notes)

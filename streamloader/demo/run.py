@@ -207,16 +207,14 @@ def s3_server(bucket: str) -> Iterator[str]:
     try:
         from moto.server import ThreadedMotoServer
     except ImportError as error:
-        problem = f"the S3 server did not start: {error}"
-        raise EngineError(problem, "pip install 'moto[s3]' flask flask-cors") from error
+        raise EngineError(f"the S3 server did not start: {error}", "pip install 'moto[s3]' flask flask-cors") from error
     logging.getLogger("werkzeug").setLevel(logging.ERROR)  # else it logs every request
     server = ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
     server.start()
     try:
         host, port = server.get_host_and_port()
         request = urllib.request.Request(f"http://{host}:{port}/{bucket}", method="PUT")
-        direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        direct.open(request, timeout=TIMEOUT_SECONDS).close()
+        urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=TIMEOUT_SECONDS).close()
         yield f"http://{host}:{port}"
     finally:
         server.stop()

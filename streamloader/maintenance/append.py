@@ -122,8 +122,7 @@ def abandon(
     Call it only while no append is running. Raises the errors of `open`, and `FormatError` if a shard to be restored is
     damaged.
     """
-    root = open_store(url, storage_options)
-    opened = open_root(root, split)
+    opened = open_root(open_store(url, storage_options), split)
     store, base = opened.store, opened.manifest
     try:
         claim = read_claim(store)

@@ -84,8 +84,7 @@ class Tally:
 
     def ceiling(self, name: str) -> Ceiling:
         """Return the totals."""
-        cpu = time.process_time() - self._cpu
-        return Ceiling(name, self.samples, self.bytes, self.seconds, self.requests, cpu)
+        return Ceiling(name, self.samples, self.bytes, self.seconds, self.requests, time.process_time() - self._cpu)
 
 
 Watch = Callable[[Tally], None]

@@ -289,8 +289,7 @@ def _passes_read(stream: Stream, samples: int) -> float:
     """Return how many times the first `samples` of a stream read a source: the last blocks are those of its window."""
     passes, rest = divmod(samples, stream.num_samples)
     params = stream.first.fetch_params(stream.unit)
-    ahead = min(rest * params.block, rest + stream.first.lanes * params.window)
-    return passes + min(1.0, ahead / stream.num_samples)
+    return passes + min(1.0, min(rest * params.block, rest + stream.first.lanes * params.window) / stream.num_samples)
 
 
 def _field_shares(mixture: NumpyMixture, weigh: str | None) -> dict[str, dict[Source, float]]:

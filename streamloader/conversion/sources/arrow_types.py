@@ -249,9 +249,11 @@ class BadRows(dict[int, tuple[str, str]]):
             self.setdefault(row, (f"the column {column.leaf.name!r} {problem}", remedy))
 
 
-def read_columns(
-    batch: pa.RecordBatch, columns: Mapping[str, ArrowColumn], rows: NDArray[np.int64]
-) -> tuple[dict[str, Column], dict[int, tuple[str, str]]]:
+# the columns of some rows without the bad ones, and the problem and the remedy of each bad row, by index
+Values = tuple[dict[str, Column], dict[int, tuple[str, str]]]
+
+
+def read_columns(batch: pa.RecordBatch, columns: Mapping[str, ArrowColumn], rows: RowNumbers) -> Values:
     """Return the columns of some rows of a batch, without bad rows; and the problem and remedy of bad rows, by index.
 
     Arrays are validated, so that no offset points outside of its buffer. Raises an `ArrowException`.
@@ -264,9 +266,7 @@ def read_columns(
     return {name: _to_rows(array, columns[name], kept) for name, array in arrays.items()}, bad
 
 
-def read_values(
-    batch: pa.RecordBatch, columns: Mapping[str, ArrowColumn], rows: NDArray[np.int64]
-) -> tuple[dict[str, Column], dict[int, tuple[str, str]]]:
+def read_values(batch: pa.RecordBatch, columns: Mapping[str, ArrowColumn], rows: RowNumbers) -> Values:
     """Return the columns of some rows as `read_columns` does, for a map function: no row is bad.
 
     A value that its field does not hold is a Python value: a null is None. Raises an `ArrowException`.

@@ -262,8 +262,7 @@ def _source(listing: Listing, selection: FieldSelection, medium: Medium) -> Sour
             on_bad(row, "it has no transcript, a .txt of its name, as others have", remedy)
     used = (*files, *dict.fromkeys(info for info in texts if info is not None))
     notes["passed_over"] = len(listing.files) - len(used)
-    cut = partial(cut_media, listing.store, media, columns, bad)
-    return Source(listing.url, used, fields, len(files), notes, cut)
+    return Source(listing.url, used, fields, len(files), notes, partial(cut_media, listing.store, media, columns, bad))
 
 
 def _matches_images(listing: Listing) -> bool:

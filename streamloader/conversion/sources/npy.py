@@ -158,8 +158,7 @@ def _read(store: Store, stored: Mapping[str, NpyArray], rows: NDArray[np.int64],
         if array.member:
             _decompress_rows(store, array, rows, into[name])
         else:
-            starts = array.start + rows * array.row_bytes
-            arrays.read_column(store, array.info.path, starts, array.dtype, into[name])
+            arrays.read_column(store, array.info.path, array.start + rows * array.row_bytes, array.dtype, into[name])
 
 
 def open_npy(listing: Listing, selection: FieldSelection) -> Source:
@@ -181,8 +180,7 @@ def open_npy(listing: Listing, selection: FieldSelection) -> Source:
     count = arrays.common_length({name: array.count for name, array in by_name.items()}, listing.url)
     stored = {field: by_name[name] for field, name in originals.items()}
     kinds, read = {name: array.kind for name, array in stored.items()}, partial(_read, listing.store, stored)
-    container = arrays.Container(listing.url, count, kinds, read, {"arrays": originals})
-    return arrays.stack(listing.url, files, [container])
+    return arrays.stack(listing.url, files, [arrays.Container(listing.url, count, kinds, read, {"arrays": originals})])
 
 
 def _files(listing: Listing) -> tuple[ObjectInfo, ...]:
@@ -248,8 +246,7 @@ def _tokens_at(store: Store, info: ObjectInfo, item: int) -> int:
     if info.size < _TOKENS_AT:
         return 0
     magic, _, count = np.frombuffer(read_range(store, Range(info.path, 0, 12)), "<i4").tolist()
-    known = _TOKEN_MAGIC.get(magic) == item and _TOKENS_AT + count * item == info.size
-    return _TOKENS_AT if known else 0
+    return _TOKENS_AT if _TOKEN_MAGIC.get(magic) == item and _TOKENS_AT + count * item == info.size else 0
 
 
 def _read_cuts(store: Store, array: NpyArray, rows: NDArray[np.int64], into: arrays.Into) -> None:

@@ -42,6 +42,7 @@ MAX_RECORD = 64 << 20  # bytes: records are held in memory, and parsing takes se
 _NEWLINE, _QUOTE = ord("\n"), ord('"')
 
 Bounds = NDArray[np.int64]  # (records, 3): first byte, the byte after the line end, and the line number
+Found = tuple[Bounds, int, int]  # some records, and the byte and the line where the next record begins
 
 
 @dataclass(frozen=True)
@@ -56,9 +57,7 @@ class Style:
     delimiters: bytes = b""
 
 
-def find_records(
-    text: bytes | memoryview, style: Style, where: str, start: int, line: int, *, last: bool
-) -> tuple[Bounds, int, int]:
+def find_records(text: bytes | memoryview, style: Style, where: str, start: int, line: int, *, last: bool) -> Found:
     """Return the records of a text, and the byte and the line where the next record begins.
 
     The text begins with a record, at byte `start` and line `line` of the file `where`. Only the `last` text of a file
@@ -86,9 +85,7 @@ def find_records(
     return bounds[:count][filled], int(bounds[-1, 1 if last else 0]), int(bounds[-1, 2]) + (count == len(bounds))
 
 
-def find_all_records(
-    blocks: Iterable[bytes | memoryview], style: Style, where: str, start: int, line: int
-) -> Iterator[tuple[Bounds, int, int]]:
+def find_all_records(blocks: Iterable[bytes], style: Style, where: str, start: int, line: int) -> Iterator[Found]:
     """Yield the results of `find_records` for a text in blocks of any sizes."""
     text, enough = b"", 0
     for block in chain(blocks, [None]):
@@ -420,8 +417,7 @@ def open_csv(listing: Listing, selection: FieldSelection) -> Source:
     raw = Table(header, originals, dict.fromkeys(originals, Field("bytes")))
     fields = _fields(listing.url, files, raw, selection)
     digits = any(field is not None and field.dtype == "bool" for field in selection.fields.values())
-    fill = selection.fill_values(fields, listing.url)
-    table = Table(header, originals, fields, fill, digits, selection.mapped)
+    table = Table(header, originals, fields, selection.fill_values(fields, listing.url), digits, selection.mapped)
 
     def fragment(rows: NDArray[np.int64]) -> Fragment:
         return partial(read_table, cut_rows(files, rows), table)
@@ -446,8 +442,7 @@ def _index(stream: Stream, info: ObjectInfo) -> tuple[TextFile, tuple[str, ...]]
     first, stop, line = bounds[0].tolist()
     record = head[first - start : stop - start]
     delimiter, header = _read_header(record, "\t" if inner_extension(info.path) == "tsv" else _DELIMITERS, where)
-    style = Style(_BLANK, delimiter.encode())
-    return index_text(stream, style, stop, line + max(1, record.count(b"\n"))), header
+    return index_text(stream, Style(_BLANK, delimiter.encode()), stop, line + max(1, record.count(b"\n"))), header
 
 
 def _read_header(record: bytes, delimiters: str, where: str) -> tuple[str, tuple[str, ...]]:

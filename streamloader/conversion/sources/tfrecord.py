@@ -59,8 +59,7 @@ def _example_class() -> Any:
             message.oneof_decl.add(name="kind")
     pool = need("google.protobuf.descriptor_pool").DescriptorPool()
     pool.Add(file)
-    factory = need("google.protobuf.message_factory")
-    return factory.GetMessageClass(pool.FindMessageTypeByName(f"{_PACKAGE}.Example"))
+    return need("google.protobuf.message_factory").GetMessageClass(pool.FindMessageTypeByName(f"{_PACKAGE}.Example"))
 
 
 def parse_example(data: memoryview) -> dict[str, Feature]:
