@@ -49,8 +49,8 @@ ENDING_SECONDS = 10.0  # for a worker to print a traceback and exit
 # By default, glibc returns every large array to the system, which clears the pages again for the next shard; without
 # this, a conversion is 1.7 times as fast (bench/NOTES.md). With a single arena, also for Arrow, threads and libraries
 # reuse each other's memory. A worker holds its peak until it ends; other C libraries ignore these variables.
-MALLOC_SETTINGS = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 34), "MALLOC_ARENA_MAX": "1"}
-MALLOC_SETTINGS |= {"ARROW_DEFAULT_MEMORY_POOL": "system"}
+_ARROW = {"ARROW_DEFAULT_MEMORY_POOL": "system"}
+MALLOC_SETTINGS = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 34), "MALLOC_ARENA_MAX": "1", **_ARROW}
 HOST_AND_PORT = r"(?:\[([^\]]+)\]|([^/,:\[\]]+)):(\d+)"
 CONNECT_SECONDS = 10.0
 
