@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from streamloader.format.manifest import Field as Field
     from streamloader.format.writer import Writer as Writer
     from streamloader.loader.arguments import Source as Source
+    from streamloader.loader.dataset import NumpyDataset as NumpyDataset
     from streamloader.maintenance.append import append as append
     from streamloader.maintenance.export import export as export
     from streamloader.maintenance.verify import verify as verify
@@ -51,6 +52,7 @@ _PUBLIC = {
     "maintenance.verify": "verify",
     "options": "Channels Decode Layout Patch RetryPolicy Shuffle Window",
     "loader.arguments": "Source",
+    "loader.dataset": "NumpyDataset",
     "pytorch.dataset": "Mixture StreamingDataset",
     "stats": "Stats",
 }

@@ -294,23 +294,3 @@ def test_each_step_imports_only_what_it_needs_and_starts_nothing(data):
 
 def test_importing_every_module_starts_no_thread_and_hides_no_public_name():
     assert run_python("-c", EVERY_MODULE).stdout.splitlines() == ["['MainThread']", "['errors']"]
-
-
-WITHOUT_TORCH = """
-import sys, runpy, streamloader as sl
-from streamloader.loader.dataset import NumpyDataset
-sys.modules['torch'] = None  # importing it is an error
-url = sys.argv[1]
-assert len(list(NumpyDataset(url, batch_size=8))) == 8
-for command in (['plan', url], ['inspect', url], ['bench', url, '--seconds', '0.1']):
-    sys.argv = ['streamloader', *command]
-    try:
-        runpy.run_module('streamloader.cli.main', run_name='__main__')
-    except SystemExit as ended:
-        assert not ended.code, (command, ended.code)
-print('done')
-"""
-
-
-def test_only_the_datasets_of_torch_import_torch(data):
-    assert run_python("-c", WITHOUT_TORCH, data(64, "x", "label")).stdout.splitlines()[-1] == "done"

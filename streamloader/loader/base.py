@@ -320,7 +320,7 @@ class Loader:
     def _lengths(self, workers: int) -> list[int]:
         """Return the number of batches of each of the workers in the next epoch."""
         world = self._rank
-        start = replace(self._start_of(self.epoch, world, workers), position=0, extra=0, workers=workers)
+        start = replace(self._start_of(self.epoch, workers), position=0, extra=0, workers=workers)
         shares = [self._share(start, world.consumer(number, workers)) for number in range(workers)]
         return [arguments.choose_gaps(self._skips, start, share).steps(share, start.epoch, 0) for share in shares]
 
@@ -359,16 +359,16 @@ class Loader:
 
     def _begin_pass(self) -> Cursor:
         """End the current pass, and return where the next one begins."""
-        number, count = self._worker
         self._end_pass()
-        with self._epochs.choosing(count):
-            return self._begin_epoch(self._rank, number, count)
+        with self._epochs.choosing(self._worker[1]):
+            return self._begin_epoch()
 
-    def _begin_epoch(self, rank: World, number: int, count: int) -> Cursor:
-        """Return where the pass of worker `number` of `count` begins, and let the other workers begin there too."""
+    def _begin_epoch(self) -> Cursor:
+        """Return where the pass of this worker begins, and let the other workers begin there too."""
+        rank, (number, count) = self._rank, self._worker
         if (steps := self._options.steps_per_epoch) is not None:
             self._start = self._at.state
-        start = self._begin(rank, count)
+        start = self._begin(count)
         lanes = self._start.lanes
         start, repeated = start.with_workers(count, rank.size, self._options.batch_size or 1)
         # DataLoader asks worker 0 first. If `extra` workers have delivered already in this round, worker 0 takes the
@@ -380,16 +380,16 @@ class Loader:
         again = self._epochs.begin(number, count, start.epoch)
         # the batches of the pass before, if it is incomplete; one may be a look at the data
         left = self._at.steps or int(self._in_worker)
-        if repeated:
-            warnings.warn(REPEATED_ROUND.format(repeated), stacklevel=3)
-        if count > 1:
-            warnings.warn(SEVERAL_WORKERS.format(count), stacklevel=3)
-        if rereads := share.describe_rereads(fresh=start.position == 0, shuffle=bool(start.lanes)):
-            warnings.warn(rereads, stacklevel=3)
-        if start.lanes != lanes and (rank.rank, number) == (0, 0):
-            warnings.warn(describe_lanes(rank.size, lanes, start.lanes), stacklevel=3)
-        if (rank.rank, number) == (0, 0) and again and left and again + left > 2 and steps is None:
-            warnings.warn(REPEATED_EPOCH.format(start.epoch), stacklevel=3)
+        first = (rank.rank, number) == (0, 0)
+        for text in (
+            REPEATED_ROUND.format(repeated) if repeated else "",
+            SEVERAL_WORKERS.format(count) if count > 1 else "",
+            share.describe_rereads(fresh=start.position == 0, shuffle=bool(start.lanes)),
+            describe_lanes(rank.size, lanes, start.lanes) if first and start.lanes != lanes else "",
+            REPEATED_EPOCH.format(start.epoch) if first and again and left and again + left > 2 and not steps else "",
+        ):
+            if text:
+                warnings.warn(text, stacklevel=3)
         loaded = self._at.loaded and not self._at.steps
         self._start = start
         self._at = Cursor(start, self._at.total, loaded, share, int(part < start.extra), gaps)
@@ -427,19 +427,19 @@ class Loader:
         batches = None if batches is None else whole("batches", batches, 0)
         if self._options.steps_per_epoch is not None:
             self._check_no_workers(workers, self._read_by_workers())
-            now = self._at if batches is None else self._after(batches, world)
-            return {**self._settled(now.state, world, 1).to_dict(), "steps": now.total}
+            now = self._at if batches is None else self._after(batches)
+            return {**self._settled(now.state).to_dict(), "steps": now.total}
         if batches is not None:
             # workers begin passes by themselves: this process knows the start of their first pass only
             epoch = self._epochs.begun if self._read_by_workers() else self._start.epoch
-            start = self._start_of(epoch, world, workers)
+            start = self._start_of(epoch, workers)
             share = self._share(start, World(0, world.size * workers))
             start = start.with_workers(workers, world.size, share.batch)[0]
             return start.advance(batches, share, arguments.choose_gaps(self._skips, start, share)).to_dict()
         if self._read_by_workers():
             remedy = "save state_dict(batches=<trained>, workers=<num_workers>), or use torchdata's StatefulDataLoader"
             raise StateError("DataLoader workers read this dataset, and this process does not know how far", remedy)
-        return self._settled(self._at.state, world, self._worker[1]).to_dict()
+        return self._settled(self._at.state, self._worker[1]).to_dict()
 
     def load_state_dict(self, state: dict[str, Any], *, force: bool = False) -> None:
         """Let the next pass resume at the state, at any world size.
@@ -475,7 +475,7 @@ class Loader:
         epoch = whole("epoch", epoch, 0)
         self._end_pass()
         world = self._rank
-        start = self._start_of(epoch, world)
+        start = self._start_of(epoch)
         share = self._share(start, world)
         start = replace(start, position=start.position % share.global_batch, extra=0, workers=1, ranks=0, batch=0)
         gaps = arguments.gaps_around(arguments.read_steps("steps", {epoch: steps})[epoch], epoch, start.position, share)
@@ -520,9 +520,10 @@ class Loader:
         """The rank of this process."""
         return self._resolve_world(self._world)
 
-    def _settled(self, start: RunState, world: World, workers: int) -> RunState:
+    def _settled(self, start: RunState, workers: int = 1) -> RunState:
         """Return the same position, with the values that depend on the world size."""
-        return start.settled(world.size * (self._options.batch_size or 1), workers, world.size)
+        size = self._rank.size
+        return start.settled(size * (self._options.batch_size or 1), workers, size)
 
     def _share(self, start: RunState, world: World) -> EpochShare:
         """Return a rank's part of the epoch of `start`."""
@@ -531,13 +532,13 @@ class Loader:
 
     def _first_share(self) -> EpochShare:
         """Return this rank's part of epoch 0 of a new run."""
-        return self._share(self._settled(self._first, self._rank, 1), self._rank)
+        return self._share(self._settled(self._first), self._rank)
 
     def _step_numbers(self, epoch: int, step: int, rank: int | None, workers: int) -> NDArray[np.int64]:
         """Return the sample numbers of a step, of one rank or of all."""
         world, workers = self._rank, whole("workers", workers)
         rank = None if rank is None else whole("rank", rank, 0)
-        start = self._start_of(whole("epoch", epoch, 0), world, workers)
+        start = self._start_of(whole("epoch", epoch, 0), workers)
         turn, number = divmod(whole("step", step, 0), workers)
         samples = []
         for each_rank in range(world.size) if rank is None else [rank]:
@@ -554,7 +555,7 @@ class Loader:
             self._epochs.choose(start.epoch)
             self._epochs.publish((*start.progress, start.pin, *start.order))
 
-    def _begin(self, world: World, workers: int) -> RunState:
+    def _begin(self, workers: int) -> RunState:
         """Return where the next pass begins."""
         values = self._epochs.update() if self._in_worker else None
         if values is not None:  # the parent of a persistent worker set a new start
@@ -565,12 +566,12 @@ class Loader:
             now: dict[str, Any] = dict(zip(PROGRESS_NAMES, progress, strict=True))
             self._start = replace(self._start, **now).with_order(block, lanes, window)
         own, self._own = self._own, False
-        return self._start_of(self._start.epoch if own else self._epochs.next_epoch(), world, workers)
+        return self._start_of(self._start.epoch if own else self._epochs.next_epoch(), workers)
 
-    def _start_of(self, epoch: int, world: World, workers: int = 1) -> RunState:
+    def _start_of(self, epoch: int, workers: int = 1) -> RunState:
         """Return where a pass of this epoch begins: at its start, or at a loaded state of this epoch."""
         start = self._start if epoch == self._start.epoch else self._start.beginning(epoch)
-        return self._settled(start, world, workers)
+        return self._settled(start, workers)
 
     def _read_by_workers(self) -> bool:
         return self._epochs.begun_elsewhere and self._running() is None and not self._in_worker
@@ -597,13 +598,13 @@ class Loader:
             problem = f"{steps} with DataLoader workers, which do not know where the previous workers stopped"
             raise UsageError(problem, "use num_workers=0; transform_workers= runs slow transforms")
 
-    def _after(self, batches: int, world: World) -> Cursor:
+    def _after(self, batches: int) -> Cursor:
         """Return the position after this many batches of the current iteration."""
         state, total = self._iteration.state, self._iteration.total + batches
         while batches:
-            state = self._settled(state, world, 1)
-            share = self._share(state, World(0, world.size))
-            state = state.with_workers(1, world.size, share.batch)[0]
+            state = self._settled(state)
+            share = self._share(state, self._rank)
+            state = state.with_workers(1, share.world.size, share.batch)[0]
             gaps = arguments.choose_gaps(self._skips, state, share)
             count = min(batches, max(1, gaps.steps(share, state.epoch, state.position)))
             state, batches = state.advance(count, share, gaps), batches - count
