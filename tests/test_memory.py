@@ -107,7 +107,7 @@ def test_the_body_of_a_loading_block_counts_once_beside_batches(tmp_path, monkey
         return body
 
     monkeypatch.setattr(Fetcher, "_request", request_and_wait)
-    dataset = open_source(Source(tmp_path / "d"), None, None)
+    dataset = open_source(Source(tmp_path / "d"))
     budget = Budget(slots=4, threads=1, bytes=1 << 30, body_bytes=1 << 30, exact=True)
     memory, limits = Memory.of(dataset.layouts, 4, budget, Counters()), (Pace(1), Hedging())
     fetcher = Fetcher([dataset], dataset.names, limits, memory)
@@ -126,7 +126,7 @@ def test_an_earlier_block_is_loaded_before_threads_wait_for_the_memory_of_a_late
     with Writer(tmp_path / "d", {"x": "bytes"}, num_samples=16, layout=Layout(codec="zstd", chunk_size=1)) as out:
         for _ in range(16):
             out.write({"x": bytes(4 << 20)})
-    dataset = open_source(Source(tmp_path / "d"), None, None)
+    dataset = open_source(Source(tmp_path / "d"))
     # a block may decode a quarter of these bytes before the one in front of it is complete
     budget = Budget(slots=2, threads=2, bytes=64 << 20, body_bytes=64 << 20, exact=True)
     memory = Memory.of(dataset.layouts, 8, budget, Counters())

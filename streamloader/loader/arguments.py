@@ -112,17 +112,21 @@ def read_shuffle(shuffle: object) -> Shuffle:
 
 def open_dataset(
     source: Source,
-    where: Any,
-    fields: Sequence[str] | None,
+    fields: Sequence[str] | None = None,
+    *,
     columns: Sequence[str] = (),
     memory: int | None = None,
-    *,
     shuffle: bool = True,
 ) -> Dataset:
-    """Open a dataset with the samples that `where`, a result of `read_where`, selects; `memory` limits their numbers.
+    """Open a dataset; `memory` limits the numbers of the samples that `where=` selects.
 
     `columns`: the names of the batch's columns other than fields. `shuffle`: as in `Anchors.aligned`.
     """
+    where: Any = source.where
+    if isinstance(where, str):  # parsed before anything is opened
+        from streamloader.order.selection import Condition
+
+        where = Condition.parse(where)
     if source.used:
         if source.version is not None:
             raise UsageError(f"version={source.version} of arrays in place", "leave it out, or leave sample_axis= out")
@@ -307,17 +311,8 @@ def check_share(share: Part) -> None:
 PIECE_BYTES = 32 << 20
 
 
-def read_where(where: WhereChoice) -> Any:
-    """Parse a condition; return other values unchanged. Raises `SelectionError` for an invalid condition."""
-    if not isinstance(where, str):
-        return where
-    from streamloader.order.selection import Condition
-
-    return Condition.parse(where)
-
-
 def choose_selection(where: Any, manifest: Manifest, store: Store, memory: int | None) -> Selection | None:
-    """Return the selection of `where`, a result of `read_where`; None for all samples.
+    """Return the selection of `where`, a `Condition` or as in `WhereChoice` but for texts; None for all samples.
 
     A condition reads its fields, which have one number or text per sample, in pieces; its class names and units of
     times are those of the manifest. Raises `SelectionError` for an unknown or unsuitable field, before anything is

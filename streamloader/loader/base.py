@@ -184,7 +184,7 @@ class Pass(Iterator[Columns]):
         if loader is None or loader._options.on_batch is None:
             return
         before, self._reported = self._reported, time.perf_counter()
-        share, epoch = cursor.share_begun, cursor.start.epoch
+        share, epoch = cursor.share, cursor.start.epoch
         loader._options.on_batch(
             BatchReport(
                 epoch=epoch,
@@ -267,8 +267,7 @@ class Loader:
         self._kept: Pass | None = None  # between two iterations of `steps_per_epoch`
 
     def _open(self, sources: Sequence[Source], fields: Sequence[str] | None) -> tuple[Dataset, ...]:
-        conditions = [arguments.read_where(source.where) for source in sources]  # before anything is opened
-        return tuple(map(partial(self._open_dataset, fields=fields), sources, conditions))
+        return tuple(self._open_dataset(source, fields) for source in sources)
 
     def _weighed(self, datasets: Sequence[Dataset]) -> dict[str, Any]:  # noqa: ARG002 - of a mixture
         """Return the values of the state that depend on the lengths of samples."""
@@ -611,7 +610,7 @@ class Loader:
         return Cursor(state, total)
 
     def _start_pipeline(self, begin: Cursor) -> Pipeline:
-        engine, share = self._engine(), begin.share_begun
+        engine, share = self._engine(), begin.share
         return engine.start(
             EpochPlan(
                 share=share,

@@ -79,14 +79,12 @@ class NumpyDataset(Loader):
 
         Windows that would cross a border are left out, and so is the end of an axis that the stride does not reach.
         """
-        arrays = self._datasets[0].arrays
-        return {} if arrays is None else arrays.unused
+        return getattr(self._datasets[0].arrays, "unused", {})
 
     @property
     def left_out(self) -> int:
         """The number of windows that were left out, since their times are not the durations of `Window` apart."""
-        arrays = self._datasets[0].arrays
-        return 0 if arrays is None else arrays.left_out
+        return getattr(self._datasets[0].arrays, "left_out", 0)
 
     def samples(self, epoch: int, step: int, rank: int | None = None, *, workers: int = 1) -> Any:
         """Return the sample numbers (`index`) of a step, without reading data.

@@ -122,7 +122,7 @@ class ArraySummary:
 
 def sampled_reads(url: str, storage_options: Mapping[str, Any] | None, sampling: Sampling) -> list[ArrayReads]:
     """Return what an epoch of the declared samples of a URL reads. Raises the errors of opening it."""
-    return array_reads(open_dataset(Source(url, None, None, storage_options, **vars(sampling)), None, None))
+    return array_reads(open_dataset(Source(url, storage_options=storage_options, **vars(sampling))))
 
 
 def summarize(url: str, storage_options: Mapping[str, Any] | None = None) -> list[ArraySummary]:

@@ -112,7 +112,7 @@ def read_ceiling(
     """
     if in_flight < 1:
         raise UsageError(f"in_flight={in_flight}", "give 1 or more")
-    dataset = open_dataset(Source(url, split, storage_options=storage_options), None, fields)
+    dataset = open_dataset(Source(url, split, storage_options=storage_options), fields)
     client, retries = dataset.store.reader(), dataset.store.retries
     memory = Buffers(Counters(), keep=in_flight)  # fresh pages cost more than the copy itself
     runs = _runs(dataset, passes=1 if seconds is None else MANY_PASSES)
@@ -158,7 +158,7 @@ def image_ceiling(
     Raises `FieldError` if the field does not have encoded images, and `DecodeError` for a damaged image.
     """
     decoder = ImageDecoder.choose(decode or Decode())
-    images = _load_images(open_dataset(Source(url, split, storage_options=storage_options), None, [field]))
+    images = _load_images(open_dataset(Source(url, split, storage_options=storage_options), [field]))
     numbers = decoder.draws(0, 0, np.array([sample for sample, _ in images], np.int64))
     draws: Sequence[Sequence[float] | None] = numbers or [None] * len(images)
     threads, size = cpu_count(), decoder.options.size

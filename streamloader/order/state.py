@@ -463,7 +463,7 @@ class Cursor(NamedTuple):
     start: RunState
     before: int = 0
     loaded: bool = False
-    share: EpochShare | None = None
+    share: EpochShare = None  # type: ignore[assignment]  # until a pass begins
     ahead: int = 0
     gaps: Gaps = NO_GAPS
     steps: int = 0
@@ -474,21 +474,15 @@ class Cursor(NamedTuple):
         return self.before + self.steps
 
     @property
-    def share_begun(self) -> EpochShare:
-        """The share of a pass that began."""
-        assert self.share is not None
-        return self.share
-
-    @property
     def position(self) -> int:
         """The global position of this consumer's next step."""
-        size = self.share_begun.global_batch
+        size = self.share.global_batch
         return self.gaps.walk(self.start.epoch, self.start.position + self.ahead * size, self.steps, size)
 
     @property
     def steps_left(self) -> int:
         """The number of steps of all ranks from this consumer's next one on."""
-        share, size = self.share_begun, self.share_begun.global_batch
+        share, size = self.share, self.share.global_batch
         parts = self.gaps.parts(self.start.epoch, self.position)
         return sum(share.global_steps(start) if stop is None else (stop - start) // size for start, stop in parts)
 
@@ -497,7 +491,7 @@ class Cursor(NamedTuple):
         """The state here; with workers, only this worker resumes there."""
         if not self.steps:
             return self.start
-        share, position = self.share_begun, self.position
+        share, position = self.share, self.position
         if self.ahead and share.global_steps(position):
             position -= self.ahead * share.global_batch
         state = self.start.moved(position, share, self.gaps)

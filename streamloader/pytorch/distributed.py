@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from inspect import currentframe
 from traceback import walk_stack
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed
@@ -17,13 +17,7 @@ from streamloader.loader.world import read_world
 from streamloader.order.schedule import World
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
-
-# a mesh with several dimensions comes with the names of its data-parallel dimensions
-WorldChoice: TypeAlias = (
-    "tuple[int, int] | World | ProcessGroup | DeviceMesh | tuple[DeviceMesh, str | Sequence[str]] | None"
-)
 
 # Packages whose frames may be between a dataset and the loader that iterates it; any other frame ends the search.
 _LOADER_PACKAGES = ("torch.utils.data.", "torchdata.", "accelerate.", "transformers.", "multiprocessing.")
@@ -31,7 +25,7 @@ _LOADER_PACKAGES = ("torch.utils.data.", "torchdata.", "accelerate.", "transform
 _SPLITTING_LOADERS = ("DataLoaderDispatcher", "IterableDatasetShard")
 
 
-def resolve_world(given: WorldChoice) -> World:
+def resolve_world(given: Any) -> World:
     """Return the rank and size of the argument, else of torch.distributed, else of the launcher, else of one rank.
 
     `given`: (rank, size), a process group of the replicas, or a `DeviceMesh` with its data-parallel dimensions:
