@@ -14,7 +14,7 @@ PARALLEL := -n 3 --dist loadfile --no-loadscope-reorder
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-python test-quick lint types format bench bench-full bench-convert clean test-integrations test-long
+.PHONY: help install demo test test-python test-quick lint types format bench bench-full bench-convert bench-cores clean test-integrations test-long
 
 help:
 	@echo "make demo         the main job: convert, train with two ranks, kill, resume, evaluate (a minute or two)"
@@ -27,6 +27,7 @@ help:
 	@echo "make bench        loader, ceilings and peers side by side (about 15 minutes)"
 	@echo "make bench-full   the same with all worker counts, more rounds, and blocks read by hand: hours"
 	@echo "make bench-convert  converting beside the writers of other loaders: half an hour"
+	@echo "make bench-cores  how the loader scales with the cores of this machine: ten minutes"
 	@echo "make clean        remove .venv and every cache"
 
 install: $(STAMP)
@@ -92,6 +93,9 @@ bench-full: $(STAMP)
 
 bench-convert: $(STAMP)
 	$(BIN)/python -m bench.conversion
+
+bench-cores: $(STAMP)
+	$(BIN)/python -m bench.cores
 
 clean:
 	rm -rf $(VENV) $(VENV)-3.* $(INTEGRATIONS) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -127,7 +127,7 @@ def configuration(port: int, behind: Endpoint | Path, front: Front) -> str:
 {"user root;" if os.geteuid() == 0 else ""}
 {" ".join(f"load_module {module};" for module in modules)}
 daemon off;
-worker_processes 2;
+worker_processes {max(2, (os.cpu_count() or 1) // 2)};
 pid nginx.pid;
 error_log stderr warn;
 events {{ worker_connections 1024; }}

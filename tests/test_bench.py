@@ -3,6 +3,7 @@
 import io
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +19,7 @@ import common  # noqa: E402
 import crops  # noqa: E402
 import measuring  # noqa: E402
 
-from bench import contestants, exactness, report  # noqa: E402
+from bench import contestants, cores, cores_page, exactness, report  # noqa: E402
 from bench.__main__ import parser, settings_of  # noqa: E402
 from bench.contestants import CEILINGS, OURS, Contestant, ContestError  # noqa: E402
 from bench.conversion import __main__ as conversion  # noqa: E402
@@ -303,6 +304,38 @@ def test_a_tiny_run_goes_from_data_to_page(tmp_path):
         assert {epoch["samples"] for epoch in one["epochs"]} == {5000} and len(one["epochs"]) > 1
         assert one["machine"]["cores"] >= 1 and one["commit"] and one["stored_bytes"] > 5000 * 264
     assert "## vectors" in (tmp_path / "tiny.md").read_text()
+
+
+def test_a_tiny_run_of_cores_measures_the_loader_and_its_bounds(tmp_path):
+    command = ["-m", "bench.cores", "--workloads", "vectors", "--peers", "--cores", "1", "--part", "1000"]
+    command += ["--each", "0.1", "--data", str(tmp_path / "data"), "--results", str(tmp_path)]
+    done = run_python(*command, cwd=ROOT)
+    lines = [json.loads(text) for text in (tmp_path / "cores.jsonl").read_text().splitlines()]
+    loader = [one for one in lines if one["kind"] == "loader"]
+    assert loader and not any("failed" in one for one in lines), done.stderr
+    for one in loader:
+        assert one["samples"] >= 4000 and one["bytes"] > 4000 * 264 and one["cores"] == 1
+        assert one["parent_cpu_seconds"] > 0 and one["first_batch_seconds"] > 0 and one["parent_bytes"] > 1e6
+    page = (tmp_path / "cores.md").read_text()
+    assert "### vectors, million rows/s" in page
+    assert ("| plain GETs |" in page) == bool(shutil.which("nginx"))
+
+
+def test_runs_on_most_cores_come_first_and_the_page_has_a_row_for_each():
+    options = cores.parser().parse_args(["--cores", "1", "4", "--workloads", "jpeg", "--peers", "webdataset"])
+    found = list(cores.runs(options, "nginx"))
+    assert [run.cores for run in found[:2]] == [4, 4] and {run.cores for run in found} == {1, 4}
+    assert {(run.kind, run.place) for run in found} >= {("loader", "nginx"), ("loader", "files"), ("peer", "files")}
+    loader = {"workload": "jpeg", "contestant": "streamloader", "kind": "loader", "workers": 2, "place": "nginx"}
+    measured = {"samples": 3000, "bytes": 1, "seconds": 2.0, "parent_cpu_seconds": 0.06, "cpu_seconds": 6.0}
+    memory = {"parent_bytes": 1e8, "children_bytes": 2e8, "children": 2}
+    first = {"first_batch_seconds": 0.5, "later_first_batch_seconds": 0.1}
+    lines = [{**loader, **measured, **memory, **first, **describe(), "time": "2026-01-01", "cores": n} for n in (1, 4)]
+    lines += [{**lines[0], "kind": "compare", "equal": False, "digests": {"0": "a", "5": "b"}}]
+    page = cores_page.markdown(lines)
+    assert "| **2 workers, nginx** | 1,500 | 1,500 |" in page
+    assert "| 2 workers (2 processes), nginx | 4 | 20 | 2,000 | 0.50 | 0.100 | 100 | 200 |" in page
+    assert "**not the same**" in page and page.startswith("# The loader on many cores")
 
 
 def test_bad_arguments_end_with_one_line():

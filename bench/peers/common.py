@@ -27,10 +27,10 @@ The raw data of a workload is a folder with `meta.json` and one column after ano
 
 A batch is whatever the peer makes of these: a dict or tuple whose columns are tensors (jpeg: float32, see
 `jpeg_transform`), or lists for text and for tokens as lists. Variants: "" is the peer as its documentation shows it,
-tuned where that is documented too; "pillow" and "fast" (default) choose the JPEG transform; "packed" delivers tokens
-as rows of PACKED_ROW, each batch `spec.batch` rows, and is written at a url of its own. What is
-counted is samples; for tokens it is tokens, so that lists and rows compare. A label is the number of its sample, and a
-document begins with FIRST_TOKEN + its number, so that batches show in what order samples come.
+tuned where that is documented too; "pillow", "uint8" and "fast" (default) choose the JPEG transform; "packed" delivers
+tokens as rows of PACKED_ROW, each batch `spec.batch` rows, and is written at a url of its own. What is counted is
+samples; for tokens it is tokens, so that lists and rows compare. A label is the number of its sample, and a document
+begins with FIRST_TOKEN + its number, so that batches show in what order samples come.
 """
 
 from __future__ import annotations
@@ -89,6 +89,11 @@ class Spec:
     extra: dict[str, Any] = field(default_factory=dict)
 
     @property
+    def is_local(self) -> bool:
+        """Whether `url` is a folder of this machine."""
+        return "://" not in self.url
+
+    @property
     def bucket(self) -> str:
         """The bucket of `url`."""
         return self.url.split("/")[2]
@@ -100,7 +105,9 @@ class Spec:
 
     @property
     def s3fs_options(self) -> dict[str, Any]:
-        """The server, as s3fs takes it."""
+        """The server, as s3fs takes it; nothing for a folder."""
+        if self.is_local:
+            return {}
         client = {"region_name": "us-east-1", **({"verify": self.ca} if self.ca else {})}
         return {"key": self.key, "secret": self.secret, "endpoint_url": self.endpoint, "client_kwargs": client}
 

@@ -246,14 +246,14 @@ class Memory:
         """Take what all processes hold now into account."""
         tree = processes()
         if len(tree) > 1:
-            self._sampled = max(self._sampled, sum(map(_proportional_set, tree)))
+            self._sampled = max(self._sampled, sum(map(proportional_set, tree)))
 
     def _watch(self) -> None:
         while not self._stop.wait(SAMPLING_SECONDS):
             self.look()
 
 
-def _proportional_set(pid: int) -> int:
+def proportional_set(pid: int) -> int:
     try:
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     except OSError:  # it ended

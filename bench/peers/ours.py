@@ -1,7 +1,8 @@
 """The project itself, with its default settings for every workload, but for lanes: the data of the bench is small, and
 all lanes together must hold a quarter of it at most. Runs in the project's own environment.
 
-`spec.extra` may name `memory`, an argument of `StreamingDataset`, and `batches` (stop an epoch after so many).
+`spec.extra` may name `memory` and `num_workers`, arguments of `StreamingDataset`, and `batches` (stop an epoch after so
+many).
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ from streamloader import StreamingDataset
 WRITE_ROWS = 4096
 
 
-def crop() -> sl.Decode:
+def crop(variant: str = "") -> sl.Decode:
     """Return the transform of `crops.jpeg_transform` in the loader's words."""
-    return sl.Decode(size=(CROP, CROP), crop="random", normalize="imagenet")
+    return sl.Decode(size=(CROP, CROP), crop="random", normalize=None if variant == "uint8" else "imagenet")
 
 
 def field_of(source: Source, name: str, kind: str) -> str:
@@ -86,11 +87,11 @@ def order(spec: Spec) -> None:
         emit_order(dataset, spec, dataset.state_dict)
 
 
-def open_dataset(spec: Spec) -> StreamingDataset:
+def open_dataset(spec: Spec, shuffle: sl.Shuffle | bool | None = None) -> StreamingDataset:
     """Return the dataset: one rank unless `extra` says otherwise, no DataLoader workers."""
-    kinds: dict[str, Any] = {}
+    kinds: dict[str, Any] = {name: spec.extra[name] for name in ("memory", "num_workers") if name in spec.extra}
     if spec.workload == "jpeg":
-        kinds["decode"] = crop()
+        kinds["decode"] = crop(spec.variant)
     if spec.variant == "packed":
         kinds["pack"] = {"tokens": PACKED_ROW}
     return StreamingDataset(
@@ -98,8 +99,7 @@ def open_dataset(spec: Spec) -> StreamingDataset:
         batch_size=spec.batch,
         seed=spec.seed,
         world=(spec.rank, spec.world),
-        memory=spec.extra.get("memory"),
-        shuffle=sl.Shuffle(lanes=lanes_of(spec)),
+        shuffle=sl.Shuffle(lanes=lanes_of(spec)) if shuffle is None else shuffle,
         storage_options=spec.s3fs_options,
         **kinds,
     )

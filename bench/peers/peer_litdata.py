@@ -45,7 +45,8 @@ def options(spec: Spec) -> dict[str, str]:
 def write(spec: Spec) -> int:
     """Write with a process for each core; a task is the samples of a chunk, since a task for each sample is slow."""
     source, packed = Source(spec.source), spec.variant == "packed"
-    step = samples_per_chunk(len(source), sum(source.array(name).nbytes for name in source.columns))
+    size = sum(source.array(name).nbytes for name in source.columns)
+    step = samples_per_chunk(len(source), size, spec.extra.get("shards"))
     tokens: dict[str, Any] = {"chunk_size": TOKENS_PER_CHUNK, "item_loader": litdata.TokensLoader()}
     with tempfile.TemporaryDirectory(dir=spec.cache or None) as folder, stdout_to_stderr():
         for name in ("DATA_OPTIMIZER_CACHE_FOLDER", "DATA_OPTIMIZER_DATA_CACHE_FOLDER"):
@@ -64,12 +65,14 @@ def write(spec: Spec) -> int:
     return len(source)
 
 
-def samples_per_chunk(samples: int, total_bytes: int) -> int:
+def samples_per_chunk(samples: int, total_bytes: int, chunks: int | None = None) -> int:
     """Return the samples of chunks of about 64 MB, an even number of equal chunks where the samples allow it.
+
+    `chunks`: about how many instead.
 
     Then no two of two workers share a chunk: of a shared one, 0.2.76 reads the whole file for each sample.
     """
-    ideal = max(2, round(total_bytes / CHUNK_BYTES / 2) * 2)
+    ideal = chunks or max(2, round(total_bytes / CHUNK_BYTES / 2) * 2)
     counts = [count for count in range(2, 2 * ideal + 1, 2) if samples % count == 0 and count >= ideal / 2]
     return -(-samples // min(counts, key=lambda count: abs(count - ideal), default=ideal))
 

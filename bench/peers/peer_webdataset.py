@@ -36,8 +36,9 @@ INDEX = "shards.txt"
 
 
 def address(spec: Spec, name: str) -> str:
-    """Return the URL of an object."""
-    return f"{spec.endpoint}/{spec.bucket}/{spec.prefix}{'/plain' if spec.variant == 'plain' else ''}/{name}"
+    """Return the URL of an object, or its path in a folder."""
+    folder = spec.url if spec.is_local else f"{spec.endpoint}/{spec.bucket}/{spec.prefix}"
+    return f"{folder}{'/plain' if spec.variant == 'plain' else ''}/{name}"
 
 
 def curl(*arguments: str) -> str:
@@ -47,14 +48,19 @@ def curl(*arguments: str) -> str:
 
 
 def upload(spec: Spec, path: str) -> None:
-    """Move a finished file to S3."""
-    subprocess.run(curl("--upload-file", path, address(spec, Path(path).name)), shell=True, check=True)
-    Path(path).unlink()
+    """Move a finished file to S3, or to its folder."""
+    target = address(spec, Path(path).name)
+    if spec.is_local:
+        Path(target).parent.mkdir(parents=True, exist_ok=True)
+        shutil.move(path, target)
+    else:
+        subprocess.run(curl("--upload-file", path, target), shell=True, check=True)
+        Path(path).unlink()
 
 
 def write(spec: Spec) -> int:
     """Write a range of the records in each of as many processes as there are cores; every full tar is uploaded."""
-    _need_curl()
+    _need_curl(spec)
     source, count = Source(spec.source), os.cpu_count() or 1
     with multiprocessing.Pool(count) as pool:
         shards = pool.starmap(write_part, [(spec, part, count) for part in range(count)])
@@ -68,7 +74,7 @@ def write_part(spec: Spec, part: int, parts: int) -> list[str]:
     """Write every `parts`-th record from `part` on, into the cache folder; return the names of the tars."""
     source, folder = Source(spec.source), Path(spec.cache)
     total = sum(path.stat().st_size for path in source.folder.iterdir())
-    size = min(SHARD_BYTES, max(1 << 20, total // LEAST_SHARDS))
+    size = min(SHARD_BYTES, max(1 << 20, total // spec.extra.get("shards", LEAST_SHARDS)))
     options = {"maxsize": size, "maxcount": 1 << 40, "post": partial(upload, spec), "verbose": 0, "encoder": False}
     with wds.ShardWriter(f"{folder}/{part}-%06d.tar", **options) as out:
         for index, record in enumerate(records(spec, source, part, parts)):
@@ -163,26 +169,29 @@ def groups_of(records: Iterable[Group], size: int) -> Iterator[list[Group]]:
 
 def loader(spec: Spec) -> wds.WebLoader:
     """Open the dataset, and make its loader."""
-    shards = subprocess.run(curl(address(spec, INDEX)), shell=True, check=True, capture_output=True, text=True)
-    urls = [f"pipe:{curl(address(spec, name))}" for name in shards.stdout.split()]
+    if spec.is_local:
+        urls = [address(spec, name) for name in Path(address(spec, INDEX)).read_text().split()]
+    else:
+        shards = subprocess.run(curl(address(spec, INDEX)), shell=True, check=True, capture_output=True, text=True)
+        urls = [f"pipe:{curl(address(spec, name))}" for name in shards.stdout.split()]
     kept = bool(spec.workers)
     return wds.WebLoader(dataset(spec, urls), batch_size=None, num_workers=spec.workers, persistent_workers=kept)
 
 
 def read(spec: Spec) -> None:
     """Measure the epochs."""
-    _need_curl()
+    _need_curl(spec)
     measure_loader(lambda: loader(spec), spec, names=list(Source(spec.source).columns))
 
 
 def order(spec: Spec) -> None:
     """Print the order of one rank; it has no state."""
-    _need_curl()
+    _need_curl(spec)
     emit_order(loader(spec), spec, names=list(Source(spec.source).columns))
 
 
-def _need_curl() -> None:
-    if not shutil.which("curl"):
+def _need_curl(spec: Spec) -> None:
+    if not spec.is_local and not shutil.which("curl"):
         raise UnsupportedError("WebDataset reads S3 through a command, here curl (7.75 or later), and there is none")
 
 
