@@ -35,8 +35,6 @@ StreamloaderError
     `-- ForkError             SL601  a client of the parent process was used after a fork
 """
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 

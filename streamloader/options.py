@@ -1,7 +1,5 @@
 """Options as small frozen values, checked when they are created. Docstrings give the reasons of the defaults."""
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Callable, Mapping

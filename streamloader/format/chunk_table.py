@@ -5,8 +5,6 @@ Zarr chunks are the pages: a page covers several whole shards. Readers plan exac
 index request for each shard.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 import threading
@@ -43,8 +41,7 @@ def page_path(name: str, page: int, generation: int = 1) -> str:
 
 def rows_per_page(layout: FieldLayout, num_samples: int) -> int:
     """Return the number of shards in one page: as many as fit 1 MiB, at least 1, at most the shards of the dataset."""
-    rows = max(1, PAGE_BYTES // (8 * layout.chunks_per_shard))
-    return max(1, min(rows, layout.num_shards(num_samples)))
+    return max(1, min(max(1, PAGE_BYTES // (8 * layout.chunks_per_shard)), layout.num_shards(num_samples)))
 
 
 def encode_pages(entries: NDArray[np.uint32], rows: int) -> Iterator[bytes]:

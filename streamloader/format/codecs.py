@@ -7,8 +7,6 @@ The payload of a fixed-shape field is the little-endian C-order bytes of its sam
 plain Zstandard frame. Compression, checksums and copies release the GIL.
 """
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -331,8 +329,7 @@ def _payload(layout: FieldLayout, column: Column) -> Sequence[Buffer]:
     missing = layout.chunk - len(column)
     if not layout.field.fixed:
         return pack_items([*column, *[b""] * missing])
-    rows = np.ascontiguousarray(column, layout.field.stored_dtype)
-    flat: NDArray[np.uint8] = rows.reshape(-1).view(np.uint8)
+    flat: NDArray[np.uint8] = np.ascontiguousarray(column, layout.field.stored_dtype).reshape(-1).view(np.uint8)
     if missing:
         flat = np.concatenate([flat, np.zeros(missing * layout.field.item_bytes, np.uint8)])
     return [flat.data]

@@ -3,8 +3,6 @@
 Every size is a power of two, so chunk divides block divides shard.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from math import log2
@@ -113,9 +111,7 @@ def settle(geometry: Geometry, num_samples: int, stored: Mapping[str, int], deco
     mean = max(sum(sizes[name] for name in (bulk or small)), (decoded or 0) / samples / EXPANSION)
     block = _block(mean, num_samples, geometry.samples_per_shard, geometry.options)
     # only small fields, whose shards are not written yet, can adapt to the block
-    bulk |= {
-        name: replace(bulk[name], chunk=min(bulk[name].chunk, block), resident=False) for name in bulk if name in small
-    }
+    bulk |= {n: replace(bulk[n], chunk=min(bulk[n].chunk, block), resident=False) for n in bulk if n in small}
     block = max([block, *(layout.chunk for layout in bulk.values())]) if bulk else 1
     if decoded is not None:
         decoded += sum(kind.item_bytes for kind in small.values()) * num_samples

@@ -5,8 +5,6 @@ is written with its shard. An append writes the page of the last shard again wit
 version, which use only the lengths of their samples, can still read it.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterable
 from functools import partial

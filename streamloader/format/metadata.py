@@ -1,7 +1,5 @@
 """Makes the `zarr.json` documents of a dataset from its manifest. Pure: the same manifest gives the same bytes."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import replace

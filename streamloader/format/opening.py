@@ -1,7 +1,5 @@
 """Reads the manifest of a URL by one request, and explains anything else at the URL by a clear error."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar

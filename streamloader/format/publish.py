@@ -370,8 +370,7 @@ def _contents(document: Mapping[str, Any] | None, job: Mapping[str, Any]) -> tup
             splits |= set(document["attributes"][FORMAT].get("splits") or ())
             fields |= {path.rpartition("/")[2] for path, node in nodes.items() if node["node_type"] == "array"}
         except (KeyError, TypeError, AttributeError) as error:
-            problem = "the manifest does not list its contents"
-            raise errors.NotADatasetError(problem, "delete it yourself") from error
+            raise errors.NotADatasetError("the manifest does not list its contents", "delete it yourself") from error
     return _names(fields), _names(splits)
 
 
@@ -645,8 +644,7 @@ def _assemble(store: Store, extension: Extension, receipts: Receipts) -> Manifes
         entries[: len(before)] = before
         for shard, receipt in written[name].items():
             entries[shard] = receipt.entries
-        rows = chunk_table.rows_per_page(layout, extension.num_samples)
-        pages = enumerate(chunk_table.encode_pages(entries, rows))
+        pages = enumerate(chunk_table.encode_pages(entries, chunk_table.rows_per_page(layout, extension.num_samples)))
         objects = [(chunk_table.page_path(name, number, generation), page) for number, page in pages]
         run_all(lambda page: store.put(*page), objects, FINISH_THREADS)
         tables[name] = chunk_table.table_digest(entries)
@@ -710,9 +708,8 @@ def _gather(store: Store, extension: Extension, receipts: Receipts) -> dict[str,
 
     if layouts:
         run_all(unpack, receipts.values(), FINISH_THREADS)
-    shards = {
-        name: range(before // layouts[name].shard, layouts[name].num_shards(extension.num_samples)) for name in resident
-    }
+    count = extension.num_samples
+    shards = {name: range(before // layouts[name].shard, layouts[name].num_shards(count)) for name in resident}
     run_all(write_resident, [(name, shard) for name, numbers in shards.items() for shard in numbers], FINISH_THREADS)
     return written
 

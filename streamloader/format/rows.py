@@ -4,8 +4,6 @@ The C extension `_rows.c` does both without the GIL and without Python for each 
 `_copy` and `_parse` do the same, and tests compare the two.
 """
 
-from __future__ import annotations
-
 import struct
 from typing import Any
 

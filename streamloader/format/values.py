@@ -1,7 +1,5 @@
 """Checks written values and converts them to columns: arrays of the field's dtype, or lists of bytes."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from itertools import chain

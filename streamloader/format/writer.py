@@ -179,9 +179,7 @@ class Writer:
         """Add one sample, with a value for each field. An invalid sample raises `FieldError` and is not added."""
         check_names(self._fields, sample, f"sample {self._count}")
         values = {name: to_value(name, field, sample[name], self._count) for name, field in self._fields.items()}
-        self._add(
-            {name: value[None] if isinstance(value, np.ndarray) else [value] for name, value in values.items()}, 1
-        )
+        self._add({n: v[None] if isinstance(v, np.ndarray) else [v] for n, v in values.items()}, 1)
 
     def write_batch(self, columns: Mapping[str, Any]) -> None:
         """Add a batch of samples: for each field an array (samples, *shape) or a list of values.

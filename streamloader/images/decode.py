@@ -191,8 +191,7 @@ def first_rows(data: memoryview, rows: int) -> bytearray | None:
 
 def is_sequential(data: memoryview) -> bool:
     """Return whether a JPEG is decoded row by row; otherwise the decoder holds all coefficients."""
-    kinds = (marker for marker, _ in _segments(data) if marker in _SOF or marker in _OTHER_SOF)
-    return next(kinds, 0) in _SOF
+    return next((marker for marker, _ in _segments(data) if marker in _SOF or marker in _OTHER_SOF), 0) in _SOF
 
 
 def _metadata(data: memoryview) -> list[bytes]:
@@ -259,8 +258,7 @@ def resample(source: Pixels, k: int, box: Box, out: Pixels, *, opencv: bool, nea
     if not opencv:
         image = Image.fromarray(source if source.shape[2] == 3 else source[:, :, 0])
         filter_ = Image.Resampling.NEAREST if nearest else Image.Resampling.BILINEAR
-        resized = np.asarray(image.resize(size, filter_, box=(left, top, right, bottom)))
-        np.copyto(out, resized.reshape(out.shape))
+        np.copyto(out, np.asarray(image.resize(size, filter_, box=(left, top, right, bottom))).reshape(out.shape))
         return
     import cv2
 

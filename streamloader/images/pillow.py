@@ -1,7 +1,5 @@
 """Pillow's images of every mode: as 8-bit pixels, and as files without loss; the EXIF orientation of all images."""
 
-from __future__ import annotations
-
 import io
 import re
 import struct

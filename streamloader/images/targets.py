@@ -1,7 +1,5 @@
 """Boxes and key points of images, moved to the pixels of the cropped and resized image, many at a time."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

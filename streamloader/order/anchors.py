@@ -6,8 +6,6 @@ cell have consecutive numbers, and most cells have the same number of samples, w
 then needs the chunks of one cell, and those that its last windows and patches reach beyond it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property

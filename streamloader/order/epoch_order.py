@@ -9,8 +9,6 @@ that stream. A *lane* is a run of consecutive arrivals, shuffled with a bounded 
 sample in the epoch: position p is index p div L of lane p mod L.
 """
 
-from __future__ import annotations
-
 import hashlib
 import struct
 from dataclasses import dataclass, replace

@@ -7,8 +7,6 @@
 Importing this package starts no thread, loop or client; opening a store makes no request.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from typing import Any

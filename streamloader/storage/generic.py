@@ -350,8 +350,7 @@ _CLIENTS = {CHAIN: ChainClient, "file": LocalClient, "http": HttpClient, "memory
 
 def _links_below(page: str, html: bytes) -> list[str]:
     """Return the linked URLs below an index page, sorted, without those that have a query or a fragment."""
-    links = _LINK.findall(html.decode("utf-8", "replace"))
-    urls = {urljoin(page, unescape("".join(link))) for link in links}
+    urls = {urljoin(page, unescape("".join(link))) for link in _LINK.findall(html.decode("utf-8", "replace"))}
     return sorted(url for url in urls if url.startswith(page) and url != page and not set("?#") & set(url))
 
 

@@ -1,7 +1,5 @@
 """Read-only client of Icechunk repositories: `icechunk://::URL`, read by the package of that name."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any

@@ -4,8 +4,6 @@ The storage options of gcsfs, adlfs and fsspec's HTTP are translated to obstore'
 error that names it, and the URL is then read by fsspec. Options of writing, listing and fsspec's caches are ignored.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import time

@@ -1,7 +1,5 @@
 """Objects of a store: what is known of each, their paths, runs of their ranges, and what a client has for a store."""
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Any, NamedTuple, NoReturn, Protocol

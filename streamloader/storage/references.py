@@ -5,8 +5,6 @@ to the file. Anybody may have written it, so nothing in it is evaluated but name
 it cannot make this process read whatever it names.
 """
 
-from __future__ import annotations
-
 import ast
 import base64
 import ipaddress

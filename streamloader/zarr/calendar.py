@@ -231,5 +231,4 @@ class TimeUnits:
         whole = np.floor(kept).astype(np.int64) if values.dtype.kind == "f" else kept
         # few times of the day are exact in fractions of days
         part = np.round((kept - whole) * float(self.unit), -3 if self.unit >= MINUTE else 0).astype(np.int64)
-        passed = whole * self.unit.numerator // self.unit.denominator + part
-        return np.where(known, passed + self.origin, MISSING)
+        return np.where(known, whole * self.unit.numerator // self.unit.denominator + part + self.origin, MISSING)

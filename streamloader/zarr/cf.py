@@ -5,8 +5,6 @@ up to 16 bits become float32, wider ones float64, which holds all of 32 bits; fl
 are NaN.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ The codecs are those of numcodecs, in version 3 under their own names or as `num
 returns more bytes than the metadata says: a few bytes can decompress to gigabytes.
 """
 
-from __future__ import annotations
-
 import bz2
 import lzma
 import zlib

@@ -1,7 +1,5 @@
 """The coordinate of the sample axis: gaps, durations, labels of times, and which elements `where=` selects."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass

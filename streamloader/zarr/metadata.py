@@ -249,8 +249,7 @@ class ZarrArray:
     @property
     def digest(self) -> str:
         """The SHA-256 of the metadata that determines the values, in hexadecimal."""
-        data = json.dumps(self.document, sort_keys=True, default=str)
-        return hashlib.sha256(data.encode()).hexdigest()
+        return hashlib.sha256(json.dumps(self.document, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def _mapping(value: Any) -> Document:

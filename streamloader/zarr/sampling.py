@@ -651,8 +651,7 @@ def _reference_chunk(column: RegionColumn, dim: str, length: int) -> int:
         count = min(ROW_CHUNKS, array.shape[0] // array.chunks[0] // LEAST_CELLS, CELL_BYTES // 2 // array.chunk_bytes)
         return max(1, min(length, int(max(1, count) * array.chunks[0] / max(1.0, column.mean_row))))
     chunks = [m.array.chunks[m.dims.index(dim)] for m in column.members if m.array is not None and dim in m.dims]
-    scale = resolution(column.lengths[dim], length)
-    return max(1, min(length, int(max(chunks, default=1) / scale)))
+    return max(1, min(length, int(max(chunks, default=1) / resolution(column.lengths[dim], length))))
 
 
 def _element_bytes(column: RegionColumn, references: Mapping[str, int]) -> float:
