@@ -4,8 +4,6 @@ A `Job` is a function of the source and the options. The job file at the destina
 to be resumed, and receipts list its finished shards.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import threading
@@ -142,7 +140,7 @@ class Report:
     num_left_out: int = 0
 
     @classmethod
-    def of_iterable(cls, url: str, source: str, manifest: Manifest, bad: tuple[SkippedSample, ...]) -> Report:
+    def of_iterable(cls, url: str, source: str, manifest: Manifest, bad: tuple[SkippedSample, ...]) -> "Report":
         """Return the report for an iterable, which cannot be planned; its preview is made from the manifest."""
         layouts, count = manifest.fields, manifest.num_samples
         fields = {name: layout.field for name, layout in layouts.items()}
@@ -304,7 +302,7 @@ class SplitPlan:
         size = self.geometry.samples_per_shard
         return self.rows.read(shard * size, (shard + 1) * size)
 
-    def without(self, bad_rows: Collection[int]) -> SplitPlan:
+    def without(self, bad_rows: Collection[int]) -> "SplitPlan":
         """Return the plan without these rows of the source; their number goes to the provenance."""
         left_out = {"left_out": len(bad_rows)} if bad_rows else {}
         return replace(self, rows=self.rows.without(bad_rows), provenance={**self.provenance, **left_out})

@@ -3,8 +3,6 @@
 Splits are random, have exact sizes, and are a pure function of (seed, row number).
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -116,7 +114,7 @@ class SampleRows:
     moved_rows: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
 
     @classmethod
-    def of(cls, rows: NDArray[np.int64] | range, shuffle: int | None) -> SampleRows:
+    def of(cls, rows: NDArray[np.int64] | range, shuffle: int | None) -> "SampleRows":
         """Return the rows in their order; with `shuffle` in a random order that depends on this seed and the rows only.
 
         A shuffle takes 24 bytes per row, its result 8.
@@ -129,7 +127,7 @@ class SampleRows:
         keys = row_keys(0, int(rows.max(initial=-1)) + 1, _SHUFFLE | shuffle)[rows]
         return cls(rows[np.argsort(keys, kind="stable")], len(rows))
 
-    def without(self, bad_rows: Collection[int]) -> SampleRows:
+    def without(self, bad_rows: Collection[int]) -> "SampleRows":
         """Return all rows of `base` except the bad ones.
 
         A pure function of the set: the samples of bad rows, ascending, get the last good rows, descending.

@@ -3,8 +3,6 @@
 Instead of a shard that has bad samples, a task writes a list of them to the destination.
 """
 
-from __future__ import annotations
-
 import base64
 import json
 import sys
@@ -47,12 +45,12 @@ class SkippedSample:
     data: str = ""
 
     @classmethod
-    def of(cls, bad: BadSample, row: int) -> SkippedSample:
+    def of(cls, bad: BadSample, row: int) -> "SkippedSample":
         """Return a bad sample at this row of the source."""
         data = base64.b64encode(bad.data).decode() if len(bad.data) <= MAX_DATA else ""
         return cls(row, bad.name or f"row {row}", bad.problem, data)
 
-    def without_data(self) -> SkippedSample:
+    def without_data(self) -> "SkippedSample":
         """Return the sample without data, as kept in memory; equal problems share one string."""
         return SkippedSample(self.row, self.name, sys.intern(self.problem))
 

@@ -3,8 +3,6 @@
 The first step that fails raises an error.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os
@@ -130,7 +128,7 @@ class Ranks:
     The ranks end with the `with` block, or with this process.
     """
 
-    def __init__(self, demo: Demo, run: str, count: int) -> None:
+    def __init__(self, demo: "Demo", run: str, count: int) -> None:
         torchrun = ["torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", f"--log-dir={demo.folder}/tmp"]
         script = ["streamloader.demo.train", DIGITS, str(demo.folder), run, str(EPOCHS)]
         self.log = demo.folder / f"{run}.log"
@@ -175,7 +173,7 @@ class Ranks:
         self.process.kill()
         self._stdin.close()
 
-    def __enter__(self) -> Ranks:
+    def __enter__(self) -> "Ranks":
         return self
 
     def __exit__(self, *_: object) -> None:

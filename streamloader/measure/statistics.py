@@ -1,7 +1,5 @@
 """Fits the mean and standard deviation of arrays and images, which `normalize=` takes: `streamloader stats`."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -32,7 +30,7 @@ class Moments:
     high: float = -np.inf
 
     @classmethod
-    def of(cls, values: NDArray[Any]) -> Moments:
+    def of(cls, values: NDArray[Any]) -> "Moments":
         """Return the moments of the values that are not NaN."""
         wide = values.astype(np.float64, copy=False).reshape(-1)
         wide = wide[~np.isnan(wide)]
@@ -41,7 +39,7 @@ class Moments:
         mean = float(wide.mean())
         return cls(wide.size, mean, float(np.square(wide - mean).sum()), float(wide.min()), float(wide.max()))
 
-    def __add__(self, other: Moments) -> Moments:
+    def __add__(self, other: "Moments") -> "Moments":
         count = self.count + other.count
         if not count:
             return self

@@ -1,7 +1,5 @@
 """The fields of a source and their types: selected by the user, or inferred from values."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -55,7 +53,7 @@ class FieldSelection:
         return {key: value for key, value in notes.items() if value}
 
     @classmethod
-    def from_provenance(cls, fields: Mapping[str, Field | None], provenance: Mapping[str, Any]) -> FieldSelection:
+    def from_provenance(cls, fields: Mapping[str, Field | None], provenance: Mapping[str, Any]) -> "FieldSelection":
         """Return the selection of the given fields, with the `notes` of a provenance."""
         fill = provenance.get("fill")
         raw, lists = provenance.get("raw") is True, (provenance.get("rechunk"), provenance.get("read"))

@@ -4,8 +4,6 @@ A format gives `cut(rows)`, which returns a `RecordFragment` that yields the sam
 values. Fields are inferred from a few samples, spread over the source; all samples are checked against them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -71,7 +69,7 @@ def open_records(
     return Source(url, files, inferred.fields, count, notes, lambda rows: inferred.fragment(cut(rows), len(rows)))
 
 
-def infer_fields(url: str, samples: Sequence[Sample], selection: FieldSelection) -> SampleFields:
+def infer_fields(url: str, samples: Sequence[Sample], selection: FieldSelection) -> "SampleFields":
     """Return the fields of some samples of the source `url`; `selection` selects and types them.
 
     Raises `SourceError` if no sample has a value; `FieldError` for a selected field that does not exist, and for values
