@@ -1,7 +1,6 @@
 """The command `streamloader`: its subcommands and the printing of errors. Imports stay light, so `--help` is fast."""
 
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import click
@@ -34,7 +33,7 @@ for _command in (convert, append, inspect, verify, export, rm_incomplete, plan, 
     cli.add_command(_command)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(arguments: list[str] | None = None) -> None:
     """Run a command and exit. A foreseen error is one line on stderr, without secrets, and status 2; Ctrl-C is 130."""
     try:
         status = cli.main(args=arguments, prog_name="streamloader", standalone_mode=False)

@@ -11,7 +11,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
-from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -246,7 +245,7 @@ def _add_annotations(table: Table, known: Entries, categories: Sequence[Item], w
         columns.insert(5, ("keypoints", f"ragged:float32[{points},3]", "keypoints", parse))
         skeletons = [item for item in categories if _filled(item.get("keypoints"))]
         notes["keypoints"] = {_printable(s.get("name")): list(map(_printable, s["keypoints"])) for s in skeletons}
-    ordered = sorted(known, key=itemgetter(0))
+    ordered = sorted(known, key=lambda entry: entry[0])
     for name, kind, key, parse in columns:
         table.add(name, Field.parse(kind), key, parse, ordered)
     return notes

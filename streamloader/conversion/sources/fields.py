@@ -1,7 +1,6 @@
 """The fields of a source and their types: selected by the user, or inferred from values."""
 
 import re
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -140,7 +139,7 @@ def parse_selection(
         pairs = [(name.strip(), kind.strip() or None) for name, _, kind in parts]
     for name in [*(fill or {}), *(name for name, _ in pairs)]:
         check_name(name)
-    twice = next((name for name, count in Counter(name for name, _ in pairs).items() if count > 1), None)
+    twice = next((name for n, (name, _) in enumerate(pairs) if name in dict(pairs[:n])), None)
     if twice is not None:
         raise UsageError(f"the field {twice!r} is named twice", "name each field once")
     kinds = {name: None if kind is None else Field.parse(kind) for name, kind in pairs}

@@ -11,8 +11,6 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property, partial
-from itertools import chain
-from operator import attrgetter
 from pathlib import Path
 from typing import Any, NoReturn
 from urllib.parse import parse_qsl
@@ -131,8 +129,8 @@ class Listing:
 
     def of(self, *extensions: str) -> tuple[ObjectInfo, ...]:
         """Return the visible files that have one of these extensions, sorted by path."""
-        groups = [self.by_extension[name] for name in {*extensions} & self.by_extension.keys()]
-        return tuple(sorted(chain.from_iterable(groups), key=attrgetter("path")))
+        names = {*extensions} & self.by_extension.keys()
+        return tuple(sorted(info for name in names for info in self.by_extension[name]))
 
     def of_inner(self, *extensions: str) -> tuple[ObjectInfo, ...]:
         """Return the visible files with these extensions, compressed or not, sorted by path."""
@@ -225,7 +223,7 @@ def _open(parent: str, text: str, options: Mapping[str, Any]) -> Store:
 def _list(store: Store, matches: Callable[[str], bool] = lambda _: True) -> tuple[ObjectInfo, ...]:
     root = local_path(store)
     try:
-        return tuple(sorted(store.list() if root is None else walk_files(root, matches), key=attrgetter("path")))
+        return tuple(sorted(store.list() if root is None else walk_files(root, matches)))
     except NotFoundError:
         return ()
 

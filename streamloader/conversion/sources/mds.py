@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
-from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -72,7 +71,7 @@ def open_source(listing: Listing, selection: FieldSelection) -> Source:
     if times > 1:
         raise index.error(f"names the file {path!r} twice")
     notes = {"encodings": {names[column.key]: column.encoding for column in columns}}
-    files = tuple(sorted(infos, key=attrgetter("path")))
+    files = tuple(sorted(infos))
     records = [RecordFile(shard.content.where, shard.count, partial(partial, shard.samples)) for shard in shards]
     cut, count = cut_files(records, partial(decode_sample, columns, read)), sum(shard.count for shard in shards)
     return open_records(listing.url, files, count, cut, selection, notes=notes)

@@ -19,7 +19,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, groupby
-from operator import itemgetter
 from typing import Any, BinaryIO, cast
 
 import numpy as np
@@ -158,7 +157,7 @@ _kept: PerProcess[dict[tuple[str, ObjectInfo, int], Stream]] = PerProcess()
 
 
 def _read_streams(runs: Sequence[Spans]) -> Iterator[memoryview]:
-    for content, group in groupby(runs, itemgetter(0)):
+    for content, group in groupby(runs, lambda run: run[0]):
         spans = [(int(starts[0]), int(stops[-1]), int(starts[-1])) for _, starts, stops in group]
         kept, file = _kept.get(dict), (content.store.url, content.info)
         candidates = [key for key in list(kept) if key[:2] == file and key[2] <= spans[0][0]]

@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from itertools import chain
-from math import isinf
 from typing import Any
 
 import numpy as np
@@ -33,7 +31,7 @@ def parse_number(kind: type[np.int64] | type[np.float64], data: bytes) -> np.int
     """Return a number from its decimal text. Raises ValueError for other text, and for a number that is too large."""
     try:
         value = kind(float(data) if kind is np.float64 else int(data[:33]))
-        if (isinf(value) and b"inf" not in data.lower()) or (kind is np.int64 and len(data) > 32):
+        if (np.isinf(value) and b"inf" not in data.lower()) or (kind is np.int64 and len(data) > 32):
             raise OverflowError
         return value
     except (ValueError, OverflowError):
@@ -268,7 +266,7 @@ Decode = Callable[[memoryview], Mapping[str, Any]]  # raises ValueError for a da
 
 def read_records(pieces: Sequence[Callable[[], Named]], decode: Decode, on_bad: OnBad) -> Iterator[Sample]:
     """Yield the samples that `decode` makes from the records of files; damaged records go to `on_bad`."""
-    for position, (name, data) in enumerate(chain.from_iterable(piece() for piece in pieces)):
+    for position, (name, data) in enumerate(record for piece in pieces for record in piece()):
         try:
             sample = decode(data)
         except FieldError as error:

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, groupby
-from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -236,7 +235,7 @@ def index_tar(store: Store, info: ObjectInfo) -> TarIndex:
             else:
                 yield parts[1], parts[2].lower(), start - _BLOCK, stop
 
-    for key, group in groupby(keyed(), key=itemgetter(0)):
+    for key, group in groupby(keyed(), lambda member: member[0]):
         sample: dict[str, tuple[int, int]] = {}
         for _, suffix, start, stop in group:
             if suffix in sample or key in keys:

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from itertools import chain, groupby
 from math import isfinite, isinf
-from operator import attrgetter
 from typing import Any, NoReturn, TypeVar
 
 import numpy as np
@@ -233,7 +232,7 @@ def read_blocks(pieces: Sequence[BlockRows]) -> Iterator[Records]:
 
     Raises `SourceChangedError` if their number has changed since the file was indexed, and what `read_spans` raises.
     """
-    files = groupby(pieces, attrgetter("content"))
+    files = groupby(pieces, lambda piece: piece.content)
     spans = [(content, *np.array([(piece.first[1], piece.last[1]) for piece in group]).T) for content, group in files]
     for piece, data in zip(pieces, read_spans(spans), strict=True):
         (number, _, line), where = piece.first, piece.content.where
