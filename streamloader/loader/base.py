@@ -129,7 +129,7 @@ class Pass(Iterator[Columns]):
         if unreported:
             waiting[0] = batch, 0
             self._report(unreported, asked)
-        cursor = Cursor(*self._cursor[:-1], self._cursor.steps + 1)  # half the time of `_replace`
+        cursor = tuple.__new__(Cursor, (*self._cursor[:-1], self._cursor.steps + 1))  # a quarter of `_replace`'s time
         # A caller that knows the number of batches does not ask for one more, so the last batch completes the pass.
         if len(waiting) == 1 and cursor.steps >= self._last_step:
             next(pipeline, None)

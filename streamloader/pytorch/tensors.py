@@ -16,8 +16,12 @@ from streamloader.errors import TransformError
 
 
 def to_tensors(columns: dict[Any, Any]) -> dict[Any, Any]:
-    """Return the columns with tensors in place of arrays, whose memory they share. Lists stay lists."""
-    return {name: _tensor(column) if isinstance(column, np.ndarray) else column for name, column in columns.items()}
+    """Replace the arrays among the columns by tensors, which share their memory, and return the columns."""
+    for name, column in columns.items():
+        if isinstance(column, np.ndarray):
+            # a read-only array cannot be shared with torch, which would let the caller write to it
+            columns[name] = torch.from_numpy(column if column.flags.writeable else column.copy())
+    return columns
 
 
 def stack_tensors(name: str, values: Sequence[Any], samples: Sequence[int]) -> Any:
@@ -94,8 +98,3 @@ def _with_generator(func: Any) -> Any:
 
 
 TENSORS = Tensors(stack_tensors, f"{__name__}:reduce_tensor", f"{__name__}:OwnGenerator")
-
-
-def _tensor(array: np.ndarray[Any, Any]) -> torch.Tensor:
-    # A read-only array cannot be shared with torch, which would let the caller write to it.
-    return torch.from_numpy(array if array.flags.writeable else array.copy())
