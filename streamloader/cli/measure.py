@@ -277,6 +277,6 @@ def bench(*, url: str, as_json: bool, **options: Any) -> None:
 
 
 def _cells(row: Ceiling) -> list[str]:
-    cpu = f"{row.cpu_seconds_per_gigabyte:.2f}" if row.bytes >= MIN_BYTES else ""
+    cpu = f"{row.cpu_seconds / row.bytes * 1e9:.2f}" if row.bytes >= MIN_BYTES else ""
     requests, size = (f"{row.requests:,}", show_bytes(row.bytes / row.requests)) if row.requests else ("", "")
     return [row.name, f"{row.samples_per_second:,.0f}", f"{row.megabytes_per_second:,.1f}", cpu, requests, size]

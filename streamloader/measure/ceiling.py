@@ -53,11 +53,6 @@ class Ceiling:
         """10^6 stored bytes per wall second, 0 for no time."""
         return quotient(self.bytes / 1e6, self.seconds)
 
-    @property
-    def cpu_seconds_per_gigabyte(self) -> float:
-        """CPU seconds per 10^9 stored bytes, 0 for no bytes."""
-        return quotient(self.cpu_seconds, self.bytes / 1e9)
-
 
 class Tally:
     """Adds up samples, bytes and requests from any thread, and the time since it was made.

@@ -269,11 +269,7 @@ def _matches_images(listing: Listing) -> bool:
     return listing.folder and any("/" in info.path for info in IMAGES.files(listing))
 
 
-def _matches_audio(listing: Listing) -> bool:
-    return listing.folder and bool(AUDIO.files(listing))
-
-
 FORMATS = (
     SourceFormat("imagefolder", _matches_images, partial(_source, medium=IMAGES)),
-    SourceFormat("audiofolder", _matches_audio, partial(_source, medium=AUDIO)),
+    SourceFormat("audiofolder", lambda src: src.folder and bool(AUDIO.files(src)), partial(_source, medium=AUDIO)),
 )
