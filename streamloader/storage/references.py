@@ -25,15 +25,7 @@ from urllib.parse import unquote, urlsplit
 
 import numpy as np
 
-from streamloader.errors import (
-    AccessError,
-    CorruptError,
-    FormatError,
-    MissingObjectError,
-    NotADatasetError,
-    NotFoundError,
-    StorageError,
-)
+from streamloader import errors
 from streamloader.storage.buffers import RECEIVER, Buffer, Receiver
 from streamloader.storage.generic import without_redirects
 from streamloader.storage.objects import ObjectInfo, ReadOnlyClient
@@ -76,7 +68,7 @@ def _naming(where: str) -> Iterator[None]:
         yield
     except _INVALID as error:
         problem = f"{where} cannot be used ({type(error).__name__}: {error})"
-        raise FormatError(problem, "restore the file, or write the references again") from error
+        raise errors.FormatError(problem, "restore the file, or write the references again") from error
 
 
 class JsonReferences:
@@ -242,8 +234,10 @@ class ParquetReferences:
         where, remedy = f"the page of references {self._store.url}/{path}", "restore it, or write the references again"
         try:
             body = self._store.get(path)
-        except NotFoundError as error:
-            raise MissingObjectError(f"{where} is missing", f"{remedy}; strict=False gives fill values") from error
+        except errors.NotFoundError as error:
+            raise errors.MissingObjectError(
+                f"{where} is missing", f"{remedy}; strict=False gives fill values"
+            ) from error
         with finished_before_exit():  # pyarrow must not end with the interpreter
             try:
                 metadata = pq.read_metadata(pa.BufferReader(body))
@@ -252,7 +246,7 @@ class ParquetReferences:
                 texts = [name for name in names if name in ("path", "raw")]
                 table = pq.ParquetFile(pa.BufferReader(body), read_dictionary=texts).read(names, use_threads=False)
             except (pa.ArrowException, LookupError, OSError, ValueError) as error:
-                raise CorruptError(f"{where} cannot be read ({error})", remedy) from error
+                raise errors.CorruptError(f"{where} cannot be read ({error})", remedy) from error
         return [table.column(name) if name in names else pa.nulls(table.num_rows) for name in COLUMNS]
 
 
@@ -304,11 +298,11 @@ class ReferenceClient(ReadOnlyClient):
             with self._opened(path, found.url) as (store, name):
                 reader = replace(store.reader(), on_repeat=receiver.on_repeat)
                 return reader.read(name, begin, end, receiver.allocate)
-        except NotFoundError as error:  # no missing chunk: that has no reference
+        except errors.NotFoundError as error:  # no missing chunk: that has no reference
             remedy = "restore it, or correct the URL in the references"
             where = f"{path!r} in {self._shown}"
             problem = f"{where} is a range of {redact(found.url)}, which cannot be found ({error.problem})"
-            raise StorageError(problem, remedy) from error
+            raise errors.StorageError(problem, remedy) from error
 
     def info(self, path: str) -> ObjectInfo | None:
         """Return the size of an object, or None if it does not exist."""
@@ -347,7 +341,7 @@ class ReferenceClient(ReadOnlyClient):
                 if options is None:
                     problem = f"the reference {key!r} in {self._shown} leads elsewhere, to {location.shown}"
                     remedy = f"if you trust the file, give storage_options={{'allow': [{location.shown!r}]}}"
-                    raise AccessError(problem, f"{remedy}, and remote_options if it needs credentials")
+                    raise errors.AccessError(problem, f"{remedy}, and remote_options if it needs credentials")
                 if location.protocol == "http" and not self._may_redirect:
                     options = without_redirects(options)
                 host, below = found.groups() if (found := _FOLDER.fullmatch(folder)) else (folder, "")
@@ -377,12 +371,14 @@ class ReferenceClient(ReadOnlyClient):
 def _read_references(store: Store, name: str) -> JsonReferences | ParquetReferences:
     """Return the references of a JSON file, or of a Parquet folder, whose pages are read when they are needed."""
     for is_json in (True, False) if name.endswith(".json") else (False, True):
-        with suppress(NotFoundError):
+        with suppress(errors.NotFoundError):
             if is_json:
                 return JsonReferences(store.get(name), store.child(name).url)
             return ParquetReferences(store.child(name))
     problem = f"there are no references at {store.child(name).url}"
-    raise NotADatasetError(problem, "give the URL of a JSON file, or of a folder of Parquet, and its storage_options")
+    raise errors.NotADatasetError(
+        problem, "give the URL of a JSON file, or of a folder of Parquet, and its storage_options"
+    )
 
 
 def _split(url: str) -> tuple[str, str]:

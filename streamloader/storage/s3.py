@@ -34,16 +34,7 @@ from botocore.utils import percent_encode
 from urllib3 import HTTPResponse
 
 from streamloader.errors import AccessError
-from streamloader.storage.buffers import (
-    RECEIVER,
-    Body,
-    Buffer,
-    Receiver,
-    body_bytes,
-    body_crc32c,
-    buffers_of,
-    empty_buffer,
-)
+from streamloader.storage.buffers import RECEIVER, Body, Buffer, Receiver, body_bytes, body_crc32c, buffers_of
 from streamloader.storage.objects import ObjectInfo, Page, etag_of
 from streamloader.storage.retry import EXPIRED, HttpError, check_range, client_errors, facts_of, is_past_end, xml_error
 from streamloader.storage.s3_http import PIECE_BYTES, Pool
@@ -228,7 +219,7 @@ class S3Client:
         except HttpError as error:
             if not is_past_end(error):
                 raise
-            return empty_buffer(0)
+            return memoryview(b"")
 
     def sign(self, key: str) -> SignedGet:
         """Return a signed GET of an object, for any range.
