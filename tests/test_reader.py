@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 
 from streamloader import errors
 from streamloader.format.chunk_table import encode_pages, rows_per_page
-from streamloader.format.manifest import Field, FieldLayout, Manifest, OrderPin, manifest_from_json
+from streamloader.format.manifest import Field, FieldLayout, Manifest, OrderPin, read_manifest
 from streamloader.format.opening import open_root
 from streamloader.format.publish import begin, job_document
 from streamloader.format.reader import FieldReader
@@ -48,7 +48,7 @@ def edit(store, change):
     attributes = document["attributes"]["streamloader"]
     change(attributes)
     try:
-        manifest_from_json(copy.deepcopy(attributes), store.url)
+        read_manifest(copy.deepcopy(attributes), store.url)
     except errors.FormatError as error:
         found = str(error).rsplit("its content gives ", 1)
         if len(found) == 2:

@@ -312,7 +312,7 @@ def check_version(attributes: Mapping[str, Any], url: str) -> None:
         raise VersionError(problem, "upgrade streamloader")
 
 
-def manifest_from_json(attributes: Mapping[str, Any], url: str) -> Manifest:
+def read_manifest(attributes: Mapping[str, Any], url: str) -> Manifest:
     """Return the manifest in an attribute `streamloader`. Raises `VersionError` or `FormatError`, which name `url`."""
     check_version(attributes, url)
     try:

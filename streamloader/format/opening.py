@@ -5,15 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 from streamloader.errors import FieldError, FormatError, IncompleteError, NotADatasetError, NotFoundError, UsageError
-from streamloader.format.manifest import (
-    FORMAT,
-    NAME,
-    Manifest,
-    check_version,
-    manifest_from_json,
-    manifest_path,
-    parse_json,
-)
+from streamloader.format.manifest import FORMAT, NAME, Manifest, check_version, manifest_path, parse_json, read_manifest
 from streamloader.options import is_whole
 from streamloader.storage.store import Store
 
@@ -74,7 +66,7 @@ def _read_version(opened: Opened, version: int) -> Manifest:
         raise UsageError(f"there is no version {version!r} of {store.url}, which has {last}", remedy)
     path = manifest_path(version)
     try:
-        manifest = manifest_from_json(read_object(store, path), f"{store.url}/{path}")
+        manifest = read_manifest(read_object(store, path), f"{store.url}/{path}")
     except NotFoundError as error:
         problem = f"the manifest of version {version} of {store.url} was not kept: it is not at {path}"
         raise UsageError(problem, f"open version {last}: releases before this one kept no manifests") from error
@@ -91,7 +83,7 @@ def _open_root(store: Store, split: str | None) -> Opened:
     if splits is None:
         if split is not None:
             raise FieldError(f"{store.url} has no splits, but split={split!r} was given", "leave split out")
-        return Opened(manifest_from_json(attributes, store.url), store, ())
+        return Opened(read_manifest(attributes, store.url), store, ())
     if not isinstance(splits, Mapping) or not all(NAME.match(name) for name in splits):
         raise FormatError(f"the splits of {store.url} are damaged", "convert it again")
     names = tuple(splits)
@@ -104,7 +96,7 @@ def _open_root(store: Store, split: str | None) -> Opened:
         digest = splits[split]["digest"]
     except (KeyError, TypeError) as error:
         raise FormatError(f"the root of {store.url} does not hold its split {split!r}", "convert it again") from error
-    manifest = manifest_from_json(_dataset_attributes(node, child.url), child.url)
+    manifest = read_manifest(_dataset_attributes(node, child.url), child.url)
     if manifest.digest != digest:
         problem = f"{store.url} states digest {digest} for split {split!r}, its manifest gives {manifest.digest}"
         raise FormatError(problem, "convert it again")

@@ -41,9 +41,9 @@ from streamloader.format.manifest import (
     FieldLayout,
     Manifest,
     can_have_lengths,
-    manifest_from_json,
     manifest_path,
     parse_json,
+    read_manifest,
     tables_path,
 )
 from streamloader.format.metadata import dataset_documents, split_documents, to_bytes
@@ -624,7 +624,7 @@ def finish_extension(store: Store, extension: Extension, receipts: Receipts, pro
     decoded = sum(layout.nbytes for layout in manifest.fields.values()) if small else None
     order = order_pin(extension.num_samples, base.order.block, decoded)
     manifest = replace(manifest, order=order, provenance=provenance)
-    return manifest_from_json(manifest.to_json(), store.url)  # the checks of readers
+    return read_manifest(manifest.to_json(), store.url)  # the checks of readers
 
 
 def _assemble(store: Store, extension: Extension, receipts: Receipts) -> Manifest:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from streamloader.errors import FieldError, FormatError, MemoryBudgetError, NotFoundError, SelectionError, UsageError
 from streamloader.format.geometry import order_pin
-from streamloader.format.manifest import FORMAT, Field, FieldLayout, Manifest, OrderPin, class_names, manifest_from_json
+from streamloader.format.manifest import FORMAT, Field, FieldLayout, Manifest, OrderPin, class_names, read_manifest
 from streamloader.format.opening import STATISTICS, read_object
 from streamloader.options import Channels, Extent, Normalize, Sampling, Window
 from streamloader.order.anchors import (
@@ -235,7 +235,7 @@ def own_manifest(group: ZarrGroup) -> Manifest | None:
         return None
     if isinstance(splits := attributes.get("splits"), Mapping):
         raise FieldError(f"{group.url} has the splits {', '.join(splits)}; no split was given", "open one with split=")
-    return manifest_from_json(attributes, group.url)
+    return read_manifest(attributes, group.url)
 
 
 def open_arrays(

@@ -588,7 +588,7 @@ def test_too_many_skips_are_an_error(data, grow):
     raw = json.loads((data / "zarr.json").read_text())["attributes"]["streamloader"]
     raw["fields"]["x"]["skips"] = [[shard, 0, 1] for shard in range(manifest.MAX_SKIPS + 1)]
     with pytest.raises(sl.errors.FormatError, match=f"{manifest.MAX_SKIPS + 1} skips of x"):
-        manifest.manifest_from_json(raw, "here")
+        manifest.read_manifest(raw, "here")
 
 
 # --- the command

@@ -533,7 +533,8 @@ def _read_classic(content: Content, variables: Mapping[str, Variable], rows: Row
     most = min(RECORDS_BYTES, 2 * selected, *(variable.stride for variable in records))
     joined = [name for name in variables if variables[name].record]
     joined = joined if joined and _layout(variables, joined)[1].itemsize <= most else []
-    for names in [*([name] for name in variables if name not in joined), *([joined] if joined else [])]:
+    groups = [[name] for name in variables if name not in joined]
+    for names in [*groups, joined] if joined else groups:
         start, layout = _layout(variables, names)
         step = max(1, RECORDS_BYTES // layout.itemsize)
         for first in range(0, len(rows), step):
