@@ -10,14 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from streamloader.errors import (
-    AccessError,
-    CorruptError,
-    FieldError,
-    MissingObjectError,
-    NotFoundError,
-    StreamloaderError,
-)
+from streamloader import errors
+from streamloader.errors import CorruptError, FieldError, MissingObjectError, NotFoundError, StreamloaderError
 from streamloader.format.opening import reread
 from streamloader.format.reader import GAP_BYTES, MAX_REQUEST
 from streamloader.storage.buffers import Allocate, LRUCache, empty_buffer
@@ -34,7 +28,7 @@ ABSENT = empty_buffer(0)  # in place of the body of an object that does not exis
 INDEX_CACHE_BYTES = 64 << 20
 READ_THREADS = 8
 PROBES = 256  # objects that are asked for to know whether an array has any
-_MAYBE_MISSING = (NotFoundError, AccessError, MissingObjectError)
+_MAYBE_MISSING = (NotFoundError, errors.AccessError, MissingObjectError)
 
 
 class Target(NamedTuple):
@@ -159,7 +153,7 @@ class ArrayReader:
         if isinstance(error, MissingObjectError):  # a page of references
             is_missing = self.strict is False
         else:
-            is_missing = not isinstance(error, AccessError) or (error.may_be_missing and self._find(again=True))
+            is_missing = not isinstance(error, errors.AccessError) or (error.may_be_missing and self._find(again=True))
         if not is_missing:
             raise error
 
