@@ -22,7 +22,7 @@ MANY_RETRIES = 0.05
 # Bytes. Copying a larger sample takes longer than finding it.
 SMALL_SAMPLE = 4096
 # Fields that hold the value at the time of the snapshot; all others are sums.
-_CURRENT = frozenset(["in_flight", "cores", "transformers", "client", "waiting_for"])
+_CURRENT = frozenset(["in_flight", "cores", "transformers", "workers", "workers_reason", "client", "waiting_for"])
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,9 @@ class Stats:
     `missing_chunks`: chunks of arrays that do not exist, whose elements have the fill value.
 
     `in_flight` is the current limit of concurrent requests, `cores` the number of cores that this rank decodes with,
-    and `transformers` the number of threads or processes that run the transform. `client` names the data plane and why
+    and `transformers` the number of threads or processes that run the transform. `workers` is the number of worker
+    processes, 0 for threads, and `workers_reason` says why; `workers_replaced` of them were killed, and their work was
+    repeated. `cpu_seconds` does not include them. `client` names the data plane and why
     it was chosen. `waiting_for` is empty except during an outage of the store, when it names the endpoint, how long the
     loader has waited for it, and the last error; and while the store asks for a long wait (Retry-After).
     """
@@ -89,6 +91,8 @@ class Stats:
     in_flight: int = 0
     cores: int = 1
     transformers: int = 1
+    workers: int = 0
+    workers_replaced: int = 0
     bytes_fetched: int = 0
     bytes_decoded: int = 0
     missing_chunks: int = 0
@@ -103,6 +107,7 @@ class Stats:
     transform_wait_seconds: float = 0.0
     full_seconds: float = 0.0
     cpu_seconds: float = 0.0
+    workers_reason: str = ""
     client: str = ""
     waiting_for: str = ""
 
@@ -223,7 +228,7 @@ class Stats:
 
     def _transform(self) -> str:
         busy = f"{_count(self.transformers, 'transformer')} {min(1.0, self.transform_busy):.0%} busy"
-        return f"{busy}; increase transform_workers=, or move work out of the transform"
+        return f"{busy}; increase num_workers=, or move work out of the transform"
 
     def _consumer(self) -> str:
         ahead = min(1.0, quotient(self.full_seconds, self.seconds))
@@ -245,6 +250,7 @@ class Counters:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._sums: dict[str, float] = {}
+        self.workers_reason = ""
         self.client = ""  # the data plane, and why it was chosen
         self.outages: Callable[[], Iterable[str]] = tuple  # a text for each store, empty without an outage
         self._begin = self._end = self._cpu_begin = self._cpu_end = 0.0
@@ -284,5 +290,5 @@ class Counters:
         with self._lock:
             values: dict[str, Any] = dict(self._sums)
             values |= {"seconds": self._end - self._begin, "cpu_seconds": self._cpu_end - self._cpu_begin}
-        values |= {"client": self.client, "waiting_for": "; ".join(filter(None, self.outages()))}
-        return Stats(**values)
+        values |= {"workers_reason": self.workers_reason, "client": self.client}
+        return Stats(**values, waiting_for="; ".join(filter(None, self.outages())))

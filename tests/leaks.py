@@ -133,7 +133,7 @@ def cycles(folder: Path) -> dict[str, Callable[[], None]]:
         "transform": lambda: begin(dataset(transform=mean)),
         "large transform": lambda: begin(dataset(transform=enlarge)),
         "failing transform": failing,
-        "transform workers": lambda: begin(dataset(transform=mean, transform_workers=1)),
+        "transform workers": lambda: begin(dataset(transform=mean, num_workers=1)),
         "images": lambda: begin(StreamingDataset(images, batch_size=BATCH, decode=True)),
         "mixture": lambda: begin(Mixture({str(arrays): 1.0}, batch_size=BATCH)),
         "replay": lambda: begin(dataset().replay(0, [1, 3])),

@@ -311,9 +311,9 @@ def test_a_late_request_of_a_complete_block_opens_no_regions_in_its_slot():
     def dropped(*_):
         raise PassEnded
 
-    arena = SimpleNamespace(open_regions=lambda *_: opened.append("x"), fills_batches=False)
-    stub = SimpleNamespace(_fetch=dropped, _arena=arena, _damaged=dropped, _allocate_region=dropped)
-    piece = SimpleNamespace(block=SimpleNamespace(ref=SimpleNamespace(start=0, stop=4)))
+    arena = SimpleNamespace(open_regions=lambda *_: opened.append("x"), fills_batches=False, claim=lambda _: 0)
+    stub = SimpleNamespace(_fetch=dropped, _memory=arena, _damaged=dropped, _decode_regions=None, _decode_rows=None)
+    piece = SimpleNamespace(block=SimpleNamespace(ref=SimpleNamespace(start=0, stop=4, ticket=0)), field=None)
     with pytest.raises(PassEnded):
-        Fetcher._fill_regions(stub, piece, SimpleNamespace(name="x"), 0, 1)
+        Fetcher._fill(stub, piece, 1)
     assert not opened

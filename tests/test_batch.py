@@ -11,12 +11,14 @@ from datasets import assert_threads_end, before_error, seen
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from streamloader.engine.arena import Arena
 from streamloader.engine.memory import LARGE_ROW, Buffers
-from streamloader.engine.stages import Ragged, items_to_column
+from streamloader.engine.stages import Ragged, Rows, copy_all, variable_column
 from streamloader.errors import CorruptError, DecodeError
 from streamloader.format.manifest import Field
 from streamloader.format.writer import Writer
 from streamloader.options import Layout, Pack, Shuffle
+from streamloader.order.schedule import BatchPlan
 from streamloader.pytorch.dataset import StreamingDataset
 from streamloader.stats import Counters
 
@@ -25,18 +27,22 @@ lengths = st.lists(st.integers(0, 70), max_size=20)
 
 def column(spec: str, items: list[bytes], buffers: Buffers, pack: Pack | None = None) -> Any:
     """The column of these samples, which lie at odd places of one buffer."""
-    buffer, views = memoryview(b"\xff" + b"\xff".join(items)), []
-    for item in items:
-        views.append(buffer[1 : 1 + len(item)])
-        buffer = buffer[1 + len(item) :]
-    return items_to_column("f", Field.parse(spec), views, np.arange(len(items)) + 100, buffers, pack=pack)
+    buffer = b"\xff" + b"\xff".join(items)
+    starts = 1 + np.cumsum([0, *(len(item) + 1 for item in items)])[: len(items)]
+    memory = np.frombuffer(buffer, np.uint8)
+    rows = Rows(memory, starts.astype(np.int64), np.array([len(item) for item in items], np.int32))
+    samples = np.arange(len(items)) + 100
+    plan = BatchPlan(0, 0, len(items), *(samples,) * 5, (), ())
+    found, copies = variable_column(("f", Field.parse(spec)), rows, plan, buffers, pack)
+    copy_all(copies)
+    return found
 
 
 class DirtyBuffers(Buffers):
     """Buffers with something else in them."""
 
     def __init__(self) -> None:
-        super().__init__(Counters())
+        super().__init__(Arena(shared=False), Counters())
 
     def lease(self, shape: tuple[int, ...], dtype: str) -> Any:
         array = super().lease(shape, dtype)
@@ -95,7 +101,7 @@ def test_the_sample_that_is_not_what_its_field_says_is_named(spec, good, bad, pa
 def test_batches_whose_size_varies_share_their_memory():
     rng = np.random.default_rng(0)
     counters = Counters()
-    buffers = Buffers(counters)
+    buffers = Buffers(Arena(shared=False), counters)
     held: list[tuple[int, torch.Tensor]] = []
     for number in range(300):
         counts = rng.integers(200, 4001, 32)  # sums differ by some percent
@@ -109,7 +115,7 @@ def test_batches_whose_size_varies_share_their_memory():
 
 
 def test_the_memory_that_is_leased_is_at_most_a_quarter_more():
-    buffers = Buffers(Counters())
+    buffers = Buffers(Arena(shared=False), Counters())
     for nbytes in [*range(1, 3000, 7), 10**6, 2**20 - 1, 2**20, 2**20 + 1, 38_535_168]:
         base = buffers.lease((nbytes,), "uint8").base
         while isinstance(base, np.ndarray):

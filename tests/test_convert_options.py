@@ -424,14 +424,14 @@ def test_a_function_of_a_notebook_is_told_to_move_to_a_file(tmp_path):
         "for call in (\n"
         "    lambda: sl.convert({'x': np.arange(9)}, 'out', map=f, workers=2),\n"
         "    lambda: sl.convert({'x': np.arange(9)}, 'out', workers=0),\n"
-        "    lambda: next(iter(sl.StreamingDataset('out', batch_size=2, transform=f, transform_workers=1))),\n"
+        "    lambda: next(iter(sl.StreamingDataset('out', batch_size=2, transform=f, num_workers=1))),\n"
         "):\n"
         "    try:\n        call()\n"
         "    except sl.errors.UsageError as error:\n        print(error)\n"
     )
     messages = subprocess.check_output([sys.executable, "-c", script], cwd=tmp_path, text=True).splitlines()
     assert len(messages) == 2
-    for message, argument in zip(messages, ("workers=0", "transform_workers=0"), strict=True):
+    for message, argument in zip(messages, ("workers=0", "num_workers=0"), strict=True):
         assert re.search(f"defined in a notebook or an interactive session.*a module, a .py file.* {argument}", message)
         assert "__main__" not in message
 

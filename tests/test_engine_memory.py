@@ -12,23 +12,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torchrun import run_python
 
+from streamloader.engine.arena import Arena, machine_memory
 from streamloader.engine.memory import (
     LIVE_BATCHES,
     MACHINE_SHARE,
     MAX_THREADS,
     NO_SLOT,
-    Arena,
+    Blocks,
     Buffers,
     Demand,
     allot,
     allowance,
-    machine_memory,
+    place_items,
 )
 from streamloader.errors import MemoryBudgetError
 from streamloader.format.codecs import Items
 from streamloader.format.manifest import Field, FieldLayout
 from streamloader.stats import Counters
 
+ARENA = Arena(shared=False)
 BLOCK = 4
 LAYOUTS = {
     "x": FieldLayout(Field.parse("int64[2]"), chunk=2, shard=8, codec="none", resident=False),
@@ -42,22 +44,36 @@ def items(values: list[bytes]) -> Items:
     return Items(memoryview(b"".join(values)), starts, ends)
 
 
-def fill(arena: Arena, ticket: int, skip: int = 0) -> None:
+def arena_items(values: list[bytes]) -> Items:
+    """Items whose bytes are in the arena of the blocks, as those of bodies are."""
+    found = items(values)
+    memory = ARENA.allocate(max(1, found.buffer.nbytes))
+    memory[: found.buffer.nbytes] = np.frombuffer(found.buffer, np.uint8)
+    return Items(memory.data[: found.buffer.nbytes], found.starts, found.stops)
+
+
+def keep(blocks: Blocks, slot: int, chunks: list[tuple[int, Items]]) -> None:
+    for row, part in chunks:
+        place_items(ARENA.bytes, blocks.chunks["raw"].table(slot), row, part)
+        blocks.chunks["raw"].keep(slot, [part.buffer])
+
+
+def fill(arena: Blocks, ticket: int, skip: int = 0) -> None:
     """Load a block whose values tell its ticket; `skip` samples of the first chunk come before it."""
     arena.reserve(ticket)
     slot = arena.claim(ticket)
     arena.slot_rows("x", slot, BLOCK)[:] = (ticket * BLOCK + np.arange(BLOCK))[:, None]
     values = [b"before"] * skip + [b"%d" % (ticket * BLOCK + row) for row in range(BLOCK)]
-    chunks = [(at - skip, items(values[at : at + 2])) for at in range(0, len(values), 2)]
-    arena.keep("raw", slot, chunks[1:])  # in two requests, the later one first
-    arena.keep("raw", slot, chunks[:1])
+    chunks = [(at - skip, arena_items(values[at : at + 2])) for at in range(0, len(values), 2)]
+    keep(arena, slot, chunks[1:])  # in two requests, the later one first
+    keep(arena, slot, chunks[:1])
 
 
 @settings(max_examples=30, deadline=None)
 @given(st.data())
 def test_rows_are_those_of_their_tickets_whatever_was_claimed_and_released(data):
     slots = data.draw(st.integers(1, 6))
-    arena = Arena(LAYOUTS, slots, BLOCK)
+    arena = Blocks(LAYOUTS, slots, BLOCK, arena=ARENA)
     live: list[int] = []
     ticket = 0
     for _ in range(data.draw(st.integers(1, 60))):
@@ -71,7 +87,7 @@ def test_rows_are_those_of_their_tickets_whatever_was_claimed_and_released(data)
         rows = np.array([data.draw(st.integers(0, BLOCK - 1)) for _ in tickets], np.int64)
         out = np.empty((len(tickets), 2), np.int64)
         places = arena.locate(tickets, rows)
-        arena.take("x", places, out)
+        np.take(arena.rows_of("x"), places, axis=0, out=out)
         assert out.tolist() == [[t * BLOCK + r] * 2 for t, r in zip(tickets, rows, strict=True)]
         assert [bytes(item) for item in arena.chunks["raw"].items(places)] == [
             b"%d" % (t * BLOCK + r) for t, r in zip(tickets, rows, strict=True)
@@ -81,7 +97,7 @@ def test_rows_are_those_of_their_tickets_whatever_was_claimed_and_released(data)
 
 
 def test_a_slot_is_assigned_at_its_first_claim_and_not_after_its_release():
-    arena = Arena(LAYOUTS, 2, BLOCK)
+    arena = Blocks(LAYOUTS, 2, BLOCK, arena=ARENA)
     arena.reserve(5)
     arena.reserve(6)
     assert arena.free == 0
@@ -99,12 +115,14 @@ def test_a_slot_is_assigned_at_its_first_claim_and_not_after_its_release():
 
 
 def test_items_that_a_batch_holds_outlive_their_slot():
-    arena = Arena(LAYOUTS, 1, BLOCK)
+    arena = Blocks(LAYOUTS, 1, BLOCK, arena=ARENA)
     fill(arena, 0)
-    held = arena.chunks["raw"].items(arena.locate(np.zeros(1, np.int64), np.array([3])))
+    places = arena.locate(np.zeros(1, np.int64), np.array([3]))
+    held, holds = arena.chunks["raw"].items(places), arena.chunks["raw"].hold(places)
     arena.release(0)
     fill(arena, 1)
     assert bytes(held[0]) == b"3"
+    del holds
 
 
 def leased(buffers: Buffers, value: int) -> torch.Tensor:
@@ -115,7 +133,7 @@ def leased(buffers: Buffers, value: int) -> torch.Tensor:
 
 def test_a_buffer_comes_back_only_when_nothing_sees_it_any_more():
     counters = Counters()
-    buffers = Buffers(counters)
+    buffers = Buffers(ARENA, counters)
     first = leased(buffers, 1)
     row, flat = first[3], first.view(-1)
     del first
@@ -135,7 +153,7 @@ def test_a_buffer_comes_back_only_when_nothing_sees_it_any_more():
 
 def test_as_many_buffers_as_an_ordinary_loop_holds_are_made_first_and_no_more():
     counters = Counters()
-    buffers = Buffers(counters)
+    buffers = Buffers(ARENA, counters)
     for _ in range(9):
         buffers.lease((8, 16), "float32", usual=3)  # dropped at once
     assert counters.snapshot().buffers_allocated == 3
@@ -146,14 +164,14 @@ def test_as_many_buffers_as_an_ordinary_loop_holds_are_made_first_and_no_more():
 
 EXIT = """
 import threading, weakref
+from streamloader.engine.arena import Arena
 from streamloader.engine.memory import Buffers
 from streamloader.stats import Counters
-from torchrun import run_python
 
 class Watched:
     pass
 
-begun, buffers = threading.Event(), Buffers(Counters())
+begun, buffers = threading.Event(), Buffers(Arena(shared=False), Counters())
 def lease():
     while True:
         buffers.lease((64,), "uint8"), buffers.allocate(1 << 20), begun.set()
@@ -173,7 +191,7 @@ def test_leases_while_the_process_ends_do_not_keep_the_finalizers_of_others_from
 
 
 def test_buffers_of_another_size_or_dtype_are_not_mixed_up():
-    buffers = Buffers(Counters())
+    buffers = Buffers(ARENA, Counters())
     for shape, dtype in (((4,), "float32"), ((2, 2), "float32"), ((4,), "int32"), ((3,), "bool"), ((0, 5), "uint8")):
         array = buffers.lease(shape, dtype)
         assert (array.shape, array.dtype) == (shape, np.dtype(dtype))
@@ -183,7 +201,7 @@ def test_buffers_of_another_size_or_dtype_are_not_mixed_up():
 
 def test_a_view_of_a_view_keeps_the_lease():
     counters = Counters()
-    buffers = Buffers(counters)
+    buffers = Buffers(ARENA, counters)
     views = [buffers.lease((4, 3), "int64")[1:].T[:2] for _ in range(5)]
     for i, view in enumerate(views):
         view[:] = i

@@ -23,7 +23,7 @@ if __name__ == "__main__":
     except OSError as error:
         print(error.strerror)
     for workers in (0, 2):
-        dataset = sl.StreamingDataset(sys.argv[1], batch_size=8, transform=transforms.double, transform_workers=workers)
+        dataset = sl.StreamingDataset(sys.argv[1], batch_size=8, transform=transforms.double, num_workers=workers)
         print(sum(int(batch["x"][batch["valid"]][:, 0].sum()) for batch in dataset))
 """
 

@@ -28,6 +28,8 @@ MANY_ARGUMENTS = {
 
 # module state that changes, each documented where it stands
 CHANGING_STATE = {
+    "engine/executor.py": "the workers of this process; what a worker was sent; the arena of arrays in messages",
+    "engine/transform.py": "the generators of numpy and Python, which a worker's process has once",
     "storage/process.py": "inherited clients; whether this process, or one it was forked from, has used obstore",
     "conversion/sources/ranged_io.py": "where the last part of a compressed file stopped, else each unpacks it again",
 }
@@ -71,7 +73,12 @@ ONLY_IN = {
 
 UNPICKLABLE = "multiprocessing will pickle the caller's transform: it is tried first, for a clear error"
 BY_VALUE = "the caller's object goes to our workers: multiprocessing would hand torch's tensors over as shared memory"
-MAY_PICKLE = {"engine/transform.py": UNPICKLABLE, "conversion/sources/objects.py": BY_VALUE}
+IN_ARENA = "arrays in shared memory are sent by reference, which multiprocessing cannot do"
+MAY_PICKLE = {
+    "engine/executor.py": IN_ARENA,
+    "engine/transform.py": UNPICKLABLE,
+    "conversion/sources/objects.py": BY_VALUE,
+}
 PICKLING = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
 CONTAINERS = {
     *("dict", "list", "set", "bytearray", "defaultdict", "deque", "Counter", "OrderedDict", "count", "WeakSet"),

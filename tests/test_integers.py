@@ -88,7 +88,7 @@ ARGUMENTS: list[tuple[str, int, Callable[[Any, Any], Any]]] = [
     ("batch_size=", 4, lambda root, value: delivered(stream(root, batch_size=value))),
     ("seed=", 200, lambda root, value: delivered(stream(root, seed=value))),
     ("steps_per_epoch=", 3, lambda root, value: delivered(stream(root, steps_per_epoch=value))),
-    ("transform_workers=", 0, lambda root, value: repr(stream(root, transform=dict, transform_workers=value))),
+    ("num_workers=", 0, lambda root, value: repr(stream(root, transform=dict, num_workers=value))),
     ("skip_steps={0: ", 1, lambda root, value: delivered(stream(root, skip_steps={0: [value]}))),
     ("skip_steps={", 0, lambda root, value: delivered(stream(root, skip_steps={value: [1]}))),
     ("rank or world size", 1, lambda root, value: delivered(stream(root, world=(value, 2)))),

@@ -115,14 +115,14 @@ def test_a_store_that_fails_for_good_is_an_error_after_the_batches_before_it(fol
 @pytest.mark.parametrize(
     ("where", "shown"),
     [
-        ("streamloader.format.reader.FieldReader.load", r"reading field 'x' of samples \d+ to \d+ failed with"),
+        ("streamloader.format.reader.FieldReader.decode", r"reading field 'x' of samples \d+ to \d+ failed with"),
         ("streamloader.format.reader.FieldReader.runs", "reading the chunk table of field 'x' failed with"),
-        ("streamloader.engine.memory.Arena.take", "(gathering field 'x'|making the batch of samples .*) failed with"),
+        ("streamloader.engine.stages.copy_all", "(gathering field 'x'|making the batch of samples .*) failed with"),
     ],
 )
 @pytest.mark.parametrize("error", [struct.error, MemoryError, SystemExit, NoMessage])
 def test_whatever_a_thread_of_ours_raises_comes_at_its_batch(folder, monkeypatch, where, shown, error):
-    plain = pkgutil.resolve_name(where.replace("reader.", "reader:").replace("arena.", "arena:"))
+    plain = pkgutil.resolve_name(where.replace("reader.", "reader:").replace("stages.", "stages:"))
     calls = iter(range(1000))
 
     def method(self: Any, *arguments: Any, **options: Any) -> Any:

@@ -38,7 +38,7 @@ def test_streaming_dataset_takes_what_was_promised():
     parameters = inspect.signature(sl.StreamingDataset).parameters
     assert {name: p.default for name, p in parameters.items() if p.default is not p.empty} == {
         **{"fields": None, "split": None, "shuffle": True, "seed": 0, "remainder": "pad", "decode": None, "pack": None},
-        **{"transform": None, "transform_workers": 0, "with_index": False, "world": None, "memory": None},
+        **{"transform": None, "num_workers": "auto", "with_index": False, "world": None, "memory": None},
         **{"on_batch": None, "storage_options": None, "where": None, "skip_steps": None, "steps_per_epoch": None},
         **{"sample_axis": None, "windows": None, "patches": None, "channels": None, "decode_cf": True, "strict": None},
         **{"normalize": None, "version": None, "zarr_format": None},

@@ -23,6 +23,7 @@ from streamloader.measure.forecast import ForecastOptions, forecast
 from streamloader.options import Layout, Shuffle
 from streamloader.order.selection import MAX_CHARACTERS, Condition, Selection
 from streamloader.pytorch.dataset import StreamingDataset
+from streamloader.storage.buffers import empty_buffer
 
 N = 603
 SOME = sorted({*range(5, 200, 7), *range(300, 340), 602})
@@ -224,7 +225,7 @@ def test_samples_selected_of_a_chunk_keep_at_most_twice_their_bytes(values, data
     """A window of rare samples would else keep the chunks that they come from."""
     wanted = sorted(data.draw(st.sets(st.integers(0, len(values) - 1), min_size=1)))
     items = parse_items(memoryview(b"".join(pack_items(values))), len(values))
-    found = select_items(items, ChunkRows(len(values), 0, np.array(wanted)))
+    found = select_items(items, ChunkRows(len(values), 0, np.array(wanted)), empty_buffer)
     assert [bytes(found[i]) for i in range(len(found))] == [values[i] for i in wanted]
     if len(wanted) < len(values):
         assert len(found.buffer) <= 2 * sum(len(values[i]) for i in wanted)

@@ -22,7 +22,7 @@ from transform_tasks import slow
 
 from streamloader.engine import stages
 from streamloader.engine.engine import Pipeline
-from streamloader.engine.stages import Batch, items_to_column
+from streamloader.engine.stages import Batch, variable_column
 from streamloader.errors import (
     BatchError,
     DecodeError,
@@ -299,7 +299,7 @@ def test_ranks_share_every_global_batch(url, size, shuffle, recwarn):
 @pytest.mark.parametrize(
     ("name", "ours"),
     [
-        *(("drop_last", "remainder='drop'"), ("num_workers", "transform_workers="), ("collate_fn", "transform=")),
+        *(("drop_last", "remainder='drop'"), ("transform_workers", "num_workers="), ("collate_fn", "transform=")),
         *(
             ("sampler", "where="),
             ("pin_memory", "pin_memory=True"),
@@ -331,8 +331,8 @@ BAD_ARGUMENTS: list[tuple[dict[str, Any], type[StreamloaderError], str]] = [
     ({"seed": 2**64}, UsageError, "seed=18446744073709551616 is not in"),
     ({"transform": 3}, UsageError, "transform=3 cannot be called"),
     ({"on_batch": "print"}, UsageError, "cannot be called"),
-    ({"transform_workers": 2}, UsageError, "transform_workers=2 with transform=None"),
-    ({"transform": len, "transform_workers": -1}, UsageError, "transform_workers=-1"),
+    ({"num_workers": "many"}, UsageError, "num_workers='many'"),
+    ({"num_workers": -1}, UsageError, "num_workers=-1"),
     ({"memory": 0}, UsageError, "memory=0 is not a size; write it like 64MiB"),
     ({"memory": "2 potatoes"}, UsageError, "memory='2 potatoes' is not a size"),
     ({"memory": [1]}, UsageError, r"memory=\[1\] is not a size"),
@@ -409,15 +409,15 @@ def test_a_group_that_fails_leaves_nothing_behind(tmp_path, monkeypatch, batch_s
     datasets.write(tmp_path / "d", 256, ["x", "name"])
     ds = StreamingDataset(tmp_path / "d", batch_size=batch_size, shuffle=False, with_index=True)
 
-    def fails(name: str, kind: Any, items: Any, samples: Any, *args: Any, **options: Any) -> Any:
-        if 30 in samples:
+    def fails(field: Any, rows: Any, plan: Any, *args: Any) -> Any:
+        if 30 in plan.samples:
             raise DecodeError("sample 30 is bad", "repair it")
-        return items_to_column(name, kind, items, samples, *args, **options)
+        return variable_column(field, rows, plan, *args)
 
-    monkeypatch.setattr(stages, "items_to_column", fails)
+    monkeypatch.setattr(stages, "variable_column", fails)
     with uncollected():
         iterator, found = iter(ds), []
-        arena = weakref.ref(ds._engine().run.core.memory.arena)
+        arena = weakref.ref(ds._engine().run.core.memory.blocks)
         with suppress(DecodeError):
             for batch in iterator:
                 found += numbers(batch)
@@ -524,7 +524,7 @@ def test_a_waiting_loop_gets_an_error_when_its_pass_is_ended(url, monkeypatch, w
 
 
 def test_a_pass_that_is_ended_is_not_said_to_have_lost_its_transform_process(url):
-    ds = StreamingDataset(url, batch_size=16, transform=slow, transform_workers=1)
+    ds = StreamingDataset(url, batch_size=16, transform=slow, num_workers=1)
     with ThreadPoolExecutor(1) as pool:
         loop = pool.submit(list, ds)
         wait_for(lambda: ds.state_dict()["position"])

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from streamloader.format.manifest import Field, FieldLayout, Manifest
 from streamloader.format.reader import FieldReader, Run
 from streamloader.order.epoch_order import OrderParams
-from streamloader.order.schedule import BatchPlan, Need
+from streamloader.order.schedule import BatchPlan, Compute, Need
 from streamloader.order.state import NO_GAPS, Gaps
 from streamloader.stats import Counters
 from streamloader.storage.process import run_all
@@ -178,26 +178,29 @@ class EpochPlan(NamedTuple):
         share = self.share.at_epoch(epoch + 1)
         return self._replace(share=share, position=0, gaps=self.gaps.after(epoch))
 
-    def batches(self, first_ticket: int = 0) -> Iterator[BatchPlan]:
+    def batches(self, first_ticket: int = 0, compute: Compute | None = None) -> Iterator[BatchPlan]:
         """Yield the plans of the pass, with tickets from `first_ticket` on; `samples` are numbers among all samples.
+
+        `compute`: as in `Part.plans`.
 
         Each part between gaps has its own schedule, so a block on both sides of a gap is read twice.
         """
         ticket = first_ticket
         for start, stop in self.gaps.parts(self.share.epoch, self.position):
             begin = min(start, self.share.num_samples)
-            for plan in self.share.plans(begin, stop, self.steps_at_once, ticket, held=self.held):
+            given = begin, stop, self.steps_at_once, ticket
+            for plan in self.share.plans(*given, held=self.held, compute=compute):
                 ticket += len(plan.needs)
                 samples = self.numbers.among_all(plan.samples)
                 yield plan if samples is plan.samples else plan._replace(samples=samples)
 
 
-def plans(first: EpochPlan, *, endless: bool) -> Iterator[BatchPlan | None]:
+def plans(first: EpochPlan, compute: Compute, *, endless: bool) -> Iterator[BatchPlan | None]:
     """Yield the plans of a pass, then None. If `endless`, continue with the next epoch, and so on."""
     tickets = 0
     epoch = first
     while True:
-        for plan in epoch.batches(tickets):
+        for plan in epoch.batches(tickets, compute):
             tickets += len(plan.needs)
             yield plan
         yield None
@@ -206,12 +209,13 @@ def plans(first: EpochPlan, *, endless: bool) -> Iterator[BatchPlan | None]:
         epoch = epoch.following()
 
 
-def load_field(field: FieldReader, store: Store, counters: Counters, sleep: Callable[[float], None]) -> NDArray[Any]:
-    """Return all samples of a fixed-shape field, shape (samples, *shape).
+def load_field(
+    field: FieldReader, store: Store, out: NDArray[Any], counters: Counters, sleep: Callable[[float], None]
+) -> None:
+    """Read all samples of a fixed-shape field into `out`, of shape (samples, *shape).
 
     Calls `sleep` to wait before a retry. Raises storage and format errors, and exceptions of `sleep`.
     """
-    out = np.empty((field.num_samples, *field.layout.field.shape), field.layout.field.dtype)
     reader = replace(store.reader(), on_repeat=partial(counters.add, requests=1))
 
     def request(run: Run) -> memoryview:
@@ -231,4 +235,3 @@ def load_field(field: FieldReader, store: Store, counters: Counters, sleep: Call
     with store.retries.waits_by(sleep):
         runs = field.runs(0, field.num_samples)
     run_all(load, runs, THREADS)
-    return out

@@ -21,12 +21,15 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from streamloader.engine.dataset import Dataset, EpochPlan, load_field, plans
+from streamloader.engine.executor import Executor
 from streamloader.engine.fetcher import FIRST, Fetcher, Hedging, Pace, PassEnded, sleeper
 from streamloader.engine.memory import (
     ITEM_BYTES,
@@ -41,7 +44,7 @@ from streamloader.engine.memory import (
     in_slots,
 )
 from streamloader.engine.stages import Batch, LoaderConfig, StageOptions, Stages, WorkerThreads
-from streamloader.engine.transform import HeldTransform, TransformProcess
+from streamloader.engine.transform import HeldTransform
 from streamloader.errors import EngineError, ForkError, MemoryBudgetError, StreamloaderError, wrapped
 from streamloader.format.codecs import scratch_bytes
 from streamloader.format.manifest import FieldLayout
@@ -61,9 +64,12 @@ IMAGE_EXPANSION = 10
 JOIN_SECONDS = 0.2
 # Blocks that are admitted ahead for each request that may be in flight: one is loading, one is complete.
 AHEAD = 2
-# Batches that are gathered together: they fit in a core's cache, and their columns share a buffer.
+# Batches that are gathered together: they fit in a core's cache, and their columns share a buffer. With workers, they
+# are divided among them.
 GATHERED_BYTES = 2 * MIB
 MAX_STEPS_AT_ONCE = 16
+SHARED_BYTES = 16 * MIB
+MAX_SHARED_STEPS = 64
 LEAST_GROUPS = 16  # in an epoch: the first batch must not wait for much of it
 # Requests for chunks of arrays may be large. Fewer in flight take less memory; 16 of 85 MB/s each fill 10 Gbit/s.
 # The size of a compressed chunk is unknown, and counts as decoded.
@@ -80,6 +86,8 @@ class Engine:
         self.datasets = tuple(datasets)
         self.owner = Owner("threads of a loader")
         self.counters = Counters()
+        assert isinstance(config.workers, int)
+        self.executor = Executor(config.workers, partial(self.counters.add, workers_replaced=1))
         self.run: Run | None = None
         self._names = datasets[0].names
         # Threads hold the options of their stages, which must not keep the owner of the transform alive.
@@ -100,9 +108,9 @@ class Engine:
             return run.next_pass()
         # After a second pass more are likely: from then on the next pass is loaded while the current one drains.
         endless = run is not None and run.passes > 0
-        processes = [] if run is None else run.processes
         if run is not None:
             run.close()
+        self.executor.start()
         resident, budget = self.plan_memory(plan.need)
         self._load_resident(resident)
         reader = self.datasets[0].store.reader()
@@ -119,9 +127,9 @@ class Engine:
             seed=plan.seed,
         )
         # before other threads start, since it raises for an invalid transform
-        stages = Stages(options, memory, processes)
-        fetcher = Fetcher(self.datasets, tuple(streamed), (self._pace, self._hedging), memory)
-        planned = plans(plan._replace(held=not streamed), endless=endless)
+        stages = Stages(options, memory, self.executor)
+        fetcher = Fetcher(self.datasets, tuple(streamed), (self._pace, self._hedging), memory, self.executor)
+        planned = plans(plan._replace(held=not streamed), self.executor.call, endless=endless)
         prefetcher = Prefetcher(planned, most=min(PLANNED, max(2, PLANNED_ROWS // plan.need.rows)))
         self.run = Run(Assembler(prefetcher, fetcher, stages, memory), plan, self._transform, endless=endless)
         return self.run.next_pass()
@@ -141,8 +149,12 @@ class Engine:
         sleep = sleeper(self._closed)
         for name in names:
             if name not in self._resident:
-                parts = [load_field(data.readers[name], data.store, self.counters, sleep) for data in self.datasets]
-                self._resident[name] = parts[0] if len(parts) == 1 else np.concatenate(parts)
+                readers = [data.readers[name] for data in self.datasets]
+                field, ends = readers[0].layout.field, list(accumulate(reader.num_samples for reader in readers))
+                values = self.executor.arena.array((ends[-1], *field.shape), field.dtype)
+                for reader, data, end in zip(readers, self.datasets, ends, strict=True):
+                    load_field(reader, data.store, values[end - reader.num_samples : end], self.counters, sleep)
+                self._resident[name] = values
 
     def _memory(self, layouts: Mapping[str, FieldLayout], budget: Budget, block: int) -> Memory:
         """Return the memory of the last run if it fits and no thread can still write to it, else new memory."""
@@ -150,10 +162,10 @@ class Engine:
         if run is not None:
             memory = run.core.memory
             shape = layouts, budget.slots, block, budget.fills_batches, budget.keeps
-            if memory.arena.shape == shape and run.core.join(JOIN_SECONDS):
-                memory.arena.clear()
+            if memory.blocks.shape == shape and run.core.join(JOIN_SECONDS):
+                memory.blocks.clear()
                 return memory._replace(budget=budget)
-        return Memory.of(layouts, block, budget, self.counters)
+        return Memory.of(layouts, block, budget, self.counters, self.executor.arena)
 
     def plan_memory(self, need: Need) -> tuple[list[str], Budget]:
         """Return the fields to hold in memory, and the budget.
@@ -177,8 +189,9 @@ class Engine:
         if config.decoders or self._transform is not None:
             return 1
         size = share.batch * sum(max(map(_mean_bytes, self._readers(name))) for name in self._names)
-        most = min(MAX_STEPS_AT_ONCE, share.num_steps(0) // LEAST_GROUPS)
-        steps = max(1, min(most, int(GATHERED_BYTES / max(1.0, size))))
+        shared = self.executor.workers > 0
+        most = min(MAX_SHARED_STEPS if shared else MAX_STEPS_AT_ONCE, share.num_steps(0) // LEAST_GROUPS)
+        steps = max(1, min(most, int((SHARED_BYTES if shared else GATHERED_BYTES) / max(1.0, size))))
         held = all(reader.layout.resident for name in self._names for reader in self._readers(name))
         while steps > 1 and not held and share.need(steps).slots > need.slots:
             steps //= 2
@@ -329,7 +342,6 @@ class Run:
 
     def __init__(self, core: Assembler, first: EpochPlan, transform: HeldTransform | None, *, endless: bool) -> None:
         self.core = core
-        self.processes: list[TransformProcess] = []  # of a complete pass, for the next one
         self.passes = 0  # that their consumers completed
         self._begun = 0  # passes
         self._upcoming = first
@@ -393,8 +405,6 @@ class Pipeline:
                 self._run.passes += 1
                 if self._run.alive:
                     self.close.detach()
-                else:
-                    self._run.processes = self._run.core.stages.release_processes()
                 self.close()
                 raise StopIteration
             self._finish(batch)
@@ -424,7 +434,7 @@ class Pipeline:
         error, batch.error = batch.error, None
         if error is not None:
             try:
-                core.check_open()  # when a pass ends, its transform processes end too, and fail their batches
+                core.check_open()
                 raise error
             finally:
                 del error  # its traceback holds this frame
@@ -439,7 +449,7 @@ class Assembler:
         self.memory = memory
         self.counters = memory.counters
         self._fetcher = fetcher
-        self._arena = memory.arena
+        self._blocks = memory.blocks
         # Slots bound the number of blocks. The bytes of decoded chunks differ, so the fetcher bounds these.
         self._budget = memory.budget
         # With `memory=`, the headers of images give their size.
@@ -587,7 +597,7 @@ class Assembler:
             if plan is None:
                 self._planned_ends += 1
             else:
-                self._arena.expect(plan)
+                self._blocks.expect(plan)
                 self._waiting.extend(plan.needs)
                 self._planned_rows += len(plan.rows)
         self._admit()
@@ -598,7 +608,7 @@ class Assembler:
         The last limit leaves slots unused, which cost nothing until their first use.
         """
         most_ahead = AHEAD * self._fetcher.pace.limit
-        while self._waiting and self._arena.free and self._ahead < most_ahead:
+        while self._waiting and self._blocks.free and self._ahead < most_ahead:
             if not self._fetcher.fits(self._waiting[0], batches_grow=self._measures_images):
                 return
             self._admit_next()
@@ -606,14 +616,14 @@ class Assembler:
     def _admit_next(self) -> None:
         ref = self._waiting.popleft()
         self._ahead += 1
-        self._arena.reserve(ref.ticket)
+        self._blocks.reserve(ref.ticket)
         self._fetcher.load(ref)
 
     def _load(self, plan: BatchPlan) -> tuple[int, StreamloaderError | None]:
         """Wait until all new blocks of a plan are loaded; return the first error, with the ticket of its block."""
         for ref in plan.needs:
             while self._waiting and self._waiting[0].ticket <= ref.ticket:  # needed now, so `fits` does not matter
-                if not self._arena.free:
+                if not self._blocks.free:
                     problem = f"none of {self._budget.slots} slots is free for block {ref.start}:{ref.stop}"
                     remedy = "report this with the dataset's manifest: the plan needs more slots than it declares"
                     return ref.ticket, EngineError(problem, remedy)
@@ -653,7 +663,7 @@ class Assembler:
             return
         for ticket in plan.done:
             self._fetcher.forget(ticket)
-            self._arena.release(ticket)
+            self._blocks.release(ticket)
         self._admit()
 
     def _acquire_place(self) -> bool:

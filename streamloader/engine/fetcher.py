@@ -28,17 +28,33 @@ from dataclasses import dataclass, replace
 from functools import partial
 from heapq import heappop, heappush
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
+from streamloader.engine.arena import address
 from streamloader.engine.dataset import Dataset, SampleNumbers
-from streamloader.engine.memory import NO_SLOT, TOLERANCE_BYTES, Memory, in_slots
+from streamloader.engine.executor import Callback, Executor
+from streamloader.engine.memory import NO_SLOT, TOLERANCE_BYTES, Memory, Table, in_slots, place_items
 from streamloader.engine.regions import BlockKey, BlockRegions
 from streamloader.engine.stages import Job, WorkerThreads
-from streamloader.errors import EngineError, StorageError, StreamloaderError, ThrottledError, TransientError, wrapped
+from streamloader.errors import (
+    CorruptError,
+    EngineError,
+    StorageError,
+    StreamloaderError,
+    ThrottledError,
+    TransientError,
+    wrapped,
+)
 from streamloader.format.opening import reread
-from streamloader.format.reader import FieldReader
+from streamloader.format.reader import FieldReader, Run
 from streamloader.order.schedule import BlockRef
-from streamloader.zarr.columns import RegionReader
+from streamloader.storage.buffers import Allocate
+from streamloader.storage.store import Store
+from streamloader.zarr.columns import BlockArrays, RegionReader
+from streamloader.zarr.reader import ABSENT, ArrayRun
 
 NEVER = float("inf")
 
@@ -63,9 +79,9 @@ class Piece:
     """A run of a block that is loading: request number 0, and `hedges` more.
 
     `requests`: the number that are in flight or wait for a thread. `fresh`: none was sent yet. `sent`: when the latest
-    was sent, or `NEVER` if none can be late. `writer`: the number of the request whose body is being decoded, since
-    `body_at` in processor time of its thread. `unpacked`: the bytes decoded so far, which `LoadingBlock.held` includes.
-    `finished`: it is in its slot, or has failed.
+    was sent, or `NEVER` if none can be late. `writer`: the number of the request whose body is being decoded.
+    `unpacked`: the bytes decoded so far, which `LoadingBlock.held` includes. `finished`: it is in its
+    slot, or has failed.
     """
 
     block: LoadingBlock
@@ -75,7 +91,6 @@ class Piece:
     hedges: int = 0
     fresh: bool = True
     sent: float = NEVER
-    body_at: float = 0.0
     unpacked: int = 0
     writer: int | None = None
     finished: bool = False
@@ -111,14 +126,25 @@ class Fetcher:
     """Loads admitted blocks with up to `budget.threads` concurrent requests; one consumer waits for blocks."""
 
     def __init__(
-        self, datasets: Sequence[Dataset], names: Sequence[str], limits: tuple[Pace, Hedging], memory: Memory
+        self,
+        datasets: Sequence[Dataset],
+        names: Sequence[str],
+        limits: tuple[Pace, Hedging],
+        memory: Memory,
+        executor: Executor,
     ) -> None:
+        self._executor = executor
+        self._shared = {
+            (dataset, name): (executor.share(dataset.reader(name)), executor.share(dataset.store))
+            for dataset in datasets
+            for name in names
+        }
         self._datasets = datasets
         self._starts = SampleNumbers.of(datasets).selected_from
         self._names = names
-        self._arena, self._bodies = memory.arena, memory.bodies
+        self._memory, self._bodies = memory.blocks, memory.bodies
         # rows of batches are counted as slots are
-        counted = [] if self._arena.fills_batches else names
+        counted = [] if self._memory.fills_batches else names
         self._by_items = [name for name in counted if not in_slots(datasets[0].layouts[name])]
         self._budget = budget = memory.budget
         self.needed = 0  # bytes of the blocks in use: a batch has waited for them, and later ones still need them
@@ -185,7 +211,7 @@ class Fetcher:
         block = LoadingBlock(*self._locate(ref), len(self._names), weight)
         kept = self._kept(block.dataset, block.ref)
         if kept:
-            self._arena.reopen(ref.ticket, kept)
+            self._memory.reopen(ref.ticket, kept)
             block.left = 0
         with self._changed:
             self._blocks[ref.ticket] = block
@@ -250,10 +276,10 @@ class Fetcher:
 
     def _kept(self, dataset: Dataset, ref: BlockRef) -> list[BlockKey]:
         """Return the keys of the regions of a block, numbered within its dataset, if they were kept; else none."""
-        if not self._arena.keeps:
+        if not self._memory.keeps:
             return []
         keys = [(reader, ref.start, ref.stop) for reader in dataset.region_readers.values()]
-        return keys if self._arena.has_kept(keys) else []
+        return keys if self._memory.has_kept(keys) else []
 
     def _queue(self, ticket: int, jobs: Iterable[Job]) -> None:
         """Queue the jobs of a block. Requires the lock."""
@@ -331,51 +357,51 @@ class Fetcher:
 
     def _fill(self, piece: Piece, number: int) -> None:
         """Fetch a piece and decode it into its slot."""
-        name, ref, layout = piece.field.name, piece.block.ref, piece.field.layout
-        slot = self._arena.claim(ref.ticket)
+        slot = self._memory.claim(piece.block.ref.ticket)
         if slot == NO_SLOT:
             raise PassEnded
-        if isinstance(piece.field, RegionReader):
-            self._fill_regions(piece, piece.field, slot, number)
-            return
-        rows = self._arena.slot_rows(name, slot, ref.stop - ref.start) if in_slots(layout) else None
-        chunks = piece.field.load(
-            piece.run,
-            partial(self._fetch, piece, number),
-            rows,
-            ref.start,
-            allocate=partial(self._allocate, piece),
-            on_damage=partial(self._damaged, piece),
-        )
-        if chunks is not None:
-            chunks = [(row, replace(chunk, buffer=self._bodies.adopt(chunk.buffer))) for row, chunk in chunks]
-            self._arena.keep(name, slot, chunks)
+        decode = self._decode_regions if isinstance(piece.field, RegionReader) else self._decode_rows
+        reread(lambda: decode(piece, slot, self._fetch(piece, number)), partial(self._damaged, piece))
+
+    def _decode_rows(self, piece: Piece, slot: int, body: memoryview | None) -> None:
+        """Decode a body into the rows of a slot, or into chunks to which these refer."""
+        name, ref, layout = piece.field.name, piece.block.ref, piece.field.layout
+        field, _ = self._shared[piece.block.dataset, name]
+        call = partial(self._executor.call, on_repeat=partial(self._forget_unpacked, piece))
+        if in_slots(layout):
+            rows = self._memory.slot_rows(name, slot, ref.stop - ref.start)
+            seconds = call(decode_rows, field, piece.run, body, rows, ref.start)
+        else:
+            assert body is not None
+            memory, chunks = [body], self._memory.chunks[name]
+            allocate = Callback(partial(self._allocate, piece, memory))
+            target = SlotRows(ref.start, chunks.table(slot), self._memory.arena.bytes)
+            used, seconds = call(decode_chunks, field, piece.run, body, target, allocate)
+            kept = [memory[number] for number in used]
+            chunks.keep(slot, kept)
             with self._changed:
-                piece.block.held += sum(chunk.buffer.nbytes for _, chunk in chunks) - piece.unpacked
+                piece.block.held += sum(part.nbytes for part in kept) - piece.unpacked
                 piece.unpacked = 0
         decoded = piece.run.num_samples * layout.field.item_bytes if layout.field.fixed else 0
-        self._counters.add(unpack_seconds=time.thread_time() - piece.body_at, bytes_decoded=decoded)
+        self._counters.add(unpack_seconds=seconds, bytes_decoded=decoded)
 
-    def _fill_regions(self, piece: Piece, field: RegionReader, slot: int, number: int) -> None:
-        """Fetch a piece and decode its chunks into the regions of its block.
+    def _decode_regions(self, piece: Piece, slot: int, body: memoryview | None) -> None:
+        """Decode the chunks of a body into the regions of their block.
 
-        Their size is known before, so the block is admitted only if they fit. They are opened only once `_fetch` has
-        returned: until then another request may complete the block, whose slot then goes to another one.
+        Their size is known before, so the block is admitted only if they fit. They are opened only once a body has
+        arrived: until then another request may complete the block, whose slot then goes to another one.
         """
-        block, ref = piece.block, piece.block.ref
-        allocate = self._bodies.allocate if self._arena.fills_batches else partial(self._allocate_region, block)
-        opened = partial(BlockRegions, field, ref.start, ref.stop, allocate)
-
-        def load() -> tuple[int, int]:
-            body = self._fetch(piece, number)
-            regions, first = self._arena.open_regions(field.name, ref.ticket, slot, opened)
-            if first:  # the block is complete only after this piece
-                field.write_constants(regions)
-                self._arena.keep_rows(field.name, slot, regions)
-            return field.write(piece.run, body, regions, self._bodies.allocate)
-
-        missing, decoded = reread(load, partial(self._damaged, piece))
-        seconds = time.thread_time() - piece.body_at
+        block, ref, reader = piece.block, piece.block.ref, piece.field
+        assert isinstance(reader, RegionReader)
+        allocate = self._bodies.allocate if self._memory.fills_batches else partial(self._allocate_region, block)
+        opened = partial(BlockRegions, reader, ref.start, ref.stop, allocate)
+        regions, first = self._memory.open_regions(reader.name, ref.ticket, slot, opened)
+        if first:  # the block is complete only after this piece
+            reader.write_constants(BlockArrays(regions.arrays, regions.bounds))
+            self._memory.keep_rows(reader.name, slot, regions)
+        field, _ = self._shared[block.dataset, reader.name]
+        arrays, scratch = BlockArrays(regions.arrays, regions.bounds), Callback(self._bodies.allocate)
+        missing, decoded, seconds = self._executor.call(decode_regions, field, piece.run, body, arrays, scratch)
         self._counters.add(unpack_seconds=seconds, bytes_decoded=decoded, missing_chunks=missing)
 
     def _allocate_region(self, block: LoadingBlock, size: int) -> memoryview:
@@ -383,10 +409,12 @@ class Fetcher:
             block.held += size
             block.expected -= size
             self._expected -= size
-        return self._bodies.own(size) if self._arena.keeps else self._bodies.allocate(size)
+        return self._bodies.own(size) if self._memory.keeps else self._bodies.allocate(size)
 
-    def _allocate(self, piece: Piece, size: int) -> memoryview:
-        """Return memory to decode into. Blocks ahead wait, in their order, until it fits: only bodies state this size.
+    def _allocate(self, piece: Piece, memory: list[memoryview], size: int) -> memoryview:
+        """Return memory to decode into, and append it to `memory`.
+
+        Blocks ahead wait, in their order, until it fits: only bodies state this size.
 
         A block that a batch waits for gets it at once. Raises `PassEnded` once closed, and `MemoryBudgetError`.
         """
@@ -408,7 +436,8 @@ class Fetcher:
                 self._budget.check(self.needed + block.held + size)
             piece.unpacked += size
             block.held += size
-            return self._bodies.allocate(size)
+            memory.append(self._bodies.allocate(size))
+            return memory[-1]
 
     def _fits_ahead(self, ticket: int, size: int) -> bool:
         """Return whether a block ahead may decode `size` bytes now. Requires the lock.
@@ -424,7 +453,13 @@ class Fetcher:
     def _damaged(self, piece: Piece) -> None:
         with self._changed:
             self._end_decoding(piece)
-        self._counters.add(retries=1, unpack_seconds=time.thread_time() - piece.body_at)
+        self._counters.add(retries=1)
+
+    def _forget_unpacked(self, piece: Piece) -> None:
+        """Count the decoded bytes of a piece anew, since its decoding is repeated."""
+        with self._changed:
+            piece.block.held -= piece.unpacked
+            piece.unpacked = 0
 
     def _end_decoding(self, piece: Piece) -> None:
         """Record that the body of a piece is decoded or discarded. Requires the lock."""
@@ -435,8 +470,11 @@ class Fetcher:
         if self._closed.is_set():
             self._changed.notify_all()
 
-    def _fetch(self, piece: Piece, number: int) -> memoryview:
-        """Return the body of a piece and make the caller its only decoder. Raises `PassEnded` if it is not needed."""
+    def _fetch(self, piece: Piece, number: int) -> memoryview | None:
+        """Return the body of a piece, None if its object is missing, and make the caller its only decoder.
+
+        Raises `PassEnded` if it is not needed.
+        """
         request = partial(self._request, piece, number)
         retries = piece.block.dataset.store.retries
         body = request() if number else retries.call(request, on_retry=partial(self._count_retry, piece))
@@ -445,10 +483,9 @@ class Fetcher:
                 raise PassEnded
             piece.writer = number
             self._writers += 1
-            piece.body_at = time.thread_time()
         return body
 
-    def _request(self, piece: Piece, number: int) -> memoryview:
+    def _request(self, piece: Piece, number: int) -> memoryview | None:
         """Return the response to one request, and record its time."""
         if piece.finished or self._closed.is_set():
             raise PassEnded
@@ -457,8 +494,15 @@ class Fetcher:
         if number or piece.fresh:
             piece.fresh, piece.sent = False, begin
         try:
-            reader = replace(piece.block.dataset.store.reader(), on_repeat=partial(self._counters.add, requests=1))
-            body = piece.field.fetch(reader, piece.run, self._bodies.allocate)
+            memory: list[memoryview] = []
+            field, store = self._shared[piece.block.dataset, piece.field.name]
+            run, on_repeat = piece.run, Callback(partial(self._counters.add, requests=1))
+            target: Callback | memoryview = Callback(partial(self._allocate_body, memory))
+            if isinstance(piece.field, FieldReader):
+                run = run._replace(sizes=None, crcs=None, picks=None)  # slow to send, and not needed to read
+                if self._executor.workers:  # saves a message
+                    target = self._allocate_body(memory, run.stop - run.start)
+            size = self._executor.call(fetch_body, field, store, run, on_repeat, target)
         except TransientError as error:
             # a timeout too, if others are slow as well: fewer requests leave each of them more of a slow connection
             usual = self._hedging.deadline(piece.run.stop - piece.run.start)
@@ -468,11 +512,16 @@ class Fetcher:
             raise
         piece.sent = NEVER
         seconds = time.perf_counter() - begin
-        self._hedging.completed(len(body), seconds)
-        self.pace.completed(len(body), seconds, bool(self._pending))
-        self._counters.add(bytes_fetched=len(body), request_seconds=seconds)
+        count = size or 0
+        self._hedging.completed(count, seconds)
+        self.pace.completed(count, seconds, bool(self._pending))
+        self._counters.add(bytes_fetched=count, request_seconds=seconds)
         self._counters.note(in_flight=self.pace.limit)
-        return body
+        return None if size is None else memory[-1][:size]
+
+    def _allocate_body(self, memory: list[memoryview], size: int) -> memoryview:
+        memory.append(self._bodies.allocate(size))
+        return memory[-1]
 
     def _count_retry(self, piece: Piece, _error: StorageError, _delay: float) -> None:
         piece.sent = NEVER
@@ -493,6 +542,78 @@ class Fetcher:
             piece.hedges += 1
             self._hedges.append(partial(self._load_piece, piece, piece.hedges))
         self._dispatch()
+
+
+def fetch_body(
+    field: FieldReader | RegionReader, store: Store, run: Any, on_repeat: Callable[[], None], target: Any
+) -> int | None:
+    """Read the bytes of a run by one request into a target, memory or a function `allocate(size)`.
+
+    Return their number, None if the object is missing.
+    """
+    store.retries.reached = True  # the manifest was read from this store, maybe in another process
+    reader = replace(store.reader(), on_repeat=on_repeat)
+    memory: list[memoryview] = []
+
+    def keep(size: int) -> memoryview:
+        memory.append(memoryview(target(size)) if callable(target) else target[:size])
+        return memory[-1]
+
+    body = field.fetch(reader, run, keep)
+    if body is ABSENT:
+        return None
+    if not memory or address(body) != address(memory[-1]):  # the client allocated it
+        part = keep(body.nbytes)
+        if len(part) < body.nbytes:
+            raise CorruptError(f"{body.nbytes} bytes of {run.path} were received, expected {len(part)}")
+        part[:] = body
+    return body.nbytes
+
+
+def decode_rows(field: FieldReader, run: Run, body: memoryview, rows: NDArray[Any], first: int) -> float:
+    """Decode a body into the rows of a slot; return the processor time."""
+    begin = time.thread_time()
+    field.decode(run, body, rows, first)
+    return time.thread_time() - begin
+
+
+class SlotRows(NamedTuple):
+    """The rows of a slot, from sample `first` on, whose items are in `memory`: the table of where they are."""
+
+    first: int
+    table: Table
+    memory: NDArray[np.uint8]
+
+
+def decode_chunks(
+    field: FieldReader, run: Run, body: memoryview, rows: SlotRows, allocate: Allocate
+) -> tuple[list[int], float]:
+    """Decode a body into memory from `allocate`, and write where its items are to the table of a slot.
+
+    Return which of (the body, *the allocated memory) have the items, and the processor time.
+    """
+    begin = time.thread_time()
+    parts = [memoryview(body)]
+
+    def keep(size: int) -> memoryview:
+        parts.append(memoryview(allocate(size)))
+        return parts[-1]
+
+    used = set()
+    for row, items in field.decode(run, parts[0], None, rows.first, keep) or ():
+        place_items(rows.memory, rows.table, row, items)
+        at = address(items.buffer)
+        used |= {number for number, part in enumerate(parts) if 0 <= at - address(part) < part.nbytes}
+    return sorted(used), time.thread_time() - begin
+
+
+def decode_regions(
+    field: RegionReader, run: ArrayRun, body: memoryview | None, block: BlockArrays, allocate: Allocate
+) -> tuple[int, int, float]:
+    """Decode the chunks of a body into the regions of its block; return (missing, decoded bytes, processor time)."""
+    begin = time.thread_time()
+    missing, decoded = field.write(run, ABSENT if body is None else body, block, allocate)
+    return missing, decoded, time.thread_time() - begin
 
 
 def ahead_limit(most: float) -> float:

@@ -6,20 +6,17 @@ Reuse pays since the first write to a new page costs three times the copy into i
 from __future__ import annotations
 
 import math
-import mmap
-import os
 import threading
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from streamloader.engine.arena import Arena, address, machine_memory
 from streamloader.engine.regions import BatchRow, BatchRows, BlockKey, BlockRegions, Lease, Regions
 from streamloader.errors import MemoryBudgetError
 from streamloader.format.codecs import Items
@@ -32,15 +29,13 @@ from streamloader.zarr.columns import ARRAYS
 
 Column = NDArray[Any]
 Layouts = Mapping[str, FieldLayout]  # by field
+Table = tuple[NDArray[np.int64], NDArray[np.int32]]  # the addresses in the arena, and the sizes, of rows
 NO_SLOT = -1
-# A slot stores chunk, start and stop of each item.
-ITEM_BYTES = 3 * 4
+# A slot stores the address and the size of each item.
+ITEM_BYTES = 8 + 4
 # Rows of this size, or of variable size, stay in their chunks until a batch is gathered. Copying them into a slot first
 # would take as long as gathering them, and finding smaller rows takes longer than copying them.
 LARGE_ROW = 1 << 14
-# Smaller buffers come from malloc, which reuses them. Buffers of HUGE_BYTES or more ask for huge pages, as numpy does.
-MAPPED_BYTES = 1 << 18
-HUGE_BYTES = 1 << 22
 
 
 def in_slots(layout: FieldLayout) -> bool:
@@ -48,16 +43,17 @@ def in_slots(layout: FieldLayout) -> bool:
     return layout.field.fixed and layout.field.item_bytes < LARGE_ROW and layout.codec != ARRAYS
 
 
-class Arena:
-    """`slots` blocks of `block` samples: one array for each field `in_slots`, chunks with offsets for the others.
+class Blocks:
+    """`slots` blocks of `block` samples: one array for each field `in_slots`, chunks with addresses for the others.
 
     Fields of arrays that others wrote have regions instead: see `regions.py`. If blocks fill rows of batches,
     `lease` makes these. `keeps`: regions are kept for later epochs.
     """
 
     def __init__(
-        self, layouts: Layouts, slots: int, block: int, lease: Lease | None = None, *, keeps: bool = False
+        self, layouts: Layouts, slots: int, block: int, lease: Lease | None = None, *, arena: Arena, keeps: bool = False
     ) -> None:
+        self.arena = arena
         self.block = block
         self.keeps, self.fills_batches = keeps, lease is not None
         self.shape = (dict(layouts), slots, block, self.fills_batches, keeps)
@@ -66,14 +62,14 @@ class Arena:
         self._count = slots
         self._free = list(range(slots))
         self._fixed: dict[str, Column] = {
-            name: np.empty((slots * block, *layout.field.shape), layout.field.dtype)
+            name: arena.array((slots * block, *layout.field.shape), layout.field.dtype)
             for name, layout in layouts.items()
             if in_slots(layout)
         }
         arrays = [name for name, layout in layouts.items() if layout.codec == ARRAYS]
         self.regions = {name: Regions(slots, block, keeps=keeps) for name in arrays}
         in_rows = {name for name in {*self._fixed, *arrays} if layouts[name].field.fixed}
-        self.chunks = {name: _Chunks(slots, block) for name in layouts if name not in in_rows}
+        self.chunks = {name: Chunks(arena, slots, block) for name in layouts if name not in in_rows}
         self._slots: dict[int, int] = {}  # by ticket
         self._first_row = np.zeros(1024, np.int64)  # of the slot of each ticket, modulo the length of this array
         self._lock = threading.Lock()
@@ -151,14 +147,10 @@ class Arena:
     def keep_rows(self, name: str, slot: int, block: BlockRegions) -> None:
         """Store where the sparse rows of a block are, if its column has any."""
         if name in self.chunks:
-            self.keep(name, slot, block.items)
-
-    def keep(self, name: str, slot: int, chunks: Sequence[tuple[int, Items]]) -> None:
-        """Store decoded chunks of a field, each with the block row of its first item.
-
-        The row may be negative: items outside the block are ignored. Parts of a block may arrive in any order.
-        """
-        self.chunks[name].keep(slot, chunks, self._lock)
+            chunks = self.chunks[name]
+            for row, items in block.items:
+                place_items(self.arena.bytes, chunks.table(slot), row, items)
+            chunks.keep(slot, [items.buffer for _, items in block.items])
 
     def locate(self, tickets: NDArray[np.int64], rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the arena's row of each row of the blocks with these tickets."""
@@ -167,14 +159,9 @@ class Arena:
         places += rows
         return places
 
-    def take(self, name: str, places: NDArray[np.int64], out: Column) -> None:
-        """Gather rows of a fixed-shape field into `out` in one copy, without a temporary array of the batch's size."""
-        if name in self._fixed:
-            self._fixed[name].take(places, axis=0, out=out, mode="clip")
-            return
-        into, size = out.reshape(-1).view(np.uint8).data, math.prod(out.shape[1:]) * out.itemsize
-        for number, item in enumerate(self.chunks[name].items(places)):
-            into[number * size : (number + 1) * size] = item
+    def rows_of(self, name: str) -> Column | None:
+        """Return the rows of all slots of a field, None if they are not in slots."""
+        return self._fixed.get(name)
 
     def _grow(self, span: int) -> None:
         table = np.zeros(2 << span.bit_length(), np.int64)
@@ -183,41 +170,54 @@ class Arena:
         self._first_row = table
 
 
-class _Chunks:
-    """The decoded chunks of a field in all slots, and the position of each block row in them."""
+class Chunks:
+    """The addresses and sizes of a field's rows in all slots, and the memory of their chunks."""
 
-    def __init__(self, slots: int, block: int) -> None:
-        self._block = block
-        self._buffers: list[list[memoryview]] = [[] for _ in range(slots)]
-        self._chunk = np.empty(slots * block, np.int32)
-        self._starts = np.empty(slots * block, np.int32)  # a chunk is smaller than 2 GiB
-        self._stops = np.empty(slots * block, np.int32)
+    def __init__(self, arena: Arena, slots: int, block: int) -> None:
+        self._arena, self._block = arena, block
+        self._leases: list[list[memoryview]] = [[] for _ in range(slots)]
+        self.addresses = arena.array((slots * block,), "int64")  # offsets in the arena
+        self.sizes = arena.array((slots * block,), "int32")  # a chunk is smaller than 2 GiB
 
-    def keep(self, slot: int, chunks: Sequence[tuple[int, Items]], lock: threading.Lock) -> None:
-        """Store the buffers and the positions of their items."""
-        buffers = self._buffers[slot]
-        with lock:
-            first = len(buffers)
-            buffers.extend(items.buffer for _, items in chunks)
-        base = slot * self._block
-        for number, (row, items) in enumerate(chunks, first):
-            low, high = max(row, 0), min(row + len(items), self._block)
-            self._chunk[base + low : base + high] = number
-            self._starts[base + low : base + high] = items.starts[low - row : high - row]
-            self._stops[base + low : base + high] = items.stops[low - row : high - row]
+    def table(self, slot: int) -> Table:
+        """Return the addresses and the sizes of the rows of a slot, to be written."""
+        rows = slice(slot * self._block, (slot + 1) * self._block)
+        return self.addresses[rows], self.sizes[rows]
+
+    def keep(self, slot: int, memory: Sequence[memoryview]) -> None:
+        """Keep the memory of chunks while the slot has their rows."""
+        self._leases[slot] += memory
 
     def drop(self, slot: int) -> None:
-        self._buffers[slot] = []
+        """Free the memory of the chunks of a slot."""
+        self._leases[slot] = []
+
+    def hold(self, places: NDArray[np.int64]) -> list[list[memoryview]]:
+        """Return what keeps the bytes of rows valid after their slots are released."""
+        return [self._leases[slot] for slot in np.unique(places // self._block).tolist()]
 
     def item_bytes(self, places: NDArray[np.int64]) -> int:
         """Return the total number of bytes of rows."""
-        return int((self._stops[places] - self._starts[places]).sum(dtype=np.int64))
+        return int(self.sizes[places].sum(dtype=np.int64))
 
     def items(self, places: NDArray[np.int64]) -> list[memoryview]:
-        """Return the bytes of rows, as views that keep their chunk alive."""
-        columns = (places // self._block, self._chunk[places], self._starts[places], self._stops[places])
-        entries = zip(*(column.tolist() for column in columns), strict=True)
-        return [self._buffers[slot][chunk][start:stop] for slot, chunk, start, stop in entries]
+        """Return the bytes of rows, as views that are valid until their slots are released."""
+        data, starts = self._arena.bytes.data, self.addresses[places]
+        stops = starts + self.sizes[places]
+        return [data[start:stop] for start, stop in zip(starts.tolist(), stops.tolist(), strict=True)]
+
+
+def place_items(memory: NDArray[np.uint8], table: Table, row: int, items: Items) -> None:
+    """Write the addresses in `memory` and the sizes of items to a table, from `row` on, which may be negative.
+
+    Items outside of the table are ignored.
+    """
+    addresses, sizes = table
+    low, high = max(row, 0), min(row + len(items), len(addresses))
+    part = slice(low - row, high - row)
+    start = address(items.buffer) - address(memory) if items.buffer.nbytes else 0
+    addresses[low:high] = items.starts[part] + start
+    sizes[low:high] = items.stops[part] - items.starts[part]
 
 
 class Buffers:
@@ -228,7 +228,8 @@ class Buffers:
     kept. Unused arrays are freed when all arrays together would exceed `most` bytes.
     """
 
-    def __init__(self, counters: Counters, *, keep: int = 8, most: float = math.inf) -> None:
+    def __init__(self, arena: Arena, counters: Counters, *, keep: int = 8, most: float = math.inf) -> None:
+        self._arena = arena
         self._free: dict[tuple[int, str], deque[NDArray[np.uint8]]] = {}
         self._made: Counter[tuple[int, str]] = Counter()
         self._counters = counters
@@ -277,7 +278,7 @@ class Buffers:
         self._trim(capacity)
         self._made[capacity, dtype] += 1
         self._counters.add(buffers_allocated=1)
-        return self._count(_pages(capacity)), self._free[capacity, dtype]
+        return self._allocate(capacity), self._free[capacity, dtype]
 
     def limit(self, most: float) -> None:
         """Set `most`, and free unused arrays to comply."""
@@ -291,16 +292,11 @@ class Buffers:
 
     def own(self, size: int) -> memoryview:
         """Return new memory of `size` bytes, counted and not used again, where leases are up to 25 % larger."""
-        return memoryview(self._count(_pages(size)))  # type: ignore[arg-type]
+        return memoryview(self._allocate(size))  # type: ignore[arg-type]
 
-    def adopt(self, body: memoryview) -> memoryview:
-        """Count the bytes of a body as used, even if the client allocated them; return the body."""
-        if isinstance(body.obj, np.ndarray) or not body.nbytes:
-            return body
-        return memoryview(self._count(np.frombuffer(body, np.uint8)))  # type: ignore[arg-type]
-
-    def _count(self, array: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        """Count an array as allocated until it is deleted, and return it."""
+    def _allocate(self, size: int) -> NDArray[np.uint8]:
+        """Return new memory, counted until it is deleted."""
+        array = self._arena.allocate(size)
         with self._lock:
             self._allocated += array.nbytes
         self._when_deleted(array, partial(self._freed.append, array.nbytes))
@@ -329,20 +325,6 @@ class Buffers:
         for _, free in sorted(self._free.items(), key=lambda item: item[0], reverse=True):
             while free and self._alive() + more > self.most:
                 free.popleft()
-
-
-def _pages(nbytes: int) -> NDArray[np.uint8]:
-    """Return memory that goes back to the system when it is deleted.
-
-    malloc would keep it: some MB in each of 8 arenas per core.
-    """
-    if nbytes < MAPPED_BYTES:
-        return np.empty(nbytes, np.uint8)
-    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANON)
-    if nbytes >= HUGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # a kernel without huge pages
-            memory.madvise(mmap.MADV_HUGEPAGE)
-    return np.frombuffer(memory, np.uint8)
 
 
 def _capacity(nbytes: int) -> int:
@@ -473,20 +455,21 @@ class Memory(NamedTuple):
     """
 
     bodies: Buffers
-    arena: Arena
+    blocks: Blocks
     buffers: Buffers
     budget: Budget
     counters: Counters
 
     @classmethod
-    def of(cls, layouts: Layouts, block: int, budget: Budget, counters: Counters) -> Memory:
+    def of(cls, layouts: Layouts, block: int, budget: Budget, counters: Counters, arena: Arena) -> Memory:
         """Return memory for blocks of `block` samples."""
         most = LIVE_BATCHES * budget.batch_bytes + TOLERANCE_BYTES if budget.exact else math.inf
         columns_alive = len(layouts) * (LIVE_BATCHES + READY_BATCHES + (budget.slots if budget.fills_batches else 1))
-        buffers = Buffers(counters, keep=columns_alive, most=most)
+        buffers = Buffers(arena, counters, keep=columns_alive, most=most)
         lease = partial(buffers.lease, usual=LIVE_BATCHES) if budget.fills_batches else None
-        bodies = Buffers(Counters(), keep=budget.slots + MAX_THREADS, most=budget.body_bytes)
-        return cls(bodies, Arena(layouts, budget.slots, block, lease, keeps=budget.keeps), buffers, budget, counters)
+        bodies = Buffers(arena, Counters(), keep=budget.slots + MAX_THREADS, most=budget.body_bytes)
+        blocks = Blocks(layouts, budget.slots, block, lease, arena=arena, keeps=budget.keeps)
+        return cls(bodies, blocks, buffers, budget, counters)
 
 
 def allot(demand: Demand, memory: int | None, ranks_here: int = 1) -> Budget:
@@ -529,12 +512,3 @@ def allot(demand: Demand, memory: int | None, ranks_here: int = 1) -> Budget:
 def allowance(memory: int | None, ranks_here: int) -> int:
     """Return the bytes that one rank may use: `memory`, or its share of 80 % of the machine's memory."""
     return int(machine_memory() * MACHINE_SHARE / ranks_here) if memory is None else memory
-
-
-def machine_memory() -> int:
-    """Return the bytes of memory that this process may use: the machine's, or the control group's if less."""
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        with suppress(OSError, ValueError):  # absent, or "max"
-            total = min(total, int(Path(path).read_text()))
-    return total

@@ -1,4 +1,7 @@
-"""Turns slots into finished batches: gather, decode, transform, each stage on its own threads."""
+"""Turns slots into finished batches: gather, decode, transform, each stage on its own threads.
+
+What touches the bytes of samples is a function at the end of this module, which the executor calls.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +13,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, repeat
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from streamloader.engine.executor import Callback, Executor, Workers
 from streamloader.engine.memory import LIVE_BATCHES, Buffers, Memory
 from streamloader.engine.transform import (
     HeldTransform,
@@ -25,16 +29,19 @@ from streamloader.engine.transform import (
     Sample,
     Tensors,
     Transform,
-    TransformProcess,
     apply,
     collate,
+    loads,
+    share_transform,
     takes_rng,
+    transform_samples,
 )
 from streamloader.errors import EngineError, StreamloaderError, wrapped
 from streamloader.format.manifest import Field, FieldLayout
+from streamloader.format.rows import copy_rows
 from streamloader.format.values import from_bytes
 from streamloader.images.targets import move_boxes, move_points
-from streamloader.options import Pack
+from streamloader.options import MIB, Pack
 from streamloader.order.schedule import BatchPlan, Ints
 from streamloader.storage.process import finalize
 from streamloader.zarr.columns import ARRAYS
@@ -57,14 +64,14 @@ class WorkerThreads:
     def __init__(self, name: str, count: int, started: int | None = None) -> None:
         self._jobs: SimpleQueue[tuple[Job, OnError] | None] = SimpleQueue()
         self._name = name
-        self._count = count
+        self.count = count
         self._closed = False
         self._threads: list[threading.Thread] = []
         self.grow(count if started is None else started)
 
     def grow(self, count: int) -> None:
         """Start threads until `count`, or the maximum, are running. Not thread-safe."""
-        while len(self._threads) < min(count, self._count):
+        while len(self._threads) < min(count, self.count):
             name = f"streamloader-{self._name}-{len(self._threads)}"
             thread = threading.Thread(target=_run, args=(self._jobs,), name=name, daemon=True)
             self._threads.append(thread)
@@ -113,6 +120,7 @@ class Batch:
 
     `singles`: the columns of each sample, of one row, if transformed samples are not batched.
     `places`: the number of `READY_BATCHES` that it counts as; more than one if it is much larger than the mean.
+    `held`: what keeps the encoded images valid until they are decoded.
     """
 
     plan: BatchPlan
@@ -120,6 +128,7 @@ class Batch:
     singles: Sequence[dict[str, Any]] | None = None
     error: StreamloaderError | None = None
     places: int = 1
+    held: list[Any] = field(default_factory=list)
     finished: threading.Event = field(default_factory=threading.Event)
     _dropped: bool = False
 
@@ -127,6 +136,7 @@ class Batch:
         """Finish the batch with its first error; other jobs of it may still be running."""
         first = ", ".join(map(str, self.plan.samples[:3].tolist()))
         self.error = self.error or wrapped(error, f"making the batch of samples {first}, ...")
+        self.held = []
         if self._dropped:
             self.error = None
         self.finished.set()
@@ -156,50 +166,148 @@ def split_steps(batch: Batch) -> Iterator[tuple[BatchPlan, Mapping[str, Any]]]:
 
 
 def _of_step(column: Any, number: int, first: int, stop: int) -> Any:
-    if isinstance(column, PackedSteps):
-        return column.columns[number]
+    return column.columns[number] if isinstance(column, PackedSteps) else _of_rows(column, first, stop)
+
+
+def _of_rows(column: Any, first: int, stop: int) -> Any:
     if not isinstance(column, Ragged):
         return column[first:stop]
     edges = column.offsets[first : stop + 1]
     return Ragged(column.values[edges[0] : edges[-1]], edges - edges[0])
 
 
-def items_to_column(
-    name: str, kind: Field, items: list[memoryview], samples: Ints, buffers: Buffers, *, pack: Pack | None = None
-) -> Any:
-    """Return the batch column of a variable-size field: a list of bytes or str, or a `Ragged`, packed as `pack` says.
+class Copy(NamedTuple):
+    """Rows to copy to a column of a batch: the rows `starts` of the array `source`.
 
-    Raises `DecodeError`, which names the sample, for bytes that are invalid for the field.
+    With `edges`, `out` has bytes: row i is in `source` from byte `starts[i]` on, and in `out` in
+    [edges[i], edges[i + 1]).
     """
+
+    out: NDArray[Any]
+    source: NDArray[Any]
+    starts: Ints
+    edges: Ints | None = None
+
+    def part(self, number: int, count: int) -> Copy:
+        """Return one of `count` parts of this copy."""
+        first, stop = len(self.starts) * number // count, len(self.starts) * (number + 1) // count
+        if self.edges is None:
+            return self._replace(out=self.out[first:stop], starts=self.starts[first:stop])
+        edges = self.edges[first : stop + 1]
+        return Copy(self.out[edges[0] : edges[-1]], self.source, self.starts[first:stop], edges - edges[0])
+
+
+def copy_all(copies: Sequence[Copy]) -> None:
+    """Copy rows to the columns of a batch."""
+    for out, source, starts, edges in copies:
+        if edges is None:
+            np.take(source, starts, axis=0, out=out, mode="clip")
+        else:
+            copy_rows(source, starts, np.diff(edges), out)
+
+
+class Rows(NamedTuple):
+    """Where variable-length rows are: row i is `memory[starts[i] : starts[i] + sizes[i]]`."""
+
+    memory: NDArray[np.uint8]
+    starts: Ints
+    sizes: NDArray[np.int32]
+
+    def edges(self) -> Ints:
+        """Return the byte at which each row begins once they are concatenated, and the end."""
+        edges = np.zeros(len(self.starts) + 1, np.int64)
+        np.cumsum(self.sizes, out=edges[1:])
+        return edges
+
+    def items(self) -> list[memoryview]:
+        """Return the bytes of each row."""
+        stops = (self.starts + self.sizes).tolist()
+        return [self.memory.data[start:stop] for start, stop in zip(self.starts.tolist(), stops, strict=True)]
+
+
+def variable_column(
+    field: tuple[str, Field], rows: Rows, plan: BatchPlan, buffers: Buffers, pack: Pack | None = None
+) -> tuple[Any, list[Copy]]:
+    """Return the column of a variable-length field, given with its name, and what must be copied to it.
+
+    The column is a list of bytes or str, or a `Ragged`, packed as `pack` says. Raises `DecodeError`, which names the
+    sample, for bytes that are invalid for the field.
+    """
+    name, kind = field
     try:
         if kind.kind == "bytes":
-            return [bytes(item) for item in items]
+            return [bytes(item) for item in rows.items()], []
         if kind.kind == "text":
-            return [str(item, "utf-8") for item in items]
-        return _concatenate(kind, items, buffers, pack)
+            return [str(item, "utf-8") for item in rows.items()], []
+        edges = rows.edges()
+        if np.any(edges % kind.item_bytes):
+            raise ValueError("a sample ends within a row")
     except ValueError:
-        for item, sample in zip(items, samples.tolist(), strict=True):
+        for item, sample in zip(rows.items(), plan.samples.tolist(), strict=True):
             from_bytes(name, kind, item, sample)  # raises for the invalid item
         raise
+    columns, copies = [], []
+    step_rows = max(1, len(rows.starts) if pack is None else plan.step_rows)
+    for first in range(0, max(1, len(rows.starts)), step_rows):  # a row of packed values has samples of one step only
+        part = edges[first : first + step_rows + 1] - edges[first]
+        offsets = part // kind.item_bytes
+        count = int(offsets[-1])
+        shape = (count, *kind.shape) if pack is None else (-(-count // pack.length), pack.length)
+        values = buffers.lease(shape, kind.dtype)
+        if pack is not None:
+            values.reshape(-1)[count:] = pack.pad
+        columns.append(Ragged(values, offsets))
+        copies.append(Copy(_flat(values), rows.memory, rows.starts[first : first + step_rows], part))
+    return columns[0] if len(columns) == 1 else PackedSteps(columns), copies
 
 
-def _concatenate(kind: Field, items: Sequence[memoryview], buffers: Buffers, pack: Pack | None) -> Ragged:
-    edges = np.zeros(len(items) + 1, np.int64)  # in bytes
-    np.cumsum(np.fromiter(map(len, items), np.int64, len(items)), out=edges[1:])
-    offsets, remainders = np.divmod(edges, kind.item_bytes)
-    if remainders.any():
-        raise ValueError("a sample ends within a row")
-    count = int(offsets[-1])
-    if pack is None:
-        values = buffers.lease((count, *kind.shape), kind.dtype)
-    else:
-        values = buffers.lease((-(-count // pack.length), pack.length), kind.dtype)
-        values.reshape(-1)[count:] = pack.pad
-    into = values.reshape(-1).view(np.uint8).data
-    # Slices of memoryviews: slices of arrays take 1.5 times as long, fancy indexing 5 times.
-    for item, (begin, end) in zip(items, pairwise(edges.tolist()), strict=True):
-        into[begin:end] = item
-    return Ragged(values, offsets)
+class Images(NamedTuple):
+    """The encoded images of a batch: image i has the bytes of `memory` in `spans[i]`, (first byte, size).
+
+    `key`: (seed, epoch) of random crops. `out`: the decoded images, None if their sizes differ. `crops`: gets the crop
+    of each; images of masks are cropped as it says.
+    """
+
+    decoder: ImageDecoder
+    memory: NDArray[np.uint8]
+    spans: Ints
+    samples: Ints
+    positions: Ints
+    key: tuple[int, int]
+    out: NDArray[Any] | None
+    crops: Ints
+
+    def part(self, rows: range) -> Images:
+        """Return the images of some rows."""
+        at = slice(rows.start, rows.stop)
+        columns = self.spans[at], self.samples[at], self.positions[at]
+        out = None if self.out is None else self.out[at]
+        return Images(self.decoder, self.memory, *columns, self.key, out, self.crops[at])
+
+
+def decode_images(columns: Sequence[Images], allocate: Callable[..., NDArray[Any]]) -> float:
+    """Decode the images of some rows, those of a row together, since a mask is cropped as its image.
+
+    Images of different sizes are decoded into memory from `allocate(shape, dtype)`. Return the processor time.
+    """
+    begin = time.thread_time()
+    rows = [
+        zip(
+            [images.memory.data[start : start + size] for start, size in images.spans.tolist()],
+            images.samples.tolist(),
+            images.decoder.draws(*images.key, images.positions) or repeat(()),
+            images.crops,
+            images.out if images.out is not None else repeat(None),
+            strict=False,
+        )
+        for images in columns
+    ]
+    for row in zip(*rows, strict=True):
+        for images, (data, sample, draws, crop, out) in zip(columns, row, strict=True):
+            decoder = images.decoder
+            target = allocate(decoder.shape(data, sample), decoder.dtype) if out is None else out
+            decoder.decode(data, sample, target, draws, crop)
+    return time.thread_time() - begin
 
 
 def rows_of(columns: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
@@ -215,14 +323,16 @@ def rows_of(columns: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
 class LoaderConfig:
     """The options that turn samples into batches, and the memory budget (`memory` in bytes, None for the default).
 
-    `decoders`: the image fields to decode. `packs`: the ragged fields to pack. `tensors` handles tensors that a
-    transform returns.
+    `decoders`: the image fields to decode. `packs`: the ragged fields to pack. `workers` processes do the work, threads
+    if 0. `spawns`: they may import the script of this process for its transform; otherwise such a transform runs in a
+    thread. `tensors` handles tensors that a transform returns.
     """
 
     decoders: Mapping[str, ImageDecoder] = field(default_factory=dict)
     packs: Mapping[str, Pack] = field(default_factory=dict)
     transform: Transform | None = None
-    transform_workers: int = 0
+    workers: Workers = 0
+    spawns: bool = True
     memory: int | None = None
     ranks_here: int = 1
     tensors: Tensors | None = None
@@ -249,6 +359,10 @@ class StageOptions(NamedTuple):
         return self.batched and self.transform is None
 
 
+# With workers, the bytes of a batch that a thread copies at least.
+PART_BYTES = 2 * MIB
+# Images that a thread decodes at least, one after another.
+PART_IMAGES = 8
 # How long the interpreter's exit waits for the image or the transform that a thread is running.
 EXIT_SECONDS = 5.0
 
@@ -256,43 +370,45 @@ EXIT_SECONDS = 5.0
 class Stages:
     """Gathers, decodes and transforms batches. Threads hold this object, never the `Pipeline`."""
 
-    def __init__(self, options: StageOptions, memory: Memory, processes: Sequence[TransformProcess]) -> None:
-        self._options, self._config = options, options.config
+    def __init__(self, options: StageOptions, memory: Memory, executor: Executor) -> None:
+        self._options, self._config, self._executor = options, options.config, executor
         self.transforms = options.transform is not None
-        self._arena = memory.arena
+        self._blocks = memory.blocks
         self._buffers = memory.buffers
         self._counters = memory.counters
-        self._threads = memory.budget.cores
+        self._threads = executor.workers or memory.budget.cores
         self._variable = [
             name for name, of in options.streamed.items() if not of.field.fixed and name not in options.config.decoders
         ]
         self._ragged = [name for name, of in options.streamed.items() if of.field.kind == "ragged"]
         self.decodes = bool(options.config.decoders)
-        self._processes = list(processes)
+        self._decoders = {name: executor.share(decoder) for name, decoder in options.config.decoders.items()}
+        self._shared_transform: Transform | None = None
         if options.transform is not None:
             transform = self._held_transform()
-            for _ in range(options.config.transform_workers - len(processes)):
-                self._processes.append(TransformProcess(transform, options.config.tensors))
             self._with_rng = takes_rng(transform)
+            if executor.workers:
+                self._shared_transform = share_transform(executor, transform, spawns=self._config.spawns)
         self._closed = False
-        self._decode = WorkerThreads("decode", self._threads if options.config.decoders else 0)
-        self._transform = [
-            WorkerThreads("transform", 1) for _ in range(max(1, len(self._processes)) if options.transform else 0)
-        ]
+        alone = self._shared_transform is None
+        self._gather = WorkerThreads("gather", executor.workers)
+        self._decode = WorkerThreads("decode", self._threads if self.decodes else 0)
+        self._transform = WorkerThreads("transform", (1 if alone else executor.workers) if self.transforms else 0)
         # OpenCV, and most native code of a transform, aborts the process if it returns to an interpreter that has
-        # ended, so the exit waits for these threads. Threads that wait for a transform process need no wait.
+        # ended, so the exit waits for these threads. Threads that wait for a worker need no wait.
         # The finalizer must not hold a reference to this object.
-        finalize(self, _join_at_exit, [self._decode] if self._processes else [self._decode, *self._transform])
+        here = [self._decode] * (not executor.workers) + [self._transform] * alone
+        finalize(self, _join_at_exit, here)
 
     def variable_bytes(self, plan: BatchPlan) -> tuple[int, int]:
         """Return the bytes of a batch's variable-size columns, and the temporary bytes of decoding its images.
 
         The blocks must be loaded. Raises `DecodeError` for an image without a valid header.
         """
-        places = self._arena.locate(plan.tickets, plan.rows)
-        size, scratch = sum(self._arena.chunks[name].item_bytes(places) for name in self._variable), 0
+        places = self._blocks.locate(plan.tickets, plan.rows)
+        size, scratch = sum(self._blocks.chunks[name].item_bytes(places) for name in self._variable), 0
         for name, decoder in self._config.decoders.items():
-            items = self._arena.chunks[name].items(places)
+            items = self._blocks.chunks[name].items(places)
             unsized = decoder.options.size is None
             headers = items[:1] if unsized and self._options.stack_images else items  # stacked ones have one size
             sizes = list(map(decoder.measure, headers, plan.samples.tolist()))
@@ -309,107 +425,125 @@ class Stages:
         """
         plan = batch.plan
         count = len(plan.samples)
-        images: dict[str, list[memoryview]] = {}
         batch.columns = dict.fromkeys(self._options.names)
+        copies: list[Copy] = []
         name = ""
         try:
-            places = self._arena.locate(plan.tickets, plan.rows) if self._options.streamed else plan.rows
+            places = self._blocks.locate(plan.tickets, plan.rows) if self._options.streamed else plan.rows
             for name, layout in self._options.streamed.items():
-                self._gather(batch, name, layout, places, images)
+                copies += self._column(batch, name, layout, places)
             for name, values in self._options.resident.items():
                 out = self._buffers.lease((count, *values.shape[1:]), values.dtype.str, LIVE_BATCHES)
-                batch.columns[name] = np.take(values, plan.samples, axis=0, out=out, mode="clip")
+                batch.columns[name] = out
+                copies.append(Copy(out, values, plan.samples))
+            self._copy(copies)
         except StreamloaderError:
             raise
         except Exception as error:
             raise wrapped(error, f"gathering field {name!r}") from error
-        if images and count:
-            self._start_decode(batch, images)
+        if self.decodes and count:
+            self._start_decode(batch, places)
         else:
             self._start_transform(batch)
 
     def close(self) -> None:
-        """Let the threads and processes end."""
+        """Let the threads end."""
         self._closed = True
-        for threads in (self._decode, *self._transform):
+        for threads in (self._gather, self._decode, self._transform):
             threads.close()
-        for process in self._processes:
-            process.close()
-
-    def release_processes(self) -> list[TransformProcess]:
-        """Return the transform processes after the last batch, for the next pass; `close` does not end them."""
-        processes, self._processes = self._processes, []
-        return processes
+        self._executor.abandon("streamloader-transform-")  # a slow one; its result is pickled
 
     def join(self, seconds: float) -> bool:
         """Wait at most `seconds` for each thread; return whether all have ended."""
-        return all(threads.join(seconds) for threads in (self._decode, *self._transform))
+        return all(threads.join(seconds) for threads in (self._gather, self._decode, self._transform))
 
-    def _gather(
-        self, batch: Batch, name: str, layout: FieldLayout, places: Ints, images: dict[str, list[memoryview]]
-    ) -> None:
-        """Put the column of a field into the batch, or its encoded items into `images`."""
+    def _column(self, batch: Batch, name: str, layout: FieldLayout, places: Ints) -> list[Copy]:
+        """Put the column of a field into the batch, and return what must be copied to it; nothing for images."""
         plan, field = batch.plan, layout.field
-        if layout.codec == ARRAYS and field.fixed:
-            lease = partial(self._buffers.lease, usual=LIVE_BATCHES)
-            batch.columns |= self._arena.regions[name].gather(places, lease, (self._options.seed, plan.epoch))
-            return
-        if field.fixed:
-            out = self._buffers.lease((len(plan.samples), *field.shape), field.dtype, LIVE_BATCHES)
-            self._arena.take(name, places, out)
-            batch.columns[name] = out
-            return
-        items = self._arena.chunks[name].items(places)
         if name in self._config.decoders:
-            images[name] = items
-        else:
-            column = partial(items_to_column, name, field, buffers=self._buffers, pack=self._config.packs.get(name))
-            if name not in self._config.packs or len(items) <= plan.step_rows:
-                batch.columns[name] = column(items, plan.samples)
-                return
-            steps = (slice(at, at + plan.step_rows) for at in range(0, len(items), plan.step_rows))
-            batch.columns[name] = PackedSteps([column(items[step], plan.samples[step]) for step in steps])
+            return []
+        lease = partial(self._buffers.lease, usual=LIVE_BATCHES)
+        if layout.codec == ARRAYS and field.fixed:
+            batch.columns |= self._blocks.regions[name].gather(places, lease, (self._options.seed, plan.epoch))
+            return []
+        rows = self._blocks.rows_of(name)
+        if rows is not None:
+            batch.columns[name] = out = lease((len(places), *field.shape), field.dtype)
+            return [Copy(out, rows, places)]
+        chunks, memory = self._blocks.chunks[name], self._blocks.arena.bytes
+        located = Rows(memory, chunks.addresses[places], chunks.sizes[places])
+        if field.fixed:
+            batch.columns[name] = out = lease((len(places), *field.shape), field.dtype)
+            return [Copy(_flat(out), memory, located.starts, located.edges())]
+        pack = self._config.packs.get(name)
+        batch.columns[name], copies = variable_column((name, field), located, plan, self._buffers, pack)
+        return copies
 
-    def _start_decode(self, batch: Batch, images: Mapping[str, Sequence[memoryview]]) -> None:
-        parts = _divide(len(batch.plan.samples), 4 * self._threads)
-        crops = {name: np.zeros((len(items), 7), np.int64) for name, items in images.items() if not self._is_mask(name)}
+    def _copy(self, copies: Sequence[Copy]) -> None:
+        """Copy the rows of a batch, by several threads if they are large."""
+        workers = self._executor.workers
+        if not workers:
+            copy_all(copies)
+            return
+        count = max(1, min(workers, sum(copy.out.nbytes for copy in copies) // PART_BYTES))
+        done: SimpleQueue[BaseException | None] = SimpleQueue()
+
+        def run(number: int) -> None:
+            self._executor.call(copy_all, [copy.part(number, count) for copy in copies])
+            done.put(None)
+
+        for number in range(count if copies else 0):
+            self._gather.submit(partial(run, number), done.put)
+        for error in [done.get() for _ in range(count if copies else 0)]:
+            if error is not None:
+                raise error
+
+    def _start_decode(self, batch: Batch, places: Ints) -> None:
+        parts = _divide(len(places), max(1, min(4 * self._threads, len(places) // PART_IMAGES)))
+        names = [name for name, decoder in self._config.decoders.items() if not decoder.mask]
+        crops = {name: self._buffers.lease((len(places), 7), "int64") for name in names}
         finish_part = _countdown(len(parts) * len(crops), partial(self._finish_decode, batch, crops))
-        for decode in [self._image_decoder(batch, name, images, crop) for name, crop in crops.items()]:
+        for columns in [self._images(batch, name, places, crop) for name, crop in crops.items()]:
             for part in parts:
-                self._decode.submit(partial(self._decode_part, decode, part, finish_part), batch.fail)
+                self._decode.submit(partial(self._decode_part, batch, columns, part, finish_part), batch.fail)
 
-    def _is_mask(self, name: str) -> bool:
-        return self._config.decoders[name].mask
-
-    def _image_decoder(
-        self, batch: Batch, name: str, images: Mapping[str, Sequence[memoryview]], crops: Ints
-    ) -> Callable[[int], None]:
-        """Put the column of an image field into the batch, and that of its masks.
-
-        Returns a function that decodes the image of one row, and its mask with the same crop.
-        """
-        plan, decoder, items = batch.plan, self._config.decoders[name], images[name]
-        samples = plan.samples.tolist()
-        out: list[NDArray[Any] | None] | NDArray[Any] = [None] * len(items)
+    def _images(self, batch: Batch, name: str, places: Ints, crops: Ints) -> dict[str, Images]:
+        """Put the columns of an image field and of its masks into the batch; return how to decode them."""
+        plan, decoder, chunks = batch.plan, self._config.decoders[name], self._blocks.chunks[name]
+        out: NDArray[Any] | None = None
         if self._options.stack_images or decoder.options.size is not None:
-            shape = decoder.shape(items[0], samples[0])
-            out = self._buffers.lease((len(items), *shape), decoder.dtype, LIVE_BATCHES)
-        draws = decoder.draws(self._options.seed, plan.epoch, plan.positions) or [[]] * len(items)
-        batch.columns[name] = out[..., 0] if decoder.mask and isinstance(out, np.ndarray) else out
+            shape = decoder.shape(chunks.items(places[:1])[0], int(plan.samples[0]))
+            out = self._buffers.lease((len(places), *shape), decoder.dtype, LIVE_BATCHES)
+        batch.columns[name] = [None] * len(places) if out is None else out[..., 0] if decoder.mask else out
+        batch.held += chunks.hold(places)
+        spans = np.stack([chunks.addresses[places], chunks.sizes[places]], axis=1)
+        columns, key = (spans, plan.samples, plan.positions), (self._options.seed, plan.epoch)
+        images = Images(self._decoders[name], self._blocks.arena.bytes, *columns, key, out, crops)
         masks = decoder.options.masks
-        decode_mask = None if masks is None else self._image_decoder(batch, masks, images, crops)
+        return {name: images} | ({} if masks is None else self._images(batch, masks, places, crops))
 
-        def decode(i: int) -> None:
-            image = decoder.decode(items[i], samples[i], out[i], draws[i], crops[i])
-            if isinstance(out, list):
-                out[i] = image[..., 0] if decoder.mask else image
-            if decode_mask is not None:
-                decode_mask(i)
+    def _decode_part(self, batch: Batch, columns: Mapping[str, Images], part: range, finish_part: Job) -> None:
+        if self._closed:
+            return
+        made: list[NDArray[Any]] = []
 
-        return decode
+        def allocate(shape: tuple[int, ...], dtype: str) -> NDArray[Any]:
+            made.append(self._buffers.lease(shape, dtype))
+            return made[-1]
+
+        images = [each.part(part) for each in columns.values()]
+        seconds = self._executor.call(decode_images, images, Callback(allocate), on_repeat=made.clear)
+        unsized = [name for name, each in columns.items() if each.out is None]
+        for number, name in enumerate(unsized):
+            arrays = made[number :: len(unsized)]
+            mask = self._config.decoders[name].mask
+            batch.columns[name][part.start : part.stop] = [array[..., 0] if mask else array for array in arrays]
+        self._counters.add(decode_seconds=seconds)
+        finish_part()
 
     def _finish_decode(self, batch: Batch, crops: Mapping[str, Ints]) -> None:
         """Move boxes and key points with their images, and add the columns of what is left of them, and of crops."""
+        batch.held = []
         for name, crop_and_size in crops.items():
             options, crop = self._config.decoders[name].options, crop_and_size[:, :5].copy()
             if options.boxes is not None:
@@ -421,41 +555,35 @@ class Stages:
                 batch.columns[f"{name}_crop"] = crop
         self._start_transform(batch)
 
-    def _decode_part(self, decode: Callable[[int], None], part: range, finish_part: Job) -> None:
-        begin = time.thread_time()
-        for i in part:
-            if self._closed:
-                return
-            decode(i)
-        self._counters.add(decode_seconds=time.thread_time() - begin)
-        finish_part()
-
     def _start_transform(self, batch: Batch) -> None:
         count = len(batch.plan.samples)
         if self._options.transform is None or not count:
             batch.finished.set()
             return
-        samples = rows_of(batch.columns, count)
-        parts = _divide(count, len(self._transform))
+        parts = _divide(count, self._transform.count)
+        samples: list[Sample] = [{}] * count
         finish_part = _countdown(len(parts), partial(self._finish_transform, batch, samples))
-        for worker, part in enumerate(parts):
-            job = partial(self._transform_part, batch.plan, samples, part, worker, finish_part)
-            self._transform[worker].submit(job, batch.fail)
+        for part in parts:
+            columns = {name: _of_rows(column, part.start, part.stop) for name, column in batch.columns.items()}
+            self._transform.submit(
+                partial(self._transform_part, batch.plan, columns, samples, part, finish_part), batch.fail
+            )
 
     def _transform_part(
-        self, plan: BatchPlan, samples: list[Sample], part: range, worker: int, finish_part: Job
+        self, plan: BatchPlan, columns: Mapping[str, Any], samples: list[Sample], part: range, finish_part: Job
     ) -> None:
-        """Replace the samples of a part by the transformed ones."""
+        """Set the samples of a part to the transformed ones."""
         rows = slice(part.start, part.stop)
         keys = [RngKey(self._options.seed, plan.epoch, position) for position in plan.positions[rows].tolist()]
-        numbers = plan.samples[rows].tolist()
+        numbers, tensors = plan.samples[rows].tolist(), self._config.tensors
         begin = time.perf_counter()
-        if self._processes:
-            samples[rows] = self._processes[worker].run(samples[rows], keys, numbers)
+        if self._shared_transform is not None:
+            arguments = self._shared_transform, columns, (keys, numbers), tensors, self._with_rng
+            samples[rows] = loads(self._executor.call(transform_rows, *arguments))
         else:
-            generator = "" if self._config.tensors is None else self._config.tensors.generator
-            transform, with_rng = self._held_transform(), self._with_rng
-            samples[rows] = apply(transform, samples[rows], keys, numbers, generator, with_rng=with_rng)
+            generator = "" if tensors is None else tensors.generator
+            transform, own = self._held_transform(), rows_of(columns, len(part))
+            samples[rows] = apply(transform, own, keys, numbers, generator, with_rng=self._with_rng)
         self._counters.add(transform_seconds=time.perf_counter() - begin)
         finish_part()
 
@@ -472,6 +600,22 @@ class Stages:
         else:
             batch.singles = [collate([one], [number], tensors) for one, number in zip(samples, numbers, strict=True)]
         batch.finished.set()
+
+
+def transform_rows(
+    transform: Transform,
+    columns: Mapping[str, Any],
+    labels: tuple[Sequence[RngKey], Sequence[int]],
+    tensors: Tensors | None,
+    with_rng: bool,
+) -> bytes:
+    """Return the transformed samples of a part of a batch, pickled: the function of a worker."""
+    samples = rows_of(columns, len(labels[1]))
+    return transform_samples(transform, samples, labels, tensors, with_rng)
+
+
+def _flat(array: NDArray[Any]) -> NDArray[np.uint8]:
+    return array.reshape(-1).view(np.uint8)
 
 
 def _moved(name: str, columns: Mapping[str, Any], crops: Ints, move: Callable[..., Any]) -> dict[str, Any]:

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import inspect
 import io
-import multiprocessing
 import pickle
 import random
-import socket
-import traceback
+import threading
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import dataclass
 from hashlib import blake2b
-from multiprocessing.connection import Connection
 from pkgutil import resolve_name
 from struct import pack, unpack
 from typing import Any, NamedTuple
@@ -21,7 +18,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from streamloader.errors import EngineError, TransformError, UsageError, message
+from streamloader.engine.executor import Executor, script_of_this_process
+from streamloader.errors import TransformError, UsageError, message
 from streamloader.format.values import as_array
 from streamloader.storage.process import is_interactive
 
@@ -218,103 +216,70 @@ def check_shapes(name: str, values: Sequence[Any]) -> None:
         raise TransformError(f"the transform returned {name!r} in shapes {shown}", "return one shape, or a list")
 
 
-class TransformProcess:
-    """A process that applies a transform. It ends when its parent ends, even by SIGKILL."""
+def share_transform(executor: Executor, transform: Transform, *, spawns: bool) -> Transform | None:
+    """Return a transform to be called in workers, None if they cannot load it without the script of this process.
 
-    def __init__(self, transform: Transform, tensors: Tensors | None = None) -> None:
-        context = multiprocessing.get_context("spawn")
-        if multiprocessing.current_process().daemon:
-            problem = "transform_workers in a DataLoader worker, which may not have children"
-            raise UsageError(problem, "use num_workers=0 with transform_workers")
-        try:
-            if b"__main__" in pickle.dumps(transform) and is_interactive():
-                raise pickle.PicklingError("it is defined in a notebook or an interactive session")
-        except (pickle.PicklingError, AttributeError, TypeError) as error:
-            problem = f"transform_workers with a transform that other processes cannot load ({error})"
-            remedy = "define it in a module, a .py file, that you import here, or use transform_workers=0"
-            raise UsageError(problem, remedy) from error
-        ours, theirs = context.Pipe()
-        self._pipe = ours
-        args = (theirs, transform, *([] if tensors is None else [tensors.reducer, tensors.generator]))
-        self._process = context.Process(target=_serve, args=args, name="streamloader-transform", daemon=True)
-        self._process.start()
-        self._responded = False
-        theirs.close()
-
-    def run(self, samples: Sequence[Sample], keys: Sequence[RngKey], numbers: Sequence[int]) -> list[Sample]:
-        """Return the transformed samples. Raises `TransformError`, or `EngineError` if the process died."""
-        try:
-            # not `send`, whose error holds a view of a BytesIO: Python 3.13 reports that it cannot close it
-            self._pipe.send_bytes(pickle.dumps((samples, keys, numbers), pickle.HIGHEST_PROTOCOL))
-            response = self._pipe.recv_bytes()
-        except (EOFError, OSError) as error:
-            self._process.join(1)
-            code = self._process.exitcode
-            problem = f"a transform process died (exit code {code}) on one of {list(numbers)[:4]}..."
-            remedy = "look for a crash or too little memory in the transform"
-            if code == 1 and not self._responded:
-                problem = "a process of transform_workers= ended before it ran the transform"
-                remedy = "see its own error above; it imports the script, which needs `if __name__ == '__main__':`"
-            raise EngineError(problem, remedy) from error
-        self._responded = True
-        result, cause = pickle.loads(response)
-        if isinstance(result, TransformError):
-            raise result from cause
-        return list(result)
-
-    def close(self) -> None:
-        """Shut the pipe down: the process ends after its current job, and a thread in `run` gets an error.
-
-        The descriptor stays open until this object is deleted, since a thread may still use it.
-        """
-        with socket.fromfd(self._pipe.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as pipe, suppress(OSError):
-            pipe.shutdown(socket.SHUT_RDWR)
+    With `spawns` they import the script; raises `UsageError` if that does not suffice.
+    """
+    try:
+        is_of_script = b"__main__" in pickle.dumps(transform)
+        if is_of_script and is_interactive():
+            raise pickle.PicklingError("it is defined in a notebook or an interactive session")
+        if is_of_script and not spawns:
+            return None
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        if not spawns:
+            return None
+        problem = f"num_workers={executor.workers} with a transform that other processes cannot load ({error})"
+        remedy = "define it in a module, a .py file, that you import here, or use num_workers=0"
+        raise UsageError(problem, remedy) from error
+    return executor.share(transform, script_of_this_process() if is_of_script else None)
 
 
-def _serve(pipe: Connection, transform: Transform, reducer: str = "", generator: str = "") -> None:
-    with_rng = takes_rng(transform)
-    reduce = resolve_name(reducer) if reducer else None  # imports the package before a transform draws from it
-    while True:
-        try:
-            samples, keys, numbers = pipe.recv()
-        except (EOFError, OSError, KeyboardInterrupt):  # Ctrl-C in a terminal reaches this process too
-            return
-        try:
-            done = apply(transform, samples, keys, numbers, generator, with_rng=with_rng, alone=True)
-            response = _dump(done, reduce=reduce)
-        except TransformError as error:
-            response = _dump(error, _portable(error.__cause__))
-        except BaseException as error:  # noqa: BLE001 - the parent gets any error of pickling
-            problem = f"the result of the transform for one of {list(numbers)[:4]}... cannot be sent between processes"
-            remedy = "return arrays, tensors, numbers, bytes, str and lists of them, or use transform_workers=0"
-            problem += f" ({type(error).__name__}: {message(error)})"
-            response = _dump(TransformError(problem, remedy), _portable(error))
-        try:
-            pipe.send_bytes(response)
-        except OSError:
-            return
+def transform_samples(
+    transform: Transform,
+    samples: Sequence[Sample],
+    labels: tuple[Sequence[RngKey], Sequence[int]],
+    tensors: Tensors | None,
+    with_rng: bool,
+) -> bytes:
+    """Return the transformed samples, pickled: the function of a worker. `labels`: `keys` and `numbers` of `apply`.
+
+    The transform gets copies: if it changes its arrays and the worker is killed, the others are as before.
+    """
+    reduce = None if tensors is None else resolve_name(tensors.reducer)  # imports the package before it draws
+    own = [
+        {name: value.copy() if isinstance(value, np.ndarray) else value for name, value in sample.items()}
+        for sample in samples
+    ]
+    with _TRANSFORMING:  # the generators of numpy and Python belong to the process
+        generator = "" if tensors is None else tensors.generator
+        done = apply(transform, own, *labels, generator, with_rng=with_rng, alone=True)
+    try:
+        return _dump(done, reduce)
+    except BaseException as error:
+        problem = f"the result of the transform for one of {list(labels[1])[:4]}... cannot be sent between processes"
+        remedy = "return arrays, tensors, numbers, bytes, str and lists of them, or use num_workers=0"
+        raise TransformError(f"{problem} ({type(error).__name__}: {message(error)})", remedy) from error
+
+
+def loads(samples: bytes) -> list[Sample]:
+    """Return the result of `transform_samples`."""
+    return list(pickle.loads(samples))
+
+
+_TRANSFORMING = threading.Lock()
 
 
 class _Pickler(pickle.Pickler):
     reducer_override: Any
 
 
-def _dump(result: Any, cause: BaseException | None = None, reduce: Callable[[Any], Any] | None = None) -> bytes:
-    """Pickle a response by value: multiprocessing would put each tensor into a file in shared memory."""
+def _dump(result: Any, reduce: Callable[[Any], Any] | None = None) -> bytes:
+    """Pickle samples by value: multiprocessing would put each tensor into a file in shared memory."""
     out = io.BytesIO()
     pickler = _Pickler(out, pickle.HIGHEST_PROTOCOL)
     if reduce is not None:
         pickler.reducer_override = reduce
-    pickler.dump((result, cause))
+    pickler.dump(result)
     return out.getvalue()
-
-
-def _portable(cause: BaseException | None) -> BaseException:
-    """Return a copy of the exception that another process can load, with its traceback as a note."""
-    text = "".join(traceback.format_exception(cause))
-    try:
-        copy: BaseException = pickle.loads(pickle.dumps(cause))
-    except Exception:  # noqa: BLE001 - a class of the user may raise anything when it is pickled
-        copy = RuntimeError(f"{type(cause).__name__}: {message(cause)}")
-    copy.add_note(f"in the transform process:\n{text}")
-    return copy

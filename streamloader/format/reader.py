@@ -16,6 +16,7 @@ from streamloader.format.chunk_table import ChunkTable
 from streamloader.format.codecs import CRC_BYTES, Column, Items, decode_fixed, decode_items, index_size, parse_index
 from streamloader.format.manifest import Field, Manifest
 from streamloader.format.opening import reread
+from streamloader.format.rows import copy_rows
 from streamloader.options import MIB
 from streamloader.storage.buffers import Allocate, empty_buffer
 from streamloader.storage.objects import cut_runs
@@ -68,15 +69,16 @@ class ChunkRows(NamedTuple):
         return self.rows if self.selected is None else len(self.selected)
 
 
-def select_items(items: Items, part: ChunkRows, *, copied: bool = False) -> Items:
-    """Return the selected items of a chunk, `copied` or if they are less than half of its bytes."""
+def select_items(items: Items, part: ChunkRows, allocate: Allocate, *, copied: bool = False) -> Items:
+    """Return the selected items of a chunk, copied into `allocate(size)` if `copied` or less than half of its bytes."""
     rows = slice(part.rows) if part.selected is None else part.selected
     starts, stops = items.starts[rows], items.stops[rows]
     if not copied and (part.selected is None or 2 * (stops - starts).sum() >= len(items.buffer)):
         return Items(items.buffer, starts, stops)
     edges = np.concatenate([[0], np.cumsum(stops - starts)])
-    joined = b"".join(items.buffer[start:stop] for start, stop in zip(starts.tolist(), stops.tolist(), strict=True))
-    return Items(memoryview(joined), edges[:-1], edges[1:])
+    joined = allocate(int(edges[-1]))
+    copy_rows(items.buffer, starts, stops - starts, joined)
+    return Items(joined, edges[:-1], edges[1:])
 
 
 def chunk_rows(run: Run, chunk: int, first: int | None) -> Iterator[ChunkRows]:
@@ -126,6 +128,11 @@ class FieldReader:
         self.num_samples = manifest.num_samples
         self._store = store
         self.table = ChunkTable(store, manifest, name)
+        self._opened = store, manifest, name
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle without the cached pages of the chunk table."""
+        return FieldReader, self._opened
 
     @property
     def kept_bytes(self) -> int:
@@ -250,9 +257,8 @@ class FieldReader:
                 if out is not None:
                     self._decode_rows(body, out, part)
                 else:
-                    placed.append(
-                        (part.row, select_items(decode_items(self.layout, body, allocate), part, copied=copied))
-                    )
+                    items = decode_items(self.layout, body, allocate)
+                    placed.append((part.row, select_items(items, part, allocate, copied=copied)))
             except CorruptError as error:
                 raise self._damage(run, i, error.problem) from error
         return placed if out is None else None

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streamloader.engine.dataset import Dataset
+from streamloader.engine.executor import Workers
 from streamloader.errors import BatchError, FieldError, FormatError, SelectionError, UsageError
 from streamloader.format.geometry import BLOCKS, nearest_power, next_power, order_pin
 from streamloader.format.manifest import Field, Manifest, OrderPin
@@ -74,7 +75,7 @@ class Arguments(Option):
     decode: DecodeChoice
     pack: PackChoice
     transform: Callable[..., Any] | None
-    transform_workers: int
+    num_workers: Workers
     memory: int | str | None
 
     def _validate(self) -> None:
@@ -85,11 +86,11 @@ class Arguments(Option):
             raise UsageError(f"remainder={self.remainder!r}", f"choose one of {', '.join(REMAINDERS)}")
         if self.on_batch is not None and not callable(self.on_batch):
             raise UsageError(f"on_batch={self.on_batch!r} cannot be called", "give a function of a BatchReport")
-        transform, workers = self.transform, self.transform_workers
+        transform, workers = self.transform, self.num_workers
         if transform is not None and not callable(transform):
             raise UsageError(f"transform={transform!r} cannot be called", "give a function of a sample")
-        if not is_whole(workers, 0) or (workers and transform is None):
-            raise UsageError(f"transform_workers={workers!r} with transform={transform}", "give both, or neither")
+        if workers != "auto" and not is_whole(workers, 0):
+            raise UsageError(f"num_workers={workers!r}", "give a number of processes, 0 for threads, or 'auto'")
         if steps is None:
             return
         whole("steps_per_epoch", steps)
@@ -422,7 +423,7 @@ def choose_gaps(skips: Mapping[int, Sequence[int]], start: RunState, share: Part
     DataLoader workers, since each of their batches is a part of several steps.
     """
     if skips and start.workers > 1:
-        remedy = "use num_workers=0; transform_workers= runs slow transforms"
+        remedy = "give num_workers= to the dataset, not to DataLoader"
         raise UsageError(f"skip_steps with {start.workers} DataLoader workers", remedy)
     gaps = NO_GAPS
     for epoch in sorted(epoch for epoch in skips if epoch >= start.epoch and skips[epoch]):

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from streamloader.engine.dataset import Dataset, EpochPlan, SampleNumbers
 from streamloader.engine.engine import Engine, Pipeline
+from streamloader.engine.executor import choose_workers
 from streamloader.engine.fetcher import PassEnded
 from streamloader.engine.stages import Batch, LoaderConfig, split_steps
 from streamloader.engine.transform import Tensors
@@ -42,7 +43,7 @@ REPEATED_ROUND = (
 )
 SEVERAL_WORKERS = (
     "{} DataLoader workers on each rank: an epoch has the same samples, but the composition of its batches depends on "
-    "num_workers; num_workers=0 is as fast, transform_workers= runs slow transforms"
+    "DataLoader(num_workers=); give DataLoader none, and num_workers= to the dataset, whose workers share one plan"
 )
 REPEATED_EPOCH = (
     "epoch {} begins anew: a loop that ends early does not advance the epoch, so it gets the same batches each time; "
@@ -69,7 +70,7 @@ def describe_lanes(size: int, before: tuple[int, ...], after: tuple[int, ...]) -
 def check_guarded() -> None:
     """Raise `UsageError` if a spawned process iterates while it imports the script of its parent."""
     if getattr(multiprocessing.current_process(), "_inheriting", False):
-        problem = "processes of transform_workers= or DataLoader import this script, which iterates a dataset on import"
+        problem = "processes of num_workers= import this script, which iterates a dataset on import"
         raise UsageError(problem, "put the training code below `if __name__ == '__main__':`")
 
 
@@ -235,7 +236,9 @@ class Loader:
         self._datasets = self._open(self._sources, given.fields)
         decoders, transformed = arguments.choose_decoders(self.fields, given.decode), given.transform is not None
         packs = arguments.choose_packs(self.fields, given.pack, batch_size=given.batch_size, transformed=transformed)
-        self._config = LoaderConfig(decoders, packs, given.transform, given.transform_workers, memory)
+        self._config = LoaderConfig(
+            decoders, packs, given.transform, given.num_workers, given.num_workers != "auto", memory
+        )
         identities = self._identities(self._datasets)
         if len(set(identities)) < len(identities):
             raise MixtureError("the mixture has the same samples of a dataset twice", "name each source once")
@@ -499,11 +502,12 @@ class Loader:
         """Return the engine of this process: threads and clients survive neither a fork nor a pickle."""
         if self._cached_engine is None or not self._cached_engine.owner.here:
             ranks_here = ranks_on_this_machine() * self._worker[1]
-            config = replace(self._config, ranks_here=ranks_here, tensors=self._tensors)
+            cores, choice = max(1, cpu_count() // ranks_here), self._config.workers
+            workers, reason = choose_workers(choice, cores, in_worker=self._in_worker)
+            config = replace(self._config, ranks_here=ranks_here, tensors=self._tensors, workers=workers)
             self._cached_engine = Engine(list(map(replace, self._datasets)), config)
-            self._cached_engine.counters.note(
-                cores=max(1, cpu_count() // config.ranks_here), transformers=max(1, config.transform_workers)
-            )
+            self._cached_engine.counters.note(cores=workers or cores, transformers=max(1, workers), workers=workers)
+            self._cached_engine.counters.workers_reason = reason
         return self._cached_engine
 
     @property
@@ -595,7 +599,7 @@ class Loader:
         if workers > 1 or elsewhere:
             steps = f"steps_per_epoch={self._options.steps_per_epoch}"
             problem = f"{steps} with DataLoader workers, which do not know where the previous workers stopped"
-            raise UsageError(problem, "use num_workers=0; transform_workers= runs slow transforms")
+            raise UsageError(problem, "give num_workers= to the dataset, not to DataLoader")
 
     def _after(self, batches: int) -> Cursor:
         """Return the position after this many batches of the current iteration."""

@@ -9,6 +9,7 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 from streamloader.engine.dataset import Dataset
+from streamloader.engine.executor import Workers
 from streamloader.errors import FieldError, MixtureError
 from streamloader.format.lengths import LengthTable
 from streamloader.loader.arguments import Arguments, DecodeChoice, PackChoice, Source, StepChoice, WhereChoice
@@ -47,7 +48,7 @@ class NumpyDataset(Loader):
         decode: DecodeChoice = None,
         pack: PackChoice = None,
         transform: Callable[..., Any] | None = None,
-        transform_workers: int = 0,
+        num_workers: Workers = "auto",
         skip_steps: StepChoice = None,
         steps_per_epoch: int | None = None,
         with_index: bool = False,
@@ -198,7 +199,7 @@ class NumpyMixture(Loader):
         decode: DecodeChoice = None,
         pack: PackChoice = None,
         transform: Callable[..., Any] | None = None,
-        transform_workers: int = 0,
+        num_workers: Workers = "auto",
         skip_steps: StepChoice = None,
         steps_per_epoch: int | None = None,
         with_index: bool = False,

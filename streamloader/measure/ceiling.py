@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from streamloader.engine.arena import Arena
 from streamloader.engine.dataset import Dataset
 from streamloader.engine.memory import Buffers
 from streamloader.errors import FieldError, UsageError
@@ -109,7 +110,7 @@ def read_ceiling(
         raise UsageError(f"in_flight={in_flight}", "give 1 or more")
     dataset = open_dataset(Source(url, split, storage_options=storage_options), fields)
     client, retries = dataset.store.reader(), dataset.store.retries
-    memory = Buffers(Counters(), keep=in_flight)  # fresh pages cost more than the copy itself
+    memory = Buffers(Arena(shared=False), Counters(), keep=in_flight)  # fresh pages cost more than the copy itself
     runs = _runs(dataset, passes=1 if seconds is None else MANY_PASSES)
     lock, stop, tally = threading.Lock(), threading.Event(), Tally(watch)
 

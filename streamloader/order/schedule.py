@@ -78,12 +78,16 @@ class Part:
         """The maximum number of steps that are planned together."""
         raise NotImplementedError
 
-    def read(self, span: Span, live: Mapping[Any, int]) -> tuple[BlockReads, Iterable[Ints]]:
+    def read(self, span: Span, live: Mapping[Any, int]) -> tuple[BlockReads, Iterable[Ints] | None]:
         """Return the blocks of a span and the `live` ones, and the positions of the span's rows in parts.
 
         `live` maps the key of each block that earlier spans opened and did not finish to its ticket. Each part has the
-        rows of one or more plans.
+        rows of one or more plans. None: they are `positions_of_span`, which are fast to compute.
         """
+        raise NotImplementedError
+
+    def positions_of_span(self, span: Span) -> Iterable[Ints]:
+        """Return the positions of a span's rows in parts."""
         raise NotImplementedError
 
     def read_held(self, span: Span) -> Iterable[tuple[Ints, Ints]]:
@@ -104,27 +108,36 @@ class Part:
         return np.concatenate([samples for _, samples in self.read_held(span)])
 
     def plans(
-        self, position: int, stop: int | None = None, steps_at_once: int = 1, ticket: int = 0, *, held: bool = False
+        self,
+        position: int,
+        stop: int | None = None,
+        steps_at_once: int = 1,
+        ticket: int = 0,
+        *,
+        held: bool = False,
+        compute: Compute | None = None,
     ) -> Iterator[BatchPlan]:
         """Yield the plans of the rank's batches from a position to `stop`, or to the end of the epoch.
 
         A plan has the rows of `steps_at_once` steps, the last one of a span perhaps of fewer; more than one for steps
         of a single sample. Tickets count from `ticket`, so that schedules can follow one another. `held`: every field
-        is resident, so plans name samples and no blocks.
+        is resident, so plans name samples and no blocks. `compute(function, *args)` returns `function(*args)`, which
+        another process may compute: most of the work.
         """
+        compute = compute or call
         live: dict[Any, int] = {}
         rows = self.batch * steps_at_once
         for span in cut_spans(self, position, self.num_steps(position, stop), steps_at_once):
             starts = range(span.first_step, span.first_step + span.steps, steps_at_once)
             if held:
                 labels: Labels = zip(starts, repeat(()), repeat(()), strict=False)
-                for positions, samples in self.read_held(span):
+                for positions, samples in compute(read_held_span, self, span):
                     yield from self._cut(rows, (np.zeros(samples.size, np.int64), samples, samples, positions), labels)
                 continue
-            reads, parts = self.read(span, live)
+            reads, parts = compute(read_span, self, span, live)
             tickets, opened, labels = _assign_tickets(reads, live, ticket, starts, rows)
             begin = 0
-            for positions in parts:
+            for positions in self.positions_of_span(span) if parts is None else parts:
                 part = slice(begin, begin + positions.size)
                 block, row = reads.block[part], reads.row[part].astype(np.int64)
                 yield from self._cut(rows, (tickets[block], row, reads.start[block] + row, positions), labels)
@@ -274,7 +287,7 @@ class Share(Part):
         rows = self._span_rows_per_lane
         return rows * self.order.lanes // self.global_batch if self.order.shuffle else rows // self.batch
 
-    def _positions(self, span: Span) -> Iterator[Ints]:
+    def positions_of_span(self, span: Span) -> Iterator[Ints]:
         """Yield the positions of a span's rows in parts of whole plans, so that temporary arrays fit in a cache."""
         steps = max(1, PART_ROWS // (self.batch * span.steps_at_once)) * span.steps_at_once
         for first in range(0, span.steps, steps):
@@ -282,10 +295,10 @@ class Share(Part):
 
     def _sources(self, span: Span) -> Positions:
         """Return a function that yields the positions whose samples the rows of a span have."""
-        return lambda: map(self.source, self._positions(span))
+        return lambda: map(self.source, self.positions_of_span(span))
 
-    def read(self, span: Span, live: Mapping[Key, int]) -> tuple[BlockReads, Iterable[Ints]]:
-        """Return the blocks of a span and the `live` ones, and the positions of the span's rows in parts."""
+    def read(self, span: Span, live: Mapping[Key, int]) -> tuple[BlockReads, None]:
+        """Return the blocks of a span and the `live` ones."""
         sources = self._sources(span)
         if self.order.shuffle:
             reads = read_lanes(self.order, sources, span, live)
@@ -293,13 +306,13 @@ class Share(Part):
             next_position = span.end + self.world.rank * self.batch
             positions = np.concatenate([*sources()])
             reads = read_units(self.num_samples, self.unit, positions, next_position, last=span.last)
-        return reads, self._positions(span)
+        return reads, None
 
     def read_held(self, span: Span) -> Iterable[tuple[Ints, Ints]]:
         """Yield (positions, samples) of a span's rows in parts."""
         sources = self._sources(span)
         samples = lane_samples(self.order, sources, span) if self.order.shuffle else sources()
-        return zip(self._positions(span), samples, strict=True)
+        return zip(self.positions_of_span(span), samples, strict=True)
 
     def slots_needed(self, steps_at_once: int = 1) -> int:
         """Return the maximum number of blocks that a schedule holds at once, from `needs` until `done`.
@@ -336,6 +349,24 @@ class Share(Part):
         rows = min(span_rows, self.num_samples // self.world.size + self.batch)
         plans = (ahead_bytes(self) + row_bytes * rows for row_bytes in (SPAN_BYTES, HELD_SPAN_BYTES))
         return Need(self.fetch_params.block, self.slots_needed(steps_at_once), steps_at_once * self.batch, *plans)
+
+
+def call(function: Callable[..., Any], *args: Any) -> Any:
+    """Return `function(*args)`."""
+    return function(*args)
+
+
+def read_span(share: Part, span: Span, live: Mapping[Any, int]) -> tuple[BlockReads, Iterable[Ints] | None]:
+    """Return `share.read(span, live)`."""
+    return share.read(span, live)
+
+
+def read_held_span(share: Part, span: Span) -> list[tuple[Ints, Ints]]:
+    """Return `share.read_held(span)`."""
+    return list(share.read_held(span))
+
+
+Compute = Callable[..., Any]
 
 
 def _rows_by_lane(position: int, count: int, lanes: int) -> Ints:

@@ -14,7 +14,7 @@ from streamloader.pytorch.tensors import TENSORS, to_tensors
 # Arguments of `DataLoader` and other loaders, and what a dataset has for them.
 ELSEWHERE = {
     "drop_last": "remainder='drop'",
-    "num_workers": "transform_workers= for a slow transform, else leave it out: threads read and decode",
+    "transform_workers": "num_workers=, whose processes run the transform and all other work",
     "prefetch_factor": "memory=",
     "collate_fn": "transform= for each sample, or batch_size=None and DataLoader(dataset, collate_fn=...)",
     "sampler": "where= to choose samples, Mixture to weigh datasets, shuffle=Shuffle(...) for the order",
@@ -73,7 +73,8 @@ class StreamingDataset(NumpyDataset, TorchLoader):
     `decode`: how encoded images become tensors: True, a backend's name, a `Decode`, or a dict of these by field.
     `pack`: ragged fields whose documents are packed into rows of one length, `{"tokens": 2049}` or
     `{"tokens": Pack(2049, pad=)}`. `transform(sample[, rng])`: called with each sample, a dict of numpy arrays, bytes
-    and str; `rng` is keyed by seed, epoch and position. `transform_workers`: the number of processes that run it.
+    and str; `rng` is keyed by seed, epoch and position. `num_workers`: worker processes that read, decode
+    and transform; "auto": as many as this rank has cores for, 0: threads of this process.
     `skip_steps`: steps to skip, by epoch: `{0: range(100, 120)}`.
     `steps_per_epoch`: each iteration yields this many batches, and resumes where the last one stopped.
     `world`: (rank, size), a process group, or a `DeviceMesh` with the names of its data-parallel dimensions,

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property, lru_cache, partial
 from math import prod
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -197,11 +197,11 @@ class ArrayFields:
         return {"index": index + self.first, **{f"index_{name}": values for name, values in corners.items()}}
 
 
-class BlockArrays(Protocol):
+class BlockArrays(NamedTuple):
     """The memory of the regions of a block: of each its array, and `bounds`, its first element and its end."""
 
-    arrays: list[NDArray[Any]]
-    bounds: list[tuple[Bound, Bound]]
+    arrays: Sequence[NDArray[Any]]
+    bounds: Sequence[tuple[Bound, Bound]]
 
 
 class RegionReader:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from functools import partial
 from itertools import product
 from math import prod
 from typing import Any, NamedTuple
@@ -81,6 +82,10 @@ class ArrayReader:
         self._indexes = LRUCache[Place, Index](INDEX_CACHE_BYTES, 2)
         self._present = ""  # the path of an object that was read
         self._shards = None if array.sharding is None else ShardIndex(array, array.sharding)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle without the indexes of shards."""
+        return partial(ArrayReader, strict=self.strict), (self._store, self.array)
 
     @property
     def kept_bytes(self) -> int:

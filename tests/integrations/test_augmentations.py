@@ -67,8 +67,7 @@ def test_a_library_draws_the_same_numbers_for_a_sample_wherever_it_is_transforme
     with sl.Writer(tmp_path / "data", {"image": "uint8[32, 32, 3]", "label": "int64"}) as out:
         out.write_batch({"image": pixels, "label": np.arange(40)})
     runs = [
-        images(tmp_path / "data", ranks, transform=transform, transform_workers=n)
-        for ranks, n in ((1, 0), (2, 0), (1, 2))
+        images(tmp_path / "data", ranks, transform=transform, num_workers=n) for ranks, n in ((1, 0), (2, 0), (1, 2))
     ]
     assert len(runs[0]) == 40
     assert len({image.tobytes() for image in runs[0].values()}) == 40

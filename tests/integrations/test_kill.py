@@ -131,7 +131,7 @@ def shared_memory(pids: Iterable[int]) -> list[Path]:
 
 
 # "label" is loaded whole, before the first batch
-WAITS = ["fields=['x']", "fields=['label']", "transform=stuck, transform_workers=1"]
+WAITS = ["fields=['x']", "fields=['label']", "transform=stuck, num_workers=1"]
 
 
 @pytest.mark.usefixtures("ctrl_c")
@@ -193,7 +193,7 @@ def test_a_killed_process_leaves_no_transform_process_and_no_file(tmp_path, fold
     child = Child(
         tmp_path,
         """
-        ds = StreamingDataset(url, batch_size=8, transform=busy, transform_workers=2)
+        ds = StreamingDataset(url, batch_size=8, transform=busy, num_workers=2)
         iterator = iter(ds)
         next(iterator)
         say("running")

@@ -1,0 +1,165 @@
+"""The memory of a process that blocks and batches lie in: one mapping, private or shared with worker processes.
+
+A mapping reserves addresses, and pages exist once they are written. Shared memory is anonymous (`memfd_create`): it has
+no name, and ends with the last process that has its descriptor, however that ends.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+import sys
+import threading
+import weakref
+from bisect import bisect_left, insort
+from collections import deque
+from contextlib import suppress
+from operator import methodcaller
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Bytes = NDArray[np.uint8]
+PAGE = mmap.PAGESIZE
+# Addresses for each byte of the machine's memory, so that fragments of free addresses do not matter.
+RESERVED = 4
+LEAST_RESERVED = 1 << 33
+# Free memory of this size goes back to the system at once; the rest is used again, as malloc does.
+RETURNED_BYTES = 1 << 18
+MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)  # of Python 3.13
+HUGE_BYTES = 1 << 22  # allocations that ask for huge pages, as numpy does
+
+
+class _Allocation(weakref.ref[Bytes]):
+    """A weak reference to an allocated array; its callback frees pages by `methodcaller`, without Python code.
+
+    What a signal handler raises in a callback of a weak reference that runs Python code is lost.
+    """
+
+    free: Any = None
+    span: tuple[int, int]
+
+
+class Arena:
+    """Allocates arrays of bytes in one mapping of `reserved` addresses. Thread-safe.
+
+    An array's memory is free again once it and all arrays and tensors that share its memory are deleted.
+    """
+
+    def __init__(self, *, shared: bool) -> None:
+        self.shared = shared
+        self.descriptor = os.memfd_create("streamloader") if shared else -1
+        self._lock = threading.RLock()
+        self._map, self.size = self._reserve()
+        self.bytes: Bytes = np.frombuffer(self._map, np.uint8)
+        self.base = int(self.bytes.__array_interface__["data"][0])
+        self._starts, self._sizes = [0], {0: self.size}  # of free ranges
+        self._allocated: dict[int, _Allocation] = {}
+        self._deleted: deque[_Allocation] = deque()  # appended to without the lock
+        if shared and hasattr(mmap, "MADV_DONTFORK"):
+            self._map.madvise(mmap.MADV_DONTFORK)  # a forked child would see batches change that it inherits
+        advice = mmap.MADV_REMOVE if shared else mmap.MADV_DONTNEED
+        self._kind = type("_Freed", (_Allocation,), {"free": staticmethod(self._map.madvise)})
+        self._advice = advice
+        kind = weakref.ref(self._kind)
+        os.register_at_fork(after_in_child=lambda: _forget(kind()))
+
+    def _reserve(self) -> tuple[mmap.mmap, int]:
+        """Map as many addresses as the system allows."""
+        size = max(LEAST_RESERVED, RESERVED * machine_memory()) // PAGE * PAGE
+        flags = mmap.MAP_SHARED if self.shared else mmap.MAP_PRIVATE | mmap.MAP_ANON
+        while True:
+            try:
+                if self.shared:
+                    os.truncate(self.descriptor, size)
+                return mmap.mmap(self.descriptor, size, flags=flags | MAP_NORESERVE), size
+            except OSError:  # a limit of addresses (ulimit -v), or a system without overcommitment
+                if size <= LEAST_RESERVED >> 4:
+                    raise
+                size //= 2
+
+    def allocate(self, size: int) -> Bytes:
+        """Return an array of `size` bytes, uninitialized, that begins at a page. Raises `MemoryError`."""
+        pages = -(-max(1, size) // PAGE) * PAGE
+        with self._lock:
+            self._collect()
+            start = self._take(pages)
+            array = np.frombuffer(self._map, np.uint8, size, start)
+            # the last callback is called first
+            freed = self._kind(array, methodcaller("free", self._advice, start, pages))
+            entry = _Allocation(array, self._deleted.append)
+            entry.span = start, pages
+            self._allocated[id(entry)] = entry
+            if pages >= RETURNED_BYTES:
+                entry.free = freed
+        if pages >= HUGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
+            with suppress(OSError):  # a kernel without huge pages
+                self._map.madvise(mmap.MADV_HUGEPAGE, start, pages)
+        return array
+
+    def array(self, shape: tuple[int, ...], dtype: str) -> NDArray[Any]:
+        """Return an uninitialized array. Raises `MemoryError`."""
+        count = math.prod(shape)
+        return self.allocate(count * np.dtype(dtype).itemsize).view(dtype)[:count].reshape(shape)
+
+    def offset(self, array: NDArray[Any]) -> int | None:
+        """Return where the memory of an array begins in the mapping, None if it is elsewhere."""
+        offset = int(array.__array_interface__["data"][0]) - self.base
+        return offset if 0 <= offset < self.size else None
+
+    @property
+    def allocated(self) -> int:
+        """The number of allocated bytes."""
+        with self._lock:
+            self._collect()
+            return self.size - sum(self._sizes.values())
+
+    def _take(self, pages: int) -> int:
+        """Remove the first free range of `pages` bytes, and return its start."""
+        for index, start in enumerate(self._starts):
+            size = self._sizes[start]
+            if size >= pages:
+                del self._sizes[start]
+                if size == pages:
+                    del self._starts[index]
+                else:
+                    self._starts[index] = start + pages
+                    self._sizes[start + pages] = size - pages
+                return start
+        raise MemoryError(f"{pages} bytes of {self.size} addresses")
+
+    def _collect(self) -> None:
+        """Make the memory of deleted arrays free."""
+        while self._deleted:
+            start, size = self._allocated.pop(id(self._deleted.popleft())).span
+            index = bisect_left(self._starts, start)
+            if index < len(self._starts) and self._starts[index] == start + size:
+                size += self._sizes.pop(self._starts.pop(index))
+            if index and (before := self._starts[index - 1]) + self._sizes[before] == start:
+                self._sizes[before] += size
+            else:
+                insort(self._starts, start)
+                self._sizes[start] = size
+
+
+def address(buffer: Any) -> int:
+    """Return the address of the memory of a buffer, in this process."""
+    return int(np.frombuffer(buffer, np.uint8).__array_interface__["data"][0])
+
+
+def _forget(kind: Any) -> None:
+    """Let the deletion of inherited arrays do nothing in a forked child: shared memory belongs to the parent."""
+    if kind is not None:
+        kind.free = staticmethod(slice)
+
+
+def machine_memory() -> int:
+    """Return the bytes of memory that this process may use: the machine's, or the control group's if less."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        with suppress(OSError, ValueError):  # absent, or "max"
+            total = min(total, int(Path(path).read_text()))
+    return total
