@@ -37,9 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def parser() -> argparse.ArgumentParser:
     """Return the command line."""
     found = argparse.ArgumentParser("python -m bench", description=__doc__)
-    found.add_argument(
-        "--quick", action="store_true", help="the four loaders alone, one worker count each, fewer rounds"
-    )
+    found.add_argument("--quick", action="store_true", help="the loaders alone, one worker count each, fewer rounds")
     found.add_argument("--workloads", nargs="*", choices=list(WORKLOADS), default=list(WORKLOADS))
     found.add_argument("--peers", nargs="*", metavar="PEER", help="default: all; none given: no peer")
     found.add_argument("--server", choices=["nginx", "seaweedfs", "moto"], default="nginx")
@@ -144,7 +142,7 @@ def place(settings: Settings, data: Path) -> Iterator[Place]:
             folder.mkdir(exist_ok=True)
         else:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="streamloader-static-")))
-        yield Place(stack.enter_context(nginx(folder, "plain")), writable, folder)
+        yield Place(stack.enter_context(nginx(folder, "plain", writable)), writable, folder)
 
 
 if __name__ == "__main__":

@@ -63,6 +63,10 @@ CEILINGS = (
 
 # Not loaders: libraries that read blocks, with what a careful user writes around them (bench/peers/blocks.py).
 BLOCK_READERS = {"s3connector", "tensorstore", "zarr"}
+# Those that list objects.
+LISTING = {"lancedb", "s3connector"}
+# Those whose threads fetch and decode: without DataLoader workers in a quick run.
+THREADED = {"lancedb"}
 
 
 def peers() -> list[Contestant]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from bench.contestants import CEILINGS, OURS, Contestant
+from bench.contestants import CEILINGS, OURS, THREADED, Contestant
 from bench.servers import Front
 from bench.workloads import WORKLOADS, Workload
 
@@ -14,6 +14,8 @@ START_SECONDS = 10.0  # about what a process takes beside its later epochs, for 
 PARTS = {
     ("mosaic", "vectors"): 64,
     ("litdata", "vectors"): 32,
+    ("grain", "vectors"): 64,
+    ("lancedb", "vectors"): 8,
     ("mosaic", "tokens"): 8,
     ("litdata", "tokens"): 4,
     ("mosaic", "tokens packed"): 4,
@@ -102,7 +104,8 @@ def steps(settings: Settings, cell: Cell, peers: list[Contestant]) -> Iterator[S
         # all peers with one worker count before the next one: where time runs out, each has had a turn
         for workers in () if repeat >= settings.peer_repeats else counts if repeat == 0 else (None,):
             for contestant in peers:
-                yield Step(cell, contestant, workers, repeat)
+                threads = settings.quick and contestant.name in THREADED
+                yield Step(cell, contestant, 0 if threads else workers, repeat)
     for front in settings.fronts:
         if settings.quick and cell.name not in QUICK_FRONTS[front]:
             continue

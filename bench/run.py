@@ -48,7 +48,9 @@ def fronts(bench: Bench, names: tuple[Front, ...]) -> Iterator[dict[str, Endpoin
         found: dict[str, Endpoint] = {"": bench.place.endpoint, "store": bench.place.writable}
         for name in names:
             if name != "store":
-                found[name] = stack.enter_context(nginx(bench.place.folder or bench.place.endpoint, name))
+                found[name] = stack.enter_context(
+                    nginx(bench.place.folder or bench.place.endpoint, name, bench.place.writable)
+                )
         yield found
 
 

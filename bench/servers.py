@@ -84,14 +84,17 @@ def endpoint(server: str, data: Path | None = None) -> Iterator[Endpoint]:
 
 
 @contextlib.contextmanager
-def nginx(behind: Endpoint | Path, front: Front) -> Iterator[Endpoint]:
-    """Run nginx in front of an endpoint, or over a folder of buckets: GET, HEAD and ranges only."""
+def nginx(behind: Endpoint | Path, front: Front, lists: Endpoint | None = None) -> Iterator[Endpoint]:
+    """Run nginx in front of an endpoint, or over a folder of buckets: GET, HEAD and ranges only.
+
+    `lists`: where requests for a listing go instead.
+    """
     if not shutil.which("nginx"):
         sys.exit(NGINX_HELP)
     folder, port = Path(tempfile.mkdtemp(prefix="streamloader-nginx-")), free_ports(1)[0]
     if front == "tls":
         make_certificates(folder)
-    (folder / "nginx.conf").write_text(configuration(port, behind, front))
+    (folder / "nginx.conf").write_text(configuration(port, behind, front, lists))
     command = ["nginx", "-p", str(folder), "-e", "stderr", "-c", str(folder / "nginx.conf")]
     keeper = start_keeper(folder, [], command, {})
     try:
@@ -109,14 +112,17 @@ def nginx(behind: Endpoint | Path, front: Front) -> Iterator[Endpoint]:
         end_keeper(keeper)
 
 
-def configuration(port: int, behind: Endpoint | Path, front: Front) -> str:
+def configuration(port: int, behind: Endpoint | Path, front: Front, lists: Endpoint | None = None) -> str:
     """Return nginx's configuration, as text."""
-    if isinstance(behind, Path):
-        upstream, source = "", f"root {behind};"
-    else:
-        address = behind.url.split("//")[1]
+    store = lists if isinstance(behind, Path) else behind
+    upstream = passing = ""
+    if store is not None:
+        scheme, address = store.url.split("//")
         upstream = f"upstream store {{ server {address}; keepalive 64; }}"
-        source = f"proxy_pass {behind.url.split('//')[0]}//store;"
+        passing = f"proxy_pass {scheme}//store;"
+    source = passing
+    if isinstance(behind, Path):
+        source = f"root {behind}; {f'if ($args ~ list-type) {{ {passing} }}' if lists else ''}"
     modules = [LUA_MODULES / "ndk_http_module.so", LUA_MODULES / "ngx_http_lua_module.so"] if front == "delay" else []
     if front == "delay" and not modules[1].exists():
         sys.exit(f"the delay needs {modules[1]}: run bench/install-servers.sh")

@@ -9,13 +9,14 @@ from functools import partial
 from pathlib import Path
 
 from bench import contestants, venvs
-from bench.contestants import OURS, Contestant, ContestError
+from bench.contestants import LISTING, OURS, Contestant, ContestError
 from bench.context import Bench, counts, described, specification
 from bench.data import prepare
 from bench.objects import BUCKET, erase, mirror, stored, stored_in
 from bench.plan import Cell, part_of
 
 WRITE_TIMEOUT = 1200.0
+KEPT = {OURS.name, *LISTING}  # in the store also where a mirror is read: one is read from both, the others list it
 QUICK_WRITERS = 2  # at once, where nothing but reading is measured
 
 
@@ -66,7 +67,7 @@ def store(bench: Bench, cell: Cell, contestant: Contestant) -> None:
         return
     if folder is not None:
         mirror(place, prefix, folder)
-        if bench.settings.quick and contestant is not OURS:  # which is read from the store, too
+        if bench.settings.quick and contestant.name not in KEPT:
             erase(place, prefix)
     with bench.lock:
         index.set(prefix, fingerprint)

@@ -30,7 +30,7 @@ from bench.machine import describe  # noqa: E402
 from bench.objects import Requests, counted  # noqa: E402
 from bench.plan import Settings, cells, steps  # noqa: E402
 from bench.progress import Show  # noqa: E402
-from bench.servers import configuration  # noqa: E402
+from bench.servers import Endpoint, configuration  # noqa: E402
 from bench.targets import reached  # noqa: E402
 
 FETCH_DECODE = CEILINGS[1].name
@@ -264,6 +264,14 @@ def test_nginx_delays_only_where_it_is_configured_to(tmp_path):
     assert "limit_rate" not in configuration(1234, tmp_path, "plain")
     assert "ssl_certificate server.pem" in configuration(1234, tmp_path, "tls")
     assert "access.log requests" in configuration(1234, tmp_path, "count")
+
+
+def test_nginx_over_a_folder_asks_the_store_for_listings(tmp_path):
+    store = Endpoint("store", "http://127.0.0.1:99")
+    assert "proxy_pass" not in configuration(1234, tmp_path, "plain")
+    listing = configuration(1234, tmp_path, "plain", store)
+    assert f"root {tmp_path};" in listing and "if ($args ~ list-type) { proxy_pass http://store; }" in listing
+    assert "server 127.0.0.1:99;" in listing and configuration(1234, store, "plain").count("proxy_pass") == 1
 
 
 def test_progress_in_a_pipe_is_plain_lines_with_the_time_left():
