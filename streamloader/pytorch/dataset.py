@@ -74,7 +74,7 @@ class StreamingDataset(NumpyDataset, TorchLoader):
     `pack`: ragged fields whose documents are packed into rows of one length, `{"tokens": 2049}` or
     `{"tokens": Pack(2049, pad=)}`. `transform(sample[, rng])`: called with each sample, a dict of numpy arrays, bytes
     and str; `rng` is keyed by seed, epoch and position. `num_workers`: worker processes that read, decode
-    and transform; "auto": as many as this rank has cores for, 0: threads of this process.
+    and transform; 0: threads of this process, "auto": one less than this rank's cores, from 4 cores on.
     `skip_steps`: steps to skip, by epoch: `{0: range(100, 120)}`.
     `steps_per_epoch`: each iteration yields this many batches, and resumes where the last one stopped.
     `world`: (rank, size), a process group, or a `DeviceMesh` with the names of its data-parallel dimensions,
