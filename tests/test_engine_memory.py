@@ -54,7 +54,7 @@ def arena_items(values: list[bytes]) -> Items:
 
 def keep(blocks: Blocks, slot: int, chunks: list[tuple[int, Items]]) -> None:
     for row, part in chunks:
-        place_items(ARENA.bytes, blocks.chunks["raw"].table(slot), row, part)
+        place_items(ARENA.bytes, blocks.chunks["raw"].table[slot * BLOCK : (slot + 1) * BLOCK], row, part)
         blocks.chunks["raw"].keep(slot, [part.buffer])
 
 
@@ -62,7 +62,7 @@ def fill(arena: Blocks, ticket: int, skip: int = 0) -> None:
     """Load a block whose values tell its ticket; `skip` samples of the first chunk come before it."""
     arena.reserve(ticket)
     slot = arena.claim(ticket)
-    arena.slot_rows("x", slot, BLOCK)[:] = (ticket * BLOCK + np.arange(BLOCK))[:, None]
+    arena.fixed["x"][slot * BLOCK : (slot + 1) * BLOCK] = (ticket * BLOCK + np.arange(BLOCK))[:, None]
     values = [b"before"] * skip + [b"%d" % (ticket * BLOCK + row) for row in range(BLOCK)]
     chunks = [(at - skip, arena_items(values[at : at + 2])) for at in range(0, len(values), 2)]
     keep(arena, slot, chunks[1:])  # in two requests, the later one first
@@ -87,7 +87,7 @@ def test_rows_are_those_of_their_tickets_whatever_was_claimed_and_released(data)
         rows = np.array([data.draw(st.integers(0, BLOCK - 1)) for _ in tickets], np.int64)
         out = np.empty((len(tickets), 2), np.int64)
         places = arena.locate(tickets, rows)
-        np.take(arena.rows_of("x"), places, axis=0, out=out)
+        np.take(arena.fixed["x"], places, axis=0, out=out)
         assert out.tolist() == [[t * BLOCK + r] * 2 for t, r in zip(tickets, rows, strict=True)]
         assert [bytes(item) for item in arena.chunks["raw"].items(places)] == [
             b"%d" % (t * BLOCK + r) for t, r in zip(tickets, rows, strict=True)

@@ -110,6 +110,10 @@ class Arena:
         offset = int(array.__array_interface__["data"][0]) - self.base
         return offset if 0 <= offset < self.size else None
 
+    def span(self, buffer: memoryview) -> tuple[int, int]:
+        """Return where a buffer of the arena begins, and its size."""
+        return address(buffer) - self.base, buffer.nbytes
+
     @property
     def allocated(self) -> int:
         """The number of allocated bytes."""

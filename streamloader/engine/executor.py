@@ -121,6 +121,17 @@ class _View(NamedTuple):
         return offset if 0 <= offset < self.bytes.size else None
 
 
+def arena_bytes(start: int, size: int) -> memoryview:
+    """Return bytes of the arena, in a function that an executor calls."""
+    return all_bytes().data[start : start + size]
+
+
+def all_bytes() -> NDArray[np.uint8]:
+    """Return the arena, in a function that an executor calls."""
+    assert _LOCAL.arena is not None
+    return _LOCAL.arena.bytes
+
+
 def _values(data: bytes, shape: tuple[int, ...], dtype: str) -> NDArray[Any]:
     return np.frombuffer(bytearray(data), dtype).reshape(shape)
 
@@ -228,9 +239,11 @@ def _reduced(value: NDArray[Any]) -> Any:
     return _moved, (number, value.shape, value.dtype.str)
 
 
-def _dumps(value: Any) -> tuple[bytes, list[Shared], list[Callback]]:
+def _dumps(value: Any, callbacks: Sequence[Callback] = ()) -> tuple[bytes, list[Shared], list[Callback]]:
+    """Return the pickle of a value, the shared values in it, and its callbacks after those that are given."""
     out = io.BytesIO()
     pickler = _Pickler(out)
+    pickler.callbacks += callbacks
     pickler.dump(value)
     return out.getvalue(), pickler.shared, pickler.callbacks
 
@@ -246,6 +259,7 @@ class Executor:
         self._on_death = on_death
         self._pool = _POOL.get(_Pool) if workers else None
         self.arena = _ARENA.get(_private_arena) if self._pool is None else self._pool.arena
+        self._functions: dict[Callable[..., Any], Any] = {}  # shared
         self._channels = threading.local()
         self._kinds: Counter[str] = Counter()  # threads by name
         self._opened: defaultdict[str, weakref.WeakSet[_Channel]] = defaultdict(weakref.WeakSet)
@@ -260,7 +274,8 @@ class Executor:
         """Return what to pass to `call` for a value that is the same in many calls: it is sent once."""
         if self._pool is None:
             return value
-        return Shared(next(_KEYS), pickle.dumps(value, pickle.HIGHEST_PROTOCOL), main)  # type: ignore[return-value]
+        _LOCAL.arena = self.arena
+        return Shared(next(_KEYS), _dumps(value)[0], main)  # type: ignore[return-value]
 
     def call(
         self,
@@ -275,11 +290,14 @@ class Executor:
         another worker, since its worker was killed. Raises `EngineError` if workers are killed again and again.
         """
         if self._pool is None:
+            _LOCAL.arena = self.arena
             return function(*args)
+        if function not in self._functions:
+            self._functions[function] = self.share(function)
         while True:
             channel = getattr(self._channels, "channel", None) or self._open()
             try:
-                return channel.call(function, args)  # type: ignore[no-any-return]
+                return channel.call([self._functions[function], *args])  # type: ignore[no-any-return]
             except _DisconnectedError:
                 if channel.abandoned:
                     raise EngineError("the call was abandoned", "nobody waits for its result") from None
@@ -325,8 +343,16 @@ class _Channel:
             self.worker.hand_over(theirs)
         self._connection = Connection(ours.detach())
 
-    def call(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        data, shared, callbacks = _dumps((function, args))
+    def call(self, values: list[Any]) -> Any:
+        """Return the result of the function `values[0]` with the others as its arguments.
+
+        Those that are shared or callbacks are sent as numbers, since a method of a pickler takes longer to find them.
+        """
+        keys = [(at, value.key) for at, value in enumerate(values) if type(value) is Shared]
+        calls = [at for at, value in enumerate(values) if type(value) is Callback]
+        plain = [None if type(value) in (Shared, Callback) else value for value in values]
+        data, shared, callbacks = _dumps((plain, keys, calls), [values[at] for at in calls])
+        shared += [values[at] for at, _ in keys]
         try:
             for value in shared:
                 if value.key not in self._known:
@@ -526,8 +552,12 @@ def _serve(connection: Connection, view: _View) -> None:
             if type(value) is Shared:
                 _LOCAL.shared[value.key] = value
                 continue
-            function, args = value
-            response = _dumps(("done", function(*args)))[0]
+            values, keys, calls = value
+            for at, key in keys:
+                values[at] = _shared(key)
+            for number, at in enumerate(calls):
+                values[at] = _callback(number)
+            response = _dumps(("done", values[0](*values[1:])))[0]
         except BaseException as error:  # noqa: BLE001 - the caller gets any error
             response = _dumps(("error", *_portable(error)))[0]
             del error
@@ -535,4 +565,5 @@ def _serve(connection: Connection, view: _View) -> None:
             connection.send_bytes(response)
         except OSError:
             return
+        values = []  # hold no memory of this call
         del request, value, response

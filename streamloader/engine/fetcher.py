@@ -28,15 +28,15 @@ from dataclasses import dataclass, replace
 from functools import partial
 from heapq import heappop, heappush
 from itertools import count
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from streamloader.engine.arena import address
 from streamloader.engine.dataset import Dataset, SampleNumbers
-from streamloader.engine.executor import Callback, Executor
-from streamloader.engine.memory import NO_SLOT, TOLERANCE_BYTES, Memory, Table, in_slots, place_items
+from streamloader.engine.executor import Callback, Executor, all_bytes, arena_bytes
+from streamloader.engine.memory import NO_SLOT, TOLERANCE_BYTES, Memory, in_slots, place_items
 from streamloader.engine.regions import BlockKey, BlockRegions
 from streamloader.engine.stages import Job, WorkerThreads
 from streamloader.errors import (
@@ -138,6 +138,9 @@ class Fetcher:
             (dataset, name): (executor.share(dataset.reader(name)), executor.share(dataset.store))
             for dataset in datasets
             for name in names
+        }
+        self._tables = {name: executor.share(rows) for name, rows in memory.blocks.fixed.items()} | {
+            name: executor.share(chunks.table) for name, chunks in memory.blocks.chunks.items()
         }
         self._datasets = datasets
         self._starts = SampleNumbers.of(datasets).selected_from
@@ -366,19 +369,19 @@ class Fetcher:
     def _decode_rows(self, piece: Piece, slot: int, body: memoryview | None) -> None:
         """Decode a body into the rows of a slot, or into chunks to which these refer."""
         name, ref, layout = piece.field.name, piece.block.ref, piece.field.layout
+        assert body is not None
         field, _ = self._shared[piece.block.dataset, name]
-        call = partial(self._executor.call, on_repeat=partial(self._forget_unpacked, piece))
+        low, memory = slot * self._memory.block, [body]
+        place = (*self._memory.arena.span(body), low, low + ref.stop - ref.start, ref.start)
+        given = field, piece.run, place, self._tables[name]
         if in_slots(layout):
-            rows = self._memory.slot_rows(name, slot, ref.stop - ref.start)
-            seconds = call(decode_rows, field, piece.run, body, rows, ref.start)
+            seconds = self._executor.call(decode_rows, *given)
         else:
-            assert body is not None
-            memory, chunks = [body], self._memory.chunks[name]
             allocate = Callback(partial(self._allocate, piece, memory))
-            target = SlotRows(ref.start, chunks.table(slot), self._memory.arena.bytes)
-            used, seconds = call(decode_chunks, field, piece.run, body, target, allocate)
+            restart = partial(self._restart_decoding, piece, memory)
+            used, seconds = self._executor.call(decode_chunks, *given, allocate, on_repeat=restart)
             kept = [memory[number] for number in used]
-            chunks.keep(slot, kept)
+            self._memory.chunks[name].keep(slot, kept)
             with self._changed:
                 piece.block.held += sum(part.nbytes for part in kept) - piece.unpacked
                 piece.unpacked = 0
@@ -455,8 +458,9 @@ class Fetcher:
             self._end_decoding(piece)
         self._counters.add(retries=1)
 
-    def _forget_unpacked(self, piece: Piece) -> None:
+    def _restart_decoding(self, piece: Piece, memory: list[memoryview]) -> None:
         """Count the decoded bytes of a piece anew, since its decoding is repeated."""
+        del memory[1:]
         with self._changed:
             piece.block.held -= piece.unpacked
             piece.unpacked = 0
@@ -570,38 +574,35 @@ def fetch_body(
     return body.nbytes
 
 
-def decode_rows(field: FieldReader, run: Run, body: memoryview, rows: NDArray[Any], first: int) -> float:
+# A body's first byte in the arena and its size; the first row of its slot and the end, in the arrays of all slots; and
+# the number of the slot's first sample.
+Place = tuple[int, int, int, int, int]
+
+
+def decode_rows(field: FieldReader, run: Run, place: Place, out: NDArray[Any]) -> float:
     """Decode a body into the rows of a slot; return the processor time."""
-    begin = time.thread_time()
-    field.decode(run, body, rows, first)
+    begin, (start, size, low, high, first) = time.thread_time(), place
+    field.decode(run, arena_bytes(start, size), out[low:high], first)
     return time.thread_time() - begin
 
 
-class SlotRows(NamedTuple):
-    """The rows of a slot, from sample `first` on, whose items are in `memory`: the table of where they are."""
-
-    first: int
-    table: Table
-    memory: NDArray[np.uint8]
-
-
 def decode_chunks(
-    field: FieldReader, run: Run, body: memoryview, rows: SlotRows, allocate: Allocate
+    field: FieldReader, run: Run, place: Place, table: NDArray[np.int64], allocate: Allocate
 ) -> tuple[list[int], float]:
-    """Decode a body into memory from `allocate`, and write where its items are to the table of a slot.
+    """Decode a body into memory from `allocate`, and write where its items are to the rows of a slot.
 
     Return which of (the body, *the allocated memory) have the items, and the processor time.
     """
-    begin = time.thread_time()
-    parts = [memoryview(body)]
+    begin, (start, size, low, high, first) = time.thread_time(), place
+    parts = [arena_bytes(start, size)]
 
     def keep(size: int) -> memoryview:
         parts.append(memoryview(allocate(size)))
         return parts[-1]
 
     used = set()
-    for row, items in field.decode(run, parts[0], None, rows.first, keep) or ():
-        place_items(rows.memory, rows.table, row, items)
+    for row, items in field.decode(run, parts[0], None, first, keep) or ():
+        place_items(all_bytes(), table[low:high], row, items)
         at = address(items.buffer)
         used |= {number for number, part in enumerate(parts) if 0 <= at - address(part) < part.nbytes}
     return sorted(used), time.thread_time() - begin

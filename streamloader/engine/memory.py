@@ -29,10 +29,9 @@ from streamloader.zarr.columns import ARRAYS
 
 Column = NDArray[Any]
 Layouts = Mapping[str, FieldLayout]  # by field
-Table = tuple[NDArray[np.int64], NDArray[np.int32]]  # the addresses in the arena, and the sizes, of rows
 NO_SLOT = -1
 # A slot stores the address and the size of each item.
-ITEM_BYTES = 8 + 4
+ITEM_BYTES = 2 * 8
 # Rows of this size, or of variable size, stay in their chunks until a batch is gathered. Copying them into a slot first
 # would take as long as gathering them, and finding smaller rows takes longer than copying them.
 LARGE_ROW = 1 << 14
@@ -61,14 +60,14 @@ class Blocks:
         self._batch_rows: dict[int, BatchRow] = {}  # by ticket
         self._count = slots
         self._free = list(range(slots))
-        self._fixed: dict[str, Column] = {
+        self.fixed: dict[str, Column] = {
             name: arena.array((slots * block, *layout.field.shape), layout.field.dtype)
             for name, layout in layouts.items()
             if in_slots(layout)
         }
         arrays = [name for name, layout in layouts.items() if layout.codec == ARRAYS]
         self.regions = {name: Regions(slots, block, keeps=keeps) for name in arrays}
-        in_rows = {name for name in {*self._fixed, *arrays} if layouts[name].field.fixed}
+        in_rows = {name for name in {*self.fixed, *arrays} if layouts[name].field.fixed}
         self.chunks = {name: Chunks(arena, slots, block) for name in layouts if name not in in_rows}
         self._slots: dict[int, int] = {}  # by ticket
         self._first_row = np.zeros(1024, np.int64)  # of the slot of each ticket, modulo the length of this array
@@ -124,10 +123,6 @@ class Blocks:
                     regions.drop(slot, complete=complete)
                 self._free.append(slot)
 
-    def slot_rows(self, name: str, slot: int, rows: int) -> Column:
-        """Return a writable view of the first `rows` rows of a slot."""
-        return self._fixed[name][slot * self.block : slot * self.block + rows]
-
     def open_regions(
         self, name: str, ticket: int, slot: int, make: Callable[[BatchRow | None], BlockRegions]
     ) -> tuple[BlockRegions, bool]:
@@ -147,9 +142,9 @@ class Blocks:
     def keep_rows(self, name: str, slot: int, block: BlockRegions) -> None:
         """Store where the sparse rows of a block are, if its column has any."""
         if name in self.chunks:
-            chunks = self.chunks[name]
+            chunks, rows = self.chunks[name], slice(slot * self.block, (slot + 1) * self.block)
             for row, items in block.items:
-                place_items(self.arena.bytes, chunks.table(slot), row, items)
+                place_items(self.arena.bytes, chunks.table[rows], row, items)
             chunks.keep(slot, [items.buffer for _, items in block.items])
 
     def locate(self, tickets: NDArray[np.int64], rows: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -159,10 +154,6 @@ class Blocks:
         places += rows
         return places
 
-    def rows_of(self, name: str) -> Column | None:
-        """Return the rows of all slots of a field, None if they are not in slots."""
-        return self._fixed.get(name)
-
     def _grow(self, span: int) -> None:
         table = np.zeros(2 << span.bit_length(), np.int64)
         for ticket, slot in self._slots.items():
@@ -171,18 +162,12 @@ class Blocks:
 
 
 class Chunks:
-    """The addresses and sizes of a field's rows in all slots, and the memory of their chunks."""
+    """Where the rows of a field are, in all slots, and the memory of their chunks."""
 
     def __init__(self, arena: Arena, slots: int, block: int) -> None:
         self._arena, self._block = arena, block
         self._leases: list[list[memoryview]] = [[] for _ in range(slots)]
-        self.addresses = arena.array((slots * block,), "int64")  # offsets in the arena
-        self.sizes = arena.array((slots * block,), "int32")  # a chunk is smaller than 2 GiB
-
-    def table(self, slot: int) -> Table:
-        """Return the addresses and the sizes of the rows of a slot, to be written."""
-        rows = slice(slot * self._block, (slot + 1) * self._block)
-        return self.addresses[rows], self.sizes[rows]
+        self.table = arena.array((slots * block, 2), "int64")  # the byte of the arena at which a row begins, its size
 
     def keep(self, slot: int, memory: Sequence[memoryview]) -> None:
         """Keep the memory of chunks while the slot has their rows."""
@@ -198,26 +183,24 @@ class Chunks:
 
     def item_bytes(self, places: NDArray[np.int64]) -> int:
         """Return the total number of bytes of rows."""
-        return int(self.sizes[places].sum(dtype=np.int64))
+        return int(self.table[places, 1].sum())
 
     def items(self, places: NDArray[np.int64]) -> list[memoryview]:
         """Return the bytes of rows, as views that are valid until their slots are released."""
-        data, starts = self._arena.bytes.data, self.addresses[places]
-        stops = starts + self.sizes[places]
-        return [data[start:stop] for start, stop in zip(starts.tolist(), stops.tolist(), strict=True)]
+        data = self._arena.bytes.data
+        return [data[start : start + size] for start, size in self.table[places].tolist()]
 
 
-def place_items(memory: NDArray[np.uint8], table: Table, row: int, items: Items) -> None:
-    """Write the addresses in `memory` and the sizes of items to a table, from `row` on, which may be negative.
+def place_items(memory: NDArray[np.uint8], table: NDArray[np.int64], row: int, items: Items) -> None:
+    """Write where items begin in `memory`, and their sizes, to a table, from `row` on, which may be negative.
 
     Items outside of the table are ignored.
     """
-    addresses, sizes = table
-    low, high = max(row, 0), min(row + len(items), len(addresses))
+    low, high = max(row, 0), min(row + len(items), len(table))
     part = slice(low - row, high - row)
     start = address(items.buffer) - address(memory) if items.buffer.nbytes else 0
-    addresses[low:high] = items.starts[part] + start
-    sizes[low:high] = items.stops[part] - items.starts[part]
+    table[low:high, 0] = items.starts[part] + start
+    table[low:high, 1] = items.stops[part] - items.starts[part]
 
 
 class Buffers:

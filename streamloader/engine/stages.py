@@ -211,7 +211,7 @@ class Rows(NamedTuple):
 
     memory: NDArray[np.uint8]
     starts: Ints
-    sizes: NDArray[np.int32]
+    sizes: Ints
 
     def edges(self) -> Ints:
         """Return the byte at which each row begins once they are concatenated, and the end."""
@@ -466,12 +466,12 @@ class Stages:
         if layout.codec == ARRAYS and field.fixed:
             batch.columns |= self._blocks.regions[name].gather(places, lease, (self._options.seed, plan.epoch))
             return []
-        rows = self._blocks.rows_of(name)
+        rows = self._blocks.fixed.get(name)
         if rows is not None:
             batch.columns[name] = out = lease((len(places), *field.shape), field.dtype)
             return [Copy(out, rows, places)]
         chunks, memory = self._blocks.chunks[name], self._blocks.arena.bytes
-        located = Rows(memory, chunks.addresses[places], chunks.sizes[places])
+        located = Rows(memory, *chunks.table[places].T.copy())
         if field.fixed:
             batch.columns[name] = out = lease((len(places), *field.shape), field.dtype)
             return [Copy(_flat(out), memory, located.starts, located.edges())]
@@ -516,8 +516,7 @@ class Stages:
             out = self._buffers.lease((len(places), *shape), decoder.dtype, LIVE_BATCHES)
         batch.columns[name] = [None] * len(places) if out is None else out[..., 0] if decoder.mask else out
         batch.held += chunks.hold(places)
-        spans = np.stack([chunks.addresses[places], chunks.sizes[places]], axis=1)
-        columns, key = (spans, plan.samples, plan.positions), (self._options.seed, plan.epoch)
+        columns, key = (chunks.table[places], plan.samples, plan.positions), (self._options.seed, plan.epoch)
         images = Images(self._decoders[name], self._blocks.arena.bytes, *columns, key, out, crops)
         masks = decoder.options.masks
         return {name: images} | ({} if masks is None else self._images(batch, masks, places, crops))
