@@ -111,8 +111,9 @@ def test_the_body_of_a_loading_block_counts_once_beside_batches(tmp_path, monkey
     monkeypatch.setattr(Fetcher, "_request", request_and_wait)
     dataset = open_source(Source(tmp_path / "d"))
     budget = Budget(slots=4, threads=1, bytes=1 << 30, body_bytes=1 << 30, exact=True)
-    memory, limits = Memory.of(dataset.layouts, 4, budget, Counters(), Arena(shared=False)), (Pace(1), Hedging())
-    fetcher = Fetcher([dataset], dataset.names, limits, memory, Executor())
+    executor, limits = Executor(), (Pace(1), Hedging())
+    memory = Memory.of(dataset.layouts, 4, budget, Counters(), executor.arena)
+    fetcher = Fetcher([dataset], dataset.names, limits, memory, executor)
     with closing(fetcher):
         memory.blocks.reserve(0)
         fetcher.load(BlockRef(0, 0, 4))
@@ -131,8 +132,9 @@ def test_an_earlier_block_is_loaded_before_threads_wait_for_the_memory_of_a_late
     dataset = open_source(Source(tmp_path / "d"))
     # a block may decode a quarter of these bytes before the one in front of it is complete
     budget = Budget(slots=2, threads=2, bytes=64 << 20, body_bytes=64 << 20, exact=True)
-    memory = Memory.of(dataset.layouts, 8, budget, Counters(), Arena(shared=False))
-    fetcher = Fetcher([dataset], dataset.names, (Pace(2), Hedging()), memory, Executor())
+    executor = Executor()
+    memory = Memory.of(dataset.layouts, 8, budget, Counters(), executor.arena)
+    fetcher = Fetcher([dataset], dataset.names, (Pace(2), Hedging()), memory, executor)
     runs, load_field, request = FieldReader.runs, Fetcher._load_field, Fetcher._request
     begun = threading.Event(), threading.Event()  # the two blocks, the first one's requests before those of the second
 

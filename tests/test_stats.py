@@ -21,7 +21,7 @@ from streamloader.errors import UsageError
 from streamloader.stats import BatchReport, Counters, Stats
 
 N = 700
-NO_SUMS = ("in_flight", "cores", "transformers", "client", "waiting_for")
+NO_SUMS = ("in_flight", "cores", "transformers", "workers", "workers_reason", "client", "waiting_for")
 SUMS = [item.name for item in dataclasses.fields(Stats) if item.name not in NO_SUMS]
 
 seconds = st.just(0.0) | st.floats(1e-9, 1e6)  # clocks count nanoseconds
@@ -32,6 +32,7 @@ any_stats = st.builds(
     in_flight=st.integers(0, 64),
     cores=st.integers(1, 256),
     transformers=st.integers(1, 64),
+    workers=st.integers(0, 64),
     client=st.sampled_from(["obstore: obstore supports s3", "fsspec: obstore does not support ftp"]),
 ).map(lambda stats: dataclasses.replace(stats, first_batch_seconds=min(stats.first_batch_seconds, stats.wait_seconds)))
 

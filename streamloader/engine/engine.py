@@ -425,6 +425,10 @@ class Pipeline:
     def _finish(self, batch: Batch) -> None:
         """Wait for the batch, and raise its error."""
         core = self._run.core
+        if not batch.copied.is_set():
+            with core.counters.timed("gather_seconds"):
+                while not batch.copied.wait(SIGNAL_SECONDS):
+                    core.check_open()
         if not batch.finished.is_set():
             name = "transform_wait_seconds" if core.stages.transforms else "decode_wait_seconds"
             with core.counters.timed(name):
@@ -461,7 +465,8 @@ class Assembler:
         self._planned_ends = 0  # None values in `_planned`
         self._waiting: deque[BlockRef] = deque()  # blocks of the planned batches, to be admitted
         self._ready: queue.SimpleQueue[Batch | StreamloaderError | None] = queue.SimpleQueue()
-        self._places = threading.Semaphore(READY_BATCHES)
+        self._copying: deque[tuple[Batch, BatchPlan]] = deque()  # whose blocks are still needed
+        self._places = threading.Semaphore(READY_BATCHES + (0 if self._budget.exact else stages.more_batches))
         self._taken = 0  # places of the last batch returned; asking for the next one frees them
         self._closed = False
         self._ended = threading.Event()
@@ -478,6 +483,7 @@ class Assembler:
     def _run(self) -> None:
         while not self._closed:
             with self.counters.timed("gather_seconds"):
+                self._release_copied()
                 self._look_ahead()
             if not self._planned or not self._acquire_place():
                 return
@@ -496,7 +502,8 @@ class Assembler:
         failed_ticket, error = self._load(plan)
         batch = Batch(plan)
         if error is None and self._make(batch):
-            self._release(plan)
+            self._copying.append((batch, plan))
+            self._release_copied(wait=self._budget.exact)
             yield batch
             return
         if len(plan.rows) <= plan.step_rows:
@@ -516,11 +523,24 @@ class Assembler:
                 del error
             else:
                 self._make(batch)
+                self._wait_for_copies(batch)
             failed = batch.error is not None  # before the consumer takes the error
             yield batch
             if failed:
                 return
         self._release(plan)
+
+    def _release_copied(self, *, wait: bool = False) -> None:
+        """Release the blocks of batches whose rows are copied; `wait` for the first of them."""
+        while self._copying and (wait or self._copying[0][0].copied.is_set()):
+            batch, plan = self._copying.popleft()
+            self._wait_for_copies(batch)
+            self._release(plan)
+            wait = False
+
+    def _wait_for_copies(self, batch: Batch) -> None:
+        while not self._closed and not batch.copied.wait(SIGNAL_SECONDS):
+            pass
 
     def _make(self, batch: Batch) -> bool:
         """Gather a batch whose blocks are loaded; return whether that succeeded. Later stages may still fail."""
@@ -623,6 +643,9 @@ class Assembler:
         """Wait until all new blocks of a plan are loaded; return the first error, with the ticket of its block."""
         for ref in plan.needs:
             while self._waiting and self._waiting[0].ticket <= ref.ticket:  # needed now, so `fits` does not matter
+                if not self._blocks.free and self._copying:
+                    self._release_copied(wait=True)
+                    continue
                 if not self._blocks.free:
                     problem = f"none of {self._budget.slots} slots is free for block {ref.start}:{ref.stop}"
                     remedy = "report this with the dataset's manifest: the plan needs more slots than it declares"

@@ -35,7 +35,7 @@ from numpy.typing import NDArray
 
 from streamloader.engine.arena import address
 from streamloader.engine.dataset import Dataset, SampleNumbers
-from streamloader.engine.executor import Callback, Executor, all_bytes, arena_bytes
+from streamloader.engine.executor import Callback, Executor, all_bytes, arena_bytes, in_worker
 from streamloader.engine.memory import NO_SLOT, TOLERANCE_BYTES, Memory, in_slots, place_items
 from streamloader.engine.regions import BlockKey, BlockRegions
 from streamloader.engine.stages import Job, WorkerThreads
@@ -594,9 +594,15 @@ def decode_chunks(
     Return which of (the body, *the allocated memory) have the items, and the processor time.
     """
     begin, (start, size, low, high, first) = time.thread_time(), place
-    parts = [arena_bytes(start, size)]
+    parts, left = [arena_bytes(start, size)], memoryview(bytearray())
+    if in_worker() and (total := field.decoded_bytes(run, parts[0])):  # one message instead of one for each chunk
+        parts.append(left := memoryview(allocate(total)))
 
     def keep(size: int) -> memoryview:
+        nonlocal left
+        if size <= len(left):
+            taken, left = left[:size], left[size:]
+            return taken
         parts.append(memoryview(allocate(size)))
         return parts[-1]
 

@@ -118,6 +118,7 @@ def _run(jobs: SimpleQueue[tuple[Job, OnError] | None]) -> None:
 class Batch:
     """A batch in the making: `columns` by field (ndarray, list or `Ragged`), complete or failed once `finished` is set.
 
+    `copied` is set before, once its blocks are not needed.
     `singles`: the columns of each sample, of one row, if transformed samples are not batched.
     `places`: the number of `READY_BATCHES` that it counts as; more than one if it is much larger than the mean.
     `held`: what keeps the encoded images valid until they are decoded.
@@ -129,6 +130,7 @@ class Batch:
     error: StreamloaderError | None = None
     places: int = 1
     held: list[Any] = field(default_factory=list)
+    copied: threading.Event = field(default_factory=threading.Event)
     finished: threading.Event = field(default_factory=threading.Event)
     _dropped: bool = False
 
@@ -139,6 +141,7 @@ class Batch:
         self.held = []
         if self._dropped:
             self.error = None
+        self.copied.set()
         self.finished.set()
 
     def drop(self) -> None:
@@ -188,13 +191,22 @@ class Copy(NamedTuple):
     starts: Ints
     edges: Ints | None = None
 
-    def part(self, number: int, count: int) -> Copy:
-        """Return one of `count` parts of this copy."""
-        first, stop = len(self.starts) * number // count, len(self.starts) * (number + 1) // count
+    def part(self, first: int, stop: int, starts: Ints) -> Copy:
+        """Return the copy of the rows [first, stop), whose `starts` are given."""
         if self.edges is None:
-            return self._replace(out=self.out[first:stop], starts=self.starts[first:stop])
+            return Copy(self.out[first:stop], self.source, starts)
         edges = self.edges[first : stop + 1]
-        return Copy(self.out[edges[0] : edges[-1]], self.source, self.starts[first:stop], edges - edges[0])
+        return Copy(self.out[edges[0] : edges[-1]], self.source, starts, edges - edges[0])
+
+
+def part_of(copies: Sequence[Copy], number: int, count: int) -> list[Copy]:
+    """Return one of `count` parts of copies; those with the same `starts` share them, which are sent once."""
+    parts, seen = [], dict[int, Ints]()
+    for copy in copies:
+        first, stop = len(copy.starts) * number // count, len(copy.starts) * (number + 1) // count
+        starts = seen.setdefault(id(copy.starts), copy.starts[first:stop])
+        parts.append(copy.part(first, stop, starts))
+    return parts
 
 
 def copy_all(copies: Sequence[Copy]) -> None:
@@ -359,6 +371,8 @@ class StageOptions(NamedTuple):
         return self.batched and self.transform is None
 
 
+# Batches in the making beside the usual ones, for workers that would wait for the slowest part of the one before.
+MORE_BATCHES = 2
 # With workers, the bytes of a batch that a thread copies at least.
 PART_BYTES = 2 * MIB
 # Images that a thread decodes at least, one after another.
@@ -382,6 +396,7 @@ class Stages:
         ]
         self._ragged = [name for name, of in options.streamed.items() if of.field.kind == "ragged"]
         self.decodes = bool(options.config.decoders)
+        self.more_batches = MORE_BATCHES if executor.workers else 0
         self._decoders = {name: executor.share(decoder) for name, decoder in options.config.decoders.items()}
         self._shared_transform: Transform | None = None
         if options.transform is not None:
@@ -419,9 +434,9 @@ class Stages:
         return size, scratch
 
     def start(self, batch: Batch) -> None:
-        """Gather the batch now, and submit it to the later stages, the last of which finishes it.
+        """Make the columns of the batch, and submit it to the stages, the last of which finishes it.
 
-        Every job ends in `Batch.finished` or `Batch.fail`, whatever it raises.
+        Without workers its rows are gathered now. Each job ends in `Batch.finished` or in `Batch.fail`.
         """
         plan = batch.plan
         count = len(plan.samples)
@@ -436,15 +451,11 @@ class Stages:
                 out = self._buffers.lease((count, *values.shape[1:]), values.dtype.str, LIVE_BATCHES)
                 batch.columns[name] = out
                 copies.append(Copy(out, values, plan.samples))
-            self._copy(copies)
+            self._copy(batch, copies, places)
         except StreamloaderError:
             raise
         except Exception as error:
             raise wrapped(error, f"gathering field {name!r}") from error
-        if self.decodes and count:
-            self._start_decode(batch, places)
-        else:
-            self._start_transform(batch)
 
     def close(self) -> None:
         """Let the threads end."""
@@ -479,24 +490,29 @@ class Stages:
         batch.columns[name], copies = variable_column((name, field), located, plan, self._buffers, pack)
         return copies
 
-    def _copy(self, copies: Sequence[Copy]) -> None:
-        """Copy the rows of a batch, by several threads if they are large."""
+    def _copy(self, batch: Batch, copies: Sequence[Copy], places: Ints) -> None:
+        """Copy the rows of a batch, with workers in parts and later; then begin the next stage."""
         workers = self._executor.workers
-        if not workers:
+        if not workers or not copies:
             copy_all(copies)
+            self._copied(batch, places)
             return
         count = max(1, min(workers, sum(copy.out.nbytes for copy in copies) // PART_BYTES))
-        done: SimpleQueue[BaseException | None] = SimpleQueue()
+        finish_part = _countdown(count, partial(self._copied, batch, places))
 
         def run(number: int) -> None:
-            self._executor.call(copy_all, [copy.part(number, count) for copy in copies])
-            done.put(None)
+            self._executor.call(copy_all, part_of(copies, number, count))
+            finish_part()
 
-        for number in range(count if copies else 0):
-            self._gather.submit(partial(run, number), done.put)
-        for error in [done.get() for _ in range(count if copies else 0)]:
-            if error is not None:
-                raise error
+        for number in range(count):
+            self._gather.submit(partial(run, number), batch.fail)
+
+    def _copied(self, batch: Batch, places: Ints) -> None:
+        if self.decodes and len(places):
+            self._start_decode(batch, places)
+        else:
+            self._start_transform(batch)
+        batch.copied.set()
 
     def _start_decode(self, batch: Batch, places: Ints) -> None:
         parts = _divide(len(places), max(1, min(4 * self._threads, len(places) // PART_IMAGES)))

@@ -13,8 +13,17 @@ from numpy.typing import NDArray
 
 from streamloader.errors import CorruptError, DecodeError, FieldError, MissingObjectError, ModifiedError, NotFoundError
 from streamloader.format.chunk_table import ChunkTable
-from streamloader.format.codecs import CRC_BYTES, Column, Items, decode_fixed, decode_items, index_size, parse_index
-from streamloader.format.manifest import Field, Manifest
+from streamloader.format.codecs import (
+    CRC_BYTES,
+    Column,
+    Items,
+    check_frame,
+    decode_fixed,
+    decode_items,
+    index_size,
+    parse_index,
+)
+from streamloader.format.manifest import MAX_CHUNK_BYTES, Field, Manifest
 from streamloader.format.opening import reread
 from streamloader.format.rows import copy_rows
 from streamloader.options import MIB
@@ -262,6 +271,17 @@ class FieldReader:
             except CorruptError as error:
                 raise self._damage(run, i, error.problem) from error
         return placed if out is None else None
+
+    def decoded_bytes(self, run: Run, data: memoryview) -> int:
+        """Return the bytes of the decompressed chunks of a run, 0 if they are not compressed or damaged."""
+        total, end = 0, 0
+        for size in run.sizes.tolist() if self.layout.codec != "none" and run.picks is None else ():
+            end += size
+            try:
+                total += check_frame(self.layout.codec, data[end - size : end - CRC_BYTES], 0, MAX_CHUNK_BYTES)
+            except CorruptError:
+                return 0
+        return total
 
     def _decode_rows(self, body: memoryview, out: NDArray[Any], part: ChunkRows) -> None:
         low, high = max(part.row, 0), min(part.row + part.size, len(out))
