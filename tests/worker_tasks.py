@@ -1,0 +1,57 @@
+"""Functions that workers of the engine import; this module imports little."""
+
+import os
+import random
+import sys
+import time
+from typing import Any
+
+import numpy as np
+
+
+def drawing(sample: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
+    """Draw from every generator that a sample seeds in workers."""
+    return {
+        "x": sample["x"][:4] + 1,
+        "name": sample["name"],
+        "tok": sample["tok"] * 2,
+        "drawn": rng.random(3),
+        "numpy": np.random.random(2),
+        "python": random.random(),
+    }
+
+
+def drawing_own(sample: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
+    """Draw from the sample's generator only."""
+    return {"x": sample["x"] + rng.random(), "flag": sample["flag"], "raw": [sample["raw"]], "tok": sample["tok"]}
+
+
+def tensors(sample: dict[str, Any]) -> dict[str, Any]:
+    """Return tensors, and draw from torch."""
+    import torch
+
+    x = torch.from_numpy(sample["x"][:8])
+    return {"x": x.bfloat16(), "drawn": torch.rand(2) + x.mean(), "list": [x, sample["label"]]}
+
+
+def summed_image(sample: dict[str, Any]) -> dict[str, Any]:
+    """Return values of an image of any size."""
+    return {"image": sample["image"][:4, :4].copy(), "sum": int(sample["image"].sum()), "label": sample["label"]}
+
+
+def mean_of_region(sample: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
+    """Return the mean of each column of an array in place."""
+    return {name: np.nanmean(value) + rng.random() for name, value in sample.items()}
+
+
+def process_id(*_: Any) -> int:
+    return os.getpid()
+
+
+def imported(name: str) -> bool:
+    """Whether this process has imported a module."""
+    return name in sys.modules
+
+
+def sleep(seconds: float) -> None:
+    time.sleep(seconds)
