@@ -352,9 +352,8 @@ class _Channel:
         self.worker = pool.workers[number]
         self.abandoned = False
         self._known: set[int] = set()  # keys of shared values that were sent
-        self._arena = _LOCAL.arena = pool.arena
+        self._arena = pool.arena
         self._moved: list[NDArray[np.uint8]] = []
-        _LOCAL.moved = self._moved
         ours, theirs = socket.socketpair()
         with theirs:
             self.worker.hand_over(theirs)
@@ -365,6 +364,7 @@ class _Channel:
 
         Those that are shared or callbacks are sent as numbers, since a method of a pickler takes longer to find them.
         """
+        _LOCAL.arena, _LOCAL.moved = self._arena, self._moved  # this thread may call other executors as well
         keys = [(at, value.key) for at, value in enumerate(values) if type(value) is Shared]
         calls = [at for at, value in enumerate(values) if type(value) is Callback]
         plain = [None if type(value) in (Shared, Callback) else value for value in values]

@@ -1,0 +1,156 @@
+"""Scenarios in a process of its own, which kill workers, fork, or are killed: `worker_runs.py NAME ARGUMENT...`.
+
+Each prints lines of JSON.
+"""
+
+import hashlib
+import json
+import os
+import signal
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import worker_tasks
+from folder_server import folder_server
+from worker_tasks import workers_of
+
+import streamloader as sl
+from streamloader.engine.executor import Executor
+from streamloader.errors import EngineError, ForkError
+
+
+def say(value: Any) -> None:
+    print(json.dumps(value), flush=True)
+
+
+def digest(batch: dict[str, Any]) -> str:
+    parts = [(name, item.tobytes() if isinstance(item, np.ndarray) else item) for name, item in batch.items()]
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+def killed(moment: str, url: str, folder: str) -> None:
+    """Kill workers in the middle of an epoch, and compare its batches with those of threads."""
+    kinds: dict[str, Callable[[Any, int], Any]] = {
+        "fetching": lambda at, n: sl.NumpyDataset(at, batch_size=16, num_workers=n),
+        "decoding": lambda at, n: sl.NumpyDataset(at, batch_size=4, decode=True, num_workers=n),
+        "transforming": lambda at, n: sl.NumpyDataset(
+            at, batch_size=4, transform=worker_tasks.KilledOnce(folder, n), num_workers=n
+        ),
+    }
+    opened = kinds[moment]
+    threads = [digest(batch) for batch in opened(url, 0)]
+    with warnings.catch_warnings(record=True) as caught, folder_server(Path(url)) as server:
+        warnings.simplefilter("always")
+        ds, count = opened(server.url if moment == "fetching" else url, 2), 1
+        if moment == "fetching":
+            server.behave, server.every, server.seconds, server.times = "stall", 15, 0.5, 2
+            server.delay = 0.005
+            threading.Thread(target=lambda: server.met.wait() and kill(0), daemon=True).start()
+        found = []
+        for number, batch in enumerate(ds):
+            found.append(digest(batch))
+            if moment == "decoding" and number in (0, 9):
+                kill(number > 0)
+                count = 1 + (number > 0)
+    stats = ds.stats()
+    shown = [str(warning.message).rpartition(";")[0] for warning in caught if "worker" in str(warning.message)]
+    say({"same": found == threads, "replaced": stats.workers_replaced, "killed": count, "warnings": shown})
+
+
+def kill(number: int) -> None:
+    os.kill(workers_of(os.getpid())[number], signal.SIGKILL)
+
+
+def deaths() -> None:
+    """Call a function that kills its worker, until that is an error."""
+    executor = Executor(2)
+    executor.start()
+    repeats: list[int] = []
+    warnings.simplefilter("ignore")
+    try:
+        executor.call(worker_tasks.kill_itself, on_repeat=lambda: repeats.append(1))
+    except EngineError as error:
+        say({"error": str(error), "repeated": len(repeats)})
+
+
+def forked(url: str) -> None:
+    """Use a pass of the parent and a new dataset in a forked child; the parent goes on."""
+    warnings.simplefilter("ignore")
+    options: dict[str, Any] = {"batch_size": 5, "num_workers": 2}
+    expected = [digest(batch) for batch in sl.NumpyDataset(url, **options)]
+    parents = workers_of(os.getpid())
+    ds = sl.NumpyDataset(url, **options)
+    iterator = iter(ds)
+    begun = [digest(next(iterator))]
+    reader, writer = os.pipe()
+    if not os.fork():
+        try:
+            next(iterator)
+            refused = ""
+        except ForkError as error:
+            refused = type(error).__name__
+        same = [digest(batch) for batch in sl.NumpyDataset(url, **options)] == expected
+        shown = {"refused": refused, "same": same, "own": workers_of(os.getpid()), "parents": parents}
+        os.write(writer, json.dumps(shown).encode())
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as out:
+        found = json.loads(out.read())
+    os.wait()
+    say(found | {"after": begun + [digest(batch) for batch in iterator] == expected})
+
+
+def endless(work: str, url: str) -> None:
+    """Iterate, or wait in a transform, until the process is killed, with a forked child that lives on."""
+    transform = worker_tasks.stuck if work == "transforming" else None
+    ds = sl.NumpyDataset(url, batch_size=5, num_workers=2, transform=transform)
+    iterator = iter(ds)
+    if transform is None:
+        next(iterator)
+    else:
+        threading.Thread(target=next, args=(iterator,), daemon=True).start()
+    while len(workers_of(os.getpid())) < 2:
+        time.sleep(0.01)
+    others = []
+    if work == "forked":
+        child = os.fork()
+        if not child:
+            while True:
+                signal.pause()
+        others.append(child)
+    say({"workers": workers_of(os.getpid()), "others": others})
+    while transform is None:
+        for _ in ds:
+            pass
+    time.sleep(1000)
+
+
+def interrupted(work: str, url: str) -> None:
+    """Iterate, or wait in a transform, until Ctrl-C; then go on with another dataset."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    transform = worker_tasks.stuck if work == "transforming" else None
+    list(sl.NumpyDataset(url, batch_size=5, num_workers=2))
+    ds = sl.NumpyDataset(url, batch_size=5, num_workers=2, transform=transform)
+    try:
+        iterator = iter(ds)
+        say({"workers": workers_of(os.getpid())})
+        next(iterator)
+        while True:
+            for _ in ds:
+                pass
+    except KeyboardInterrupt:
+        ds.close()
+    again = sl.NumpyDataset(url, batch_size=5, num_workers=2)
+    batches = sum(1 for _ in again)
+    found = {"workers": workers_of(os.getpid()), "batches": batches, "replaced": again.stats().workers_replaced}
+    say(found)
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]](*sys.argv[2:])
