@@ -19,6 +19,8 @@ KEEPS_UP = 0.05
 BUSY = 0.6
 # More retries per request than this mean that the store throttles or fails, whatever else is slow.
 MANY_RETRIES = 0.05
+# Cores that threads of one process do not keep busy.
+MANY_CORES = 4
 # Bytes. Copying a larger sample takes longer than finding it.
 SMALL_SAMPLE = 4096
 # Fields that hold the value at the time of the snapshot; all others are sums.
@@ -140,6 +142,11 @@ class Stats:
         return min(1.0, quotient(self.wait_seconds - first, self.seconds - first))
 
     @property
+    def process_share(self) -> float:
+        """The share of a core that this process took since the first batch, its workers not included; 2.0 for two."""
+        return quotient(self.cpu_seconds, self.seconds - self.first_batch_seconds)
+
+    @property
     def requests_in_flight(self) -> float:
         """The mean number of concurrent requests while the loader was not ahead."""
         return quotient(self.request_seconds, self._active)
@@ -216,6 +223,14 @@ class Stats:
         rate = self.samples_per_second
         throughput = f"{rate:.3g} samples/s" if small else f"{size * rate / 1e6:.4g} MB/s"
         change = "store several of these small samples as one" if small else "read fewer or smaller fields"
+        if not self.workers and self.cores >= MANY_CORES:
+            return (
+                f"one process gathers {throughput}, {busy:.0%} busy; give it more workers: num_workers={self.cores - 1}"
+            )
+        if self.workers and self.process_share > BUSY:
+            workers = _count(self.workers, "worker")
+            busy_process = f"this process takes {self.process_share:.0%} of a core to direct {workers}"
+            return f"{throughput}; {busy_process}: give it fewer workers, train with more ranks, or {change}"
         return f"one thread gathers {throughput}, {busy:.0%} busy; train with more ranks, or {change}"
 
     def _decode(self) -> str:
@@ -228,6 +243,8 @@ class Stats:
 
     def _transform(self) -> str:
         busy = f"{_count(self.transformers, 'transformer')} {min(1.0, self.transform_busy):.0%} busy"
+        if self.transformers == 1 < self.workers:
+            return f"{busy}; other processes cannot load it: define it in a module, a .py file, that you import"
         return f"{busy}; increase num_workers=, or move work out of the transform"
 
     def _consumer(self) -> str:

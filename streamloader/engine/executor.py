@@ -24,7 +24,7 @@ import traceback
 import warnings
 import weakref
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import count
@@ -58,13 +58,17 @@ _CODE = (
 LEAST_CORES = 4
 
 
-def choose_workers(choice: Workers, cores: int, *, in_worker: bool = False) -> tuple[int, str]:
-    """Return the number of worker processes for a rank with this many cores, and the reason.
+def choose_workers(
+    choice: Workers, cores: int, urls: Iterable[str] = (), *, in_worker: bool = False
+) -> tuple[int, str]:
+    """Return the number of worker processes for a rank with this many cores that reads these URLs, and the reason.
 
     `in_worker`: this process is a worker of a DataLoader.
     """
     if in_worker:
         return 0, "DataLoader workers have none of their own"
+    if any(url.startswith("memory:") for url in urls):
+        return 0, "other processes cannot read memory:// URLs"
     if not hasattr(os, "memfd_create"):
         return 0, "this system has no anonymous shared memory (memfd_create)"
     if choice != "auto":

@@ -406,6 +406,7 @@ class Stages:
                 self._shared_transform = share_transform(executor, transform, spawns=self._config.spawns)
         self._closed = False
         alone = self._shared_transform is None
+        self._counters.note(transformers=1 if alone else executor.workers)
         self._gather = WorkerThreads("gather", executor.workers)
         self._decode = WorkerThreads("decode", self._threads if self.decodes else 0)
         self._transform = WorkerThreads("transform", (1 if alone else executor.workers) if self.transforms else 0)

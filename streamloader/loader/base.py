@@ -503,10 +503,11 @@ class Loader:
         if self._cached_engine is None or not self._cached_engine.owner.here:
             ranks_here = ranks_on_this_machine() * self._worker[1]
             cores, choice = max(1, cpu_count() // ranks_here), self._config.workers
-            workers, reason = choose_workers(choice, cores, in_worker=self._in_worker)
+            urls = [dataset.store.url for dataset in self._datasets]
+            workers, reason = choose_workers(choice, cores, urls, in_worker=self._in_worker)
             config = replace(self._config, ranks_here=ranks_here, tensors=self._tensors, workers=workers)
             self._cached_engine = Engine(list(map(replace, self._datasets)), config)
-            self._cached_engine.counters.note(cores=workers or cores, transformers=max(1, workers), workers=workers)
+            self._cached_engine.counters.note(cores=workers or cores, workers=workers)
             self._cached_engine.counters.workers_reason = reason
         return self._cached_engine
 
