@@ -444,11 +444,8 @@ class _Worker:
         return self.process.wait()
 
     def end(self) -> None:
-        """Let the process end, and wait for that."""
+        """Let the process end; `kill` waits for that."""
         self._control.close()
-        with suppress(subprocess.TimeoutExpired):
-            self.process.wait(EXIT_SECONDS)
-        self.kill()
 
 
 class _Pool:
@@ -495,9 +492,13 @@ class _Pool:
 
     def _end(self) -> None:
         if os.getpid() == self._pid:
-            self._ended = True
+            self._ended, until = True, time.monotonic() + EXIT_SECONDS
             for worker in self.workers:
                 worker.end()
+            for worker in self.workers:
+                with suppress(subprocess.TimeoutExpired):
+                    worker.process.wait(max(0.0, until - time.monotonic()))
+                worker.kill()
 
 
 def _private_arena() -> Arena:
