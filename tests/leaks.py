@@ -28,11 +28,11 @@ OBJECTS = 300  # a client that is left in a cycle has more
 
 
 class Held(NamedTuple):
-    """What the process holds: threads, file descriptors, arenas, objects that a collection looks at, resident bytes."""
+    """What the process holds: threads, file descriptors, slots of blocks, objects of the collector, resident bytes."""
 
     threads: int
     files: int
-    arenas: int
+    slots: int
     objects: int
     rss: int
 
@@ -148,14 +148,14 @@ def held() -> Held:
         time.sleep(0.01)
     files = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
     rss = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    return Held(threading.active_count(), files, arenas(), len(gc.get_objects()), rss)
+    return Held(threading.active_count(), files, slots(), len(gc.get_objects()), rss)
 
 
-def arenas() -> int:
-    """Return how many arenas there are."""
-    from streamloader.engine.memory import Arena
+def slots() -> int:
+    """Return how many loaders have slots for blocks."""
+    from streamloader.engine.memory import Blocks
 
-    return sum(type(one) is Arena for one in gc.get_objects())  # isinstance wakes proxies
+    return sum(type(one) is Blocks for one in gc.get_objects())  # isinstance wakes proxies
 
 
 def connections() -> list[str]:
@@ -204,6 +204,6 @@ def growth(cycle: Callable[[], None], count: int, first: int = 3) -> Held:
 
 def check_flat(found: Held) -> None:
     """Assert that nothing grew."""
-    assert max(found.threads, found.files, found.arenas) <= 0, found
+    assert max(found.threads, found.files, found.slots) <= 0, found
     assert found.objects < OBJECTS, found
     assert found.rss < RSS_BYTES, found

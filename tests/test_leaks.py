@@ -33,7 +33,7 @@ def test_an_owner_whose_method_is_the_transform_is_collected(cycled):
         if gone.wait(0.1):
             break
     assert gone.is_set()
-    assert leaks.held().arenas == 0
+    assert leaks.held().slots == 0
     assert not leaks.our_threads()
 
 
@@ -46,9 +46,9 @@ def test_closing_a_dataset_that_is_kept_frees_its_memory(cycled):
     ds = StreamingDataset(cycled / "arrays", batch_size=leaks.BATCH)
     iterator = iter(ds)
     next(iterator)
-    assert leaks.arenas() == 1
+    assert leaks.slots() == 1
     ds.close()
-    assert leaks.held().arenas == 0
+    assert leaks.held().slots == 0
     assert sum(1 for _ in ds) == len(ds)
 
 

@@ -1,4 +1,4 @@
-"""Two hundred uses of each kind leave threads, files, arenas and resident memory as they were."""
+"""Two hundred uses of each kind leave threads, files, slots and resident memory as they were."""
 
 import faulthandler
 
