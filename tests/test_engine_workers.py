@@ -112,10 +112,13 @@ def plain(name: str, kind: Open = sl.StreamingDataset, **options: Any) -> Open:
     return lambda folder, **given: kind(folder / name, **{**ALL, "batch_size": 16, **options}, **given)
 
 
+MIXED: dict[str, Any] = {"fields": ["wide", "label", "tok", "name"]}
+
+
 def mixed(**options: Any) -> Open:
     def opened(folder: Path, **given: Any) -> sl.Mixture:
         inner = sl.Mixture({folder / "lz4": 1, folder / "zstd": 2}, batch_size=16)
-        return sl.Mixture({inner: 2, folder / "small": 1}, **{**ALL, "batch_size": 16, **options}, **given)
+        return sl.Mixture({inner: 2, folder / "small": 1}, **{**ALL, "batch_size": 16, **MIXED, **options}, **given)
 
     return opened
 
@@ -136,7 +139,7 @@ CASES: dict[str, Open] = {
     "mixture": mixed(),
     "homogeneous mixture": mixed(batches="homogeneous"),
     "mixture of numpy": lambda folder, **given: NumpyMixture(
-        {folder / "lz4": 1, folder / "small": 1}, batch_size=16, **given
+        {folder / "lz4": 1, folder / "small": 1}, batch_size=16, **MIXED, **given
     ),
     "images": plain("jpeg", decode=IMAGE),
     "images of their sizes": plain("sizes", batch_size=None, decode=True),

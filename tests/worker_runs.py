@@ -3,6 +3,7 @@
 Each prints lines of JSON.
 """
 
+import gc
 import hashlib
 import json
 import os
@@ -150,6 +151,28 @@ def interrupted(work: str, url: str) -> None:
     batches = sum(1 for _ in again)
     found = {"workers": workers_of(os.getpid()), "batches": batches, "replaced": again.stats().workers_replaced}
     say(found)
+
+
+def closed(url: str) -> None:
+    """Close a dataset whose transform waits in a worker, and look what is left."""
+    options: dict[str, Any] = {"batch_size": 5, "num_workers": 2}
+    list(sl.NumpyDataset(url, **options))
+    gc.collect()
+    arena = Executor(2).arena
+    before = arena.allocated
+    ds = sl.NumpyDataset(url, transform=worker_tasks.Waiting(os.getpid()), **options)
+    waiting = threading.Event()
+    signal.signal(signal.SIGUSR1, lambda *_: waiting.set())
+    iterator = iter(ds)
+    while not waiting.wait(0.1):
+        pass
+    ds.close()
+    del iterator, ds
+    left = [thread for thread in threading.enumerate() if thread.name.startswith("streamloader")]
+    for thread in left:
+        thread.join(60)
+    gc.collect()
+    say({"threads": [thread.name for thread in left if thread.is_alive()], "memory": arena.allocated - before})
 
 
 if __name__ == "__main__":

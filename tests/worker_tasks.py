@@ -92,3 +92,14 @@ class KilledOnce:
 def stuck(sample: dict[str, Any]) -> dict[str, Any]:
     time.sleep(1000)
     return sample
+
+
+class Waiting:
+    """A transform that sends SIGUSR1 to a process, and does not return."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+
+    def __call__(self, sample: dict[str, Any]) -> dict[str, Any]:
+        os.kill(self.pid, signal.SIGUSR1)
+        return stuck(sample)
