@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
-from itertools import pairwise
 from math import prod
 from typing import Any, NamedTuple
 
@@ -13,6 +12,7 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
+from streamloader.engine.gather import BoxCopy, Copy, copy_boxes
 from streamloader.errors import FormatError
 from streamloader.format.codecs import Items
 from streamloader.format.manifest import MAX_CHUNK_BYTES
@@ -22,25 +22,8 @@ from streamloader.zarr.columns import Part, RegionColumn, RegionReader
 
 Ints = NDArray[np.int64]
 Lease = Callable[[tuple[int, ...], str], NDArray[Any]]
-# Bytes, see `_copy_rows`. Fancy indexing copies twice and takes 5 us for each region; a slice takes 0.3 us for each
-# row, and so does an assignment of arrays, if no other thread takes the interpreter's lock between.
-SMALL_ROW = 1 << 10
-SMALL_GROUP = 16  # rows
-HELD_ROW = 1 << 17
-
 
 BlockKey = tuple[RegionReader, int, int]  # with the first sample and the end of a block
-
-
-class Cut(NamedTuple):
-    """What a part of an output is cut from: a region's bytes from the part's first element on.
-
-    `view` has an axis for each anchored axis, then the axes of the output; `contiguous`: the latter are contiguous.
-    """
-
-    view: NDArray[Any]
-    data: memoryview
-    contiguous: bool
 
 
 class BlockRegions:
@@ -67,8 +50,8 @@ class BlockRegions:
             self.arrays = [np.frombuffer(allocate(prod(n) * dtype.itemsize), dtype).reshape(n) for n in shapes]
 
     @cached_property
-    def cuts(self) -> list[list[Cut]]:
-        """What the parts of the outputs are cut from, for each region."""
+    def cuts(self) -> list[list[NDArray[Any]]]:
+        """What the parts of the outputs are cut from, for each region: see `_cut`."""
         column, axes = self.reader.column, self.reader.fields.axes
         parts = [part for output in column.outputs for part in output.parts]
         return [[_cut(column, axes, array, part) for part in parts] for array in self.arrays]
@@ -104,7 +87,11 @@ def _lease_outputs(column: RegionColumn, count: int, lease: Lease) -> list[NDArr
     return [lease((count, *output.shape), column.dtype) for output in column.outputs]
 
 
-def _cut(column: RegionColumn, anchored: Sequence[str], region: NDArray[Any], part: Part) -> Cut:
+def _cut(column: RegionColumn, anchored: Sequence[str], region: NDArray[Any], part: Part) -> NDArray[Any]:
+    """Return a view of a region from a part's first element on.
+
+    It has an axis for each anchored axis, then the axes of the output.
+    """
     dims = list(column.dims)
     if column.channels:
         dims.insert(column.channel_axis, "")
@@ -125,8 +112,7 @@ def _cut(column: RegionColumn, anchored: Sequence[str], region: NDArray[Any], pa
     axes = [places[axis] for axis in anchored if axis in places] + lengths
     shape, strides = [n for n, _ in axes], [stride for _, stride in axes]
     data = region.reshape(-1).view(np.uint8)[first:]
-    view = as_strided(data.view(region.dtype), shape, strides, writeable=False)
-    return Cut(view, data.data, view[(0,) * (view.ndim - len(lengths))].flags.c_contiguous)
+    return as_strided(data.view(region.dtype), shape, strides, writeable=False)
 
 
 class BatchRows:
@@ -196,15 +182,20 @@ class Regions:
             if start % self._block == 0 and stop == min(start + self._block, reader.num_samples):
                 self._kept[block.key] = block
 
-    def gather(self, places: Ints, lease: Lease, key: tuple[int, int]) -> dict[str, NDArray[Any]]:
-        """Return the columns of a batch, whose rows are at `places` of the arena. `key`: (seed, epoch)."""
+    def gather(
+        self, places: Ints, lease: Lease, key: tuple[int, int], memory: NDArray[np.uint8]
+    ) -> tuple[dict[str, NDArray[Any]], list[Copy | BoxCopy]]:
+        """Return the columns of a batch, whose rows are at `places` of all slots, and what must be copied to them.
+
+        `key`: (seed, epoch). `memory`: what the regions are in.
+        """
         slots, rows = np.divmod(places, self._block)
         used, number = np.unique(slots, return_inverse=True)
         blocks = [block for block in (self._blocks[slot] for slot in used.tolist()) if block is not None]
         column = blocks[0].reader.column
         filled = [block.row for block in blocks if block.row is not None and block.row.batch.count == len(places)]
         outs = filled[0].batch.columns(column) if filled else _lease_outputs(column, len(places), lease)
-        missing = np.ones(len(places), np.bool_)
+        missing, copies = np.ones(len(places), np.bool_), list[Copy | BoxCopy]()
         missing[[row.number for row in filled]] = False
         readers = {block.reader: None for block in blocks} if missing.any() else {}  # several in a mixture
         for reader in readers:
@@ -212,19 +203,16 @@ class Regions:
             of_reader = np.flatnonzero(mine[number] & missing)
             local = (np.cumsum(mine) - 1)[number[of_reader]]
             chosen = [block for block in blocks if block.reader is reader]
-            _copy(chosen, (local, rows[of_reader]), of_reader, outs, key)
-        return {output.name: out for output, out in zip(column.outputs, outs, strict=True)}
+            region, at = _locate(chosen, local, rows[of_reader], key)
+            copies += _copies(chosen, (region, at), (outs, of_reader), memory)
+        return {output.name: out for output, out in zip(column.outputs, outs, strict=True)}, copies
 
 
-def _copy(
-    blocks: Sequence[BlockRegions],
-    found: tuple[Ints, Ints],
-    into: Ints,
-    outs: Sequence[NDArray[Any]],
-    key: tuple[int, int],
-) -> None:
-    """Copy samples to the rows `into` of a batch's columns. `found`: the number of the block of each, and its row."""
-    number, rows = found
+def _locate(blocks: Sequence[BlockRegions], number: Ints, rows: Ints, key: tuple[int, int]) -> tuple[Ints, list[Ints]]:
+    """Return the region of samples, counted over all blocks, and their places in it on the anchored axes.
+
+    `number` and `rows`: the block of each sample, and its row there.
+    """
     fields, column = blocks[0].reader.fields, blocks[0].reader.column
     samples = np.array([block.start for block in blocks])[number] + rows
     corners = fields.anchors.corners(samples, key)
@@ -236,44 +224,33 @@ def _copy(
     origins = np.array([origin for block in blocks for origin in block.origins], np.int64).T
     scales = [column.scales[axis] for axis in fields.axes if axis in column.dims]
     used = [corners[n] for n, axis in enumerate(fields.axes) if axis in column.dims]
-    at = [
+    return region, [
         (corner * scale.numerator // scale.denominator if scale != 1 else corner) - origin[region]
         for corner, scale, origin in zip(used, scales, origins, strict=True)
     ]
-    regions = [cuts for block in blocks for cuts in block.cuts]
+
+
+def _copies(
+    blocks: Sequence[BlockRegions],
+    found: tuple[Ints, list[Ints]],
+    into: tuple[Sequence[NDArray[Any]], Ints],
+    memory: NDArray[np.uint8],
+) -> Iterator[Copy | BoxCopy]:
+    """Yield the copies of samples, which are `found` by `_locate`, to the given rows of the outputs."""
+    (region, at), (outs, rows) = found, into
+    column, regions = blocks[0].reader.column, [cuts for block in blocks for cuts in block.cuts]
     parts = [(out, part) for output, out in zip(column.outputs, outs, strict=True) for part in output.parts]
     for position, (out, part) in enumerate(parts):
         target = out
         if part.length:
             target = out[(slice(None),) * (1 + column.sample_position) + (slice(part.at, part.at + part.length),)]
-        _copy_rows([cuts[position] for cuts in regions], region, at, target, into)
-
-
-def _copy_rows(cuts: Sequence[Cut], region: Ints, at: Sequence[Ints], target: NDArray[Any], into: Ints) -> None:
-    """Copy rows, each from its region's cut at its place `at`, to the rows `into` of the target.
-
-    Small rows of few regions are copied together, by fancy indexing; contiguous ones of up to `HELD_ROW` bytes by
-    slices of memoryviews, which keep the interpreter's lock, since many short copies would each wait for it; others as
-    arrays.
-    """
-    row_bytes = prod(target.shape[1:]) * target.itemsize
-    if row_bytes < SMALL_ROW and len(into) > len(cuts) * SMALL_GROUP:
-        order = np.argsort(region, kind="stable")
-        edges = np.searchsorted(region[order], np.arange(len(cuts) + 1)).tolist()
-        for cut, (begin, end) in zip(cuts, pairwise(edges), strict=True):
-            mine = order[begin:end]
-            target[into[mine]] = cut.view[tuple(column[mine] for column in at)]
-        return
-    rows, regions = into.tolist(), region.tolist()
-    if row_bytes <= HELD_ROW and target.flags.c_contiguous and all(cut.contiguous for cut in cuts):
-        strides = np.array([cut.view.strides[: len(at)] for cut in cuts], np.int64).reshape(len(cuts), -1)
-        starts = np.zeros(len(into), np.int64)
-        for axis, column in enumerate(at):
-            starts += column * strides[region, axis]
-        out = target.reshape(-1).view(np.uint8).data
-        for row, number, start in zip(rows, regions, starts.tolist(), strict=True):
-            out[row * row_bytes : (row + 1) * row_bytes] = cuts[number].data[start : start + row_bytes]
-        return
-    places = list(zip(*(column.tolist() for column in at), strict=True)) or [()] * len(rows)
-    for row, number, place in zip(rows, regions, places, strict=True):
-        target[row] = cuts[number].view[place]
+        cuts = [each[position] for each in regions]
+        strides = np.array([cut.strides for cut in cuts], np.int64).reshape(len(cuts), -1)
+        starts = np.array([cut.__array_interface__["data"][0] for cut in cuts], np.int64)[region]
+        starts -= memory.__array_interface__["data"][0]
+        for axis, places in enumerate(at):
+            starts += places * strides[region, axis]
+        inner, kind = np.unique(strides[:, len(at) :], axis=0, return_inverse=True)
+        for number, each in enumerate(inner.tolist()):  # regions at a border may have other strides
+            mine = kind.reshape(-1)[region] == number
+            yield copy_boxes(memory, starts[mine], each, (out, target), rows[mine])

@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streamloader.engine.executor import Callback, Executor, Workers
+from streamloader.engine.gather import BoxCopy, Copy, copy_all, flat, part_of
 from streamloader.engine.memory import LIVE_BATCHES, Buffers, Memory
 from streamloader.engine.transform import (
     HeldTransform,
@@ -38,7 +39,6 @@ from streamloader.engine.transform import (
 )
 from streamloader.errors import EngineError, StreamloaderError, wrapped
 from streamloader.format.manifest import Field, FieldLayout
-from streamloader.format.rows import copy_rows
 from streamloader.format.values import from_bytes
 from streamloader.images.targets import move_boxes, move_points
 from streamloader.options import MIB, Pack
@@ -179,45 +179,6 @@ def _of_rows(column: Any, first: int, stop: int) -> Any:
     return Ragged(column.values[edges[0] : edges[-1]], edges - edges[0])
 
 
-class Copy(NamedTuple):
-    """Rows to copy to a column of a batch: the rows `starts` of the array `source`.
-
-    With `edges`, `out` has bytes: row i is in `source` from byte `starts[i]` on, and in `out` in
-    [edges[i], edges[i + 1]).
-    """
-
-    out: NDArray[Any]
-    source: NDArray[Any]
-    starts: Ints
-    edges: Ints | None = None
-
-    def part(self, first: int, stop: int, starts: Ints) -> Copy:
-        """Return the copy of the rows [first, stop), whose `starts` are given."""
-        if self.edges is None:
-            return Copy(self.out[first:stop], self.source, starts)
-        edges = self.edges[first : stop + 1]
-        return Copy(self.out[edges[0] : edges[-1]], self.source, starts, edges - edges[0])
-
-
-def part_of(copies: Sequence[Copy], number: int, count: int) -> list[Copy]:
-    """Return one of `count` parts of copies; those with the same `starts` share them, which are sent once."""
-    parts, seen = [], dict[int, Ints]()
-    for copy in copies:
-        first, stop = len(copy.starts) * number // count, len(copy.starts) * (number + 1) // count
-        starts = seen.setdefault(id(copy.starts), copy.starts[first:stop])
-        parts.append(copy.part(first, stop, starts))
-    return parts
-
-
-def copy_all(copies: Sequence[Copy]) -> None:
-    """Copy rows to the columns of a batch."""
-    for out, source, starts, edges in copies:
-        if edges is None:
-            np.take(source, starts, axis=0, out=out, mode="clip")
-        else:
-            copy_rows(source, starts, np.diff(edges), out)
-
-
 class Rows(NamedTuple):
     """Where variable-length rows are: row i is `memory[starts[i] : starts[i] + sizes[i]]`."""
 
@@ -269,7 +230,8 @@ def variable_column(
         if pack is not None:
             values.reshape(-1)[count:] = pack.pad
         columns.append(Ragged(values, offsets))
-        copies.append(Copy(_flat(values), rows.memory, rows.starts[first : first + step_rows], part))
+        steps = slice(first, first + step_rows)
+        copies.append(Copy(flat(values), rows.memory, rows.starts[steps], rows.sizes[steps], part[:-1]))
     return columns[0] if len(columns) == 1 else PackedSteps(columns), copies
 
 
@@ -442,7 +404,7 @@ class Stages:
         plan = batch.plan
         count = len(plan.samples)
         batch.columns = dict.fromkeys(self._options.names)
-        copies: list[Copy] = []
+        copies: list[Copy | BoxCopy] = []
         name = ""
         try:
             places = self._blocks.locate(plan.tickets, plan.rows) if self._options.streamed else plan.rows
@@ -469,15 +431,17 @@ class Stages:
         """Wait at most `seconds` for each thread; return whether all have ended."""
         return all(threads.join(seconds) for threads in (self._gather, self._decode, self._transform))
 
-    def _column(self, batch: Batch, name: str, layout: FieldLayout, places: Ints) -> list[Copy]:
+    def _column(self, batch: Batch, name: str, layout: FieldLayout, places: Ints) -> list[Copy | BoxCopy]:
         """Put the column of a field into the batch, and return what must be copied to it; nothing for images."""
         plan, field = batch.plan, layout.field
         if name in self._config.decoders:
             return []
         lease = partial(self._buffers.lease, usual=LIVE_BATCHES)
         if layout.codec == ARRAYS and field.fixed:
-            batch.columns |= self._blocks.regions[name].gather(places, lease, (self._options.seed, plan.epoch))
-            return []
+            key = self._options.seed, plan.epoch
+            columns, boxes = self._blocks.regions[name].gather(places, lease, key, self._blocks.arena.bytes)
+            batch.columns |= columns
+            return boxes
         rows = self._blocks.fixed.get(name)
         if rows is not None:
             batch.columns[name] = out = lease((len(places), *field.shape), field.dtype)
@@ -486,12 +450,12 @@ class Stages:
         located = Rows(memory, *chunks.table[places].T.copy())
         if field.fixed:
             batch.columns[name] = out = lease((len(places), *field.shape), field.dtype)
-            return [Copy(_flat(out), memory, located.starts, located.edges())]
+            return [Copy(flat(out), memory, located.starts, located.sizes, located.edges()[:-1])]
         pack = self._config.packs.get(name)
-        batch.columns[name], copies = variable_column((name, field), located, plan, self._buffers, pack)
-        return copies
+        batch.columns[name], rows_to_copy = variable_column((name, field), located, plan, self._buffers, pack)
+        return [*rows_to_copy]
 
-    def _copy(self, batch: Batch, copies: Sequence[Copy], places: Ints) -> None:
+    def _copy(self, batch: Batch, copies: Sequence[Copy | BoxCopy], places: Ints) -> None:
         """Copy the rows of a batch, with workers in parts and later; then begin the next stage."""
         workers = self._executor.workers
         if not workers or not copies:
@@ -628,10 +592,6 @@ def transform_rows(
     """Return the transformed samples of a part of a batch, pickled: the function of a worker."""
     samples = rows_of(columns, len(labels[1]))
     return transform_samples(transform, samples, labels, tensors, with_rng)
-
-
-def _flat(array: NDArray[Any]) -> NDArray[np.uint8]:
-    return array.reshape(-1).view(np.uint8)
 
 
 def _moved(name: str, columns: Mapping[str, Any], crops: Ints, move: Callable[..., Any]) -> dict[str, Any]:

@@ -1,0 +1,114 @@
+"""Copies of rows to the columns of a batch, without Python for each row."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from streamloader.format.rows import copy_rows
+
+Ints = NDArray[np.int64]
+# Runs of bytes of a box: each takes 24 bytes to describe.
+MAX_RUNS = 1 << 10
+
+
+class Copy(NamedTuple):
+    """Rows to copy to a column of a batch: the rows `starts` of the array `source`.
+
+    With `sizes`, `source` and `out` have bytes: row i is in `source` from byte `starts[i]` on, and in `out` from byte
+    `at[i]` on. `sizes` may be one size for all rows.
+    """
+
+    out: NDArray[Any]
+    source: NDArray[Any]
+    starts: Ints
+    sizes: Ints | int | None = None
+    at: Ints | None = None
+
+    def part(self, first: int, stop: int, starts: Ints) -> Copy:
+        """Return the copy of the rows [first, stop), whose `starts` are given."""
+        if self.sizes is None or self.at is None:
+            return Copy(self.out[first:stop], self.source, starts)
+        sizes = self.sizes if isinstance(self.sizes, int) else self.sizes[first:stop]
+        return Copy(self.out, self.source, starts, sizes, self.at[first:stop])
+
+    def run(self) -> None:
+        """Copy the rows."""
+        if self.sizes is None:
+            np.take(self.source, self.starts, axis=0, out=self.out, mode="clip")
+        else:
+            copy_rows(self.source, self.starts, self.sizes, self.out, self.at)
+
+
+class BoxCopy(NamedTuple):
+    """Boxes of elements to copy to the `rows` of `out`: each is in `source` from byte `starts[i]` on, with `strides`.
+
+    For boxes that consist of many short runs of bytes, each of which a `Copy` would describe.
+    """
+
+    out: NDArray[Any]
+    source: NDArray[np.uint8]
+    starts: Ints
+    rows: Ints
+    strides: tuple[int, ...]
+
+    def part(self, first: int, stop: int, starts: Ints) -> BoxCopy:
+        """Return the copy of the boxes [first, stop), whose `starts` are given."""
+        return self._replace(starts=starts, rows=self.rows[first:stop])
+
+    def run(self) -> None:
+        """Copy the boxes."""
+        dtype, shape = self.out.dtype, self.out.shape[1:]
+        for row, start in zip(self.rows.tolist(), self.starts.tolist(), strict=True):
+            self.out[row] = np.ndarray(shape, dtype, self.source.data, start, self.strides)
+
+
+def part_of(copies: Sequence[Copy | BoxCopy], number: int, count: int) -> list[Copy | BoxCopy]:
+    """Return one of `count` parts of copies; those with the same `starts` share them, which are sent once."""
+    parts, seen = list[Copy | BoxCopy](), dict[int, Ints]()
+    for copy in copies:
+        first, stop = len(copy.starts) * number // count, len(copy.starts) * (number + 1) // count
+        parts.append(copy.part(first, stop, seen.setdefault(id(copy.starts), copy.starts[first:stop])))
+    return parts
+
+
+def copy_all(copies: Sequence[Copy | BoxCopy]) -> None:
+    """Copy rows to the columns of a batch."""
+    for copy in copies:
+        copy.run()
+
+
+def flat(array: NDArray[Any]) -> NDArray[np.uint8]:
+    """Return the bytes of a C-contiguous array, as a view."""
+    return array.reshape(-1).view(np.uint8)
+
+
+def copy_boxes(
+    source: NDArray[np.uint8],
+    starts: Ints,
+    strides: Sequence[int],
+    target: tuple[NDArray[Any], NDArray[Any]],
+    rows: Ints,
+) -> Copy | BoxCopy:
+    """Return the copy of boxes of elements to rows of the target: an array that is C-contiguous, and the view of it.
+
+    `starts`: the byte of `source` at which each box begins. `strides`: of its axes, those of the view but for the
+    first. A box is divided into runs of bytes that are contiguous in both, unless they are many.
+    """
+    out, view = target
+    shape, into = view.shape[1:], view.strides[1:]
+    size, axes = view.itemsize, len(shape)
+    while axes and (shape[axes - 1] == 1 or strides[axes - 1] == into[axes - 1] == size):
+        axes -= 1
+        size *= shape[axes]
+    if prod(shape[:axes]) > MAX_RUNS:
+        return BoxCopy(view, source, starts, rows, tuple(strides))
+    index = np.indices(shape[:axes]).reshape(axes, prod(shape[:axes]))
+    first = view.__array_interface__["data"][0] - out.__array_interface__["data"][0]
+    begins = starts[:, None] + np.asarray(strides[:axes], np.int64) @ index
+    ends = (first + rows * view.strides[0])[:, None] + np.asarray(into[:axes], np.int64) @ index
+    return Copy(flat(out), source, begins.reshape(-1), size, ends.reshape(-1))
