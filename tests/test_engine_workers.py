@@ -30,7 +30,7 @@ from zarr_stores import url_of
 
 import streamloader as sl
 from streamloader.engine.executor import Executor
-from streamloader.errors import DecodeError, StreamloaderError, TransformError
+from streamloader.errors import CorruptError, DecodeError, StreamloaderError, TransformError
 from streamloader.format.writer import Writer
 from streamloader.loader.dataset import NumpyMixture
 from streamloader.options import Layout, Pack
@@ -255,6 +255,19 @@ def test_a_damaged_or_missing_object_is_the_same_error_at_the_same_batch(field, 
     assert issubclass(expected[1], StreamloaderError)
     assert outcome(sl.StreamingDataset(tmp_path / "d", num_workers=2, **options)) == expected
     datasets.assert_threads_end()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_error_of_a_damaged_chunk_holds_no_memory_once_it_is_gone(workers, folder, tmp_path):
+    shutil.copytree(folder / "none", tmp_path / "d")
+    flip(next(path for path in sorted((tmp_path / "d" / "x").rglob("*"))[::-1] if "/c/" in str(path)))
+    arena = Executor(workers).arena
+    with uncollected():
+        before = arena.allocated
+        assert outcome(sl.NumpyDataset(tmp_path / "d", batch_size=8, num_workers=workers))[1] is CorruptError
+        while our_threads():
+            our_threads()[0].join(1)
+        assert arena.allocated <= before
 
 
 @pytest.mark.parametrize("name", WRONG)

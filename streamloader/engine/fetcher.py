@@ -357,6 +357,7 @@ class Fetcher:
                     self._end_piece(piece.block, None if loaded else piece.error)
                     piece.error = None  # its traceback may hold the piece
             self._dispatch()
+        del error  # its traceback holds this frame
 
     def _fill(self, piece: Piece, number: int) -> None:
         """Fetch a piece and decode it into its slot."""
