@@ -214,6 +214,20 @@ def test_large_results_are_moved_into_the_arena(executors):
     assert arena.allocated == before
 
 
+@pytest.mark.parametrize("part", [slice(None), slice(5, None)])
+def test_a_large_argument_may_be_a_result(executors, part):
+    array = np.arange(MOVED_BYTES)
+    result = executors[1].call(np.ndarray.__getitem__, array, part)
+    others = [executors[1].call(np.full, MOVED_BYTES, 7) for _ in range(3)]
+    assert result.tolist() == array[part].tolist()
+    del others
+
+
+def test_structured_arrays_keep_the_names_of_their_fields(executors):
+    array = np.zeros(3, "i4,f8")
+    assert [executor.call(np.copy, array).dtype for executor in executors] == [array.dtype] * 2
+
+
 def halves(count: int) -> list[Any]:
     return np.split(np.arange(count), 2)
 
@@ -460,6 +474,14 @@ def test_closing_does_not_wait_for_a_transform_in_a_worker(data):
     assert run("closed", data(60)) == {"threads": [], "memory": 0}
 
 
+def test_a_transform_that_hangs_does_not_block_the_next_dataset(data):
+    assert run("after_a_hang", data(60)) == 12
+
+
+def test_workers_that_start_are_no_slow_requests(data):
+    assert run("hedges", data(203)) == [0, 0]
+
+
 class Started:
     """A scenario that runs, in a session, a current folder and a folder for temporary files of its own."""
 
@@ -538,6 +560,13 @@ def test_ctrl_c_is_raised_in_the_parent_and_ignored_by_workers(work, data, tmp_p
     assert shown["replaced"] == 0
     status, error = child.end()
     assert (status, error) == (0, "")
+
+
+def test_ctrl_c_while_workers_start_does_not_end_them(data, tmp_path):
+    child = Started(tmp_path, "interrupted_start", data(60))
+    replaced = child.line()
+    status, error = child.end()
+    assert (replaced, status, error) == (0, 0, "")
 
 
 MAIN = """

@@ -3,6 +3,7 @@
 Each prints lines of JSON.
 """
 
+import faulthandler
 import gc
 import hashlib
 import json
@@ -173,6 +174,51 @@ def closed(url: str) -> None:
         thread.join(60)
     gc.collect()
     say({"threads": [thread.name for thread in left if thread.is_alive()], "memory": arena.allocated - before})
+
+
+def after_a_hang(url: str) -> None:
+    """Close a dataset whose transform hangs, and iterate another one with a transform."""
+    faulthandler.dump_traceback_later(20, exit=True)
+    waiting = threading.Event()
+    signal.signal(signal.SIGUSR1, lambda *_: waiting.set())
+    ds = sl.NumpyDataset(url, batch_size=5, num_workers=1, transform=worker_tasks.Waiting(os.getpid()))
+    iterator = iter(ds)
+    while not waiting.wait(0.1):
+        pass
+    ds.close()
+    del iterator
+    say(len(list(sl.NumpyDataset(url, batch_size=5, num_workers=1, transform=worker_tasks.drawing_own))))
+
+
+def hedges(url: str) -> None:
+    """Iterate with two workers that run, then with 8 of which 6 start meanwhile."""
+    found = []
+    for workers in (2, 8):
+        ds = sl.NumpyDataset(url, batch_size=16, num_workers=workers)
+        list(ds)
+        found.append(ds.stats().hedges)
+    say(found)
+
+
+def interrupted_start(url: str) -> None:
+    """Send Ctrl-C to the process group at several moments of the start of workers."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    replaced, running = 0, 0
+    for seconds in (0.0, 0.01, 0.02, 0.03, 0.05):
+        running += 2
+        started = sl.NumpyDataset(url, batch_size=5, num_workers=running)
+        try:
+            iterator = iter(started)
+            time.sleep(seconds)
+            os.killpg(0, signal.SIGINT)
+            next(iterator)
+            time.sleep(60)
+        except KeyboardInterrupt:
+            started.close()
+        ds = sl.NumpyDataset(url, batch_size=5, num_workers=running)
+        list(ds)
+        replaced += ds.stats().workers_replaced
+    say(replaced)
 
 
 if __name__ == "__main__":

@@ -49,7 +49,8 @@ DEATH_SECONDS = 60.0
 EXIT_SECONDS = 1.0
 # Workers start by this code: `main` is imported with the parent's sys.path.
 _CODE = (
-    "import sys, signal; signal.signal(signal.SIGINT, signal.SIG_IGN); sys.path[:] = sys.argv[5:]; "
+    "import sys, signal; signal.signal(signal.SIGINT, signal.SIG_IGN); "
+    "signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT}); sys.path[:] = sys.argv[5:]; "
     "from streamloader.engine.executor import work; work(*map(int, sys.argv[1:5]))"
 )
 
@@ -134,6 +135,11 @@ def in_worker() -> bool:
     return _LOCAL.connection is not None
 
 
+def caller() -> Connection | None:
+    """Return the connection with the thread that has called a function in a worker."""
+    return _LOCAL.connection
+
+
 def arena_bytes(start: int, size: int) -> memoryview:
     """Return bytes of the arena, in a function that an executor calls."""
     return all_bytes().data[start : start + size]
@@ -151,6 +157,10 @@ def _values(data: bytes, shape: tuple[int, ...], dtype: str) -> NDArray[Any]:
 
 def _array(offset: int, shape: tuple[int, ...], strides: tuple[int, ...] | None, dtype: str) -> NDArray[Any]:
     assert _LOCAL.arena is not None
+    for memory in _LOCAL.moved:  # a result may be a large argument, whose memory is free without it
+        start = _LOCAL.arena.offset(memory)
+        if start is not None and start <= offset < start + memory.nbytes:
+            return np.ndarray(shape, dtype, memory.data, offset - start, strides)
     return np.ndarray(shape, dtype, _LOCAL.arena.bytes, offset, strides)
 
 
@@ -241,7 +251,7 @@ class _Pickler(pickle.Pickler):
 def _reduced(value: NDArray[Any]) -> Any:
     """Reduce an array: by reference if it is in the arena, where a large one is copied to, else by value."""
     offset = None if _LOCAL.arena is None else _LOCAL.arena.offset(value)
-    if value.dtype.hasobject or (offset is not None and not value.size):
+    if value.dtype.hasobject or value.dtype.names or (offset is not None and not value.size):
         return NotImplemented
     if offset is not None:
         return _array, (offset, value.shape, None if value.flags.c_contiguous else value.strides, value.dtype.str)
@@ -327,6 +337,11 @@ class Executor:
                     self._on_death()
                 on_repeat()
 
+    def prepare(self, function: Callable[..., object], *args: Any) -> None:
+        """Call a function once in the worker of this thread, so that the time of later calls includes no start."""
+        if self._pool is not None and not hasattr(self._channels, "channel"):
+            self.call(function, *args)
+
     def _open(self) -> _Channel:
         """Connect this thread with a worker: threads of the same name are spread over all workers."""
         assert self._pool is not None
@@ -362,6 +377,8 @@ class _Channel:
         with theirs:
             self.worker.hand_over(theirs)
         self._connection = Connection(ours.detach())
+        with suppress(EOFError, OSError):  # then the first call finds that the worker has ended
+            self._connection.recv_bytes()  # it has started: that takes longer than a call
 
     def call(self, values: list[Any]) -> Any:
         """Return the result of the function `values[0]` with the others as its arguments.
@@ -430,7 +447,11 @@ class _Worker:
             arguments = [*map(str, (*fds, arena.size, os.getpid())), *sys.path]
             flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
             command = [os.fsdecode(spawn.get_executable()), *flags, "-c", _CODE, *arguments]
-            self.process = subprocess.Popen(command, pass_fds=fds, stdin=subprocess.DEVNULL)
+            blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # inherited: Python starts slowly
+            try:
+                self.process = subprocess.Popen(command, pass_fds=fds, stdin=subprocess.DEVNULL)
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
     def hand_over(self, connection: socket.socket) -> None:
         """Let the worker serve the other end of a connection. Does nothing if it has ended."""
@@ -564,6 +585,8 @@ def _portable(error: BaseException, depth: int = 3) -> tuple[BaseException, Base
 def _serve(connection: Connection, view: _View) -> None:
     """Run the functions that one thread of the parent calls, one after another."""
     _LOCAL.arena, _LOCAL.connection = view, connection
+    with suppress(OSError):
+        connection.send_bytes(b"ready")
     while True:
         try:
             request = connection.recv_bytes()

@@ -495,12 +495,13 @@ class Fetcher:
         if piece.finished or self._closed.is_set():
             raise PassEnded
         self._counters.add(requests=int(piece.run.stop > 0), hedges=int(number > 0))
+        field, store = self._shared[piece.block.dataset, piece.field.name]
+        self._executor.prepare(open_reader, field, store)
         begin = time.perf_counter()
         if number or piece.fresh:
             piece.fresh, piece.sent = False, begin
         try:
             memory: list[memoryview] = []
-            field, store = self._shared[piece.block.dataset, piece.field.name]
             run, on_repeat = piece.run, Callback(partial(self._counters.add, requests=1))
             target: Callback | memoryview = Callback(partial(self._allocate_body, memory))
             if isinstance(piece.field, FieldReader):
@@ -547,6 +548,11 @@ class Fetcher:
             piece.hedges += 1
             self._hedges.append(partial(self._load_piece, piece, piece.hedges))
         self._dispatch()
+
+
+def open_reader(_field: FieldReader | RegionReader, store: Store) -> None:
+    """Import what reading needs, and open the client."""
+    store.reader()
 
 
 def fetch_body(

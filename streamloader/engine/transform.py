@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import inspect
 import io
+import os
 import pickle
 import random
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from hashlib import blake2b
+from multiprocessing.connection import Connection
 from pkgutil import resolve_name
 from struct import pack, unpack
 from typing import Any, NamedTuple
@@ -18,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from streamloader.engine.executor import Executor, script_of_this_process
+from streamloader.engine.executor import Executor, caller, script_of_this_process
 from streamloader.errors import TransformError, UsageError, message
 from streamloader.format.values import as_array
 from streamloader.storage.process import is_interactive
@@ -252,7 +254,7 @@ def transform_samples(
         {name: value.copy() if isinstance(value, np.ndarray) else value for name, value in sample.items()}
         for sample in samples
     ]
-    with _TRANSFORMING:  # the generators of numpy and Python belong to the process
+    with _alone():
         generator = "" if tensors is None else tensors.generator
         done = apply(transform, own, *labels, generator, with_rng=with_rng, alone=True)
     try:
@@ -268,7 +270,30 @@ def loads(samples: bytes) -> list[Sample]:
     return list(pickle.loads(samples))
 
 
+HUNG_SECONDS = 5
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """Let one transform at a time run in a worker, since the generators of numpy and Python belong to the process.
+
+    One that hangs after its dataset was closed would keep others waiting: then the worker ends, and is replaced.
+    """
+    waited = 0  # seconds
+    while not _TRANSFORMING.acquire(timeout=1):
+        # a caller that waits sends nothing, so there is only the end of its connection to read
+        waited += all(connection is not None and connection.poll() for connection in _CALLERS)
+        if waited >= HUNG_SECONDS:
+            os._exit(1)
+    _CALLERS[:] = [caller()]
+    try:
+        yield
+    finally:
+        _TRANSFORMING.release()
+
+
 _TRANSFORMING = threading.Lock()
+_CALLERS: list[Connection | None] = []  # whose transform is running
 
 
 class _Pickler(pickle.Pickler):
