@@ -1,6 +1,7 @@
 """The executor: functions give the same in threads and in workers, and workers live, die and end as they should."""
 
 import gc
+import importlib
 import json
 import os
 import select
@@ -586,3 +587,12 @@ if __name__ == "__main__":
 def test_a_transform_of_a_script_runs_in_workers(data, tmp_path):
     (tmp_path / "script.py").write_text(MAIN)
     assert run_python(tmp_path / "script.py", data(60, "label")).stdout == "['__mp_main__'] 60\n"
+
+
+def test_modules_of_folders_that_are_added_later_are_imported_in_workers(tmp_path, monkeypatch):
+    executor = Executor(1)
+    executor.start()
+    assert executor.call(len, "abc") == 3
+    (tmp_path / "added_later.py").write_text("def double(value):\n    return 2 * value\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert executor.call(importlib.import_module("added_later").double, 21) == 42

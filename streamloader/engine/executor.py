@@ -82,13 +82,14 @@ def choose_workers(
 class Shared(NamedTuple):
     """A value that is sent to each worker once. `main`: what workers need to import the script of this process.
 
-    `memory`: of its large arrays, in the arena.
+    `memory`: of its large arrays, in the arena. `path`: where modules are imported from.
     """
 
     key: int
     data: bytes
     main: dict[str, Any] | None = None
     memory: tuple[NDArray[np.uint8], ...] = ()
+    path: tuple[str, ...] = ()
 
 
 class Callback(NamedTuple):
@@ -189,6 +190,7 @@ def _shared(key: int) -> Any:
 
 
 def _load(value: Shared) -> Any:
+    sys.path += [path for path in value.path if path not in sys.path]  # added since the worker started
     if value.main is not None and not _Main.ready:
         _Main.ready = True
         process = current_process()
@@ -306,7 +308,7 @@ class Executor:
         _LOCAL.moved = []
         data = _dumps(value)[0]
         _LOCAL.moved, memory = moved, _LOCAL.moved
-        return Shared(next(_KEYS), data, main, tuple(memory))  # type: ignore[return-value]
+        return Shared(next(_KEYS), data, main, tuple(memory), tuple(sys.path))  # type: ignore[return-value]
 
     def call(
         self,
