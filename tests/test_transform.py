@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 from torchrun import environment
 from transform_tasks import NoMessage, Odd, Raising, draws_from_torch, kills_itself, noisy, summed, unpicklable
+from worker_tasks import Counting
 
 from streamloader.engine.transform import RngKey, collate, takes_rng
 from streamloader.errors import EngineError, TransformError, UsageError
@@ -254,6 +255,15 @@ def test_masked_floats_of_a_ragged_field_are_nan():
 
 def process_id(sample: dict[str, Any]) -> dict[str, Any]:
     return {"process": os.getpid()}
+
+
+def test_each_worker_has_large_arrays_of_a_transform_of_its_own(url):
+    calls: dict[int, list[int]] = {}
+    for batch in StreamingDataset(url, batch_size=16, remainder="uneven", transform=Counting(), num_workers=2):
+        for process, call in zip(batch["process"].tolist(), batch["calls"].tolist(), strict=True):
+            calls.setdefault(process, []).append(call)
+    assert len(calls) == 2
+    assert all(sorted(numbers) == list(range(1, len(numbers) + 1)) for numbers in calls.values())
 
 
 def test_workers_are_started_once_for_all_epochs_and_datasets(url):

@@ -103,3 +103,14 @@ class Waiting:
     def __call__(self, sample: dict[str, Any]) -> dict[str, Any]:
         os.kill(self.pid, signal.SIGUSR1)
         return stuck(sample)
+
+
+class Counting:
+    """A transform that changes a large array of its own: every worker has another one."""
+
+    def __init__(self) -> None:
+        self.calls = np.zeros(100_000, np.int64)
+
+    def __call__(self, sample: dict[str, Any]) -> dict[str, Any]:
+        self.calls += 1
+        return {"label": sample["label"], "process": os.getpid(), "calls": self.calls[-1]}

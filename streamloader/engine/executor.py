@@ -300,15 +300,22 @@ class Executor:
         if self._pool is not None:
             self._pool.grow(self.workers)
 
-    def share(self, value: Result, main: dict[str, Any] | None = None) -> Result:
-        """Return what to pass to `call` for a value that is the same in many calls: it is sent once."""
+    def share(self, value: Result) -> Result:
+        """Return what to pass to `call` for a value that is the same in many calls: it is sent once.
+
+        Workers have its large arrays in common, and must not change them.
+        """
         if self._pool is None:
             return value
         _LOCAL.arena, moved = self.arena, _LOCAL.moved
         _LOCAL.moved = []
         data = _dumps(value)[0]
         _LOCAL.moved, memory = moved, _LOCAL.moved
-        return Shared(next(_KEYS), data, main, tuple(memory), tuple(sys.path))  # type: ignore[return-value]
+        return Shared(next(_KEYS), data, None, tuple(memory), tuple(sys.path))  # type: ignore[return-value]
+
+    def share_pickle(self, data: bytes, main: dict[str, Any] | None) -> Any:
+        """Return what to pass to `call` for a pickled value, of which each worker has its own. Only with workers."""
+        return Shared(next(_KEYS), data, main, (), tuple(sys.path))
 
     def call(
         self,
@@ -353,6 +360,7 @@ class Executor:
             self._kinds[kind] += 1
             channel = self._channels.channel = _Channel(self._pool, number)
             self._opened[kind].add(channel)
+        channel.wait_for_start()  # without the lock, which `abandon` takes
         return channel
 
     def abandon(self, kind: str) -> None:
@@ -379,8 +387,11 @@ class _Channel:
         with theirs:
             self.worker.hand_over(theirs)
         self._connection = Connection(ours.detach())
-        with suppress(EOFError, OSError):  # then the first call finds that the worker has ended
-            self._connection.recv_bytes()  # it has started: that takes longer than a call
+
+    def wait_for_start(self) -> None:
+        """Wait until the worker serves this connection; if it ends before, the first call finds that."""
+        with suppress(EOFError, OSError):
+            self._connection.recv_bytes()
 
     def call(self, values: list[Any]) -> Any:
         """Return the result of the function `values[0]` with the others as its arguments.

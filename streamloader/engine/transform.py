@@ -224,7 +224,8 @@ def share_transform(executor: Executor, transform: Transform, *, spawns: bool) -
     With `spawns` they import the script; raises `UsageError` if that does not suffice.
     """
     try:
-        is_of_script = b"__main__" in pickle.dumps(transform)
+        data = pickle.dumps(transform)
+        is_of_script = b"__main__" in data
         if is_of_script and is_interactive():
             raise pickle.PicklingError("it is defined in a notebook or an interactive session")
         if is_of_script and not spawns:
@@ -235,7 +236,7 @@ def share_transform(executor: Executor, transform: Transform, *, spawns: bool) -
         problem = f"num_workers={executor.workers} with a transform that other processes cannot load ({error})"
         remedy = "define it in a module, a .py file, that you import here, or use num_workers=0"
         raise UsageError(problem, remedy) from error
-    return executor.share(transform, script_of_this_process() if is_of_script else None)
+    return executor.share_pickle(data, script_of_this_process() if is_of_script else None)  # type: ignore[no-any-return]
 
 
 def transform_samples(
