@@ -122,7 +122,7 @@ class Part:
         A plan has the rows of `steps_at_once` steps, the last one of a span perhaps of fewer; more than one for steps
         of a single sample. Tickets count from `ticket`, so that schedules can follow one another. `held`: every field
         is resident, so plans name samples and no blocks. `compute(function, *args)` returns `function(*args)`, which
-        another process may compute: most of the work.
+        another process may compute: most of the work, unless `held`.
         """
         compute = compute or call
         live: dict[Any, int] = {}
@@ -131,7 +131,7 @@ class Part:
             starts = range(span.first_step, span.first_step + span.steps, steps_at_once)
             if held:
                 labels: Labels = zip(starts, repeat(()), repeat(()), strict=False)
-                for positions, samples in compute(read_held_span, self, span):
+                for positions, samples in self.read_held(span):  # in parts: together they would take more memory
                     yield from self._cut(rows, (np.zeros(samples.size, np.int64), samples, samples, positions), labels)
                 continue
             reads, parts = compute(read_span, self, span, live)
@@ -359,11 +359,6 @@ def call(function: Callable[..., Any], *args: Any) -> Any:
 def read_span(share: Part, span: Span, live: Mapping[Any, int]) -> tuple[BlockReads, Iterable[Ints] | None]:
     """Return `share.read(span, live)`."""
     return share.read(span, live)
-
-
-def read_held_span(share: Part, span: Span) -> list[tuple[Ints, Ints]]:
-    """Return `share.read_held(span)`."""
-    return list(share.read_held(span))
 
 
 Compute = Callable[..., Any]
