@@ -8,6 +8,7 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -15,8 +16,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
 import pytest
+import worker_tasks
 from datasets import encoded, picture, write_images
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -446,6 +449,21 @@ def test_workers_start_without_a_main_guard_and_import_no_torch(data):
     assert run_python("-c", code).stdout.splitlines() == ["60", "[False, True]"]
 
 
+HEAVY = {"PIL", "botocore", "cv2", "dask", "fsspec", "obstore", "pandas", "pyarrow", "s3fs", "scipy", "torch", "zarr"}
+
+
+@pytest.mark.parametrize(("kind", "needed"), [("file", "fsspec"), ("s3", "botocore"), ("images", "fsspec PIL cv2")])
+def test_workers_import_what_they_need_once_for_all(kind, needed, data, images, request):
+    url, arguments = (images, {"decode": True}) if kind == "images" else (data(60), {})
+    if kind == "s3":
+        server = request.getfixturevalue("moto")
+        url, arguments = server.url(), {"storage_options": server.storage_options}
+        datasets.write(url, 60, options=server.storage_options)
+    first, later = map(set, run("imports", url, json.dumps(arguments)))
+    assert first == later  # which has read nothing
+    assert first & HEAVY == set(needed.split())
+
+
 @pytest.mark.parametrize("moment", ["fetching", "decoding", "transforming"])
 def test_work_of_a_killed_worker_is_repeated(moment, data, images, tmp_path):
     url = images if moment == "decoding" else data(203)
@@ -455,10 +473,22 @@ def test_work_of_a_killed_worker_is_repeated(moment, data, images, tmp_path):
     assert found["warnings"] == ["a worker process ended by SIGKILL; its work is repeated"] * found["killed"]
 
 
-def test_the_third_death_within_a_minute_is_an_error():
-    found = run("deaths")
+def test_workers_are_replaced_with_the_process_that_forks_them(data):
+    found = run("server_killed", data(203))
+    assert found == {
+        "same": True,
+        "ended": [True] * 3,
+        "warnings": ["a worker process ended by SIGKILL; its work is repeated"],
+        "replaced": 1,
+        "workers": 3,
+    }
+
+
+@pytest.mark.parametrize(("name", "how"), [("kill_itself", "by SIGKILL"), ("exit_itself", "with exit code 3")])
+def test_the_third_death_within_a_minute_is_an_error(name, how):
+    found = run("deaths", name)
     assert found["repeated"] == 2
-    assert "worker processes ended 3 times within 60 s, the last one by SIGKILL" in found["error"]
+    assert f"worker processes ended 3 times within 60 s, the last one {how}" in found["error"]
     assert "bytes of shared memory are in use" in found["error"]
     assert "give a smaller memory=, fewer num_workers=" in found["error"]
 
@@ -524,12 +554,14 @@ def opened_names(pid: int) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("work", ["iterating", "transforming", "forked"])
+@pytest.mark.parametrize("work", ["iterating", "transforming", "forked", "without server"])
 def test_workers_end_with_a_killed_parent_and_leave_nothing(work, data, tmp_path):
     child = Started(tmp_path, "endless", work, data(60))
     shown = child.line()
     pids = shown["workers"]
     assert len(pids) == 2
+    assert len(shown["servers"]) == (work != "without server")
+    pids += shown["servers"]
     for pid in (child.process.pid, *pids):
         names = opened_names(pid)
         assert any("memfd:streamloader" in name for name in names)
@@ -568,6 +600,50 @@ def test_ctrl_c_while_workers_start_does_not_end_them(data, tmp_path):
     replaced = child.line()
     status, error = child.end()
     assert (replaced, status, error) == (0, 0, "")
+
+
+MANY_FILES = """
+import os, resource, signal, warnings
+import worker_tasks
+from streamloader.engine.executor import Executor
+
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
+opened = [os.open("/dev/null", os.O_RDONLY) for _ in range(1100)]
+executor = Executor(1)
+executor.start()
+print(executor.call(len, "abc"))
+warnings.simplefilter("ignore")
+try:
+    executor.call(worker_tasks.exit_itself)
+except Exception as error:
+    print(error)
+"""
+
+
+def test_workers_start_in_a_process_with_many_files_that_ignores_the_end_of_others():
+    first, second = run_python("-c", MANY_FILES).stdout.splitlines()
+    assert first == "3"
+    assert "the last one with exit code 3" in second
+
+
+def test_each_worker_draws_other_random_numbers_in_no_sample():
+    executor, drawn = Executor(2), []
+    executor.start()
+    both = threading.Barrier(2)
+
+    def draw() -> None:
+        executor.call(len, "")
+        both.wait(60)
+        drawn.append(executor.call(worker_tasks.random_numbers))
+
+    threads = [threading.Thread(target=draw, name=f"draw{number}") for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    for one, other in zip(*drawn, strict=True):
+        assert one != other
 
 
 MAIN = """

@@ -8,6 +8,7 @@ import gc
 import hashlib
 import json
 import os
+import select
 import signal
 import sys
 import threading
@@ -20,7 +21,7 @@ from typing import Any
 import numpy as np
 import worker_tasks
 from folder_server import folder_server
-from worker_tasks import workers_of
+from worker_tasks import servers_of, workers_of
 
 import streamloader as sl
 from streamloader.engine.executor import Executor
@@ -69,14 +70,48 @@ def kill(number: int) -> None:
     os.kill(workers_of(os.getpid())[number], signal.SIGKILL)
 
 
-def deaths() -> None:
-    """Call a function that kills its worker, until that is an error."""
+def server_killed(url: str) -> None:
+    """Kill the process that forks workers, then one of them, in the middle of an epoch, and compare its batches."""
+    threads = [digest(batch) for batch in sl.NumpyDataset(url, batch_size=2)]
+    ds = sl.NumpyDataset(url, batch_size=2, num_workers=3)
+    found: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for number, batch in enumerate(ds):
+            found.append(digest(batch))
+            if number == 3:
+                before = workers_of(os.getpid())
+                handles = [os.pidfd_open(pid) for pid in before]
+                os.kill(*servers_of(os.getpid()), signal.SIGKILL)
+            if number == 9:
+                os.kill(before[0], signal.SIGKILL)
+    ended = [bool(select.select([handle], [], [], 60)[0]) for handle in handles]
+    shown = [str(warning.message).rpartition(";")[0] for warning in caught if "worker" in str(warning.message)]
+    counts = {"replaced": ds.stats().workers_replaced, "workers": len(workers_of(os.getpid()))}
+    say({"same": found == threads, "ended": ended, "warnings": shown, **counts})
+
+
+def imports(url: str, arguments: str) -> None:
+    """Iterate with a worker, start another one, and show the packages that each of them has imported."""
+    for _ in sl.StreamingDataset(url, batch_size=16, num_workers=1, **json.loads(arguments)):
+        pass
+    executor, found = Executor(2), []
+    executor.start()
+    for number in range(2):
+        thread = threading.Thread(target=lambda: found.append(executor.call(worker_tasks.packages)), name=f"as{number}")
+        thread.start()
+        thread.join()
+    say(found)
+
+
+def deaths(name: str) -> None:
+    """Call a function that ends its worker, until that is an error."""
     executor = Executor(2)
     executor.start()
     repeats: list[int] = []
     warnings.simplefilter("ignore")
     try:
-        executor.call(worker_tasks.kill_itself, on_repeat=lambda: repeats.append(1))
+        executor.call(getattr(worker_tasks, name), on_repeat=lambda: repeats.append(1))
     except EngineError as error:
         say({"error": str(error), "repeated": len(repeats)})
 
@@ -126,7 +161,11 @@ def endless(work: str, url: str) -> None:
             while True:
                 signal.pause()
         others.append(child)
-    say({"workers": workers_of(os.getpid()), "others": others})
+    workers = workers_of(os.getpid())
+    if work == "without server":
+        os.kill(*servers_of(os.getpid()), signal.SIGKILL)
+        os.wait()
+    say({"workers": workers, "servers": servers_of(os.getpid()), "others": others})
     while transform is None:
         for _ in ds:
             pass

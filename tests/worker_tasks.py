@@ -56,23 +56,41 @@ def imported(name: str) -> bool:
     return name in sys.modules
 
 
+def packages() -> list[str]:
+    """What this process has imported besides the standard library."""
+    return sorted({name.partition(".")[0] for name in sys.modules} - sys.stdlib_module_names)
+
+
 def sleep(seconds: float) -> None:
     time.sleep(seconds)
 
 
 def workers_of(pid: int) -> list[int]:
     """The workers of a process, the oldest first."""
+    return sorted(worker for server in servers_of(pid) for worker in servers_of(server))
+
+
+def servers_of(pid: int) -> list[int]:
+    """The processes of the engine that a process has started: one that forks workers, which start none."""
     found = []
     for task in Path(f"/proc/{pid}/task").iterdir():
         with suppress(FileNotFoundError, ProcessLookupError):  # it has ended since it was listed
             for child in (task / "children").read_text().split():
                 if b"streamloader.engine.executor" in Path(f"/proc/{child}/cmdline").read_bytes():
                     found.append(int(child))
-    return sorted(found)
+    return found
 
 
 def kill_itself() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def exit_itself() -> None:
+    os._exit(3)
+
+
+def random_numbers() -> tuple[float, float]:
+    return random.random(), float(np.random.random())
 
 
 class KilledOnce:

@@ -5,15 +5,19 @@ over a socket of its own to a thread of a worker, and waits for the response. Ar
 so functions read and write the same memory in both cases. A function must only write to memory that its caller reserved
 for it, and give the same result when it is called again: if a worker is killed, its calls are repeated in another one.
 
-Workers are shared by all executors of a process. They are started by exec, and end with the process.
+Workers are shared by all executors of a process, and end with it. A server, which is started by exec, forks them.
 """
 
 from __future__ import annotations
 
 import atexit
+import gc
 import io
+import mmap
 import os
 import pickle
+import pkgutil
+import select
 import signal
 import socket
 import subprocess
@@ -47,12 +51,19 @@ MOVED_BYTES = 1 << 16  # of an array that is sent through the arena
 MAX_DEATHS = 3  # of workers within DEATH_SECONDS, then a call fails
 DEATH_SECONDS = 60.0
 EXIT_SECONDS = 1.0
-# Workers start by this code: `main` is imported with the parent's sys.path.
+MESSAGE_BYTES = 32  # at most, of messages to and from the server that forks workers
+# That server starts by this code: `serve_forks` is imported with the parent's sys.path.
 _CODE = (
-    "import sys, signal; signal.signal(signal.SIGINT, signal.SIG_IGN); "
-    "signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT}); sys.path[:] = sys.argv[5:]; "
-    "from streamloader.engine.executor import work; work(*map(int, sys.argv[1:5]))"
+    "import gc, sys, signal; gc.disable(); signal.signal(signal.SIGINT, signal.SIG_IGN); sys.path[:] = sys.argv[6:]; "
+    "from streamloader.engine.executor import serve_forks; serve_forks(*map(int, sys.argv[1:5]))"
 )
+# What the server imports, or calls, if this process has imported the other module.
+_PRELOADED = {
+    **{f"streamloader.engine.{name}": "streamloader.engine.executor" for name in ("fetcher", "gather", "stages")},
+    "streamloader.storage.generic": "streamloader.storage.generic",
+    "streamloader.storage.s3:load_models": "streamloader.storage.s3",
+    **dict.fromkeys(["streamloader.images.decode", "simplejpeg", "cv2"], "streamloader.images.decode"),
+}
 
 
 # A rank with fewer cores keeps them busy with threads of one process.
@@ -450,35 +461,59 @@ class _Channel:
         return len(self._moved) - 1, self._moved[-1]
 
 
+class _ForkServer:
+    """A process without threads, which imports what workers need, once, and forks them. Calls must not overlap."""
+
+    def __init__(self, arena: Arena) -> None:
+        self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            fds = theirs.fileno(), arena.descriptor
+            numbers = map(str, (*fds, arena.size, os.getpid()))
+            modules = ",".join(name for name, since in _PRELOADED.items() if since in sys.modules)
+            flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+            command = [os.fsdecode(spawn.get_executable()), *flags, "-c", _CODE, *numbers, modules, *sys.path]
+            # in a process group of its own: a terminal sends it no Ctrl-C, and workers can be killed without their ids
+            self._process = subprocess.Popen(command, pass_fds=fds, stdin=subprocess.DEVNULL, process_group=0)
+
+    def fork(self, index: int, end: socket.socket) -> None:
+        """Start a worker with one end of its control socket. Does nothing if the server has ended."""
+        with suppress(OSError):
+            socket.send_fds(self._requests, [b"%d" % index], [end.fileno()])
+
+    def kill(self, index: int) -> int | None:
+        """End a worker if it has not ended, and return its exit code; None if the server has ended."""
+        with suppress(OSError):
+            self._requests.send(b"%d" % index)
+            code = self._requests.recv(MESSAGE_BYTES)
+            return int(code) if code else None
+        return None
+
+    def end(self) -> int:
+        """Kill the server and all workers, and return the exit code of the server."""
+        self._requests.close()
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        return self._process.wait()
+
+
 class _Worker:
     """A worker process, and the socket that hands connections over to it."""
 
-    def __init__(self, arena: Arena) -> None:
+    def __init__(self, server: _ForkServer, index: int) -> None:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            fds = theirs.fileno(), arena.descriptor
-            arguments = [*map(str, (*fds, arena.size, os.getpid())), *sys.path]
-            flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
-            command = [os.fsdecode(spawn.get_executable()), *flags, "-c", _CODE, *arguments]
-            blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # inherited: Python starts slowly
-            try:
-                self.process = subprocess.Popen(command, pass_fds=fds, stdin=subprocess.DEVNULL)
-            finally:
-                signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+            server.fork(index, theirs)
 
     def hand_over(self, connection: socket.socket) -> None:
         """Let the worker serve the other end of a connection. Does nothing if it has ended."""
         with suppress(OSError):
             socket.send_fds(self._control, [b"c"], [connection.fileno()])
 
-    def kill(self) -> int:
-        """End the process if it has not ended, and return its exit code."""
-        self._control.close()
-        self.process.kill()
-        return self.process.wait()
-
-    def end(self) -> None:
-        """Let the process end; `kill` waits for that."""
+    def close(self, seconds: float = 0.0) -> None:
+        """Wait until the process, which was killed, has ended. Not longer, since one that it forked may live on."""
+        self._control.settimeout(seconds)
+        with suppress(OSError):
+            self._control.recv(1)
         self._control.close()
 
 
@@ -488,6 +523,7 @@ class _Pool:
     def __init__(self) -> None:
         self.arena = Arena(shared=True)
         self.workers: list[_Worker] = []
+        self._server: _ForkServer  # once there are workers
         self._deaths: deque[float] = deque(maxlen=MAX_DEATHS)
         self._lock = threading.Lock()
         self._pid = os.getpid()
@@ -497,8 +533,10 @@ class _Pool:
     def grow(self, count: int) -> None:
         """Start workers until there are `count`."""
         with self._lock:
+            if not self.workers and count:
+                self._server = _ForkServer(self.arena)
             while len(self.workers) < count:
-                self.workers.append(_Worker(self.arena))
+                self.workers.append(_Worker(self._server, len(self.workers)))
 
     def replace(self, worker: _Worker) -> bool:
         """Start another worker in place of one that has ended; return False if that was done before.
@@ -510,8 +548,7 @@ class _Pool:
                 raise EngineError("the process ends", "end iteration before")
             if worker not in self.workers:
                 return False
-            code = worker.kill()
-            self.workers[self.workers.index(worker)] = _Worker(self.arena)
+            code = self._renew(self.workers.index(worker))
             now = time.monotonic()
             self._deaths.append(now)
             often = len(self._deaths) == MAX_DEATHS and now - self._deaths[0] < DEATH_SECONDS
@@ -524,15 +561,27 @@ class _Pool:
         warnings.warn(f"a worker process ended {how}; its work is repeated; {in_use}", RuntimeWarning, stacklevel=2)
         return True
 
+    def _renew(self, index: int) -> int:
+        """Replace a worker, all of them if their server has ended; return the exit code of the one that has ended."""
+        code = self._server.kill(index)
+        if code is not None:
+            self.workers[index].close()
+            self.workers[index] = _Worker(self._server, index)
+            return code
+        code = self._server.end()
+        for worker in self.workers:
+            worker.close(EXIT_SECONDS)
+        self._server = _ForkServer(self.arena)
+        self.workers = [_Worker(self._server, index) for index in range(len(self.workers))]
+        return code
+
     def _end(self) -> None:
         if os.getpid() == self._pid:
-            self._ended, until = True, time.monotonic() + EXIT_SECONDS
+            self._ended = True
+            if self.workers:
+                self._server.end()
             for worker in self.workers:
-                worker.end()
-            for worker in self.workers:
-                with suppress(subprocess.TimeoutExpired):
-                    worker.process.wait(max(0.0, until - time.monotonic()))
-                worker.kill()
+                worker.close()
 
 
 def _private_arena() -> Arena:
@@ -550,16 +599,51 @@ def script_of_this_process() -> dict[str, Any]:
     return {name: value for name, value in values.items() if name != "authkey"}  # for connections of multiprocessing
 
 
-def work(control: int, memory: int, size: int, parent: int) -> None:
-    """Serve connections until the parent ends: the main function of a worker."""
-    import mmap
-
+def serve_forks(requests: int, memory: int, size: int, parent: int) -> None:
+    """Fork and kill workers as the parent requests, until it ends: the main function of the server."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # the parent may ignore it, which is inherited
+    signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # a process in the background may print
+    for name in sys.argv[5].split(","):
+        with suppress(ImportError):  # a package that is not installed
+            found = pkgutil.resolve_name(name)
+            if callable(found):
+                found()
     sys.argv = [""]
-    mapped = mmap.mmap(memory, size, flags=mmap.MAP_SHARED)
+    data = np.frombuffer(mmap.mmap(memory, size, flags=mmap.MAP_SHARED), np.uint8)
     os.close(memory)
-    data = np.frombuffer(mapped, np.uint8)
     view = _View(data, int(data.__array_interface__["data"][0]))
-    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    parents, ready = [], select.poll()
+    with suppress(AttributeError, OSError):  # a system without pidfd_open
+        parents.append(os.pidfd_open(parent))
+    if os.getppid() != parent:
+        return
+    for descriptor in (requests, *parents):
+        ready.register(descriptor, select.POLLIN)
+    gc.freeze()  # the collector would write to each page that workers share
+    gc.enable()  # it takes a third of the time of imports
+    workers: dict[bytes, int] = {}
+    with socket.socket(fileno=requests) as connection:
+        while [descriptor for descriptor, _ in ready.poll()] == [requests]:
+            index, descriptors, _, _ = socket.recv_fds(connection, MESSAGE_BYTES, 1)
+            if not index:
+                break
+            if not descriptors:
+                os.kill(workers[index], signal.SIGKILL)
+                code = os.waitstatus_to_exitcode(os.waitpid(workers[index], 0)[1])
+                with suppress(OSError):
+                    connection.send(b"%d" % code)
+                continue
+            workers[index] = os.fork()
+            if not workers[index]:
+                connection.close()
+                work(descriptors[0], view, parents)
+            os.close(descriptors[0])
+    os.killpg(0, signal.SIGKILL)
+
+
+def work(control: int, view: _View, parents: list[int]) -> None:
+    """Serve connections until the parent of the server ends: the main function of a worker."""
+    threading.Thread(target=_end_with, args=(parents,), daemon=True).start()
     with socket.socket(fileno=control) as orders:
         while True:
             _, descriptors, _, _ = socket.recv_fds(orders, 1, 1)
@@ -568,15 +652,10 @@ def work(control: int, memory: int, size: int, parent: int) -> None:
             threading.Thread(target=_serve, args=(Connection(descriptors[0]), view), daemon=True).start()
 
 
-def _end_with(parent: int) -> None:
-    """End this process with its parent, even if a process that was forked from it keeps the other end of a socket."""
-    import select
-
-    with suppress(AttributeError, OSError):
-        watched = os.pidfd_open(parent)
-        select.select([watched], [], [])
-        os._exit(0)
-    if os.getppid() != parent:
+def _end_with(parents: list[int]) -> None:
+    """End this process with another one, even if a process that was forked from that keeps its end of a socket."""
+    if parents:
+        select.select(parents, [], [])
         os._exit(0)
 
 

@@ -38,7 +38,7 @@ from streamloader.storage.buffers import RECEIVER, Body, Buffer, Receiver, body_
 from streamloader.storage.objects import ObjectInfo, Page, etag_of
 from streamloader.storage.retry import EXPIRED, HttpError, check_range, client_errors, facts_of, is_past_end, xml_error
 from streamloader.storage.s3_http import PIECE_BYTES, Pool
-from streamloader.storage.url import FSSPEC_OPTIONS, S3_OPTIONS, Location
+from streamloader.storage.url import FSSPEC_OPTIONS, S3_OPTIONS, Location, parse_location
 
 CONNECT_SECONDS = 5.0  # s3fs's own default
 CHECKSUM = "x-amz-checksum-crc32c"
@@ -536,6 +536,12 @@ def split_bucket(path: str) -> tuple[str, str]:
 
 # What botocore reads to make a client: 0.2 s and 12 MB, kept in cycles. Sessions share it, as clients of one do.
 _service_models = lru_cache(botocore.loaders.create_loader)
+
+
+def load_models() -> None:
+    """Read what botocore needs to make a client, which processes that are forked later share."""
+    with contextlib.suppress(*client_errors(), TypeError, ValueError):  # a configuration that no client may need
+        _botocore_client(parse_location("s3://bucket", {"anon": True, "client_kwargs": {"region_name": "us-east-1"}}))
 
 
 def _botocore_client(location: Location) -> tuple[Any, bool | str | None]:
