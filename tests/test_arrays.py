@@ -243,9 +243,14 @@ def test_samples_that_are_chunks_stay_right_if_the_consumer_changes_its_batches(
 
 
 @pytest.mark.parametrize("patches", [None, sl.Patch({"lat": 5, "lon": 6}, random=True)])
-def test_blocks_that_fit_in_memory_are_kept_and_read_once(patches):
-    url = url_of("xarray3.zarr")
+def test_blocks_that_fit_in_memory_are_kept_and_read_once(patches, tmp_path):
+    url, rng = tmp_path / "x.zarr", np.random.default_rng(0)
+    group = zarr.open_group(url, mode="w")
+    for name, shape in {"z": (96, 3, 12, 24), "t2m": (96, 12, 24)}.items():
+        dims = ["time", "level", "lat", "lon"] if name == "z" else ["time", "lat", "lon"]
+        group.create_array(name, data=rng.random(shape), chunks=(4, *shape[1:-1], 12), dimension_names=dims)
     options = {"batch_size": 4, "sample_axis": "time", "patches": patches, "with_index": True, "fields": ["z", "t2m"]}
+    options["shuffle"] = sl.Shuffle(lanes=1)  # the window is a part of the arrays
     with pytest.raises(errors.MemoryBudgetError) as needed:
         iter(sl.StreamingDataset(url, memory=100_000, **options))
     least = int(str(needed.value).split("memory=")[1].split()[0])

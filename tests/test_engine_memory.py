@@ -226,7 +226,7 @@ demands = st.builds(
     pieces=st.integers(1, 100),
     most_threads=st.integers(1, MAX_THREADS),
     fills_batches=st.booleans(),
-    keepable=st.booleans(),
+    kept_bytes=st.one_of(st.just(0), st.integers(0, 1 << 33)),
 )
 
 
@@ -238,8 +238,9 @@ def test_a_budget_never_spends_more_than_the_limit(demand, more):
     assert 1 <= budget.threads <= min(MAX_THREADS, budget.slots * demand.pieces)
     others = demand.resident_bytes + demand.index_bytes + LIVE_BATCHES * demand.batch_bytes
     in_flight = budget.threads * (demand.thread_bytes - -(-demand.slot_bytes // demand.pieces))
-    assert others + in_flight + budget.slots * demand.slot_bytes <= budget.bytes
-    fixed = budget.slots * (demand.slot_bytes - demand.item_bytes)
+    blocks = demand.kept_bytes if budget.keeps else budget.slots * demand.slot_bytes
+    assert others + in_flight + blocks <= budget.bytes
+    fixed = demand.kept_bytes if budget.keeps else budget.slots * (demand.slot_bytes - demand.item_bytes)
     connections = budget.threads * demand.connection_bytes
     assert budget.body_bytes + fixed + others + connections == budget.bytes
 

@@ -19,7 +19,7 @@ from streamloader.order.state import NO_GAPS, Gaps
 from streamloader.stats import Counters
 from streamloader.storage.process import run_all
 from streamloader.storage.store import Store
-from streamloader.zarr.columns import ArrayFields, RegionReader
+from streamloader.zarr.columns import ArrayFields, ChunkPlaces, RegionReader
 from streamloader.zarr.reader import ArrayRun
 
 if TYPE_CHECKING:
@@ -97,10 +97,15 @@ class Dataset:
         chunk = max((layout.chunk for layout in self.layouts.values() if not layout.resident), default=1024)
         return chunk if self.selection is None else max(chunk, params.block)
 
-    def runs(self, name: str, start: int, stop: int) -> Sequence[Run | ArrayRun]:
-        """Return the requests for a field of the samples [start, stop), numbered among the selected samples."""
+    def runs(
+        self, name: str, start: int, stop: int, chosen: Sequence[ChunkPlaces] | None = None
+    ) -> Sequence[Run | ArrayRun]:
+        """Return the requests for a field of the samples [start, stop), numbered among the selected samples.
+
+        `chosen`: the chunks of arrays to read, by default all.
+        """
         if self.arrays is not None:
-            return self.region_readers[name].runs(start, stop)
+            return self.region_readers[name].runs(start, stop, chosen)
         return self._field_runs(name, start, stop)
 
     def _field_runs(self, name: str, start: int, stop: int) -> list[Run]:

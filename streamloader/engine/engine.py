@@ -218,7 +218,7 @@ class Engine:
 
     def _array_demand(self, need: Need) -> Demand:
         """Return the demand of arrays, whose blocks have regions."""
-        regions, pieces, batch, request, scratch = 0, 0, 0, 0, 0
+        regions, kept, pieces, batch, request, scratch = 0, 0, 0, 0, 0, 0
         fills_batches = need.block == 1
         for name in self._names:
             readers = [reader for reader in self._readers(name) if isinstance(reader, RegionReader)]
@@ -228,6 +228,7 @@ class Engine:
             batch += need.rows * max(reader.column.sample_bytes for reader in readers)
             request = max([request, *(reader.request_bytes for reader in readers)])
             scratch = max([scratch, *(reader.scratch_bytes for reader in readers)])
+            kept += sum(reader.all_bytes for reader in readers)
         if fills_batches:
             batch += batch // LIVE_BATCHES  # one more, some of whose rows are slots
         return Demand(
@@ -236,7 +237,7 @@ class Engine:
             batch_bytes=batch,
             request_bytes=request,
             blocks=sum(-(-dataset.num_samples // need.block) for dataset in self.datasets),
-            keepable=True,
+            kept_bytes=kept,
             item_bytes=regions,
             fills_batches=fills_batches,
             index_bytes=sum(dataset.index_bytes for dataset in self.datasets) + need.plan_bytes,

@@ -37,7 +37,7 @@ from streamloader.engine.arena import address
 from streamloader.engine.dataset import Dataset, SampleNumbers
 from streamloader.engine.executor import Callback, Executor, all_bytes, arena_bytes, in_worker
 from streamloader.engine.memory import NO_SLOT, TOLERANCE_BYTES, Memory, in_slots, place_items
-from streamloader.engine.regions import BlockKey, BlockRegions
+from streamloader.engine.regions import BlockRegions
 from streamloader.engine.stages import Job, WorkerThreads
 from streamloader.errors import (
     CorruptError,
@@ -146,8 +146,8 @@ class Fetcher:
         self._starts = SampleNumbers.of(datasets).selected_from
         self._names = names
         self._memory, self._bodies = memory.blocks, memory.bodies
-        # rows of batches are counted as slots are
-        counted = [] if self._memory.fills_batches else names
+        # rows of batches are counted as slots are, and memory that is kept apart
+        counted = [] if self._memory.fills_batches or self._memory.keeps else names
         self._by_items = [name for name in counted if not in_slots(datasets[0].layouts[name])]
         self._budget = budget = memory.budget
         self.needed = 0  # bytes of the blocks in use: a batch has waited for them, and later ones still need them
@@ -180,7 +180,7 @@ class Fetcher:
         weight = 0
         try:
             with dataset.store.retries.waits_by(self.sleep):
-                for name in () if self._kept(dataset, block) else self._by_items:
+                for name in self._by_items:
                     weight += dataset.block_bytes(name, block.start, block.stop)
         except StreamloaderError:
             weight = 0  # loading fails too, and then the error belongs to the batch that needs the block
@@ -211,17 +211,15 @@ class Fetcher:
     def load(self, ref: BlockRef) -> None:
         """Begin to load a block whose slot has been reserved."""
         weight = self._weight(ref)
-        block = LoadingBlock(*self._locate(ref), len(self._names), weight)
-        kept = self._kept(block.dataset, block.ref)
-        if kept:
-            self._memory.reopen(ref.ticket, kept)
-            block.left = 0
+        dataset, local = self._locate(ref)
+        names = self._memory.open_kept(local, dataset.region_readers) if self._memory.keeps else self._names
+        block = LoadingBlock(dataset, local, len(names), weight)
         with self._changed:
             self._blocks[ref.ticket] = block
-            if self._closed.is_set() or kept:
+            if self._closed.is_set() or not names:
                 return
             self._expected += weight
-            self._queue(ref.ticket, (partial(self._load_field, block, name) for name in self._names))
+            self._queue(ref.ticket, (partial(self._load_field, block, name) for name in names))
 
     def wait(self, ticket: int) -> StreamloaderError | None:
         """Wait until the block is complete, then count it as in use. Return its error, once. Stops early when closed.
@@ -241,6 +239,8 @@ class Fetcher:
                 return self._failure
             self.needed += block.held
             error, block.error = block.error, None  # its traceback may hold the block
+            if error is None and not self._closed.is_set():
+                self._memory.complete(ticket)
             return error
 
     def forget(self, ticket: int) -> None:
@@ -277,13 +277,6 @@ class Fetcher:
         first = self._starts[index]
         return self._datasets[index], ref._replace(start=ref.start - first, stop=ref.stop - first)
 
-    def _kept(self, dataset: Dataset, ref: BlockRef) -> list[BlockKey]:
-        """Return the keys of the regions of a block, numbered within its dataset, if they were kept; else none."""
-        if not self._memory.keeps:
-            return []
-        keys = [(reader, ref.start, ref.stop) for reader in dataset.region_readers.values()]
-        return keys if self._memory.has_kept(keys) else []
-
     def _queue(self, ticket: int, jobs: Iterable[Job]) -> None:
         """Queue the jobs of a block. Requires the lock."""
         for job in jobs:
@@ -318,7 +311,8 @@ class Fetcher:
         """Divide a field of a block into pieces, queue them, and load the first."""
         try:
             with block.dataset.store.retries.waits_by(self.sleep):
-                runs = block.dataset.runs(name, block.ref.start, block.ref.stop)
+                claims = self._memory.claims(name, block.ref.ticket)
+                runs = block.dataset.runs(name, block.ref.start, block.ref.stop, claims)
         except BaseException as error:  # noqa: BLE001 - a batch waits for the block, so it must finish
             with self._changed:
                 self._busy -= 1
@@ -404,8 +398,8 @@ class Fetcher:
             reader.write_constants(BlockArrays(regions.arrays, regions.bounds))
             self._memory.keep_rows(reader.name, slot, regions)
         field, _ = self._shared[block.dataset, reader.name]
-        arrays, scratch = BlockArrays(regions.arrays, regions.bounds), Callback(self._bodies.allocate)
-        missing, decoded, seconds = self._executor.call(decode_regions, field, piece.run, body, arrays, scratch)
+        given = field, piece.run, body, regions.targets, Callback(self._bodies.allocate)
+        missing, decoded, seconds = self._executor.call(decode_regions, *given)
         self._counters.add(unpack_seconds=seconds, bytes_decoded=decoded, missing_chunks=missing)
 
     def _allocate_region(self, block: LoadingBlock, size: int) -> memoryview:
@@ -413,7 +407,7 @@ class Fetcher:
             block.held += size
             block.expected -= size
             self._expected -= size
-        return self._bodies.own(size) if self._memory.keeps else self._bodies.allocate(size)
+        return self._bodies.allocate(size)
 
     def _allocate(self, piece: Piece, memory: list[memoryview], size: int) -> memoryview:
         """Return memory to decode into, and append it to `memory`.

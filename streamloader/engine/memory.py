@@ -17,15 +17,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streamloader.engine.arena import Arena, address, machine_memory
-from streamloader.engine.regions import BatchRow, BatchRows, BlockKey, BlockRegions, Lease, Regions
+from streamloader.engine.regions import BatchRow, BatchRows, BlockRegions, Lease, Regions
 from streamloader.errors import MemoryBudgetError
 from streamloader.format.codecs import Items
 from streamloader.format.manifest import FieldLayout
 from streamloader.options import MIB
-from streamloader.order.schedule import BatchPlan
+from streamloader.order.schedule import BatchPlan, BlockRef
 from streamloader.stats import Counters
 from streamloader.storage.process import cpu_count
-from streamloader.zarr.columns import ARRAYS
+from streamloader.zarr.columns import ARRAYS, ChunkPlaces, RegionReader
 
 Column = NDArray[Any]
 Layouts = Mapping[str, FieldLayout]  # by field
@@ -46,7 +46,7 @@ class Blocks:
     """`slots` blocks of `block` samples: one array for each field `in_slots`, chunks with addresses for the others.
 
     Fields of arrays that others wrote have regions instead: see `regions.py`. If blocks fill rows of batches,
-    `lease` makes these. `keeps`: regions are kept for later epochs.
+    `lease` makes these. `keeps`: all chunks of arrays are kept for later epochs.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Blocks:
             if in_slots(layout)
         }
         arrays = [name for name, layout in layouts.items() if layout.codec == ARRAYS]
-        self.regions = {name: Regions(slots, block, keeps=keeps) for name in arrays}
+        self.regions = {name: Regions(slots, block, arena if keeps else None) for name in arrays}
         in_rows = {name for name in {*self.fixed, *arrays} if layouts[name].field.fixed}
         self.chunks = {name: Chunks(arena, slots, block) for name in layouts if name not in in_rows}
         self._slots: dict[int, int] = {}  # by ticket
@@ -77,7 +77,7 @@ class Blocks:
     def clear(self) -> None:
         """Release every slot. The threads of the pass that held them must have ended."""
         for ticket in list(self._slots):
-            self.release(ticket, complete=False)
+            self.release(ticket)
         self._batch_rows.clear()
 
     @property
@@ -111,8 +111,13 @@ class Blocks:
                 self._first_row[ticket & (len(self._first_row) - 1)] = slot * self.block
             return slot
 
-    def release(self, ticket: int, *, complete: bool = True) -> None:
-        """Free the ticket's slot; items that a batch still holds stay valid. `complete`: its block was loaded."""
+    def complete(self, ticket: int) -> None:
+        """Keep what was read for a block that has been loaded, if `keeps`."""
+        for regions in self.regions.values() if self.keeps else ():
+            regions.complete(self.claim(ticket))
+
+    def release(self, ticket: int) -> None:
+        """Free the ticket's slot; items that a batch still holds stay valid."""
         with self._lock:
             self._batch_rows.pop(ticket, None)
             slot = self._slots.pop(ticket)
@@ -120,7 +125,7 @@ class Blocks:
                 for chunks in self.chunks.values():
                     chunks.drop(slot)
                 for regions in self.regions.values():
-                    regions.drop(slot, complete=complete)
+                    regions.drop(slot)
                 self._free.append(slot)
 
     def open_regions(
@@ -129,15 +134,19 @@ class Blocks:
         """Return the regions of a field in the slot of a ticket, and whether this call made them."""
         return self.regions[name].open(slot, partial(make, self._batch_rows.get(ticket)), self._opening)
 
-    def has_kept(self, keys: Sequence[BlockKey]) -> bool:
-        """Return whether the regions of a block, one for each field, were kept."""
-        return all(map(Regions.has, self.regions.values(), keys))
+    def open_kept(self, ref: BlockRef, readers: Mapping[str, RegionReader]) -> list[str]:
+        """Open the regions of a block in memory that is kept, and return the names of the fields to read for it."""
+        slot, missing = self.claim(ref.ticket), []
+        for name, regions in self.regions.items():
+            block = regions.open_kept(slot, readers[name], ref.start, ref.stop)
+            self.keep_rows(name, slot, block)
+            if block.claims or (readers[name].has_constants and not block.has_constants):
+                missing.append(name)
+        return missing
 
-    def reopen(self, ticket: int, keys: Sequence[BlockKey]) -> None:
-        """Claim the slot of a ticket for the regions of a block that were kept."""
-        slot = self.claim(ticket)
-        for (name, regions), key in zip(self.regions.items(), keys, strict=True):
-            self.keep_rows(name, slot, regions.reopen(slot, key))
+    def claims(self, name: str, ticket: int) -> list[ChunkPlaces] | None:
+        """Return the chunks of a field to read for a block, None for all that it needs."""
+        return self.regions[name].claims(self.claim(ticket)) if self.keeps else None
 
     def keep_rows(self, name: str, slot: int, block: BlockRegions) -> None:
         """Store where the sparse rows of a block are, if its column has any."""
@@ -273,10 +282,6 @@ class Buffers:
         """Lease `size` bytes of writable memory."""
         return memoryview(self.lease((size,), "uint8"))  # type: ignore[arg-type]
 
-    def own(self, size: int) -> memoryview:
-        """Return new memory of `size` bytes, counted and not used again, where leases are up to 25 % larger."""
-        return memoryview(self._allocate(size))  # type: ignore[arg-type]
-
     def _allocate(self, size: int) -> NDArray[np.uint8]:
         """Return new memory, counted until it is deleted."""
         array = self._arena.allocate(size)
@@ -342,7 +347,7 @@ class Demand(NamedTuple):
     `index_bytes`: cached chunk tables, numbers of selected samples, and plans. `batch_bytes`: one finished batch.
     `request_bytes`: the largest single request. `blocks`: blocks of the epoch, the most slots that are useful.
     `scratch_bytes`: the buffers of a decoding thread besides the slot. `fills_batches`: slots are rows of batches.
-    `keepable`: blocks can be kept for later epochs.
+    `kept_bytes`: everything that an epoch reads, if it can be kept for later ones instead of the slots, else 0.
     """
 
     slots: int
@@ -357,7 +362,7 @@ class Demand(NamedTuple):
     pieces: int = 1
     most_threads: int = MAX_THREADS
     fills_batches: bool = False
-    keepable: bool = False
+    kept_bytes: int = 0
 
     @property
     def connection_bytes(self) -> int:
@@ -383,9 +388,19 @@ class Demand(NamedTuple):
         return self.resident_bytes + self.index_bytes + LIVE_BATCHES * self.batch_bytes
 
     @property
-    def least_bytes(self) -> int:
-        """The minimum `memory`: the window, resident fields, indexes, batches and one request."""
+    def window_bytes(self) -> int:
+        """The memory for the window, resident fields, indexes, batches and one request."""
         return self.slots * self.slot_bytes + self.held_bytes + self.thread_bytes
+
+    @property
+    def keeping_bytes(self) -> float:
+        """The memory for the same with everything that is kept instead of the window."""
+        return self.kept_bytes + self.held_bytes + self.flight_bytes if self.kept_bytes else math.inf
+
+    @property
+    def least_bytes(self) -> int:
+        """The minimum `memory`."""
+        return int(min(self.window_bytes, self.keeping_bytes))
 
 
 class Budget(NamedTuple):
@@ -393,7 +408,7 @@ class Budget(NamedTuple):
 
     `body_bytes` of these are for bodies in flight and decoded chunks of blocks. `batch_bytes`: a mean batch.
     `exact`: `bytes` is the user's `memory=`, so a larger need is an error. `fills_batches`: as of `Demand`.
-    `keeps`: blocks are kept for later epochs.
+    `keeps`: what was read is kept for later epochs.
     """
 
     slots: int
@@ -459,17 +474,17 @@ def allot(demand: Demand, memory: int | None, ranks_here: int = 1) -> Budget:
     """Return the budget. Raises `MemoryBudgetError`, which states the need, if the window does not fit.
 
     Without `memory`, the window and all `Demand.most_threads` threads get the memory that they need, as long as all
-    ranks of this machine together stay below 80 % of its memory. All blocks are kept if they fit too: into `memory`, or
-    without it into `KEPT_SHARE` of the limit.
+    ranks of this machine together stay below 80 % of its memory. Arrays are kept if all that is read of them fits: into
+    `memory`, or without it into `KEPT_SHARE` of the limit.
     """
     limit, most = allowance(memory, ranks_here), demand.most_threads if memory is None else MAX_THREADS
-    least, thread = demand.least_bytes, demand.thread_bytes
-    wanted = min(most, 1 + max(0, limit - least) // thread)
-    kept = demand.held_bytes + max(demand.slots, demand.blocks + 1) * demand.slot_bytes + demand.thread_bytes
+    least, thread, flight = demand.window_bytes, demand.thread_bytes, demand.flight_bytes
+    # of the requests that there would be without keeping
+    requests = min((most - 1) * flight, -(-max(0, limit - least) * flight // thread))
     share = KEPT_SHARE if memory is None else 1
-    keeps = demand.keepable and kept + (wanted - 1) * demand.flight_bytes <= limit * share
+    keeps = demand.keeping_bytes <= max(least, limit * share - requests)
     if keeps:
-        least, thread = kept, demand.flight_bytes
+        least, thread = int(demand.keeping_bytes), flight
     if memory is None:
         limit = min(limit, least + (most - 1) * thread)
     if least > limit:
@@ -487,7 +502,7 @@ def allot(demand: Demand, memory: int | None, ranks_here: int = 1) -> Budget:
     threads = min(threads, slots * demand.pieces)
     fills_batches = demand.fills_batches and not keeps
     outside = demand.slot_bytes - (0 if fills_batches else demand.item_bytes)  # of bodies
-    fixed = threads * demand.connection_bytes + slots * outside
+    fixed = threads * demand.connection_bytes + (demand.kept_bytes if keeps else slots * outside)
     bodies = limit - demand.held_bytes - fixed
     return Budget(slots, threads, limit, bodies, demand.batch_bytes, memory is not None, cores, fills_batches, keeps)
 

@@ -12,42 +12,50 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
+from streamloader.engine.arena import Arena
 from streamloader.engine.gather import BoxCopy, Copy, copy_boxes
 from streamloader.errors import FormatError
 from streamloader.format.codecs import Items
 from streamloader.format.manifest import MAX_CHUNK_BYTES
 from streamloader.order.schedule import BatchPlan
 from streamloader.storage.buffers import Allocate
-from streamloader.zarr.columns import Part, RegionColumn, RegionReader
+from streamloader.zarr.columns import BlockArrays, Bound, ChunkPlaces, Part, RegionColumn, RegionReader
 
 Ints = NDArray[np.int64]
 Lease = Callable[[tuple[int, ...], str], NDArray[Any]]
-
-BlockKey = tuple[RegionReader, int, int]  # with the first sample and the end of a block
 
 
 class BlockRegions:
     """The regions of the samples [start, stop), a block, of one column: their memory, without values.
 
     Of each region: `stops`, the row after its last one; `bounds`, its first element and its end. `row`: the row of a
-    batch that is its only region, if given; otherwise `allocate` returns the memory.
+    batch that is its only region, if given; otherwise `memory` has the regions, or allocates them.
+    `targets`: what chunks are decoded into. `has_constants`: whether the values that are constant were written.
+    `claims`: the chunks to read for it, if chunks are kept; None once it is loaded.
     """
 
     def __init__(
-        self, reader: RegionReader, start: int, stop: int, allocate: Allocate, row: BatchRow | None = None
+        self, reader: RegionReader, start: int, stop: int, memory: Allocate | KeptArrays, row: BatchRow | None = None
     ) -> None:
         self.reader = reader
-        self.key: BlockKey = (reader, start, stop)
         self.start = start
+        self.has_constants = False
+        self.claims: list[ChunkPlaces] | None = None
         self.stops = [box.stop - start for box in reader.fields.boxes(start, stop)]
         self.bounds = reader.regions(start, stop)
         self.row = row
         column, dtype = reader.column, np.dtype(reader.column.dtype)
         shapes = [column.shape(low, high) for low, high in self.bounds]
+        if isinstance(memory, KeptArrays):
+            views = [memory.view(low, high) for low, high in self.bounds]
+            self.arrays = [array for array, _, _ in views]
+            self.targets = BlockArrays([run for _, run, _ in views], [bounds for _, _, bounds in views])
+            return
         if row is not None:
             self.arrays = [row.batch.columns(column)[0][row.number].reshape(shapes[0])]
         else:
-            self.arrays = [np.frombuffer(allocate(prod(n) * dtype.itemsize), dtype).reshape(n) for n in shapes]
+            self.arrays = [np.frombuffer(memory(prod(n) * dtype.itemsize), dtype).reshape(n) for n in shapes]
+        self.targets = BlockArrays(self.arrays, self.bounds)
 
     @cached_property
     def cuts(self) -> list[list[NDArray[Any]]]:
@@ -97,10 +105,10 @@ def _cut(column: RegionColumn, anchored: Sequence[str], region: NDArray[Any], pa
         dims.insert(column.channel_axis, "")
     places: dict[str, tuple[int, int]] = {}
     lengths: list[tuple[int, int]] = []
-    first = 0  # byte
-    for dim, size, stride in zip(dims, region.shape, region.strides, strict=True):
+    begin = [slice(None)] * len(dims)
+    for axis, (dim, size, stride) in enumerate(zip(dims, region.shape, region.strides, strict=True)):
         if dim == column.sample_axis and dim:
-            first = part.offset * stride
+            begin[axis] = slice(part.offset, None)
             reach = (max(part.length, 1) - 1) * part.step
             places[dim] = size - part.offset - max(0, reach), stride
             lengths += [(part.length, stride * part.step)] if part.length else []
@@ -111,8 +119,7 @@ def _cut(column: RegionColumn, anchored: Sequence[str], region: NDArray[Any], pa
             lengths.append((size, stride))
     axes = [places[axis] for axis in anchored if axis in places] + lengths
     shape, strides = [n for n, _ in axes], [stride for _, stride in axes]
-    data = region.reshape(-1).view(np.uint8)[first:]
-    return as_strided(data.view(region.dtype), shape, strides, writeable=False)
+    return as_strided(region[tuple(begin)], shape, strides, writeable=False)
 
 
 class BatchRows:
@@ -144,43 +151,107 @@ class BatchRow(NamedTuple):
     number: int
 
 
-class Regions:
-    """The regions of one field in all slots of an arena, and those that are kept for later epochs (`keeps`)."""
+class KeptArrays:
+    """All elements of a column in chunks that samples read, in memory that is kept for later epochs.
 
-    def __init__(self, slots: int, block: int, *, keeps: bool = False) -> None:
-        self._block = block
-        self._blocks: list[BlockRegions | None] = [None] * slots
-        self._keeps = keeps
-        self._kept: dict[BlockKey, BlockRegions] = {}
+    The first block that needs a chunk claims it, and decodes it for all. Blocks are claimed, and waited for, in the
+    order of their tickets: when a block is complete, so are the chunks that earlier ones claimed.
+    """
 
-    def open(self, slot: int, make: Callable[[], BlockRegions], lock: threading.Lock) -> tuple[BlockRegions, bool]:
-        """Return the regions of a slot, which the first caller makes, and whether this was the first."""
-        with lock:
-            block = self._blocks[slot]
-            if block is not None:
-                return block, False
-            block = self._blocks[slot] = make()
-            return block, True
+    def __init__(self, reader: RegionReader, arena: Arena) -> None:
+        self.reader = reader
+        self._ends = np.cumsum(np.diff(reader.kept_runs))
+        shape = reader.column.shape(*reader.bounds_of(0, int(self._ends[-1])))
+        self._array = arena.array(shape, reader.column.dtype)
+        arrays = {number: array.array for number, array in reader.arrays.items()}
+        self._claimed = {
+            number: np.zeros([-(-n // size) for n, size in zip(array.shape, array.chunks, strict=True)], np.bool_)
+            for number, array in arrays.items()
+        }
+        self._chunks = {number: array.chunks for number, array in arrays.items()}
+        self._constants: set[tuple[int, int]] = set()  # the blocks whose constants were written
 
-    def reopen(self, slot: int, key: BlockKey) -> BlockRegions:
-        """Put the regions of a block that were kept into a slot, and return them."""
-        block = self._blocks[slot] = self._kept[key]
+    def view(self, low: Bound, high: Bound) -> tuple[NDArray[Any], NDArray[Any], tuple[Bound, Bound]]:
+        """Return the elements [low, high), and the run of elements that they are in, with its bounds."""
+        column, axis, runs = self.reader.column, self.reader.first_axis, self.reader.kept_runs
+        number = np.searchsorted(runs[:, 0], low[axis], side="right") - 1 if low else 0
+        (first, stop), end = runs[number].tolist(), int(self._ends[number])
+        bounds = self.reader.bounds_of(first, stop)
+        inside = [slice(a - begin, b - begin) for a, b, begin in zip(low, high, bounds[0], strict=True)]
+        run = [slice(None)] * axis + [slice(end - (stop - first), end)] if low else list[slice]()
+        if column.channels:
+            inside.insert(column.channel_axis, slice(None))
+            run.insert(column.channel_axis, slice(None))
+        array = self._array[tuple(run)]
+        return array[tuple(inside)], array, bounds
+
+    def open(self, start: int, stop: int) -> BlockRegions:
+        """Return the regions of the samples [start, stop), which claims the chunks that no block did before."""
+        block = BlockRegions(self.reader, start, stop, self)
+        found = (
+            ChunkPlaces(region, member, [place for box in boxes for place in self._claim(member, *box)])
+            for region, member, boxes in self.reader.boxes(start, stop)
+        )
+        block.claims = [chunks for chunks in found if chunks.places]
+        block.has_constants = (start, stop) in self._constants
+        self._constants.add((start, stop))
         return block
 
-    def has(self, key: BlockKey) -> bool:
-        """Return whether the regions of a block were kept."""
-        return key in self._kept
+    def _claim(self, member: int, low: Bound, high: Bound) -> list[tuple[int, ...]]:
+        bounds = zip(low, high, self._chunks[member], strict=True)
+        at = tuple(slice(a // size, -(-b // size)) for a, b, size in bounds)
+        places = np.argwhere(~self._claimed[member][at]) + [part.start for part in at]
+        self._claimed[member][at] = True
+        return list(map(tuple, places.tolist()))
 
-    def drop(self, slot: int, *, complete: bool) -> None:
-        """Keep the regions of a slot if they are `complete`, else free their memory once no copy is in progress.
+    def give_back(self, block: BlockRegions) -> None:
+        """Let the chunks that an incomplete block claimed be read again."""
+        self._constants.discard((block.start, block.start + block.stops[-1]))
+        for _, member, places in block.claims or ():
+            self._claimed[member][tuple(np.array(places).T)] = False
 
-        Parts of a block that two lanes share are not kept: other blocks are divided in another epoch.
-        """
+
+class Regions:
+    """The regions of one field in all slots of an arena. `arena`: what is kept for later epochs is in, if anything."""
+
+    def __init__(self, slots: int, block: int, arena: Arena | None = None) -> None:
+        self._block = block
+        self._blocks: list[BlockRegions | None] = [None] * slots
+        self._arena = arena
+        self._kept: dict[RegionReader, KeptArrays] = {}
+
+    def open(self, slot: int, make: Callable[[], BlockRegions], lock: threading.Lock) -> tuple[BlockRegions, bool]:
+        """Return the regions of a slot, which the first caller makes, and whether this one writes their constants."""
+        with lock:
+            block = self._blocks[slot]
+            if block is None:
+                block = self._blocks[slot] = make()
+            first, block.has_constants = not block.has_constants, True
+            return block, first
+
+    def open_kept(self, slot: int, reader: RegionReader, start: int, stop: int) -> BlockRegions:
+        """Open the regions of a block in memory that is kept, and return them."""
+        assert self._arena is not None
+        if reader not in self._kept:
+            self._kept[reader] = KeptArrays(reader, self._arena)
+        block = self._blocks[slot] = self._kept[reader].open(start, stop)
+        return block
+
+    def claims(self, slot: int) -> list[ChunkPlaces] | None:
+        """Return the chunks to read for the block in a slot."""
+        block = self._blocks[slot]
+        return None if block is None else block.claims
+
+    def complete(self, slot: int) -> None:
+        """Keep the chunks that the block in a slot claimed, which has been loaded."""
+        if (block := self._blocks[slot]) is not None:
+            block.claims = None
+
+    def drop(self, slot: int) -> None:
+        """Free the memory of the regions of a slot once no copy is in progress, unless it is kept."""
         block, self._blocks[slot] = self._blocks[slot], None
-        if self._keeps and complete and block is not None:
-            reader, start, stop = block.key
-            if start % self._block == 0 and stop == min(start + self._block, reader.num_samples):
-                self._kept[block.key] = block
+        if block is not None and block.claims is not None:
+            self._kept[block.reader].give_back(block)
 
     def gather(
         self, places: Ints, lease: Lease, key: tuple[int, int], memory: NDArray[np.uint8]

@@ -1,7 +1,9 @@
 """What an epoch reads of arrays that others wrote, and what it uses of that."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -26,28 +28,40 @@ WORTH_CONVERTING = 4.0
 class ArrayReads:
     """What an epoch reads of one array: decoded bytes of the chunks, and those of the elements that samples use.
 
-    `stored`: the bytes of these chunks in the store, from the sizes of some; equal to `read` if they are unknown.
+    `least`: the decoded bytes of these chunks if each is read once. `stored`: the bytes read in the store, from the
+    sizes of some chunks; equal to `read` if they are unknown.
     `ratio`: bytes read for each byte used.
     """
 
     column: str
     array: str
     read: int
+    least: int
     used: int
     stored: int
     ratio: float
 
+    def sharing(self, share: float) -> ArrayReads:
+        """Return what is read if this share of what several blocks need is read once for all of them."""
+        scale = 1 - share * (1 - self.least / max(1, self.read))
+        ratio = round(self.ratio * scale, 3)
+        return replace(self, read=int(self.read * scale), stored=int(self.stored * scale), ratio=ratio)
 
-def array_reads(dataset: Dataset) -> list[ArrayReads]:
-    """Return what an epoch reads of each array, from up to `SAMPLED_BLOCKS` blocks; empty for other datasets."""
+
+def array_reads(dataset: Dataset, block: int) -> list[ArrayReads]:
+    """Return what an epoch in blocks reads of each array, from up to `SAMPLED_BLOCKS` of them; none of other datasets.
+
+    What several blocks need is read for each of them.
+    """
     found = []
     for name, reader in dataset.region_readers.items():
         column = reader.column
         for member, array in reader.members():
-            read = _bytes_read(reader, member, array, dataset.manifest.order.block)
+            read = _bytes_read(reader, member, array, block)
+            least = min(read, reader.count_chunks(member, array) * array.array.chunk_bytes)
             used = _bytes_used(column, member, array, reader.fields.unused)
             stored, ratio = int(read * _stored_share(dataset, array)), round(read / max(1, used), 3)
-            found.append(ArrayReads(name, array.array.path or name, read, used, stored, ratio))
+            found.append(ArrayReads(name, array.array.path or name, read, least, used, stored, ratio))
     return found
 
 
@@ -122,7 +136,8 @@ class ArraySummary:
 
 def sampled_reads(url: str, storage_options: Mapping[str, Any] | None, sampling: Sampling) -> list[ArrayReads]:
     """Return what an epoch of the declared samples of a URL reads. Raises the errors of opening it."""
-    return array_reads(open_dataset(Source(url, storage_options=storage_options, **vars(sampling))))
+    dataset = open_dataset(Source(url, storage_options=storage_options, **vars(sampling)))
+    return array_reads(dataset, dataset.manifest.order.block)
 
 
 def summarize(url: str, storage_options: Mapping[str, Any] | None = None) -> list[ArraySummary]:

@@ -319,11 +319,16 @@ def _epoch(
     reads = []
     for dataset, source, times in zip(loader._datasets, loader._first.sources, passes, strict=True):
         streamed = [name for name in dataset.names if name not in held]
-        count, size = _estimate_reads(dataset, streamed, source.params.block)
-        whole, arrays = replace(dataset, selection=None), array_reads(dataset)
+        block = source.params.block if options.shuffle is not False else dataset.unit(source.params)
+        count, size = _estimate_reads(dataset, streamed, block)
+        whole, arrays = replace(dataset, selection=None), array_reads(dataset, block)
         held_count, held_size = _estimate_reads(whole, held, max(1, dataset.manifest.num_samples))
         if arrays:  # requests for whole objects do not state their size
+            each_block = sum(each.read for each in arrays)
+            if budget.keeps:  # by each rank
+                arrays = [each.sharing(1 / options.world_size) for each in arrays]
             size = sum(each.stored for each in arrays)
+            count *= sum(each.read for each in arrays) / max(1, each_block)
         count, size = count * times + held_count * options.world_size, size * times + held_size * options.world_size
         reads.append(Reads(round(count), round(size), arrays))
     requests = sum(each.requests for each in reads)

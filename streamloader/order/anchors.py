@@ -72,6 +72,13 @@ class Axis:
         return np.cumsum(self.count)
 
     @cached_property
+    def cell_bounds(self) -> tuple[Ints, Ints]:
+        """The first element that the samples of each cell with anchors read, and the end of the last one."""
+        cells = np.flatnonzero(np.diff(self.before_cell))
+        first, last = (self.elements(self.before_cell[cells + end] - end) for end in (0, 1))
+        return first, np.minimum(last + self.reach, self.length)
+
+    @cached_property
     def before_cell(self) -> Ints:
         """The number of anchors before each cell, and their total; shape (cells + 1,)."""
         edges = np.arange(self.num_cells + 1, dtype=np.int64) * self.cell
@@ -166,14 +173,16 @@ class Anchors:
     def boxes(self, start: int, stop: int) -> list[Box]:
         """Return the boxes that the samples [start, stop) read, in order. O(stop - start).
 
-        Cells that follow each other along the first axis, with the same place on the others, share a box.
+        Cells that follow each other along the first axis without a gap, with the same place on the others, share a box.
         """
         samples = np.arange(start, stop, dtype=np.int64)
         index, anchors = self.locate(samples)
         cells = self._cells[0][index]
         inner = prod(axis.num_cells for axis in self.axes[1:])
-        step = np.diff(cells)
-        edges = [0, *(np.flatnonzero((step != 0) & (step != inner)) + 1).tolist(), samples.size]
+        step, apart = np.diff(cells), np.zeros(max(0, samples.size - 1), np.bool_)
+        if self.axes:
+            apart = np.diff(self.axes[0].elements(anchors[0])) > self.axes[0].reach
+        edges = [0, *(np.flatnonzero((step != 0) & ((step != inner) | apart)) + 1).tolist(), samples.size]
         boxes = []
         for low, high in pairwise(edges):
             corners = [axis.elements(row[low:high]) for axis, row in zip(self.axes, anchors, strict=True)]

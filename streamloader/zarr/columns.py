@@ -6,23 +6,23 @@ it once, whatever the number of samples that share them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property, lru_cache, partial
-from math import prod
+from math import lcm, prod
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from streamloader.format.manifest import FieldLayout
-from streamloader.order.anchors import Anchors, Box, count_unused
+from streamloader.order.anchors import Anchors, Box, count_unused, runs_of
 from streamloader.storage.buffers import Allocate, empty_buffer
 from streamloader.storage.store import RangeReader, Store
 from streamloader.zarr.cf import Unpacking
 from streamloader.zarr.metadata import ZarrArray
-from streamloader.zarr.reader import ABSENT, ArrayReader, ArrayRun, Target
+from streamloader.zarr.reader import ABSENT, ArrayReader, ArrayRun, Place, Target
 
 Ints = NDArray[np.int64]
 Bound = tuple[int, ...]  # an element of a region for each dimension
@@ -197,6 +197,14 @@ class ArrayFields:
         return {"index": index + self.first, **{f"index_{name}": values for name, values in corners.items()}}
 
 
+class ChunkPlaces(NamedTuple):
+    """ChunkPlaces that a region of a block needs, of the array of the column's member with this number."""
+
+    region: int
+    member: int
+    places: Sequence[Place]
+
+
 class BlockArrays(NamedTuple):
     """The memory of the regions of a block: of each its array, and `bounds`, its first element and its end."""
 
@@ -213,11 +221,16 @@ class RegionReader:
         self.fields = fields
         self.column = fields.columns[name]
         self.num_samples = len(fields.anchors)
-        self._readers = {  # by the number of the member
+        self.arrays = {  # by the number of the member
             number: ArrayReader(store, member.array, strict=fields.strict)
             for number, member in enumerate(self.column.members)
             if member.array is not None
         }
+
+    @property
+    def has_constants(self) -> bool:
+        """Whether some values are repeated for every sample, instead of read for each block."""
+        return any(member.constant is not None for member in self.column.members)
 
     @property
     def fills_rows(self) -> bool:
@@ -231,14 +244,14 @@ class RegionReader:
     @property
     def request_bytes(self) -> int:
         """The most bytes of a request for one chunk."""
-        return max((reader.codec.most_stored for reader in self._readers.values()), default=1)
+        return max((reader.codec.most_stored for reader in self.arrays.values()), default=1)
 
     @property
     def kept_bytes(self) -> int:
         """The most bytes of values that are kept for all blocks, and of the indexes of shards."""
         constants = sum(member.constant.nbytes for member in self.column.members if member.constant is not None)
         constants += 0 if self.column.rows is None else self.column.rows.nbytes
-        return constants + sum(reader.kept_bytes for reader in self._readers.values())
+        return constants + sum(reader.kept_bytes for reader in self.arrays.values())
 
     @property
     def scratch_bytes(self) -> int:
@@ -251,7 +264,7 @@ class RegionReader:
 
     def members(self) -> list[tuple[Member, ArrayReader]]:
         """Return the members whose chunks are read, each with its reader."""
-        return [(self.column.members[number], reader) for number, reader in self._readers.items()]
+        return [(self.column.members[number], reader) for number, reader in self.arrays.items()]
 
     def boxes_of(self, member: Member, low: Bound, high: Bound) -> list[tuple[Bound, Bound]]:
         """Return the box of an array that each of its slices has in the region [low, high)."""
@@ -276,22 +289,90 @@ class RegionReader:
     def pieces(self, block: int) -> int:
         """Return about the number of requests of a block: neighbouring chunks of a shard are read by one."""
         pieces = 0
-        for low, high in self.regions(0, min(block, self.num_samples)):
-            pieces += sum(reader.count_requests(self.boxes_of(member, low, high)) for member, reader in self.members())
+        for _, member, boxes in self.boxes(0, min(block, self.num_samples)):
+            pieces += self.arrays[member].count_requests(boxes)
         return max(1, pieces)
 
-    def runs(self, start: int, stop: int) -> list[ArrayRun]:
-        """Return the requests for the chunks of the samples [start, stop). Raises as `ArrayReader.runs`."""
-        found: list[ArrayRun] = []
+    def boxes(self, start: int, stop: int) -> Iterator[tuple[int, int, list[tuple[Bound, Bound]]]]:
+        """Yield the boxes of elements that the samples [start, stop) read: (region, number of the member, boxes)."""
         for region, (low, high) in enumerate(self.regions(start, stop)):
-            for member, reader in self._readers.items():
-                runs = reader.runs(self.boxes_of(self.column.members[member], low, high))
-                found += [ArrayRun(*run[:4], member, region, start, stop - start) for run in runs]
+            for member in self.arrays:
+                yield region, member, self.boxes_of(self.column.members[member], low, high)
+
+    def runs(self, start: int, stop: int, chosen: Sequence[ChunkPlaces] | None = None) -> list[ArrayRun]:
+        """Return the requests for the `chosen` chunks of the samples [start, stop), or for all.
+
+        Raises as `ArrayReader.runs`.
+        """
+        if chosen is None:
+            chosen = [ChunkPlaces(n, member, self.arrays[member].places(b)) for n, member, b in self.boxes(start, stop)]
+        found: list[ArrayRun] = []
+        for region, member, places in chosen:
+            runs = self.arrays[member].runs(places)
+            found += [ArrayRun(*run[:4], member, region, start, stop - start) for run in runs]
         return found or [ArrayRun("", 0, 0, (), first_sample=start, num_samples=stop - start)]
+
+    @cached_property
+    def extent(self) -> tuple[Bound, Bound]:
+        """The bounds of all elements that samples read."""
+        bounds = [axis.cell_bounds for axis in self.fields.anchors.axes]
+        low, high = (tuple(int(ends[n]) for ends in ((a.min(), b.max()) for a, b in bounds)) for n in (0, 1))
+        return self.column.region(self.fields.axes, Box(0, 0, low, high))
+
+    @cached_property
+    def first_axis(self) -> int:
+        """The dimension of `runs_read`: that of the sample axis, if the column has it."""
+        dims = self.column.dims
+        return dims.index(self.column.sample_axis) if self.column.sample_axis in dims else 0
+
+    def runs_read(self, chunk: int) -> Ints:
+        """Return the runs of elements along `first_axis` in chunks of this size that samples read; int64 (runs, 2)."""
+        column, low, high = self.column, *(bound[self.first_axis] for bound in self.extent)
+        first, end = np.array([low]), np.array([high])
+        if column.rows is not None or column.sample_axis in column.dims:
+            first, end = self.fields.anchors.axes[0].cell_bounds
+        if column.rows is not None:
+            first, end = column.rows[first], column.rows[end]
+        change = np.zeros(-(-high // chunk) + 1, np.int64)
+        np.add.at(change, first // chunk, 1)
+        np.add.at(change, -(-end // chunk), -1)
+        runs = runs_of(np.flatnonzero(np.cumsum(change)))
+        return np.minimum(runs * chunk, column.lengths[column.dims[self.first_axis]])
+
+    @cached_property
+    def kept_runs(self) -> Ints:
+        """The runs of elements along `first_axis` in chunks of any member that samples read, at least one."""
+        if not self.column.dims:  # a single value, repeated
+            return np.array([[0, 1]], np.int64)
+        dim = self.column.dims[self.first_axis]
+        sizes = [reader.array.chunks[member.dims.index(dim)] for member, reader in self.members()]
+        runs = self.runs_read(max(1, min(self.column.lengths[dim], lcm(*sizes))))
+        return runs if runs.size else np.zeros((1, 2), np.int64)
+
+    def bounds_of(self, first: int, stop: int) -> tuple[Bound, Bound]:
+        """Return the bounds of the elements that samples read in [first, stop) along `first_axis`."""
+        low, high = map(list, self.extent)
+        if low:
+            low[self.first_axis], high[self.first_axis] = first, stop
+        return tuple(low), tuple(high)
+
+    @property
+    def all_bytes(self) -> int:
+        """The bytes of all elements in `kept_runs`."""
+        total = int(np.diff(self.kept_runs).sum())
+        return prod(self.column.shape(*self.bounds_of(0, total))) * np.dtype(self.column.dtype).itemsize
+
+    def count_chunks(self, member: Member, array: ArrayReader) -> int:
+        """Return the number of chunks of a member that samples read."""
+        first = self.extent[0][self.first_axis]
+        across = len(array.places(self.boxes_of(member, *self.bounds_of(first, first + 1))))
+        chunk = array.array.chunks[member.dims.index(self.column.dims[self.first_axis])]
+        along: int = sum(-(-stop // chunk) - low // chunk for low, stop in self.runs_read(chunk).tolist())
+        return across * along
 
     def fetch(self, reader: RangeReader, run: ArrayRun, allocate: Allocate = empty_buffer) -> memoryview:
         """Return the bytes of a run by one request, without retries."""
-        array = self._readers.get(run.member)
+        array = self.arrays.get(run.member) if run.chunks else None
         return ABSENT if array is None else array.fetch(reader, run, allocate)
 
     def write_constants(self, block: BlockArrays) -> None:
@@ -308,11 +389,11 @@ class RegionReader:
     def write(self, run: ArrayRun, body: memoryview, block: BlockArrays, allocate: Allocate) -> tuple[int, int]:
         """Decode the chunks of a run into the regions of their block; return (missing chunks, decoded bytes).
 
-        Chunks that lie in a region only in part are decoded into memory from `allocate` first.
+        ChunkPlaces that lie in a region only in part are decoded into memory from `allocate` first.
 
         Raises `CorruptError`, or `MissingObjectError` for a missing chunk if the dataset is strict.
         """
-        reader, member = self._readers.get(run.member), self.column.members[run.member]
+        reader, member = self.arrays.get(run.member), self.column.members[run.member]
         if reader is None or not run.chunks:
             return 0, 0
         low, high = block.bounds[run.region]

@@ -109,12 +109,12 @@ class ArrayReader:
             total += objects if self.array.sharding is None else max(objects, size // MAX_REQUEST)
         return total
 
-    def runs(self, boxes: Sequence[tuple[Place, Place]]) -> list[ArrayRun]:
-        """Return the requests for the chunks that the boxes [low, high) touch, each chunk once.
+    def runs(self, places: Sequence[Place]) -> list[ArrayRun]:
+        """Return the requests for the chunks at these places.
 
         Reads the indexes of shards that are not cached. Raises `CorruptError` for a damaged one, and `StorageError`.
         """
-        places, shards = self.places(boxes), self._shards
+        shards = self._shards
         if shards is None:
             stop = self.codec.most_stored
             return [ArrayRun(self.array.object_key(at), 0, stop, (StoredChunk(at, 0, stop),)) for at in places]
@@ -239,7 +239,8 @@ class ArrayReader:
             reread(attempt)
 
         ends = [tuple(a + n for a, n in zip(target.first, target.out.shape, strict=True)) for target in targets]
-        run_all(load, self.runs([(target.first, end) for target, end in zip(targets, ends, strict=True)]), READ_THREADS)
+        boxes = [(target.first, end) for target, end in zip(targets, ends, strict=True)]
+        run_all(load, self.runs(self.places(boxes)), READ_THREADS)
 
     def place(
         self,
