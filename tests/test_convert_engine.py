@@ -71,7 +71,7 @@ def test_the_failure_of_a_task_is_freed_without_garbage_collection(tmp_path):
 
     kept = []
 
-    def submit(task, retry):
+    def submit(task):
         future = Future()
         future.set_result(BadRow(f"row {task.shard} is bad"))
         kept.append(weakref.ref(future.result()))

@@ -5,8 +5,9 @@
 - After a failure, no further task is submitted, the submitted ones are finished, and the error of the earliest failed
   task is raised. Any exception except a `StreamloaderError` is a bug; it becomes an `EngineError` with the traceback as
   a note.
-- A task whose worker dies is attempted up to `ATTEMPTS` times; then it is an `EngineError` that names the shard. Dask
-  and Spark retry such tasks themselves.
+- A task whose worker dies is attempted up to `ATTEMPTS` times; then it is an `EngineError` that names the shard. It is
+  retried while no other task runs, so that the task at which workers die is known. Dask and Spark retry such tasks
+  themselves.
 - Ctrl-C and exceptions of `on_done` end the run at once.
 
 Local workers are not forked, since a storage client that was used before a fork hangs. Each is a program of its own,
@@ -71,14 +72,14 @@ def _wait(futures: Collection[Future[Result]]) -> Collection[Future[Result]]:
 class Executor:
     """Runs tasks. `name` is for messages.
 
-    `submit(task, retry)` starts a task. Its future ends with the result, with `WorkerDiedError`, or with an exception
+    `submit(task)` starts a task. Its future ends with the result, with `WorkerDiedError`, or with an exception
     of the engine. `slots()` is the number of tasks that run at the same time now; `ahead` tasks per slot are submitted,
     so that no slot is idle, and at most `limit` in total (0: no limit). `wait(futures)` waits briefly, and returns the
     futures that have ended.
     """
 
     name: str
-    submit: Callable[[Task, bool], Future[Result]]
+    submit: Callable[[Task], Future[Result]]
     slots: Callable[[], int]
     ahead: int = 2
     limit: int = 0
@@ -104,10 +105,10 @@ def _run_all(executor: Executor, tasks: Iterator[Task], on_done: OnDone) -> dict
     submitted: dict[Future[Result], tuple[int, Task, int]] = {}
     failures: dict[int, StreamloaderError] = {}
     while True:
-        free = 0 if failures else executor.capacity() - len(submitted)
-        while free > 0 and (numbered := retries.pop() if retries else next(pending, None)):
-            submitted[executor.submit(numbered[1], numbered[2] > 0)] = numbered
-            free -= 1
+        free = 0 if failures else 1 if retries else executor.capacity()
+        while len(submitted) < free and (numbered := retries.pop() if retries else next(pending, None)):
+            submitted[executor.submit(numbered[1])] = numbered
+            free = 1 if numbered[2] else free
         if not submitted:
             return failures
         for future in executor.wait(submitted.keys()):
@@ -168,22 +169,22 @@ def open_local(workers: int) -> Iterator[Executor]:
             worker.close()
 
 
-def _run_here(task: Task, _: bool) -> Future[Result]:
+def _run_here(task: Task) -> Future[Result]:
     future: Future[Result] = Future()
     future.set_result(task.run())
     return future
 
 
-def _in_threads(run: Callable[[Task], Result]) -> Callable[[Task, bool], Future[Result]]:
+def _in_threads(run: Callable[[Task], Result]) -> Callable[[Task], Future[Result]]:
     """Return a `submit` that calls `run`, which waits for the result of a cluster, in a thread for each task.
 
     These threads are not joined: after Ctrl-C, a cluster may no longer respond.
     """
-    return lambda task, _: in_thread(partial(run, task), "streamloader-task")
+    return lambda task: in_thread(partial(run, task), "streamloader-task")
 
 
 class Worker:
-    """A process and its tasks: the future of each, and whether it is a retry."""
+    """A process, and the futures of its tasks."""
 
     def __init__(self) -> None:
         self.channel, theirs = Pipe()
@@ -198,16 +199,12 @@ class Worker:
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()
-        self.assigned: deque[tuple[Future[Result], bool]] = deque()
+        self.assigned: deque[Future[Result]] = deque()
         self.ready = True  # for another task
 
-    def accepts(self, retry: bool) -> bool:
-        """Return whether it can take a task now. A retry runs alone, so that the task at which workers die is known."""
-        return self.ready and not (self.assigned and (retry or any(is_retry for _, is_retry in self.assigned)))
-
-    def assign(self, task: Task, future: Future[Result], retry: bool) -> None:
+    def assign(self, task: Task, future: Future[Result]) -> None:
         """Send a task to the process."""
-        self.assigned.append((future, retry))
+        self.assigned.append(future)
         self.ready = False
         with suppress(ConnectionError):  # the process has died: `WorkerPool.wait` finds the closed channel
             self.channel.send(task)
@@ -224,9 +221,9 @@ class Worker:
             self.process.wait(ENDING_SECONDS)
         status = self.close()
         how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"failed with status {status}"
-        for future, _ in self.assigned:
+        for future in self.assigned:
             future.set_exception(WorkerDiedError(how))
-        return [future for future, _ in self.assigned]
+        return list(self.assigned)
 
 
 class WorkerPool:
@@ -235,23 +232,23 @@ class WorkerPool:
     def __init__(self, count: int) -> None:
         self.workers: list[Worker] = []
         self._count = count
-        self._queue: deque[tuple[Task, Future[Result], bool]] = deque()
+        self._queue: deque[tuple[Task, Future[Result]]] = deque()
 
     def start(self) -> None:
         """Start missing workers."""
         while len(self.workers) < self._count:
             self.workers.append(Worker())
 
-    def submit(self, task: Task, retry: bool) -> Future[Result]:
+    def submit(self, task: Task) -> Future[Result]:
         """Add a task to the queue."""
         future: Future[Result] = Future()
-        self._queue.append((task, future, retry))
+        self._queue.append((task, future))
         return future
 
     def wait(self, _: Collection[Future[Result]]) -> list[Future[Result]]:
         """Assign tasks to workers, wait briefly for messages, and return the futures that have ended."""
         self.start()
-        while self._queue and (free := [worker for worker in self.workers if worker.accepts(self._queue[0][2])]):
+        while self._queue and (free := [worker for worker in self.workers if worker.ready]):
             free[0].assign(*self._queue.popleft())
         busy: dict[object, Worker] = {w.channel: w for w in self.workers if w.assigned or not w.ready}
         done = [self._receive(busy[channel]) for channel in connection.wait(list(busy), SIGNAL_SECONDS)]  # type: ignore[arg-type]
@@ -266,7 +263,7 @@ class WorkerPool:
         if message is None:
             worker.ready = True
             return []
-        future, _ = worker.assigned.popleft()
+        future = worker.assigned.popleft()
         future.set_result(message)
         return [future]
 
