@@ -254,16 +254,12 @@ def _descend(file: Any, inner: str, where: str) -> Any:
 
 @dataclass(frozen=True)
 class H5Array:
-    """A dataset. `dtype` is that of the stored values, or of the items of a row.
-
-    If the file holds the rows as they are in memory, `start` is their first byte, and they are read without h5py.
-    """
+    """A dataset. `dtype` is that of the stored values, or of the items of a row."""
 
     path: str
     kind: arrays.Kind
     shape: tuple[int, ...]
     dtype: str
-    start: int | None = None
 
 
 def _dtype(dataset: Any) -> Any:
@@ -295,9 +291,7 @@ def _describe(dataset: Any, where: str, size: int, selected: Field | None, mappe
     stored = dataset.id.get_type().get_size()
     arrays.check_claim(where, prod(shape) * stored, size, prod(dataset.chunks or ()) * stored)
     kind = arrays.kind_of(partial(_field_of, dtype, shape, where, selected), dtype, shape, mapped)
-    fixed = isinstance(kind, Field) and kind.fixed
-    start = _start(dataset, size, dtype.itemsize * prod(shape), where) if fixed else None
-    return H5Array(dataset.name, kind, shape, str(items), start)
+    return H5Array(dataset.name, kind, shape, str(items))
 
 
 def _field_of(dtype: np.dtype[Any], shape: tuple[int, ...], where: str, selected: Field | None) -> Field:
@@ -328,29 +322,10 @@ def _ragged(items: Any, shape: tuple[int, ...], where: str, selected: Field | No
         raise arrays.unfit(f"{where} holds arrays of {items}, which no field holds") from None
 
 
-def _start(dataset: Any, size: int, nbytes: int, where: str) -> int | None:
-    """Return the first byte of the rows if the file holds them as they are in memory, else None."""
-    start = dataset.id.get_offset()
-    same = h5py.h5t.py_create(dataset.dtype).equal(dataset.id.get_type())  # False for 12 bits of 16, for example
-    if start is None or dataset.chunks or not same:
-        return None
-    if start + nbytes > size:
-        raise damaged(f"{where} ends at byte {start + nbytes} of its file, which has {size}: it is truncated")
-    return int(start)
-
-
 def _read_file(content: Content, stored: Mapping[str, H5Array], rows: RowNumbers, into: arrays.Into) -> None:
-    """Read rows of the arrays of a file, which is opened with h5py once if an array needs it."""
-    for name, array in stored.items():
-        if array.start is not None:
-            dtype = np.dtype(array.dtype)
-            starts = array.start + rows * (dtype.itemsize * prod(array.shape[1:]))
-            arrays.read_column(content.store, content.info.path, starts, dtype, into[name])
-    in_library = {name: array for name, array in stored.items() if array.start is None}
-    if not in_library:
-        return
+    """Read rows of the arrays of a file."""
     with _opened(BlockFile(content.store, content.info)) as file:
-        for name, array in in_library.items():
+        for name, array in stored.items():
             where = f"{content.where}::{array.path}"
             with arrays.reading(f"{where} cannot be read"):
                 dataset = _descend(file, array.path, content.where)
