@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import threading
 from collections.abc import Mapping
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import closing
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from streamloader.format.publish import Receipt, begin, erase, finish, job_docum
 from streamloader.format.values import check_names, row_bytes, to_columns, to_value
 from streamloader.options import MIB, Layout, whole
 from streamloader.storage import Store, open_store
-from streamloader.storage.process import cpu_count, join, wait_for
+from streamloader.storage.process import SIGNAL_SECONDS, cpu_count, in_thread, result_of, wait_for
 
 
 class Rows:
@@ -75,41 +76,34 @@ class Uploads:
     """Encodes and uploads shards in threads; at most `workers` shards are in progress."""
 
     def __init__(self, store: Store, workers: int) -> None:
-        self.workers, self._store = workers, store
-        self._free = threading.Semaphore(workers)
-        self._threads: list[threading.Thread] = []
-        self._receipts: dict[int, Receipt] = {}
-        self._failure: BaseException | None = None
-        self._next = 0
+        self._store, self._workers = store, workers
+        self._shards: list[Future[Receipt]] = []
+        self._running: list[Future[Receipt]] = []  # and those that failed
 
     def check(self) -> None:
         """Raise the error of a failed upload."""
-        if self._failure is not None:
-            raise self._failure
+        for future in [future for future in self._running if future.done()]:
+            result_of(future)
+            self._running.remove(future)
 
     def submit(self, geometry: Geometry, columns: dict[str, Column]) -> None:
         """Submit the next shard. Waits until a worker is free."""
-        wait_for(lambda seconds: self._free.acquire(timeout=seconds))
         self.check()
-        work, name = (geometry, self._next, columns), f"streamloader-write-{self._next}"
-        thread = threading.Thread(target=self._write, args=work, name=name, daemon=True)
-        thread.start()
-        self._threads = [thread, *(earlier for earlier in self._threads if earlier.is_alive())]
-        self._next += 1
+        while len(self._running) >= self._workers:
+            wait(self._running, SIGNAL_SECONDS, FIRST_COMPLETED)
+            self.check()
+        number = len(self._shards)
+        work = partial(write_shard, self._store, geometry, number, columns)
+        self._shards.append(in_thread(work, f"streamloader-write-{number}"))
+        self._running.append(self._shards[-1])
 
-    def join(self) -> dict[int, Receipt]:
-        """Wait for all shards and return their receipts. Call `check` afterwards."""
-        join(self._threads)
-        return self._receipts
+    def join(self) -> None:
+        """Wait for all shards."""
+        wait_for(lambda seconds: not wait(self._running, seconds).not_done)
 
-    def _write(self, geometry: Geometry, index: int, columns: dict[str, Column]) -> None:
-        try:
-            if self._failure is None:
-                self._receipts[index] = write_shard(self._store, geometry, index, columns)
-        except BaseException as error:  # noqa: BLE001 - the next write or close raises it
-            self._failure = self._failure or error
-        finally:
-            self._free.release()
+    def receipts(self) -> dict[int, Receipt]:
+        """Return the receipts of all shards, which have been uploaded."""
+        return {number: future.result() for number, future in enumerate(self._shards)}
 
 
 PROBE_BYTES = 16 * MIB  # decoded bytes of the first samples, which determine codecs and sizes
@@ -205,9 +199,9 @@ class Writer:
             if len(self._rows):
                 self._submit_shard()
             self._closed = True
-            receipts = self._uploads.join()
+            self._uploads.join()
             self._uploads.check()
-            self._manifest = finish(self._store, geometry, receipts, self._provenance, self._claim)
+            self._manifest = finish(self._store, geometry, self._uploads.receipts(), self._provenance, self._claim)
             self._claim.close()
         except BaseException:
             self.abort()

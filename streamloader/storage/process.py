@@ -5,8 +5,8 @@ raises in another process. One fact is global: whether obstore was used. Its run
 afterwards, even with a new store. A process that uses it records its id; an id of another process was inherited by a
 fork.
 
-Threads: `run_all` does the same work on many items, `in_thread` calls one function, and `wait_for`, `take`, `result_of`
-and `join` are waits that Ctrl-C ends.
+Threads: `run_all` does the same work on many items, `in_thread` calls one function, and `wait_for`, `take` and
+`result_of` are waits that Ctrl-C ends.
 """
 
 from __future__ import annotations
@@ -233,13 +233,6 @@ def take(queue: SimpleQueue[Item]) -> Item:
     while True:
         with suppress(Empty):
             return queue.get(timeout=SIGNAL_SECONDS)
-
-
-def join(threads: Iterable[threading.Thread]) -> None:
-    """Wait until all of the threads have ended; Ctrl-C ends the wait."""
-    for thread in threads:
-        while thread.is_alive():
-            thread.join(SIGNAL_SECONDS)
 
 
 def in_thread(work: Callable[[], Result], name: str = "streamloader-io") -> Future[Result]:
