@@ -136,6 +136,11 @@ class FieldLayout:
         """The number of inner chunks in the index of every shard, even if the last shard has fewer samples."""
         return self.shard // self.chunk
 
+    @property
+    def can_have_lengths(self) -> bool:
+        """Whether the field may have a table of lengths: its samples vary, and a page is no larger than a chunk."""
+        return not self.field.fixed and 4 * self.shard <= MAX_CHUNK_BYTES
+
     def shard_key(self, name: str, shard: int) -> str:
         """Return the path of a shard object, relative to the dataset (Zarr's default chunk key encoding)."""
         return "/".join([name, "c", str(shard), *("0" for _ in (self.field.shape if self.field.fixed else ()))])
@@ -215,11 +220,6 @@ def tables_path(generation: int = 1) -> str:
 def manifest_path(generation: int) -> str:
     """Return the path of the manifest of a generation that was appended to."""
     return f"{tables_path(generation)}/manifest.json"
-
-
-def can_have_lengths(layout: FieldLayout) -> bool:
-    """Return whether the field may have a table of lengths: its samples vary, and a page is no larger than a chunk."""
-    return not layout.field.fixed and 4 * layout.shard <= MAX_CHUNK_BYTES
 
 
 def class_names(notes: Mapping[str, Any]) -> dict[str, list[str]]:
@@ -367,7 +367,7 @@ def _checks(manifest: Manifest) -> Iterator[tuple[bool, str]]:
             yield order.block % layout.chunk > 0, f"chunk {layout.chunk} of {name} does not divide block {order.block}"
         yield from _skip_checks(name, layout, manifest)
     for name, digest in manifest.lengths.items():
-        yield name not in fields or not can_have_lengths(fields[name]), f"{name!r} cannot have a table of lengths"
+        yield name not in fields or not fields[name].can_have_lengths, f"{name!r} cannot have a table of lengths"
         yield not _SHA256.match(digest), f"hash of lengths {digest!r} of {name}"
     resident = sum(layout.nbytes for layout in fields.values() if layout.resident)
     yield resident > RESIDENT_TOTAL, f"resident fields of {resident} bytes, the limit is {RESIDENT_TOTAL}"

@@ -35,17 +35,7 @@ from numpy.typing import NDArray
 from streamloader import errors
 from streamloader.format import chunk_table, codecs, lengths, opening
 from streamloader.format.geometry import Geometry, order_pin, settle
-from streamloader.format.manifest import (
-    FORMAT,
-    NAME,
-    FieldLayout,
-    Manifest,
-    can_have_lengths,
-    manifest_path,
-    parse_json,
-    read_manifest,
-    tables_path,
-)
+from streamloader.format.manifest import FORMAT, NAME, FieldLayout, Manifest, manifest_path, read_manifest, tables_path
 from streamloader.format.metadata import dataset_documents, split_documents, to_bytes
 from streamloader.format.opening import JOB, RECEIPTS, ROOT, get_document
 from streamloader.format.reader import FieldReader
@@ -286,7 +276,7 @@ def take_over(store: Store, job: Mapping[str, Any]) -> Claim:
     except errors.NotFoundError as error:
         raise errors.DestinationError(f"another run has ended what is resumed at {store.url}", _WAIT) from error
     next(iter(store.list(RECEIPTS)), None)  # without permission to list, this raises before anything is changed
-    check_not_running(store, parse_json(before))
+    check_not_running(store, opening.parse_object(before, f"{store.url}/{JOB}"))
     return Claim(store, {key: value for key, value in job.items() if key != "run"}, before)
 
 
@@ -406,7 +396,7 @@ def prepare_shard(
             continue
         nbytes, tail = codecs.column_size(column), extension.tail(name, index) if extension else None
         digest = ""
-        if can_have_lengths(layout) and (extension is None or extension.has_lengths(name)):
+        if layout.can_have_lengths and (extension is None or extension.has_lengths(name)):
             with suppress(errors.FormatError):  # the existing page is damaged: the new version leaves the table out
                 page = _page_lengths(store, column, tail)
                 objects[lengths.page_path(name, index)] = [lengths.encode_page(page, layout)]
@@ -661,7 +651,7 @@ def _lengths_digest(store: Store, extension: Extension, name: str, written: Mapp
     """
     base = extension.base
     new = {shard: receipt.lengths for shard, receipt in written.items()}
-    if not can_have_lengths(base.fields[name]) or not extension.has_lengths(name) or not all(new.values()):
+    if not base.fields[name].can_have_lengths or not extension.has_lengths(name) or not all(new.values()):
         return ""
     old: list[str] = []
     if base.num_samples:

@@ -12,17 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streamloader.errors import CorruptError, DecodeError, FieldError, MissingObjectError, ModifiedError, NotFoundError
+from streamloader.format import codecs
 from streamloader.format.chunk_table import ChunkTable
-from streamloader.format.codecs import (
-    CRC_BYTES,
-    Column,
-    Items,
-    check_frame,
-    decode_fixed,
-    decode_items,
-    index_size,
-    parse_index,
-)
+from streamloader.format.codecs import CRC_BYTES, Column, Items
 from streamloader.format.manifest import MAX_CHUNK_BYTES, Field, Manifest
 from streamloader.format.opening import reread
 from streamloader.format.rows import copy_rows
@@ -111,7 +103,7 @@ def chunk_rows(run: Run, chunk: int, first: int | None) -> Iterator[ChunkRows]:
 def read_index(store: Store, path: str, chunks: int) -> NDArray[np.uint64] | None:
     """Return the index of a shard of `chunks` inner chunks, None if it is damaged or there is no such shard."""
     try:
-        return parse_index(store.get_tail(path, index_size(chunks)), chunks)
+        return codecs.parse_index(store.get_tail(path, codecs.index_size(chunks)), chunks)
     except (CorruptError, NotFoundError):
         return None
 
@@ -266,7 +258,7 @@ class FieldReader:
                 if out is not None:
                     self._decode_rows(body, out, part)
                 else:
-                    items = decode_items(self.layout, body, allocate)
+                    items = codecs.decode_items(self.layout, body, allocate)
                     placed.append((part.row, select_items(items, part, allocate, copied=copied)))
             except CorruptError as error:
                 raise self._damage(run, i, error.problem) from error
@@ -278,7 +270,7 @@ class FieldReader:
         for size in run.sizes.tolist() if self.layout.codec != "none" and run.picks is None else ():
             end += size
             try:
-                total += check_frame(self.layout.codec, data[end - size : end - CRC_BYTES], 0, MAX_CHUNK_BYTES)
+                total += codecs.check_frame(self.layout.codec, data[end - size : end - CRC_BYTES], 0, MAX_CHUNK_BYTES)
             except CorruptError:
                 return 0
         return total
@@ -288,10 +280,10 @@ class FieldReader:
         if low >= high:
             return
         if low == part.row and part.selected is None:
-            decode_fixed(self.layout, body, out[low:high])
+            codecs.decode_fixed(self.layout, body, out[low:high])
             return
         decoded = np.empty((part.rows, *self.layout.field.shape), out.dtype)
-        decode_fixed(self.layout, body, decoded)
+        codecs.decode_fixed(self.layout, body, decoded)
         rows = slice(low - part.row, high - part.row)
         if part.selected is None:
             np.copyto(out[low:high], decoded[rows])

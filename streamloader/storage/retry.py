@@ -23,16 +23,8 @@ from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 from urllib.request import getproxies
 
-from streamloader.errors import (
-    AccessError,
-    EndpointError,
-    NotFoundError,
-    ObjectExistsError,
-    StorageError,
-    ThrottledError,
-    TransientError,
-    UnsupportedError,
-)
+from streamloader import errors
+from streamloader.errors import NotFoundError, StorageError, TransientError, UnsupportedError
 from streamloader.options import RetryPolicy
 from streamloader.storage.buffers import RECEIVER, Receiver
 from streamloader.storage.url import Location, redact
@@ -116,21 +108,21 @@ _SERVER = "check the server, and any proxy or cache in front of it"
 # attempts. Codes and statuses in the response are matched before the names of exception classes, which are strings so
 # that no client has to be imported.
 _RULES = (
-    _Rule(EndpointError, "the server's certificate is not trusted", _CERTIFICATE, "CertificateVerifyFailed", 1),
+    _Rule(errors.EndpointError, "the server's certificate is not trusted", _CERTIFICATE, "CertificateVerifyFailed", 1),
     _Rule(TransientError, "the server sent another range than the requested one", _SERVER, "WrongRange", 3),
     _Rule(UnsupportedError, "the server ignores ranges", "use a server with ranged reads", "RangeNotSupported", 3),
     _Rule(TransientError, "the server's response is malformed", _SERVER, "Malformed 203 204 205", 3),
     _Rule(NotFoundError, "its bucket does not exist", "check its name, or create it", "NoSuchBucket ContainerNotFound"),
-    _Rule(ThrottledError, "the store asks to slow down", "send fewer requests at once", _THROTTLED),
-    _Rule(AccessError, "the credentials have expired", "renew them", " ".join(sorted(EXPIRED))),
-    _Rule(AccessError, "this machine's clock is wrong", "set the clock", "RequestTimeTooSkewed"),
-    _Rule(EndpointError, "the bucket is in another region or at another endpoint", _REGION, _OTHER_REGION, 3),
+    _Rule(errors.ThrottledError, "the store asks to slow down", "send fewer requests at once", _THROTTLED),
+    _Rule(errors.AccessError, "the credentials have expired", "renew them", " ".join(sorted(EXPIRED))),
+    _Rule(errors.AccessError, "this machine's clock is wrong", "set the clock", "RequestTimeTooSkewed"),
+    _Rule(errors.EndpointError, "the bucket is in another region or at another endpoint", _REGION, _OTHER_REGION, 3),
     _Rule(StorageError, "no space is left", "free some space, or choose another location", _FULL),
     _Rule(StorageError, "the file is larger than the limit", "raise the limit (ulimit -f)", "EFBIG"),
-    _Rule(AccessError, "no permission", _PERMISSIONS, "EACCES EPERM EROFS"),
-    _Rule(AccessError, "no permission", _CREDENTIALS, _DENIED),
-    _Rule(EndpointError, "the endpoint cannot be reached", _NETWORK, _UNREACHABLE),
-    _Rule(ObjectExistsError, "the object exists already", "choose another name or delete it", _EXISTS),
+    _Rule(errors.AccessError, "no permission", _PERMISSIONS, "EACCES EPERM EROFS"),
+    _Rule(errors.AccessError, "no permission", _CREDENTIALS, _DENIED),
+    _Rule(errors.EndpointError, "the endpoint cannot be reached", _NETWORK, _UNREACHABLE),
+    _Rule(errors.ObjectExistsError, "the object exists already", "choose another name or delete it", _EXISTS),
     _Rule(NotFoundError, "it does not exist", "check the URL", _MISSING),
     _Rule(UnsupportedError, "the server does not support this request", "use another server", _UNSUPPORTED),
     _Rule(TransientError, "the store failed or the transfer broke off", _HEALTH, _TEMPORARY),
@@ -288,7 +280,7 @@ def storage_error(error: BaseException, location: Location) -> StorageError:
         remedy += f"; the environment names proxies: {', '.join(f'{name}_proxy={proxies[name]}' for name in proxies)}"
     ours = rule.kind(f"{url}: {rule.problem} ({detail})", remedy)
     ours.retry_after = facts.wait
-    if isinstance(ours, AccessError):
+    if isinstance(ours, errors.AccessError):
         ours.may_be_missing = facts.status == 403 and facts.code in _NO_REASON
     if rule.attempts is not None:
         ours.attempts = rule.attempts
@@ -334,6 +326,7 @@ class ClientError(Exception):
 
 
 Result = TypeVar("Result")
+OnRetry = Callable[[StorageError, float], None] | None  # gets the error, and the seconds until the retry
 
 # An outage is declared after this time without a success; until then, each request retries independently
 OUTAGE_AFTER_SECONDS = 0.5
@@ -490,9 +483,7 @@ class Retrier:
         finally:
             del self._thread.sleep
 
-    def call(
-        self, call: Callable[[], Result], *, on_retry: Callable[[StorageError, float], None] | None = None
-    ) -> Result:
+    def call(self, call: Callable[[], Result], *, on_retry: OnRetry = None) -> Result:
         """Return the result of `call`, which is repeated after temporary failures.
 
         `on_retry(error, seconds)` is called before the wait for each retry. Raises an error of the last failure's type,
@@ -506,7 +497,7 @@ class Retrier:
                 sent = self._timing.clock()
                 try:
                     result = call()
-                except (NotFoundError, ObjectExistsError):
+                except (NotFoundError, errors.ObjectExistsError):
                     self._succeeded()  # the endpoint has responded
                     raise
                 except StorageError as error:
@@ -571,7 +562,7 @@ class Retrier:
             request.backoffs += not outage.declared
         if asked and first:  # without the lock: a handler of the log may ask what is waited for
             _LOG.warning("streamloader: %s", asked)
-        temporary = self.reached or isinstance(error, ThrottledError) or error.attempts is not None
+        temporary = self.reached or isinstance(error, errors.ThrottledError) or error.attempts is not None
         temporary |= isinstance(error, TransientError) and request.attempts < policy.first_contact_attempts
         if over or not temporary:
             return None

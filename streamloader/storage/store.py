@@ -18,7 +18,7 @@ from streamloader.errors import ObjectExistsError, StorageError, UnsupportedErro
 from streamloader.storage.buffers import Allocate, Body, Buffer, Receiver, body_bytes, empty_buffer
 from streamloader.storage.objects import TEMPORARY_SUFFIX, Client, ObjectInfo, checked_path, join_path, object_path
 from streamloader.storage.process import PerProcess
-from streamloader.storage.retry import Retrier, cause_of, translated
+from streamloader.storage.retry import OnRetry, Retrier, cause_of, translated
 from streamloader.storage.url import REFERENCES, S3_CLIENT_OPTIONS, S3_OPTIONS, Location, redact
 
 Result = TypeVar("Result")
@@ -208,12 +208,7 @@ class Store:
     def _shown(self, path: str) -> str:
         return self.location.child(self._below(path)).shown
 
-    def _ask(
-        self,
-        path: str,
-        call: Callable[[Client, str], Result],
-        on_retry: Callable[[StorageError, float], None] | None = None,
-    ) -> Result:
+    def _ask(self, path: str, call: Callable[[Client, str], Result], on_retry: OnRetry = None) -> Result:
         """Return `call(client, full path)` for this process's client, with retries and our errors."""
         below = self._below(path)
 
