@@ -34,22 +34,12 @@ MAX_CHAIN = 20  # exceptions of a chain of causes that are searched for secrets
 # S3's error codes for credentials that have expired
 EXPIRED = frozenset({"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "RequestExpired"})
 
-# Module and class: the base classes of the exceptions that clients raise besides OSError
+# The base classes of the exceptions that clients raise besides OSError
 _CLIENT_ROOTS = (
-    ("http.client", "HTTPException"),
-    ("botocore.exceptions", "BotoCoreError"),
-    ("botocore.exceptions", "ClientError"),
-    ("botocore.parsers", "ResponseParserError"),
-    ("aiohttp", "ClientError"),
-    ("httpx", "HTTPError"),
-    ("httpx2", "HTTPError"),
-    ("obstore.exceptions", "BaseError"),
-    ("gcsfs.retry", "HttpError"),
-    ("google.auth.exceptions", "GoogleAuthError"),
-    ("azure.core.exceptions", "AzureError"),
-    ("requests", "RequestException"),
-    ("fsspec.exceptions", "FSTimeoutError"),
-    ("icechunk", "IcechunkError"),
+    "http.client.HTTPException botocore.exceptions.BotoCoreError botocore.exceptions.ClientError "
+    "botocore.parsers.ResponseParserError aiohttp.ClientError httpx.HTTPError httpx2.HTTPError "
+    "obstore.exceptions.BaseError gcsfs.retry.HttpError google.auth.exceptions.GoogleAuthError "
+    "azure.core.exceptions.AzureError requests.RequestException fsspec.exceptions.FSTimeoutError icechunk.IcechunkError"
 )
 
 
@@ -148,7 +138,8 @@ _OUR_CODES = {"CertificateVerifyFailed", "WrongRange", "RangeNotSupported", "Mal
 
 def client_errors() -> tuple[type[BaseException], ...]:
     """Return the exceptions that the clients loaded so far can raise, for an `except` clause."""
-    roots = [getattr(sys.modules.get(module), name, None) for module, name in _CLIENT_ROOTS]
+    names = (path.rpartition(".") for path in _CLIENT_ROOTS.split())
+    roots = [getattr(sys.modules.get(module), name, None) for module, _, name in names]
     # RecursionError: botocore follows an endpoint that redirects every request, while it looks for the bucket's region
     return (OSError, NotImplementedError, RecursionError, *(root for root in roots if root is not None))
 
