@@ -22,7 +22,6 @@ from streamloader.conversion.sources.formats import open_source
 from streamloader.conversion.sources.ranged_io import read_range
 from streamloader.errors import SourceError
 from streamloader.format.values import from_bytes
-from streamloader.storage.process import join
 
 FORMATS = Path(__file__).parent.parent / "formats"
 
@@ -231,7 +230,8 @@ class Reads(list[Any]):
 
     def drain(self) -> int:
         """Return how many bytes the ranges have, those that threads read ahead included, and forget them."""
-        join([thread for thread in threading.enumerate() if thread.name == "streamloader-io"])
+        for thread in [thread for thread in threading.enumerate() if thread.name == "streamloader-io"]:
+            thread.join()
         found = sum(one.stop - one.start for one in self)
         self.clear()
         return found
