@@ -204,7 +204,7 @@ def test_arrays_that_no_field_holds_are_left_out_with_columns(kind, tmp_path):
         group = zarr.open_group(src, mode="w")
         for key, array in arrays.items():
             group.create_array(key, data=array)
-    with pytest.raises(SourceError, match="complex128.* leave "):
+    with pytest.raises(SourceError, match=r"complex128.* leave "):
         mapped(src, tmp_path)
     assert [list(sample) for sample in mapped(src, tmp_path, columns="x")] == [["x"]] * FEW
 

@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -32,14 +33,21 @@ _MARK = "_annotations.coco.json"
 _REPAIR = "repair the file, or make it again"
 _MAX_POINTS = 1000  # keypoints of an annotation; annotations without keypoints take as much memory
 _LARGEST = float(np.finfo(np.float32).max)
-_INT64 = np.iinfo(np.int64)
+# by dtype: the types of values in JSON, the least and the greatest, and what is expected
+_VALID: dict[str, tuple[tuple[type, ...], float, float, str]] = {
+    "int64": ((int,), -(2**63), 2**63 - 1, "a whole number of 64 bits"),
+    "bool": ((int, bool), 0, 1, "0 or 1"),
+    "float32": ((int, float), -_LARGEST, _LARGEST, "a number that float32 holds"),
+}
+# values that stand for zeros, which are those of a point that is not labelled
+_ABSENT: dict[str, tuple[Any, ...]] = {"iscrowd": (None,), "keypoints": (None, [])}
 _SHOWN = 60  # characters of an invalid value
 _ASCII = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
 _UNICODE = json.JSONEncoder(separators=(",", ":"), allow_nan=False, ensure_ascii=False)
 
 Item = dict[str, Any]
 Entries = Sequence[tuple[int, Item]]  # each with the row of its image; rows ascend
-Parse = Callable[[Any], float | Sequence[float] | str]  # raises ValueError, which names the expected value
+Parse = Callable[[Any], Any]  # raises ValueError, which names the expected value
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,19 +63,19 @@ class Table:
     fields: dict[str, Field] = field(default_factory=dict)
     columns: dict[str, Column] = field(default_factory=dict)
 
-    def add(self, name: str, kind: Field, key: str, parse: Parse, entries: Entries) -> None:
+    def add(self, name: str, kind: Field, key: str, entries: Entries, parse: Parse | None = None) -> None:
         """Add a column with the values of a key of the entries, each with the row of its image; rows ascend.
 
         A tensor has one entry for each image; a ragged field, or a text with a JSON list, has any number.
         """
         if not (self.selected(name) and any(key in item for _, item in entries)):
             return
-        width = int(np.prod(kind.shape, dtype=np.int64))
+        width, parse = prod(kind.shape), parse or partial(_numbers, kind)
         blank = "null" if kind.kind == "text" else (0,) * width if kind.shape else 0  # replaces an invalid value
         parsed: list[Any] = []
         for row, item in entries:
             try:
-                parsed.append(parse(item.get(key)))
+                parsed.append(blank if item.get(key) in _ABSENT.get(key, ()) else parse(item.get(key)))
             except ValueError as error:
                 noun = "entry" if kind.fixed else "annotation"
                 problem = f"has {key} {_shown(item[key])}" if key in item else f"has no {key}"
@@ -84,35 +92,20 @@ class Table:
         self.columns[name] = values[:, 0] if kind.fixed else [data[a:b] for a, b in cuts]
 
 
-def _whole(value: Any) -> int:
-    if type(value) is not int or not _INT64.min <= value <= _INT64.max:
-        raise ValueError("expected a whole number of 64 bits")
-    return value
+def _number(dtype: str, value: Any) -> Any:
+    types, least, greatest, expected = _VALID[dtype]
+    if type(value) not in types or not least <= value <= greatest:  # false for NaN too
+        raise ValueError(f"expected {expected}")
+    return float(value) if dtype == "float32" else value
 
 
-def _flag(value: Any) -> int:
-    if value is not None and (type(value) not in (int, bool) or value not in (0, 1)):
-        raise ValueError("expected 0 or 1")
-    return int(value or 0)
-
-
-def _number(value: Any) -> float:
-    if type(value) not in (int, float) or not abs(value) <= _LARGEST:  # false for NaN too
-        raise ValueError("expected a number that float32 holds")
-    return float(value)
-
-
-def _numbers(count: int, *, optional: bool = False) -> Parse:
-    """Return the parser of a list of `count` numbers; an `optional` list that is missing or empty becomes zeros."""
-
-    def parse(value: Any) -> Sequence[float]:
-        if optional and (value is None or value == []):
-            return (0.0,) * count
-        if type(value) is not list or len(value) != count:
-            raise ValueError(f"expected {count} numbers")
-        return [_number(number) for number in value]
-
-    return parse
+def _numbers(kind: Field, value: Any) -> Any:
+    """Return the number of a field without a shape, else the list of numbers. Raises ValueError for another value."""
+    if not kind.shape:
+        return _number(kind.dtype, value)
+    if type(value) is not list or len(value) != prod(kind.shape):
+        raise ValueError(f"expected {prod(kind.shape)} numbers")
+    return [_number(kind.dtype, number) for number in value]
 
 
 def _segmentation(value: Any) -> str:
@@ -154,7 +147,7 @@ def read_annotations(
     unnamed = {row: "its entry has no file_name" for row, name in enumerate(names) if name is None}
     table = Table(np.sort(ids), selected, unnamed, {"image_id": Field("tensor", "int64")}, {"image_id": np.sort(ids)})
     for key in ("width", "height"):
-        table.add(key, Field("tensor", "int64"), key, _whole, list(enumerate(images)))
+        table.add(key, Field("tensor", "int64"), key, list(enumerate(images)))
     rows = {image: row for row, image in enumerate(table.ids.tolist())}
     of_images = [item for item in annotations if type(item.get("image_id")) is int and item["image_id"] in rows]
     known = [(rows[item["image_id"]], item) for item in of_images]
@@ -198,7 +191,7 @@ def _ids(items: Sequence[Item], key: str, where: str) -> list[int]:
     ids: list[int] = []
     for i, item in enumerate(items):
         try:
-            ids.append(_whole(item.get("id")))
+            ids.append(_number("int64", item.get("id")))
         except ValueError as error:
             raise SourceError(f"{where}: {key}[{i}] has id {_shown(item.get('id'))}: {error}", _REPAIR) from None
     _check_distinct(where, key, "id", ids)
@@ -229,25 +222,24 @@ def _add_annotations(table: Table, known: Entries, categories: Sequence[Item], w
         return labels[value]
 
     points = next((len(item["keypoints"]) // 3 for _, item in known if _filled(item.get("keypoints"))), 0)
-    columns: list[tuple[str, str, str, Parse]] = [
-        ("boxes", "ragged:float32[4]", "bbox", _numbers(4)),
+    columns: list[tuple[str, str, str, Parse | None]] = [
+        ("boxes", "ragged:float32[4]", "bbox", None),
         ("labels", "ragged:int64", "category_id", label),
-        ("area", "ragged:float32", "area", _number),
-        ("iscrowd", "ragged:bool", "iscrowd", _flag),
-        ("annotation_ids", "ragged:int64", "id", _whole),
+        ("area", "ragged:float32", "area", None),
+        ("iscrowd", "ragged:bool", "iscrowd", None),
+        ("annotation_ids", "ragged:int64", "id", None),
         ("segmentation", "text", "segmentation", _segmentation),
         ("captions", "text", "caption", _text),
     ]
     if points and table.selected("keypoints"):
         if points > _MAX_POINTS:
             raise SourceError(f"{where}: an annotation has {points} keypoints, up to {_MAX_POINTS} are read", _REPAIR)
-        parse = _numbers(3 * points, optional=True)  # zeros are COCO's value for a point that is not labelled
-        columns.insert(5, ("keypoints", f"ragged:float32[{points},3]", "keypoints", parse))
+        columns.insert(5, ("keypoints", f"ragged:float32[{points},3]", "keypoints", None))
         skeletons = [item for item in categories if _filled(item.get("keypoints"))]
         notes["keypoints"] = {_printable(s.get("name")): list(map(_printable, s["keypoints"])) for s in skeletons}
     ordered = sorted(known, key=lambda entry: entry[0])
     for name, kind, key, parse in columns:
-        table.add(name, Field.parse(kind), key, parse, ordered)
+        table.add(name, Field.parse(kind), key, ordered, parse)
     return notes
 
 
