@@ -90,7 +90,7 @@ class S3Client:
     """A `Client` of one S3 bucket. Thread-safe; for one process. Paths are keys.
 
     The constructor makes no request. It raises `AccessError`, `UsageError` or botocore's exceptions if options,
-    credentials, certificates or the endpoint are missing or wrong.
+    credentials or the endpoint are missing or wrong.
     """
 
     def __init__(self, location: Location) -> None:

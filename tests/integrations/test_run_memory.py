@@ -95,7 +95,7 @@ def needs_of(memory: int | None, expected: int, tmp_path: Path, **arguments: Any
             assert rows == expected
             return needs
         assert need > memory
-        memory = need
+        memory = need or memory
     raise AssertionError("more memory is needed each time")
 
 
@@ -212,3 +212,90 @@ def write_images(url: Path, sides: list[int], count: int) -> None:
 def test_images_that_decode_to_a_hundred_times_their_size_stay_within_memory(sides, count, arguments, tmp_path):
     write_images(tmp_path / "d", sides, count)
     assert needs_of(200 * 10**6, 2 * count, tmp_path, **{"decode": True} | arguments) == 1
+
+
+RUN_WITH_WORKERS = """
+import json, os, re, sys, threading
+from pathlib import Path
+import streamloader as sl
+from streamloader.errors import MemoryBudgetError
+from worker_tasks import servers_of, workers_of
+
+url, arguments = sys.argv[1], json.loads(sys.argv[2])
+if "decode" in arguments:
+    arguments["decode"] = sl.Decode(**arguments["decode"])
+for _ in sl.StreamingDataset(sys.argv[3], batch_size=8, num_workers=0):
+    pass  # torch, clients and threads are there
+
+
+def held():
+    # pages that processes share are divided among them
+    pids = [os.getpid(), *servers_of(os.getpid()), *workers_of(os.getpid())]
+    texts = [Path(f"/proc/{pid}/smaps_rollup").read_text() for pid in pids]
+    return sum(int(re.search(r"Pss:\\s+(\\d+) kB", text)[1]) * 1024 for text in texts)
+
+
+def sample():
+    while not ended.wait(0.01):
+        samples.append(held())
+
+
+samples, ended, rows, needs = [held()], threading.Event(), 0, None
+threading.Thread(target=sample, daemon=True).start()
+try:
+    ds = sl.StreamingDataset(url, batch_size=64, **arguments)
+    for _ in range(3):
+        for batch in ds:
+            rows += int(batch["valid"].sum())
+    workers = ds.stats().workers
+except MemoryBudgetError as error:
+    needs = int(re.search(r"give memory=(\\d+)", str(error))[1])
+    workers = None
+ended.set()
+print(json.dumps([needs, rows, workers, max(samples) - samples[0], held() - samples[0]]))
+"""
+
+
+def write_vectors(url: Path) -> None:
+    with Writer(url, {"x": Field("tensor", "float32", (64,))}, num_samples=400_000) as out:
+        out.write_batch({"x": np.random.default_rng(0).random((400_000, 64), np.float32)})
+
+
+def write_pixels(url: Path) -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (1000, 224, 224, 3), np.uint8)
+    with Writer(url, {"x": Field("tensor", "uint8", pixels.shape[1:])}, num_samples=len(pixels)) as out:
+        out.write_batch({"x": pixels})
+
+
+def write_photographs(url: Path) -> None:
+    noise = np.random.default_rng(0).integers(0, 256, (25, 33, 3), np.uint8)
+    with Writer(url, {"x": Field("bytes", encoding="jpeg")}, num_samples=3000) as out:
+        for i in range(3000):
+            file = io.BytesIO()
+            Image.fromarray(np.roll(noise, i, 0)).resize((500, 375)).save(file, "jpeg", quality=90)
+            out.write({"x": file.getvalue()})
+
+
+@pytest.mark.parametrize(
+    ("write", "count", "arguments"),
+    [
+        (write_vectors, 400_000, {}),
+        (write_pixels, 1000, {}),
+        (write_photographs, 3000, {"decode": {"size": [224, 224], "crop": "random", "normalize": "imagenet"}}),
+    ],
+    ids=["vectors", "pixels", "photographs"],
+)
+def test_a_rank_with_two_workers_stays_within_memory_and_60_mb_for_each(write, count, arguments, tmp_path):
+    write(tmp_path / "d")
+    write_runs(tmp_path / "small", "bytes", 64)
+    memory, need = 0, 10**6
+    for _ in range(5):
+        memory = need or memory
+        given = {"memory": memory, "num_workers": 2, **arguments}
+        done = run_python("-c", RUN_WITH_WORKERS, tmp_path / "d", json.dumps(given), tmp_path / "small")
+        need, rows, workers, peak, last = json.loads(done.stdout)
+        print(memory, need, rows, peak, last)
+        if need is None:
+            break
+    assert (rows, workers) == (3 * count, 2)
+    assert max(peak, last) <= memory + ALLOWANCE * (1 + 2)
