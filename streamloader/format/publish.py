@@ -443,26 +443,17 @@ def check_columns(geometry: Geometry, columns: Mapping[str, codecs.Column]) -> i
 
 @dataclass(frozen=True, eq=False)
 class Tail:
-    """The last shard of a field in the version `base`, if it is not full, with its entries of the chunk table."""
+    """The last `shard` of a field in the version `base`, if it is not full: it has `samples`.
+
+    `entries` are those of the chunk table.
+    """
 
     base: Manifest
     name: str
+    layout: FieldLayout
+    shard: int
+    samples: int
     entries: NDArray[np.uint32]
-
-    @property
-    def layout(self) -> FieldLayout:
-        """The layout of the field."""
-        return self.base.fields[self.name]
-
-    @property
-    def shard(self) -> int:
-        """The number of the shard."""
-        return self.base.num_samples // self.layout.shard
-
-    @property
-    def samples(self) -> int:
-        """The number of samples in the shard."""
-        return self.base.num_samples % self.layout.shard
 
     @property
     def skips(self) -> dict[int, int]:
@@ -537,7 +528,8 @@ def plan_extension(store: Store, base: Manifest, added: int) -> Extension:
     for name, layout in base.fields.items():
         shard, samples = divmod(base.num_samples, layout.shard)
         if samples:
-            tails[name] = Tail(base, name, chunk_table.ChunkTable(store, base, name).entries(shard, samples))
+            entries = chunk_table.ChunkTable(store, base, name).entries(shard, samples)
+            tails[name] = Tail(base, name, layout, shard, samples, entries)
     return Extension(base, added, tails)
 
 
