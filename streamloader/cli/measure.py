@@ -15,7 +15,7 @@ from click import IntRange
 from streamloader.cli import arrays
 from streamloader.cli import options as shared
 from streamloader.cli.options import option, parse_names
-from streamloader.cli.show import Step, counted, display, print_table, show_bytes
+from streamloader.cli.show import counted, display, print_table, show_bytes
 from streamloader.errors import UsageError
 from streamloader.options import Channels, Sampling, Shuffle
 
@@ -263,7 +263,7 @@ def bench(*, url: str, as_json: bool, **options: Any) -> None:
         def listen(progress: BenchProgress) -> None:
             rates = {"samples/s": progress.samples_per_second, "MB/s": progress.megabytes_per_second}
             rate = ", ".join(f"{value:,.0f} {unit}" for unit, value in rates.items() if value)
-            shown.show(Step(progress.stage, progress.done_seconds, progress.total_seconds, "s", rate))
+            shown.show(progress.stage, progress.done_seconds, progress.total_seconds, "s", rate)
 
         result = run(url, BenchOptions(**options), listen)
     if as_json:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from functools import partial, reduce
 from typing import Any
 
@@ -19,10 +20,9 @@ def parse_options(pairs: Iterable[str]) -> dict[str, Any]:
         if not name or not equals:  # the message does not quote the text, which may be a secret
             remedy = "write it as name=value, say endpoint_url=http://host or anon=true"
             raise UsageError("a storage option without a name or '='", remedy)
-        try:
+        options[name] = value
+        with suppress(ValueError):
             options[name] = json.loads(value)
-        except ValueError:
-            options[name] = value
     return options
 
 

@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -83,26 +82,15 @@ def preview_lines(preview: Preview) -> Iterator[str]:
     yield f"about {show_bytes(preview.stored)} in {counted(preview.shards, 'shard')}{by_split(preview.splits)}"
 
 
-@dataclass(frozen=True)
-class Step:
-    """Progress at one moment: `done` of `total`, both in `unit`.
+def time_left(done: float, total: float, kept: float, elapsed: float) -> str:
+    """Return the time left as `h:mm:ss left`, at the rate of the `elapsed` seconds; empty if unknown.
 
-    `label` names the phase, `rate` is text, and `kept` of `done` were finished by an earlier run.
+    An earlier run finished `kept` of `done`.
     """
-
-    label: str
-    done: float
-    total: float
-    unit: str
-    rate: str = ""
-    kept: float = 0
-
-    def left(self, elapsed: float) -> str:
-        """Return the time left as `h:mm:ss left`, at the rate of the `elapsed` seconds; empty if unknown."""
-        if elapsed < MIN_ESTIMATE_SECONDS or not self.kept < self.done < self.total:
-            return ""
-        seconds = round(elapsed * (self.total - self.done) / (self.done - self.kept))
-        return f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02} left"
+    if elapsed < MIN_ESTIMATE_SECONDS or not kept < done < total:
+        return ""
+    seconds = round(elapsed * (total - done) / (done - kept))
+    return f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02} left"
 
 
 class Display:
@@ -117,7 +105,7 @@ class Display:
             bar.add_task("", total=None, amount="", rate="", left="")
         self._created = time.monotonic()
         self._begin = self._printed = 0.0  # when the rate began to count, and when the last line was printed
-        self._last: Step | None = None
+        self._last: tuple[str, bool] | None = None  # the phase, and whether it has ended
 
     @property
     def seconds(self) -> str:
@@ -137,7 +125,7 @@ class Display:
             for line in preview_lines(progress.preview) if progress.preview else [progress.detail]:
                 self.print_line(f"scan: {line}")
             return
-        if progress.phase == "compare" and self._last is not None and self._last.label == "verify":
+        if progress.phase == "compare" and self._last is not None and self._last[0] == "verify":
             self._begin = 0.0  # the unit changes from bytes to samples
         in_bytes, now = progress.phase == "verify", time.monotonic()
         elapsed = max(now - (self._begin or now), 1e-3)
@@ -148,25 +136,24 @@ class Display:
             rates.append(f"{progress.kept} kept from before")
         scale, unit = (1, "samples") if not in_bytes else (1e6, "MB") if progress.total >= 1e7 else (1e3, "kB")
         done, total = progress.done / scale, progress.total / scale
-        self.show(Step(progress.phase, done, total, unit, ", ".join(rates), progress.kept))
+        self.show(progress.phase, done, total, unit, ", ".join(rates), kept=progress.kept)
 
-    def show(self, step: Step) -> None:
-        """Show a step; without a terminal, at most every `LINE_SECONDS` within a phase."""
-        now, last, self._last = time.monotonic(), self._last, step
+    def show(self, phase: str, done: float, total: float, unit: str, rate: str = "", *, kept: float = 0) -> None:
+        """Show that `done` of `total` are done; without a terminal, at most every `LINE_SECONDS` within a phase."""
+        now, last, self._last = time.monotonic(), self._last, (phase, done >= total)
         self._begin = self._begin or now
-        left = step.left(now - self._begin)
+        left = time_left(done, total, kept, now - self._begin)
         if self._bar is not None:
             (task,) = self._bar.task_ids
-            amount = f"{step.done:.0f}/{step.total:.0f} {step.unit}"
-            position: dict[str, Any] = {"description": step.label, "completed": step.done, "total": step.total}
-            self._bar.update(task, **position, amount=amount, rate=step.rate, left=left)
+            position: dict[str, Any] = {"description": phase, "completed": done, "total": total}
+            self._bar.update(task, **position, amount=f"{done:.0f}/{total:.0f} {unit}", rate=rate, left=left)
             return
-        ends = step.done >= step.total and (last is None or last.done < step.total)
-        if last is not None and last.label == step.label and now - self._printed < LINE_SECONDS and not ends:
+        repeated = last is not None and last[0] == phase and (done < total or last[1])
+        if repeated and now - self._printed < LINE_SECONDS:
             return
         self._printed = now
-        parts = [f"{step.done:.0f} of {step.total:.0f} {step.unit}", step.rate, left]
-        self.print_line(f"{step.label}: {', '.join(part for part in parts if part)}")
+        parts = [f"{done:.0f} of {total:.0f} {unit}", rate, left]
+        self.print_line(f"{phase}: {', '.join(part for part in parts if part)}")
 
 
 @contextmanager
