@@ -335,12 +335,13 @@ def _read_file(content: Content, stored: Mapping[str, H5Array], rows: RowNumbers
 
 def _read_dataset(dataset: Any, rows: NDArray[np.int64], column: NDArray[Any] | list[bytes]) -> None:
     text, items = h5py.check_string_dtype(dataset.dtype) is not None, h5py.check_vlen_dtype(dataset.dtype)
-    step, longest = 1, PIECE_ITEMS
+    step, longest, gap = 1, PIECE_ITEMS, 0
     if not dataset.dtype.hasobject:
-        step = int(dataset.chunks[0]) if dataset.chunks else 1
-        longest = max(step, PIECE_BYTES // (dataset.dtype.itemsize * prod(dataset.shape[1:])))
+        row_bytes = dataset.dtype.itemsize * prod(dataset.shape[1:])
+        step, gap = (int(dataset.chunks[0]), 0) if dataset.chunks else (1, ranged_io.GAP_BYTES // row_bytes)
+        longest = max(step, PIECE_BYTES // row_bytes)
     first = rows // step * step
-    for i, j in cut_runs(first, first + step, 0, longest):  # a run spans no chunk without a selected row
+    for i, j in cut_runs(first, first + step, gap, longest):  # a run spans no chunk without a selected row
         block = dataset[int(rows[i]) : int(rows[j - 1]) + 1]
         if len(block) != j - i:
             block = block[rows[i:j] - rows[i]]
