@@ -459,9 +459,11 @@ def test_workers_import_what_they_need_once_for_all(kind, needed, data, images, 
         server = request.getfixturevalue("moto")
         url, arguments = server.url(), {"storage_options": server.storage_options}
         datasets.write(url, 60, options=server.storage_options)
-    first, later = map(set, run("imports", url, json.dumps(arguments)))
+    found = run("imports", url, json.dumps(arguments))
+    first, later = map(set, found["packages"])
     assert first == later  # which has read nothing
     assert first & HEAVY == set(needed.split())
+    assert found["threads"] == 1  # of the process that forks: locks that other threads hold would be held for ever
 
 
 @pytest.mark.parametrize("moment", ["fetching", "decoding", "transforming"])

@@ -101,7 +101,8 @@ def imports(url: str, arguments: str) -> None:
         thread = threading.Thread(target=lambda: found.append(executor.call(worker_tasks.packages)), name=f"as{number}")
         thread.start()
         thread.join()
-    say(found)
+    (server,) = servers_of(os.getpid())
+    say({"packages": found, "threads": len(list(Path(f"/proc/{server}/task").iterdir()))})
 
 
 def deaths(name: str) -> None:
