@@ -1,5 +1,7 @@
 """Arrays in place: how often each chunk is read, as a web server counts it, and what `plan` says."""
 
+import json
+import re
 import warnings
 from collections import Counter
 from contextlib import contextmanager
@@ -7,12 +9,15 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 import zarr
+from commands import run
 from folder_server import folder_server
+from zarr_stores import url_of
 
 import streamloader as sl
 from streamloader.measure.forecast import ForecastOptions, forecast
 from streamloader.options import Sampling
 
+DIGEST = "190ca8886b8751338d24bebdc7dee7d5b8842761faa2ff6909b9addc9ffe6d95"
 STEPS, COUNT = 4, 160  # of a chunk of `a`, of the axis
 PLANE = (8, 16)
 
@@ -40,6 +45,8 @@ def store(tmp_path_factory):
 def served(folder):
     """A web server of a store; yields (URL, a function that counts the reads of each chunk since it was called)."""
     with folder_server(folder) as server:
+        # or headers wait 40 ms for the acknowledgement of the client
+        server.RequestHandlerClass = type("Handler", (server.RequestHandlerClass,), {"disable_nagle_algorithm": True})
 
         def chunks() -> Counter[str]:
             paths, server.paths = server.paths, []
@@ -161,3 +168,117 @@ def test_arrays_whose_first_dimension_is_not_the_sample_axis_are_kept(tmp_path, 
                 np.testing.assert_array_equal(batch["a"][number], values[:, first : first + 3])
     assert dataset.stats().requests == 3 * 6
     dataset.close()
+
+
+@pytest.fixture(scope="module")
+def steps(tmp_path_factory):
+    """An array whose chunks are single steps; (folder, values)."""
+    folder = tmp_path_factory.mktemp("steps") / "x.zarr"
+    values = np.arange(1, 513, dtype="f4")[:, None, None] * np.ones((128, 128), "f4")
+    group = zarr.open_group(folder, mode="w", zarr_format=3)
+    group.create_array("a", data=values, chunks=(1, 128, 128), dimension_names=["time", "y", "x"])
+    return folder, {"a": values}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("shuffle", [False, sl.Shuffle(lanes=1)])
+def test_windows_that_are_not_kept_read_a_chunk_at_most_1_15_times_as_planned(steps, shuffle, workers):
+    folder, values = steps
+    options = {"shuffle": shuffle, "batch_size": 8, "fields": ("a",), "memory": 38_000_000}
+    sampling = Sampling(sample_axis="time", windows=sl.Window(4))
+    with served(folder) as (url, chunks):
+        planned = forecast(url, ForecastOptions(**options, sampling=sampling))
+        dataset = sl.NumpyDataset(url, **options, **vars(sampling), with_index=True, num_workers=workers)
+        read, requests = list[int](), 0
+        for _ in range(3):
+            for batch in dataset:
+                check(batch, values, range(4), ["a"])
+            read.append(sum(chunks().values()))
+            requests = requests or dataset.stats().requests
+        dataset.close()
+    assert not planned.kept
+    assert read[0] == planned.requests == requests  # later passes load some of the next one
+    assert len(values["a"]) < planned.requests <= 1.15 * len(values["a"])
+    assert sum(read[1:]) <= 1.15 * 2 * len(values["a"]) + 8 * 35
+
+
+def test_several_ranks_in_order_read_what_their_batches_need(steps):
+    folder, _ = steps
+    options = {"shuffle": False, "batch_size": 16, "fields": ("a",), "memory": 38_000_000}
+    sampling = Sampling(sample_axis="time", windows=sl.Window(4))
+    planned = forecast(str(folder), ForecastOptions(**options, world_size=2, sampling=sampling))
+    with served(folder) as (url, chunks):
+        for rank in range(2):
+            dataset = sl.NumpyDataset(url, **options, **vars(sampling), world=(rank, 2))
+            for _ in dataset:
+                pass
+            dataset.close()
+        assert sum(chunks().values()) == pytest.approx(planned.requests, rel=0.02)
+    assert planned.requests <= 512 * (16 + 3) / 16 + 19  # a unit is a batch
+
+
+def declared(folder, chunk, count, **options):
+    """A dataset of an array without stored chunks, 4 MiB a step."""
+    if not folder.exists():
+        group = zarr.open_group(folder, mode="w")
+        names = ["time", "y", "x"]
+        group.create_array(
+            "a", shape=(count, 1024, 1024), chunks=(chunk, 1024, 1024), dtype="f4", dimension_names=names
+        )
+    return sl.NumpyDataset(folder, batch_size=64, sample_axis="time", **options)
+
+
+@pytest.mark.parametrize(
+    ("chunk", "windows", "order"),
+    [
+        (1, None, (1, 64, 4)),
+        (8, None, (8, 32, 16)),
+        (40, None, (40, 4, 160)),
+        (1, sl.Window(8), (64, 2, 256)),
+        (8, sl.Window(8), (64, 2, 256)),
+        (40, sl.Window(8), (80, 2, 240)),
+    ],
+)
+def test_the_default_order_has_lanes_that_fit_and_blocks_as_long_as_windows_need(chunk, windows, order, tmp_path):
+    datasets = [
+        declared(tmp_path / "x.zarr", chunk, 8760, windows=windows, memory=memory, world=(0, world))
+        for memory, world in ((None, 1), ("64GiB", 1), (None, 2))
+    ]
+    for dataset in datasets:
+        params = dataset._first_share().order.params
+        assert (params.block, params.lanes, params.window) == order
+
+
+def test_a_state_keeps_the_order_that_it_was_saved_with(tmp_path):
+    options = {"sample_axis": "time", "windows": sl.Window(8), "with_index": True, "strict": False}
+    group = zarr.open_group(tmp_path / "x.zarr", mode="w")
+    group.create_array("a", shape=(800, 256, 256), chunks=(1, 256, 256), dtype="f4", dimension_names=["time", "y", "x"])
+    before = sl.NumpyDataset(
+        tmp_path / "x.zarr", batch_size=8, shuffle=sl.Shuffle(block=8, lanes=2, window=32), **options
+    )
+    batches = iter(before)
+    next(batches)
+    after = sl.NumpyDataset(tmp_path / "x.zarr", batch_size=8, **options)
+    assert after._first_share().order.params.block > 8
+    after.load_state_dict(before.state_dict())
+    for mine, other in zip(after, batches, strict=True):
+        np.testing.assert_array_equal(mine["index"], other["index"])
+
+
+def test_the_digest_of_samples_is_that_of_earlier_versions():
+    """States name it: a default of the order may change, and the digest may not."""
+    dataset = sl.NumpyDataset(url_of("xarray3.zarr"), batch_size=2, sample_axis="time", windows=sl.Window(3))
+    assert dataset._datasets[0].manifest.digest == DIGEST
+
+
+def test_plan_says_what_better_mixing_costs(tmp_path, capsys):
+    declared(tmp_path / "x.zarr", 40, 8760)
+    arguments = (tmp_path / "x.zarr", "--sample-axis", "time", "--batch-size", 64, "--memory", "20GiB")
+    status, out, _ = run(capsys, "plan", *arguments)
+    assert status == 0
+    assert re.search(r"with --lanes 16 that of a rank is at most 1\.\d+ times, in 17.0 GiB at least\n", out)
+    assert "for smaller blocks, which mix better: streamloader convert" in out
+    better = json.loads(run(capsys, "plan", *arguments, "--json")[1])["better"]
+    lanes = json.loads(run(capsys, "plan", *arguments, "--lanes", better["lanes"], "--json")[1])
+    assert (lanes["rank"]["design_effect"], lanes["least_memory"]) == (better["design_effect"], better["memory"])
+    assert lanes["better"] is None

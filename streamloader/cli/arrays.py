@@ -93,12 +93,16 @@ def reads_lines(url: str, reads: Iterable[ArrayReads], cure: Rechunking | None) 
     for each in reads:
         stored = f" ({show_bytes(each.stored)} stored)" if each.stored != each.read else ""
         sizes = f"reads {show_bytes(each.read)}{stored} for {show_bytes(each.used)} that samples use"
-        yield f"{title:<10}{each.array}: {sizes}, {each.ratio:.1f} times"
+        again = f", each chunk {each.read / each.least:.2f} times" if each.read > each.least else ""
+        yield f"{title:<10}{each.array}: {sizes}, {each.ratio:.1f} times{again}"
         title = ""
     if cure is not None:
         names, axis = ",".join(cure.names), f" --sample-axis {cure.sample_axis}" if cure.sample_axis is not None else ""
-        yield f"          to read less: streamloader convert {url} DST --rechunk {names}{axis}"
-        yield f"          an epoch then reads about {show_bytes(cure.after)}, now {show_bytes(cure.before)}"
+        less = cure.after < cure.before
+        goal = "to read less" if less else "for smaller blocks, which mix better"
+        yield f"          {goal}: streamloader convert {url} DST --rechunk {names}{axis}"
+        if less:
+            yield f"          an epoch then reads about {show_bytes(cure.after)}, now {show_bytes(cure.before)}"
 
 
 def inspect_arrays(url: str, storage_options: Mapping[str, Any], sampling: Sampling, *, as_json: bool) -> None:

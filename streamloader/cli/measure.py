@@ -125,6 +125,7 @@ def forecast_lines(planned: Forecast) -> list[str]:
         *arrays.reads_lines(planned.url, planned.arrays, planned.rechunking),
         f"mixing    the batch of a rank {mixed[0]}",
         f"          the global batch {mixed[1]}",
+        *_better_mixing(planned),
     ]
 
 
@@ -171,6 +172,13 @@ def _more_lanes(planned: Forecast) -> Iterator[str]:
             f"          the dataset has {planned.pinned_lanes} lanes: a run begun on {planned.world_size:,} ranks takes"
             f" {planned.lanes:,} and keeps them; a single rank that resumes it needs {show_bytes(planned.memory_alone)}"
         )
+
+
+def _better_mixing(planned: Forecast) -> Iterator[str]:
+    if planned.better is not None:
+        effect, memory = f"{planned.better.design_effect:.2f}", show_bytes(planned.better.memory)
+        better = f"that of a rank is at most {effect} times, in {memory} at least"
+        yield f"          with --lanes {planned.better.lanes} {better}"
 
 
 def _reading(planned: Forecast) -> str:

@@ -50,10 +50,10 @@ from streamloader.format.codecs import scratch_bytes
 from streamloader.format.manifest import FieldLayout
 from streamloader.format.reader import MAX_REQUEST, FieldReader
 from streamloader.options import MIB
-from streamloader.order.schedule import LOOK_AHEAD_ROWS, PLANNED_ROWS, BatchPlan, BlockRef, Need
+from streamloader.order.schedule import LOOK_AHEAD_ROWS, PLANNED_ROWS, BatchPlan, BlockRef, Need, Share
 from streamloader.stats import Counters
 from streamloader.storage.process import SIGNAL_SECONDS, Owner, finalize, take
-from streamloader.zarr.columns import RegionReader
+from streamloader.zarr.columns import RegionReader, wider_block
 
 if TYPE_CHECKING:
     from streamloader.order.mixture import EpochShare
@@ -75,6 +75,8 @@ LEAST_GROUPS = 16  # in an epoch: the first batch must not wait for much of it
 # The size of a compressed chunk is unknown, and counts as decoded.
 IN_FLIGHT_BYTES = 1024 * MIB
 LEAST_THREADS = 16
+# Units of several chunks may take so much more memory than units of one chunk, if `memory=` is not given.
+UNITS_BYTES = 2048 * MIB
 # The maximum number of batches planned ahead: plans are made in spans, each while the batches of the last are gathered.
 PLANNED = 256
 
@@ -197,6 +199,30 @@ class Engine:
             steps //= 2
         fits = self.least_memory(share.need(steps)) <= allowance(config.memory, config.ranks_here)
         return steps if fits else 1
+
+    def widened(self, share: EpochShare) -> EpochShare:
+        """Return the share with wider units, if it is not shuffled and windows of arrays reach beyond its units.
+
+        They take up to three quarters of the memory, without `memory=` up to `UNITS_BYTES` more. With several ranks,
+        each of which reads whole units, they divide the batches.
+        """
+        readers = self.datasets[0].region_readers.values()
+        if (
+            not readers
+            or not isinstance(share, Share)
+            or share.order.shuffle
+            or self.plan_memory(share.need())[1].keeps
+        ):
+            return share
+        most = allowance(self._config.memory, self._config.ranks_here) * 3 // 4
+        if self._config.memory is None:
+            most = min(most, self.least_memory(share.need()) + UNITS_BYTES)
+
+        def allowed(unit: int) -> bool:
+            divides = share.world.size == 1 or share.batch % unit == 0
+            return divides and self.least_memory(replace(share, unit=unit).need()) <= most
+
+        return replace(share, unit=wider_block(readers, share.unit, allowed))
 
     def least_memory(self, need: Need) -> int:
         """Return the minimum `memory`, in bytes, that `plan_memory` accepts."""

@@ -253,13 +253,16 @@ def choose_layouts(decoders: Mapping[str, ImageDecoder], *, transformed: bool) -
     return frozenset()
 
 
-def choose_order(manifest: Manifest, config: Shuffle, selection: Selection | None) -> OrderParams:
-    """Return the manifest's order with the overrides of `Shuffle`. Raises `UsageError` for a block that cuts chunks.
+def choose_order(dataset: Dataset, config: Shuffle) -> OrderParams:
+    """Return the dataset's order with the overrides of `Shuffle`. Raises `UsageError` for a block that cuts chunks.
 
     A selection gets the order of a dataset of its size. Its blocks have about the bytes of the dataset's blocks, or
     fewer if it is small; lanes and window follow from that.
     """
+    manifest, selection = dataset.manifest, dataset.selection
     pinned = manifest.order if selection is None else _order_of(manifest, selection, config.block)
+    if config.block is config.window is None and dataset.arrays is not None and dataset.arrays.order is not None:
+        pinned = dataset.arrays.order
     block = config.block or pinned.block
     window = config.window or max(pinned.window // block, 2 if config.block is None else 4) * block
     check_block(manifest, block, selection)

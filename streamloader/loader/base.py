@@ -280,7 +280,7 @@ class Loader:
         identities = []
         for source, dataset in zip(self._sources, datasets, strict=True):
             manifest, selection = dataset.manifest, dataset.selection
-            params = arguments.choose_order(manifest, self._order, selection)
+            params = arguments.choose_order(dataset, self._order)
             digest = None if selection is None else selection.digest
             version = 0 if dataset.arrays else manifest.generation
             of = SourceIdentity(manifest.digest, source.split, digest, dataset.num_samples, params, version)
@@ -615,7 +615,8 @@ class Loader:
         return Cursor(state, total)
 
     def _start_pipeline(self, begin: Cursor) -> Pipeline:
-        engine, share = self._engine(), begin.share
+        engine = self._engine()
+        share = engine.widened(begin.share)
         return engine.start(
             EpochPlan(
                 share=share,

@@ -79,12 +79,13 @@ class Rechunking:
     after: int
 
 
-def rechunking(reads: Sequence[ArrayReads], sampling: Sampling) -> Rechunking | None:
+def rechunking(reads: Sequence[ArrayReads], sampling: Sampling, *, mix: bool = False) -> Rechunking | None:
     """Return the conversion that is worth it, None if no array reads `WORTH_CONVERTING` times what is used.
 
-    None for patches too: a dataset has whole samples in its chunks.
+    `mix`: it is worth it for smaller blocks, since batches mix badly. None for patches too: a dataset has whole samples
+    in its chunks.
     """
-    if sampling.patches is not None or not any(each.ratio > WORTH_CONVERTING for each in reads):
+    if sampling.patches is not None or not reads or not (mix or any(each.ratio > WORTH_CONVERTING for each in reads)):
         return None
     stacked = [name for column in sampling.columns.values() for name in column.names]
     names = dict.fromkeys([*stacked, *(each.array for each in reads if each.column not in sampling.columns)])

@@ -11,15 +11,26 @@ from streamloader.engine.dataset import Dataset
 from streamloader.engine.engine import Engine
 from streamloader.engine.stages import LoaderConfig
 from streamloader.errors import FieldError, UsageError
+from streamloader.format.geometry import next_power, previous_power
 from streamloader.loader.arguments import Source, WhereChoice
 from streamloader.loader.dataset import NumpyDataset, NumpyMixture
-from streamloader.measure.arrays import SAMPLED_BLOCKS, ArrayReads, Rechunking, array_reads, rechunking
+from streamloader.measure.arrays import (
+    SAMPLED_BLOCKS,
+    WORTH_CONVERTING,
+    ArrayReads,
+    Rechunking,
+    array_reads,
+    rechunking,
+)
 from streamloader.options import Sampling, Shuffle
+from streamloader.order.epoch_order import MIN_BLOCKS_PER_LANE
 from streamloader.order.mixture import EpochShare, MixShare, Stream
 from streamloader.order.schedule import Share, World
 from streamloader.storage import open_store
 
 STEPS = 16  # steps that are sampled: the error of their mean is a few percent
+WELL_MIXED = 2.0  # the design effect from which on more lanes are worth their memory
+MAX_LANES = 64  # that a plan names
 MAX_EXAMINED = 1 << 27  # arrivals, which take one or two seconds: with long windows, fewer steps are sampled
 
 
@@ -35,6 +46,15 @@ class Mixing:
     rows: int
     blocks: float
     design_effect: float
+
+
+@dataclass(frozen=True)
+class MoreLanes:
+    """The number of lanes with which batches mix better: the design effect of a rank's, and the memory it needs."""
+
+    lanes: int
+    design_effect: float
+    memory: int
 
 
 def design_effect(rows: int, sharing: float, alike: float, met: float) -> float:
@@ -162,10 +182,11 @@ class Forecast(EpochForecast):
     """The forecast of an epoch on the dataset at `url`.
 
     `block`, `lanes`, `window`: the order of a new run on these ranks. `pinned_lanes`: the lanes of the dataset.
-    `rank`, `together`: how the batch of a rank and the global batch mix. `drawn`: the block of each row of the first
-    global batches. `arrays`: what is read of each array, for a dataset that is read as arrays, `unused` the elements of
-    each axis that no sample reads, and `rechunking` the conversion after which less is read. `memory_alone`: the least
-    memory that a single rank needs to resume such a run.
+    `rank`, `together`: how the batch of a rank and the global batch mix; `better`: lanes with which they mix better.
+    `drawn`: the block of each row of the first global batches. `arrays`: what is read of each array, for a dataset that
+    is read as arrays, `unused` the elements of each axis that no sample reads, and `rechunking` the conversion after
+    which less is read or batches mix better. `memory_alone`: the least memory that a single rank needs to resume such a
+    run.
     """
 
     url: str
@@ -176,6 +197,7 @@ class Forecast(EpochForecast):
     read_factor: float
     rank: Mixing
     together: Mixing
+    better: MoreLanes | None
     pinned_lanes: int
     shuffle: bool
     memory_alone: int
@@ -203,8 +225,13 @@ def forecast(url: str, options: ForecastOptions) -> Forecast:
     order, params = share.order, share.order.params
     together = replace(share, batch=share.global_batch, world=World(0, 1))
     rank_mixing, together_mixing = mixings((share, together))
-    factor = share.read_factor if order.shuffle else _ranks_per_unit(params.block, share)
-    epoch, (reads,) = _epoch(loader, share, [factor], options)
+    engine = _engine(loader, options)
+    share = engine.widened(share)
+    assert isinstance(share, Share)
+    factor = (
+        share.read_factor if order.shuffle else _ranks_per_unit(share.unit if dataset.arrays else params.block, share)
+    )
+    epoch, (reads,) = _epoch(loader, engine, share, [factor], options)
     epoch |= {"block": params.block, "lanes": order.lanes, "window": params.window, "shuffle": order.shuffle}
     return Forecast(
         **epoch,
@@ -213,13 +240,26 @@ def forecast(url: str, options: ForecastOptions) -> Forecast:
         read_factor=factor,
         rank=rank_mixing,
         together=together_mixing,
+        better=_better(engine, share, rank_mixing.design_effect) if order.shuffle else None,
         pinned_lanes=max(loader._first.lanes, default=1),
         memory_alone=loader._engine().least_memory(replace(together, batch=share.batch).need()),
         arrays=tuple(reads.arrays),
         unused={} if dataset.arrays is None else dataset.arrays.unused,
-        rechunking=rechunking(reads.arrays, options.sampling),
+        rechunking=rechunking(reads.arrays, options.sampling, mix=rank_mixing.design_effect > WORTH_CONVERTING),
         drawn=_first_blocks(share, params.block),
     )
+
+
+def _better(engine: Engine, share: Share, effect: float) -> MoreLanes | None:
+    """Return the lanes with which a design effect above `WELL_MIXED` is about that, or as many as blocks allow."""
+    params, most = share.order.params, share.order.num_blocks // MIN_BLOCKS_PER_LANE
+    lanes = min(
+        MAX_LANES, next_power(int(params.lanes * (effect - 1) / (WELL_MIXED - 1))), previous_power(max(1, most))
+    )
+    if effect <= WELL_MIXED or lanes <= params.lanes:
+        return None
+    share = replace(share, order=replace(share.order, params=replace(params, lanes=lanes)))
+    return MoreLanes(lanes, mixings((share,))[0].design_effect, engine.least_memory(share.need()))
 
 
 def _ranks_per_unit(unit: int, share: Share) -> float:
@@ -272,7 +312,9 @@ def forecast_mixture(
     assert isinstance(share, MixShare)
     places = share.mix.source_order.places(share.num_samples).tolist()
     passes = [place / dataset.num_samples for place, dataset in zip(places, mixture._datasets, strict=True)]
-    epoch, reads = _epoch(mixture, share, list(map(_passes_read, share.mix.streams, places)), options)
+    epoch, reads = _epoch(
+        mixture, _engine(mixture, options), share, list(map(_passes_read, share.mix.streams, places)), options
+    )
     shares, field_shares = mixture.shares(), _field_shares(mixture, weigh)
     parts = []
     for number, (source, weight) in enumerate(sources.items()):
@@ -310,16 +352,24 @@ class Reads(NamedTuple):
     arrays: list[ArrayReads]
 
 
+def _engine(loader: NumpyDataset | NumpyMixture, options: ForecastOptions) -> Engine:
+    return Engine(loader._datasets, LoaderConfig(memory=options.memory, ranks_here=options.ranks_here))
+
+
 def _epoch(
-    loader: NumpyDataset | NumpyMixture, share: EpochShare, passes: Sequence[float], options: ForecastOptions
+    loader: NumpyDataset | NumpyMixture,
+    engine: Engine,
+    share: EpochShare,
+    passes: Sequence[float],
+    options: ForecastOptions,
 ) -> tuple[dict[str, Any], list[Reads]]:
     """Return the values of an `EpochForecast`, and what it reads of each dataset, of which it has `passes`."""
-    engine = Engine(loader._datasets, LoaderConfig(memory=options.memory, ranks_here=options.ranks_here))
     held, budget = engine.plan_memory(share.need(engine.steps_at_once(share)))
     reads = []
     for dataset, source, times in zip(loader._datasets, loader._first.sources, passes, strict=True):
         streamed = [name for name in dataset.names if name not in held]
-        block = source.params.block if options.shuffle is not False else dataset.unit(source.params)
+        unshuffled = share.unit if isinstance(share, Share) else dataset.unit(source.params)
+        block = source.params.block if options.shuffle is not False or not dataset.arrays else unshuffled
         count, size = _estimate_reads(dataset, streamed, block)
         whole, arrays = replace(dataset, selection=None), array_reads(dataset, block)
         held_count, held_size = _estimate_reads(whole, held, max(1, dataset.manifest.num_samples))

@@ -329,10 +329,11 @@ class Share(Part):
         Padding makes the last step the last G positions in another order. If N < G, or R does not divide L, the last
         step may use other lanes: at most one block for each row.
 
-        A block of one sample is held for one plan, or for two by padding.
+        A block of one sample is held for one plan, or for two by padding. Without shuffle there is no window: a plan
+        holds the units of its rows, and padding repeats rows of the last full step, which has the same units or more.
         """
         lanes, params = self.lanes_read, self.fetch_params
-        per_lane = params.window // params.block + 2
+        per_lane = params.window // params.block + 2 if self.order.shuffle else 1
         batch = steps_at_once * self.batch
         # the rows of a plan, over all ranks, in the lanes that one rank reads
         rows = -(-lanes * self.world.size * batch // self.order.lanes)

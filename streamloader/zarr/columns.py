@@ -6,7 +6,7 @@ it once, whatever the number of samples that share them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property, lru_cache, partial
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from streamloader.format.manifest import FieldLayout
+from streamloader.format.manifest import FieldLayout, OrderPin
 from streamloader.order.anchors import Anchors, Box, count_unused, runs_of
 from streamloader.storage.buffers import Allocate, empty_buffer
 from streamloader.storage.store import RangeReader, Store
@@ -28,6 +28,7 @@ Ints = NDArray[np.int64]
 Bound = tuple[int, ...]  # an element of a region for each dimension
 BOX_CACHE = 512
 SAMPLED_BLOCKS = 64  # whose sizes are compared to find the memory of a block
+REREAD = 1.15  # how often chunks are read, at most, if blocks may be wide enough
 ARRAYS = "zarr"  # the codec of a layout whose chunks have the codecs of their own metadata
 
 
@@ -158,7 +159,7 @@ class ArrayFields:
     """The columns of a dataset of arrays, by field, and its samples. `strict`: a missing chunk is an error.
 
     `first`: the element of a window that comes first in time, from its anchor on. `left_out`: the number of windows
-    that have other durations than those that were asked for.
+    have other durations than those that were asked for. `order`: that of new runs, by default.
     """
 
     columns: Mapping[str, RegionColumn]
@@ -166,6 +167,7 @@ class ArrayFields:
     strict: bool | None = False
     first: int = 0
     left_out: int = 0
+    order: OrderPin | None = None
 
     @cached_property
     def axes(self) -> tuple[str, ...]:
@@ -362,6 +364,11 @@ class RegionReader:
         total = int(np.diff(self.kept_runs).sum())
         return prod(self.column.shape(*self.bounds_of(0, total))) * np.dtype(self.column.dtype).itemsize
 
+    def read_bytes(self, start: int, stop: int) -> int:
+        """Return the decoded bytes of the chunks that the samples [start, stop) read, as one block."""
+        found = ((self.arrays[member], boxes) for _, member, boxes in self.boxes(start, stop))
+        return sum(len(array.places(boxes)) * array.array.chunk_bytes for array, boxes in found)
+
     def count_chunks(self, member: Member, array: ArrayReader) -> int:
         """Return the number of chunks of a member that samples read."""
         first = self.extent[0][self.first_axis]
@@ -421,3 +428,20 @@ class RegionReader:
         if each.channel is None:
             return region
         return region[(slice(None),) * self.column.channel_axis + (each.channel, ...)]  # a view, of one element too
+
+
+def wider_block(readers: Collection[RegionReader], block: int, allowed: Callable[[int], bool]) -> int:
+    """Return `block`, doubled as far as it is `allowed` and lets windows that reach beyond blocks read fewer chunks."""
+    samples = max(reader.num_samples for reader in readers)
+    least = sum(
+        r.count_chunks(member, array) * array.array.chunk_bytes for r in readers for member, array in r.members()
+    )
+
+    def factor(block: int) -> float:
+        stop = min(block, samples)
+        return sum(reader.read_bytes(0, stop) for reader in readers) * samples / max(1, stop * least)
+
+    now = factor(block)
+    while now > REREAD and allowed(2 * block) and (wider := factor(2 * block)) < now:
+        block, now = 2 * block, wider
+    return block

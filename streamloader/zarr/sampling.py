@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streamloader.errors import FieldError, FormatError, MemoryBudgetError, NotFoundError, SelectionError, UsageError
-from streamloader.format.geometry import order_pin
+from streamloader.format.geometry import order_pin, previous_power
 from streamloader.format.manifest import FORMAT, Field, FieldLayout, Manifest, OrderPin, class_names, read_manifest
 from streamloader.format.opening import STATISTICS, read_object
 from streamloader.options import Channels, Extent, Normalize, Sampling, Window
@@ -37,7 +37,17 @@ from streamloader.order.anchors import (
 from streamloader.storage import Store, open_store
 from streamloader.zarr import coordinates
 from streamloader.zarr.cf import Unpacking, unpacking_of
-from streamloader.zarr.columns import ARRAYS, ArrayFields, Member, Output, Part, RegionColumn, RegionReader, Slice
+from streamloader.zarr.columns import (
+    ARRAYS,
+    ArrayFields,
+    Member,
+    Output,
+    Part,
+    RegionColumn,
+    RegionReader,
+    Slice,
+    wider_block,
+)
 from streamloader.zarr.coordinates import TIME_CHANNELS, Coordinate, Span
 from streamloader.zarr.metadata import POSITIONAL, SPARSE, ZarrGroup, read_group, read_rechunked
 from streamloader.zarr.reader import ArrayReader, find_index, parse_channel
@@ -47,7 +57,10 @@ if TYPE_CHECKING:
 
 Ints = NDArray[np.int64]
 # The default order keeps at most this many bytes of regions in memory, but at least a window of two blocks.
-WINDOW_BYTES = 1 << 30
+WINDOW_BYTES = 4 << 30
+BLOCK_BYTES = WINDOW_BYTES // 8  # of a block that is more than one cell, so that two lanes fit
+LEAST_BLOCKS = 16  # of an epoch whose blocks are more than one cell
+PINNED_WINDOW_BYTES = 1 << 30
 WINDOW_REQUESTS = 2048  # that the first batch waits for at most, unless two blocks take more
 MAX_CELLS = 1 << 26  # their numbers of samples are kept: 512 MiB at most
 INDICES = "_indices"  # ends the name of the column with those of a sparse matrix
@@ -282,8 +295,8 @@ def open_arrays(
     columns = {name: _with_outputs(column, axes, outputs) for name, column in columns.items()}
     arrays = ArrayFields(columns, Anchors(axes, aligned), opened.strict, outputs.first, left_out)
     _check_chunks(columns.values(), memory)
-    manifest = replace(_manifest(group.store, arrays), provenance={"classes": opened.classes(columns)})
-    return group.store, manifest, arrays
+    manifest, order = _manifest(group.store, arrays)
+    return group.store, replace(manifest, provenance={"classes": opened.classes(columns)}), replace(arrays, order=order)
 
 
 def _columns(opened: OpenedArrays, fields: Sequence[str] | None) -> dict[str, RegionColumn]:
@@ -696,8 +709,11 @@ def _check_chunks(columns: Iterable[RegionColumn], memory: int | None) -> None:
         raise MemoryBudgetError(problem, f"give memory={4 * largest.chunk_bytes} or more, or smaller chunks")
 
 
-def _manifest(store: Store, arrays: ArrayFields) -> Manifest:
-    """Return the manifest of arrays: the layout of each column, the order, and digests of metadata and samples."""
+def _manifest(store: Store, arrays: ArrayFields) -> tuple[Manifest, OrderPin]:
+    """Return the manifest of arrays, and the order of new runs.
+
+    The manifest has the layout of each column, an order, and digests of metadata and samples.
+    """
     anchors = arrays.anchors
     samples, block = len(anchors), anchors.block
     layouts, tables = {}, {}
@@ -708,17 +724,32 @@ def _manifest(store: Store, arrays: ArrayFields) -> Manifest:
         layouts[name] = FieldLayout(kind, block, block, ARRAYS, resident=False, nbytes=size, stored=size)
         tables[name] = _digest(column, anchors)
     readers = [RegionReader(store, name, layouts[name], arrays) for name in layouts]
-    held, requests = sum(r.most_bytes(block) for r in readers), sum(r.pieces(block) for r in readers)
-    return Manifest(samples, block, layouts, _order(samples, block, held, requests), tables)
+    return Manifest(samples, block, layouts, _pinned_order(samples, block, readers), tables), _order(block, readers)
 
 
-def _order(samples: int, block: int, block_bytes: int, requests: int) -> OrderPin:
-    """Return the order of a dataset, whose window takes about `WINDOW_BYTES` of regions and `WINDOW_REQUESTS`.
+def _order(block: int, readers: Sequence[RegionReader]) -> OrderPin:
+    """Return the order of new runs, whose window takes at most `WINDOW_BYTES` of regions and `WINDOW_REQUESTS`.
 
-    `block_bytes`, `requests`: those of a block.
+    It has as many lanes as fit with windows of two blocks, so that runs on few and many ranks begin the same order.
     """
+    samples = readers[0].num_samples
+
+    def held(block: int) -> int:
+        return sum(reader.most_bytes(block) for reader in readers)
+
+    block = wider_block(readers, block, lambda wide: -(-samples // wide) >= LEAST_BLOCKS and held(wide) <= BLOCK_BYTES)
+    order = order_pin(samples, block, -(-samples // block) * held(block))
+    requests = sum(reader.pieces(block) for reader in readers)
+    most = max(4, min(WINDOW_BYTES // max(1, held(block)), WINDOW_REQUESTS // requests))
+    lanes = min(order.lanes, previous_power(most // 4))
+    return OrderPin(block, lanes, max(2, min(order.window // block, most // lanes - 2)) * block)
+
+
+def _pinned_order(samples: int, block: int, readers: Sequence[RegionReader]) -> OrderPin:
+    """Return the order that the digest covers, and that `Shuffle(block=)` and `Shuffle(window=)` begin from."""
+    block_bytes, requests = sum(r.most_bytes(block) for r in readers), sum(r.pieces(block) for r in readers)
     order = order_pin(samples, block, -(-samples // block) * block_bytes)
-    most = max(4, min(WINDOW_BYTES // max(1, block_bytes), WINDOW_REQUESTS // requests))
+    most = max(4, min(PINNED_WINDOW_BYTES // max(1, block_bytes), WINDOW_REQUESTS // requests))
     lanes, window = order.lanes, order.window // block
     while lanes > 1 and lanes * (window + 2) > most:
         lanes //= 2
