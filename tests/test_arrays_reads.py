@@ -14,6 +14,7 @@ from folder_server import folder_server
 from zarr_stores import url_of
 
 import streamloader as sl
+from streamloader import errors
 from streamloader.measure.forecast import ForecastOptions, forecast
 from streamloader.options import Sampling
 
@@ -133,6 +134,27 @@ def test_chunks_of_a_pass_that_ended_early_are_read_again_only_if_their_blocks_w
     assert len(again.keys() | before.keys()) == COUNT // STEPS
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_chunk_that_was_damaged_is_read_again_in_memory_that_is_kept(tmp_path, workers):
+    values = np.random.default_rng(0).random((40, 8)).astype("f4")
+    group = zarr.open_group(tmp_path / "x.zarr", mode="w")
+    group.create_array("a", data=values, chunks=(4, 8), dimension_names=["time", "x"])
+    chunk = tmp_path / "x.zarr" / "a" / "c" / "5" / "0"
+    stored = chunk.read_bytes()
+    options = {"sample_axis": "time", "windows": sl.Window(3), "with_index": True, "num_workers": workers}
+    dataset = sl.NumpyDataset(tmp_path / "x.zarr", batch_size=4, **options)
+    for _ in range(2):
+        chunk.write_bytes(b"damaged")
+        with pytest.raises(errors.CorruptError, match="20:24"):
+            for batch in dataset:
+                check(batch, {"a": values}, range(3), ["a"])
+    chunk.write_bytes(stored)
+    for _ in range(2):
+        for batch in dataset:
+            check(batch, {"a": values}, range(3), ["a"])
+    dataset.close()
+
+
 @pytest.mark.parametrize("shuffle", [True, sl.Shuffle(lanes=3)])
 def test_constants_and_patches_are_right_in_memory_that_is_kept(store, shuffle):
     folder, values = store
@@ -189,15 +211,16 @@ def test_windows_that_are_not_kept_read_a_chunk_at_most_1_15_times_as_planned(st
     with served(folder) as (url, chunks):
         planned = forecast(url, ForecastOptions(**options, sampling=sampling))
         dataset = sl.NumpyDataset(url, **options, **vars(sampling), with_index=True, num_workers=workers)
-        read, requests = list[int](), 0
+        read, stats = list[int](), None
         for _ in range(3):
             for batch in dataset:
                 check(batch, values, range(4), ["a"])
             read.append(sum(chunks().values()))
-            requests = requests or dataset.stats().requests
+            stats = stats or dataset.stats()
         dataset.close()
     assert not planned.kept
-    assert read[0] == planned.requests == requests  # later passes load some of the next one
+    assert stats.requests == planned.requests + stats.hedges
+    assert planned.requests <= read[0] <= stats.requests  # later passes load some of the next one
     assert len(values["a"]) < planned.requests <= 1.15 * len(values["a"])
     assert sum(read[1:]) <= 1.15 * 2 * len(values["a"]) + 8 * 35
 

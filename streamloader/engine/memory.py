@@ -146,7 +146,8 @@ class Blocks:
 
     def claims(self, name: str, ticket: int) -> list[ChunkPlaces] | None:
         """Return the chunks of a field to read for a block, None for all that it needs."""
-        return self.regions[name].claims(self.claim(ticket)) if self.keeps else None
+        slot = self.claim(ticket) if self.keeps else NO_SLOT
+        return None if slot == NO_SLOT else self.regions[name].claims(slot)
 
     def keep_rows(self, name: str, slot: int, block: BlockRegions) -> None:
         """Store where the sparse rows of a block are, if its column has any."""
